@@ -1,0 +1,58 @@
+"""One thing a rank does: an op on a stage, for a slice of a micro-batch.
+
+    2F0      forward of micro-batch 0 on stage 2
+    2B0.1    backward of its slice 1
+    2I0 2W0  the two halves of a split backward: input gradient, weight gradient
+"""
+
+from __future__ import annotations
+
+import re
+from enum import StrEnum
+from typing import NamedTuple
+
+from penstock.errors import FileError
+
+
+class Op(StrEnum):
+    """What is done. The letters are torch's."""
+
+    F = "F"  # forward
+    B = "B"  # whole backward
+    I = "I"  # noqa: E741  # backward for the input alone
+    W = "W"  # backward for the weights alone
+
+
+OPS = tuple(Op)
+CODE = {op: code for code, op in enumerate(OPS)}  # F 0, B 1, I 2, W 3: how tables of numbers write an op
+
+_TEXT = re.compile(r"(\d+)([FBIW])(\d+)(?:\.(\d+))?")
+
+
+class Action(NamedTuple):
+    """`(op, stage, micro-batch, slice)`; prints as `2F0` or, past the first slice, `2F0.1`, and parses back."""
+
+    op: Op
+    stage: int
+    microbatch: int
+    slice: int = 0
+
+    def __str__(self) -> str:
+        tail = f".{self.slice}" if self.slice else ""
+        return f"{self.stage}{self.op.value}{self.microbatch}{tail}"
+
+    def __repr__(self) -> str:
+        return f"<{self}>"
+
+
+def parse_action(text: str) -> Action:
+    """The action that prints as `text`.
+
+    >>> parse_action("2F0.1")
+    <2F0.1>
+    """
+    found = _TEXT.fullmatch(text)
+    if found is None:
+        raise FileError(f"{text!r} is not an action; an action is stage, op F B I or W, micro-batch: 2F0, or sliced 2F0.1")
+    stage, op, microbatch, piece = found.groups()
+    return Action(Op(op), int(stage), int(microbatch), int(piece or 0))

@@ -1,0 +1,84 @@
+"""The dependency rules: what must be finished before an action can start. The only place that knows them.
+
+Micro-batch 0 in two slices through stages a, b; an arrow leads from what is needed to what needs it:
+
+    aF0.0 ──► bF0.0          F  the same slice on the previous stage of the path
+      │         │               the earlier slice on the same stage (its keys and values)
+      ▼         ▼
+    aF0.1 ──► bF0.1          B  its own F
+                │               the same slice's backward on the next stage of the path
+                ▼               the later slice's backward on the same stage
+    aB0.1 ◄── bB0.1
+      │         │            W  its own I; where a backward is split, I stands for B in all of the above
+      ▼         ▼
+    aB0.0 ◄── bB0.0
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from penstock.ir.action import Action, Op
+
+if TYPE_CHECKING:
+    from penstock.ir.schedule import Schedule
+    from penstock.ir.table import Ints, Table
+
+FORWARD, BACKWARD, WEIGHTS = range(3)  # the three kinds of action: F; B or I; W
+KIND = {Op.F: FORWARD, Op.B: BACKWARD, Op.I: BACKWARD, Op.W: WEIGHTS}
+
+
+class Rule(NamedTuple):
+    """An action of `kind` needs the one of kind `needed`, so many steps along the path and along the slices away."""
+
+    kind: int
+    needed: int
+    path: int
+    slice: int
+
+
+RULES = (
+    Rule(FORWARD, FORWARD, -1, 0),
+    Rule(FORWARD, FORWARD, 0, -1),
+    Rule(BACKWARD, FORWARD, 0, 0),
+    Rule(BACKWARD, BACKWARD, +1, 0),
+    Rule(BACKWARD, BACKWARD, 0, +1),
+    Rule(WEIGHTS, BACKWARD, 0, 0),
+)
+MOST = 3  # rules a kind has at most
+
+
+def needs(schedule: Schedule, action: Action) -> tuple[Action, ...]:
+    """All that must finish before `action` may start.
+
+    >>> from penstock import make, needs
+    >>> from penstock.ir import parse_action
+    >>> needs(make("1f1b", ranks=3, microbatches=4), parse_action("1B2"))
+    (<1F2>, <2B2>)
+    """
+    table, microbatch = schedule.table, schedule.microbatches[action.microbatch]
+    position = microbatch.path.index(action.stage)
+    found = []
+    for rule in RULES:
+        there, piece = position + rule.path, action.slice + rule.slice
+        if rule.kind == KIND[action.op] and 0 <= there < len(microbatch.path) and 0 <= piece < microbatch.slices:
+            at = table.at[table.slot(rule.needed, action.microbatch, there, piece)]
+            found.append(table.action(int(at)))
+    return tuple(found)
+
+
+def needed_slots(table: Table) -> Ints:
+    """The rules for all actions at once: row i holds the slots that action i needs, -1 where a rule does not apply."""
+    slots = np.full((len(table.kind), MOST), -1, dtype=np.int64)
+    taken = np.zeros(3, dtype=np.int64)
+    for rule in RULES:
+        mine = np.flatnonzero((table.kind == rule.kind) & table.sound)
+        microbatch = table.microbatch[mine]
+        there, piece = table.position[mine] + rule.path, table.slice[mine] + rule.slice
+        inside = (there >= 0) & (there < table.length[microbatch]) & (piece >= 0) & (piece < table.slices[microbatch])
+        slot = table.slot(rule.needed, microbatch[inside], there[inside], piece[inside])
+        slots[mine[inside], taken[rule.kind]] = slot
+        taken[rule.kind] += 1
+    return slots

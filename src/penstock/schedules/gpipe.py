@@ -1,0 +1,19 @@
+"""GPipe (Huang et al., 2019): all forwards, then all backwards."""
+
+from __future__ import annotations
+
+from penstock.ir.schedule import Schedule, schedule_of
+from penstock.schedules.orders import at_least, backwards, forwards, looped, through
+
+
+def gpipe(ranks: int, microbatches: int) -> Schedule:
+    """Simple; every rank holds all micro-batches at the turn. With B twice F:
+
+    rank 0 | F0 F1 F2 F3 .  .  .  .  .  .  B0 -- B1 -- B2 -- B3 --
+    rank 1 | .  F0 F1 F2 F3 .  .  .  B0 -- B1 -- B2 -- B3 -- .  .
+    rank 2 | .  .  F0 F1 F2 F3 B0 -- B1 -- B2 -- B3 -- .  .  .  .
+    """
+    at_least(1, ranks=ranks, microbatches=microbatches)
+    stages = looped(ranks)
+    lanes = [forwards(rank, microbatches) + backwards(rank, microbatches) for rank in range(ranks)]
+    return schedule_of(stages, through(stages, microbatches), lanes)

@@ -1,0 +1,19 @@
+"""1F1B, also DAPPLE and PipeDream-flush: each backward as soon as it can run."""
+
+from __future__ import annotations
+
+from penstock.ir.schedule import Schedule, schedule_of
+from penstock.schedules.orders import at_least, backwards, forwards, looped, through, weave
+
+
+def one_f_one_b(ranks: int, microbatches: int) -> Schedule:
+    """Holds at most `ranks - rank` micro-batches in flight on each rank. With B twice F:
+
+    rank 0 | F0 F1 F2 .  .  .  .  B0 -- F3 B1 -- .  B2 -- .  B3 --
+    rank 1 | .  F0 F1 .  .  B0 -- F2 B1 -- F3 B2 -- .  B3 -- .  .
+    rank 2 | .  .  F0 B0 -- F1 B1 -- F2 B2 -- F3 B3 -- .  .  .  .
+    """
+    at_least(1, ranks=ranks, microbatches=microbatches)
+    stages = looped(ranks)
+    lanes = [weave(ranks - rank, forwards(rank, microbatches), backwards(rank, microbatches)) for rank in range(ranks)]
+    return schedule_of(stages, through(stages, microbatches), lanes)

@@ -1,0 +1,5 @@
+"""A schedule and a cost in, a timeline out."""
+
+from penstock.sim.simulate import simulate
+
+__all__ = ["simulate"]
