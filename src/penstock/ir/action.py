@@ -53,6 +53,6 @@ def parse_action(text: str) -> Action:
     """
     found = _TEXT.fullmatch(text)
     if found is None:
-        raise FileError(f"{text!r} is not an action; an action is stage, op F B I or W, micro-batch: 2F0, or sliced 2F0.1")
+        raise FileError(f"{text!r} is not an action: stage, op F B I or W, micro-batch, as in 2F0; 2F0.1 for a slice")
     stage, op, microbatch, piece = found.groups()
     return Action(Op(op), int(stage), int(microbatch), int(piece or 0))

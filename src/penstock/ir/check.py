@@ -10,12 +10,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from penstock.errors import ScheduleError
-from penstock.ir.action import OPS, Action, Op
+from penstock.ir.action import Action, Op
 from penstock.ir.compiled import at_speed
 from penstock.ir.needs import BACKWARD, FORWARD, WEIGHTS, needed_slots
 from penstock.ir.table import Ints, Table, split_slots, tabulate
@@ -107,7 +108,7 @@ def _path_faults(schedule: Schedule, number: int, microbatch: MicroBatch) -> Ite
 
 def _cut_faults(number: int, microbatch: MicroBatch) -> Iterator[str]:
     cuts, tokens = microbatch.cuts, microbatch.tokens
-    rising = all(a < b for a, b in zip(cuts, cuts[1:], strict=False))
+    rising = all(a < b for a, b in pairwise(cuts))
     if len(cuts) < 2 or cuts[0] != 0 or cuts[-1] != tokens or not rising:
         yield (
             f"the cuts of micro-batch {number} do not cover its tokens 0..{tokens}\n\n"
@@ -190,7 +191,8 @@ def _missing_one(schedule: Schedule, table: Table, slot: int, user: int) -> str:
     kind = slot % 3
     if user >= 0:
         what = f"{table.action(user)} needs {action}, which no rank ever runs"
-        advice = f"every micro-batch needs one {'F' if kind == FORWARD else 'B (or I and W)'} on every stage of its path"
+        lacks = "F" if kind == FORWARD else "B (or I and W)"
+        advice = f"every micro-batch needs one {lacks} on every stage of its path"
         return _fault(schedule, table, user, what, advice)
     beside = int(table.at[slot - 1]) if kind != FORWARD else -1
     if kind == WEIGHTS:
@@ -285,6 +287,3 @@ def _cycle(schedule: Schedule, table: Table, cursor: Ints) -> str:
 def names(actions: Iterable[Action]) -> str:
     """Actions as one line of text."""
     return " ".join(map(str, actions))
-
-
-assert tuple(OPS)[2] is Op.I  # `split_slots` counts on it

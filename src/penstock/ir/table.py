@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.ir.action import CODE, OPS, Action
+from penstock.ir.action import CODE, OPS, Action, Op
 from penstock.ir.needs import BACKWARD, KIND
 
 if TYPE_CHECKING:
@@ -144,5 +144,5 @@ def _crowd(stages: Sequence[Stage], microbatches: Sequence[MicroBatch]) -> Ints:
 def split_slots(table: Table) -> Bools:
     """Of every backward slot: is it filled by I, so that a W must follow?"""
     filled = table.at[BACKWARD::3]
-    split: Bools = (filled >= 0) & (table.op[filled] == 2)
+    split: Bools = (filled >= 0) & (table.op[filled] == CODE[Op.I])
     return split

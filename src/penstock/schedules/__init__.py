@@ -7,25 +7,64 @@ from inspect import signature
 
 from penstock.errors import ShapeError, UnknownNameError
 from penstock.ir.schedule import Schedule
+from penstock.schedules.chimera import chimera
+from penstock.schedules.controllable import v_half, v_min
+from penstock.schedules.dualpipe import dualpipe_v
 from penstock.schedules.gpipe import gpipe
+from penstock.schedules.hanayo import hanayo
+from penstock.schedules.interleaved import interleaved
 from penstock.schedules.one_f_one_b import one_f_one_b
+from penstock.schedules.skip_paths import skip
+from penstock.schedules.token_sliced import seq1f1b, terapipe
+from penstock.schedules.transforms import even_cuts, replicate, slice_tokens, split_backward
+from penstock.schedules.zero_bubble import interleaved_zb, zb_h1, zb_v
 
 REGISTRY: dict[str, Callable[..., Schedule]] = {
     "gpipe": gpipe,
     "1f1b": one_f_one_b,
+    "interleaved": interleaved,
+    "chimera": chimera,
+    "hanayo": hanayo,
+    "zb-h1": zb_h1,
+    "interleaved-zb": interleaved_zb,
+    "zb-v": zb_v,
+    "v-half": v_half,
+    "v-min": v_min,
+    "dualpipe-v": dualpipe_v,
+    "terapipe": terapipe,
+    "seq1f1b": seq1f1b,
+    "skip": skip,
 }
 
 
-def make(name: str, **shape: int) -> Schedule:
+def shape_of(name: str) -> tuple[str, ...]:
+    """The words of a schedule's own shape: `ranks`, `microbatches`, ..."""
+    if name not in REGISTRY:
+        raise UnknownNameError("schedule", name, REGISTRY)
+    return tuple(signature(REGISTRY[name]).parameters)
+
+
+def make(name: str, *, split: bool = False, **shape: int) -> Schedule:
     """The schedule of that name and shape.
+
+    `split` splits its backwards; `slices` (where it is not part of its own shape) cuts each micro-batch into so many
+    equal slices; `copies` puts so many copies of it side by side, each with its own micro-batches.
 
     >>> make("1f1b", ranks=4, microbatches=8).actions
     64
+    >>> make("hanayo", ranks=4, microbatches=4, waves=2, slices=2, split=True, copies=2).ranks
+    8
     """
-    if name not in REGISTRY:
-        raise UnknownNameError("schedule", name, REGISTRY)
-    known = signature(REGISTRY[name]).parameters
+    own = shape_of(name)
     for word in shape:
-        if word not in known:
-            raise ShapeError(f"{name} has no {word}; its shape is {', '.join(known)}")
-    return REGISTRY[name](**shape)
+        if word not in (*own, "slices", "copies"):
+            raise ShapeError(f"{name} has no {word}; its shape is {', '.join(own)}, and for all: slices, copies")
+    missing = [word for word in ("ranks", "microbatches") if word not in shape]
+    if missing:
+        raise ShapeError(f"{name} needs {' and '.join(missing)}")
+    schedule = REGISTRY[name](**{word: value for word, value in shape.items() if word in own})
+    if "slices" in shape and "slices" not in own:
+        schedule = slice_tokens(schedule, even_cuts(shape["slices"]))
+    if split:
+        schedule = split_backward(schedule)
+    return replicate(schedule, shape["copies"]) if "copies" in shape else schedule

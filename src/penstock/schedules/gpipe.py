@@ -7,7 +7,7 @@ from penstock.schedules.orders import at_least, backwards, forwards, looped, thr
 
 
 def gpipe(ranks: int, microbatches: int) -> Schedule:
-    """Simple; every rank holds all micro-batches at the turn. With B twice F:
+    """Simple; every rank holds all micro-batches at the turn. With B twice F (ranks=3, microbatches=4):
 
     rank 0 | F0 F1 F2 F3 .  .  .  .  .  .  B0 -- B1 -- B2 -- B3 --
     rank 1 | .  F0 F1 F2 F3 .  .  .  B0 -- B1 -- B2 -- B3 -- .  .

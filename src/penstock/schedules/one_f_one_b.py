@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from penstock.ir.schedule import Schedule, schedule_of
-from penstock.schedules.orders import at_least, backwards, forwards, looped, through, weave
+from penstock.schedules.orders import at_least, backwards, forwards, looped, through, weave, whole
 
 
 def one_f_one_b(ranks: int, microbatches: int) -> Schedule:
-    """Holds at most `ranks - rank` micro-batches in flight on each rank. With B twice F:
+    """Holds at most `ranks - rank` micro-batches in flight on each rank. With B twice F (ranks=3, microbatches=4):
 
     rank 0 | F0 F1 F2 .  .  .  .  B0 -- F3 B1 -- .  B2 -- .  B3 --
     rank 1 | .  F0 F1 .  .  B0 -- F2 B1 -- F3 B2 -- .  B3 -- .  .
@@ -15,5 +15,8 @@ def one_f_one_b(ranks: int, microbatches: int) -> Schedule:
     """
     at_least(1, ranks=ranks, microbatches=microbatches)
     stages = looped(ranks)
-    lanes = [weave(ranks - rank, forwards(rank, microbatches), backwards(rank, microbatches)) for rank in range(ranks)]
+    lanes = [
+        weave(ranks - rank, forwards(rank, microbatches), whole(backwards(rank, microbatches)))
+        for rank in range(ranks)
+    ]
     return schedule_of(stages, through(stages, microbatches), lanes)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import chain, zip_longest
+from collections.abc import Mapping, Sequence
+from itertools import product, zip_longest
 
 from penstock.errors import ShapeError
 from penstock.ir.action import Action, Op
@@ -30,6 +30,16 @@ def through(stages: Sequence[Stage], microbatches: int, slices: int = 1) -> list
 
 
 # ---------------------------------------------------------------- how a lane is woven
+def rounds(op: Op, rank: int, ranks: int, chunks: int, microbatches: int) -> Lane:
+    """A rank's chunks in rounds of as many micro-batches as ranks; going back, the last chunk first.
+
+    2 ranks, 2 chunks, rank 0 | 0F0 0F1 2F0 2F1  0F2 0F3 2F2 2F3
+    """
+    order = list(range(chunks))[:: 1 if op is Op.F else -1]
+    turns = product(range(0, microbatches, ranks), order)
+    return [Action(op, chunk * ranks + rank, m) for first, chunk in turns for m in range(first, first + ranks)]
+
+
 def forwards(stage: int, microbatches: int, slices: int = 1) -> Lane:
     """0F0 0F0.1 0F1 0F1.1 ..."""
     return [Action(Op.F, stage, m, s) for m in range(microbatches) for s in range(slices)]
@@ -40,11 +50,15 @@ def backwards(stage: int, microbatches: int, slices: int = 1) -> Lane:
     return [Action(Op.B, stage, m, s) for m in range(microbatches) for s in reversed(range(slices))]
 
 
-def weave(ahead: int, there: Lane, back: Lane) -> Lane:
-    """Forwards with a head start, then one backward and one forward in turn.  ahead 3: F0 F1 F2 B0 F3 B1 ... B3"""
-    ahead = min(ahead, len(there))
-    turns = zip_longest(back, there[ahead:])
-    return there[:ahead] + [action for action in chain.from_iterable(turns) if action is not None]
+def weave(ahead: int, there: Lane, back: Sequence[Lane]) -> Lane:
+    """Forwards with a head start, then one step back and one forward in turn.  ahead 3: F0 F1 F2 B0 F3 B1 ... B3"""
+    turns = zip_longest(back, ([action] for action in there[ahead:]), fillvalue=[])
+    return there[:ahead] + [action for pair in turns for step in pair for action in step]
+
+
+def whole(back: Lane) -> list[Lane]:
+    """Backwards as steps of one B each."""
+    return [[action] for action in back]
 
 
 def halves(action: Action) -> tuple[Action, Action]:
@@ -63,3 +77,18 @@ def at_least(least: int, **shape: int) -> None:
     for name, value in shape.items():
         if value < least:
             raise ShapeError(f"{name} {value} is too few; the least is {least}")
+
+
+# ---------------------------------------------------------------- split backwards
+def lagging(back: Lane, lag: int) -> list[Lane]:
+    """Backwards split, the weights `lag` behind.  lag 1: [I0] [I1 W0] [I2 W1] [W2]"""
+    inputs, weights = zip(*map(halves, back), strict=True)
+    steps = [[i] for i in inputs[:lag]]
+    steps += [[i, w] for i, w in zip(inputs[lag:], weights, strict=False)]
+    return steps + [[w] for w in weights[max(len(back) - lag, 0) :]]
+
+
+def spell(letters: str, queues: Mapping[str, Lane]) -> Lane:
+    """The next action of the queue each letter names; letters past a queue's end are passed over.  fFf: f0 F0 f1"""
+    left = {letter: iter(queue) for letter, queue in queues.items()}
+    return [action for letter in letters if (action := next(left[letter], None)) is not None]

@@ -1,0 +1,42 @@
+"""Chimera (Li and Hoefler, 2021): two pipelines in opposite directions over the same ranks, two copies of weights."""
+
+from __future__ import annotations
+
+from penstock.cost.unit import UnitCost
+from penstock.errors import ShapeError
+from penstock.ir.action import Action, Op
+from penstock.ir.schedule import MicroBatch, Schedule, Stage
+from penstock.schedules.listing import list_schedule
+from penstock.schedules.orders import at_least
+
+
+def chimera(ranks: int, microbatches: int) -> Schedule:
+    """Even micro-batches go down, odd ones up; one direction works where the other would idle. With B twice F
+    (ranks=4, microbatches=4):
+
+    rank 0 | F0 F2 .  F1 B1 -- F3 B3 -- .  B0 -- .  .  B2 --
+    rank 1 | .  F0 F1 F2 F3 .  B1 -- B0 -- B3 -- B2 -- .  .
+    rank 2 | .  F1 F0 F3 F2 .  B0 -- B1 -- B2 -- B3 -- .  .
+    rank 3 | F1 F3 .  F0 B0 -- F2 B2 -- .  B1 -- .  .  B3 --
+
+    Stages 0 to ranks-1 lead down, the others up; those of one part are replicas, whose gradients are summed.
+    More micro-batches than ranks do not come in units, one after the other, but in a stream: 3 * microbatches +
+    2 * (ranks - 2) in all. No rank holds more than `ranks` of them.
+    """
+    at_least(1, ranks=ranks, microbatches=microbatches)
+    if ranks % 2:
+        raise ShapeError(f"chimera needs an even number of ranks, not {ranks}; the nearest is {ranks + 1}")
+    down = [Stage(part, part) for part in range(ranks)]
+    up = [Stage(ranks - 1 - part, part) for part in range(ranks)]
+    paths = (tuple(range(ranks)), tuple(range(ranks, 2 * ranks)))
+    table = [MicroBatch(paths[number % 2]) for number in range(microbatches)]
+    if microbatches <= ranks:
+        return list_schedule(down + up, table, UnitCost(), cap=ranks)
+    return list_schedule(down + up, table, UnitCost(B=1), cap=ranks, priority=_due)
+
+
+def _due(schedule: Schedule, action: Action) -> tuple[int, ...]:
+    """When a stream would have it, of one micro-batch a slot, F and B taking a slot each."""
+    depth = action.stage % schedule.ranks
+    turn = depth if action.op is Op.F else 2 * schedule.ranks - 1 - depth
+    return (turn + action.microbatch,)

@@ -1,0 +1,38 @@
+"""Token slices: TeraPipe (Li et al., 2021) and Seq1F1B (Sun et al., 2024), a pipeline inside one sequence."""
+
+from __future__ import annotations
+
+from penstock.ir.schedule import Schedule, schedule_of
+from penstock.schedules.orders import at_least, backwards, forwards, looped, through, weave, whole
+
+
+def terapipe(ranks: int, microbatches: int, slices: int = 4) -> Schedule:
+    """All forwards, slice by slice, then all backwards, last slice first: GPipe with a bubble of one slice a rank.
+
+    With B twice F (ranks=3, microbatches=1, slices=3):
+
+    rank 0 | F0   F0.1 F0.2 .    .    .    .    .    .    B0.2 --   B0.1 --   B0   --
+    rank 1 | .    F0   F0.1 F0.2 .    .    .    B0.2 --   B0.1 --   B0   --   .    .
+    rank 2 | .    .    F0   F0.1 F0.2 B0.2 --   B0.1 --   B0   --   .    .    .    .
+    """
+    at_least(1, ranks=ranks, microbatches=microbatches, slices=slices)
+    stages = looped(ranks)
+    lanes = [forwards(r, microbatches, slices) + backwards(r, microbatches, slices) for r in range(ranks)]
+    return schedule_of(stages, through(stages, microbatches, slices), lanes)
+
+
+def seq1f1b(ranks: int, microbatches: int, slices: int = 4) -> Schedule:
+    """1F1B over slices: the first rank holds `slices + ranks - 1` slices, not `ranks` micro-batches.
+
+    With B twice F (ranks=3, microbatches=2, slices=2):
+
+    rank 0 | F0   F0.1 F1   F1.1 .    .    .    .    B0.1 --   .    B0   --   .    B1.1 --   B1   --
+    rank 1 | .    F0   F0.1 F1   .    .    B0.1 --   F1.1 B0   --   .    B1.1 --   B1   --   .    .
+    rank 2 | .    .    F0   F0.1 B0.1 --   F1   B0   --   F1.1 B1.1 --   B1   --   .    .    .    .
+    """
+    at_least(1, ranks=ranks, microbatches=microbatches, slices=slices)
+    stages, lanes = looped(ranks), []
+    for rank in range(ranks):
+        there, back = forwards(rank, microbatches, slices), backwards(rank, microbatches, slices)
+        lanes.append(weave(slices + ranks - 1 - rank, there, whole(back)))
+    return schedule_of(stages, through(stages, microbatches, slices), lanes)
