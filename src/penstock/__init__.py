@@ -1,9 +1,25 @@
 """Penstock trains language models through a pipeline of workers, and treats the schedule as data."""
 
-from penstock.cost import Cost, UnitCost
+from penstock.cost import Cost, ModelCost, Network, PartCost, Seconds, UnitCost
 from penstock.errors import PenstockError
-from penstock.ir import Action, MicroBatch, Op, Schedule, Stage, check, needs
-from penstock.ir.timeline import Span, Timeline
+from penstock.ir import (
+    Action,
+    MicroBatch,
+    Op,
+    Plan,
+    Program,
+    Schedule,
+    Span,
+    Stage,
+    Timeline,
+    check,
+    lower,
+    needs,
+    read_plan,
+    verify,
+    write_plan,
+)
+from penstock.plan import lower_bound, portfolio
 from penstock.schedules import REGISTRY, make
 from penstock.sim import simulate
 
@@ -12,15 +28,27 @@ __all__ = [
     "Action",
     "Cost",
     "MicroBatch",
+    "ModelCost",
+    "Network",
     "Op",
+    "PartCost",
     "PenstockError",
+    "Plan",
+    "Program",
     "Schedule",
+    "Seconds",
     "Span",
     "Stage",
     "Timeline",
     "UnitCost",
     "check",
+    "lower",
+    "lower_bound",
     "make",
     "needs",
+    "portfolio",
+    "read_plan",
     "simulate",
+    "verify",
+    "write_plan",
 ]

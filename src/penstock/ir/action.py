@@ -26,7 +26,7 @@ class Op(StrEnum):
 OPS = tuple(Op)
 CODE = {op: code for code, op in enumerate(OPS)}  # F 0, B 1, I 2, W 3: how tables of numbers write an op
 
-_TEXT = re.compile(r"(\d+)([FBIW])(\d+)(?:\.(\d+))?")
+_TEXT = re.compile(r"([0-9]{1,9})([FBIW])([0-9]{1,9})(?:\.([0-9]{1,9}))?")
 
 
 class Action(NamedTuple):

@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -45,11 +45,11 @@ def check(schedule: Schedule) -> Table:
     return table
 
 
-def draw(lanes: Sequence[Sequence[Action]], rank: int, index: int) -> str:
-    """A lane around one of its actions, with a caret under it."""
+def draw(lanes: Sequence[Sequence[object]], rank: int, index: int) -> str:
+    """A lane around one of its entries, with a caret under it."""
     lane, head = lanes[rank], f"  rank {rank} | "
     begin, end = max(index - AROUND, 0), min(index + AROUND + 1, len(lane))
-    words = [str(action) for action in lane[begin:end]]
+    words = [str(entry) for entry in lane[begin:end]]
     left = ["..."] if begin else []
     line = head + " ".join([*left, *words, *(["..."] if end < len(lane) else [])])
     before = len(head) + sum(len(word) + 1 for word in [*left, *words[: index - begin]])
@@ -282,8 +282,3 @@ def _cycle(schedule: Schedule, table: Table, cursor: Ints) -> str:
         ["this order can never run: each waits for the next, in a circle", "", *lines, "", *drawn,
          "  put what is needed before what needs it"]
     )  # fmt: skip
-
-
-def names(actions: Iterable[Action]) -> str:
-    """Actions as one line of text."""
-    return " ".join(map(str, actions))

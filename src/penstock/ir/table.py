@@ -144,5 +144,6 @@ def _crowd(stages: Sequence[Stage], microbatches: Sequence[MicroBatch]) -> Ints:
 def split_slots(table: Table) -> Bools:
     """Of every backward slot: is it filled by I, so that a W must follow?"""
     filled = table.at[BACKWARD::3]
-    split: Bools = (filled >= 0) & (table.op[filled] == CODE[Op.I])
+    split = np.zeros(len(filled), dtype=np.bool_)
+    split[filled >= 0] = table.op[filled[filled >= 0]] == CODE[Op.I]
     return split

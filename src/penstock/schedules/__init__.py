@@ -44,11 +44,15 @@ def shape_of(name: str) -> tuple[str, ...]:
     return tuple(signature(REGISTRY[name]).parameters)
 
 
-def make(name: str, *, split: bool = False, **shape: int) -> Schedule:
+FOR_ALL = ("slices", "split", "copies")  # words of shape that any schedule takes: see `make`
+
+
+def make(name: str, **shape: int) -> Schedule:
     """The schedule of that name and shape.
 
-    `split` splits its backwards; `slices` (where it is not part of its own shape) cuts each micro-batch into so many
-    equal slices; `copies` puts so many copies of it side by side, each with its own micro-batches.
+    Any schedule also takes `slices` (where that is not part of its own shape, each micro-batch is cut into so many equal
+    slices), `split=True` (its backwards are split), and `copies` (so many of it side by side, each with its own
+    micro-batches).
 
     >>> make("1f1b", ranks=4, microbatches=8).actions
     64
@@ -57,14 +61,14 @@ def make(name: str, *, split: bool = False, **shape: int) -> Schedule:
     """
     own = shape_of(name)
     for word in shape:
-        if word not in (*own, "slices", "copies"):
-            raise ShapeError(f"{name} has no {word}; its shape is {', '.join(own)}, and for all: slices, copies")
+        if word not in (*own, *FOR_ALL):
+            raise ShapeError(f"{name} has no {word}; its shape is {', '.join(own)}, and for all: {', '.join(FOR_ALL)}")
     missing = [word for word in ("ranks", "microbatches") if word not in shape]
     if missing:
         raise ShapeError(f"{name} needs {' and '.join(missing)}")
     schedule = REGISTRY[name](**{word: value for word, value in shape.items() if word in own})
     if "slices" in shape and "slices" not in own:
         schedule = slice_tokens(schedule, even_cuts(shape["slices"]))
-    if split:
+    if shape.get("split"):
         schedule = split_backward(schedule)
     return replicate(schedule, shape["copies"]) if "copies" in shape else schedule

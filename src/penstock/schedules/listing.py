@@ -87,7 +87,8 @@ def defer_weights(schedule: Schedule, cost: Cost, cap: float | Sequence[float] |
     after  | I0 .  I1 W0 I2 W1 W2
     """
     table, costs = schedule.table, columns(schedule, cost)
-    caps = _peaks(schedule, costs) if cap is None else _caps(schedule, costs, cap)
+    caps = _peaks(schedule, costs)
+    caps = caps if cap is None else np.maximum(caps, cap)
     others = np.flatnonzero(table.kind != WEIGHTS)
     chain = np.full((len(table), 1), -1, dtype=table.needs.dtype)
     same = table.rank[others[1:]] == table.rank[others[:-1]]

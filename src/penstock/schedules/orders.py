@@ -52,7 +52,8 @@ def backwards(stage: int, microbatches: int, slices: int = 1) -> Lane:
 
 def weave(ahead: int, there: Lane, back: Sequence[Lane]) -> Lane:
     """Forwards with a head start, then one step back and one forward in turn.  ahead 3: F0 F1 F2 B0 F3 B1 ... B3"""
-    turns = zip_longest(back, ([action] for action in there[ahead:]), fillvalue=[])
+    nothing: Lane = []
+    turns = zip_longest(back, ([action] for action in there[ahead:]), fillvalue=nothing)
     return there[:ahead] + [action for pair in turns for step in pair for action in step]
 
 

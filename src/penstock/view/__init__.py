@@ -1,1 +1,15 @@
-""""""
+"""A timeline for the eye: in the terminal, as a figure, as a page to explore, as a trace for Perfetto.
+
+    Timeline ──┬── gantt, plain   text.py    letters and colours
+               ├── svg            svg.py     a figure as in the papers
+               ├── page           html.py    zoom, hover, memory, critical path; predicted above measured
+               └── trace          trace.py   Perfetto, chrome://tracing
+                                  palette.py what they share: colours, and how numbers are written
+"""
+
+from penstock.view.html import page
+from penstock.view.svg import svg
+from penstock.view.text import gantt, plain
+from penstock.view.trace import trace
+
+__all__ = ["gantt", "page", "plain", "svg", "trace"]

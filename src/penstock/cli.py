@@ -1,0 +1,351 @@
+"""The command line: one short function a verb. Every room is imported inside the verb that needs it."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import AbstractContextManager, nullcontext
+from math import inf
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Optional
+
+import typer
+
+from penstock.errors import FileError, PenstockError, ShapeError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.status import Status
+
+    from penstock.cost import UnitCost
+    from penstock.ir import Plan, Schedule, Timeline
+    from penstock.plan import Portfolio
+
+app = typer.Typer(
+    no_args_is_help=True, add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False,
+    help="Penstock: train language models through a pipeline of workers, with the schedule as data.",
+)  # fmt: skip
+
+Source = Annotated[str, typer.Argument(help="A schedule's name (see `penstock list`), a plan.json, or a CSV of torch's.")]
+Ranks = Annotated[Optional[int], typer.Option(help="Workers of the pipeline.")]  # noqa: UP045  # typer reads these
+Microbatches = Annotated[Optional[int], typer.Option(help="Micro-batches of a step.")]  # noqa: UP045
+Waves = Annotated[Optional[int], typer.Option(help="Waves over the ranks (hanayo).")]  # noqa: UP045
+Chunks = Annotated[Optional[int], typer.Option(help="Chunks of the model on a rank (interleaved).")]  # noqa: UP045
+Slices = Annotated[Optional[int], typer.Option(help="Token slices of a micro-batch.")]  # noqa: UP045
+Skips = Annotated[Optional[int], typer.Option(help="Parts each micro-batch leaves out (skip).")]  # noqa: UP045
+Copies = Annotated[Optional[int], typer.Option(help="Copies of the pipeline side by side (data parallel).")]  # noqa: UP045
+Split = Annotated[bool, typer.Option("--split", help="Split each backward into input and weight gradient.")]
+Forward = Annotated[float, typer.Option(help="Time of a micro-batch's forward on one rank.")]
+Backward = Annotated[float, typer.Option(help="Time of its backward.")]
+Comm = Annotated[float, typer.Option(help="Latency of a message between two ranks.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object to stdout.")]
+Output = Annotated[Optional[Path], typer.Option("-o", "--output", help="File to write.")]  # noqa: UP045
+
+
+@app.command("list")
+def list_(json: Json = False) -> None:
+    """Show every schedule with its shape, idle time, memory and paper.
+
+    Example: penstock list
+    """
+    from penstock.schedules import shape_of
+    from penstock.schedules.facts import FACTS
+
+    rows = [
+        (name, " ".join(shape_of(name)[2:]), facts.idle or "-", facts.peak, str(facts.weights), facts.paper)
+        for name, facts in FACTS.items()
+    ]
+    heads = ("name", "own shape", "idle", "peak", "weights", "paper")
+    if json:
+        _print_json({"schedules": [dict(zip(heads, row, strict=True)) for row in rows]})
+        return
+    _print_table(heads, rows, "P ranks, M micro-batches, v chunks, W waves, s slices; F = 1, B = 2; idle and peak a rank")
+
+
+@app.command()
+def draw(
+    source: Source, ranks: Ranks = None, microbatches: Microbatches = None, waves: Waves = None, chunks: Chunks = None,
+    slices: Slices = None, skips: Skips = None, copies: Copies = None, split: Split = False,
+    forward: Forward = 1.0, backward: Backward = 2.0, comm: Comm = 0.0, output: Output = None,
+) -> None:  # fmt: skip
+    """Draw a schedule: in the terminal, or to a file by its ending: .svg .html .json .csv .trace.json
+
+    Example: penstock draw hanayo --ranks 4 --microbatches 4 --waves 2 -o hanayo.svg
+    """
+    plan = _plan(source, _shape(ranks, microbatches, waves, chunks, slices, skips, copies, split))
+    timeline = _simulated(plan.schedule, _cost(forward, backward, comm))
+    if output is None:
+        from penstock.view import gantt
+
+        console = _console()
+        console.print(gantt(timeline, console.width))
+        return
+    _write(output, _rendered(plan, timeline, output))
+
+
+@app.command()
+def simulate(
+    source: Source, ranks: Ranks = None, microbatches: Microbatches = None, waves: Waves = None, chunks: Chunks = None,
+    slices: Slices = None, skips: Skips = None, copies: Copies = None, split: Split = False,
+    forward: Forward = 1.0, backward: Backward = 2.0, comm: Comm = 0.0, json: Json = False,
+) -> None:  # fmt: skip
+    """Predict what a schedule takes: makespan, bubble, memory, and the least any order of it could take.
+
+    Example: penstock simulate hanayo --ranks 8 --microbatches 8 --waves 2 --comm 0.05
+    """
+    from penstock.plan import lower_bound
+
+    plan = _plan(source, _shape(ranks, microbatches, waves, chunks, slices, skips, copies, split))
+    cost = _cost(forward, backward, comm)
+    timeline = _simulated(plan.schedule, cost)
+    facts = {
+        "name": plan.name, "ranks": plan.schedule.ranks, "microbatches": len(plan.schedule.microbatches),
+        "actions": plan.schedule.actions, "makespan": timeline.makespan, "bubble": timeline.bubble,
+        "lower_bound": lower_bound(plan.schedule, cost), "peak_activations": timeline.peak_activations.tolist(),
+        "messages": int((timeline.schedule.table.target() >= 0).sum()),
+    }  # fmt: skip
+    if json:
+        _print_json(facts)
+        return
+    peaks = [f"{peak:.4g}" for peak in timeline.peak_activations]
+    shown = peaks if len(peaks) <= 16 else [*peaks[:6], "...", *peaks[-6:]]
+    rows = {**facts, "makespan": f"{timeline.makespan:.6g}", "bubble": f"{timeline.bubble:.2%}",
+            "lower_bound": f"{facts['lower_bound']:.6g}", "peak_activations": " ".join(shown)}  # fmt: skip
+    _print_table(("", plan.name), [(key.replace("_", " "), str(value)) for key, value in rows.items() if key != "name"])
+
+
+@app.command("plan")
+def plan_(
+    ranks: Annotated[int, typer.Option(help="Workers of the pipeline.")],
+    microbatches: Annotated[int, typer.Option(help="Micro-batches of a step.")],
+    memory: Annotated[
+        Optional[float], typer.Option(help="Activations a rank may hold, in micro-batches of its work.")  # noqa: UP045
+    ] = None,
+    forward: Forward = 1.0,
+    backward: Backward = 2.0,
+    comm: Comm = 0.0,
+    stages: Annotated[int, typer.Option(help="The most stages on a rank: a model has so many layers.")] = 16,
+    slices: Annotated[int, typer.Option(help="The most token slices; 1 for models that cannot be sliced.")] = 8,
+    weights: Annotated[int, typer.Option(help="The most copies of the weights; 2 admits chimera.")] = 1,
+    top: Annotated[int, typer.Option(help="Rows of the table.")] = 15,
+    output: Output = None,
+    json: Json = False,
+) -> None:
+    """Build and simulate every schedule that fits, rank them, and keep the best as plan.json.
+
+    Example: penstock plan --ranks 8 --microbatches 16 --comm 0.05 --memory 8 -o plan.json
+    """
+    from penstock.ir import dump_plan
+    from penstock.plan import as_plan, portfolio
+
+    cost = _cost(forward, backward, comm)
+    with _progress("planning") as status:
+        watch = (lambda name: None) if status is None else (lambda name: status.update(f"planning: {name}"))
+        found = portfolio(ranks, microbatches, cost, memory, stages, slices, weights, watch)
+    rows = [
+        {
+            "name": c.name, "shape": dict(c.shape), "sort": c.sort, "makespan": c.makespan, "bubble": c.bubble, "peak": c.peak,
+            "weights": c.weights, "lower_bound": c.bound, "gap": c.gap, "noisy_makespan": c.noisy,
+        }
+        for c in found.candidates
+    ]  # fmt: skip
+    if output is not None:
+        given = (("memory", memory), ("forward", forward), ("backward", backward), ("comm", comm))
+        _write(output, dump_plan(as_plan(found.best, given)), quiet=json)
+    if json:
+        _print_json({"ranks": ranks, "microbatches": microbatches, "memory": memory, "schedules": rows,
+                     "too_large": [{"name": name, "peak": peak} for name, peak in found.too_large]})  # fmt: skip
+        return
+    heads = ("", "schedule", "shape", "order", "makespan", "bubble", "peak", "bound", "gap", "±10%")
+    table = [
+        (str(place), c.name, " ".join(f"{w}={n}" for w, n in c.shape), c.sort, f"{c.makespan:.5g}", f"{c.bubble:.1%}",
+         f"{c.peak:.4g}", f"{c.bound:.5g}", f"{c.gap:.1%}", f"{c.noisy:.5g}")
+        for place, c in enumerate(found.candidates[:top], start=1)
+    ]  # fmt: skip
+    _print_table(heads, table, _footnote(found, top, memory, weights))
+
+
+@app.command()
+def check(file: Annotated[Path, typer.Argument(help="A plan.json or a CSV of torch's.")], json: Json = False) -> None:
+    """Check a schedule: is it whole, can it run, can its program deadlock? Exit code 2 if not.
+
+    Example: penstock check plan.json
+    """
+    from penstock.ir import lower, verify
+
+    plan = _read(file)
+    transfers = verify(lower(plan.schedule))
+    schedule = plan.schedule
+    if json:
+        _print_json({"ok": True, "file": str(file), "ranks": schedule.ranks, "actions": schedule.actions,
+                     "microbatches": len(schedule.microbatches), "messages": len(transfers)})  # fmt: skip
+        return
+    _console().print(
+        f"{file} is a schedule: {schedule.ranks} ranks, {len(schedule.microbatches)} micro-batches, {schedule.actions} "
+        f"actions in an order that runs; {len(transfers)} messages, none of which can block another for ever."
+    )
+
+
+@app.command()
+def compare(
+    first: Source, second: Source, output: Annotated[Path, typer.Option("-o", "--output", help="The page, an .html.")],
+    ranks: Ranks = None, microbatches: Microbatches = None, waves: Waves = None, chunks: Chunks = None,
+    slices: Slices = None, skips: Skips = None, copies: Copies = None, split: Split = False,
+    forward: Forward = 1.0, backward: Backward = 2.0, comm: Comm = 0.0,
+) -> None:  # fmt: skip
+    """Lay two schedules over each other on one page. Shape options go to the names that have them.
+
+    Example: penstock compare 1f1b hanayo --ranks 4 --microbatches 4 --waves 2 -o report.html
+    """
+    from penstock.view import page
+
+    shape, cost = _shape(ranks, microbatches, waves, chunks, slices, skips, copies, split), _cost(forward, backward, comm)
+    if output.suffix.lower() != ".html":
+        raise FileError(f"a comparison is an .html page, not {output.suffix or 'a file without an ending'}")
+    sides = []
+    for source in (first, second):
+        plan = _plan(source, _own(source, shape))
+        sides.append((plan.name, _simulated(plan.schedule, cost)))
+    _write(output, page(sides, f"{sides[0][0]} and {sides[1][0]}"))
+
+
+# ---------------------------------------------------------------- from words to schedules
+def _shape(
+    ranks: int | None, microbatches: int | None, waves: int | None, chunks: int | None, slices: int | None,
+    skips: int | None, copies: int | None, split: bool,
+) -> dict[str, int]:  # fmt: skip
+    given = {"ranks": ranks, "microbatches": microbatches, "waves": waves, "chunks": chunks, "slices": slices,
+             "skips": skips, "copies": copies, "split": split or None}  # fmt: skip
+    return {word: value for word, value in given.items() if value is not None}
+
+
+def _own(source: str, shape: dict[str, int]) -> dict[str, int]:
+    """Of a shape for two schedules, the words that one of them has."""
+    from penstock.schedules import FOR_ALL, REGISTRY, shape_of
+
+    if source not in REGISTRY:
+        return {}
+    return {word: value for word, value in shape.items() if word in (*shape_of(source), *FOR_ALL)}
+
+
+def _plan(source: str, shape: dict[str, int]) -> Plan:
+    """A schedule by its name, or from a file."""
+    from penstock.ir import Plan
+    from penstock.schedules import REGISTRY, make
+
+    if source not in REGISTRY and (Path(source).suffix or Path(source).exists()):
+        if shape:
+            raise ShapeError(f"{source} is a file and has its shape; leave out --{' --'.join(shape)}")
+        return _read(Path(source))
+    schedule = make(source, **shape)
+    extra = [f"{word}={value}" for word, value in shape.items() if word not in ("ranks", "microbatches", "split")]
+    return Plan(schedule, " ".join([source, *extra, *(["split"] if "split" in shape else [])]))
+
+
+def _read(file: Path) -> Plan:
+    from penstock.ir import Plan, load_plan, load_torch_csv
+    from penstock.ir.files import read_text
+
+    text = read_text(file)
+    if file.suffix.lower() == ".csv":
+        return Plan(load_torch_csv(text, str(file)), file.stem)
+    plan = load_plan(text, str(file))
+    return plan if plan.name else Plan(plan.schedule, file.stem, plan.partition, plan.why)
+
+
+def _cost(forward: float, backward: float, comm: float) -> UnitCost:
+    from penstock.cost import UnitCost
+
+    for word, value in (("forward", forward), ("backward", backward), ("comm", comm)):
+        if not 0 <= value < inf or (value == 0 and word != "comm"):
+            raise ShapeError(f"--{word} {value:g} is no time: a finite number, {'0 or more' if word == 'comm' else 'above 0'}")
+    return UnitCost(F=forward, B=backward, comm=comm)
+
+
+def _simulated(schedule: Schedule, cost: UnitCost) -> Timeline:
+    from penstock.sim import simulate
+
+    return simulate(schedule, cost)
+
+
+# ---------------------------------------------------------------- from schedules to files and screens
+def _rendered(plan: Plan, timeline: Timeline, output: Path) -> str:
+    from penstock.ir import dump_plan, dump_torch_csv
+    from penstock.view import page, svg, trace
+
+    if output.name.lower().endswith(".trace.json"):
+        return trace(timeline)
+    writers = {
+        ".svg": lambda: svg(timeline, plan.name),
+        ".html": lambda: page([(plan.name, timeline)], plan.name),
+        ".json": lambda: dump_plan(plan),
+        ".csv": lambda: dump_torch_csv(plan.schedule),
+    }
+    if output.suffix.lower() not in writers:
+        raise FileError(f"cannot draw to {output}: its ending must be one of {' '.join(writers)} .trace.json")
+    return writers[output.suffix.lower()]()
+
+
+def _write(output: Path, text: str, quiet: bool = False) -> None:
+    try:
+        output.write_text(text, encoding="utf-8", newline="")
+    except OSError as error:
+        raise FileError(f"cannot write {output}: {error.strerror}\n  name a file in a folder that exists") from None
+    if not quiet:
+        _console(stderr=True).print(f"wrote {output}", highlight=False)
+
+
+def _console(stderr: bool = False) -> Console:
+    from rich.console import Console
+
+    return Console(stderr=stderr)
+
+
+def _progress(what: str) -> AbstractContextManager[Status | None]:
+    """A line that says what is going on, on a terminal only."""
+    console = _console(stderr=True)
+    return console.status(what) if console.is_terminal else nullcontext()
+
+
+def _print_json(value: dict[str, object]) -> None:
+    import json
+
+    sys.stdout.write(json.dumps(value) + "\n")
+
+
+def _print_table(heads: tuple[str, ...], rows: list[tuple[str, ...]], note: str = "") -> None:
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    table = Table(*heads, box=SIMPLE_HEAD, caption=note or None, caption_justify="left", pad_edge=False)
+    for row in rows:
+        table.add_row(*row)
+    _console().print(table)
+
+
+def _footnote(found: Portfolio, top: int, memory: float | None, weights: int) -> str:
+    notes = [
+        "fixed: the same order for any cost; split, listed: fit to this cost; ±10%: mean makespan with noise none has seen",
+        "bound: no order of this placement takes less; peak: the fullest rank's activations, in micro-batches",
+    ]
+    if len(found.candidates) > top:
+        notes.append(f"{len(found.candidates) - top} more fit (--top)")
+    if found.too_large:
+        notes.append(f"{len(found.too_large)} exceed the memory of {memory:g}, the least {found.too_large[0][0]} "
+                     f"({found.too_large[0][1]:g})")  # fmt: skip
+    left = ["skip (it leaves out work)"] + (["chimera (two copies of the weights: --weights 2)"] if weights < 2 else [])
+    notes.append(f"not tried: {', '.join(left)}")
+    return "\n".join(notes)
+
+
+def main() -> None:
+    """Run the command line; a user's mistake is one message and exit code 2."""
+    try:
+        app()
+    except PenstockError as error:
+        from rich.markup import escape
+
+        text = f"[bold red]{type(error).__name__}[/]: {escape(str(error))}"
+        _console(stderr=True).print(text, highlight=False, soft_wrap=True)
+        raise SystemExit(2) from None
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None

@@ -1,0 +1,174 @@
+"""A first planner: every schedule that fits, built, simulated and ranked.
+
+Candidates are of three sorts, and a row says which: a *fixed* order out of the registry; one *split*, with its weight
+gradients moved to where ranks would idle; and one *listed* for the given cost and memory cap. The last two have seen
+the cost they are ranked by, so each row also has its makespan under costs that none has seen (`noisy`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+
+from penstock.cost.cost import Cost
+from penstock.cost.noisy import NoisyCost
+from penstock.errors import ShapeError
+from penstock.ir.files import Facts, Plan
+from penstock.ir.schedule import Schedule, Stage
+from penstock.plan.bounds import lower_bound
+from penstock.schedules import REGISTRY, make, shape_of
+from penstock.schedules.facts import FACTS
+from penstock.schedules.listing import Priority, backward_first, defer_weights, list_schedule, oldest_first
+from penstock.schedules.orders import at_least, looped, through, waves_of
+from penstock.schedules.transforms import split_backward
+from penstock.sim.simulate import simulate
+
+Shape = tuple[tuple[str, int], ...]
+CHOICES = {"chunks": (2, 4, 8), "waves": (1, 2, 4, 8), "slices": (2, 4, 8)}
+LEFT_OUT = ("skip",)  # leaves out part of the work: no fair match for the others, so it is planned only by name
+SEEDS = range(4)  # of the noise
+WHOLE = ("1f1b", "interleaved", "chimera", "hanayo")  # whole backwards, worth splitting
+PRIORITIES: dict[str, Priority] = {"backward first": backward_first, "oldest first": oldest_first}
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A schedule with what it takes. Times in seconds of the cost, peak in its bytes, the fullest rank's."""
+
+    name: str
+    shape: Shape
+    sort: str  # fixed, split or listed
+    schedule: Schedule
+    makespan: float
+    bubble: float
+    peak: float  # activations
+    weights: float  # copies of the model's weights over all ranks
+    bound: float  # no order of lanes for this placement takes less
+    noisy: float  # mean makespan under noise of a tenth
+
+    @property
+    def gap(self) -> float:
+        """How far from the bound, as a fraction of it."""
+        return self.makespan / self.bound - 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Portfolio:
+    """All that fit, the fastest first, and why others are not there."""
+
+    candidates: tuple[Candidate, ...]
+    too_large: tuple[tuple[str, float], ...]  # name and peak of what exceeds the memory cap
+
+    @property
+    def best(self) -> Candidate:
+        """The fastest."""
+        return self.candidates[0]
+
+
+def portfolio(
+    ranks: int,
+    microbatches: int,
+    cost: Cost,
+    memory: float | None = None,
+    stages: int = 16,
+    slices: int = 8,
+    weights: int = 1,
+    watch: Callable[[str], None] = lambda name: None,
+) -> Portfolio:
+    """Every schedule for so many ranks and micro-batches whose fullest rank holds at most `memory`, ranked by makespan.
+
+    At most so many `stages` on a rank (a model has so many layers only), `slices` of a sequence (1 for models that
+    cannot be cut) and copies of the `weights` (their all-reduce is not in the cost). `watch` is told each name in turn.
+    """
+    at_least(1, ranks=ranks, microbatches=microbatches, stages=stages, slices=slices, weights=weights)
+    limits = {"chunks": stages, "waves": stages // 2, "slices": slices}
+    fits: list[Candidate] = []
+    too_large: list[tuple[str, float]] = []
+    for name, shape, sort, build in _builds(ranks, microbatches, cost, memory, limits, weights):
+        watch(title(name, shape))
+        try:
+            found = _score(name, shape, sort, build(), cost)
+        except ShapeError:
+            continue  # a shape that this schedule does not have
+        if memory is not None and found.peak > memory * (1 + 1e-9):
+            too_large.append((title(name, shape), found.peak))
+        else:
+            fits.append(found)
+    if not fits:
+        least = min(too_large, key=lambda row: row[1])
+        raise ShapeError(f"nothing fits into a memory of {memory:g}; the least is {least[0]} with {least[1]:g}")
+    fits.sort(key=lambda found: (found.makespan, found.peak, found.schedule.actions))
+    return Portfolio(tuple(fits), tuple(sorted(too_large, key=lambda row: row[1])))
+
+
+def title(name: str, shape: Shape) -> str:
+    """A name with its shape, as a row shows it."""
+    return " ".join([name, *(f"{word}={value}" for word, value in shape)])
+
+
+def as_plan(candidate: Candidate, given: Facts = ()) -> Plan:
+    """A candidate as a plan.json keeps it, with the figures that chose it, and what was given."""
+    why: Facts = (
+        ("shape", " ".join(f"{word}={value}" for word, value in candidate.shape)), ("order", candidate.sort),
+        ("makespan", candidate.makespan), ("bubble", candidate.bubble), ("peak_activations", candidate.peak),
+        ("lower_bound", candidate.bound), ("gap", candidate.gap), ("noisy_makespan", candidate.noisy), *given,
+    )  # fmt: skip
+    return Plan(candidate.schedule, candidate.name, (), why)
+
+
+def _score(name: str, shape: Shape, sort: str, schedule: Schedule, cost: Cost) -> Candidate:
+    timeline = simulate(schedule, cost)
+    noisy = [simulate(schedule, NoisyCost(cost, seed=seed)).makespan for seed in SEEDS]
+    return Candidate(
+        name, shape, sort, schedule, timeline.makespan, timeline.bubble, float(timeline.peak_activations.max()),
+        len(schedule.stages) / schedule.parts, lower_bound(schedule, cost), float(np.mean(noisy)),
+    )  # fmt: skip
+
+
+# ---------------------------------------------------------------- what is tried
+Build = tuple[str, Shape, str, Callable[[], Schedule]]
+
+
+def _builds(
+    ranks: int, microbatches: int, cost: Cost, memory: float | None, limits: dict[str, int], weights: int
+) -> Iterator[Build]:
+    for name in REGISTRY:
+        if name in LEFT_OUT or FACTS[name].weights > weights:
+            continue
+        for shape in _shapes(name, limits):
+            fixed = partial(_fixed, name, {"ranks": ranks, "microbatches": microbatches, **dict(shape)})
+            yield name, shape, "fixed", fixed
+            if name in WHOLE:
+                yield f"{name} split", shape, "split", partial(_split, fixed, cost, memory)
+    for placement, word, place in (("wave", "waves", waves_of), ("loop", "chunks", looped)):
+        for count in (1, 2, 4):
+            for label, priority in PRIORITIES.items():
+                if count <= limits[word]:
+                    build = partial(_listed, place(ranks, count), microbatches, cost, memory, priority)
+                    yield f"listed {placement}, {label}", ((word, count),), "listed", build
+
+
+def _fixed(name: str, shape: dict[str, int]) -> Schedule:
+    return make(name, **shape)
+
+
+def _split(fixed: Callable[[], Schedule], cost: Cost, memory: float | None) -> Schedule:
+    return defer_weights(split_backward(fixed()), cost, memory)
+
+
+def _listed(
+    stages: list[Stage], microbatches: int, cost: Cost, memory: float | None, priority: Priority
+) -> Schedule:
+    return list_schedule(stages, through(stages, microbatches), cost, memory, split=True, priority=priority)
+
+
+def _shapes(name: str, limits: dict[str, int]) -> Iterator[Shape]:
+    """The shapes of a schedule that are tried, beside ranks and micro-batches."""
+    own = [word for word in CHOICES if word in shape_of(name)]
+    if not own:
+        yield ()
+    for word in own:
+        yield from (((word, count),) for count in CHOICES[word] if count <= limits[word])

@@ -1,0 +1,77 @@
+// What is known. A timeline's columns are typed arrays, one entry an action, lane by lane; an action is its number.
+//
+//   columns.js  data ─ unpack ─► lines[]                  these three are put into the page one after the other,
+//   plot.js     lines[], state ─ draw() ─► canvas         in one function
+//   page.js     mouse, keys, buttons ─► state ─► redraw()
+const $ = (id) => document.getElementById(id);
+const data = JSON.parse($("data").textContent);
+const KINDS = { u1: Uint8Array, u2: Uint16Array, u4: Uint32Array, f4: Float32Array };
+
+async function unpack({ kind, data }) {
+  const text = atob(data), bytes = new Uint8Array(text.length);
+  for (let i = 0; i < text.length; i++) bytes[i] = text.charCodeAt(i);
+  const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate"));
+  return new KINDS[kind](await new Response(stream).arrayBuffer());
+}
+const lines = [];
+for (const { columns, ...facts } of data.timelines) {
+  for (const name in columns) facts[name] = await unpack(columns[name]);
+  lines.push({ ...facts, count: facts.start.length });
+}
+$("data").remove();
+const COUNT = lines.length, RANKS = Math.max(...lines.map((l) => l.ranks));
+const MAKESPAN = Math.max(...lines.map((l) => l.makespan)) || 1;
+const HELD = Math.max(...lines.map((l) => l.held.reduce((a, b) => Math.max(a, b), 0))) || 1;
+
+// ---------------------------------------------------------------- the actions
+const op = (l, i) => data.ops[Math.floor(l.paint[i] / data.tones)];
+const rankOf = (l, i) => l.home[l.stage[i]];
+const label = (l, i) => l.microbatch[i] + (l.slice[i] ? "." + l.slice[i] : "");
+const action = (l, i) => l.stage[i] + op(l, i).letter + label(l, i);
+
+function search(column, time, first, end) { // the first entry past a time
+  while (first < end) {
+    const middle = (first + end) >> 1;
+    if (column[middle] > time) end = middle; else first = middle + 1;
+  }
+  return first;
+}
+function members(l) { // the actions of each micro-batch: where they begin, and all of them in that order
+  const begin = new Uint32Array(l.microbatches + 1), all = new Uint32Array(l.count);
+  for (let i = 0; i < l.count; i++) begin[l.microbatch[i] + 1]++;
+  for (let m = 0; m < l.microbatches; m++) begin[m + 1] += begin[m];
+  const at = begin.slice();
+  for (let i = 0; i < l.count; i++) all[at[l.microbatch[i]]++] = i;
+  return (m) => (m !== null && m < l.microbatches ? all.subarray(begin[m], begin[m + 1]) : all.subarray(0, 0));
+}
+function chain(l) { // the critical path, last action first
+  let last = 0;
+  for (let i = 1; i < l.count; i++) if (l.end[i] > l.end[last]) last = i;
+  const found = [], on = new Uint8Array(l.count);
+  for (let i = last; i >= 0 && !on[i]; i = l.cause[i] - 1) { found.push(i); on[i] = 1; }
+  return { found, on };
+}
+function peaks(l) { // the most bytes of activations each rank holds
+  const most = new Float32Array(l.ranks);
+  for (let i = 0; i < l.count; i++) most[rankOf(l, i)] = Math.max(most[rankOf(l, i)], l.held[i]);
+  return most;
+}
+for (const l of lines) Object.assign(l, { of: members(l), critical: chain(l), peaks: peaks(l) });
+
+// ---------------------------------------------------------------- how numbers are written
+function short(value, digits = 4) {
+  if (!value || !isFinite(value)) return String(value || 0);
+  const text = value.toFixed(Math.min(20, Math.max(0, digits - 1 - Math.floor(Math.log10(Math.abs(value))))));
+  return text.includes(".") ? text.replace(/\.?0+$/, "") : text;
+}
+function seconds(value, digits = 6, size = Math.abs(value)) {
+  if (!data.real) return short(value, digits);
+  const [unit, one] = size >= 1 || !size ? ["s", 1] : size >= 1e-3 ? ["ms", 1e-3] : ["µs", 1e-6];
+  return short(value / one, digits) + " " + unit;
+}
+function bytes(value) {
+  if (!data.real) return short(value);
+  const power = value < 1024 ? 0 : Math.min(4, Math.floor(Math.log2(value) / 10));
+  return short(value / 1024 ** power, 3) + " " + ["B", "KiB", "MiB", "GiB", "TiB"][power];
+}
+const percent = (value) => (value * 100).toFixed(1) + "%";

@@ -1,0 +1,178 @@
+"""A timeline as a page to explore: one HTML file that needs nothing else.
+
+    page.html ─┬ page.css                   the look, put in as it is
+               ├ columns.js plot.js page.js  the life: what is known, what is seen, what is done
+               └ data: JSON                 facts, colours, and a column for every thing known of an action:
+                   start  "f4" base64(zlib(...))    1 000 000 actions are some 10 MB
+
+Two timelines are drawn over each other, rank by rank, on one time axis: predicted above measured.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from base64 import b64encode
+from collections.abc import Sequence
+from html import escape
+from importlib.resources import files
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.errors import ShapeError
+from penstock.ir.action import OPS
+from penstock.ir.timeline import Timeline
+from penstock.view.palette import NAMES, PAINTS, TONES, is_real, paints, places
+
+Column = dict[str, str]
+
+FRAME = """<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; script-src 'unsafe-inline'; \
+style-src 'unsafe-inline'; img-src data:">
+<link rel="icon" href="data:,">
+<title>{title}</title>
+<style>
+{css}</style>
+</head>
+<body>
+{body}
+<script type="application/json" id="data">{data}</script>
+<script>
+"use strict";
+(async () => {{
+{js}}})();
+</script>
+</body>
+</html>
+"""
+
+BODY = """<header>
+<h1>{title}</h1>
+<dl id="stats"></dl>
+</header>
+<nav aria-label="View">
+<span class="group"><button id="out" title="Zoom out (-)" aria-label="Zoom out">&minus;</button>\
+<button id="in" title="Zoom in (+)" aria-label="Zoom in">+</button>\
+<button id="fit" title="Show everything (0)">Fit</button></span>
+<span class="group"><button id="lower" title="Lower rows ([)" aria-label="Lower rows">&#8681;</button>\
+<button id="taller" title="Taller rows (])" aria-label="Taller rows">&#8679;</button></span>
+<label class="field">Micro-batch <input id="microbatch" type="number" min="0" placeholder="all" \
+title="Highlight the path of one micro-batch"></label>
+<span class="group"><button id="memory" aria-pressed="false" title="Activations over time (m)">Memory</button>\
+<button id="critical" aria-pressed="false" title="The chain of actions that sets the makespan (c)">\
+Critical path</button></span>
+<span id="legend"></span>
+<details id="help"><summary>Keys</summary><dl>
+<dt><kbd>&larr;</kbd><kbd>&rarr;</kbd><kbd>&uarr;</kbd><kbd>&darr;</kbd></dt>\
+<dd>pan; also drag, or the wheel with Shift</dd>
+<dt><kbd>+</kbd><kbd>-</kbd></dt><dd>zoom; also the wheel</dd>
+<dt><kbd>0</kbd></dt><dd>show everything</dd>
+<dt><kbd>[</kbd><kbd>]</kbd></dt><dd>row height; also the wheel with Ctrl</dd>
+<dt><kbd>n</kbd><kbd>p</kbd></dt><dd>next, previous action of the rank</dd>
+<dt><kbd>j</kbd><kbd>k</kbd></dt><dd>next, previous rank</dd>
+<dt><kbd>Enter</kbd></dt><dd>highlight its micro-batch; also click</dd>
+<dt><kbd>m</kbd><kbd>c</kbd></dt><dd>memory, critical path</dd>
+<dt><kbd>Esc</kbd></dt><dd>clear</dd>
+</dl></details>
+</nav>
+<main><canvas id="plot" tabindex="0" role="img" aria-label="Timeline, a row a rank"></canvas></main>
+<footer><canvas id="overview" role="img" aria-label="Share of ranks at work over time"></canvas></footer>
+<div id="tip" role="status" aria-live="polite" hidden></div>
+"""
+
+
+def page(timelines: Sequence[tuple[str, Timeline]], title: str = "") -> str:
+    """The text of the page for one timeline or several, each with its name.
+
+    >>> from penstock import UnitCost, make, simulate
+    >>> page([("predicted", simulate(make("1f1b", ranks=4, microbatches=8), UnitCost()))])[:15]
+    '<!doctype html>'
+    """
+    if not timelines:
+        raise ShapeError("a page needs at least one timeline; none was given")
+    data = {
+        "timelines": [_timeline(name, timeline) for name, timeline in timelines],
+        "real": any(is_real(timeline) for _, timeline in timelines),
+        "alike": _alike([timeline for _, timeline in timelines]),
+        "paints": PAINTS,
+        "tones": TONES,
+        "ops": [{"letter": op.value, "name": NAMES[op]} for op in OPS],
+    }
+    words = title or " and ".join(name for name, _ in timelines) or "Pipeline schedule"
+    return FRAME.format(
+        title=escape(words),
+        css=_near("page.css"),
+        body=BODY.format(title=escape(words)),
+        data=json.dumps(data, separators=(",", ":")).replace("<", "\\u003c"),
+        js="".join(_near(name) for name in ("columns.js", "plot.js", "page.js")),
+    )
+
+
+def _near(name: str) -> str:
+    return files("penstock.view").joinpath(name).read_text(encoding="utf-8")
+
+
+def _alike(timelines: Sequence[Timeline]) -> bool:
+    """Whether all are of one schedule, so that an action has the same number in each."""
+    first = timelines[0].schedule
+    return all(t.schedule is first or t.schedule == first for t in timelines)
+
+
+def _timeline(name: str, timeline: Timeline) -> dict[str, object]:
+    schedule, table = timeline.schedule, timeline.schedule.table
+    cuts = {microbatch.cuts: None for microbatch in schedule.microbatches}
+    number = {cut: index for index, cut in enumerate(cuts)}
+    return {
+        "name": name,
+        "ranks": schedule.ranks,
+        "microbatches": len(schedule.microbatches),
+        "makespan": timeline.makespan,
+        "bubble": timeline.bubble,
+        "peak": float((timeline.weights + timeline.peak_activations).max()),
+        "places": int(places(timeline).max()) + 1,
+        "slices": schedule.slices,
+        "cuts": list(cuts),
+        "weights": timeline.weights.tolist(),
+        "columns": {
+            "first": _ints(table.first),
+            "home": _ints(np.array([stage.rank for stage in schedule.stages])),
+            "part": _ints(np.array([stage.part for stage in schedule.stages])),
+            "cut": _ints(np.array([number[microbatch.cuts] for microbatch in schedule.microbatches])),
+            "paint": _ints(paints(timeline)),
+            "stage": _ints(table.stage),
+            "microbatch": _ints(table.microbatch),
+            "slice": _ints(table.slice),
+            "target": _ints(table.target() + 1),  # 0: no message
+            "cause": _ints(timeline.cause.astype(np.int64) + 1),  # 0: none
+            "start": _floats(timeline.start),
+            "end": _floats(timeline.end),
+            "lasts": _floats(timeline.end - timeline.start),  # exact, where the difference of two large times is not
+            "held": _floats(timeline.activations),
+            "sent": _floats(timeline.sent),
+            "arrived": _floats(timeline.arrived),
+            "bytes": _floats(timeline.bytes),
+        },
+    }
+
+
+def _ints(values: NDArray[Any]) -> Column:
+    """In as few bytes as they need."""
+    most = int(values.max()) if len(values) else 0
+    kind = next(kind for kind, limit in (("u1", 2**8), ("u2", 2**16), ("u4", 2**32)) if most < limit)
+    return _column(values, kind)
+
+
+def _floats(values: NDArray[Any]) -> Column:
+    return _column(values, "f4")
+
+
+def _column(values: NDArray[Any], kind: str) -> Column:
+    packed = zlib.compress(values.astype(f"<{kind}").tobytes(), 5)
+    return {"kind": kind, "data": b64encode(packed).decode("ascii")}
