@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from math import inf
 from pathlib import Path
@@ -25,7 +26,7 @@ app = typer.Typer(
     help="Penstock: train language models through a pipeline of workers, with the schedule as data.",
 )  # fmt: skip
 
-Source = Annotated[str, typer.Argument(help="A schedule's name (see `penstock list`), a plan.json, or a CSV of torch's.")]
+Source = Annotated[str, typer.Argument(help="A schedule's name (`penstock list`), a plan.json, or a CSV of torch's.")]
 Ranks = Annotated[Optional[int], typer.Option(help="Workers of the pipeline.")]  # noqa: UP045  # typer reads these
 Microbatches = Annotated[Optional[int], typer.Option(help="Micro-batches of a step.")]  # noqa: UP045
 Waves = Annotated[Optional[int], typer.Option(help="Waves over the ranks (hanayo).")]  # noqa: UP045
@@ -58,7 +59,9 @@ def list_(json: Json = False) -> None:
     if json:
         _print_json({"schedules": [dict(zip(heads, row, strict=True)) for row in rows]})
         return
-    _print_table(heads, rows, "P ranks, M micro-batches, v chunks, W waves, s slices; F = 1, B = 2; idle and peak a rank")
+    note = "P ranks, M micro-batches, v chunks, W waves, s slices; F = 1, B = 2. Idle time and peak memory of a rank"
+    wide = _console().width >= 120
+    _print_table(heads if wide else heads[:-1], rows if wide else [row[:-1] for row in rows], note)
 
 
 @app.command()
@@ -135,7 +138,7 @@ def plan_(
     Example: penstock plan --ranks 8 --microbatches 16 --comm 0.05 --memory 8 -o plan.json
     """
     from penstock.ir import dump_plan
-    from penstock.plan import as_plan, portfolio
+    from penstock.plan import as_plan, portfolio, title
 
     cost = _cost(forward, backward, comm)
     with _progress("planning") as status:
@@ -143,8 +146,8 @@ def plan_(
         found = portfolio(ranks, microbatches, cost, memory, stages, slices, weights, watch)
     rows = [
         {
-            "name": c.name, "shape": dict(c.shape), "sort": c.sort, "makespan": c.makespan, "bubble": c.bubble, "peak": c.peak,
-            "weights": c.weights, "lower_bound": c.bound, "gap": c.gap, "noisy_makespan": c.noisy,
+            "name": c.name, "shape": dict(c.shape), "order": c.sort, "makespan": c.makespan, "bubble": c.bubble,
+            "peak": c.peak, "weights": c.weights, "lower_bound": c.bound, "gap": c.gap, "noisy_makespan": c.noisy,
         }
         for c in found.candidates
     ]  # fmt: skip
@@ -155,10 +158,10 @@ def plan_(
         _print_json({"ranks": ranks, "microbatches": microbatches, "memory": memory, "schedules": rows,
                      "too_large": [{"name": name, "peak": peak} for name, peak in found.too_large]})  # fmt: skip
         return
-    heads = ("", "schedule", "shape", "order", "makespan", "bubble", "peak", "bound", "gap", "±10%")
+    heads = ("", "schedule", "order", "makespan", "bubble", "peak", "bound", "gap", "±10%")
     table = [
-        (str(place), c.name, " ".join(f"{w}={n}" for w, n in c.shape), c.sort, f"{c.makespan:.5g}", f"{c.bubble:.1%}",
-         f"{c.peak:.4g}", f"{c.bound:.5g}", f"{c.gap:.1%}", f"{c.noisy:.5g}")
+        (str(place), title(c.name, c.shape), c.sort, f"{c.makespan:.4g}", f"{c.bubble:.1%}", f"{c.peak:.3g}",
+         f"{c.bound:.4g}", f"{c.gap:.1%}", f"{c.noisy:.4g}")
         for place, c in enumerate(found.candidates[:top], start=1)
     ]  # fmt: skip
     _print_table(heads, table, _footnote(found, top, memory, weights))
@@ -198,7 +201,8 @@ def compare(
     """
     from penstock.view import page
 
-    shape, cost = _shape(ranks, microbatches, waves, chunks, slices, skips, copies, split), _cost(forward, backward, comm)
+    shape = _shape(ranks, microbatches, waves, chunks, slices, skips, copies, split)
+    cost = _cost(forward, backward, comm)
     if output.suffix.lower() != ".html":
         raise FileError(f"a comparison is an .html page, not {output.suffix or 'a file without an ending'}")
     sides = []
@@ -257,7 +261,8 @@ def _cost(forward: float, backward: float, comm: float) -> UnitCost:
 
     for word, value in (("forward", forward), ("backward", backward), ("comm", comm)):
         if not 0 <= value < inf or (value == 0 and word != "comm"):
-            raise ShapeError(f"--{word} {value:g} is no time: a finite number, {'0 or more' if word == 'comm' else 'above 0'}")
+            least = "0 or more" if word == "comm" else "more than 0"
+            raise ShapeError(f"--{word} {value:g} is no time; it must be a finite number, {least}")
     return UnitCost(F=forward, B=backward, comm=comm)
 
 
@@ -312,19 +317,23 @@ def _print_json(value: dict[str, object]) -> None:
     sys.stdout.write(json.dumps(value) + "\n")
 
 
-def _print_table(heads: tuple[str, ...], rows: list[tuple[str, ...]], note: str = "") -> None:
+def _print_table(heads: Sequence[str], rows: Sequence[Sequence[str]], note: str = "") -> None:
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    table = Table(*heads, box=SIMPLE_HEAD, caption=note or None, caption_justify="left", pad_edge=False)
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    for head in heads:
+        table.add_column(head, no_wrap=True)
     for row in rows:
         table.add_row(*row)
     _console().print(table)
+    if note:
+        _console().print(note, style="dim", highlight=False)
 
 
 def _footnote(found: Portfolio, top: int, memory: float | None, weights: int) -> str:
     notes = [
-        "fixed: the same order for any cost; split, listed: fit to this cost; ±10%: mean makespan with noise none has seen",
+        "fixed: one order for any cost; split, listed: fit to this cost; ±10%: mean makespan with noise none has seen",
         "bound: no order of this placement takes less; peak: the fullest rank's activations, in micro-batches",
     ]
     if len(found.candidates) > top:

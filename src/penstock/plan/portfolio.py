@@ -31,7 +31,7 @@ CHOICES = {"chunks": (2, 4, 8), "waves": (1, 2, 4, 8), "slices": (2, 4, 8)}
 LEFT_OUT = ("skip",)  # leaves out part of the work: no fair match for the others, so it is planned only by name
 SEEDS = range(4)  # of the noise
 WHOLE = ("1f1b", "interleaved", "chimera", "hanayo")  # whole backwards, worth splitting
-PRIORITIES: dict[str, Priority] = {"backward first": backward_first, "oldest first": oldest_first}
+PRIORITIES: dict[str, Priority] = {"list-backward": backward_first, "list-oldest": oldest_first}
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,13 +142,13 @@ def _builds(
             fixed = partial(_fixed, name, {"ranks": ranks, "microbatches": microbatches, **dict(shape)})
             yield name, shape, "fixed", fixed
             if name in WHOLE:
-                yield f"{name} split", shape, "split", partial(_split, fixed, cost, memory)
-    for placement, word, place in (("wave", "waves", waves_of), ("loop", "chunks", looped)):
+                yield f"{name}+split", shape, "split", partial(_split, fixed, cost, memory)
+    for word, place in (("waves", waves_of), ("chunks", looped)):
         for count in (1, 2, 4):
             for label, priority in PRIORITIES.items():
                 if count <= limits[word]:
                     build = partial(_listed, place(ranks, count), microbatches, cost, memory, priority)
-                    yield f"listed {placement}, {label}", ((word, count),), "listed", build
+                    yield label, ((word, count),), "listed", build
 
 
 def _fixed(name: str, shape: dict[str, int]) -> Schedule:

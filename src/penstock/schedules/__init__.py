@@ -50,8 +50,8 @@ FOR_ALL = ("slices", "split", "copies")  # words of shape that any schedule take
 def make(name: str, **shape: int) -> Schedule:
     """The schedule of that name and shape.
 
-    Any schedule also takes `slices` (where that is not part of its own shape, each micro-batch is cut into so many equal
-    slices), `split=True` (its backwards are split), and `copies` (so many of it side by side, each with its own
+    Any schedule also takes `slices` (where that is not part of its own shape, each micro-batch is cut into so many
+    equal slices), `split=True` (its backwards are split), and `copies` (so many of it side by side, each with its own
     micro-batches).
 
     >>> make("1f1b", ranks=4, microbatches=8).actions

@@ -1,0 +1,46 @@
+.DEFAULT_GOAL := help
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+OUT := out
+
+help: ## show this list
+	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /|/' | column -t -s '|'
+
+setup: $(VENV)/.ready ## make .venv and install everything into it
+$(VENV)/.ready: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check --editable ".[dev]"
+	touch $@
+
+demo: setup ## plan, simulate and draw: the pictures are in out/
+	mkdir -p $(OUT)
+	$(BIN)/penstock plan --ranks 4 --microbatches 8 --comm 0.05 --memory 4 --top 8 --output $(OUT)/plan.json
+	$(BIN)/penstock check $(OUT)/plan.json
+	$(BIN)/penstock simulate $(OUT)/plan.json --comm 0.05
+	$(BIN)/penstock draw $(OUT)/plan.json --comm 0.05
+	$(BIN)/penstock draw $(OUT)/plan.json --comm 0.05 --output $(OUT)/plan.svg
+	$(BIN)/penstock draw $(OUT)/plan.json --comm 0.05 --output $(OUT)/plan.trace.json
+	$(BIN)/penstock draw 1f1b --ranks 4 --microbatches 8 --output $(OUT)/1f1b.json
+	$(BIN)/penstock compare $(OUT)/1f1b.json $(OUT)/plan.json --comm 0.05 --output $(OUT)/compare.html
+	@echo "open $(OUT)/compare.html in a browser: 1F1B over the plan"
+
+test: setup ## run all tests
+	$(BIN)/pytest -n 2
+
+check: setup ## ruff, types, import graph
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/pytest tests/test_imports.py
+
+bench: setup ## measure what the docs claim; tables go to docs/results
+	$(BIN)/python benchmarks/scale.py
+	$(BIN)/python benchmarks/portfolio.py
+
+docs: setup ## redraw the pages of the schedules
+	$(BIN)/python docs/build.py
+
+clean: ## remove what setup and demo made
+	rm -rf $(VENV) $(OUT)
+
+.PHONY: help setup demo test check bench docs clean
