@@ -18,6 +18,7 @@ import math
 from penstock.cost.columns import columns
 from penstock.cost.cost import Cost
 from penstock.ir.action import Action, Op
+from penstock.ir.needs import BACKWARD, WEIGHTS
 from penstock.ir.schedule import MicroBatch, Schedule
 
 
@@ -31,6 +32,8 @@ def lower_bound(schedule: Schedule, cost: Cost) -> float:
         alone = max(alone, walk.alone)
         for rank, before, after in walk.first_visits:
             head[rank], tail[rank] = min(head[rank], before), min(tail[rank], after)
+    for rank in set(table.rank[table.kind == WEIGHTS].tolist()):
+        tail[rank] = 0.0  # its last action may be a W
     full = [h + w + t for h, w, t in zip(head, work, tail, strict=True) if h < math.inf]
     return max([alone, *full])
 
@@ -48,7 +51,7 @@ class _Walk:
             back = _backward(schedule, number, position)
             if rank not in seen:
                 seen.add(rank)
-                self.first_visits.append((rank, before, 0.0 if back.op is Op.I else after))
+                self.first_visits.append((rank, before, after))
             there = Action(Op.F, stage, number)
             following = microbatch.path[position + 1 : position + 2]
             for then in following:
@@ -73,7 +76,7 @@ def _walks(schedule: Schedule, cost: Cost) -> list[_Walk]:
 def _backward(schedule: Schedule, number: int, position: int) -> Action:
     """The B or I of the first slice there."""
     table = schedule.table
-    return table.action(int(table.at[table.slot(1, number, position, 0)]))
+    return table.action(int(table.at[table.slot(BACKWARD, number, position, 0)]))
 
 
 def _hop(schedule: Schedule, cost: Cost, action: Action, source: int, target: int) -> float:

@@ -138,7 +138,10 @@ def _in_order(draft: Schedule, begun: Ints) -> Schedule:
 # ---------------------------------------------------------------- what the loop runs on
 def _caps(draft: Schedule, costs: Columns, cap: float | Sequence[float] | None) -> Floats:
     """A cap for each rank, which must hold one whole micro-batch."""
-    caps = np.broadcast_to(np.asarray(np.inf if cap is None else cap, dtype=np.float64), (draft.ranks,)).copy()
+    given = np.asarray(np.inf if cap is None else cap, dtype=np.float64)
+    if given.ndim and len(given) != draft.ranks:
+        raise ShapeError(f"there are caps for {len(given)} ranks, but stages on {draft.ranks}")
+    caps = np.broadcast_to(given, (draft.ranks,)).copy()
     least = _by_rank(draft, costs.gain).max(axis=1)
     for rank in np.flatnonzero(caps < least - ROUND).tolist():
         raise ShapeError(
@@ -241,20 +244,32 @@ def _list(  # noqa: PLR0912, PLR0915
             cash += held[here, m] + taken
         return True
 
+    def entry(here: int, q: np.int64) -> int:
+        """Which of a queue may start: the first, or else one of the oldest micro-batch, which is always safe; -1: none."""
+        if len(ready[q]) == 0 or is_shut(q):
+            return -1
+        if gain[ready[q][0][1]] <= 0.0 or is_safe(here, ready[q][0][1]):
+            return 0
+        for k in range(1, len(ready[q])):
+            if microbatch[ready[q][k][1]] == oldest[here] and is_safe(here, ready[q][k][1]):
+                return k
+        return -1
+
     while True:
         for here in range(ranks):
             if not changed[here] or busy[here]:
                 continue
             changed[here] = False
-            best, best_place = np.int64(-1), np.int64(0)
+            best, best_place, best_entry = np.int64(-1), np.int64(0), 0
             for q in mine[here]:
-                if len(ready[q]) == 0 or (best >= 0 and ready[q][0][0] > best_place) or is_shut(q):
-                    continue
-                if gain[ready[q][0][1]] > 0.0 and not is_safe(here, ready[q][0][1]):
-                    continue
-                best_place, best = ready[q][0]
+                k = entry(here, q)
+                if k >= 0 and (best < 0 or ready[q][k][0] < best_place):
+                    best_place, best = ready[q][k]
+                    best_entry = k
             if best >= 0:
-                heapq.heappop(ready[queue[best]])
+                ready[queue[best]][best_entry] = ready[queue[best]][-1]
+                ready[queue[best]].pop()
+                heapq.heapify(ready[queue[best]])
                 started[queue[best]] += 1
                 begun[best] = count
                 count += 1

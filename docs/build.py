@@ -1,0 +1,359 @@
+"""Writes all of the docs that the code knows better. `make docs` runs it; `--check` only says what is stale.
+
+    docs/prose/<name>.md ──┐
+    FACTS, make, simulate ─┼──► docs/schedules/<name>.md  docs/schedules/README.md
+    svg ───────────────────┘    docs/images/<name>.svg    docs/images/overview.svg
+    FACTS, simulate ──────────► README.md, between the markers <!-- schedules --> and <!-- /schedules -->
+    the command line ─────────► the output under each `$ penstock ...` of a `console` block, in every hand-written page
+
+    python docs/build.py            write
+    python docs/build.py --check    exit with 1 if a file is not what it would write
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tempfile
+import xml.etree.ElementTree as ET
+from dataclasses import dataclass
+from pathlib import Path
+
+from penstock import REGISTRY, Timeline, UnitCost, lower_bound, make, simulate
+from penstock.schedules import shape_of
+from penstock.schedules.facts import FACTS
+from penstock.view import svg
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCS = ROOT / "docs"
+COLUMNS = 92  # of the terminal in which commands are shown
+SIZES = ((4, 4), (4, 8), (8, 8), (8, 16))  # ranks, micro-batches
+COMMS = (0.0, 0.05, 0.1)
+TABLED = {"chunks": (2, 4), "waves": (1, 2, 4), "slices": (2, 4), "skips": ()}  # shapes in a schedule's own table
+NORM = {"ranks": 8, "microbatches": 16}  # the size at which all schedules are compared
+COMPARED = {"chunks": 4, "waves": 2, "slices": 4}  # the shape in which they are: four stages a rank, or four slices
+LETTERS = {"ranks": "P", "microbatches": "M", "chunks": "v", "waves": "W", "slices": "s"}  # of the formulas
+DRAWN: dict[str, dict[str, int]] = {
+    "hanayo": {"ranks": 4, "microbatches": 4, "waves": 2},
+    "terapipe": {"ranks": 4, "microbatches": 2, "slices": 4},
+    "seq1f1b": {"ranks": 4, "microbatches": 2, "slices": 4},
+    "skip": {"ranks": 4, "microbatches": 6},
+}  # the rest: 4 ranks, 8 micro-batches
+
+Shape = dict[str, int]
+
+
+# ---------------------------------------------------------------- the pages
+def pages() -> dict[Path, str]:
+    """Every file that is made of the code, as it should be."""
+    made = {DOCS / "images" / "overview.svg": overview(), DOCS / "schedules" / "README.md": index()}
+    for name in REGISTRY:
+        made[DOCS / "images" / f"{name}.svg"] = picture(name)
+        made[DOCS / "schedules" / f"{name}.md"] = page(name)
+    for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md"))):
+        made[path] = with_output(with_table(path.read_text(encoding="utf-8")))
+    return made
+
+
+def page(name: str) -> str:
+    """The page of one schedule."""
+    title, works, when = prose(name)
+    shape, facts = drawn(name), FACTS[name]
+    source = Path(REGISTRY[name].__code__.co_filename).relative_to(ROOT).as_posix()
+    alt = f"{name}: {shape['ranks']} ranks, {shape['microbatches']} micro-batches"
+    return "\n\n".join([
+        f"<!-- made by docs/build.py; the words are in docs/prose/{name}.md -->",
+        f"# {title}",
+        f"`{name}` · [{source.rpartition('/')[2]}](../../{source}) · {facts.paper} · [all schedules](README.md)",
+        f"![{alt}](../images/{name}.svg)",
+        f"## How it works\n\n{works}",
+        f"## Idle time and memory\n\n{formulas(name)}",
+        f"## Measured\n\n{measured(name)}",
+        f"## When to use it, and when not\n\n{when}",
+        f"## Reproduce\n\n```sh\n{command('draw', name, shape)} -o {name}.svg\n"
+        f"{command('simulate', name, {**NORM, **compared(name)})} --comm 0.05\n```\n",
+    ])  # fmt: skip
+
+
+def prose(name: str) -> tuple[str, str, str]:
+    """Title, how it works, when to use it: written by hand."""
+    text = (DOCS / "prose" / f"{name}.md").read_text(encoding="utf-8")
+    found = re.fullmatch(r"# (.+?)\n+## How it works\n+(.+?)\n+## When to use it, and when not\n+(.+?)\n*", text, re.S)
+    if found is None:
+        raise SystemExit(f"docs/prose/{name}.md: a title, '## How it works', '## When to use it, and when not'")
+    return found[1], found[2], found[3]
+
+
+def index() -> str:
+    """The table of all schedules, with links to their pages."""
+    return (
+        "<!-- made by docs/build.py -->\n\n# Schedules\n\n"
+        f"{compared_table('')}\n\n"
+        "Each page has a picture, the formulas and when they hold, measured tables, advice and the paper.\n"
+        "All times are simulated, with F = 1 and B = 2 for a micro-batch on a rank (I = W = 1 where B is split).\n"
+    )
+
+
+# ---------------------------------------------------------------- formulas and tables
+def written(formula: str) -> str:
+    """Arithmetic as people write it.  1.5*P - 2: 1.5P - 2"""
+    for code, sign in (("==", "="), (">=", "≥"), ("%", "mod"), ("*", "")):
+        formula = formula.replace(code, sign)
+    return f"`{formula}`"
+
+
+def formulas(name: str) -> str:
+    """Idle time, peak and weights, with the condition under which they hold."""
+    facts = FACTS[name]
+    most = "" if facts.exact else "at most "
+    holds = "any P and M" if facts.when == "True" else written(facts.when)
+    idle = f"{most}{written(facts.idle)}" if facts.idle else "no formula: paths differ"
+    lines = [
+        "| | |", "|---|---|",
+        f"| idle time of a rank, in F | {idle} |",
+        f"| peak activations of the fullest rank, in micro-batches | {most}{written(facts.peak)} |",
+        f"| copies of the weights | {facts.weights} |",
+        f"| holds for | {holds} |",
+    ]  # fmt: skip
+    letters = [f"{letter} {word}" for word, letter in LETTERS.items() if word in shape_of(name)]
+    said = f"{', '.join(letters).replace('microbatches', 'micro-batches')}"
+    bubble = " The bubble is idle / (3M + idle)." if facts.idle else ""
+    return "\n".join(lines) + f"\n\n{said}; B = 2 F, messages cost nothing.{bubble} The tests check the formulas."
+
+
+def by_formula(name: str, shape: Shape) -> str:
+    """The makespan that the facts promise, where they do."""
+    facts = FACTS[name]
+    known = {letter: shape.get(word) for word, letter in LETTERS.items()} | {"min": min}
+    if not facts.idle or not eval(facts.when, {}, known):
+        return "–"
+    return f"{'' if facts.exact else '≤ '}{3 * shape['microbatches'] + eval(facts.idle, {}, known):g}"
+
+
+def measured(name: str) -> str:
+    """Makespan, bubble and peak of small sizes, as simulated."""
+    word = own_word(name)
+    heads = ["P", "M", *([word] if word else []), *(f"comm {comm:g}" for comm in COMMS), "formula", "bound", "peak"]
+    rows = []
+    for ranks, microbatches in SIZES:
+        for value in TABLED.get(word, ()) or (None,):
+            shape = {"ranks": ranks, "microbatches": microbatches, **({} if value is None else {word: value})}
+            schedule = make(name, **shape)
+            timelines = [simulate(schedule, UnitCost(comm=comm)) for comm in COMMS]
+            mine = [str(default_of(name, ranks) if value is None else value)] if word else []
+            times = [f"{timeline.makespan:.4g} ({timeline.bubble:.1%})" for timeline in timelines]
+            bound = f"{lower_bound(schedule, UnitCost()):.4g}"
+            rows.append([str(ranks), str(microbatches), *mine, *times, by_formula(name, shape), bound, peak_of(timelines[0])])
+    note = (
+        "Makespan, and the bubble in brackets, for three latencies of a hop (`comm`, in F). *Formula*: the makespan by\n"
+        "the formula above, at comm 0. *Bound*: no order of the lanes takes less for these stages, paths and backwards,\n"
+        "at comm 0. *Peak*: activations of the fullest rank, in micro-batches."
+    )
+    return f"{table(heads, rows)}\n\n{note}"
+
+
+def compared_table(folder: str) -> str:
+    """One row a schedule, all at one size."""
+    heads = ["schedule", "shape", "idle", "peak", "bubble", "peak there", "weights", "paper"]
+    rows = []
+    for name, facts in FACTS.items():
+        shape, timeline = compared(name), simulate(make(name, **NORM, **compared(name)), UnitCost())
+        most, star = "" if facts.exact else "≤ ", "" if facts.when == "True" else "*"
+        rows.append([
+            f"[{name}]({folder}{name}.md)", " ".join(f"{word}={value}" for word, value in shape.items()),
+            f"{most}{written(facts.idle)}{star}" if facts.idle else "–", f"{most}{written(facts.peak)}{star}",
+            f"{timeline.bubble:.1%}", peak_of(timeline), f"{facts.weights}×", facts.paper,
+        ])  # fmt: skip
+    note = (
+        f"P ranks, M micro-batches, v chunks, W waves, s slices. *Idle*: time each rank waits in a step, in forwards of a\n"
+        f"micro-batch on a rank; *peak*: activations of the fullest rank, in micro-batches; both with B = 2 F and free\n"
+        f"messages. A star: holds for some P and M only; the schedule's page says which. *Bubble* and *peak there* are\n"
+        f"measured by `penstock simulate` at P = {NORM['ranks']}, M = {NORM['microbatches']} and the shape of the row."
+        f" `skip` leaves out work, so its row\nis not comparable."
+    )
+    return f"{table(heads, rows)}\n\n{note}"
+
+
+def table(heads: list[str], rows: list[list[str]]) -> str:
+    """A Markdown table; a column of numbers stands right."""
+    columns = list(zip(*rows, strict=True))
+    right = [all(re.match(r"[\d–≤]", cell) for cell in column) for column in columns]
+    rule = ["--:" if numbers else "---" for numbers in right]
+    return "\n".join(f"| {' | '.join(cells)} |".replace("|  |", "| |") for cells in [heads, rule, *rows])
+
+
+def peak_of(timeline: Timeline) -> str:
+    """The fullest rank's activations."""
+    return f"{float(timeline.peak_activations.max()):g}"
+
+
+# ---------------------------------------------------------------- shapes and commands
+def own_word(name: str) -> str:
+    """The word of a schedule's shape beside ranks and micro-batches; none: ''."""
+    return next(iter(shape_of(name)[2:]), "")
+
+
+def default_of(name: str, ranks: int) -> int:
+    """What `skip` leaves out unless told."""
+    schedule = make(name, ranks=ranks, microbatches=1)
+    return schedule.parts - len(schedule.microbatches[0].path)
+
+
+def drawn(name: str) -> Shape:
+    """The shape of a schedule's picture."""
+    return DRAWN.get(name, {"ranks": 4, "microbatches": 8})
+
+
+def compared(name: str) -> Shape:
+    """What a schedule's shape has beside the size at which all are compared."""
+    return {word: value for word, value in COMPARED.items() if word in shape_of(name)}
+
+
+def command(verb: str, name: str, shape: Shape) -> str:
+    """What to type."""
+    return " ".join([f"penstock {verb} {name}", *(f"--{word} {value}" for word, value in shape.items())])
+
+
+# ---------------------------------------------------------------- what is put into pages written by hand
+def with_table(text: str) -> str:
+    """The table of schedules between its markers."""
+    made = f"<!-- schedules -->\n{compared_table('docs/schedules/')}\n<!-- /schedules -->"
+    return re.sub(r"<!-- schedules -->.*?<!-- /schedules -->", lambda _: made, text, flags=re.S)
+
+
+def with_output(text: str) -> str:
+    """Each `$ penstock ...` of a console block with what it prints, all commands of a page in one empty folder."""
+    with tempfile.TemporaryDirectory() as folder:
+        return re.sub(
+            r"(?<=^```console\n).*?(?=^```$)", lambda block: _ran(block[0], Path(folder)), text, flags=re.S | re.M
+        )
+
+
+def _ran(block: str, folder: Path) -> str:
+    parts = re.split(r"^\$ (.+)\n", block, flags=re.M)
+    shown = parts[0]
+    for line, output in zip(parts[1::2], parts[2::2], strict=True):
+        printed = run(line, folder) if line.startswith("penstock ") else output
+        shown += f"$ {line}\n{printed}"
+    return shown
+
+
+def run(line: str, folder: Path) -> str:
+    """What a command prints, without the spaces at the ends of lines and the empty lines around."""
+    code = [sys.executable, "-c", "from penstock.cli import main; main()", *shlex.split(line)[1:]]
+    plain = {"COLUMNS": str(COLUMNS), "NO_COLOR": "1", "TERM": "dumb", "PYTHONUTF8": "1"}
+    done = subprocess.run(
+        code, cwd=folder, env={**os.environ, **plain}, check=False, encoding="utf-8",
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    if done.returncode != 0:
+        raise SystemExit(f"{line}\n{done.stdout}")
+    lines = [text.rstrip() for text in done.stdout.splitlines()]
+    while lines and not lines[0]:
+        del lines[0]
+    while lines and not lines[-1]:
+        del lines[-1]
+    return "".join(f"{text}\n" for text in lines)
+
+
+# ---------------------------------------------------------------- pictures
+SVG = "{http://www.w3.org/2000/svg}"
+SCALE = 40.0  # pixels a unit of time, in the overview
+
+
+def picture(name: str) -> str:
+    """A schedule as `penstock draw` draws it."""
+    shape = drawn(name)
+    extra = [f"{word}={value}" for word, value in shape.items() if word not in NORM]
+    return svg(simulate(make(name, **shape), UnitCost()), " ".join([name, *extra]))
+
+
+@dataclass(frozen=True, slots=True)
+class Strip:
+    """A figure on a time axis of `SCALE`."""
+
+    figure: ET.Element
+    width: float
+    height: float
+
+
+def overview() -> str:
+    """Two schedules one above the other, on one time axis."""
+    ET.register_namespace("", SVG[1:-1])
+    size = {"ranks": 4, "microbatches": 4}
+    strips = [strip("1F1B", "1f1b", size), strip("Hanayo, two waves", "hanayo", {**size, "waves": 2})]
+    legend = strips[0].figure.find(f"{SVG}g[@class='legend']")
+    assert legend is not None
+    strips[0].figure.remove(legend)
+    facts = strips[0].figure.findall(f"{SVG}text")[-1]
+    facts.set("y", f"{float(facts.get('y', 0)) - 24:g}")
+    first = strips[0].height - 18
+    width, height = max(one.width for one in strips), first + strips[1].height
+    whole = ET.Element(f"{SVG}svg", {"viewBox": f"0 0 {width:g} {height:g}", "width": f"{width:g}", "height": f"{height:g}", "role": "img"})
+    ET.SubElement(whole, f"{SVG}title").text = "1F1B above Hanayo with two waves, on one time axis"
+    ET.SubElement(whole, f"{SVG}rect", {"width": "100%", "height": "100%", "fill": "#ffffff"})
+    for one, top in zip(strips, (0.0, first), strict=True):
+        one.figure.set("y", f"{top:g}")
+        whole.append(one.figure)
+    return ET.tostring(whole, encoding="unicode") + "\n"
+
+
+def strip(title: str, name: str, shape: Shape) -> Strip:
+    """A figure stretched along its time axis, letters left as they are."""
+    timeline = simulate(make(name, **shape), UnitCost())
+    figure = ET.fromstring(svg(timeline, title))
+    row = figure.findall(f"{SVG}rect")[1]  # the first is the background
+    left, wide = float(row.get("x", 0)), float(row.get("width", 0))
+    factor = SCALE * timeline.makespan / wide
+
+    def moved(x: float) -> str:
+        return f"{round(left + (x - left) * factor, 2):g}"
+
+    boxes = [*figure.findall(f"{SVG}rect")[1:], *figure.findall(f"{SVG}g[@class='spans']/{SVG}rect")]
+    labels = [word for group in ("numbers", "time") for word in figure.findall(f"{SVG}g[@class='{group}']/{SVG}text")]
+    for element in [*boxes, *labels]:
+        element.set("x", moved(float(element.get("x", 0))))
+    for element in boxes:
+        element.set("width", f"{round(float(element.get('width', 0)) * factor, 2):g}")
+    for axis in figure.findall(f"{SVG}path"):
+        line = re.sub(r"M([\d.]+)", lambda x: "M" + moved(float(x[1])), axis.get("d", ""))
+        axis.set("d", re.sub(r"h([\d.]+)", lambda x: f"h{round(float(x[1]) * factor, 2):g}", line))
+    width = float(figure.get("width", 0)) + wide * (factor - 1)
+    figure.set("width", f"{width:g}")
+    figure.attrib.pop("viewBox")
+    return Strip(figure, width, float(figure.get("height", 0)))
+
+
+# ---------------------------------------------------------------- writing
+def strays(made: dict[Path, str]) -> list[Path]:
+    """Pages and pictures that nobody makes any more."""
+    there = [*(DOCS / "schedules").glob("*"), *(DOCS / "images").glob("*"), *(DOCS / "prose").glob("*")]
+    known = {*made, *(DOCS / "prose" / f"{name}.md" for name in REGISTRY)}
+    return sorted(path for path in there if path not in known)
+
+
+def main() -> int:
+    """Write, or only compare."""
+    parser = argparse.ArgumentParser(description="Writes the pages of the schedules.")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if a file is stale")
+    check = parser.parse_args().check
+    made = pages()
+    old = {path: path.read_text(encoding="utf-8") if path.exists() else "" for path in made}
+    stale = [path for path, text in made.items() if old[path] != text]
+    for path in stale:
+        sys.stdout.write(f"{'stale' if check else 'wrote'} {path.relative_to(ROOT)}\n")
+        if not check:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(made[path], encoding="utf-8", newline="\n")
+    extra = strays(made)
+    for path in extra:
+        sys.stdout.write(f"stray {path.relative_to(ROOT)}: no schedule of that name\n")
+    return int(bool(extra or (check and stale)))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,199 @@
+"""The command line as a new user meets it, mistakes included."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import pytest
+
+from penstock import REGISTRY, make
+from penstock.cli import app, main
+from penstock.ir import load_torch_csv, read_plan
+
+
+@pytest.fixture
+def run(monkeypatch, capsys, tmp_path):
+    """Runs a command line in an empty folder; gives exit code, stdout, stderr."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "100")
+
+    def run_(line: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["penstock", *line.split()])
+        with pytest.raises(SystemExit) as stopped:
+            main()
+            raise SystemExit(0)
+        code = stopped.value.code
+        out, err = capsys.readouterr()
+        return code if isinstance(code, int) else 0, out, err
+
+    return run_
+
+
+HANAYO = "hanayo --ranks 4 --microbatches 4 --waves 2"
+
+
+def test_simulate_prints_one_json_object(run):
+    code, out, err = run("simulate hanayo --ranks 8 --microbatches 8 --waves 2 --comm 0.05 --json")
+    facts = json.loads(out)
+    assert (code, err) == (0, "")
+    assert facts["makespan"] == pytest.approx(34.4)
+    assert facts["bubble"] == pytest.approx(0.3023, abs=1e-4)
+    assert facts["peak_activations"] == [6.25, 6.5, 6.75, 7.0, 7.25, 7.5, 7.75, 8.0]
+    assert facts["actions"] == 512
+    assert facts["lower_bound"] <= facts["makespan"]
+
+
+def test_costs_are_options(run):
+    _, out, _ = run("simulate 1f1b --ranks 4 --microbatches 8 --forward 2 --backward 3 --json")
+    assert json.loads(out)["makespan"] == pytest.approx(5 * (8 + 3))
+
+
+@pytest.mark.parametrize("ending", ["svg", "html", "json", "csv", "trace.json"])
+def test_draw_writes_by_the_ending(run, ending):
+    code, out, err = run(f"draw {HANAYO} -o x.{ending}")
+    assert (code, out) == (0, "")
+    assert err == f"wrote x.{ending}\n"
+    text = Path(f"x.{ending}").read_text()
+    if ending == "svg":
+        assert ElementTree.fromstring(text).tag.endswith("svg")
+    elif ending == "html":
+        assert text.lower().startswith("<!doctype html>")
+    elif ending == "csv":
+        assert load_torch_csv(text).lanes == make("hanayo", ranks=4, microbatches=4, waves=2).lanes
+    elif ending == "json":
+        assert read_plan(f"x.{ending}").schedule == make("hanayo", ranks=4, microbatches=4, waves=2)
+    else:
+        assert json.loads(text)["traceEvents"]
+
+
+def test_draw_shows_a_line_a_rank_in_the_terminal(run):
+    code, out, _ = run(f"draw {HANAYO}")
+    assert code == 0
+    assert sum(line.startswith("rank") for line in out.splitlines()) == 4
+    assert all(len(line) <= 100 for line in out.splitlines())
+
+
+@pytest.mark.parametrize("ending", ["json", "csv"])
+def test_a_file_stands_in_for_a_name(run, ending):
+    run(f"draw {HANAYO} -o x.{ending}")
+    _, by_name, _ = run(f"simulate {HANAYO} --comm 0.1 --json")
+    _, by_file, _ = run(f"simulate x.{ending} --comm 0.1 --json")
+    assert json.loads(by_file)["makespan"] == json.loads(by_name)["makespan"]
+    code, _, _ = run(f"draw x.{ending} -o y.svg")
+    assert code == 0
+
+
+def test_plan_ranks_and_writes_the_best(run):
+    code, out, _ = run("plan --ranks 4 --microbatches 8 --comm 0.05 --memory 4 -o plan.json --json")
+    rows = json.loads(out)["schedules"]
+    assert code == 0
+    assert rows[0]["makespan"] == min(row["makespan"] for row in rows)
+    assert all(row["peak"] <= 4 + 1e-9 for row in rows)
+    plan = read_plan("plan.json")
+    assert plan.facts["makespan"] == rows[0]["makespan"]
+    code, out, _ = run("check plan.json")
+    assert (code, "is a schedule" in out) == (0, True)
+    code, out, _ = run("check plan.json --json")
+    assert json.loads(out)["ok"] is True
+
+
+def test_plan_prints_a_table_that_fits(run):
+    code, out, _ = run("plan --ranks 4 --microbatches 8 --comm 0.05 --memory 4 --top 5")
+    assert code == 0
+    assert "makespan" in out
+    assert "not tried: skip" in out
+    assert all(len(line) <= 100 for line in out.splitlines())
+
+
+def test_compare_lays_two_over_each_other(run):
+    run(f"draw {HANAYO} -o x.json")
+    code, _, err = run("compare 1f1b x.json --ranks 4 --microbatches 4 --comm 0.05 -o report.html")
+    assert (code, err) == (0, "wrote report.html\n")
+    assert "1f1b" in Path("report.html").read_text()
+
+
+def test_list_knows_every_schedule(run):
+    code, out, _ = run("list --json")
+    assert code == 0
+    assert [row["name"] for row in json.loads(out)["schedules"]] == list(REGISTRY)
+    _, out, _ = run("list")
+    assert all(name in out for name in REGISTRY)
+
+
+def test_every_verb_has_help_with_an_example(run):
+    for command in app.registered_commands:
+        name = command.name or command.callback.__name__.rstrip("_")
+        code, out, _ = run(f"{name} --help")
+        assert code == 0
+        assert f"Example: penstock {name}" in out
+
+
+# ---------------------------------------------------------------- mistakes
+MISTAKES = {
+    "simulate hanyo --ranks 4 --microbatches 4": "did you mean 'hanayo'?",
+    "simulate chimera --ranks 5 --microbatches 4": "the nearest is 6",
+    "simulate 1f1b --ranks 4": "1f1b needs microbatches",
+    "simulate 1f1b --ranks 0 --microbatches 4": "ranks 0 is too few; the least is 1",
+    "simulate 1f1b --ranks 4 --microbatches 4 --waves 2": "1f1b has no waves",
+    "simulate 1f1b --ranks 4 --microbatches 4 --slices 0": "slices 0 is too few",
+    "simulate 1f1b --ranks 4 --microbatches 4 --copies 0": "copies 0 is too few",
+    "simulate 1f1b --ranks 4 --microbatches 4 --comm -1": "--comm -1 is no time",
+    "simulate 1f1b --ranks 4 --microbatches 4 --forward nan": "--forward nan is no time",
+    "simulate skip --ranks 4 --microbatches 4 --skips 3": "at most 2 can be left out",
+    "simulate missing.json": "cannot read missing.json",
+    "simulate missing.csv": "cannot read missing.csv",
+    "draw 1f1b --ranks 2 --microbatches 2 -o x.pdf": "its ending must be one of",
+    "draw 1f1b --ranks 2 --microbatches 2 -o no/such/folder/x.svg": "cannot write",
+    "draw seq1f1b --ranks 2 --microbatches 2 -o x.csv": "torch's CSV cannot hold this schedule",
+    "check missing.json": "cannot read missing.json",
+    "check .": "cannot read .",
+    "plan --ranks 4 --microbatches 4 --memory 0.01": "nothing fits into a memory of 0.01",
+    "plan --ranks 0 --microbatches 4": "ranks 0 is too few",
+    "compare 1f1b gpipe --ranks 2 --microbatches 2 -o x.png": "a comparison is an .html page",
+    "simulate 1f1b --ranks four --microbatches 4": "Invalid value for '--ranks'",
+    "nonsense": "No such command",
+}
+
+
+@pytest.mark.parametrize("line", MISTAKES)
+def test_a_mistake_is_one_message_and_exit_code_2(run, line):
+    code, out, err = run(line)
+    assert code == 2
+    assert out == ""
+    assert MISTAKES[line] in " ".join(err.split())
+    assert "Traceback" not in err
+
+
+def test_a_broken_plan_is_shown_with_its_place(run):
+    run(f"draw {HANAYO} -o x.json")
+    text = Path("x.json").read_text()
+    Path("cut.json").write_text(text[: len(text) // 2])
+    code, _, err = run("check cut.json")
+    assert code == 2
+    assert "cut.json:" in err
+    assert "ends too early" in err
+    Path("order.json").write_text(text.replace("0F0 0F1", "0F1 0F1"))
+    code, _, err = run("check order.json")
+    assert code == 2
+    assert "0F1 stands twice" in err
+    assert "^^^" in err
+
+
+def test_a_file_and_a_shape_do_not_go_together(run):
+    run(f"draw {HANAYO} -o x.json")
+    code, _, err = run("simulate x.json --ranks 4")
+    assert code == 2
+    assert "has its shape" in err
+
+
+def test_it_runs_as_a_program():
+    done = subprocess.run(
+        [Path(sys.executable).parent / "penstock", "simulate", "nope", "--ranks", "2", "--microbatches", "2"],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert done.stderr.startswith("UnknownNameError: there is no schedule 'nope'")

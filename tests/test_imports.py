@@ -1,0 +1,91 @@
+"""Who may import whom: the table of docs/design.md, walked."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import penstock
+
+ROOT = Path(penstock.__file__).parent
+ROOMS = {
+    "errors": set(),
+    "ir": {"errors"},
+    "cost": {"ir", "errors"},
+    "sim": {"ir", "cost"},
+    "schedules": {"ir", "cost", "sim", "errors"},
+    "plan": {"ir", "cost", "schedules", "sim", "errors"},
+    "view": {"ir", "errors"},
+    "cli": {"ir", "cost", "schedules", "sim", "plan", "view", "errors"},
+}
+LIBRARIES = {
+    "ir": {"numpy", "numba"},
+    "cost": {"numpy"},
+    "sim": {"numpy"},
+    "schedules": {"numpy"},
+    "plan": {"numpy"},
+    "view": {"numpy", "rich"},
+    "cli": {"typer", "rich"},
+    "errors": set(),
+}
+
+
+def imports_of(file: Path) -> set[str]:
+    found = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{file}: imports are absolute"
+            found.add(node.module or "")
+    return found
+
+
+FILES = [file for file in ROOT.rglob("*.py") if file != ROOT / "__init__.py"]
+
+
+def room_of(file: Path) -> str:
+    return file.relative_to(ROOT).parts[0].removesuffix(".py")
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(ROOT)))
+def test_a_room_imports_only_what_it_may(file):
+    room = room_of(file)
+    for name in imports_of(file):
+        top, *rest = name.split(".")
+        if top == "penstock":
+            assert rest, f"{file.name} imports the whole package"
+            assert rest[0] in ROOMS[room] | {room}, f"{room} may not import {rest[0]}"
+        elif top not in sys.stdlib_module_names:
+            assert top in LIBRARIES[room], f"{room} may not import {top}"
+
+
+def test_no_file_is_too_long_and_none_is_a_drawer():
+    for file in FILES:
+        assert len(file.read_text().splitlines()) <= 400, f"which second noun hides inside {file.name}?"
+        assert file.stem not in {"utils", "common", "helpers", "misc"}
+
+
+def test_nothing_prints_below_the_command_line():
+    for file in FILES:
+        calls = [n for n in ast.walk(ast.parse(file.read_text())) if isinstance(n, ast.Call)]
+        assert not [n for n in calls if isinstance(n.func, ast.Name) and n.func.id == "print"], file.name
+
+
+def test_planning_and_drawing_need_no_torch_and_small_work_no_compiler():
+    code = (
+        "import sys; import penstock; from penstock.view import svg; "
+        "t = penstock.simulate(penstock.make('hanayo', ranks=4, microbatches=4, waves=2), penstock.UnitCost()); svg(t); "
+        "assert 'torch' not in sys.modules and 'numba' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_the_public_face_is_sorted_and_there():
+    names = penstock.__all__
+    assert names == sorted(names, key=lambda n: (0 if n.isupper() else 1 if n[0].isupper() else 2, n))
+    assert all(hasattr(penstock, name) for name in names)
