@@ -65,7 +65,8 @@ def main() -> None:
     text = (
         "# Planned against the best fixed order\n\n`python benchmarks/portfolio.py`; units of F. Memory: P micro-"
         f"batches a rank, one copy of the weights, whole sequences.\n\n{table(rows)}\n\n"
-        f"Mean ratio over all cells: {mean:.3f}. Above 1 the planner's choice, fit to the nominal cost, loses under costs it has not seen.\n"
+        f"Mean ratio over all cells: {mean:.3f}. Above 1 the planner's choice, fit to the nominal cost, loses under "
+        "costs it has not seen.\n"
     )
     if not given.quick:
         RESULT.parent.mkdir(exist_ok=True)

@@ -223,8 +223,8 @@ CHANGES = [
     ('"seed": 7', '"makespan": 7', "my.json:8:5: the key 'makespan' stands twice", "take one of them out"),
     ('"seed": 7', '"é": 7, "é": 8', "the key 'é' stands twice", ""),
     ("1B0 1F1", "1B0 1X1", "my.json:21:14: word 2 of lane 1, '1X1', is not an action", "2F0, or sliced 2F0.1"),
-    ("1B0 1F1", "1B0 1F99999999999", "has a number that is too large", "the largest is 2147483647"),
-    ("1B0 1F1", "1B0 1F" + "9" * 5000, "has a number that is too large", "the largest is 2147483647"),
+    ("1B0 1F1", "1B0 1F99999999999", "is not an action", "an action is stage, op"),
+    ("1B0 1F1", "1B0 1F" + "9" * 5000, "is not an action", "an action is stage, op"),
     ('"0F0 0F1 0B0 0B1"', "{}", "my.json:20:5: lanes[0] is an object, not a text", ""),
 ]
 

@@ -20,6 +20,8 @@ ROOMS = {
     "schedules": {"ir", "cost", "sim", "errors"},
     "plan": {"ir", "cost", "schedules", "sim", "errors"},
     "view": {"ir", "errors"},
+    "runtime": {"ir", "cost", "errors"},
+    "models": {"errors"},
     "cli": {"ir", "cost", "schedules", "sim", "plan", "view", "errors"},
 }
 LIBRARIES = {
@@ -29,6 +31,8 @@ LIBRARIES = {
     "schedules": {"numpy"},
     "plan": {"numpy"},
     "view": {"numpy", "rich"},
+    "runtime": {"numpy", "torch"},
+    "models": {"torch"},
     "cli": {"typer", "rich"},
     "errors": set(),
 }

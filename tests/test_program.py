@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from penstock.errors import ProgramError, ScheduleError
 from penstock.ir import Action, MicroBatch, Schedule, Stage, needs, parse_action, schedule_of
-from penstock.ir.program import Free, Instruction, Lane, Program, Receive, Run, Send, lower, verify
+from penstock.ir.program import Free, Instruction, Lane, Program, Receive, Run, Send, lower
+from penstock.ir.verify import verify
 from penstock.schedules import REGISTRY, make
 from random_schedules import broken, named_schedules, random_schedule
 

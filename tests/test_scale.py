@@ -15,13 +15,13 @@ def warm():
     simulate(make("1f1b", ranks=64, microbatches=256), UnitCost(comm=0.1))
 
 
-@pytest.mark.parametrize("name", ["interleaved-zb", "zb-v", "1f1b"])
-def test_a_million_actions_are_built_checked_and_simulated_in_seconds(warm, name):
-    begin = time.perf_counter()
-    schedule = make(name, ranks=256, microbatches=2048 if name == "1f1b" else 1024)
-    built = time.perf_counter()
+@pytest.mark.parametrize(("name", "microbatches"), [("interleaved-zb", 768), ("zb-v", 768), ("1f1b", 2048)])
+def test_a_million_actions_are_built_checked_and_simulated_in_seconds(warm, name, microbatches):
+    begin = time.process_time()  # of one core, whatever else the machine does
+    schedule = make(name, ranks=256, microbatches=microbatches)
+    built = time.process_time()
     timeline = simulate(schedule, UnitCost(comm=0.1))
-    done = time.perf_counter()
+    done = time.process_time()
     assert schedule.actions >= 1_000_000
     assert built - begin < 15
     assert done - built < 2

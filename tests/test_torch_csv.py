@@ -14,8 +14,9 @@ import pytest
 
 from penstock.errors import FileError, ScheduleError
 from penstock.ir import MicroBatch, Op, Schedule, Stage, parse_action, schedule_of
-from penstock.ir.program import lower, verify
+from penstock.ir.program import lower
 from penstock.ir.torch_csv import dump_torch_csv, load_torch_csv
+from penstock.ir.verify import verify
 from penstock.schedules import REGISTRY
 from random_schedules import named_schedules, random_schedule
 

@@ -80,7 +80,7 @@ def draw(
         from penstock.view import gantt
 
         console = _console()
-        console.print(gantt(timeline, console.width))
+        console.print(gantt(timeline, console.width, colours=console.color_system is not None))
         return
     _write(output, _rendered(plan, timeline, output))
 

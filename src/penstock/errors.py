@@ -5,7 +5,10 @@
     ├── ProgramError       a program that could deadlock, lose a message or read what is freed
     ├── ShapeError         a size that a schedule does not have; says the nearest one that works
     ├── UnknownNameError   a name nobody knows; says the nearest one
-    └── FileError          a file that cannot be read, with the place
+    ├── FileError          a file that cannot be read, with the place
+    └── RunError           a run that cannot go on
+        ├── StuckError     a rank that waits for longer than it should
+        └── PeerLostError  a rank that waits for one that has died
 
 Our own mistakes are `assert`s. A `PenstockError` reaches a CLI user as one message, never as a traceback.
 """
@@ -50,3 +53,15 @@ class UnknownNameError(PenstockError):
 
 class FileError(PenstockError):
     """A file that is cut off, too new, broken by hand, or not what it claims to be."""
+
+
+class RunError(PenstockError):
+    """A run that cannot go on: what a rank was doing, and why it stopped."""
+
+
+class StuckError(RunError):
+    """A rank that has waited longer than its patience: for what, from whom, and what that one is doing."""
+
+
+class PeerLostError(RunError):
+    """A rank that waits for one that has died or closed its connection."""

@@ -206,14 +206,10 @@ def _lane(page: Page, steps: Steps, value: Json) -> tuple[Action, ...]:
 def _action(page: Page, steps: Steps, words: list[str], number: int) -> Action:
     word = words[number]
     try:
-        action = parse_action(word[: LONGEST + 1])
+        return parse_action(word)
     except FileError:
         what = f"word {number} of lane {steps[-1]}, {word[:LONGEST]!r}, is not an action"
         fail(page, steps, what, "an action is stage, op F B I or W, micro-batch: 2F0, or sliced 2F0.1", number)
-    if len(word) > LONGEST or max(action[1:]) > LARGEST:
-        what = f"word {number} of lane {steps[-1]}, {word[:LONGEST]!r}, has a number that is too large"
-        fail(page, steps, what, f"the largest is {LARGEST}", number)
-    return action
 
 
 def _why(page: Page, value: Json) -> Facts:

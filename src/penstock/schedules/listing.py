@@ -71,8 +71,8 @@ def list_schedule(
     >>> from penstock.schedules.orders import through, waves_of
     >>> stages = waves_of(4, 1)
     >>> wave = list_schedule(stages, through(stages, 8), UnitCost(), cap=3, split=True)
-    >>> max(simulate(wave, UnitCost()).peak_activations) <= 3
-    True
+    >>> float(max(simulate(wave, UnitCost()).peak_activations))
+    3.0
     """
     draft = in_turn(stages, microbatches, split)
     costs = columns(draft, cost)

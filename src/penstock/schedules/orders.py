@@ -64,7 +64,8 @@ def whole(back: Lane) -> list[Lane]:
 
 def halves(action: Action) -> tuple[Action, Action]:
     """The I and the W of a B."""
-    return action._replace(op=Op.I), action._replace(op=Op.W)
+    _, stage, microbatch, piece = action
+    return Action(Op.I, stage, microbatch, piece), Action(Op.W, stage, microbatch, piece)
 
 
 def only(lane: Lane, microbatches: int) -> Lane:

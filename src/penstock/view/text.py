@@ -65,8 +65,8 @@ class Run(NamedTuple):
     action: int
 
 
-def gantt(timeline: Timeline, width: int = 100) -> Text:
-    """A line a rank, time scaled to the width. Of many ranks, some, evenly chosen.
+def gantt(timeline: Timeline, width: int = 100, colours: bool = True) -> Text:
+    """A line a rank, time scaled to the width. Of many ranks, some, evenly chosen. Without colours boxes end in `|`.
 
     4 ranks · 8 micro-batches · makespan 33 · bubble 27.3% · peak 4
     rank 0 F0 F1 F2 F3                   B0    F4 B1    ...
@@ -81,7 +81,7 @@ def gantt(timeline: Timeline, width: int = 100) -> Text:
     lines = _header(timeline, width)
     if len(shown) < ranks:
         lines.append(Text(f"{len(shown)} of {ranks} ranks shown", style="dim italic"))
-    for rank, lane in zip(shown, _lanes(timeline, shown, columns), strict=True):
+    for rank, lane in zip(shown, _lanes(timeline, shown, columns, "▉" if colours else "|"), strict=True):
         lines.append(Text().append(f"rank {rank}".rjust(left - 1) + " ", style="dim").append_text(lane))
     lines.append(Text(" " * left).append_text(_axis(timeline, columns)))
     lines.append(_legend(timeline, width))
@@ -97,7 +97,7 @@ def _header(timeline: Timeline, width: int) -> list[Text]:
     return [Text(line, style="bold") for line in lines]
 
 
-def _lanes(timeline: Timeline, ranks: list[int], columns: int) -> Iterator[Text]:
+def _lanes(timeline: Timeline, ranks: list[int], columns: int, edge: str) -> Iterator[Text]:
     """Boxes with as much in them as even a short one has room for; or shades, if boxes are thinner than a column."""
     paint, seconds = palette.paints(timeline), timeline.end - timeline.start
     short_one, usual = np.quantile(seconds, (0.1, 0.5)) * columns / (timeline.makespan or 1.0)
@@ -112,7 +112,7 @@ def _lanes(timeline: Timeline, ranks: list[int], columns: int) -> Iterator[Text]
         for run in runs(timeline, rank, columns):
             line.append(" " * (run.first - at))
             label = word(timeline.schedule.table.action(run.action))
-            line.append_text(_box(label, run.last - run.first, PAINTS[int(paint[run.action])]))
+            line.append_text(_box(label, run.last - run.first, PAINTS[int(paint[run.action])], edge))
             at = run.last
         yield line.append(" " * (columns - at))
 
@@ -144,11 +144,11 @@ def _bare(action: Action) -> str:
     return str(action.microbatch)
 
 
-def _box(label: str, width: int, paint: Paint) -> Text:
+def _box(label: str, width: int, paint: Paint, edge: str) -> Text:
     """The label on the left, if it fits, and a sliver of space on the right, if there is room: `F3 ▉`."""
     label = label if len(label) <= width else ""
     body = Text(label.ljust(width - 1), style=f"{paint.ink} on {paint.fill}")
-    return body if len(body) == width else body.append("▉", style=f"{paint.fill} on default")
+    return body if len(body) == width else body.append(edge, style=f"{paint.fill} on default")
 
 
 def _shades(work: Floats, colour: Floats) -> Text:

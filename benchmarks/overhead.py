@@ -1,0 +1,270 @@
+"""What a runtime costs: sleeping stages through ours, torch's, and a bare loop, alternating in one run.
+
+    chrt -f 10 python benchmarks/overhead.py          all cells, writes docs/results/overhead.md (about ten minutes)
+    chrt -f 10 python benchmarks/overhead.py --quick  two cells, under a minute, writes nothing
+    python benchmarks/overhead.py --json              one JSON object to stdout
+
+A stage sleeps instead of computing, so ranks need no cores of their own; the tensors are real, small or of 4 MiB. All
+three run the same order of actions. `bare` is a plain loop of isend, irecv and sleep, without autograd: what gloo and
+this machine allow. A cell is many short rounds of bare, ours, torch, in turn; ratios are taken within a round, so that
+noise, which moves all three together, cancels. Real-time priority (chrt) keeps wake-ups from queueing behind other work.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining import schedules as peer
+
+from penstock import ModelCost, PartCost, Seconds, make, simulate
+from penstock.ir import Schedule, lower
+from penstock.ir.program import Receive, Run, Send
+from penstock.runtime import Executor, ProcessComm, batch_of, current_ledger, defer
+
+RESULT = Path(__file__).parent.parent / "docs" / "results" / "overhead.md"
+NAMES = {"1f1b": {}, "interleaved": {"chunks": 2}, "zb-v": {}, "interleaved-zb": {"chunks": 2}, "hanayo": {"waves": 1}}
+SMALL, LARGE = 16, 1 << 20  # floats in a message
+
+
+class SleepInput(torch.autograd.Function):
+    """Sleeps in forward, and in backward on the way to the input."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, seconds: float) -> torch.Tensor:
+        ctx.seconds = seconds
+        time.sleep(seconds)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        time.sleep(ctx.seconds)
+        return grad, None
+
+
+class SleepWeight(torch.autograd.Function):
+    """Sleeps in backward on the way to the weight; later, if the backward is split."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor, back: float) -> torch.Tensor:
+        ctx.back, ctx.ledger = back, current_ledger()
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        defer(ctx.ledger, lambda: time.sleep(ctx.back))
+        return grad, None
+
+
+class SleepingStage(nn.Module):
+    """The first stage has no input gradient: all of its backward is its weights'."""
+
+    def __init__(self, seconds: float, first: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1))
+        self.seconds, self.first = seconds, first
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights = 2 * self.seconds if self.first else self.seconds
+        y: torch.Tensor = SleepInput.apply(x, self.seconds) + SleepWeight.apply(self.weight, weights)
+        return y
+
+
+def ideal_cost(schedule: Schedule, seconds: float) -> ModelCost:
+    one = Seconds(seconds)
+    parts = [PartCost(one, one, one) for _ in range(schedule.parts)]
+    parts[0] = PartCost(one, Seconds(0.0), Seconds(2 * seconds))
+    return ModelCost(tuple(parts))
+
+
+# ---------------------------------------------------------------- three machines
+Machine = Callable[[], None]
+
+
+def ours(schedule: Schedule, rank: int, seconds: float, size: int) -> Machine:
+    stages = {
+        number: SleepingStage(seconds, number == 0) for number, s in enumerate(schedule.stages) if s.rank == rank
+    }
+    executor = Executor(lower(schedule), stages, ProcessComm(60), lambda y, _: (y * y).sum(), size)
+    count = len(schedule.microbatches)
+    batch = batch_of([torch.zeros(1, 1, size)] * count, [torch.zeros(1, 1, dtype=torch.long)] * count)
+    return lambda: executor.step(batch, timed=True) and None
+
+
+def torchs(schedule: Schedule, rank: int, seconds: float, size: int) -> Machine:
+    mine = [number for number, s in enumerate(schedule.stages) if s.rank == rank]
+    total, count = len(schedule.stages), len(schedule.microbatches)
+    stages = [PipelineStage(SleepingStage(seconds, n == 0), n, total, torch.device("cpu")) for n in mine]
+    runtime = peer._PipelineScheduleRuntime(stages, count, loss_fn=lambda y, _: (y * y).sum())
+    runtime.pipeline_order = {
+        r: [peer._Action.from_str(str(action)) for action in lane] for r, lane in enumerate(schedule.lanes)
+    }
+    runtime._prepare_schedule_with_comms(runtime.pipeline_order)
+    x, target = torch.zeros(count, 1, size), torch.zeros(count, 1)
+
+    def step() -> None:
+        given = (x,) if 0 in mine else ()
+        extra = {"target": target, "losses": []} if total - 1 in mine else {}
+        runtime.step(*given, **extra)
+
+    return step
+
+
+def bare(schedule: Schedule, rank: int, seconds: float, size: int) -> Machine:
+    program, count = lower(schedule), len(schedule.microbatches)
+    lane = [i for i in program.lanes[rank] if isinstance(i, Run | Send | Receive)]
+    arriving = [i for i in lane if isinstance(i, Receive)]
+    buffers = [torch.zeros(1, 1, size) for _ in arriving]
+    out, table = torch.zeros(1, 1, size), schedule.table
+    number = {table.action(n): n for n in range(len(table))}
+    needs = {i.action: [table.action(int(n)) for n in table.needs[number[i.action]] if n >= 0] for i in lane}
+    cost = ideal_cost(schedule, seconds)
+    nap = {i.action: cost.seconds(schedule, i.action) for i in lane if isinstance(i, Run)}
+    assert count
+
+    def step() -> None:
+        due = {i.action: dist.irecv(b, i.peer) for i, b in zip(arriving, buffers, strict=True)}
+        sent = []
+        for i in lane:
+            if isinstance(i, Run):
+                for needed in needs[i.action]:
+                    work = due.pop(needed, None)
+                    if work is not None:
+                        work.wait()
+                if nap[i.action]:
+                    time.sleep(nap[i.action])
+            elif isinstance(i, Send):
+                sent.append(dist.isend(out, i.peer))
+        for work in sent:
+            work.wait()
+
+    return step
+
+
+MACHINES = {"bare": bare, "ours": ours, "torch": torchs}
+
+
+# ---------------------------------------------------------------- measuring
+def rank_main(rank: int, ranks: int, port: int, cells: list[dict[str, Any]], out: str) -> None:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(ranks))
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    rows = []
+    for cell in cells:
+        schedule = make(cell["name"], ranks=ranks, microbatches=cell["microbatches"], **NAMES[cell["name"]])
+        seconds = cell["forward"] / 1000 / int(schedule.table.crowd.max())
+        machines = {name: build(schedule, rank, seconds, cell["size"]) for name, build in MACHINES.items()}
+        times: dict[str, list[float]] = {name: [] for name in machines}
+        for turn in range(2 + cell["rounds"]):
+            for name, step in machines.items():
+                dist.barrier()
+                begin = time.perf_counter()
+                step()
+                took = torch.tensor([time.perf_counter() - begin], dtype=torch.float64)
+                dist.all_reduce(took, dist.ReduceOp.MAX)
+                if turn >= 2:
+                    times[name].append(float(took))
+        if rank == 0:
+            ideal = simulate(schedule, ideal_cost(schedule, seconds)).makespan
+            actions = max(len(lane) for lane in schedule.lanes)
+            rows.append({**cell, "ranks": ranks, "ideal": ideal, "chunk": 1000 * seconds, "lane": actions, "times": times})
+    if rank == 0:
+        Path(out).write_text(json.dumps(rows))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def measure(ranks: int, cells: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    port, out = 20000 + os.getpid() % 20000 + ranks, f"/tmp/penstock-overhead-{os.getpid()}-{ranks}.json"
+    mp.spawn(rank_main, (ranks, port, cells, out), nprocs=ranks)  # type: ignore[no-untyped-call]
+    rows: list[dict[str, Any]] = json.loads(Path(out).read_text())
+    Path(out).unlink()
+    return [summary(row) for row in rows]
+
+
+def summary(row: dict[str, Any]) -> dict[str, Any]:
+    times = row.pop("times")
+    for name in ("ours", "torch"):
+        ratios = sorted(a / b for a, b in zip(times[name], times["bare"], strict=True))
+        row[f"{name}_over_bare"] = statistics.median(ratios)
+        row[f"{name}_spread"] = (ratios[len(ratios) // 4], ratios[-1 - len(ratios) // 4])
+    for name in MACHINES:
+        row[f"{name}_efficiency"] = row["ideal"] / statistics.median(times[name])
+        row[f"{name}_quiet"] = row["ideal"] / min(times[name])
+        row[f"{name}_microseconds"] = 1e6 * (statistics.median(times[name]) - row["ideal"]) / row["lane"]
+    return row
+
+
+def cells(quick: bool) -> dict[int, list[dict[str, Any]]]:
+    def cell(name: str, microbatches: int, chunk: float, size: int, rounds: int) -> dict[str, Any]:
+        forward = chunk if name == "1f1b" else 2 * chunk
+        return {"name": name, "microbatches": microbatches, "forward": forward, "size": size, "rounds": rounds}
+
+    if quick:
+        return {4: [cell("zb-v", 8, 5, SMALL, 5), cell("zb-v", 8, 1, SMALL, 15)]}
+    four = [cell(n, 8, chunk, SMALL, 25 if chunk == 1 else 12) for chunk in (5, 1) for n in NAMES]
+    four += [cell(n, 8, 5, LARGE, 8) for n in NAMES]
+    return {4: four, 8: [cell(n, 16, chunk, SMALL, 12 if chunk == 1 else 6) for chunk in (5, 1) for n in NAMES]}
+
+
+FORMS = {"efficiency": ".3f", "quiet": ".3f", "microseconds": ".0f"}
+
+
+def listed(row: dict[str, Any], what: str, form: str) -> str:
+    return ", ".join(format(row[f"{name}_{what}"], form) for name in MACHINES)
+
+
+def ratio(row: dict[str, Any], name: str) -> str:
+    low, high = row[f"{name}_spread"]
+    return f"{row[f'{name}_over_bare']:.3f} ({low:.3f}-{high:.3f})"
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    lines = [
+        "| schedule | P | M | chunk F/B, ms | message | ours / bare | torch / bare | efficiency: bare, ours, torch "
+        "| quietest: bare, ours, torch | µs an action over ideal: bare, ours, torch |",
+        "|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|",
+    ]
+    for r in rows:
+        lines.append(
+            f"| {r['name']} | {r['ranks']} | {r['microbatches']} | {r['chunk']:.3g}/{2 * r['chunk']:.3g} "
+            f"| {'4 MiB' if r['size'] == LARGE else '64 B'} "
+            + "".join(f"| {ratio(r, name)} " for name in ("ours", "torch"))
+            + "".join(f"| {listed(r, what, form)} " for what, form in FORMS.items())
+            + "|"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="two cells; writes nothing")
+    parser.add_argument("--json", action="store_true", help="one JSON object to stdout")
+    given = parser.parse_args()
+    rows = [row for ranks, some in cells(given.quick).items() for row in measure(ranks, some)]
+    policy = {os.SCHED_FIFO: "real-time priority", os.SCHED_OTHER: "ordinary priority"}.get(os.sched_getscheduler(0), "?")
+    text = (
+        f"# Overhead of the runtime\n\n`chrt -f 10 python benchmarks/overhead.py`; sleeping stages, gloo on one host, {policy}, "
+        f"{os.cpu_count()} cores, torch {torch.__version__}. Ratios are medians over rounds (quartiles).\n\n{table(rows)}\n"
+    )
+    if not given.quick:
+        RESULT.write_text(text)
+    sys.stdout.write(json.dumps({"rows": rows}) + "\n" if given.json else text)
+
+
+if __name__ == "__main__":
+    main()
+
+

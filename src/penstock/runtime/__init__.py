@@ -1,0 +1,24 @@
+"""Schedules on real tensors: executors, ways to talk, split backwards."""
+
+from penstock.runtime.backward import Ledger, current_ledger, defer, make_deferrable
+from penstock.runtime.batch import Batch, batch_of, cut_batch
+from penstock.runtime.comm import Comm, ProcessComm, ThreadComm, run_threads
+from penstock.runtime.executor import Executor, Result
+from penstock.runtime.replicas import Tied
+
+__all__ = [
+    "Batch",
+    "Comm",
+    "Executor",
+    "Ledger",
+    "ProcessComm",
+    "Result",
+    "ThreadComm",
+    "Tied",
+    "batch_of",
+    "current_ledger",
+    "cut_batch",
+    "defer",
+    "make_deferrable",
+    "run_threads",
+]

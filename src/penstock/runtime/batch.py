@@ -1,0 +1,43 @@
+"""The data of one step: a micro-batch's tokens and labels, and over how many labels the loss is a mean."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from penstock.errors import ShapeError
+
+IGNORED = -100  # the label of a token that does not count
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Micro-batches of any number of rows and tokens. Labels are shifted already; `valid` counts those of the step."""
+
+    inputs: tuple[Tensor, ...]
+    labels: tuple[Tensor, ...]
+    valid: int
+
+    @property
+    def shapes(self) -> tuple[tuple[int, int], ...]:
+        """Rows and tokens of each micro-batch."""
+        return tuple((x.shape[0], x.shape[1]) for x in self.inputs)
+
+
+def batch_of(inputs: Sequence[Tensor], labels: Sequence[Tensor], valid: int | None = None) -> Batch:
+    """A batch from micro-batches; without `valid` the labels that count are counted here."""
+    for number, (x, y) in enumerate(zip(inputs, labels, strict=True)):
+        if x.shape[:2] != y.shape[:2]:
+            raise ShapeError(f"micro-batch {number} has tokens {tuple(x.shape)} and labels {tuple(y.shape)}")
+    count = sum(int((y != IGNORED).sum()) for y in labels) if valid is None else valid
+    return Batch(tuple(inputs), tuple(labels), max(count, 1))
+
+
+def cut_batch(inputs: Tensor, labels: Tensor, microbatches: int) -> Batch:
+    """Rows dealt out to so many micro-batches, the first ones one row larger where they do not divide."""
+    if microbatches > len(inputs):
+        raise ShapeError(f"{len(inputs)} rows cannot make {microbatches} micro-batches; the most is {len(inputs)}")
+    return batch_of(torch.tensor_split(inputs, microbatches), torch.tensor_split(labels, microbatches))

@@ -1,0 +1,7 @@
+"""Ways for ranks to talk: threads of one process, or processes on torch.distributed."""
+
+from penstock.runtime.comm.comm import Arriving, Comm, Pending
+from penstock.runtime.comm.process import ProcessComm
+from penstock.runtime.comm.thread import Hub, ThreadComm, run_threads
+
+__all__ = ["Arriving", "Comm", "Hub", "Pending", "ProcessComm", "ThreadComm", "run_threads"]

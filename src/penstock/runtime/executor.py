@@ -1,0 +1,257 @@
+"""Runs one rank's lane of a program on real tensors. The same code for every schedule.
+
+    F   x (tokens, or what the stage before made)  ──module──►   y       keeps (x, y) for the backward
+    B   gradient of y (or the loss itself)         ──autograd──►  x.grad  adds to the weights' gradients
+    I   the same walk, but linear layers leave their weight gradients;    W does what was left
+
+Receives are posted a few messages ahead, sends are not waited for until the end, and what an action left is dropped
+where the program frees it.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from penstock.ir.program import Program
+from penstock.ir.table import Floats
+from penstock.runtime.backward import Ledger, make_deferrable, record_in
+from penstock.runtime.batch import Batch
+from penstock.runtime.comm.comm import Arriving, Comm, Pending
+from penstock.runtime.replicas import Replicas, Tied
+from penstock.runtime.steps import Do, Step, steps_of
+
+FORGET = 16  # sends on their way, at which the finished ones are forgotten
+Loss = Callable[[Tensor, Tensor], Tensor]  # logits and labels to the SUM of the losses of the labels that count
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """Of one step: the mean loss over all valid tokens, the same on every rank, and when this rank's actions ran."""
+
+    loss: float
+    start: tuple[float, ...] = ()  # seconds of a clock, one entry an action of the lane; (): not timed
+    end: tuple[float, ...] = ()
+
+
+@dataclass(slots=True)
+class Kept:
+    """What a forward keeps for its backward."""
+
+    x: Tensor
+    y: Tensor | None  # None: to be computed again
+    ledger: Ledger | None
+
+
+class Executor:
+    """One rank's lane, ready to run step after step."""
+
+    def __init__(
+        self,
+        program: Program,
+        stages: Mapping[int, nn.Module],
+        comm: Comm,
+        loss: Loss,
+        width: int,
+        dtype: torch.dtype = torch.float32,
+        recompute: frozenset[int] = frozenset(),
+        autocast: torch.dtype | None = None,
+        tied: Mapping[str, Tied] | None = None,
+    ) -> None:
+        self.program, self.comm, self.loss = program, comm, loss
+        self.modules, self.width, self.dtype = dict(stages), width, dtype
+        self.recompute, self.autocast = recompute, autocast
+        self.steps = steps_of(program, comm.rank)
+        self.receives = [step for step in self.steps if step.do is Do.RECEIVE]
+        self.replicas = Replicas(program.schedule, self.modules, comm, tied)
+        self.world = tuple(range(comm.ranks))
+        self.at = 0  # the step that runs now
+        if any(step.split for step in self.steps):
+            for module in self.modules.values():
+                make_deferrable(module)
+
+    def step(self, batch: Batch, timed: bool = False) -> Result:
+        """Forward and backward of every micro-batch once; gradients are added to what is there."""
+        return _Pass(self, batch, timed).run()
+
+    def evaluate(self, batch: Batch) -> float:
+        """The mean loss of a batch: the forwards of the same lanes alone."""
+        return _Pass(self, batch, timed=False, training=False).run().loss
+
+
+class _Pass:
+    """One step in the making: what is held here, what is on its way."""
+
+    def __init__(self, executor: Executor, batch: Batch, timed: bool, training: bool = True) -> None:
+        self.e, self.batch, self.timed, self.training = executor, batch, timed, training
+        self.held: dict[int, Tensor | Arriving] = {}
+        self.kept: dict[int, Kept] = {}
+        self.out: list[Pending] = []
+        self.posted = self.reached = 0  # receives
+        self.ahead = int(getattr(executor.comm, "ahead", 0))
+        self.shapes = [(*shape, executor.width) for shape in batch.shapes]
+        self.losses: list[Tensor] = []
+        self.start: list[float] = []
+        self.end: list[float] = []
+
+    def run(self) -> Result:
+        """All steps of the lane, without a pause for the garbage collector."""
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            with torch.set_grad_enabled(self.training):
+                self.walk()
+        finally:
+            record_in(None)
+            if collects:
+                gc.enable()
+        loss = torch.zeros((), dtype=torch.float64)
+        for one in self.losses:
+            loss += one
+        self.e.comm.add(loss, self.e.world).wait()
+        times = (tuple(self.start), tuple(self.end)) if self.timed else ((), ())
+        return Result(float(loss), *times)
+
+    def walk(self) -> None:
+        """Step after step."""
+        act = (self.forward, self.backward, self.weights, self.send, self.post, self.free)
+        clock, e, training = time.perf_counter, self.e, self.training
+        if training:
+            e.replicas.begin()
+        for number, step in enumerate(e.steps):
+            e.at = number
+            if step.do > Do.WEIGHTS:
+                act[step.do](step)
+            elif training or step.do is Do.FORWARD:
+                self.arrive(step)
+                self.start.append(clock())
+                act[step.do](step)
+                self.end.append(clock())
+                if training and e.replicas.order:
+                    e.replicas.after(step.value)
+        for pending in self.out:
+            pending.wait()
+        if training:
+            e.replicas.finish()
+
+    # ------------------------------------------------------------ messages
+    def post(self, _: Step) -> None:
+        """Posts the receive that is due, and those that may be posted ahead."""
+        self.reached += 1
+        most = min(self.reached + self.ahead, len(self.e.receives))
+        while self.posted < most:
+            step = self.e.receives[self.posted]
+            self.posted += 1
+            if self.training or not step.goes_back:
+                self.held[step.value] = self.e.comm.receive(self.shapes[step.microbatch], self.e.dtype, step.peer)
+
+    def arrive(self, step: Step) -> None:
+        """Waits for what an action takes from another rank."""
+        value = self.held.get(step.source)
+        if value is not None and not isinstance(value, Tensor):
+            self.held[step.source] = value.wait()
+
+    def send(self, step: Step) -> None:
+        """Sends without waiting; now and then forgets the sends that are over."""
+        if step.goes_back and not self.training:
+            return
+        if len(self.out) >= FORGET:
+            self.out = [pending for pending in self.out if not pending.done()]
+        self.out.append(self.e.comm.send(self.tensor(step.value).to(self.e.dtype), step.peer))
+
+    def free(self, step: Step) -> None:
+        """Drops what an action left."""
+        self.held.pop(step.value, None)
+
+    def tensor(self, value: int) -> Tensor:
+        """A value that is here."""
+        found = self.held[value]
+        assert isinstance(found, Tensor)
+        return found
+
+    # ------------------------------------------------------------ actions
+    def forward(self, step: Step) -> None:
+        """Runs the stage; keeps what its backward needs."""
+        x = self.batch.inputs[step.microbatch]
+        if step.source >= 0:
+            x = self.tensor(step.source).detach()
+            if self.training:
+                x.requires_grad_()
+        if not self.training:
+            self.give(step, self.apply(step, x))
+        elif step.stage in self.e.recompute:
+            with torch.no_grad():
+                self.give(step, self.apply(step, x))
+            self.kept[step.value] = Kept(x, None, Ledger() if step.split else None)
+        else:
+            ledger = Ledger() if step.split else None
+            record_in(ledger)
+            y = self.apply(step, x)
+            self.kept[step.value] = Kept(x, y, ledger)
+            self.give(step, y)
+
+    def give(self, step: Step, y: Tensor) -> None:
+        """What a forward made: for the next stage, or a share of the loss."""
+        if step.last:
+            self.losses.append(y.detach())
+        else:
+            self.held[step.value] = y.detach()
+
+    def apply(self, step: Step, x: Tensor) -> Tensor:
+        """A stage's module; on the last stage the loss: the micro-batch's share of the mean over all valid tokens."""
+        if self.e.autocast is None:
+            return self.compute(step, x)
+        with torch.autocast(x.device.type, self.e.autocast):
+            return self.compute(step, x)
+
+    def compute(self, step: Step, x: Tensor) -> Tensor:
+        """The same, in the type at hand."""
+        y: Tensor = self.e.modules[step.stage](x)
+        if step.last:
+            return self.e.loss(y, self.batch.labels[step.microbatch]) / self.batch.valid
+        return y
+
+    def backward(self, step: Step) -> None:
+        """From the gradient of y to that of x, in one walk; a split one leaves the linear weights to W."""
+        kept = self.kept[step.forward] if step.split else self.kept.pop(step.forward)
+        if kept.y is None:
+            record_in(kept.ledger)
+            kept.y = self.apply(step, kept.x)
+        if kept.ledger is not None:
+            kept.ledger.open = True
+        if step.last:
+            walk_back(kept.y, torch.ones_like(kept.y))
+        else:
+            walk_back(kept.y, self.tensor(step.source).to(kept.y.dtype))
+        kept.y = None  # the graph goes with it
+        if kept.x.grad is not None:
+            self.held[step.value] = kept.x.grad
+            kept.x.grad = None
+
+    def weights(self, step: Step) -> None:
+        """What the I has left."""
+        ledger = self.kept.pop(step.forward).ledger
+        assert ledger is not None
+        ledger.settle()
+
+
+def walk_back(y: Tensor, gradient: Tensor) -> None:
+    """`torch.autograd.backward` less its argument handling, which costs as much as a small graph does."""
+    _ENGINE.run_backward((y,), (gradient,), False, False, (), allow_unreachable=True, accumulate_grad=True)
+
+
+_ENGINE = torch.autograd.Variable._execution_engine
+
+
+def times_of(results: list[Result]) -> tuple[Floats, Floats]:
+    """The times of all ranks as columns of a timeline, from the first start on."""
+    import numpy as np  # noqa: PLC0415
+
+    start = np.concatenate([np.array(result.start) for result in results])
+    end = np.concatenate([np.array(result.end) for result in results])
+    return start - start.min(), end - start.min()

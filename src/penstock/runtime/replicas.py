@@ -1,0 +1,136 @@
+"""Gradients of what lives on several ranks: replicas of a part (data parallelism, Chimera), and tied parameters.
+
+A sum is begun as soon as the last contribution of this rank is in, and runs while the rank goes on:
+
+    rank 0 | 0F0 4F1 ... 4B1 0B0 [sum of part 0 ......]
+    rank 1 | 1F0 5F1 ... 1B0 5B1        [sum of part 1]      waited for at the end of the step
+
+Ranks must begin the sums of one group in one order, though each may finish its parts in another: the order is that in
+which the parts are complete on all ranks, by the clock of the schedule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from penstock.ir.needs import FORWARD
+from penstock.ir.schedule import Schedule
+from penstock.runtime.comm.comm import Comm, Pending
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """Parameters that several ranks own, whose gradients are summed over them."""
+
+    name: str
+    group: tuple[int, ...]
+    last: int  # the action of this rank after which its contribution is complete; -1: it has none
+    ready: int  # the tick at which all contributions are
+    parameters: tuple[nn.Parameter, ...]
+
+
+class Replicas:
+    """The sums of one rank, begun and awaited step after step."""
+
+    def __init__(
+        self, schedule: Schedule, modules: Mapping[int, nn.Module], comm: Comm, tied: Mapping[str, Tied] | None = None
+    ) -> None:
+        self.comm = comm
+        shared = [*_parts(schedule, modules, comm.rank, tied or {}), *_tied(schedule, comm.rank, tied or {})]
+        self.order = sorted(shared, key=lambda s: (s.ready, s.name))
+        self.next = 0
+        self.complete: set[int] = set()
+        self.sums: list[tuple[Pending, Tensor, Shared]] = []
+
+    def begin(self) -> None:
+        """A new step."""
+        self.next = 0
+        self.complete.clear()
+        self.after(-1)
+
+    def after(self, number: int) -> None:
+        """An action is done: begins the sums that are due, in their order."""
+        self.complete.add(number)
+        while self.next < len(self.order) and self.order[self.next].last in self.complete:
+            self.start(self.order[self.next])
+            self.next += 1
+
+    def start(self, shared: Shared) -> None:
+        """Sums one flat tensor of all its gradients."""
+        for parameter in shared.parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        flat = torch.cat([parameter.grad.reshape(-1) for parameter in shared.parameters if parameter.grad is not None])
+        self.sums.append((self.comm.add(flat, shared.group), flat, shared))
+
+    def finish(self) -> None:
+        """Waits for the sums and puts them back."""
+        assert self.next == len(self.order), "a sum was never begun"
+        for pending, flat, shared in self.sums:
+            pending.wait()
+            pieces = torch.split(flat, [parameter.numel() for parameter in shared.parameters])
+            for parameter, piece in zip(shared.parameters, pieces, strict=True):
+                assert parameter.grad is not None
+                parameter.grad.copy_(piece.view_as(parameter))
+        self.sums.clear()
+
+
+@dataclass(frozen=True, slots=True)
+class Tied:
+    """A parameter that several parts use; `parameter` is this rank's copy, if it has one."""
+
+    parts: tuple[int, ...]
+    parameter: nn.Parameter | None
+
+
+def groups_of(schedule: Schedule, tied: Mapping[str, Tied] | None = None) -> list[tuple[int, ...]]:
+    """Every group of ranks that will sum, in an order that is the same on all ranks."""
+    groups = [_ranks_of(schedule, (part,)) for part in range(schedule.parts)]
+    groups += [_ranks_of(schedule, shared.parts) for shared in (tied or {}).values()]
+    return sorted({group for group in groups if len(group) > 1})
+
+
+def _ranks_of(schedule: Schedule, parts: Sequence[int]) -> tuple[int, ...]:
+    """The ranks that hold a stage of these parts; one that no micro-batch visits gets the sum all the same."""
+    return tuple(sorted({stage.rank for stage in schedule.stages if stage.part in parts}))
+
+
+def _parts(
+    schedule: Schedule, modules: Mapping[int, nn.Module], rank: int, tied: Mapping[str, Tied]
+) -> list[Shared]:
+    elsewhere = {id(shared.parameter) for shared in tied.values()}
+    found = []
+    for part in range(schedule.parts):
+        group = _ranks_of(schedule, (part,))
+        if len(group) > 1 and rank in group:
+            mine = [m for stage, m in modules.items() if schedule.stages[stage].part == part]
+            parameters = {id(p): p for m in mine for p in m.parameters() if p.requires_grad and id(p) not in elsewhere}
+            if parameters:
+                last, ready = _completion(schedule, (part,), rank)
+                found.append(Shared(f"part {part}", group, last, ready, tuple(parameters.values())))
+    return found
+
+
+def _tied(schedule: Schedule, rank: int, tied: Mapping[str, Tied]) -> list[Shared]:
+    found = []
+    for name, shared in tied.items():
+        group = _ranks_of(schedule, shared.parts)
+        if len(group) > 1 and rank in group:
+            assert shared.parameter is not None, f"rank {rank} has no copy of {name}"
+            last, ready = _completion(schedule, shared.parts, rank)
+            found.append(Shared(f"tied {name}", group, last, ready, (shared.parameter,)))
+    return found
+
+
+def _completion(schedule: Schedule, parts: Sequence[int], rank: int) -> tuple[int, int]:
+    """The last backward of these parts on a rank, and the tick of the last on any."""
+    table = schedule.table
+    part = np.array([stage.part for stage in schedule.stages])[table.stage]
+    adds = np.flatnonzero(np.isin(part, parts) & (table.kind != FORWARD))
+    mine = adds[table.rank[adds] == rank]
+    return int(mine.max(initial=-1)), int(table.tick[adds].max(initial=0))
