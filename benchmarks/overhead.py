@@ -7,7 +7,7 @@
 A stage sleeps instead of computing, so ranks need no cores of their own; the tensors are real, small or of 4 MiB. All
 three run the same order of actions. `bare` is a plain loop of isend, irecv and sleep, without autograd: what gloo and
 this machine allow. A cell is many short rounds of bare, ours, torch, in turn; ratios are taken within a round, so that
-noise, which moves all three together, cancels. Real-time priority (chrt) keeps wake-ups from queueing behind other work.
+noise, which moves all three together, cancels. Real-time priority (chrt) keeps wake-ups from queueing behind others'.
 """
 
 from __future__ import annotations
@@ -179,7 +179,8 @@ def rank_main(rank: int, ranks: int, port: int, cells: list[dict[str, Any]], out
         if rank == 0:
             ideal = simulate(schedule, ideal_cost(schedule, seconds)).makespan
             actions = max(len(lane) for lane in schedule.lanes)
-            rows.append({**cell, "ranks": ranks, "ideal": ideal, "chunk": 1000 * seconds, "lane": actions, "times": times})
+            facts = {"ranks": ranks, "ideal": ideal, "chunk": 1000 * seconds, "lane": actions, "times": times}
+            rows.append({**cell, **facts})
     if rank == 0:
         Path(out).write_text(json.dumps(rows))
     dist.barrier()
@@ -237,15 +238,17 @@ def table(rows: list[dict[str, Any]]) -> str:
         "| quietest: bare, ours, torch | µs an action over ideal: bare, ours, torch |",
         "|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|",
     ]
-    for r in rows:
-        lines.append(
-            f"| {r['name']} | {r['ranks']} | {r['microbatches']} | {r['chunk']:.3g}/{2 * r['chunk']:.3g} "
-            f"| {'4 MiB' if r['size'] == LARGE else '64 B'} "
-            + "".join(f"| {ratio(r, name)} " for name in ("ours", "torch"))
-            + "".join(f"| {listed(r, what, form)} " for what, form in FORMS.items())
-            + "|"
-        )
-    return "\n".join(lines)
+    return "\n".join([*lines, *map(line, rows)])
+
+
+def line(r: dict[str, Any]) -> str:
+    return (
+        f"| {r['name']} | {r['ranks']} | {r['microbatches']} | {r['chunk']:.3g}/{2 * r['chunk']:.3g} "
+        f"| {'4 MiB' if r['size'] == LARGE else '64 B'} "
+        + "".join(f"| {ratio(r, name)} " for name in ("ours", "torch"))
+        + "".join(f"| {listed(r, what, form)} " for what, form in FORMS.items())
+        + "|"
+    )
 
 
 def main() -> None:
@@ -254,10 +257,11 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="one JSON object to stdout")
     given = parser.parse_args()
     rows = [row for ranks, some in cells(given.quick).items() for row in measure(ranks, some)]
-    policy = {os.SCHED_FIFO: "real-time priority", os.SCHED_OTHER: "ordinary priority"}.get(os.sched_getscheduler(0), "?")
+    policy = "real-time priority" if os.sched_getscheduler(0) == os.SCHED_FIFO else "ordinary priority"
     text = (
-        f"# Overhead of the runtime\n\n`chrt -f 10 python benchmarks/overhead.py`; sleeping stages, gloo on one host, {policy}, "
-        f"{os.cpu_count()} cores, torch {torch.__version__}. Ratios are medians over rounds (quartiles).\n\n{table(rows)}\n"
+        "# Overhead of the runtime\n\n`chrt -f 10 python benchmarks/overhead.py`; sleeping stages, gloo on one host, "
+        f"{policy}, {os.cpu_count()} cores, torch {torch.__version__}. Ratios are medians over rounds (quartiles)."
+        f"\n\n{table(rows)}\n"
     )
     if not given.quick:
         RESULT.write_text(text)

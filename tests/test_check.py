@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 
 from penstock.errors import ScheduleError
@@ -25,8 +27,8 @@ def refused(*lanes: str, **tables_: object) -> ScheduleError:
 def caret_is_under(error: ScheduleError, word: str) -> bool:
     """Is some caret drawn exactly under that word?"""
     lines = str(error).splitlines()
-    pairs = zip(lines, lines[1:], strict=False)
-    return any(set(b.strip()) == {"^"} and a[b.index("^") : b.rindex("^") + 1] == word for a, b in pairs)
+    carets = [(a, b) for a, b in pairwise(lines) if set(b.strip()) == {"^"}]
+    return any(a[b.index("^") : b.rindex("^") + 1] == word for a, b in carets)
 
 
 def test_good_tables_are_a_schedule():
@@ -146,12 +148,9 @@ def test_many_faults_are_counted_not_all_printed():
 
 @pytest.mark.parametrize("empty", ["lanes", "stages", "microbatches", "actions"])
 def test_empty_tables_are_refused(empty):
+    full = {"stages": STAGES, "microbatches": WHOLE, "lanes": ((), (), ())}
     with pytest.raises(ScheduleError):
-        if empty == "actions":
-            tables("", "", "")
-        else:
-            schedule_of(*[() if name == empty else value for name, value in
-                          (("stages", STAGES), ("microbatches", WHOLE), ("lanes", ((), (), ())))])  # fmt: skip
+        schedule_of(**{name: () if name == empty else value for name, value in full.items()})
 
 
 def test_a_long_lane_is_drawn_around_the_fault():

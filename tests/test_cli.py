@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import xml.etree.ElementTree as ElementTree
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
@@ -23,12 +23,13 @@ def run(monkeypatch, capsys, tmp_path):
 
     def run_(line: str) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["penstock", *line.split()])
-        with pytest.raises(SystemExit) as stopped:
+        code = 0
+        try:
             main()
-            raise SystemExit(0)
-        code = stopped.value.code
+        except SystemExit as stopped:
+            code = stopped.code if isinstance(stopped.code, int) else 0
         out, err = capsys.readouterr()
-        return code if isinstance(code, int) else 0, out, err
+        return code, out, err
 
     return run_
 

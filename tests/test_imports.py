@@ -83,7 +83,8 @@ def test_nothing_prints_below_the_command_line():
 def test_planning_and_drawing_need_no_torch_and_small_work_no_compiler():
     code = (
         "import sys; import penstock; from penstock.view import svg; "
-        "t = penstock.simulate(penstock.make('hanayo', ranks=4, microbatches=4, waves=2), penstock.UnitCost()); svg(t); "
+        "wave = penstock.make('hanayo', ranks=4, microbatches=4, waves=2); "
+        "svg(penstock.simulate(wave, penstock.UnitCost())); "
         "assert 'torch' not in sys.modules and 'numba' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

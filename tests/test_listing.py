@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from random_schedules import random_schedule
-from test_simulate import random_cost
 
 from penstock import UnitCost, make, simulate
 from penstock.cost.columns import columns
@@ -13,6 +11,8 @@ from penstock.errors import ShapeError
 from penstock.schedules.listing import backward_first, defer_weights, in_turn, list_schedule, oldest_first
 from penstock.schedules.orders import looped, through, waves_of
 from penstock.schedules.transforms import split_backward
+from random_schedules import random_schedule
+from test_simulate import random_cost
 
 
 def least_caps(stages, microbatches, cost, split) -> list[float]:
@@ -81,7 +81,8 @@ def test_no_rank_idles_while_it_could_act():
 def test_deferred_weights_take_no_more_time_nor_memory():
     rng = np.random.default_rng(13)
     for _ in range(60):
-        schedule = split_backward(make("hanayo", ranks=int(rng.integers(2, 6)), microbatches=6, waves=int(rng.integers(1, 3))))
+        ranks, waves = int(rng.integers(2, 6)), int(rng.integers(1, 3))
+        schedule = split_backward(make("hanayo", ranks=ranks, microbatches=6, waves=waves))
         cost = UnitCost(comm=float(rng.uniform(0, 0.3)))
         before, after = simulate(schedule, cost), simulate(defer_weights(schedule, cost), cost)
         assert after.makespan <= before.makespan + 1e-9

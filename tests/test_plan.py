@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from random_schedules import random_schedule
-from test_simulate import random_cost
 
 from penstock import UnitCost, lower_bound, make, portfolio, simulate
 from penstock.errors import ShapeError
 from penstock.ir import dump_plan, load_plan
 from penstock.plan import as_plan
 from penstock.schedules.transforms import split_backward
+from random_schedules import random_schedule
+from test_simulate import random_cost
 
 
 @pytest.mark.parametrize("serial", [False, True])
@@ -74,7 +74,7 @@ def test_the_portfolio_is_no_slower_than_the_best_fixed_order_nor_under_noise():
 
 
 def test_a_memory_in_which_nothing_fits_says_what_would():
-    with pytest.raises(ShapeError, match="nothing fits into a memory of 0.1; the least is"):
+    with pytest.raises(ShapeError, match=r"nothing fits into a memory of 0\.1; the least is"):
         portfolio(4, 8, UnitCost(), memory=0.1)
 
 

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import numpy as np
 import pytest
 import simpy
-from random_schedules import random_schedule
 
 from penstock import ModelCost, Network, PartCost, Seconds, UnitCost, make, needs, simulate
 from penstock.cost import NoisyCost
 from penstock.errors import ShapeError
 from penstock.ir import MicroBatch, Op, Stage, parse_action, schedule_of
+from random_schedules import random_schedule
 
 
 def random_cost(rng: np.random.Generator, ranks: int, parts: int, serial: bool) -> ModelCost:
@@ -24,7 +25,7 @@ def random_cost(rng: np.random.Generator, ranks: int, parts: int, serial: bool) 
         return tuple(map(tuple, rng.uniform(low, high, (ranks, ranks)).tolist()))
 
     costs = tuple(
-        PartCost(seconds(), seconds(), seconds(), held=rng.uniform(1, 5), kept=rng.uniform(0, 1), message=rng.uniform(0, 9))
+        PartCost(seconds(), seconds(), seconds(), held=rng.uniform(1, 5), kept=rng.random(), message=rng.uniform(0, 9))
         for _ in range(parts)
     )
     return ModelCost(costs, Network(matrix(0, 0.5), matrix(1, 50), serial), tuple(rng.uniform(0.5, 2, ranks).tolist()))
@@ -115,7 +116,7 @@ def test_the_critical_path_is_a_chain_without_slack_as_long_as_the_makespan():
         chain = timeline.critical_path()
         assert spans[chain[0]].start == 0.0
         assert spans[chain[-1]].end == timeline.makespan
-        for before, after in zip(chain, chain[1:], strict=False):
+        for before, after in pairwise(chain):
             crosses = spans[before].rank != spans[after].rank
             assert spans[after].start == (arrived[before] if crosses else spans[before].end)
 

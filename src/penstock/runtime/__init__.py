@@ -3,7 +3,7 @@
 from penstock.runtime.backward import Ledger, current_ledger, defer, make_deferrable
 from penstock.runtime.batch import Batch, batch_of, cut_batch
 from penstock.runtime.comm import Comm, ProcessComm, ThreadComm, run_threads
-from penstock.runtime.executor import Executor, Result
+from penstock.runtime.executor import Executor, Result, execute
 from penstock.runtime.replicas import Tied
 
 __all__ = [
@@ -19,6 +19,7 @@ __all__ = [
     "current_ledger",
     "cut_batch",
     "defer",
+    "execute",
     "make_deferrable",
     "run_threads",
 ]

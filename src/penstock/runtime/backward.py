@@ -75,12 +75,20 @@ class _Linear(torch.autograd.Function):
         def settle() -> None:
             rows = grad.reshape(-1, grad.shape[-1])
             if weight.requires_grad:
-                accumulate(weight, rows.t() @ x.reshape(-1, x.shape[-1]).to(rows.dtype))
+                accumulate_product(weight, rows, x.reshape(-1, x.shape[-1]).to(rows.dtype))
             if bias is not None and bias.requires_grad:
                 accumulate(bias, rows.sum(0))
 
         defer(ctx.ledger, settle)
         return grad_x, None, None
+
+
+def accumulate_product(weight: Tensor, grad: Tensor, x: Tensor) -> None:
+    """Adds grad^T x to a weight's gradient, without a copy of it in between where the types allow."""
+    if weight.grad is None or weight.grad.dtype != grad.dtype:
+        accumulate(weight, grad.t() @ x)
+    else:
+        weight.grad.addmm_(grad.t(), x)
 
 
 def accumulate(parameter: Tensor, grad: Tensor) -> None:
@@ -128,6 +136,8 @@ class _Cast(_Linear):
 
 def make_deferrable(module: nn.Module) -> None:
     """Lets the linear layers inside a module leave their weight gradients. Once is enough; nothing else changes."""
+    if hasattr(module, "_orig_mod"):  # compiled: one piece
+        return
     for layer in module.modules():
         if type(layer) is nn.Linear and not isinstance(layer.__dict__.get("forward"), MethodType):
             layer.forward = MethodType(_forward, layer)  # type: ignore[method-assign]

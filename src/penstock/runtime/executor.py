@@ -19,10 +19,11 @@ import torch
 from torch import Tensor, nn
 
 from penstock.ir.program import Program
-from penstock.ir.table import Floats
+from penstock.ir.timeline import Timeline
 from penstock.runtime.backward import Ledger, make_deferrable, record_in
 from penstock.runtime.batch import Batch
 from penstock.runtime.comm.comm import Arriving, Comm, Pending
+from penstock.runtime.recorder import Recorder
 from penstock.runtime.replicas import Replicas, Tied
 from penstock.runtime.steps import Do, Step, steps_of
 
@@ -32,11 +33,10 @@ Loss = Callable[[Tensor, Tensor], Tensor]  # logits and labels to the SUM of the
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """Of one step: the mean loss over all valid tokens, the same on every rank, and when this rank's actions ran."""
+    """Of one step: the mean loss over all valid tokens and, if timed, when everything ran; alike on all ranks."""
 
     loss: float
-    start: tuple[float, ...] = ()  # seconds of a clock, one entry an action of the lane; (): not timed
-    end: tuple[float, ...] = ()
+    timeline: Timeline | None = None
 
 
 @dataclass(slots=True)
@@ -70,6 +70,7 @@ class Executor:
         self.receives = [step for step in self.steps if step.do is Do.RECEIVE]
         self.replicas = Replicas(program.schedule, self.modules, comm, tied)
         self.world = tuple(range(comm.ranks))
+        self.recorder = Recorder(program.schedule, comm)
         self.at = 0  # the step that runs now
         if any(step.split for step in self.steps):
             for module in self.modules.values():
@@ -98,6 +99,7 @@ class _Pass:
         self.losses: list[Tensor] = []
         self.start: list[float] = []
         self.end: list[float] = []
+        self.level: list[int] = []  # forwards kept while an action runs
 
     def run(self) -> Result:
         """All steps of the lane, without a pause for the garbage collector."""
@@ -114,8 +116,7 @@ class _Pass:
         for one in self.losses:
             loss += one
         self.e.comm.add(loss, self.e.world).wait()
-        times = (tuple(self.start), tuple(self.end)) if self.timed else ((), ())
-        return Result(float(loss), *times)
+        return Result(float(loss), self.e.recorder.gather(self.start, self.end, self.level) if self.timed else None)
 
     def walk(self) -> None:
         """Step after step."""
@@ -132,6 +133,7 @@ class _Pass:
                 self.start.append(clock())
                 act[step.do](step)
                 self.end.append(clock())
+                self.level.append(len(self.kept) + (step.do is not Do.FORWARD and step.forward not in self.kept))
                 if training and e.replicas.order:
                     e.replicas.after(step.value)
         for pending in self.out:
@@ -248,10 +250,9 @@ def walk_back(y: Tensor, gradient: Tensor) -> None:
 _ENGINE = torch.autograd.Variable._execution_engine
 
 
-def times_of(results: list[Result]) -> tuple[Floats, Floats]:
-    """The times of all ranks as columns of a timeline, from the first start on."""
-    import numpy as np  # noqa: PLC0415
-
-    start = np.concatenate([np.array(result.start) for result in results])
-    end = np.concatenate([np.array(result.end) for result in results])
-    return start - start.min(), end - start.min()
+def execute(
+    program: Program, stages: Mapping[int, nn.Module], batch: Batch, comm: Comm, loss: Loss, width: int,
+    dtype: torch.dtype = torch.float32,
+) -> Result:  # fmt: skip
+    """One timed step of one rank, without keeping the executor."""
+    return Executor(program, stages, comm, loss, width, dtype).step(batch, timed=True)

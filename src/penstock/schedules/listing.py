@@ -245,7 +245,7 @@ def _list(  # noqa: PLR0912, PLR0915
         return True
 
     def entry(here: int, q: np.int64) -> int:
-        """Which of a queue may start: the first, or else one of the oldest micro-batch, which is always safe; -1: none."""
+        """Which of a queue may start: the first, or one of the oldest micro-batch, which is always safe; -1: none."""
         if len(ready[q]) == 0 or is_shut(q):
             return -1
         if gain[ready[q][0][1]] <= 0.0 or is_safe(here, ready[q][0][1]):

@@ -1,0 +1,66 @@
+"""Models on one device, the loss they are trained with, and the cut into parts."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+from penstock.models.bert import Bert, BertConfig
+from penstock.models.gpt import GPT, GPTConfig
+from penstock.models.llama import Llama, LlamaConfig
+from penstock.models.split import (
+    Part,
+    Stack,
+    even_partition,
+    layer_count,
+    model_width,
+    part_parameters,
+    shared_names,
+    split,
+)
+
+__all__ = [
+    "GPT",
+    "IGNORED",
+    "Bert",
+    "BertConfig",
+    "GPTConfig",
+    "Llama",
+    "LlamaConfig",
+    "Part",
+    "Stack",
+    "even_partition",
+    "layer_count",
+    "model_width",
+    "part_parameters",
+    "shared_names",
+    "shift_labels",
+    "split",
+    "token_loss",
+    "valid_tokens",
+]
+
+IGNORED = -100
+"""The label of a token that has nothing to guess."""
+
+
+def token_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """Cross entropy SUMMED over the labels that count: losses of micro-batches and slices then add up, whatever their
+    sizes, and one division by the `valid_tokens` of the whole batch makes the mean."""
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return F.cross_entropy(wide.flatten(0, -2), labels.flatten(), ignore_index=IGNORED, reduction="sum")
+
+
+def valid_tokens(labels: Tensor) -> int:
+    """Labels that count."""
+    return int((labels != IGNORED).sum())
+
+
+def shift_labels(tokens: Tensor) -> Tensor:
+    """Of every token the next one, as a causal model guesses it; the last has none. Shift first, then cut into slices.
+
+    >>> shift_labels(torch.tensor([[5, 6, 7]])).tolist()
+    [[6, 7, -100]]
+    """
+    return F.pad(tokens[:, 1:], (0, 1), value=IGNORED)

@@ -1,0 +1,170 @@
+"""GPT, as GPT-2 is: learned positions, layer norms, a GELU by tanh. One device, no dropout, nothing of pipelines.
+
+    x ──┬─ norm ─ attention ─(+)─┬─ norm ─ mlp ─(+)─►        one layer
+        └───────────────────────┘└──────────────┘
+    q, k, v = Wqkv x
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+
+from penstock.errors import ShapeError
+from penstock.models.hf import rename, turned
+from penstock.models.split import Stack, at_least, draw_weights, multiple
+
+
+@dataclass(frozen=True, slots=True)
+class GPTConfig:
+    """Sizes of a GPT. `inner` features in the MLP (GPT-2: 4 * width); at most `positions` tokens in a sequence."""
+
+    vocab: int
+    width: int
+    layers: int
+    heads: int
+    inner: int
+    positions: int
+    eps: float = 1e-5
+    tied: bool = True
+
+    def __post_init__(self) -> None:
+        at_least(1, vocab=self.vocab, width=self.width, layers=self.layers, heads=self.heads)
+        at_least(1, inner=self.inner, positions=self.positions)
+        multiple("width", self.width, "heads", self.heads)
+        if self.eps <= 0:
+            raise ShapeError(f"eps must be above 0, not {self.eps}")
+
+
+class Embedding(nn.Module):
+    """A token's vector plus its position's."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(config.vocab, config.width)
+        self.positions = nn.Embedding(config.positions, config.width)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Token ids to hidden state."""
+        if tokens.shape[1] > self.positions.num_embeddings:
+            raise ShapeError(f"{tokens.shape[1]} tokens, but only {self.positions.num_embeddings} positions")
+        place = torch.arange(tokens.shape[1], device=tokens.device)
+        x: Tensor = self.tokens(tokens) + self.positions(place)
+        return x
+
+
+class Attention(nn.Module):
+    """Causal, all heads with keys and values of their own."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.heads = config.heads
+        self.qkv = nn.Linear(config.width, 3 * config.width)
+        self.output = nn.Linear(config.width, config.width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Keys and values of all of x are ready before anything attends: a prefix of earlier ones could go in front."""
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        y: Tensor = self.output(self.attend(q, k, v))
+        return y
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """As many queries as keys: with fewer, `is_causal` would align them to the first keys, not the last."""
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+
+
+class MLP(nn.Module):
+    """down(gelu(up(x)))."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.up = nn.Linear(config.width, config.inner)
+        self.down = nn.Linear(config.inner, config.width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Token by token."""
+        y: Tensor = self.down(F.gelu(self.up(x), approximate="tanh"))
+        return y
+
+
+class Layer(nn.Module):
+    """Attention, then MLP, each on a normed x and added to it."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(config.width, eps=config.eps)
+        self.attention = Attention(config)
+        self.mlp_norm = nn.LayerNorm(config.width, eps=config.eps)
+        self.mlp = MLP(config)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Hidden state to hidden state."""
+        x = x + self.attention(self.attention_norm(x))
+        y: Tensor = x + self.mlp(self.mlp_norm(x))
+        return y
+
+
+class Head(nn.Module):
+    """Last norm, then a score for every word."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(config.width, eps=config.eps)
+        self.output = nn.Linear(config.width, config.vocab, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Hidden state to logits."""
+        logits: Tensor = self.output(self.norm(x))
+        return logits
+
+
+class GPT(Stack):
+    """A GPT with weights drawn at random from torch's generator."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        embed, head = Embedding(config), Head(config)
+        if config.tied:
+            head.output.weight = embed.tokens.weight
+        super().__init__(config.width, embed, (Layer(config) for _ in range(config.layers)), head)
+        self.config = config
+        draw_weights(self)
+
+
+# ---------------------------------------------------------------- names, ours and Hugging Face's
+NAMES = {
+    "embed.tokens": "transformer.wte",
+    "embed.positions": "transformer.wpe",
+    "layers.*.attention_norm": "transformer.h.*.ln_1",
+    "layers.*.attention.qkv": "transformer.h.*.attn.c_attn",
+    "layers.*.attention.output": "transformer.h.*.attn.c_proj",
+    "layers.*.mlp_norm": "transformer.h.*.ln_2",
+    "layers.*.mlp.up": "transformer.h.*.mlp.c_fc",
+    "layers.*.mlp.down": "transformer.h.*.mlp.c_proj",
+    "head.norm": "transformer.ln_f",
+    "head.output": "lm_head",
+}
+TRANSPOSED = ("qkv.weight", "attention.output.weight", "up.weight", "down.weight")
+BUFFERS = (".attn.bias", ".attn.masked_bias")
+
+
+def from_hf_state(state: Mapping[str, Tensor], config: GPTConfig) -> dict[str, Tensor]:
+    """The weights of a GPT2LMHeadModel, or of a bare GPT2Model, for `GPT.load_state_dict`."""
+    bare = "" if any(name.startswith("transformer.") for name in state) else "transformer."
+    named = {name if name == "lm_head.weight" else bare + name: w for name, w in state.items()}
+    ours = _transpose(rename({n: w for n, w in named.items() if not n.endswith(BUFFERS)}, turned(NAMES)))
+    return ours | {"head.output.weight": ours["embed.tokens.weight"]} if config.tied else ours
+
+
+def to_hf_state(state: Mapping[str, Tensor], config: GPTConfig) -> dict[str, Tensor]:
+    """The way back: the names that Hugging Face saves, a tied weight once."""
+    once = {name: w for name, w in state.items() if name != "head.output.weight" or not config.tied}
+    return rename(_transpose(once), NAMES)
+
+
+def _transpose(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """GPT-2 keeps the matrices of its layers the other way round."""
+    return {name: w.t().contiguous() if name.endswith(TRANSPOSED) else w for name, w in state.items()}

@@ -1,0 +1,178 @@
+"""Hugging Face decoders, taken apart by their layer lists, without tracing and without importing transformers.
+
+    family                   first part               every part         last part
+    Llama, Mistral, Qwen2    model.embed_tokens       model.rotary_emb   model.norm, lm_head
+    GPT-2                    transformer.wte, .wpe,                      transformer.ln_f, lm_head
+                             .drop
+
+The list is closed, by class name: another decoder may have its modules in the same places and yet do more between them
+(Gemma scales its embeddings), which would train, wrongly, in silence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from penstock.errors import PenstockError, ShapeError
+
+KERNELS = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4")
+
+
+# ---------------------------------------------------------------- anatomy
+@dataclass(frozen=True, slots=True)
+class Anatomy:
+    """Where the pieces of a model are, by name, and how to run them: `enter`, `through` some layers, then the head.
+
+    `root` is whatever has the pieces asked for under their names: the model, or a part of it.
+    """
+
+    width: int
+    embed: tuple[str, ...]  # what only the first part holds
+    layers: tuple[str, ...]
+    head: tuple[str, ...]  # what only the last part holds, in the order it runs
+    everywhere: tuple[str, ...]  # what has no weights, and every part needs
+    enter: Callable[[nn.Module, Tensor], Tensor]
+    through: Callable[[nn.Module, Iterable[nn.Module], Tensor], Tensor]
+
+
+FAMILIES = {
+    "LlamaForCausalLM": "model.layers",
+    "MistralForCausalLM": "model.layers",
+    "Qwen2ForCausalLM": "model.layers",
+    "GPT2LMHeadModel": "transformer.h",
+}
+
+
+def anatomy_of(model: nn.Module) -> Anatomy:
+    """Where the pieces of a Hugging Face decoder are; an error that says what was looked for if it is none."""
+    config: Any = getattr(model, "config", None)
+    family = next((cls.__name__ for cls in type(model).__mro__ if cls.__name__ in FAMILIES), None)
+    if family is None or config is None:
+        raise PenstockError(_unknown(type(model).__name__, bool(getattr(config, "is_encoder_decoder", False))))
+    _refuse_extras(family, config)
+    layers = tuple(f"{FAMILIES[family]}.{i}" for i in range(config.num_hidden_layers))
+    anatomy = (_gpt2 if family == "GPT2LMHeadModel" else _llama)(config.hidden_size, layers)
+    _look_for(model, family, (*anatomy.embed, *anatomy.everywhere, *anatomy.layers, *anatomy.head))
+    return anatomy
+
+
+def _llama(width: int, layers: tuple[str, ...]) -> Anatomy:
+    """Positions are angles, computed by the model's own rotary module."""
+
+    def enter(root: nn.Module, tokens: Tensor) -> Tensor:
+        return cast(Tensor, root.get_submodule("model.embed_tokens")(tokens))
+
+    def through(root: nn.Module, layers: Iterable[nn.Module], x: Tensor) -> Tensor:
+        angles = root.get_submodule("model.rotary_emb")(x, torch.arange(x.shape[1], device=x.device)[None])
+        return _masked(layers, "self_attn", x, position_embeddings=angles)
+
+    head, rotary = ("model.norm", "lm_head"), ("model.rotary_emb",)
+    return Anatomy(width, ("model.embed_tokens",), layers, head, rotary, enter, through)
+
+
+def _gpt2(width: int, layers: tuple[str, ...]) -> Anatomy:
+    """Positions are a table of weights, added to the tokens."""
+    embed = ("transformer.wte", "transformer.wpe", "transformer.drop")
+
+    def enter(root: nn.Module, tokens: Tensor) -> Tensor:
+        words, positions, drop = (root.get_submodule(path) for path in embed)
+        if tokens.shape[1] > cast(nn.Embedding, positions).num_embeddings:
+            raise ShapeError(f"{tokens.shape[1]} tokens, but only {positions.num_embeddings} positions")
+        place = torch.arange(tokens.shape[1], device=tokens.device)[None]
+        return cast(Tensor, drop(words(tokens) + positions(place)))
+
+    def through(root: nn.Module, layers: Iterable[nn.Module], x: Tensor) -> Tensor:
+        return _masked(layers, "attn", x)
+
+    return Anatomy(width, embed, layers, ("transformer.ln_f", "lm_head"), (), enter, through)
+
+
+def _unknown(name: str, encoder_decoder: bool) -> str:
+    reason = "its layers are two stacks, an encoder and a decoder" if encoder_decoder else "it is of no family known"
+    return (
+        f"cannot split a {name}: {reason}\n"
+        f"looked for a model of penstock.models, or a Hugging Face {', '.join(FAMILIES)} (or a subclass)"
+    )
+
+
+def _refuse_extras(family: str, config: Any) -> None:
+    """What the forward of a family can do that parts do not."""
+    for word, plain in (("is_encoder_decoder", False), ("add_cross_attention", False), ("is_causal", True)):
+        if getattr(config, word, plain) is not plain:
+            raise PenstockError(f"cannot split a {family} with {word}={not plain}: only plain causal decoders")
+
+
+def _look_for(model: nn.Module, family: str, paths: Iterable[str]) -> None:
+    held = {name for name, _ in model.named_modules(remove_duplicate=False)}
+    missing = [path for path in paths if path not in held]
+    if missing:
+        raise PenstockError(f"cannot split this {family}: looked for {', '.join(missing)}, which it does not have")
+
+
+# ---------------------------------------------------------------- masks
+def _masked(layers: Iterable[nn.Module], attention: str, x: Tensor, **beside: Any) -> Tensor:
+    """Through the layers, with one mask for all that see alike; none at all where the kernel knows what is causal."""
+    masks: dict[tuple[str, int | None], Tensor | None] = {}
+    for layer in layers:
+        sight = _sight(layer.get_submodule(attention))
+        if sight not in masks:
+            masks[sight] = causal_mask(*sight, x)
+        x = layer(x, attention_mask=masks[sight], **beside)
+    return x
+
+
+def causal_mask(kernel: str, window: int | None, x: Tensor) -> Tensor | None:
+    """What a layer must be told to see only the past, `window` tokens of it. None: it knows by itself.
+
+    tokens   window 3
+    0        ■ . . . .
+    1        ■ ■ . . .
+    2        ■ ■ ■ . .
+    3        . ■ ■ ■ .
+    4        . . ■ ■ ■
+    """
+    if kernel.startswith("flash") or (kernel == "sdpa" and (window is None or x.shape[1] <= window)):
+        return None
+    token = torch.arange(x.shape[1], device=x.device)
+    back = token[:, None] - token[None, :]
+    seen = (back >= 0) & (back < (x.shape[1] if window is None else window))
+    if kernel == "eager":
+        return torch.zeros_like(seen, dtype=x.dtype).masked_fill(~seen, torch.finfo(x.dtype).min)[None, None]
+    return seen[None, None]
+
+
+def _sight(attention: Any) -> tuple[str, int | None]:
+    """Which kernel, and how far back: Mistral has one window for all layers, Qwen2 one a layer, the others none."""
+    kernel = str(attention.config._attn_implementation)
+    if kernel not in KERNELS:
+        raise PenstockError(f"attention {kernel!r} cannot run in parts; model.set_attn_implementation('sdpa') can")
+    holder = attention.config if type(attention).__name__ == "MistralAttention" else attention
+    return kernel, getattr(holder, "sliding_window", None)
+
+
+# ---------------------------------------------------------------- names
+def rename(state: Mapping[str, Tensor], names: Mapping[str, str]) -> dict[str, Tensor]:
+    """A state with its names translated. `names` holds names of modules or of tensors, `*` for a layer's number."""
+    return {_translate(name, names): tensor for name, tensor in state.items()}
+
+
+def turned(names: Mapping[str, str]) -> dict[str, str]:
+    """The way back."""
+    return {theirs: ours for ours, theirs in names.items()}
+
+
+def _translate(name: str, names: Mapping[str, str]) -> str:
+    words = name.split(".")
+    number = next((word for word in words if word.isdigit()), "")
+    pattern = ".".join("*" if word == number else word for word in words)
+    module, _, leaf = pattern.rpartition(".")
+    if pattern in names:
+        return names[pattern].replace("*", number)
+    if module in names:
+        return f"{names[module].replace('*', number)}.{leaf}"
+    raise PenstockError(f"there is no place for {name!r}; known: {', '.join(sorted(names))}")

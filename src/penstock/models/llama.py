@@ -1,0 +1,189 @@
+"""Llama: rotary positions, grouped queries, RMS norms, a gated MLP. One device, no dropout, nothing of pipelines.
+
+    x ──┬─ norm ─ attention ─(+)─┬─ norm ─ mlp ─(+)─►        one layer
+        └───────────────────────┘└──────────────┘
+    q = turn(Wq x)   k = turn(Wk x)   v = Wv x               turn: rotate pairs of features by position * frequency
+    heads share keys and values in groups of heads / kv_heads
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+
+from penstock.errors import ShapeError
+from penstock.models.hf import rename, turned
+from penstock.models.split import Stack, at_least, draw_weights, multiple
+
+
+@dataclass(frozen=True, slots=True)
+class LlamaConfig:
+    """Sizes of a Llama. `inner` features in the MLP; `theta` the base of the rotary frequencies."""
+
+    vocab: int
+    width: int
+    layers: int
+    heads: int
+    kv_heads: int
+    inner: int
+    theta: float = 10000.0
+    eps: float = 1e-5
+    tied: bool = False
+
+    def __post_init__(self) -> None:
+        at_least(1, vocab=self.vocab, width=self.width, layers=self.layers, heads=self.heads)
+        at_least(1, kv_heads=self.kv_heads, inner=self.inner)
+        multiple("width", self.width, "heads", self.heads)
+        multiple("heads", self.heads, "kv_heads", self.kv_heads)
+        multiple("width / heads", self.head_width, "2 (rotary turns pairs)", 2)
+        if self.theta <= 0 or self.eps <= 0:
+            raise ShapeError(f"theta and eps must be above 0, not {self.theta} and {self.eps}")
+
+    @property
+    def head_width(self) -> int:
+        """Features of one head."""
+        return self.width // self.heads
+
+
+class Rotary(nn.Module):
+    """The angles by which each position turns its queries and keys.
+
+    It keeps no table: nothing to move, cast or save. The angles are float32 by definition, whatever x is, for this is
+    how every Llama was trained.
+    """
+
+    def __init__(self, head_width: int, theta: float) -> None:
+        super().__init__()
+        self.head_width, self.theta = head_width, theta
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines, (tokens, head_width / 2) each."""
+        pair = torch.arange(0, self.head_width, 2, device=x.device, dtype=torch.float32)
+        token = torch.arange(x.shape[1], device=x.device, dtype=torch.float32)
+        angles = token[:, None] * (1.0 / self.theta ** (pair / self.head_width))
+        kept = torch.promote_types(x.dtype, torch.float32)
+        return angles.cos().to(kept), angles.sin().to(kept)
+
+
+def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotates feature i with feature i + half, in float32 at least."""
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
+
+
+class Attention(nn.Module):
+    """Causal, with groups of heads on the same keys and values."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.head_width, self.grouped = config.head_width, config.kv_heads != config.heads
+        self.query = nn.Linear(config.width, config.width, bias=False)
+        self.key = nn.Linear(config.width, config.kv_heads * config.head_width, bias=False)
+        self.value = nn.Linear(config.width, config.kv_heads * config.head_width, bias=False)
+        self.output = nn.Linear(config.width, config.width, bias=False)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Keys and values of all of x are ready before anything attends: a prefix of earlier ones could go in front."""
+        q, k, v = (self.heads(to(x)) for to in (self.query, self.key, self.value))
+        y: Tensor = self.output(self.attend(turn(q, cos, sin), turn(k, cos, sin), v))
+        return y
+
+    def heads(self, x: Tensor) -> Tensor:
+        """(batch, tokens, heads * head_width) to (batch, heads, tokens, head_width)."""
+        return x.view(*x.shape[:-1], -1, self.head_width).transpose(1, 2)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """As many queries as keys: with fewer, `is_causal` would align them to the first keys, not the last."""
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.grouped)
+        return mixed.transpose(1, 2).flatten(2)
+
+
+class MLP(nn.Module):
+    """down(silu(gate(x)) * up(x))."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.gate = nn.Linear(config.width, config.inner, bias=False)
+        self.up = nn.Linear(config.width, config.inner, bias=False)
+        self.down = nn.Linear(config.inner, config.width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Token by token."""
+        y: Tensor = self.down(F.silu(self.gate(x)) * self.up(x))
+        return y
+
+
+class Layer(nn.Module):
+    """Attention, then MLP, each on a normed x and added to it."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(config.width, eps=config.eps)
+        self.attention = Attention(config)
+        self.mlp_norm = nn.RMSNorm(config.width, eps=config.eps)
+        self.mlp = MLP(config)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Hidden state to hidden state."""
+        x = x + self.attention(self.attention_norm(x), cos, sin)
+        y: Tensor = x + self.mlp(self.mlp_norm(x))
+        return y
+
+
+class Head(nn.Module):
+    """Last norm, then a score for every word."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(config.width, eps=config.eps)
+        self.output = nn.Linear(config.width, config.vocab, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Hidden state to logits."""
+        logits: Tensor = self.output(self.norm(x))
+        return logits
+
+
+class Llama(Stack):
+    """A Llama with weights drawn at random from torch's generator."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        embed, head = nn.Embedding(config.vocab, config.width), Head(config)
+        if config.tied:
+            head.output.weight = embed.weight
+        layers = (Layer(config) for _ in range(config.layers))
+        super().__init__(config.width, embed, layers, head, Rotary(config.head_width, config.theta))
+        self.config = config
+        draw_weights(self)
+
+
+# ---------------------------------------------------------------- names, ours and Hugging Face's
+NAMES = {
+    "embed": "model.embed_tokens",
+    "layers.*.attention_norm": "model.layers.*.input_layernorm",
+    "layers.*.attention.query": "model.layers.*.self_attn.q_proj",
+    "layers.*.attention.key": "model.layers.*.self_attn.k_proj",
+    "layers.*.attention.value": "model.layers.*.self_attn.v_proj",
+    "layers.*.attention.output": "model.layers.*.self_attn.o_proj",
+    "layers.*.mlp_norm": "model.layers.*.post_attention_layernorm",
+    "layers.*.mlp.gate": "model.layers.*.mlp.gate_proj",
+    "layers.*.mlp.up": "model.layers.*.mlp.up_proj",
+    "layers.*.mlp.down": "model.layers.*.mlp.down_proj",
+    "head.norm": "model.norm",
+    "head.output": "lm_head",
+}
+
+
+def from_hf_state(state: Mapping[str, Tensor], config: LlamaConfig) -> dict[str, Tensor]:
+    """The weights of a LlamaForCausalLM, in memory or as saved, as `Llama.load_state_dict` takes them."""
+    ours = rename({name: w for name, w in state.items() if not name.endswith("inv_freq")}, turned(NAMES))
+    return ours | {"head.output.weight": ours["embed.weight"]} if config.tied else ours
+
+
+def to_hf_state(state: Mapping[str, Tensor], config: LlamaConfig) -> dict[str, Tensor]:
+    """The way back: the names that Hugging Face saves, a tied weight once."""
+    return rename({name: w for name, w in state.items() if name != "head.output.weight" or not config.tied}, NAMES)

@@ -1,0 +1,230 @@
+"""A model is a stack of pieces; a part is a run of them, cut out where a partition says.
+
+    tokens ─► embed ─► layer 0 ─► layer 1 ─► layer 2 ─► … ─► layer L-1 ─► head ─► logits
+             └────────── part 0 ─────────┘ └─── part 1 ───┘ └───── last part ─────┘
+                                          x                x
+                                    (batch, tokens, width) flows between parts
+
+A part has the shape of the model with the other pieces left out, so `layers.3.mlp.up.weight` is called so in the model
+and in whichever part holds it: what is saved under these names can be read back into any other split.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate, pairwise
+from typing import Any, cast
+
+from torch import Tensor, nn
+
+from penstock.errors import ShapeError
+from penstock.models import hf
+
+
+# ---------------------------------------------------------------- sizes
+def at_least(least: int, **sizes: int) -> None:
+    """Refuses any size under `least`, by its name."""
+    for name, size in sizes.items():
+        if size < least:
+            raise ShapeError(f"{name} must be at least {least}, not {size}")
+
+
+def multiple(whole: str, size: int, by: str, of: int) -> None:
+    """Refuses a `size` that does not cut into `of` equal pieces; says which ones near it do."""
+    if size % of:
+        near = " or ".join(str(fit) for fit in (size // of * of, -(-size // of) * of) if fit)
+        raise ShapeError(f"{whole} must be a multiple of {by}: {size} is not one of {of}; {near} is")
+
+
+# ---------------------------------------------------------------- the stack
+class Stack(nn.Module):
+    """Embedding, equal layers, head, one after the other; the shape that Llama, GPT and Bert share.
+
+    `rotary`, where there is one, has no weights and is asked once a call; its answer goes to every layer beside x.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        embed: nn.Module,
+        layers: Iterable[nn.Module],
+        head: nn.Module,
+        rotary: nn.Module | None = None,
+    ) -> None:
+        super().__init__()
+        self.width = width
+        self.embed = embed
+        self.layers = nn.ModuleList(layers)
+        self.head = head
+        if rotary is not None:
+            self.rotary = rotary
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """(batch, tokens) of token ids to (batch, tokens, vocab) of logits."""
+        logits: Tensor = self.head(_through(self, self.layers, self.embed(tokens)))
+        return logits
+
+
+def draw_weights(model: nn.Module, std: float = 0.02) -> None:
+    """Normal weights and zero biases; norms stay the identity they are born as."""
+    for module in model.modules():
+        if isinstance(module, nn.Linear | nn.Embedding):
+            nn.init.normal_(module.weight, std=std)
+        if isinstance(module, nn.Linear) and module.bias is not None:
+            nn.init.zeros_(module.bias)
+
+
+def anatomy_of(model: nn.Module) -> hf.Anatomy:
+    """Of one of our models, or of a Hugging Face decoder; refuses what it does not know."""
+    if not isinstance(model, Stack):
+        return hf.anatomy_of(model)
+    layers = tuple(f"layers.{i}" for i in range(len(model.layers)))
+    rotary = ("rotary",) if hasattr(model, "rotary") else ()
+    return hf.Anatomy(model.width, ("embed",), layers, ("head",), rotary, _enter, _through)
+
+
+def _enter(root: nn.Module, tokens: Tensor) -> Tensor:
+    return cast(Tensor, root.get_submodule("embed")(tokens))
+
+
+def _through(root: nn.Module, layers: Iterable[nn.Module], x: Tensor) -> Tensor:
+    beside = root.get_submodule("rotary")(x) if hasattr(root, "rotary") else ()
+    for layer in layers:
+        x = layer(x, *beside)
+    return x
+
+
+def model_width(model: nn.Module) -> int:
+    """Features of the hidden state that flows from part to part."""
+    return anatomy_of(model).width
+
+
+def layer_count(model: nn.Module) -> int:
+    """Layers that a partition of the model must add up to."""
+    return len(anatomy_of(model).layers)
+
+
+# ---------------------------------------------------------------- the parts
+class Part(nn.Module):
+    """The layers `begin` to `end` of a model, after the embedding if `first`, before the head if `last`."""
+
+    def __init__(self, anatomy: hf.Anatomy, layers: tuple[int, int], ends: tuple[bool, bool], tied: dict[str, str]):
+        super().__init__()
+        self.anatomy = anatomy
+        self.begin, self.end = layers
+        self.first, self.last = ends
+        self.tied = tied
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """Names of the pieces that hold weights, in the order they run."""
+        embed = self.anatomy.embed if self.first else ()
+        head = self.anatomy.head if self.last else ()
+        return (*embed, *self.anatomy.layers[self.begin : self.end], *head)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Token ids in if `first`, logits out if `last`, hidden states else."""
+        if self.first:
+            x = self.anatomy.enter(self, x)
+        if self.begin < self.end:
+            layers = [self.get_submodule(path) for path in self.anatomy.layers[self.begin : self.end]]
+            x = self.anatomy.through(self, layers, x)
+        for path in self.anatomy.head if self.last else ():
+            x = self.get_submodule(path)(x)
+        return x
+
+    def extra_repr(self) -> str:
+        """Which layers, and what else."""
+        ends = [word for word, there in (("embedding", self.first), ("head", self.last)) if there]
+        return ", ".join([f"layers {self.begin}:{self.end}", *ends])
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Part:
+        """Torch, where it makes new parameters (`to_empty`), would make two of a tied one; here it stays one."""
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        held = dict(self.named_parameters(remove_duplicate=False))
+        for other, name in self.tied.items():
+            if other in held and name in held:
+                path, _, leaf = other.rpartition(".")
+                setattr(self.get_submodule(path), leaf, held[name])
+        return self
+
+
+def split(model: nn.Module, partition: Sequence[int]) -> list[Part]:
+    """Cuts a model into parts of so many layers each, (3, 2, 3) say. The parts share the model's own parameters:
+
+    embed  0 1 2 │ 3 4 │ 5 6 7  head
+          part 0    1       2
+    """
+    anatomy = anatomy_of(model)
+    _check(tuple(partition), len(anatomy.layers))
+    tied, bounds = _tied(model), pairwise(accumulate(partition, initial=0))
+    parts = [
+        Part(anatomy, layers, (index == 0, index == len(partition) - 1), tied)
+        for index, layers in enumerate(bounds)
+    ]
+    for part in parts:
+        _fill(part, model)
+    return parts
+
+
+def part_parameters(part: Part) -> dict[str, nn.Parameter]:
+    """A part's parameters under their names in the whole model, a tied one under its first name there."""
+    return {part.tied.get(name, name): parameter for name, parameter in part.named_parameters()}
+
+
+def shared_names(parts: Sequence[Part]) -> dict[str, tuple[int, ...]]:
+    """Names of tied parameters that live in several parts, and in which: {"embed.weight": (0, 2)}."""
+    owners: dict[str, tuple[int, ...]] = {}
+    for index, part in enumerate(parts):
+        for name in part_parameters(part):
+            owners[name] = (*owners.get(name, ()), index)
+    return {name: held for name, held in owners.items() if len(held) > 1}
+
+
+def even_partition(layers: int, parts: int) -> tuple[int, ...]:
+    """As equal as it goes; the first parts take what is left over, for the last one has the head to do.
+
+    >>> even_partition(8, 3)
+    (3, 3, 2)
+    """
+    at_least(1, layers=layers, parts=parts)
+    if parts > layers:
+        raise ShapeError(f"{layers} layers cannot fill {parts} parts: at most {layers}, so that none is empty")
+    return tuple(layers // parts + (part < layers % parts) for part in range(parts))
+
+
+def _check(partition: tuple[int, ...], layers: int) -> None:
+    at_least(1, parts=len(partition))
+    at_least(0, **{f"layers of part {part}": count for part, count in enumerate(partition)})
+    for part in range(1, len(partition) - 1):
+        if not partition[part]:
+            raise ShapeError(f"part {part} of {partition} is empty: only the first and the last may have 0 layers")
+    if sum(partition) != layers:
+        raise ShapeError(f"the partition {partition} has {sum(partition)} layers, the model {layers}")
+
+
+def _tied(model: nn.Module) -> dict[str, str]:
+    """Every further name of a parameter, with its first one."""
+    first = {id(parameter): name for name, parameter in model.named_parameters()}
+    names = model.named_parameters(remove_duplicate=False)
+    return {name: first[id(parameter)] for name, parameter in names if first[id(parameter)] != name}
+
+
+def _fill(part: Part, model: nn.Module) -> None:
+    """Pieces with weights are the model's own; what is everywhere is copied, as parts may live on different devices."""
+    for path in part.paths:
+        _graft(part, path, model.get_submodule(path))
+    for path in part.anatomy.everywhere:
+        _graft(part, path, copy.deepcopy(model.get_submodule(path)))
+    part.training = model.training
+
+
+def _graft(root: nn.Module, path: str, module: nn.Module) -> None:
+    *way, leaf = path.split(".")
+    for name in way:
+        if not hasattr(root, name):
+            root.add_module(name, nn.Module())
+        root = root.get_submodule(name)
+    root.add_module(leaf, module)
+

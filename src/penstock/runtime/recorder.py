@@ -1,0 +1,89 @@
+"""From each rank's clock to one `Timeline`, of the same type that the simulator makes.
+
+Clocks of one host agree; those of others are set by pings with rank 0, of which the shortest tells most:
+
+    rank 0  t0 ──────►                  offset = there - (t0 + t1) / 2
+    rank r         there ──────►
+    rank 0                      t1
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from penstock.ir.schedule import Schedule
+from penstock.ir.timeline import Timeline
+from penstock.runtime.comm.comm import Comm
+
+PINGS = 8
+
+
+class Recorder:
+    """Gathers what the ranks of one schedule have recorded."""
+
+    def __init__(self, schedule: Schedule, comm: Comm) -> None:
+        self.schedule, self.comm = schedule, comm
+        self.offset: float | None = None  # of this rank's clock against rank 0's
+
+    def gather(self, start: Sequence[float], end: Sequence[float], level: Sequence[int]) -> Timeline:
+        """The timeline of a step, on every rank. All ranks call it, each with what it has recorded."""
+        if self.offset is None:
+            self.offset = clock_offset(self.comm)
+        table, rank = self.schedule.table, self.comm.rank
+        columns = torch.zeros(3, len(table), dtype=torch.float64)
+        here = slice(int(table.first[rank]), int(table.first[rank + 1]))
+        share = 1.0 / table.crowd[table.stage[here]]
+        columns[0, here] = torch.tensor(start, dtype=torch.float64) - self.offset
+        columns[1, here] = torch.tensor(end, dtype=torch.float64) - self.offset
+        columns[2, here] = torch.tensor(level, dtype=torch.float64) * torch.from_numpy(share)
+        self.comm.add(columns, tuple(range(self.comm.ranks))).wait()
+        return _timeline(self.schedule, columns)
+
+
+def _timeline(schedule: Schedule, columns: Tensor) -> Timeline:
+    """Columns as a timeline that begins at 0. A message is there when the action that takes it begins."""
+    table = schedule.table
+    begin, end, held = (column.numpy() for column in columns)
+    first = begin.min()
+    begin, end = begin - first, end - first
+    leaves = table.target() >= 0
+    sent, arrived = np.where(leaves, end, np.nan), np.full(len(table), np.nan)
+    for column in table.needs.T:
+        user = np.flatnonzero(column >= 0)
+        abroad = user[table.rank[column[user]] != table.rank[user]]
+        arrived[column[abroad]] = begin[abroad]
+    return Timeline(
+        schedule, begin, end, held, np.zeros(schedule.ranks), sent, arrived,
+        np.where(leaves, 1.0, 0.0), np.full(len(table), -1, dtype=np.int32),
+    )  # fmt: skip
+
+
+def clock_offset(comm: Comm) -> float:
+    """How far this rank's clock is ahead of rank 0's. All ranks call it at once."""
+    found = 0.0
+    for other in range(1, comm.ranks):
+        if comm.rank == 0:
+            for _ in range(PINGS):
+                _echo(comm, other)
+        elif comm.rank == other:
+            found = min((_ping(comm) for _ in range(PINGS)), key=lambda pair: pair[0])[1]
+    return found
+
+
+def _ping(comm: Comm) -> tuple[float, float]:
+    """One ping to rank 0: how long it took, and the offset it shows."""
+    begin = time.perf_counter()
+    comm.send(torch.zeros(1, dtype=torch.float64), 0).wait()
+    there = float(comm.receive((1,), torch.float64, 0).wait())
+    end = time.perf_counter()
+    return end - begin, (begin + end) / 2 - there
+
+
+def _echo(comm: Comm, other: int) -> None:
+    comm.receive((1,), torch.float64, other).wait()
+    comm.send(torch.tensor([time.perf_counter()], dtype=torch.float64), other).wait()

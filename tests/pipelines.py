@@ -1,0 +1,135 @@
+"""A model through a schedule on threads, and the same model unsplit: what the tests of the runtime compare."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from penstock import Schedule, lower
+from penstock.models import (
+    GPT,
+    GPTConfig,
+    Llama,
+    LlamaConfig,
+    model_width,
+    part_parameters,
+    shared_names,
+    split,
+    token_loss,
+)
+from penstock.runtime import Batch, Executor, Tied, batch_of, run_threads
+from penstock.runtime.executor import Result
+
+VOCAB, TOKENS = 61, 7
+
+
+def llama(layers: int, tied: bool = False) -> nn.Module:
+    torch.manual_seed(1)
+    config = LlamaConfig(vocab=VOCAB, width=16, layers=layers, heads=4, kv_heads=2, inner=24, tied=tied)
+    return Llama(config).double()
+
+
+def gpt(layers: int, tied: bool = True) -> nn.Module:
+    torch.manual_seed(2)
+    return GPT(GPTConfig(vocab=VOCAB, width=16, layers=layers, heads=4, inner=24, positions=32, tied=tied)).double()
+
+
+def layers_of(schedule: Schedule) -> tuple[int, ...]:
+    """One layer a part; a head that is a part of its own has none."""
+    head_alone = schedule.parts > schedule.ranks and schedule.stages[-1].rank == 0 and _is_skip(schedule)
+    return (*[1] * (schedule.parts - 1), 0 if head_alone else 1)
+
+
+def _is_skip(schedule: Schedule) -> bool:
+    return len(schedule.stages) == schedule.ranks + 1
+
+
+def data(microbatches: int, tokens: int = TOKENS, seed: int = 0) -> Batch:
+    """Micro-batches of one and two rows in turn, some labels not counted."""
+    draw = torch.Generator().manual_seed(seed)
+    inputs = [torch.randint(0, VOCAB, (1 + m % 2, tokens), generator=draw) for m in range(microbatches)]
+    labels = [torch.randint(0, VOCAB, x.shape, generator=draw) for x in inputs]
+    for m, label in enumerate(labels):
+        label[0, m % tokens] = -100
+    return batch_of(inputs, labels)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    losses: list[float]
+    evaluated: list[float]
+    gradients: dict[str, Tensor]
+    results: list[Result]
+    executors: list[Executor]
+
+
+def gradients_of(model: nn.Module) -> dict[str, Tensor]:
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def unsplit(schedule: Schedule, model: nn.Module, batches: Sequence[Batch]) -> tuple[list[float], dict[str, Tensor]]:
+    """Losses and summed gradients of the model in one piece: of each micro-batch the parts on its path."""
+    model = copy.deepcopy(model)
+    parts = split(model, layers_of(schedule))
+    losses = []
+    for batch in batches:
+        total = 0.0
+        for number, labels in enumerate(batch.labels):
+            x = batch.inputs[number]
+            for stage in schedule.microbatches[number].path:
+                x = parts[schedule.stages[stage].part](x)
+            loss = token_loss(x, labels) / batch.valid
+            loss.backward()
+            total += float(loss.detach())
+        losses.append(total)
+    return losses, gradients_of(model)
+
+
+def piped(
+    schedule: Schedule,
+    model: nn.Module,
+    batches: Sequence[Batch],
+    prepare: Callable[[nn.Module], nn.Module] | None = None,
+    timed: bool = False,
+    **options: object,
+) -> Outcome:
+    """The same through the schedule, a thread a rank, each with its own copy of the model."""
+    program, width = lower(schedule), model_width(model)
+    copies = [copy.deepcopy(model) for _ in range(schedule.ranks)]
+    executors: dict[int, Executor] = {}
+
+    def work(comm):
+        parts = split(copies[comm.rank], layers_of(schedule))
+        mine = {n: parts[s.part] for n, s in enumerate(schedule.stages) if s.rank == comm.rank}
+        named = dict(copies[comm.rank].named_parameters())
+        tied = {name: Tied(where, named[name]) for name, where in shared_names(parts).items()}
+        stages = {n: prepare(part) if prepare else part for n, part in mine.items()}
+        executor = Executor(program, stages, comm, token_loss, width, torch.float64, tied=tied, **options)
+        executors[comm.rank] = executor
+        results = [executor.step(batch, timed) for batch in batches]
+        return results, executor.evaluate(batches[0])
+
+    done = run_threads(schedule.ranks, work, patience=30)
+    gradients: dict[str, Tensor] = {}
+    for stage in schedule.stages:
+        part = split(copies[stage.rank], layers_of(schedule))[stage.part]
+        for name, parameter in part_parameters(part).items():
+            if parameter.grad is not None:
+                gradients[f"{stage.rank}:{stage.part}:{name}"] = parameter.grad
+    return Outcome(
+        [[r.loss for r in results] for results, _ in done], [e for _, e in done], gradients,
+        [r for results, _ in done for r in results], [executors[r] for r in range(schedule.ranks)],
+    )  # fmt: skip
+
+
+def worst(ours: Outcome, theirs: dict[str, Tensor]) -> float:
+    """The largest difference of any gradient on any rank from the unsplit model's."""
+    found = 0.0
+    for name, gradient in ours.gradients.items():
+        other = theirs.get(name.split(":")[2])
+        found = max(found, float((gradient - other).abs().max()) if other is not None else float(gradient.abs().max()))
+    return found
