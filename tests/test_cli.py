@@ -102,6 +102,26 @@ def test_plan_ranks_and_writes_the_best(run):
     assert json.loads(out)["ok"] is True
 
 
+@pytest.mark.parametrize("source", ["plan.json", "x.csv"])
+def test_check_run_compares_every_gradient_with_the_unsplit_model(run, source):
+    pytest.importorskip("torch")
+    run("plan --ranks 2 --microbatches 4 --comm 0.05 --memory 2 --slices 1 -o plan.json")
+    run("draw interleaved-zb --ranks 2 --microbatches 3 -o x.csv")
+    code, out, err = run(f"check {source} --run --json")
+    assert (code, err) == (0, "")
+    facts = json.loads(out)
+    assert facts["gradients"] > 10
+    assert facts["worst"] < 1e-10
+
+
+def test_check_run_says_that_slices_cannot_run_yet(run):
+    pytest.importorskip("torch")
+    run("draw seq1f1b --ranks 2 --microbatches 2 -o x.json")
+    code, _, err = run("check x.json --run")
+    assert code == 2
+    assert "does not run token slices yet" in err
+
+
 def test_plan_prints_a_table_that_fits(run):
     code, out, _ = run("plan --ranks 4 --microbatches 8 --comm 0.05 --memory 4 --top 5")
     assert code == 0

@@ -22,7 +22,8 @@ ROOMS = {
     "view": {"ir", "errors"},
     "runtime": {"ir", "cost", "errors"},
     "models": {"errors"},
-    "cli": {"ir", "cost", "schedules", "sim", "plan", "view", "errors"},
+    "train": {"ir", "runtime", "models", "errors"},
+    "cli": {"ir", "cost", "schedules", "sim", "plan", "view", "train", "errors"},
 }
 LIBRARIES = {
     "ir": {"numpy", "numba"},
@@ -33,6 +34,7 @@ LIBRARIES = {
     "view": {"numpy", "rich"},
     "runtime": {"numpy", "torch"},
     "models": {"torch"},
+    "train": {"torch"},
     "cli": {"typer", "rich"},
     "errors": set(),
 }

@@ -157,6 +157,18 @@ def test_a_slice_costs_by_its_length_and_its_prefix():
     assert one.of(10, 100) == pytest.approx(1 + 1 + 1 + 1.05)
 
 
+def test_recomputation_costs_a_forward_and_holds_the_input_alone():
+    def part(recompute: bool) -> PartCost:
+        return PartCost(Seconds(1), Seconds(1.5), Seconds(2), held=10, message=3, recompute=recompute)
+
+    schedule = make("gpipe", ranks=2, microbatches=3)
+    kept, again = (simulate(schedule, ModelCost((part(r),) * 2)) for r in (False, True))
+    assert {str(s.action): s.end - s.start for s in again.spans()}["1B0"] == 4.5
+    assert {str(s.action): s.end - s.start for s in kept.spans()}["1B0"] == 3.5
+    assert kept.peak_activations.tolist() == [30, 30]
+    assert again.peak_activations.tolist() == [9, 9]
+
+
 def test_noise_is_repeatable_bounded_and_different_by_seed():
     schedule, cost = make("1f1b", ranks=4, microbatches=8), UnitCost(comm=0.1)
     spans = [simulate(schedule, NoisyCost(cost, 0.2, seed)).makespan for seed in (0, 0, 1)]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Optional
 
 import typer
 
-from penstock.errors import FileError, PenstockError, ShapeError
+from penstock.errors import FileError, PenstockError, RunError, ShapeError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -168,24 +168,38 @@ def plan_(
 
 
 @app.command()
-def check(file: Annotated[Path, typer.Argument(help="A plan.json or a CSV of torch's.")], json: Json = False) -> None:
+def check(
+    file: Annotated[Path, typer.Argument(help="A plan.json or a CSV of torch's.")],
+    run: Annotated[bool, typer.Option("--run", help="Also run a small model through it; compare gradients.")] = False,
+    json: Json = False,
+) -> None:
     """Check a schedule: is it whole, can it run, can its program deadlock? Exit code 2 if not.
 
-    Example: penstock check plan.json
+    With --run a small Llama takes one step through it, on threads, and every gradient is compared with those of the
+    model in one piece.
+
+    Example: penstock check plan.json --run
     """
     from penstock.ir import lower, verify
 
     plan = _read(file)
     transfers = verify(lower(plan.schedule))
     schedule = plan.schedule
+    tried = _tried(schedule) if run else {}
     if json:
         _print_json({"ok": True, "file": str(file), "ranks": schedule.ranks, "actions": schedule.actions,
-                     "microbatches": len(schedule.microbatches), "messages": len(transfers)})  # fmt: skip
+                     "microbatches": len(schedule.microbatches), "messages": len(transfers), **tried})  # fmt: skip
         return
     _console().print(
         f"{file} is a schedule: {schedule.ranks} ranks, {len(schedule.microbatches)} micro-batches, {schedule.actions} "
         f"actions in an order that runs; {len(transfers)} messages, none of which can block another for ever."
     )
+    if tried:
+        apart = f"to within {tried['worst']:.2g}" if tried["worst"] else "bit for bit"
+        _console().print(
+            f"A small model went through it: {tried['gradients']} gradients and the loss, {tried['loss']:.6g}, are "
+            f"those of the model in one piece, {apart}."
+        )
 
 
 @app.command()
@@ -210,6 +224,22 @@ def compare(
         plan = _plan(source, _own(source, shape))
         sides.append((plan.name, _simulated(plan.schedule, cost)))
     _write(output, page(sides, f"{sides[0][0]} and {sides[1][0]}"))
+
+
+def _tried(schedule: Schedule) -> dict[str, object]:
+    """The outcome of a trial, or an error that says what differs."""
+    try:
+        from penstock.train import trial
+    except ModuleNotFoundError as error:
+        raise RunError(f"--run needs {error.name}, which is not installed: pip install 'penstock[torch]'") from None
+    found = trial(schedule)
+    if not found.exact:
+        raise RunError(
+            f"the gradient of {found.name} differs from that of the model in one piece by {found.worst:.3g}; "
+            f"the loss is {found.loss:.6g} against {found.whole_loss:.6g}\n"
+            "  this is a fault of Penstock's: please report it with the file"
+        )
+    return {"gradients": found.gradients, "worst": found.worst, "worst_in": found.name, "loss": found.loss}
 
 
 # ---------------------------------------------------------------- from words to schedules

@@ -43,6 +43,7 @@ class PartCost:
     kept: float | None = None  # of these, from I to the end of W; all unless given
     message: float = 0.0  # the result that goes to the next part, and its gradient back
     weights: float = 0.0  # weights, gradients and optimizer state, not for each token
+    recompute: bool = False  # keep the input alone (as large as a message), and run F again before the backward
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,16 +73,15 @@ class ModelCost:
         if self.speeds and rank >= len(self.speeds):
             raise ShapeError(f"the schedule has {schedule.ranks} ranks, the cost the speeds of {len(self.speeds)}")
         speed = self.speeds[rank] if self.speeds else 1.0
-        if action.op is Op.B and part.B is None:
-            return (part.I.of(end - begin, begin) + part.W.of(end - begin, begin)) / speed
-        curve = {Op.F: part.F, Op.B: part.B, Op.I: part.I, Op.W: part.W}[action.op]
-        assert curve is not None
-        return curve.of(end - begin, begin) / speed
+        again = (part.F,) if part.recompute and action.op in (Op.B, Op.I) else ()
+        whole = (part.I, part.W) if part.B is None else (part.B,)
+        curves = {Op.F: (part.F,), Op.B: whole, Op.I: (part.I,), Op.W: (part.W,)}[action.op]
+        return sum(curve.of(end - begin, begin) for curve in (*again, *curves)) / speed
 
     def held(self, schedule: Schedule, action: Action) -> float:
         """Bytes a forward leaves on its rank."""
-        begin, end = schedule.span(action)
-        return self.part(schedule, action.stage).held * (end - begin)
+        part, (begin, end) = self.part(schedule, action.stage), schedule.span(action)
+        return (part.message if part.recompute else part.held) * (end - begin)
 
     def kept(self, schedule: Schedule, action: Action) -> float:
         """Bytes an I leaves for its W."""
