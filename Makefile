@@ -16,7 +16,7 @@ $(VENV)/.ready: pyproject.toml
 demo: setup ## plan, simulate and draw: the pictures are in out/
 	mkdir -p $(OUT)
 	$(BIN)/penstock plan --ranks 4 --microbatches 8 --comm 0.05 --memory 4 --top 8 --output $(OUT)/plan.json
-	$(BIN)/penstock check $(OUT)/plan.json
+	$(BIN)/penstock check $(OUT)/plan.json --run
 	$(BIN)/penstock simulate $(OUT)/plan.json --comm 0.05
 	$(BIN)/penstock draw $(OUT)/plan.json --comm 0.05
 	$(BIN)/penstock draw $(OUT)/plan.json --comm 0.05 --output $(OUT)/plan.svg

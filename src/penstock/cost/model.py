@@ -76,7 +76,8 @@ class ModelCost:
         again = (part.F,) if part.recompute and action.op in (Op.B, Op.I) else ()
         whole = (part.I, part.W) if part.B is None else (part.B,)
         curves = {Op.F: (part.F,), Op.B: whole, Op.I: (part.I,), Op.W: (part.W,)}[action.op]
-        return sum(curve.of(end - begin, begin) for curve in (*again, *curves)) / speed
+        seconds: float = sum(curve.of(end - begin, begin) for curve in (*again, *curves))
+        return seconds / speed
 
     def held(self, schedule: Schedule, action: Action) -> float:
         """Bytes a forward leaves on its rank."""

@@ -68,8 +68,9 @@ class Timeline:
 
     @property
     def bubble(self) -> float:
-        """The fraction of all ranks' time in which they idle."""
-        return 1.0 - float(self.busy.sum()) / (self.schedule.ranks * self.makespan)
+        """The fraction of all ranks' time in which they idle; of no time at all, 0."""
+        whole = self.schedule.ranks * self.makespan
+        return 1.0 - float(self.busy.sum()) / whole if whole else 0.0
 
     @property
     def peak_activations(self) -> Floats:

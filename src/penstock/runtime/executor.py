@@ -14,6 +14,7 @@ import gc
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from math import prod
 
 import torch
 from torch import Tensor, nn
@@ -25,18 +26,28 @@ from penstock.runtime.batch import Batch
 from penstock.runtime.comm.comm import Arriving, Comm, Pending
 from penstock.runtime.recorder import Recorder
 from penstock.runtime.replicas import Replicas, Tied
-from penstock.runtime.steps import Do, Step, steps_of
+from penstock.runtime.steps import Do, Step, turns_of
 
 FORGET = 16  # sends on their way, at which the finished ones are forgotten
 Loss = Callable[[Tensor, Tensor], Tensor]  # logits and labels to the SUM of the losses of the labels that count
 
 
-@dataclass(frozen=True, slots=True)
 class Result:
-    """Of one step: the mean loss over all valid tokens and, if timed, when everything ran; alike on all ranks."""
+    """Of one step: the mean loss over all valid tokens and, if timed, when everything ran; alike on all ranks.
 
-    loss: float
-    timeline: Timeline | None = None
+    The loss is summed over the ranks while the caller goes on, and waited for when it is read.
+    """
+
+    __slots__ = ("_loss", "_sum", "timeline")
+
+    def __init__(self, loss: Tensor, summed: Pending, timeline: Timeline | None = None) -> None:
+        self._loss, self._sum, self.timeline = loss, summed, timeline
+
+    @property
+    def loss(self) -> float:
+        """The mean over all valid tokens of the step."""
+        self._sum.wait()
+        return float(self._loss)
 
 
 @dataclass(slots=True)
@@ -66,15 +77,21 @@ class Executor:
         self.program, self.comm, self.loss = program, comm, loss
         self.modules, self.width, self.dtype = dict(stages), width, dtype
         self.recompute, self.autocast = recompute, autocast
-        self.steps = steps_of(program, comm.rank)
-        self.receives = [step for step in self.steps if step.do is Do.RECEIVE]
+        self.turns = turns_of(program, comm.rank)
+        self.receives = [step for turn in self.turns for step in turn.messages if step.do is Do.RECEIVE]
         self.replicas = Replicas(program.schedule, self.modules, comm, tied)
         self.world = tuple(range(comm.ranks))
         self.recorder = Recorder(program.schedule, comm)
-        self.at = 0  # the step that runs now
-        if any(step.split for step in self.steps):
+        self.at = 0  # the turn that runs now
+        if any(turn.step is not None and turn.step.split for turn in self.turns):
             for module in self.modules.values():
                 make_deferrable(module)
+
+    @property
+    def doing(self) -> str:
+        """The action that runs now, or that waits for its input."""
+        step = self.turns[self.at].step
+        return str(step.instruction) if step is not None else "the start"
 
     def step(self, batch: Batch, timed: bool = False) -> Result:
         """Forward and backward of every micro-batch once; gradients are added to what is there."""
@@ -94,8 +111,8 @@ class _Pass:
         self.kept: dict[int, Kept] = {}
         self.out: list[Pending] = []
         self.posted = self.reached = 0  # receives
-        self.ahead = int(getattr(executor.comm, "ahead", 0))
         self.shapes = [(*shape, executor.width) for shape in batch.shapes]
+        self.ahead = _ahead(executor.comm.window, max(map(prod, self.shapes)) * executor.dtype.itemsize)
         self.losses: list[Tensor] = []
         self.start: list[float] = []
         self.end: list[float] = []
@@ -115,60 +132,69 @@ class _Pass:
         loss = torch.zeros((), dtype=torch.float64)
         for one in self.losses:
             loss += one
-        self.e.comm.add(loss, self.e.world).wait()
-        return Result(float(loss), self.e.recorder.gather(self.start, self.end, self.level) if self.timed else None)
+        summed = self.e.comm.add(loss, self.e.world)
+        times = self.e.recorder.gather(self.start, self.end, self.level) if self.timed else None
+        return Result(loss, summed, times)
 
-    def walk(self) -> None:
-        """Step after step."""
-        act = (self.forward, self.backward, self.weights, self.send, self.post, self.free)
-        clock, e, training = time.perf_counter, self.e, self.training
+    def walk(self) -> None:  # noqa: PLR0912  # the hot loop
+        """Turn after turn: an action once its input is there, then the messages that are due, then what is dropped."""
+        act = (self.forward, self.backward, self.weights)
+        e, held, training, replicas = self.e, self.held, self.training, self.e.replicas
         if training:
-            e.replicas.begin()
-        for number, step in enumerate(e.steps):
-            e.at = number
-            if step.do > Do.WEIGHTS:
-                act[step.do](step)
-            elif training or step.do is Do.FORWARD:
-                self.arrive(step)
-                self.start.append(clock())
-                act[step.do](step)
-                self.end.append(clock())
-                self.level.append(len(self.kept) + (step.do is not Do.FORWARD and step.forward not in self.kept))
-                if training and e.replicas.order:
-                    e.replicas.after(step.value)
+            replicas.begin()
+        self.post(self.ahead)
+        for number, turn in enumerate(e.turns):
+            step = turn.step
+            if step is not None and (training or step.do is Do.FORWARD):
+                e.at = number
+                value = held.get(step.source)
+                if value is not None and not isinstance(value, Tensor):
+                    held[step.source] = value.wait()
+                if self.timed:
+                    self.record(step, act[step.do])
+                else:
+                    act[step.do](step)
+                if replicas.order and training:
+                    replicas.after(step.value)
+            for message in turn.messages:
+                if message.do is Do.RECEIVE:
+                    self.reach()
+                elif training or not message.goes_back:
+                    self.send(message)
+            for freed in turn.frees:
+                held.pop(freed, None)
         for pending in self.out:
             pending.wait()
         if training:
-            e.replicas.finish()
+            replicas.finish()
+
+    def record(self, step: Step, act: Callable[[Step], None]) -> None:
+        """Acts, and notes when, and how many forwards are kept meanwhile."""
+        self.start.append(time.perf_counter())
+        act(step)
+        self.end.append(time.perf_counter())
+        self.level.append(len(self.kept) + (step.do is not Do.FORWARD and step.forward not in self.kept))
 
     # ------------------------------------------------------------ messages
-    def post(self, _: Step) -> None:
-        """Posts the receive that is due, and those that may be posted ahead."""
+    def reach(self) -> None:
+        """A receive is due: posts it, and when the window has become half empty, fills it."""
         self.reached += 1
-        most = min(self.reached + self.ahead, len(self.e.receives))
-        while self.posted < most:
+        if self.posted < self.reached + self.ahead // 2:
+            self.post(self.reached + self.ahead)
+
+    def post(self, most: int) -> None:
+        """Posts receives until so many are posted."""
+        while self.posted < min(most, len(self.e.receives)):
             step = self.e.receives[self.posted]
             self.posted += 1
             if self.training or not step.goes_back:
                 self.held[step.value] = self.e.comm.receive(self.shapes[step.microbatch], self.e.dtype, step.peer)
 
-    def arrive(self, step: Step) -> None:
-        """Waits for what an action takes from another rank."""
-        value = self.held.get(step.source)
-        if value is not None and not isinstance(value, Tensor):
-            self.held[step.source] = value.wait()
-
     def send(self, step: Step) -> None:
         """Sends without waiting; now and then forgets the sends that are over."""
-        if step.goes_back and not self.training:
-            return
         if len(self.out) >= FORGET:
             self.out = [pending for pending in self.out if not pending.done()]
-        self.out.append(self.e.comm.send(self.tensor(step.value).to(self.e.dtype), step.peer))
-
-    def free(self, step: Step) -> None:
-        """Drops what an action left."""
-        self.held.pop(step.value, None)
+        self.out.append(self.e.comm.send(self.tensor(step.value).detach().to(self.e.dtype), step.peer))
 
     def tensor(self, value: int) -> Tensor:
         """A value that is here."""
@@ -202,7 +228,7 @@ class _Pass:
         if step.last:
             self.losses.append(y.detach())
         else:
-            self.held[step.value] = y.detach()
+            self.held[step.value] = y
 
     def apply(self, step: Step, x: Tensor) -> Tensor:
         """A stage's module; on the last stage the loss: the micro-batch's share of the mean over all valid tokens."""
@@ -240,6 +266,11 @@ class _Pass:
         ledger = self.kept.pop(step.forward).ledger
         assert ledger is not None
         ledger.settle()
+
+
+def _ahead(window: int, size: int) -> int:
+    """How many receives may be posted before the program has them: as many as the window holds, if there is one."""
+    return min(max(window // max(size, 1), 4), 256) if window else 0
 
 
 def walk_back(y: Tensor, gradient: Tensor) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import IntEnum
+from itertools import pairwise
 
 from penstock.errors import ShapeError
 from penstock.ir.action import Action, Op
@@ -45,6 +46,29 @@ class Step:
     split: bool = False  # an I, or an F whose backward is an I
     peer: int = -1
     goes_back: bool = False  # a message that is a gradient
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One action with what follows it before the next: messages, in their order, and values to drop."""
+
+    step: Step | None  # None: only messages, before the first action
+    messages: tuple[Step, ...]
+    frees: tuple[int, ...]
+
+
+def turns_of(program: Program, rank: int) -> list[Turn]:
+    """A rank's lane as turns."""
+    steps = steps_of(program, rank)
+    starts = [number for number, step in enumerate(steps) if step.do <= Do.WEIGHTS]
+    cuts = sorted({0, *starts, len(steps)})
+    return [_turn(steps[begin:end]) for begin, end in pairwise(cuts)]
+
+
+def _turn(steps: list[Step]) -> Turn:
+    action = steps[0] if steps[0].do <= Do.WEIGHTS else None
+    messages = tuple(step for step in steps if step.do in (Do.SEND, Do.RECEIVE))
+    return Turn(action, messages, tuple(step.value for step in steps if step.do is Do.FREE))
 
 
 def steps_of(program: Program, rank: int) -> list[Step]:

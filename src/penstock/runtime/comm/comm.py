@@ -49,6 +49,11 @@ class Comm(Protocol):
         """How many there are."""
         ...
 
+    @property
+    def window(self) -> int:
+        """Bytes of receives that may be posted before the program has them; 0: none."""
+        ...
+
     def send(self, tensor: Tensor, target: int) -> Pending:
         """Sends a tensor."""
         ...

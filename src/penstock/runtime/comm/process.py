@@ -1,13 +1,21 @@
 """Ranks as processes on torch.distributed: gloo between CPUs, NCCL between GPUs, under any launcher.
 
-Messages carry no tags: between two ranks they arrive in the order in which they leave. On NCCL a receive that is posted
-early would block what comes after it, so there they are posted where the lowered program has them (`ahead` 0).
+Between two ranks messages arrive in the order in which they leave. gloo does not compare what comes with what is due: a
+larger tensor ends the process, a smaller one leaves rubbish. So a message goes under a tag made of its turn and its
+shape, and one that does not fit never meets its receive; the watchdog compares the two and says so:
+
+    rank 0   3rd to rank 1: (2, 5, 8) ── tag a ──►    .. ── tag b ──   3rd from rank 0: (2, 4, 8)   rank 1
+
+NCCL knows no tags, and there a receive that is posted early would block what comes after it: they are posted where the
+lowered program has them (`ahead` 0). Raw tensors travel; nothing that arrives is unpickled.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Iterable
 from datetime import timedelta
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -15,21 +23,66 @@ from torch import Tensor
 
 from penstock.errors import PeerLostError, RunError, StuckError
 
-Report = Callable[[int], str]  # what a rank is doing, as far as is known
+TURNS = 0xFFF  # turns are counted round and round, so that there are only so many tags
+TAGS = 0x7FFFFFFF
+NOBODY = 0x7FFFFFFE  # a tag under which nobody sends
+KEPT = 8  # messages to each rank whose shape is kept for the watchdog
+
+WINDOW = 64 << 20  # bytes of receives posted ahead
+
+
+class Message(NamedTuple):
+    """What is on its way, for the words of an error."""
+
+    kind: str  # "receive", "send", "sum" or "barrier"
+    peers: tuple[int, ...]  # the other one, or the whole group
+    turn: int = 0
+    shape: tuple[int, ...] = ()
+    dtype: torch.dtype | None = None
+
+    @property
+    def tensor(self) -> str:
+        """The tensor in words."""
+        return f"{str(self.dtype).removeprefix('torch.')} {tuple(self.shape)}"
+
+    def __str__(self) -> str:
+        if self.kind == "receive":
+            return f"for {self.tensor} from rank {self.peers[0]}"
+        if self.kind == "send":
+            return f"to send {self.tensor} to rank {self.peers[0]}"
+        return f"for the {self.kind} over ranks {' '.join(map(str, self.peers))}"
+
+
+class Guard(Protocol):
+    """Knows more about the other ranks than a broken connection tells: the watchdog."""
+
+    def explain(self, message: Message, late: bool) -> RunError:
+        """Why a wait has failed: `late`, it took too long; else the connection broke."""
+        ...
 
 
 class ProcessComm:
-    """This process's connection to the others of the default process group."""
+    """This process's connection to the others of the default process group.
 
-    def __init__(self, patience: float = 300.0, report: Report | None = None) -> None:
+    `device` is where tensors land: this rank's GPU under NCCL, else the CPU; gloo can serve a GPU through the CPU.
+    """
+
+    def __init__(self, patience: float = 300.0, device: torch.device | str | None = None) -> None:
         self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
-        self.patience, self.report = timedelta(seconds=patience), report or (lambda rank: "")
+        self.patience, self.limit = patience, timedelta(seconds=patience)
         self.on_gpu = dist.get_backend() == "nccl"
-        self.device = torch.device("cuda", torch.cuda.current_device()) if self.on_gpu else torch.device("cpu")
+        self.wire = torch.device("cuda", torch.cuda.current_device()) if self.on_gpu else torch.device("cpu")
+        self.device = self.wire if device is None else torch.device(device)
         world = dist.group.WORLD
         assert world is not None
         self.world = world  # asked directly: dist.isend and irecv look it up and check it anew each time
-        self.groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {tuple(range(self._ranks)): world}
+        self.everyone = tuple(range(self._ranks))
+        self.groups: dict[tuple[int, ...], dist.ProcessGroup] = {self.everyone: world}
+        self.sent, self.asked = [0] * self._ranks, [0] * self._ranks  # turns so far, by rank
+        self.recent: list[deque[Message]] = [deque(maxlen=KEPT) for _ in self.everyone]  # sends, by rank
+        self.flying: deque[tuple[dist.Work, Message]] = deque()  # NCCL: given to the GPU; the watchdog takes them out
+        self.waiting: Message | None = None  # what this rank waits for now
+        self.guard: Guard | None = None
 
     @property
     def rank(self) -> int:
@@ -42,66 +95,137 @@ class ProcessComm:
         return self._ranks
 
     @property
-    def ahead(self) -> int:
-        """How many receives may be posted before the program has them."""
-        return 0 if self.on_gpu else 4
+    def window(self) -> int:
+        """Bytes of receives that may be posted before the program has them."""
+        return 0 if self.on_gpu else WINDOW
 
     def prepare(self, groups: list[tuple[int, ...]]) -> None:
         """Makes the groups that `add` will be asked for; all ranks call it with the same list."""
-        for group in groups:
-            if group not in self.groups:
-                made = dist.new_group(list(group))
-                assert isinstance(made, dist.ProcessGroup)
+        due = [group for group in groups if group not in self.groups]
+        self._agree(due)
+        for group in due:
+            made = dist.new_group(list(group))
+            if isinstance(made, dist.ProcessGroup):  # else this rank is not in it
                 self.groups[group] = made
+
+    def _agree(self, groups: list[tuple[int, ...]]) -> None:
+        """All ranks must make the same groups, else `new_group` waits for ever: n Σc² = (Σc)² if all c are alike."""
+        code = fold(0, [n for group in groups for n in (len(group), *group)]) % 100_003
+        sums = torch.tensor([code, code * code], dtype=torch.int64)
+        self.add(sums, self.everyone).wait()
+        if int(sums[1]) * self._ranks != int(sums[0]) ** 2:
+            raise RunError(f"the ranks prepare different groups; rank {self._rank} prepares {groups}")
 
     def send(self, tensor: Tensor, target: int) -> _Work:
         """Sends a tensor."""
-        work = self.world.send([tensor.contiguous()], target, 0)
-        return _Work(self, work, f"to send to rank {target}", target, tensor)
+        turn = self.sent[target] = (self.sent[target] + 1) & TURNS
+        raw = tensor.to(self.wire).contiguous()
+        message = Message("send", (target,), turn, raw.shape, raw.dtype)
+        self.recent[target].append(message)
+        try:
+            return self._fly(self.world.send([raw], target, tag_of(message)), message, raw)
+        except RuntimeError as error:
+            raise self.trouble(message, error) from None
 
     def receive(self, shape: tuple[int, ...], dtype: torch.dtype, source: int) -> _Landing:
         """Receives the next tensor of a rank."""
-        buffer = torch.empty(shape, dtype=dtype, device=self.device)
-        work = self.world.recv([buffer], source, 0)
-        return _Landing(_Work(self, work, f"for a tensor from rank {source}", source, buffer))
+        turn = self.asked[source] = (self.asked[source] + 1) & TURNS
+        buffer = torch.empty(shape, dtype=dtype, device=self.wire)
+        message = Message("receive", (source,), turn, shape, dtype)
+        try:
+            return _Landing(self._fly(self.world.recv([buffer], source, tag_of(message)), message, buffer))
+        except RuntimeError as error:
+            raise self.trouble(message, error) from None
 
     def add(self, tensor: Tensor, group: tuple[int, ...]) -> _Work:
         """Sums a tensor over a group of ranks, in place."""
-        work = dist.all_reduce(tensor, group=self.groups[group], async_op=True)
+        if group not in self.groups:
+            raise RunError(f"no group of ranks {group} yet: all ranks first call comm.prepare(groups_of(schedule))")
+        message = Message("sum", group)
+        raw = tensor.to(self.wire).contiguous()
+        try:
+            work = dist.all_reduce(raw, group=self.groups[group], async_op=True)
+        except RuntimeError as error:
+            raise self.trouble(message, error) from None
         assert work is not None
-        return _Work(self, work, f"for the sum over ranks {' '.join(map(str, group))}", -1, tensor)
+        return self._fly(work, message, raw, None if raw is tensor else tensor)
 
     def barrier(self) -> None:
         """Waits for all ranks."""
-        dist.barrier()
+        message = Message("barrier", self.everyone)
+        try:
+            work = dist.barrier(async_op=True)
+        except RuntimeError as error:
+            raise self.trouble(message, error) from None
+        assert work is not None
+        self._fly(work, message, torch.empty(0)).wait()
 
-    def trouble(self, what: str, peer: int, error: RuntimeError) -> RunError:
+    def _fly(self, work: dist.Work, message: Message, tensor: Tensor, home: Tensor | None = None) -> _Work:
+        if self.on_gpu:
+            self.flying.append((work, message))
+        return _Work(self, work, message, tensor, home)
+
+    def cut(self) -> None:
+        """Breaks this rank's connections, so that every wait on them ends, here and on the others.
+
+        gloo has no call for it, but does so when a receive is late. NCCL is left to the end of the process.
+        """
+        for group, made in self.groups.items():
+            if len(group) > 1 and not self.on_gpu:
+                someone = 1 if group[0] == self._rank else 0
+                try:
+                    made.recv([torch.empty(1)], someone, NOBODY).wait(timedelta(milliseconds=1))
+                except RuntimeError:
+                    continue
+
+    def trouble(self, message: Message, error: RuntimeError) -> RunError:
         """A failed wait in words."""
-        doing = self.report(peer) if peer >= 0 else ""
-        if "imed out" in str(error) or "timeout" in str(error):
-            waited = f"rank {self._rank} waits {what} for more than {self.patience.total_seconds():g} s"
-            return StuckError(f"{waited}{f'; {doing}' if doing else ''}")
-        lost = f"rank {self._rank} waits {what}, but the connection is lost"
-        return PeerLostError(f"{lost}{f'; {doing}' if doing else ''}")
+        late = "Timed out waiting" in str(error) or "Operation timed out" in str(error)
+        if self.guard is not None:
+            return self.guard.explain(message, late)
+        if late:
+            return StuckError(f"rank {self._rank} waits {message} for more than {self.patience:g} s")
+        return PeerLostError(f"rank {self._rank} waits {message}, but the connection is lost")
+
+
+def tag_of(message: Message) -> int:
+    """The tag of a message: its turn, the size of its numbers and its shape, in one number."""
+    assert message.dtype is not None
+    return fold(message.turn * 16 + message.dtype.itemsize, message.shape) % NOBODY
+
+
+def fold(number: int, sizes: Iterable[int]) -> int:
+    """One number of many: alike for alike ones on every machine, different for almost all others."""
+    for size in sizes:
+        number = (number * 1_000_003 + size + 1) & TAGS
+    return number
 
 
 class _Work:
     """A message or a sum on its way; keeps its tensor until then."""
 
-    __slots__ = ("comm", "peer", "tensor", "what", "work")
+    __slots__ = ("comm", "home", "message", "tensor", "work")
 
-    def __init__(self, comm: ProcessComm, work: dist.Work, what: str, peer: int, tensor: Tensor) -> None:
-        self.comm, self.work, self.what, self.peer, self.tensor = comm, work, what, peer, tensor
+    def __init__(
+        self, comm: ProcessComm, work: dist.Work, message: Message, tensor: Tensor, home: Tensor | None
+    ) -> None:
+        self.comm, self.work, self.message, self.tensor, self.home = comm, work, message, tensor, home
 
     def wait(self) -> None:
         """Until it is over."""
+        comm = self.comm
+        comm.waiting = self.message
         try:
-            self.work.wait(self.comm.patience)
+            self.work.wait(comm.limit)
         except RuntimeError as error:
-            raise self.comm.trouble(self.what, self.peer, error) from None
+            raise comm.trouble(self.message, error) from None
+        comm.waiting = None
+        if self.home is not None:
+            self.home.copy_(self.tensor)
+            self.home = None
 
     def done(self) -> bool:
-        """Whether it is."""
+        """Whether it is; gloo says so only of what has been waited for."""
         return bool(self.work.is_completed())
 
 
@@ -116,4 +240,4 @@ class _Landing:
     def wait(self) -> Tensor:
         """Until it is there."""
         self.work.wait()
-        return self.work.tensor
+        return self.work.tensor.to(self.work.comm.device)
