@@ -12,8 +12,10 @@ from torch import nn
 from penstock import REGISTRY, UnitCost, lower, make, needs, simulate
 from penstock.errors import ShapeError
 from penstock.ir.compare import compare
+from penstock.models import Llama, LlamaConfig, split
 from penstock.runtime import Executor, Ledger, batch_of, cut_batch, make_deferrable, run_threads
 from penstock.runtime.backward import record_in
+from penstock.runtime.memory import keep_freed_memory
 from penstock.schedules.transforms import split_backward
 from pipelines import data, gpt, layers_of, llama, piped, unsplit, worst
 
@@ -193,10 +195,12 @@ def test_a_split_backward_leaves_every_linear_weight_to_w():
 
 
 def test_the_halves_of_a_backward_take_little_more_than_the_whole():
+    keep_freed_memory()  # as an executor does
     torch.manual_seed(0)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    part = nn.Sequential(*[nn.Sequential(nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256)) for _ in range(4)])
+    config = LlamaConfig(vocab=64, width=256, layers=4, heads=8, kv_heads=8, inner=672)
+    part = split(Llama(config), (0, 3, 1))[1]
     make_deferrable(part)
     x = torch.randn(4, 128, 256)
 

@@ -4,7 +4,9 @@ from penstock.runtime.backward import Ledger, current_ledger, defer, make_deferr
 from penstock.runtime.batch import Batch, batch_of, cut_batch
 from penstock.runtime.comm import Comm, ProcessComm, ThreadComm, run_threads
 from penstock.runtime.executor import Executor, Result, execute
+from penstock.runtime.launch import finish, init, spawn
 from penstock.runtime.replicas import Tied
+from penstock.runtime.watchdog import watching
 
 __all__ = [
     "Batch",
@@ -20,6 +22,10 @@ __all__ = [
     "cut_batch",
     "defer",
     "execute",
+    "finish",
+    "init",
     "make_deferrable",
     "run_threads",
+    "spawn",
+    "watching",
 ]

@@ -24,8 +24,9 @@ from penstock.ir.timeline import Timeline
 from penstock.runtime.backward import Ledger, make_deferrable, record_in
 from penstock.runtime.batch import Batch
 from penstock.runtime.comm.comm import Arriving, Comm, Pending
-from penstock.runtime.recorder import Recorder
-from penstock.runtime.replicas import Replicas, Tied
+from penstock.runtime.memory import keep_freed_memory
+from penstock.runtime.recorder import Recorder, Recording
+from penstock.runtime.replicas import Replicas, Tied, groups_of
 from penstock.runtime.steps import Do, Step, turns_of
 
 FORGET = 16  # sends on their way, at which the finished ones are forgotten
@@ -35,19 +36,24 @@ Loss = Callable[[Tensor, Tensor], Tensor]  # logits and labels to the SUM of the
 class Result:
     """Of one step: the mean loss over all valid tokens and, if timed, when everything ran; alike on all ranks.
 
-    The loss is summed over the ranks while the caller goes on, and waited for when it is read.
+    Both are brought together over the ranks while the caller goes on, and waited for when they are read.
     """
 
-    __slots__ = ("_loss", "_sum", "timeline")
+    __slots__ = ("_loss", "_recording", "_sum")
 
-    def __init__(self, loss: Tensor, summed: Pending, timeline: Timeline | None = None) -> None:
-        self._loss, self._sum, self.timeline = loss, summed, timeline
+    def __init__(self, loss: Tensor, summed: Pending, recording: Recording | None = None) -> None:
+        self._loss, self._sum, self._recording = loss, summed, recording
 
     @property
     def loss(self) -> float:
         """The mean over all valid tokens of the step."""
         self._sum.wait()
         return float(self._loss)
+
+    @property
+    def timeline(self) -> Timeline | None:
+        """When everything ran; None if the step was not timed."""
+        return None if self._recording is None else self._recording.timeline()
 
 
 @dataclass(slots=True)
@@ -57,10 +63,11 @@ class Kept:
     x: Tensor
     y: Tensor | None  # None: to be computed again
     ledger: Ledger | None
+    borrowed: list[Tensor]  # buffers that x, and the gradient of y, were received into
 
 
 class Executor:
-    """One rank's lane, ready to run step after step."""
+    """One rank's lane, ready to run step after step. All ranks make theirs at the same time."""
 
     def __init__(
         self,
@@ -79,6 +86,8 @@ class Executor:
         self.recompute, self.autocast = recompute, autocast
         self.turns = turns_of(program, comm.rank)
         self.receives = [step for turn in self.turns for step in turn.messages if step.do is Do.RECEIVE]
+        keep_freed_memory()
+        comm.prepare(groups_of(program.schedule, tied))
         self.replicas = Replicas(program.schedule, self.modules, comm, tied)
         self.world = tuple(range(comm.ranks))
         self.recorder = Recorder(program.schedule, comm)
@@ -110,6 +119,7 @@ class _Pass:
         self.held: dict[int, Tensor | Arriving] = {}
         self.kept: dict[int, Kept] = {}
         self.out: list[Pending] = []
+        self.received = False  # whether what the next action takes lies in a buffer of ours
         self.posted = self.reached = 0  # receives
         self.shapes = [(*shape, executor.width) for shape in batch.shapes]
         self.ahead = _ahead(executor.comm.window, max(map(prod, self.shapes)) * executor.dtype.itemsize)
@@ -150,6 +160,7 @@ class _Pass:
                 value = held.get(step.source)
                 if value is not None and not isinstance(value, Tensor):
                     held[step.source] = value.wait()
+                    self.received = training
                 if self.timed:
                     self.record(step, act[step.do])
                 else:
@@ -215,12 +226,12 @@ class _Pass:
         elif step.stage in self.e.recompute:
             with torch.no_grad():
                 self.give(step, self.apply(step, x))
-            self.kept[step.value] = Kept(x, None, Ledger() if step.split else None)
+            self.kept[step.value] = Kept(x, None, Ledger() if step.split else None, self.borrow(step))
         else:
             ledger = Ledger() if step.split else None
             record_in(ledger)
             y = self.apply(step, x)
-            self.kept[step.value] = Kept(x, y, ledger)
+            self.kept[step.value] = Kept(x, y, ledger, self.borrow(step))
             self.give(step, y)
 
     def give(self, step: Step, y: Tensor) -> None:
@@ -257,15 +268,30 @@ class _Pass:
         else:
             walk_back(kept.y, self.tensor(step.source).to(kept.y.dtype))
         kept.y = None  # the graph goes with it
-        if kept.x.grad is not None:
-            self.held[step.value] = kept.x.grad
-            kept.x.grad = None
+        gradient, kept.x.grad = kept.x.grad, None
+        kept.borrowed += self.borrow(step)
+        if gradient is not None:
+            self.held[step.value] = gradient
+            kept.borrowed = [one for one in kept.borrowed if one.data_ptr() != gradient.data_ptr()]  # it is sent on
+        if not step.split:
+            self.give_back(kept)
+
+    def borrow(self, step: Step) -> list[Tensor]:
+        """The buffer into which an action's input was received, if it was."""
+        received, self.received = self.received, False
+        return [self.tensor(step.source)] if received else []
+
+    def give_back(self, kept: Kept) -> None:
+        """Lets the buffers of a micro-batch that is done with take the next messages."""
+        for buffer in kept.borrowed:
+            self.e.comm.give_back(buffer)
 
     def weights(self, step: Step) -> None:
         """What the I has left."""
-        ledger = self.kept.pop(step.forward).ledger
-        assert ledger is not None
-        ledger.settle()
+        kept = self.kept.pop(step.forward)
+        assert kept.ledger is not None
+        kept.ledger.settle()
+        self.give_back(kept)
 
 
 def _ahead(window: int, size: int) -> int:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from penstock.ir.schedule import Schedule
 from penstock.ir.timeline import Timeline
-from penstock.runtime.comm.comm import Comm
+from penstock.runtime.comm.comm import Comm, Pending
 
 PINGS = 8
 
@@ -30,8 +30,8 @@ class Recorder:
         self.schedule, self.comm = schedule, comm
         self.offset: float | None = None  # of this rank's clock against rank 0's
 
-    def gather(self, start: Sequence[float], end: Sequence[float], level: Sequence[int]) -> Timeline:
-        """The timeline of a step, on every rank. All ranks call it, each with what it has recorded."""
+    def gather(self, start: Sequence[float], end: Sequence[float], level: Sequence[int]) -> Recording:
+        """Begins to bring together what the ranks have recorded. All ranks call it, each with its own."""
         if self.offset is None:
             self.offset = clock_offset(self.comm)
         table, rank = self.schedule.table, self.comm.rank
@@ -41,8 +41,21 @@ class Recorder:
         columns[0, here] = torch.tensor(start, dtype=torch.float64) - self.offset
         columns[1, here] = torch.tensor(end, dtype=torch.float64) - self.offset
         columns[2, here] = torch.tensor(level, dtype=torch.float64) * torch.from_numpy(share)
-        self.comm.add(columns, tuple(range(self.comm.ranks))).wait()
-        return _timeline(self.schedule, columns)
+        return Recording(self.schedule, columns, self.comm.add(columns, tuple(range(self.comm.ranks))))
+
+
+class Recording:
+    """A step's times on their way to every rank."""
+
+    __slots__ = ("columns", "pending", "schedule")
+
+    def __init__(self, schedule: Schedule, columns: Tensor, pending: Pending) -> None:
+        self.schedule, self.columns, self.pending = schedule, columns, pending
+
+    def timeline(self) -> Timeline:
+        """The timeline, once all times are here."""
+        self.pending.wait()
+        return _timeline(self.schedule, self.columns)
 
 
 def _timeline(schedule: Schedule, columns: Tensor) -> Timeline:

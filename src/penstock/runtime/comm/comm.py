@@ -62,6 +62,14 @@ class Comm(Protocol):
         """Receives the next tensor of a rank, which has that shape and type."""
         ...
 
+    def give_back(self, tensor: Tensor) -> None:
+        """A received tensor that nobody looks at any more: its memory may take the next one."""
+        ...
+
+    def prepare(self, groups: list[tuple[int, ...]]) -> None:
+        """Makes ready the groups that `add` will be asked for; all ranks call it with the same list."""
+        ...
+
     def add(self, tensor: Tensor, group: tuple[int, ...]) -> Pending:
         """Sums a tensor over a group of ranks, in place. All of a group call it in the same order."""
         ...

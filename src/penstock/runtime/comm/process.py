@@ -7,7 +7,7 @@ shape, and one that does not fit never meets its receive; the watchdog compares 
     rank 0   3rd to rank 1: (2, 5, 8) ── tag a ──►    .. ── tag b ──   3rd from rank 0: (2, 4, 8)   rank 1
 
 NCCL knows no tags, and there a receive that is posted early would block what comes after it: they are posted where the
-lowered program has them (`ahead` 0). Raw tensors travel; nothing that arrives is unpickled.
+lowered program has them (`window` 0). Raw tensors travel; nothing that arrives is unpickled.
 """
 
 from __future__ import annotations
@@ -69,20 +69,21 @@ class ProcessComm:
 
     def __init__(self, patience: float = 300.0, device: torch.device | str | None = None) -> None:
         self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
-        self.patience, self.limit = patience, timedelta(seconds=patience)
-        self.on_gpu = dist.get_backend() == "nccl"
+        self.patience, self.on_gpu = patience, dist.get_backend() == "nccl"
         self.wire = torch.device("cuda", torch.cuda.current_device()) if self.on_gpu else torch.device("cpu")
         self.device = self.wire if device is None else torch.device(device)
         world = dist.group.WORLD
         assert world is not None
         self.world = world  # asked directly: dist.isend and irecv look it up and check it anew each time
         self.everyone = tuple(range(self._ranks))
-        self.groups: dict[tuple[int, ...], dist.ProcessGroup] = {self.everyone: world}
+        self.groups: dict[tuple[int, ...], dist.ProcessGroup] = {self.everyone: world}  # those this rank is in
+        self.prepared = {self.everyone}  # all
         self.sent, self.asked = [0] * self._ranks, [0] * self._ranks  # turns so far, by rank
         self.recent: list[deque[Message]] = [deque(maxlen=KEPT) for _ in self.everyone]  # sends, by rank
         self.flying: deque[tuple[dist.Work, Message]] = deque()  # NCCL: given to the GPU; the watchdog takes them out
+        self.spare: dict[tuple[tuple[int, ...], torch.dtype], list[Tensor]] = {}  # buffers to receive into again
         self.waiting: Message | None = None  # what this rank waits for now
-        self.guard: Guard | None = None
+        self.listen_to(None)
 
     @property
     def rank(self) -> int:
@@ -99,14 +100,21 @@ class ProcessComm:
         """Bytes of receives that may be posted before the program has them."""
         return 0 if self.on_gpu else WINDOW
 
+    def listen_to(self, guard: Guard | None, spare: float = 0.0) -> None:
+        """Asks that guard when a wait fails. It has so many seconds more than the patience to end a wait itself."""
+        self.guard = guard
+        # NCCL's waits are for the GPU to do; one with a limit would make the CPU wait instead
+        self.limit = timedelta(seconds=0.0 if self.on_gpu else self.patience + spare)
+
     def prepare(self, groups: list[tuple[int, ...]]) -> None:
         """Makes the groups that `add` will be asked for; all ranks call it with the same list."""
-        due = [group for group in groups if group not in self.groups]
+        due = [group for group in groups if group not in self.prepared]
         self._agree(due)
         for group in due:
             made = dist.new_group(list(group))
             if isinstance(made, dist.ProcessGroup):  # else this rank is not in it
                 self.groups[group] = made
+            self.prepared.add(group)
 
     def _agree(self, groups: list[tuple[int, ...]]) -> None:
         """All ranks must make the same groups, else `new_group` waits for ever: n Σc² = (Σc)² if all c are alike."""
@@ -130,12 +138,18 @@ class ProcessComm:
     def receive(self, shape: tuple[int, ...], dtype: torch.dtype, source: int) -> _Landing:
         """Receives the next tensor of a rank."""
         turn = self.asked[source] = (self.asked[source] + 1) & TURNS
-        buffer = torch.empty(shape, dtype=dtype, device=self.wire)
+        spare = self.spare.get((shape, dtype))
+        buffer = spare.pop() if spare else torch.empty(shape, dtype=dtype, device=self.wire)
         message = Message("receive", (source,), turn, shape, dtype)
         try:
             return _Landing(self._fly(self.world.recv([buffer], source, tag_of(message)), message, buffer))
         except RuntimeError as error:
             raise self.trouble(message, error) from None
+
+    def give_back(self, tensor: Tensor) -> None:
+        """A received tensor that nobody looks at any more: its memory takes the next one of its shape."""
+        if tensor.device == self.wire:
+            self.spare.setdefault((tuple(tensor.shape), tensor.dtype), []).append(tensor)
 
     def add(self, tensor: Tensor, group: tuple[int, ...]) -> _Work:
         """Sums a tensor over a group of ranks, in place."""

@@ -71,6 +71,12 @@ class ThreadComm:
         self.asked[source] += 1
         return _Mail(self, source, self.asked[source], shape)
 
+    def prepare(self, groups: list[tuple[int, ...]]) -> None:
+        """Nothing to do."""
+
+    def give_back(self, tensor: Tensor) -> None:
+        """Nothing to do: the memory is the sender's."""
+
     def add(self, tensor: Tensor, group: tuple[int, ...]) -> _Summing:
         """Sums over the group, in the order of the ranks: the same bits every time."""
         turn = self.turns[group] = self.turns.get(group, -1) + 1

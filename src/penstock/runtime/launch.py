@@ -1,0 +1,253 @@
+"""How ranks come to be: under torchrun or any launcher that sets its environment, or as processes of this machine.
+
+    torchrun --nproc-per-node 4 train.py       in train.py:   comm = init() ... finish()
+    spawn(4, work, 1, "a")                     calls          work(comm, 1, "a")   in each of four new processes
+
+`spawn` keeps the store that the ranks meet at, on a port that the system picks: no two runs can want the same one. What
+the workers return comes back through pipes to our own children. None of them outlives the call, nor this process.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import BaseContext
+from multiprocessing.process import BaseProcess
+from typing import Any, Generic, TypeAlias, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
+from torch.distributed.distributed_c10d import Store
+from torch.distributed.rendezvous import rendezvous
+
+from penstock.errors import PeerLostError, RunError
+from penstock.runtime.board import ERRORS
+from penstock.runtime.comm.process import ProcessComm
+
+T = TypeVar("T")
+Worker: TypeAlias = tuple[BaseProcess, Connection]  # and what it says
+HERE = "127.0.0.1"
+SPARE = 30.0  # seconds by which torch's own limits are longer than ours, so that ours speak first
+MERCY = 12.0  # for the other workers to say what they have seen, once one has failed
+KILLED, ENDED = "(killed)", "(ended)"
+NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+# ---------------------------------------------------------------- under a launcher
+def init(
+    backend: str | None = None, patience: float = 300.0, device: torch.device | str | None = None
+) -> ProcessComm:  # fmt: skip
+    """Joins the ranks that torchrun has started. NCCL if every rank has a GPU of its own, else gloo; or as you say.
+
+    `patience`: after how many seconds a wait is a `StuckError`. `device`: where tensors land, if not on the own GPU
+    (NCCL) or the CPU (gloo).
+    """
+    if not dist.is_initialized():
+        missing = [name for name in NEEDED if name not in os.environ]
+        if missing:
+            raise RunError(f"no {' '.join(missing)} in the environment: start with torchrun --nproc-per-node RANKS ...")
+        limit = timedelta(seconds=patience + SPARE)
+        store, rank, ranks = next(rendezvous("env://", timeout=limit))
+        _join(backend or _backend(store, rank, ranks), store, rank, ranks, limit)
+    return ProcessComm(patience, device)
+
+
+def _join(backend: str, store: Store, rank: int, ranks: int, limit: timedelta) -> None:
+    gpu = None
+    if backend == "nccl":
+        gpu = torch.device("cuda", _gpu())
+        torch.cuda.set_device(gpu)
+    try:
+        dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=limit, device_id=gpu)
+    except RuntimeError as error:
+        raise PeerLostError(f"rank {rank} of {ranks} cannot reach the others: {error}") from None
+
+
+def _gpu() -> int:
+    """The GPU that is this rank's by its place on its machine."""
+    return int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count()
+
+
+def _backend(store: Store, rank: int, ranks: int) -> str:
+    """The same answer on all ranks: they compare their GPUs."""
+    mine = str(torch.cuda.get_device_properties(_gpu()).uuid) if torch.cuda.is_available() else ""
+    store.set(f"penstock/gpu/{rank}", mine)
+    keys = [f"penstock/gpu/{other}" for other in range(ranks)]
+    store.wait(keys)
+    gpus = {store.get(key) for key in keys}
+    return "nccl" if dist.is_nccl_available() and b"" not in gpus and len(gpus) == ranks else "gloo"
+
+
+def finish() -> None:
+    """Waits for the others, then leaves. Only after success: a rank that fails just ends."""
+    if not dist.is_initialized():
+        return
+    try:
+        dist.barrier()
+    except RuntimeError:
+        raise PeerLostError("a rank has died or left before all had finished") from None
+    dist.destroy_process_group()
+
+
+# ---------------------------------------------------------------- on this machine
+@dataclass(frozen=True, slots=True)
+class Outcome(Generic[T]):
+    """What became of a worker: a result, or the name of an error (or `KILLED`, `ENDED`) and its text."""
+
+    rank: int
+    code: int | None  # it exited with; below 0: killed by that signal
+    result: T | None = None
+    error: str = ""
+    text: str = ""
+    trace: str = ""
+
+    def __str__(self) -> str:
+        if self.error in ERRORS:
+            return self.text
+        if self.error in (KILLED, ENDED):
+            return f"rank {self.rank} {self.text}"
+        return f"rank {self.rank} has failed: {self.error}: {self.text}\n\n{self.trace}".strip()
+
+    @property
+    def guilt(self) -> int:
+        """How likely it began the end of a run: an error of its own, killed, hurt by another's end, ended by us."""
+        return {"PeerLostError": 2, KILLED: 3, ENDED: 1, "": 0}.get(self.error, 4)
+
+
+def spawn(ranks: int, work: Callable[..., T], *args: Any, patience: float = 300.0) -> list[T]:
+    """Runs `work(comm, *args)` in so many processes, with gloo between them; their results by rank.
+
+    `work` and its arguments are pickled for our own children, so `work` is a function of a module. If a worker fails,
+    the others are ended, and its error is raised here: a `RunError` with its text.
+    """
+    found = outcomes(ranks, work, *args, patience=patience)
+    worst = max(found, key=lambda outcome: outcome.guilt)
+    if worst.error == KILLED:
+        witness = [str(other) for other in found if other.error in ERRORS]
+        raise PeerLostError("\n\n".join([str(worst), *witness[:1]]))
+    if worst.error:
+        raise ERRORS.get(worst.error, RunError)(str(worst))
+    return [outcome.result for outcome in found]  # type: ignore[misc]
+
+
+def outcomes(ranks: int, work: Callable[..., T], *args: Any, patience: float = 300.0) -> list[Outcome[T]]:
+    """Like `spawn`, but tells of every worker, by rank, how it ended."""
+    if work.__module__ == "__main__" and not hasattr(sys.modules["__main__"], "__file__"):
+        raise RunError(
+            f"other processes cannot import {work.__qualname__}: put it into a file and import it from there"
+        )
+    store = TCPStore(HERE, 0, is_master=True, wait_for_workers=False)
+    context = _context()
+    workers: list[Worker] = []
+    try:
+        for rank in range(ranks):
+            ours, theirs = context.Pipe(duplex=False)
+            given = (rank, ranks, store.port, patience, theirs, dict(os.environ), work, args)
+            process = context.Process(target=_worker, args=given, name=f"rank {rank}")  # type: ignore[attr-defined]
+            workers.append((process, ours))
+            process.start()
+            theirs.close()
+        return _collect(workers)
+    finally:
+        _bury(workers)
+
+
+def _context() -> BaseContext:
+    """New processes, or on Linux forks of one new process that has torch loaded: seconds faster."""
+    if sys.platform != "linux":
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    return context
+
+
+def _collect(workers: list[Worker]) -> list[Outcome[Any]]:
+    """What the workers say; once one has failed, the others have a moment left."""
+    found: dict[int, Outcome[Any]] = {}
+    end = float("inf")
+    while len(found) < len(workers) and time.monotonic() < end:
+        open_ = {pipe: rank for rank, (_, pipe) in enumerate(workers) if rank not in found}
+        for pipe in wait(list(open_), timeout=min(end - time.monotonic(), 3600.0)):
+            rank = open_[pipe]  # type: ignore[index]
+            found[rank] = _outcome(rank, *workers[rank])
+            if found[rank].error:
+                end = min(end, time.monotonic() + MERCY)
+    for rank in set(range(len(workers))) - set(found):
+        found[rank] = Outcome(rank, None, error=ENDED, text="had to be ended")
+    return [found[rank] for rank in sorted(found)]
+
+
+def _outcome(rank: int, process: BaseProcess, pipe: Connection) -> Outcome[Any]:
+    """What one worker has said before it ended; a word from outside if it could not."""
+    try:
+        good, raw = pipe.recv_bytes(), pipe.recv_bytes()
+    except EOFError:
+        process.join(MERCY)
+        code = process.exitcode
+        if code is not None and code < 0:
+            return Outcome(rank, code, error=KILLED, text=f"was killed by {signal.Signals(-code).name}")
+        return Outcome(rank, code, error=KILLED, text=f"ended with exit code {code} before it could say why")
+    process.join(MERCY)
+    if good == b"1":
+        return Outcome(rank, process.exitcode, pickle.loads(raw))
+    return Outcome(rank, process.exitcode, **json.loads(raw))
+
+
+def _bury(workers: list[Worker]) -> None:
+    """Ends what still runs."""
+    for process, pipe in workers:
+        if process.pid is not None:
+            process.kill()
+            process.join()
+            process.close()
+        pipe.close()
+
+
+# ---------------------------------------------------------------- in a worker
+def _worker(
+    rank: int, ranks: int, port: int, patience: float, pipe: Connection, environment: dict[str, str],
+    work: Callable[..., T], args: tuple[Any, ...],
+) -> None:  # fmt: skip
+    """Runs the work and says how it went. A failed worker ends at once: torch might wait for threads that hang."""
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    os.environ.update(environment)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))
+    limit = timedelta(seconds=patience + SPARE)
+    try:
+        _join("gloo", TCPStore(HERE, port, is_master=False, timeout=limit), rank, ranks, limit)
+        result = work(ProcessComm(patience), *args)
+        finish()
+        _say(pipe, b"1", pickle.dumps(result))
+    except BaseException as error:
+        said = {"error": type(error).__name__, "text": str(error), "trace": traceback.format_exc()}
+        _say(pipe, b"0", json.dumps(said).encode())
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
+
+
+def _say(pipe: Connection, good: bytes, raw: bytes) -> None:
+    pipe.send_bytes(good)
+    pipe.send_bytes(raw)
+    pipe.close()
+
+
+def _end_with_parent() -> None:
+    """A worker whose parent is gone ends too."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        wait([parent.sentinel])
+        os._exit(1)
