@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 
 import penstock
@@ -340,11 +341,10 @@ def test_a_long_story_is_cut():
     assert "  and 68 more" in lost(0, states, [3]).text
 
 
-def test_tags_differ_where_messages_do():
-    def tag(turn, shape, dtype=process.torch.float32):
-        return process.tag_of(process.Message("send", (0,), turn, shape, dtype))
-
-    tags = [tag(turn, (rows, 128, width)) for turn in range(64) for rows in range(4) for width in (64, 512, 4096)]
-    tags += [tag(1, (128, 4, 64)), tag(1, (4 * 128 * 64,)), tag(1, (4, 128, 64, 1)), tag(1, (), process.torch.float64)]
+def test_tags_differ_where_messages_do(alone):
+    wide, double = torch.float32, torch.float64
+    shapes = [(rows, 128, width) for rows in range(4) for width in (64, 512, 4096)]
+    kinds = [(shape, wide) for shape in (*shapes, (128, 4, 64), (4 * 128 * 64,), (4, 128, 64, 1), (0,), ())]
+    tags = [alone.tag(turn, *kind) for turn in range(1024) for kind in (*kinds, ((4, 128, 64), double))]
     assert len(set(tags)) == len(tags)
-    assert all(0 <= number < process.NOBODY for number in tags)
+    assert all(0 <= tag < process.NOBODY for tag in tags)

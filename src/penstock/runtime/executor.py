@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import gc
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import prod
@@ -29,7 +30,7 @@ from penstock.runtime.recorder import Recorder, Recording
 from penstock.runtime.replicas import Replicas, Tied, groups_of
 from penstock.runtime.steps import Do, Step, turns_of
 
-FORGET = 16  # sends on their way, at which the finished ones are forgotten
+FLYING = 16  # sends that may be on their way at once
 Loss = Callable[[Tensor, Tensor], Tensor]  # logits and labels to the SUM of the losses of the labels that count
 
 
@@ -118,7 +119,7 @@ class _Pass:
         self.e, self.batch, self.timed, self.training = executor, batch, timed, training
         self.held: dict[int, Tensor | Arriving] = {}
         self.kept: dict[int, Kept] = {}
-        self.out: list[Pending] = []
+        self.out: deque[Pending] = deque()
         self.received = False  # whether what the next action takes lies in a buffer of ours
         self.posted = self.reached = 0  # receives
         self.shapes = [(*shape, executor.width) for shape in batch.shapes]
@@ -139,7 +140,7 @@ class _Pass:
             record_in(None)
             if collects:
                 gc.enable()
-        loss = torch.zeros((), dtype=torch.float64)
+        loss = torch.zeros((), dtype=torch.float64, device=self.losses[0].device if self.losses else None)
         for one in self.losses:
             loss += one
         summed = self.e.comm.add(loss, self.e.world)
@@ -202,9 +203,9 @@ class _Pass:
                 self.held[step.value] = self.e.comm.receive(self.shapes[step.microbatch], self.e.dtype, step.peer)
 
     def send(self, step: Step) -> None:
-        """Sends without waiting; now and then forgets the sends that are over."""
-        if len(self.out) >= FORGET:
-            self.out = [pending for pending in self.out if not pending.done()]
+        """Sends without waiting, unless many are on their way: then for the oldest, as a send that blocks would."""
+        if len(self.out) >= FLYING:
+            self.out.popleft().wait()
         self.out.append(self.e.comm.send(self.tensor(step.value).detach().to(self.e.dtype), step.peer))
 
     def tensor(self, value: int) -> Tensor:

@@ -45,12 +45,17 @@ class Replicas:
         self.order = sorted(shared, key=lambda s: (s.ready, s.name))
         self.next = 0
         self.complete: set[int] = set()
-        self.sums: list[tuple[Pending, Tensor, Shared]] = []
+        self.sums: list[tuple[Pending, Tensor, Shared]] = []  # in the same order
+        self.before: list[list[Tensor | None]] = []
 
     def begin(self) -> None:
-        """A new step."""
+        """A new step. Gradients of earlier ones, which are summed already, are laid aside."""
         self.next = 0
         self.complete.clear()
+        self.before = [[parameter.grad for parameter in shared.parameters] for shared in self.order]
+        for shared in self.order:
+            for parameter in shared.parameters:
+                parameter.grad = None
         self.after(-1)
 
     def after(self, number: int) -> None:
@@ -69,14 +74,16 @@ class Replicas:
         self.sums.append((self.comm.add(flat, shared.group), flat, shared))
 
     def finish(self) -> None:
-        """Waits for the sums and puts them back."""
+        """Waits for the sums, and adds them to what earlier steps have left."""
         assert self.next == len(self.order), "a sum was never begun"
-        for pending, flat, shared in self.sums:
+        for (pending, flat, shared), before in zip(self.sums, self.before, strict=True):
             pending.wait()
             pieces = torch.split(flat, [parameter.numel() for parameter in shared.parameters])
-            for parameter, piece in zip(shared.parameters, pieces, strict=True):
+            for parameter, piece, earlier in zip(shared.parameters, pieces, before, strict=True):
                 assert parameter.grad is not None
                 parameter.grad.copy_(piece.view_as(parameter))
+                if earlier is not None:
+                    parameter.grad += earlier
         self.sums.clear()
 
 

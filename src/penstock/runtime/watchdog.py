@@ -151,8 +151,8 @@ class Watchdog:
     def look(self) -> Failure | None:
         """Says what the rank does, and finds out what is wrong."""
         self.looks += 1
-        message = self.pending()
-        self.waited = self.waited + 1 if message is not None and message is self.message else 0
+        message = self.comm.pending()
+        self.waited = self.waited + 1 if message is not None and message == self.message else 0
         self.message = message
         self.board.say(self.state())
         failure = self.board.failure()
@@ -160,25 +160,21 @@ class Watchdog:
             failure = stuck(self.comm.rank, self.board.states(), self.comm.patience)
         return failure or self.unlike() or self.silent()
 
-    def pending(self) -> Message | None:
-        """What the rank waits for: on gloo in a call, on NCCL the oldest that the GPU has not done."""
-        flying = self.comm.flying
-        while flying and flying[0][0].is_completed():
-            flying.popleft()
-        return self.comm.waiting or (flying[0][1] if flying else None)
-
     def state(self) -> State:
         """What the rank is doing now."""
-        at, message = self.executor.doing, self.pending()
-        sends = {str(rank): tuple(kept) for rank, kept in enumerate(self.comm.recent) if kept}
-        recent = {rank: {str(m.turn): m.tensor for m in kept} for rank, kept in sends.items()}
+        at, message = self.executor.doing, self.comm.pending()
+        recent = {
+            str(rank): {str(turn): Message("send", (), turn, shape, kind).tensor for turn, shape, kind in tuple(sends)}
+            for rank, sends in enumerate(self.comm.recent)
+            if sends
+        }
         if message is None:
             return State(self.looks + 1, at, recent=recent)
         return State(self.looks + 1, at, message.kind, self.words(message, at), message.peers, recent=recent)
 
     def words(self, message: Message, at: str) -> str:
-        """What is waited for: a receive by the action that makes it, if the one that needs it waits now."""
-        if message.kind == "receive" and message is self.comm.waiting:
+        """What is waited for: on gloo a receive by the action that makes it, which the one that runs now needs."""
+        if message.kind == "receive" and not self.comm.on_gpu:
             schedule, peer = self.executor.program.schedule, message.peers[0]
             with contextlib.suppress(FileError):  # before the first action
                 for needed in needs(schedule, parse_action(at)):
@@ -212,17 +208,17 @@ class Watchdog:
         return None
 
     # ------------------------------------------------------------ finding the reason, on the rank's own thread
-    def explain(self, message: Message, late: bool) -> RunError:
+    def explain(self, message: Message, late: bool, cause: str) -> RunError:
         """Why a wait has failed: what someone has said, or who is quiet."""
         try:
-            failure = self.failure or self.reason(message, late)
+            failure = self.failure or self.reason(message, late, cause)
         except dist.DistError:
             failure = self.storeless()
         failure = self.settle(failure)
         self.over.set()
         return failure.error
 
-    def reason(self, message: Message, late: bool) -> Failure:
+    def reason(self, message: Message, late: bool, cause: str) -> Failure:
         """The same, of a failure not yet known here."""
         self.board.say(self.state())
         if late:
@@ -240,7 +236,7 @@ class Watchdog:
                 return lost(self.comm.rank, self.board.states(), gone)
             time.sleep(0.05)
         head = f"rank {self.comm.rank} {self.state()}, but the connection is lost"
-        return Failure("PeerLostError", f"{head}{story(self.board.states())}")
+        return Failure("PeerLostError", f"{head}{story(self.board.states())}\n\n{cause}")
 
     def storeless(self) -> Failure:
         """The store is gone, and with it all that the others have said."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 from datetime import timedelta
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -24,11 +24,14 @@ from torch import Tensor
 from penstock.errors import PeerLostError, RunError, StuckError
 
 TURNS = 0xFFF  # turns are counted round and round, so that there are only so many tags
-TAGS = 0x7FFFFFFF
-NOBODY = 0x7FFFFFFE  # a tag under which nobody sends
+STRIDE = 0x7FFFF  # between the tags of two turns; a prime number
+NOBODY = 0x7FFFFFFE  # a tag under which nobody sends; the others are below
 KEPT = 8  # messages to each rank whose shape is kept for the watchdog
 
 WINDOW = 64 << 20  # bytes of receives posted ahead
+
+
+Sent: TypeAlias = tuple[int, tuple[int, ...], torch.dtype]  # turn, shape, type
 
 
 class Message(NamedTuple):
@@ -36,7 +39,7 @@ class Message(NamedTuple):
 
     kind: str  # "receive", "send", "sum" or "barrier"
     peers: tuple[int, ...]  # the other one, or the whole group
-    turn: int = 0
+    turn: int = 0  # the how-manieth of its kind
     shape: tuple[int, ...] = ()
     dtype: torch.dtype | None = None
 
@@ -56,8 +59,8 @@ class Message(NamedTuple):
 class Guard(Protocol):
     """Knows more about the other ranks than a broken connection tells: the watchdog."""
 
-    def explain(self, message: Message, late: bool) -> RunError:
-        """Why a wait has failed: `late`, it took too long; else the connection broke."""
+    def explain(self, message: Message, late: bool, cause: str) -> RunError:
+        """Why a wait has failed: `late`, it took too long; else the connection broke; in torch's words, `cause`."""
         ...
 
 
@@ -79,10 +82,12 @@ class ProcessComm:
         self.groups: dict[tuple[int, ...], dist.ProcessGroup] = {self.everyone: world}  # those this rank is in
         self.prepared = {self.everyone}  # all
         self.sent, self.asked = [0] * self._ranks, [0] * self._ranks  # turns so far, by rank
-        self.recent: list[deque[Message]] = [deque(maxlen=KEPT) for _ in self.everyone]  # sends, by rank
+        self.sums = 0
+        self.tags: dict[tuple[tuple[int, ...], torch.dtype], int] = {}  # of a shape, to which the turn is added
+        self.recent: list[deque[Sent]] = [deque(maxlen=KEPT) for _ in self.everyone]  # by rank
         self.flying: deque[tuple[dist.Work, Message]] = deque()  # NCCL: given to the GPU; the watchdog takes them out
         self.spare: dict[tuple[tuple[int, ...], torch.dtype], list[Tensor]] = {}  # buffers to receive into again
-        self.waiting: Message | None = None  # what this rank waits for now
+        self.waiting: _Work | None = None  # what this rank waits for now
         self.listen_to(None)
 
     @property
@@ -103,6 +108,7 @@ class ProcessComm:
     def listen_to(self, guard: Guard | None, spare: float = 0.0) -> None:
         """Asks that guard when a wait fails. It has so many seconds more than the patience to end a wait itself."""
         self.guard = guard
+        self.flying.clear()
         # NCCL's waits are for the GPU to do; one with a limit would make the CPU wait instead
         self.limit = timedelta(seconds=0.0 if self.on_gpu else self.patience + spare)
 
@@ -128,23 +134,31 @@ class ProcessComm:
         """Sends a tensor."""
         turn = self.sent[target] = (self.sent[target] + 1) & TURNS
         raw = tensor.to(self.wire).contiguous()
-        message = Message("send", (target,), turn, raw.shape, raw.dtype)
-        self.recent[target].append(message)
+        shape, dtype = raw.shape, raw.dtype
+        self.recent[target].append((turn, shape, dtype))
         try:
-            return self._fly(self.world.send([raw], target, tag_of(message)), message, raw)
+            work = self.world.send([raw], target, self.tag(turn, shape, dtype))
         except RuntimeError as error:
-            raise self.trouble(message, error) from None
+            raise self.trouble(Message("send", (target,), turn, shape, dtype), error) from None
+        return _Work(self, work, "send", (target,), turn, raw)
 
     def receive(self, shape: tuple[int, ...], dtype: torch.dtype, source: int) -> _Landing:
         """Receives the next tensor of a rank."""
         turn = self.asked[source] = (self.asked[source] + 1) & TURNS
         spare = self.spare.get((shape, dtype))
         buffer = spare.pop() if spare else torch.empty(shape, dtype=dtype, device=self.wire)
-        message = Message("receive", (source,), turn, shape, dtype)
         try:
-            return _Landing(self._fly(self.world.recv([buffer], source, tag_of(message)), message, buffer))
+            work = self.world.recv([buffer], source, self.tag(turn, shape, dtype))
         except RuntimeError as error:
-            raise self.trouble(message, error) from None
+            raise self.trouble(Message("receive", (source,), turn, shape, dtype), error) from None
+        return _Landing(_Work(self, work, "receive", (source,), turn, buffer))
+
+    def tag(self, turn: int, shape: tuple[int, ...], dtype: torch.dtype) -> int:
+        """Of a message: its turn, its shape and the size of its numbers, in one number."""
+        tag = self.tags.get((shape, dtype))
+        if tag is None:
+            tag = self.tags[shape, dtype] = fold(dtype.itemsize, shape)
+        return (tag + turn * STRIDE) % NOBODY
 
     def give_back(self, tensor: Tensor) -> None:
         """A received tensor that nobody looks at any more: its memory takes the next one of its shape."""
@@ -155,29 +169,38 @@ class ProcessComm:
         """Sums a tensor over a group of ranks, in place."""
         if group not in self.groups:
             raise RunError(f"no group of ranks {group} yet: all ranks first call comm.prepare(groups_of(schedule))")
-        message = Message("sum", group)
+        self.sums += 1
         raw = tensor.to(self.wire).contiguous()
         try:
             work = dist.all_reduce(raw, group=self.groups[group], async_op=True)
         except RuntimeError as error:
-            raise self.trouble(message, error) from None
+            raise self.trouble(Message("sum", group, self.sums), error) from None
         assert work is not None
-        return self._fly(work, message, raw, None if raw is tensor else tensor)
+        return _Work(self, work, "sum", group, self.sums, raw, None if raw is tensor else tensor)
 
     def barrier(self) -> None:
         """Waits for all ranks."""
-        message = Message("barrier", self.everyone)
+        self.sums += 1
         try:
             work = dist.barrier(async_op=True)
         except RuntimeError as error:
-            raise self.trouble(message, error) from None
+            raise self.trouble(Message("barrier", self.everyone, self.sums), error) from None
         assert work is not None
-        self._fly(work, message, torch.empty(0)).wait()
+        _Work(self, work, "barrier", self.everyone, self.sums, torch.empty(0)).wait()
 
-    def _fly(self, work: dist.Work, message: Message, tensor: Tensor, home: Tensor | None = None) -> _Work:
-        if self.on_gpu:
-            self.flying.append((work, message))
-        return _Work(self, work, message, tensor, home)
+    def pending(self) -> Message | None:
+        """What this rank waits for: on gloo in a call, on NCCL the oldest that the GPU has not done."""
+        waiting = self.waiting
+        if waiting is not None:
+            return waiting.message
+        while True:
+            try:
+                work, message = self.flying[0]
+                if not work.is_completed():
+                    return message
+                self.flying.popleft()
+            except IndexError:  # all done
+                return None
 
     def cut(self) -> None:
         """Breaks this rank's connections, so that every wait on them ends, here and on the others.
@@ -194,41 +217,45 @@ class ProcessComm:
 
     def trouble(self, message: Message, error: RuntimeError) -> RunError:
         """A failed wait in words."""
-        late = "Timed out waiting" in str(error) or "Operation timed out" in str(error)
+        cause = str(error)
+        late = "Timed out waiting" in cause or "Operation timed out" in cause
         if self.guard is not None:
-            return self.guard.explain(message, late)
+            return self.guard.explain(message, late, cause)
         if late:
             return StuckError(f"rank {self._rank} waits {message} for more than {self.patience:g} s")
-        return PeerLostError(f"rank {self._rank} waits {message}, but the connection is lost")
-
-
-def tag_of(message: Message) -> int:
-    """The tag of a message: its turn, the size of its numbers and its shape, in one number."""
-    assert message.dtype is not None
-    return fold(message.turn * 16 + message.dtype.itemsize, message.shape) % NOBODY
+        return PeerLostError(f"rank {self._rank} waits {message}, but the connection is lost\n\n{cause}")
 
 
 def fold(number: int, sizes: Iterable[int]) -> int:
     """One number of many: alike for alike ones on every machine, different for almost all others."""
     for size in sizes:
-        number = (number * 1_000_003 + size + 1) & TAGS
+        number = (number * 1_000_003 + size + 1) % NOBODY
     return number
 
 
 class _Work:
     """A message or a sum on its way; keeps its tensor until then."""
 
-    __slots__ = ("comm", "home", "message", "tensor", "work")
+    __slots__ = ("comm", "home", "kind", "peers", "tensor", "turn", "work")
 
     def __init__(
-        self, comm: ProcessComm, work: dist.Work, message: Message, tensor: Tensor, home: Tensor | None
-    ) -> None:
-        self.comm, self.work, self.message, self.tensor, self.home = comm, work, message, tensor, home
+        self, comm: ProcessComm, work: dist.Work, kind: str, peers: tuple[int, ...], turn: int, tensor: Tensor,
+        home: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        self.comm, self.work, self.kind, self.peers, self.turn = comm, work, kind, peers, turn
+        self.tensor, self.home = tensor, home
+        if comm.on_gpu and comm.guard is not None:
+            comm.flying.append((work, self.message))
+
+    @property
+    def message(self) -> Message:
+        """In words, which only an error needs."""
+        return Message(self.kind, self.peers, self.turn, tuple(self.tensor.shape), self.tensor.dtype)
 
     def wait(self) -> None:
         """Until it is over."""
         comm = self.comm
-        comm.waiting = self.message
+        comm.waiting = self
         try:
             self.work.wait(comm.limit)
         except RuntimeError as error:
