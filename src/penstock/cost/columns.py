@@ -42,6 +42,16 @@ def columns(schedule: Schedule, cost: Cost) -> Columns:
     )
 
 
+def levels(schedule: Schedule, costs: Columns) -> Floats:
+    """Bytes held on the rank while each action runs. A rank does one thing at a time: the order of its lane decides."""
+    found, first = np.empty(len(costs.gain)), schedule.table.first
+    for begin, end in zip(first[:-1].tolist(), first[1:].tolist(), strict=True):
+        freed = np.cumsum(costs.loss[begin:end])
+        found[begin:end] = np.cumsum(costs.gain[begin:end])
+        found[begin + 1 : end] -= freed[:-1]
+    return found
+
+
 def _codes(schedule: Schedule) -> tuple[Ints, Ints]:
     """Numbers the combinations of op, stage and tokens that occur: an example of each, and each action's number."""
     table = schedule.table

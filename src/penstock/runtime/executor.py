@@ -4,7 +4,7 @@
     B   gradient of y (or the loss itself)         ──autograd──►  x.grad  adds to the weights' gradients
     I   the same walk, but linear layers leave their weight gradients;    W does what was left
 
-Receives are posted a few messages ahead, sends are not waited for until the end, and what an action left is dropped
+Receives are posted ahead, sends are not waited for unless many are on their way, and what an action left is dropped
 where the program frees it.
 """
 

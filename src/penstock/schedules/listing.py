@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from penstock.cost.columns import Columns, columns
+from penstock.cost.columns import Columns, columns, levels
 from penstock.cost.cost import Cost
 from penstock.errors import ShapeError
 from penstock.ir.action import Action, Op
@@ -154,9 +154,7 @@ def _caps(draft: Schedule, costs: Columns, cap: float | Sequence[float] | None) 
 def _peaks(schedule: Schedule, costs: Columns) -> Floats:
     """The most each rank holds in the schedule as it is."""
     most = np.zeros(schedule.ranks)
-    for rank, (begin, end) in enumerate(zip(schedule.table.first[:-1], schedule.table.first[1:], strict=True)):
-        level = np.cumsum(costs.gain[begin:end]) - np.cumsum(costs.loss[begin:end]) + costs.loss[begin:end]
-        most[rank] = level.max(initial=0.0)
+    np.maximum.at(most, schedule.table.rank, levels(schedule, costs))
     return most
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from penstock.cost.columns import Columns, columns
+from penstock.cost.columns import columns, levels
 from penstock.cost.cost import Cost
 from penstock.ir.compiled import at_speed
 from penstock.ir.schedule import Schedule
@@ -37,7 +37,7 @@ def simulate(schedule: Schedule, cost: Cost) -> Timeline:
     weights = np.zeros(schedule.ranks)
     for number, stage in enumerate(schedule.stages):
         weights[stage.rank] += cost.weights(schedule, number)
-    return Timeline(schedule, start, end, _activations(schedule, costs), weights, sent, arrived, costs.bytes, cause)
+    return Timeline(schedule, start, end, levels(schedule, costs), weights, sent, arrived, costs.bytes, cause)
 
 
 def _run(
@@ -69,13 +69,3 @@ def _run(
                 free[link[number]] = leave + wire[number]
             sent[number] = leave
             arrived[number] = leave + wire[number] + latency[number]
-
-
-def _activations(schedule: Schedule, costs: Columns) -> Floats:
-    """Bytes held on the rank while each action runs. A rank does one thing at a time: the order of its lane decides."""
-    found, first = np.empty(len(costs.gain)), schedule.table.first
-    for begin, end in zip(first[:-1].tolist(), first[1:].tolist(), strict=True):
-        freed = np.cumsum(costs.loss[begin:end])
-        found[begin:end] = np.cumsum(costs.gain[begin:end])
-        found[begin + 1 : end] -= freed[:-1]
-    return found

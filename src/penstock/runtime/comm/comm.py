@@ -23,10 +23,6 @@ class Pending(Protocol):
         """Blocks until it is done; a `StuckError` or `PeerLostError` if it never will be."""
         ...
 
-    def done(self) -> bool:
-        """Whether `wait` would return at once."""
-        ...
-
 
 class Arriving(Protocol):
     """A tensor on its way here."""

@@ -265,10 +265,6 @@ class _Work:
             self.home.copy_(self.tensor)
             self.home = None
 
-    def done(self) -> bool:
-        """Whether it is; gloo says so only of what has been waited for."""
-        return bool(self.work.is_completed())
-
 
 class _Landing:
     """A tensor on its way into a buffer."""

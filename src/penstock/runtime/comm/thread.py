@@ -111,10 +111,6 @@ class _Done:
     def wait(self) -> None:
         """Nothing to wait for."""
 
-    def done(self) -> bool:
-        """Always."""
-        return True
-
 
 @dataclass(frozen=True, slots=True)
 class _Mail:
@@ -154,10 +150,6 @@ class _Summing:
             left = left - 0.1 if self.comm.hub.lost is None else 0.0
             if left <= 0:
                 raise self.comm.trouble("a sum over replicas")
-
-    def done(self) -> bool:
-        """Whether it has."""
-        return self.ready.is_set()
 
 
 def run_threads(ranks: int, work: Callable[[ThreadComm], T], patience: float = 60.0) -> list[T]:
