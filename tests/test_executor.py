@@ -131,12 +131,6 @@ def test_compiled_stages_run(name):
     assert worst(ours, unsplit(schedule, whole, [batch])[1]) < 1e-10
 
 
-def test_token_slices_are_refused_for_now():
-    schedule = make("seq1f1b", ranks=2, microbatches=2, slices=2)
-    with pytest.raises(ShapeError, match="does not run token slices yet"):
-        piped(schedule, llama(2), [data(2)])
-
-
 # ---------------------------------------------------------------- split backwards
 class Watched(nn.Module):
     """A stage that counts the activations it holds, by the life of what autograd keeps."""

@@ -10,6 +10,7 @@ from penstock.models.bert import Bert, BertConfig
 from penstock.models.gpt import GPT, GPTConfig
 from penstock.models.llama import Llama, LlamaConfig
 from penstock.models.split import (
+    Decoder,
     Part,
     Stack,
     even_partition,
@@ -25,11 +26,13 @@ __all__ = [
     "IGNORED",
     "Bert",
     "BertConfig",
+    "Decoder",
     "GPTConfig",
     "Llama",
     "LlamaConfig",
     "Part",
     "Stack",
+    "document_starts",
     "even_partition",
     "layer_count",
     "model_width",
@@ -57,10 +60,26 @@ def valid_tokens(labels: Tensor) -> int:
     return int((labels != IGNORED).sum())
 
 
-def shift_labels(tokens: Tensor) -> Tensor:
-    """Of every token the next one, as a causal model guesses it; the last has none. Shift first, then cut into slices.
+def shift_labels(tokens: Tensor, starts: Tensor | None = None) -> Tensor:
+    """Of every token the next one, as a causal model guesses it; the last has none, nor has the last of a document.
+
+    Shift first, then cut into slices: the label of a slice's last token is in the next slice.
 
     >>> shift_labels(torch.tensor([[5, 6, 7]])).tolist()
     [[6, 7, -100]]
+    >>> shift_labels(torch.tensor([[5, 6, 7]]), document_starts(torch.tensor([2, 1]))[None]).tolist()
+    [[6, -100, -100]]
     """
-    return F.pad(tokens[:, 1:], (0, 1), value=IGNORED)
+    labels = F.pad(tokens[:, 1:], (0, 1), value=IGNORED)
+    if starts is None:
+        return labels
+    return labels.masked_fill(F.pad(starts[:, 1:] != starts[:, :-1], (0, 1), value=True), IGNORED)
+
+
+def document_starts(lengths: Tensor) -> Tensor:
+    """Of each token of a row packed with documents of these lengths, the first one of its document.
+
+    >>> document_starts(torch.tensor([2, 3])).tolist()
+    [0, 0, 2, 2, 2]
+    """
+    return torch.repeat_interleave(lengths.cumsum(0) - lengths, lengths)

@@ -14,9 +14,11 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
+from penstock.carry import Slice
 from penstock.errors import ShapeError
+from penstock.models.attention import attend
 from penstock.models.hf import rename, turned
-from penstock.models.split import Stack, at_least, draw_weights, multiple
+from penstock.models.split import Decoder, at_least, draw_weights, multiple
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +50,12 @@ class Embedding(nn.Module):
         self.tokens = nn.Embedding(config.vocab, config.width)
         self.positions = nn.Embedding(config.positions, config.width)
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, piece: Slice | None = None) -> Tensor:
         """Token ids to hidden state."""
-        if tokens.shape[1] > self.positions.num_embeddings:
-            raise ShapeError(f"{tokens.shape[1]} tokens, but only {self.positions.num_embeddings} positions")
-        place = torch.arange(tokens.shape[1], device=tokens.device)
+        length = tokens.shape[1] if piece is None else piece.tokens
+        if length > self.positions.num_embeddings:
+            raise ShapeError(f"{length} tokens, but only {self.positions.num_embeddings} positions")
+        place = torch.arange(length, device=tokens.device) if piece is None else piece.positions(tokens.device)
         x: Tensor = self.tokens(tokens) + self.positions(place)
         return x
 
@@ -66,15 +69,11 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(config.width, 3 * config.width)
         self.output = nn.Linear(config.width, config.width)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Keys and values of all of x are ready before anything attends: a prefix of earlier ones could go in front."""
+    def forward(self, x: Tensor, piece: Slice | None = None) -> Tensor:
+        """Of all of x, or of a slice."""
         q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        y: Tensor = self.output(self.attend(q, k, v))
+        y: Tensor = self.output(attend(self, q, k, v, piece))
         return y
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """As many queries as keys: with fewer, `is_causal` would align them to the first keys, not the last."""
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
 
 
 class MLP(nn.Module):
@@ -101,9 +100,9 @@ class Layer(nn.Module):
         self.mlp_norm = nn.LayerNorm(config.width, eps=config.eps)
         self.mlp = MLP(config)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, piece: Slice | None = None) -> Tensor:
         """Hidden state to hidden state."""
-        x = x + self.attention(self.attention_norm(x))
+        x = x + self.attention(self.attention_norm(x), piece)
         y: Tensor = x + self.mlp(self.mlp_norm(x))
         return y
 
@@ -122,7 +121,7 @@ class Head(nn.Module):
         return logits
 
 
-class GPT(Stack):
+class GPT(Decoder):
     """A GPT with weights drawn at random from torch's generator."""
 
     def __init__(self, config: GPTConfig) -> None:

@@ -18,6 +18,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from penstock.carry import Slice
 from penstock.errors import PenstockError, ShapeError
 
 KERNELS = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4")
@@ -36,8 +37,9 @@ class Anatomy:
     layers: tuple[str, ...]
     head: tuple[str, ...]  # what only the last part holds, in the order it runs
     everywhere: tuple[str, ...]  # what has no weights, and every part needs
-    enter: Callable[[nn.Module, Tensor], Tensor]
-    through: Callable[[nn.Module, Iterable[nn.Module], Tensor], Tensor]
+    enter: Callable[[nn.Module, Tensor, Slice | None], Tensor]
+    through: Callable[[nn.Module, Iterable[nn.Module], Tensor, Slice | None], Tensor]
+    unsliceable: str = ""  # why it cannot be run slice by slice, if it cannot
 
 
 FAMILIES = {
@@ -64,12 +66,12 @@ def anatomy_of(model: nn.Module) -> Anatomy:
 def _llama(width: int, layers: tuple[str, ...]) -> Anatomy:
     """Positions are angles, computed by the model's own rotary module."""
 
-    def enter(root: nn.Module, tokens: Tensor) -> Tensor:
+    def enter(root: nn.Module, tokens: Tensor, piece: Slice | None) -> Tensor:
         return cast(Tensor, root.get_submodule("model.embed_tokens")(tokens))
 
-    def through(root: nn.Module, layers: Iterable[nn.Module], x: Tensor) -> Tensor:
-        angles = root.get_submodule("model.rotary_emb")(x, torch.arange(x.shape[1], device=x.device)[None])
-        return _masked(layers, "self_attn", x, position_embeddings=angles)
+    def through(root: nn.Module, layers: Iterable[nn.Module], x: Tensor, piece: Slice | None) -> Tensor:
+        angles = root.get_submodule("model.rotary_emb")(x, _places(x, piece))
+        return _masked(layers, "self_attn", x, piece, position_embeddings=angles)
 
     head, rotary = ("model.norm", "lm_head"), ("model.rotary_emb",)
     return Anatomy(width, ("model.embed_tokens",), layers, head, rotary, enter, through)
@@ -79,17 +81,23 @@ def _gpt2(width: int, layers: tuple[str, ...]) -> Anatomy:
     """Positions are a table of weights, added to the tokens."""
     embed = ("transformer.wte", "transformer.wpe", "transformer.drop")
 
-    def enter(root: nn.Module, tokens: Tensor) -> Tensor:
+    def enter(root: nn.Module, tokens: Tensor, piece: Slice | None) -> Tensor:
         words, positions, drop = (root.get_submodule(path) for path in embed)
-        if tokens.shape[1] > cast(nn.Embedding, positions).num_embeddings:
-            raise ShapeError(f"{tokens.shape[1]} tokens, but only {positions.num_embeddings} positions")
-        place = torch.arange(tokens.shape[1], device=tokens.device)[None]
-        return cast(Tensor, drop(words(tokens) + positions(place)))
+        length = tokens.shape[1] if piece is None else piece.tokens
+        if length > cast(nn.Embedding, positions).num_embeddings:
+            raise ShapeError(f"{length} tokens, but only {positions.num_embeddings} positions")
+        return cast(Tensor, drop(words(tokens) + positions(_places(tokens, piece))))
 
-    def through(root: nn.Module, layers: Iterable[nn.Module], x: Tensor) -> Tensor:
-        return _masked(layers, "attn", x)
+    def through(root: nn.Module, layers: Iterable[nn.Module], x: Tensor, piece: Slice | None) -> Tensor:
+        return _masked(layers, "attn", x, piece)
 
     return Anatomy(width, embed, layers, ("transformer.ln_f", "lm_head"), (), enter, through)
+
+
+def _places(x: Tensor, piece: Slice | None) -> Tensor:
+    """The position of each token, (1 or rows, tokens)."""
+    place = torch.arange(x.shape[1], device=x.device) if piece is None else piece.positions(x.device)
+    return place if place.dim() == 2 else place[None]
 
 
 def _unknown(name: str, encoder_decoder: bool) -> str:
@@ -114,19 +122,32 @@ def _look_for(model: nn.Module, family: str, paths: Iterable[str]) -> None:
         raise PenstockError(f"cannot split this {family}: looked for {', '.join(missing)}, which it does not have")
 
 
-# ---------------------------------------------------------------- masks
-def _masked(layers: Iterable[nn.Module], attention: str, x: Tensor, **beside: Any) -> Tensor:
+# ---------------------------------------------------------------- slices and masks
+class PastKeys:
+    """What attention of Hugging Face asks for the keys and values before its own; here a slice's."""
+
+    def __init__(self, piece: Slice) -> None:
+        self.piece = piece
+
+    def update(self, k: Tensor, v: Tensor, layer_idx: int, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
+        """All so far."""
+        return self.piece.extend(layer_idx, "keys", k), self.piece.extend(layer_idx, "values", v)
+
+
+def _masked(layers: Iterable[nn.Module], attention: str, x: Tensor, piece: Slice | None, **beside: Any) -> Tensor:
     """Through the layers, with one mask for all that see alike; none at all where the kernel knows what is causal."""
     masks: dict[tuple[str, int | None], Tensor | None] = {}
+    if piece is not None and piece.tokens > piece.end - piece.begin:
+        beside["past_key_values"] = PastKeys(piece)
     for layer in layers:
         sight = _sight(layer.get_submodule(attention))
         if sight not in masks:
-            masks[sight] = causal_mask(*sight, x)
+            masks[sight] = causal_mask(*sight, x, piece)
         x = layer(x, attention_mask=masks[sight], **beside)
     return x
 
 
-def causal_mask(kernel: str, window: int | None, x: Tensor) -> Tensor | None:
+def causal_mask(kernel: str, window: int | None, x: Tensor, piece: Slice | None = None) -> Tensor | None:
     """What a layer must be told to see only the past, `window` tokens of it. None: it knows by itself.
 
     tokens   window 3
@@ -136,14 +157,19 @@ def causal_mask(kernel: str, window: int | None, x: Tensor) -> Tensor | None:
     3        . ■ ■ ■ .
     4        . . ■ ■ ■
     """
-    if kernel.startswith("flash") or (kernel == "sdpa" and (window is None or x.shape[1] <= window)):
+    if kernel.startswith("flash"):
+        if piece is not None and piece.carry.starts is not None:
+            raise PenstockError(f"{kernel} looks across packed documents; model.set_attn_implementation('sdpa')")
         return None
-    token = torch.arange(x.shape[1], device=x.device)
-    back = token[:, None] - token[None, :]
-    seen = (back >= 0) & (back < (x.shape[1] if window is None else window))
+    begin, end = (0, x.shape[1]) if piece is None else (piece.begin, piece.end)
+    if kernel == "sdpa" and (piece is None or piece.causal) and (window is None or end <= window):
+        return None
+    back = torch.arange(begin, end, device=x.device)[:, None] - torch.arange(end, device=x.device)
+    seen = (back >= 0 if piece is None else piece.seen(x.device)) & (back < (end if window is None else window))
+    seen = seen if seen.dim() == 4 else seen[None, None]
     if kernel == "eager":
-        return torch.zeros_like(seen, dtype=x.dtype).masked_fill(~seen, torch.finfo(x.dtype).min)[None, None]
-    return seen[None, None]
+        return torch.zeros_like(seen, dtype=x.dtype).masked_fill(~seen, torch.finfo(x.dtype).min)
+    return seen
 
 
 def _sight(attention: Any) -> tuple[str, int | None]:

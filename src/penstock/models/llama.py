@@ -15,9 +15,11 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
+from penstock.carry import Slice
 from penstock.errors import ShapeError
+from penstock.models.attention import attend
 from penstock.models.hf import rename, turned
-from penstock.models.split import Stack, at_least, draw_weights, multiple
+from penstock.models.split import Decoder, at_least, draw_weights, multiple
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,11 +62,12 @@ class Rotary(nn.Module):
         super().__init__()
         self.head_width, self.theta = head_width, theta
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines, (tokens, head_width / 2) each."""
+    def forward(self, x: Tensor, piece: Slice | None = None) -> tuple[Tensor, Tensor]:
+        """Cosines and sines, (tokens, head_width / 2) each, or (rows, 1, tokens, head_width / 2) if rows differ."""
         pair = torch.arange(0, self.head_width, 2, device=x.device, dtype=torch.float32)
-        token = torch.arange(x.shape[1], device=x.device, dtype=torch.float32)
-        angles = token[:, None] * (1.0 / self.theta ** (pair / self.head_width))
+        token = torch.arange(x.shape[1], device=x.device) if piece is None else piece.positions(x.device)
+        token = token if token.dim() == 1 else token[:, None]
+        angles = token[..., None].float() * (1.0 / self.theta ** (pair / self.head_width))
         kept = torch.promote_types(x.dtype, torch.float32)
         return angles.cos().to(kept), angles.sin().to(kept)
 
@@ -86,20 +89,15 @@ class Attention(nn.Module):
         self.value = nn.Linear(config.width, config.kv_heads * config.head_width, bias=False)
         self.output = nn.Linear(config.width, config.width, bias=False)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Keys and values of all of x are ready before anything attends: a prefix of earlier ones could go in front."""
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, piece: Slice | None = None) -> Tensor:
+        """Of all of x, or of a slice."""
         q, k, v = (self.heads(to(x)) for to in (self.query, self.key, self.value))
-        y: Tensor = self.output(self.attend(turn(q, cos, sin), turn(k, cos, sin), v))
+        y: Tensor = self.output(attend(self, turn(q, cos, sin), turn(k, cos, sin), v, piece, self.grouped))
         return y
 
     def heads(self, x: Tensor) -> Tensor:
         """(batch, tokens, heads * head_width) to (batch, heads, tokens, head_width)."""
         return x.view(*x.shape[:-1], -1, self.head_width).transpose(1, 2)
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """As many queries as keys: with fewer, `is_causal` would align them to the first keys, not the last."""
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.grouped)
-        return mixed.transpose(1, 2).flatten(2)
 
 
 class MLP(nn.Module):
@@ -127,9 +125,9 @@ class Layer(nn.Module):
         self.mlp_norm = nn.RMSNorm(config.width, eps=config.eps)
         self.mlp = MLP(config)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, piece: Slice | None = None) -> Tensor:
         """Hidden state to hidden state."""
-        x = x + self.attention(self.attention_norm(x), cos, sin)
+        x = x + self.attention(self.attention_norm(x), cos, sin, piece)
         y: Tensor = x + self.mlp(self.mlp_norm(x))
         return y
 
@@ -148,7 +146,7 @@ class Head(nn.Module):
         return logits
 
 
-class Llama(Stack):
+class Llama(Decoder):
     """A Llama with weights drawn at random from torch's generator."""
 
     def __init__(self, config: LlamaConfig) -> None:

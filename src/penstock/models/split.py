@@ -18,6 +18,7 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
+from penstock.carry import Slice
 from penstock.errors import ShapeError
 from penstock.models import hf
 
@@ -44,6 +45,8 @@ class Stack(nn.Module):
     `rotary`, where there is one, has no weights and is asked once a call; its answer goes to every layer beside x.
     """
 
+    unsliceable = "its tokens see those after them, so no slice can be run before the whole sequence is there"
+
     def __init__(
         self,
         width: int,
@@ -60,9 +63,15 @@ class Stack(nn.Module):
         if rotary is not None:
             self.rotary = rotary
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """(batch, tokens) of token ids to (batch, tokens, vocab) of logits."""
-        logits: Tensor = self.head(_through(self, self.layers, self.embed(tokens)))
+
+class Decoder(Stack):
+    """A stack whose tokens see only those before them: a sequence can be run slice by slice."""
+
+    unsliceable = ""
+
+    def forward(self, tokens: Tensor, piece: Slice | None = None) -> Tensor:
+        """(batch, tokens) of token ids to (batch, tokens, vocab) of logits; of a slice, if `piece` says so."""
+        logits: Tensor = self.head(_through(self, self.layers, _enter(self, tokens, piece), piece))
         return logits
 
 
@@ -81,18 +90,24 @@ def anatomy_of(model: nn.Module) -> hf.Anatomy:
         return hf.anatomy_of(model)
     layers = tuple(f"layers.{i}" for i in range(len(model.layers)))
     rotary = ("rotary",) if hasattr(model, "rotary") else ()
-    return hf.Anatomy(model.width, ("embed",), layers, ("head",), rotary, _enter, _through)
+    return hf.Anatomy(model.width, ("embed",), layers, ("head",), rotary, _enter, _through, model.unsliceable)
 
 
-def _enter(root: nn.Module, tokens: Tensor) -> Tensor:
-    return cast(Tensor, root.get_submodule("embed")(tokens))
+def _enter(root: nn.Module, tokens: Tensor, piece: Slice | None) -> Tensor:
+    embed = root.get_submodule("embed")
+    return cast(Tensor, embed(tokens) if isinstance(embed, nn.Embedding) else embed(tokens, *_beside(piece)))
 
 
-def _through(root: nn.Module, layers: Iterable[nn.Module], x: Tensor) -> Tensor:
-    beside = root.get_submodule("rotary")(x) if hasattr(root, "rotary") else ()
+def _through(root: nn.Module, layers: Iterable[nn.Module], x: Tensor, piece: Slice | None) -> Tensor:
+    angles = root.get_submodule("rotary")(x, *_beside(piece)) if hasattr(root, "rotary") else ()
     for layer in layers:
-        x = layer(x, *beside)
+        x = layer(x, *angles, *_beside(piece))
     return x
+
+
+def _beside(piece: Slice | None) -> tuple[Slice, ...]:
+    """A layer that knows nothing of slices runs as long as there are none."""
+    return () if piece is None else (piece,)
 
 
 def model_width(model: nn.Module) -> int:
@@ -123,13 +138,20 @@ class Part(nn.Module):
         head = self.anatomy.head if self.last else ()
         return (*embed, *self.anatomy.layers[self.begin : self.end], *head)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Token ids in if `first`, logits out if `last`, hidden states else."""
+    @property
+    def unsliceable(self) -> str:
+        """Why it cannot be run slice by slice; empty if it can."""
+        return self.anatomy.unsliceable
+
+    def forward(self, x: Tensor, piece: Slice | None = None) -> Tensor:
+        """Token ids in if `first`, logits out if `last`, hidden states else; of a slice, if `piece` says so."""
+        if piece is not None and self.unsliceable:
+            raise ShapeError(f"cannot run a slice: {self.unsliceable}")
         if self.first:
-            x = self.anatomy.enter(self, x)
+            x = self.anatomy.enter(self, x, piece)
         if self.begin < self.end:
             layers = [self.get_submodule(path) for path in self.anatomy.layers[self.begin : self.end]]
-            x = self.anatomy.through(self, layers, x)
+            x = self.anatomy.through(self, layers, x, piece)
         for path in self.anatomy.head if self.last else ():
             x = self.get_submodule(path)(x)
         return x

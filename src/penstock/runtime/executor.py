@@ -5,7 +5,8 @@
     I   the same walk, but linear layers leave their weight gradients;    W does what was left
 
 Receives are posted ahead, sends are not waited for unless many are on their way, and what an action left is dropped
-where the program frees it.
+where the program frees it. Of a sliced micro-batch every slice is such an x; what a stage carries from slice to slice,
+and its gradient back, is in `penstock.carry`.
 """
 
 from __future__ import annotations
@@ -13,14 +14,16 @@ from __future__ import annotations
 import gc
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
 import torch
 from torch import Tensor, nn
 
+from penstock.carry import Slice
 from penstock.ir.program import Program
+from penstock.ir.schedule import Schedule
 from penstock.ir.timeline import Timeline
 from penstock.runtime.backward import Ledger, make_deferrable, record_in
 from penstock.runtime.batch import Batch
@@ -28,6 +31,7 @@ from penstock.runtime.comm.comm import Arriving, Comm, Pending
 from penstock.runtime.memory import keep_freed_memory
 from penstock.runtime.recorder import Recorder, Recording
 from penstock.runtime.replicas import Replicas, Tied, groups_of
+from penstock.runtime.slices import Carries, refuse_whole, spans_of
 from penstock.runtime.steps import Do, Step, turns_of
 
 FLYING = 16  # sends that may be on their way at once
@@ -65,6 +69,7 @@ class Kept:
     y: Tensor | None  # None: to be computed again
     ledger: Ledger | None
     borrowed: list[Tensor]  # buffers that x, and the gradient of y, were received into
+    piece: Slice | None = None
 
 
 class Executor:
@@ -85,6 +90,7 @@ class Executor:
         self.program, self.comm, self.loss = program, comm, loss
         self.modules, self.width, self.dtype = dict(stages), width, dtype
         self.recompute, self.autocast = recompute, autocast
+        refuse_whole(program.schedule, self.modules)
         self.turns = turns_of(program, comm.rank)
         self.receives = [step for turn in self.turns for step in turn.messages if step.do is Do.RECEIVE]
         keep_freed_memory()
@@ -122,12 +128,25 @@ class _Pass:
         self.out: deque[Pending] = deque()
         self.received = False  # whether what the next action takes lies in a buffer of ours
         self.posted = self.reached = 0  # receives
+        schedule = executor.program.schedule
+        self.inputs, self.labels = batch.inputs, batch.labels
         self.shapes = [(*shape, executor.width) for shape in batch.shapes]
+        self.carries: Carries | None = None  # None: whole sequences of one document
+        if schedule.slices > 1 or batch.starts:
+            self.cut(schedule, batch)
         self.ahead = _ahead(executor.comm.window, max(map(prod, self.shapes)) * executor.dtype.itemsize)
         self.losses: list[Tensor] = []
         self.start: list[float] = []
         self.end: list[float] = []
         self.level: list[int] = []  # forwards kept while an action runs
+
+    def cut(self, schedule: Schedule, batch: Batch) -> None:
+        """Tokens, labels and shapes of every slice."""
+        spans = [spans_of(m, shape[1]) for m, shape in zip(schedule.microbatches, batch.shapes, strict=True)]
+        self.inputs = tuple(x[:, a:b] for x, some in zip(batch.inputs, spans, strict=True) for a, b in some)
+        self.labels = tuple(y[:, a:b] for y, some in zip(batch.labels, spans, strict=True) for a, b in some)
+        self.shapes = [(x.shape[0], x.shape[1], self.e.width) for x in self.inputs]
+        self.carries = Carries(schedule, batch, spans)
 
     def run(self) -> Result:
         """All steps of the lane, without a pause for the garbage collector."""
@@ -177,6 +196,8 @@ class _Pass:
                 held.pop(freed, None)
         for pending in self.out:
             pending.wait()
+        if self.carries is not None:
+            self.carries.check_empty()
         if training:
             replicas.finish()
 
@@ -200,7 +221,7 @@ class _Pass:
             step = self.e.receives[self.posted]
             self.posted += 1
             if self.training or not step.goes_back:
-                self.held[step.value] = self.e.comm.receive(self.shapes[step.microbatch], self.e.dtype, step.peer)
+                self.held[step.value] = self.e.comm.receive(self.shapes[step.unit], self.e.dtype, step.peer)
 
     def send(self, step: Step) -> None:
         """Sends without waiting, unless many are on their way: then for the oldest, as a send that blocks would."""
@@ -217,22 +238,25 @@ class _Pass:
     # ------------------------------------------------------------ actions
     def forward(self, step: Step) -> None:
         """Runs the stage; keeps what its backward needs."""
-        x = self.batch.inputs[step.microbatch]
+        x = self.inputs[step.unit]
         if step.source >= 0:
             x = self.tensor(step.source).detach()
             if self.training:
                 x.requires_grad_()
+        piece = None if self.carries is None else self.carries.open(step)
         if not self.training:
-            self.give(step, self.apply(step, x))
+            self.give(step, self.apply(step, x, piece))
+            if self.carries is not None and piece is not None and piece.end == piece.tokens:
+                self.carries.drop(step)
         elif step.stage in self.e.recompute:
             with torch.no_grad():
-                self.give(step, self.apply(step, x))
-            self.kept[step.value] = Kept(x, None, Ledger() if step.split else None, self.borrow(step))
+                self.give(step, self.apply(step, x, piece))
+            self.kept[step.value] = Kept(x, None, Ledger() if step.split else None, self.borrow(step), piece)
         else:
             ledger = Ledger() if step.split else None
             record_in(ledger)
-            y = self.apply(step, x)
-            self.kept[step.value] = Kept(x, y, ledger, self.borrow(step))
+            y = self.apply(step, x, piece)
+            self.kept[step.value] = Kept(x, y, ledger, self.borrow(step), piece)
             self.give(step, y)
 
     def give(self, step: Step, y: Tensor) -> None:
@@ -242,18 +266,19 @@ class _Pass:
         else:
             self.held[step.value] = y
 
-    def apply(self, step: Step, x: Tensor) -> Tensor:
+    def apply(self, step: Step, x: Tensor, piece: Slice | None) -> Tensor:
         """A stage's module; on the last stage the loss: the micro-batch's share of the mean over all valid tokens."""
         if self.e.autocast is None:
-            return self.compute(step, x)
+            return self.compute(step, x, piece)
         with torch.autocast(x.device.type, self.e.autocast):
-            return self.compute(step, x)
+            return self.compute(step, x, piece)
 
-    def compute(self, step: Step, x: Tensor) -> Tensor:
+    def compute(self, step: Step, x: Tensor, piece: Slice | None) -> Tensor:
         """The same, in the type at hand."""
-        y: Tensor = self.e.modules[step.stage](x)
+        module = self.e.modules[step.stage]
+        y: Tensor = module(x) if piece is None else module(x, piece)
         if step.last:
-            return self.e.loss(y, self.batch.labels[step.microbatch]) / self.batch.valid
+            return self.e.loss(y, self.labels[step.unit]) / self.batch.valid
         return y
 
     def backward(self, step: Step) -> None:
@@ -261,21 +286,34 @@ class _Pass:
         kept = self.kept[step.forward] if step.split else self.kept.pop(step.forward)
         if kept.y is None:
             record_in(kept.ledger)
-            kept.y = self.apply(step, kept.x)
+            if kept.piece is not None:
+                kept.piece.again = True
+            kept.y = self.apply(step, kept.x, kept.piece)
         if kept.ledger is not None:
             kept.ledger.open = True
-        if step.last:
-            walk_back(kept.y, torch.ones_like(kept.y))
+        gradient = torch.ones_like(kept.y) if step.last else self.tensor(step.source).to(kept.y.dtype)
+        if kept.piece is None:
+            walk_back((kept.y,), (gradient,))
         else:
-            walk_back(kept.y, self.tensor(step.source).to(kept.y.dtype))
+            self.slice_back(step, kept.piece, kept.y, gradient)
         kept.y = None  # the graph goes with it
-        gradient, kept.x.grad = kept.x.grad, None
+        made, kept.x.grad = kept.x.grad, None
         kept.borrowed += self.borrow(step)
-        if gradient is not None:
-            self.held[step.value] = gradient
-            kept.borrowed = [one for one in kept.borrowed if one.data_ptr() != gradient.data_ptr()]  # it is sent on
+        if made is not None:
+            self.held[step.value] = made
+            kept.borrowed = [one for one in kept.borrowed if one.data_ptr() != made.data_ptr()]  # it is sent on
         if not step.split:
             self.give_back(kept)
+
+    def slice_back(self, step: Step, piece: Slice, y: Tensor, gradient: Tensor) -> None:
+        """The same of a slice: also from the states it left, and keeping the gradient of those it took."""
+        carry = piece.carry
+        roots, gradients = carry.back(piece)
+        walk_back((y, *roots), (gradient, *gradients))
+        carry.close(piece)
+        if piece.begin == 0:
+            assert self.carries is not None
+            self.carries.drop(step)
 
     def borrow(self, step: Step) -> list[Tensor]:
         """The buffer into which an action's input was received, if it was."""
@@ -300,9 +338,9 @@ def _ahead(window: int, size: int) -> int:
     return min(max(window // max(size, 1), 4), 256) if window else 0
 
 
-def walk_back(y: Tensor, gradient: Tensor) -> None:
+def walk_back(roots: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
     """`torch.autograd.backward` less its argument handling, which costs as much as a small graph does."""
-    _ENGINE.run_backward((y,), (gradient,), False, False, (), allow_unreachable=True, accumulate_grad=True)
+    _ENGINE.run_backward(tuple(roots), tuple(gradients), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
 _ENGINE = torch.autograd.Variable._execution_engine

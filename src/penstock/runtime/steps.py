@@ -3,7 +3,8 @@
     2F1     the value it makes, the value it takes in (what 1F1 made), its stage's module, its micro-batch
     2B1     the value it makes, the gradient it takes (what 3B1 made), the forward it goes back over (2F1)
 
-Values are numbered like the actions that make them. Who needs what is read from the schedule's table of needs.
+Values are numbered like the actions that make them, units (slices of micro-batches) one micro-batch after the other.
+Who needs what is read from the schedule's table of needs.
 """
 
 from __future__ import annotations
@@ -11,9 +12,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import IntEnum
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
-from penstock.errors import ShapeError
 from penstock.ir.action import Action, Op
 from penstock.ir.needs import BACKWARD, FORWARD, WEIGHTS
 from penstock.ir.program import Free, Instruction, Program, Receive, Run, Send
@@ -42,6 +42,7 @@ class Step:
     forward: int = -1  # of a B, I or W: the F it belongs to
     stage: int = -1
     microbatch: int = -1
+    unit: int = -1  # the slice of the micro-batch; its number among those of all
     last: bool = False  # on the last stage of the path: the loss is here
     split: bool = False  # an I, or an F whose backward is an I
     peer: int = -1
@@ -73,10 +74,9 @@ def _turn(steps: list[Step]) -> Turn:
 
 def steps_of(program: Program, rank: int) -> list[Step]:
     """A rank's lane, worked out."""
-    if program.schedule.slices > 1:
-        raise ShapeError("this runtime does not run token slices yet; make the schedule with slices=1")
     number = {action: n for n, action in enumerate(_actions(program.schedule))}
-    return [_step(program.schedule, instruction, number) for instruction in program.lanes[rank]]
+    first = list(accumulate((m.slices for m in program.schedule.microbatches), initial=0))
+    return [_step(program.schedule, instruction, number, first) for instruction in program.lanes[rank]]
 
 
 def _actions(schedule: Schedule) -> Iterator[Action]:
@@ -84,20 +84,21 @@ def _actions(schedule: Schedule) -> Iterator[Action]:
         yield from lane
 
 
-def _step(schedule: Schedule, instruction: Instruction, number: dict[Action, int]) -> Step:
+def _step(schedule: Schedule, instruction: Instruction, number: dict[Action, int], first: list[int]) -> Step:
     action, value = instruction.action, number[instruction.action]
+    unit = first[action.microbatch] + action.slice
     back = action.op is not Op.F
     if isinstance(instruction, Free):
         return Step(Do.FREE, instruction, value)
     if isinstance(instruction, Send):
-        return Step(Do.SEND, instruction, value, microbatch=action.microbatch, peer=instruction.peer, goes_back=back)
+        return Step(Do.SEND, instruction, value, unit=unit, peer=instruction.peer, goes_back=back)
     if isinstance(instruction, Receive):
-        return Step(Do.RECEIVE, instruction, value, microbatch=action.microbatch, peer=instruction.peer, goes_back=back)
+        return Step(Do.RECEIVE, instruction, value, unit=unit, peer=instruction.peer, goes_back=back)
     assert isinstance(instruction, Run)
-    return _run(schedule, instruction, value)
+    return _run(schedule, instruction, value, unit)
 
 
-def _run(schedule: Schedule, instruction: Run, value: int) -> Step:
+def _run(schedule: Schedule, instruction: Run, value: int, unit: int) -> Step:
     table, action = schedule.table, instruction.action
     needed = [int(n) for n in table.needs[value] if n >= 0]
     source = next((n for n in needed if table.stage[n] != action.stage), -1)
@@ -107,7 +108,7 @@ def _run(schedule: Schedule, instruction: Run, value: int) -> Step:
         forward = next(int(n) for n in table.needs[needed[0]] if n >= 0 and table.kind[n] == FORWARD)
     backward = int(table.at[table.slots[forward] + BACKWARD])
     return Step(
-        Do(kind), instruction, value, source, forward, action.stage, action.microbatch,
+        Do(kind), instruction, value, source, forward, action.stage, action.microbatch, unit,
         last=schedule.microbatches[action.microbatch].path[-1] == action.stage,
         split=table.action(backward).op is Op.I,
     )  # fmt: skip

@@ -19,7 +19,7 @@ from penstock.ir.timeline import Timeline
 from penstock.models import Llama, LlamaConfig, part_parameters, split, token_loss
 from penstock.runtime import Batch, Comm, Executor, Result, batch_of, run_threads
 
-VOCAB, WIDTH, TOKENS = 61, 16, 8
+VOCAB, WIDTH = 61, 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ def trial(schedule: Schedule, seed: int = 0) -> Trial:
     """Runs one step both ways, in float64, with micro-batches of different sizes."""
     torch.manual_seed(seed)
     config = LlamaConfig(vocab=VOCAB, width=WIDTH, layers=schedule.parts, heads=4, kv_heads=2, inner=24)
-    model, batch = Llama(config).double(), _batch(len(schedule.microbatches))
+    model, batch = Llama(config).double(), _batch(schedule)
     whole = copy.deepcopy(model)
     whole_loss = _in_one_piece(schedule, whole, batch)
     copies = [copy.deepcopy(model) for _ in range(schedule.ranks)]
@@ -58,8 +58,10 @@ def trial(schedule: Schedule, seed: int = 0) -> Trial:
     return _compared(schedule, copies, whole, results[0], whole_loss)
 
 
-def _batch(microbatches: int) -> Batch:
-    inputs = [torch.randint(0, VOCAB, (1 + m % 2, TOKENS)) for m in range(microbatches)]
+def _batch(schedule: Schedule) -> Batch:
+    """Sequences as long as they were planned, or a few tokens where only shares matter."""
+    tokens = [m.tokens * max(1, 8 // m.tokens) for m in schedule.microbatches]
+    inputs = [torch.randint(0, VOCAB, (1 + m % 2, length)) for m, length in enumerate(tokens)]
     return batch_of(inputs, [torch.randint(0, VOCAB, x.shape) for x in inputs])
 
 
