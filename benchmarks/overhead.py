@@ -8,8 +8,8 @@ A stage sleeps instead of computing, so ranks need no cores of their own; the te
 run the same order of actions. `bare` is a plain loop of isend, irecv and sleep, without autograd: what gloo and this
 machine allow. `floor` is that loop with the autograd of the sleeping stage and a loss, and nothing else: what no
 runtime can avoid. A cell is many short rounds of bare, floor, ours, torch, in turn; ratios are taken within a round, so
-that noise, which moves all together, cancels. The last column is CPU time, which noise moves less. Real-time priority
-(chrt) keeps wake-ups from queueing behind those of others.
+that noise, which moves all together, cancels. `recorded` is ours with a measured timeline. The last column is CPU time,
+which noise moves less. Real-time priority (chrt) keeps wake-ups from queueing behind those of others.
 """
 
 from __future__ import annotations
@@ -134,14 +134,14 @@ def ideal_cost(schedule: Schedule, seconds: float) -> ModelCost:
 Machine = Callable[[], None]
 
 
-def ours(schedule: Schedule, rank: int, seconds: float, size: int) -> Machine:
+def ours(schedule: Schedule, rank: int, seconds: float, size: int, timed: bool = False) -> Machine:
     stages = {
         number: SleepingStage(seconds, number == 0) for number, s in enumerate(schedule.stages) if s.rank == rank
     }
     executor = Executor(lower(schedule), stages, ProcessComm(60), lambda y, _: Total.apply(y), size)
     count = len(schedule.microbatches)
     batch = batch_of([torch.zeros(1, 1, size)] * count, [torch.zeros(1, 1, dtype=torch.long)] * count)
-    return lambda: executor.step(batch) and None
+    return lambda: executor.step(batch, timed) and None
 
 
 def torchs(schedule: Schedule, rank: int, seconds: float, size: int) -> Machine:
@@ -239,7 +239,12 @@ def floor(schedule: Schedule, rank: int, seconds: float, size: int) -> Machine:
     return step
 
 
-MACHINES = {"bare": bare, "floor": floor, "ours": ours, "torch": torchs}
+def recorded(schedule: Schedule, rank: int, seconds: float, size: int) -> Machine:
+    return ours(schedule, rank, seconds, size, timed=True)
+
+
+MACHINES = {"bare": bare, "floor": floor, "ours": ours, "recorded": recorded, "torch": torchs}
+SHOWN = ("bare", "floor", "ours", "torch")
 
 
 # ---------------------------------------------------------------- measuring
@@ -288,9 +293,9 @@ def measure(ranks: int, cells: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def summary(row: dict[str, Any]) -> dict[str, Any]:
     times, cpu = row.pop("times"), row.pop("cpu")
-    for name in ("floor", "ours", "torch"):
-        ratios = sorted(a / b for a, b in zip(times[name], times["bare"], strict=True))
-        row[f"{name}_over_bare"] = statistics.median(ratios)
+    for name, base in (("floor", "bare"), ("ours", "bare"), ("torch", "bare"), ("recorded", "ours")):
+        ratios = sorted(a / b for a, b in zip(times[name], times[base], strict=True))
+        row[f"{name}_over_{base}"] = statistics.median(ratios)
         row[f"{name}_spread"] = (ratios[len(ratios) // 4], ratios[-1 - len(ratios) // 4])
     for name in MACHINES:
         row[f"{name}_efficiency"] = row["ideal"] / statistics.median(times[name])
@@ -316,19 +321,19 @@ FORMS = {"efficiency": ".3f", "quiet": ".3f", "microseconds": ".0f", "cpu": ".0f
 
 
 def listed(row: dict[str, Any], what: str, form: str) -> str:
-    return ", ".join(format(row[f"{name}_{what}"], form) for name in MACHINES)
+    return ", ".join(format(row[f"{name}_{what}"], form) for name in SHOWN)
 
 
-def ratio(row: dict[str, Any], name: str) -> str:
+def ratio(row: dict[str, Any], name: str, base: str = "bare") -> str:
     low, high = row[f"{name}_spread"]
-    return f"{row[f'{name}_over_bare']:.3f} ({low:.3f}-{high:.3f})"
+    return f"{row[f'{name}_over_{base}']:.3f} ({low:.3f}-{high:.3f})"
 
 
 def table(rows: list[dict[str, Any]]) -> str:
     lines = [
-        "| schedule | P | M | chunk F/B, ms | message | floor / bare | ours / bare | torch / bare "
+        "| schedule | P | M | chunk F/B, ms | message | floor / bare | ours / bare | torch / bare | recorded / ours "
         "| efficiency: bare, floor, ours, torch | quietest | µs an action over ideal | CPU µs an action |",
-        "|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|",
+        "|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|",
     ]
     return "\n".join([*lines, *map(line, rows)])
 
@@ -338,6 +343,7 @@ def line(r: dict[str, Any]) -> str:
         f"| {r['name']} | {r['ranks']} | {r['microbatches']} | {r['chunk']:.3g}/{2 * r['chunk']:.3g} "
         f"| {'4 MiB' if r['size'] == LARGE else '64 B'} "
         + "".join(f"| {ratio(r, name)} " for name in ("floor", "ours", "torch"))
+        + f"| {ratio(r, 'recorded', 'ours')} "
         + "".join(f"| {listed(r, what, form)} " for what, form in FORMS.items())
         + "|"
     )

@@ -261,3 +261,18 @@ def test_a_page_of_256_ranks_loads_and_draws_quickly(browser: Page) -> None:
     assert browser.ask("penstock.highlighted[0].length") == 512
     browser.ask("penstock.show(0, penstock.find('128B200'))")
     assert browser.ask("penstock.hovered") == "128B200"
+
+
+def test_a_timeline_that_the_runtime_measured_is_laid_over_the_predicted_one(browser: Page) -> None:
+    trial = pytest.importorskip("penstock.train").trial
+    schedule = make("seq1f1b", ranks=2, microbatches=3, slices=2)
+    ours = trial(schedule).timeline
+    unit = ours.makespan / simulate(schedule, UnitCost()).makespan
+    guess = simulate(schedule, UnitCost(F=unit, B=2 * unit))
+    browser.open(("predicted", guess), ("measured", ours)).point("1F1.1", 1)
+    span = next(span for span in ours.spans() if str(span.action) == "1F1.1")
+    tip = browser.tip()
+    assert float(tip["duration"].split()[0]) > 0
+    assert browser.ask("penstock.hovered") == "1F1.1"
+    assert browser.ask("penstock.lines[1].makespan") == pytest.approx(ours.makespan)
+    assert browser.ask("penstock.lines[1].start[penstock.find('1F1.1', 1)]") == pytest.approx(span.start, abs=1e-9)

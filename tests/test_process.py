@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 import penstock
 import process_workers as workers
+from machines import two_machines
 from penstock import make
 from penstock.errors import RunError, StuckError
 from penstock.runtime import ProcessComm, board, launch, watchdog
@@ -85,6 +86,26 @@ def places(ranks):
         port = str(probe.getsockname()[1])
     same = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo"}
     return [same | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
+
+
+def test_ranks_on_two_machines_train_together_under_torchrun():
+    with two_machines() as machines:
+        here = ["--master-addr", machines[0][2], "--master-port", "29555", str(SCRIPT), "well"]
+        started = []
+        for number, (name, card, _) in enumerate(machines):
+            node = ["--nnodes", "2", "--node-rank", str(number), "--nproc-per-node", "2"]
+            line = ["ip", "netns", "exec", name, sys.executable, "-m", "torch.distributed.run", *node, *here]
+            env = environment(GLOO_SOCKET_IFNAME=card)
+            started.append(subprocess.Popen(line, env=env, stdout=-1, stderr=-1, text=True))
+        try:
+            said = [one.communicate(timeout=150) for one in started]
+        finally:
+            for one in started:
+                one.kill()
+    assert [one.returncode for one in started] == [0, 0], said
+    losses = re.findall(r"rank \d of 4 on gloo: (\[.*\])", "".join(out for out, _ in said))
+    assert len(losses) == 4
+    assert len(set(losses)) == 1
 
 
 def test_scripts_run_under_plain_torchrun_and_end_when_one_is_killed():

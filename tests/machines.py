@@ -1,0 +1,45 @@
+"""Two machines for a test: network namespaces of this one, joined by a cable. Needs root and Linux."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+
+def ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True, text=True)
+
+
+@contextmanager
+def two_machines() -> Iterator[list[tuple[str, str, str]]]:
+    """Name of the namespace, of its network card, and its address, for both; skips where this is not allowed."""
+    if shutil.which("ip") is None:
+        pytest.skip("no `ip` here to make network namespaces with")
+    mark = os.getpid() % 100_000
+    both = [(f"ps{mark}{side}", f"p{mark}{side}", f"10.77.{mark % 250}.{1 + n}") for n, side in enumerate("ab")]
+    try:
+        for name, _, _ in both:
+            ip("netns", "add", name)
+        ip("link", "add", both[0][1], "type", "veth", "peer", "name", both[1][1])
+        for name, card, address in both:
+            ip("link", "set", card, "netns", name)
+            ip("-n", name, "addr", "add", f"{address}/24", "dev", card)
+            ip("-n", name, "link", "set", card, "up")
+            ip("-n", name, "link", "set", "lo", "up")
+    except subprocess.CalledProcessError as error:
+        remove(both)
+        pytest.skip(f"network namespaces are not allowed here: {error.stderr.strip()}")
+    try:
+        yield both
+    finally:
+        remove(both)
+
+
+def remove(both: list[tuple[str, str, str]]) -> None:
+    for name, _, _ in both:
+        subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
