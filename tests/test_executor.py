@@ -13,9 +13,10 @@ from penstock import REGISTRY, UnitCost, lower, make, needs, simulate
 from penstock.errors import ShapeError
 from penstock.ir.compare import compare
 from penstock.models import Llama, LlamaConfig, split
-from penstock.runtime import Executor, Ledger, batch_of, cut_batch, make_deferrable, run_threads
+from penstock.runtime import Executor, Ledger, Mean, Tied, batch_of, cut_batch, make_deferrable, run_threads
 from penstock.runtime.backward import record_in
 from penstock.runtime.memory import keep_freed_memory
+from penstock.runtime.visits import Visits
 from penstock.schedules.transforms import split_backward
 from pipelines import data, gpt, layers_of, llama, piped, unsplit, worst
 
@@ -129,6 +130,34 @@ def test_compiled_stages_run(name):
     whole, batch = llama(sum(layers_of(schedule))), data(2)
     ours = piped(schedule, whole, [batch], prepare=lambda part: torch.compile(part, backend="aot_eager"))
     assert worst(ours, unsplit(schedule, whole, [batch])[1]) < 1e-10
+
+
+# ---------------------------------------------------------------- partial paths
+@pytest.mark.parametrize("copies", [1, 2])
+def test_a_skipped_part_can_have_the_mean_over_its_visits(copies):
+    schedule = make("skip", ranks=4, microbatches=5, skips=1, copies=copies)
+    whole, batches = llama(sum(layers_of(schedule))), [data(5 * copies, seed=seed) for seed in range(2)]
+    plain = [unsplit(schedule, whole, [batch])[1] for batch in batches]
+    ours = piped(schedule, whole, batches, mean=Mean.VISITS)
+    assert len(ours.gradients) > 20
+    for name, gradient in ours.gradients.items():
+        _, part, inner = name.split(":")
+        expected = torch.zeros_like(gradient)
+        for batch, gradients in zip(batches, plain, strict=True):
+            counts = [int((labels != -100).sum()) for labels in batch.labels]
+            there = [
+                int(part) in {schedule.stages[stage].part for stage in m.path} for m in schedule.microbatches
+            ]
+            expected += gradients[inner] * sum(counts) / sum(c for c, came in zip(counts, there, strict=True) if came)
+        assert float((gradient - expected).abs().max()) < 1e-12
+    assert worst(ours, unsplit(schedule, whole, batches)[1]) > 1e-4  # they do differ from the mean over all
+
+
+def test_tied_parameters_of_skipped_parts_have_no_mean_over_visits():
+    schedule = make("skip", ranks=3, microbatches=2, skips=1)
+    tied = {"embed.weight": Tied((0, 1), None)}
+    with pytest.raises(ShapeError, match=r"embed\.weight is in parts 0 and 1, of which some are skipped"):
+        Visits(schedule, {}, Mean.VISITS, tied)
 
 
 # ---------------------------------------------------------------- split backwards

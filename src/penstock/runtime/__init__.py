@@ -6,6 +6,7 @@ from penstock.runtime.comm import Comm, ProcessComm, ThreadComm, run_threads
 from penstock.runtime.executor import Executor, Result, execute
 from penstock.runtime.launch import finish, init, spawn
 from penstock.runtime.replicas import Tied
+from penstock.runtime.visits import Mean
 from penstock.runtime.watchdog import watching
 
 __all__ = [
@@ -13,6 +14,7 @@ __all__ = [
     "Comm",
     "Executor",
     "Ledger",
+    "Mean",
     "ProcessComm",
     "Result",
     "ThreadComm",

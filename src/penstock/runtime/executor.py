@@ -33,6 +33,7 @@ from penstock.runtime.recorder import Recorder, Recording
 from penstock.runtime.replicas import Replicas, Tied, groups_of
 from penstock.runtime.slices import Carries, refuse_whole, spans_of
 from penstock.runtime.steps import Do, Step, turns_of
+from penstock.runtime.visits import Mean, Visits
 
 FLYING = 16  # sends that may be on their way at once
 Loss = Callable[[Tensor, Tensor], Tensor]  # logits and labels to the SUM of the losses of the labels that count
@@ -86,6 +87,7 @@ class Executor:
         recompute: frozenset[int] = frozenset(),
         autocast: torch.dtype | None = None,
         tied: Mapping[str, Tied] | None = None,
+        mean: Mean = Mean.ALL,
     ) -> None:
         self.program, self.comm, self.loss = program, comm, loss
         self.modules, self.width, self.dtype = dict(stages), width, dtype
@@ -96,6 +98,7 @@ class Executor:
         keep_freed_memory()
         comm.prepare(groups_of(program.schedule, tied))
         self.replicas = Replicas(program.schedule, self.modules, comm, tied)
+        self.visits = Visits(program.schedule, self.modules, mean, tied)
         self.world = tuple(range(comm.ranks))
         self.recorder = Recorder(program.schedule, comm)
         self.at = 0  # the turn that runs now
@@ -171,6 +174,7 @@ class _Pass:
         act = (self.forward, self.backward, self.weights)
         e, held, training, replicas = self.e, self.held, self.training, self.e.replicas
         if training:
+            e.visits.begin()
             replicas.begin()
         self.post(self.ahead)
         for number, turn in enumerate(e.turns):
@@ -200,6 +204,7 @@ class _Pass:
             self.carries.check_empty()
         if training:
             replicas.finish()
+            e.visits.finish(self.batch)
 
     def record(self, step: Step, act: Callable[[Step], None]) -> None:
         """Acts, and notes when, and how many forwards are kept meanwhile."""
