@@ -34,30 +34,14 @@ from torch.distributed.pipelining import schedules as peer
 from penstock import ModelCost, PartCost, Seconds, make, simulate
 from penstock.ir import Op, Schedule, lower
 from penstock.ir.program import Receive, Run, Send
-from penstock.runtime import Executor, Ledger, ProcessComm, batch_of, current_ledger, defer
+from penstock.runtime import Executor, Ledger, ProcessComm, batch_of
 from penstock.runtime.backward import record_in
 from penstock.runtime.executor import walk_back
+from penstock.runtime.sleeping import Sleeping
 
 RESULT = Path(__file__).parent.parent / "docs" / "results" / "overhead.md"
 NAMES = {"1f1b": {}, "interleaved": {"chunks": 2}, "zb-v": {}, "interleaved-zb": {"chunks": 2}, "hanayo": {"waves": 1}}
 SMALL, LARGE = 16, 1 << 20  # floats in a message
-
-
-class Sleep(torch.autograd.Function):
-    """Sleeps in forward and backward; its weights' share later, if the backward is split."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, naps: tuple[float, float, float]) -> torch.Tensor:
-        ctx.naps, ctx.ledger = naps, current_ledger()
-        time.sleep(naps[0])
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        if ctx.naps[1]:
-            time.sleep(ctx.naps[1])
-        defer(ctx.ledger, lambda: time.sleep(ctx.naps[2]))
-        return grad, None, None
 
 
 class Total(torch.autograd.Function):
@@ -106,20 +90,16 @@ class SleepWeight(torch.autograd.Function):
         return grad, None
 
 
-class SleepingStage(nn.Module):
+class InTwo(nn.Module):
     """The first stage has no input gradient: all of its backward is its weights'."""
 
-    def __init__(self, seconds: float, first: bool, in_two: bool = False) -> None:
+    def __init__(self, seconds: float, first: bool) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(1))
-        self.naps = (seconds, 0.0, 2 * seconds) if first else (seconds, seconds, seconds)
-        self.in_two = in_two
+        self.naps = (seconds, 2 * seconds if first else seconds)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.in_two:
-            y: torch.Tensor = SleepInput.apply(x, self.naps[0]) + SleepWeight.apply(self.weight, self.naps[2])
-        else:
-            y = Sleep.apply(x, self.weight, self.naps)
+        y: torch.Tensor = SleepInput.apply(x, self.naps[0]) + SleepWeight.apply(self.weight, self.naps[1])
         return y
 
 
@@ -135,9 +115,8 @@ Machine = Callable[[], None]
 
 
 def ours(schedule: Schedule, rank: int, seconds: float, size: int, timed: bool = False) -> Machine:
-    stages = {
-        number: SleepingStage(seconds, number == 0) for number, s in enumerate(schedule.stages) if s.rank == rank
-    }
+    parts = ideal_cost(schedule, seconds).parts
+    stages = {number: Sleeping(parts[s.part]) for number, s in enumerate(schedule.stages) if s.rank == rank}
     executor = Executor(lower(schedule), stages, ProcessComm(60), lambda y, _: Total.apply(y), size)
     count = len(schedule.microbatches)
     batch = batch_of([torch.zeros(1, 1, size)] * count, [torch.zeros(1, 1, dtype=torch.long)] * count)
@@ -147,7 +126,7 @@ def ours(schedule: Schedule, rank: int, seconds: float, size: int, timed: bool =
 def torchs(schedule: Schedule, rank: int, seconds: float, size: int) -> Machine:
     mine = [number for number, s in enumerate(schedule.stages) if s.rank == rank]
     total, count = len(schedule.stages), len(schedule.microbatches)
-    stages = [PipelineStage(SleepingStage(seconds, n == 0, in_two=True), n, total, torch.device("cpu")) for n in mine]
+    stages = [PipelineStage(InTwo(seconds, n == 0), n, total, torch.device("cpu")) for n in mine]
     runtime = peer._PipelineScheduleRuntime(stages, count, loss_fn=lambda y, _: Total.apply(y))
     runtime.pipeline_order = {
         r: [peer._Action.from_str(str(action)) for action in lane] for r, lane in enumerate(schedule.lanes)
@@ -201,7 +180,8 @@ def floor(schedule: Schedule, rank: int, seconds: float, size: int) -> Machine:
     buffers = [torch.zeros(1, 1, size) for _ in arriving]
     number = {table.action(n): n for n in range(len(table))}
     needs = {i.action: [table.action(int(n)) for n in table.needs[number[i.action]] if n >= 0] for i in lane}
-    stages = {n: SleepingStage(seconds, n == 0) for n, s in enumerate(schedule.stages) if s.rank == rank}
+    parts = ideal_cost(schedule, seconds).parts
+    stages = {n: Sleeping(parts[s.part]) for n, s in enumerate(schedule.stages) if s.rank == rank}
     first, one, last = torch.zeros(1, 1, size), torch.ones(()), len(schedule.stages) - 1
 
     def step() -> None:

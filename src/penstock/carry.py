@@ -97,8 +97,8 @@ class Slice:
         return place if starts is None else place - starts[:, self.begin : self.end].to(device)
 
     def mask(self, device: torch.device, dtype: torch.dtype) -> Tensor:
-        """`seen` as attention takes it: on a GPU something that flash kernels know, else one tensor for all layers."""
-        if self.carry.starts is None and device.type == "cuda":
+        """`seen` as attention takes it: on a GPU what the flash kernels know, else one tensor for all layers."""
+        if self.carry.starts is None and device.type == "cuda" and dtype.itemsize == 2:
             return causal_lower_right(self.end - self.begin, self.end)
         if self.added is None or self.added.dtype != dtype:
             seen = self.seen(device)

@@ -2,10 +2,11 @@
 
 from penstock.runtime.backward import Ledger, current_ledger, defer, make_deferrable
 from penstock.runtime.batch import Batch, batch_of, cut_batch
-from penstock.runtime.comm import Comm, ProcessComm, ThreadComm, run_threads
+from penstock.runtime.comm import Comm, ProcessComm, ShapedComm, ThreadComm, run_threads
 from penstock.runtime.executor import Executor, Result, execute
 from penstock.runtime.launch import finish, init, spawn
 from penstock.runtime.replicas import Tied
+from penstock.runtime.sleeping import Sleeping
 from penstock.runtime.visits import Mean
 from penstock.runtime.watchdog import watching
 
@@ -17,6 +18,8 @@ __all__ = [
     "Mean",
     "ProcessComm",
     "Result",
+    "ShapedComm",
+    "Sleeping",
     "ThreadComm",
     "Tied",
     "batch_of",

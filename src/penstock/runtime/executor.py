@@ -12,7 +12,6 @@ and its gradient back, is in `penstock.carry`.
 from __future__ import annotations
 
 import gc
-import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,7 +28,7 @@ from penstock.runtime.backward import Ledger, make_deferrable, record_in
 from penstock.runtime.batch import Batch
 from penstock.runtime.comm.comm import Arriving, Comm, Pending
 from penstock.runtime.memory import keep_freed_memory
-from penstock.runtime.recorder import Recorder, Recording
+from penstock.runtime.recorder import Clock, Moment, Recorder, Recording
 from penstock.runtime.replicas import Replicas, Tied, groups_of
 from penstock.runtime.slices import Carries, refuse_whole, spans_of
 from penstock.runtime.steps import Do, Step, turns_of
@@ -100,7 +99,7 @@ class Executor:
         self.replicas = Replicas(program.schedule, self.modules, comm, tied)
         self.visits = Visits(program.schedule, self.modules, mean, tied)
         self.world = tuple(range(comm.ranks))
-        self.recorder = Recorder(program.schedule, comm)
+        self.recorder, self.clock = Recorder(program.schedule, comm), Clock(self.modules.values())
         self.at = 0  # the turn that runs now
         if any(turn.step is not None and turn.step.split for turn in self.turns):
             for module in self.modules.values():
@@ -139,8 +138,8 @@ class _Pass:
             self.cut(schedule, batch)
         self.ahead = _ahead(executor.comm.window, max(map(prod, self.shapes)) * executor.dtype.itemsize)
         self.losses: list[Tensor] = []
-        self.start: list[float] = []
-        self.end: list[float] = []
+        self.start: list[Moment] = []
+        self.end: list[Moment] = []
         self.level: list[int] = []  # forwards kept while an action runs
 
     def cut(self, schedule: Schedule, batch: Batch) -> None:
@@ -166,13 +165,19 @@ class _Pass:
         for one in self.losses:
             loss += one
         summed = self.e.comm.add(loss, self.e.world)
-        times = self.e.recorder.gather(self.start, self.end, self.level) if self.timed else None
-        return Result(loss, summed, times)
+        return Result(loss, summed, self.recording() if self.timed else None)
+
+    def recording(self) -> Recording:
+        """Times of this rank, on their way to all."""
+        clock = self.e.clock
+        return self.e.recorder.gather(clock.seconds(self.start), clock.seconds(self.end), self.level)
 
     def walk(self) -> None:  # noqa: PLR0912  # the hot loop
         """Turn after turn: an action once its input is there, then the messages that are due, then what is dropped."""
         act = (self.forward, self.backward, self.weights)
         e, held, training, replicas = self.e, self.held, self.training, self.e.replicas
+        if self.timed:
+            e.clock.begin()
         if training:
             e.visits.begin()
             replicas.begin()
@@ -208,9 +213,10 @@ class _Pass:
 
     def record(self, step: Step, act: Callable[[Step], None]) -> None:
         """Acts, and notes when, and how many forwards are kept meanwhile."""
-        self.start.append(time.perf_counter())
+        now = self.e.clock.now
+        self.start.append(now())
         act(step)
-        self.end.append(time.perf_counter())
+        self.end.append(now())
         self.level.append(len(self.kept) + (step.do is not Do.FORWARD and step.forward not in self.kept))
 
     # ------------------------------------------------------------ messages

@@ -5,22 +5,62 @@ Clocks of one host agree; those of others are set by pings with rank 0, of which
     rank 0  t0 ──────►                  offset = there - (t0 + t1) / 2
     rank r         there ──────►
     rank 0                      t1
+
+A CPU's moments are read off its clock. A GPU's are events on its stream, so that a span is what the kernels took and not
+what it took to launch them; they are read when the step is over.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from penstock.ir.schedule import Schedule
 from penstock.ir.timeline import Timeline
 from penstock.runtime.comm.comm import Comm, Pending
 
 PINGS = 8
+Moment = float | torch.cuda.Event
+
+
+class Clock:
+    """Moments of the device on which a rank's modules are, in seconds of this machine's clock."""
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self.on_gpu = any(p.device.type == "cuda" for module in modules for p in module.parameters())
+        self.now: Callable[[], Moment] = _event if self.on_gpu else time.perf_counter
+        self.zero: Moment = 0.0
+        self.zero_seconds = 0.0
+
+    def begin(self) -> None:
+        """Sets a GPU's events against the clock; nothing else runs on it meanwhile."""
+        if self.on_gpu:
+            torch.cuda.synchronize()
+            self.zero = _event()
+            torch.cuda.synchronize()
+            self.zero_seconds = time.perf_counter()
+
+    def seconds(self, moments: Sequence[Moment]) -> list[float]:
+        """Moments as seconds, once they are over."""
+        if self.on_gpu:
+            torch.cuda.synchronize()
+        return [self._second(moment) for moment in moments]
+
+    def _second(self, moment: Moment) -> float:
+        if isinstance(moment, float):
+            return moment
+        assert isinstance(self.zero, torch.cuda.Event)
+        return self.zero_seconds + 1e-3 * float(self.zero.elapsed_time(moment))
+
+
+def _event() -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
 
 
 class Recorder:

@@ -1,0 +1,116 @@
+"""On a GPU: slices through flash attention, and what the executor measures there. Skipped, and said so, without one."""
+
+from __future__ import annotations
+
+import copy
+import time
+from itertools import pairwise
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from penstock import lower, make
+from penstock.carry import Carry
+from penstock.models import (
+    GPT,
+    GPTConfig,
+    Llama,
+    LlamaConfig,
+    document_starts,
+    model_width,
+    shift_labels,
+    split,
+    token_loss,
+)
+from penstock.runtime import Executor, batch_of, run_threads
+from penstock.runtime.recorder import Clock
+from penstock.schedules.transforms import slice_tokens
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU on this machine")
+CUTS = (0, 192, 256, 448, 512)
+
+
+def models() -> dict[str, torch.nn.Module]:
+    torch.manual_seed(0)
+    gated = LlamaConfig(vocab=512, width=256, layers=2, heads=4, kv_heads=2, inner=512)
+    return {"llama": Llama(gated).cuda(), "gpt": GPT(GPTConfig(512, 256, 2, 4, 512, 512, tied=False)).cuda()}
+
+
+def gradients(model, schedule, batch, autocast):
+    model = copy.deepcopy(model)
+    stages = dict(enumerate(split(model, [2])))
+
+    def work(comm):
+        executor = Executor(lower(schedule), stages, comm, token_loss, model_width(model), autocast=autocast)
+        return executor.step(batch).loss
+
+    (loss,) = run_threads(1, work)
+    return loss, {name: p.grad for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16])
+@pytest.mark.parametrize("name", ["llama", "gpt"])
+def test_slices_train_like_the_whole_sequence(name, autocast, packed):
+    model = models()[name]
+    tokens = torch.randint(0, 512, (2, 512), device="cuda")
+    starts = document_starts(torch.tensor([200, 312]))[None].expand(2, 512) if packed else None
+    labels = shift_labels(tokens, None if starts is None else starts.cuda())
+    batch = batch_of([tokens], [labels], starts=() if starts is None else [starts])
+    plain = make("1f1b", ranks=1, microbatches=1)
+    loss, whole = gradients(model, plain, batch, autocast)
+    other, ours = gradients(model, slice_tokens(plain, CUTS), batch, autocast)
+    assert other == pytest.approx(loss, rel=1e-5 if autocast is None else 1e-2)
+    for key, gradient in ours.items():
+        assert float((gradient - whole[key]).norm() / whole[key].norm()) < (1e-4 if autocast is None else 3e-2), key
+
+
+def test_a_slice_in_half_precision_uses_a_flash_kernel():
+    q = torch.randn(1, 4, 64, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    k, v = (torch.randn(1, 2, 256, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(2))
+    carry = Carry(256)
+    carry.open(0, 192)
+    mask = carry.open(192, 256).mask(q.device, q.dtype)
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):  # an error if it cannot
+        y = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+    seen = torch.arange(256, device="cuda") <= torch.arange(192, 256, device="cuda")[:, None]
+    wide = [x.float().repeat_interleave(2, 1) if x is not q else x.float() for x in (q, k, v)]
+    right = torch.nn.functional.scaled_dot_product_attention(*wide, attn_mask=seen)
+    assert float((y.float() - right).abs().max()) < 2e-2
+    y.sum().backward()
+    assert k.grad is not None
+
+
+def test_times_on_a_gpu_are_those_of_its_kernels():
+    model = models()["llama"]
+    tokens = torch.randint(0, 512, (2, 512), device="cuda")
+    schedule = make("seq1f1b", ranks=1, microbatches=2, slices=2)
+
+    def work(comm):
+        executor = Executor(lower(schedule), dict(enumerate(split(model, [2]))), comm, token_loss, 256)
+        for _ in range(2):
+            result = executor.step(batch_of([tokens] * 2, [shift_labels(tokens)] * 2), timed=True)
+        return result.timeline
+
+    (timeline,) = run_threads(1, work)
+    spans = list(timeline.spans())
+    assert len(spans) == 8
+    for before, after in pairwise(spans):
+        assert before.start < before.end <= after.start
+
+
+def test_a_span_on_a_gpu_is_its_kernels_not_their_launch():
+    clock = Clock([torch.nn.Linear(2, 2).cuda()])
+    x = torch.randn(4096, 4096, device="cuda")
+    clock.begin()
+    launch = time.perf_counter()
+    moments = [clock.now()]
+    for _ in range(50):
+        x = x @ x * 1e-3
+    moments.append(clock.now())
+    launched = time.perf_counter() - launch
+    start, end = clock.seconds(moments)
+    done = time.perf_counter()
+    assert end - start > 2 * launched
+    assert launch - 1e-3 < start < end < done + 1e-3
