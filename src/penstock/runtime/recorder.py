@@ -6,7 +6,7 @@ Clocks of one host agree; those of others are set by pings with rank 0, of which
     rank r         there ──────►
     rank 0                      t1
 
-A CPU's moments are read off its clock. A GPU's are events on its stream, so that a span is what the kernels took and not
+A CPU's moments are read off its clock. A GPU's are events on its stream, so that a span is what its kernels took, not
 what it took to launch them; they are read when the step is over.
 """
 
@@ -58,7 +58,7 @@ class Clock:
 
 
 def _event() -> torch.cuda.Event:
-    event = torch.cuda.Event(enable_timing=True)
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
     event.record()
     return event
 
