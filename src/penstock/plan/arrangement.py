@@ -59,20 +59,17 @@ def designs(lanes: int, parts: int, hops: int) -> list[tuple[int, ...]]:
     [(1, 2, 3), (1, 4, 5), (2, 3, 4), (1, 2, 5), (3, 4, 5)]
     """
     others = parts - 1
-    rows = []
-    for lane in range(lanes):
-        rows.append(tuple(sorted(1 + (lane * hops + step) % others for step in range(hops))))
-    return rows
+    return [tuple(sorted(1 + (lane * hops + step) % others for step in range(hops))) for lane in range(lanes)]
 
 
 def arranged(problem: Problem, sizes: Sequence[int], iterations: int, seed: int) -> tuple[Ints, Ints]:
     """The part of each node and the lanes [data node, hops...], both chosen."""
-    nodes, hops, data = problem.traffic.nodes, problem.hops, sizes[0]
+    nodes, hops, count = problem.traffic.nodes, problem.hops, sizes[0]
     order = np.random.default_rng(seed).permutation(nodes)
-    places = data * (hops + 1)
+    places = count * (hops + 1)
     if places > nodes:  # more data nodes than lanes: some share one, and the search sorts it out
         return _shared(problem, sizes, order)
-    lanes, spare = improve(problem, order[:places].reshape(data, hops + 1), order[places:], None, iterations, seed)
+    lanes, spare = improve(problem, order[:places].reshape(count, hops + 1), order[places:], None, iterations, seed)
     return _labelled(problem, sizes, lanes, spare, seed), lanes
 
 
@@ -123,8 +120,9 @@ def _shared(problem: Problem, sizes: Sequence[int], order: Ints) -> tuple[Ints, 
 
 # ---------------------------------------------------------------- parts for the places of lanes
 def _labelled(problem: Problem, sizes: Sequence[int], lanes: Ints, spare: Ints, seed: int) -> Ints:
-    rows = [row for row in designs(len(lanes), problem.body, problem.hops)]
-    rows = [row if orders(frozenset(row), problem.rules) else _legal_row(problem, row) for row in rows]
+    rows = designs(len(lanes), problem.body, problem.hops)
+    for row in rows:
+        _refuse(problem, row)
     labels = np.full(problem.traffic.nodes, NOBODY, dtype=np.int64)
     labels[lanes[:, 0]] = 0
     if problem.gradients > 0 and len(lanes) > 1:
@@ -141,11 +139,12 @@ def _labelled(problem: Problem, sizes: Sequence[int], lanes: Ints, spare: Ints, 
     return labels
 
 
-def _legal_row(problem: Problem, row: tuple[int, ...]) -> tuple[int, ...]:
-    raise ShapeError(
-        f"a path over the parts 0 {' '.join(map(str, row))} takes a step of more than {problem.rules.ahead} parts; "
-        "leave out less, or allow steps further ahead"
-    )
+def _refuse(problem: Problem, row: tuple[int, ...]) -> None:
+    if not orders(frozenset(row), problem.rules):
+        raise ShapeError(
+            f"a path over the parts 0 {' '.join(map(str, row))} takes a step of more than {problem.rules.ahead} parts; "
+            "leave out less, or allow steps further ahead"
+        )
 
 
 def _nearer(problem: Problem, lanes: Ints, rows: list[tuple[int, ...]], seed: int) -> list[tuple[int, ...]]:

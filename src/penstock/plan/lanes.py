@@ -90,7 +90,7 @@ def _anneal(  # noqa: PLR0912, PLR0915
             work, slowest, held = max(work, hop[n]), max(slowest, back[n]), min(held, slots[n])
         trip += close * pair[lane[length - 1], lane[0]]
         held = min(held, microbatches)
-        return max(trip * microbatches / held + (held - 1) * slowest, trip + (microbatches - 1) * work)
+        return float(max(trip * microbatches / held + (held - 1) * slowest, trip + (microbatches - 1) * work))
 
     def legal(lane: Ints) -> bool:
         if labels[lane[0]] != 0:
@@ -109,7 +109,7 @@ def _anneal(  # noqa: PLR0912, PLR0915
                 distance += frontier - part
                 swaps += 1
             frontier = max(frontier, part)
-        return distance <= limits[1] and swaps <= limits[2]
+        return bool(distance <= limits[1] and swaps <= limits[2])
 
     where = np.full((len(data), 2), -1, np.int64)  # lane and place; of a spare node -1 and its number
     time = np.zeros(count)

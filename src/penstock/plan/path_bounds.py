@@ -80,7 +80,7 @@ def _windows(problem: Problem, work: _Work, node: int, trip: float) -> float:
     if policy.reserved:
         found = max(found, policy.rounds * trip + (problem.units - 1) * max(f, b))
     tasks = 3 * problem.slices * count
-    return max(found, count * work.lot * slow + (tasks - 1) * least_gap)
+    return float(max(found, count * work.lot * slow + (tasks - 1) * least_gap))
 
 
 # ---------------------------------------------------------------- parts of nodes given
@@ -201,8 +201,7 @@ def _min_plus_loop(left: Floats, right: Floats, out: Floats) -> None:
         for k in range(left.shape[1]):
             through = left[i, k]
             for j in range(right.shape[1]):
-                if through + right[k, j] < out[i, j]:
-                    out[i, j] = through + right[k, j]
+                out[i, j] = min(out[i, j], through + right[k, j])
 
 
 # ---------------------------------------------------------------- any arrangement
@@ -214,8 +213,8 @@ def _free(problem: Problem, sizes: Ints) -> float:
     data = int(sizes[0])
     last = ends[data - 1]
     used, places = problem.units * data * problem.hops, int(traffic.slots.sum())
-    equal = bool((traffic.slots == traffic.slots[0]).all())
-    if problem.policy.reserved and equal and not problem.waves and used == (traffic.nodes - data) * int(traffic.slots[0]):
+    equal = bool((traffic.slots == traffic.slots[0]).all()) and not problem.waves
+    if problem.policy.reserved and equal and used == (traffic.nodes - data) * int(traffic.slots[0]):
         least = min(hop, work.data)
         extra = (work.data - least) * float(traffic.slow.min())
         anywhere = _cycles(problem, work, least * traffic.slow, least * traffic.slow) + extra

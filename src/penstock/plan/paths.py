@@ -3,8 +3,8 @@
     sizes ──► lanes ──► parts of nodes ──► paths, order, starts ──► Schedule ──► simulate ──► makespan
               (formula)                    (search, simulated)                                bound, gap, seconds
 
-One objective all the way: the end of the step, with the sums of gradients if they have bytes. `penstock.plan.rules` says
-what a plan keeps to, `Policy` how the nodes behave, `penstock.plan.path_bounds` what nobody can beat.
+One objective all the way: the end of the step, with the sums of gradients if they have bytes. `penstock.plan.rules`
+says what a plan keeps to, `Policy` how the nodes behave, `penstock.plan.path_bounds` what nobody can beat.
 
 Repeatable: with `iterations` given and met before `seconds` are over, a seed gives the same plan on every machine.
 Without, the clock ends the search, and a quicker machine may find a better one.
@@ -29,13 +29,18 @@ from penstock.ir.timeline import Timeline
 from penstock.plan.arrangement import arranged, labels_of, lanes_of, sizes_for
 from penstock.plan.path_bounds import path_bound
 from penstock.plan.problem import PLANNED, Policy, Problem, expand
+from penstock.plan.regions import regions
+from penstock.plan.routes import placed, routed
 from penstock.plan.rules import Fault, Rules, faults
-from penstock.plan.search import Budget, Draft, improved, run, settle
+from penstock.plan.search import Budget, Draft, improved, run, settle, worth
 from penstock.plan.sums import all_sums
 from penstock.plan.traffic import Flow
 from penstock.sim.simulate import simulate
 
 LANE_MOVES = 20_000  # tried for each lane, to begin with
+FEW = 100  # nodes up to which leaving out the worst is tried
+STARTS = 3  # drafts that are searched for a while before one is chosen
+PRICES = (0.1, 0.4, 1.5)  # seconds of a way that one second of work already given to a node is worth
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +55,8 @@ class PathPlan:
     problem: Problem
     draft: Draft
     lost: tuple[int, ...] = ()  # nodes that are gone
+    homes: tuple[tuple[int, int], ...] = ()  # (node, part) of all that were ever there, if some are gone
+    whole: int = 0  # micro-batches of a step before any was lost
 
     @property
     def gap(self) -> float:
@@ -105,14 +112,48 @@ def plan_paths(
         _refuse(problem, labels)
         lanes = lanes_of(problem, labels, moves, seed)
         shape = np.bincount(labels[labels >= 0], minlength=problem.body)
+        drafts = first_drafts(problem, labels, lanes, seed)
     else:
         shape = np.array(_sizes(problem, sizes, nodes))
         labels, lanes = arranged(problem, shape.tolist(), moves, seed)
-    draft = settle(problem, first_draft(problem, labels, lanes))
+        drafts = first_drafts(problem, labels, lanes, seed)
+        if not policy.reserved and nodes <= FEW and problem.hops:
+            drafts += route_drafts(problem, regions(problem, labels, seed))
     bound = path_bound(problem, shape, labels if arrangement is not None else None)
     budget = Budget(iterations, seconds - 0.02 * seconds, begin)
+    draft = chosen(problem, drafts, budget, arrangement is None, seed)
     draft = improved(problem, draft, budget, arrangement is None, seed)
     return finished(problem, draft, bound, begin, budget.used)
+
+
+def chosen(problem: Problem, drafts: Sequence[Draft], budget: Budget, free: bool, seed: int) -> Draft:
+    """The draft that is best after a short search of each."""
+    settled = [settle(problem, draft) for draft in drafts]
+    ranked = sorted(settled, key=lambda draft: worth(problem, draft))[:STARTS]
+    if len(ranked) == 1:
+        return ranked[0]
+    tried = []
+    for draft in ranked:
+        short = budget.share(0.12)
+        tried.append(improved(problem, draft, short, free, seed))
+        budget.used += short.used
+    return min(tried, key=lambda draft: worth(problem, draft))
+
+
+def first_drafts(problem: Problem, labels: Ints, lanes: Ints, seed: int) -> list[Draft]:
+    """Lanes, if they meet all parts equally often; where slots are free for all, routes as well."""
+    met = np.bincount(labels[lanes[:, 1:]].ravel(), minlength=problem.body)[1:]
+    alive = np.bincount(labels[labels > 0], minlength=problem.body)[1:] > 0
+    drafts = [first_draft(problem, labels, lanes)] if len(set(met[alive].tolist())) <= 1 else []
+    if problem.policy.reserved:
+        return drafts or [replace(first_draft(problem, labels, lanes), paths=tuple(placed(problem, labels, seed)))]
+    return [*drafts, *route_drafts(problem, labels)]
+
+
+def route_drafts(problem: Problem, labels: Ints) -> list[Draft]:
+    """Every unit over the cheapest nodes, for several prices of a node that is busy."""
+    first = first_draft(problem, labels, np.zeros((0, 1), dtype=np.int64))
+    return [replace(first, paths=tuple(routed(problem, labels, weight))) for weight in PRICES]
 
 
 def finished(
@@ -193,7 +234,7 @@ def _pieces(problem: Problem, part: int) -> tuple[int, ...]:
 
 def _lanes(flow: Flow, nodes: Ints, table: list[MicroBatch]) -> list[list[Action]]:
     lanes: list[list[Action]] = [[] for _ in range(len(flow.last))]
-    count, length, slices, _ = flow.start.shape
+    _, length, slices, _ = flow.start.shape
     start = flow.start.ravel()
     # of equal starts, what lasts no time comes first: an F before its own B
     back = np.broadcast_to(np.arange(2), flow.start.shape).ravel()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
 import numpy as np
 
@@ -53,7 +54,7 @@ class Problem:
     cluster: Cluster
     parts: tuple[PartCost, ...]  # of the model, and the head
     microbatches: int
-    rules: Rules = Rules()
+    rules: Rules = field(default_factory=Rules)
     policy: Policy = PLANNED
     tokens: int = 1
     slices: int = 1
@@ -162,7 +163,7 @@ def _sum(one: Seconds, other: Seconds) -> Seconds:
 
 def _traffic(problem: Problem) -> Traffic:
     cluster, cuts, pieces = problem.cluster, problem.cuts, problem.pieces
-    spans = [(end - begin, begin) for begin, end in zip(cuts, cuts[1:], strict=False)]
+    spans = [(end - begin, begin) for begin, end in pairwise(cuts)]
     backs = [(p.I, p.W) if p.B is None else (p.B,) for p in pieces]
     again = [(p.F,) if p.recompute else () for p in pieces]
     forward = np.array([[p.F.of(*span) for span in spans] for p in pieces])

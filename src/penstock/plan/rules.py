@@ -192,7 +192,8 @@ def _coverage(schedule: Schedule, parts: int, rules: Rules, lost: set[int]) -> I
     even = sum(map(len, met.values())) % len(met) == 0
     allowed = 0 if even else rules.uneven
     if len(met[most]) - len(met[least]) > allowed:
-        what = f"part {most} meets {len(met[most])} micro-batches, part {least} {len(met[least])}; at most {allowed} more"
+        counts = f"{len(met[most])} micro-batches, part {least} {len(met[least])}"
+        what = f"part {most} meets {counts}; at most {allowed} more"
         yield Fault("coverage", tuple(sorted(set(met[most]) - set(met[least]))), what)
 
 
@@ -210,7 +211,8 @@ def _crowds(schedule: Schedule, slots: Sequence[int]) -> Iterator[Fault]:
             if action.op is Op.F and action.microbatch not in held:
                 held.append(action.microbatch)
                 if len(held) > slots[rank]:
-                    what = f"rank {rank} holds {len(held)} micro-batches when {action} starts; it has {slots[rank]} slots"
+                    room = f"it has {slots[rank]} slots"
+                    what = f"rank {rank} holds {len(held)} micro-batches when {action} starts; {room}"
                     yield Fault("slots", tuple(held), what)
                     break
             elif action.op is not Op.F and action.op is not Op.W:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from random import Random
 
@@ -29,9 +29,9 @@ from penstock.plan.rules import order_fault, orders
 from penstock.plan.sums import all_sums
 from penstock.plan.traffic import Flow, Turn, flow
 
-MEAN = 1e-3  # how much the mean of the micro-batches counts beside the last
+MEAN = 0.5  # how much the mean of the micro-batches counts beside the last
 GROUP = 24  # nodes that are improved together
-HOT, COLD = 0.02, 0.0005  # temperatures, as shares of the makespan
+HOT, COLD = 0.004, 0.0001  # temperatures, as shares of the makespan
 
 Path = tuple[int, ...]
 
@@ -57,6 +57,12 @@ class Budget:
     begin: float
     used: int = 0
 
+    def share(self, part: float) -> Budget:
+        """A budget of its own, out of what is left of this one."""
+        now = time.perf_counter()
+        count = None if self.iterations is None else int((self.iterations - self.used) * part)
+        return Budget(count, (self.begin + self.seconds - now) * part, now)
+
     def left(self) -> float:
         """The share that is left, from 1 to 0."""
         share = 1.0 - (time.perf_counter() - self.begin) / self.seconds if self.seconds > 0 else 0.0
@@ -75,28 +81,23 @@ def run(problem: Problem, draft: Draft) -> Flow:
     return flow(problem.traffic, nodes, parts, draft.turn, after, release, delay, draft.careful)
 
 
-def value(problem: Problem, flow: Flow, labels: Ints, sums: Floats) -> float:
-    """What is made small: the end of the step, and a little of the mean."""
-    return total(problem, flow, labels, sums) + MEAN * float(flow.finish.mean())
-
-
-def total(problem: Problem, flow: Flow, labels: Ints, sums: Floats) -> float:
+def total(problem: Problem, found: Flow, labels: Ints, sums: Floats) -> float:
     """The end of the last backward, or of the last sum of gradients."""
-    if problem.gradients <= 0 or flow.makespan == np.inf:
-        return flow.makespan
-    alive = labels >= 0
-    return max(flow.makespan, float((flow.last[alive] + sums[labels[alive]])[flow.last[alive] > 0].max()))
+    if problem.gradients <= 0 or found.makespan == np.inf:
+        return found.makespan
+    busy = (labels >= 0) & (found.last > 0)
+    return max(found.makespan, float((found.last[busy] + sums[labels[busy]]).max()))
 
 
 def settle(problem: Problem, draft: Draft) -> Draft:
-    """The draft with the best turn, stagger and care."""
+    """The draft with the turn, stagger and care that end first."""
     labels, best, least = np.array(draft.labels), draft, math.inf
     sums = all_sums(problem.traffic, labels, problem.body, problem.gradients)
     for turn in problem.policy.turns:
         for choice in problem.policy.staggers:
             for careful in (False, True):
                 tried = replace(draft, turn=turn, stagger=problem.stagger(choice), careful=careful)
-                found = value(problem, run(problem, tried), labels, sums)
+                found = total(problem, run(problem, tried), labels, sums)
                 if found < least:
                     best, least = tried, found
                 if found < math.inf:
@@ -110,79 +111,83 @@ class Search:
     def __init__(self, problem: Problem, draft: Draft, units: list[int], free: bool, random: Random) -> None:
         self.problem, self.random, self.free = problem, random, free
         self.units = units
-        self.labels = list(draft.labels)
+        self.labels = np.array(draft.labels, dtype=np.int64)
         self.paths: list[Path] = [draft.paths[unit] for unit in units]
-        self.delays = [draft.delays[unit] for unit in units] if draft.delays else [0.0] * len(units)
+        self.delays = np.array([draft.delays[unit] for unit in units] if draft.delays else [0.0] * len(units))
         self.turn, self.stagger, self.careful = draft.turn, draft.stagger, draft.careful
         self.nodes = sorted({node for path in self.paths for node in path} | self._idle(draft))
-        self.replicas: dict[int, list[int]] = {}
+        self.sums = all_sums(problem.traffic, self.labels, problem.body, problem.gradients)
+        self.undo: list[Callable[[], None]] = []
+        self.rows = np.array(self.paths, dtype=np.int64)
+        self.end, self.finish = math.inf, [0.0] * len(units)
         self._sort()
-        self.sums = all_sums(problem.traffic, np.array(self.labels), problem.body, problem.gradients)
-        self.used = Counter(node for path in self.paths for node in path)
-        self.value = self._value()
+        self.value, self.end, self.finish = self._simulated()
 
     def _idle(self, draft: Draft) -> set[int]:
         """Nodes nobody passes belong to every group."""
         passed = {node for path in draft.paths for node in path}
-        idle = [node for node, part in enumerate(self.labels) if part >= 0 and node not in passed]
+        idle = [node for node, part in enumerate(draft.labels) if part >= 0 and node not in passed]
         return set(idle if len(idle) <= GROUP else self.random.sample(idle, GROUP))
 
     def _sort(self) -> None:
-        self.replicas = {}
+        """The nodes of each part, of those that may be taken."""
+        self.part = self.labels.tolist()
+        self.replicas: dict[int, list[int]] = {}
         for node in self.nodes:
-            self.replicas.setdefault(self.labels[node], []).append(node)
+            self.replicas.setdefault(self.part[node], []).append(node)
 
     def draft(self) -> Draft:
         """Of the group alone."""
-        return Draft(
-            tuple(self.labels), tuple(self.paths), self.turn, self.stagger,
-            tuple(self.delays) if any(self.delays) else (), self.careful,
-        )  # fmt: skip
+        delays = tuple(self.delays.tolist()) if self.delays.any() else ()
+        return Draft(tuple(self.part), tuple(self.paths), self.turn, self.stagger, delays, self.careful)
 
-    def _value(self) -> float:
-        found = run(self.problem, self.draft())
+    def _simulated(self) -> tuple[float, float, list[float]]:
+        """What is made small, the end of the step, and when each unit is done."""
+        problem, count = self.problem, len(self.paths)
+        nodes, parts = expand(problem, self.rows, self.labels)
+        after, release = starts(problem, self.rows, self.stagger)
+        delay = np.tile(self.delays, problem.policy.rounds)
+        found = flow(problem.traffic, nodes, parts, self.turn, after, release, delay, self.careful)
         if found.makespan == np.inf and not self.careful:
-            found = run(self.problem, replace(self.draft(), careful=True))
-        return value(self.problem, found, np.array(self.labels), self.sums)
+            found = flow(problem.traffic, nodes, parts, self.turn, after, release, delay, True)
+        end = total(problem, found, self.labels, self.sums)
+        ends = found.finish.tolist()
+        return end + MEAN * sum(ends) / len(ends), end, ends[-count:]
 
     def anneal(self, budget: Budget, steps: int | None = None) -> None:
         """Until the budget, or so many steps, are used up. The best that was met stays."""
-        best, least, begun = self._keep(), self.value, budget.used
+        best, least, begun = self.draft(), (self.end, self.value), budget.used
         scale = self.value if self.value < math.inf else 1.0
         while (left := budget.left()) > 0 and (steps is None or budget.used - begun < steps):
             share = left if steps is None else 1.0 - (budget.used - begun) / steps
             heat = scale * (COLD + (HOT - COLD) * share**2)
             budget.used += 1
-            before = self._keep()
+            self.undo.clear()
             if not self._move():
+                self._back()
                 continue
-            new = self._value()
-            if new <= self.value or self.random.random() < math.exp(-(new - self.value) / heat):
-                self.value = new
-                if new < least - 1e-12:
-                    best, least = self._keep(), new
+            value, end, finish = self._simulated()
+            if value <= self.value or self.random.random() < math.exp(-(value - self.value) / heat):
+                self.value, self.end, self.finish = value, end, finish
+                if (end, value) < least:
+                    best, least = self.draft(), (end, value)
             else:
-                self._restore(before, self.value)
-        self._restore(best, least)
+                self._back()
+        self._take(best)
+        self.end, self.value = least
 
-    def _keep(self) -> tuple[list[int], list[Path], list[float], Turn, float, Floats, Counter[int]]:
-        return (
-            self.labels.copy(), self.paths.copy(), self.delays.copy(), self.turn, self.stagger, self.sums,
-            self.used.copy(),
-        )  # fmt: skip
+    def _back(self) -> None:
+        while self.undo:
+            self.undo.pop()()
 
-    def _restore(
-        self, kept: tuple[list[int], list[Path], list[float], Turn, float, Floats, Counter[int]], found: float
-    ) -> None:
-        changed = self.labels != kept[0]
-        self.labels, self.paths, self.delays, self.turn, self.stagger, self.sums, self.used = (
-            kept[0].copy(), kept[1].copy(), kept[2].copy(), kept[3], kept[4], kept[5], kept[6].copy()
-        )  # fmt: skip
-        self.value = found
-        if changed:
-            self._sort()
+    def _take(self, draft: Draft) -> None:
+        self.labels, self.paths = np.array(draft.labels, dtype=np.int64), list(draft.paths)
+        self.rows = np.array(self.paths, dtype=np.int64)
+        self.delays = np.array(draft.delays or [0.0] * len(self.paths))
+        self.turn, self.stagger, self.careful = draft.turn, draft.stagger, draft.careful
+        self._sort()
 
-    # ------------------------------------------------------------ moves
+    # ------------------------------------------------------------ moves: each says how it is undone
     def _move(self) -> bool:
         pick = self.random.random()
         if self.free and pick < 0.25:
@@ -195,35 +200,53 @@ class Search:
             return self._reorder()
         return self._delay()
 
-    def _class(self) -> list[int]:
+    def _late(self) -> int:
+        """A unit, rather one that is late."""
+        units, ends = len(self.paths), self.finish
+        picked = int(self.random.random() * units)
+        for _ in range(int(self.random.random() * 4)):
+            other = int(self.random.random() * units)
+            picked = other if ends[other] > ends[picked] else picked
+        return picked
+
+    def _class(self, late: bool = True) -> list[int]:
         """One unit, or all with its path."""
-        unit = self.random.randrange(len(self.paths))
+        unit = self._late() if late else int(self.random.random() * len(self.paths))
         if self.random.random() < 0.5:
             return [unit]
-        return [other for other, path in enumerate(self.paths) if path == self.paths[unit]]
+        mine = self.paths[unit]
+        return [other for other, path in enumerate(self.paths) if path == mine]
 
     def _set(self, units: list[int], path: Path) -> None:
         for unit in units:
-            self.used.subtract(self.paths[unit])
-            self.used.update(path)
-            self.paths[unit] = path
+            self._put(unit, path)
+
+    def _put(self, unit: int, path: Path) -> None:
+        old = self.paths[unit]
+
+        def back() -> None:
+            self.paths[unit] = old
+            self.rows[unit] = old
+
+        self.undo.append(back)
+        self.paths[unit] = path
+        self.rows[unit] = path
 
     def _legal(self, path: list[int]) -> Path | None:
         """The path, in an order that its parts may have."""
-        labels = self.labels
-        parts = tuple(labels[node] for node in path)
+        parts = tuple([self.part[node] for node in path])
         if len(set(parts)) < len(parts):
             return None
-        if not order_fault(parts, self.problem.rules):
-            return tuple(path)
         allowed = orders(frozenset(parts[1:]), self.problem.rules)
+        if parts[1:] in allowed:
+            return tuple(path)
         if not allowed:
             return None
-        where = {labels[node]: node for node in path[1:]}
-        return (path[0], *(where[part] for part in self.random.choice(allowed)))
+        where = {self.part[node]: node for node in path[1:]}
+        return (path[0], *[where[part] for part in self.random.choice(allowed)])
 
     def _swap(self) -> bool:
-        ours, theirs = self._class(), self._class()
+        ours, theirs = self._class(), self._class(late=False)
         one, other = self.paths[ours[0]], self.paths[theirs[0]]
         if len(one) < 2 or one == other:
             return False
@@ -231,15 +254,13 @@ class Search:
         u, v = one[i], other[j]
         if u == v:
             return False
-        if len(ours) != len(theirs):  # keeps the parts' shares, and the nodes'
-            size = min(len(ours), len(theirs))
-            ours, theirs = ours[:size], theirs[:size]
+        size = min(len(ours), len(theirs))  # as many here as there: keeps the parts' shares, and the nodes'
         mine = self._legal([*one[:i], v, *one[i + 1 :]])
         yours = self._legal([*other[:j], u, *other[j + 1 :]])
         if mine is None or yours is None:
             return False
-        self._set(ours, mine)
-        self._set(theirs, yours)
+        self._set(ours[:size], mine)
+        self._set(theirs[:size], yours)
         return True
 
     def _redirect(self) -> bool:
@@ -248,7 +269,7 @@ class Search:
         if len(path) < 2:
             return False
         i = self.random.randrange(1, len(path))
-        node = self.random.choice(self.replicas[self.labels[path[i]]])
+        node = self.random.choice(self.replicas[self.part[path[i]]])
         if node == path[i]:
             return False
         self._set(ours, (*path[:i], node, *path[i + 1 :]))
@@ -261,44 +282,66 @@ class Search:
             return False
         i = self.random.randrange(1, len(path) - 1)
         path[i], path[i + 1] = path[i + 1], path[i]
-        if order_fault([self.labels[node] for node in path], self.problem.rules):
+        if order_fault([self.part[node] for node in path], self.problem.rules):
             return False
         self._set(ours, tuple(path))
         return True
 
     def _trade(self) -> bool:
-        u, v = self.random.sample(self.nodes, 2) if len(self.nodes) > 1 else (0, 0)
-        if self.labels[u] == self.labels[v] and not self.used[u] and not self.used[v]:
+        u, v = self.random.choice(self.paths[self._late()]), self.random.choice(self.nodes)
+        if u == v:
             return False
-        slots = self.problem.traffic.slots
-        if self.problem.policy.reserved and (self.used[u] > slots[v] or self.used[v] > slots[u]):
-            return False
-        self.labels[u], self.labels[v] = self.labels[v], self.labels[u]
-        turned = {u: v, v: u}
-        self.paths = [
-            tuple(turned.get(node, node) for node in path) if u in path or v in path else path for path in self.paths
-        ]
-        self.used[u], self.used[v] = self.used[v], self.used[u]
-        if self.labels[u] != self.labels[v]:
-            self._sort()
-            if self.problem.gradients > 0:
-                self.sums = all_sums(
-                    self.problem.traffic, np.array(self.labels), self.problem.body, self.problem.gradients
-                )
+        if self.problem.policy.reserved:
+            slots = self.problem.traffic.slots
+            used = [int((self.rows == node).sum()) for node in (u, v)]
+            if used[0] > slots[v] or used[1] > slots[u]:
+                return False
+        sums = self.sums
+        self._turn(u, v)
+
+        def back() -> None:
+            self._turn(u, v)
+            self.sums = sums
+
+        self.undo.append(back)
+        if self.problem.gradients > 0 and self.part[u] != self.part[v]:
+            self.sums = all_sums(self.problem.traffic, self.labels, self.problem.body, self.problem.gradients)
         return True
+
+    def _turn(self, u: int, v: int) -> None:
+        """Two nodes exchange their parts, and their places on all paths."""
+        turned = {u: v, v: u}
+        for unit, path in enumerate(self.paths):
+            if u in path or v in path:
+                self.paths[unit] = tuple([turned.get(node, node) for node in path])
+                self.rows[unit] = self.paths[unit]
+        if self.part[u] != self.part[v]:
+            self.labels[u], self.labels[v] = self.part[v], self.part[u]
+            self._sort()
 
     def _delay(self) -> bool:
         policy = self.problem.policy
+        turn, stagger = self.turn, self.stagger
+
+        def settle_back() -> None:
+            self.turn, self.stagger = turn, stagger
+
         if not policy.ordered:
-            choice = self.random.choice(policy.staggers)
-            changed = self.problem.stagger(choice) != self.stagger
-            self.stagger = self.problem.stagger(choice)
-            return changed
+            self.undo.append(settle_back)
+            self.stagger = self.problem.stagger(self.random.choice(policy.staggers))
+            return self.stagger != stagger
         if self.random.random() < 0.2:
-            turn, self.turn = self.turn, self.random.choice(policy.turns)
+            self.undo.append(settle_back)
+            self.turn = self.random.choice(policy.turns)
             return turn is not self.turn
         unit = self.random.randrange(len(self.paths))
-        self.delays[unit] = self.random.choice((0.0, self.random.uniform(-1.0, 1.0) * self.value * 0.1))
+        old = float(self.delays[unit])
+
+        def back() -> None:
+            self.delays[unit] = old
+
+        self.undo.append(back)
+        self.delays[unit] = self.random.choice((0.0, self.random.uniform(-1.0, 1.0) * self.end * 0.1))
         return True
 
 
@@ -326,12 +369,11 @@ def settle_delayed(problem: Problem, draft: Draft) -> Draft:
     return min((draft, settle(problem, draft)), key=lambda tried: worth(problem, tried))
 
 
-def worth(problem: Problem, draft: Draft) -> float:
-    """The value of a whole draft."""
-    labels = np.array(draft.labels)
-    return value(
-        problem, run(problem, draft), labels, all_sums(problem.traffic, labels, problem.body, problem.gradients)
-    )
+def worth(problem: Problem, draft: Draft) -> tuple[float, float]:
+    """The end of a whole draft's step, and the mean of its micro-batches."""
+    labels, found = np.array(draft.labels), run(problem, draft)
+    sums = all_sums(problem.traffic, labels, problem.body, problem.gradients)
+    return total(problem, found, labels, sums), float(found.finish.mean())
 
 
 def _by_groups(problem: Problem, draft: Draft, budget: Budget, free: bool, random: Random) -> Draft:
@@ -341,14 +383,14 @@ def _by_groups(problem: Problem, draft: Draft, budget: Budget, free: bool, rando
     while budget.left() > 0 and idle < 200:
         group = _group(problem, draft, random, idle)
         search = Search(problem, draft, group, free and (problem.gradients <= 0 or idle % 2 == 0), random)
-        before = search.value
+        before = search.end, search.value
         search.anneal(budget, steps=max(60, 12 * len(group)))
-        if search.value >= before - 1e-9:
+        if (search.end, search.value) >= before:
             idle += 1
             continue
         tried = _merged(draft, search)
         found = worth(problem, tried)
-        if found < current - 1e-12:
+        if found < current:
             draft, current, idle = tried, found, 0
         else:
             idle += 1
@@ -357,10 +399,10 @@ def _by_groups(problem: Problem, draft: Draft, budget: Budget, free: bool, rando
 
 def _merged(draft: Draft, search: Search) -> Draft:
     paths, delays = list(draft.paths), list(draft.delays)
-    for unit, path, delay in zip(search.units, search.paths, search.delays, strict=True):
+    for unit, path, delay in zip(search.units, search.paths, search.delays.tolist(), strict=True):
         paths[unit], delays[unit] = path, delay
     return replace(
-        draft, labels=tuple(search.labels), paths=tuple(paths), delays=tuple(delays),
+        draft, labels=tuple(search.part), paths=tuple(paths), delays=tuple(delays),
     )  # fmt: skip
 
 

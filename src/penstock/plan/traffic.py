@@ -262,7 +262,7 @@ def _run(  # noqa: PLR0912, PLR0915
                 if p == length - 1 and slices == 1:  # the head goes back at once
                     start[m, p, s, 1] = end
                     end += backward[part, s] * slow[here]
-                    back = 1
+                    back = np.int64(1)
                 elif p == length - 1:
                     heapq.heappush(events, (end, best + 1))
                     pause = 0.0
@@ -293,6 +293,6 @@ def _run(  # noqa: PLR0912, PLR0915
                     else:
                         arrives = end + wire + latency[here, there]
                 heapq.heappush(events, (arrives, np.int64(m * stride + (step * slices + s) * 2 + back)))
-            heapq.heappush(events, (end + pause, ~here))
+            heapq.heappush(events, (end + pause, np.int64(~here)))
         looks = 0
     return makespan if done == count else np.inf
