@@ -1,12 +1,12 @@
 """Which node holds which part.
 
     sizes     20 nodes, 6 parts, paths over 4: 5 data nodes for part 0, 3 replicas of every other part
-    lanes     the nodes cut into 5 lanes of 4, whatever their parts       (penstock.plan.lanes)
-    labels    the lanes' places get parts, rising along each lane, all parts equally often, so that the replicas
-              of a part are near each other where they have gradients to sum
+    circuits  the nodes cut into 5 circuits of 4, whatever their parts       (penstock.plan.circuits)
+    labels    the circuits' places get parts, rising along each circuit, all parts equally often, so that the
+              replicas of a part are near each other where they have gradients to sum
 
-Taking lanes first and parts afterwards is what makes arrangement and paths one search: the parts of a lane that has
-none yet can always be chosen to rise.
+Taking circuits first and parts afterwards is what makes arrangement and paths one search: the parts of a circuit that
+has none yet can always be chosen to rise.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 
 from penstock.errors import ShapeError
 from penstock.ir.table import Floats, Ints
-from penstock.plan.lanes import improve
+from penstock.plan.circuits import improve
 from penstock.plan.problem import Problem
 from penstock.plan.rules import orders
 from penstock.plan.sums import all_sums, sum_seconds
@@ -52,29 +52,29 @@ def labels_of(partitions: Sequence[Sequence[int]], nodes: int) -> Ints:
     return labels
 
 
-def designs(lanes: int, parts: int, hops: int) -> list[tuple[int, ...]]:
-    """For each lane the parts it meets beside the first, rising; over all lanes equally often.
+def designs(circuits: int, parts: int, hops: int) -> list[tuple[int, ...]]:
+    """For each circuit the parts it meets beside the first, rising; over all circuits equally often.
 
     >>> designs(5, 6, 3)
     [(1, 2, 3), (1, 4, 5), (2, 3, 4), (1, 2, 5), (3, 4, 5)]
     """
     others = parts - 1
-    return [tuple(sorted(1 + (lane * hops + step) % others for step in range(hops))) for lane in range(lanes)]
+    return [tuple(sorted(1 + (circuit * hops + step) % others for step in range(hops))) for circuit in range(circuits)]
 
 
 def arranged(problem: Problem, sizes: Sequence[int], iterations: int, seed: int) -> tuple[Ints, Ints]:
-    """The part of each node and the lanes [data node, hops...], both chosen."""
+    """The part of each node and the circuits [data node, hops...], both chosen."""
     nodes, hops, count = problem.traffic.nodes, problem.hops, sizes[0]
     order = np.random.default_rng(seed).permutation(nodes)
     places = count * (hops + 1)
-    if places > nodes:  # more data nodes than lanes: some share one, and the search sorts it out
+    if places > nodes:  # more data nodes than circuits: some share one, and the search sorts it out
         return _shared(problem, sizes, order)
-    lanes, spare = improve(problem, order[:places].reshape(count, hops + 1), order[places:], None, iterations, seed)
-    return _labelled(problem, sizes, lanes, spare, seed), lanes
+    circuits, spare = improve(problem, order[:places].reshape(count, hops + 1), order[places:], None, iterations, seed)
+    return _labelled(problem, sizes, circuits, spare, seed), circuits
 
 
-def lanes_of(problem: Problem, labels: Ints, iterations: int, seed: int) -> Ints:
-    """Lanes over nodes whose parts are given; where there are not enough nodes, lanes that share some."""
+def circuits_of(problem: Problem, labels: Ints, iterations: int, seed: int) -> Ints:
+    """Circuits over nodes whose parts are given; where there are not enough nodes, circuits that share some."""
     body, hops = problem.body, problem.hops
     data = np.flatnonzero(labels == 0)
     alive = [part for part in range(1, body) if (labels == part).any()]
@@ -82,14 +82,14 @@ def lanes_of(problem: Problem, labels: Ints, iterations: int, seed: int) -> Ints
     rows, disjoint = np.empty((len(data), hops + 1), dtype=np.int64), True
     taken = dict.fromkeys(range(body), 0)
     chosen = designs(len(data), len(alive) + 1, hops)
-    for lane, node in enumerate(data.tolist()):
-        allowed = orders(frozenset(alive[number - 1] for number in chosen[lane]), problem.rules)
+    for circuit, node in enumerate(data.tolist()):
+        allowed = orders(frozenset(alive[number - 1] for number in chosen[circuit]), problem.rules)
         parts = allowed[0] if allowed else _any_order(alive, hops, problem)
-        rows[lane, 0] = node
+        rows[circuit, 0] = node
         for place, part in enumerate(parts, start=1):
             replicas = np.flatnonzero(labels == part)
             disjoint &= taken[part] < len(replicas)
-            rows[lane, place] = replicas[taken[part] % len(replicas)]
+            rows[circuit, place] = replicas[taken[part] % len(replicas)]
             taken[part] += 1
     if not disjoint or hops == 0:
         return rows
@@ -115,20 +115,20 @@ def _shared(problem: Problem, sizes: Sequence[int], order: Ints) -> tuple[Ints, 
     for part, size in enumerate(sizes):
         labels[order[begin : begin + size]] = part
         begin += size
-    return labels, lanes_of(problem, labels, 1, 0)
+    return labels, circuits_of(problem, labels, 1, 0)
 
 
-# ---------------------------------------------------------------- parts for the places of lanes
-def _labelled(problem: Problem, sizes: Sequence[int], lanes: Ints, spare: Ints, seed: int) -> Ints:
-    rows = designs(len(lanes), problem.body, problem.hops)
+# ---------------------------------------------------------------- parts for the places of circuits
+def _labelled(problem: Problem, sizes: Sequence[int], circuits: Ints, spare: Ints, seed: int) -> Ints:
+    rows = designs(len(circuits), problem.body, problem.hops)
     for row in rows:
         _refuse(problem, row)
     labels = np.full(problem.traffic.nodes, NOBODY, dtype=np.int64)
-    labels[lanes[:, 0]] = 0
-    if problem.gradients > 0 and len(lanes) > 1:
-        rows = _nearer(problem, lanes, rows, seed)
-    for lane, row in zip(lanes, rows, strict=True):
-        labels[lane[1:]] = row
+    labels[circuits[:, 0]] = 0
+    if problem.gradients > 0 and len(circuits) > 1:
+        rows = _nearer(problem, circuits, rows, seed)
+    for circuit, row in zip(circuits, rows, strict=True):
+        labels[circuit[1:]] = row
     missing = list(sizes)
     for part in labels[labels >= 0].tolist():
         missing[part] -= 1
@@ -147,19 +147,19 @@ def _refuse(problem: Problem, row: tuple[int, ...]) -> None:
         )
 
 
-def _nearer(problem: Problem, lanes: Ints, rows: list[tuple[int, ...]], seed: int) -> list[tuple[int, ...]]:
-    """Deals the rows to the lanes so that the slowest sum over a part's replicas gets quicker."""
+def _nearer(problem: Problem, circuits: Ints, rows: list[tuple[int, ...]], seed: int) -> list[tuple[int, ...]]:
+    """Deals the rows to the circuits so that the slowest sum over a part's replicas gets quicker."""
     random = np.random.default_rng(seed)
     labels = np.full(problem.traffic.nodes, NOBODY, dtype=np.int64)
-    labels[lanes[:, 0]] = 0
-    for lane, row in zip(lanes, rows, strict=True):
-        labels[lane[1:]] = row
+    labels[circuits[:, 0]] = 0
+    for circuit, row in zip(circuits, rows, strict=True):
+        labels[circuit[1:]] = row
     sums = all_sums(problem.traffic, labels, problem.body, problem.gradients)
-    for _ in range(min(40 * len(lanes), 2000)):
-        i, j = random.choice(len(lanes), 2, replace=False).tolist()
+    for _ in range(min(40 * len(circuits), 2000)):
+        i, j = random.choice(len(circuits), 2, replace=False).tolist()
         if rows[i] == rows[j]:
             continue
-        labels[lanes[i, 1:]], labels[lanes[j, 1:]] = rows[j], rows[i]
+        labels[circuits[i, 1:]], labels[circuits[j, 1:]] = rows[j], rows[i]
         touched = set(rows[i]) ^ set(rows[j]) | {p for k in (i, j) for p in rows[k]}
         new = sums.copy()
         for part in touched:
@@ -167,7 +167,7 @@ def _nearer(problem: Problem, lanes: Ints, rows: list[tuple[int, ...]], seed: in
         if _worth(new) <= _worth(sums):
             sums, rows[i], rows[j] = new, rows[j], rows[i]
         else:
-            labels[lanes[i, 1:]], labels[lanes[j, 1:]] = rows[i], rows[j]
+            labels[circuits[i, 1:]], labels[circuits[j, 1:]] = rows[i], rows[j]
     return rows
 
 

@@ -15,40 +15,44 @@ from random import Random
 import numpy as np
 
 from penstock.ir.table import Ints
-from penstock.plan.arrangement import lanes_of
+from penstock.plan.arrangement import circuits_of
 from penstock.plan.path_bounds import path_bound
 from penstock.plan.paths import PathPlan, finished, first_drafts
 from penstock.plan.problem import Policy, Problem
 from penstock.plan.routes import placed
 from penstock.plan.rules import orders
-from penstock.plan.search import Budget, Draft, Path, improved, run, settle, worth
+from penstock.plan.search import Budget, Clock, Draft, Path, improved, run, settle, worth
 
 
-def full(plan: PathPlan, seconds: float = 2.0, iterations: int | None = None, seed: int = 0) -> PathPlan:
+def full(
+    plan: PathPlan,
+    seconds: float = 2.0,
+    iterations: int | None = None,
+    seed: int = 0,
+    clock: Clock = time.perf_counter,
+) -> PathPlan:
     """No part left out, on the same arrangement, as well planned as paths are; slots belong to who is there."""
-    begin = time.perf_counter()
+    budget = Budget(iterations, seconds, clock(), clock)
     rules = replace(plan.problem.rules, share=0.0, behind=0, distance=0, swaps=0)
     policy = Policy(plan.problem.policy.turns, ordered=plan.problem.policy.ordered)
     problem = replace(plan.problem, rules=rules, policy=policy)
     labels = np.array(plan.draft.labels)
-    drafts = first_drafts(problem, labels, lanes_of(problem, labels, 1, seed), seed)
+    drafts = first_drafts(problem, labels, circuits_of(problem, labels, 1, seed), seed)
     best = min((settle(problem, draft) for draft in drafts), key=lambda draft: worth(problem, draft))
-    budget = Budget(iterations, seconds, begin)
     best = improved(problem, best, budget, False, seed)
     bound = path_bound(problem, np.bincount(labels[labels >= 0]), labels)
-    return finished(problem, best, bound, begin, budget.used)
+    return finished(problem, best, bound, budget)
 
 
 def random_paths(plan: PathPlan, seed: int = 0) -> PathPlan:
     """Paths at random: any legal order, any replica that has a place left, parts equally often."""
-    begin = time.perf_counter()
     paths = placed(plan.problem, np.array(plan.draft.labels), seed)
-    return _as_they_come(plan, paths, begin)
+    return _as_they_come(plan, paths)
 
 
 def shortest_paths(plan: PathPlan, seed: int = 0) -> PathPlan:
     """Without collision avoidance: the slowest trip made as short as it gets, nobody's queue looked at."""
-    begin, random = time.perf_counter(), Random(seed)
+    random = Random(seed)
     problem, labels = plan.problem, np.array(plan.draft.labels)
     best: list[Path] = list(random_paths(plan, seed).draft.paths)
     slowest = _trips(problem, best)
@@ -57,7 +61,7 @@ def shortest_paths(plan: PathPlan, seed: int = 0) -> PathPlan:
         tried = _exchanged(problem, labels, best, one, other, random)
         if tried is not None and (found := _trips(problem, tried)) < slowest:
             best, slowest = tried, found
-    return _as_they_come(plan, best, begin)
+    return _as_they_come(plan, best)
 
 
 def _exchanged(
@@ -91,9 +95,9 @@ def _alone(problem: Problem, path: Path) -> float:
     return work + sum(float(hop[a, b] + hop[b, a]) for a, b in pairwise(nodes))
 
 
-def _as_they_come(plan: PathPlan, paths: list[Path], begin: float) -> PathPlan:
+def _as_they_come(plan: PathPlan, paths: list[Path]) -> PathPlan:
     problem = plan.problem
     draft = settle(problem, Draft(plan.draft.labels, tuple(paths), problem.policy.turns[0]))
     if not np.isfinite(run(problem, draft).makespan):
         draft = replace(draft, careful=True)
-    return finished(problem, draft, plan.bound, begin, 0)
+    return finished(problem, draft, plan.bound, Budget(0, 0.0, time.perf_counter()))

@@ -1,6 +1,6 @@
 """Plans SkipPipe's partial paths: from a cluster and a model to a schedule, with a bound on how much better any can be.
 
-    sizes ──► lanes ──► parts of nodes ──► paths, order, starts ──► Schedule ──► simulate ──► makespan
+    sizes ──► circuits ──► parts of nodes ──► paths, order, starts ──► Schedule ──► simulate ──► makespan
               (formula)                    (search, simulated)                                bound, gap, seconds
 
 One objective all the way: the end of the step, with the sums of gradients if they have bytes. `penstock.plan.rules`
@@ -26,18 +26,18 @@ from penstock.ir.files import Facts, Plan
 from penstock.ir.schedule import MicroBatch, Schedule, Stage, schedule_of
 from penstock.ir.table import Ints
 from penstock.ir.timeline import Timeline
-from penstock.plan.arrangement import arranged, labels_of, lanes_of, sizes_for
+from penstock.plan.arrangement import arranged, circuits_of, labels_of, sizes_for
 from penstock.plan.path_bounds import path_bound
 from penstock.plan.problem import PLANNED, Policy, Problem, expand
 from penstock.plan.regions import regions
 from penstock.plan.routes import placed, routed
 from penstock.plan.rules import Fault, Rules, faults
-from penstock.plan.search import Budget, Draft, improved, run, settle, worth
+from penstock.plan.search import Budget, Clock, Draft, improved, run, settle, worth
 from penstock.plan.sums import all_sums
 from penstock.plan.traffic import Flow
 from penstock.sim.simulate import simulate
 
-LANE_MOVES = 20_000  # tried for each lane, to begin with
+CIRCUIT_MOVES = 20_000  # tried for each circuit, to begin with
 FEW = 100  # nodes up to which leaving out the worst is tried
 STARTS = 3  # drafts that are searched for a while before one is chosen
 PRICES = (0.1, 0.4, 1.5)  # seconds of a way that one second of work already given to a node is worth
@@ -93,15 +93,17 @@ def plan_paths(
     seconds: float = 2.0,
     iterations: int | None = None,
     seed: int = 0,
+    clock: Clock = time.perf_counter,
 ) -> PathPlan:
     """The best plan found for a model of these `parts` (the head last) and so many micro-batches a data node.
 
     arrangement: the nodes of each part, if they are given; sizes: else how many nodes each part gets; tokens of a
     micro-batch, cut into `slices`; waves: every node is passed twice, down and up; gradients: bytes of a part's, summed
     over its replicas at the end; gap: seconds between two tasks on a node. The search ends after so many `seconds` or
-    simulations (`iterations`), whichever comes first.
+    simulations (`iterations`), whichever comes first. `clock` counts the seconds: the wall's, or `time.process_time`
+    on a machine that others use too.
     """
-    begin = time.perf_counter()
+    begin = clock()
     problem = Problem(
         cluster, tuple(parts), microbatches, rules, policy, tokens, slices, waves, gradients, gap, first_gap
     )
@@ -110,20 +112,20 @@ def plan_paths(
     if arrangement is not None:
         labels = labels_of(arrangement, nodes)
         _refuse(problem, labels)
-        lanes = lanes_of(problem, labels, moves, seed)
+        circuits = circuits_of(problem, labels, moves, seed)
         shape = np.bincount(labels[labels >= 0], minlength=problem.body)
-        drafts = first_drafts(problem, labels, lanes, seed)
+        drafts = first_drafts(problem, labels, circuits, seed)
     else:
         shape = np.array(_sizes(problem, sizes, nodes))
-        labels, lanes = arranged(problem, shape.tolist(), moves, seed)
-        drafts = first_drafts(problem, labels, lanes, seed)
+        labels, circuits = arranged(problem, shape.tolist(), moves, seed)
+        drafts = first_drafts(problem, labels, circuits, seed)
         if not policy.reserved and nodes <= FEW and problem.hops:
             drafts += route_drafts(problem, regions(problem, labels, seed))
     bound = path_bound(problem, shape, labels if arrangement is not None else None)
-    budget = Budget(iterations, seconds - 0.02 * seconds, begin)
+    budget = Budget(iterations, 0.98 * seconds, begin, clock)
     draft = chosen(problem, drafts, budget, arrangement is None, seed)
     draft = improved(problem, draft, budget, arrangement is None, seed)
-    return finished(problem, draft, bound, begin, budget.used)
+    return finished(problem, draft, bound, budget)
 
 
 def chosen(problem: Problem, drafts: Sequence[Draft], budget: Budget, free: bool, seed: int) -> Draft:
@@ -140,13 +142,13 @@ def chosen(problem: Problem, drafts: Sequence[Draft], budget: Budget, free: bool
     return min(tried, key=lambda draft: worth(problem, draft))
 
 
-def first_drafts(problem: Problem, labels: Ints, lanes: Ints, seed: int) -> list[Draft]:
+def first_drafts(problem: Problem, labels: Ints, circuits: Ints, seed: int) -> list[Draft]:
     """Lanes, if they meet all parts equally often; where slots are free for all, routes as well."""
-    met = np.bincount(labels[lanes[:, 1:]].ravel(), minlength=problem.body)[1:]
+    met = np.bincount(labels[circuits[:, 1:]].ravel(), minlength=problem.body)[1:]
     alive = np.bincount(labels[labels > 0], minlength=problem.body)[1:] > 0
-    drafts = [first_draft(problem, labels, lanes)] if len(set(met[alive].tolist())) <= 1 else []
+    drafts = [first_draft(problem, labels, circuits)] if len(set(met[alive].tolist())) <= 1 else []
     if problem.policy.reserved:
-        return drafts or [replace(first_draft(problem, labels, lanes), paths=tuple(placed(problem, labels, seed)))]
+        return drafts or [replace(first_draft(problem, labels, circuits), paths=tuple(placed(problem, labels, seed)))]
     return [*drafts, *route_drafts(problem, labels)]
 
 
@@ -156,14 +158,13 @@ def route_drafts(problem: Problem, labels: Ints) -> list[Draft]:
     return [replace(first, paths=tuple(routed(problem, labels, weight))) for weight in PRICES]
 
 
-def finished(
-    problem: Problem, draft: Draft, bound: float, begin: float, simulations: int, lost: tuple[int, ...] = ()
-) -> PathPlan:
+def finished(problem: Problem, draft: Draft, bound: float, budget: Budget, lost: tuple[int, ...] = ()) -> PathPlan:
     """A draft as a plan, timed by the simulator."""
     schedule = schedule_from(problem, draft, run(problem, draft))
     makespan = step_seconds(problem, schedule, np.array(draft.labels))
-    found = PathPlan(schedule, makespan, min(bound, makespan), 0.0, simulations, problem, draft, lost)
-    return replace(found, seconds=time.perf_counter() - begin)
+    assert bound <= makespan * (1 + 1e-9), "a bound above a plan"
+    seconds = budget.clock() - budget.begin
+    return PathPlan(schedule, makespan, min(bound, makespan), seconds, budget.used, problem, draft, lost)
 
 
 def step_seconds(problem: Problem, schedule: Schedule, labels: Ints) -> float:
@@ -179,9 +180,9 @@ def step_seconds(problem: Problem, schedule: Schedule, labels: Ints) -> float:
     return max(timeline.makespan, float((ends[busy] + sums[labels[busy]]).max()))
 
 
-def first_draft(problem: Problem, labels: Ints, lanes: Ints) -> Draft:
-    """Every micro-batch of a data node on that node's lane."""
-    paths = tuple(tuple(lane) for _ in range(problem.units) for lane in lanes.tolist())
+def first_draft(problem: Problem, labels: Ints, circuits: Ints) -> Draft:
+    """Every micro-batch of a data node on that node's circuit."""
+    paths = tuple(tuple(circuit) for _ in range(problem.units) for circuit in circuits.tolist())
     return Draft(tuple(labels.tolist()), paths, problem.policy.turns[0], problem.stagger(problem.policy.staggers[0]))
 
 
@@ -248,7 +249,7 @@ def _lanes(flow: Flow, nodes: Ints, table: list[MicroBatch]) -> list[list[Action
 
 # ---------------------------------------------------------------- sizes
 def _moves(nodes: int, iterations: int | None) -> int:
-    return LANE_MOVES * min(nodes, 200) // 4 if iterations is None else 5000 * min(nodes, 200) // 4
+    return CIRCUIT_MOVES * min(nodes, 200) // 4 if iterations is None else 5000 * min(nodes, 200) // 4
 
 
 def _sizes(problem: Problem, sizes: Sequence[int] | None, nodes: int) -> tuple[int, ...]:

@@ -17,18 +17,23 @@ import numpy as np
 
 from penstock.errors import ShapeError
 from penstock.ir.table import Ints
-from penstock.plan.arrangement import NOBODY, lanes_of
+from penstock.plan.arrangement import NOBODY, circuits_of
 from penstock.plan.path_bounds import path_bound
 from penstock.plan.paths import PathPlan, finished, first_drafts
 from penstock.plan.problem import Policy
-from penstock.plan.search import Budget, improved, settle, worth
+from penstock.plan.search import Budget, Clock, improved, settle, worth
 
 
 def replan(
-    plan: PathPlan, lost: Sequence[int] = (), returned: Sequence[int] = (), seconds: float = 0.6, seed: int = 0
+    plan: PathPlan,
+    lost: Sequence[int] = (),
+    returned: Sequence[int] = (),
+    seconds: float = 0.6,
+    seed: int = 0,
+    clock: Clock = time.perf_counter,
 ) -> PathPlan:
     """A plan for the nodes that are left. `returned`: of those lost before, with the parts they had."""
-    begin = time.perf_counter()
+    budget = Budget(None, 0.8 * seconds, clock(), clock)
     homes = dict(plan.homes) | {node: part for node, part in enumerate(plan.draft.labels) if part != NOBODY}
     gone = (set(plan.lost) | set(lost)) - set(returned)
     labels = np.array([NOBODY if n in gone else homes.get(n, NOBODY) for n in range(len(plan.draft.labels))])
@@ -40,12 +45,11 @@ def replan(
     if policy.reserved:  # fewer slots than paths: they go to whoever is there
         policy = Policy(policy.turns, ordered=policy.ordered)
     problem = replace(plan.problem, policy=policy, microbatches=max(round(total / data), 1))
-    drafts = first_drafts(problem, labels, lanes_of(problem, labels, 20_000, seed), seed)
+    drafts = first_drafts(problem, labels, circuits_of(problem, labels, 20_000, seed), seed)
     best = min((settle(problem, draft) for draft in drafts), key=lambda draft: worth(problem, draft))
-    budget = Budget(None, max(seconds - 2 * (time.perf_counter() - begin), 0.05), time.perf_counter())
     best = improved(problem, best, budget, False, seed)
     bound = path_bound(problem, np.bincount(labels[labels >= 0]), labels)
-    found = finished(problem, best, bound, begin, budget.used, tuple(sorted(gone)))
+    found = finished(problem, best, bound, budget, tuple(sorted(gone)))
     return replace(found, homes=tuple(sorted(homes.items())), whole=total)
 
 

@@ -16,7 +16,7 @@ import numpy as np
 from penstock.errors import ShapeError
 from penstock.ir.compiled import LARGE, at_speed
 from penstock.ir.table import Floats, Ints
-from penstock.plan.lanes import terms
+from penstock.plan.circuits import terms
 from penstock.plan.problem import Problem
 from penstock.plan.routes import dealt
 from penstock.plan.rules import orders

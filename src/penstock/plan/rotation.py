@@ -4,7 +4,7 @@
     step 1   shard 1 on data node a   shard 2 on b   shard 0 on c        plan 0
     ...                                                                  when all shards were everywhere: plan 1
 
-Weights stay where they are. A plan's lanes meet some of the sets of parts there are; further plans are searched, each
+Weights stay where they are. A plan's paths meet some of the sets of parts there are; further plans are searched, each
 with a set forced onto a path, until every set is met by one of them, and the shards wander over the data nodes. So
 after data nodes x plans steps every shard has met every set of parts. What slows a plan down past `slack` is left out.
 """
@@ -20,7 +20,7 @@ import numpy as np
 from penstock.plan.paths import PathPlan, finished
 from penstock.plan.problem import Problem
 from penstock.plan.rules import orders, subsets
-from penstock.plan.search import Budget, Draft, improved, run, worth
+from penstock.plan.search import Budget, Clock, Draft, improved, run, worth
 
 Parts = frozenset[int]
 UNITS = 60  # that are tried for a set of parts
@@ -50,20 +50,22 @@ def met(plan: PathPlan) -> frozenset[Parts]:
     return _met(plan.draft)
 
 
-def rotate(plan: PathPlan, slack: float = 0.0, seconds: float = 10.0, seed: int = 0) -> Rotation:
+def rotate(
+    plan: PathPlan, slack: float = 0.0, seconds: float = 10.0, seed: int = 0, clock: Clock = time.perf_counter
+) -> Rotation:
     """The plan and others that together meet every set of parts, none slower by more than a share of `slack`."""
     problem = plan.problem
-    begin = time.perf_counter()
+    begin = clock()
     alive = [part for part in range(1, problem.body) if part in plan.draft.labels]
     wanted = [s for s in subsets(alive, min(problem.hops, len(alive))) if orders(s, problem.rules)]
     plans, seen = [plan], set(met(plan))
     missing = [chosen for chosen in wanted if chosen not in seen]
     turn = 0
-    while missing and time.perf_counter() - begin < seconds:
-        budget = Budget(None, max(seconds / (2 * len(wanted)), 0.05), time.perf_counter())
+    while missing and clock() - begin < seconds:
+        budget = Budget(None, max(seconds / (2 * len(wanted)), 0.05), clock(), clock)
         draft = _with(plan, missing[0], budget, seed + turn)
         turn += 1
-        other = None if draft is None else finished(problem, draft, plan.bound, time.perf_counter(), budget.used)
+        other = None if draft is None else finished(problem, draft, plan.bound, budget)
         if other is not None and other.makespan <= plan.makespan * (1.0 + slack) + 1e-9:
             plans.append(other)
             seen |= met(other)

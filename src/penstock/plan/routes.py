@@ -4,8 +4,8 @@
     unit 1  parts 1 4 5
     unit 2  parts 2 3 4      all parts equally often
 
-A node that is far from all others is simply not taken. That is the other start of a search: lanes share the work over
-all nodes, routes leave out the bad ones.
+A node that is far from all others is simply not taken. That is the other start of a search: circuits share the work
+over all nodes, routes leave out the bad ones.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 
 from penstock.errors import ShapeError
 from penstock.ir.table import Floats, Ints
-from penstock.plan.lanes import Terms, terms
+from penstock.plan.circuits import Terms, terms
 from penstock.plan.problem import Problem
 from penstock.plan.rules import orders
 

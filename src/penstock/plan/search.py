@@ -34,6 +34,7 @@ GROUP = 24  # nodes that are improved together
 HOT, COLD = 0.004, 0.0001  # temperatures, as shares of the makespan
 
 Path = tuple[int, ...]
+Clock = Callable[[], float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,17 +56,18 @@ class Budget:
     iterations: int | None
     seconds: float
     begin: float
+    clock: Clock = time.perf_counter
     used: int = 0
 
     def share(self, part: float) -> Budget:
         """A budget of its own, out of what is left of this one."""
-        now = time.perf_counter()
+        now = self.clock()
         count = None if self.iterations is None else int((self.iterations - self.used) * part)
-        return Budget(count, (self.begin + self.seconds - now) * part, now)
+        return Budget(count, (self.begin + self.seconds - now) * part, now, self.clock)
 
     def left(self) -> float:
         """The share that is left, from 1 to 0."""
-        share = 1.0 - (time.perf_counter() - self.begin) / self.seconds if self.seconds > 0 else 0.0
+        share = 1.0 - (self.clock() - self.begin) / self.seconds if self.seconds > 0 else 0.0
         if self.iterations is not None:
             by_count = 1.0 - self.used / self.iterations if self.iterations else 0.0
             return by_count if share > 0 else 0.0
