@@ -130,8 +130,12 @@ def test_obeying_raises_with_all_that_is_broken():
     with pytest.raises(ScheduleError, match=r"share: .*\n  micro-batches: 1") as raised:
         obey(schedule((0, 1, 2, 3), (0, 1)), 6, Rules())
     assert len(raised.value.faults) == 2  # share and coverage
-    with pytest.raises(ScheduleError, match="coverage"):
-        obey(make("skip", ranks=6, microbatches=2, skips=2), 6, Rules(ahead=9))
+
+
+def test_the_registry_s_skip_keeps_to_the_rules():
+    obey(make("skip", ranks=6, microbatches=5, skips=2), 6, Rules())
+    with pytest.raises(ScheduleError, match=r"slots: rank 0 holds 2 micro-batches"):
+        obey(make("skip", ranks=6, microbatches=5, skips=2), 6, Rules(), slots=[1] * 6)
 
 
 def test_rules_that_make_no_sense_are_refused():

@@ -20,7 +20,7 @@ from penstock.errors import ShapeError
 from penstock.ir.table import Floats, Ints
 from penstock.plan.circuits import improve
 from penstock.plan.problem import Problem
-from penstock.plan.rules import orders
+from penstock.plan.rules import orders, spread
 from penstock.plan.sums import all_sums, sum_seconds
 
 NOBODY = -1  # the part of a node that holds none
@@ -56,10 +56,9 @@ def designs(circuits: int, parts: int, hops: int) -> list[tuple[int, ...]]:
     """For each circuit the parts it meets beside the first, rising; over all circuits equally often.
 
     >>> designs(5, 6, 3)
-    [(1, 2, 3), (1, 4, 5), (2, 3, 4), (1, 2, 5), (3, 4, 5)]
+    [(2, 4, 5), (1, 3, 5), (1, 2, 4), (2, 3, 5), (1, 3, 4)]
     """
-    others = parts - 1
-    return [tuple(sorted(1 + (circuit * hops + step) % others for step in range(hops))) for circuit in range(circuits)]
+    return [spread(range(1, parts), hops, circuit) for circuit in range(circuits)]
 
 
 def arranged(problem: Problem, sizes: Sequence[int], iterations: int, seed: int) -> tuple[Ints, Ints]:

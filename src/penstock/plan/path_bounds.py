@@ -26,7 +26,7 @@ import numpy as np
 from penstock.ir.compiled import LARGE, at_speed
 from penstock.ir.table import Floats, Ints
 from penstock.plan.problem import Problem
-from penstock.plan.rules import orders, subsets
+from penstock.plan.rules import MANY, orders, subsets
 from penstock.plan.sums import all_sums, least_sum
 
 ORDERS = 2000  # of parts, tried one by one; past that, any
@@ -137,7 +137,7 @@ def _shortest(problem: Problem, work: _Work, labels: Ints, data: Ints) -> tuple[
     if hops == 0:
         return home, outside, stay
     all_orders = chain.from_iterable(orders(chosen, problem.rules) for chosen in subsets(alive, hops))
-    rows = list(islice(all_orders, ORDERS + 1)) if len(alive) <= 12 else []
+    rows = list(islice(all_orders, ORDERS + 1)) if len(alive) <= 12 and hops <= MANY else []
     if not rows or len(rows) > ORDERS:
         rows = [tuple([NO_PART] * hops)]
     for row in rows:

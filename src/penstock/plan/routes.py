@@ -20,7 +20,7 @@ from penstock.errors import ShapeError
 from penstock.ir.table import Floats, Ints
 from penstock.plan.circuits import Terms, terms
 from penstock.plan.problem import Problem
-from penstock.plan.rules import orders
+from penstock.plan.rules import orders, spread
 
 Path = tuple[int, ...]
 
@@ -31,11 +31,8 @@ def dealt(problem: Problem, labels: Ints) -> list[tuple[int, ...]]:
     alive = [part for part in range(1, problem.body) if (labels == part).any()]
     hops = min(problem.hops, len(alive))
     turning = len(alive) > 0 and data * hops % len(alive) == 0  # then every turn is even by itself, and may be shifted
-    rows = []
-    for unit in range(problem.units * data):
-        shift = unit // data if turning else 0
-        rows.append(tuple(sorted(alive[(unit * hops + step + shift) % len(alive)] for step in range(hops))))
-    return rows
+    units = range(problem.units * data)
+    return [spread(alive, hops, unit + (unit // data if turning else 0)) for unit in units]
 
 
 def routed(problem: Problem, labels: Ints, weight: float, rows: Sequence[tuple[int, ...]] | None = None) -> list[Path]:

@@ -27,6 +27,7 @@ from penstock.ir.timeline import Timeline
 
 ROUND = 1e-9  # seconds
 NAMED = 6  # micro-batches that a fault names
+MANY = 7  # parts of which not all orders are tried
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +110,7 @@ def order_fault(path: Sequence[int], rules: Rules) -> str:
 @cache
 def orders(parts: frozenset[int], rules: Rules) -> tuple[tuple[int, ...], ...]:
     """The orders in which these parts, all but the first, may follow it; rising first."""
-    if len(parts) > 7:  # too many to try them all: rising, and single swaps of neighbours
+    if len(parts) > MANY:  # too many to try them all: rising, and single swaps of neighbours
         rising = sorted(parts)
         tried = [tuple(rising)]
         tried += [(*rising[:i], rising[i + 1], rising[i], *rising[i + 2 :]) for i in range(len(rising) - 1)]
@@ -121,6 +122,20 @@ def orders(parts: frozenset[int], rules: Rules) -> tuple[tuple[int, ...], ...]:
 def subsets(parts: Sequence[int], hops: int) -> list[frozenset[int]]:
     """The sets of parts a path may meet beside the first."""
     return [frozenset(chosen) for chosen in combinations(sorted(parts), hops)]
+
+
+def spread(parts: Sequence[int], hops: int, turn: int) -> tuple[int, ...]:
+    """Of these parts so many, rising; those left out lie apart, and move on by one each turn.
+
+    Any number of turns in a row leaves out all parts equally often, or some once more: the gaps between those left
+    out are as even as they can be, so that as many of them lie in every stretch of one length, give or take one.
+
+    >>> [spread((1, 2, 3, 4, 5), 3, turn) for turn in range(3)]
+    [(2, 4, 5), (1, 3, 5), (1, 2, 4)]
+    """
+    count, skips = len(parts), len(parts) - hops
+    left_out = {(turn + number * count // skips) % count for number in range(skips)} if skips else set()
+    return tuple(part for place, part in enumerate(parts) if place not in left_out)
 
 
 # ---------------------------------------------------------------- a whole schedule
