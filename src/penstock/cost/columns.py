@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from penstock.cost.cost import Cost
+from penstock.cost.paused import PausingCost
 from penstock.ir.action import CODE, Action, Op
 from penstock.ir.needs import BACKWARD, FORWARD, WEIGHTS
 from penstock.ir.schedule import Schedule
@@ -25,6 +26,7 @@ class Columns:
     link: Ints  # number of the link its message takes; -1: no message
     latency: Floats
     wire: Floats  # seconds its message is on the wire
+    pause: Floats  # seconds its rank rests afterwards
 
 
 def columns(schedule: Schedule, cost: Cost) -> Columns:
@@ -33,12 +35,14 @@ def columns(schedule: Schedule, cost: Cost) -> Columns:
     target = table.target()
     size = np.where(target >= 0, _each(schedule, codes, cost.message), 0.0)
     held, kept = _each(schedule, codes, cost.held), _each(schedule, codes, cost.kept)
+    pause = _each(schedule, codes, cost.pause) if isinstance(cost, PausingCost) else np.zeros(len(table))
     return Columns(
         _each(schedule, codes, cost.seconds),
         np.where(table.kind == FORWARD, held, 0.0),
         _losses(table, held, kept),
         size,
         *_links(schedule, cost, target, size),
+        pause,
     )
 
 

@@ -6,6 +6,7 @@ import random
 from dataclasses import dataclass
 
 from penstock.cost.cost import Cost
+from penstock.cost.paused import PausingCost
 from penstock.ir.action import Action
 from penstock.ir.schedule import Schedule
 
@@ -31,6 +32,10 @@ class NoisyCost:
         """With noise."""
         noise = self.factor(action.op.value, schedule.stages[action.stage].part, schedule.rank_of(action))
         return self.cost.seconds(schedule, action) * noise
+
+    def pause(self, schedule: Schedule, action: Action) -> float:
+        """As it is."""
+        return self.cost.pause(schedule, action) if isinstance(self.cost, PausingCost) else 0.0
 
     def held(self, schedule: Schedule, action: Action) -> float:
         """As it is."""

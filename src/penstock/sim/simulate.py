@@ -1,6 +1,6 @@
 """Predicts when everything happens: one pass over the actions, each after all that it needs.
 
-    start = the latest of: the rank is free; what it needs is there (over a link: once the message has arrived)
+    start = the latest of: the rank is free and has rested; what it needs is there (over a link: once the message is)
     end   = start + seconds
 
 Messages leave when their action ends. On a serial link each waits for the one before it; a rank finishes its actions
@@ -31,8 +31,8 @@ def simulate(schedule: Schedule, cost: Cost) -> Timeline:
     sent, arrived = np.full(len(table), np.nan), np.full(len(table), np.nan)
     cause = np.full(len(table), -1, dtype=np.int32)
     at_speed(_run, len(table))(
-        table.order, table.rank, table.needs, costs.seconds, costs.link, costs.latency, costs.wire, cost.serial,
-        start, end, sent, arrived, cause, schedule.ranks,
+        table.order, table.rank, table.needs, costs.seconds, costs.pause, costs.link, costs.latency, costs.wire,
+        cost.serial, start, end, sent, arrived, cause, schedule.ranks,
     )  # fmt: skip
     weights = np.zeros(schedule.ranks)
     for number, stage in enumerate(schedule.stages):
@@ -41,15 +41,15 @@ def simulate(schedule: Schedule, cost: Cost) -> Timeline:
 
 
 def _run(
-    order: Ints, rank: Ints, needs: Ints, seconds: Floats, link: Ints, latency: Floats, wire: Floats, serial: bool,
-    start: Floats, end: Floats, sent: Floats, arrived: Floats, cause: Ints, ranks: int,
+    order: Ints, rank: Ints, needs: Ints, seconds: Floats, pause: Floats, link: Ints, latency: Floats, wire: Floats,
+    serial: bool, start: Floats, end: Floats, sent: Floats, arrived: Floats, cause: Ints, ranks: int,
 ) -> None:  # fmt: skip
     last = np.full(ranks, -1, np.int64)
     free = np.zeros(link.max() + 1 if len(link) else 1)
     for number in order:
         mine = rank[number]
         before = last[mine]
-        now = end[before] if before >= 0 else 0.0
+        now = end[before] + pause[before] if before >= 0 else 0.0
         held_up = before
         for column in range(needs.shape[1]):
             needed = needs[number, column]

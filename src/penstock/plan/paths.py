@@ -1,0 +1,272 @@
+"""Plans SkipPipe's partial paths: from a cluster and a model to a schedule, with a bound on how much better any can be.
+
+    sizes ──► circuits ──► parts of nodes ──► paths, order, starts ──► Schedule ──► simulate ──► makespan
+              (formula)                    (search, simulated)                                bound, gap, seconds
+
+One objective all the way: the end of the step, with the sums of gradients if they have bytes. `penstock.plan.rules`
+says what a plan keeps to, `Policy` how the nodes behave, `penstock.plan.path_bounds` what nobody can beat.
+
+Repeatable: with `iterations` given and met before `seconds` are over, a seed gives the same plan on every machine.
+Without, the clock ends the search, and a quicker machine may find a better one.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from penstock.cost.cluster import Cluster
+from penstock.cost.model import PartCost
+from penstock.errors import ShapeError
+from penstock.ir.action import Action, Op
+from penstock.ir.files import Facts, Plan
+from penstock.ir.schedule import MicroBatch, Schedule, Stage, schedule_of
+from penstock.ir.table import Ints
+from penstock.ir.timeline import Timeline
+from penstock.plan.arrangement import arranged, circuits_of, labels_of, sizes_for
+from penstock.plan.path_bounds import path_bound
+from penstock.plan.problem import PLANNED, Policy, Problem, expand
+from penstock.plan.regions import regions
+from penstock.plan.routes import placed, routed
+from penstock.plan.rules import Fault, Rules, faults
+from penstock.plan.search import Budget, Clock, Draft, improved, run, settle, worth
+from penstock.plan.sums import all_sums
+from penstock.plan.traffic import Flow
+from penstock.sim.simulate import simulate
+
+CIRCUIT_MOVES = 20_000  # tried for each circuit, to begin with
+FEW = 100  # nodes up to which leaving out the worst is tried
+STARTS = 3  # drafts that are searched for a while before one is chosen
+PRICES = (0.1, 0.4, 1.5)  # seconds of a way that one second of work already given to a node is worth
+
+
+@dataclass(frozen=True, slots=True)
+class PathPlan:
+    """A schedule, what it takes, what none can beat, and the seconds the search took."""
+
+    schedule: Schedule
+    makespan: float  # with the sums of gradients
+    bound: float
+    seconds: float
+    simulations: int  # of the search
+    problem: Problem
+    draft: Draft
+    lost: tuple[int, ...] = ()  # nodes that are gone
+    homes: tuple[tuple[int, int], ...] = ()  # (node, part) of all that were ever there, if some are gone
+    whole: int = 0  # micro-batches of a step before any was lost
+
+    @property
+    def gap(self) -> float:
+        """How far from the bound, as a fraction of it."""
+        return self.makespan / self.bound - 1.0
+
+    @property
+    def partitions(self) -> tuple[tuple[int, ...], ...]:
+        """The nodes of each part."""
+        labels = self.draft.labels
+        return tuple(tuple(n for n, p in enumerate(labels) if p == part) for part in range(self.problem.body))
+
+    @property
+    def timeline(self) -> Timeline:
+        """As the simulator has it."""
+        return simulate(self.schedule, self.problem.cost())
+
+
+def plan_paths(
+    cluster: Cluster,
+    parts: Sequence[PartCost],
+    microbatches: int,
+    rules: Rules = Rules(),  # noqa: B008  # frozen
+    policy: Policy = PLANNED,
+    *,
+    arrangement: Sequence[Sequence[int]] | None = None,
+    sizes: Sequence[int] | None = None,
+    tokens: int = 1,
+    slices: int = 1,
+    waves: bool = False,
+    gradients: float = 0.0,
+    gap: float = 0.0,
+    first_gap: float = 0.0,
+    seconds: float = 2.0,
+    iterations: int | None = None,
+    seed: int = 0,
+    clock: Clock = time.perf_counter,
+) -> PathPlan:
+    """The best plan found for a model of these `parts` (the head last) and so many micro-batches a data node.
+
+    arrangement: the nodes of each part, if they are given; sizes: else how many nodes each part gets; tokens of a
+    micro-batch, cut into `slices`; waves: every node is passed twice, down and up; gradients: bytes of a part's, summed
+    over its replicas at the end; gap: seconds between two tasks on a node. The search ends after so many `seconds` or
+    simulations (`iterations`), whichever comes first. `clock` counts the seconds: the wall's, or `time.process_time`
+    on a machine that others use too.
+    """
+    begin = clock()
+    problem = Problem(
+        cluster, tuple(parts), microbatches, rules, policy, tokens, slices, waves, gradients, gap, first_gap
+    )
+    nodes = len(cluster.nodes)
+    moves = _moves(nodes, iterations)
+    if arrangement is not None:
+        labels = labels_of(arrangement, nodes)
+        _refuse(problem, labels)
+        circuits = circuits_of(problem, labels, moves, seed)
+        shape = np.bincount(labels[labels >= 0], minlength=problem.body)
+        drafts = first_drafts(problem, labels, circuits, seed)
+    else:
+        shape = np.array(_sizes(problem, sizes, nodes))
+        labels, circuits = arranged(problem, shape.tolist(), moves, seed)
+        drafts = first_drafts(problem, labels, circuits, seed)
+        if not policy.reserved and nodes <= FEW and problem.hops:
+            drafts += route_drafts(problem, regions(problem, labels, seed))
+    bound = path_bound(problem, shape, labels if arrangement is not None else None)
+    budget = Budget(iterations, 0.98 * seconds, begin, clock)
+    draft = chosen(problem, drafts, budget, arrangement is None, seed)
+    draft = improved(problem, draft, budget, arrangement is None, seed)
+    return finished(problem, draft, bound, budget)
+
+
+def chosen(problem: Problem, drafts: Sequence[Draft], budget: Budget, free: bool, seed: int) -> Draft:
+    """The draft that is best after a short search of each."""
+    settled = [settle(problem, draft) for draft in drafts]
+    ranked = sorted(settled, key=lambda draft: worth(problem, draft))[:STARTS]
+    if len(ranked) == 1:
+        return ranked[0]
+    tried = []
+    for draft in ranked:
+        short = budget.share(0.12)
+        tried.append(improved(problem, draft, short, free, seed))
+        budget.used += short.used
+    return min(tried, key=lambda draft: worth(problem, draft))
+
+
+def first_drafts(problem: Problem, labels: Ints, circuits: Ints, seed: int) -> list[Draft]:
+    """Lanes, if they meet all parts equally often; where slots are free for all, routes as well."""
+    met = np.bincount(labels[circuits[:, 1:]].ravel(), minlength=problem.body)[1:]
+    alive = np.bincount(labels[labels > 0], minlength=problem.body)[1:] > 0
+    drafts = [first_draft(problem, labels, circuits)] if len(set(met[alive].tolist())) <= 1 else []
+    if problem.policy.reserved:
+        return drafts or [replace(first_draft(problem, labels, circuits), paths=tuple(placed(problem, labels, seed)))]
+    return [*drafts, *route_drafts(problem, labels)]
+
+
+def route_drafts(problem: Problem, labels: Ints) -> list[Draft]:
+    """Every unit over the cheapest nodes, for several prices of a node that is busy."""
+    first = first_draft(problem, labels, np.zeros((0, 1), dtype=np.int64))
+    return [replace(first, paths=tuple(routed(problem, labels, weight))) for weight in PRICES]
+
+
+def finished(problem: Problem, draft: Draft, bound: float, budget: Budget, lost: tuple[int, ...] = ()) -> PathPlan:
+    """A draft as a plan, timed by the simulator."""
+    schedule = schedule_from(problem, draft, run(problem, draft))
+    makespan = step_seconds(problem, schedule, np.array(draft.labels))
+    assert bound <= makespan * (1 + 1e-9), "a bound above a plan"
+    seconds = budget.clock() - budget.begin
+    return PathPlan(schedule, makespan, min(bound, makespan), seconds, budget.used, problem, draft, lost)
+
+
+def step_seconds(problem: Problem, schedule: Schedule, labels: Ints) -> float:
+    """The makespan by the simulator, with the sums of gradients after each part's last backward."""
+    timeline = simulate(schedule, problem.cost())
+    if problem.gradients <= 0:
+        return timeline.makespan
+    sums = all_sums(problem.traffic, labels, problem.body, problem.gradients)
+    table = schedule.table
+    ends = np.zeros(schedule.ranks)
+    np.maximum.at(ends, table.rank, timeline.end)
+    busy = (ends > 0) & (labels >= 0)
+    return max(timeline.makespan, float((ends[busy] + sums[labels[busy]]).max()))
+
+
+def first_draft(problem: Problem, labels: Ints, circuits: Ints) -> Draft:
+    """Every micro-batch of a data node on that node's circuit."""
+    paths = tuple(tuple(circuit) for _ in range(problem.units) for circuit in circuits.tolist())
+    return Draft(tuple(labels.tolist()), paths, problem.policy.turns[0], problem.stagger(problem.policy.staggers[0]))
+
+
+def rule_faults(plan: PathPlan) -> tuple[Fault, ...]:
+    """The rules that a plan breaks: none."""
+    problem = plan.problem
+    gone = [part for part in range(problem.body) if part not in plan.draft.labels]
+    return faults(plan.schedule, problem.body, problem.rules, problem.traffic.slots.tolist(), plan.timeline, gone)
+
+
+def as_file(plan: PathPlan) -> Plan:
+    """As a plan.json keeps it, with the figures that chose it."""
+    problem = plan.problem
+    why: Facts = (
+        ("makespan", plan.makespan), ("lower_bound", plan.bound), ("gap", plan.gap), ("seconds", plan.seconds),
+        ("simulations", plan.simulations), ("skipped", problem.body - 1 - problem.hops), ("slices", problem.slices),
+        ("waves", problem.waves), ("turn", plan.draft.turn.name.lower()),
+    )  # fmt: skip
+    return Plan(plan.schedule, "paths", (), why)
+
+
+# ---------------------------------------------------------------- from a draft to a schedule
+def schedule_from(problem: Problem, draft: Draft, flow: Flow) -> Schedule:
+    """The three tables: stages by node, heads (or the ways up) after them, lanes in the order of the starts."""
+    assert np.isfinite(flow.makespan), "micro-batches wait for each other in a circle"
+    labels = np.array(draft.labels)
+    nodes, parts = expand(problem, np.array(draft.paths, dtype=np.int64), labels)
+    stages: list[Stage] = []
+    number: dict[tuple[int, int], int] = {}
+    for node, part in enumerate(labels.tolist()):
+        for piece in _pieces(problem, part):
+            number[node, piece] = len(stages)
+            stages.append(Stage(node, piece))
+    cuts = problem.cuts if problem.slices > 1 else ()
+    table = [
+        MicroBatch(tuple(number[at] for at in zip(row, pieces, strict=True)), problem.tokens, cuts)
+        for row, pieces in zip(nodes.tolist(), parts.tolist(), strict=True)
+    ]
+    return schedule_of(stages, table, _lanes(flow, nodes, table))
+
+
+def _pieces(problem: Problem, part: int) -> tuple[int, ...]:
+    """The parts of the schedule that a node with a part of the model holds."""
+    if part < 0:
+        return ()
+    if problem.waves:
+        return part, 2 * problem.body - 1 - part
+    return (0, problem.body) if part == 0 else (part,)
+
+
+def _lanes(flow: Flow, nodes: Ints, table: list[MicroBatch]) -> list[list[Action]]:
+    lanes: list[list[Action]] = [[] for _ in range(len(flow.last))]
+    _, length, slices, _ = flow.start.shape
+    start = flow.start.ravel()
+    # of equal starts, what lasts no time comes first: an F before its own B
+    back = np.broadcast_to(np.arange(2), flow.start.shape).ravel()
+    for at in np.lexsort((back, start)).tolist():
+        m, rest = divmod(at, length * slices * 2)
+        p, rest = divmod(rest, slices * 2)
+        piece, kind = divmod(rest, 2)
+        lanes[nodes[m, p]].append(Action(Op.B if kind else Op.F, table[m].path[p], m, piece))
+    return lanes
+
+
+# ---------------------------------------------------------------- sizes
+def _moves(nodes: int, iterations: int | None) -> int:
+    return CIRCUIT_MOVES * min(nodes, 200) // 4 if iterations is None else 5000 * min(nodes, 200) // 4
+
+
+def _sizes(problem: Problem, sizes: Sequence[int] | None, nodes: int) -> tuple[int, ...]:
+    if sizes is None:
+        return sizes_for(nodes, problem.body, problem.hops)
+    if len(sizes) != problem.body:
+        raise ShapeError(f"there are sizes for {len(sizes)} parts, but the model has {problem.body}")
+    if sum(sizes) != nodes:
+        raise ShapeError(f"the sizes add up to {sum(sizes)} nodes, but the cluster has {nodes}")
+    if min(sizes) < 1:
+        raise ShapeError("a part without a node; every part needs one at least")
+    return tuple(sizes)
+
+
+def _refuse(problem: Problem, labels: Ints) -> None:
+    if labels.max() >= problem.body:
+        raise ShapeError(f"the arrangement has {labels.max() + 1} parts, but the model has {problem.body}")
+    missing = [part for part in range(problem.body) if not (labels == part).any()]
+    if missing:
+        raise ShapeError(f"part {missing[0]} is on no node; every part needs one at least")

@@ -1,0 +1,208 @@
+"""What a planner of paths is given, and the arrays it works on.
+
+    cluster ─┐
+    parts  ──┼──► Problem ──► Traffic (seconds and bytes as arrays)        parts: the model's, and the head last
+    rules  ──┤                bounds, arrangement, search
+    policy ──┘
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+
+import numpy as np
+
+from penstock.cost.cluster import Cluster
+from penstock.cost.cost import Cost
+from penstock.cost.model import PartCost, Seconds
+from penstock.cost.paused import PausedCost
+from penstock.errors import ShapeError
+from penstock.ir.table import Floats, Ints
+from penstock.plan.rules import Rules
+from penstock.plan.traffic import Traffic, Turn
+from penstock.schedules.orders import at_least
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """How nodes behave that hold a plan.
+
+    rounds: a path is used so many times, the next micro-batch starting when the one before is back.
+    reserved: a slot belongs to one path for the whole step; else to whoever is there, as long as it is there.
+    staggers: seconds between the first starts on a data node, to choose from (None: a forward's).
+    ordered: nodes keep to a planned order; else they take what comes first, and only the paths are planned.
+    """
+
+    turns: tuple[Turn, ...] = (Turn.BACKWARD, Turn.TAIL, Turn.ARRIVAL, Turn.OLDEST, Turn.URGENT)
+    rounds: int = 1
+    reserved: bool = False
+    staggers: tuple[float | None, ...] = (0.0,)
+    ordered: bool = True
+
+
+PLANNED = Policy()
+PUBLISHED = Policy((Turn.ARRIVAL,), rounds=2, reserved=True, staggers=(None, 1.0), ordered=False)
+NEXT_ROUND = 2.5  # seconds after the first starts before which a second round may not begin, as published
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Problem:
+    """A cluster, a model, and what is asked for. `microbatches` is for each data node, `gradients` bytes of a part."""
+
+    cluster: Cluster
+    parts: tuple[PartCost, ...]  # of the model, and the head
+    microbatches: int
+    rules: Rules = field(default_factory=Rules)
+    policy: Policy = PLANNED
+    tokens: int = 1
+    slices: int = 1
+    waves: bool = False
+    gradients: float = 0.0
+    gap: float = 0.0
+    first_gap: float = 0.0
+    traffic: Traffic = field(init=False)
+
+    def __post_init__(self) -> None:
+        at_least(1, microbatches=self.microbatches, slices=self.slices, tokens=self.tokens)
+        if len(self.parts) < 3:
+            raise ShapeError(f"paths need two parts and a head at least, not {len(self.parts)} parts in all")
+        if self.tokens < self.slices:
+            raise ShapeError(f"{self.tokens} tokens cannot be cut into {self.slices} slices")
+        if self.microbatches % self.policy.rounds:
+            raise ShapeError(
+                f"{self.microbatches} micro-batches for each data node do not divide into {self.policy.rounds} rounds"
+            )
+        if self.waves and self.hops < 1:
+            raise ShapeError("a wave needs a part beside the first: leave out less")
+        object.__setattr__(self, "traffic", _traffic(self))
+
+    @property
+    def body(self) -> int:
+        """Parts of the model, the head not counted."""
+        return len(self.parts) - 1
+
+    @property
+    def hops(self) -> int:
+        """Parts on a path, beside the first."""
+        return self.rules.hops(self.body)
+
+    @property
+    def units(self) -> int:
+        """Paths for each data node: one a micro-batch, or one for all rounds."""
+        return self.microbatches // self.policy.rounds
+
+    @property
+    def cuts(self) -> tuple[int, ...]:
+        """Token boundaries of the slices."""
+        return tuple(self.tokens * piece // self.slices for piece in range(self.slices + 1))
+
+    @property
+    def pieces(self) -> tuple[PartCost, ...]:
+        """The parts as the schedule has them: in waves every part in two halves, the head with the last."""
+        return halves_of(self.parts) if self.waves else self.parts
+
+    def cost(self) -> Cost:
+        """For the simulator."""
+        cost = self.cluster.cost(self.pieces)
+        return PausedCost(cost, self.gap, self.first_gap) if self.gap or self.first_gap else cost
+
+    def stagger(self, choice: float | None) -> float:
+        """Seconds between the first starts on a data node."""
+        return float(self.traffic.forward[0].sum()) if choice is None else choice
+
+
+def even_parts(
+    parts: int,
+    forward: float,
+    backward: float = 1.5,
+    loss: float = 0.25,
+    tokens: int = 1,
+    message: float = 0.0,
+    held: float = 0.0,
+    weights: float = 0.0,
+) -> tuple[PartCost, ...]:
+    """Equal parts and a head: seconds of a whole micro-batch's forward; backward and loss as multiples of it.
+
+    Bytes of a message and of what is held are for the whole micro-batch too.
+    """
+    token = forward / tokens
+    half = Seconds(token=backward * token / 2)
+    part = PartCost(
+        Seconds(token=token), half, half, held=held / tokens, message=message / tokens, weights=weights
+    )
+    third = Seconds(token=loss * token / 3)
+    return (*(part,) * parts, PartCost(third, third, third, message=message / tokens))
+
+
+def halves_of(parts: Sequence[PartCost]) -> tuple[PartCost, ...]:
+    """Parts 0 1 2 and a head as a wave passes them: 0 1 2 2 1 0+head, all but the head halved."""
+    *body, head = parts
+    half = [_scaled(part, 0.5) for part in body]
+    last = half[0]
+    closing = replace(last, F=_sum(last.F, head.F), I=_sum(last.I, head.I), W=_sum(last.W, head.W), B=None)
+    return (*half, *reversed(half[1:]), closing)
+
+
+def _scaled(part: PartCost, by: float) -> PartCost:
+    def less(seconds: Seconds) -> Seconds:
+        return Seconds(seconds.base * by, seconds.token * by, seconds.prefix * by, seconds.pair * by)
+
+    backward = None if part.B is None else less(part.B)
+    kept = None if part.kept is None else part.kept * by
+    return replace(
+        part, F=less(part.F), I=less(part.I), W=less(part.W), B=backward, held=part.held * by, kept=kept,
+        weights=part.weights * by,
+    )  # fmt: skip
+
+
+def _sum(one: Seconds, other: Seconds) -> Seconds:
+    return Seconds(one.base + other.base, one.token + other.token, one.prefix + other.prefix, one.pair + other.pair)
+
+
+def _traffic(problem: Problem) -> Traffic:
+    cluster, cuts, pieces = problem.cluster, problem.cuts, problem.pieces
+    spans = [(end - begin, begin) for begin, end in pairwise(cuts)]
+    backs = [(p.I, p.W) if p.B is None else (p.B,) for p in pieces]
+    again = [(p.F,) if p.recompute else () for p in pieces]
+    forward = np.array([[p.F.of(*span) for span in spans] for p in pieces])
+    backward = np.array(
+        [[sum(c.of(*span) for c in (*b, *a)) for span in spans] for b, a in zip(backs, again, strict=True)]
+    )
+    message = np.array([[p.message * tokens for tokens, _ in spans] for p in pieces])
+    bandwidth = np.array(cluster.bandwidth)
+    np.fill_diagonal(bandwidth, np.inf)
+    latency = np.array(cluster.latency)
+    np.fill_diagonal(latency, 0.0)
+    held = max((p.message if p.recompute else p.held) for p in problem.parts) * problem.tokens
+    slots = cluster.slots(held, max(part.weights for part in problem.parts))
+    slow = 1.0 / np.array([node.speed for node in cluster.nodes])
+    return Traffic(
+        latency, 1.0 / bandwidth, slow, np.array(slots, dtype=np.int64), forward, backward, message,
+        problem.gap, problem.first_gap, cluster.serial,
+    )  # fmt: skip
+
+
+def expand(problem: Problem, paths: Ints, labels: Ints) -> tuple[Ints, Ints]:
+    """Nodes and parts of every micro-batch, position by position, from the nodes of the paths and the nodes' parts."""
+    rows = np.tile(paths, (problem.policy.rounds, 1)) if problem.policy.rounds > 1 else paths
+    parts, body = labels[rows], problem.body
+    if problem.waves:
+        return np.hstack([rows, rows[:, ::-1]]), np.hstack([parts, 2 * body - 1 - parts[:, ::-1]])
+    return np.hstack([rows, rows[:, :1]]), np.hstack([parts, np.full((len(rows), 1), body)])
+
+
+def starts(problem: Problem, paths: Ints, stagger: float) -> tuple[Ints, Floats]:
+    """For each micro-batch: which must be back before it starts, and when it may start at the earliest."""
+    count, rounds = len(paths), problem.policy.rounds
+    after = np.arange(-count, count * (rounds - 1), dtype=np.int64)
+    after[:count] = -1
+    if not stagger:
+        return after, np.zeros(count * rounds)
+    order = np.zeros(count)
+    seen: dict[int, int] = {}
+    for unit, node in enumerate(paths[:, 0].tolist()):
+        order[unit] = seen.get(node, 0)
+        seen[node] = seen.get(node, 0) + 1
+    return after, np.concatenate([order * stagger + NEXT_ROUND * turn for turn in range(rounds)])

@@ -1,0 +1,436 @@
+"""Planned paths: the published figures, the bound against brute force, and that every plan keeps to the rules."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from dataclasses import replace
+from itertools import count as counting
+from itertools import permutations, product
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from penstock import lower, simulate, verify
+from penstock.cost import Cluster, Node
+from penstock.errors import ShapeError
+from penstock.ir import dump_plan, load_plan
+from penstock.plan.arrangement import designs, labels_of, sizes_for
+from penstock.plan.baselines import full, random_paths, shortest_paths
+from penstock.plan.path_bounds import path_bound
+from penstock.plan.paths import as_file, plan_paths, rule_faults, schedule_from
+from penstock.plan.problem import PUBLISHED, Problem, even_parts
+from penstock.plan.recovery import replan
+from penstock.plan.rotation import met, rotate
+from penstock.plan.rules import Rules, order_fault, subsets
+from penstock.plan.search import Draft, run
+from penstock.plan.sums import least_sum, sum_seconds
+from penstock.plan.traffic import Turn
+
+CITED = json.loads((Path(__file__).parent / "data" / "skippipe.json").read_text())
+GAPS = {"gap": CITED["model"]["gap"], "first_gap": CITED["model"]["gap_after_first"]}
+SOME = ["Paris", "London", "Tokyo", "Osaka", "Lisbon", "Rome", "Seattle", "Boston", "Sydney", "Madrid"]
+
+
+def cluster_of(name: str, slots: int = 3) -> Cluster:
+    cited = CITED["instances"][name]
+    count = len(cited["locations"])
+    nodes = tuple(Node(site, 1.0, slots) for site in cited["locations"])
+    return Cluster(nodes, tuple(map(tuple, cited["delays"])), tuple((math.inf,) * count for _ in range(count)))
+
+
+def problem_of(name: str) -> Problem:
+    parts = even_parts(6, CITED["instances"][name]["forward"])
+    return Problem(cluster_of(name), parts, 6, policy=PUBLISHED, **GAPS)
+
+
+def planned(name: str, given: bool, **how):
+    cited = CITED["instances"][name]
+    parts, arrangement = even_parts(6, cited["forward"]), cited["partitions"] if given else None
+    return plan_paths(cluster_of(name), parts, 6, policy=PUBLISHED, arrangement=arrangement, **GAPS, **how)
+
+
+def geo(count: int, **how) -> Cluster:
+    return Cluster.geo([SOME[n % len(SOME)] for n in range(count)], **how)
+
+
+def sound(plan) -> None:
+    """Checked by construction; keeps to the rules; cannot deadlock; both simulators agree; not below its bound."""
+    assert rule_faults(plan) == ()
+    verify(lower(plan.schedule))
+    found = run(plan.problem, plan.draft)
+    assert simulate(plan.schedule, plan.problem.cost()).makespan == pytest.approx(found.makespan, abs=1e-6)
+    assert plan.makespan >= plan.bound > 0
+    assert path_bound(plan.problem, np.bincount([p for p in plan.draft.labels if p >= 0]), None) <= plan.makespan + 1e-9
+
+
+@pytest.fixture(scope="module", autouse=True)
+def warm():
+    """Compiles, or loads, the loops: seconds are counted without that."""
+    for given in (True, False):
+        planned("A", given, iterations=5, seconds=60)
+    plan_paths(geo(9), even_parts(4, 0.5), 2, Rules(share=0.25), iterations=5, seconds=60)
+
+
+# ---------------------------------------------------------------- the published figures
+@pytest.mark.parametrize(("name", "plan"), [(n, p) for n in "AB" for p in CITED["instances"][n]["plans"]])
+def test_the_published_policy_gives_the_published_times(name, plan):
+    cited, problem = CITED["instances"][name], problem_of(name)
+    paths = cited["plans"][plan]["paths"]
+    paths = paths if len(paths) > 5 else [path for path in paths for _ in range(3)]
+    labels = labels_of(cited["partitions"], 20)
+    if plan == "lanes, own arrangement":  # which part is where does not matter to the time
+        for path in paths:
+            labels[path[0]], labels[path[1:]] = 0, (1, 2, 3)
+    draft = Draft(tuple(labels.tolist()), tuple(map(tuple, paths)), Turn.ARRIVAL, cited["forward"])
+    found = run(problem, draft)
+    assert found.makespan == pytest.approx(cited["plans"][plan]["seconds"], abs=1e-7)
+    schedule = schedule_from(problem, draft, found)  # the lanes it found, in our simulator
+    timeline = simulate(schedule, problem.cost())
+    assert timeline.makespan == pytest.approx(found.makespan, abs=1e-9)
+    assert len(schedule.microbatches) == 30
+
+
+@pytest.mark.parametrize(("name", "given", "most"), [("A", True, 33.314), ("B", True, 66.493), ("B", False, 66.0)])
+def test_plans_under_the_published_rules_are_as_good_or_better_in_two_seconds(name, given, most):
+    begin = time.process_time()
+    found = planned(name, given, seconds=1.6, clock=time.process_time)
+    assert time.process_time() - begin < 2.0  # of one core
+    assert found.makespan <= most
+    sound(found)
+
+
+def test_the_published_rules_are_kept_node_by_node():
+    found = planned("A", True, iterations=300, seconds=60)
+    used = np.bincount([node for path in found.draft.paths for node in path], minlength=20)
+    assert (used == 3).all()  # every node by as many paths as it has slots
+    assert {len(path) for path in found.draft.paths} == {4}
+
+
+def test_free_slots_and_a_planned_order_are_better_than_the_published_rules():
+    cited = CITED["instances"]["B"]
+    found = plan_paths(cluster_of("B"), even_parts(6, cited["forward"]), 6, iterations=9000, seconds=60, **GAPS)
+    sound(found)
+    assert found.makespan < 65.6
+    wide = plan_paths(cluster_of("B", 6), even_parts(6, cited["forward"]), 6, iterations=2000, seconds=60, **GAPS)
+    sound(wide)
+    assert wide.makespan < 50
+
+
+# ---------------------------------------------------------------- the bound, against brute force
+def brute_force(problem: Problem, sizes) -> float:
+    """The best of all arrangements, paths and orders."""
+    traffic, body, count = problem.traffic, problem.body, problem.microbatches * sizes[0]
+    best = math.inf
+    for labels in set(permutations([part for part, size in enumerate(sizes) for _ in range(size)])):
+        data = [node for node, part in enumerate(labels) if part == 0]
+        ways = [
+            order
+            for order in permutations([node for node, part in enumerate(labels) if part], problem.hops)
+            if not order_fault((0, *(labels[node] for node in order)), problem.rules)
+            and len({labels[node] for node in order}) == len(order)
+        ]
+        for chosen in product(ways, repeat=count):
+            met_parts = [sum(labels[node] == part for way in chosen for node in way) for part in range(1, body)]
+            uneven = max(met_parts) - min(met_parts)
+            if uneven > (0 if sum(met_parts) % len(met_parts) == 0 else 1):
+                continue
+            paths = [(data[m % len(data)], *way) for m, way in enumerate(chosen)]
+            best = min(best, best_order(traffic, paths, labels, best))
+    return best
+
+
+def best_order(traffic, paths, labels, best):
+    """The best of all orders in which the tasks may be put, one after the other, each as early as it can be."""
+    tasks = []  # of each micro-batch: (node, seconds, wait before it, slots it takes, gap after it)
+    head, hop = len(traffic.forward) - 1, traffic.hop(1)
+    for path in paths:
+        rows, before = [], path[0]
+        for place, node in enumerate(path):
+            gap = traffic.first_gap if place == 0 else traffic.gap
+            rows.append((node, traffic.forward[labels[node], 0] * traffic.slow[node], hop[before, node], 1, gap))
+            before = node
+        home = path[0]
+        loss = (traffic.forward[head, 0] + traffic.backward[head, 0]) * traffic.slow[home]
+        rows.append((home, loss, hop[before, home], 0, traffic.gap))
+        before = home
+        for node in reversed(path):
+            seconds = traffic.backward[labels[node], 0] * traffic.slow[node]
+            rows.append((node, seconds, hop[before, node], -1, traffic.gap))
+            before = node
+        tasks.append(rows)
+    least = [sum(seconds + wait for _, seconds, wait, _, _ in rows) for rows in tasks]
+    done, ready = [0] * len(paths), [0.0] * len(paths)
+    free, used = [0.0] * traffic.nodes, [0] * traffic.nodes
+
+    def go(latest):
+        nonlocal best
+        if all(done[m] == len(tasks[m]) for m in range(len(tasks))):
+            best = min(best, latest)
+            return
+        for m, rows in enumerate(tasks):
+            if done[m] == len(rows):
+                continue
+            node, seconds, wait, slot, gap = rows[done[m]]
+            if slot == 1 and used[node] >= traffic.slots[node]:
+                continue
+            start = max(free[node], ready[m] + wait)
+            left = sum(s + w for _, s, w, _, _ in rows[done[m] + 1 :])
+            if start + seconds + left >= best - 1e-12:
+                continue
+            kept = free[node], ready[m]
+            free[node], ready[m] = start + seconds + gap, start + seconds
+            used[node] += slot
+            done[m] += 1
+            go(max(latest, start + seconds))
+            done[m] -= 1
+            used[node] -= slot
+            free[node], ready[m] = kept
+
+    if max(least) < best:
+        go(0.0)
+    return best
+
+
+def tiny(rng, sizes, share, microbatches):
+    count = sum(sizes)
+    nodes = tuple(Node("", float(rng.uniform(0.5, 2)), int(rng.integers(1, 3))) for _ in range(count))
+    latency = tuple(map(tuple, rng.uniform(0.05, 3.0, (count, count)).tolist()))
+    cluster = Cluster(nodes, latency, tuple((math.inf,) * count for _ in range(count)))
+    gaps = {"gap": float(rng.choice([0.0, 0.2])), "first_gap": float(rng.choice([0.0, 0.1]))}
+    return cluster, even_parts(len(sizes), float(rng.uniform(0.2, 2))), microbatches, Rules(share=share), gaps
+
+
+@pytest.mark.parametrize(
+    ("sizes", "share", "microbatches"),
+    [((1, 1, 1), 1 / 3, 2), ((1, 1, 1), 0.0, 2), ((1, 2, 1), 1 / 3, 2), ((2, 1, 1), 1 / 3, 1), ((1, 1), 0.0, 3)],
+)
+def test_the_bound_is_below_and_the_plan_close_to_the_best_there_is(sizes, share, microbatches):
+    rng = np.random.default_rng(sum(sizes) * 10 + microbatches)
+    ratios = []
+    for _ in range(4):
+        cluster, parts, count, rules, gaps = tiny(rng, sizes, share, microbatches)
+        problem = Problem(cluster, parts, count, rules, **gaps)
+        best = brute_force(problem, sizes)
+        assert path_bound(problem, np.array(sizes), None) <= best + 1e-9
+        found = plan_paths(cluster, parts, count, rules, sizes=sizes, iterations=1500, seconds=60, **gaps)
+        sound(found)
+        assert found.makespan >= best - 1e-9
+        ratios.append(found.makespan / best)
+        given = path_bound(problem, np.array(sizes), np.array(found.draft.labels))
+        assert given <= found.makespan + 1e-9
+        assert given >= path_bound(problem, np.array(sizes), None) - 1e-9 or given > 0
+    assert max(ratios) < 1.1
+    assert np.mean(ratios) < 1.05  # it never idles on purpose, which the best order sometimes does
+
+
+# ---------------------------------------------------------------- all that can be asked for
+@pytest.mark.parametrize("count", [5, 9, 14])
+@pytest.mark.parametrize("share", [0.0, 0.25, 0.5])
+def test_every_plan_is_sound(count, share):
+    sound(plan_paths(geo(count), even_parts(4, 0.5, message=8e6), 4, Rules(share=share), iterations=150, seconds=60))
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"slices": 4, "tokens": 64}, {"waves": True}, {"waves": True, "slices": 2, "tokens": 64},
+        {"gradients": 1e7}, {"gap": 0.2, "first_gap": 0.1, "slices": 2, "tokens": 64},
+    ],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.parametrize("serial", [False, True])
+def test_compositions_are_sound(how, serial):
+    parts = even_parts(4, 0.5, tokens=how.get("tokens", 1), message=8e6)
+    sound(plan_paths(geo(11, serial=serial), parts, 3, Rules(share=0.25), iterations=120, seconds=60, **how))
+
+
+def test_unequal_nodes_are_planned_for():
+    base = geo(10)
+    slow = Cluster(
+        tuple(replace(node, speed=0.2 if n == 4 else 1.0, slots=1 + n % 3) for n, node in enumerate(base.nodes)),
+        base.latency, base.bandwidth,
+    )  # fmt: skip
+    found = plan_paths(slow, even_parts(4, 0.5), 4, Rules(share=0.25), iterations=800, seconds=60)
+    sound(found)
+    assert found.draft.labels[4] != 0  # the slow node has no data
+    work = np.bincount([node for path in found.draft.paths for node in path], minlength=10)
+    assert work[4] < work.max()
+
+
+def test_slices_overlap_transfer_and_work_on_slow_links():
+    parts = even_parts(6, 0.5, tokens=64, message=33e6)
+    whole, cut = (
+        plan_paths(geo(20, serial=True), parts, 6, tokens=64, slices=slices, iterations=400, seconds=60)
+        for slices in (1, 4)
+    )
+    assert cut.makespan < 0.8 * whole.makespan
+    assert cut.schedule.slices == 4
+
+
+def test_waves_bring_the_loss_home_and_pay_where_links_are_quick():
+    parts = even_parts(4, 1.0)
+    how = {"rules": Rules(share=0.25), "iterations": 1500, "seconds": 60}
+    quick = [plan_paths(Cluster.even(12, latency=0.001, slots=8), parts, 3, waves=w, **how) for w in (False, True)]
+    assert quick[1].makespan < quick[0].makespan
+    ends = [quick[1].schedule.stages[m.path[i]].rank for m in quick[1].schedule.microbatches for i in (0, -1)]
+    assert ends[::2] == ends[1::2]
+    slow = [plan_paths(Cluster.even(12, latency=3.0, slots=8), parts, 3, waves=w, **how) for w in (False, True)]
+    assert slow[1].makespan > slow[0].makespan  # a wave passes more links: it loses on slow ones
+
+
+def test_sums_of_gradients_are_part_of_what_is_planned():
+    parts = even_parts(4, 0.1, message=1e5)
+    how = {"rules": Rules(share=0.25), "iterations": 1500, "seconds": 60}
+    blind = plan_paths(geo(12), parts, 3, **how)
+    seen = plan_paths(geo(12), parts, 3, gradients=2e8, **how)
+    sound(seen)
+    labels = np.array(blind.draft.labels)
+    ends = np.zeros(12)
+    np.maximum.at(ends, blind.schedule.table.rank, blind.timeline.end)
+    sums = [sum_seconds(blind.problem.traffic, np.flatnonzero(labels == part), 2e8) for part in range(4)]
+    assert seen.makespan < max(ends[node] + sums[labels[node]] for node in range(12) if ends[node])
+
+
+def test_a_sum_is_never_quicker_than_the_least_there_is():
+    traffic = Problem(geo(10), even_parts(4, 1.0), 2, Rules(share=0.25)).traffic
+    rng = np.random.default_rng(0)
+    for _ in range(50):
+        nodes = rng.permutation(10)[: rng.integers(2, 8)]
+        size = float(rng.choice([1.0, 1e6, 1e9]))
+        assert sum_seconds(traffic, nodes, size) >= least_sum(traffic, len(nodes), size) - 1e-12
+
+
+def test_a_seed_repeats_with_a_budget_of_simulations():
+    how = {"rules": Rules(share=0.25), "iterations": 300, "seconds": 60}
+    one, other = (plan_paths(geo(9), even_parts(4, 0.5), 3, seed=4, **how) for _ in range(2))
+    assert one.schedule == other.schedule
+    assert one.makespan == other.makespan
+    assert one.simulations == other.simulations == 300
+
+
+def test_the_clock_ends_a_search():
+    ticks = counting()  # one a look at the clock, one look a simulation
+    found = plan_paths(geo(20), even_parts(6, 0.5), 6, seconds=200.0, clock=lambda: float(next(ticks)))
+    assert 190 <= found.seconds <= 220
+    assert 100 <= found.simulations <= 200
+
+
+@pytest.mark.parametrize(("count", "seconds"), [(42, 2.0), (200, 4.0)])
+def test_large_clusters_are_planned_within_their_time(count, seconds):
+    begin = time.process_time()
+    found = plan_paths(geo(count), even_parts(6, 0.5, message=8e6), 6, seconds=seconds, clock=time.process_time)
+    assert time.process_time() - begin < seconds + 2
+    assert found.gap < 1.0
+    assert rule_faults(found) == ()
+
+
+def test_a_plan_keeps_its_reasons_in_a_file():
+    found = plan_paths(geo(9), even_parts(4, 0.5), 3, Rules(share=0.25), iterations=50, seconds=60)
+    kept = load_plan(dump_plan(as_file(found)))
+    assert kept.schedule == found.schedule
+    assert kept.facts["lower_bound"] == found.bound
+    assert kept.facts["makespan"] == found.makespan
+    assert kept.facts["gap"] == pytest.approx(found.makespan / found.bound - 1)
+
+
+# ---------------------------------------------------------------- baselines, rotation, recovery
+def test_planned_is_faster_than_random_shortest_and_full():
+    found = planned("A", True, iterations=1000, seconds=60)
+    whole = full(found, iterations=1000, seconds=60)
+    assert {len(path) for path in whole.draft.paths} == {6}
+    assert len(whole.schedule.microbatches) == len(found.schedule.microbatches)
+    others = [whole, shortest_paths(found), *(random_paths(found, seed) for seed in range(3))]
+    for other in others:
+        sound(other)
+        assert other.makespan > found.makespan
+
+
+def test_a_rotation_meets_every_set_of_parts_with_every_shard():
+    found = planned("A", True, iterations=500, seconds=60)
+    turns = rotate(found, slack=0.01, seconds=8, clock=time.process_time)
+    assert turns.left_out == ()
+    assert turns.makespan <= found.makespan * 1.01
+    for plan in turns.plans:
+        sound(plan)
+        assert plan.partitions == found.partitions  # weights stay where they are
+    wanted = set(subsets(range(1, 6), 3))
+    assert set().union(*(met(plan) for plan in turns.plans)) == wanted
+    shards: dict[int, set[frozenset[int]]] = {shard: set() for shard in range(5)}
+    for step in range(5 * len(turns.plans)):
+        plan, reads = turns.at(step)
+        for path in plan.draft.paths:
+            shard = reads[plan.partitions[0].index(path[0])]
+            shards[shard].add(frozenset(plan.draft.labels[node] for node in path[1:]))
+    assert all(sets == wanted for sets in shards.values())
+
+
+def test_a_plan_for_who_is_left_takes_less_than_a_second():
+    found = planned("A", False, iterations=500, seconds=60)
+    for lost in ([found.partitions[3][0]], [found.partitions[0][0]], [found.partitions[0][1], found.partitions[2][0]]):
+        begin = time.process_time()
+        left = replan(found, lost=lost, clock=time.process_time)
+        assert time.process_time() - begin < 1.0
+        sound(left)
+        assert not {node for path in left.draft.paths for node in path} & set(lost)
+        assert all(left.draft.labels[n] == found.draft.labels[n] for n in range(20) if n not in lost)
+        assert len(left.schedule.microbatches) >= 28
+        assert all(not left.schedule.lanes[node] for node in lost)
+
+
+def test_a_part_without_replicas_is_skipped_until_it_returns():
+    found = planned("A", True, iterations=200, seconds=60)
+    left = replan(found, lost=found.partitions[2])
+    sound(left)
+    assert 2 not in {left.draft.labels[node] for path in left.draft.paths for node in path}
+    back = replan(left, returned=found.partitions[2])
+    sound(back)
+    assert 2 in {back.draft.labels[node] for path in back.draft.paths for node in path}
+    assert back.draft.labels == found.draft.labels
+    assert back.lost == ()
+
+
+def test_who_cannot_be_lost_or_return_is_named():
+    found = planned("A", True, iterations=20, seconds=60)
+    with pytest.raises(ShapeError, match="no data node is left"):
+        replan(found, lost=found.partitions[0])
+    with pytest.raises(ShapeError, match=r"node 99 is lost, but there are nodes 0\.\.19"):
+        replan(found, lost=[99])
+    with pytest.raises(ShapeError, match="node 3 returned, but it was not lost"):
+        replan(found, returned=[3])
+
+
+# ---------------------------------------------------------------- sizes, and what is refused
+def test_sizes_balance_the_work():
+    assert sizes_for(20, 6, 3) == (5, 3, 3, 3, 3, 3)
+    assert sizes_for(18, 4, 2) == (6, 4, 4, 4)
+    assert sum(sizes_for(42, 6, 3)) == 42
+    for lanes in (5, 10, 50):
+        counts = np.bincount(np.ravel(designs(lanes, 6, 3)), minlength=6)
+        assert (counts[1:] == lanes * 3 // 5).all()
+
+
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [
+        ({"sizes": (3, 3)}, "sizes for 2 parts, but the model has 4"),
+        ({"sizes": (3, 3, 3, 3)}, "add up to 12 nodes, but the cluster has 9"),
+        ({"sizes": (9, 0, 0, 0)}, "a part without a node"),
+        ({"arrangement": [[0, 1], [2], [3], [4, 4]]}, "node 4 holds parts 3 and 3"),
+        ({"arrangement": [[0, 1], [2], [3], [12]]}, r"part 3 is on node 12, but there are nodes 0\.\.8"),
+        ({"arrangement": [[0, 1], [2], [3]]}, "part 3 is on no node"),
+        ({"slices": 3}, "1 tokens cannot be cut into 3 slices"),
+        ({"policy": PUBLISHED}, "3 micro-batches for each data node do not divide into 2 rounds"),
+    ],
+    ids=str,
+)
+def test_what_does_not_fit_is_refused_with_both_numbers(how, says):
+    with pytest.raises(ShapeError, match=says):
+        plan_paths(geo(9), even_parts(4, 0.5), 3, Rules(share=0.25), iterations=10, **how)
+
+
+def test_too_few_nodes_are_refused():
+    with pytest.raises(ShapeError, match="3 nodes cannot hold 4 parts"):
+        plan_paths(geo(3), even_parts(4, 0.5), 3, Rules(share=0.25))
