@@ -14,16 +14,17 @@ import penstock
 ROOT = Path(penstock.__file__).parent
 ROOMS = {
     "errors": set(),
+    "partition": {"errors"},
     "ir": {"errors"},
-    "cost": {"ir", "errors"},
+    "cost": {"ir", "partition", "errors"},
     "sim": {"ir", "cost"},
     "schedules": {"ir", "cost", "sim", "errors"},
     "plan": {"ir", "cost", "schedules", "sim", "errors"},
     "view": {"ir", "errors"},
     "carry": {"errors"},
     "runtime": {"ir", "cost", "carry", "errors"},
-    "models": {"carry", "errors"},
-    "train": {"ir", "runtime", "models", "errors"},
+    "models": {"carry", "partition", "errors"},
+    "train": {"ir", "cost", "runtime", "models", "errors"},
     "cli": {"ir", "cost", "schedules", "sim", "plan", "view", "train", "errors"},
 }
 LIBRARIES = {
@@ -36,9 +37,10 @@ LIBRARIES = {
     "carry": {"torch"},
     "runtime": {"numpy", "torch"},
     "models": {"torch"},
-    "train": {"torch"},
+    "train": {"torch", "transformers"},
     "cli": {"typer", "rich"},
     "errors": set(),
+    "partition": set(),
 }
 
 

@@ -277,7 +277,7 @@ def _plan(source: str, shape: dict[str, int]) -> Plan:
 
 def _read(file: Path) -> Plan:
     from penstock.ir import Plan, load_plan, load_torch_csv
-    from penstock.ir.files import read_text
+    from penstock.ir.fields import read_text
 
     text = read_text(file)
     if file.suffix.lower() == ".csv":

@@ -16,7 +16,8 @@ import numpy as np
 from penstock.cost.cost import Cost
 from penstock.cost.noisy import NoisyCost
 from penstock.errors import ShapeError
-from penstock.ir.files import Facts, Plan
+from penstock.ir.fields import Facts
+from penstock.ir.files import Plan
 from penstock.ir.schedule import Schedule, Stage
 from penstock.plan.bounds import lower_bound
 from penstock.schedules import REGISTRY, make, shape_of
