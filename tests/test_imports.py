@@ -25,7 +25,13 @@ ROOMS = {
     "runtime": {"ir", "cost", "carry", "errors"},
     "models": {"carry", "partition", "errors"},
     "train": {"ir", "cost", "runtime", "models", "errors"},
-    "cli": {"ir", "cost", "schedules", "sim", "plan", "view", "train", "errors"},
+    "cli": {
+        *("ir", "cost", "schedules", "sim", "plan", "view", "train", "errors"),
+        *("cli_cost", "cli_profile", "cli_screen"),
+    },
+    "cli_cost": {"ir", "cost", "partition", "errors"},
+    "cli_profile": {"ir", "cost", "train", "cli_screen", "errors"},
+    "cli_screen": {"errors"},
 }
 LIBRARIES = {
     "ir": {"numpy", "numba"},
@@ -39,6 +45,9 @@ LIBRARIES = {
     "models": {"torch"},
     "train": {"torch", "transformers"},
     "cli": {"typer", "rich"},
+    "cli_cost": {"typer"},
+    "cli_profile": {"typer"},
+    "cli_screen": {"rich"},
     "errors": set(),
     "partition": set(),
 }

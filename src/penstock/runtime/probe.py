@@ -32,6 +32,7 @@ class Subject:
     prefixes: bool = False  # whether a slice takes longer the more tokens are before it
     loss: Loss | None = None  # of the head
     labels: Tensor | None = None
+    autocast: torch.dtype | None = None
 
     @property
     def tokens(self) -> int:
@@ -83,7 +84,8 @@ class Probe:
         if x.is_floating_point():
             x.requires_grad_()
         record_in(ledger)
-        self.y = self.run(x, piece)
+        with torch.autocast(x.device.type, self.subject.autocast, enabled=self.subject.autocast is not None):
+            self.y = self.run(x, piece)
         record_in(None)
 
     def run(self, x: Tensor, piece: Slice) -> Tensor:

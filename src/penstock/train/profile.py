@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from penstock.cost.profile import Profile
-from penstock.errors import FileError, RunError, ShapeError
+from penstock.errors import FileError, RunError, ShapeError, UnknownNameError
 from penstock.ir.fields import Facts
 from penstock.models import GPT, GPTConfig, Llama, LlamaConfig, model_width, split, token_loss
 from penstock.runtime import Comm, finish, init, spawn
@@ -25,6 +25,14 @@ from penstock.runtime.profile import ROUNDS, Subjects, Watch, measure
 
 DEPTH = 2  # layers that are measured in a row: what is done once a stage (positions, masks) is shared by them
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
+PRESETS: dict[str, LlamaConfig | GPTConfig] = {
+    "tiny": LlamaConfig(vocab=512, width=128, layers=8, heads=4, kv_heads=2, inner=352),
+    "llama-150m": LlamaConfig(vocab=32000, width=1024, layers=12, heads=16, kv_heads=4, inner=2752),
+    "llama-1b": LlamaConfig(
+        vocab=128256, width=2048, layers=16, heads=32, kv_heads=8, inner=8192, theta=500_000.0, tied=True
+    ),
+    "gpt2": GPTConfig(vocab=50257, width=768, layers=12, heads=12, inner=3072, positions=1024),
+}
 PATIENCE = 3600.0  # seconds that a rank waits for another one that still measures
 
 
@@ -37,9 +45,22 @@ class Request:
     rows: int = 1
     device: str = "cpu"
     dtype: str = "float32"
+    autocast: str | None = None  # compute in this type
     threads: int | None = None  # of a rank; None: as torch has it
     links: bool = False  # every pair of ranks
     rounds: int = ROUNDS
+
+
+def sizes_of(preset: str, tokens: int, changes: Mapping[str, int]) -> LlamaConfig | GPTConfig:
+    """A preset, with some sizes changed; a GPT has positions for at least so many tokens."""
+    if preset not in PRESETS:
+        raise UnknownNameError("preset", preset, PRESETS)
+    found = PRESETS[preset]
+    if isinstance(found, LlamaConfig):
+        return replace(found, **changes)  # type: ignore[arg-type]  # sizes, not flags
+    if "kv_heads" in changes:
+        raise ShapeError(f"{preset} has no kv_heads: every head has keys and values of its own")
+    return replace(found, **changes, positions=max(found.positions, tokens))  # type: ignore[arg-type]
 
 
 def profile(request: Request, ranks: int = 1, watch: Watch = lambda text: None) -> Profile | None:
@@ -79,10 +100,11 @@ def subjects_of(request: Request, comm: Comm | None = None) -> Subjects:
     shape = (request.rows, request.tokens)
     words, labels = (torch.randint(0, vocab, shape, device=device) for _ in range(2))
     hidden = torch.randn(*shape, model_width(model), device=device, dtype=dtype)
+    cast = None if request.autocast is None else _dtype(request.autocast)
     return Subjects(
-        Subject(embed, words),
-        Subject(middle, hidden, depth, prefixes=not middle.unsliceable),
-        Subject(head, hidden, loss=token_loss, labels=labels),
+        Subject(embed, words, autocast=cast),
+        Subject(middle, hidden, depth, prefixes=not middle.unsliceable, autocast=cast),
+        Subject(head, hidden, loss=token_loss, labels=labels, autocast=cast),
         layers, facts, _facts(device, request, 1 if comm is None else comm.ranks),
     )  # fmt: skip
 
@@ -129,8 +151,12 @@ def _device(name: str, comm: Comm | None) -> torch.device:
     if device.type == "cuda":
         if not torch.cuda.is_available():
             raise RunError("this machine has no GPU that torch can see; --device cpu")
+        gpus = torch.cuda.device_count()
+        here = int(os.environ.get("LOCAL_WORLD_SIZE", 1 if comm is None else comm.ranks))
+        if here > gpus:
+            raise RunError(f"{here} ranks on {gpus} GPUs would slow each other while they measure; --ranks {gpus}")
         if comm is not None and device.index is None:
-            device = torch.device("cuda", comm.rank % torch.cuda.device_count())
+            device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", comm.rank)) % gpus)
         torch.cuda.set_device(device)
     return device
 
@@ -145,5 +171,5 @@ def _facts(device: torch.device, request: Request, ranks: int) -> Facts:
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
     return (
         ("device", device.type), ("name", name), ("torch", str(torch.__version__)), ("dtype", request.dtype),
-        ("threads", torch.get_num_threads()), ("ranks", ranks),
+        ("autocast", request.autocast), ("threads", torch.get_num_threads()), ("ranks", ranks),
     )  # fmt: skip
