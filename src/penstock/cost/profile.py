@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from penstock.cost.curve import Curve, Seconds, total
 from penstock.cost.fit import Fit, fit
 from penstock.cost.model import ModelCost, PartCost
-from penstock.cost.network import Network
+from penstock.cost.network import Network, of_pair
 from penstock.errors import ShapeError
 from penstock.ir.action import Action, Op
 from penstock.ir.fields import Facts
@@ -187,8 +187,8 @@ class ProfileCost:
 
     def latency(self, source: int, target: int) -> float:
         """Seconds until the first byte is there."""
-        return ModelCost((), self.profile.network).latency(source, target)
+        return of_pair(self.profile.network.latency, source, target, "latency")
 
     def bandwidth(self, source: int, target: int) -> float:
         """Bytes a second."""
-        return ModelCost((), self.profile.network).bandwidth(source, target)
+        return of_pair(self.profile.network.bandwidth, source, target, "bandwidth")

@@ -5,6 +5,7 @@ Tensors that share their memory count once; weights are no activations.
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -15,6 +16,7 @@ from penstock.runtime.backward import Ledger, Work
 from penstock.runtime.probe import Probe
 
 UPDATES = 5  # steps of the optimizer that are timed
+SCRUB = 64 << 20  # bytes that are written to empty the caches
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,11 +67,14 @@ def _bytes(tensors: Iterable[Tensor], own: dict[int, int]) -> float:
 
 
 def _update(probe: Probe) -> tuple[float, float]:
-    """Bytes of weights, gradients and AdamW's state, and the seconds of a step: the least, for the first one makes the
-    state, and whatever else disturbs a step makes it longer."""
+    """Bytes of weights, gradients and AdamW's state, and the seconds of a step: the median, without the first one, which
+    makes the state. Caches are emptied before each: in training a whole step lies between two of them."""
     module: nn.Module = probe.subject.module
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-9)
-    took = [probe.clock(optimizer.step) for _ in range(1 + UPDATES)]
+    took = []
+    for _ in range(1 + UPDATES):
+        torch.zeros(SCRUB, dtype=torch.uint8, device=probe.device)
+        took.append(probe.clock(optimizer.step))
     states = [x for state in optimizer.state.values() for x in state.values() if isinstance(x, Tensor)]
     tensors = [*module.parameters(), *(p.grad for p in module.parameters() if p.grad is not None), *states]
-    return float(sum(_storages(tensors).values())), min(took[1:])
+    return float(sum(_storages(tensors).values())), statistics.median(took[1:])

@@ -100,7 +100,8 @@ def _medians(
                 found[number] += times
             else:
                 passes[number] = min(max(int(VISIT / sum(times[0]) + 1), 1), MOST)
-    return torch.tensor([[statistics.median(column) for column in zip(*some, strict=True)] for some in found])
+    medians = [[statistics.median(column) for column in zip(*some, strict=True)] for some in found]
+    return torch.tensor(medians, dtype=torch.float64)
 
 
 def _mean(seconds: Tensor, comm: Comm | None) -> Tensor:
