@@ -67,7 +67,7 @@ def _bytes(tensors: Iterable[Tensor], own: dict[int, int]) -> float:
 
 
 def _update(probe: Probe) -> tuple[float, float]:
-    """Bytes of weights, gradients and AdamW's state, and the seconds of a step: the median, without the first one, which
+    """Bytes of weights, gradients and AdamW's state, and the seconds of a step: the median, without the first, which
     makes the state. Caches are emptied before each: in training a whole step lies between two of them."""
     module: nn.Module = probe.subject.module
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-9)
