@@ -14,17 +14,24 @@ import penstock
 ROOT = Path(penstock.__file__).parent
 ROOMS = {
     "errors": set(),
+    "partition": {"errors"},
     "ir": {"errors"},
-    "cost": {"ir", "errors"},
+    "cost": {"ir", "partition", "errors"},
     "sim": {"ir", "cost"},
     "schedules": {"ir", "cost", "sim", "errors"},
     "plan": {"ir", "cost", "schedules", "sim", "errors"},
     "view": {"ir", "errors"},
     "carry": {"errors"},
     "runtime": {"ir", "cost", "carry", "errors"},
-    "models": {"carry", "errors"},
-    "train": {"ir", "runtime", "models", "errors"},
-    "cli": {"ir", "cost", "schedules", "sim", "plan", "view", "train", "errors"},
+    "models": {"carry", "partition", "errors"},
+    "train": {"ir", "cost", "runtime", "models", "errors"},
+    "cli": {
+        *("ir", "cost", "schedules", "sim", "plan", "view", "train", "errors"),
+        *("cli_cost", "cli_profile", "cli_screen"),
+    },
+    "cli_cost": {"ir", "cost", "partition", "errors"},
+    "cli_profile": {"ir", "cost", "train", "cli_screen", "errors"},
+    "cli_screen": {"errors"},
 }
 LIBRARIES = {
     "ir": {"numpy", "numba"},
@@ -36,9 +43,13 @@ LIBRARIES = {
     "carry": {"torch"},
     "runtime": {"numpy", "torch"},
     "models": {"torch"},
-    "train": {"torch"},
+    "train": {"torch", "transformers"},
     "cli": {"typer", "rich"},
+    "cli_cost": {"typer"},
+    "cli_profile": {"typer"},
+    "cli_screen": {"rich"},
     "errors": set(),
+    "partition": set(),
 }
 
 

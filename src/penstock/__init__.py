@@ -1,6 +1,6 @@
 """Penstock trains language models through a pipeline of workers, and treats the schedule as data."""
 
-from penstock.cost import Cost, ModelCost, Network, PartCost, Seconds, UnitCost
+from penstock.cost import Cost, ModelCost, Network, PartCost, Profile, ProfileCost, Seconds, UnitCost, read_profile
 from penstock.errors import PenstockError
 from penstock.ir import (
     Action,
@@ -34,6 +34,8 @@ __all__ = [
     "PartCost",
     "PenstockError",
     "Plan",
+    "Profile",
+    "ProfileCost",
     "Program",
     "Schedule",
     "Seconds",
@@ -48,6 +50,7 @@ __all__ = [
     "needs",
     "portfolio",
     "read_plan",
+    "read_profile",
     "simulate",
     "verify",
     "write_plan",

@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
-from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Optional
 
 import typer
 
+from penstock.cli_cost import (
+    Backward,
+    Comm,
+    Forward,
+    Price,
+    ProfileFile,
+    Tokens,
+    measured_facts,
+    measured_rows,
+    own_price,
+    price_of,
+)
+from penstock.cli_profile import add_verbs
+from penstock.cli_screen import console, print_json, print_table, progress, write
 from penstock.errors import FileError, PenstockError, RunError, ShapeError
 
 if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.status import Status
-
-    from penstock.cost import UnitCost
+    from penstock.cost import Cost
     from penstock.ir import Plan, Schedule, Timeline
     from penstock.plan import Portfolio
 
@@ -35,9 +42,6 @@ Slices = Annotated[Optional[int], typer.Option(help="Token slices of a micro-bat
 Skips = Annotated[Optional[int], typer.Option(help="Parts each micro-batch leaves out (skip).")]  # noqa: UP045
 Copies = Annotated[Optional[int], typer.Option(help="Copies of the pipeline side by side (data parallel).")]  # noqa: UP045
 Split = Annotated[bool, typer.Option("--split", help="Split each backward into input and weight gradient.")]
-Forward = Annotated[float, typer.Option(help="Time of a micro-batch's forward on one rank.")]
-Backward = Annotated[float, typer.Option(help="Time of its backward.")]
-Comm = Annotated[float, typer.Option(help="Latency of a message between two ranks.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object to stdout.")]
 Output = Annotated[Optional[Path], typer.Option("-o", "--output", help="File to write.")]  # noqa: UP045
 
@@ -57,39 +61,40 @@ def list_(json: Json = False) -> None:
     ]
     heads = ("name", "own shape", "idle", "peak", "weights", "paper")
     if json:
-        _print_json({"schedules": [dict(zip(heads, row, strict=True)) for row in rows]})
+        print_json({"schedules": [dict(zip(heads, row, strict=True)) for row in rows]})
         return
     note = "P ranks, M micro-batches, v chunks, W waves, s slices; F = 1, B = 2. Idle time and peak memory of a rank"
-    wide = _console().width >= 120
-    _print_table(heads if wide else heads[:-1], rows if wide else [row[:-1] for row in rows], note)
+    wide = console().width >= 120
+    print_table(heads if wide else heads[:-1], rows if wide else [row[:-1] for row in rows], note)
 
 
 @app.command()
 def draw(
     source: Source, ranks: Ranks = None, microbatches: Microbatches = None, waves: Waves = None, chunks: Chunks = None,
     slices: Slices = None, skips: Skips = None, copies: Copies = None, split: Split = False,
-    forward: Forward = 1.0, backward: Backward = 2.0, comm: Comm = 0.0, output: Output = None,
+    forward: Forward = None, backward: Backward = None, comm: Comm = None, output: Output = None,
 ) -> None:  # fmt: skip
     """Draw a schedule: in the terminal, or to a file by its ending: .svg .html .json .csv .trace.json
 
     Example: penstock draw hanayo --ranks 4 --microbatches 4 --waves 2 -o hanayo.svg
     """
     plan = _plan(source, _shape(ranks, microbatches, waves, chunks, slices, skips, copies, split))
-    timeline = _simulated(plan.schedule, _cost(forward, backward, comm))
+    timeline = _simulated(plan.schedule, price_of(forward, backward, comm).cost)
     if output is None:
         from penstock.view import gantt
 
-        console = _console()
-        console.print(gantt(timeline, console.width, colours=console.color_system is not None))
+        screen = console()
+        screen.print(gantt(timeline, screen.width, colours=screen.color_system is not None))
         return
-    _write(output, _rendered(plan, timeline, output))
+    write(output, _rendered(plan, timeline, output))
 
 
 @app.command()
 def simulate(
     source: Source, ranks: Ranks = None, microbatches: Microbatches = None, waves: Waves = None, chunks: Chunks = None,
     slices: Slices = None, skips: Skips = None, copies: Copies = None, split: Split = False,
-    forward: Forward = 1.0, backward: Backward = 2.0, comm: Comm = 0.0, json: Json = False,
+    forward: Forward = None, backward: Backward = None, comm: Comm = None,
+    profile: ProfileFile = None, tokens: Tokens = None, json: Json = False,
 ) -> None:  # fmt: skip
     """Predict what a schedule takes: makespan, bubble, memory, and the least any order of it could take.
 
@@ -98,22 +103,22 @@ def simulate(
     from penstock.plan import lower_bound
 
     plan = _plan(source, _shape(ranks, microbatches, waves, chunks, slices, skips, copies, split))
-    cost = _cost(forward, backward, comm)
-    timeline = _simulated(plan.schedule, cost)
+    price = own_price(price_of(forward, backward, comm, profile, tokens), plan)
+    timeline = _simulated(plan.schedule, price.cost)
     facts = {
         "name": plan.name, "ranks": plan.schedule.ranks, "microbatches": len(plan.schedule.microbatches),
         "actions": plan.schedule.actions, "makespan": timeline.makespan, "bubble": timeline.bubble,
-        "lower_bound": lower_bound(plan.schedule, cost), "peak_activations": timeline.peak_activations.tolist(),
+        "lower_bound": lower_bound(plan.schedule, price.cost), "peak_activations": timeline.peak_activations.tolist(),
         "messages": int((timeline.schedule.table.target() >= 0).sum()),
+        **measured_facts(price, plan, timeline),
     }  # fmt: skip
     if json:
-        _print_json(facts)
+        print_json(facts)
         return
-    peaks = [f"{peak:.4g}" for peak in timeline.peak_activations]
-    shown = peaks if len(peaks) <= 16 else [*peaks[:6], "...", *peaks[-6:]]
-    rows = {**facts, "makespan": f"{timeline.makespan:.6g}", "bubble": f"{timeline.bubble:.2%}",
-            "lower_bound": f"{facts['lower_bound']:.6g}", "peak_activations": " ".join(shown)}  # fmt: skip
-    _print_table(("", plan.name), [(key.replace("_", " "), str(value)) for key, value in rows.items() if key != "name"])
+    rows = {**facts, "makespan": price.ms(price.time(timeline.makespan)), "bubble": f"{timeline.bubble:.2%}",
+            "lower_bound": price.ms(price.time(facts["lower_bound"])),
+            "peak_activations": price.sizes(timeline.peak_activations), **measured_rows(price, timeline, facts)}
+    print_table(("", plan.name), [(key.replace("_", " "), str(value)) for key, value in rows.items() if key != "name"])
 
 
 @app.command("plan")
@@ -121,11 +126,13 @@ def plan_(
     ranks: Annotated[int, typer.Option(help="Workers of the pipeline.")],
     microbatches: Annotated[int, typer.Option(help="Micro-batches of a step.")],
     memory: Annotated[
-        Optional[float], typer.Option(help="Activations a rank may hold, in micro-batches of its work.")  # noqa: UP045
+        Optional[float], typer.Option(help="Activations a rank may hold: micro-batches of its work, or MiB.")  # noqa: UP045
     ] = None,
-    forward: Forward = 1.0,
-    backward: Backward = 2.0,
-    comm: Comm = 0.0,
+    forward: Forward = None,
+    backward: Backward = None,
+    comm: Comm = None,
+    profile: ProfileFile = None,
+    tokens: Tokens = None,
     stages: Annotated[int, typer.Option(help="The most stages on a rank: a model has so many layers.")] = 16,
     slices: Annotated[int, typer.Option(help="The most token slices; 1 for models that cannot be sliced.")] = 8,
     weights: Annotated[int, typer.Option(help="The most copies of the weights; 2 admits chimera.")] = 1,
@@ -140,10 +147,13 @@ def plan_(
     from penstock.ir import dump_plan
     from penstock.plan import as_plan, portfolio, title
 
-    cost = _cost(forward, backward, comm)
-    with _progress("planning") as status:
+    price = price_of(forward, backward, comm, profile, tokens)
+    with progress("planning") as status:
         watch = (lambda name: None) if status is None else (lambda name: status.update(f"planning: {name}"))
-        found = portfolio(ranks, microbatches, cost, memory, stages, slices, weights, watch)
+        found = portfolio(
+            ranks, microbatches, price.cost, price.memory(memory), stages, slices, weights, watch,
+            lambda size: price.mib(price.size(size)),
+        )
     rows = [
         {
             "name": c.name, "shape": dict(c.shape), "order": c.sort, "makespan": c.makespan, "bubble": c.bubble,
@@ -152,19 +162,19 @@ def plan_(
         for c in found.candidates
     ]  # fmt: skip
     if output is not None:
-        given = (("memory", memory), ("forward", forward), ("backward", backward), ("comm", comm))
-        _write(output, dump_plan(as_plan(found.best, given)), quiet=json)
+        best = as_plan(found.best, price.facts(profile, memory), price.partition(found.best.schedule))
+        write(output, dump_plan(best), quiet=json)
     if json:
-        _print_json({"ranks": ranks, "microbatches": microbatches, "memory": memory, "schedules": rows,
+        print_json({"ranks": ranks, "microbatches": microbatches, "memory": memory, "schedules": rows,
                      "too_large": [{"name": name, "peak": peak} for name, peak in found.too_large]})  # fmt: skip
         return
     heads = ("", "schedule", "order", "makespan", "bubble", "peak", "bound", "gap", "±10%")
     table = [
-        (str(place), title(c.name, c.shape), c.sort, f"{c.makespan:.4g}", f"{c.bubble:.1%}", f"{c.peak:.3g}",
-         f"{c.bound:.4g}", f"{c.gap:.1%}", f"{c.noisy:.4g}")
+        (str(place), title(c.name, c.shape), c.sort, price.time(c.makespan, 4), f"{c.bubble:.1%}",
+         price.size(c.peak, 3), price.time(c.bound, 4), f"{c.gap:.1%}", price.time(c.noisy, 4))
         for place, c in enumerate(found.candidates[:top], start=1)
     ]  # fmt: skip
-    _print_table(heads, table, _footnote(found, top, memory, weights))
+    print_table(heads, table, _footnote(found, top, price, memory, weights))
 
 
 @app.command()
@@ -187,16 +197,16 @@ def check(
     schedule = plan.schedule
     tried = _tried(schedule) if run else {}
     if json:
-        _print_json({"ok": True, "file": str(file), "ranks": schedule.ranks, "actions": schedule.actions,
+        print_json({"ok": True, "file": str(file), "ranks": schedule.ranks, "actions": schedule.actions,
                      "microbatches": len(schedule.microbatches), "messages": len(transfers), **tried})  # fmt: skip
         return
-    _console().print(
+    console().print(
         f"{file} is a schedule: {schedule.ranks} ranks, {len(schedule.microbatches)} micro-batches, {schedule.actions} "
         f"actions in an order that runs; {len(transfers)} messages, none of which can block another for ever."
     )
     if tried:
         apart = f"to within {tried['worst']:.2g}" if tried["worst"] else "bit for bit"
-        _console().print(
+        console().print(
             f"A small model went through it: {tried['gradients']} gradients and the loss, {tried['loss']:.6g}, are "
             f"those of the model in one piece, {apart}."
         )
@@ -207,7 +217,7 @@ def compare(
     first: Source, second: Source, output: Annotated[Path, typer.Option("-o", "--output", help="The page, an .html.")],
     ranks: Ranks = None, microbatches: Microbatches = None, waves: Waves = None, chunks: Chunks = None,
     slices: Slices = None, skips: Skips = None, copies: Copies = None, split: Split = False,
-    forward: Forward = 1.0, backward: Backward = 2.0, comm: Comm = 0.0,
+    forward: Forward = None, backward: Backward = None, comm: Comm = None,
 ) -> None:  # fmt: skip
     """Lay two schedules over each other on one page. Shape options go to the names that have them.
 
@@ -216,14 +226,14 @@ def compare(
     from penstock.view import page
 
     shape = _shape(ranks, microbatches, waves, chunks, slices, skips, copies, split)
-    cost = _cost(forward, backward, comm)
+    cost = price_of(forward, backward, comm).cost
     if output.suffix.lower() != ".html":
         raise FileError(f"a comparison is an .html page, not {output.suffix or 'a file without an ending'}")
     sides = []
     for source in (first, second):
         plan = _plan(source, _own(source, shape))
         sides.append((plan.name, _simulated(plan.schedule, cost)))
-    _write(output, page(sides, f"{sides[0][0]} and {sides[1][0]}"))
+    write(output, page(sides, f"{sides[0][0]} and {sides[1][0]}"))
 
 
 def _tried(schedule: Schedule) -> dict[str, object]:
@@ -277,7 +287,7 @@ def _plan(source: str, shape: dict[str, int]) -> Plan:
 
 def _read(file: Path) -> Plan:
     from penstock.ir import Plan, load_plan, load_torch_csv
-    from penstock.ir.files import read_text
+    from penstock.ir.fields import read_text
 
     text = read_text(file)
     if file.suffix.lower() == ".csv":
@@ -286,17 +296,7 @@ def _read(file: Path) -> Plan:
     return plan if plan.name else Plan(plan.schedule, file.stem, plan.partition, plan.why)
 
 
-def _cost(forward: float, backward: float, comm: float) -> UnitCost:
-    from penstock.cost import UnitCost
-
-    for word, value in (("forward", forward), ("backward", backward), ("comm", comm)):
-        if not 0 <= value < inf or (value == 0 and word != "comm"):
-            least = "0 or more" if word == "comm" else "more than 0"
-            raise ShapeError(f"--{word} {value:g} is no time; it must be a finite number, {least}")
-    return UnitCost(F=forward, B=backward, comm=comm)
-
-
-def _simulated(schedule: Schedule, cost: UnitCost) -> Timeline:
+def _simulated(schedule: Schedule, cost: Cost) -> Timeline:
     from penstock.sim import simulate
 
     return simulate(schedule, cost)
@@ -320,60 +320,23 @@ def _rendered(plan: Plan, timeline: Timeline, output: Path) -> str:
     return writers[output.suffix.lower()]()
 
 
-def _write(output: Path, text: str, quiet: bool = False) -> None:
-    try:
-        output.write_text(text, encoding="utf-8", newline="")
-    except OSError as error:
-        raise FileError(f"cannot write {output}: {error.strerror}\n  name a file in a folder that exists") from None
-    if not quiet:
-        _console(stderr=True).print(f"wrote {output}", highlight=False)
-
-
-def _console(stderr: bool = False) -> Console:
-    from rich.console import Console
-
-    return Console(stderr=stderr)
-
-
-def _progress(what: str) -> AbstractContextManager[Status | None]:
-    """A line that says what is going on, on a terminal only."""
-    console = _console(stderr=True)
-    return console.status(what) if console.is_terminal else nullcontext()
-
-
-def _print_json(value: dict[str, object]) -> None:
-    import json
-
-    sys.stdout.write(json.dumps(value) + "\n")
-
-
-def _print_table(heads: Sequence[str], rows: Sequence[Sequence[str]], note: str = "") -> None:
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    for head in heads:
-        table.add_column(head, no_wrap=True)
-    for row in rows:
-        table.add_row(*row)
-    _console().print(table)
-    if note:
-        _console().print(note, style="dim", highlight=False)
-
-
-def _footnote(found: Portfolio, top: int, memory: float | None, weights: int) -> str:
+def _footnote(found: Portfolio, top: int, price: Price, memory: float | None, weights: int) -> str:
     notes = [
         "fixed: one order for any cost; split, listed: fit to this cost; ±10%: mean makespan with noise none has seen",
-        "bound: no order of this placement takes less; peak: the fullest rank's activations, in micro-batches",
+        "bound: no order of this placement takes less; peak: the fullest rank's activations, in "
+        + ("MiB; times in ms" if price.profile else "micro-batches"),
     ]
     if len(found.candidates) > top:
         notes.append(f"{len(found.candidates) - top} more fit (--top)")
     if found.too_large:
-        notes.append(f"{len(found.too_large)} exceed the memory of {memory:g}, the least {found.too_large[0][0]} "
-                     f"({found.too_large[0][1]:g})")  # fmt: skip
+        notes.append(f"{len(found.too_large)} exceed the memory of {price.mib(f'{memory:g}')}, the least "
+                     f"{found.too_large[0][0]} ({price.size(found.too_large[0][1])})")  # fmt: skip
     left = ["skip (it leaves out work)"] + (["chimera (two copies of the weights: --weights 2)"] if weights < 2 else [])
     notes.append(f"not tried: {', '.join(left)}")
     return "\n".join(notes)
+
+
+add_verbs(app)
 
 
 def main() -> None:
@@ -384,7 +347,7 @@ def main() -> None:
         from rich.markup import escape
 
         text = f"[bold red]{type(error).__name__}[/]: {escape(str(error))}"
-        _console(stderr=True).print(text, highlight=False, soft_wrap=True)
+        console(stderr=True).print(text, highlight=False, soft_wrap=True)
         raise SystemExit(2) from None
     except KeyboardInterrupt:
         raise SystemExit(130) from None

@@ -1,44 +1,27 @@
 """Costs of a model's parts, in seconds and bytes, on ranks of different speed joined by any network.
 
-The seconds of an op on a slice of `tokens` tokens after a prefix of `prefix` tokens:
-
-    base + token * tokens + prefix * prefix + pair * (tokens * prefix + tokens * tokens / 2)
-    launch  linear layers   reading the keys    attention: each token with all before it
+What an op takes is a curve over the tokens of a slice and those before it (`penstock.cost.curve`); bytes go by tokens.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from penstock.cost.curve import Curve
 from penstock.cost.network import Network, of_pair
 from penstock.errors import ShapeError
 from penstock.ir.action import Action, Op
-from penstock.ir.schedule import Schedule
-
-
-@dataclass(frozen=True, slots=True)
-class Seconds:
-    """Of one op: the four terms above."""
-
-    base: float = 0.0
-    token: float = 0.0
-    prefix: float = 0.0
-    pair: float = 0.0
-
-    def of(self, tokens: int, prefix: int) -> float:
-        """For a slice of `tokens` after `prefix`."""
-        pairs = tokens * prefix + tokens * tokens / 2
-        return self.base + self.token * tokens + self.prefix * prefix + self.pair * pairs
+from penstock.ir.schedule import Schedule, stretch
 
 
 @dataclass(frozen=True, slots=True)
 class PartCost:
     """One part of the model. B is I and W together unless given; bytes are for each token."""
 
-    F: Seconds
-    I: Seconds  # noqa: E741
-    W: Seconds
-    B: Seconds | None = None
+    F: Curve
+    I: Curve  # noqa: E741
+    W: Curve
+    B: Curve | None = None
     held: float = 0.0  # activations, from F to the end of the backward
     kept: float | None = None  # of these, from I to the end of W; all unless given
     message: float = 0.0  # the result that goes to the next part, and its gradient back
@@ -48,11 +31,15 @@ class PartCost:
 
 @dataclass(frozen=True, slots=True)
 class ModelCost:
-    """The parts of a model, the ranks' speeds (2: twice as fast; all 1 unless given) and the network."""
+    """The parts of a model, the ranks' speeds (2: twice as fast; all 1 unless given) and the network.
+
+    With `tokens` every sequence has so many, and the schedule's cuts are shares of them.
+    """
 
     parts: tuple[PartCost, ...]
     network: Network = field(default_factory=Network)
     speeds: tuple[float, ...] = ()
+    tokens: int | None = None  # None: as the schedule says
 
     @property
     def serial(self) -> bool:
@@ -66,10 +53,15 @@ class ModelCost:
             raise ShapeError(f"the schedule has {schedule.parts} parts, the cost {len(self.parts)}")
         return self.parts[number]
 
+    def span(self, schedule: Schedule, action: Action) -> tuple[int, int]:
+        """The tokens an action works on."""
+        microbatch = schedule.microbatches[action.microbatch]
+        return (microbatch if self.tokens is None else stretch(microbatch, self.tokens)).span(action.slice)
+
     def seconds(self, schedule: Schedule, action: Action) -> float:
         """How long an action computes, on its rank."""
         part, rank = self.part(schedule, action.stage), schedule.rank_of(action)
-        begin, end = schedule.span(action)
+        begin, end = self.span(schedule, action)
         if self.speeds and rank >= len(self.speeds):
             raise ShapeError(f"the schedule has {schedule.ranks} ranks, the cost the speeds of {len(self.speeds)}")
         speed = self.speeds[rank] if self.speeds else 1.0
@@ -81,17 +73,17 @@ class ModelCost:
 
     def held(self, schedule: Schedule, action: Action) -> float:
         """Bytes a forward leaves on its rank."""
-        part, (begin, end) = self.part(schedule, action.stage), schedule.span(action)
+        part, (begin, end) = self.part(schedule, action.stage), self.span(schedule, action)
         return (part.message if part.recompute else part.held) * (end - begin)
 
     def kept(self, schedule: Schedule, action: Action) -> float:
         """Bytes an I leaves for its W."""
-        part, (begin, end) = self.part(schedule, action.stage), schedule.span(action)
+        part, (begin, end) = self.part(schedule, action.stage), self.span(schedule, action)
         return (part.held if part.kept is None else part.kept) * (end - begin)
 
     def message(self, schedule: Schedule, action: Action) -> float:
         """Bytes of a result on its way: a gradient is as large as the input it belongs to."""
-        begin, end = schedule.span(action)
+        begin, end = self.span(schedule, action)
         path = schedule.microbatches[action.microbatch].path
         sender = action.stage if action.op is Op.F else path[max(path.index(action.stage) - 1, 0)]
         return self.part(schedule, sender).message * (end - begin)

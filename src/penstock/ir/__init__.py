@@ -5,7 +5,7 @@ from penstock.ir.check import check
 from penstock.ir.files import Plan, dump_plan, load_plan, read_plan, write_plan
 from penstock.ir.needs import needs
 from penstock.ir.program import Program, lower
-from penstock.ir.schedule import MicroBatch, Schedule, Stage, schedule_of
+from penstock.ir.schedule import MicroBatch, Schedule, Stage, schedule_of, stretch
 from penstock.ir.timeline import Message, Span, Timeline
 from penstock.ir.torch_csv import dump_torch_csv, load_torch_csv
 from penstock.ir.verify import verify
@@ -31,6 +31,7 @@ __all__ = [
     "parse_action",
     "read_plan",
     "schedule_of",
+    "stretch",
     "verify",
     "write_plan",
 ]

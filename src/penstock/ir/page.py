@@ -26,10 +26,11 @@ Steps: TypeAlias = tuple[str | int, ...]  # the way to a value: ("lanes", 2) is 
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """A text and the name of the file it is from."""
+    """A text, the name of the file it is from, and what it should be: a plan, a profile."""
 
     text: str
     source: str
+    kind: str = "plan"
 
 
 class _TwiceError(Exception):
@@ -39,18 +40,18 @@ class _TwiceError(Exception):
 def parse_json(page: Page) -> Json:
     """The values of the text, or an error at the place where it is no JSON."""
     if not page.text.strip():
-        raise FileError(f"{page.source} is empty\n  a plan is a JSON text; write it with `write_plan`")
+        raise FileError(f"{page.source} is empty\n  a {page.kind} is a JSON text; write it with `write_{page.kind}`")
     try:
         value: Json = json.loads(page.text, object_pairs_hook=_once)
     except json.JSONDecodeError as error:
-        fail_at(page, error.pos, *_why_no_json(error))
+        fail_at(page, error.pos, *_why_no_json(page, error))
     except _TwiceError as error:
         key = str(error)
         at = max(page.text.rfind(json.dumps(key)), 0)  # 0: it is written in another way
         fail_at(page, at, f"the key {key!r} stands twice", "take one of them out")
     except (RecursionError, ValueError) as error:  # Python's own limits: of nesting, and of digits
         what = "its lists are nested too deep" if isinstance(error, RecursionError) else "a number in it is too long"
-        raise FileError(f"{page.source} is no plan: {what}\n  write it again with `write_plan`") from None
+        raise FileError(f"{page.source} is no {page.kind}: {what}\n  write it again with `write_{page.kind}`") from None
     return value
 
 
@@ -62,10 +63,10 @@ def _once(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
     return entry
 
 
-def _why_no_json(error: json.JSONDecodeError) -> tuple[str, str]:
+def _why_no_json(page: Page, error: json.JSONDecodeError) -> tuple[str, str]:
     if error.msg.startswith("Unterminated") or _BEGUN.fullmatch(error.doc[error.pos :].strip()):
         return "the file ends too early", "it was cut off while it was written or copied: write or copy it again"
-    return f"this is not JSON: {error.msg}", "mend this line, or write the plan again"
+    return f"this is not JSON: {error.msg}", f"mend this line, or write the {page.kind} again"
 
 
 _BEGUN = re.compile(r"|[-+.eE]+|tr?u?|fa?l?s?|nu?l?|\\?u[0-9a-fA-F]{0,4}")  # what a cut leaves of one word
@@ -136,9 +137,9 @@ def _words(text: str, start: int, end: int) -> Iterator[tuple[int, int]]:
     return (found.span() for found in re.compile(r"\S+").finditer(text, start, end))
 
 
-def name_of(steps: Steps) -> str:
+def name_of(page: Page, steps: Steps) -> str:
     """How a message calls a value: `microbatches[2].path`."""
-    return "".join(f"[{s}]" if isinstance(s, int) else f".{s}" for s in steps).lstrip(".") or "the plan"
+    return "".join(f"[{s}]" if isinstance(s, int) else f".{s}" for s in steps).lstrip(".") or f"the {page.kind}"
 
 
 def kind_of(value: Json) -> str:

@@ -16,7 +16,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
+from penstock.errors import ShapeError
 from penstock.ir.action import Action
 from penstock.ir.check import check
 from penstock.ir.table import Table
@@ -49,6 +51,23 @@ class MicroBatch:
     def span(self, piece: int) -> tuple[int, int]:
         """First token of a slice and the one after its last."""
         return self.cuts[piece], self.cuts[piece + 1]
+
+
+def stretch(microbatch: MicroBatch, tokens: int) -> MicroBatch:
+    """The same micro-batch for a sequence of so many tokens: its cuts are shares.
+
+    >>> stretch(MicroBatch((0,), tokens=8, cuts=(0, 4, 6, 8)), 1024).cuts
+    (0, 512, 768, 1024)
+    """
+    if tokens == microbatch.tokens:
+        return microbatch
+    cuts = tuple((cut * tokens + microbatch.tokens // 2) // microbatch.tokens for cut in microbatch.cuts)
+    if any(begin >= end for begin, end in pairwise(cuts)):
+        raise ShapeError(
+            f"a sequence of {tokens} tokens leaves a slice empty when cut in the shares of {microbatch.cuts}; "
+            f"{microbatch.tokens} tokens or a multiple would do"
+        )
+    return MicroBatch(microbatch.path, tokens, cuts)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,13 +13,13 @@ from penstock.models.split import (
     Decoder,
     Part,
     Stack,
-    even_partition,
     layer_count,
     model_width,
     part_parameters,
     shared_names,
     split,
 )
+from penstock.partition import even_partition
 
 __all__ = [
     "GPT",

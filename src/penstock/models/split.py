@@ -204,18 +204,6 @@ def shared_names(parts: Sequence[Part]) -> dict[str, tuple[int, ...]]:
     return {name: held for name, held in owners.items() if len(held) > 1}
 
 
-def even_partition(layers: int, parts: int) -> tuple[int, ...]:
-    """As equal as it goes; the first parts take what is left over, for the last one has the head to do.
-
-    >>> even_partition(8, 3)
-    (3, 3, 2)
-    """
-    at_least(1, layers=layers, parts=parts)
-    if parts > layers:
-        raise ShapeError(f"{layers} layers cannot fill {parts} parts: at most {layers}, so that none is empty")
-    return tuple(layers // parts + (part < layers % parts) for part in range(parts))
-
-
 def _check(partition: tuple[int, ...], layers: int) -> None:
     at_least(1, parts=len(partition))
     at_least(0, **{f"layers of part {part}": count for part, count in enumerate(partition)})

@@ -16,7 +16,8 @@ import numpy as np
 from penstock.cost.cost import Cost
 from penstock.cost.noisy import NoisyCost
 from penstock.errors import ShapeError
-from penstock.ir.files import Facts, Plan
+from penstock.ir.fields import Facts
+from penstock.ir.files import Plan
 from penstock.ir.schedule import Schedule, Stage
 from penstock.plan.bounds import lower_bound
 from penstock.schedules import REGISTRY, make, shape_of
@@ -77,29 +78,37 @@ def portfolio(
     slices: int = 8,
     weights: int = 1,
     watch: Callable[[str], None] = lambda name: None,
+    shown: Callable[[float], str] = "{:g}".format,
 ) -> Portfolio:
     """Every schedule for so many ranks and micro-batches whose fullest rank holds at most `memory`, ranked by makespan.
 
     At most so many `stages` on a rank (a model has so many layers only), `slices` of a sequence (1 for models that
-    cannot be cut) and copies of the `weights` (their all-reduce is not in the cost). `watch` is told each name in turn.
+    cannot be cut) and copies of the `weights` (their all-reduce is not in the cost). `watch` is told each name in turn;
+    `shown` says how sizes read in an error.
     """
     at_least(1, ranks=ranks, microbatches=microbatches, stages=stages, slices=slices, weights=weights)
     limits = {"chunks": stages, "waves": stages // 2, "slices": slices}
     fits: list[Candidate] = []
     too_large: list[tuple[str, float]] = []
+    refused: ShapeError | None = None
     for name, shape, sort, build in _builds(ranks, microbatches, cost, memory, limits, weights):
         watch(title(name, shape))
         try:
             found = _score(name, shape, sort, build(), cost)
-        except ShapeError:
-            continue  # a shape that this schedule does not have
+        except ShapeError as error:
+            refused = refused or error  # a shape that this schedule does not have, or that the cost does not
+            continue
         if memory is not None and found.peak > memory * (1 + 1e-9):
             too_large.append((title(name, shape), found.peak))
         else:
             fits.append(found)
+    if not fits and not too_large:
+        raise ShapeError(f"no schedule can be built: {refused}")
     if not fits:
         least = min(too_large, key=lambda row: row[1])
-        raise ShapeError(f"nothing fits into a memory of {memory:g}; the least is {least[0]} with {least[1]:g}")
+        raise ShapeError(
+            f"nothing fits into a memory of {shown(memory or 0.0)}; the least is {least[0]} with {shown(least[1])}"
+        )
     fits.sort(key=lambda found: (found.makespan, found.peak, found.schedule.actions))
     return Portfolio(tuple(fits), tuple(sorted(too_large, key=lambda row: row[1])))
 
@@ -109,14 +118,14 @@ def title(name: str, shape: Shape) -> str:
     return " ".join([name, *(f"{word}={value}" for word, value in shape)])
 
 
-def as_plan(candidate: Candidate, given: Facts = ()) -> Plan:
-    """A candidate as a plan.json keeps it, with the figures that chose it, and what was given."""
+def as_plan(candidate: Candidate, given: Facts = (), partition: tuple[int, ...] = ()) -> Plan:
+    """A candidate as a plan.json keeps it, with the figures that chose it, what was given, and the layers of parts."""
     why: Facts = (
         ("shape", " ".join(f"{word}={value}" for word, value in candidate.shape)), ("order", candidate.sort),
         ("makespan", candidate.makespan), ("bubble", candidate.bubble), ("peak_activations", candidate.peak),
         ("lower_bound", candidate.bound), ("gap", candidate.gap), ("noisy_makespan", candidate.noisy), *given,
     )  # fmt: skip
-    return Plan(candidate.schedule, candidate.name, (), why)
+    return Plan(candidate.schedule, candidate.name, partition, why)
 
 
 def _score(name: str, shape: Shape, sort: str, schedule: Schedule, cost: Cost) -> Candidate:

@@ -15,7 +15,7 @@ from torch import nn
 
 from penstock.carry import Carry, Slice
 from penstock.errors import RunError, ShapeError
-from penstock.ir.schedule import MicroBatch, Schedule
+from penstock.ir.schedule import MicroBatch, Schedule, stretch
 from penstock.runtime.batch import Batch
 from penstock.runtime.steps import Step
 
@@ -28,13 +28,7 @@ def spans_of(microbatch: MicroBatch, tokens: int) -> list[Span]:
     >>> spans_of(MicroBatch((0,), tokens=8, cuts=(0, 4, 6, 8)), 1024)
     [(0, 512), (512, 768), (768, 1024)]
     """
-    cuts = [(cut * tokens + microbatch.tokens // 2) // microbatch.tokens for cut in microbatch.cuts]
-    if any(begin >= end for begin, end in pairwise(cuts)):
-        raise ShapeError(
-            f"a sequence of {tokens} tokens leaves a slice empty when cut in the shares of {microbatch.cuts}; "
-            f"{microbatch.tokens} tokens or a multiple would do"
-        )
-    return list(pairwise(cuts))
+    return list(pairwise(stretch(microbatch, tokens).cuts))
 
 
 def refuse_whole(schedule: Schedule, modules: Mapping[int, nn.Module]) -> None:

@@ -1,0 +1,60 @@
+"""What the command line shows and writes: tables, JSON, files, a line of progress. Rich is imported when needed."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from penstock.errors import FileError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.status import Status
+
+
+def write(output: Path, text: str, quiet: bool = False) -> None:
+    """A text to a file, and a word of it to stderr."""
+    try:
+        output.write_text(text, encoding="utf-8", newline="")
+    except OSError as error:
+        raise FileError(f"cannot write {output}: {error.strerror}\n  name a file in a folder that exists") from None
+    if not quiet:
+        console(stderr=True).print(f"wrote {output}", highlight=False)
+
+
+def console(stderr: bool = False) -> Console:
+    """Where things are shown."""
+    from rich.console import Console
+
+    return Console(stderr=stderr)
+
+
+def progress(what: str) -> AbstractContextManager[Status | None]:
+    """A line that says what is going on, on a terminal only."""
+    screen = console(stderr=True)
+    return screen.status(what) if screen.is_terminal else nullcontext()
+
+
+def print_json(value: dict[str, object]) -> None:
+    """One JSON object to stdout."""
+    import json
+
+    sys.stdout.write(json.dumps(value) + "\n")
+
+
+def print_table(heads: Sequence[str], rows: Sequence[Sequence[str]], note: str = "") -> None:
+    """A table, and a note under it."""
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    for head in heads:
+        table.add_column(head, no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
+    console().print(table)
+    if note:
+        console().print(note, style="dim", highlight=False)

@@ -1,0 +1,194 @@
+"""What was measured of a model on a device, and the cost of any partition of it.
+
+    embed   layer  layer  layer  layer   head          measured: embedding, one layer, head (with the loss), links
+    '---- part 0 ----'  '---- part 1 -----'            a part: so many layers, the first with the embedding, the last
+                                                       with the head
+
+Bytes are those of a token of all rows of a micro-batch; seconds too are those of all its rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from penstock.cost.curve import Curve, Seconds, total
+from penstock.cost.fit import Fit, fit
+from penstock.cost.model import ModelCost, PartCost
+from penstock.cost.network import Network, of_pair
+from penstock.errors import ShapeError
+from penstock.ir.action import Action, Op
+from penstock.ir.fields import Facts
+from penstock.ir.schedule import Schedule
+from penstock.partition import even_partition
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """Seconds of each op on a slice of `tokens` after `prefix`; held out: it took no part in the fits."""
+
+    tokens: int
+    prefix: int
+    F: float
+    B: float
+    I: float  # noqa: E741
+    W: float
+    held_out: bool = False
+
+    def of(self, op: Op) -> float:
+        """Seconds of one op."""
+        return {Op.F: self.F, Op.B: self.B, Op.I: self.I, Op.W: self.W}[op]
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """An embedding, one layer or a head. Bytes but for the weights are for each token."""
+
+    points: tuple[Point, ...]
+    F: Fit
+    B: Fit
+    I: Fit  # noqa: E741
+    W: Fit
+    held: float = 0.0  # activations, from F to the end of the backward
+    kept: float = 0.0  # from I to the end of W
+    weights: float = 0.0  # weights, gradients and AdamW's state
+    update: float = 0.0  # seconds of AdamW's step
+
+    def fit(self, op: Op) -> Fit:
+        """Of one op."""
+        return {Op.F: self.F, Op.B: self.B, Op.I: self.I, Op.W: self.W}[op]
+
+
+def block(
+    points: Sequence[Point], held: float = 0.0, kept: float = 0.0, weights: float = 0.0, update: float = 0.0
+) -> Block:  # fmt: skip
+    """A block with curves fitted to its points."""
+    f, b, i, w = (fit_op(points, op) for op in (Op.F, Op.B, Op.I, Op.W))
+    return Block(tuple(points), f, b, i, w, held, kept, weights, update)
+
+
+def fit_op(points: Sequence[Point], op: Op) -> Fit:
+    """The curve of one op; of an op that does nothing (the W of an embedding), nothing."""
+    if not any(point.of(op) for point in points):
+        return Fit(Seconds(), 0.0, 0.0)
+    seen, unseen = ([(p.tokens, p.prefix, p.of(op)) for p in points if p.held_out is out] for out in (False, True))
+    return fit(seen, unseen)
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """The measurements of a model of so many `layers`, with sequences of `tokens` tokens, `rows` in a micro-batch."""
+
+    layers: int
+    tokens: int
+    rows: int
+    message: float  # bytes of a token between two parts
+    embed: Block
+    layer: Block
+    head: Block
+    network: Network = field(default_factory=Network)
+    model: Facts = ()  # what it is
+    device: Facts = ()  # where and with what it was measured
+
+    def cost(
+        self, partition: Sequence[int], ranks: int | None = None, recompute: bool = False, tokens: int | None = None
+    ) -> ModelCost:  # fmt: skip
+        """Of parts of so many layers each; for so many `ranks`, if the links are to be checked for them.
+
+        With `tokens` every sequence has so many and a schedule's cuts are shares, else they are tokens.
+        """
+        if sum(partition) != self.layers or min(partition, default=-1) < 0:
+            raise ShapeError(f"the partition {tuple(partition)} has {sum(partition)} layers, the model {self.layers}")
+        links = self.network.latency
+        if ranks is not None and isinstance(links, tuple) and len(links) < ranks:
+            raise ShapeError(
+                f"the profile has the links of {len(links)} ranks, the schedule {ranks} ranks\n"
+                f"  measure them: penstock profile --ranks {ranks} --links"
+            )
+        last = len(partition) - 1
+        parts = tuple(
+            self.part(count, number == 0, number == last, recompute) for number, count in enumerate(partition)
+        )
+        return ModelCost(parts, self.network, tokens=tokens)
+
+    def part(self, layers: int, first: bool, last: bool, recompute: bool = False) -> PartCost:
+        """The cost of one part."""
+        blocks = self.blocks(layers, first, last)
+
+        def curve(op: Op) -> Curve:
+            return total((count, one.fit(op).curve) for count, one in blocks)
+
+        return PartCost(
+            F=curve(Op.F), I=curve(Op.I), W=curve(Op.W), B=curve(Op.B),
+            held=sum(count * one.held for count, one in blocks) + (0.0 if last else self.message),  # and its result
+            kept=sum(count * one.kept for count, one in blocks),
+            message=self.message, weights=sum(count * one.weights for count, one in blocks), recompute=recompute,
+        )  # fmt: skip
+
+    def blocks(self, layers: int, first: bool, last: bool) -> list[tuple[int, Block]]:
+        """What a part is made of, each so many times."""
+        return [(layers, self.layer), (int(first), self.embed), (int(last), self.head)]
+
+    def update(self, partition: Sequence[int]) -> tuple[float, ...]:
+        """Seconds of AdamW's step for each part. No action of a schedule: it comes after the last one of a rank."""
+        last = len(partition) - 1
+        return tuple(
+            sum(count * one.update for count, one in self.blocks(layers, number == 0, number == last))
+            for number, layers in enumerate(partition)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ProfileCost:
+    """The cost of any schedule by a profile: its parts have equal shares of the layers, as many as there are parts.
+
+    A planner compares schedules with different numbers of parts under one cost; this one looks at the schedule it is
+    asked about, as `UnitCost` does. All sequences have so many `tokens`, those of the profile unless given.
+    """
+
+    profile: Profile
+    tokens: int | None = None
+    recompute: bool = False
+    made: dict[int, ModelCost] = field(default_factory=dict, init=False, repr=False, compare=False)  # by parts
+
+    def of(self, schedule: Schedule) -> ModelCost:
+        """The cost of a schedule's own parts."""
+        parts = schedule.parts
+        if parts not in self.made:
+            partition = even_partition(self.profile.layers, parts)
+            length = self.profile.tokens if self.tokens is None else self.tokens
+            self.made[parts] = self.profile.cost(partition, None, self.recompute, length)
+        return self.made[parts]
+
+    @property
+    def serial(self) -> bool:
+        """Whether a link carries one message at a time."""
+        return self.profile.network.serial
+
+    def seconds(self, schedule: Schedule, action: Action) -> float:
+        """How long an action computes."""
+        return self.of(schedule).seconds(schedule, action)
+
+    def held(self, schedule: Schedule, action: Action) -> float:
+        """Bytes a forward leaves on its rank."""
+        return self.of(schedule).held(schedule, action)
+
+    def kept(self, schedule: Schedule, action: Action) -> float:
+        """Bytes an I leaves for its W."""
+        return self.of(schedule).kept(schedule, action)
+
+    def message(self, schedule: Schedule, action: Action) -> float:
+        """Bytes of a result on its way."""
+        return self.of(schedule).message(schedule, action)
+
+    def weights(self, schedule: Schedule, stage: int) -> float:
+        """Bytes of a stage's weights, gradients and optimizer state."""
+        return self.of(schedule).weights(schedule, stage)
+
+    def latency(self, source: int, target: int) -> float:
+        """Seconds until the first byte is there."""
+        return of_pair(self.profile.network.latency, source, target, "latency")
+
+    def bandwidth(self, source: int, target: int) -> float:
+        """Bytes a second."""
+        return of_pair(self.profile.network.bandwidth, source, target, "bandwidth")

@@ -1,0 +1,142 @@
+"""Fields of a JSON file, read one by one: each is what it should be, or an error at its place says what it is."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection
+from difflib import get_close_matches
+from math import isfinite
+from pathlib import Path
+from typing import TypeAlias, TypeVar
+
+from penstock.errors import FileError
+from penstock.ir.page import Json, Page, Steps, fail, fail_at, key_at, kind_of, name_of, parse_json
+
+LARGEST = 2**31 - 1  # of the numbers of a schedule
+FACTS_ARE = "facts are text, finite numbers, true, false and null"
+
+Fact: TypeAlias = str | float | int | bool | None
+Facts: TypeAlias = tuple[tuple[str, Fact], ...]
+T = TypeVar("T")
+
+
+# ---------------------------------------------------------------- the whole file
+def read_text(path: str | Path, kind: str = "plan") -> str:
+    """The text of a file, or a `FileError` that says why there is none."""
+    try:
+        return Path(path).read_bytes().decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise FileError(
+            f"{path} is not text: byte {error.start} is no UTF-8\n"
+            f"  is it the right file? a {kind} is a text, {kind}.json"
+        ) from None
+    except (OSError, ValueError) as error:
+        raise FileError(f"cannot read {path}: {_reason(error)}\n  name a {kind}.json that exists") from None
+
+
+def write_text(path: str | Path, text: str) -> None:
+    """Writes a text to a file, or raises a `FileError` that says why not."""
+    try:
+        Path(path).write_text(text, encoding="utf-8", newline="\n")
+    except (OSError, ValueError) as error:
+        raise FileError(f"cannot write {path}: {_reason(error)}\n  name a file in a folder that exists") from None
+
+
+def _reason(error: Exception) -> str:
+    return (error.strerror if isinstance(error, OSError) else None) or str(error)
+
+
+def top_of(page: Page, version: int) -> dict[str, Json]:
+    """The object that a file of the page's kind is, if it is of this version or an older one."""
+    top, kind = parse_json(page), page.kind
+    if not isinstance(top, dict) or "penstock" not in top:
+        begins = f'a {kind} begins with {{"penstock": "{kind}", "version": {version}'
+        fail(page, (), f"this is not a {kind} of Penstock's", begins)
+    if top["penstock"] != kind:
+        what = f"this is a file of Penstock's, but its kind is {kind_of(top['penstock'])}, not \"{kind}\""
+        fail(page, ("penstock",), what, f"give a {kind}.json")
+    found = whole_of(page, ("version",), top["version"], least=1) if "version" in top else version
+    if found > version:
+        what = f"this {kind} is of version {found}, and this Penstock reads versions up to {version}"
+        fail(page, ("version",), what, "upgrade Penstock")
+    return top
+
+
+# ---------------------------------------------------------------- one value each
+def fact_text(key: str, fact: Fact) -> str:
+    """A fact as JSON."""
+    try:
+        if isinstance(fact, str | float | int | bool | None):
+            return json.dumps(fact, allow_nan=False)
+    except ValueError:  # not finite, or of too many digits
+        pass
+    raise FileError(f"a file cannot hold the fact {key!r}, a {type(fact).__name__}\n  {FACTS_ARE}")
+
+
+def facts_of(page: Page, steps: Steps, value: Json) -> Facts:
+    """An object of facts."""
+    facts = []
+    for key, fact in object_of(page, steps, value).items():
+        if isinstance(fact, (dict, list)) or (isinstance(fact, float) and not isfinite(fact)):
+            what = f"the fact {key!r} is {kind_of(fact)}"
+            fail(page, (*steps, key), what, FACTS_ARE)
+        facts.append((key, fact))
+    return tuple(facts)
+
+
+def list_of(page: Page, steps: Steps, value: Json, read: Callable[[Page, Steps, Json], T]) -> tuple[T, ...]:
+    """A list, each item read in turn."""
+    if not isinstance(value, list):
+        fail(page, steps, f"{name_of(page, steps)} is {kind_of(value)}, not a list", "write it in [ and ]")
+    return tuple(read(page, (*steps, number), item) for number, item in enumerate(value))
+
+
+def object_of(page: Page, steps: Steps, value: Json) -> dict[str, Json]:
+    """An object."""
+    if not isinstance(value, dict):
+        fail(page, steps, f"{name_of(page, steps)} is {kind_of(value)}, not an object", "write it in { and }")
+    return value
+
+
+def entry_of(
+    page: Page, steps: Steps, value: Json, required: Collection[str], optional: Collection[str]
+) -> dict[str, Json]:
+    """An object with these keys: all that are required, and no others than the optional ones."""
+    entry = object_of(page, steps, value)
+    known = (*required, *optional)
+    for key in entry:
+        if key not in known:
+            near = get_close_matches(key, known, n=1, cutoff=0.4)
+            hint = f"did you mean {near[0]!r}? " if near else ""
+            at, what = key_at(page.text, steps, key), f"{name_of(page, steps)} has no key {key!r}"
+            fail_at(page, at, what, f"{hint}known: {', '.join(known)}", len(json.dumps(key)))
+    for key in required:
+        if key not in entry:
+            fail(page, steps, f"{name_of(page, steps)} lacks the key {key!r}", f"it needs {', '.join(required)}")
+    return entry
+
+
+def whole_of(page: Page, steps: Steps, value: Json, least: int = 0) -> int:
+    """A whole number."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        what = f"{name_of(page, steps)} is {kind_of(value)}, not a whole number"
+        fail(page, steps, what, f"write a number from {least} on")
+    if not least <= value <= LARGEST:
+        fail(page, steps, f"{name_of(page, steps)} is out of range", f"write a number from {least} to {LARGEST}")
+    return value
+
+
+def text_of(page: Page, steps: Steps, value: Json) -> str:
+    """A text."""
+    if not isinstance(value, str):
+        fail(page, steps, f"{name_of(page, steps)} is {kind_of(value)}, not a text", 'write it in " and "')
+    return value
+
+
+def number_of(page: Page, steps: Steps, value: Json) -> float:
+    """A finite number, 0 or more."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        fail(page, steps, f"{name_of(page, steps)} is {kind_of(value)}, not a number", "write a number from 0 on")
+    if not 0 <= value < float("inf"):
+        fail(page, steps, f"{name_of(page, steps)} is out of range", "write a finite number from 0 on")
+    return float(value)

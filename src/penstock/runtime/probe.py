@@ -1,0 +1,134 @@
+"""Times F, B, I and W of a module on slices of a sequence, just as the executor runs them.
+
+    sequence   |---- prefix ----|-- tokens --|      |     keys and values of the prefix are there, as is the buffer to
+                                  ^ the slice             which the gradients of later slices were added
+
+One sequence serves all slices: it is run once, and a slice then writes the same rows again.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from penstock.carry import Carry, Slice
+from penstock.runtime.backward import Ledger, make_deferrable, record_in
+from penstock.runtime.executor import Loss, walk_back
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """A module to be timed, and what goes into it: a whole sequence, of which slices are taken."""
+
+    module: nn.Module
+    inputs: Tensor
+    layers: int = 1  # how many of the model's it holds; 1 for embedding and head
+    prefixes: bool = False  # whether a slice takes longer the more tokens are before it
+    loss: Loss | None = None  # of the head
+    labels: Tensor | None = None
+    autocast: torch.dtype | None = None
+
+    @property
+    def tokens(self) -> int:
+        """Of the sequence."""
+        return self.inputs.shape[1]
+
+
+class Times(NamedTuple):
+    """Seconds of one pass."""
+
+    F: float
+    B: float
+    I: float  # noqa: E741
+    W: float
+
+
+class Probe:
+    """A subject, ready to be timed."""
+
+    def __init__(self, subject: Subject) -> None:
+        self.subject, self.device = subject, subject.inputs.device
+        self.carry = Carry(subject.tokens)
+        make_deferrable(subject.module)
+        for parameter in subject.module.parameters():
+            parameter.grad = torch.zeros_like(parameter)  # there already, as from the second slice of a step on
+        if subject.prefixes:
+            self.fill()
+
+    def fill(self) -> None:
+        """Runs the sequence once, in two slices, so that every row is there."""
+        with torch.no_grad():
+            for begin, end in ((0, self.subject.tokens // 2), (self.subject.tokens // 2, self.subject.tokens)):
+                self.subject.module(self.subject.inputs[:, begin:end], self.open(end - begin, begin))
+
+    def time(self, tokens: int, prefix: int) -> Times:
+        """One pass with a whole backward, and one with a split one."""
+        piece = self.open(tokens, prefix)
+        forward = self.clock(lambda: self.forward(piece))
+        whole = self.clock(partial(self.backward, piece, self.gradient()))
+        piece, ledger = self.open(tokens, prefix), Ledger()
+        self.forward(piece, ledger)
+        ledger.open = True
+        inputs = self.clock(partial(self.backward, piece, self.gradient()))
+        return Times(forward, whole, inputs, self.clock(ledger.settle) if ledger.due else 0.0)
+
+    def forward(self, piece: Slice, ledger: Ledger | None = None) -> None:
+        """Runs a slice."""
+        x = self.subject.inputs[:, piece.begin : piece.end].detach()
+        if x.is_floating_point():
+            x.requires_grad_()
+        record_in(ledger)
+        with torch.autocast(x.device.type, self.subject.autocast, enabled=self.subject.autocast is not None):
+            self.y = self.run(x, piece)
+        record_in(None)
+
+    def run(self, x: Tensor, piece: Slice) -> Tensor:
+        """A whole sequence goes without a piece, as it does through a schedule without slices."""
+        given = self.subject
+        whole = piece.end - piece.begin == given.tokens
+        y: Tensor = given.module(x) if whole else given.module(x, piece)
+        if given.loss is None or given.labels is None:
+            return y
+        return given.loss(y, given.labels[:, piece.begin : piece.end]) / given.tokens
+
+    def gradient(self) -> Tensor:
+        """Of y: one for a loss, else anything."""
+        return torch.ones_like(self.y) if self.subject.loss else torch.randn_like(self.y)
+
+    def backward(self, piece: Slice, gradient: Tensor) -> None:
+        """Back over the slice that ran last."""
+        roots, gradients = self.carry.back(piece)
+        walk_back((self.y, *roots), (gradient, *gradients))
+        self.carry.close(piece)
+        del self.y
+
+    def open(self, tokens: int, prefix: int) -> Slice:
+        """A slice as if all before it had gone forward and, when it goes back, all after it had come back."""
+        carry = self.carry
+        carry.reached = prefix
+        piece = carry.open(prefix, prefix + tokens)
+        carry.reached, carry.left = carry.tokens, piece.end
+        carry.gradients.clear()
+        if piece.end < carry.tokens:
+            for key, rows in carry.rows.items():
+                carry.gradients[key] = torch.zeros_like(rows, dtype=torch.promote_types(rows.dtype, torch.float32))
+        return piece
+
+    def clock(self, act: Callable[[], None]) -> float:
+        """Seconds that it takes: by the GPU's own clock where there is one, for the CPU runs ahead of it."""
+        if self.device.type != "cuda":
+            begin = time.perf_counter()
+            act()
+            return time.perf_counter() - begin
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        start.record()
+        act()
+        end.record()
+        end.synchronize()
+        return float(start.elapsed_time(end)) / 1e3

@@ -1,0 +1,112 @@
+"""Measures a model where it will run: about forty slices of one layer, embedding and head, the optimizer, the links.
+
+    round 0   64  1024  16 ...  32         warm-up, thrown away
+    round 1   512  16  128 ...  64         always in another order: what drifts (heat, a neighbour) hits all alike
+    round 2   32  256  1024 ... 16         of each point the MEDIAN: what disturbs a slice here will disturb it in
+    ...                                    training too, so the minimum would promise too much
+
+All ranks measure at the same time, point by point, as they will train: cores share caches, memory and heat.
+"""
+
+from __future__ import annotations
+
+import gc
+import random
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from penstock.cost.network import Network
+from penstock.cost.points import Where, points_of
+from penstock.cost.profile import Block, Point, Profile, block
+from penstock.ir.fields import Facts
+from penstock.runtime.comm.comm import Comm
+from penstock.runtime.footprint import footprint
+from penstock.runtime.links import network_of
+from penstock.runtime.memory import keep_freed_memory
+from penstock.runtime.probe import Probe, Subject, Times
+
+ROUNDS = 6
+VISIT = 0.03  # seconds for which a point is at least measured in each round, but
+MOST = 8  # passes at most
+Watch = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Subjects:
+    """The pieces of a model: embedding, some layers in a row, head with its loss; and what the whole has."""
+
+    embed: Subject
+    layer: Subject
+    head: Subject
+    layers: int  # of the whole model
+    model: Facts = ()
+    device: Facts = ()
+
+
+def measure(
+    subjects: Subjects, comm: Comm | None = None, links: bool = False, rounds: int = ROUNDS,
+    watch: Watch = lambda text: None,
+) -> Profile:  # fmt: skip
+    """The profile of a model. With a `comm` all ranks call it, and get the mean of what they measured."""
+    keep_freed_memory()
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        named = (("embedding", subjects.embed), ("layer", subjects.layer), ("head", subjects.head))
+        embed, layer, head = (_block(name, one, comm, rounds, watch) for name, one in named)
+    finally:
+        if collects:
+            gc.enable()
+    watch("links")
+    network = Network() if comm is None else network_of(comm, links, subjects.layer.inputs.device)
+    rows, tokens, _ = subjects.layer.inputs.shape
+    message = float(subjects.layer.inputs[:, 0].nbytes)
+    return Profile(
+        subjects.layers, tokens, rows, message, embed, layer, head, network, subjects.model, subjects.device
+    )
+
+
+def _block(name: str, subject: Subject, comm: Comm | None, rounds: int, watch: Watch) -> Block:
+    probe = Probe(subject)
+    fitted, held_out = points_of(subject.tokens, subject.prefixes)
+    where = [*fitted, *held_out]
+    seconds = _mean(_medians(name, probe, where, comm, rounds, watch) / subject.layers, comm)
+    prints, share = footprint(probe), subject.layers * subject.tokens
+    points = [
+        Point(i, j, f, b, back, w, held_out=number >= len(fitted))
+        for number, ((i, j), (f, b, back, w)) in enumerate(zip(where, seconds.tolist(), strict=True))
+    ]
+    weights, update = prints.weights / subject.layers, prints.update / subject.layers
+    return block(points, prints.held / share, prints.kept / share, weights, update)
+
+
+def _medians(
+    name: str, probe: Probe, points: Sequence[Where], comm: Comm | None, rounds: int, watch: Watch
+) -> Tensor:  # fmt: skip
+    """Seconds of F, B, I and W at each point, (points, 4)."""
+    found: list[list[Times]] = [[] for _ in points]
+    passes = [1] * len(points)
+    for turn in range(1 + rounds):
+        for number in random.Random(turn).sample(range(len(points)), len(points)):  # alike on all ranks
+            watch(f"{name}: round {turn} of {rounds}, {points[number][0]} tokens after {points[number][1]}")
+            if comm is not None:
+                comm.barrier()
+            times = [probe.time(*points[number]) for _ in range(passes[number])]
+            if turn:
+                found[number] += times
+            else:
+                passes[number] = min(max(int(VISIT / sum(times[0]) + 1), 1), MOST)
+    medians = [[statistics.median(column) for column in zip(*some, strict=True)] for some in found]
+    return torch.tensor(medians, dtype=torch.float64)
+
+
+def _mean(seconds: Tensor, comm: Comm | None) -> Tensor:
+    """Over all ranks."""
+    if comm is None:
+        return seconds
+    comm.add(seconds, tuple(range(comm.ranks))).wait()
+    return seconds / comm.ranks

@@ -1,0 +1,175 @@
+"""A model's pieces, ready to be measured, on this process or on as many ranks as are asked for.
+
+    model of two layers ──split──► embedding | layer layer | head          the whole one need not fit
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from penstock.cost.profile import Profile
+from penstock.errors import FileError, RunError, ShapeError, UnknownNameError
+from penstock.ir.fields import Facts
+from penstock.models import GPT, GPTConfig, Llama, LlamaConfig, model_width, split, token_loss
+from penstock.runtime import Comm, finish, init, spawn
+from penstock.runtime.probe import Subject
+from penstock.runtime.profile import ROUNDS, Subjects, Watch, measure
+
+DEPTH = 2  # layers that are measured in a row: what is done once a stage (positions, masks) is shared by them
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
+PRESETS: dict[str, LlamaConfig | GPTConfig] = {
+    "tiny": LlamaConfig(vocab=512, width=128, layers=8, heads=4, kv_heads=2, inner=352),
+    "llama-150m": LlamaConfig(vocab=32000, width=1024, layers=12, heads=16, kv_heads=4, inner=2752),
+    "llama-1b": LlamaConfig(
+        vocab=128256, width=2048, layers=16, heads=32, kv_heads=8, inner=8192, theta=500_000.0, tied=True
+    ),
+    "gpt2": GPTConfig(vocab=50257, width=768, layers=12, heads=12, inner=3072, positions=1024),
+}
+PATIENCE = 3600.0  # seconds that a rank waits for another one that still measures
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What to measure, and how. `model`: sizes of ours, or the folder of a Hugging Face model, for its config."""
+
+    model: LlamaConfig | GPTConfig | Path
+    tokens: int
+    rows: int = 1
+    device: str = "cpu"
+    dtype: str = "float32"
+    autocast: str | None = None  # compute in this type
+    threads: int | None = None  # of a rank; None: as torch has it
+    links: bool = False  # every pair of ranks
+    rounds: int = ROUNDS
+
+
+def sizes_of(preset: str, tokens: int, changes: Mapping[str, int]) -> LlamaConfig | GPTConfig:
+    """A preset, with some sizes changed; a GPT has positions for at least so many tokens."""
+    if preset not in PRESETS:
+        raise UnknownNameError("preset", preset, PRESETS)
+    found = PRESETS[preset]
+    if isinstance(found, LlamaConfig):
+        return replace(found, **changes)  # type: ignore[arg-type]  # sizes, not flags
+    if "kv_heads" in changes:
+        raise ShapeError(f"{preset} has no kv_heads: every head has keys and values of its own")
+    return replace(found, **changes, positions=max(found.positions, tokens))  # type: ignore[arg-type]
+
+
+def profile(request: Request, ranks: int = 1, watch: Watch = lambda text: None) -> Profile | None:
+    """The profile of a model: in this process, under torchrun in all of its, or in so many new ones on this machine.
+
+    None on the other ranks of torchrun.
+    """
+    if "WORLD_SIZE" in os.environ and "RANK" in os.environ:
+        comm = init(patience=PATIENCE)
+        found = _work(comm, request, watch if comm.rank == 0 else _silent)
+        finish()
+        return found if comm.rank == 0 else None
+    if ranks > 1:
+        watch(f"{ranks} ranks measure at the same time")
+        return spawn(ranks, _work, request, _silent, patience=PATIENCE)[0]
+    return _work(None, request, watch)
+
+
+def _silent(text: str) -> None:
+    """The other ranks say nothing."""
+
+
+def _work(comm: Comm | None, request: Request, watch: Watch) -> Profile:
+    if request.threads is not None:
+        torch.set_num_threads(request.threads)
+    return measure(subjects_of(request, comm), comm, request.links, request.rounds, watch)
+
+
+def subjects_of(request: Request, comm: Comm | None = None) -> Subjects:
+    """The pieces of the model, on their device, with random tokens and hidden states."""
+    device, dtype = _device(request.device, comm), _dtype(request.dtype)
+    torch.manual_seed(0)
+    model, layers, vocab, facts = _small(request)
+    model = model.to(device=device, dtype=dtype)
+    depth = min(DEPTH, layers)
+    embed, middle, head = split(model, (0, depth, 0))
+    shape = (request.rows, request.tokens)
+    words, labels = (torch.randint(0, vocab, shape, device=device) for _ in range(2))
+    hidden = torch.randn(*shape, model_width(model), device=device, dtype=dtype)
+    cast = None if request.autocast is None else _dtype(request.autocast)
+    return Subjects(
+        Subject(embed, words, autocast=cast),
+        Subject(middle, hidden, depth, prefixes=not middle.unsliceable, autocast=cast),
+        Subject(head, hidden, loss=token_loss, labels=labels, autocast=cast),
+        layers, facts, _facts(device, request, 1 if comm is None else comm.ranks),
+    )  # fmt: skip
+
+
+def _small(request: Request) -> tuple[nn.Module, int, int, Facts]:
+    """The model with fewer layers, the number it really has, its words, and what it is."""
+    given = request.model
+    if isinstance(given, Path):
+        return _hugging_face(given, request.tokens)
+    make: Callable[[Any], nn.Module] = Llama if isinstance(given, LlamaConfig) else GPT
+    if isinstance(given, GPTConfig) and request.tokens > given.positions:
+        raise ShapeError(f"{request.tokens} tokens, but only {given.positions} positions")
+    facts = (("family", type(given).__name__.removesuffix("Config").lower()), *asdict(given).items())
+    return make(replace(given, layers=min(DEPTH, given.layers))), given.layers, given.vocab, facts
+
+
+def _hugging_face(folder: Path, tokens: int) -> tuple[nn.Module, int, int, Facts]:
+    try:
+        from transformers import AutoConfig, AutoModelForCausalLM  # noqa: PLC0415  # an optional extra
+    except ModuleNotFoundError:
+        raise RunError("--hf needs transformers, which is not installed: pip install transformers") from None
+    if not (folder / "config.json").is_file():
+        raise FileError(f"there is no config.json in {folder}\n  name the folder of a Hugging Face model")
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+        layers, longest = int(config.num_hidden_layers), int(getattr(config, "max_position_embeddings", tokens))
+        if tokens > longest:
+            raise ShapeError(f"{tokens} tokens, but {folder} is for {longest} at most")
+        config.num_hidden_layers = min(DEPTH, layers)
+        config.use_cache = False
+        model = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+    except (OSError, ValueError, AttributeError) as error:
+        raise FileError(f"cannot make a model of {folder}: {str(error).splitlines()[0]}") from None
+    facts = (("family", str(type(model).__name__)), ("layers", layers), ("width", int(config.hidden_size)))
+    return model, layers, int(config.vocab_size), facts
+
+
+# ---------------------------------------------------------------- where
+def _device(name: str, comm: Comm | None) -> torch.device:
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ShapeError(f"there is no device {name!r}; cpu, cuda or cuda:1 are some") from None
+    if device.type == "cuda":
+        if not torch.cuda.is_available():
+            raise RunError("this machine has no GPU that torch can see; --device cpu")
+        gpus = torch.cuda.device_count()
+        here = int(os.environ.get("LOCAL_WORLD_SIZE", 1 if comm is None else comm.ranks))
+        if here > gpus:
+            raise RunError(f"{here} ranks on {gpus} GPUs would slow each other while they measure; --ranks {gpus}")
+        if comm is not None and device.index is None:
+            device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", comm.rank)) % gpus)
+        torch.cuda.set_device(device)
+    return device
+
+
+def _dtype(name: str) -> torch.dtype:
+    if name not in DTYPES:
+        raise ShapeError(f"there is no type {name!r}; known: {', '.join(DTYPES)}")
+    return DTYPES[name]
+
+
+def _facts(device: torch.device, request: Request, ranks: int) -> Facts:
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
+    return (
+        ("device", device.type), ("name", name), ("torch", str(torch.__version__)), ("dtype", request.dtype),
+        ("autocast", request.autocast), ("threads", torch.get_num_threads()), ("ranks", ranks),
+    )  # fmt: skip
