@@ -36,6 +36,8 @@ check: setup ## ruff, types, import graph
 bench: setup ## measure what the docs claim; tables go to docs/results
 	$(BIN)/python benchmarks/scale.py
 	$(BIN)/python benchmarks/portfolio.py
+	$(BIN)/python benchmarks/slicing.py
+	$(BIN)/python benchmarks/terapipe.py
 
 docs: setup ## redraw the pages of the schedules
 	$(BIN)/python docs/build.py

@@ -8,7 +8,7 @@ The seconds of an op on a slice of `tokens` tokens after a prefix of `prefix` to
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from penstock.cost.network import Network, of_pair
 from penstock.errors import ShapeError
@@ -107,3 +107,22 @@ class ModelCost:
     def bandwidth(self, source: int, target: int) -> float:
         """Bytes a second."""
         return of_pair(self.network.bandwidth, source, target, "bandwidth")
+
+
+def finer(cost: ModelCost, pieces: int) -> ModelCost:
+    """The same model with each part cut into so many equal ones: for schedules with several stages on a rank."""
+    if pieces < 1:
+        raise ShapeError(f"{pieces} pieces of a part; the least is 1")
+
+    def share(curve: Seconds) -> Seconds:
+        return Seconds(curve.base / pieces, curve.token / pieces, curve.prefix / pieces, curve.pair / pieces)
+
+    parts = [
+        replace(
+            part, F=share(part.F), I=share(part.I), W=share(part.W), B=None if part.B is None else share(part.B),
+            held=part.held / pieces, kept=None if part.kept is None else part.kept / pieces,
+            weights=part.weights / pieces,
+        )
+        for part in cost.parts for _ in range(pieces)
+    ]  # fmt: skip
+    return replace(cost, parts=tuple(parts))

@@ -1,7 +1,7 @@
 """Cuts by a formula, good enough to start a search with.
 
-If a slice of i tokens after j takes a + p i + c (i j + i i / 2), the sum over M slices is M a + W with W the time of the
-whole sequence less one a, however it is cut: only M and the longest slice count. So slices of equal time are best,
+If a slice of i tokens after j takes a + p i + c (i j + i i / 2), the sum over M slices is M a + W with W the time of
+the whole sequence less one a, however it is cut: only M and the longest slice count. So equal times are best,
 
     M = sqrt((K - 1) W / a)      p x + c x x / 2 = k W / M   at the end x of slice k
 
@@ -64,7 +64,7 @@ def _whole(ends: Floats, points: int) -> list[int]:
     steps = np.arange(slices + 1)
     whole = np.maximum.accumulate(whole - steps) + steps  # each end past the one before it
     whole = np.minimum(whole, points - slices + steps)  # and room for those after it
-    return np.diff(whole).tolist()
+    return [int(length) for length in np.diff(whole)]
 
 
 def fitted(times: Times) -> Seconds:

@@ -1,14 +1,14 @@
 """What the slices of a pipeline take, read off any cost: asked for a few slices of each stage, and fitted.
 
-A cost answers for one action at a time; a planner wants the time of every slice there could be. Whole sequences, halves,
-quarters ... are asked for, and the four terms of `Seconds` fitted to the answers: exact for every cost that has such
-terms, and `error` says how far off they are for one that has not (then all slices are asked for, if there are few).
+A cost answers for one action at a time; a planner wants the time of every slice there could be. Whole sequences,
+halves, quarters ... are asked for, and the four terms of `Seconds` fitted to the answers: exact for every cost that has
+such terms, and `error` says how far off they are for one that has not (then all slices are asked for, if few).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
@@ -29,7 +29,7 @@ NOTHING = Seconds()
 
 @dataclass(frozen=True, slots=True)
 class StageCurves:
-    """One stage's forward and backward, and the hops of what leaves it: on to the next stage, back to the one before."""
+    """One stage's forward and backward, and the hops of what leaves it: on to the next stage, back to the last."""
 
     forward: Seconds
     backward: Seconds
@@ -63,7 +63,7 @@ class StageTables:
     @property
     def points(self) -> int:
         """Steps of the grid."""
-        return self.forward.shape[1]
+        return int(self.forward.shape[1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,10 +82,10 @@ class Pipeline:
             t = self.tables
             groups = (t.forward, t.backward, t.onward[:-1], t.homeward[1:])
             return all(np.allclose(group, group[:1], rtol=SAME, atol=0) for group in groups)
-        c = self.curves
-        each = ([x.forward for x in c], [x.backward for x in c], [x.onward for x in c[:-1]], [x.homeward for x in c[1:]])
-        size = self.points * self.grain
-        return all(_alike(curves, size) for curves in each)
+        size, every = self.points * self.grain, self.curves
+        work = ([each.forward for each in every], [each.backward for each in every])
+        hops = ([each.onward for each in every[:-1]], [each.homeward for each in every[1:]])
+        return all(_alike(curves, size) for curves in (*work, *hops))
 
 
 def pipeline_of(stages: Sequence[Stage], cost: Cost, tokens: int, granularity: int) -> Pipeline:
@@ -99,6 +99,24 @@ def pipeline_of(stages: Sequence[Stage], cost: Cost, tokens: int, granularity: i
     forward, backward = _asked(stages, cost, points, granularity)
     hops = _tabled(curves, points, granularity)
     return Pipeline(points, granularity, curves, StageTables(forward, backward, hops.onward, hops.homeward))
+
+
+def mean_of(pipeline: Pipeline) -> Pipeline:
+    """As many stages, all taking the mean of what they take."""
+    stages, tables = len(pipeline.curves), pipeline.tables
+
+    def mean(name: str, hops: bool) -> Seconds:
+        whole = added([getattr(curve, name) for curve in pipeline.curves])
+        share = 1 / max(stages - hops, 1)
+        return Seconds(whole.base * share, whole.token * share, whole.prefix * share, whole.pair * share)
+
+    work, hops = (mean("forward", False), mean("backward", False)), (mean("onward", True), mean("homeward", True))
+    curves = (StageCurves(*work, *hops, error=max(curve.error for curve in pipeline.curves)),) * stages
+    if tables is None:
+        return replace(pipeline, curves=curves)
+    hop = (tables.onward[:-1], tables.homeward[1:])
+    every = [np.broadcast_to(t.mean(axis=0), (stages, *t.shape[1:])) for t in (tables.forward, tables.backward, *hop)]
+    return replace(pipeline, curves=curves, tables=StageTables(*every))
 
 
 def even_times(pipeline: Pipeline, microbatches: int = 1) -> Times:
@@ -121,7 +139,7 @@ def tables_of(pipeline: Pipeline) -> StageTables:
 # ---------------------------------------------------------------- asking a cost
 def _tabled(curves: Sequence[StageCurves], points: int, grain: int) -> StageTables:
     prefixes, lengths = np.indices((points, points))
-    tokens, before = (lengths + 1.0) * grain, prefixes * float(grain)
+    tokens, before = ((lengths + 1) * grain).astype(np.float64), (prefixes * grain).astype(np.float64)
 
     def table(name: str) -> Floats:
         return np.stack([along(getattr(curve, name), tokens, before) for curve in curves])
@@ -158,7 +176,8 @@ def _of_stage(probe: Schedule, cost: Cost, stage: int) -> StageCurves:
             spans.append(microbatch.span(piece))
             answers.append((cost.seconds(probe, there), cost.seconds(probe, back), onward, homeward))
     fits = [_fitted(spans, answer) for answer in np.array(answers).T]
-    return StageCurves(*(curve for curve, _ in fits), error=max(error for _, error in fits))
+    (forward, backward, onward, homeward), errors = zip(*fits, strict=True)
+    return StageCurves(forward, backward, onward, homeward, max(errors))
 
 
 def _hop(probe: Schedule, cost: Cost, action: Action, to: int) -> float:

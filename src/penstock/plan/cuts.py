@@ -23,7 +23,7 @@ from penstock.errors import ShapeError
 from penstock.plan.closed_form import starts
 from penstock.plan.grid import Times
 from penstock.plan.limits import Best, Found, Group, Pass, least, room, worth
-from penstock.plan.passes import pass_over
+from penstock.plan.passes import pass_over, probes_for
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,8 @@ def best_cuts(times: Times, stages: int, slices: int | None = None, patience: in
     weight = stages - 1
     known = cheapest((priced(times, lengths) for lengths in starts(times, stages, slices)), weight)
     limit = room(worth(known, weight), 0.0, weight)
-    return as_slicing(least(pass_over(times.below(limit), slices), weight, known, patience), weight)
+    grid = times.below(limit)
+    return as_slicing(least(pass_over(grid, slices), weight, known, patience, probes_for(grid)), weight)
 
 
 def best_batch(times: Mapping[int, Times], batch: int, stages: int, patience: int | None = None) -> Slicing:
@@ -87,8 +88,9 @@ def best_batch(times: Mapping[int, Times], batch: int, stages: int, patience: in
     alike = (_alike(times[rows], batch // rows, rows, stages) for rows in times if batch % rows == 0)
     known = cheapest((nothing, *(found for each in alike for found in each)), weight)
     limit = room(worth(known, weight), 0.0, weight)
-    passes = {rows: pass_over(each.below(limit), rows=rows) for rows, each in sorted(times.items()) if rows <= batch}
-    return as_slicing(least(partial(_filled, passes, batch), weight, known, patience), weight)
+    grids = {rows: each.below(limit) for rows, each in sorted(times.items()) if rows <= batch}
+    seek = partial(_filled, {rows: pass_over(grid, rows=rows) for rows, grid in grids.items()}, batch)
+    return as_slicing(least(seek, weight, known, patience, probes_for(*grids.values())), weight)
 
 
 def latency_of(times: Times, stages: int, lengths: Sequence[int]) -> float:

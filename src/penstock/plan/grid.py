@@ -71,6 +71,11 @@ class Times(Protocol):
         ...
 
 
+def up_to(times: Times, length: int) -> Grid:
+    """All slices of at most so many points."""
+    return Grid(*_ragged(np.minimum(length, times.points - np.arange(times.points)), times.of))
+
+
 # ---------------------------------------------------------------- from tables
 @dataclass(frozen=True, slots=True)
 class Tabled:
@@ -137,15 +142,31 @@ def tabled(forward: Floats, backward: Floats | None = None) -> Tabled:
 
 def _check_real(table: Floats) -> None:
     """Seconds are not negative, and are numbers, wherever a slice can be."""
+    bad = np.zeros(2, dtype=np.int64)
+    if at_speed(_is_bad, len(table) ** 2)(table, bad):
+        prefix, at = bad.tolist()
+        seconds = f"{table[prefix, at]:g} seconds"
+        raise ShapeError(f"a slice of {at + 1} points after {prefix} takes {seconds}; the least is 0")
+
+
+def _is_bad(table: Floats, where: Ints) -> bool:
+    """Whether a slice has no time, or one below 0, and which."""
     for prefix in range(len(table)):
-        row = table[prefix, : len(table) - prefix]
-        if not (row.min() >= 0):  # also where it is nan
-            bad = int(np.flatnonzero(~(row >= 0))[0])
-            raise ShapeError(f"a slice of {bad + 1} points after {prefix} takes {row[bad]:g} seconds; the least is 0")
+        for at in range(len(table) - prefix):
+            if not table[prefix, at] >= 0:  # also where it is nan
+                where[0], where[1] = prefix, at
+                return True
+    return False
 
 
 def _by(shape: tuple[int, ...]) -> str:
     return " by ".join(map(str, shape))
+
+
+def uncut(times: Times) -> Tabled:
+    """The whole sequence as the only slice."""
+    sums, peaks = times.of(np.array([0]), np.array([times.points]))
+    return Tabled(sums.reshape(1, 1), tuple(peak.reshape(1, 1) for peak in peaks))
 
 
 # ---------------------------------------------------------------- from curves
@@ -168,7 +189,7 @@ class Curved:
 
     def of(self, prefixes: Ints, lengths: Ints) -> tuple[Floats, Floats]:
         """By the formula."""
-        tokens, before = lengths * float(self.grain), prefixes * float(self.grain)
+        tokens, before = (lengths * self.grain).astype(np.float64), (prefixes * self.grain).astype(np.float64)
         return along(self.sum, tokens, before), np.stack([along(peak, tokens, before) for peak in self.peaks])
 
     def below(self, limit: float) -> Grid:

@@ -1,7 +1,7 @@
 """The search behind all cuts: which limits on the longest slice are worth a pass, until nothing better can exist.
 
-Wanted is the least of: sum of all slices + weight * (the longest slice's peak). A *pass* finds the least sum S of slices
-whose peaks stay below given limits. If B is the best latency known, anything better below those limits has
+Wanted is the least of: sum of all slices + weight * (the longest slice's peak). A *pass* finds the least sum S of
+slices whose peaks stay below given limits. If B is the best latency known, anything better below those limits has
 
     S + weight * peak < B,    so    peak < (B - S) / weight
 
@@ -23,7 +23,10 @@ from typing import NamedTuple
 
 ROUND = 1e-13  # of a latency: what sums of seconds may be off by
 PROBES = 8  # rounds of passes for a good start
-SIDES = {1: [(1,), (-1,), (0,)], 2: [(1, 1), (-1, -1), (1, 0), (0, 1), (-1, 0), (0, -1), (1, -1), (-1, 1)]}
+SIDES: dict[int, list[tuple[int, ...]]] = {
+    1: [(1,), (-1,), (0,)],
+    2: [(1, 1), (-1, -1), (1, 0), (0, 1), (-1, 0), (0, -1), (1, -1), (-1, 1)],
+}  # where, around the best limits known
 
 
 class Group(NamedTuple):
@@ -72,9 +75,9 @@ def room(latency: float, least_sum: float, weight: float) -> float:
     return (latency * (1 + ROUND) - least_sum) / weight if weight else math.inf
 
 
-def least(seek: Pass, weight: float, known: Found, patience: int | None = None) -> Best:
-    """What has the least latency. `known` is anything, the better the faster; `patience`: passes after which to stop."""
-    best, passes = probed(seek, weight, known) if weight else (known, 0)
+def least(seek: Pass, weight: float, known: Found, patience: int | None = None, probes: int = PROBES) -> Best:
+    """What has the least latency. `known` is anything, the better the faster; after `patience` passes it stops."""
+    best, passes = probed(seek, weight, known, probes) if weight else (known, 0)
     kinds = len(known.peaks)
     boxes = [Box(0.0, 0, (0.0,) * kinds, (math.inf,) * kinds, 0.0)]
     while boxes:
@@ -117,13 +120,13 @@ def _left(
     return [(low, (split, high[1])), ((split, low[1]), (high[0], min(high[1], peaks[1])))]
 
 
-def probed(seek: Pass, weight: float, known: Found) -> tuple[Found, int]:
+def probed(seek: Pass, weight: float, known: Found, rounds: int) -> tuple[Found, int]:
     """A good start: passes at limits around the best ones known, first far from them, then ever nearer."""
     best, passes, tried = known, 0, set[tuple[float, ...]]()
     step = 1.25
     if not 0 < sum(known.peaks) < math.inf:
         return best, passes
-    for _ in range(PROBES):
+    for _ in range(rounds):
         centre = tuple(math.nextafter(peak, math.inf) for peak in best.peaks)
         before = worth(best, weight)
         for sides in SIDES[len(centre)]:

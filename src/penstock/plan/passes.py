@@ -15,19 +15,26 @@ import numpy as np
 from penstock.ir.compiled import at_speed
 from penstock.ir.table import Floats, Ints
 from penstock.plan.grid import Grid, narrowed
-from penstock.plan.limits import Found, Group, Pass
+from penstock.plan.limits import PROBES, Found, Group, Pass
 
 FINER = 1.2  # between the limits for which a grid is made narrower
+TINY = 1000  # slices
 PASSES = 32  # about as many as a search makes: decides whether compiling pays
+
+
+def probes_for(*grids: Grid) -> int:
+    """Rounds of probing that pay: none where passes are so short that a search ends sooner without."""
+    return PROBES if sum(len(grid.sums) for grid in grids) > TINY else 0
 
 
 def pass_over(grid: Grid, slices: int | None = None, rows: int = 1) -> Pass:
     """Passes over a grid for any limits, over the slices of so many rows; `slices`: over exactly so many slices."""
     points, layers = len(grid.first) - 1, slices or 1
     size = len(grid.sums) * PASSES * layers
-    walk = at_speed(_reach, size) if slices is None else at_speed(_reach_in_layers, size)
-    back = at_speed(_retrace, size)
-    reached, steps = np.empty((layers + 1 if slices else 1, points + 1)), np.empty(points, dtype=np.int64)
+    walk = at_speed(reach, size) if slices is None else at_speed(_reach_in_layers, size)
+    back = at_speed(retrace, size)
+    reached = np.empty((layers + 1 if slices else 1, points + 1))
+    steps, highest = np.empty(points, dtype=np.int64), np.empty(2)
     totals = grid.peaks.sum(axis=0)
     most = float(totals.max(initial=0.0, where=np.isfinite(totals)))
     narrow = {0: grid}
@@ -42,15 +49,13 @@ def pass_over(grid: Grid, slices: int | None = None, rows: int = 1) -> Pass:
         walk(*given)
         if reached[-1, points] == math.inf:
             return None
-        lengths = steps[: back(*given, steps)][::-1]
-        longest = peaks[:, first[np.cumsum(lengths) - lengths] + lengths - 1].max(axis=1)
-        group = Group(rows, tuple(lengths.tolist()))
-        return Found(float(reached[-1, points]), tuple(longest.tolist()), (group,))
+        group = Group(rows, tuple(steps[: back(*given, points, steps, highest)][::-1].tolist()))
+        return Found(float(reached[-1, points]), tuple(highest[: len(peaks)].tolist()), (group,))
 
     return seek
 
 
-def _reach(
+def reach(
     first: Ints, sums: Floats, one: Floats, other: Floats, both: bool, limit: float, limit_other: float, total: float,
     reached: Floats,
 ) -> None:  # fmt: skip
@@ -93,12 +98,13 @@ def _reach_in_layers(
                 then[prefix + 1 + k] = there if there < then[prefix + 1 + k] else then[prefix + 1 + k]
 
 
-def _retrace(
+def retrace(
     first: Ints, sums: Floats, one: Floats, other: Floats, both: bool, limit: float, limit_other: float, total: float,
-    reached: Floats, steps: Ints,
+    reached: Floats, point: int, steps: Ints, highest: Floats,
 ) -> int:  # fmt: skip
-    """The slices of the least sum, last first, into `steps`; how many."""
-    layer, count, point = len(reached) - 1, 0, len(first) - 1
+    """The slices of the least sum up to a point, last first, into `steps`, and their peaks; how many slices."""
+    layer, count = len(reached) - 1, 0
+    highest[:] = 0.0
     layered = layer > 0
     while point > 0:
         now = reached[layer]
@@ -112,6 +118,8 @@ def _retrace(
                 if a < limit and (not both or (b < limit_other and a + b < total)):
                     break
             prefix -= 1
+        highest[0] = max(highest[0], one[at])
+        highest[1] = max(highest[1], other[at])
         steps[count] = point - prefix
         count += 1
         point = prefix

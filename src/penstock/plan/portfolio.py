@@ -7,7 +7,8 @@ the cost they are ranked by, so each row also has its makespan under costs that 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -40,14 +41,14 @@ class Candidate:
 
     name: str
     shape: Shape
-    sort: str  # fixed, split or listed
+    sort: str  # fixed, split or listed; of sliced plans: whole, even or planned
     schedule: Schedule
     makespan: float
     bubble: float
     peak: float  # activations
     weights: float  # copies of the model's weights over all ranks
     bound: float  # no order of lanes for this placement takes less
-    noisy: float  # mean makespan under noise of a tenth
+    noisy: float  # mean makespan under noise of a tenth; nan: not asked for
 
     @property
     def gap(self) -> float:
@@ -90,7 +91,7 @@ def portfolio(
     for name, shape, sort, build in _builds(ranks, microbatches, cost, memory, limits, weights):
         watch(title(name, shape))
         try:
-            found = _score(name, shape, sort, build(), cost)
+            found = score(name, shape, sort, build(), cost)
         except ShapeError:
             continue  # a shape that this schedule does not have
         if memory is not None and found.peak > memory * (1 + 1e-9):
@@ -119,9 +120,12 @@ def as_plan(candidate: Candidate, given: Facts = ()) -> Plan:
     return Plan(candidate.schedule, candidate.name, (), why)
 
 
-def _score(name: str, shape: Shape, sort: str, schedule: Schedule, cost: Cost) -> Candidate:
+def score(
+    name: str, shape: Shape, sort: str, schedule: Schedule, cost: Cost, seeds: Sequence[int] = SEEDS
+) -> Candidate:
+    """A schedule, simulated; without `seeds` not under noise, which then is nan."""
     timeline = simulate(schedule, cost)
-    noisy = [simulate(schedule, NoisyCost(cost, seed=seed)).makespan for seed in SEEDS]
+    noisy = [simulate(schedule, NoisyCost(cost, seed=seed)).makespan for seed in seeds] or [math.nan]
     return Candidate(
         name, shape, sort, schedule, timeline.makespan, timeline.bubble, float(timeline.peak_activations.max()),
         len(schedule.stages) / schedule.parts, lower_bound(schedule, cost), float(np.mean(noisy)),
