@@ -204,14 +204,11 @@ class Curved:
 
 
 def curved(points: int, grain: int, sums: Sequence[Seconds], peaks: Sequence[Seconds]) -> Times:
-    """Times from curves: a slice's sum is that of all `sums`. A curve that falls somewhere makes it a table."""
+    """Times from curves: a slice's sum is that of all `sums`. With a negative term they become a table."""
     if points < 1 or grain < 1:
         raise ShapeError(f"{points} points of {grain} tokens; the least is 1 of 1")
     found = Curved(points, grain, added(sums), tuple(peaks))
-    whole, ends = added(peaks), (0, points * grain)
-    rises = all(whole.token + whole.pair * end >= 0 for end in ends)  # the slope where prefix and slice end there
-    least = min(curve.of(grain, prefix) for curve in (found.sum, *peaks) for prefix in (0, (points - 1) * grain))
-    if rises and least >= 0 and all(min(c.base, c.token, c.prefix, c.pair) >= 0 for c in peaks):
+    if all(min(curve.base, curve.token, curve.prefix, curve.pair) >= 0 for curve in (found.sum, *peaks)):
         return found
     prefixes, lengths = np.indices((points, points))
     sum_table, peak_tables = found.of(prefixes.ravel(), lengths.ravel() + 1)
