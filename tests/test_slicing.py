@@ -477,27 +477,27 @@ def test_short_documents_are_packed_and_a_pack_pays_the_launch_once():
 
 # ---------------------------------------------------------------- layouts
 def test_layouts_are_all_ways_to_use_the_devices_and_the_best_is_first():
-    def times_of(pipe: int, op: int, rows: int):
+    def times_of(pipe: int, tensor: int, rows: int):
         if pipe > 6:
             return None
-        curve = Seconds(1e-3, 1e-5 * rows / (pipe * op**0.8), 0.0, 1e-9 * rows / (pipe * op))
+        curve = Seconds(1e-3, 1e-5 * rows / (pipe * tensor**0.8), 0.0, 1e-9 * rows / (pipe * tensor))
         return curved(32, 64, [curve], [curve])
 
-    found = layouts(12, 6, times_of, rows=(1, 2), step=lambda data, pipe, op: 0.01 * (data - 1), most_op=4)
-    ways = {(each.data, each.pipe, each.op) for each in found}
+    found = layouts(12, 6, times_of, rows=(1, 2), step=lambda data, pipe, tensor: 0.01 * (data - 1), most=4)
+    ways = {(each.data, each.pipe, each.tensor) for each in found}
     expected = {(d, 12 // d // o, o) for d in (1, 2, 3, 6) for o in (1, 2, 3, 4) if 12 // d % o == 0}
     assert ways == {way for way in expected if way[1] <= 6}
     assert [each.latency for each in found] == sorted(each.latency for each in found)
     for each in found:
         sequences = 6 // each.data
-        rows = {r: times_of(each.pipe, each.op, r) for r in (1, 2) if r <= sequences}
+        rows = {r: times_of(each.pipe, each.tensor, r) for r in (1, 2) if r <= sequences}
         assert each.latency == pytest.approx(best_batch(rows, sequences, each.pipe).latency + 0.01 * (each.data - 1))
         assert each.speedup >= 1 - 1e-12
-    small = layouts(12, 6, times_of, memory=4.0, bytes_of=lambda data, pipe, op: 12 / (pipe * op), most_op=4)
+    small = layouts(12, 6, times_of, memory=4.0, bytes_of=lambda data, pipe, tensor: 12 / (pipe * tensor), most=4)
     assert all(each.bytes <= 4 for each in small)
-    assert 0 < len(small) < len(layouts(12, 6, times_of, most_op=4))
+    assert 0 < len(small) < len(layouts(12, 6, times_of, most=4))
     with pytest.raises(ShapeError, match=r"memory of 0\.5; the least takes 1"):
-        layouts(12, 6, times_of, memory=0.5, bytes_of=lambda data, pipe, op: 12 / (pipe * op))
+        layouts(12, 6, times_of, memory=0.5, bytes_of=lambda data, pipe, tensor: 12 / (pipe * tensor))
 
 
 # ---------------------------------------------------------------- speed
@@ -537,6 +537,10 @@ def test_documents_are_planned_anew_in_less_than_a_hundredth_of_a_step():
 
 
 # ---------------------------------------------------------------- what makes no sense
+def stage_tables(points: int, others: int, seconds: float = 1.0) -> StageTables:
+    return StageTables(np.full((2, points, points), seconds), *[np.ones((2, others, others))] * 3)
+
+
 def nonsense() -> list[tuple[str, Callable[[], object]]]:
     square, curve = np.ones((4, 4)), [Seconds(1.0)]
     wrong = square.copy()
@@ -555,14 +559,19 @@ def nonsense() -> list[tuple[str, Callable[[], object]]]:
         (r"slices of \[1, 2\] points make 3; the sequence has 4", lambda: latency_of(tabled(square), 2, [1, 2])),
         (r"a batch of 0 rows", lambda: best_batch({1: tabled(square)}, 0, 2)),
         (r"no cuts take a finite time", lambda: best_batch({2: tabled(square)}, 3, 2)),
-        (r"0 points of 8 tokens", lambda: curved(0, 8, curve, curve)),
+        (r"0 points of 8 tokens with 1 peaks", lambda: curved(0, 8, curve, curve)),
+        (r"4 points of 8 tokens with 3 peaks", lambda: curved(4, 8, curve, curve * 3)),
+        (r"the cost has 2 parts; for 3 ranks it must have 3", lambda: sliced_plans(3, 1, 64, cost, 8)),
+        (r"waves 0 is too few", lambda: sliced_plans(2, 1, 64, cost, 8, waves=(0,))),
+        (r"these are \[\(2, 3, 3\), \(2, 2, 2\)", lambda: uneven_cuts(stage_tables(3, 2))),
+        (r"a slice of 1 points after 0 takes inf seconds on stage 0", lambda: uneven_cuts(stage_tables(3, 3, np.inf))),
         (r"1000 tokens in steps of 64 do not come out even; 1024 would", lambda: sliced_plans(2, 1, 1000, cost, 64)),
-        (r"0 micro-batches", lambda: uneven_cuts(StageTables(*[np.ones((2, 3, 3))] * 4), 0)),
+        (r"0 micro-batches", lambda: uneven_cuts(stage_tables(3, 3), 0)),
         (r"document 1 has 65 tokens; the least is 1, the most here 64", lambda: plan_documents(desk, [3, 65])),
         (r"0 documents", lambda: plan_documents(desk, [])),
         (r"units of 4 tokens in steps of 8", lambda: document_desk(2, cost, 64, 8, 4)),
-        (r"0 devices for a batch of 4", lambda: layouts(0, 4, lambda pipe, op, rows: None)),
-        (r"no way to lay out 3 devices for a batch of 4", lambda: layouts(3, 4, lambda pipe, op, rows: None)),
+        (r"0 devices for a batch of 4", lambda: layouts(0, 4, lambda pipe, tensor, rows: None)),
+        (r"no way to lay out 3 devices for a batch of 4", lambda: layouts(3, 4, lambda pipe, tensor, rows: None)),
         (r"2 slices between the cuts, 3 in the schedule", lambda: recut(three, (0, 4, 8))),
         (r"0 pieces of a part", lambda: finer(cost, 0)),
     ]  # fmt: skip

@@ -57,14 +57,14 @@ def best_cuts(times: Times, stages: int, slices: int | None = None, patience: in
     >>> best_cuts(curved(12, 1, [linear], [linear]), stages=4).lengths
     (2, 2, 2, 2, 2, 2)
     """
-    check_stages(stages)
+    _check_stages(stages)
     if slices is not None and not 1 <= slices <= times.points:
         raise ShapeError(f"{slices} slices of {times.points} points; the least is 1, the most {times.points}")
     weight = stages - 1
-    known = cheapest((priced(times, lengths) for lengths in starts(times, stages, slices)), weight)
+    known = _cheapest((_priced(times, lengths) for lengths in starts(times, stages, slices)), weight)
     limit = room(worth(known, weight), 0.0, weight)
     grid = times.below(limit)
-    return as_slicing(least(pass_over(grid, slices), weight, known, patience, probes_for(grid)), weight)
+    return _as_slicing(least(pass_over(grid, slices), weight, known, patience, probes_for(grid)), weight)
 
 
 def best_batch(times: Mapping[int, Times], batch: int, stages: int, patience: int | None = None) -> Slicing:
@@ -79,47 +79,47 @@ def best_batch(times: Mapping[int, Times], batch: int, stages: int, patience: in
     >>> best_batch({r: curved(4, 1, c, c) for r, c in curves.items()}, batch=4, stages=2).groups
     (Group(rows=4, lengths=(1, 1, 1, 1)),)
     """
-    check_stages(stages)
+    _check_stages(stages)
     kinds = {each.kinds for each in times.values()}
     if batch < 1 or not times or min(times) < 1 or len(kinds) != 1:
         raise ShapeError(f"a batch of {batch} rows, with times for {sorted(times)} rows of {sorted(kinds)} peaks")
     weight = stages - 1
     nothing = Found(math.inf, (math.inf,) * kinds.pop(), ())
     alike = (_alike(times[rows], batch // rows, rows, stages) for rows in times if batch % rows == 0)
-    known = cheapest((nothing, *(found for each in alike for found in each)), weight)
+    known = _cheapest((nothing, *(found for each in alike for found in each)), weight)
     limit = room(worth(known, weight), 0.0, weight)
     grids = {rows: each.below(limit) for rows, each in sorted(times.items()) if rows <= batch}
     seek = partial(_filled, {rows: pass_over(grid, rows=rows) for rows, grid in grids.items()}, batch)
-    return as_slicing(least(seek, weight, known, patience, probes_for(*grids.values())), weight)
+    return _as_slicing(least(seek, weight, known, patience, probes_for(*grids.values())), weight)
 
 
 def latency_of(times: Times, stages: int, lengths: Sequence[int]) -> float:
     """What slices of these lengths take through so many equal stages."""
-    check_stages(stages)
+    _check_stages(stages)
     if sum(lengths) != times.points or min(lengths, default=0) < 1:
         raise ShapeError(f"slices of {list(lengths)} points make {sum(lengths)}; the sequence has {times.points}")
-    return worth(priced(times, lengths), stages - 1)
+    return worth(_priced(times, lengths), stages - 1)
 
 
-def check_stages(stages: int) -> None:
+def _check_stages(stages: int) -> None:
     """Refuses less than one."""
     if stages < 1:
         raise ShapeError(f"{stages} stages; the least is 1")
 
 
-def priced(times: Times, lengths: Sequence[int]) -> Found:
+def _priced(times: Times, lengths: Sequence[int]) -> Found:
     """What given slices take."""
     sizes = np.asarray(lengths, dtype=np.int64)
     sums, peaks = times.of(np.cumsum(sizes) - sizes, sizes)
     return Found(float(sums.sum()), tuple(peaks.max(axis=1).tolist()), (Group(1, tuple(sizes.tolist())),))
 
 
-def cheapest(found: Iterable[Found], weight: float) -> Found:
+def _cheapest(found: Iterable[Found], weight: float) -> Found:
     """The one of the least latency."""
     return min(found, key=lambda each: worth(each, weight))
 
 
-def as_slicing(best: Best, weight: float) -> Slicing:
+def _as_slicing(best: Best, weight: float) -> Slicing:
     """What a search found, if it found anything."""
     latency = worth(best.found, weight)
     if latency == math.inf:
@@ -130,7 +130,7 @@ def as_slicing(best: Best, weight: float) -> Slicing:
 def _alike(times: Times, copies: int, rows: int, stages: int) -> Iterator[Found]:
     """Starts for groups of equal rows: so many copies of the same slices weigh as much as that many fewer stages."""
     for lengths in starts(times, 1 + (stages - 1) / copies):
-        one = priced(times, lengths)
+        one = _priced(times, lengths)
         yield Found(copies * one.sum, one.peaks, (Group(rows, one.groups[0].lengths),) * copies)
 
 

@@ -84,7 +84,7 @@ class DocumentPlan:
 def document_desk(ranks: int, cost: Cost, longest: int, granularity: int, budget: int) -> Desk:
     """A desk for documents up to a length, units of at most `budget` tokens, and cuts at multiples of `granularity`.
 
-    Stages that differ are all taken to be as slow as the slowest.
+    Stages that differ are all taken to be as slow as the slowest, in the latency and in its bound.
     """
     if granularity < 1 or budget < granularity or longest < 1:
         raise ShapeError(f"units of {budget} tokens in steps of {granularity}, documents of up to {longest} tokens")
@@ -111,7 +111,10 @@ def plan_documents(desk: Desk, lengths: Sequence[int]) -> DocumentPlan:
 
 
 def documents_schedule(plan: DocumentPlan, ranks: int) -> Schedule:
-    """1F1B over the units of a plan, every bundle a micro-batch."""
+    """1F1B over the units of a plan, every bundle a micro-batch.
+
+    A cost that knows only tokens takes a pack for one document, and so counts more attention than there is in it.
+    """
     stages = looped(ranks)
     table = [MicroBatch(tuple(range(ranks)), each.tokens, each.cuts) for each in plan.bundles]
     most = max(each.slices for each in table)
@@ -131,24 +134,29 @@ class _Step(NamedTuple):
     order: list[int]
     tokens: list[int]
     points: Ints
-    work: list[float]  # seconds of a document alone in a unit, hops included, less the base
+    work: list[float]  # seconds of a document in a unit, there and back, less the base
+    time: list[float]  # the same with its hops
     base: float
+    hop: float  # what hops take however few the tokens
     reached: Floats
 
 
 def _step_of(desk: Desk, lengths: Sequence[int]) -> _Step:
     order = sorted(range(len(lengths)), key=lambda number: -lengths[number])
     tokens = np.array([lengths[number] for number in order], dtype=np.int64)
-    both = added([desk.forward, desk.backward, desk.onward, desk.homeward])
-    work = along(both, tokens.astype(np.float64), np.zeros(len(tokens))) - both.base
-    reached = np.empty((1, len(desk.grid.first)))
-    return _Step(desk, order, tokens.tolist(), -(-tokens // desk.grain), work.tolist(), both.base, reached)
+    both, hops = added([desk.forward, desk.backward]), added([desk.onward, desk.homeward])
+    size, nothing = tokens.astype(np.float64), np.zeros(len(tokens))
+    work, wire = along(both, size, nothing) - both.base, along(hops, size, nothing) - hops.base
+    reached, points = np.empty((1, len(desk.grid.first))), -(-tokens // desk.grain)
+    times = (work.tolist(), (work + wire).tolist(), both.base, hops.base)
+    return _Step(desk, order, tokens.tolist(), points, *times, reached)
 
 
 def _best_limit(step: _Step) -> float:
     """Of some limits on the time of a unit, the one with the least latency, by golden section."""
     peaks = step.desk.grid.peaks[0]
-    low, high = math.log(float(peaks.min())), math.log(float(peaks.max()) + step.base) + 1e-9
+    most = max(float(peaks.max()), 1e-300) * (1 + 1e-9)
+    low, high = math.log(max(float(peaks.min()), 1e-9 * most)), math.log(most)
     tried: dict[float, float] = {}
 
     def latency(place: float) -> float:
@@ -180,8 +188,8 @@ def _estimate(step: _Step, limit: float) -> float:
 
 def _is_short(step: _Step, limit: float) -> list[bool]:
     """Which documents can be in a pack."""
-    budget, most = step.desk.budget, limit - step.base
-    return [tokens <= budget and work < most for tokens, work in zip(step.tokens, step.work, strict=True)]
+    budget, most = step.desk.budget, limit - step.base - step.hop
+    return [tokens <= budget and time < most for tokens, time in zip(step.tokens, step.time, strict=True)]
 
 
 def _pass(step: _Step, limit: float) -> None:
@@ -197,19 +205,19 @@ def _packs(step: _Step, short: Sequence[bool], limit: float) -> list[list[int]]:
     tokens_left: list[int] = []
     seconds_left: list[float] = []
     for at in [at for at, fits in enumerate(short) if fits]:
-        tokens, work = step.tokens[at], step.work[at]
+        tokens, time = step.tokens[at], step.time[at]
         best, room = -1, step.desk.budget + 1
         for pack, left in enumerate(tokens_left):
-            if tokens <= left < room and work < seconds_left[pack]:
+            if tokens <= left < room and time < seconds_left[pack]:
                 best, room = pack, left
         if best < 0:
             best = len(packs)
             packs.append([])
             tokens_left.append(step.desk.budget)
-            seconds_left.append(limit - step.base)
+            seconds_left.append(limit - step.base - step.hop)
         packs[best].append(at)
         tokens_left[best] -= tokens
-        seconds_left[best] -= work
+        seconds_left[best] -= time
     return packs
 
 

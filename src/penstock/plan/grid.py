@@ -205,8 +205,8 @@ class Curved:
 
 def curved(points: int, grain: int, sums: Sequence[Seconds], peaks: Sequence[Seconds]) -> Times:
     """Times from curves: a slice's sum is that of all `sums`. With a negative term they become a table."""
-    if points < 1 or grain < 1:
-        raise ShapeError(f"{points} points of {grain} tokens; the least is 1 of 1")
+    if points < 1 or grain < 1 or not 1 <= len(peaks) <= MOST:
+        raise ShapeError(f"{points} points of {grain} tokens with {len(peaks)} peaks; the least is 1 of each")
     found = Curved(points, grain, added(sums), tuple(peaks))
     if all(min(curve.base, curve.token, curve.prefix, curve.pair) >= 0 for curve in (found.sum, *peaks)):
         return found

@@ -30,20 +30,19 @@ class Rests:
     shares: Floats  # of the stages from which the paths go on; 1 in all
     least: Floats
 
-    @classmethod
-    def of(cls, shares: Floats, sums: Floats, peaks: Floats) -> Rests:
-        """For every prefix the least of: the sum of its remaining slices, and the highest of their peaks."""
-        points = len(sums)
-        inside = np.add.outer(np.arange(points), np.arange(points)) < points
-        values = np.unique(peaks[inside])
-        if len(values) > LEVELS:
-            values = values[np.linspace(0, len(values) - 1, LEVELS).astype(np.int64)]
-            floors = np.concatenate([[0.0], values[:-1]])  # a highest peak up to a limit, past the one before
-        else:
-            floors = values
-        least = np.full(points + 1, np.inf)
-        at_speed(_least_rests, points * points * len(values))(sums, peaks, values, floors, least)
-        return cls(shares, least)
+
+def rests_of(shares: Floats, sums: Floats, peaks: Floats) -> Rests:
+    """For every prefix the least of: the sum of its remaining slices, and the highest of their peaks."""
+    points = len(sums)
+    inside = np.add.outer(np.arange(points), np.arange(points)) < points
+    values = np.unique(peaks[inside])
+    floors = values
+    if len(values) > LEVELS:
+        values = values[np.linspace(0, len(values) - 1, LEVELS).astype(np.int64)]
+        floors = np.concatenate([[0.0], values[:-1]])  # a highest peak up to a limit, past the one before
+    least = np.full(points + 1, np.inf)
+    at_speed(_least_rests, points * points * len(values))(sums, peaks, values, floors, least)
+    return Rests(shares, least)
 
 
 def _least_rests(sums: Floats, peaks: Floats, values: Floats, floors: Floats, least: Floats) -> None:

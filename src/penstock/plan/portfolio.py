@@ -112,10 +112,11 @@ def title(name: str, shape: Shape) -> str:
 
 def as_plan(candidate: Candidate, given: Facts = ()) -> Plan:
     """A candidate as a plan.json keeps it, with the figures that chose it, and what was given."""
+    noisy: Facts = () if math.isnan(candidate.noisy) else (("noisy_makespan", candidate.noisy),)
     why: Facts = (
         ("shape", " ".join(f"{word}={value}" for word, value in candidate.shape)), ("order", candidate.sort),
         ("makespan", candidate.makespan), ("bubble", candidate.bubble), ("peak_activations", candidate.peak),
-        ("lower_bound", candidate.bound), ("gap", candidate.gap), ("noisy_makespan", candidate.noisy), *given,
+        ("lower_bound", candidate.bound), ("gap", candidate.gap), *noisy, *given,
     )  # fmt: skip
     return Plan(candidate.schedule, candidate.name, (), why)
 

@@ -109,7 +109,10 @@ def sliced_plans(
     fit on a rank, and `gradients` are bytes a token that those of keys and values take there while a sliced sequence
     goes back. `watch` is told each name in turn.
     """
-    at_least(1, ranks=ranks, microbatches=microbatches, **{f"slices of {s}": s for s in slices if s < 1})
+    fewest = {"slices": min(slices, default=1), "waves": min(waves, default=1)}
+    at_least(1, ranks=ranks, microbatches=microbatches, **fewest)
+    if isinstance(cost, ModelCost) and len(cost.parts) != ranks:
+        raise ShapeError(f"the cost has {len(cost.parts)} parts; for {ranks} ranks it must have {ranks}")
     pipeline = pipeline_of(looped(ranks), cost, tokens, granularity)
     counts = {count for count in slices if count <= pipeline.points}
     if memory is not None:
@@ -117,17 +120,21 @@ def sliced_plans(
     made = cache(partial(_made, ranks, microbatches))  # whole orders are made once, and cut
     fits: list[tuple[Candidate, tuple[int, ...]]] = []
     too_large: list[tuple[str, float]] = []
+    refused: list[ShapeError] = []
     for sort, cuts in _cuts(pipeline, ranks, microbatches, counts):
         for order in _orders(cuts, waves, made):
             watch(title(order.name, order.shape))
             try:
                 found = _scored(order, sort, _priced(cost, regrouped, ranks, order.pieces), memory, gradients)
-            except ShapeError:
-                continue  # a shape that this schedule, or this cost, does not have
+            except ShapeError as error:  # a shape that this schedule, or this cost, does not have
+                refused.append(error)
+                continue
             if memory is not None and found.peak > memory * (1 + 1e-9):
                 too_large.append((title(order.name, order.shape), found.peak))
             else:
                 fits.append((found, cuts))
+    if not fits and not too_large:
+        raise refused[0]
     if not fits:
         least = min(too_large, key=lambda row: row[1])
         raise ShapeError(f"nothing fits into a memory of {memory:g}; the least is {least[0]} with {least[1]:g}")

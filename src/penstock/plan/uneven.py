@@ -35,7 +35,7 @@ from penstock.ir.table import Floats, Ints
 from penstock.plan.curves import StageTables
 from penstock.plan.cuts import best_cuts
 from penstock.plan.grid import Tabled
-from penstock.plan.labels import Rests, searched
+from penstock.plan.labels import Rests, rests_of, searched
 
 SMALL = 256  # points up to which the exact search is tried
 PATIENCE = 400  # passes for one bound
@@ -72,6 +72,7 @@ def uneven_cuts(tables: StageTables, microbatches: int = 1, effort: int = 500_00
     """Cuts for stages of different times, all micro-batches cut alike; `effort`: prefixes the exact search may try."""
     if microbatches < 1:
         raise ShapeError(f"{microbatches} micro-batches; the least is 1")
+    _check_tables(tables)
     tried, bound = {(tables.points,), _mean_cuts(tables, microbatches)}, 0.0
     mixes = _mixes(tables)
     for mix in mixes:
@@ -86,6 +87,21 @@ def uneven_cuts(tables: StageTables, microbatches: int = 1, effort: int = 500_00
         if exact.lengths:
             lengths, latency = _moved(tables, exact.lengths, 1)
     return UnevenSlicing(tuple(lengths), latency, min(bound, latency))
+
+
+def _check_tables(tables: StageTables) -> None:
+    """All of one shape, with a time for every slice that can be."""
+    every = (tables.forward, tables.backward, tables.onward, tables.homeward)
+    shapes = [table.shape for table in every]
+    if set(shapes) != {(tables.stages, tables.points, tables.points)}:
+        raise ShapeError(f"tables of stages are all [stage, prefix, length - 1]; these are {shapes}")
+    prefixes, lengths = np.indices((tables.points, tables.points))
+    for table in every:
+        bad = np.argwhere((prefixes + lengths < tables.points) & ~(np.isfinite(table) & (table >= 0)))
+        if len(bad):
+            stage, prefix, at = bad[0].tolist()
+            seconds = f"{table[stage, prefix, at]:g} seconds on stage {stage}"
+            raise ShapeError(f"a slice of {at + 1} points after {prefix} takes {seconds}; the least is 0, none is inf")
 
 
 def longest_path(tables: StageTables, lengths: Sequence[int], microbatches: int = 1) -> float:
@@ -177,7 +193,7 @@ def _rest(tables: StageTables, mix: _Mix) -> Rests:
     sums = times.sums.copy()
     for share, first in ((mix.share, mix.first), (1 - mix.share, mix.slow)):
         sums[0] -= share * _stages(tables, 0, first)[0]  # that is behind it
-    return Rests.of(shares, sums, times.peaks[0] + times.peaks[1])
+    return rests_of(shares, sums, times.peaks[0] + times.peaks[1])
 
 
 # ---------------------------------------------------------------- moving cuts
