@@ -37,6 +37,8 @@ bench: setup ## measure what the docs claim; tables go to docs/results
 	$(BIN)/python benchmarks/scale.py
 	$(BIN)/python benchmarks/portfolio.py
 	$(BIN)/python benchmarks/paths.py
+	$(BIN)/python benchmarks/slicing.py
+	$(BIN)/python benchmarks/terapipe.py
 
 docs: setup ## redraw the pages of the schedules
 	$(BIN)/python docs/build.py

@@ -5,7 +5,7 @@ from penstock.cost.cluster import Cluster, Node
 from penstock.cost.cluster_file import dump_cluster, load_cluster, read_cluster, write_cluster
 from penstock.cost.cost import Cost
 from penstock.cost.curve import Curve, Seconds, Table
-from penstock.cost.model import ModelCost, PartCost
+from penstock.cost.model import ModelCost, PartCost, finer
 from penstock.cost.network import Network
 from penstock.cost.noisy import NoisyCost
 from penstock.cost.paused import PausedCost, PausingCost
@@ -32,6 +32,7 @@ __all__ = [
     "UnitCost",
     "dump_cluster",
     "dump_profile",
+    "finer",
     "load_cluster",
     "load_profile",
     "read_cluster",

@@ -92,14 +92,14 @@ def between(line: Sequence[tuple[float, float]], place: float) -> float:
 class Total:
     """Several curves together, each so many times."""
 
-    terms: tuple[tuple[int, Curve], ...]
+    terms: tuple[tuple[float, Curve], ...]
 
     def of(self, tokens: int, prefix: int) -> float:
         """For a slice of `tokens` after `prefix`."""
         return sum(count * curve.of(tokens, prefix) for count, curve in self.terms)
 
 
-def total(terms: Iterable[tuple[int, Curve]]) -> Curve:
+def total(terms: Iterable[tuple[float, Curve]]) -> Curve:
     """So many times each curve, as one; formulas add up to a formula.
 
     >>> total([(2, Seconds(1.0, 0.5)), (1, Seconds(3.0))])

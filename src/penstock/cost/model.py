@@ -5,9 +5,9 @@ What an op takes is a curve over the tokens of a slice and those before it (`pen
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from penstock.cost.curve import Curve
+from penstock.cost.curve import Curve, total
 from penstock.cost.network import Network, of_pair
 from penstock.errors import ShapeError
 from penstock.ir.action import Action, Op
@@ -99,3 +99,24 @@ class ModelCost:
     def bandwidth(self, source: int, target: int) -> float:
         """Bytes a second."""
         return of_pair(self.network.bandwidth, source, target, "bandwidth")
+
+
+def finer(cost: ModelCost, pieces: int) -> ModelCost:
+    """The same model with each part cut into so many equal ones: for schedules with several stages on a rank."""
+    if pieces < 1:
+        raise ShapeError(f"{pieces} pieces of a part; the least is 1")
+
+    parts = [share_of(part, 1 / pieces) for part in cost.parts for _ in range(pieces)]
+    return replace(cost, parts=tuple(parts))
+
+
+def share_of(part: PartCost, share: float) -> PartCost:
+    """A piece of a part: its share of the work, of what is held and of the weights; a message stays as large."""
+
+    def less(curve: Curve) -> Curve:
+        return total([(share, curve)])
+
+    return replace(
+        part, F=less(part.F), I=less(part.I), W=less(part.W), B=None if part.B is None else less(part.B),
+        held=part.held * share, kept=None if part.kept is None else part.kept * share, weights=part.weights * share,
+    )  # fmt: skip

@@ -22,7 +22,8 @@ from penstock.cost.cluster import Cluster
 from penstock.cost.model import PartCost
 from penstock.errors import ShapeError
 from penstock.ir.action import Action, Op
-from penstock.ir.files import Facts, Plan
+from penstock.ir.fields import Facts
+from penstock.ir.files import Plan
 from penstock.ir.schedule import MicroBatch, Schedule, Stage, schedule_of
 from penstock.ir.table import Ints
 from penstock.ir.timeline import Timeline

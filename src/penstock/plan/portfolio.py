@@ -7,7 +7,8 @@ the cost they are ranked by, so each row also has its makespan under costs that 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -41,14 +42,14 @@ class Candidate:
 
     name: str
     shape: Shape
-    sort: str  # fixed, split or listed
+    sort: str  # fixed, split or listed; of sliced plans: whole, even or planned
     schedule: Schedule
     makespan: float
     bubble: float
     peak: float  # activations
     weights: float  # copies of the model's weights over all ranks
     bound: float  # no order of lanes for this placement takes less
-    noisy: float  # mean makespan under noise of a tenth
+    noisy: float  # mean makespan under noise of a tenth; nan: not asked for
 
     @property
     def gap(self) -> float:
@@ -94,7 +95,7 @@ def portfolio(
     for name, shape, sort, build in _builds(ranks, microbatches, cost, memory, limits, weights):
         watch(title(name, shape))
         try:
-            found = _score(name, shape, sort, build(), cost)
+            found = score(name, shape, sort, build(), cost)
         except ShapeError as error:
             refused = refused or error  # a shape that this schedule does not have, or that the cost does not
             continue
@@ -120,17 +121,21 @@ def title(name: str, shape: Shape) -> str:
 
 def as_plan(candidate: Candidate, given: Facts = (), partition: tuple[int, ...] = ()) -> Plan:
     """A candidate as a plan.json keeps it, with the figures that chose it, what was given, and the layers of parts."""
+    noisy: Facts = () if math.isnan(candidate.noisy) else (("noisy_makespan", candidate.noisy),)
     why: Facts = (
         ("shape", " ".join(f"{word}={value}" for word, value in candidate.shape)), ("order", candidate.sort),
         ("makespan", candidate.makespan), ("bubble", candidate.bubble), ("peak_activations", candidate.peak),
-        ("lower_bound", candidate.bound), ("gap", candidate.gap), ("noisy_makespan", candidate.noisy), *given,
+        ("lower_bound", candidate.bound), ("gap", candidate.gap), *noisy, *given,
     )  # fmt: skip
     return Plan(candidate.schedule, candidate.name, partition, why)
 
 
-def _score(name: str, shape: Shape, sort: str, schedule: Schedule, cost: Cost) -> Candidate:
+def score(
+    name: str, shape: Shape, sort: str, schedule: Schedule, cost: Cost, seeds: Sequence[int] = SEEDS
+) -> Candidate:
+    """A schedule, simulated; without `seeds` not under noise, which then is nan."""
     timeline = simulate(schedule, cost)
-    noisy = [simulate(schedule, NoisyCost(cost, seed=seed)).makespan for seed in SEEDS]
+    noisy = [simulate(schedule, NoisyCost(cost, seed=seed)).makespan for seed in seeds] or [math.nan]
     return Candidate(
         name, shape, sort, schedule, timeline.makespan, timeline.bubble, float(timeline.peak_activations.max()),
         len(schedule.stages) / schedule.parts, lower_bound(schedule, cost), float(np.mean(noisy)),

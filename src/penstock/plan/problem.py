@@ -16,7 +16,8 @@ import numpy as np
 
 from penstock.cost.cluster import Cluster
 from penstock.cost.cost import Cost
-from penstock.cost.model import PartCost, Seconds
+from penstock.cost.curve import Curve, Seconds, total
+from penstock.cost.model import PartCost, share_of
 from penstock.cost.paused import PausedCost
 from penstock.errors import ShapeError
 from penstock.ir.table import Floats, Ints
@@ -139,26 +140,15 @@ def even_parts(
 def halves_of(parts: Sequence[PartCost]) -> tuple[PartCost, ...]:
     """Parts 0 1 2 and a head as a wave passes them: 0 1 2 2 1 0+head, all but the head halved."""
     *body, head = parts
-    half = [_scaled(part, 0.5) for part in body]
+    half = [share_of(part, 0.5) for part in body]
     last = half[0]
-    closing = replace(last, F=_sum(last.F, head.F), I=_sum(last.I, head.I), W=_sum(last.W, head.W), B=None)
+    both = [total([(1, one), (1, other)]) for one, other in zip(_ops(last), _ops(head), strict=True)]
+    closing = replace(last, F=both[0], I=both[1], W=both[2], B=None)
     return (*half, *reversed(half[1:]), closing)
 
 
-def _scaled(part: PartCost, by: float) -> PartCost:
-    def less(seconds: Seconds) -> Seconds:
-        return Seconds(seconds.base * by, seconds.token * by, seconds.prefix * by, seconds.pair * by)
-
-    backward = None if part.B is None else less(part.B)
-    kept = None if part.kept is None else part.kept * by
-    return replace(
-        part, F=less(part.F), I=less(part.I), W=less(part.W), B=backward, held=part.held * by, kept=kept,
-        weights=part.weights * by,
-    )  # fmt: skip
-
-
-def _sum(one: Seconds, other: Seconds) -> Seconds:
-    return Seconds(one.base + other.base, one.token + other.token, one.prefix + other.prefix, one.pair + other.pair)
+def _ops(part: PartCost) -> tuple[Curve, Curve, Curve]:
+    return part.F, part.I, part.W
 
 
 def _traffic(problem: Problem) -> Traffic:

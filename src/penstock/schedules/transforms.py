@@ -2,6 +2,7 @@
 
     split_backward   | F0 F1 B0 B1      ->  F0 F1 I0 W0 I1 W1
     slice_tokens     | F0 F1 B0 B1      ->  F0 F0.1 F1 F1.1 B0.1 B0 B1.1 B1
+    recut            | the same order, with other boundaries between the slices
     replicate        | two more ranks do the same with micro-batches of their own
     repeat           | F0 F1 B0 B1      ->  F0 F1 B0 B1 F2 F3 B2 B3
 """
@@ -39,6 +40,19 @@ def slice_tokens(schedule: Schedule, cuts: Sequence[int]) -> Schedule:
 
     table = [replace(m, tokens=cuts[-1] if cuts else 0, cuts=tuple(cuts)) for m in schedule.microbatches]
     return _expand(schedule, sliced, table)
+
+
+def recut(schedule: Schedule, cuts: Sequence[int]) -> Schedule:
+    """The same order of slices, cut at other token boundaries: one more than there are slices.
+
+    >>> from penstock import make
+    >>> recut(make("seq1f1b", ranks=2, microbatches=1, slices=2), (0, 384, 1024)).microbatches[0].tokens
+    1024
+    """
+    if {m.slices for m in schedule.microbatches} != {len(cuts) - 1}:
+        raise ShapeError(f"{len(cuts) - 1} slices between the cuts, {schedule.slices} in the schedule")
+    table = [replace(m, tokens=cuts[-1], cuts=tuple(cuts)) for m in schedule.microbatches]
+    return schedule_of(schedule.stages, table, schedule.lanes)
 
 
 def even_cuts(slices: int) -> tuple[int, ...]:
