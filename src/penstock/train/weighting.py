@@ -8,7 +8,7 @@
 
 A pipeline divides every loss by the valid tokens of the whole step, so it computes ALL. VISITORS is the same gradient
 times (all valid tokens) / (those that visited the part). With equal coverage that is one constant a part: Adam divides
-it out again, and only its epsilon and a clipping of the whole norm see a difference. Where the visitors change from step
+it out again, and only its epsilon and a clipping of the whole norm see a difference. Where visitors change from step
 to step, or some steps are full, and with plain SGD, the two differ.
 """
 
