@@ -183,7 +183,7 @@ def shown(scale: str) -> dict[str, str]:
 
 def label(name: str) -> str:
     percent, *words = name.split("-")
-    return "all parts" if name == "0" else " ".join([f"{percent}%", *words])
+    return "all parts" if name == "0" else " ".join([f"{percent}% left out", *words])
 
 
 def curve(records: Sequence[Record], name: str, across: int, unit: float, until: float, colour: str = "") -> Line:
@@ -248,7 +248,7 @@ def pictures(records: Sequence[Record]) -> dict[str, str]:
             ))  # fmt: skip
     if lines:
         title = "Perplexity with fewer parts, over that with all"
-        drawn[files[3]] = chart(lines, title, "parts that run, %; trained leaving out ...", "ratio", marks=True)
+        drawn[files[3]] = chart(lines, title, "parts that run, %", "ratio", marks=True)
     return drawn
 
 

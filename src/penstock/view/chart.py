@@ -17,7 +17,7 @@ from penstock.view.palette import IDLE, INK, round_step, short
 
 COLOURS = ("#1c4fae", "#d1495b", "#1d8a4e", "#a85005", "#6b3fa0", "#0b7d87", "#8a8a2a", "#5b6675")
 GREY, FAINT = "#5b6675", "#e3e7ec"
-LEFT, TOP, WIDTH, HEIGHT, LEGEND = 62.0, 44.0, 520.0, 300.0, 190.0
+LEFT, TOP, WIDTH, HEIGHT, LEGEND = 62.0, 44.0, 520.0, 300.0, 210.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class _Frame:
     def at(self, x: float, y: float) -> tuple[float, float]:
         return (
             LEFT + WIDTH * (x - self.left) / (self.right - self.left),
-            TOP + HEIGHT * (self.high - min(max(y, self.low), self.high)) / (self.high - self.low),
+            TOP + HEIGHT * (self.high - y) / (self.high - self.low),
         )
 
 
@@ -74,8 +74,11 @@ def chart(
         f'<rect width="100%" height="100%" fill="{IDLE}"/>',
         f'<text x="{LEFT:g}" y="24" font-size="15" font-weight="bold">{escape(title)}</text>',
         *_axes(frame, across, up),
+        f'<clipPath id="plot"><rect x="{LEFT:g}" y="{TOP:g}" width="{WIDTH:g}" height="{HEIGHT:g}"/></clipPath>',
+        '<g clip-path="url(#plot)">' if top is not None else "<g>",
         *[part for line, colour in zip(drawn, colours, strict=True) for part in _band(frame, line, colour)],
         *[part for line, colour in zip(drawn, colours, strict=True) for part in _line(frame, line, colour, marks)],
+        "</g>",
         *_legend(drawn, colours),
         "</svg>\n",
     ])  # fmt: skip
