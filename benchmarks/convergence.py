@@ -101,6 +101,7 @@ class Scale:
     points: int = 12  # of a curve, up to equal tokens
     held: int = 64  # rows on which perplexity is measured, and half as many to search on
     draws: int = 8
+    seed: int = 0  # the first
     device: str = "cpu"
     folder: Path = field(default_factory=lambda: Path(sysconfig.get_paths()["stdlib"]))
     most: int = 300_000_000  # bytes of text
@@ -123,7 +124,7 @@ CPU = Scale(
     "cpu", llama(48, 12, 4, 128), 1, 64, 300, 3e-3, 1.0, (*MAIN, *SPECIAL, "50-sgd", "50-visitors-sgd"), 3, 10, 48, 8,
 )  # fmt: skip
 GPU = Scale(
-    "gpu", llama(832, 12, 13, 2240), 2, 1024, 800, 5e-4, 0.1, (*MAIN, *SPECIAL), 1, 16, 64, 16, "cuda",
+    "gpu", llama(832, 12, 13, 2240), 2, 1024, 800, 5e-4, 0.1, (*MAIN, *SPECIAL), 1, 16, 64, 16, 0, "cuda",
     Path(sysconfig.get_paths()["purelib"]), 150_000_000,
 )  # fmt: skip
 
@@ -271,7 +272,7 @@ def all_runs(scale: Scale, out: Path | None, deadline: float, times: dict[int, f
     say(f"{len(text)} bytes to learn, {len(held)} held out, ready after {time.monotonic() - BEGAN:.0f} s")
     found: list[dict[str, Any]] = []
     pace: list[float] = []
-    for seed in range(scale.seeds):
+    for seed in range(scale.seed, scale.seed + scale.seeds):
         for name in scale.runs:
             v = variant(name)
             file = out / f"{scale.name}-{name}-{seed}.json" if out else None
@@ -310,7 +311,7 @@ def scale_of(given: argparse.Namespace) -> Scale:
         runs = tuple(given.only.split(","))
     folder = Path(given.data) if given.data else scale.folder
     scale = replace(scale, runs=runs, folder=folder, steps=given.steps or scale.steps, seeds=given.seeds or scale.seeds)
-    return replace(scale, rows=given.rows or scale.rows)
+    return replace(scale, rows=given.rows or scale.rows, seed=given.seed)
 
 
 def main() -> None:
@@ -321,6 +322,7 @@ def main() -> None:
     parser.add_argument("--shares", metavar="0,0.33", help="only the runs that leave out these shares")
     parser.add_argument("--only", metavar="NAMES", help="only these runs, such as 0,50,50-fixed")
     parser.add_argument("--seeds", type=int, help="how many")
+    parser.add_argument("--seed", type=int, default=0, help="the first of them")
     parser.add_argument("--steps", type=int, help="steps at equal tokens; the same for all runs of a folder")
     parser.add_argument("--rows", type=int, help="rows of a micro-batch")
     parser.add_argument("--minutes", type=float, default=math.inf, help="begin no run that would not end in time")

@@ -64,15 +64,15 @@ def at_time(record: Record) -> float | None:
 
 
 def difference(records: Sequence[Record], one: str, other: str) -> dict[str, Any] | None:
-    """Held-out loss of one run less that of the other, at equal tokens, within each seed; half a 95 % interval."""
+    """Held-out loss of one run less that of the other, at equal tokens, within each seed; half a 95% interval."""
     losses = [{r["seed"]: at_tokens(r) for r in by_name(records, name)} for name in (one, other)]
     seeds = sorted(losses[0].keys() & losses[1].keys())
     if not seeds:
         return None
     apart = [losses[0][seed] - losses[1][seed] for seed in seeds]
-    error = statistics.stdev(apart) / math.sqrt(len(apart)) if len(apart) > 1 else math.nan
-    half = T_95.get(len(apart) - 1, 2.0) * error
-    mean = statistics.mean(apart)
+    mean, half = statistics.mean(apart), None
+    if len(apart) > 1:
+        half = T_95.get(len(apart) - 1, 2.0) * statistics.stdev(apart) / math.sqrt(len(apart))
     return {"one": one, "other": other, "seeds": len(seeds), "apart": apart, "mean": mean, "half": half}
 
 
@@ -88,7 +88,7 @@ def pairs(records: Sequence[Record]) -> list[dict[str, Any]]:
 
 
 def verdict(pair: dict[str, Any]) -> str:
-    if math.isnan(pair["half"]):
+    if pair["half"] is None:
         return "one seed: cannot say"
     if abs(pair["mean"]) <= pair["half"]:
         return "no difference seen"
@@ -164,7 +164,7 @@ def omissions(records: Sequence[Record]) -> str:
 def paired(records: Sequence[Record]) -> str:
     lines = ["| run | against | seeds | difference | so it is |", "|---|---|--:|--:|---|"]
     for pair in pairs(records):
-        half = "" if math.isnan(pair["half"]) else f" ± {pair['half']:.4f}"
+        half = "" if pair["half"] is None else f" ± {pair['half']:.4f}"
         lines.append(
             f"| {pair['one']} | {pair['other']} | {pair['seeds']} | {pair['mean']:+.4f}{half} | {verdict(pair)} |"
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import json
 import math
 import re
@@ -260,14 +261,21 @@ def test_omitted_subsets_are_different_in_order_and_with_the_first_part():
 
 
 # ---------------------------------------------------------------- the benchmark
-def test_the_benchmark_runs_quickly_and_says_so_in_json():
-    code = [sys.executable, str(SCRIPT), "--quick", "--json", "--only", "0,50-swaps,50-visitors-full10"]
+def test_the_benchmark_runs_quickly_and_its_page_can_be_drawn(monkeypatch):
+    code = [sys.executable, str(SCRIPT), "--quick", "--json", "--only", "0,50,50-swaps,50-visitors-full10"]
     done = subprocess.run(code, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    assert [run["name"] for run in found["runs"]] == ["0", "50-swaps", "50-visitors-full10"]
+    assert [run["name"] for run in found["runs"]] == ["0", "50", "50-swaps", "50-visitors-full10"]
     assert all(run["finished"] and math.isfinite(run["curve"][-1][3]) for run in found["runs"])
     assert [row["way"] for row in found["runs"][1]["omission"]] == ["all", "random", "best", "random", "best"]
+    assert found["runs"][1]["curve"][-1][0] == 2 * found["runs"][1]["steps"]  # half the parts: twice the steps
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))
+    page = importlib.import_module("convergence_page")
+    assert page.section(found["runs"]).count("| 50-swaps |") == 3
+    drawn = page.pictures(found["runs"])
+    assert len(drawn) == 4
+    assert all(ET.fromstring(text).tag.endswith("svg") for text in drawn.values())
 
 
 def test_a_chart_has_its_lines_their_names_and_bands():
