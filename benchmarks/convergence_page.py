@@ -106,8 +106,8 @@ def section(records: Sequence[Record]) -> str:
         f"`{COMMANDS[scale]}`; {first['device']}, torch {first['torch']}. A Llama of {first['parameters'] / 1e6:.2f} M "
         f"parameters in {first['parts']} parts of one layer; {first['microbatches']} micro-batches, {first['tokens']} "
         f"bytes a step in rows of {first['length']}; equal tokens are {first['steps']} steps, "
-        f"{first['steps'] * first['tokens'] / 1e6:.2f} M of {first['text'] / 1e6:.0f} M bytes; seeds: {seeds}. "
-        "Means over the seeds; in brackets lowest and highest.",
+        f"{first['steps'] * first['tokens'] / 1e6:.2f} M of {first['text'] / 1e6:.0f} M bytes; up to {seeds} seeds "
+        "a run. Means over its seeds; in brackets lowest and highest.",
         *images,
         f"### Perplexity of the whole model\n\n{losses(records)}",
         f"### Perplexity when parts are left out\n\nAfter equal tokens, over the perplexity of the same model with all "
@@ -127,8 +127,8 @@ def spread(values: Sequence[float], digits: int = 3) -> str:
 
 def losses(records: Sequence[Record]) -> str:
     lines = [
-        "| run | parts run | at equal tokens | over full | at equal time | over full | steps then |",
-        "|---|--:|--:|--:|--:|--:|--:|",
+        "| run | parts run | seeds | at equal tokens | over full | at equal time | over full | steps then |",
+        "|---|--:|--:|--:|--:|--:|--:|--:|",
     ]
     full = {record["seed"]: at_tokens(record) for record in by_name(records, "0")}
     for name in names(records):
@@ -137,10 +137,11 @@ def losses(records: Sequence[Record]) -> str:
         ratios = [math.exp(at_tokens(r) - full[r["seed"]]) for r in some if r["seed"] in full]
         later = [math.exp(held - full[r["seed"]]) for r, held in timed if r["seed"] in full]
         steps = str(timed[0][0]["curve"][-1][0]) if timed else "-"
-        lines.append(
-            f"| {name} | {some[0]['kept']}/{some[0]['parts']} | {spread([math.exp(at_tokens(r)) for r in some])} | "
-            f"{spread(ratios)} | {spread([math.exp(held) for _, held in timed])} | {spread(later)} | {steps} |"
-        )
+        cells = [
+            name, f"{some[0]['kept']}/{some[0]['parts']}", str(len(some)),
+            spread([math.exp(at_tokens(r)) for r in some]), spread(ratios), spread([math.exp(held) for _, held in timed]), spread(later), steps,
+        ]  # fmt: skip
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
