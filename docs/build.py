@@ -338,9 +338,11 @@ def strip(title: str, name: str, shape: Shape) -> Strip:
 
 # ---------------------------------------------------------------- writing
 def strays(made: dict[Path, str]) -> list[Path]:
-    """Pages and pictures that nobody makes any more."""
+    """Pages and pictures that nobody makes any more: neither this script nor a benchmark for its page of results."""
     there = [*(DOCS / "schedules").glob("*"), *(DOCS / "images").glob("*"), *(DOCS / "prose").glob("*")]
-    known = {*made, *(DOCS / "prose" / f"{name}.md" for name in REGISTRY)}
+    results = [page.read_text(encoding="utf-8") for page in (DOCS / "results").glob("*.md")]
+    linked = {DOCS / "images" / name for text in results for name in re.findall(r"\]\(\.\./images/([^)]+)\)", text)}
+    known = {*made, *linked, *(DOCS / "prose" / f"{name}.md" for name in REGISTRY)}
     return sorted(path for path in there if path not in known)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from penstock.cost.unit import UnitCost
 from penstock.errors import ShapeError
 from penstock.ir.schedule import MicroBatch, Schedule, Stage
@@ -27,8 +29,17 @@ def skip(ranks: int, microbatches: int, skips: int | None = None) -> Schedule:
     most = max(ranks - 2, 0)
     if not 0 <= skips <= most:
         raise ShapeError(f"of {ranks} ranks at most {most} can be left out on a path, not {skips}")
+    return along(ranks, [_path(ranks, skips, number) for number in range(microbatches)])
+
+
+def along(ranks: int, paths: Sequence[Sequence[int]]) -> Schedule:
+    """Micro-batches along any paths over part 0 to part ranks - 1, one a rank, and then to the head on rank 0.
+
+    `rotation.rotating` gives such paths, of step after step.
+    """
+    at_least(1, ranks=ranks, microbatches=len(paths))
     stages = [Stage(rank, rank) for rank in range(ranks)] + [Stage(0, ranks)]
-    table = [MicroBatch(_path(ranks, skips, number)) for number in range(microbatches)]
+    table = [MicroBatch((*path, ranks)) for path in paths]
     return list_schedule(stages, table, UnitCost(), cap=ranks, priority=oldest_first)
 
 
@@ -39,4 +50,4 @@ def default_skips(ranks: int) -> int:
 
 def _path(ranks: int, skips: int, number: int) -> tuple[int, ...]:
     left_out = {1 + (number * skips + step) % (ranks - 1) for step in range(skips)}
-    return tuple(part for part in range(ranks + 1) if part not in left_out)
+    return tuple(part for part in range(ranks) if part not in left_out)
