@@ -44,10 +44,10 @@ from torch import Tensor
 
 from penstock.models import Llama, LlamaConfig, split, token_loss
 from penstock.runtime import Batch, batch_of
+from penstock.runtime.visits import Mean, visit_scales, weigh
 from penstock.schedules.rotation import Paths, fixed, rotating, with_full
 from penstock.train.omission import evaluate, perplexity, skips_of
 from penstock.train.passage import through
-from penstock.train.weighting import Weighting, visitor_scales, weigh
 
 BEGAN = time.monotonic()
 OMITTED = (0.25, 0.5)
@@ -65,14 +65,14 @@ class Variant:
     share: float
     fixed: bool
     swaps: int
-    weighting: Weighting
+    mean: Mean
     full: int  # every so many steps all parts; 0: never
     sgd: bool
 
     @property
     def on(self) -> bool:
         """Whether it goes on to equal time. The others take as long a step as the one they are compared with."""
-        return not (self.fixed or self.swaps or self.sgd or self.weighting is Weighting.VISITORS)
+        return not (self.fixed or self.swaps or self.sgd or self.mean is Mean.VISITS)
 
 
 def variant(name: str) -> Variant:
@@ -81,8 +81,8 @@ def variant(name: str) -> Variant:
         raise SystemExit(f"{name!r} is no run: a percentage, then any of -fixed -swaps -visitors -full10 -sgd")
     words = set(found[2].split("-"))
     full = next((int(word[4:]) for word in words if word.startswith("full")), 0)
-    weighting = Weighting.VISITORS if "visitors" in words else Weighting.ALL
-    return Variant(name, int(found[1]) / 100, "fixed" in words, 2 * ("swaps" in words), weighting, full, "sgd" in words)
+    mean = Mean.VISITS if "visitors" in words else Mean.ALL
+    return Variant(name, int(found[1]) / 100, "fixed" in words, 2 * ("swaps" in words), mean, full, "sgd" in words)
 
 
 @dataclass(frozen=True)
@@ -227,8 +227,8 @@ class Run:
         with numbers(self.scale):
             loss = token_loss(torch.cat(through(self.parts, batch.inputs, paths)), torch.cat(batch.labels))
         (loss / batch.valid).backward()  # type: ignore[no-untyped-call]
-        if self.v.weighting is Weighting.VISITORS:
-            weigh(self.parts, visitor_scales(len(self.parts), paths, [y.numel() for y in batch.labels]))
+        if self.v.mean is Mean.VISITS:
+            weigh(self.parts, visit_scales(len(self.parts), paths, [y.numel() for y in batch.labels]))
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)

@@ -23,13 +23,13 @@ torch = pytest.importorskip("torch")
 from penstock.errors import ShapeError  # noqa: E402
 from penstock.models import Llama, LlamaConfig, split, token_loss, valid_tokens  # noqa: E402
 from penstock.runtime import batch_of  # noqa: E402
+from penstock.runtime.visits import visit_scales, weigh  # noqa: E402
 from penstock.schedules import rotation  # noqa: E402
 from penstock.schedules.rotation import Paths, fixed, rotating, with_full  # noqa: E402
 from penstock.schedules.skip_paths import along  # noqa: E402
 from penstock.train import omission  # noqa: E402
 from penstock.train.omission import best, evaluate, omit, perplexity, skips_of  # noqa: E402
 from penstock.train.passage import through  # noqa: E402
-from penstock.train.weighting import visitor_scales, weigh  # noqa: E402
 from penstock.view.chart import Line, chart  # noqa: E402
 from pipelines import VOCAB, data, gradients_of, llama, piped  # noqa: E402
 
@@ -139,7 +139,7 @@ def simulated(parts_count, paths, model, batch, visitors):
     loss = sum(losses) / batch.valid
     loss.backward()
     if visitors:
-        weigh(parts, visitor_scales(len(parts), paths, [valid_tokens(y) for y in batch.labels]))
+        weigh(parts, visit_scales(len(parts), paths, [valid_tokens(y) for y in batch.labels]))
     return float(loss.detach()), gradients_of(model)
 
 
@@ -152,7 +152,7 @@ def test_one_process_computes_the_gradients_of_a_pipeline_with_the_same_paths(sk
     loss, gradients = simulated(4, paths, model, batch, visitors)
     ours = piped(along(4, paths), model, [batch])
     assert ours.losses[0][0] == pytest.approx(loss, abs=1e-12)
-    scales = visitor_scales(5, paths, [valid_tokens(y) for y in batch.labels]) if visitors else (1.0,) * 5
+    scales = visit_scales(5, paths, [valid_tokens(y) for y in batch.labels]) if visitors else (1.0,) * 5
     assert ours.gradients
     for where, gradient in ours.gradients.items():
         _, part, name = where.split(":")

@@ -1,14 +1,21 @@
-"""Partial paths: a part that some micro-batches skip has a gradient from fewer tokens. Over how many is it a mean?
+"""Over which micro-batches a part's gradient is a mean, where paths leave out parts.
 
-    tokens of the step      100        over all      what skipped it counts as zero: the gradient is small
-    of those, through part 3 60        over visits   the mean of those that came: 100 / 60 of that
+    part            0     1     2          3 micro-batches of equal size, paths  0 1 / 0 2 / 0 2
+    visited by    a b c   a    b c
 
-Where every micro-batch visits every part both are the same.
+    ALL           1/3    1/3   1/3         of each visitor's gradient: a part left out got a gradient of zero
+    VISITS        1/3     1    1/2         a part left out was not asked
+
+A pipeline divides every loss by the valid tokens of the whole step, so it computes ALL. VISITS is the same gradient
+times (all valid tokens) / (those that visited the part). With equal coverage that is one constant a part: Adam divides
+it out again, and only its epsilon and a clipping of the whole norm see a difference. Where visitors change from step
+to step, or some steps are full, and with plain SGD, the two differ. ALL is the default: with both optimizers it had the
+lower perplexity (docs/results/convergence.md).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
 
 from torch import Tensor, nn
@@ -32,11 +39,12 @@ class Visits:
     def __init__(
         self, schedule: Schedule, modules: Mapping[int, nn.Module], mean: Mean, tied: Mapping[str, Tied] | None = None
     ) -> None:
-        self.visitors = [_visitors(schedule, part) for part in range(schedule.parts)]
+        self.parts = schedule.parts
+        self.paths = [[schedule.stages[stage].part for stage in m.path] for m in schedule.microbatches]
         self.owners: dict[nn.Parameter, int] = {}  # of the parts that some skip
         self.before: list[tuple[nn.Parameter, Tensor | None]] = []
         if mean is Mean.VISITS:
-            partial = {part for part, some in enumerate(self.visitors) if len(some) < len(schedule.microbatches)}
+            partial = {part for part in range(schedule.parts) if any(part not in path for path in self.paths)}
             _refuse_tied(tied or {}, partial)
             for stage, module in modules.items():
                 part = schedule.stages[stage].part
@@ -53,10 +61,10 @@ class Visits:
         if not self.owners:
             return
         counts = [int((labels != IGNORED).sum()) for labels in batch.labels]
-        came = [sum(counts[m] for m in some) for some in self.visitors]
+        scales = visit_scales(self.parts, self.paths, counts)
         for parameter, earlier in self.before:
             if parameter.grad is not None:
-                parameter.grad *= sum(counts) / max(came[self.owners[parameter]], 1)
+                parameter.grad *= scales[self.owners[parameter]]
                 if earlier is not None:
                     parameter.grad += earlier
             else:
@@ -71,7 +79,31 @@ def _refuse_tied(tied: Mapping[str, Tied], partial: set[int]) -> None:
             raise ShapeError(f"{name} is in parts {parts}, of which some are skipped: take the mean over all tokens")
 
 
-def _visitors(schedule: Schedule, part: int) -> list[int]:
-    """Micro-batches whose path has a stage of that part."""
-    stages = {number for number, stage in enumerate(schedule.stages) if stage.part == part}
-    return [number for number, microbatch in enumerate(schedule.microbatches) if stages & set(microbatch.path)]
+def visit_scales(parts: int, paths: Sequence[Sequence[int]], tokens: Sequence[int]) -> tuple[float, ...]:
+    """By what each part's gradient is multiplied to be a mean over its visitors, given each micro-batch's valid tokens.
+
+    A part that nobody visited, and one that is on no path because all end there (the head), keeps its gradient.
+
+    >>> visit_scales(3, [(0, 1), (0, 2), (0, 2)], [8, 8, 8])
+    (1.0, 3.0, 1.5)
+    """
+    if len(paths) != len(tokens):
+        raise ShapeError(f"{len(paths)} paths have {len(tokens)} counts of tokens: give each micro-batch its own")
+    met = [sum(count for path, count in zip(paths, tokens, strict=True) if part in path) for part in range(parts)]
+    return tuple(sum(tokens) / visited if visited else 1.0 for visited in met)
+
+
+def weigh(parts: Sequence[nn.Module], scales: Sequence[float]) -> None:
+    """Multiplies the gradients of each part by its scale, in place: after the backwards, before any clipping."""
+    scale_of: dict[int, float] = {}
+    for number, (part, scale) in enumerate(zip(parts, scales, strict=True)):
+        for parameter in part.parameters():
+            if scale_of.setdefault(id(parameter), scale) != scale:
+                raise ShapeError(
+                    f"part {number} shares a parameter with one that is scaled otherwise, by "
+                    f"{scale_of[id(parameter)]:g} and {scale:g}: tie only parts that all paths visit"
+                )
+    for part in parts:
+        for parameter in part.parameters():
+            if parameter.grad is not None and id(parameter) in scale_of:
+                parameter.grad.mul_(scale_of.pop(id(parameter)))
