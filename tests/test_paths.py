@@ -19,13 +19,13 @@ from penstock.errors import ShapeError
 from penstock.ir import dump_plan, load_plan
 from penstock.plan.arrangement import designs, labels_of, sizes_for
 from penstock.plan.baselines import full, random_paths, shortest_paths
+from penstock.plan.draft import Draft, run
 from penstock.plan.path_bounds import path_bound
 from penstock.plan.paths import as_file, plan_paths, rule_faults, schedule_from
 from penstock.plan.problem import PUBLISHED, Problem, even_parts
 from penstock.plan.recovery import replan
 from penstock.plan.rotation import met, rotate
 from penstock.plan.rules import Rules, order_fault, subsets
-from penstock.plan.search import Draft, run
 from penstock.plan.sums import least_sum, sum_seconds
 from penstock.plan.traffic import Turn
 

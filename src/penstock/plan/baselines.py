@@ -16,12 +16,13 @@ import numpy as np
 
 from penstock.ir.table import Ints
 from penstock.plan.arrangement import circuits_of
+from penstock.plan.draft import Budget, Clock, Draft, Path, run, settle, worth
+from penstock.plan.groups import improved
 from penstock.plan.path_bounds import path_bound
 from penstock.plan.paths import PathPlan, finished, first_drafts
 from penstock.plan.problem import Policy, Problem
 from penstock.plan.routes import placed
 from penstock.plan.rules import orders
-from penstock.plan.search import Budget, Clock, Draft, Path, improved, run, settle, worth
 
 
 def full(

@@ -28,12 +28,13 @@ from penstock.ir.schedule import MicroBatch, Schedule, Stage, schedule_of
 from penstock.ir.table import Ints
 from penstock.ir.timeline import Timeline
 from penstock.plan.arrangement import arranged, circuits_of, labels_of, sizes_for
+from penstock.plan.draft import Budget, Clock, Draft, run, settle, worth
+from penstock.plan.groups import improved
 from penstock.plan.path_bounds import path_bound
 from penstock.plan.problem import PLANNED, Policy, Problem, expand
 from penstock.plan.regions import regions
 from penstock.plan.routes import placed, routed
 from penstock.plan.rules import Fault, Rules, faults
-from penstock.plan.search import Budget, Clock, Draft, improved, run, settle, worth
 from penstock.plan.sums import all_sums
 from penstock.plan.traffic import Flow
 from penstock.sim.simulate import simulate

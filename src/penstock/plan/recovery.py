@@ -18,10 +18,11 @@ import numpy as np
 from penstock.errors import ShapeError
 from penstock.ir.table import Ints
 from penstock.plan.arrangement import NOBODY, circuits_of
+from penstock.plan.draft import Budget, Clock, settle, worth
+from penstock.plan.groups import improved
 from penstock.plan.path_bounds import path_bound
 from penstock.plan.paths import PathPlan, finished, first_drafts
 from penstock.plan.problem import Policy
-from penstock.plan.search import Budget, Clock, improved, settle, worth
 
 
 def replan(

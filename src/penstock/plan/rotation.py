@@ -17,10 +17,11 @@ from random import Random
 
 import numpy as np
 
+from penstock.plan.draft import Budget, Clock, Draft, run, worth
+from penstock.plan.groups import improved
 from penstock.plan.paths import PathPlan, finished
 from penstock.plan.problem import Problem
 from penstock.plan.rules import orders, subsets
-from penstock.plan.search import Budget, Clock, Draft, improved, run, worth
 
 Parts = frozenset[int]
 UNITS = 60  # that are tried for a set of parts

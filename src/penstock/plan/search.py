@@ -1,7 +1,6 @@
 """Looks for better paths: simulated annealing, every step simulated.
 
-A *draft* is the part of every node and the path of every unit (a micro-batch, or all rounds of one path). A move
-changes one unit or all that share its path:
+A move changes one unit of a draft, or all that share its path:
 
     swap      two units exchange a node: of the same part, or of two parts that neither has twice
     redirect  another replica of the same part
@@ -9,102 +8,26 @@ changes one unit or all that share its path:
     trade     two nodes exchange their parts, and their places on all paths (if the arrangement is free)
     delay     a unit stands further back in all queues (if nodes keep to a planned order)
 
-Every move keeps the parts' shares of the work. In a large cluster most paths never meet: then the slowest paths and
-some others, a *group* of about twenty nodes, are improved for themselves.
+Every move keeps the parts' shares of the work.
 """
 
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from random import Random
 
 import numpy as np
 
-from penstock.ir.table import Floats, Ints
+from penstock.plan.draft import Budget, Draft, Path, total
 from penstock.plan.problem import Problem, expand, starts
 from penstock.plan.rules import order_fault, orders
 from penstock.plan.sums import all_sums
-from penstock.plan.traffic import Flow, Turn, flow
+from penstock.plan.traffic import flow
 
-MEAN = 0.5  # how much the mean of the micro-batches counts beside the last
+MEAN = 0.5  # how much the mean of the micro-batches counts beside the last: it shows the way
 GROUP = 24  # nodes that are improved together
 HOT, COLD = 0.004, 0.0001  # temperatures, as shares of the makespan
-
-Path = tuple[int, ...]
-Clock = Callable[[], float]
-
-
-@dataclass(frozen=True, slots=True)
-class Draft:
-    """Parts of nodes, paths of units as nodes, and how waiting is settled."""
-
-    labels: tuple[int, ...]
-    paths: tuple[Path, ...]
-    turn: Turn
-    stagger: float = 0.0
-    delays: tuple[float, ...] = ()
-    careful: bool = False
-
-
-@dataclass(slots=True)
-class Budget:
-    """When to stop: so many simulations, or so many seconds, whichever comes first."""
-
-    iterations: int | None
-    seconds: float
-    begin: float
-    clock: Clock = time.perf_counter
-    used: int = 0
-
-    def share(self, part: float) -> Budget:
-        """A budget of its own, out of what is left of this one."""
-        now = self.clock()
-        count = None if self.iterations is None else int((self.iterations - self.used) * part)
-        return Budget(count, (self.begin + self.seconds - now) * part, now, self.clock)
-
-    def left(self) -> float:
-        """The share that is left, from 1 to 0."""
-        share = 1.0 - (self.clock() - self.begin) / self.seconds if self.seconds > 0 else 0.0
-        if self.iterations is not None:
-            by_count = 1.0 - self.used / self.iterations if self.iterations else 0.0
-            return by_count if share > 0 else 0.0
-        return share
-
-
-def run(problem: Problem, draft: Draft) -> Flow:
-    """The times of a draft."""
-    paths = np.array(draft.paths, dtype=np.int64)
-    nodes, parts = expand(problem, paths, np.array(draft.labels, dtype=np.int64))
-    after, release = starts(problem, paths, draft.stagger)
-    delay = np.tile(np.array(draft.delays), problem.policy.rounds) if draft.delays else None
-    return flow(problem.traffic, nodes, parts, draft.turn, after, release, delay, draft.careful)
-
-
-def total(problem: Problem, found: Flow, labels: Ints, sums: Floats) -> float:
-    """The end of the last backward, or of the last sum of gradients."""
-    if problem.gradients <= 0 or found.makespan == np.inf:
-        return found.makespan
-    busy = (labels >= 0) & (found.last > 0)
-    return max(found.makespan, float((found.last[busy] + sums[labels[busy]]).max()))
-
-
-def settle(problem: Problem, draft: Draft) -> Draft:
-    """The draft with the turn, stagger and care that end first."""
-    labels, best, least = np.array(draft.labels), draft, math.inf
-    sums = all_sums(problem.traffic, labels, problem.body, problem.gradients)
-    for turn in problem.policy.turns:
-        for choice in problem.policy.staggers:
-            for careful in (False, True):
-                tried = replace(draft, turn=turn, stagger=problem.stagger(choice), careful=careful)
-                found = total(problem, run(problem, tried), labels, sums)
-                if found < least:
-                    best, least = tried, found
-                if found < math.inf:
-                    break  # care is only for those that run into a circle
-    return best
 
 
 class Search:
@@ -345,113 +268,3 @@ class Search:
         self.undo.append(back)
         self.delays[unit] = self.random.choice((0.0, self.random.uniform(-1.0, 1.0) * self.end * 0.1))
         return True
-
-
-# ---------------------------------------------------------------- a whole draft
-def improved(problem: Problem, draft: Draft, budget: Budget, free: bool, seed: int) -> Draft:
-    """The draft after a search: all at once if it is small, else group by group, the slowest first."""
-    random = Random(seed)
-    nodes = {node for path in draft.paths for node in path}
-    if len(nodes) <= GROUP + 8:
-        whole = Search(problem, draft, list(range(len(draft.paths))), free, random)
-        whole.anneal(budget)
-        return _checked(problem, draft, whole.draft())
-    return _by_groups(problem, draft, budget, free, random)
-
-
-def _checked(problem: Problem, old: Draft, new: Draft) -> Draft:
-    """The better one, settled."""
-    if not math.isfinite(run(problem, new).makespan):
-        new = replace(new, careful=True)
-    return min((settle_delayed(problem, tried) for tried in (old, new)), key=lambda draft: worth(problem, draft))
-
-
-def settle_delayed(problem: Problem, draft: Draft) -> Draft:
-    """As it is, or settled anew, whichever is better."""
-    return min((draft, settle(problem, draft)), key=lambda tried: worth(problem, tried))
-
-
-def worth(problem: Problem, draft: Draft) -> tuple[float, float]:
-    """The end of a whole draft's step, and the mean of its micro-batches."""
-    labels, found = np.array(draft.labels), run(problem, draft)
-    sums = all_sums(problem.traffic, labels, problem.body, problem.gradients)
-    return total(problem, found, labels, sums), float(found.finish.mean())
-
-
-def _by_groups(problem: Problem, draft: Draft, budget: Budget, free: bool, random: Random) -> Draft:
-    draft = replace(draft, delays=draft.delays or (0.0,) * len(draft.paths))
-    current = worth(problem, draft)
-    idle = 0
-    while budget.left() > 0 and idle < 200:
-        group = _group(problem, draft, random, idle)
-        search = Search(problem, draft, group, free and (problem.gradients <= 0 or idle % 2 == 0), random)
-        before = search.end, search.value
-        search.anneal(budget, steps=max(60, 12 * len(group)))
-        if (search.end, search.value) >= before:
-            idle += 1
-            continue
-        tried = _merged(draft, search)
-        found = worth(problem, tried)
-        if found < current:
-            draft, current, idle = tried, found, 0
-        else:
-            idle += 1
-    return settle_delayed(problem, draft)
-
-
-def _merged(draft: Draft, search: Search) -> Draft:
-    paths, delays = list(draft.paths), list(draft.delays)
-    for unit, path, delay in zip(search.units, search.paths, search.delays.tolist(), strict=True):
-        paths[unit], delays[unit] = path, delay
-    return replace(
-        draft, labels=tuple(search.part), paths=tuple(paths), delays=tuple(delays),
-    )  # fmt: skip
-
-
-def _group(problem: Problem, draft: Draft, random: Random, idle: int) -> list[int]:
-    """The units that meet the slowest one, and others that do not, until there are nodes enough."""
-    together = _companies(draft)
-    found = run(problem, draft)
-    count = len(draft.paths)
-    ends = found.finish.reshape(-1, count).max(axis=0)
-    late = {root: max(ends[unit] for unit in units) for root, units in together.items()}
-    ranked = sorted(together, key=lambda root: -late[root])
-    first = ranked[min(int(random.expovariate(1.0) * (1 + idle / 10)), len(ranked) - 1)]
-    chosen = list(together[first])
-    nodes = {node for unit in chosen for node in draft.paths[unit]}
-    near = _nearness(problem, draft, nodes, together)
-    for root in sorted(near, key=lambda root: near[root] * random.uniform(0.2, 1.8)):
-        more = {node for unit in together[root] for node in draft.paths[unit]}
-        if root == first or len(nodes | more) > GROUP:
-            continue
-        nodes |= more
-        chosen += together[root]
-    return sorted(chosen)
-
-
-def _nearness(problem: Problem, draft: Draft, nodes: set[int], together: dict[int, list[int]]) -> dict[int, float]:
-    here = sorted(nodes)
-    least = problem.traffic.hop(1)[here].min(axis=0)
-    return {
-        root: float(np.mean([least[node] for unit in units[:1] for node in draft.paths[unit]]))
-        for root, units in together.items()
-    }
-
-
-def _companies(draft: Draft) -> dict[int, list[int]]:
-    """Units that share a node, or meet one that does: their times do not depend on others."""
-    parent = {node: node for path in draft.paths for node in path}
-
-    def root(node: int) -> int:
-        while parent[node] != node:
-            parent[node] = parent[parent[node]]
-            node = parent[node]
-        return node
-
-    for path in draft.paths:
-        for node in path[1:]:
-            parent[root(node)] = root(path[0])
-    found: dict[int, list[int]] = {}
-    for unit, path in enumerate(draft.paths):
-        found.setdefault(root(path[0]), []).append(unit)
-    return found

@@ -1,0 +1,103 @@
+"""A plan in the making: parts of nodes, paths of units, how waiting is settled; what it takes, and how long to search.
+
+A *unit* is a micro-batch, or all rounds of one path. A draft becomes a schedule when its times have been simulated.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from penstock.ir.table import Floats, Ints
+from penstock.plan.problem import Problem, expand, starts
+from penstock.plan.sums import all_sums
+from penstock.plan.traffic import Flow, Turn, flow
+
+Path = tuple[int, ...]
+Clock = Callable[[], float]
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """Parts of nodes, paths of units as nodes, and how waiting is settled."""
+
+    labels: tuple[int, ...]
+    paths: tuple[Path, ...]
+    turn: Turn
+    stagger: float = 0.0
+    delays: tuple[float, ...] = ()
+    careful: bool = False
+
+
+@dataclass(slots=True)
+class Budget:
+    """When to stop: so many simulations, or so many seconds, whichever comes first."""
+
+    iterations: int | None
+    seconds: float
+    begin: float
+    clock: Clock = time.perf_counter
+    used: int = 0
+
+    def share(self, part: float) -> Budget:
+        """A budget of its own, out of what is left of this one."""
+        now = self.clock()
+        count = None if self.iterations is None else int((self.iterations - self.used) * part)
+        return Budget(count, (self.begin + self.seconds - now) * part, now, self.clock)
+
+    def left(self) -> float:
+        """The share that is left, from 1 to 0."""
+        share = 1.0 - (self.clock() - self.begin) / self.seconds if self.seconds > 0 else 0.0
+        if self.iterations is not None:
+            by_count = 1.0 - self.used / self.iterations if self.iterations else 0.0
+            return by_count if share > 0 else 0.0
+        return share
+
+
+def run(problem: Problem, draft: Draft) -> Flow:
+    """The times of a draft."""
+    paths = np.array(draft.paths, dtype=np.int64)
+    nodes, parts = expand(problem, paths, np.array(draft.labels, dtype=np.int64))
+    after, release = starts(problem, paths, draft.stagger)
+    delay = np.tile(np.array(draft.delays), problem.policy.rounds) if draft.delays else None
+    return flow(problem.traffic, nodes, parts, draft.turn, after, release, delay, draft.careful)
+
+
+def total(problem: Problem, found: Flow, labels: Ints, sums: Floats) -> float:
+    """The end of the last backward, or of the last sum of gradients."""
+    if problem.gradients <= 0 or found.makespan == np.inf:
+        return found.makespan
+    busy = (labels >= 0) & (found.last > 0)
+    return max(found.makespan, float((found.last[busy] + sums[labels[busy]]).max()))
+
+
+def settle(problem: Problem, draft: Draft) -> Draft:
+    """The draft with the turn, stagger and care that end first."""
+    labels, best, least = np.array(draft.labels), draft, math.inf
+    sums = all_sums(problem.traffic, labels, problem.body, problem.gradients)
+    for turn in problem.policy.turns:
+        for choice in problem.policy.staggers:
+            for careful in (False, True):
+                tried = replace(draft, turn=turn, stagger=problem.stagger(choice), careful=careful)
+                found = total(problem, run(problem, tried), labels, sums)
+                if found < least:
+                    best, least = tried, found
+                if found < math.inf:
+                    break  # care is only for those that run into a circle
+    return best
+
+
+def settle_delayed(problem: Problem, draft: Draft) -> Draft:
+    """As it is, or settled anew, whichever is better."""
+    return min((draft, settle(problem, draft)), key=lambda tried: worth(problem, tried))
+
+
+def worth(problem: Problem, draft: Draft) -> tuple[float, float]:
+    """The end of a whole draft's step, and the mean of its micro-batches."""
+    labels, found = np.array(draft.labels), run(problem, draft)
+    sums = all_sums(problem.traffic, labels, problem.body, problem.gradients)
+    return total(problem, found, labels, sums), float(found.finish.mean())
