@@ -36,6 +36,7 @@ from penstock.plan import (
 )
 from penstock.plan.closed_form import equal_length, equal_time
 from penstock.plan.curves import StageTables, even_times, pipeline_of, tables_of
+from penstock.plan.labels import searched
 from penstock.plan.slicing import gathered
 from penstock.schedules.orders import looped
 from penstock.schedules.transforms import recut, slice_tokens
@@ -313,6 +314,22 @@ def test_uneven_stages_are_cut_as_by_trying_all_and_no_cuts_go_below_the_bound(s
         if microbatches == 1:
             assert found.exact
             assert found.latency == pytest.approx(least, rel=1e-9)
+
+
+def test_the_search_over_prefixes_needs_no_good_start_and_its_bound_holds_when_it_is_cut_short():
+    rng = np.random.default_rng(15)
+    short = 0
+    for turn in range(40):
+        stages, points = int(rng.integers(1, 5)), int(rng.integers(2, 8))
+        tables = random_stages(rng, stages, points, smooth=turn % 2 == 0)
+        least = min(longest_path(tables, lengths) for lengths in compositions(points))
+        found = searched(tables, [], 1e9, effort=10**6)
+        assert longest_path(tables, found.lengths) == pytest.approx(least)
+        assert found.bound == pytest.approx(least)
+        hasty = searched(tables, [], 1e9, effort=0)
+        assert hasty.bound <= least * (1 + 1e-9)
+        short += hasty.bound < least * (1 - 1e-9)
+    assert short
 
 
 def test_the_longest_path_is_what_the_simulator_has_for_uneven_stages_and_hops():
