@@ -34,7 +34,7 @@ LIBRARIES = {
     "view": {"numpy", "rich"},
     "runtime": {"numpy", "torch"},
     "models": {"torch"},
-    "train": {"torch"},
+    "train": {"numpy", "torch", "safetensors", "tokenizers", "wandb"},
     "cli": {"typer", "rich"},
     "errors": set(),
 }
