@@ -23,7 +23,10 @@ ROOMS = {
     "runtime": {"ir", "cost", "errors"},
     "models": {"errors"},
     "train": {"ir", "runtime", "models", "errors"},
-    "cli": {"ir", "cost", "schedules", "sim", "plan", "view", "train", "errors"},
+    "session": {"ir", "cost", "schedules", "sim", "plan", "view", "train", "models", "errors"},
+    "cli": {"ir", "cost", "schedules", "sim", "plan", "view", "train", "cli_train", "errors"},
+    "cli_train": {"ir", "session", "train", "errors"},
+    "__main__": {"cli"},
 }
 LIBRARIES = {
     "ir": {"numpy", "numba"},
@@ -35,7 +38,10 @@ LIBRARIES = {
     "runtime": {"numpy", "torch"},
     "models": {"torch"},
     "train": {"numpy", "torch", "safetensors", "tokenizers", "wandb"},
+    "session": set(),
     "cli": {"typer", "rich"},
+    "cli_train": {"typer", "rich", "torch"},
+    "__main__": set(),
     "errors": set(),
 }
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Optional
 
 import typer
 
+from penstock.cli_train import add_verbs
 from penstock.errors import FileError, PenstockError, RunError, ShapeError
 
 if TYPE_CHECKING:
@@ -229,7 +230,7 @@ def compare(
 def _tried(schedule: Schedule) -> dict[str, object]:
     """The outcome of a trial, or an error that says what differs."""
     try:
-        from penstock.train import trial
+        from penstock.train.trial import trial
     except ModuleNotFoundError as error:
         raise RunError(f"--run needs {error.name}, which is not installed: pip install 'penstock[torch]'") from None
     found = trial(schedule)
@@ -374,6 +375,9 @@ def _footnote(found: Portfolio, top: int, memory: float | None, weights: int) ->
     left = ["skip (it leaves out work)"] + (["chimera (two copies of the weights: --weights 2)"] if weights < 2 else [])
     notes.append(f"not tried: {', '.join(left)}")
     return "\n".join(notes)
+
+
+add_verbs(app)
 
 
 def main() -> None:

@@ -19,7 +19,9 @@ from penstock.train.checkpoint import faults, load, newest_good, read_facts
 from penstock.train.config import BYTES
 from penstock.train.hub import read_sizes, read_weights, write_folder
 from penstock.train.tokenizer import Tokenizer, tokenizer_of
-from penstock.train.weights import Holding, Sizes, put, whole
+from penstock.train.weights import Holding, Sizes, blueprint, put, whole
+
+SMALL = 1024  # features
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +57,11 @@ def open_trained(path: Path) -> Trained:
     return Trained(holding.stages[0], sizes, holding, str(facts.get("tokenizer", BYTES)), found, int(facts["step"]))
 
 
+def parameter_count(sizes: Sizes) -> int:
+    """How many numbers are trained."""
+    return sum(parameter.numel() for parameter in blueprint(sizes).parameters())
+
+
 def sizes_from(said: dict[str, Any]) -> Sizes:
     """What `describe` has written."""
     kind: type[LlamaConfig] | type[GPTConfig] = GPTConfig if said.get("family") == "gpt" else LlamaConfig
@@ -81,6 +88,8 @@ def generate(trained: Trained, prompt: str, tokens: int, temperature: float = 0.
     words: Tokenizer = tokenizer_of(trained.tokenizer)
     row = words.encode(prompt.encode("utf-8"), "the prompt").tolist() or [words.end or 0]
     draw = torch.Generator().manual_seed(seed)
+    if trained.sizes.width < SMALL:
+        torch.set_num_threads(1)  # more would mostly wait for each other
     longest = trained.sizes.positions if isinstance(trained.sizes, GPTConfig) else 1 << 30
     for _ in range(tokens):
         logits = trained.model(torch.tensor([row[-longest:]]))[0, -1]

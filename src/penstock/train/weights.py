@@ -60,11 +60,6 @@ def blueprint(sizes: Sizes) -> Stack:
         return GPT(sizes) if isinstance(sizes, GPTConfig) else Llama(sizes)
 
 
-def parameter_bytes(sizes: Sizes) -> int:
-    """Of all weights, in float32."""
-    return sum(4 * parameter.numel() for parameter in blueprint(sizes).parameters())
-
-
 # ---------------------------------------------------------------- a rank's share
 def hold(
     sizes: Sizes, schedule: Schedule, partition: Sequence[int], rank: int, device: torch.device | None = None
