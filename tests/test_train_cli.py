@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -19,9 +19,12 @@ from safetensors.torch import load_file
 import penstock
 from penstock.cli import main
 from penstock.ir import read_plan
+from penstock.runtime import run_threads
 from penstock.train.config import PRESETS, Config
 from penstock.train.config_file import load_config, read_config
-from penstock.train.history import read_rows
+from penstock.train.history import Row, read_rows
+from penstock.train.loop import Trainer
+from penstock.train.worker import job_of
 
 SMALL = """
 [model]
@@ -70,7 +73,7 @@ class Done:
 def run(folder: Path, line: str, **more: str) -> Done:
     """A command line of its own process, as from a shell."""
     command, env = [sys.executable, "-W", "error", "-m", "penstock", *line.split()], environment(**more)
-    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=150, check=False)
     return Done(done.returncode, done.stdout, done.stderr)
 
 
@@ -86,100 +89,13 @@ def weights(run_folder: Path, step: int) -> dict[str, torch.Tensor]:
     return {name: tensor for file in files for name, tensor in load_file(file).items()}
 
 
-def wait_for(folder: Path, steps: int, seconds: float = 60.0) -> None:
+def wait_for(folder: Path, steps: int, seconds: float = 120.0) -> None:
     late = time.monotonic() + seconds
     while len(read_rows(folder)) < steps:
         assert time.monotonic() < late, "it does not train"
         time.sleep(0.02)
 
 
-# ---------------------------------------------------------------- a whole run
-def test_a_run_ends_with_a_curve_a_report_a_checkpoint_and_a_sample(text):
-    done = run(text, "train config.toml --sample 20")
-    assert done.code == 0, done.err
-    folder = text / "runs" / "config"
-    rows = read_rows(folder)
-    assert [row.step for row in rows] == list(range(1, 13))
-    assert rows[-1].loss < rows[0].loss - 0.3
-    for words in ("model ", "schedule ", "2 processes on", "gloo", "step 12/12", "tokens/s", "norm ", "bubble ", " MB"):
-        assert words in done.err, words
-    for words in ("trained 12 steps", "report ", "checkpoint ", "a sample", "def "):
-        assert words in done.out, words
-    page = (folder / "report.html").read_text()
-    assert page.count("<svg") == 4
-    assert "predicted" in page
-    assert "measured, step 10" in page
-    assert (folder / "checkpoints" / "step-00000012" / "checkpoint.json").is_file()
-    assert read_plan(folder / "plan.json").schedule.ranks == 2
-    assert list((folder / "tensorboard").iterdir())
-    assert "Traceback" not in done.err
-    again = run(text, f"report {folder} -o again.html")
-    assert again.code == 0, again.err
-    assert (text / "again.html").read_text().count("<svg") == 4
-    drawn = run(text, f"generate {folder} --prompt the --tokens 15 --temperature 0")
-    assert drawn.out.startswith("the")
-    assert run(text, f"export {folder} -o hub").code == 0
-    assert json.loads((text / "hub" / "config.json").read_text())["model_type"] == "llama"
-    twice = run(text, f"generate {text / 'hub'} --prompt the --tokens 15 --temperature 0")
-    assert twice.out == drawn.out
-    other = run(text, "train config.toml --sample 0 --set schedule.name=1f1b --set schedule.copies=2 "
-                      "--set schedule.microbatches=2 --set run.folder=runs/copies")  # fmt: skip
-    assert other.code == 0, other.err
-    assert "4 ranks" in other.err
-    copied = read_rows(text / "runs" / "copies")
-    assert max(abs(a.loss - b.loss) for a, b in zip(rows, copied, strict=True)) < 1e-5
-
-
-# ---------------------------------------------------------------- trouble
-def test_a_killed_worker_is_replaced_and_the_weights_are_those_of_an_undisturbed_run(text):
-    steps = "--set run.steps=40 --set run.save=5 --set run.timed=0 --sample 0"
-    quiet = run(text, f"train config.toml {steps} --set run.folder=runs/quiet")
-    assert quiet.code == 0, quiet.err
-    process = start(text, f"train config.toml {steps} --set run.folder=runs/killed")
-    folder = text / "runs" / "killed"
-    wait_for(folder, 12)
-    os.kill(int((folder / "ranks" / "1.pid").read_text()), signal.SIGKILL)
-    out, err = process.communicate(timeout=90)
-    assert process.returncode == 0, err
-    assert "a worker was lost; restart 1 of 3" in err
-    assert re.search(r"going on from runs/killed/checkpoints/step-000000\d\d", err)
-    assert "trained 40 steps" in out
-    assert [row.step for row in read_rows(folder)] == list(range(1, 41))
-    one, other = weights(text / "runs" / "quiet", 40), weights(folder, 40)
-    assert set(one) == set(other)
-    assert all(torch.equal(one[name], other[name]) for name in one)
-
-
-def test_ctrl_c_saves_and_ends_and_the_run_goes_on_from_there(text):
-    process = start(text, "train config.toml --set run.steps=400 --set run.save=0 --set run.timed=0 --sample 0")
-    folder = text / "runs" / "config"
-    wait_for(folder, 4)
-    process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=60)
-    assert process.returncode == 0, err
-    stopped = int(re.search(r"stopped after (\d+) steps", out)[1])
-    assert 4 <= stopped < 400
-    assert "go on with  penstock train runs/config --resume" in out
-    assert not (folder / "stop").exists()
-    more = run(text, f"train runs/config --resume --sample 0 --set run.steps={stopped + 3} --set schedule.name=1f1b")
-    assert more.code == 0, more.err
-    assert f"going on from runs/config/checkpoints/step-{stopped:08d}" in more.err
-    assert [row.step for row in read_rows(folder)] == list(range(1, stopped + 4))
-
-
-def test_under_torchrun_it_is_the_same_run(text):
-    alone = run(text, "train config.toml --sample 0 --set run.steps=4")
-    assert alone.code == 0, alone.err
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "penstock"]
-    command = [*launcher, *["train", "config.toml", "--sample", "0", "--set", "run.steps=4", "--set", "run.folder=runs/torchrun"]]
-    env = environment(GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1")
-    done = subprocess.run(command, cwd=text, env=env, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
-    ours, theirs = (read_rows(text / "runs" / name) for name in ("config", "torchrun"))
-    assert [row.loss for row in ours] == [row.loss for row in theirs]
-
-
-# ---------------------------------------------------------------- before anything starts
 @pytest.fixture
 def here(monkeypatch, capsys, text):
     """Runs a command line in this process; gives exit code, stdout, stderr."""
@@ -199,6 +115,90 @@ def here(monkeypatch, capsys, text):
     return call
 
 
+# ---------------------------------------------------------------- a whole run
+def test_a_run_ends_with_a_curve_a_report_a_checkpoint_and_a_sample(text, here):
+    done = run(text, "train config.toml --sample 20")
+    assert done.code == 0, done.err
+    folder = text / "runs" / "config"
+    rows = read_rows(folder)
+    assert [row.step for row in rows] == list(range(1, 13))
+    assert rows[-1].loss < rows[0].loss - 0.3
+    for words in ("model ", "schedule ", "2 processes on", "gloo", "step 12/12", "tokens/s", "norm ", "bubble ", " MB"):
+        assert words in done.err, words
+    for words in ("trained 12 steps", "report ", "checkpoint ", "a sample", "def "):
+        assert words in done.out, words
+    page = (folder / "report.html").read_text()
+    assert page.count("<svg") == 4
+    assert "predicted" in page
+    assert "measured, step 10" in page
+    assert (folder / "checkpoints" / "step-00000012" / "checkpoint.json").is_file()
+    assert read_plan(folder / "plan.json").schedule.ranks == 2
+    assert list((folder / "tensorboard").iterdir())
+    assert "Traceback" not in done.err
+    assert here("report runs/config -o again.html").code == 0
+    assert (text / "again.html").read_text().count("<svg") == 4
+    drawn = here("generate runs/config --prompt the --tokens 15 --temperature 0")
+    assert drawn.out.startswith("the")
+    assert here("export runs/config -o hub").code == 0
+    assert json.loads((text / "hub" / "config.json").read_text())["model_type"] == "llama"
+    assert here("generate hub --prompt the --tokens 15 --temperature 0").out == drawn.out
+
+
+# ---------------------------------------------------------------- trouble
+def undisturbed(folder: Path, other: Path) -> list[Row]:
+    """The run of a folder once more, in another, with threads for ranks."""
+    job = replace(job_of(folder, read_config(folder / "config.toml")), folder=other)
+    run_threads(job.plan.schedule.ranks, lambda comm: Trainer(job, comm).run())
+    return read_rows(other)
+
+
+def test_a_killed_worker_is_replaced_and_the_weights_are_those_of_an_undisturbed_run(text, here):
+    process = start(text, "train config.toml --set run.steps=40 --set run.save=5 --set run.timed=0 --sample 0")
+    folder = text / "runs" / "config"
+    wait_for(folder, 12)
+    os.kill(int((folder / "ranks" / "1.pid").read_text()), signal.SIGKILL)
+    out, err = process.communicate(timeout=150)
+    assert process.returncode == 0, err
+    assert "a worker was lost; restart 1 of 3" in err
+    assert re.search(r"going on from runs/config/checkpoints/step-000000\d\d", err)
+    assert "trained 40 steps" in out
+    quiet = undisturbed(folder, text / "quiet")
+    assert [row.loss for row in read_rows(folder)] == [row.loss for row in quiet]
+    one, other = weights(text / "quiet", 40), weights(folder, 40)
+    assert set(one) == set(other)
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_ctrl_c_saves_and_ends_and_the_run_goes_on_from_there(text):
+    process = start(text, "train config.toml --set run.steps=400 --set run.save=0 --set run.timed=0 --sample 0")
+    folder = text / "runs" / "config"
+    wait_for(folder, 4)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=150)
+    assert process.returncode == 0, err
+    stopped = int(re.search(r"stopped after (\d+) steps", out)[1])
+    assert 4 <= stopped < 400
+    assert "go on with  penstock train runs/config --resume" in out
+    assert not (folder / "stop").exists()
+    more = run(text, f"train runs/config --resume --sample 0 --set run.steps={stopped + 3} --set schedule.name=1f1b")
+    assert more.code == 0, more.err
+    assert f"going on from runs/config/checkpoints/step-{stopped:08d}" in more.err
+    assert [row.step for row in read_rows(folder)] == list(range(1, stopped + 4))
+
+
+def test_under_torchrun_it_is_the_same_run(text, here):
+    line = "train config.toml --sample 0 --set run.steps=4 --set run.folder=runs/torchrun"
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    env = environment(GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1")
+    command = [*launcher, "-m", "penstock", *line.split()]
+    done = subprocess.run(command, cwd=text, env=env, capture_output=True, text=True, timeout=150, check=False)
+    assert done.returncode == 0, done.stderr
+    folder = text / "runs" / "torchrun"
+    assert "trained 4 steps" in done.stdout
+    assert [row.loss for row in read_rows(folder)] == [row.loss for row in undisturbed(folder, text / "quiet")]
+
+
+# ---------------------------------------------------------------- before anything starts
 def test_a_dry_run_shows_plan_memory_and_speed_and_leaves_nothing(here, text):
     done = here("train config.toml --dry-run")
     assert done.code == 0, done.err

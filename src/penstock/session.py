@@ -71,7 +71,7 @@ def _best(config: Config, layers: int) -> Plan:
     found = portfolio(
         shape.ranks, shape.microbatches, UnitCost(comm=HOP), float(shape.ranks), stages=layers // shape.ranks, slices=1
     )
-    return as_plan(found.best)
+    return as_plan(next(one for one in found.candidates if one.schedule.parts <= layers))
 
 
 def _cut(plan: Plan, config: Config, layers: int) -> Plan:

@@ -43,10 +43,10 @@ class Model:
 
     family: str = said("llama", "llama or gpt")
     layers: int = said(8, "layers", least=1)
-    width: int = said(128, "features of the hidden state", least=1)
+    width: int = said(64, "features of the hidden state", least=1)
     heads: int = said(4, "attention heads; width is a multiple of it", least=1)
     kv_heads: int = said(4, "heads of keys and values (llama); heads is a multiple of it", least=1)
-    inner: int = said(352, "features inside the MLP", least=1)
+    inner: int = said(176, "features inside the MLP", least=1)
     vocab: int = said(0, "words; 0: as many as the tokenizer has", least=0)
     positions: int = said(0, "the longest sequence (gpt); 0: as long as data.tokens", least=0)
     theta: float = said(10000.0, "base of the rotary frequencies (llama)", above=0)
@@ -88,9 +88,9 @@ class Shape:
 class Optimizer:
     """AdamW; the rate rises over the warm-up, then falls along a cosine."""
 
-    rate: float = said(3e-3, "the highest learning rate", above=0)
+    rate: float = said(1e-2, "the highest learning rate", above=0)
     final: float = said(0.1, "the last rate, as a share of the highest", least=0, most=1)
-    warmup: int = said(10, "steps until the highest rate", least=0)
+    warmup: int = said(20, "steps until the highest rate", least=0)
     beta1: float = said(0.9, "decay of the mean gradient", least=0, most=0.999999)
     beta2: float = said(0.95, "decay of the mean square", least=0, most=0.9999999)
     eps: float = said(1e-8, "added to the root of the mean square", above=0)
@@ -103,18 +103,18 @@ class Run:
     """For how long, and where things go."""
 
     folder: str = said("", "of this run; empty: a new one in runs")
-    steps: int = said(100, "optimizer steps", least=1)
+    steps: int = said(200, "optimizer steps", least=1)
     seed: int = said(0, "of weights and data order", least=0, most=2**63 - 1)
     device: str = said(AUTO, "auto, cpu or cuda")
     precision: str = said("float32", "float32, or bfloat16 (autocast; weights stay float32)")
     recompute: bool = said(False, "keep only the inputs of stages, and compute the rest again in the backward")
     accumulate: int = said(1, "passes through the pipeline whose gradients make one step", least=1)
-    log: int = said(1, "steps between two lines", least=1)
+    log: int = said(10, "steps between two lines", least=1)
     evaluate: int = said(50, "steps between two evaluations; 0: none", least=0)
     evaluations: int = said(2, "batches of an evaluation", least=1)
     save: int = said(50, "steps between two checkpoints; 0: only at the end", least=0)
     keep: int = said(2, "checkpoints that stay", least=1)
-    timed: int = said(25, "steps between two measured timelines; 0: none", least=0)
+    timed: int = said(50, "steps between two measured timelines; 0: none", least=0)
     restarts: int = said(3, "times that a run whose worker died starts again from its checkpoint", least=0)
     patience: float = said(300.0, "seconds that a rank may wait for another", above=0)
     threads: int = said(0, "CPU threads of a worker; 0: the machine's cores, shared out", least=0)
@@ -142,7 +142,7 @@ class Config:
 
 
 PRESETS: dict[str, Config] = {
-    "tiny": Config(),
+    "tiny": Config(),  # about a minute on two CPU cores
     "llama-150m": Config(
         Model(layers=12, width=1024, heads=16, kv_heads=4, inner=2752, vocab=0),
         Data(tokens=1024, batch=64),

@@ -52,6 +52,8 @@ def launch(entry: Entry, folder: Path, ranks: int, restarts: int, resume: bool) 
     _quiet()
     (folder / STOP).unlink(missing_ok=True)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+    # torch 2.13 keeps one store over all restarts, and new ranks find the addresses of dead ones in it: a new one each
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(MERCY))
     linux = sys.platform == "linux"
     if linux:  # forks of one process that has torch loaded: seconds faster, also at a restart
@@ -97,6 +99,7 @@ def _stopping(stop: Path) -> Iterator[None]:
 def _quiet() -> None:
     """Torch's launcher says much on its way; what matters comes back from it."""
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    logging.getLogger("torch.multiprocessing").setLevel(logging.CRITICAL)
     logging.getLogger("torch.distributed.launcher").setLevel(logging.CRITICAL)
 
 

@@ -23,6 +23,7 @@ import torch
 from penstock.errors import PeerLostError, PenstockError, RunError, StuckError
 from penstock.ir.files import read_plan
 from penstock.runtime import ProcessComm, finish, init
+from penstock.train.checkpoint import newest
 from penstock.train.config import Config
 from penstock.train.config_file import read_config
 from penstock.train.corpus import open_corpus
@@ -58,11 +59,14 @@ def work(folder: Path, resume: bool, watch: Watch | None = None) -> Verdict:
 
 def _train(folder: Path, resume: bool, again: bool, watch: Watch | None) -> Verdict:
     config = read_config(folder / CONFIG)
+    if again and (folder / STOP).exists():  # asked to stop, and a worker was ended before it could say that it had
+        done = newest(folder / "checkpoints")
+        return Verdict(int(done[0].name[5:]) if done else 0, stopped=True)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(config.run.threads or max(1, (os.cpu_count() or 1) // _neighbours()))
-    asked = threading.Event()
-    _listen(asked)
     comm = join(config)
+    asked = threading.Event()
+    _listen(asked)  # not before: a rank that cannot reach the others should end at once
     if again and comm.rank == 0:
         turn = os.environ["TORCHELASTIC_RESTART_COUNT"]
         _log.warning("a worker was lost; restart %s of %d", turn, config.run.restarts)
