@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from penstock import Timeline, UnitCost, make, simulate
-from penstock.view import page
+from penstock.view import Chart, page, report
 
 webdriver = pytest.importorskip("selenium.webdriver")
 from selenium.webdriver.chrome.service import Service  # noqa: E402
@@ -261,3 +261,19 @@ def test_a_page_of_256_ranks_loads_and_draws_quickly(browser: Page) -> None:
     assert browser.ask("penstock.highlighted[0].length") == 512
     browser.ask("penstock.show(0, penstock.find('128B200'))")
     assert browser.ask("penstock.hovered") == "128B200"
+
+
+def test_the_report_of_a_run_draws_its_curves_and_both_timelines(browser: Page) -> None:
+    curves = (("train", [(1, 3.0), (2, float("nan")), (3, 1.0)]), ("held out", [(3, 1.5)]))
+    text = report("A run", [("loss", "<1.0>")], [Chart("loss", curves)],
+                  [("predicted", predicted()), ("measured", measured())], "def <f>:")  # fmt: skip
+    file = browser.folder / "report.html"
+    file.write_text(text, encoding="utf-8")
+    browser.driver.get(file.as_uri())
+    assert browser.ask("document.querySelector('dd').textContent") == "<1.0>"
+    assert browser.ask("document.querySelector('pre').textContent") == "def <f>:"
+    assert browser.ask("document.querySelectorAll('polyline')[0].points.length") == 2
+    browser.driver.switch_to.frame(0)
+    browser.until("window.penstock && penstock.frames > 0")
+    assert browser.ask("penstock.counts.actions") == [64, 64]
+    browser.driver.switch_to.default_content()

@@ -147,6 +147,15 @@ def flip_a_bit(file: Path) -> None:
     file.write_bytes(bytes([*rest, last ^ 1]))
 
 
+def test_what_a_crash_has_left_does_not_get_into_the_next_checkpoint(tmp_path):
+    job = job_of(tmp_path, "1f1b", "run.steps=2")
+    left = job.checkpoints / "step-00000002.saving"
+    left.mkdir(parents=True)
+    (left / "rank-00007.json").write_text('{"shard-00001-model-00008-of-00008.safetensors": {"bytes": 1, "crc32": 1}}')
+    train(job)
+    assert newest_good(job.checkpoints).name == "step-00000002"
+
+
 DAMAGES = {
     "a bit": (flip_a_bit, "does not have its checksum"),
     "cut off": (lambda p: p.write_bytes(p.read_bytes()[:-9]), "bytes, not"),

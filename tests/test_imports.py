@@ -25,7 +25,8 @@ ROOMS = {
     "train": {"ir", "runtime", "models", "errors"},
     "session": {"ir", "cost", "schedules", "sim", "plan", "view", "train", "models", "errors"},
     "cli": {"ir", "cost", "schedules", "sim", "plan", "view", "train", "cli_train", "errors"},
-    "cli_train": {"ir", "session", "train", "errors"},
+    "cli_train": {"ir", "session", "screen", "train", "errors"},
+    "screen": {"train"},
     "__main__": {"cli"},
 }
 LIBRARIES = {
@@ -41,6 +42,7 @@ LIBRARIES = {
     "session": set(),
     "cli": {"typer", "rich"},
     "cli_train": {"typer", "rich", "torch"},
+    "screen": {"rich"},
     "__main__": set(),
     "errors": set(),
 }

@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import sys
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Optional
 
 import typer
 
 from penstock.errors import ConfigError, FileError, RunError
+from penstock.screen import Screen, console, in_bytes, log_to, status
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from rich.console import Console
-
     from penstock.ir import Plan
     from penstock.session import Forecast, Summary
     from penstock.train.config import Config
-    from penstock.train.history import Row
     from penstock.train.worker import Verdict
 
 RUNS = Path("runs")
@@ -87,7 +83,7 @@ def export(
     from penstock.train.generate import export as write
 
     trained = write(run, output)
-    _console().print(f"wrote {output}: {trained.path}", highlight=False)
+    console().print(f"wrote {output}: {trained.path}", highlight=False)
 
 
 def generate(
@@ -173,11 +169,11 @@ def _prepared(config: Config, folder: Path, write: bool = True) -> tuple[Config,
     from penstock.train.corpus import open_corpus
     from penstock.train.worker import CONFIG, PLAN, cache_of, sizes_for
 
-    with _status("planning"):
+    with status("planning"):
         config, plan = planned(config, sizes_for(config).layers)
     if not write:
         return config, plan
-    with _status("reading text"):
+    with status("reading text"):
         open_corpus(config.data, cache_of(config, folder))
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -204,7 +200,7 @@ def _announce(config: Config, plan: Plan, folder: Path) -> None:
         ("workers", _devices(config, ranks)),
         ("folder", str(folder)),
     ):  # fmt: skip
-        _console(stderr=True).print(f"[dim]{name:<9}[/] {words}", highlight=False, soft_wrap=True)
+        console(stderr=True).print(f"[dim]{name:<9}[/] {words}", highlight=False, soft_wrap=True)
 
 
 def _devices(config: Config, ranks: int) -> str:
@@ -231,7 +227,7 @@ def _show_forecast(config: Config, plan: Plan) -> None:
     gpu = torch.cuda.is_available() and config.run.device != "cpu"
     device = torch.device("cuda" if gpu else "cpu")
     shared = 1.0 if gpu else max(1.0, plan.schedule.ranks / (os.cpu_count() or 1))
-    with _status("timing a layer"):
+    with status("timing a layer"):
         pieces = probe(sizes_for(config), config.rows, config.data.tokens, device, config.run.precision == "bfloat16")
     found = forecast(config, plan, pieces, shared)
     _print_forecast(found, shared)
@@ -245,15 +241,11 @@ def _print_forecast(found: Forecast, shared: float) -> None:
     for head in ("rank", "weights, gradients, optimizer", "activations at most", "together"):
         table.add_column(head, no_wrap=True)
     for number, (weights, held) in enumerate(zip(found.weights, found.activations, strict=True)):
-        table.add_row(str(number), _bytes(weights), _bytes(held), _bytes(weights + held))
-    _console().print(table)
+        table.add_row(str(number), in_bytes(weights), in_bytes(held), in_bytes(weights + held))
+    console().print(table)
     slow = f", {shared:.2g} ranks a core" if shared > 1 else ""
-    _console().print(f"predicted: {found.speed:,.0f} tokens/s, {found.timeline.makespan * 1e3:,.0f} ms a pass, bubble "
+    console().print(f"predicted: {found.speed:,.0f} tokens/s, {found.timeline.makespan * 1e3:,.0f} ms a pass, bubble "
                      f"{found.timeline.bubble:.1%}{slow}", highlight=False)  # fmt: skip
-
-
-def _bytes(count: float) -> str:
-    return f"{count / 1e9:,.2f} GB" if count >= 1e9 else f"{count / 1e6:,.1f} MB"
 
 
 # ---------------------------------------------------------------- meanwhile
@@ -261,11 +253,13 @@ def rank(folder: str, resume: bool) -> Verdict:
     """What each local worker runs."""
     import os
 
-    from penstock.train.worker import work
+    from penstock.train.config_file import read_config
+    from penstock.train.worker import CONFIG, work
 
-    first, console = os.environ.get("RANK") == "0", _console(stderr=True)
-    _log_to(console, first)
-    with _Screen(folder, console) if first else nullcontext() as screen:
+    first, told = os.environ.get("RANK") == "0", console(stderr=True)
+    log_to(told, first)
+    run = read_config(Path(folder) / CONFIG).run
+    with Screen(run.steps, run.log, told) if first else nullcontext() as screen:
         return work(Path(folder), resume, screen.put if screen is not None else None)
 
 
@@ -289,62 +283,6 @@ def _as_a_rank(config: Config, folder: Path, resume: bool, sample: int) -> None:
         _ending(folder, verdict, sample)
 
 
-class _Screen:
-    """One live line on a terminal, plain lines elsewhere."""
-
-    def __init__(self, folder: str, console: Console) -> None:
-        from penstock.train.config_file import read_config
-        from penstock.train.worker import CONFIG
-
-        self.run = read_config(Path(folder) / CONFIG).run
-        self.console = console
-        self.live: AbstractContextManager[object] | None = None
-        self.update: Callable[[str, int], None] | None = None
-        self.bubble = ""
-
-    def __enter__(self) -> _Screen:
-        if self.console.is_terminal:
-            from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-
-            live = Progress(TextColumn("{task.description}"), BarColumn(bar_width=20), TimeRemainingColumn(),
-                            console=self.console, transient=True)  # fmt: skip
-            task = live.add_task("starting", total=self.run.steps)
-            self.live, self.update = live, lambda words, step: live.update(task, description=words, completed=step)
-            live.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self.live is not None:
-            self.live.stop()  # type: ignore[attr-defined]
-
-    def put(self, row: Row) -> None:
-        """A step is done."""
-        if row.bubble is not None:
-            self.bubble = f"  bubble {row.bubble:.1%}"
-        words = (f"step {row.step:>{len(str(self.run.steps))}}/{self.run.steps}  loss {row.loss:.4f}  "
-                 f"norm {row.norm:.3f}  {row.speed:,.0f} tokens/s  {_bytes(row.memory)}{self.bubble}")  # fmt: skip
-        if self.update is not None:
-            self.update(words, row.step)
-        told = row.evaluation is not None
-        if told or (self.update is None and (row.step % self.run.log == 0 or row.step == 1)):
-            held = f"  held out {row.evaluation:.4f}" if row.evaluation is not None else ""
-            self.console.print(words + held, highlight=False, soft_wrap=True)
-
-
-def _log_to(console: Console, first: bool) -> None:
-    """What the rooms below say: on rank 0 everything, on the others what is wrong."""
-    import logging
-
-    class Lines(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            console.print(record.getMessage(), style="dim", highlight=False, markup=False, soft_wrap=True)
-
-    logger = logging.getLogger("penstock")
-    logger.handlers[:] = [Lines()]
-    logger.setLevel(logging.INFO if first else logging.WARNING)
-    logger.propagate = False
-
-
 # ---------------------------------------------------------------- after
 def _ending(folder: Path, verdict: Verdict, sample: int) -> None:
     """Report, figures, where things are, and a sample."""
@@ -357,7 +295,7 @@ def _ending(folder: Path, verdict: Verdict, sample: int) -> None:
     (folder / "report.html").write_text(report_of(found, folder.name, text), encoding="utf-8")
     _print_ending(folder, verdict, found)
     if text:
-        _console().rule("a sample", style="dim")
+        console().rule("a sample", style="dim")
         sys.stdout.write(text + "\n")
 
 
@@ -376,7 +314,7 @@ def _print_ending(folder: Path, verdict: Verdict, found: Summary) -> None:
     lines.append(f"checkpoint  {folder / 'checkpoints' / f'step-{verdict.step:08d}'}")
     if verdict.stopped:
         lines.append(f"go on with  penstock train {folder} --resume")
-    _console().print("\n".join(lines), highlight=False, soft_wrap=True)
+    console().print("\n".join(lines), highlight=False, soft_wrap=True)
 
 
 # ---------------------------------------------------------------- screens and files
@@ -387,20 +325,9 @@ def _needs_torch() -> None:
         raise RunError("this needs torch, which is not installed: pip install 'penstock[torch]'") from None
 
 
-def _console(stderr: bool = False) -> Console:
-    from rich.console import Console
-
-    return Console(stderr=stderr)
-
-
-def _status(what: str) -> AbstractContextManager[object]:
-    console = _console(stderr=True)
-    return console.status(what) if console.is_terminal else nullcontext()
-
-
 def _write(output: Path, text: str) -> None:
     try:
         output.write_text(text, encoding="utf-8", newline="")
     except OSError as error:
         raise FileError(f"cannot write {output}: {error.strerror}\n  name a file in a folder that exists") from None
-    _console(stderr=True).print(f"wrote {output}", highlight=False)
+    console(stderr=True).print(f"wrote {output}", highlight=False)

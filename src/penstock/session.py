@@ -18,7 +18,7 @@ from penstock.cost import ModelCost, PartCost, Seconds, UnitCost
 from penstock.errors import ConfigError, FileError
 from penstock.ir import Op, Plan, Timeline, load_torch_csv, read_plan
 from penstock.ir.files import read_text
-from penstock.plan import as_plan, portfolio
+from penstock.plan import as_plan, portfolio, title
 from penstock.schedules import make
 from penstock.schedules.transforms import replicate
 from penstock.sim import simulate
@@ -71,7 +71,8 @@ def _best(config: Config, layers: int) -> Plan:
     found = portfolio(
         shape.ranks, shape.microbatches, UnitCost(comm=HOP), float(shape.ranks), stages=layers // shape.ranks, slices=1
     )
-    return as_plan(next(one for one in found.candidates if one.schedule.parts <= layers))
+    best = next(one for one in found.candidates if one.schedule.parts <= layers)
+    return replace(as_plan(best), name=title(best.name, best.shape))
 
 
 def _cut(plan: Plan, config: Config, layers: int) -> Plan:

@@ -145,6 +145,11 @@ def prune(folder: Path, keep: int) -> None:
     """Keeps the newest ones, and nothing that a crash has left."""
     for old in newest(folder)[keep:]:
         shutil.rmtree(old, ignore_errors=True)
+    sweep(folder)
+
+
+def sweep(folder: Path) -> None:
+    """Drops what a crash has left: a file of it must not get into the next checkpoint of that step."""
     for left in folder.glob(f"step-*{SAVING}"):
         shutil.rmtree(left, ignore_errors=True)
 

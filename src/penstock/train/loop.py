@@ -26,7 +26,7 @@ from penstock.ir.files import Plan
 from penstock.ir.program import lower
 from penstock.models import even_partition, token_loss
 from penstock.runtime import Comm, Executor, watching
-from penstock.train.checkpoint import Facts, Saver, load, newest_good, read_facts
+from penstock.train.checkpoint import Facts, Saver, load, newest_good, read_facts, sweep
 from penstock.train.config import Config
 from penstock.train.corpus import Corpus
 from penstock.train.data import Deal, Loader, wanted_by
@@ -138,6 +138,8 @@ class Trainer:
     # ------------------------------------------------------------ running
     def run(self, stop: Callable[[], bool] = lambda: False) -> Outcome:
         """All steps, or as many as until somebody asks to stop; ends with a checkpoint."""
+        if self.comm.rank == 0:
+            sweep(self.job.checkpoints)
         self.comm.barrier()
         with watching(self.executor):
             self.begin()

@@ -21,7 +21,7 @@ from penstock.ir.timeline import Timeline
 from penstock.view.html import page
 
 Points = Sequence[tuple[float, float]]
-WIDE, HIGH = 640, 240
+WIDE, HIGH = 640, 200
 LEFT, BELOW, ABOVE = 56, 26, 12
 COLOURS = ("#2a63d4", "#d6264b", "#1d7a3a")
 
@@ -49,8 +49,8 @@ dl {{ display: flex; flex-wrap: wrap; gap: 8px; margin: 0; }}
 dl div, figure {{ background: var(--card); border: 1px solid var(--line); border-radius: 8px; padding: 6px 12px; }}
 dt, figcaption {{ color: var(--soft); font-size: 12px; }}
 dd {{ margin: 0; font-weight: 600; }}
-.charts {{ display: flex; flex-wrap: wrap; gap: 10px; }}
-figure {{ margin: 0; flex: 1 1 320px; max-width: 680px; }}
+.charts {{ display: grid; grid-template-columns: repeat(auto-fit, minmax(min(440px, 100%), 1fr)); gap: 10px; }}
+figure {{ margin: 0; }}
 svg {{ width: 100%; height: auto; display: block; }}
 svg text {{ fill: var(--soft); font-size: 11px; }}
 svg .grid {{ stroke: var(--line); }}
@@ -128,7 +128,7 @@ def _figure(chart: Chart) -> str:
 def _level(value: float, quarter: int) -> str:
     y = HIGH - BELOW - quarter / 4 * (HIGH - BELOW - ABOVE)
     return (f'<line class="grid" x1="{LEFT}" x2="{WIDE - 10}" y1="{y:.1f}" y2="{y:.1f}"/>'
-            f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{value:.4g}</text>')  # fmt: skip
+            f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{value:.3g}</text>')  # fmt: skip
 
 
 def _span(values: Sequence[float]) -> tuple[float, float]:
