@@ -198,6 +198,20 @@ def test_under_torchrun_it_is_the_same_run(text, here):
     assert [row.loss for row in read_rows(folder)] == [row.loss for row in undisturbed(folder, text / "quiet")]
 
 
+def test_what_one_rank_cannot_begin_with_is_said_once_and_not_tried_again_and_again(text, here):
+    folder = text / "runs" / "lost"
+    folder.mkdir(parents=True)
+    (folder / "config.toml").write_text(SMALL.replace("[data]", '[data]\nsources = ["gone.txt"]'))
+    assert here("draw hanayo --ranks 2 --microbatches 4 -o runs/lost/plan.json").code == 0
+    code = (
+        "from pathlib import Path; from penstock.cli_train import rank; "
+        "from penstock.train.launcher import launch; launch(rank, Path('runs/lost'), 2, 1, False)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=text, env=environment(), capture_output=True, text=True,
+                          timeout=150, check=False)  # fmt: skip
+    assert "FileError: cannot read gone.txt" in done.stderr
+
+
 # ---------------------------------------------------------------- before anything starts
 def test_a_dry_run_shows_plan_memory_and_speed_and_leaves_nothing(here, text):
     done = here("train config.toml --dry-run")

@@ -26,7 +26,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from penstock.errors import ConfigError, FileError, PenstockError, RunError, ShapeError
-from penstock.train.worker import STOP, Verdict
+from penstock.train.worker import FAILURE, STOP, Verdict, failure
 
 HERE = "127.0.0.1"
 MERCY = 60  # seconds for workers to save, once asked
@@ -50,7 +50,8 @@ def launch(entry: Entry, folder: Path, ranks: int, restarts: int, resume: bool) 
     `entry` is a function of a module; it is pickled for our own children.
     """
     _quiet()
-    (folder / STOP).unlink(missing_ok=True)
+    for left in (STOP, FAILURE):
+        (folder / left).unlink(missing_ok=True)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     # torch 2.13 keeps one store over all restarts, and new ranks find the addresses of dead ones in it: a new one each
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
@@ -67,7 +68,10 @@ def launch(entry: Entry, folder: Path, ranks: int, restarts: int, resume: bool) 
         try:
             verdicts: dict[int, Verdict] = elastic_launch(config, entry)(str(folder), resume)
         except ChildFailedError as error:
-            raise RunError(_story(error, restarts, folder)) from None
+            said = failure(folder)
+            if said is None:
+                raise RunError(_story(error, restarts, folder)) from None
+            verdicts = {0: said}
     worst = next((one for one in verdicts.values() if one.error and one.error != "RunError"), None)
     found = worst or next((one for one in verdicts.values() if one.error), verdicts[0])
     if found.error:

@@ -8,11 +8,13 @@ SIGINT and SIGTERM ask for the same as the file: the step is finished, a checkpo
 
 from __future__ import annotations
 
+import json
 import logging
 import multiprocessing
 import os
 import signal
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -32,7 +34,7 @@ from penstock.train.loop import Job, Trainer, Watch
 from penstock.train.tokenizer import tokenizer_of
 from penstock.train.weights import Sizes, sizes_of
 
-CONFIG, PLAN, STOP, PIDS = "config.toml", "plan.json", "stop", "ranks"
+CONFIG, PLAN, STOP, PIDS, FAILURE = "config.toml", "plan.json", "stop", "ranks", "failure.json"
 _log = logging.getLogger(__name__)
 
 
@@ -49,20 +51,50 @@ class Verdict:
 def work(folder: Path, resume: bool, watch: Watch | None = None) -> Verdict:
     """Trains as the rank that the environment names. What a restart may mend is raised; what not, returned."""
     again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+    over = _over(folder) if again else None
+    if over is not None:
+        return over
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
-        return _train(folder, resume or again, again, watch)
+        trainer, stop = _ready(folder, resume or again, again, watch)
     except (PeerLostError, StuckError):
         raise
-    except PenstockError as error:
+    except PenstockError as error:  # of this rank alone: the others wait for it, and learn of it when all start again
+        (folder / FAILURE).write_text(json.dumps([type(error).__name__, str(error)]), encoding="utf-8")
+        raise
+    try:
+        outcome = trainer.run(stop)
+    except (PeerLostError, StuckError):
+        raise
+    except PenstockError as error:  # all ranks know it
         return Verdict(error=type(error).__name__, text=str(error))
+    finish()
+    return Verdict(outcome.step, outcome.stopped)
 
 
-def _train(folder: Path, resume: bool, again: bool, watch: Watch | None) -> Verdict:
-    config = read_config(folder / CONFIG)
-    if again and (folder / STOP).exists():  # asked to stop, and a worker was ended before it could say that it had
+def _over(folder: Path) -> Verdict | None:
+    """Whether there is nothing to start again: somebody asked to stop, or a rank has said why it cannot even begin."""
+    found = failure(folder)
+    if found is not None:
+        return found
+    if (folder / STOP).exists():  # a worker was ended before it could say that it had stopped
         done = newest(folder / "checkpoints")
         return Verdict(int(done[0].name[5:]) if done else 0, stopped=True)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    return None
+
+
+def failure(folder: Path) -> Verdict | None:
+    """What a rank has written down before it gave up."""
+    try:
+        kind, text = json.loads((folder / FAILURE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return Verdict(error=str(kind), text=str(text))
+
+
+def _ready(folder: Path, resume: bool, again: bool, watch: Watch | None) -> tuple[Trainer, Callable[[], bool]]:
+    """All that comes before the first step, and who is asked whether to stop."""
+    config = read_config(folder / CONFIG)
     torch.set_num_threads(config.run.threads or max(1, (os.cpu_count() or 1) // _neighbours()))
     comm = join(config)
     asked = threading.Event()
@@ -73,9 +105,7 @@ def _train(folder: Path, resume: bool, again: bool, watch: Watch | None) -> Verd
     _sign(folder, comm.rank)
     job = job_of(folder, config, resume, again)
     stop = folder / STOP
-    outcome = Trainer(job, comm, comm.device, watch).run(lambda: asked.is_set() or (comm.rank == 0 and stop.exists()))
-    finish()
-    return Verdict(outcome.step, outcome.stopped)
+    return Trainer(job, comm, comm.device, watch), lambda: asked.is_set() or (comm.rank == 0 and stop.exists())
 
 
 def join(config: Config) -> ProcessComm:
