@@ -13,7 +13,10 @@ $(VENV)/.ready: pyproject.toml
 	$(BIN)/pip install --quiet --disable-pip-version-check --editable ".[dev]"
 	touch $@
 
-demo: setup ## plan, simulate and draw: the pictures are in out/
+demo: setup ## train a small Llama on four workers: report, checkpoint and sample are in runs/
+	$(BIN)/penstock train
+
+figures: setup ## plan, simulate and draw: the pictures are in out/
 	mkdir -p $(OUT)
 	$(BIN)/penstock plan --ranks 4 --microbatches 8 --comm 0.05 --memory 4 --top 8 --output $(OUT)/plan.json
 	$(BIN)/penstock check $(OUT)/plan.json --run
@@ -44,6 +47,6 @@ docs: setup ## redraw the pages of the schedules
 	$(BIN)/python docs/build.py
 
 clean: ## remove what setup and demo made
-	rm -rf $(VENV) $(OUT)
+	rm -rf $(VENV) $(OUT) runs
 
-.PHONY: help setup demo test check bench docs clean
+.PHONY: help setup demo figures test check bench docs clean

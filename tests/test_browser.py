@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from penstock import Timeline, UnitCost, make, simulate
-from penstock.view import page
+from penstock.view import Chart, page, report
 
 webdriver = pytest.importorskip("selenium.webdriver")
 from selenium.webdriver.chrome.service import Service  # noqa: E402
@@ -276,3 +276,19 @@ def test_a_timeline_that_the_runtime_measured_is_laid_over_the_predicted_one(bro
     assert browser.ask("penstock.hovered") == "1F1.1"
     assert browser.ask("penstock.lines[1].makespan") == pytest.approx(ours.makespan)
     assert browser.ask("penstock.lines[1].start[penstock.find('1F1.1', 1)]") == pytest.approx(span.start, abs=1e-9)
+
+
+def test_the_report_of_a_run_draws_its_curves_and_both_timelines(browser: Page) -> None:
+    curves = (("train", [(1, 3.0), (2, float("nan")), (3, 1.0)]), ("held out", [(3, 1.5)]))
+    text = report("A run", [("loss", "<1.0>")], [Chart("loss", curves)],
+                  [("predicted", predicted()), ("measured", measured())], "def <f>:")  # fmt: skip
+    file = browser.folder / "report.html"
+    file.write_text(text, encoding="utf-8")
+    browser.driver.get(file.as_uri())
+    assert browser.ask("document.querySelector('dd').textContent") == "<1.0>"
+    assert browser.ask("document.querySelector('pre').textContent") == "def <f>:"
+    assert browser.ask("document.querySelectorAll('polyline')[0].points.length") == 2
+    browser.driver.switch_to.frame(0)
+    browser.until("window.penstock && penstock.frames > 0")
+    assert browser.ask("penstock.counts.actions") == [64, 64]
+    browser.driver.switch_to.default_content()

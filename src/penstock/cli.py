@@ -19,7 +19,6 @@ from penstock.cli_cost import (
     own_price,
     price_of,
 )
-from penstock.cli_profile import add_verbs
 from penstock.cli_screen import console, print_json, print_table, progress, write
 from penstock.errors import FileError, PenstockError, RunError, ShapeError
 
@@ -239,7 +238,7 @@ def compare(
 def _tried(schedule: Schedule) -> dict[str, object]:
     """The outcome of a trial, or an error that says what differs."""
     try:
-        from penstock.train import trial
+        from penstock.train.trial import trial
     except ModuleNotFoundError as error:
         raise RunError(f"--run needs {error.name}, which is not installed: pip install 'penstock[torch]'") from None
     found = trial(schedule)
@@ -336,7 +335,8 @@ def _footnote(found: Portfolio, top: int, price: Price, memory: float | None, we
     return "\n".join(notes)
 
 
-add_verbs(app)
+add_profile_verbs(app)
+add_train_verbs(app)
 
 
 def main() -> None:

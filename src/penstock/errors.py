@@ -6,6 +6,7 @@
     ├── ShapeError         a size that a schedule does not have; says the nearest one that works
     ├── UnknownNameError   a name nobody knows; says the nearest one
     ├── FileError          a file that cannot be read, with the place
+    ├── ConfigError        a value of a config that nobody knows, or that is out of its range
     └── RunError           a run that cannot go on
         ├── StuckError     a rank that waits for longer than it should
         └── PeerLostError  a rank that waits for one that has died
@@ -53,6 +54,10 @@ class UnknownNameError(PenstockError):
 
 class FileError(PenstockError):
     """A file that is cut off, too new, broken by hand, or not what it claims to be."""
+
+
+class ConfigError(PenstockError):
+    """A config that cannot be run: every value that is wrong, by its name, with the range or the nearest name."""
 
 
 class RunError(PenstockError):

@@ -3,13 +3,15 @@
     Timeline ──┬── gantt, plain   text.py    letters and colours
                ├── svg            svg.py     a figure as in the papers
                ├── page           html.py    zoom, hover, memory, critical path; predicted above measured
-               └── trace          trace.py   Perfetto, chrome://tracing
+               ├── trace          trace.py   Perfetto, chrome://tracing
+               └── report         report.py  a run: curves, timelines, a sample
                                   palette.py what they share: colours, and how numbers are written
 """
 
 from penstock.view.html import page
+from penstock.view.report import Chart, report
 from penstock.view.svg import svg
 from penstock.view.text import gantt, plain
 from penstock.view.trace import trace
 
-__all__ = ["gantt", "page", "plain", "svg", "trace"]
+__all__ = ["Chart", "gantt", "page", "plain", "report", "svg", "trace"]

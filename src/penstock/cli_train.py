@@ -1,0 +1,333 @@
+"""The verbs of the command line that train: one short function each, added to those of `penstock.cli`."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Optional
+
+import typer
+
+from penstock.errors import ConfigError, FileError, RunError
+from penstock.screen import Screen, console, in_bytes, log_to, status
+
+if TYPE_CHECKING:
+    from penstock.ir import Plan
+    from penstock.session import Forecast, Summary
+    from penstock.train.config import Config
+    from penstock.train.worker import Verdict
+
+RUNS = Path("runs")
+Changes = Annotated[Optional[list[str]], typer.Option("--set", help="Change a value: section.key=value.")]  # noqa: UP045
+Preset = Annotated[str, typer.Option(help="tiny, llama-150m, llama-1b or gpt2.")]
+RunFolder = Annotated[Path, typer.Argument(help="The folder of a run, a checkpoint, or a Hugging Face folder.")]
+
+
+def train(
+    source: Annotated[
+        Optional[Path], typer.Argument(metavar="[CONFIG]", help="A config.toml, or a run's folder.")  # noqa: UP045
+    ] = None,
+    changes: Changes = None,
+    preset: Preset = "tiny",
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest good checkpoint.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show plan, memory and speed; train nothing.")] = False,
+    sample: Annotated[int, typer.Option(help="Tokens of the sample at the end; 0: none.")] = 200,
+) -> None:
+    """Train a model. Without a config: a small Llama on Python's own source, on four local workers, in a minute.
+
+    Example: penstock train config.toml --set model.layers=24 --set schedule.name=hanayo
+    """
+    _needs_torch()
+    from penstock.train.launcher import launch, under_launcher
+
+    config, folder = _config(source, preset, changes or [], resume or dry_run)
+    if under_launcher():
+        _as_a_rank(config, folder, resume, sample)
+        return
+    config, plan = _prepared(config, folder, write=not dry_run)
+    _announce(config, plan, folder)
+    if dry_run:
+        _show_forecast(config, plan)
+        return
+    verdict = launch(rank, folder, plan.schedule.ranks, config.run.restarts, resume)
+    _ending(folder, verdict, sample)
+
+
+def init(
+    file: Annotated[Path, typer.Argument(help="File to write.")] = Path("config.toml"),
+    preset: Preset = "tiny",
+    changes: Changes = None,
+) -> None:
+    """Write a config with a comment on every value.
+
+    Example: penstock init config.toml --preset gpt2
+    """
+    from penstock.train.config_file import changed, dump_config
+    from penstock.train.config_file import preset as named
+
+    if file.exists():
+        raise FileError(f"{file} is there already\n  name another file")
+    text = dump_config(changed(named(preset), changes or []), f"penstock train {file}; from the preset {preset}")
+    _write(file, text)
+
+
+def export(
+    run: RunFolder, output: Annotated[Path, typer.Option("-o", "--output", help="A new folder.")] = Path("export")
+) -> None:  # fmt: skip
+    """Write a trained model as a Hugging Face folder: config.json and safetensors, which transformers loads.
+
+    Example: penstock export runs/tiny -o tiny-llama
+    """
+    _needs_torch()
+    from penstock.train.generate import export as write
+
+    trained = write(run, output)
+    console().print(f"wrote {output}: {trained.path}", highlight=False)
+
+
+def generate(
+    run: RunFolder,
+    prompt: Annotated[str, typer.Option(help="What the text begins with.")] = "def ",
+    tokens: Annotated[int, typer.Option(help="Tokens to add.")] = 200,
+    temperature: Annotated[float, typer.Option(help="0: the likeliest word each time.")] = 0.8,
+    seed: Annotated[int, typer.Option(help="Of the words that are drawn.")] = 0,
+) -> None:
+    """Let a trained model go on with a text.
+
+    Example: penstock generate runs/tiny --prompt "import "
+    """
+    _needs_torch()
+    from penstock.train.generate import generate as go_on
+    from penstock.train.generate import open_trained
+
+    sys.stdout.write(go_on(open_trained(run), prompt, tokens, temperature, seed) + "\n")
+
+
+def report(
+    run: Annotated[Path, typer.Argument(help="The folder of a run.")],
+    output: Annotated[Optional[Path], typer.Option("-o", "--output", help="Page to write.")] = None,  # noqa: UP045
+) -> None:
+    """Write the page of a run: curves, and the predicted timeline of a step above the measured one.
+
+    Example: penstock report runs/tiny
+    """
+    from penstock.session import report_of, summary
+
+    _write(output or run / "report.html", report_of(summary(run), run.name))
+
+
+def add_verbs(app: typer.Typer) -> None:
+    """Adds the verbs above to a command line."""
+    for verb in (train, init, export, generate, report):
+        app.command()(verb)
+
+
+# ---------------------------------------------------------------- before
+def _config(source: Path | None, preset: str, changes: list[str], exists: bool) -> tuple[Config, Path]:
+    """The config of a file, a run's folder or a preset, and where the run is."""
+    from dataclasses import replace
+
+    from penstock.train.config import check
+    from penstock.train.config_file import changed, read_config
+    from penstock.train.config_file import preset as named
+
+    inside = source is not None and source.is_dir()
+    if source is None:
+        config = check(changed(named(preset), changes))
+    else:
+        config = read_config(source / "config.toml" if inside else source, changes)
+    from penstock.train.launcher import restarted, under_launcher
+
+    name = source.stem if source is not None and not inside else preset
+    if under_launcher() and not inside and not config.run.folder:
+        raise ConfigError("under a launcher all ranks must know the folder: --set run.folder=runs/NAME")
+    if inside and not any(change.startswith("run.folder") for change in changes):
+        folder = source
+        assert folder is not None
+    else:
+        folder = Path(config.run.folder) if config.run.folder else _new_folder(name, exists)
+    if not exists and not restarted() and folder.is_dir() and any(folder.glob("checkpoints/step-*")):
+        raise ConfigError(f"{folder} has a run already\n  go on with --resume, or name another run.folder")
+    return replace(config, run=replace(config.run, folder=str(folder))), folder
+
+
+def _new_folder(name: str, exists: bool) -> Path:
+    """The first that is free; to go on with, the last that is not."""
+    names = [RUNS / name, *(RUNS / f"{name}-{number}" for number in range(2, 10_000))]
+    used = [folder for folder in names[:1000] if folder.exists()]
+    if exists and used:
+        return used[-1]
+    return next(folder for folder in names if not folder.exists())
+
+
+def _prepared(config: Config, folder: Path, write: bool = True) -> tuple[Config, Plan]:
+    """Plans, reads the text, and writes down what every rank will read."""
+    from penstock.ir import write_plan
+    from penstock.session import planned
+    from penstock.train.config_file import dump_config
+    from penstock.train.corpus import open_corpus
+    from penstock.train.worker import CONFIG, PLAN, cache_of, sizes_for
+
+    with status("planning"):
+        config, plan = planned(config, sizes_for(config).layers)
+    if not write:
+        return config, plan
+    with status("reading text"):
+        open_corpus(config.data, cache_of(config, folder))
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / CONFIG).write_text(dump_config(config, f"penstock train {folder} --resume"), encoding="utf-8")
+    except OSError as error:
+        raise FileError(f"cannot write to {folder}: {error.strerror}\n  name another run.folder") from None
+    write_plan(plan, folder / PLAN)
+    return config, plan
+
+
+def _announce(config: Config, plan: Plan, folder: Path) -> None:
+    """What was picked, in four lines."""
+    from penstock.train.generate import parameter_count
+    from penstock.train.worker import sizes_for
+
+    sizes, ranks = sizes_for(config), plan.schedule.ranks
+    tokens = config.data.batch * config.data.tokens
+    for name, words in (
+        ("model", f"{config.model.family}, {sizes.layers} layers of {sizes.width}, "
+                  f"{parameter_count(sizes):,} parameters"),
+        ("schedule", f"{plan.name}: {ranks} ranks, {len(plan.schedule.microbatches)} micro-batches of "
+                     f"{config.rows} x {config.data.tokens} tokens, layers {' '.join(map(str, plan.partition))}"),
+        ("step", f"{tokens:,} tokens; {config.run.steps} steps, {config.run.precision}"),
+        ("workers", _devices(config, ranks)),
+        ("folder", str(folder)),
+    ):  # fmt: skip
+        console(stderr=True).print(f"[dim]{name:<9}[/] {words}", highlight=False, soft_wrap=True)
+
+
+def _devices(config: Config, ranks: int) -> str:
+    import os
+
+    import torch
+
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if config.run.device == "cpu" or gpus == 0 or (config.run.device == "auto" and gpus < ranks):
+        why = f" ({gpus} GPUs are too few)" if gpus and config.run.device == "auto" else ""
+        return f"{ranks} processes on {os.cpu_count()} CPU cores, gloo{why}"
+    return f"{ranks} processes on {gpus} GPUs, {'NCCL' if gpus >= ranks else 'gloo, as ranks share GPUs'}"
+
+
+def _show_forecast(config: Config, plan: Plan) -> None:
+    import os
+
+    import torch
+
+    from penstock.session import forecast
+    from penstock.train.probe import probe
+    from penstock.train.worker import sizes_for
+
+    gpu = torch.cuda.is_available() and config.run.device != "cpu"
+    device = torch.device("cuda" if gpu else "cpu")
+    shared = 1.0 if gpu else max(1.0, plan.schedule.ranks / (os.cpu_count() or 1))
+    with status("timing a layer"):
+        pieces = probe(sizes_for(config), config.rows, config.data.tokens, device, config.run.precision == "bfloat16")
+    found = forecast(config, plan, pieces, shared)
+    _print_forecast(found, shared)
+
+
+def _print_forecast(found: Forecast, shared: float) -> None:
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    for head in ("rank", "weights, gradients, optimizer", "activations at most", "together"):
+        table.add_column(head, no_wrap=True)
+    for number, (weights, held) in enumerate(zip(found.weights, found.activations, strict=True)):
+        table.add_row(str(number), in_bytes(weights), in_bytes(held), in_bytes(weights + held))
+    console().print(table)
+    slow = f", {shared:.2g} ranks a core" if shared > 1 else ""
+    console().print(f"predicted: {found.speed:,.0f} tokens/s, {found.timeline.makespan * 1e3:,.0f} ms a pass, bubble "
+                     f"{found.timeline.bubble:.1%}{slow}", highlight=False)  # fmt: skip
+
+
+# ---------------------------------------------------------------- meanwhile
+def rank(folder: str, resume: bool) -> Verdict:
+    """What each local worker runs."""
+    import os
+
+    from penstock.train.config_file import read_config
+    from penstock.train.worker import CONFIG, work
+
+    first, told = os.environ.get("RANK") == "0", console(stderr=True)
+    log_to(told, first)
+    run = read_config(Path(folder) / CONFIG).run
+    with Screen(run.steps, run.log, told) if first else nullcontext() as screen:
+        return work(Path(folder), resume, screen.put if screen is not None else None)
+
+
+def _as_a_rank(config: Config, folder: Path, resume: bool, sample: int) -> None:
+    """Under torchrun: rank 0 prepares the folder, the others wait for it; then as a local worker."""
+    import os
+
+    from penstock.train.worker import join
+
+    comm = join(config)
+    if comm.rank == 0:
+        config, plan = _prepared(config, folder)
+        if plan.schedule.ranks != comm.ranks:
+            raise ConfigError(f"the schedule has {plan.schedule.ranks} ranks, but {comm.ranks} were launched")
+        _announce(config, plan, folder)
+    comm.barrier()
+    verdict = rank(str(folder), resume)
+    if verdict.error:
+        raise RunError(verdict.text)
+    if os.environ["RANK"] == "0":
+        _ending(folder, verdict, sample)
+
+
+# ---------------------------------------------------------------- after
+def _ending(folder: Path, verdict: Verdict, sample: int) -> None:
+    """Report, figures, where things are, and a sample."""
+    from penstock.session import report_of, summary
+    from penstock.train.generate import generate as go_on
+    from penstock.train.generate import open_trained
+
+    found = summary(folder)
+    text = go_on(open_trained(folder), "def ", sample) if sample else ""
+    (folder / "report.html").write_text(report_of(found, folder.name, text), encoding="utf-8")
+    _print_ending(folder, verdict, found)
+    if text:
+        console().rule("a sample", style="dim")
+        sys.stdout.write(text + "\n")
+
+
+def _print_ending(folder: Path, verdict: Verdict, found: Summary) -> None:
+    rows = found.rows
+    held = f", held out {found.evaluation:.4f}" if found.evaluation is not None else ""
+    how = "stopped after" if verdict.stopped else "trained"
+    lines = [f"{how} {verdict.step} steps in {sum(row.seconds for row in rows):,.0f} s: "
+             f"loss {rows[0].loss:.4f} -> {rows[-1].loss:.4f}{held}, {found.speed:,.0f} tokens/s"]  # fmt: skip
+    if found.predicted is not None and found.measured is not None:
+        lines.append(
+            f"step {found.step} took {found.measured.makespan * 1e3:.0f} ms, bubble {found.measured.bubble:.1%}; "
+            f"predicted from its actions' times {found.predicted.makespan * 1e3:.0f} ms, {found.predicted.bubble:.1%}"
+        )
+    lines.append(f"report      {folder / 'report.html'}")
+    lines.append(f"checkpoint  {folder / 'checkpoints' / f'step-{verdict.step:08d}'}")
+    if verdict.stopped:
+        lines.append(f"go on with  penstock train {folder} --resume")
+    console().print("\n".join(lines), highlight=False, soft_wrap=True)
+
+
+# ---------------------------------------------------------------- screens and files
+def _needs_torch() -> None:
+    try:
+        import torch  # noqa: F401
+    except ModuleNotFoundError:
+        raise RunError("this needs torch, which is not installed: pip install 'penstock[torch]'") from None
+
+
+def _write(output: Path, text: str) -> None:
+    try:
+        output.write_text(text, encoding="utf-8", newline="")
+    except OSError as error:
+        raise FileError(f"cannot write {output}: {error.strerror}\n  name a file in a folder that exists") from None
+    console(stderr=True).print(f"wrote {output}", highlight=False)

@@ -1,0 +1,89 @@
+"""What a run shows while it trains: one live line on a terminal, plain lines in a log.
+
+    step  40/200  loss 3.0137  norm 0.527  3,135 tokens/s  360.1 MB  bubble 39.7%  ━━━━╸━━━━━ 0:00:41
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from penstock.train.history import Row
+
+
+class Screen:
+    """Shows steps as they come."""
+
+    def __init__(self, steps: int, every: int, told: Console) -> None:
+        self.steps, self.every, self.told = steps, every, told
+        self.stop: Callable[[], None] = lambda: None
+        self.update: Callable[[str, int], None] | None = None  # of the live line, if there is one
+        self.bubble = ""
+
+    def __enter__(self) -> Screen:
+        if self.told.is_terminal:
+            from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn  # noqa: PLC0415
+
+            columns = (TextColumn("{task.description}"), BarColumn(bar_width=20), TimeRemainingColumn())
+            live = Progress(*columns, console=self.told, transient=True)
+            task = live.add_task("starting", total=self.steps)
+            self.update = lambda words, step: live.update(task, description=words, completed=step)
+            self.stop = live.stop
+            live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def put(self, row: Row) -> None:
+        """A step is done. An evaluation stays on the screen, whatever comes after it."""
+        if row.bubble is not None:
+            self.bubble = f"  bubble {row.bubble:.1%}"
+        words = (f"step {row.step:>{len(str(self.steps))}}/{self.steps}  loss {row.loss:.4f}  norm {row.norm:.3f}  "
+                 f"{row.speed:,.0f} tokens/s  {in_bytes(row.memory)}{self.bubble}")  # fmt: skip
+        if self.update is not None:
+            self.update(words, row.step)
+        due = self.update is None and (row.step % self.every == 0 or row.step == 1)
+        if due or row.evaluation is not None:
+            held = f"  held out {row.evaluation:.4f}" if row.evaluation is not None else ""
+            self.told.print(words + held, highlight=False, soft_wrap=True)
+
+
+def log_to(told: Console, everything: bool) -> None:
+    """Shows what the rooms below say: everything, or only what is wrong."""
+
+    class Lines(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            told.print(record.getMessage(), style="dim", highlight=False, markup=False, soft_wrap=True)
+
+    logger = logging.getLogger("penstock")
+    logger.handlers[:] = [Lines()]
+    logger.setLevel(logging.INFO if everything else logging.WARNING)
+    logger.propagate = False
+
+
+def console(stderr: bool = False) -> Console:
+    """The terminal, or what stands in its place."""
+    from rich.console import Console  # noqa: PLC0415  # a moment to load
+
+    return Console(stderr=stderr)
+
+
+def status(what: str) -> AbstractContextManager[object]:
+    """A line that says what is going on, on a terminal only."""
+    told = console(stderr=True)
+    return told.status(what) if told.is_terminal else nullcontext()
+
+
+def in_bytes(count: float) -> str:
+    """A size for people.
+
+    >>> in_bytes(1_234_567_890), in_bytes(12_345_678)
+    ('1.23 GB', '12.3 MB')
+    """
+    return f"{count / 1e9:,.2f} GB" if count >= 1e9 else f"{count / 1e6:,.1f} MB"

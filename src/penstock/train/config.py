@@ -1,0 +1,234 @@
+"""What a run is told: five sections of plain values, frozen, checked before anything starts.
+
+    [model]      sizes, or a folder to start from          what is trained
+    [data]       text, tokenizer, tokens, batch            on what
+    [schedule]   name and shape                            in which order
+    [optimizer]  rates, decay, clipping                    how the weights move
+    [run]        steps, seed, precision, when to save      for how long, and where
+
+Each value knows its default, what it is for, and its range: `penstock init` writes that down, and a value outside is
+refused by its name. Files and `--set`: `penstock.train.config_file`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from math import isfinite
+from types import MappingProxyType
+from typing import Any, TypeVar
+
+from penstock.errors import ConfigError, UnknownNameError
+
+T = TypeVar("T")
+FAMILIES = ("llama", "gpt")
+PRECISIONS = ("float32", "bfloat16")
+DEVICES = ("auto", "cpu", "cuda")
+AUTO = "auto"
+BYTES = "bytes"
+
+
+def said(
+    default: T, about: str, least: float | None = None, most: float | None = None, above: float | None = None
+) -> T:  # fmt: skip
+    """A field with its default, what it is for, and its range."""
+    limits = {"about": about, "least": least, "most": most, "above": above}
+    made: T = field(default=default, metadata=MappingProxyType(limits))
+    return made
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """Sizes of the model; or a Hugging Face folder, which has its own."""
+
+    family: str = said("llama", "llama or gpt")
+    layers: int = said(8, "layers", least=1)
+    width: int = said(64, "features of the hidden state", least=1)
+    heads: int = said(4, "attention heads; width is a multiple of it", least=1)
+    kv_heads: int = said(4, "heads of keys and values (llama); heads is a multiple of it", least=1)
+    inner: int = said(176, "features inside the MLP", least=1)
+    vocab: int = said(0, "words; 0: as many as the tokenizer has", least=0)
+    positions: int = said(0, "the longest sequence (gpt); 0: as long as data.tokens", least=0)
+    theta: float = said(10000.0, "base of the rotary frequencies (llama)", above=0)
+    tied: bool = said(False, "one weight for embedding and output")
+    weights: str = said("", "a folder with config.json and *.safetensors to start from; its sizes are taken")
+
+
+@dataclass(frozen=True, slots=True)
+class Data:
+    """Text, and how it becomes sequences."""
+
+    sources: tuple[str, ...] = said((), "files or folders, .jsonl among them; none: Python's own standard library")
+    endings: tuple[str, ...] = said((".txt", ".md", ".py", ".jsonl"), "files taken from folders")
+    field: str = said("text", "the field of a JSONL line that holds its text")
+    tokenizer: str = said(BYTES, "bytes, or a tokenizer.json of Hugging Face's")
+    tokens: int = said(128, "tokens of a sequence", least=2)
+    batch: int = said(16, "sequences of a step, over all micro-batches, copies and accumulated passes", least=1)
+    held_out: float = said(0.02, "share of the sequences kept for evaluation", least=0, most=0.5)
+    cache: str = said("", "folder of the token cache; empty: cache, next to the run's folder")
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Which schedule; 0 leaves a word of the shape out."""
+
+    name: str = said(AUTO, "auto, a name of `penstock list`, or a plan.json")
+    ranks: int = said(4, "workers of one copy of the pipeline", least=1)
+    microbatches: int = said(8, "micro-batches of one copy and pass", least=1)
+    waves: int = said(0, "waves over the ranks (hanayo)", least=0)
+    chunks: int = said(0, "chunks of the model on a rank (interleaved)", least=0)
+    slices: int = said(0, "token slices of a micro-batch", least=0)
+    skips: int = said(0, "parts each micro-batch leaves out (skip)", least=0)
+    copies: int = said(1, "copies of the pipeline side by side (data parallel)", least=1)
+    split: bool = said(False, "split each backward into input and weight gradient")
+    partition: tuple[int, ...] = said((), "layers of each part; none: as equal as it goes")
+
+
+@dataclass(frozen=True, slots=True)
+class Optimizer:
+    """AdamW; the rate rises over the warm-up, then falls along a cosine."""
+
+    rate: float = said(1e-2, "the highest learning rate", above=0)
+    final: float = said(0.1, "the last rate, as a share of the highest", least=0, most=1)
+    warmup: int = said(20, "steps until the highest rate", least=0)
+    beta1: float = said(0.9, "decay of the mean gradient", least=0, most=0.999999)
+    beta2: float = said(0.95, "decay of the mean square", least=0, most=0.9999999)
+    eps: float = said(1e-8, "added to the root of the mean square", above=0)
+    decay: float = said(0.1, "weight decay of matrices; norms and biases have none", least=0)
+    clip: float = said(1.0, "largest norm of all gradients together; 0: not clipped", least=0)
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """For how long, and where things go."""
+
+    folder: str = said("", "of this run; empty: a new one in runs")
+    steps: int = said(200, "optimizer steps", least=1)
+    seed: int = said(0, "of weights and data order", least=0, most=2**63 - 1)
+    device: str = said(AUTO, "auto, cpu or cuda")
+    precision: str = said("float32", "float32, or bfloat16 (autocast; weights stay float32)")
+    recompute: bool = said(False, "keep only the inputs of stages, and compute the rest again in the backward")
+    accumulate: int = said(1, "passes through the pipeline whose gradients make one step", least=1)
+    log: int = said(10, "steps between two lines", least=1)
+    evaluate: int = said(50, "steps between two evaluations; 0: none", least=0)
+    evaluations: int = said(2, "batches of an evaluation", least=1)
+    save: int = said(50, "steps between two checkpoints; 0: only at the end", least=0)
+    keep: int = said(2, "checkpoints that stay", least=1)
+    timed: int = said(50, "steps between two measured timelines; 0: none", least=0)
+    restarts: int = said(3, "times that a run whose worker died starts again from its checkpoint", least=0)
+    patience: float = said(300.0, "seconds that a rank may wait for another", above=0)
+    threads: int = said(0, "CPU threads of a worker; 0: the machine's cores, shared out", least=0)
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """A whole run."""
+
+    model: Model = field(default_factory=Model)
+    data: Data = field(default_factory=Data)
+    schedule: Shape = field(default_factory=Shape)
+    optimizer: Optimizer = field(default_factory=Optimizer)
+    run: Run = field(default_factory=Run)
+
+    @property
+    def rows(self) -> int:
+        """Sequences of one micro-batch."""
+        return self.data.batch // self.passages
+
+    @property
+    def passages(self) -> int:
+        """Micro-batches of a step, over copies and accumulated passes."""
+        return self.schedule.microbatches * self.schedule.copies * self.run.accumulate
+
+
+PRESETS: dict[str, Config] = {
+    "tiny": Config(),  # about a minute on two CPU cores
+    "llama-150m": Config(
+        Model(layers=12, width=1024, heads=16, kv_heads=4, inner=2752, vocab=0),
+        Data(tokens=1024, batch=64),
+        Shape(ranks=4, microbatches=16),
+        Optimizer(rate=6e-4, warmup=200),
+        Run(steps=10_000, precision="bfloat16", evaluate=500, save=500, timed=500, log=10),
+    ),
+    "llama-1b": Config(
+        Model(layers=16, width=2048, heads=32, kv_heads=8, inner=8192, theta=500_000.0, tied=True),
+        Data(tokens=2048, batch=128),
+        Shape(ranks=8, microbatches=32),
+        Optimizer(rate=3e-4, warmup=1000),
+        Run(steps=100_000, precision="bfloat16", evaluate=1000, save=1000, timed=1000, log=10, recompute=True),
+    ),
+    "gpt2": Config(
+        Model(family="gpt", layers=12, width=768, heads=12, kv_heads=12, inner=3072, positions=1024, tied=True),
+        Data(tokens=1024, batch=64),
+        Shape(ranks=4, microbatches=16),
+        Optimizer(rate=6e-4, warmup=200),
+        Run(steps=10_000, precision="bfloat16", evaluate=500, save=500, timed=500, log=10),
+    ),
+}
+
+
+# ---------------------------------------------------------------- checking
+def check(config: Config) -> Config:
+    """The same config, or one error with everything that is wrong in it."""
+    faults = [fault for section in fields(config) for fault in _ranges(section.name, getattr(config, section.name))]
+    faults += _choices(config) + _sizes(config)
+    if faults:
+        raise ConfigError("\n".join(faults))
+    return config
+
+
+def _ranges(section: str, values: object) -> list[str]:
+    faults = []
+    for item in fields(values):  # type: ignore[arg-type]
+        value, limits = getattr(values, item.name), item.metadata
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            continue
+        words = _outside(value, limits)
+        if words:
+            faults.append(f"{section}.{item.name} = {value:g} must be {words}" if isinstance(value, float)
+                          else f"{section}.{item.name} = {value} must be {words}")  # fmt: skip
+    return faults
+
+
+def _outside(value: float, limits: Mapping[str, Any]) -> str:
+    """The range, in words, if the value is not in it."""
+    least, most, above = limits.get("least"), limits.get("most"), limits.get("above")
+    if not isfinite(value):
+        return "a finite number"
+    if least is not None and value < least:
+        return f"at least {least:g}"
+    if most is not None and value > most:
+        return f"at most {most:g}"
+    return f"above {above:g}" if above is not None and value <= above else ""
+
+
+def _choices(config: Config) -> list[str]:
+    faults = []
+    for kind, value, known in (
+        ("model.family", config.model.family, FAMILIES),
+        ("run.precision", config.run.precision, PRECISIONS),
+        ("run.device", config.run.device, DEVICES),
+    ):
+        if value not in known:
+            faults.append(str(UnknownNameError(kind, value, known)))
+    return faults
+
+
+def _sizes(config: Config) -> list[str]:
+    """What two values must agree on."""
+    model, data, schedule = config.model, config.data, config.schedule
+    faults = []
+    if data.batch % max(config.passages, 1):
+        fit = -(-data.batch // config.passages) * config.passages
+        faults.append(
+            f"data.batch = {data.batch} sequences do not deal out to {config.passages} micro-batches "
+            f"(microbatches {schedule.microbatches} x copies {schedule.copies} x accumulate {config.run.accumulate}); "
+            f"{fit} do"
+        )
+    if model.family == "gpt" and not model.weights and 0 < model.positions < data.tokens:
+        faults.append(f"data.tokens = {data.tokens} is more than model.positions = {model.positions}")
+    if schedule.partition and not model.weights and sum(schedule.partition) != model.layers:
+        faults.append(
+            f"schedule.partition has {sum(schedule.partition)} layers, but model.layers = {model.layers}"
+        )
+    return faults

@@ -1,0 +1,122 @@
+"""Batches out of a corpus: shuffled, dealt out to micro-batches, and going on exactly where they stopped.
+
+    position   0   1   2   3   4   5   6   7 │ 8 …          one count over all epochs, and that is the whole state
+    sequence   7   2   9   4   0   5   1   8 │ …            `shuffled`
+               └ mb 0 ┘└ mb 1 ┘└ mb 2 ┘└ mb 3 ┘             a step: rows x micro-batches x copies x passes
+               └── copy 0 ────┘└── copy 1 ────┘             so every copy has its own sequences
+
+The order does not depend on how a step is cut: other ranks, micro-batches or copies see the same steps. Labels are
+shifted before anything is cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from penstock.errors import RunError
+from penstock.ir.schedule import Schedule
+from penstock.models import shift_labels
+from penstock.runtime import Batch
+from penstock.train.corpus import Corpus
+from penstock.train.order import shuffled
+
+State: TypeAlias = dict[str, int | str]
+
+
+@dataclass(frozen=True, slots=True)
+class Deal:
+    """How a step is cut: `passes` through a pipeline of `microbatches`, each of so many rows."""
+
+    rows: int
+    microbatches: int  # of the schedule, all copies together
+    passes: int = 1
+    wanted: frozenset[int] | None = None  # micro-batches whose tokens this rank looks at; None: all
+
+    @property
+    def sequences(self) -> int:
+        """Of a step."""
+        return self.rows * self.microbatches * self.passes
+
+
+def wanted_by(schedule: Schedule, rank: int) -> frozenset[int]:
+    """Micro-batches that begin or end on a rank; the others need no data there."""
+    ends = ((number, {m.path[0], m.path[-1]}) for number, m in enumerate(schedule.microbatches))
+    return frozenset(number for number, stages in ends if any(schedule.stages[s].rank == rank for s in stages))
+
+
+class Loader:
+    """Step after step of a corpus; it can be stopped and taken up anywhere."""
+
+    def __init__(self, corpus: Corpus, deal: Deal, seed: int, device: torch.device | None = None) -> None:
+        self.corpus, self.deal, self.seed = corpus, deal, seed
+        self.device = device or torch.device("cpu")
+        self.seen = 0  # sequences
+
+    @property
+    def epoch(self) -> float:
+        """How often everything was seen."""
+        return self.seen / self.corpus.trained
+
+    def step(self) -> list[Batch]:
+        """The batches of the next optimizer step, a pass each; the loss is a mean over all of them."""
+        passes = [self._batch(self._numbers(turn)) for turn in range(self.deal.passes)]
+        self.seen += self.deal.sequences
+        return passes
+
+    def _numbers(self, turn: int) -> list[int]:
+        each = self.deal.rows * self.deal.microbatches
+        first = self.seen + turn * each
+        return [shuffled(place, self.corpus.trained, self.seed) for place in range(first, first + each)]
+
+    def evaluation(self, batches: int) -> list[Batch]:
+        """The same batches of held-out sequences every time; none if nothing is held out."""
+        each, held = self.deal.rows * self.deal.microbatches, self.corpus.held_out
+        if not held:
+            return []
+        first = self.corpus.trained
+        return [
+            self._batch([first + (turn * each + row) % held for row in range(each)], passes=1)
+            for turn in range(batches)
+        ]
+
+    def _batch(self, numbers: list[int], passes: int | None = None) -> Batch:
+        """A pass: the sequences of each micro-batch, or of those that others look after only the shape."""
+        rows, length = self.deal.rows, self.corpus.length
+        pairs = []
+        for number in range(self.deal.microbatches):
+            if self.deal.wanted is None or number in self.deal.wanted:
+                pairs.append(self._pair(numbers[number * rows : (number + 1) * rows]))
+            else:
+                blank = torch.zeros((), dtype=torch.long, device=self.device).expand(rows, length)
+                pairs.append((blank, blank))
+        valid = rows * length * self.deal.microbatches * (self.deal.passes if passes is None else passes)
+        return Batch(tuple(x for x, _ in pairs), tuple(y for _, y in pairs), valid)
+
+    def _pair(self, numbers: Iterable[int]) -> tuple[Tensor, Tensor]:
+        """Tokens and their labels: a sequence has one token more than it uses, so that every token has a label."""
+        whole = torch.from_numpy(np.stack([self.corpus.sequence(number) for number in numbers]).astype(np.int64))
+        labels = shift_labels(whole)
+        return whole[:, :-1].contiguous().to(self.device), labels[:, :-1].contiguous().to(self.device)
+
+    # ------------------------------------------------------------ stopping and going on
+    def state(self) -> State:
+        """All there is to know."""
+        return {"seen": self.seen, "seed": self.seed, "length": self.corpus.length, "digest": self.corpus.digest}
+
+    def resume(self, state: State) -> None:
+        """Goes on where another stopped; other data, another seed or other lengths would be another order."""
+        ours = self.state()
+        for key in ("digest", "seed", "length"):
+            if state.get(key) != ours[key]:
+                raise RunError(
+                    f"the checkpoint was trained on other data: its {key} is {state.get(key)}, here it is {ours[key]}\n"
+                    "  give the same text, run.seed and data.tokens; to train these weights on other text, export them "
+                    "and start from them with model.weights"
+                )
+        self.seen = int(state["seen"])

@@ -1,0 +1,104 @@
+"""Text from a trained model: the last checkpoint of a run, or a Hugging Face folder, in one piece on this machine.
+
+    prompt ──► words ──► model ──► logits of the last ──► a word, drawn at a temperature ──┐
+                 ▲                                                                         │
+                 └─────────────────────────────────────────────────────────────────────────┘
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from penstock.errors import FileError, RunError
+from penstock.models import GPTConfig, LlamaConfig, Part
+from penstock.train.checkpoint import faults, load, newest_good, read_facts
+from penstock.train.config import BYTES
+from penstock.train.hub import read_sizes, read_weights, write_folder
+from penstock.train.tokenizer import Tokenizer, tokenizer_of
+from penstock.train.weights import Holding, Sizes, blueprint, put, whole
+
+SMALL = 1024  # features
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """A model in one piece, with its words; `step` -1 where nobody has counted."""
+
+    model: Part
+    sizes: Sizes
+    holding: Holding
+    tokenizer: str
+    path: Path
+    step: int = -1
+
+
+def open_trained(path: Path) -> Trained:
+    """The model of a run's folder, of one checkpoint, or of a Hugging Face folder."""
+    if (path / "config.json").is_file():
+        sizes = read_sizes(path)
+        holding = whole(sizes)
+        put(holding, read_weights(path, holding.parameters, sizes))
+        beside = path / "tokenizer.json"
+        return Trained(holding.stages[0], sizes, holding, str(beside) if beside.is_file() else BYTES, path)
+    found = path if (path / "checkpoint.json").is_file() else newest_good(path / "checkpoints")
+    if found is None:
+        raise FileError(f"{path} has no checkpoint\n  name the folder of a run, a checkpoint, or a Hugging Face folder")
+    wrong = list(faults(found))
+    if wrong:
+        raise FileError(f"{found} is damaged: {wrong[0]}")
+    facts = read_facts(found)
+    sizes = sizes_from(facts.get("model", {}))
+    holding = whole(sizes)
+    load(found, {name: parameter.detach() for name, parameter in holding.parameters.items()})
+    return Trained(holding.stages[0], sizes, holding, str(facts.get("tokenizer", BYTES)), found, int(facts["step"]))
+
+
+def parameter_count(sizes: Sizes) -> int:
+    """How many numbers are trained."""
+    return sum(parameter.numel() for parameter in blueprint(sizes).parameters())
+
+
+def sizes_from(said: dict[str, Any]) -> Sizes:
+    """What `describe` has written."""
+    kind: type[LlamaConfig] | type[GPTConfig] = GPTConfig if said.get("family") == "gpt" else LlamaConfig
+    known = {item.name for item in fields(kind)}
+    try:
+        return kind(**{key: value for key, value in said.items() if key in known})
+    except TypeError as error:
+        raise FileError(f"the checkpoint does not say the sizes of its model: {error}") from None
+
+
+def export(path: Path, folder: Path) -> Trained:
+    """Writes a run's model as a Hugging Face folder."""
+    if folder.exists() and any(folder.iterdir()):
+        raise FileError(f"{folder} is not empty\n  name a new folder")
+    trained = open_trained(path)
+    write_folder(folder, {name: p.detach() for name, p in trained.holding.parameters.items()}, trained.sizes,
+                 trained.tokenizer)  # fmt: skip
+    return trained
+
+
+@torch.no_grad()
+def generate(trained: Trained, prompt: str, tokens: int, temperature: float = 0.8, seed: int = 0) -> str:
+    """The prompt and what follows it; temperature 0 takes the likeliest word each time."""
+    words: Tokenizer = tokenizer_of(trained.tokenizer)
+    row = words.encode(prompt.encode("utf-8"), "the prompt").tolist() or [words.end or 0]
+    draw = torch.Generator().manual_seed(seed)
+    if trained.sizes.width < SMALL:
+        torch.set_num_threads(1)  # more would mostly wait for each other
+    longest = trained.sizes.positions if isinstance(trained.sizes, GPTConfig) else 1 << 30
+    for _ in range(tokens):
+        logits = trained.model(torch.tensor([row[-longest:]]))[0, -1]
+        if not torch.isfinite(logits).all():
+            raise RunError(f"the model in {trained.path} gives no numbers\n  it was not trained well; see its loss")
+        if temperature <= 0:
+            row.append(int(logits.argmax()))
+        else:
+            row.append(int(torch.multinomial((logits / temperature).softmax(-1), 1, generator=draw)))
+        if row[-1] == words.end and words.end is not None:
+            break
+    return words.decode(row)

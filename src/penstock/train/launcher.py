@@ -1,0 +1,120 @@
+"""Workers on this machine, by torch's elastic launcher: when one dies, all start again from the last checkpoint.
+
+    launch ──► rank 0 ─ rank 1 ─ rank 2 ─ rank 3
+                         ✗ killed              the others are ended
+           ──► rank 0 ─ rank 1 ─ rank 2 ─ rank 3      each resumes; at most `restarts` times
+    Ctrl-C ──► RUN/stop ──► all finish their step, save, leave
+
+On several machines: `torchrun --nnodes … -m penstock train config.toml` on each; that is the same launcher.
+"""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from penstock.errors import ConfigError, FileError, PenstockError, RunError, ShapeError
+from penstock.train.worker import FAILURE, STOP, Verdict, failure
+
+HERE = "127.0.0.1"
+MERCY = 60  # seconds for workers to save, once asked
+KINDS: dict[str, type[PenstockError]] = {kind.__name__: kind for kind in (ConfigError, FileError, ShapeError)}
+Entry = Callable[[str, bool], Verdict]
+
+
+def under_launcher() -> bool:
+    """Whether torchrun, or one that sets the same environment, has started this process."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def restarted() -> bool:
+    """Whether the launcher has started this process in the place of one that died."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+
+
+def launch(entry: Entry, folder: Path, ranks: int, restarts: int, resume: bool) -> Verdict:
+    """Runs `entry(folder, resume)` in so many processes; how rank 0 ended, or an error in words.
+
+    `entry` is a function of a module; it is pickled for our own children.
+    """
+    _quiet()
+    for left in (STOP, FAILURE):
+        (folder / left).unlink(missing_ok=True)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+    # torch 2.13 keeps one store over all restarts, and new ranks find the addresses of dead ones in it: a new one each
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(MERCY))
+    linux = sys.platform == "linux"
+    if linux:  # forks of one process that has torch loaded: seconds faster, also at a restart
+        multiprocessing.set_forkserver_preload([entry.__module__, "penstock.train.worker"])
+    config = LaunchConfig(
+        min_nodes=1, max_nodes=1, nproc_per_node=ranks, run_id=uuid.uuid4().hex, rdzv_backend="c10d",
+        rdzv_endpoint=f"{HERE}:0", local_addr=HERE, max_restarts=restarts, monitor_interval=0.1,
+        start_method="forkserver" if linux else "spawn", signals_to_handle="SIGHUP,SIGQUIT",
+    )  # fmt: skip
+    with _stopping(folder / STOP):
+        try:
+            verdicts: dict[int, Verdict] = elastic_launch(config, entry)(str(folder), resume)
+        except ChildFailedError as error:
+            said = failure(folder)
+            if said is None:
+                raise RunError(_story(error, restarts, folder)) from None
+            verdicts = {0: said}
+    worst = next((one for one in verdicts.values() if one.error and one.error != "RunError"), None)
+    found = worst or next((one for one in verdicts.values() if one.error), verdicts[0])
+    if found.error:
+        raise KINDS.get(found.error, RunError)(found.text)
+    return found
+
+
+@contextmanager
+def _stopping(stop: Path) -> Iterator[None]:
+    """The first Ctrl-C, or SIGTERM, asks the workers to stop; the second ends them."""
+
+    def ask(number: int, frame: FrameType | None) -> None:
+        if stop.exists():
+            raise KeyboardInterrupt
+        stop.touch()
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        stop.unlink(missing_ok=True)
+
+
+def _quiet() -> None:
+    """Torch's launcher says much on its way; what matters comes back from it."""
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    logging.getLogger("torch.multiprocessing").setLevel(logging.CRITICAL)
+    logging.getLogger("torch.distributed.launcher").setLevel(logging.CRITICAL)
+
+
+def _story(error: ChildFailedError, restarts: int, folder: Path) -> str:
+    rank, failure = error.get_first_failure()
+    what = f"was killed by {failure.signal_name()}" if failure.exitcode < 0 else f"failed: {_said(failure.message)}"
+    tried = f", {restarts} restarts did not help" if restarts else ""
+    return f"rank {rank} {what}{tried}\n  the last checkpoint is in {folder / 'checkpoints'}; go on with --resume"
+
+
+def _said(message: object) -> str:
+    """Of what a worker has left behind, the words: its last line, without the trace."""
+    text = message.get("message", str(message)) if isinstance(message, dict) else str(message)
+    return text.strip().splitlines()[-1] if text.strip() else "it did not say why"

@@ -1,0 +1,264 @@
+"""Training, on one rank: the same lines on every rank, with a thread, a process or a GPU behind `comm`.
+
+    batches ─► executor.step ─► gradients.measure ─► clip ─► AdamW ─► row ─┬─ evaluate, now and then
+       ▲        the lane          one sum over all                         ├─ save, now and then
+       └───────────────────────────────────────────────────────────────────┴─ stop, if anybody was asked to
+
+What a step does depends on config and seed alone: schedules, ranks and copies change the order of sums, nothing else.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import resource
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from penstock.errors import RunError
+from penstock.ir.files import Plan
+from penstock.ir.program import lower
+from penstock.models import even_partition, token_loss
+from penstock.runtime import Comm, Executor, watching
+from penstock.train.checkpoint import Facts, Saver, load, newest_good, read_facts, sweep
+from penstock.train.config import Config
+from penstock.train.corpus import Corpus
+from penstock.train.data import Deal, Loader, wanted_by
+from penstock.train.history import History, Row, write_timeline
+from penstock.train.optimizer import Gradients, adamw, rate_at
+from penstock.train.weights import Holding, Sizes, draw, hold, put
+
+_log = logging.getLogger(__name__)
+Watch = Callable[[Row], None]
+STOP, SAVED = 0, 1  # what ranks tell each other with every step
+SLOTS = ("exp_avg", "exp_avg_sq", "step")  # of AdamW, for each parameter
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a run ended: after which step, and whether it was asked to stop before its last."""
+
+    step: int
+    stopped: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A run, the same on all ranks."""
+
+    config: Config
+    plan: Plan
+    sizes: Sizes
+    corpus: Corpus
+    folder: Path
+    resume: bool = False  # from the newest good checkpoint; without one, from the start if `fresh`, else an error
+    fresh: bool = False
+
+    @property
+    def partition(self) -> tuple[int, ...]:
+        """Layers of each part."""
+        return self.plan.partition or even_partition(self.sizes.layers, self.plan.schedule.parts)
+
+    @property
+    def checkpoints(self) -> Path:
+        """Their folder."""
+        return self.folder / "checkpoints"
+
+
+class Trainer:
+    """One rank of a run."""
+
+    def __init__(self, job: Job, comm: Comm, device: torch.device | None = None, watch: Watch | None = None) -> None:
+        self.job, self.comm, self.watch = job, comm, watch
+        self.device = device or torch.device("cpu")
+        config, schedule = job.config, job.plan.schedule
+        self.holding = hold(job.sizes, schedule, job.partition, comm.rank, self.device)
+        deal = Deal(config.rows, len(schedule.microbatches), config.run.accumulate, wanted_by(schedule, comm.rank))
+        self.loader = Loader(job.corpus, deal, config.run.seed, self.device)
+        self.executor = executor_of(job, self.holding, comm)
+        self.optimizer = adamw(self.holding.parameters, config.optimizer)
+        self.gradients = Gradients(self.holding, comm, self.device, words=2)
+        self.saver = Saver(job.checkpoints, comm.rank, comm.ranks, config.run.keep)
+        self.step = 0  # steps done
+
+    # ------------------------------------------------------------ beginning
+    def begin(self) -> None:
+        """Weights: drawn, read from a folder, or those of the newest good checkpoint."""
+        job, found = self.job, None
+        if job.resume:
+            found = newest_good(job.checkpoints, self.comm)
+            if found is None and not job.fresh:
+                raise RunError(f"there is no good checkpoint in {job.checkpoints}\n  start anew, without --resume")
+        if found is not None:
+            self.resume(found)
+        elif job.config.model.weights:
+            from penstock.train.hub import read_weights  # noqa: PLC0415  # safetensors, only where it is needed
+
+            put(self.holding, read_weights(Path(job.config.model.weights), self.holding.parameters, job.sizes))
+        else:
+            draw(self.holding, job.config.run.seed)
+
+    def resume(self, path: Path) -> None:
+        """Goes on from a checkpoint of the same model, whatever split has saved it."""
+        facts = read_facts(path)
+        theirs, ours = facts.get("model"), describe(self.job.sizes)
+        if theirs != ours:
+            raise RunError(f"{path} is of another model: {theirs}\n  this one is {ours}")
+        tensors = self.tensors(empty=True)
+        load(path, tensors)
+        for name, parameter in self.holding.parameters.items():
+            state = self.optimizer.state[parameter]
+            for slot in SLOTS:
+                state[slot] = tensors[f"optimizer.{slot}.{name}"].view(() if slot == "step" else parameter.shape)
+        self.loader.resume(facts["data"])
+        self.step = int(facts["step"])
+        if self.comm.rank == 0:
+            _log.info("going on from %s", path)
+
+    def tensors(self, empty: bool = False) -> dict[str, Tensor]:
+        """All that is saved, by name: weights and the optimizer's state. `empty`: to be filled, of all held."""
+        found: dict[str, Tensor] = {}
+        for name, parameter in self.holding.parameters.items():
+            if not empty and name not in self.holding.owned:
+                continue
+            found[name] = parameter.detach()
+            state = self.optimizer.state.get(parameter, {})
+            for slot in SLOTS:
+                blank = torch.zeros(1, device=self.device) if slot == "step" else torch.zeros_like(parameter)
+                tensor = blank if empty else state.get(slot, blank)
+                found[f"optimizer.{slot}.{name}"] = tensor.detach().reshape(1) if slot == "step" else tensor.detach()
+        return found
+
+    # ------------------------------------------------------------ running
+    def run(self, stop: Callable[[], bool] = lambda: False) -> Outcome:
+        """All steps, or as many as until somebody asks to stop; ends with a checkpoint."""
+        if self.comm.rank == 0:
+            sweep(self.job.checkpoints)
+        self.comm.barrier()
+        with watching(self.executor):
+            self.begin()
+            history = History(self.job.folder, self.step) if self.comm.rank == 0 else None
+            try:
+                stopped = self.steps(history, stop)
+                self.saver.finish(self.comm)
+            finally:
+                if history is not None:
+                    history.close()
+        return Outcome(self.step, stopped)
+
+    def steps(self, history: History | None, stop: Callable[[], bool]) -> bool:
+        """Step after step; whether it was asked to stop."""
+        settings = self.job.config.run
+        while self.step < settings.steps:
+            began = time.perf_counter()
+            timed = bool(settings.timed) and (self.step + 1) % settings.timed == 0
+            loss, bubble = self.forward_and_back(timed)
+            norm, memory, words = self.gradients.measure(_memory(self.device), self.words(stop))
+            if self.saver.step is not None and words[SAVED] == self.comm.ranks:
+                self.saver.commit()
+            if not math.isfinite(loss) or not math.isfinite(norm):
+                self.give_up(loss, norm)
+            rate = self.update(norm)
+            seconds = time.perf_counter() - began
+            self.step += 1
+            due = bool(settings.evaluate) and self.step % settings.evaluate == 0
+            evaluation = self.evaluate() if due or self.step == settings.steps else None
+            if history is not None:
+                tokens, epoch = self.loader.deal.sequences * self.loader.corpus.length, self.loader.epoch
+                row = Row(self.step, loss, norm, rate, seconds, tokens, max(memory), epoch, bubble, evaluation)
+                history.put(row)
+                if self.watch is not None:
+                    self.watch(row)
+            last = words[STOP] > 0 or self.step == settings.steps
+            if last or (settings.save and self.step % settings.save == 0):
+                self.save()
+            if words[STOP]:
+                return True
+        return False
+
+    def words(self, stop: Callable[[], bool]) -> list[int]:
+        """What this rank tells the others: whether it was asked to stop, and whether its share is saved."""
+        return [int(stop()), int(self.saver.step is not None and self.saver.done())]
+
+    def forward_and_back(self, timed: bool) -> tuple[float, float | None]:
+        """All passes of a step: the loss, and the bubble if it was timed."""
+        results = [self.executor.step(batch, timed) for batch in self.loader.step()]
+        loss = sum(result.loss for result in results)
+        timeline = results[-1].timeline
+        if timeline is None:
+            return loss, None
+        if self.comm.rank == 0:
+            write_timeline(self.job.folder, self.step + 1, timeline)
+        return loss, timeline.bubble
+
+    def update(self, norm: float) -> float:
+        """Moves the weights; the rate at which."""
+        settings = self.job.config
+        rate = rate_at(self.step, settings.run.steps, settings.optimizer)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.gradients.clip(norm, settings.optimizer.clip)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return rate
+
+    def evaluate(self) -> float | None:
+        """The mean loss on what is held out; None if nothing is."""
+        batches = self.loader.evaluation(self.job.config.run.evaluations)
+        losses = [self.executor.evaluate(batch) for batch in batches]
+        return sum(losses) / len(losses) if losses else None
+
+    # ------------------------------------------------------------ saving
+    def save(self) -> None:
+        """Begins a checkpoint; one that is still on its way is waited for."""
+        if self.saver.step is not None:
+            self.saver.finish(self.comm)
+        self.saver.begin(self.step, self.tensors(), self.facts())
+
+    def facts(self) -> Facts:
+        """What a checkpoint says of itself."""
+        return {
+            "model": describe(self.job.sizes), "data": self.loader.state(), "tokenizer": self.job.config.data.tokenizer,
+            "schedule": self.job.plan.name, "ranks": self.comm.ranks, "partition": list(self.job.partition),
+        }  # fmt: skip
+
+    def give_up(self, loss: float, norm: float) -> None:
+        """A loss or a gradient that is no number: the weights before this step are saved, then it ends."""
+        self.loader.seen -= self.loader.deal.sequences  # the step was not made
+        if self.saver.step is not None:
+            self.saver.finish(self.comm)
+        self.saver.begin(self.step, self.tensors(), self.facts())
+        self.saver.finish(self.comm)
+        raise RunError(
+            f"in step {self.step + 1} the loss is {loss:g} and the norm of the gradients {norm:g}\n"
+            f"  the weights before that step are saved in {self.job.checkpoints}; go on with --resume and a lower "
+            "optimizer.rate, a lower optimizer.clip or a longer optimizer.warmup"
+        )
+
+
+def executor_of(job: Job, holding: Holding, comm: Comm) -> Executor:
+    """The rank's lane of the plan, ready to run."""
+    run, schedule = job.config.run, job.plan.schedule
+    mine = frozenset(holding.stages) if run.recompute else frozenset()
+    return Executor(
+        lower(schedule), holding.stages, comm, token_loss, holding.width, recompute=mine,
+        autocast=torch.bfloat16 if run.precision == "bfloat16" else None, tied=holding.tied,
+    )  # fmt: skip
+
+
+def describe(sizes: Sizes) -> dict[str, object]:
+    """A model in plain values."""
+    return {"family": type(sizes).__name__.removesuffix("Config").lower(), **asdict(sizes)}
+
+
+def _memory(device: torch.device) -> int:
+    """The most bytes this rank has had: of the GPU, or of the process."""
+    if device.type == "cuda":
+        return int(torch.cuda.max_memory_allocated(device))
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

@@ -1,0 +1,93 @@
+"""AdamW over all ranks as one: one rate, one norm of all gradients, each parameter counted once.
+
+    rate     ╱‾‾╲            rises over the warm-up, falls along half a cosine to its last share
+           ╱      ╲___
+
+    rank 0  ‖g‖² of its parameters ─┐                    the squares travel by parameter, each from its owner,
+    rank 1  ‖g‖² of its parameters ─┼─► one column ──► norm      and are added in one order: the same bits whatever
+    rank 2  ...                     ─┘                    the split
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from penstock.runtime import Comm
+from penstock.train.config import Optimizer
+from penstock.train.weights import Holding
+
+TINY = 1e-6  # added to a norm before dividing by it, as torch does
+
+
+def adamw(parameters: Mapping[str, nn.Parameter], settings: Optimizer) -> torch.optim.AdamW:
+    """Matrices decay, vectors do not. Fused: one pass over the memory instead of several."""
+    matrices = [parameter for parameter in parameters.values() if parameter.dim() > 1]
+    vectors = [parameter for parameter in parameters.values() if parameter.dim() < 2]
+    groups = [{"params": matrices, "weight_decay": settings.decay}, {"params": vectors, "weight_decay": 0.0}]
+    return torch.optim.AdamW(
+        [group for group in groups if group["params"]],
+        lr=settings.rate, betas=(settings.beta1, settings.beta2), eps=settings.eps, fused=True,
+    )  # fmt: skip
+
+
+def rate_at(step: int, steps: int, settings: Optimizer) -> float:
+    """The learning rate of a step, counted from 0.
+
+    >>> from penstock.train.config import Optimizer
+    >>> [round(rate_at(step, 10, Optimizer(rate=1.0, warmup=2, final=0.1)), 3) for step in (0, 1, 2, 6, 9)]
+    [0.5, 1.0, 1.0, 0.55, 0.134]
+    """
+    if step < settings.warmup:
+        return settings.rate * (step + 1) / settings.warmup
+    done = (step - settings.warmup) / max(steps - settings.warmup, 1)
+    wave = 0.5 * (1 + math.cos(math.pi * min(done, 1.0)))
+    return settings.rate * (settings.final + (1 - settings.final) * wave)
+
+
+class Gradients:
+    """A rank's gradients, measured together with those of all others.
+
+    One sum a step carries everything that ranks tell each other: squares, a column of memory, and `words`, small
+    counts that every rank adds to (who wants to stop, who has saved).
+    """
+
+    def __init__(self, holding: Holding, comm: Comm, device: torch.device, words: int) -> None:
+        self.holding, self.comm, self.device, self.words = holding, comm, device, words
+        place = {name: number for number, name in enumerate(holding.names)}
+        self.counted = [name for name in holding.parameters if name in holding.owned]
+        self.places = torch.tensor([place[name] for name in self.counted], dtype=torch.long, device=device)
+
+    def measure(self, memory: int, words: list[int]) -> tuple[float, list[int], list[int]]:
+        """The norm of all gradients; of every rank its bytes; the sums of the words. All ranks call it."""
+        names, ranks = len(self.holding.names), self.comm.ranks
+        column = torch.zeros(names + ranks + self.words, dtype=torch.float64, device=self.device)
+        squares = self._squares()
+        if squares is not None:
+            column[self.places] = squares
+        column[names + self.comm.rank] = float(memory)
+        column[names + ranks :] = torch.tensor(words, dtype=torch.float64)
+        self.comm.add(column, tuple(range(ranks))).wait()
+        found = column.cpu()
+        norm = math.sqrt(float(found[:names].sum()))
+        told = [int(value) for value in found[names:].tolist()]
+        return norm, told[:ranks], told[ranks:]
+
+    def _squares(self) -> Tensor | None:
+        """Of each parameter that this rank counts; one without a gradient has none."""
+        if not self.counted:
+            return None
+        found = [self.holding.parameters[name].grad for name in self.counted]
+        zero = torch.zeros((), device=self.device)
+        present = [grad for grad in found if grad is not None]
+        norms = iter(torch._foreach_norm(present)) if present else iter(())
+        return torch.stack([zero if grad is None else next(norms) for grad in found]).double().square()
+
+    def clip(self, norm: float, most: float) -> None:
+        """Scales all gradients so that their norm is at most so much; 0: any."""
+        if most and norm > most:
+            found = [parameter.grad for parameter in self.holding.parameters.values() if parameter.grad is not None]
+            torch._foreach_mul_(found, most / (norm + TINY))

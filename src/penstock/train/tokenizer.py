@@ -1,0 +1,106 @@
+"""From text to numbers and back: bytes as they are, or a tokenizer.json of Hugging Face's.
+
+    bytes            "def" ──► 100 101 102            256 words; 0 stands between two documents
+    tokenizer.json   "def" ──► 4299                   needs the package `tokenizers`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.errors import FileError, RunError
+from penstock.train.config import BYTES
+
+ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eot_id|>", "[SEP]")  # of a document, in known families
+Tokens = NDArray[np.uint16] | NDArray[np.uint32]
+
+
+class Tokenizer(Protocol):
+    """What the data needs of one."""
+
+    @property
+    def vocab(self) -> int:
+        """How many words it has."""
+        ...
+
+    @property
+    def end(self) -> int | None:
+        """The word that stands between two documents, if there is one."""
+        ...
+
+    def encode(self, raw: bytes, source: str) -> Tokens:
+        """A document as words; `source` is its name in errors."""
+        ...
+
+    def decode(self, words: Sequence[int]) -> str:
+        """Words as text; what is no text is marked."""
+        ...
+
+
+class ByteTokenizer:
+    """Every byte is a word."""
+
+    vocab, end = 256, 0
+
+    def encode(self, raw: bytes, source: str) -> Tokens:
+        """The bytes."""
+        return np.frombuffer(raw, dtype=np.uint8).astype(np.uint16)
+
+    def decode(self, words: Sequence[int]) -> str:
+        """The text of these bytes.
+
+        >>> ByteTokenizer().decode([104, 105])
+        'hi'
+        """
+        return bytes(words).decode("utf-8", errors="replace")
+
+
+class FileTokenizer:
+    """A tokenizer.json."""
+
+    def __init__(self, path: str) -> None:
+        try:
+            from tokenizers import Tokenizer as Theirs  # noqa: PLC0415  # optional
+        except ModuleNotFoundError:
+            raise RunError(f"{path} needs the package tokenizers: pip install 'penstock[hf]'") from None
+        if not Path(path).is_file():
+            raise FileError(f"there is no tokenizer {path}\n  data.tokenizer is bytes, or a tokenizer.json that exists")
+        try:
+            self.theirs = Theirs.from_file(path)
+        except Exception as error:  # it raises nothing more special
+            raise FileError(f"{path} is no tokenizer.json: {error}") from None
+
+    @property
+    def vocab(self) -> int:
+        """Added words are words."""
+        return int(self.theirs.get_vocab_size(with_added_tokens=True))
+
+    @property
+    def end(self) -> int | None:
+        """The first of the usual ones that it knows."""
+        found = (self.theirs.token_to_id(word) for word in ENDS)
+        return next((int(number) for number in found if number is not None), None)
+
+    def encode(self, raw: bytes, source: str) -> Tokens:
+        """Without special words around it: they are put between documents by whoever packs them."""
+        try:
+            text = raw.decode("utf-8")
+        except UnicodeDecodeError as error:
+            what = f"{source} is not text: byte {error.start} is no UTF-8"
+            raise FileError(f"{what}\n  leave it out, or use bytes") from None
+        words = self.theirs.encode(text, add_special_tokens=False).ids
+        return np.asarray(words, dtype=np.uint16) if self.vocab <= 1 << 16 else np.asarray(words, dtype=np.uint32)
+
+    def decode(self, words: Sequence[int]) -> str:
+        """The text of these words."""
+        return str(self.theirs.decode(list(words), skip_special_tokens=False))
+
+
+def tokenizer_of(name: str) -> Tokenizer:
+    """By its name in a config."""
+    return ByteTokenizer() if name == BYTES else FileTokenizer(name)

@@ -1,0 +1,174 @@
+"""One rank of a run as a process: under our own launcher, or under torchrun. It finds all it needs in the run's folder.
+
+    RUN/config.toml    what to do          RUN/stop          somebody asks all to stop after this step
+    RUN/plan.json      in which order      RUN/ranks/3.pid   which process is rank 3
+
+SIGINT and SIGTERM ask for the same as the file: the step is finished, a checkpoint is saved, all ranks leave.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import wait
+from pathlib import Path
+from types import FrameType
+
+import torch
+
+from penstock.errors import PeerLostError, PenstockError, RunError, StuckError
+from penstock.ir.files import read_plan
+from penstock.runtime import ProcessComm, finish, init
+from penstock.train.checkpoint import newest
+from penstock.train.config import Config
+from penstock.train.config_file import read_config
+from penstock.train.corpus import open_corpus
+from penstock.train.hub import read_sizes
+from penstock.train.loop import Job, Trainer, Watch
+from penstock.train.tokenizer import tokenizer_of
+from penstock.train.weights import Sizes, sizes_of
+
+CONFIG, PLAN, STOP, PIDS, FAILURE = "config.toml", "plan.json", "stop", "ranks", "failure.json"
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """How a rank ended: after which step; asked to stop; or by a mistake of the user's, which a restart cannot mend."""
+
+    step: int = 0
+    stopped: bool = False
+    error: str = ""
+    text: str = ""
+
+
+def work(folder: Path, resume: bool, watch: Watch | None = None) -> Verdict:
+    """Trains as the rank that the environment names. What a restart may mend is raised; what not, returned."""
+    again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+    over = _over(folder) if again else None
+    if over is not None:
+        return over
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    try:
+        trainer, stop = _ready(folder, resume or again, again, watch)
+    except (PeerLostError, StuckError):
+        raise
+    except PenstockError as error:  # of this rank alone: the others wait for it, and learn of it when all start again
+        (folder / FAILURE).write_text(json.dumps([type(error).__name__, str(error)]), encoding="utf-8")
+        raise
+    try:
+        outcome = trainer.run(stop)
+    except (PeerLostError, StuckError):
+        raise
+    except PenstockError as error:  # all ranks know it
+        return Verdict(error=type(error).__name__, text=str(error))
+    finish()
+    return Verdict(outcome.step, outcome.stopped)
+
+
+def _over(folder: Path) -> Verdict | None:
+    """Whether there is nothing to start again: somebody asked to stop, or a rank has said why it cannot even begin."""
+    found = failure(folder)
+    if found is not None:
+        return found
+    if (folder / STOP).exists():  # a worker was ended before it could say that it had stopped
+        done = newest(folder / "checkpoints")
+        return Verdict(int(done[0].name[5:]) if done else 0, stopped=True)
+    return None
+
+
+def failure(folder: Path) -> Verdict | None:
+    """What a rank has written down before it gave up."""
+    try:
+        kind, text = json.loads((folder / FAILURE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return Verdict(error=str(kind), text=str(text))
+
+
+def _ready(folder: Path, resume: bool, again: bool, watch: Watch | None) -> tuple[Trainer, Callable[[], bool]]:
+    """All that comes before the first step, and who is asked whether to stop."""
+    config = read_config(folder / CONFIG)
+    torch.set_num_threads(config.run.threads or max(1, (os.cpu_count() or 1) // _neighbours()))
+    comm = join(config)
+    asked = threading.Event()
+    _listen(asked)  # not before: a rank that cannot reach the others should end at once
+    if again and comm.rank == 0:
+        turn = os.environ["TORCHELASTIC_RESTART_COUNT"]
+        _log.warning("a worker was lost; restart %s of %d", turn, config.run.restarts)
+    _sign(folder, comm.rank)
+    job = job_of(folder, config, resume, again)
+    stop = folder / STOP
+    return Trainer(job, comm, comm.device, watch), lambda: asked.is_set() or (comm.rank == 0 and stop.exists())
+
+
+def join(config: Config) -> ProcessComm:
+    """The connection to the other ranks: NCCL where every rank has a GPU, else gloo; as the config says."""
+    if config.run.device == "cpu":
+        return init("gloo", config.run.patience, "cpu")
+    if config.run.device == "cuda":
+        if not torch.cuda.is_available():
+            raise RunError("run.device = cuda, but torch sees no GPU here\n  say auto, or cpu")
+        gpu = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+        torch.cuda.set_device(gpu)
+        return init(None, config.run.patience, gpu)  # gloo through the CPU where ranks share a GPU
+    return init(None, config.run.patience)
+
+
+def job_of(folder: Path, config: Config, resume: bool = False, fresh: bool = False) -> Job:
+    """The run that a folder describes."""
+    plan = read_plan(folder / PLAN)
+    corpus = open_corpus(config.data, cache_of(config, folder))
+    return Job(config, plan, sizes_for(config), corpus, folder, resume, fresh)
+
+
+def sizes_for(config: Config) -> Sizes:
+    """Of the model that a config asks for, from its folder if it starts from one."""
+    words = tokenizer_of(config.data.tokenizer).vocab
+    if not config.model.weights:
+        return sizes_of(config.model, words, config.data.tokens)
+    sizes = read_sizes(Path(config.model.weights))
+    if sizes.vocab < words:
+        raise RunError(f"the model in {config.model.weights} has {sizes.vocab} words, the tokenizer {words}\n"
+                       "  data.tokenizer must be the one that it was trained with")  # fmt: skip
+    return sizes
+
+
+def cache_of(config: Config, folder: Path) -> Path:
+    """Where its tokens are kept."""
+    return Path(config.data.cache).expanduser() if config.data.cache else folder.parent / "cache"
+
+
+def _neighbours() -> int:
+    """Ranks of this machine."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")))
+
+
+def _listen(asked: threading.Event) -> None:
+    """A signal asks to stop; it interrupts nothing."""
+
+    def note(number: int, frame: FrameType | None) -> None:
+        asked.set()
+
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, note)
+
+
+def _sign(folder: Path, rank: int) -> None:
+    (folder / PIDS).mkdir(parents=True, exist_ok=True)
+    (folder / PIDS / f"{rank}.pid").write_text(f"{os.getpid()}\n")
+
+
+def _end_with_parent() -> None:
+    """A worker whose launcher is gone ends too."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        wait([parent.sentinel])
+        os._exit(1)

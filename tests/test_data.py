@@ -1,0 +1,235 @@
+"""Text becomes batches: all of it, once an epoch, in an order that can be taken up anywhere."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock import make
+from penstock.errors import FileError, RunError
+from penstock.train.config import Data
+from penstock.train.corpus import Corpus, cut, files_of, open_corpus
+from penstock.train.data import Deal, Loader, wanted_by
+from penstock.train.order import shuffled
+from penstock.train.tokenizer import ByteTokenizer, tokenizer_of
+
+
+def corpus_of(tokens: int = 1001, length: int = 10, held_out: float = 0.1) -> Corpus:
+    """Token k is k, so that a sequence shows where it is from."""
+    return cut(np.arange(tokens, dtype=np.uint16), replace(Data(), tokens=length, held_out=held_out), "digest")
+
+
+def numbers(loader: Loader, batches) -> list[int]:
+    """Which sequences a step has, in order."""
+    return [int(row[0]) // loader.corpus.length for batch in batches for x in batch.inputs for row in x]
+
+
+# ---------------------------------------------------------------- order
+@given(st.integers(1, 700), st.integers(0, 2**63 - 1), st.integers(0, 5))
+@settings(max_examples=60, deadline=None)
+def test_an_epoch_is_a_permutation_of_all_sequences(length, seed, epoch):
+    assert sorted(shuffled(epoch * length + k, length, seed) for k in range(length)) == list(range(length))
+
+
+def test_seeds_and_epochs_shuffle_differently_and_far():
+    orders = {tuple(shuffled(e * 500 + k, 500, seed) for k in range(500)) for seed in range(4) for e in range(4)}
+    assert len(orders) == 16
+    for order in orders:
+        assert abs(float(np.corrcoef(order, range(500))[0, 1])) < 0.2
+
+
+# ---------------------------------------------------------------- batches
+def test_a_label_is_the_next_token_and_every_token_has_one():
+    batch = Loader(corpus_of(), Deal(rows=3, microbatches=2), seed=0).step()[0]
+    for x, y in zip(batch.inputs, batch.labels, strict=True):
+        assert torch.equal(y, x + 1)
+    assert batch.valid == 60
+
+
+def test_every_sequence_is_seen_once_an_epoch_and_held_out_ones_never():
+    loader = Loader(corpus_of(), Deal(rows=3, microbatches=5), seed=1)
+    seen = Counter(n for _ in range(12) for n in numbers(loader, loader.step()))  # 180 = 2 * 90
+    assert set(seen) == set(range(90))
+    assert set(seen.values()) == {2}
+    held = numbers(loader, loader.evaluation(1))
+    assert set(held) == set(range(90, 100))
+
+
+@pytest.mark.parametrize("copies", [2, 3])
+def test_each_replica_sees_its_own_shard_once_an_epoch(copies):
+    schedule = make("1f1b", ranks=2, microbatches=3, copies=copies)
+    ranks = [schedule.stages[microbatch.path[0]].rank for microbatch in schedule.microbatches]
+    loader = Loader(corpus_of(), Deal(rows=2, microbatches=len(schedule.microbatches)), seed=3)
+    shards: dict[int, list[int]] = {}
+    for _ in range(90 // loader.deal.sequences):
+        batch = loader.step()[0]
+        for rank, x in zip(ranks, batch.inputs, strict=True):
+            shards.setdefault(rank, []).extend(int(row[0]) // 10 for row in x)
+    assert len(shards) == copies
+    everything = [n for shard in shards.values() for n in shard]
+    assert len(everything) == len(set(everything)) == 90 // loader.deal.sequences * loader.deal.sequences
+
+
+def test_the_order_does_not_depend_on_how_a_step_is_cut():
+    steps = []
+    for rows, microbatches, passes in ((12, 1, 1), (3, 4, 1), (2, 3, 2), (1, 2, 6)):
+        loader = Loader(corpus_of(), Deal(rows, microbatches, passes), seed=5)
+        steps.append([numbers(loader, loader.step()) for _ in range(9)])
+    assert all(step == steps[0] for step in steps)
+
+
+def test_a_rank_reads_only_what_begins_or_ends_on_it():
+    schedule = make("1f1b", ranks=3, microbatches=2, copies=2)
+    assert [sorted(wanted_by(schedule, rank)) for rank in range(6)] == [[0, 1], [], [0, 1], [2, 3], [], [2, 3]]
+    whole = Loader(corpus_of(), Deal(rows=2, microbatches=4), seed=0).step()[0]
+    some = Loader(corpus_of(), Deal(rows=2, microbatches=4, wanted=frozenset({1})), seed=0).step()[0]
+    assert some.shapes == whole.shapes
+    assert some.valid == whole.valid
+    assert torch.equal(some.inputs[1], whole.inputs[1])
+    assert not some.inputs[0].any()
+
+
+@given(st.integers(0, 40), st.integers(1, 4), st.integers(1, 4))
+@settings(max_examples=30, deadline=None)
+def test_a_loader_goes_on_in_the_middle_of_an_epoch_as_if_it_had_never_stopped(steps, rows, microbatches):
+    first = Loader(corpus_of(), Deal(rows, microbatches), seed=7)
+    for _ in range(steps):
+        first.step()
+    state = json.loads(json.dumps(first.state()))
+    second = Loader(corpus_of(), Deal(rows, microbatches), seed=7)
+    second.resume(state)
+    for _ in range(3):
+        assert numbers(first, first.step()) == numbers(second, second.step())
+
+
+@pytest.mark.parametrize("change", [{"seed": 8}, {"length": 11}, {"digest": "other"}])
+def test_going_on_with_other_data_is_refused(change):
+    loader = Loader(corpus_of(), Deal(1, 1), seed=7)
+    with pytest.raises(RunError, match=f"its {next(iter(change))} is"):
+        loader.resume(loader.state() | change)
+
+
+def test_a_mean_over_passes_counts_the_labels_of_all():
+    passes = Loader(corpus_of(), Deal(rows=1, microbatches=2, passes=3), seed=0).step()
+    assert [batch.valid for batch in passes] == [60, 60, 60]
+
+
+# ---------------------------------------------------------------- text
+def test_files_folders_and_lines_of_json_are_packed_one_after_the_other(tmp_path):
+    (tmp_path / "folder" / "deep").mkdir(parents=True)
+    (tmp_path / "one.txt").write_text("abc")
+    (tmp_path / "folder" / "deep" / "two.md").write_text("de")
+    (tmp_path / "folder" / "left.bin").write_text("zzz")
+    (tmp_path / "three.jsonl").write_text('{"text": "fg"}\n\n{"text": "h", "more": 1}\n')
+    sources = tuple(str(tmp_path / name) for name in ("one.txt", "folder", "three.jsonl"))
+    corpus = open_corpus(replace(Data(), sources=sources, tokens=3, held_out=0.0), tmp_path / "cache")
+    assert bytes(corpus.tokens.astype(np.uint8)) == b"abc\0de\0fg\0h\0"
+    assert (corpus.trained, corpus.held_out) == (3, 0)
+
+
+def test_the_cache_is_mapped_and_made_once_until_the_text_changes(tmp_path):
+    text, cache = tmp_path / "a.txt", tmp_path / "cache"
+    text.write_text("x" * 100)
+    data = replace(Data(), sources=(str(text),), tokens=10)
+    first = open_corpus(data, cache)
+    assert isinstance(first.tokens, np.memmap)
+    made = {file: file.stat().st_mtime_ns for file in cache.iterdir()}
+    assert len(made) == 2
+    open_corpus(data, cache)
+    assert {file: file.stat().st_mtime_ns for file in cache.iterdir()} == made
+    text.write_text("y" * 101)
+    other = open_corpus(data, cache)
+    assert (len(other.tokens), other.digest != first.digest) == (102, True)
+
+
+def test_a_cache_that_was_cut_off_is_made_again(tmp_path):
+    text, cache = tmp_path / "a.txt", tmp_path / "cache"
+    text.write_text("x" * 100)
+    data = replace(Data(), sources=(str(text),), tokens=10)
+    open_corpus(data, cache)
+    row = next(cache.glob("*.bin"))
+    row.write_bytes(row.read_bytes()[:50])
+    assert len(open_corpus(data, cache).tokens) == 101
+
+
+def test_pythons_own_library_is_the_default_text():
+    files = files_of(Data())
+    names = {file.name for file in files}
+    assert {"argparse.py", "random.py"} <= names
+    assert not any("site-packages" in file.parts or "test" in file.parts for file in files)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        ("bad.jsonl", '{"text": "a"}\n{"text"\n', "bad.jsonl:2: this line is no JSON"),
+        ("bad.jsonl", '{"body": "a"}\n', "no text under 'text'; it has 'body'"),
+        ("bad.jsonl", "[1]\n", "no text under 'text'"),
+        ("short.txt", "abc", "too few for sequences of 10"),
+        ("empty.txt", "", "too few for sequences of 10"),
+    ],
+)
+def test_text_that_cannot_be_used_is_said_where(tmp_path, name, text, words):
+    (tmp_path / name).write_text(text)
+    with pytest.raises(FileError) as caught:
+        open_corpus(replace(Data(), sources=(str(tmp_path / name),), tokens=10), tmp_path / "cache")
+    assert words in str(caught.value)
+    assert not list((tmp_path / "cache").glob("*.part"))
+
+
+def test_a_source_that_is_not_there_and_a_folder_without_text_are_named(tmp_path):
+    with pytest.raises(FileError, match="no such file or folder"):
+        files_of(replace(Data(), sources=(str(tmp_path / "none"),)))
+    with pytest.raises(FileError, match="has no file that ends in"):
+        files_of(replace(Data(), sources=(str(tmp_path),)))
+
+
+def test_a_cache_that_cannot_be_written_is_said_so(tmp_path):
+    (tmp_path / "a.txt").write_text("x" * 100)
+    (tmp_path / "cache").write_text("a file where a folder should be")
+    with pytest.raises(FileError, match="cannot write the token cache"):
+        open_corpus(replace(Data(), sources=(str(tmp_path / "a.txt"),), tokens=10), tmp_path / "cache")
+
+
+# ---------------------------------------------------------------- tokenizers
+def test_bytes_come_back_and_rubbish_is_marked():
+    tokenizer = ByteTokenizer()
+    assert tokenizer.decode(tokenizer.encode("naïve".encode(), "x").tolist()) == "naïve"
+    assert tokenizer.decode([255, 104]) == "\ufffdh"
+
+
+def test_a_tokenizer_json_makes_the_words_that_its_own_library_makes(tmp_path):
+    tokenizers = pytest.importorskip("tokenizers")
+    theirs = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token="<unk>"))
+    theirs.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    trainer = tokenizers.trainers.BpeTrainer(special_tokens=["<unk>", "</s>"], vocab_size=40, show_progress=False)
+    theirs.train_from_iterator(["the cat sat on the mat", "the dog"], trainer)
+    path = str(tmp_path / "tokenizer.json")
+    theirs.save(path)
+    (tmp_path / "a.txt").write_text("the cat")
+    (tmp_path / "b.txt").write_text("the dog")
+    ours = tokenizer_of(path)
+    sources = (str(tmp_path / "a.txt"), str(tmp_path / "b.txt"))
+    corpus = open_corpus(replace(Data(), sources=sources, tokenizer=path, tokens=2), tmp_path / "cache")
+    end = theirs.token_to_id("</s>")
+    assert corpus.tokens.tolist() == [*theirs.encode("the cat").ids, end, *theirs.encode("the dog").ids, end]
+    assert ours.vocab == theirs.get_vocab_size()
+    with pytest.raises(FileError, match="byte 0 is no UTF-8"):
+        ours.encode(b"\xff", "some file")
+
+
+def test_a_tokenizer_that_is_none_is_said_so(tmp_path):
+    pytest.importorskip("tokenizers")
+    with pytest.raises(FileError, match="there is no tokenizer"):
+        tokenizer_of(str(tmp_path / "none.json"))
+    Path(tmp_path / "bad.json").write_text("{}")
+    with pytest.raises(FileError, match="is no tokenizer"):
+        tokenizer_of(str(tmp_path / "bad.json"))

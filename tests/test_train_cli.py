@@ -1,0 +1,285 @@
+"""Training as a user meets it: real processes, killed, stopped, resumed; and what is said when it cannot be."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import penstock
+from penstock.cli import main
+from penstock.ir import read_plan
+from penstock.runtime import run_threads
+from penstock.train.config import PRESETS, Config
+from penstock.train.config_file import load_config, read_config
+from penstock.train.history import Row, read_rows
+from penstock.train.loop import Trainer
+from penstock.train.worker import job_of
+
+SMALL = """
+[model]
+layers = 4
+width = 32
+heads = 4
+inner = 64
+[data]
+tokens = 32
+batch = 8
+[schedule]
+name = "hanayo"
+ranks = 2
+microbatches = 4
+[optimizer]
+warmup = 5
+[run]
+steps = 12
+evaluate = 0
+save = 3
+timed = 5
+threads = 1
+"""
+
+
+@pytest.fixture
+def text(tmp_path):
+    """A folder with some text and a config."""
+    lines = [f"the {n % 7} cats sat on {n % 5} mats and said {n % 3}\n" for n in range(3000)]
+    (tmp_path / "text.txt").write_text("".join(lines))
+    (tmp_path / "config.toml").write_text(SMALL.replace("[data]", '[data]\nsources = ["text.txt"]'))
+    return tmp_path
+
+
+def environment(**more: str) -> dict[str, str]:
+    return os.environ | {"PYTHONPATH": str(Path(penstock.__file__).parents[1]), "COLUMNS": "200"} | more
+
+
+@dataclass
+class Done:
+    code: int
+    out: str
+    err: str
+
+
+def run(folder: Path, line: str, **more: str) -> Done:
+    """A command line of its own process, as from a shell."""
+    command, env = [sys.executable, "-W", "error", "-m", "penstock", *line.split()], environment(**more)
+    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=150, check=False)
+    return Done(done.returncode, done.stdout, done.stderr)
+
+
+def start(folder: Path, line: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "penstock", *line.split()]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, cwd=folder, env=environment(), stdout=pipe, stderr=pipe, text=True)
+
+
+def weights(run_folder: Path, step: int) -> dict[str, torch.Tensor]:
+    """Everything that a checkpoint holds, read without our code."""
+    files = (run_folder / "checkpoints" / f"step-{step:08d}").glob("*.safetensors")
+    return {name: tensor for file in files for name, tensor in load_file(file).items()}
+
+
+def wait_for(folder: Path, steps: int, seconds: float = 120.0) -> None:
+    late = time.monotonic() + seconds
+    while len(read_rows(folder)) < steps:
+        assert time.monotonic() < late, "it does not train"
+        time.sleep(0.02)
+
+
+@pytest.fixture
+def here(monkeypatch, capsys, text):
+    """Runs a command line in this process; gives exit code, stdout, stderr."""
+    monkeypatch.chdir(text)
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def call(line: str) -> Done:
+        monkeypatch.setattr(sys, "argv", ["penstock", *line.split()])
+        code = 0
+        try:
+            main()
+        except SystemExit as stopped:
+            code = stopped.code if isinstance(stopped.code, int) else 0
+        out, err = capsys.readouterr()
+        return Done(code, out, err)
+
+    return call
+
+
+# ---------------------------------------------------------------- a whole run
+def test_a_run_ends_with_a_curve_a_report_a_checkpoint_and_a_sample(text, here):
+    done = run(text, "train config.toml --sample 20")
+    assert done.code == 0, done.err
+    folder = text / "runs" / "config"
+    rows = read_rows(folder)
+    assert [row.step for row in rows] == list(range(1, 13))
+    assert rows[-1].loss < rows[0].loss - 0.3
+    for words in ("model ", "schedule ", "2 processes on", "gloo", "step 12/12", "tokens/s", "norm ", "bubble ", " MB"):
+        assert words in done.err, words
+    for words in ("trained 12 steps", "report ", "checkpoint ", "a sample", "def "):
+        assert words in done.out, words
+    page = (folder / "report.html").read_text()
+    assert page.count("<svg") == 4
+    assert "predicted" in page
+    assert "measured, step 10" in page
+    assert (folder / "checkpoints" / "step-00000012" / "checkpoint.json").is_file()
+    assert read_plan(folder / "plan.json").schedule.ranks == 2
+    assert list((folder / "tensorboard").iterdir())
+    assert "Traceback" not in done.err
+    assert here("report runs/config -o again.html").code == 0
+    assert (text / "again.html").read_text().count("<svg") == 4
+    drawn = here("generate runs/config --prompt the --tokens 15 --temperature 0")
+    assert drawn.out.startswith("the")
+    assert here("export runs/config -o hub").code == 0
+    assert json.loads((text / "hub" / "config.json").read_text())["model_type"] == "llama"
+    assert here("generate hub --prompt the --tokens 15 --temperature 0").out == drawn.out
+
+
+# ---------------------------------------------------------------- trouble
+def undisturbed(folder: Path, other: Path) -> list[Row]:
+    """The run of a folder once more, in another, with threads for ranks."""
+    job = replace(job_of(folder, read_config(folder / "config.toml")), folder=other)
+    run_threads(job.plan.schedule.ranks, lambda comm: Trainer(job, comm).run())
+    return read_rows(other)
+
+
+def test_a_killed_worker_is_replaced_and_the_weights_are_those_of_an_undisturbed_run(text, here):
+    process = start(text, "train config.toml --set run.steps=40 --set run.save=5 --set run.timed=0 --sample 0")
+    folder = text / "runs" / "config"
+    wait_for(folder, 12)
+    os.kill(int((folder / "ranks" / "1.pid").read_text()), signal.SIGKILL)
+    out, err = process.communicate(timeout=150)
+    assert process.returncode == 0, err
+    assert "a worker was lost; restart 1 of 3" in err
+    assert re.search(r"going on from runs/config/checkpoints/step-000000\d\d", err)
+    assert "trained 40 steps" in out
+    quiet = undisturbed(folder, text / "quiet")
+    assert [row.loss for row in read_rows(folder)] == [row.loss for row in quiet]
+    one, other = weights(text / "quiet", 40), weights(folder, 40)
+    assert set(one) == set(other)
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_ctrl_c_saves_and_ends_and_the_run_goes_on_from_there(text):
+    process = start(text, "train config.toml --set run.steps=400 --set run.save=0 --set run.timed=0 --sample 0")
+    folder = text / "runs" / "config"
+    wait_for(folder, 4)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=150)
+    assert process.returncode == 0, err
+    stopped = int(re.search(r"stopped after (\d+) steps", out)[1])
+    assert 4 <= stopped < 400
+    assert "go on with  penstock train runs/config --resume" in out
+    assert not (folder / "stop").exists()
+    more = run(text, f"train runs/config --resume --sample 0 --set run.steps={stopped + 3} --set schedule.name=1f1b")
+    assert more.code == 0, more.err
+    assert f"going on from runs/config/checkpoints/step-{stopped:08d}" in more.err
+    assert [row.step for row in read_rows(folder)] == list(range(1, stopped + 4))
+
+
+def test_under_torchrun_it_is_the_same_run(text, here):
+    line = "train config.toml --sample 0 --set run.steps=4 --set run.folder=runs/torchrun"
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    env = environment(GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1")
+    command = [*launcher, "-m", "penstock", *line.split()]
+    done = subprocess.run(command, cwd=text, env=env, capture_output=True, text=True, timeout=150, check=False)
+    assert done.returncode == 0, done.stderr
+    folder = text / "runs" / "torchrun"
+    assert "trained 4 steps" in done.stdout
+    assert [row.loss for row in read_rows(folder)] == [row.loss for row in undisturbed(folder, text / "quiet")]
+
+
+def test_what_one_rank_cannot_begin_with_is_said_once_and_not_tried_again_and_again(text, here):
+    folder = text / "runs" / "lost"
+    folder.mkdir(parents=True)
+    (folder / "config.toml").write_text(SMALL.replace("[data]", '[data]\nsources = ["gone.txt"]'))
+    assert here("draw hanayo --ranks 2 --microbatches 4 -o runs/lost/plan.json").code == 0
+    code = (
+        "from pathlib import Path; from penstock.cli_train import rank; "
+        "from penstock.train.launcher import launch; launch(rank, Path('runs/lost'), 2, 1, False)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=text, env=environment(), capture_output=True, text=True,
+                          timeout=150, check=False)  # fmt: skip
+    assert "FileError: cannot read gone.txt" in done.stderr
+
+
+# ---------------------------------------------------------------- before anything starts
+def test_a_dry_run_shows_plan_memory_and_speed_and_leaves_nothing(here, text):
+    done = here("train config.toml --dry-run")
+    assert done.code == 0, done.err
+    assert re.search(r"predicted: [\d,]+ tokens/s, [\d,]+ ms a pass, bubble \d", done.out)
+    assert len(re.findall(r"^ \d +[\d.]+ MB", done.out, re.M)) == 2
+    assert "hanayo: 2 ranks" in done.err
+    assert not (text / "runs").exists()
+
+
+def test_auto_picks_a_schedule_that_fits_the_layers(here):
+    done = here("train --dry-run --set model.layers=6 --set model.width=32 --set model.inner=32")
+    assert done.code == 0, done.err
+    assert "4 ranks, 8 micro-batches of 2 x 128 tokens" in done.err
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-v", "interleaved"])
+def test_a_plan_from_a_file_brings_its_own_ranks(here, name):
+    assert here(f"draw {name} --ranks 2 --microbatches 8 -o plan.json").code == 0
+    done = here("train config.toml --dry-run --set schedule.name=plan.json")
+    assert done.code == 0, done.err
+    assert "2 ranks, 8 micro-batches of 1 x 32 tokens" in done.err
+
+
+def test_init_writes_a_config_that_is_read_back(here, text):
+    assert here("init mine.toml --preset gpt2 --set run.steps=7").code == 0
+    config = read_config(text / "mine.toml")
+    assert config.run.steps == 7
+    assert config.model == PRESETS["gpt2"].model
+    assert "is there already" in here("init mine.toml").err
+    assert here("init other.toml").code == 0
+    assert load_config((text / "other.toml").read_text()) == Config()
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("train none.toml", "cannot read none.toml"),
+        ("train config.toml --set run.steps=0", "run.steps = 0 must be at least 1"),
+        ("train config.toml --set schedule.name=hanay", "there is no schedule 'hanay'; did you mean 'hanayo'?"),
+        ("train config.toml --set schedule.waves=4", "16 parts, but the model has only 4 layers"),
+        ("train config.toml --set schedule.name=1f1b --set schedule.waves=2", "1f1b has no waves"),
+        ("train config.toml --set schedule.name=auto --set schedule.ranks=8", "4 layers cannot fill 8 ranks"),
+        ('train config.toml --set data.sources=["gone.txt"]', "cannot read gone.txt"),
+        ("train config.toml --set model.weights=nowhere", "cannot read nowhere/config.json"),
+        ("train config.toml --set model.heads=5", "width must be a multiple of heads"),
+        ("train --preset huge", "there is no preset 'huge'"),
+        ("train config.toml --set schedule.partition=[1,1,1,1,1]", "schedule.partition has 5 layers"),
+        ("train config.toml --set schedule.partition=[2,2]", "is for 2 parts and 4 layers, but there are 4 parts"),
+        ("generate nowhere", "nowhere has no checkpoint"),
+        ("export nowhere", "nowhere has no checkpoint"),
+        ("report nowhere", "has no steps of a run"),
+    ],
+)
+def test_a_mistake_is_one_message_before_anything_starts(here, text, line, words):
+    done = here(line)
+    assert done.code == 2
+    assert words in done.err
+    assert "Traceback" not in done.err
+    assert not (text / "runs").exists() or not list((text / "runs").glob("*/metrics.jsonl"))
+
+
+def test_a_run_is_not_overwritten_and_nothing_to_resume_is_said(text, here):
+    (text / "runs" / "config" / "checkpoints" / "step-00000003").mkdir(parents=True)
+    done = here("train config.toml --set run.folder=runs/config")
+    assert done.code == 2
+    assert "has a run already" in done.err
+    lost = run(text, "train config.toml --resume --set run.folder=runs/empty")
+    assert lost.code == 2
+    assert "there is no good checkpoint in runs/empty/checkpoints" in lost.err
+    assert "Traceback" not in lost.err

@@ -1,0 +1,77 @@
+"""A small run on threads, for the tests of the trainer: every rank a thread with its own parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from penstock import Plan, make
+from penstock.runtime import run_threads
+from penstock.train.config import Config, Data, Model, Optimizer, Run, Shape
+from penstock.train.config_file import changed
+from penstock.train.corpus import Corpus, cut
+from penstock.train.history import Row, read_rows
+from penstock.train.loop import Job, Outcome, Trainer
+from penstock.train.weights import sizes_of
+
+VOCAB, LENGTH = 31, 8
+SMALL = Config(
+    Model(layers=4, width=16, heads=4, kv_heads=2, inner=24, vocab=VOCAB),
+    Data(tokens=LENGTH, batch=8, held_out=0.1),
+    Shape(name="1f1b", ranks=2, microbatches=4),
+    Optimizer(rate=1e-2, warmup=5, clip=0.5),
+    Run(steps=50, evaluate=0, save=0, timed=0),
+)
+
+
+def corpus(config: Config = SMALL) -> Corpus:
+    """Words that can be learned: each depends on the one before."""
+    draw = np.random.default_rng(0)
+    noise, words = draw.integers(0, 3, 4000), [1]
+    for step in noise:
+        words.append((words[-1] * 3 + int(step)) % VOCAB)
+    return cut(np.array(words, dtype=np.uint16), config.data, "made up")
+
+
+def job_of(
+    folder: Path, name: str = "1f1b", *changes: str, config: Config = SMALL, resume: bool = False, **shape: int
+) -> Job:
+    """A run with a schedule by its name and shape."""
+    given = {"ranks": 2, "microbatches": 4, **shape}
+    total = len(make(name, **given).microbatches)
+    config = replace(config, schedule=Shape(name=name, ranks=given["ranks"], microbatches=total))
+    config = changed(config, changes)
+    sizes = sizes_of(config.model, VOCAB, config.data.tokens)
+    return Job(config, Plan(make(name, **given), name), sizes, corpus(config), folder, resume)
+
+
+def train(job: Job, stop: Callable[[int], Callable[[], bool]] = lambda rank: lambda: False) -> list[Row]:
+    """Runs it, a thread a rank; what was written down."""
+    outcomes(job, stop)
+    return read_rows(job.folder)
+
+
+def outcomes(job: Job, stop: Callable[[int], Callable[[], bool]] = lambda rank: lambda: False) -> list[Outcome]:
+    return run_threads(job.plan.schedule.ranks, lambda comm: Trainer(job, comm).run(stop(comm.rank)), patience=60)
+
+
+def losses(rows: list[Row]) -> list[float]:
+    return [row.loss for row in rows]
+
+
+def apart(ours: list[Row], theirs: list[float]) -> float:
+    """The largest difference of two loss curves."""
+    assert len(ours) == len(theirs)
+    return max(abs(a - b) for a, b in zip(losses(ours), theirs, strict=True))
+
+
+def weights_of(trainer: Trainer) -> dict[str, Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in trainer.holding.parameters.items()}
+
+
+torch.set_num_threads(1)
