@@ -19,7 +19,9 @@ from penstock.cli_cost import (
     own_price,
     price_of,
 )
+from penstock.cli_profile import add_verbs as add_profile_verbs
 from penstock.cli_screen import console, print_json, print_table, progress, write
+from penstock.cli_train import add_verbs as add_train_verbs
 from penstock.errors import FileError, PenstockError, RunError, ShapeError
 
 if TYPE_CHECKING:
@@ -134,6 +136,7 @@ def plan_(
     tokens: Tokens = None,
     stages: Annotated[int, typer.Option(help="The most stages on a rank: a model has so many layers.")] = 16,
     slices: Annotated[int, typer.Option(help="The most token slices; 1 for models that cannot be sliced.")] = 8,
+    granularity: Annotated[int, typer.Option(help="With --profile: cuts are multiples of so many tokens.")] = 16,
     weights: Annotated[int, typer.Option(help="The most copies of the weights; 2 admits chimera.")] = 1,
     top: Annotated[int, typer.Option(help="Rows of the table.")] = 15,
     output: Output = None,
@@ -141,8 +144,13 @@ def plan_(
 ) -> None:
     """Build and simulate every schedule that fits, rank them, and keep the best as plan.json.
 
+    With a profile it also says whether to cut sequences into slices, where, and what that brings.
+
     Example: penstock plan --ranks 8 --microbatches 16 --comm 0.05 --memory 8 -o plan.json
+
+    Example: penstock plan --ranks 4 --microbatches 2 --profile profile.json --tokens 8192
     """
+    from penstock import cli_slices
     from penstock.ir import dump_plan
     from penstock.plan import as_plan, portfolio, title
 
@@ -153,6 +161,8 @@ def plan_(
             ranks, microbatches, price.cost, price.memory(memory), stages, slices, weights, watch,
             lambda size: price.mib(price.size(size)),
         )
+        cut = cli_slices.sliced(ranks, microbatches, price, granularity, memory, slices, watch)
+    best = found.best if cut is None else min(found.best, cut.best.candidate, key=lambda c: c.makespan)
     rows = [
         {
             "name": c.name, "shape": dict(c.shape), "order": c.sort, "makespan": c.makespan, "bubble": c.bubble,
@@ -161,10 +171,11 @@ def plan_(
         for c in found.candidates
     ]  # fmt: skip
     if output is not None:
-        best = as_plan(found.best, price.facts(profile, memory), price.partition(found.best.schedule))
-        write(output, dump_plan(best), quiet=json)
+        kept = as_plan(best, price.facts(profile, memory), price.partition(best.schedule))
+        write(output, dump_plan(kept), quiet=json)
     if json:
-        print_json({"ranks": ranks, "microbatches": microbatches, "memory": memory, "schedules": rows,
+        sliced = {} if cut is None else {"sliced": [cli_slices.facts(row) for row in cut.rows], "verdict": cut.verdict}
+        print_json({"ranks": ranks, "microbatches": microbatches, "memory": memory, "schedules": rows, **sliced,
                      "too_large": [{"name": name, "peak": peak} for name, peak in found.too_large]})  # fmt: skip
         return
     heads = ("", "schedule", "order", "makespan", "bubble", "peak", "bound", "gap", "±10%")
@@ -174,6 +185,8 @@ def plan_(
         for place, c in enumerate(found.candidates[:top], start=1)
     ]  # fmt: skip
     print_table(heads, table, _footnote(found, top, price, memory, weights))
+    if cut is not None:
+        cli_slices.show(cut, price, top)
 
 
 @app.command()
