@@ -88,10 +88,10 @@ def pairs(records: Sequence[Record]) -> list[dict[str, Any]]:
 
 
 def verdict(pair: dict[str, Any]) -> str:
-    if pair["half"] is None:
-        return "one seed: cannot say"
+    if pair["seeds"] < 3:
+        return "too few seeds to say"
     if abs(pair["mean"]) <= pair["half"]:
-        return "no difference seen"
+        return "within the noise"
     return "worse" if pair["mean"] > 0 else "better"
 
 
@@ -139,7 +139,8 @@ def losses(records: Sequence[Record]) -> str:
         steps = str(timed[0][0]["curve"][-1][0]) if timed else "-"
         cells = [
             name, f"{some[0]['kept']}/{some[0]['parts']}", str(len(some)),
-            spread([math.exp(at_tokens(r)) for r in some]), spread(ratios), spread([math.exp(held) for _, held in timed]), spread(later), steps,
+            spread([math.exp(at_tokens(r)) for r in some]), spread(ratios),
+            spread([math.exp(held) for _, held in timed]), spread(later), steps,
         ]  # fmt: skip
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
@@ -184,7 +185,7 @@ def shown(scale: str) -> dict[str, str]:
 
 def label(name: str) -> str:
     percent, *words = name.split("-")
-    return "all parts" if name == "0" else " ".join([f"{percent}% left out", *words])
+    return "all parts" if name == "0" else ", ".join([f"{percent}% left out", " ".join(words)]).removesuffix(", ")
 
 
 def curve(records: Sequence[Record], name: str, across: int, unit: float, until: float, colour: str = "") -> Line:
@@ -233,7 +234,7 @@ def pictures(records: Sequence[Record]) -> dict[str, str]:
     lines = [apart(records, name, name.split("-")[0], unit) for name in special]
     if lines:
         bases = " and ".join(sorted({f"{name.split('-')[0]}%" for name in special}))
-        title = f"Held-out loss less that of {bases}"
+        title = f"Held-out loss less that of the plain {bases}"
         drawn[files[2]] = chart(lines, title, "million bytes learnt from", "nats a byte")
     lines = []
     for name in plain:

@@ -24,6 +24,7 @@ from penstock.models import (
     token_loss,
 )
 from penstock.runtime import Executor, batch_of, run_threads
+from penstock.runtime.probe import Probe, Subject
 from penstock.runtime.recorder import Clock
 from penstock.schedules.transforms import slice_tokens
 
@@ -114,3 +115,20 @@ def test_a_span_on_a_gpu_is_its_kernels_not_their_launch():
     done = time.perf_counter()
     assert end - start > 2 * launched
     assert launch - 1e-3 < start < end < done + 1e-3
+
+
+def test_a_profile_can_be_taken_in_half_precision():
+    model = models()["llama"]
+    rotary, layer = model.rotary, model.layers[0]
+
+    class One(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = layer
+
+        def forward(self, x, piece=None):
+            return self.layer(x, *rotary(x, piece), piece)
+
+    x = torch.randn(1, 256, 256, device="cuda")
+    probe = Probe(Subject(One(), x, prefixes=True, autocast=torch.bfloat16))
+    assert all(seconds > 0 for seconds in probe.time(64, 128))

@@ -51,8 +51,9 @@ def print_table(heads: Sequence[str], rows: Sequence[Sequence[str]], note: str =
     from rich.table import Table
 
     table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    for head in heads:
-        table.add_column(head, no_wrap=True)
+    widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
+    for head, width in zip(heads, widths, strict=True):  # where there is no room, the widest column gives way
+        table.add_column(head, no_wrap=True, min_width=None if width == max(widths) else width)
     for row in rows:
         table.add_row(*row)
     console().print(table)

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from penstock.cli_cost import Price
     from penstock.plan import Sliced, SlicedPlans
 
-SHOWN = 6  # slices of which a row shows the lengths; of more only the first and the last
+SHOWN = 5  # slices of which a row shows the lengths; of more only the first and the last
 
 
 def sliced(
@@ -44,11 +44,12 @@ def show(found: SlicedPlans, price: Price, top: int) -> None:
     """The table of slices, and the verdict."""
     from penstock.plan import title
 
-    heads = ("", "schedule", "slices", "lengths", "latency", "bubble", "peak", "× unsliced")
+    heads = ("schedule", "slices", "tokens of each", "latency", "bubble", "peak", "speed-up")
     table = [
-        (str(place), title(c.name, c.shape), str(row.slices), lengths(row.cuts), price.time(c.makespan, 4),
-         f"{c.bubble:.1%}", price.size(c.peak, 3), "-" if row.speedup is None else f"{row.speedup:.3f}")
-        for place, row in enumerate(found.rows[:top], start=1) for c in (row.candidate,)
+        (title(c.name, tuple(pair for pair in c.shape if pair[0] != "slices")), str(row.slices), lengths(row.cuts),
+         price.time(c.makespan, 4), f"{c.bubble:.1%}", price.size(c.peak, 3),
+         "-" if row.speedup is None else f"{row.speedup:.3f}")
+        for row in found.rows[:top] for c in (row.candidate,)
     ]  # fmt: skip
     print_table(heads, table, found.verdict)
 
@@ -57,7 +58,7 @@ def lengths(cuts: tuple[int, ...]) -> str:
     """Tokens of each slice.
 
     >>> lengths((0, 384, 512)), lengths(tuple(range(0, 90, 10)))
-    ('384 128', '10 10 10 ... 10 10')
+    ('384 128', '10 10 ... 10 10')
     """
     each = [str(end - begin) for begin, end in pairwise(cuts)]
-    return " ".join(each if len(each) <= SHOWN else [*each[:3], "...", *each[-2:]])
+    return " ".join(each if len(each) <= SHOWN else [*each[:2], "...", *each[-2:]])

@@ -63,9 +63,13 @@ class Probe:
 
     def fill(self) -> None:
         """Runs the sequence once, in two slices, so that every row is there."""
-        with torch.no_grad():
+        with torch.no_grad(), self.cast():
             for begin, end in ((0, self.subject.tokens // 2), (self.subject.tokens // 2, self.subject.tokens)):
                 self.subject.module(self.subject.inputs[:, begin:end], self.open(end - begin, begin))
+
+    def cast(self) -> torch.autocast:
+        """In the type that is asked for: the rows of the keys must have it too."""
+        return torch.autocast(self.device.type, self.subject.autocast, enabled=self.subject.autocast is not None)
 
     def time(self, tokens: int, prefix: int) -> Times:
         """One pass with a whole backward, and one with a split one."""
@@ -84,7 +88,7 @@ class Probe:
         if x.is_floating_point():
             x.requires_grad_()
         record_in(ledger)
-        with torch.autocast(x.device.type, self.subject.autocast, enabled=self.subject.autocast is not None):
+        with self.cast():
             self.y = self.run(x, piece)
         record_in(None)
 

@@ -155,8 +155,9 @@ def _device(name: str, comm: Comm | None) -> torch.device:
         here = int(os.environ.get("LOCAL_WORLD_SIZE", 1 if comm is None else comm.ranks))
         if here > gpus:
             raise RunError(f"{here} ranks on {gpus} GPUs would slow each other while they measure; --ranks {gpus}")
-        if comm is not None and device.index is None:
-            device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", comm.rank)) % gpus)
+        if device.index is None:
+            mine = int(os.environ.get("LOCAL_RANK", 0 if comm is None else comm.rank))
+            device = torch.device("cuda", mine % gpus)
         torch.cuda.set_device(device)
     return device
 
