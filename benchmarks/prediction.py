@@ -204,7 +204,7 @@ even, or in the shares given.
 {table(rows)}
 
 The profile of both ranks at the same time is off by {s['together_median_error']:.1%} in the median and
-{s['together_worst_error']:.1%} at worst; that of one rank alone, while the other core idled, by
+{s['together_worst_error']:.1%} at worst; that of one rank alone, while the other one waited, by
 {s['alone_median_error']:.1%} and {s['alone_worst_error']:.1%}. Predicted speed-ups are off by
 {s['speed_up_median_error']:.1%} in the median and {s['speed_up_worst_error']:.1%} at worst. Meanwhile the speed of the
 machine itself drifted: the same backwards took up to {drift(profiles['together']):.1%} longer in one profile than in
