@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from penstock.cli_cost import Price
     from penstock.plan import Sliced, SlicedPlans
 
-SHOWN = 5  # slices of which a row shows the lengths; of more only the first and the last
+SHOWN = 4  # slices of which a row shows the lengths; of more only the first and the last
 
 
 def sliced(
@@ -58,7 +58,7 @@ def lengths(cuts: tuple[int, ...]) -> str:
     """Tokens of each slice.
 
     >>> lengths((0, 384, 512)), lengths(tuple(range(0, 90, 10)))
-    ('384 128', '10 10 ... 10 10')
+    ('384 128', '10 ... 10')
     """
     each = [str(end - begin) for begin, end in pairwise(cuts)]
-    return " ".join(each if len(each) <= SHOWN else [*each[:2], "...", *each[-2:]])
+    return " ".join(each if len(each) <= SHOWN else [each[0], "...", each[-1]])
