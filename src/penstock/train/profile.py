@@ -16,23 +16,18 @@ import torch
 from torch import nn
 
 from penstock.cost.profile import Profile
-from penstock.errors import FileError, RunError, ShapeError, UnknownNameError
+from penstock.errors import FileError, RunError, ShapeError
 from penstock.ir.fields import Facts
 from penstock.models import GPT, GPTConfig, Llama, LlamaConfig, model_width, split, token_loss
 from penstock.runtime import Comm, finish, init, spawn
 from penstock.runtime.probe import Subject
 from penstock.runtime.profile import ROUNDS, Subjects, Watch, measure
+from penstock.train import config_file, weights
+from penstock.train.tokenizer import ByteTokenizer
+from penstock.train.weights import Sizes
 
 DEPTH = 2  # layers that are measured in a row: what is done once a stage (positions, masks) is shared by them
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
-PRESETS: dict[str, LlamaConfig | GPTConfig] = {
-    "tiny": LlamaConfig(vocab=512, width=128, layers=8, heads=4, kv_heads=2, inner=352),
-    "llama-150m": LlamaConfig(vocab=32000, width=1024, layers=12, heads=16, kv_heads=4, inner=2752),
-    "llama-1b": LlamaConfig(
-        vocab=128256, width=2048, layers=16, heads=32, kv_heads=8, inner=8192, theta=500_000.0, tied=True
-    ),
-    "gpt2": GPTConfig(vocab=50257, width=768, layers=12, heads=12, inner=3072, positions=1024),
-}
 PATIENCE = 3600.0  # seconds that a rank waits for another one that still measures
 
 
@@ -51,16 +46,13 @@ class Request:
     rounds: int = ROUNDS
 
 
-def sizes_of(preset: str, tokens: int, changes: Mapping[str, int]) -> LlamaConfig | GPTConfig:
-    """A preset, with some sizes changed; a GPT has positions for at least so many tokens."""
-    if preset not in PRESETS:
-        raise UnknownNameError("preset", preset, PRESETS)
-    found = PRESETS[preset]
-    if isinstance(found, LlamaConfig):
-        return replace(found, **changes)  # type: ignore[arg-type]  # sizes, not flags
-    if "kv_heads" in changes:
+def sizes_of(preset: str, tokens: int, changes: Mapping[str, int]) -> Sizes:
+    """A preset of the trainer's, with some sizes changed; a GPT has positions for at least so many tokens."""
+    model = config_file.preset(preset).model
+    if model.family == "gpt" and "kv_heads" in changes:
         raise ShapeError(f"{preset} has no kv_heads: every head has keys and values of its own")
-    return replace(found, **changes, positions=max(found.positions, tokens))  # type: ignore[arg-type]
+    model = replace(model, **changes, positions=max(model.positions, tokens))  # type: ignore[arg-type]
+    return weights.sizes_of(model, 0 if model.vocab else ByteTokenizer.vocab, tokens)
 
 
 def profile(request: Request, ranks: int = 1, watch: Watch = lambda text: None) -> Profile | None:
