@@ -174,7 +174,7 @@ the number of limits it would try.
 
 {long}
 
-From curves no table is made, so finer steps fit into memory. Forwards and backwards apart, 16 stages:
+From curves no table is made, only a band of slices. Forwards and backwards apart, 16 stages:
 
 {fine}
 
@@ -199,7 +199,7 @@ def page(cases: list[Case], long: list[Case], fine: list[Case], docs: Case) -> s
         [
             [
                 r["case"], f"{r['official']:.6g}", f"{r['ours']:.6g}",
-                f"{1 - r['ours'] / r['official']:.4%}" if r["known"] else "\\*",
+                f"{round(1 - r['ours'] / r['official'], 6) + 0.0:.4%}" if r["known"] else "\\*",
                 f"{r['official_cpu']:.3g}{'†' if r['single'] else ''}", f"{1e3 * r['cpu']:.1f}", f"{r['ratio']:.0f}",
                 str(r["official_calls"]), str(r["passes"]), str(r["slices"]), str(r["rows"]),
             ]
@@ -242,7 +242,7 @@ def main() -> None:
     some = DATA["official"][:2] if given.quick else [*DATA["official"], *DATA["refitted"]]
     cases = [official(case) for case in some]
     long = [scaled(row) for row in DATA["long"] if not given.quick or row["tokens"] // row["granularity"] <= 1024]
-    fine = [curves(131_072, grain) for grain in ((128,) if given.quick else (128, 32, 8))]
+    fine = [curves(131_072, grain) for grain in ((128,) if given.quick else (128, 64, 32))]
     docs = documents()
     text = page(cases, long, fine, docs)
     if not given.quick:

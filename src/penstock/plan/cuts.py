@@ -62,8 +62,7 @@ def best_cuts(times: Times, stages: int, slices: int | None = None, patience: in
         raise ShapeError(f"{slices} slices of {times.points} points; the least is 1, the most {times.points}")
     weight = stages - 1
     known = _cheapest((_priced(times, lengths) for lengths in starts(times, stages, slices)), weight)
-    limit = room(worth(known, weight), 0.0, weight)
-    grid = times.below(limit)
+    grid = times.below(room(worth(known, weight), times.floor * (1 - 1e-9), weight))
     return _as_slicing(least(pass_over(grid, slices), weight, known, patience, probes_for(grid)), weight)
 
 
@@ -75,9 +74,9 @@ def best_batch(times: Mapping[int, Times], batch: int, stages: int, patience: in
 
     >>> from penstock.cost import Seconds
     >>> from penstock.plan.grid import curved
-    >>> curves = {rows: [Seconds(base=1.0, token=float(rows))] for rows in (1, 2, 4)}
-    >>> best_batch({r: curved(4, 1, c, c) for r, c in curves.items()}, batch=4, stages=2).groups
-    (Group(rows=4, lengths=(1, 1, 1, 1)),)
+    >>> curves = {1: [Seconds(base=1.0, token=1.0)], 2: [Seconds(base=1.0, token=1.5)]}
+    >>> best_batch({rows: curved(4, 1, each, each) for rows, each in curves.items()}, batch=2, stages=2).groups
+    (Group(rows=2, lengths=(2, 2)),)
     """
     _check_stages(stages)
     kinds = {each.kinds for each in times.values()}

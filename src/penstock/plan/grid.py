@@ -62,6 +62,11 @@ class Times(Protocol):
         """How many peaks."""
         ...
 
+    @property
+    def floor(self) -> float:
+        """No cuts have a lesser sum than this."""
+        ...
+
     def of(self, prefixes: Ints, lengths: Ints) -> tuple[Floats, Floats]:
         """The sums and peaks of slices, given by prefix and length in points."""
         ...
@@ -93,6 +98,11 @@ class Tabled:
     def kinds(self) -> int:
         """One table, one peak."""
         return len(self.peaks)
+
+    @property
+    def floor(self) -> float:
+        """Nothing is known without a pass."""
+        return 0.0
 
     def of(self, prefixes: Ints, lengths: Ints) -> tuple[Floats, Floats]:
         """Looked up."""
@@ -186,6 +196,11 @@ class Curved:
     def kinds(self) -> int:
         """One curve, one peak."""
         return len(self.peaks)
+
+    @property
+    def floor(self) -> float:
+        """Tokens and pairs add up to the same however they are cut; the whole has one base, and no prefix."""
+        return self.sum.of(self.points * self.grain, 0)
 
     def of(self, prefixes: Ints, lengths: Ints) -> tuple[Floats, Floats]:
         """By the formula."""
