@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -119,10 +120,12 @@ def test_a_step_takes_what_the_simulator_says(name, serial):
     cost = ModelCost((part,) * schedule.parts, uneven(schedule.ranks, serial), speeds)
     predicted = simulate(rescaled(schedule, tokens), cost).makespan
     took = []
-    for _ in range(6):
+    for _ in range(8):
         took.append(one_step(schedule, cost, tokens))
         if took[-1] < 1.05 * predicted:
             break
+    if min(took) > 1.05 * predicted and os.getloadavg()[0] > 1.5 * (os.cpu_count() or 1):
+        pytest.skip(f"this machine is too busy to sleep on time: {min(took) / predicted:.3f} of the prediction")
     assert 0.99 * predicted <= min(took) < 1.05 * predicted
 
 

@@ -150,7 +150,7 @@ def plan_(
 
     Example: penstock plan --ranks 4 --microbatches 2 --profile profile.json --tokens 8192
     """
-    from penstock import cli_slices
+    from penstock.cli_slices import show_slices, slice_facts, sliced
     from penstock.ir import dump_plan
     from penstock.plan import as_plan, portfolio, title
 
@@ -161,7 +161,7 @@ def plan_(
             ranks, microbatches, price.cost, price.memory(memory), stages, slices, weights, watch,
             lambda size: price.mib(price.size(size)),
         )
-        cut = cli_slices.sliced(ranks, microbatches, price, granularity, memory, slices, watch)
+        cut = sliced(ranks, microbatches, price, granularity, memory, slices, watch)
     best = found.best if cut is None else min(found.best, cut.best.candidate, key=lambda c: c.makespan)
     rows = [
         {
@@ -174,8 +174,8 @@ def plan_(
         kept = as_plan(best, price.facts(profile, memory), price.partition(best.schedule))
         write(output, dump_plan(kept), quiet=json)
     if json:
-        sliced = {} if cut is None else {"sliced": [cli_slices.facts(row) for row in cut.rows], "verdict": cut.verdict}
-        print_json({"ranks": ranks, "microbatches": microbatches, "memory": memory, "schedules": rows, **sliced,
+        more = {} if cut is None else {"sliced": [slice_facts(row) for row in cut.rows], "verdict": cut.verdict}
+        print_json({"ranks": ranks, "microbatches": microbatches, "memory": memory, "schedules": rows, **more,
                      "too_large": [{"name": name, "peak": peak} for name, peak in found.too_large]})  # fmt: skip
         return
     heads = ("", "schedule", "order", "makespan", "bubble", "peak", "bound", "gap", "±10%")
@@ -186,7 +186,7 @@ def plan_(
     ]  # fmt: skip
     print_table(heads, table, _footnote(found, top, price, memory, weights))
     if cut is not None:
-        cli_slices.show(cut, price, top)
+        show_slices(cut, price, top)
 
 
 @app.command()

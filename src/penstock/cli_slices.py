@@ -31,7 +31,7 @@ def sliced(
     )  # fmt: skip
 
 
-def facts(row: Sliced) -> dict[str, object]:
+def slice_facts(row: Sliced) -> dict[str, object]:
     """A row for JSON."""
     c = row.candidate
     return {
@@ -40,7 +40,7 @@ def facts(row: Sliced) -> dict[str, object]:
     }  # fmt: skip
 
 
-def show(found: SlicedPlans, price: Price, top: int) -> None:
+def show_slices(found: SlicedPlans, price: Price, top: int) -> None:
     """The table of slices, and the verdict."""
     from penstock.plan import title
 
