@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import math
+import sys
 
 import numpy as np
 import pytest
 
 from penstock import make, simulate
+from penstock.cli import main
 from penstock.cost import (
     City,
     Cluster,
@@ -132,3 +135,20 @@ def test_a_rank_rests_after_an_action_while_its_message_is_on_its_way():
     assert dict(zip(map(str, pipe.lanes[1]), rested.start[rested.lane(1)].tolist(), strict=True))["1F0"] == 2.0
     assert simulate(pipe, PausedCost(cost)).makespan == simulate(pipe, cost).makespan
     assert simulate(pipe, NoisyCost(PausedCost(cost, 5.0, 5.0), spread=0.0)).makespan > simulate(pipe, cost).makespan
+
+
+def test_the_command_plans_paths_for_a_cluster(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    write_cluster(Cluster.geo(["London", "Paris", "Tokyo", "Osaka", "Sydney", "Milan", "Seoul", "Madrid"]), "c.toml")
+    line = "paths c.toml --parts 4 --microbatches 3 --forward 0.5 --share 0.25 --message 1e6 --seconds 0.5"
+    for words in (f"{line} -o plan.json", "check plan.json", f"{line} --json"):
+        monkeypatch.setattr(sys, "argv", ["penstock", *words.split()])
+        with pytest.raises(SystemExit) as stopped:
+            main()
+        assert not stopped.value.code
+    out = capsys.readouterr().out
+    assert "no plan takes less than" in out
+    assert "is a schedule: 8 ranks" in " ".join(out.split())
+    facts = json.loads(out.splitlines()[-1])
+    assert facts["lower_bound"] <= facts["makespan"] < facts["full_pipeline"]
+    assert sorted(node for nodes in facts["nodes"] for node in nodes) == list(range(8))

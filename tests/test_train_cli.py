@@ -142,6 +142,14 @@ def test_a_run_ends_with_a_curve_a_report_a_checkpoint_and_a_sample(text, here):
     assert here("export runs/config -o hub").code == 0
     assert json.loads((text / "hub" / "config.json").read_text())["model_type"] == "llama"
     assert here("generate hub --prompt the --tokens 15 --temperature 0").out == drawn.out
+    tried = here("eval runs/config --omit 0.5 --draws 2 --batches 1")
+    assert tried.code == 0, tried.err
+    whole, drawn_parts, best = tried.out.splitlines()
+    assert re.match(r"all +4/4 parts  perplexity [\d.]+  1\.000 of the whole", whole)
+    assert re.match(r"random +2/4 parts  perplexity [\d.]+ ± ", drawn_parts)
+    assert re.search(r"^best +2/4 parts .* parts 0 [123]$", best)
+    assert "name the folder of a run" in here("eval hub --omit 0.5").err
+    assert "a share of 1 cannot be left out" in here("eval runs/config --omit 1").err
 
 
 # ---------------------------------------------------------------- trouble

@@ -19,6 +19,7 @@ from penstock.cli_cost import (
     own_price,
     price_of,
 )
+from penstock.cli_paths import add_verbs as add_path_verbs
 from penstock.cli_profile import add_verbs as add_profile_verbs
 from penstock.cli_screen import console, print_json, print_table, progress, write
 from penstock.cli_train import add_verbs as add_train_verbs
@@ -348,6 +349,7 @@ def _footnote(found: Portfolio, top: int, price: Price, memory: float | None, we
     return "\n".join(notes)
 
 
+add_path_verbs(app)
 add_profile_verbs(app)
 add_train_verbs(app)
 

@@ -85,7 +85,11 @@ def draw_weights(model: nn.Module, std: float = 0.02) -> None:
 
 
 def anatomy_of(model: nn.Module) -> hf.Anatomy:
-    """Of one of our models, or of a Hugging Face decoder; refuses what it does not know."""
+    """Of one of our models, a part that is all of one, or a Hugging Face decoder; refuses what it does not know."""
+    if isinstance(model, Part):
+        if not (model.first and model.last):
+            raise ShapeError(f"a part of the layers {model.begin}:{model.end} is no whole model: it cannot be split")
+        return model.anatomy
     if not isinstance(model, Stack):
         return hf.anatomy_of(model)
     layers = tuple(f"layers.{i}" for i in range(len(model.layers)))
