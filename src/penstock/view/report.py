@@ -125,10 +125,19 @@ def _figure(chart: Chart) -> str:
     )
 
 
+def short(value: float) -> str:
+    """A number beside an axis, three digits of it.
+
+    >>> short(2937.4), short(0.00213), short(5.5493)
+    ('2,937', '0.00213', '5.55')
+    """
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+
+
 def _level(value: float, quarter: int) -> str:
     y = HIGH - BELOW - quarter / 4 * (HIGH - BELOW - ABOVE)
     return (f'<line class="grid" x1="{LEFT}" x2="{WIDE - 10}" y1="{y:.1f}" y2="{y:.1f}"/>'
-            f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{value:.3g}</text>')  # fmt: skip
+            f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{short(value)}</text>')  # fmt: skip
 
 
 def _span(values: Sequence[float]) -> tuple[float, float]:
