@@ -1,7 +1,7 @@
 """Planned paths on a slow network, for real: twenty processes, real messages, links as slow as SkipPipe's instances.
 
-    chrt -f 10 python benchmarks/wan.py            instances A and B, writes docs/results/wan.md (about two minutes)
-    chrt -f 10 python benchmarks/wan.py --quick    A alone, two rounds; writes nothing
+    chrt -f 10 python benchmarks/wan.py            instances A and B, writes docs/results/wan.md (about ten minutes)
+    chrt -f 10 python benchmarks/wan.py --quick    A alone, two rounds, two minutes; writes nothing
     python benchmarks/wan.py --json                one JSON object to stdout
 
 Stages sleep instead of computing, links are emulated in user space (`ShapedComm`), and time runs faster by the factor
@@ -119,7 +119,7 @@ def main() -> None:
     rows = [
         row
         for name in ("A" if given.quick else "AB")
-        for row in measure(name, 1.0 if given.quick else 3.0, 2 if given.quick else 8)
+        for row in measure(name, 1.0 if given.quick else 3.0, 2 if given.quick else 5)
     ]
     policy = "real-time priority" if os.sched_getscheduler(0) == os.SCHED_FIFO else "ordinary priority"
     text = (
