@@ -30,10 +30,10 @@ from torch import Tensor
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.pipelining import schedules as peer
 
-from penstock import ModelCost, PartCost, Schedule, Seconds, Timeline, lower, make, simulate
-from penstock.ir import Op
+from penstock import Schedule, lower, make, simulate
 from penstock.models import Llama, LlamaConfig, even_partition, split, token_loss
 from penstock.runtime import Batch, Executor, ProcessComm, cut_batch
+from penstock.session import own_cost
 
 RESULT = Path(__file__).parent.parent / "docs" / "results" / "llama.md"
 CONFIG = LlamaConfig(vocab=2048, width=256, layers=8, heads=8, kv_heads=8, inner=672)
@@ -83,21 +83,7 @@ class Ours:
     def over_own_spans(self) -> float:
         timeline = self.executor.step(self.batch, timed=True).timeline
         assert timeline is not None
-        return timeline.makespan / simulate(timeline.schedule, cost_of(timeline)).makespan
-
-
-def cost_of(timeline: Timeline) -> ModelCost:
-    """Each action takes what it took, on average over the micro-batches; messages take nothing."""
-    took: dict[tuple[int, Op], list[float]] = {}
-    for span in timeline.spans():
-        part = timeline.schedule.stages[span.action.stage].part
-        took.setdefault((part, span.action.op), []).append(span.end - span.start)
-
-    def mean(part: int, op: Op) -> Seconds:
-        return Seconds(statistics.mean(took.get((part, op), [0.0])))
-
-    parts = [[mean(part, op) for op in (Op.F, Op.I, Op.W, Op.B)] for part in range(timeline.schedule.parts)]
-    return ModelCost(tuple(PartCost(f, i, w, b) for f, i, w, b in parts))
+        return timeline.makespan / simulate(timeline.schedule, own_cost(timeline, statistics.mean)).makespan
 
 
 def torchs(schedule: Schedule, rank: int, model: Llama) -> Machine:

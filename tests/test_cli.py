@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 
+from commands import called
 from penstock import REGISTRY, make
-from penstock.cli import app, main
+from penstock.cli import app
 from penstock.ir import load_torch_csv, read_plan
 
 
@@ -21,17 +23,7 @@ def run(monkeypatch, capsys, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "100")
 
-    def run_(line: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["penstock", *line.split()])
-        code = 0
-        try:
-            main()
-        except SystemExit as stopped:
-            code = stopped.code if isinstance(stopped.code, int) else 0
-        out, err = capsys.readouterr()
-        return code, out, err
-
-    return run_
+    return partial(called, monkeypatch, capsys)
 
 
 HANAYO = "hanayo --ranks 4 --microbatches 4 --waves 2"

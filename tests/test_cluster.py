@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 
 import numpy as np
 import pytest
 
+from commands import called
 from penstock import make, simulate
-from penstock.cli import main
 from penstock.cost import (
     City,
     Cluster,
@@ -141,12 +140,11 @@ def test_the_command_plans_paths_for_a_cluster(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     write_cluster(Cluster.geo(["London", "Paris", "Tokyo", "Osaka", "Sydney", "Milan", "Seoul", "Madrid"]), "c.toml")
     line = "paths c.toml --parts 4 --microbatches 3 --forward 0.5 --share 0.25 --message 1e6 --seconds 0.5"
+    out = ""
     for words in (f"{line} -o plan.json", "check plan.json", f"{line} --json"):
-        monkeypatch.setattr(sys, "argv", ["penstock", *words.split()])
-        with pytest.raises(SystemExit) as stopped:
-            main()
-        assert not stopped.value.code
-    out = capsys.readouterr().out
+        code, said, _ = called(monkeypatch, capsys, words)
+        assert code == 0
+        out += said
     assert "no plan takes less than" in out
     assert "is a schedule: 8 ranks" in " ".join(out.split())
     facts = json.loads(out.splitlines()[-1])

@@ -35,7 +35,7 @@ ROOMS = {
     "cli_profile": {"ir", "cost", "train", "cli_screen", "errors"},
     "cli_screen": {"errors"},
     "cli_slices": {"plan", "cli_cost", "cli_screen"},
-    "cli_train": {"ir", "session", "screen", "train", "errors"},
+    "cli_train": {"ir", "session", "screen", "cli_screen", "train", "errors"},
     "screen": {"train"},
     "__main__": {"cli"},
 }
@@ -57,7 +57,7 @@ LIBRARIES = {
     "cli_profile": {"typer"},
     "cli_screen": {"rich"},
     "cli_slices": set(),
-    "cli_train": {"typer", "rich", "torch"},
+    "cli_train": {"typer", "torch"},
     "screen": {"rich"},
     "__main__": set(),
     "errors": set(),

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 import transformers
 
+from commands import called
 from penstock import Network, Seconds, make, portfolio, simulate
-from penstock.cli import main
 from penstock.cost import (
     Profile,
     ProfileCost,
@@ -287,17 +287,7 @@ def run(monkeypatch, capsys, tmp_path):
     monkeypatch.setenv("COLUMNS", "100")
     write_profile(profile(), "p.json")
 
-    def run_(line: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["penstock", *line.split()])
-        code = 0
-        try:
-            main()
-        except SystemExit as stopped:
-            code = stopped.code if isinstance(stopped.code, int) else 0
-        out, err = capsys.readouterr()
-        return code, out, err
-
-    return run_
+    return partial(called, monkeypatch, capsys)
 
 
 def test_simulate_takes_a_profile_and_shows_ms_and_mib(run):

@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file
 
 import penstock
-from penstock.cli import main
+from commands import called
 from penstock.ir import read_plan
 from penstock.runtime import run_threads
 from penstock.train.config import PRESETS, Config
@@ -102,17 +102,7 @@ def here(monkeypatch, capsys, text):
     monkeypatch.chdir(text)
     monkeypatch.setenv("COLUMNS", "200")
 
-    def call(line: str) -> Done:
-        monkeypatch.setattr(sys, "argv", ["penstock", *line.split()])
-        code = 0
-        try:
-            main()
-        except SystemExit as stopped:
-            code = stopped.code if isinstance(stopped.code, int) else 0
-        out, err = capsys.readouterr()
-        return Done(code, out, err)
-
-    return call
+    return lambda line: Done(*called(monkeypatch, capsys, line))
 
 
 # ---------------------------------------------------------------- a whole run

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Optional
 
 import typer
 
+from penstock.cli_screen import console, print_table, progress, write
 from penstock.errors import ConfigError, FileError, RunError
-from penstock.screen import Screen, console, in_bytes, log_to, status
+from penstock.screen import Screen, in_bytes, log_to
 
 if TYPE_CHECKING:
     from penstock.ir import Plan
@@ -69,7 +70,7 @@ def init(
     if file.exists():
         raise FileError(f"{file} is there already\n  name another file")
     text = dump_config(changed(named(preset), changes or []), f"penstock train {file}; from the preset {preset}")
-    _write(file, text)
+    write(file, text)
 
 
 def export(
@@ -80,9 +81,9 @@ def export(
     Example: penstock export runs/tiny -o tiny-llama
     """
     _needs_torch()
-    from penstock.train.generate import export as write
+    from penstock.train.generate import export as write_folder
 
-    trained = write(run, output)
+    trained = write_folder(run, output)
     console().print(f"wrote {output}: {trained.path}", highlight=False)
 
 
@@ -120,7 +121,7 @@ def evaluate(
     _needs_torch()
     from penstock.train.evaluation import evaluate_run
 
-    with status("evaluating"):
+    with progress("evaluating"):
         rows = evaluate_run(run, omit or [], draws, batches, seed)
     for row in rows:
         spread = f" ± {row.spread:.4g}" if row.way == "random" else ""
@@ -139,7 +140,7 @@ def report(
     """
     from penstock.session import report_of, summary
 
-    _write(output or run / "report.html", report_of(summary(run), run.name))
+    write(output or run / "report.html", report_of(summary(run), run.name))
 
 
 def add_verbs(app: typer.Typer) -> None:
@@ -195,11 +196,11 @@ def _prepared(config: Config, folder: Path, write: bool = True) -> tuple[Config,
     from penstock.train.corpus import open_corpus
     from penstock.train.worker import CONFIG, PLAN, cache_of, sizes_for
 
-    with status("planning"):
+    with progress("planning"):
         config, plan = planned(config, sizes_for(config).layers)
     if not write:
         return config, plan
-    with status("reading text"):
+    with progress("reading text"):
         open_corpus(config.data, cache_of(config, folder))
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -253,22 +254,16 @@ def _show_forecast(config: Config, plan: Plan) -> None:
     gpu = torch.cuda.is_available() and config.run.device != "cpu"
     device = torch.device("cuda" if gpu else "cpu")
     shared = 1.0 if gpu else max(1.0, plan.schedule.ranks / (os.cpu_count() or 1))
-    with status("timing a layer"):
+    with progress("timing a layer"):
         pieces = probe(sizes_for(config), config.rows, config.data.tokens, device, config.run.precision == "bfloat16")
     found = forecast(config, plan, pieces, shared)
     _print_forecast(found, shared)
 
 
 def _print_forecast(found: Forecast, shared: float) -> None:
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    for head in ("rank", "weights, gradients, optimizer", "activations at most", "together"):
-        table.add_column(head, no_wrap=True)
-    for number, (weights, held) in enumerate(zip(found.weights, found.activations, strict=True)):
-        table.add_row(str(number), in_bytes(weights), in_bytes(held), in_bytes(weights + held))
-    console().print(table)
+    heads = ("rank", "weights, gradients, optimizer", "activations at most", "together")
+    each = enumerate(zip(found.weights, found.activations, strict=True))
+    print_table(heads, [(str(rank), *map(in_bytes, (own, held, own + held))) for rank, (own, held) in each])
     slow = f", {shared:.2g} ranks a core" if shared > 1 else ""
     console().print(f"predicted: {found.speed:,.0f} tokens/s, {found.timeline.makespan * 1e3:,.0f} ms a pass, bubble "
                      f"{found.timeline.bubble:.1%}{slow}", highlight=False)  # fmt: skip
@@ -349,11 +344,3 @@ def _needs_torch() -> None:
         import torch  # noqa: F401
     except ModuleNotFoundError:
         raise RunError("this needs torch, which is not installed: pip install 'penstock[torch]'") from None
-
-
-def _write(output: Path, text: str) -> None:
-    try:
-        output.write_text(text, encoding="utf-8", newline="")
-    except OSError as error:
-        raise FileError(f"cannot write {output}: {error.strerror}\n  name a file in a folder that exists") from None
-    console(stderr=True).print(f"wrote {output}", highlight=False)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -65,19 +64,6 @@ def log_to(told: Console, everything: bool) -> None:
     logger.handlers[:] = [Lines()]
     logger.setLevel(logging.INFO if everything else logging.WARNING)
     logger.propagate = False
-
-
-def console(stderr: bool = False) -> Console:
-    """The terminal, or what stands in its place."""
-    from rich.console import Console  # noqa: PLC0415  # a moment to load
-
-    return Console(stderr=stderr)
-
-
-def status(what: str) -> AbstractContextManager[object]:
-    """A line that says what is going on, on a terminal only."""
-    told = console(stderr=True)
-    return told.status(what) if told.is_terminal else nullcontext()
 
 
 def in_bytes(count: float) -> str:

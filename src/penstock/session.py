@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -142,6 +142,12 @@ def model_cost(config: Config, plan: Plan, pieces: Pieces, slowdown: float = 1.0
 
 def from_own_times(timeline: Timeline) -> Timeline:
     """What a measured step would have taken if all actions of one op and part took the same, and messages nothing."""
+    own = simulate(timeline.schedule, own_cost(timeline))
+    return replace(own, activations=timeline.activations)
+
+
+def own_cost(timeline: Timeline, middle: Callable[[list[float]], float] = median) -> ModelCost:
+    """Every action takes what those of its op and part took: the middle of them."""
     schedule = timeline.schedule
     lasted: dict[tuple[int, Op], list[float]] = {}
     for _, action, start, end in timeline.spans():
@@ -149,14 +155,14 @@ def from_own_times(timeline: Timeline) -> Timeline:
 
     def seconds(part: int, op: Op) -> Seconds:
         found = lasted.get((part, op))
-        return Seconds(token=median(found) / schedule.microbatches[0].tokens) if found else Seconds()
+        return Seconds(token=middle(found) / schedule.microbatches[0].tokens) if found else Seconds()
 
     parts = tuple(
         PartCost(seconds(part, Op.F), seconds(part, Op.I), seconds(part, Op.W),
                  seconds(part, Op.B) if (part, Op.B) in lasted else None, held=1.0)
         for part in range(schedule.parts)
     )  # fmt: skip
-    return replace(simulate(schedule, ModelCost(parts)), activations=timeline.activations)
+    return ModelCost(parts)
 
 
 # ---------------------------------------------------------------- reports

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from penstock.cost.around import PausingCost
 from penstock.cost.cost import Cost
-from penstock.cost.paused import PausingCost
 from penstock.ir.action import CODE, Action, Op
 from penstock.ir.needs import BACKWARD, FORWARD, WEIGHTS
 from penstock.ir.schedule import Schedule

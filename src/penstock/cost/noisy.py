@@ -5,17 +5,15 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from penstock.cost.cost import Cost
-from penstock.cost.paused import PausingCost
+from penstock.cost.around import CostAround
 from penstock.ir.action import Action
 from penstock.ir.schedule import Schedule
 
 
 @dataclass(frozen=True, slots=True)
-class NoisyCost:
+class NoisyCost(CostAround):
     """Each op on each stage, and each link, is slower or faster by up to `spread`, always the same for one `seed`."""
 
-    cost: Cost
     spread: float = 0.1
     seed: int = 0
 
@@ -23,35 +21,10 @@ class NoisyCost:
         """1 give or take the spread."""
         return 1.0 + self.spread * (2.0 * random.Random(f"{self.seed} {what}").random() - 1.0)
 
-    @property
-    def serial(self) -> bool:
-        """As it is."""
-        return self.cost.serial
-
     def seconds(self, schedule: Schedule, action: Action) -> float:
         """With noise."""
         noise = self.factor(action.op.value, schedule.stages[action.stage].part, schedule.rank_of(action))
         return self.cost.seconds(schedule, action) * noise
-
-    def pause(self, schedule: Schedule, action: Action) -> float:
-        """As it is."""
-        return self.cost.pause(schedule, action) if isinstance(self.cost, PausingCost) else 0.0
-
-    def held(self, schedule: Schedule, action: Action) -> float:
-        """As it is."""
-        return self.cost.held(schedule, action)
-
-    def kept(self, schedule: Schedule, action: Action) -> float:
-        """As it is."""
-        return self.cost.kept(schedule, action)
-
-    def message(self, schedule: Schedule, action: Action) -> float:
-        """As it is."""
-        return self.cost.message(schedule, action)
-
-    def weights(self, schedule: Schedule, stage: int) -> float:
-        """As it is."""
-        return self.cost.weights(schedule, stage)
 
     def latency(self, source: int, target: int) -> float:
         """With noise."""

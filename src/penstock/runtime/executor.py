@@ -148,7 +148,7 @@ class _Pass:
         self.inputs = tuple(x[:, a:b] for x, some in zip(batch.inputs, spans, strict=True) for a, b in some)
         self.labels = tuple(y[:, a:b] for y, some in zip(batch.labels, spans, strict=True) for a, b in some)
         self.shapes = [(x.shape[0], x.shape[1], self.e.width) for x in self.inputs]
-        self.carries = Carries(schedule, batch, spans)
+        self.carries = Carries(batch, spans)
 
     def run(self) -> Result:
         """All steps of the lane, without a pause for the garbage collector."""

@@ -41,14 +41,9 @@ class Sleeping(nn.Module):
 
     def naps(self, tokens: int, prefix: int) -> Naps:
         """Seconds of each op for so many tokens after so many."""
-        part = self.part
-        f, i, w = (
-            self.factor * curve.of(round(tokens * self.stretch), round(prefix * self.stretch))
-            for curve in (part.F, part.I, part.W)
-        )
-        if part.B is None:
-            return f, i, w, i + w
-        return f, i, w, self.factor * part.B.of(round(tokens * self.stretch), round(prefix * self.stretch))
+        part, span = self.part, (round(tokens * self.stretch), round(prefix * self.stretch))
+        f, i, w = (self.factor * curve.of(*span) for curve in (part.F, part.I, part.W))
+        return f, i, w, i + w if part.B is None else self.factor * part.B.of(*span)
 
 
 class _Sleep(torch.autograd.Function):

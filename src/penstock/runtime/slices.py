@@ -33,20 +33,22 @@ def spans_of(microbatch: MicroBatch, tokens: int) -> list[Span]:
 
 def refuse_whole(schedule: Schedule, modules: Mapping[int, nn.Module]) -> None:
     """Raises if a module of a sliced schedule cannot be run slice by slice."""
+    if schedule.slices == 1:
+        return
     for stage, module in modules.items():
         inner = getattr(module, "_orig_mod", module)  # compiled
         reason = getattr(inner, "unsliceable", "")
         if not reason and "piece" not in inspect.signature(inner.forward).parameters:
             reason = f"forward of {type(inner).__name__} takes no second argument `piece` (penstock.carry)"
-        if schedule.slices > 1 and reason:
+        if reason:
             raise ShapeError(f"stage {stage} cannot be sliced: {reason}; make the schedule with slices=1")
 
 
 class Carries:
     """What the stages of a rank carry in one step, by stage and micro-batch."""
 
-    def __init__(self, schedule: Schedule, batch: Batch, spans: list[list[Span]]) -> None:
-        self.schedule, self.batch = schedule, batch
+    def __init__(self, batch: Batch, spans: list[list[Span]]) -> None:
+        self.batch = batch
         self.spans = [span for one in spans for span in one]
         self.held: dict[tuple[int, int], Carry] = {}
 

@@ -24,34 +24,17 @@ from numpy.typing import NDArray
 from penstock.errors import ShapeError
 from penstock.ir.action import OPS
 from penstock.ir.timeline import Timeline
+from penstock.view.frame import framed
 from penstock.view.palette import NAMES, PAINTS, TONES, is_real, paints, places
 
 Column = dict[str, str]
 
-FRAME = """<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="color-scheme" content="light dark">
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; script-src 'unsafe-inline'; \
-style-src 'unsafe-inline'; img-src data:">
-<link rel="icon" href="data:,">
-<title>{title}</title>
-<style>
-{css}</style>
-</head>
-<body>
-{body}
-<script type="application/json" id="data">{data}</script>
+SCRIPT = """<script type="application/json" id="data">{data}</script>
 <script>
 "use strict";
 (async () => {{
 {js}}})();
-</script>
-</body>
-</html>
-"""
+</script>"""
 
 BODY = """<header>
 <h1>{title}</h1>
@@ -106,13 +89,11 @@ def page(timelines: Sequence[tuple[str, Timeline]], title: str = "") -> str:
         "ops": [{"letter": op.value, "name": NAMES[op]} for op in OPS],
     }
     words = title or " and ".join(name for name, _ in timelines) or "Pipeline schedule"
-    return FRAME.format(
-        title=escape(words),
-        css=_near("page.css"),
-        body=BODY.format(title=escape(words)),
+    script = SCRIPT.format(
         data=json.dumps(data, separators=(",", ":")).replace("<", "\\u003c"),
         js="".join(_near(name) for name in ("columns.js", "plot.js", "page.js")),
     )
+    return framed(words, _near("page.css"), f"{BODY.format(title=escape(words))}\n{script}")
 
 
 def _near(name: str) -> str:

@@ -18,6 +18,7 @@ from html import escape
 from math import isfinite
 
 from penstock.ir.timeline import Timeline
+from penstock.view.frame import framed
 from penstock.view.html import page
 
 Points = Sequence[tuple[float, float]]
@@ -25,44 +26,27 @@ WIDE, HIGH = 640, 200
 LEFT, BELOW, ABOVE = 56, 26, 12
 COLOURS = ("#2a63d4", "#d6264b", "#1d7a3a")
 
-FRAME = """<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="color-scheme" content="light dark">
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; script-src 'unsafe-inline'; \
-style-src 'unsafe-inline'; img-src data:">
-<link rel="icon" href="data:,">
-<title>{title}</title>
-<style>
-:root {{ color-scheme: light dark; --page: #f5f6f8; --card: #fff; --ink: #1b2430; --soft: #5b6675; --line: #dde2e9; }}
-@media (prefers-color-scheme: dark) {{
-  :root {{ --page: #0f1318; --card: #171c23; --ink: #e6eaf0; --soft: #97a3b3; --line: #2b333e; }}
-}}
-body {{
+CSS = """\
+:root { color-scheme: light dark; --page: #f5f6f8; --card: #fff; --ink: #1b2430; --soft: #5b6675; --line: #dde2e9; }
+@media (prefers-color-scheme: dark) {
+  :root { --page: #0f1318; --card: #171c23; --ink: #e6eaf0; --soft: #97a3b3; --line: #2b333e; }
+}
+body {
   margin: 0; padding: 16px 20px; background: var(--page); color: var(--ink); font: 14px/1.45 system-ui, sans-serif;
-}}
-h1 {{ font-size: 20px; margin: 0 0 12px; }}
-h2 {{ font-size: 15px; margin: 22px 0 8px; }}
-dl {{ display: flex; flex-wrap: wrap; gap: 8px; margin: 0; }}
-dl div, figure {{ background: var(--card); border: 1px solid var(--line); border-radius: 8px; padding: 6px 12px; }}
-dt, figcaption {{ color: var(--soft); font-size: 12px; }}
-dd {{ margin: 0; font-weight: 600; }}
-.charts {{ display: grid; grid-template-columns: repeat(auto-fit, minmax(min(440px, 100%), 1fr)); gap: 10px; }}
-figure {{ margin: 0; }}
-svg {{ width: 100%; height: auto; display: block; }}
-svg text {{ fill: var(--soft); font-size: 11px; }}
-svg .grid {{ stroke: var(--line); }}
-iframe {{ width: 100%; height: 70vh; border: 1px solid var(--line); border-radius: 8px; }}
-pre {{ background: var(--card); border: 1px solid var(--line); border-radius: 8px; padding: 12px; overflow-x: auto; }}
-</style>
-</head>
-<body>
-<h1>{title}</h1>
-{body}
-</body>
-</html>
+}
+h1 { font-size: 20px; margin: 0 0 12px; }
+h2 { font-size: 15px; margin: 22px 0 8px; }
+dl { display: flex; flex-wrap: wrap; gap: 8px; margin: 0; }
+dl div, figure { background: var(--card); border: 1px solid var(--line); border-radius: 8px; padding: 6px 12px; }
+dt, figcaption { color: var(--soft); font-size: 12px; }
+dd { margin: 0; font-weight: 600; }
+.charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(440px, 100%), 1fr)); gap: 10px; }
+figure { margin: 0; }
+svg { width: 100%; height: auto; display: block; }
+svg text { fill: var(--soft); font-size: 11px; }
+svg .grid { stroke: var(--line); }
+iframe { width: 100%; height: 70vh; border: 1px solid var(--line); border-radius: 8px; }
+pre { background: var(--card); border: 1px solid var(--line); border-radius: 8px; padding: 12px; overflow-x: auto; }
 """
 
 
@@ -93,7 +77,7 @@ def report(
         body.append(f'<h2>One step</h2>\n<iframe title="Timelines of one step" srcdoc="{words}"></iframe>')
     if sample:
         body.append(f"<h2>Sample</h2>\n<pre>{escape(sample)}</pre>")
-    return FRAME.format(title=escape(title), body="\n".join(body))
+    return framed(title, CSS, "\n".join([f"<h1>{escape(title)}</h1>", *body]))
 
 
 def _figure(chart: Chart) -> str:

@@ -63,16 +63,16 @@ class CudaDriver:
 
     def __init__(self) -> None:
         try:
-            self.library = ctypes.CDLL("libcuda.so.1")
+            self.cuda = ctypes.CDLL("libcuda.so.1")
         except OSError as error:
             raise RunError(f"{NAME} needs the CUDA driver: {error}") from None
 
     def call(self, name: str, *arguments: object) -> None:
         """Calls it, or says what is wrong."""
-        code = getattr(self.library, name)(*arguments)
+        code = getattr(self.cuda, name)(*arguments)
         if code:
             text = ctypes.c_char_p()
-            self.library.cuGetErrorString(code, ctypes.byref(text))
+            self.cuda.cuGetErrorString(code, ctypes.byref(text))
             raise RunError(f"{name}: {text.value.decode() if text.value else code}")
 
     def allocate(self, size: int) -> int:
