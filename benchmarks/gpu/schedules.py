@@ -12,6 +12,7 @@ same order. Ratios are taken within a round.
 from __future__ import annotations
 
 import gc
+import json
 import sys
 import time
 from dataclasses import asdict, dataclass, replace
@@ -22,7 +23,7 @@ import torch
 from bench import DRY, REAL, Ours, Size, Torchs, arguments, clocked, memory, quartiles, stages_of, warm, write
 
 from penstock import Schedule, make, simulate
-from penstock.cost import Cost, Profile, ProfileCost, dump_profile
+from penstock.cost import Cost, Profile, ProfileCost, dump_profile, load_profile
 from penstock.cost.crowded import Crowded
 from penstock.ir import Timeline, read_plan
 from penstock.ir.idle import idle
@@ -55,6 +56,8 @@ class Setting:
     only: tuple[str, ...] = ()
     seconds: float = 500.0  # no new schedule is begun after so many
     out: Path | None = None
+    profile: Path | None = None  # results of another run, whose profiles serve here too
+    peer: bool = True
 
 
 def schedules(setting: Setting, ranks: int, count: int) -> dict[str, Schedule]:
@@ -67,6 +70,8 @@ def schedules(setting: Setting, ranks: int, count: int) -> dict[str, Schedule]:
         plan = read_plan(Path(file))
         if plan.schedule.ranks == ranks and len(plan.schedule.microbatches) == count:
             found[f"planned: {plan.name}"] = plan.schedule
+    if count > ranks and "gpipe" in found:
+        found["gpipe"] = found.pop("gpipe")  # needs most memory, so it comes last
     return {label: one for label, one in found.items() if one.parts <= setting.size.config.layers}
 
 
@@ -77,11 +82,15 @@ def work(comm: Comm, setting: Setting) -> dict[str, Any]:
     if size.device == "cpu":
         torch.set_num_threads(1)
     name = "bfloat16" if size.device == "cuda" else "float32"
-    request = Request(size.config, size.tokens, device=size.device, dtype=name)
-    profile = measure(subjects_of(request, comm), comm, rounds=setting.profile_rounds)
-    comm.barrier()
-    alone = measure(subjects_of(request, comm), rounds=setting.profile_rounds) if comm.rank == 0 else profile
-    comm.barrier()
+    if setting.profile is not None:
+        texts, layers = json.loads(setting.profile.read_text()), size.config.layers
+        profile, alone = (replace(load_profile(texts[word]), layers=layers) for word in ("profile", "alone"))
+    else:
+        request = Request(size.config, size.tokens, device=size.device, dtype=name)
+        profile = measure(subjects_of(request, comm), comm, rounds=setting.profile_rounds)
+        comm.barrier()
+        alone = measure(subjects_of(request, comm), rounds=setting.profile_rounds) if comm.rank == 0 else profile
+        comm.barrier()
     note(comm, f"profile after {time.perf_counter() - begin:.0f} s")
     rows = []
     for count in setting.microbatches:
@@ -121,7 +130,7 @@ def one(
     stages = stages_of(schedule, comm, size)
     warm(stages, size)
     ours = Ours(schedule, stages, comm, size)
-    theirs = peer_of(schedule, stages, size, label)
+    theirs = peer_of(schedule, stages, size, label) if setting.peer else None
     losses = {}
     for who, machine in (("ours", ours), ("torch", theirs)):
         if machine is not None:
@@ -163,6 +172,8 @@ def one(
         row["predicted_spans"] = [(r, str(a), s, e) for r, a, s, e in predicted.spans()]
     del ours, theirs, stages
     gc.collect()
+    if size.device == "cuda":
+        torch.cuda.empty_cache()
     return row
 
 
@@ -184,13 +195,15 @@ def main() -> None:
     parser.add_argument("--plans", nargs="*", default=[], help="plan.json files to run too")
     parser.add_argument("--only", default="", help="comma-separated names")
     parser.add_argument("--seconds", type=float, default=500.0)
+    parser.add_argument("--profile", type=Path, help="results of another run: take its profiles")
+    parser.add_argument("--no-torch", action="store_true", help="ours alone")
     given = parser.parse_args()
     ranks = 2 if given.dry else given.ranks
     size = DRY if given.dry else replace(REAL.with_layers(given.depth * ranks), tokens=given.tokens)
     counts = tuple(map(int, given.microbatches.split(","))) if given.microbatches else (ranks, 2 * ranks)
     only = tuple(filter(None, given.only.split(",")))
     setting = Setting(size, counts, given.rounds, given.profile_rounds, tuple(given.plans), only, given.seconds,
-                      given.out.absolute() if given.out else None)  # fmt: skip
+                      given.out.absolute() if given.out else None, given.profile, not given.no_torch)  # fmt: skip
     found = spawn(ranks, work, setting, patience=60.0, backend="gloo" if given.dry else "penstock_ipc")[0]
     write(given.out, found)
 

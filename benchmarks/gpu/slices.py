@@ -34,6 +34,7 @@ from penstock.train.profile import Request, subjects_of
 DEPTH, LENGTHS, EVEN = 2, (4096, 8192, 16384, 32768, 65536), (4, 8, 16)
 SIMPLE = ("gpipe", "1f1b", "terapipe", "seq1f1b")
 GRAIN = 128  # tokens
+SHORT = 16384  # longer ones take seconds a step: one round, and no timeline
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ def work(comm: Comm, setting: Setting) -> dict[str, Any]:
 def variants(ranks: int, tokens: int, count: int, plans: Path | None) -> dict[str, Schedule]:
     """Whole, in equal slices, as planned."""
     found = {"whole": make("1f1b", ranks=ranks, microbatches=count)}
-    for slices in EVEN:
+    for slices in EVEN if tokens <= SHORT else EVEN[-1:]:
         if tokens // slices >= 4:
             found[f"{slices} equal"] = make("seq1f1b", ranks=ranks, microbatches=count, slices=slices)
     for kind in ("planned", "composed"):
@@ -88,11 +89,13 @@ def one(comm: Comm, size: Size, schedule: Schedule, rounds: int) -> dict[str, An
     ours = Ours(schedule, stages, comm, size)
     _, loss = clocked(comm, ours, stages, size)
     memory(comm, size)
-    times = [clocked(comm, ours, stages, size)[0] for _ in range(rounds)]
-    peaks = memory(comm, size)
-    timeline = ours.timeline()
-    row = {"seconds": quartiles(times)[0], "spread": quartiles(times)[1:], "memory": peaks, "loss": loss,
-           "bubble": timeline.bubble, "work": timeline.busy.tolist(), "actions": schedule.actions}  # fmt: skip
+    short = size.tokens <= SHORT
+    times = [clocked(comm, ours, stages, size)[0] for _ in range(rounds if short else 1)]
+    row: dict[str, Any] = {"seconds": quartiles(times)[0], "spread": quartiles(times)[1:], "loss": loss,
+                           "memory": memory(comm, size), "actions": schedule.actions}  # fmt: skip
+    if short:
+        timeline = ours.timeline()
+        row |= {"bubble": timeline.bubble, "work": timeline.busy.tolist()}
     del ours, stages
     gc.collect()
     if size.device == "cuda":
