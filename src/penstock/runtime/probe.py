@@ -9,6 +9,7 @@ One sequence serves all slices: it is run once, and a slice then writes the same
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -58,7 +59,7 @@ class Probe:
     def __init__(self, subject: Subject) -> None:
         self.subject, self.device = subject, subject.inputs.device
         self.carry = Carry(subject.tokens)
-        self.launch = 0.0  # seconds that the host took to launch the longest pass, and a half
+        self.launches = deque([0.0], maxlen=4)  # seconds that the host took to launch the last passes, and a half
         make_deferrable(subject.module)
         for parameter in subject.module.parameters():
             parameter.grad = torch.zeros_like(parameter)  # there already, as from the second slice of a step on
@@ -135,11 +136,11 @@ class Probe:
         if self.device.type != "cuda":
             act()
             return time.perf_counter() - begin
-        torch.cuda._sleep(int(CYCLES * self.launch))  # type: ignore[no-untyped-call]
+        torch.cuda._sleep(int(CYCLES * max(self.launches)))  # type: ignore[no-untyped-call]
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         start.record()
         act()
         end.record()
-        self.launch = min(max(self.launch, 1.5 * (time.perf_counter() - begin)), LONGEST)
+        self.launches.append(min(1.5 * (time.perf_counter() - begin), LONGEST))
         end.synchronize()
         return float(start.elapsed_time(end)) / 1e3

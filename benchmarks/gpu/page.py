@@ -1,0 +1,227 @@
+"""The page of the runs on one H200: docs/results/h200.md and its pictures, from the JSON files beside them.
+
+    python benchmarks/gpu/page.py
+
+Predictions. Eight workers share one GPU's memory, caches and power, so an action takes longer the more of the others
+work: seconds = alone x (1 + c x load), where the load is the share of all eight that works. Three timed steps give all
+of it: 1F1B the forwards and backwards, ZB-V the split backwards, Hanayo W=4 (the busiest) the c. Every other makespan,
+with four workers too, is then predicted by the simulator alone; the load is that of its own answer.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+from collections import defaultdict
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from schedules import DEPTH, NAMES
+
+from penstock import Schedule, make, simulate
+from penstock.cost import ModelCost, PartCost, Seconds
+from penstock.cost.network import Network
+from penstock.ir import Timeline
+from penstock.view import svg
+
+DOCS = Path(__file__).parent.parent.parent / "docs"
+FILES, PAGE, IMAGES = DOCS / "results" / "h200", DOCS / "results" / "h200.md", DOCS / "images"
+WORKERS = 8  # shares of the GPU
+WEIGHTS = 4 * 1024**2 + 3 * 1024 * 2816  # of a layer
+PUBLISHED = {"GPipe": (1.132, 1.149), "DAPPLE (1F1B)": (1.130, 1.142), "Chimera": (1.444, 1.439),
+             "Hanayo W=2": (1.645, 1.625), "Hanayo W=4": (1.753, 1.664)}  # fmt: skip  # fully connected, in pairs
+HERE = {"GPipe": "gpipe", "DAPPLE (1F1B)": "1f1b", "Chimera": "chimera", "Hanayo W=2": "hanayo W=2",
+        "Hanayo W=4": "hanayo W=4"}  # fmt: skip
+CALIBRATED = ("1f1b", "zb-v", "hanayo W=4")
+Row = dict[str, Any]
+
+
+def rows_of(name: str) -> list[Row]:
+    found: list[Row] = json.loads((FILES / name).read_text())["rows"]
+    return found
+
+
+# ---------------------------------------------------------------- predictions
+class Model:
+    """What three timed steps tell of every action."""
+
+    def __init__(self, rows: list[Row], transport: Row, tokens: int) -> None:
+        by = {row["name"]: row for row in rows}
+        self.tokens = tokens
+        low, high = by["1f1b"], by["hanayo W=4"]
+        ratio, before, after = sum(high["work"]) / sum(low["work"]), load_of(low, 8), load_of(high, 8)
+        self.crowding = (ratio - 1) / (after - ratio * before)
+        self.layer: dict[str, float] = {}
+        self.ends: dict[tuple[str, bool], float] = {}
+        for name, ops, layers in (("1f1b", "FB", DEPTH), ("zb-v", "IW", DEPTH // 2)):
+            times = spans_of(by[name])
+            last = max(stage for _, stage in times)
+            for op in ops:
+                slow = 1 + self.crowding * load_of(by[name], 8)
+                middle = statistics.median(times[op, stage] for stage in range(1, last)) / slow
+                self.layer[op] = middle / layers
+                self.ends |= {(op, False): times[op, 0] / slow - middle, (op, True): times[op, last] / slow - middle}
+        weights = 2 * 2 * DEPTH * WEIGHTS  # bfloat16, and their gradients
+        self.held = (max(by["gpipe"]["memory"][1:-1]) - weights) / (DEPTH * by["gpipe"]["microbatches"])
+        (small, first), (large, second) = sorted((int(size), took) for size, took in transport["hops"].items())[1:]
+        byte = (second - first) / (large - small)
+        self.network = Network(first - small * byte, 1 / byte)
+
+    def timeline(self, schedule: Schedule) -> Timeline:
+        """The simulator's answer, with the load that it has itself."""
+        load, found = 1.0, simulate(schedule, self.cost(schedule, 1.0))
+        for _ in range(6):
+            load = float(found.busy.sum()) / (WORKERS * found.makespan)
+            found = simulate(schedule, self.cost(schedule, load))
+        return found
+
+    def cost(self, schedule: Schedule, load: float) -> ModelCost:
+        layers, unit = DEPTH * schedule.ranks // schedule.parts, schedule.microbatches[0].tokens
+        slow = (1 + self.crowding * load) / unit
+
+        def part(number: int) -> PartCost:
+            times = {op: layers * seconds for op, seconds in self.layer.items()}
+            for op in times:
+                times[op] += self.ends[op, False] if number == 0 else 0.0
+                times[op] += self.ends[op, True] if number == schedule.parts - 1 else 0.0
+            f, b, i, w = (Seconds(token=slow * times[op]) for op in "FBIW")
+            return PartCost(f, i, w, b, held=layers * self.held / unit, message=self.tokens * 2048 / unit)
+
+        return ModelCost(tuple(map(part, range(schedule.parts))), self.network)
+
+
+def load_of(row: Row, workers: int) -> float:
+    """The share of all workers' time that is work."""
+    return float(sum(row["work"]) / (workers * row["makespan"]))
+
+
+def spans_of(row: Row) -> dict[tuple[str, int], float]:
+    """Seconds of an op of a stage, the median over micro-batches."""
+    found = defaultdict(list)
+    for action, start, end in row["spans"]:
+        stage, op, _ = re.split("([FBIW])", action)
+        found[op, int(stage)].append(end - start)
+    return {key: statistics.median(some) for key, some in found.items()}
+
+
+def schedule_of(row: Row, ranks: int) -> Schedule:
+    name, shape = NAMES[row["name"]]
+    return make(name, ranks=ranks, microbatches=row["microbatches"], **shape)
+
+
+def measured_timeline(row: Row, predicted: Timeline) -> Timeline:
+    """Spans of a step as a timeline."""
+    times = {action: (start, end) for action, start, end in row["spans"]}
+    names = [str(action) for lane in predicted.schedule.lanes for action in lane]
+    start, end = (np.array([times[name][n] for name in names]) for n in (0, 1))
+    return replace(predicted, start=start, end=end)  # with the memory that was predicted
+
+
+# ---------------------------------------------------------------- tables
+def table(heads: list[str], rows: list[list[str]]) -> str:
+    lines = [f"| {' | '.join(heads)} |", "|---|" + "--:|" * (len(heads) - 1)]
+    return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows)])
+
+
+def schedules_table(model: Model) -> tuple[str, list[float]]:
+    lines, errors = [], []
+    for name, ranks in (("schedules-8.json", 8), ("schedules-4.json", 4)):
+        for row in rows_of(name):
+            predicted = model.timeline(schedule_of(row, ranks)).makespan
+            error = predicted / row["makespan"] - 1
+            own = ranks == 8 and row["name"] in CALIBRATED
+            errors += [] if own else [abs(error)]
+            tokens = row["microbatches"] * model.tokens / row["ours"]
+            lines.append([
+                f"{row['name']}{' *' if own else ''}", str(ranks), str(row["microbatches"]), f"{1e3 * row['ours']:.0f}",
+                f"{tokens / 1e3:.1f}", f"{max(row['memory']) / 1e9:.2f}", f"{1e3 * row['makespan']:.0f}",
+                f"{1e3 * predicted:.0f}", f"{error:+.1%}", f"{row['bubble']:.1%}", *causes(row, ranks),
+            ])  # fmt: skip
+    heads = ["schedule", "P", "M", "step, ms", "tokens/s, 1,000", "memory, GB", "makespan, ms", "predicted", "error",
+             "idle", "schedule", "hop", "host"]  # fmt: skip
+    return table(heads, lines), errors
+
+
+def causes(row: Row, ranks: int) -> list[str]:
+    """Shares of all time: what is not made yet (and the end), on its way, and the host."""
+    whole, idle = ranks * row["makespan"], row["idle"]
+    return [f"{(sum(idle['schedule']) + sum(idle['end'])) / whole:.1%}", f"{sum(idle['hop']) / whole:.1%}",
+            f"{sum(idle['host']) / whole:.1%}"]  # fmt: skip
+
+
+def torch_table() -> str:
+    lines = []
+    for name, tokens, depth in (("torch.json", 1024, 8), ("torch-small.json", 512, 4)):
+        for row in rows_of(name):
+            if row["torch"] is None:
+                continue
+            low, high = row["over_spread"]
+            lines.append([row["name"], str(tokens), str(depth), f"{1e3 * row['chunk']:.2f}", f"{1e3 * row['ours']:.0f}",
+                          f"{1e3 * row['torch']:.0f}", f"{row['over']:.3f} ({low:.3f}-{high:.3f})",
+                          f"{max(row['memory']) / 1e9:.2f}", f"{max(row['torch_memory']) / 1e9:.2f}"])  # fmt: skip
+    heads = ["schedule", "tokens", "layers a rank", "action, ms", "ours, ms", "torch, ms", "torch / ours (quartiles)",
+             "memory, GB", "torch's"]  # fmt: skip
+    return table(heads, lines)
+
+
+def published_table() -> str:
+    rows = {row["name"]: row for row in rows_of("schedules-8.json")}
+    lines = []
+    for name, (full, pairs) in PUBLISHED.items():
+        ours = rows["gpipe"]["ours"] / rows[HERE[name]]["ours"]
+        lines.append([name, f"{ours:.2f}", f"{full / PUBLISHED['GPipe'][0]:.2f}",
+                      f"{pairs / PUBLISHED['GPipe'][1]:.2f}"])  # fmt: skip
+    return table(["", "here", "paper, 8 A100, all linked", "paper, 8 A100, linked in pairs"], lines)
+
+
+def slices_table() -> str:
+    rows, lines = rows_of("slices.json"), []
+    for tokens, count in dict.fromkeys((row["tokens"], row["sequences"]) for row in rows):
+        some = [row for row in rows if (row["tokens"], row["sequences"]) == (tokens, count)]
+        whole = some[0]
+        for row in some:
+            name = row["name"].replace(": ", ", ")
+            lines.append([name, f"{tokens:,}", str(count), f"{1e3 * row['seconds']:.0f}",
+                          f"{whole['seconds'] / row['seconds']:.2f}", f"{(count + 7) / count:.1f}",
+                          f"{max(row['memory']) / 1e9:.2f}", percent(row.get("bubble"))])  # fmt: skip
+    heads = ["slices", "tokens", "sequences", "step, ms", "speed-up", "bound", "memory, GB", "idle"]
+    return table(heads, lines)
+
+
+def percent(share: float | None) -> str:
+    return "" if share is None else f"{share:.1%}"
+
+
+def transport_table(found: Row) -> str:
+    lines = [[f"{1e3 * one['seconds']:.2f} ms", f"{one['efficiency']:.3f}", f"{one['spread'][0]:.3f}-"
+              f"{one['spread'][1]:.3f}"] for one in found["chunks"]]  # fmt: skip
+    return table(["chunk", "ideal / measured", "quartiles"], lines)
+
+
+def pictures(model: Model) -> None:
+    row = next(row for row in rows_of("schedules-8.json") if row["name"] == "hanayo W=2")
+    predicted = model.timeline(schedule_of(row, 8))
+    measured = measured_timeline(row, predicted)
+    for name, one in (("predicted", predicted), ("measured", measured)):
+        (IMAGES / f"h200-{name}.svg").write_text(svg(one, f"Hanayo W=2, eight workers of one H200, {name}"))
+
+
+def main() -> None:
+    transport = json.loads((FILES / "transport.json").read_text())
+    model = Model(rows_of("schedules-8.json"), transport, 2048)
+    pictures(model)
+    schedules, errors = schedules_table(model)
+    text = (Path(__file__).parent / "page.md").read_text()
+    hops = ", ".join(f"{1e6 * took:.0f} us for {int(size) >> 10:,} KiB" for size, took in transport["hops"].items())
+    PAGE.write_text(text.format(
+        transport=transport_table(transport), hops=hops, waiting=f"{transport['waiting']:.1%}", schedules=schedules,
+        median=f"{statistics.median(errors):.1%}", worst=f"{max(errors):.1%}", count=len(errors),
+        crowding=f"{model.crowding:.2f}", torch=torch_table(), published=published_table(), slices=slices_table(),
+    ))  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
