@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from penstock import UnitCost, make, simulate
-from penstock.cost.crowded import Crowded
 from penstock.ir.idle import idle
 
 NAMES = ["gpipe", "1f1b", "hanayo", "zb-v", "interleaved"]
@@ -32,11 +31,3 @@ def test_a_rank_that_begins_late_is_the_hosts():
     found = idle(replace(timeline, start=timeline.start + late, end=timeline.end + late), 0.0)
     assert found.host[0] == pytest.approx(0.5)
 
-
-def test_ranks_that_share_are_faster_while_others_rest():
-    schedule = make("1f1b", ranks=2, microbatches=2)
-    together, alone = UnitCost(F=2.0, B=4.0), UnitCost(F=1.0, B=2.0)
-    spans = [simulate(schedule, Crowded(together, alone, load)).makespan for load in (0.0, 0.5, 1.0)]
-    assert spans[0] == simulate(schedule, alone).makespan
-    assert spans[2] == simulate(schedule, together).makespan
-    assert spans[1] == pytest.approx((spans[0] + spans[2]) / 2)

@@ -209,18 +209,24 @@ def pictures(model: Model) -> None:
         (IMAGES / f"h200-{name}.svg").write_text(svg(one, f"Hanayo W=2, eight workers of one H200, {name}"))
 
 
-def main() -> None:
+def page() -> tuple[str, Model]:
+    """The text, and what its predictions come from."""
     transport = json.loads((FILES / "transport.json").read_text())
     model = Model(rows_of("schedules-8.json"), transport, 2048)
-    pictures(model)
     schedules, errors = schedules_table(model)
     text = (Path(__file__).parent / "page.md").read_text()
     hops = ", ".join(f"{1e6 * took:.0f} us for {int(size) >> 10:,} KiB" for size, took in transport["hops"].items())
-    PAGE.write_text(text.format(
+    return text.format(
         transport=transport_table(transport), hops=hops, waiting=f"{transport['waiting']:.1%}", schedules=schedules,
         median=f"{statistics.median(errors):.1%}", worst=f"{max(errors):.1%}", count=len(errors),
         crowding=f"{model.crowding:.2f}", torch=torch_table(), published=published_table(), slices=slices_table(),
-    ))  # fmt: skip
+    ), model  # fmt: skip
+
+
+def main() -> None:
+    text, model = page()
+    PAGE.write_text(text)
+    pictures(model)
 
 
 if __name__ == "__main__":

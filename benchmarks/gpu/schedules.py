@@ -1,18 +1,16 @@
-"""Every schedule on one GPU, beside its prediction and beside torch's runtime on the same backend.
+"""Every schedule on one GPU, with its timeline, beside torch's runtime on the same backend.
 
-    penstock testbed --workers 8 -- python benchmarks/gpu/schedules.py --ranks 8 --out schedules-8.json
-    penstock testbed --workers 8 -- python benchmarks/gpu/schedules.py --ranks 4 --out schedules-4.json
+    penstock testbed --workers 8 -- python benchmarks/gpu/schedules.py --ranks 8 --tokens 2048 --out schedules-8.json
+    penstock testbed --workers 8 -- python benchmarks/gpu/schedules.py --ranks 4 --tokens 2048 --out schedules-4.json
 
-A Llama of 8 layers a rank in bfloat16, one sequence of 1,024 tokens a micro-batch. First all ranks take the model's
-profile at the same time; from it, and from nothing that is measured later, comes the prediction of each makespan. Then
-for each schedule steps of ours and of torch's runtime alternate on the same modules: both run the same actions in the
-same order. Ratios are taken within a round.
+A Llama of 8 layers a rank in bfloat16, one sequence a micro-batch. For each schedule steps of ours and of torch's
+runtime alternate on the same modules: both run the same actions in the same order. Ratios are taken within a round.
+Predictions are made afterwards, by `page.py`.
 """
 
 from __future__ import annotations
 
 import gc
-import json
 import sys
 import time
 from dataclasses import asdict, dataclass, replace
@@ -23,14 +21,12 @@ import torch
 from bench import DRY, REAL, Ours, Size, Torchs, arguments, clocked, memory, quartiles, stages_of, warm, write
 
 from penstock import Schedule, make, simulate
-from penstock.cost import Cost, Profile, ProfileCost, dump_profile, load_profile
-from penstock.cost.crowded import Crowded
-from penstock.ir import Timeline, read_plan
+from penstock.cost.network import Network
+from penstock.ir import read_plan
 from penstock.ir.idle import idle
 from penstock.runtime import Comm, spawn
-from penstock.runtime.profile import measure
+from penstock.runtime.links import network_of
 from penstock.session import own_cost
-from penstock.train.profile import Request, subjects_of
 
 NAMES: dict[str, tuple[str, dict[str, int]]] = {
     "gpipe": ("gpipe", {}), "1f1b": ("1f1b", {}),
@@ -51,12 +47,10 @@ class Setting:
     size: Size
     microbatches: tuple[int, ...]
     rounds: int
-    profile_rounds: int
     plans: tuple[str, ...] = ()
     only: tuple[str, ...] = ()
     seconds: float = 500.0  # no new schedule is begun after so many
     out: Path | None = None
-    profile: Path | None = None  # results of another run, whose profiles serve here too
     peer: bool = True
 
 
@@ -76,44 +70,25 @@ def schedules(setting: Setting, ranks: int, count: int) -> dict[str, Schedule]:
 
 
 def work(comm: Comm, setting: Setting) -> dict[str, Any]:
-    """A rank: the profile, then schedule after schedule."""
+    """A rank: schedule after schedule."""
     begin = time.perf_counter()
     size = setting.size
     if size.device == "cpu":
         torch.set_num_threads(1)
-    name = "bfloat16" if size.device == "cuda" else "float32"
-    if setting.profile is not None:
-        texts, layers = json.loads(setting.profile.read_text()), size.config.layers
-        profile, alone = (replace(load_profile(texts[word]), layers=layers) for word in ("profile", "alone"))
-    else:
-        request = Request(size.config, size.tokens, device=size.device, dtype=name)
-        profile = measure(subjects_of(request, comm), comm, rounds=setting.profile_rounds)
-        comm.barrier()
-        alone = measure(subjects_of(request, comm), rounds=setting.profile_rounds) if comm.rank == 0 else profile
-        comm.barrier()
-    note(comm, f"profile after {time.perf_counter() - begin:.0f} s")
+    network = network_of(comm, every=False, device=torch.device(size.device))
     rows = []
     for count in setting.microbatches:
         for label, schedule in schedules(setting, comm.ranks, count).items():
             if time.perf_counter() - begin > setting.seconds:
                 note(comm, f"no time for {label} M={count}")
                 continue
-            row = one(comm, setting, (profile, alone), label, schedule)
+            row = one(comm, setting, network, label, schedule)
             rows.append(row)
             if comm.rank == 0:
                 write(setting.out, {"ranks": comm.ranks, "rows": rows})  # what there is, should the time run out
-            note(comm, f"{label} M={count}: {1e3 * row['ours']:.1f} ms, predicted {1e3 * row['predicted']:.1f}"
+            note(comm, f"{label} M={count}: {1e3 * row['ours']:.1f} ms, its actions alone {1e3 * row['own']:.1f}"
                        f", torch {1e3 * (row['torch'] or 0):.1f}  [{time.perf_counter() - begin:.0f} s]")  # fmt: skip
-    return {"ranks": comm.ranks, "size": {**asdict(size.config), "tokens": size.tokens}, "rows": rows,
-            "profile": dump_profile(profile), "alone": dump_profile(alone)}  # fmt: skip
-
-
-def forecast(schedule: Schedule, together: Cost, alone: Cost) -> Timeline:
-    """Between the profile of all ranks at the same time and that of one alone: by how busy the ranks will be."""
-    found = simulate(schedule, together)
-    for _ in range(5):
-        found = simulate(schedule, Crowded(together, alone, 1.0 - found.bubble))
-    return found
+    return {"ranks": comm.ranks, "size": {**asdict(size.config), "tokens": size.tokens}, "rows": rows}
 
 
 def note(comm: Comm, text: str) -> None:
@@ -122,9 +97,7 @@ def note(comm: Comm, text: str) -> None:
         sys.stderr.flush()
 
 
-def one(
-    comm: Comm, setting: Setting, profiles: tuple[Profile, Profile], label: str, schedule: Schedule
-) -> dict[str, Any]:
+def one(comm: Comm, setting: Setting, network: Network, label: str, schedule: Schedule) -> dict[str, Any]:
     """A schedule: steps of both runtimes by turns, then one of ours with its timeline."""
     size = setting.size
     stages = stages_of(schedule, comm, size)
@@ -149,18 +122,14 @@ def one(
                 times[who].append(took)
     timelines = [ours.timeline() for _ in range(3)]
     timeline = sorted(timelines, key=lambda t: t.makespan)[1]
-    profile, predicted = profiles[0], forecast(schedule, *(ProfileCost(one, size.tokens) for one in profiles))
-    crowded = simulate(schedule, ProfileCost(profile, size.tokens))
-    latency, width = profile.network.latency, profile.network.bandwidth
-    hop = float(latency) + profile.message * size.tokens / float(width) if isinstance(latency, float) else 0.0  # type: ignore[arg-type]
+    message = size.tokens * size.config.width * size.dtype.itemsize
+    hop = float(network.latency) + message / float(network.bandwidth)  # type: ignore[arg-type]
     row: dict[str, Any] = {
         "name": label, "microbatches": len(schedule.microbatches), "actions": schedule.actions,
         "ours": quartiles(times["ours"])[0], "ours_spread": quartiles(times["ours"])[1:],
-        "makespan": timeline.makespan, "predicted": predicted.makespan,
-        "together": crowded.makespan, "bubble": timeline.bubble,
-        "predicted_bubble": predicted.bubble, "own": simulate(schedule, own_cost(timeline)).makespan,
-        "work": timeline.busy.tolist(), "predicted_work": predicted.busy.tolist(),
-        "idle": idle(timeline, hop)._asdict(), "hop": hop, "memory": peaks["ours"], "loss": losses,
+        "makespan": timeline.makespan, "own": simulate(schedule, own_cost(timeline)).makespan,
+        "bubble": timeline.bubble, "work": timeline.busy.tolist(), "idle": idle(timeline, hop)._asdict(),
+        "hop": hop, "memory": peaks["ours"], "loss": losses,
         "chunk": float((timeline.end - timeline.start).mean()),
         "torch": None, "over": None, "torch_memory": peaks.get("torch"),
     }  # fmt: skip
@@ -168,8 +137,7 @@ def one(
         over = quartiles([b / a for a, b in zip(times["ours"], times["torch"], strict=True)])
         row |= {"torch": quartiles(times["torch"])[0], "over": over[0], "over_spread": over[1:]}
     if comm.rank == 0 and label in ("1f1b", "hanayo W=2", "zb-v"):
-        row["spans"] = [(r, str(a), s, e) for r, a, s, e in timeline.spans()]
-        row["predicted_spans"] = [(r, str(a), s, e) for r, a, s, e in predicted.spans()]
+        row["spans"] = [(str(a), s, e) for _, a, s, e in timeline.spans()]
     del ours, theirs, stages
     gc.collect()
     if size.device == "cuda":
@@ -191,19 +159,17 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=REAL.tokens, help="of a sequence")
     parser.add_argument("--depth", type=int, default=DEPTH, help="layers of a rank")
     parser.add_argument("--rounds", type=int, default=8)
-    parser.add_argument("--profile-rounds", type=int, default=3)
     parser.add_argument("--plans", nargs="*", default=[], help="plan.json files to run too")
     parser.add_argument("--only", default="", help="comma-separated names")
     parser.add_argument("--seconds", type=float, default=500.0)
-    parser.add_argument("--profile", type=Path, help="results of another run: take its profiles")
     parser.add_argument("--no-torch", action="store_true", help="ours alone")
     given = parser.parse_args()
     ranks = 2 if given.dry else given.ranks
     size = DRY if given.dry else replace(REAL.with_layers(given.depth * ranks), tokens=given.tokens)
     counts = tuple(map(int, given.microbatches.split(","))) if given.microbatches else (ranks, 2 * ranks)
     only = tuple(filter(None, given.only.split(",")))
-    setting = Setting(size, counts, given.rounds, given.profile_rounds, tuple(given.plans), only, given.seconds,
-                      given.out.absolute() if given.out else None, given.profile, not given.no_torch)  # fmt: skip
+    setting = Setting(size, counts, given.rounds, tuple(given.plans), only, given.seconds,
+                      given.out.absolute() if given.out else None, not given.no_torch)  # fmt: skip
     found = spawn(ranks, work, setting, patience=60.0, backend="gloo" if given.dry else "penstock_ipc")[0]
     write(given.out, found)
 
