@@ -32,7 +32,7 @@ ROOMS = {
     },
     "cli_cost": {"ir", "cost", "partition", "errors"},
     "cli_paths": {"ir", "cost", "plan", "cli_screen"},
-    "cli_profile": {"ir", "cost", "train", "cli_screen", "errors"},
+    "cli_profile": {"ir", "cost", "runtime", "train", "cli_screen", "errors"},
     "cli_screen": {"errors"},
     "cli_slices": {"plan", "cli_cost", "cli_screen"},
     "cli_train": {"ir", "session", "screen", "cli_screen", "train", "errors"},
