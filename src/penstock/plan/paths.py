@@ -99,16 +99,17 @@ def plan_paths(
 ) -> PathPlan:
     """The best plan found for a model of these `parts` (the head last) and so many micro-batches a data node.
 
-    arrangement: the nodes of each part, if they are given; sizes: else how many nodes each part gets; tokens of a
-    micro-batch, cut into `slices`; waves: every node is passed twice, down and up; gradients: bytes of a part's, summed
-    over its replicas at the end; gap: seconds between two tasks on a node. The search ends after so many `seconds` or
-    simulations (`iterations`), whichever comes first. `clock` counts the seconds: the wall's, or `time.process_time`
-    on a machine that others use too.
+    arrangement: the nodes of each part, if they are given; sizes: else how many nodes each part gets (not given: they
+    are searched for too, but for the number of data nodes); tokens of a micro-batch, cut into `slices`; waves: every
+    node is passed twice, down and up; gradients: bytes of a part's, summed over its replicas at the end; gap: seconds
+    between two tasks on a node. The search ends after so many `seconds` or simulations (`iterations`), whichever comes
+    first. `clock` counts the seconds: the wall's, or `time.process_time` on a machine that others use too.
     """
     begin = clock()
     problem = Problem(
-        cluster, tuple(parts), microbatches, rules, policy, tokens, slices, waves, gradients, gap, first_gap
-    )
+        cluster, tuple(parts), microbatches, rules, policy, tokens, slices, waves, gradients, gap, first_gap,
+        sizes is not None,
+    )  # fmt: skip
     nodes = len(cluster.nodes)
     moves = _moves(nodes, iterations)
     if arrangement is not None:
