@@ -27,7 +27,7 @@ from penstock.ir.files import Plan
 from penstock.ir.schedule import MicroBatch, Schedule, Stage, schedule_of
 from penstock.ir.table import Ints
 from penstock.ir.timeline import Timeline
-from penstock.plan.arrangement import arranged, circuits_of, labels_of, sizes_for
+from penstock.plan.arrangement import arranged, circuits_of, labels_of, sizes_for, tilted
 from penstock.plan.draft import Budget, Clock, Draft, run, settle, worth
 from penstock.plan.groups import improved
 from penstock.plan.path_bounds import path_bound
@@ -86,6 +86,7 @@ def plan_paths(
     *,
     arrangement: Sequence[Sequence[int]] | None = None,
     sizes: Sequence[int] | None = None,
+    data_nodes: int | None = None,
     tokens: int = 1,
     slices: int = 1,
     waves: bool = False,
@@ -99,11 +100,12 @@ def plan_paths(
 ) -> PathPlan:
     """The best plan found for a model of these `parts` (the head last) and so many micro-batches a data node.
 
-    arrangement: the nodes of each part, if they are given; sizes: else how many nodes each part gets (not given: they
-    are searched for too, but for the number of data nodes); tokens of a micro-batch, cut into `slices`; waves: every
-    node is passed twice, down and up; gradients: bytes of a part's, summed over its replicas at the end; gap: seconds
-    between two tasks on a node. The search ends after so many `seconds` or simulations (`iterations`), whichever comes
-    first. `clock` counts the seconds: the wall's, or `time.process_time` on a machine that others use too.
+    arrangement: the nodes of each part, if they are given; sizes: else how many nodes each part gets, or `data_nodes`,
+    how many the first part does (what is not given of the others is searched for); tokens of a micro-batch, cut into
+    `slices`; waves: every node is passed twice, down and up; gradients: bytes of a part's, summed over its replicas at
+    the end; gap: seconds between two tasks on a node. The search ends after so many `seconds` or simulations
+    (`iterations`), whichever comes first. `clock` counts the seconds: the wall's, or `time.process_time` on a machine
+    that others use too.
     """
     begin = clock()
     problem = Problem(
@@ -119,11 +121,14 @@ def plan_paths(
         shape = np.bincount(labels[labels >= 0], minlength=problem.body)
         drafts = first_drafts(problem, labels, circuits, seed)
     else:
-        shape = np.array(_sizes(problem, sizes, nodes))
-        labels, circuits = arranged(problem, shape.tolist(), moves, seed)
-        drafts = first_drafts(problem, labels, circuits, seed)
-        if not policy.reserved and nodes <= FEW and problem.hops:
-            drafts += route_drafts(problem, regions(problem, labels, seed))
+        shape = np.array(_sizes(problem, sizes, data_nodes, nodes))
+        few = not policy.reserved and nodes <= FEW and problem.hops > 0
+        shapes = [tuple(shape.tolist()), *([tilted(shape.tolist(), problem.hops)] if few and sizes is None else [])]
+        drafts = []
+        for tried in dict.fromkeys(shapes):
+            labels, circuits = arranged(problem, tried, moves, seed)
+            drafts += first_drafts(problem, labels, circuits, seed)
+            drafts += route_drafts(problem, regions(problem, labels, seed)) if few else []
     bound = path_bound(problem, shape, labels if arrangement is not None else None)
     budget = Budget(iterations, 0.98 * seconds, begin, clock)
     draft = chosen(problem, drafts, budget, arrangement is None, seed)
@@ -255,9 +260,11 @@ def _moves(nodes: int, iterations: int | None) -> int:
     return CIRCUIT_MOVES * min(nodes, 200) // 4 if iterations is None else 5000 * min(nodes, 200) // 4
 
 
-def _sizes(problem: Problem, sizes: Sequence[int] | None, nodes: int) -> tuple[int, ...]:
+def _sizes(problem: Problem, sizes: Sequence[int] | None, data: int | None, nodes: int) -> tuple[int, ...]:
     if sizes is None:
-        return sizes_for(nodes, problem.body, problem.hops)
+        return sizes_for(nodes, problem.body, problem.hops, data)
+    if data not in (None, sizes[0] if sizes else None):
+        raise ShapeError(f"{data} data nodes, but the first of the sizes is {sizes[0]}")
     if len(sizes) != problem.body:
         raise ShapeError(f"there are sizes for {len(sizes)} parts, but the model has {problem.body}")
     if sum(sizes) != nodes:
