@@ -31,7 +31,7 @@ ROOMS = {
         *("cli_cost", "cli_paths", "cli_profile", "cli_screen", "cli_slices", "cli_train"),
     },
     "cli_cost": {"ir", "cost", "partition", "errors"},
-    "cli_paths": {"ir", "cost", "plan", "cli_screen"},
+    "cli_paths": {"ir", "cost", "plan", "cli_screen", "errors"},
     "cli_profile": {"ir", "cost", "runtime", "train", "cli_screen", "errors"},
     "cli_screen": {"errors"},
     "cli_slices": {"plan", "cli_cost", "cli_screen"},

@@ -34,7 +34,7 @@ from penstock.plan.path_bounds import path_bound
 from penstock.plan.problem import PLANNED, Policy, Problem, expand
 from penstock.plan.regions import regions
 from penstock.plan.routes import placed, routed
-from penstock.plan.rules import Fault, Rules, faults
+from penstock.plan.rules import Fault, Rules, as_text, faults, obey, rules_from
 from penstock.plan.sums import all_sums
 from penstock.plan.traffic import Flow
 from penstock.sim.simulate import simulate
@@ -207,9 +207,24 @@ def as_file(plan: PathPlan) -> Plan:
     why: Facts = (
         ("makespan", plan.makespan), ("lower_bound", plan.bound), ("gap", plan.gap), ("seconds", plan.seconds),
         ("simulations", plan.simulations), ("skipped", problem.body - 1 - problem.hops), ("slices", problem.slices),
-        ("waves", problem.waves), ("turn", plan.draft.turn.name.lower()),
+        ("waves", problem.waves), ("turn", plan.draft.turn.name.lower()), ("rules", as_text(problem.rules)),
+        ("slots", " ".join(map(str, problem.traffic.slots.tolist()))),
     )  # fmt: skip
     return Plan(plan.schedule, "paths", (), why)
+
+
+def check_rules(plan: Plan, texts: Sequence[str] = ()) -> Rules | None:
+    """Refuses a plan that breaks the rules it was made by, or those given; None: it names none and none are given."""
+    facts, schedule = plan.facts, plan.schedule
+    kept = facts.get("rules")
+    if not isinstance(kept, str) and not texts:
+        return None
+    rules = rules_from([*(kept.split() if isinstance(kept, str) else ()), *texts])
+    body = schedule.parts // 2 if facts.get("waves") is True else schedule.parts - 1
+    lost = sorted(set(range(1, body)) - {stage.part for stage in schedule.stages})
+    slots = facts.get("slots")
+    obey(schedule, body, rules, [int(word) for word in slots.split()] if isinstance(slots, str) else None, lost)
+    return rules
 
 
 # ---------------------------------------------------------------- from a draft to a schedule
