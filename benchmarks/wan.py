@@ -1,7 +1,7 @@
 """Planned paths on a slow network, for real: twenty processes, real messages, links as slow as SkipPipe's instances.
 
     chrt -f 10 python benchmarks/wan.py                        all pieces, writes docs/results/wan.md (about 20 minutes)
-    chrt -f 10 python benchmarks/wan.py --only A --out FOLDER  a piece: A, B or levers; FOLDER/A.json
+    chrt -f 10 python benchmarks/wan.py --only A --out FOLDER  a piece: A, B or levers (which can be taken up again)
     python benchmarks/wan.py --merge FOLDER                    the page of the pieces in a folder
     chrt -f 10 python benchmarks/wan.py --quick                A alone, short searches, two rounds; writes nothing
     python benchmarks/wan.py ... --json                        one JSON object to stdout
@@ -50,6 +50,7 @@ WIDTH = 16
 EVEN = (5, 3, 3, 3, 3, 3)
 WHOLE = Rules(share=0.0, behind=0, distance=0, swaps=0)
 QUEUES = Policy(PUBLISHED.turns, ordered=False)  # first come, first served; slots for whoever is there
+FREER = 4  # rows of the levers of which each allows what those above it do
 LEVERS: dict[str, dict[str, Any]] = {
     "first come, first served, on the authors' arrangement": {"policy": QUEUES, "given": True},
     "planned order": {"given": True},
@@ -116,16 +117,22 @@ def both(name: str, seconds: float, seeds: int, **how: Any) -> dict[str, PathPla
     return found
 
 
-def levers(name: str, seconds: float, seeds: int) -> list[Row]:
-    rows = []
-    for what, how in LEVERS.items():
-        found = both(name, seconds, seeds, **how)
-        full, ours = found["full pipeline"], found["planned paths"]
-        rows.append({
-            "instance": name, "lever": what, "full": full.makespan, "full_bound": full.bound, "ours": ours.makespan,
-            "bound": ours.bound, "saved": 1 - ours.makespan / full.makespan,
-        })  # fmt: skip
-        sys.stderr.write(f"{rows[-1]}\n")
+def levers(file: Path, seconds: float, seeds: int) -> list[Row]:
+    """All rows, those that are in the file already and the others, each written there as soon as it is known."""
+    rows: list[Row] = json.loads(file.read_text())["rows"] if file.exists() else []
+    for name in "AB":
+        for number, (what, how) in enumerate(LEVERS.items()):
+            if any(row["instance"] == name and row["lever"] == what for row in rows):
+                continue
+            found = both(name, seconds, seeds, **how)
+            row: Row = {"instance": name, "lever": what, "searches": seeds, "seconds": seconds}
+            for side, plan in (("full", found["full pipeline"]), ("ours", found["planned paths"])):
+                row |= {side: plan.makespan, f"{side}_bound": plan.bound}
+                if 0 < number < FREER:  # it may do as the row above does
+                    above = next(r for r in rows if r["instance"] == name and r["lever"] == list(LEVERS)[number - 1])
+                    row[side] = min(row[side], above[side])
+            rows.append(row | {"saved": 1 - row["ours"] / row["full"]})
+            file.write_text(json.dumps({"rows": rows}))
     return rows
 
 
@@ -306,12 +313,12 @@ def main() -> None:
         for name in names:
             if name == "levers":
                 with ordinary():
-                    rows = [row for instance in "AB" for row in levers(instance, given.seconds / 2, given.seeds)]
+                    levers(folder / "levers.json", given.seconds / 2, given.seeds)
             else:
                 rows = measure(name, given.seconds, given.seeds, given.rounds)
-            (folder / f"{name}.json").write_text(json.dumps({"rows": rows, "where": where}))
+                (folder / f"{name}.json").write_text(json.dumps({"rows": rows, "where": where}))
         pieces = {file.stem: json.loads(file.read_text()) for file in sorted(folder.glob("*.json"))}
-    if {"A", "B", "levers"} <= pieces.keys():
+    if {"A", "B", "levers"} <= pieces.keys() and len(pieces["levers"]["rows"]) == 2 * len(LEVERS):
         written(pieces)
     if given.json:
         sys.stdout.write(json.dumps(pieces) + "\n")

@@ -41,6 +41,8 @@ from penstock.sim.simulate import simulate
 
 CIRCUIT_MOVES = 20_000  # tried for each circuit, to begin with
 FEW = 100  # nodes up to which leaving out the worst is tried
+LONG, LONG_COUNT = 6.0, 45_000  # seconds, or simulations, that are enough for another search from scratch
+ROUNDS = 8  # of these at most
 STARTS = 3  # drafts that are searched for a while before one is chosen
 PRICES = (0.1, 0.4, 1.5)  # seconds of a way that one second of work already given to a node is worth
 
@@ -113,27 +115,45 @@ def plan_paths(
         sizes is not None,
     )  # fmt: skip
     nodes = len(cluster.nodes)
-    moves = _moves(nodes, iterations)
     if arrangement is not None:
         labels = labels_of(arrangement, nodes)
         _refuse(problem, labels)
-        circuits = circuits_of(problem, labels, moves, seed)
         shape = np.bincount(labels[labels >= 0], minlength=problem.body)
-        drafts = first_drafts(problem, labels, circuits, seed)
     else:
-        shape = np.array(_sizes(problem, sizes, data_nodes, nodes))
-        few = not policy.reserved and nodes <= FEW and problem.hops > 0
-        shapes = [tuple(shape.tolist()), *([tilted(shape.tolist(), problem.hops)] if few and sizes is None else [])]
-        drafts = []
-        for tried in dict.fromkeys(shapes):
-            labels, circuits = arranged(problem, tried, moves, seed)
-            drafts += first_drafts(problem, labels, circuits, seed)
-            drafts += route_drafts(problem, regions(problem, labels, seed)) if few else []
-    bound = path_bound(problem, shape, labels if arrangement is not None else None)
+        labels, shape = None, np.array(_sizes(problem, sizes, data_nodes, nodes))
+    bound = path_bound(problem, shape, labels)
     budget = Budget(iterations, 0.98 * seconds, begin, clock)
-    draft = chosen(problem, drafts, budget, arrangement is None, seed)
-    draft = improved(problem, draft, budget, arrangement is None, seed)
-    return finished(problem, draft, bound, budget)
+    found: list[Draft] = []
+    rounds = _rounds(problem, seconds, iterations)
+    for turn in range(rounds):
+        own = budget.share(1 / (rounds - turn)) if rounds > 1 else budget
+        drafts = _drafts(problem, labels, shape, _moves(nodes, iterations), seed + turn)
+        draft = chosen(problem, drafts, own, labels is None, seed + turn)
+        found.append(improved(problem, draft, own, labels is None, seed + turn))
+        budget.used += own.used if rounds > 1 else 0
+    return finished(problem, min(found, key=lambda draft: worth(problem, draft)), bound, budget)
+
+
+def _rounds(problem: Problem, seconds: float, iterations: int | None) -> int:
+    """Searches from scratch: a long time is better spent on several, each from other circuits, than on one."""
+    if problem.traffic.nodes > FEW:
+        return 1
+    by_count = ROUNDS if iterations is None else iterations // LONG_COUNT
+    return max(1, min(int(seconds // LONG), by_count, ROUNDS))
+
+
+def _drafts(problem: Problem, labels: Ints | None, shape: Ints, moves: int, seed: int) -> list[Draft]:
+    """To begin with: on the arrangement that is given, else on some that suit circuits, and some that suit routes."""
+    if labels is not None:
+        return first_drafts(problem, labels, circuits_of(problem, labels, moves, seed), seed)
+    few = not problem.policy.reserved and problem.traffic.nodes <= FEW and problem.hops > 0
+    sizes = tuple(shape.tolist())
+    drafts: list[Draft] = []
+    for tried in dict.fromkeys([sizes, tilted(sizes, problem.hops) if few and not problem.sized else sizes]):
+        arrangement, circuits = arranged(problem, tried, moves, seed)
+        drafts += first_drafts(problem, arrangement, circuits, seed)
+        drafts += route_drafts(problem, regions(problem, arrangement, seed)) if few else []
+    return drafts
 
 
 def chosen(problem: Problem, drafts: Sequence[Draft], budget: Budget, free: bool, seed: int) -> Draft:

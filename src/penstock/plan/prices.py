@@ -58,7 +58,7 @@ class Market:
 def price_bound(market: Market, data: int) -> float:
     """Seconds that no plan with so many data nodes goes below."""
     count = len(market.data)
-    if count > MANY or market.hops < 1 or data >= count:
+    if count > MANY or not 1 <= market.hops < count or data >= count:
         return 0.0
     link = market.link.copy()
     np.fill_diagonal(link, np.inf)
