@@ -90,6 +90,15 @@ def test_a_plan_that_was_changed_by_hand_is_held_to_its_rules(run):
     assert "it has 1 slots" in err
 
 
+@pytest.fixture
+def interruptible():
+    """As on a terminal, wherever the tests run."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_a_first_ctrl_c_shows_the_best_so_far(run):
     run(f"paths cluster.toml {SIZES} --share 0.25")  # loads the compiled loops
     timer = threading.Timer(1.5, os.kill, (os.getpid(), signal.SIGINT))

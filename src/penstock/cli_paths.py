@@ -121,7 +121,9 @@ def _interruptible() -> Iterator[_Clock]:
         clock.stopped = True
         signal.signal(signal.SIGINT, before)
 
-    before = signal.signal(signal.SIGINT, stop)
+    before = signal.getsignal(signal.SIGINT)
+    if before is not signal.SIG_IGN:  # as in the background of a script: there nobody presses Ctrl-C
+        signal.signal(signal.SIGINT, stop)
     try:
         yield clock
     finally:
