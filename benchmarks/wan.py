@@ -236,9 +236,10 @@ def lever_table(rows: list[Row]) -> str:
 def picture(name: str, rows: list[Row]) -> str:
     lines = []
     for colour, row in zip((COLOURS[1], COLOURS[3], COLOURS[0]), rows, strict=True):
-        count = tuple(float(n) for n in range(1, len(row["finishes"]) + 1))
-        lines.append(Line(f"{row['what']}, measured", tuple(row["finishes"]), count, colour=colour))
-        lines.append(Line("the same, simulated", tuple(row["due"]), count, dashed=True, colour=colour))
+        count = tuple(float(n) for n in range(len(row["finishes"]) + 1))
+        short = row["what"].replace("full pipeline", "full").replace("planned paths", "paths")
+        lines.append(Line(short, (0.0, *row["finishes"]), count, colour=colour))
+        lines.append(Line("simulated", (0.0, *row["due"]), count, dashed=True, colour=colour))
     title = f"Instance {name}: micro-batches that are back"
     return chart(lines, title, "seconds of the network that is played", "micro-batches")
 
