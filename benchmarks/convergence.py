@@ -45,7 +45,7 @@ from torch import Tensor
 from penstock.models import Llama, LlamaConfig, split, token_loss
 from penstock.runtime import Batch, batch_of
 from penstock.runtime.visits import Mean, visit_scales, weigh
-from penstock.schedules.rotation import Paths, fixed, rotating, with_full
+from penstock.schedules.deal import Paths, deals, fixed, with_full
 from penstock.train.omission import evaluate, perplexity, skips_of
 from penstock.train.passage import through
 
@@ -181,7 +181,7 @@ def held_out(text: Tensor, scale: Scale) -> tuple[list[Batch], list[Batch]]:
 
 # ---------------------------------------------------------------- a run
 def paths_of(v: Variant, scale: Scale, seed: int) -> Iterator[Paths]:
-    choose = fixed if v.fixed else rotating
+    choose = fixed if v.fixed else deals
     steps = choose(scale.parts, scale.microbatches, skips_of(scale.parts, v.share), v.swaps, seed)
     return with_full(steps, scale.parts, v.full) if v.full else steps
 

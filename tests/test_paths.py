@@ -28,6 +28,7 @@ from penstock.plan.rotation import met, rotate
 from penstock.plan.rules import Rules, order_fault, subsets
 from penstock.plan.sums import least_sum, sum_seconds
 from penstock.plan.traffic import Turn
+from penstock.plan.windows import Window, least_end
 
 CITED = json.loads((Path(__file__).parent / "data" / "skippipe.json").read_text())
 GAPS = {"gap": CITED["model"]["gap"], "first_gap": CITED["model"]["gap_after_first"]}
@@ -224,6 +225,62 @@ def test_the_bound_is_below_and_the_plan_close_to_the_best_there_is(sizes, share
         assert given >= path_bound(problem, np.array(sizes), None) - 1e-9 or given > 0
     assert max(ratios) < 1.1
     assert np.mean(ratios) < 1.05  # it never idles on purpose, which the best order sometimes does
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_the_least_end_of_a_data_node_is_that_of_the_best_order_of_its_tasks(seed):
+    rng = np.random.default_rng(seed)
+    slots, count = int(rng.integers(1, 4)), int(rng.integers(1, 4))
+    window = Window(*(float(x) for x in rng.uniform(0.1, 2, 4)), *(float(x) for x in rng.uniform(0, 6, 2)), 0.1, 0.2)
+    assert least_end(window, count, slots) == pytest.approx(any_order(window, count, slots))
+
+
+def any_order(window, count, slots):
+    """Every task of every micro-batch next, in any order, overtaking or not."""
+    took = (window.forward, window.head, window.head_back, window.backward)
+    ways = (0.0, window.there, 0.0, window.back)
+    rests = (window.first_pause, 0.0, window.pause, window.pause)
+    best = math.inf
+
+    def go(free, stages, ready, end):
+        nonlocal best
+        if end >= best:
+            return
+        if all(stage == 4 for stage in stages):
+            best = end
+        for m, stage in enumerate(stages):
+            if stage == 4 or (stage == 0 and sum(0 < s < 4 for s in stages) >= slots):
+                continue
+            done = max(free, ready[m] + ways[stage]) + took[stage]
+            go(
+                done + rests[stage], (*stages[:m], stage + 1, *stages[m + 1 :]),
+                (*ready[:m], done, *ready[m + 1 :]), max(end, done),
+            )  # fmt: skip
+
+    go(0.0, (0,) * count, (0.0,) * count, 0.0)
+    return best
+
+
+def test_the_plan_of_instance_a_on_its_own_arrangement_is_the_best_there_is():
+    cited = CITED["instances"]["A"]
+    how = {"arrangement": cited["partitions"], "iterations": 6000, "seconds": 60}
+    found = plan_paths(cluster_of("A"), even_parts(6, cited["forward"]), 6, **how, **GAPS)
+    assert found.gap < 0.001
+
+
+def test_good_nodes_are_dear():
+    """Four nodes in one place serve nobody else's data nodes for free: the bound knows, and stays below the plan."""
+    near, far = 0.01, 2.0
+    place = [0, 0, 0, 0, 1, 2, 3, 4, 5, 6, 7, 8]
+    latency = tuple(tuple(near if a == b else far for b in place) for a in place)
+    cluster = Cluster((Node("", 1.0, 1),) * 12, latency, tuple((math.inf,) * 12 for _ in place))
+    problem = Problem(cluster, even_parts(4, 0.2), 4, Rules(share=0.25))
+    best = min(
+        plan_paths(cluster, even_parts(4, 0.2), 4, Rules(share=0.25), iterations=1500, seconds=60, seed=seed).makespan
+        for seed in range(2)
+    )
+    alone = least_end(Window(0.2, 0.0167, 0.0333, 0.3, 0.43, 0.63), 4, 1)
+    assert alone < path_bound(problem, np.array(sizes_for(12, 4, 2)), None) <= best
 
 
 # ---------------------------------------------------------------- all that can be asked for

@@ -195,18 +195,24 @@ def plan_(
 def check(
     file: Annotated[Path, typer.Argument(help="A plan.json or a CSV of torch's.")],
     run: Annotated[bool, typer.Option("--run", help="Also run a small model through it; compare gradients.")] = False,
+    rule: Annotated[
+        Optional[list[str]], typer.Option(help="NAME=VALUE: paths must keep to the rules of `penstock paths`.")  # noqa: UP045
+    ] = None,
     json: Json = False,
 ) -> None:
     """Check a schedule: is it whole, can it run, can its program deadlock? Exit code 2 if not.
 
     With --run a small Llama takes one step through it, on threads, and every gradient is compared with those of the
-    model in one piece.
+    model in one piece. Planned paths are held to the rules they were planned by, or to others by --rule: one that is
+    broken is named, with the micro-batches at fault.
 
     Example: penstock check plan.json --run
     """
     from penstock.ir import lower, verify
+    from penstock.plan.paths import check_rules
 
     plan = _read(file)
+    kept = check_rules(plan, rule or ())
     transfers = verify(lower(plan.schedule))
     schedule = plan.schedule
     tried = _tried(schedule) if run else {}
@@ -218,6 +224,8 @@ def check(
         f"{file} is a schedule: {schedule.ranks} ranks, {len(schedule.microbatches)} micro-batches, {schedule.actions} "
         f"actions in an order that runs; {len(transfers)} messages, none of which can block another for ever."
     )
+    if kept is not None:
+        console().print("Its paths keep to the rules.")
     if tried:
         apart = f"to within {tried['worst']:.2g}" if tried["worst"] else "bit for bit"
         console().print(

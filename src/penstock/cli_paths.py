@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import TYPE_CHECKING, Annotated, Optional
 
 import typer
 
 from penstock.cli_screen import print_json, print_table, progress, write
+from penstock.errors import ShapeError
+
+if TYPE_CHECKING:
+    from penstock.cost import Cluster
+    from penstock.plan import PathPlan
+
+YEAR = 3e7  # seconds
 
 
 def paths(
@@ -16,8 +28,15 @@ def paths(
     microbatches: Annotated[int, typer.Option(help="Micro-batches of a step for each data node.")],
     forward: Annotated[float, typer.Option(help="Seconds of a part's forward on a node of speed 1.")],
     share: Annotated[float, typer.Option(help="Of the parts that each micro-batch leaves out.")] = 1 / 3,
+    rule: Annotated[
+        Optional[list[str]],  # noqa: UP045
+        typer.Option(help="NAME=VALUE, often: behind, distance, swaps, ahead, uneven, full, wait, share."),
+    ] = None,
     message: Annotated[float, typer.Option(help="Bytes of a micro-batch between two parts.")] = 0.0,
+    held: Annotated[float, typer.Option(help="Bytes a part holds of a micro-batch, for nodes that have memory.")] = 0.0,
     gradients: Annotated[float, typer.Option(help="Bytes of a part's gradients, summed over its replicas.")] = 0.0,
+    slots: Annotated[Optional[int], typer.Option(help="Micro-batches that each node may hold.")] = None,  # noqa: UP045
+    data_nodes: Annotated[Optional[int], typer.Option(help="Nodes that hold the first part.")] = None,  # noqa: UP045
     slices: Annotated[int, typer.Option(help="Token slices of a micro-batch: they overlap with slow links.")] = 1,
     waves: Annotated[bool, typer.Option("--waves", help="Pass every node twice, down and up.")] = False,
     seconds: Annotated[float, typer.Option(help="For the search.")] = 2.0,
@@ -27,45 +46,110 @@ def paths(
 ) -> None:
     """Plan which node holds which part and which parts each micro-batch visits, so that few wait for one another.
 
-    Says how much better any plan could be at most, and what the pipeline takes that leaves out nothing.
+    Says how much better any plan could be at most, and what the pipeline takes that leaves out nothing. The rules are
+    SkipPipe's unless --rule says otherwise: a step goes at most 4 parts ahead of the highest part so far and 1 behind
+    it, 2 steps back on a path, over 2 parts together, every 10th step all parts. Ctrl-C ends the search: the best plan
+    so far is shown, and the exit code is 130.
 
     Example: penstock paths cluster.toml --parts 6 --microbatches 6 --forward 0.5 --message 16e6 -o plan.json
+
+    Example: penstock paths cluster.toml --parts 12 --microbatches 4 --forward 0.1 --rule share=1/2 --rule swaps=0
     """
     from penstock.cost import read_cluster
     from penstock.ir import dump_plan
-    from penstock.plan import Rules, as_file, even_parts, plan_paths, rule_faults
+    from penstock.plan import as_file, even_parts, plan_paths, rule_faults
     from penstock.plan.baselines import full
+    from penstock.plan.rules import refuse, rules_from
 
+    _refuse_numbers(forward=forward, message=message, held=held, gradients=gradients, seconds=seconds)
     tokens = max(slices, 1)
-    costs = even_parts(parts, forward, tokens=tokens, message=message)
-    with progress("planning"):
+    rules = rules_from([f"share={share!r}", *(rule or ())])
+    costs = even_parts(parts, forward, tokens=tokens, message=message, held=held)
+    nodes = _with_slots(read_cluster(cluster), slots)
+    with progress("planning: Ctrl-C for the best so far"), _interruptible() as clock:
         found = plan_paths(
-            read_cluster(cluster), costs, microbatches, Rules(share=share), tokens=tokens, slices=slices, waves=waves,
-            gradients=gradients, seconds=seconds, seed=seed,
+            nodes, costs, microbatches, rules, data_nodes=data_nodes, tokens=tokens, slices=slices, waves=waves,
+            gradients=gradients, seconds=seconds, seed=seed, clock=clock,
         )  # fmt: skip
-        assert not rule_faults(found)
-        whole = full(found, seconds, seed=seed) if not waves else None
-    facts: dict[str, object] = {
-        "makespan": found.makespan, "lower_bound": found.bound, "gap": found.gap, "search_seconds": found.seconds,
-        "simulations": found.simulations, "full_pipeline": None if whole is None else whole.makespan,
-        "nodes": [list(nodes) for nodes in found.partitions],
-    }  # fmt: skip
+        refuse(rule_faults(found))
+        whole = full(found, seconds, seed=seed, clock=clock) if not waves and not clock.stopped else None
     if output is not None:
         write(output, dump_plan(as_file(found)), quiet=json)
     if json:
-        print_json(facts)
-        return
-    rows = [
-        ("a step", f"{found.makespan:.4g} s"), ("no plan takes less than", f"{found.bound:.4g} s"),
-        ("gap", f"{found.gap:.1%}"), ("search", f"{found.seconds:.1f} s, {found.simulations} simulations"),
-    ]  # fmt: skip
-    if whole is not None:
-        less = 1 - found.makespan / whole.makespan
-        rows.append(("all parts, nothing left out", f"{whole.makespan:.4g} s: planned paths take {less:.0%} less"))
-    rows += [(f"part {part}", "nodes " + " ".join(map(str, nodes))) for part, nodes in enumerate(found.partitions)]
-    print_table(("", "planned paths"), rows)
+        print_json({**_facts(found, whole), "stopped": clock.stopped})
+    else:
+        print_table(("", "planned paths"), _rows(found, whole), "stopped: the best so far" if clock.stopped else "")
+    if clock.stopped:
+        raise SystemExit(130)
 
 
 def add_verbs(app: typer.Typer) -> None:
     """Adds the verb above to a command line."""
     app.command()(paths)
+
+
+# ---------------------------------------------------------------- what is given
+def _refuse_numbers(**given: float) -> None:
+    for word, value in given.items():
+        more = word in ("forward", "seconds")
+        if not value >= 0 or (more and value == 0):
+            raise ShapeError(f"--{word} {value:g} is too little; give {'more than 0' if more else '0 or more'}")
+
+
+def _with_slots(cluster: Cluster, slots: int | None) -> Cluster:
+    if slots is None:
+        return cluster
+    return replace(cluster, nodes=tuple(replace(node, slots=slots) for node in cluster.nodes))
+
+
+@dataclass(slots=True)
+class _Clock:
+    """Wall seconds; a year later than it is, once the search is to stop."""
+
+    stopped: bool = False
+
+    def __call__(self) -> float:
+        return time.perf_counter() + YEAR * self.stopped
+
+
+@contextmanager
+def _interruptible() -> Iterator[_Clock]:
+    """A first Ctrl-C ends a search by its clock; a second one ends everything."""
+    clock = _Clock()
+
+    def stop(signum: int, frame: object) -> None:
+        clock.stopped = True
+        signal.signal(signal.SIGINT, before)
+
+    before = signal.getsignal(signal.SIGINT)
+    if before is not signal.SIG_IGN:  # as in the background of a script: there nobody presses Ctrl-C
+        signal.signal(signal.SIGINT, stop)
+    try:
+        yield clock
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+# ---------------------------------------------------------------- what is told
+def _facts(found: PathPlan, whole: PathPlan | None) -> dict[str, object]:
+    return {
+        "makespan": found.makespan, "lower_bound": found.bound, "gap": found.gap,
+        "search_seconds": found.seconds % YEAR, "simulations": found.simulations,
+        "full_pipeline": None if whole is None else whole.makespan,
+        "nodes": [list(nodes) for nodes in found.partitions],
+    }  # fmt: skip
+
+
+def _rows(found: PathPlan, whole: PathPlan | None) -> list[tuple[str, str]]:
+    every = found.problem.rules.full
+    rows = [
+        ("a step", f"{found.makespan:.4g} s"), ("no plan takes less than", f"{found.bound:.4g} s"),
+        ("gap", f"{found.gap:.1%}"), ("search", f"{found.seconds % YEAR:.1f} s, {found.simulations} simulations"),
+    ]  # fmt: skip
+    if whole is not None:
+        less = 1 - found.makespan / whole.makespan
+        rows.append(("all parts, nothing left out", f"{whole.makespan:.4g} s: planned paths take {less:.0%} less"))
+    if whole is not None and every:
+        mean = ((every - 1) * found.makespan + whole.makespan) / every
+        rows.append((f"with all parts every {every} steps", f"{mean:.4g} s a step on average"))
+    return rows + [(f"part {n}", "nodes " + " ".join(map(str, nodes))) for n, nodes in enumerate(found.partitions)]

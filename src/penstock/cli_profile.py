@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Optional
 
@@ -17,7 +18,9 @@ Size = Annotated[Optional[int], typer.Option(rich_help_panel="Model")]  # noqa: 
 
 
 def profile(
-    output: Annotated[Path, typer.Option("-o", "--output", help="File to write.")] = Path("profile.json"),
+    output: Annotated[
+        Optional[Path], typer.Option("-o", "--output", help="File to write: profile.json; with --links cluster.toml.")  # noqa: UP045
+    ] = None,
     preset: Annotated[
         str, typer.Option(help="tiny, llama-150m, llama-1b, gpt2; sizes below change it.", rich_help_panel="Model")
     ] = "tiny",
@@ -33,17 +36,25 @@ def profile(
     autocast: Annotated[Optional[str], typer.Option(help="Compute in this type: bfloat16.")] = None,  # noqa: UP045
     threads: Annotated[Optional[int], typer.Option(help="Threads of a rank; as torch has it.")] = None,  # noqa: UP045
     ranks: Annotated[int, typer.Option(help="Ranks that measure at once on this machine, and then their links.")] = 1,
-    links: Annotated[bool, typer.Option("--links", help="Measure the link of every pair of ranks.")] = False,
+    links: Annotated[
+        bool, typer.Option("--links", help="The link of every pair of ranks: into a cluster.toml that `paths` reads.")
+    ] = False,
+    slots: Annotated[Optional[int], typer.Option(help="With --links: micro-batches that a rank may hold.")] = None,  # noqa: UP045
     rounds: Annotated[int, typer.Option(help="How often every point is measured.")] = 6,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object to stdout.")] = False,
 ) -> None:  # fmt: skip
     """Measure a model on this device: one layer over about forty slices, embedding, head, optimizer, links.
 
-    `simulate` and `plan` take the file with --profile. Under torchrun its ranks measure.
+    `simulate` and `plan` take the file with --profile. Under torchrun its ranks measure. With --links no model is
+    measured, but who is there: latency and bandwidth of every pair of ranks, both ways, and each rank's host, speed and
+    memory; `-o some.json` measures the model, and every pair as well.
 
     Example: penstock profile --preset llama-150m --tokens 2048 --ranks 2 --threads 1 -o profile.json
+
+    Example: torchrun --nnodes 4 --nproc-per-node 1 ... -m penstock profile --links --slots 3 -o cluster.toml
     """
-    for word, value in (("rows", rows), ("ranks", ranks), ("rounds", rounds), ("threads", threads)):
+    numbers = (("rows", rows), ("ranks", ranks), ("rounds", rounds), ("threads", threads), ("slots", slots))
+    for word, value in numbers:
         if value is not None and value < 1:
             raise ShapeError(f"--{word} {value} is too few; the least is 1")
     sizes = {"width": width, "layers": layers, "heads": heads, "kv_heads": kv_heads, "inner": inner, "vocab": vocab}
@@ -54,6 +65,12 @@ def profile(
         from penstock.train import profile as measuring
     except ModuleNotFoundError as error:
         raise RunError(f"profile needs {error.name}, which is not installed: pip install 'penstock[torch]'") from None
+    output = output or Path("cluster.toml" if links else "profile.json")
+    if links and output.suffix != ".json":
+        _survey(output, ranks, slots, json)
+        return
+    if slots is not None:
+        raise ShapeError("--slots is for a cluster.toml, which --links writes")
     model = hf if hf is not None else measuring.sizes_of(preset, tokens, given)
     request = measuring.Request(model, tokens, rows, device, dtype, autocast, threads, links, rounds)
     with progress("measuring") as status:
@@ -65,6 +82,30 @@ def profile(
 def add_verbs(app: typer.Typer) -> None:
     """Adds the verb above to a command line."""
     app.command()(profile)
+
+
+def _survey(output: Path, ranks: int, slots: int | None, json: bool) -> None:
+    from penstock.cost import dump_cluster
+    from penstock.runtime.survey import survey
+
+    with progress("measuring links"):
+        found = survey(ranks, slots)
+    if found is None:
+        return
+    write(output, dump_cluster(found), quiet=json)
+    pairs = [(a, b) for a in range(len(found.nodes)) for b in range(len(found.nodes)) if a != b]
+    if json:
+        rows = [
+            {"from": a, "to": b, "latency": found.latency[a][b], "bandwidth": found.bandwidth[a][b]} for a, b in pairs
+        ]
+        print_json({"file": str(output), "nodes": [asdict(node) for node in found.nodes], "links": rows})
+        return
+    table = [
+        (str(a), str(b), f"{1e3 * found.latency[a][b]:.3g} ms", f"{found.bandwidth[a][b] / 1e6:.4g} MB/s")
+        for a, b in pairs
+    ]
+    nodes = "; ".join(f"rank {n} {node.site}, speed {node.speed:g}" for n, node in enumerate(found.nodes))
+    print_table(("from", "to", "latency", "bandwidth"), table, nodes)
 
 
 def _told(found: Profile, output: Path, json: bool) -> None:

@@ -13,6 +13,7 @@
     [links]                               # for all pairs: one number, or a matrix [from][to]
     latency = 0.05                        # seconds
     bandwidth = 100e6                     # bytes a second; inf for as many as you like
+                                          # or instead: cities = true, if the sites are cities that Penstock knows
 
     [[link]]                              # the exceptions, later ones over earlier ones
     between = ["Tokyo", "Osaka"]          # two sites, twice the same one for the links within it
@@ -117,7 +118,9 @@ def load_cluster(text: str, source: str = "cluster.toml") -> Cluster:
     links = top.get("links", {})
     if not isinstance(links, dict):
         raise page.error("links is not a table", "write [links], with latency and bandwidth below it")
-    page.keys(links, "links", ("latency", "bandwidth"))
+    page.keys(links, "links", ("latency", "bandwidth", "cities"))
+    if page.truth(links.get("cities", False), "cities"):
+        links = _between_cities(page, links, nodes)
     latency = _grid(page, links.get("latency", 0.0), "latency", len(nodes), 0.0)
     bandwidth = _grid(page, links.get("bandwidth", math.inf), "bandwidth", len(nodes), math.inf)
     for n, entry in enumerate(page.tables(top, "link")):
@@ -207,6 +210,16 @@ def _grid(page: _Page, value: Toml, word: str, nodes: int, own: float) -> Grid:
             raise page.error(what, "give one number a node", word)
     rows = [row for row in value if isinstance(row, list)]
     return [[page.number(cell, f"links.{word}[{i}][{j}]") for j, cell in enumerate(row)] for i, row in enumerate(rows)]
+
+
+def _between_cities(page: _Page, links: Entry, nodes: list[Node]) -> Entry:
+    """Latency from distance and bandwidth from latency, where they are not given."""
+    try:
+        found = Cluster.geo([node.site for node in nodes])
+    except PenstockError as error:
+        raise page.error(f"links.cities, but {error}", "write its latency and bandwidth instead", "cities") from None
+    made: Entry = {word: [list(row) for row in getattr(found, word)] for word in ("latency", "bandwidth")}
+    return made | {word: value for word, value in links.items() if word != "cities"}
 
 
 def _link(page: _Page, entry: Entry, where: str, nodes: list[Node], latency: Grid, bandwidth: Grid) -> None:

@@ -26,17 +26,40 @@ from penstock.plan.sums import all_sums, sum_seconds
 NOBODY = -1  # the part of a node that holds none
 
 
-def sizes_for(nodes: int, parts: int, hops: int) -> tuple[int, ...]:
-    """Data nodes and replicas of each other part, so that all nodes have the same to do.
+def sizes_for(nodes: int, parts: int, hops: int, data: int | None = None) -> tuple[int, ...]:
+    """Data nodes and replicas of each other part, so that all nodes have the same to do; or with so many data nodes.
 
     >>> sizes_for(20, 6, 3)
     (5, 3, 3, 3, 3, 3)
     """
     if nodes < parts:
         raise ShapeError(f"{nodes} nodes cannot hold {parts} parts; the least is {parts} nodes")
-    data = max(min(nodes // (hops + 1), nodes - (parts - 1)), 1)
+    most = nodes - (parts - 1)
+    if data is None:
+        data = max(min(nodes // (hops + 1), most), 1)
+    if not 1 <= data <= most:
+        raise ShapeError(f"{data} data nodes of {nodes} nodes and {parts} parts; from 1 to {most} fit")
     each, more = divmod(nodes - data, parts - 1)
     return (data, *(each + (number < more) for number in range(parts - 1)))
+
+
+def tilted(sizes: Sequence[int], hops: int) -> tuple[int, ...]:
+    """As many nodes, but more for parts that come early on a path: those hold a micro-batch longer.
+
+    The mean of equal shares and of shares by how long they hold one; what remains goes to who lacks most.
+
+    >>> tilted((5, 3, 3, 3, 3, 3), hops=5)
+    (5, 4, 3, 3, 3, 2)
+    """
+    data, others = sizes[0], len(sizes) - 1
+    if others < 2 or hops < 2:
+        return tuple(sizes)
+    held = [hops - part * (hops - 1) / (others - 1) for part in range(others)]
+    wanted = [sum(sizes[1:]) * (1 / others + share / sum(held)) / 2 for share in held]
+    found = [max(int(share), 1) for share in wanted]
+    while sum(found) < sum(sizes[1:]):
+        found[max(range(others), key=lambda part: wanted[part] - found[part])] += 1
+    return (data, *found) if sum(found) == sum(sizes[1:]) else tuple(sizes)
 
 
 def labels_of(partitions: Sequence[Sequence[int]], nodes: int) -> Ints:

@@ -13,24 +13,29 @@ one, since d nodes must be data nodes. A data node of s slots that sends q micro
 
 If slots are reserved, every path is used `rounds` times in a row: T >= rounds trip + (s-1) max(f, b). And if the
 reserved slots are just enough, every node is on s paths, so the worst node's shortest trip counts too.
+That misses who waits for whom on the data node: `penstock.plan.windows` tries all orders of its tasks, where they are
+not too many. It also misses that not all can take the same shortest trip: `penstock.plan.prices` makes good nodes dear.
 Beside that: the work of a data node; the work of a part over its replicas, after the first can have arrived and before
 the last must leave; and the sum of gradients over the data nodes comes after all of it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import lru_cache
 from itertools import chain, islice
 
 import numpy as np
 
-from penstock.ir.compiled import LARGE, at_speed
 from penstock.ir.table import Floats, Ints
+from penstock.plan.prices import Market, price_bound
 from penstock.plan.problem import Problem
 from penstock.plan.rules import MANY, orders, subsets
 from penstock.plan.sums import all_sums, least_sum
+from penstock.plan.trips import cycles, min_plus
+from penstock.plan.windows import Window, least_end, rounded_down
 
 ORDERS = 2000  # of parts, tried one by one; past that, any
-EFFORT = 3_000_000  # steps of the search for shortest trips; past that, walks that may meet a node twice
 
 
 def path_bound(problem: Problem, sizes: Ints, labels: Ints | None) -> float:
@@ -50,9 +55,10 @@ class _Work:
         self.part = both[:body].copy()  # there and back over a part, in waves over both its halves
         if problem.waves:
             self.part += both[body:][::-1]
-            self.data = float(self.part[0] + rest[0])
+            self.data = self.own = float(self.part[0] + rest[0])
         else:
-            self.data = float(both[0] + both[-1] + rest[0])
+            self.own = float(both[0] + rest[0])
+            self.data = float(self.own + both[-1])
         self.f = float(traffic.forward[0].sum())
         self.b = float(traffic.backward[0].sum())
         whole = traffic.forward.sum(axis=1) + traffic.backward.sum(axis=1)
@@ -61,14 +67,14 @@ class _Work:
             self.whole += whole[body:][::-1]
         self.lot = float(self.whole[0] + (0.0 if problem.waves else whole[-1]))
         least = traffic.message.min()
-        one_way = traffic.latency + traffic.byte * least
-        self.pair = one_way + one_way.T
+        self.one_way: Floats = traffic.latency + traffic.byte * least
+        self.pair: Floats = self.one_way + self.one_way.T
         self.inner, self.close = (2.0, 0.0) if problem.waves else (1.0, 1.0)
         self.gaps = 2 * problem.slices * (2 if problem.waves else 1)  # tasks of a micro-batch on a hop
 
 
-def _windows(problem: Problem, work: _Work, node: int, trip: float) -> float:
-    """The least time of a data node with such a trip."""
+def _windows(problem: Problem, work: _Work, node: int, trip: float, there: float, back: float) -> float:
+    """The least time of a data node with such a trip, there and back."""
     traffic, policy = problem.traffic, problem.policy
     slow, count = traffic.slow[node], problem.microbatches
     least_gap = min(traffic.gap, traffic.first_gap)
@@ -79,17 +85,32 @@ def _windows(problem: Problem, work: _Work, node: int, trip: float) -> float:
     found = max(found, trip + (count - 1) * max(f, b))
     if policy.reserved:
         found = max(found, policy.rounds * trip + (problem.units - 1) * max(f, b))
+    if whole and not problem.waves:
+        found = max(found, _exact(problem, node, there, back))
     tasks = 3 * problem.slices * count
     return float(max(found, count * work.lot * slow + (tasks - 1) * least_gap))
+
+
+def _exact(problem: Problem, node: int, there: float, back: float) -> float:
+    traffic = problem.traffic
+    slow = float(traffic.slow[node])
+    forward, backward = (table[:, 0] * slow for table in (traffic.forward, traffic.backward))
+    seconds = (forward[0], forward[-1], backward[-1], backward[0], there, back, traffic.gap, traffic.first_gap)
+    slots = int(min(traffic.slots[node], problem.microbatches))
+    return _least_end(Window(*map(rounded_down, map(float, seconds))), problem.microbatches, slots)
+
+
+_least_end = lru_cache(maxsize=4096)(least_end)
 
 
 # ---------------------------------------------------------------- parts of nodes given
 def _given(problem: Problem, labels: Ints) -> float:
     work, traffic = _Work(problem), problem.traffic
     data = np.flatnonzero(labels == 0)
-    trip, before, stay = _shortest(problem, work, labels, data)
+    trip, before, stay, there, back = _shortest(problem, work, labels, data)
     sums = all_sums(traffic, labels, problem.body, problem.gradients)
-    ends = [_windows(problem, work, int(node), float(trip[row])) for row, node in enumerate(data)]
+    ways = zip(trip.tolist(), there.tolist(), back.tolist(), strict=True)
+    ends = [_windows(problem, work, int(node), *way) for node, way in zip(data, ways, strict=True)]
     found = [max(ends) + float(sums[0])]
     alive = [part for part in range(1, problem.body) if (labels == part).any()]
     visits = len(data) * problem.microbatches * min(problem.hops, len(alive)) // max(len(alive), 1)
@@ -125,8 +146,11 @@ def _least_time(
     return low
 
 
-def _shortest(problem: Problem, work: _Work, labels: Ints, data: Ints) -> tuple[Floats, Floats, Floats]:
-    """Of each data node the shortest trip; of each hop the least time outside it, and the least time a visit stays."""
+def _shortest(
+    problem: Problem, work: _Work, labels: Ints, data: Ints
+) -> tuple[Floats, Floats, Floats, Floats, Floats]:
+    """Of each data node the shortest trip, of each hop the least time outside it and the least time a visit stays;
+    and of each data node the shortest way there and the shortest back."""
     traffic = problem.traffic
     home = work.data * traffic.slow[data]
     ways = _ways(problem, data)
@@ -134,23 +158,30 @@ def _shortest(problem: Problem, work: _Work, labels: Ints, data: Ints) -> tuple[
     outside, stay = np.full(traffic.nodes, np.inf), np.full(traffic.nodes, np.inf)
     alive = [part for part in range(1, problem.body) if (labels == part).any()]
     hops = min(problem.hops, len(alive))
+    way_there, way_back = np.full((2, len(data)), np.inf if hops else 0.0)
     if hops == 0:
-        return home, outside, stay
+        return home, outside, stay, way_there, way_back
     all_orders = chain.from_iterable(orders(chosen, problem.rules) for chosen in subsets(alive, hops))
     rows = list(islice(all_orders, ORDERS + 1)) if len(alive) <= 12 and hops <= MANY else []
     if not rows or len(rows) > ORDERS:
         rows = [tuple([NO_PART] * hops)]
     for row in rows:
         layers = [np.flatnonzero(labels == part) if part != NO_PART else np.flatnonzero(labels > 0) for part in row]
-        own = [_own(work, labels, layer) * traffic.slow[layer] for layer in layers]
+        own = [_own(work.part, labels, layer) * traffic.slow[layer] for layer in layers]
+        forth, home_again = (
+            [_own(table.min(axis=1), labels, layer) * traffic.slow[layer] for layer in layers]
+            for table in (traffic.forward, traffic.backward)
+        )
+        way_there = np.minimum(way_there, _through(data, layers, work.one_way, forth))
+        way_back = np.minimum(way_back, _through(data, layers, work.one_way.T, home_again))
         there = [work.inner * work.pair[np.ix_(data, layers[0])]]
         for k in range(1, hops):
             link = work.inner * work.pair[np.ix_(layers[k - 1], layers[k])]
-            there.append(_min_plus(there[-1] + own[k - 1], link))
+            there.append(min_plus(there[-1] + own[k - 1], link))
         left = [work.close * work.pair[np.ix_(layers[-1], data)].T]
         for k in range(hops - 1, 0, -1):
             link = work.inner * work.pair[np.ix_(layers[k - 1], layers[k])]
-            left.append(_min_plus(left[-1] + own[k], link.T))
+            left.append(min_plus(left[-1] + own[k], link.T))
         left.reverse()
         for k in range(hops):
             through = there[k] + own[k] + left[k] + home[:, None]
@@ -158,7 +189,7 @@ def _shortest(problem: Problem, work: _Work, labels: Ints, data: Ints) -> tuple[
             held = (own[k] + left[k]).min(axis=0)
             stay[layers[k]] = np.minimum(stay[layers[k]], held)
             outside[layers[k]] = ways[layers[k]]
-    return trip, outside, stay
+    return trip, outside, stay, way_there, way_back
 
 
 def _ways(problem: Problem, data: Ints) -> Floats:
@@ -184,32 +215,31 @@ def _ways(problem: Problem, data: Ints) -> Floats:
 NO_PART = -1
 
 
-def _own(work: _Work, labels: Ints, layer: Ints) -> Floats:
-    own: Floats = work.part[labels[layer]]
+def _own(seconds: Floats, labels: Ints, layer: Ints) -> Floats:
+    own: Floats = seconds[labels[layer]]
     return own
 
 
-def _min_plus(left: Floats, right: Floats) -> Floats:
-    """The least of left[i, k] + right[k, j] over k."""
-    out = np.full((len(left), right.shape[1]), np.inf)
-    at_speed(_min_plus_loop, LARGE)(np.ascontiguousarray(left), np.ascontiguousarray(right), out)
-    return out
-
-
-def _min_plus_loop(left: Floats, right: Floats, out: Floats) -> None:
-    for i in range(left.shape[0]):
-        for k in range(left.shape[1]):
-            through = left[i, k]
-            for j in range(right.shape[1]):
-                out[i, j] = min(out[i, j], through + right[k, j])
+def _through(data: Ints, layers: Sequence[Ints], one_way: Floats, own: Sequence[Floats]) -> Floats:
+    """Of each data node the least time over one node of each layer and home."""
+    way = one_way[np.ix_(data, layers[0])]
+    for before, layer, seconds in zip(layers, layers[1:], own, strict=False):
+        way = min_plus(way + seconds, one_way[np.ix_(before, layer)])
+    least: Floats = (way + own[-1] + one_way[np.ix_(layers[-1], data)].T).min(axis=1)
+    return least
 
 
 # ---------------------------------------------------------------- any arrangement
 def _free(problem: Problem, sizes: Ints) -> float:
     work, traffic = _Work(problem), problem.traffic
     hop = work.part[1:].min() if len(work.part) > 1 else 0.0
-    trip = _cycles(problem, work, work.data * traffic.slow, hop * traffic.slow)
-    ends = sorted(_windows(problem, work, node, float(trip[node])) for node in range(traffic.nodes))
+    link, home = work.inner * work.pair + hop * traffic.slow[None, :], work.close * work.pair
+    trip = cycles(link, home, problem.hops) + work.data * traffic.slow
+    there, back = _ways_alone(problem, work, trip)
+    ends = sorted(
+        _windows(problem, work, node, float(trip[node]), float(there[node]), float(back[node]))
+        for node in range(traffic.nodes)
+    )
     data = int(sizes[0])
     last = ends[data - 1]
     used, places = problem.units * data * problem.hops, int(traffic.slots.sum())
@@ -217,8 +247,11 @@ def _free(problem: Problem, sizes: Ints) -> float:
     if problem.policy.reserved and equal and used == (traffic.nodes - data) * int(traffic.slots[0]):
         least = min(hop, work.data)
         extra = (work.data - least) * float(traffic.slow.min())
-        anywhere = _cycles(problem, work, least * traffic.slow, least * traffic.slow) + extra
+        link = work.inner * work.pair + least * traffic.slow[None, :]
+        anywhere = cycles(link, home, problem.hops) + least * traffic.slow + extra
         last = max(last, problem.policy.rounds * float(anywhere.max()))
+    if problem.hops:
+        last = max(last, price_bound(_market(problem, work, trip), data))
     found = [last + least_sum(traffic, data, problem.gradients)]
     visits = data * problem.microbatches * problem.hops
     each = np.sort(work.whole[1:].min() * traffic.slow + work.gaps * traffic.gap)[: traffic.nodes - data]
@@ -233,6 +266,44 @@ def _free(problem: Problem, sizes: Ints) -> float:
     return max(found)
 
 
+def _ways_alone(problem: Problem, work: _Work, trip: Floats) -> tuple[Floats, Floats]:
+    """Of each node, as a data node: the least time there, until its head can begin, and back again."""
+    traffic, body = problem.traffic, problem.body
+    forward, backward = (table.min(axis=1)[1:body].min(initial=np.inf) for table in (traffic.forward, traffic.backward))
+    if not problem.hops:
+        return np.zeros(traffic.nodes), np.zeros(traffic.nodes)
+    alike = bool((work.one_way == work.one_way.T).all() and (traffic.slow == traffic.slow[0]).all())
+    if alike:  # then the shortest trip is the shortest both ways
+        links = (trip - (work.data + work.part[1:].min() * problem.hops) * traffic.slow) / 2
+        return links + forward * problem.hops * traffic.slow, links + backward * problem.hops * traffic.slow
+    there = cycles(work.one_way + forward * traffic.slow[None, :], work.one_way, problem.hops)
+    back = cycles(work.one_way.T + backward * traffic.slow[None, :], work.one_way.T, problem.hops)
+    return there, back
+
+
+def _market(problem: Problem, work: _Work, trip: Floats) -> Market:
+    traffic, count = problem.traffic, problem.microbatches
+    slots = np.minimum(traffic.slots, count).astype(float)
+    head = 0.0 if problem.waves else work.data - work.own
+    hop = float(work.part[1:].min())
+    seconds = (work.f + work.b) * traffic.slow if problem.slices == 1 else np.zeros(traffic.nodes)
+    ramp = seconds * slots * (slots - 1) / 2
+    ramp[count * trip < ramp] = 0.0  # then fewer slots might do better
+    apart = work.one_way.copy()
+    np.fill_diagonal(apart, np.inf)
+    first = (traffic.forward[0].min() * traffic.slow[:, None] + apart).min(axis=0)
+    last = (apart + traffic.backward[0].min() * traffic.slow[None, :]).min(axis=1)
+    return Market(
+        link=work.inner * work.pair + hop * traffic.slow[None, :],
+        home=work.close * work.pair + head * traffic.slow[None, :],
+        data=(work.data - head) * traffic.slow,
+        hop=hop * traffic.slow,
+        work=work.whole[1:].min() * traffic.slow + work.gaps * traffic.gap,
+        gap=traffic.gap, ramp=ramp, outside=first + last, window=slots,
+        slots=traffic.slots.astype(float), microbatches=count, hops=problem.hops,
+    )  # fmt: skip
+
+
 def _held(work: _Work, problem: Problem) -> float:
     """Seconds of slots one micro-batch takes at least, over all its nodes: its work there and on the nodes after."""
     slow = float(problem.traffic.slow.min())
@@ -241,66 +312,3 @@ def _held(work: _Work, problem: Problem) -> float:
     link = float(work.pair[apart].min()) if problem.traffic.nodes > 1 else 0.0
     hops = problem.hops
     return sum(k * hop + (work.inner * k + work.close - work.inner) * link for k in range(1, hops + 1))
-
-
-def _cycles(problem: Problem, work: _Work, data: Floats, hop: Floats) -> Floats:
-    """Of each node the shortest trip from it over `hops` other, different nodes."""
-    hops, pair = problem.hops, work.pair
-    if hops == 0:
-        return data.copy()
-    walks = np.empty((hops, len(pair), len(pair)))  # walks[r, u, v]: from u over r more nodes home to v
-    walks[0] = work.close * pair
-    link = work.inner * pair + hop[None, :]
-    np.fill_diagonal(link, np.inf)
-    for r in range(1, hops):
-        onward = walks[r - 1].copy()
-        np.fill_diagonal(onward, np.inf)  # the node it comes home to is no hop
-        walks[r] = _min_plus(link, onward)
-    found = np.empty(len(pair))
-    at_speed(_trips, LARGE)(link, walks, hops, EFFORT // len(pair) + 1000, found)
-    return data + found
-
-
-def _trips(link: Floats, walks: Floats, hops: int, effort: int, found: Floats) -> None:
-    """Depth first from each node, nearest first, as long as a walk home could still be shorter than the best trip."""
-    count = len(link)
-    path = np.zeros(hops + 1, np.int64)
-    place = np.zeros(hops + 1, np.int64)
-    so_far = np.zeros(hops + 1)
-    ranked = np.zeros((hops + 1, count), np.int64)
-    for home in range(count):
-        best, steps, depth = np.inf, 0, 0
-        path[0], place[0], so_far[0] = home, 0, 0.0
-        onward = link[home] + walks[hops - 1, :, home]
-        ranked[0] = np.argsort(onward)
-        while depth >= 0 and steps < effort:
-            steps += 1
-            here = path[depth]
-            left = hops - depth - 1  # nodes after the next
-            if place[depth] >= count:
-                depth -= 1
-                continue
-            there = ranked[depth, place[depth]]
-            place[depth] += 1
-            seen = False
-            for k in range(depth + 1):
-                seen = seen or path[k] == there
-            if seen:
-                continue
-            least = so_far[depth] + link[here, there] + walks[left, there, home]
-            if least >= best:
-                depth -= 1  # those after it are no shorter
-                continue
-            if left == 0:
-                best = least
-                continue
-            depth += 1
-            path[depth], place[depth], so_far[depth] = there, 0, so_far[depth - 1] + link[here, there]
-            ranked[depth] = np.argsort(link[there] + walks[left - 1, :, home])
-        if depth >= 0 or best == np.inf:  # too much: a walk is no longer than a trip
-            least = np.inf
-            for there in range(count):
-                if there != home:
-                    least = min(least, link[home, there] + walks[hops - 1, there, home])
-            best = least
-        found[home] = best

@@ -27,20 +27,22 @@ from penstock.ir.files import Plan
 from penstock.ir.schedule import MicroBatch, Schedule, Stage, schedule_of
 from penstock.ir.table import Ints
 from penstock.ir.timeline import Timeline
-from penstock.plan.arrangement import arranged, circuits_of, labels_of, sizes_for
+from penstock.plan.arrangement import arranged, circuits_of, labels_of, sizes_for, tilted
 from penstock.plan.draft import Budget, Clock, Draft, run, settle, worth
 from penstock.plan.groups import improved
 from penstock.plan.path_bounds import path_bound
 from penstock.plan.problem import PLANNED, Policy, Problem, expand
 from penstock.plan.regions import regions
 from penstock.plan.routes import placed, routed
-from penstock.plan.rules import Fault, Rules, faults
+from penstock.plan.rules import Fault, Rules, as_text, faults, obey, rules_from
 from penstock.plan.sums import all_sums
 from penstock.plan.traffic import Flow
 from penstock.sim.simulate import simulate
 
 CIRCUIT_MOVES = 20_000  # tried for each circuit, to begin with
 FEW = 100  # nodes up to which leaving out the worst is tried
+LONG, LONG_COUNT = 6.0, 45_000  # seconds, or simulations, that are enough for another search from scratch
+ROUNDS = 8  # of these at most
 STARTS = 3  # drafts that are searched for a while before one is chosen
 PRICES = (0.1, 0.4, 1.5)  # seconds of a way that one second of work already given to a node is worth
 
@@ -86,6 +88,7 @@ def plan_paths(
     *,
     arrangement: Sequence[Sequence[int]] | None = None,
     sizes: Sequence[int] | None = None,
+    data_nodes: int | None = None,
     tokens: int = 1,
     slices: int = 1,
     waves: bool = False,
@@ -99,35 +102,58 @@ def plan_paths(
 ) -> PathPlan:
     """The best plan found for a model of these `parts` (the head last) and so many micro-batches a data node.
 
-    arrangement: the nodes of each part, if they are given; sizes: else how many nodes each part gets; tokens of a
-    micro-batch, cut into `slices`; waves: every node is passed twice, down and up; gradients: bytes of a part's, summed
-    over its replicas at the end; gap: seconds between two tasks on a node. The search ends after so many `seconds` or
-    simulations (`iterations`), whichever comes first. `clock` counts the seconds: the wall's, or `time.process_time`
-    on a machine that others use too.
+    arrangement: the nodes of each part, if they are given; sizes: else how many nodes each part gets, or `data_nodes`,
+    how many the first part does (what is not given of the others is searched for); tokens of a micro-batch, cut into
+    `slices`; waves: every node is passed twice, down and up; gradients: bytes of a part's, summed over its replicas at
+    the end; gap: seconds between two tasks on a node. The search ends after so many `seconds` or simulations
+    (`iterations`), whichever comes first. `clock` counts the seconds: the wall's, or `time.process_time` on a machine
+    that others use too.
     """
     begin = clock()
     problem = Problem(
-        cluster, tuple(parts), microbatches, rules, policy, tokens, slices, waves, gradients, gap, first_gap
-    )
+        cluster, tuple(parts), microbatches, rules, policy, tokens, slices, waves, gradients, gap, first_gap,
+        sizes is not None,
+    )  # fmt: skip
     nodes = len(cluster.nodes)
-    moves = _moves(nodes, iterations)
     if arrangement is not None:
         labels = labels_of(arrangement, nodes)
         _refuse(problem, labels)
-        circuits = circuits_of(problem, labels, moves, seed)
         shape = np.bincount(labels[labels >= 0], minlength=problem.body)
-        drafts = first_drafts(problem, labels, circuits, seed)
     else:
-        shape = np.array(_sizes(problem, sizes, nodes))
-        labels, circuits = arranged(problem, shape.tolist(), moves, seed)
-        drafts = first_drafts(problem, labels, circuits, seed)
-        if not policy.reserved and nodes <= FEW and problem.hops:
-            drafts += route_drafts(problem, regions(problem, labels, seed))
-    bound = path_bound(problem, shape, labels if arrangement is not None else None)
+        labels, shape = None, np.array(_sizes(problem, sizes, data_nodes, nodes))
+    bound = path_bound(problem, shape, labels)
     budget = Budget(iterations, 0.98 * seconds, begin, clock)
-    draft = chosen(problem, drafts, budget, arrangement is None, seed)
-    draft = improved(problem, draft, budget, arrangement is None, seed)
-    return finished(problem, draft, bound, budget)
+    found: list[Draft] = []
+    rounds = _rounds(problem, seconds, iterations)
+    for turn in range(rounds):
+        own = budget.share(1 / (rounds - turn)) if rounds > 1 else budget
+        drafts = _drafts(problem, labels, shape, _moves(nodes, iterations), seed + turn)
+        draft = chosen(problem, drafts, own, labels is None, seed + turn)
+        found.append(improved(problem, draft, own, labels is None, seed + turn))
+        budget.used += own.used if rounds > 1 else 0
+    return finished(problem, min(found, key=lambda draft: worth(problem, draft)), bound, budget)
+
+
+def _rounds(problem: Problem, seconds: float, iterations: int | None) -> int:
+    """Searches from scratch: a long time is better spent on several, each from other circuits, than on one."""
+    if problem.traffic.nodes > FEW:
+        return 1
+    by_count = ROUNDS if iterations is None else iterations // LONG_COUNT
+    return max(1, min(int(seconds // LONG), by_count, ROUNDS))
+
+
+def _drafts(problem: Problem, labels: Ints | None, shape: Ints, moves: int, seed: int) -> list[Draft]:
+    """To begin with: on the arrangement that is given, else on some that suit circuits, and some that suit routes."""
+    if labels is not None:
+        return first_drafts(problem, labels, circuits_of(problem, labels, moves, seed), seed)
+    few = not problem.policy.reserved and problem.traffic.nodes <= FEW and problem.hops > 0
+    sizes = tuple(shape.tolist())
+    drafts: list[Draft] = []
+    for tried in dict.fromkeys([sizes, tilted(sizes, problem.hops) if few and not problem.sized else sizes]):
+        arrangement, circuits = arranged(problem, tried, moves, seed)
+        drafts += first_drafts(problem, arrangement, circuits, seed)
+        drafts += route_drafts(problem, regions(problem, arrangement, seed)) if few else []
+    return drafts
 
 
 def chosen(problem: Problem, drafts: Sequence[Draft], budget: Budget, free: bool, seed: int) -> Draft:
@@ -201,9 +227,24 @@ def as_file(plan: PathPlan) -> Plan:
     why: Facts = (
         ("makespan", plan.makespan), ("lower_bound", plan.bound), ("gap", plan.gap), ("seconds", plan.seconds),
         ("simulations", plan.simulations), ("skipped", problem.body - 1 - problem.hops), ("slices", problem.slices),
-        ("waves", problem.waves), ("turn", plan.draft.turn.name.lower()),
+        ("waves", problem.waves), ("turn", plan.draft.turn.name.lower()), ("rules", as_text(problem.rules)),
+        ("slots", " ".join(map(str, problem.traffic.slots.tolist()))),
     )  # fmt: skip
     return Plan(plan.schedule, "paths", (), why)
+
+
+def check_rules(plan: Plan, texts: Sequence[str] = ()) -> Rules | None:
+    """Refuses a plan that breaks the rules it was made by, or those given; None: it names none and none are given."""
+    facts, schedule = plan.facts, plan.schedule
+    kept = facts.get("rules")
+    if not isinstance(kept, str) and not texts:
+        return None
+    rules = rules_from([*(kept.split() if isinstance(kept, str) else ()), *texts])
+    body = schedule.parts // 2 if facts.get("waves") is True else schedule.parts - 1
+    lost = sorted(set(range(1, body)) - {stage.part for stage in schedule.stages})
+    slots = facts.get("slots")
+    obey(schedule, body, rules, [int(word) for word in slots.split()] if isinstance(slots, str) else None, lost)
+    return rules
 
 
 # ---------------------------------------------------------------- from a draft to a schedule
@@ -254,9 +295,11 @@ def _moves(nodes: int, iterations: int | None) -> int:
     return CIRCUIT_MOVES * min(nodes, 200) // 4 if iterations is None else 5000 * min(nodes, 200) // 4
 
 
-def _sizes(problem: Problem, sizes: Sequence[int] | None, nodes: int) -> tuple[int, ...]:
+def _sizes(problem: Problem, sizes: Sequence[int] | None, data: int | None, nodes: int) -> tuple[int, ...]:
     if sizes is None:
-        return sizes_for(nodes, problem.body, problem.hops)
+        return sizes_for(nodes, problem.body, problem.hops, data)
+    if data not in (None, sizes[0] if sizes else None):
+        raise ShapeError(f"{data} data nodes, but the first of the sizes is {sizes[0]}")
     if len(sizes) != problem.body:
         raise ShapeError(f"there are sizes for {len(sizes)} parts, but the model has {problem.body}")
     if sum(sizes) != nodes:

@@ -15,12 +15,13 @@ every part is passed twice, down and up.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from fractions import Fraction
 from functools import cache
 from itertools import combinations, permutations
 
-from penstock.errors import ScheduleError, ShapeError
+from penstock.errors import ScheduleError, ShapeError, UnknownNameError
 from penstock.ir.action import Op
 from penstock.ir.schedule import Schedule
 from penstock.ir.timeline import Timeline
@@ -51,6 +52,8 @@ class Rules:
                 raise ShapeError(f"{word} is {getattr(self, word)}; the least is 0")
         if self.ahead < 1:
             raise ShapeError(f"ahead is {self.ahead}: no path could go on; the least is 1")
+        if not self.wait >= 0:
+            raise ShapeError(f"wait is {self.wait} seconds; the least is 0")
 
     def hops(self, parts: int) -> int:
         """Parts on a path, beside the first."""
@@ -64,6 +67,35 @@ class Rules:
         if self.full and step % self.full == self.full - 1:
             return replace(self, share=0.0, behind=0, distance=0, swaps=0)
         return self
+
+
+def rules_from(texts: Iterable[str]) -> Rules:
+    """Rules as text gives them, the others as published; a later text over an earlier one.
+
+    >>> rules_from(["share=1/4", "ahead=3"]) == Rules(share=0.25, ahead=3)
+    True
+    """
+    given: dict[str, float] = {}
+    whole = {field.name: field.type == "int" for field in fields(Rules)}
+    for text in texts:
+        name, equals, value = (piece.strip() for piece in text.partition("="))
+        if not equals:
+            raise ShapeError(f"a rule is NAME=VALUE, like ahead=4; not {text!r}\n  known: {', '.join(whole)}")
+        if name not in whole:
+            raise UnknownNameError("rule", name, whole)
+        try:
+            number = float(Fraction(value)) if "/" in value else float(value)
+        except (ValueError, ZeroDivisionError):
+            raise ShapeError(f"the rule {name} is {value!r}, not a number") from None
+        if whole[name] and not number.is_integer():
+            raise ShapeError(f"the rule {name} is {value}, not a whole number")
+        given[name] = int(number) if whole[name] else number
+    return replace(Rules(), **given)  # type: ignore[arg-type]  # ints where ints are due
+
+
+def as_text(rules: Rules) -> str:
+    """All of them, for `rules_from` to read when it is split again."""
+    return " ".join(f"{field.name}={getattr(rules, field.name)!r}" for field in fields(rules))
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,9 +191,15 @@ def faults(
     return tuple(found)
 
 
-def obey(schedule: Schedule, parts: int, rules: Rules, slots: Sequence[int] | None = None) -> None:
+def obey(
+    schedule: Schedule, parts: int, rules: Rules, slots: Sequence[int] | None = None, lost: Sequence[int] = ()
+) -> None:
     """Refuses a schedule that breaks a rule, with all that it breaks."""
-    found = faults(schedule, parts, rules, slots)
+    refuse(faults(schedule, parts, rules, slots, lost=lost))
+
+
+def refuse(found: Sequence[Fault]) -> None:
+    """Raises, if there are any faults."""
     if found:
         raise ScheduleError([str(fault) for fault in found])
 

@@ -6,6 +6,7 @@ A move changes one unit of a draft, or all that share its path:
     redirect  another replica of the same part
     reorder   two neighbours on the path, if the order may
     trade     two nodes exchange their parts, and their places on all paths (if the arrangement is free)
+    relabel   a node takes another part, and the paths over it go over another replica (if the sizes are free too)
     delay     a unit stands further back in all queues (if nodes keep to a planned order)
 
 Every move keeps the parts' shares of the work.
@@ -27,6 +28,7 @@ from penstock.plan.traffic import flow
 
 MEAN = 0.5  # how much the mean of the micro-batches counts beside the last: it shows the way
 GROUP = 24  # nodes that are improved together
+RELABEL = 0.05  # of the moves
 HOT, COLD = 0.004, 0.0001  # temperatures, as shares of the makespan
 
 
@@ -36,6 +38,7 @@ class Search:
     def __init__(self, problem: Problem, draft: Draft, units: list[int], free: bool, random: Random) -> None:
         self.problem, self.random, self.free = problem, random, free
         self.units = units
+        self.resizable = not (problem.sized or problem.policy.reserved)
         self.labels = np.array(draft.labels, dtype=np.int64)
         self.paths: list[Path] = [draft.paths[unit] for unit in units]
         self.delays = np.array([draft.delays[unit] for unit in units] if draft.delays else [0.0] * len(units))
@@ -116,7 +119,7 @@ class Search:
     def _move(self) -> bool:
         pick = self.random.random()
         if self.free and pick < 0.25:
-            return self._trade()
+            return self._relabel() if pick < RELABEL and self.resizable else self._trade()
         if pick < 0.5:
             return self._swap()
         if pick < 0.8 and not self.problem.policy.reserved:
@@ -243,6 +246,30 @@ class Search:
         if self.part[u] != self.part[v]:
             self.labels[u], self.labels[v] = self.part[v], self.part[u]
             self._sort()
+
+    def _relabel(self) -> bool:
+        node = self.random.choice(self.nodes)
+        part = self.part[node]
+        others = [other for other in self.replicas[part] if other != node]
+        wanted = self.random.randrange(1, self.problem.body)
+        if not others or part in (0, wanted):
+            return False
+        for unit, path in enumerate(self.paths):
+            if node in path:
+                self._put(unit, tuple([self.random.choice(others) if n == node else n for n in path]))
+        sums = self.sums
+
+        def back() -> None:
+            self.labels[node] = part
+            self._sort()
+            self.sums = sums
+
+        self.undo.append(back)
+        self.labels[node] = wanted
+        self._sort()
+        if self.problem.gradients > 0:
+            self.sums = all_sums(self.problem.traffic, self.labels, self.problem.body, self.problem.gradients)
+        return True
 
     def _delay(self) -> bool:
         policy = self.problem.policy

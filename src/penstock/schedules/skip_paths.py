@@ -35,7 +35,7 @@ def skip(ranks: int, microbatches: int, skips: int | None = None) -> Schedule:
 def along(ranks: int, paths: Sequence[Sequence[int]]) -> Schedule:
     """Micro-batches along any paths over part 0 to part ranks - 1, one a rank, and then to the head on rank 0.
 
-    `rotation.rotating` gives such paths, of step after step.
+    `deal.deals` gives such paths, of step after step.
     """
     at_least(1, ranks=ranks, microbatches=len(paths))
     stages = [Stage(rank, rank) for rank in range(ranks)] + [Stage(0, ranks)]
