@@ -85,7 +85,7 @@ class Watchdog:
         self.executor, self.comm, self.silence = executor, comm, silence
         shared = store or _get_default_store()
         own = shared.clone()  # type: ignore[attr-defined]  # a connection that nothing else can block
-        self.board = Board(own, comm.rank, comm.ranks)
+        self.board = Board(own, comm.rank, comm.ranks, comm.name)
         self.thread = threading.Thread(target=self.run, name=f"watchdog of rank {comm.rank}", daemon=True)
         self.lock = threading.Lock()
         self.over = threading.Event()  # the rank has left, or raises the failure: nothing more to do

@@ -1,8 +1,9 @@
-"""What a run is told: five sections of plain values, frozen, checked before anything starts.
+"""What a run is told: six sections of plain values, frozen, checked before anything starts.
 
     [model]      sizes, or a folder to start from          what is trained
     [data]       text, tokenizer, tokens, batch            on what
     [schedule]   name and shape                            in which order
+    [mesh]       processes of a rank                       who holds what of a part
     [optimizer]  rates, decay, clipping                    how the weights move
     [run]        steps, seed, precision, when to save      for how long, and where
 
@@ -63,7 +64,7 @@ class Data:
     field: str = said("text", "the field of a JSONL line that holds its text")
     tokenizer: str = said(BYTES, "bytes, or a tokenizer.json of Hugging Face's")
     tokens: int = said(128, "tokens of a sequence", least=2)
-    batch: int = said(16, "sequences of a step, over all micro-batches, copies and accumulated passes", least=1)
+    batch: int = said(16, "sequences of a step, over all micro-batches, copies, shards and accumulated passes", least=1)
     held_out: float = said(0.02, "share of the sequences kept for evaluation", least=0, most=0.5)
     cache: str = said("", "folder of the token cache; empty: cache, next to the run's folder")
 
@@ -74,7 +75,7 @@ class Shape:
 
     name: str = said(AUTO, "auto, a name of `penstock list`, or a plan.json")
     ranks: int = said(4, "workers of one copy of the pipeline", least=1)
-    microbatches: int = said(8, "micro-batches of one copy and pass", least=1)
+    microbatches: int = said(8, "micro-batches of one copy, shard and pass", least=1)
     waves: int = said(0, "waves over the ranks (hanayo)", least=0)
     chunks: int = said(0, "chunks of the model on a rank (interleaved)", least=0)
     slices: int = said(0, "token slices of a micro-batch", least=0)
@@ -82,6 +83,19 @@ class Shape:
     copies: int = said(1, "copies of the pipeline side by side (data parallel)", least=1)
     split: bool = said(False, "split each backward into input and weight gradient")
     partition: tuple[int, ...] = said((), "layers of each part; none: as equal as it goes")
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """A rank of the schedule as several processes: shard x tensor of them."""
+
+    shard: int = said(1, "processes that share a rank's weights between steps, on data of their own (FSDP2)", least=1)
+    tensor: int = said(1, "processes that share each layer's heads and features (DTensor); it divides both", least=1)
+
+    @property
+    def size(self) -> int:
+        """Processes of a rank."""
+        return self.shard * self.tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +141,7 @@ class Config:
     model: Model = field(default_factory=Model)
     data: Data = field(default_factory=Data)
     schedule: Shape = field(default_factory=Shape)
+    mesh: Mesh = field(default_factory=Mesh, kw_only=True)
     optimizer: Optimizer = field(default_factory=Optimizer)
     run: Run = field(default_factory=Run)
 
@@ -137,8 +152,8 @@ class Config:
 
     @property
     def passages(self) -> int:
-        """Micro-batches of a step, over copies and accumulated passes."""
-        return self.schedule.microbatches * self.schedule.copies * self.run.accumulate
+        """Micro-batches of a step, over copies, shards and accumulated passes."""
+        return self.schedule.microbatches * self.schedule.copies * self.mesh.shard * self.run.accumulate
 
 
 PRESETS: dict[str, Config] = {
@@ -222,8 +237,8 @@ def _sizes(config: Config) -> list[str]:
         fit = -(-data.batch // config.passages) * config.passages
         faults.append(
             f"data.batch = {data.batch} sequences do not deal out to {config.passages} micro-batches "
-            f"(microbatches {schedule.microbatches} x copies {schedule.copies} x accumulate {config.run.accumulate}); "
-            f"{fit} do"
+            f"(microbatches {schedule.microbatches} x copies {schedule.copies} x shard {config.mesh.shard} x "
+            f"accumulate {config.run.accumulate}); {fit} do"
         )
     if model.family == "gpt" and not model.weights and 0 < model.positions < data.tokens:
         faults.append(f"data.tokens = {data.tokens} is more than model.positions = {model.positions}")

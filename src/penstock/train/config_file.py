@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import TypeAlias
 
 from penstock.errors import ConfigError, FileError, UnknownNameError
-from penstock.train.config import PRESETS, Config, Data, Model, Optimizer, Run, Shape, check
+from penstock.train.config import PRESETS, Config, Data, Mesh, Model, Optimizer, Run, Shape, check
 
 Value: TypeAlias = "str | int | float | bool | tuple[str, ...] | tuple[int, ...]"
-Section: TypeAlias = Model | Data | Shape | Optimizer | Run
+Section: TypeAlias = Model | Data | Shape | Mesh | Optimizer | Run
 SECTIONS = tuple(section.name for section in fields(Config))
 
 

@@ -3,7 +3,7 @@
     position   0   1   2   3   4   5   6   7 │ 8 …          one count over all epochs, and that is the whole state
     sequence   7   2   9   4   0   5   1   8 │ …            `shuffled`
                └ mb 0 ┘└ mb 1 ┘└ mb 2 ┘└ mb 3 ┘             a step: rows x micro-batches x copies x passes
-               └── copy 0 ────┘└── copy 1 ────┘             so every copy has its own sequences
+               └── copy 0 ────┘└── copy 1 ────┘             so every copy has its own sequences, and every shard
 
 The order does not depend on how a step is cut: other ranks, micro-batches or copies see the same steps. Labels are
 shifted before anything is cut.
@@ -37,11 +37,18 @@ class Deal:
     microbatches: int  # of the schedule, all copies together
     passes: int = 1
     wanted: frozenset[int] | None = None  # micro-batches whose tokens this rank looks at; None: all
+    shards: int = 1  # pipelines that do the same at the same time, each with sequences of its own
+    shard: int = 0  # which of them this is
+
+    @property
+    def each(self) -> int:
+        """Sequences of a pass of this shard."""
+        return self.rows * self.microbatches
 
     @property
     def sequences(self) -> int:
-        """Of a step."""
-        return self.rows * self.microbatches * self.passes
+        """Of a step, of all shards."""
+        return self.each * self.shards * self.passes
 
 
 def wanted_by(schedule: Schedule, rank: int) -> frozenset[int]:
@@ -70,19 +77,19 @@ class Loader:
         return passes
 
     def _numbers(self, turn: int) -> list[int]:
-        each = self.deal.rows * self.deal.microbatches
-        first = self.seen + turn * each
+        each = self.deal.each
+        first = self.seen + (turn * self.deal.shards + self.deal.shard) * each
         return [shuffled(place, self.corpus.trained, self.seed) for place in range(first, first + each)]
 
     def evaluation(self, batches: int) -> list[Batch]:
         """The same batches of held-out sequences every time; none if nothing is held out."""
-        each, held = self.deal.rows * self.deal.microbatches, self.corpus.held_out
+        each, held = self.deal.each, self.corpus.held_out
         if not held:
             return []
         first = self.corpus.trained
         return [
             self._batch([first + (turn * each + row) % held for row in range(each)], passes=1)
-            for turn in range(batches)
+            for turn in range(self.deal.shard, batches * self.deal.shards, self.deal.shards)
         ]
 
     def _batch(self, numbers: list[int], passes: int | None = None) -> Batch:
@@ -95,7 +102,7 @@ class Loader:
             else:
                 blank = torch.zeros((), dtype=torch.long, device=self.device).expand(rows, length)
                 pairs.append((blank, blank))
-        valid = rows * length * self.deal.microbatches * (self.deal.passes if passes is None else passes)
+        valid = self.deal.each * self.deal.shards * length * (self.deal.passes if passes is None else passes)
         return Batch(tuple(x for x, _ in pairs), tuple(y for _, y in pairs), valid)
 
     def _pair(self, numbers: Iterable[int]) -> tuple[Tensor, Tensor]:

@@ -1,10 +1,11 @@
-"""Training, on one rank: the same lines on every rank, with a thread, a process or a GPU behind `comm`.
+"""Training, in one process: the same lines in every one, with a thread, a process or a GPU behind `comm`.
 
     batches ─► executor.step ─► gradients.measure ─► clip ─► AdamW ─► row ─┬─ evaluate, now and then
        ▲        the lane          one sum over all                         ├─ save, now and then
        └───────────────────────────────────────────────────────────────────┴─ stop, if anybody was asked to
 
-What a step does depends on config and seed alone: schedules, ranks and copies change the order of sums, nothing else.
+What a step does depends on config and seed alone: schedules, ranks, copies and meshes change the order of sums, nothing
+else.
 """
 
 from __future__ import annotations
@@ -25,12 +26,13 @@ from penstock.errors import RunError
 from penstock.ir.files import Plan
 from penstock.ir.program import lower
 from penstock.models import even_partition, token_loss
-from penstock.runtime import Comm, Executor, watching
+from penstock.runtime import Comm, Executor, corner, local, watching
 from penstock.train.checkpoint import Facts, Saver, load, newest_good, read_facts, sweep
 from penstock.train.config import Config
 from penstock.train.corpus import Corpus
 from penstock.train.data import Deal, Loader, wanted_by
 from penstock.train.history import History, Row, write_timeline
+from penstock.train.mesh import place_of
 from penstock.train.optimizer import Gradients, adamw, rate_at
 from penstock.train.weights import Holding, Sizes, draw, hold, put
 
@@ -72,16 +74,19 @@ class Job:
 
 
 class Trainer:
-    """One rank of a run."""
+    """One process of a run: a rank of the schedule, or its share of one."""
 
     def __init__(self, job: Job, comm: Comm, device: torch.device | None = None, watch: Watch | None = None) -> None:
         self.job, self.comm, self.watch = job, comm, watch
         self.device = device or torch.device("cpu")
         config, schedule = job.config, job.plan.schedule
-        self.holding = hold(job.sizes, schedule, job.partition, comm.rank, self.device)
-        deal = Deal(config.rows, len(schedule.microbatches), config.run.accumulate, wanted_by(schedule, comm.rank))
+        self.place = place_of(comm, config.mesh, schedule.ranks, self.device)
+        pipeline = self.place.pipeline
+        self.holding = hold(job.sizes, schedule, job.partition, pipeline.rank, self.device, self.place)
+        deal = Deal(config.rows, len(schedule.microbatches), config.run.accumulate, wanted_by(schedule, pipeline.rank),
+                    config.mesh.shard, self.place.shard)  # fmt: skip
         self.loader = Loader(job.corpus, deal, config.run.seed, self.device)
-        self.executor = executor_of(job, self.holding, comm)
+        self.executor = executor_of(job, self.holding, pipeline)
         self.optimizer = adamw(self.holding.parameters, config.optimizer)
         self.gradients = Gradients(self.holding, comm, self.device, words=2)
         self.saver = Saver(job.checkpoints, comm.rank, comm.ranks, config.run.keep)
@@ -115,7 +120,8 @@ class Trainer:
         for name, parameter in self.holding.parameters.items():
             state = self.optimizer.state[parameter]
             for slot in SLOTS:
-                state[slot] = tensors[f"optimizer.{slot}.{name}"].view(() if slot == "step" else parameter.shape)
+                filled = tensors[f"optimizer.{slot}.{name}"]
+                state[slot] = filled.view(()) if slot == "step" else filled
         self.loader.resume(facts["data"])
         self.step = int(facts["step"])
         if self.comm.rank == 0:
@@ -125,11 +131,13 @@ class Trainer:
         """All that is saved, by name: weights and the optimizer's state. `empty`: to be filled, of all held."""
         found: dict[str, Tensor] = {}
         for name, parameter in self.holding.parameters.items():
-            if not empty and name not in self.holding.owned:
+            if not empty and (name not in self.holding.owned or not local(parameter).numel()):
                 continue
             found[name] = parameter.detach()
             state = self.optimizer.state.get(parameter, {})
             for slot in SLOTS:
+                if slot == "step" and not empty and any(corner(parameter)):
+                    continue  # whoever has the first number of a parameter counts its steps
                 blank = torch.zeros(1, device=self.device) if slot == "step" else torch.zeros_like(parameter)
                 tensor = blank if empty else state.get(slot, blank)
                 found[f"optimizer.{slot}.{name}"] = tensor.detach().reshape(1) if slot == "step" else tensor.detach()
@@ -158,8 +166,8 @@ class Trainer:
         while self.step < settings.steps:
             began = time.perf_counter()
             timed = bool(settings.timed) and (self.step + 1) % settings.timed == 0
-            loss, bubble = self.forward_and_back(timed)
-            norm, memory, words = self.gradients.measure(_memory(self.device), self.words(stop))
+            share, bubble = self.forward_and_back(timed)
+            loss, norm, memory, words = self.gradients.measure(share, _memory(self.device), self.words(stop))
             if self.saver.step is not None and words[SAVED] == self.comm.ranks:
                 self.saver.commit()
             if not math.isfinite(loss) or not math.isfinite(norm):
@@ -187,9 +195,9 @@ class Trainer:
         return [int(stop()), int(self.saver.step is not None and self.saver.done())]
 
     def forward_and_back(self, timed: bool) -> tuple[float, float | None]:
-        """All passes of a step: the loss, and the bubble if it was timed."""
+        """All passes of a step: this process's share of the loss, and the bubble if it was timed."""
         results = [self.executor.step(batch, timed) for batch in self.loader.step()]
-        loss = sum(result.loss for result in results)
+        loss = sum(result.loss for result in results) if self.place.speaks else 0.0
         timeline = results[-1].timeline
         if timeline is None:
             return loss, None
@@ -212,7 +220,10 @@ class Trainer:
         """The mean loss on what is held out; None if nothing is."""
         batches = self.loader.evaluation(self.job.config.run.evaluations)
         losses = [self.executor.evaluate(batch) for batch in batches]
-        return sum(losses) / len(losses) if losses else None
+        share = sum(losses) if self.place.speaks else 0.0
+        total = torch.tensor([share], dtype=torch.float64, device=self.device)
+        self.comm.add(total, tuple(range(self.comm.ranks))).wait()
+        return float(total) / len(losses) if losses else None
 
     # ------------------------------------------------------------ saving
     def save(self) -> None:
@@ -225,7 +236,8 @@ class Trainer:
         """What a checkpoint says of itself."""
         return {
             "model": describe(self.job.sizes), "data": self.loader.state(), "tokenizer": self.job.config.data.tokenizer,
-            "schedule": self.job.plan.name, "ranks": self.comm.ranks, "partition": list(self.job.partition),
+            "schedule": self.job.plan.name, "ranks": self.job.plan.schedule.ranks,
+            "partition": list(self.job.partition), "mesh": asdict(self.job.config.mesh),
         }  # fmt: skip
 
     def give_up(self, loss: float, norm: float) -> None:

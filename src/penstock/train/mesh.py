@@ -1,0 +1,90 @@
+"""Where a process stands when a rank of the schedule is several processes (torch's DeviceMesh).
+
+                 shard 0               shard 1           a pipeline is a column: 0 4, 1 5, 2 6, 3 7. Its processes send
+              tensor 0  tensor 1    tensor 0  tensor 1   each other activations, as the schedule says
+    rank 0       0         1           2         3
+    rank 1       4         5           6         7       a row holds the weights of one rank between them
+
+    tensor   processes with the same micro-batches: each has some heads and features of every layer (DTensor)
+    shard    processes with micro-batches of their own: each keeps a part of the weights, of their gradients and of the
+             optimizer between steps (FSDP2)
+
+Copies of the pipeline that keep all weights are more ranks of the schedule (`schedule.copies`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from penstock.errors import ConfigError, RunError
+from penstock.models import Part
+from penstock.models.tensor import share_layers
+from penstock.runtime import Comm, ProcessComm, shard_layers
+from penstock.train.config import Mesh
+
+AXES = ("rank", "shard", "tensor")
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """One process among all."""
+
+    world: Comm  # all processes
+    pipeline: Comm  # those of its pipeline; its rank there is its rank in the schedule
+    shard: int = 0
+    tensor: int = 0
+    mesh: DeviceMesh | None = None  # None: every rank is one process
+
+    @property
+    def speaks(self) -> bool:
+        """Whether it tells the others what all of its pipeline know."""
+        return self.pipeline.rank == 0 and self.tensor == 0
+
+    def arrange(self, part: Part) -> None:
+        """Leaves this process its share of a part."""
+        if self.mesh is None:
+            return
+        if self.mesh["tensor"].size() > 1:
+            share_layers(part, self.mesh["tensor"])
+        if self.mesh["shard"].size() > 1:
+            layers = [part.get_submodule(path) for path in part.anatomy.layers[part.begin : part.end]]
+            shard_layers(part, layers, self.mesh["shard"])
+
+    def counts(self, parameter: nn.Parameter) -> bool:
+        """Whether its share of a parameter is nobody else's: processes of one tensor row have equal norms, say."""
+        if self.tensor == 0:
+            return True
+        if not isinstance(parameter, DTensor):
+            return False
+        axes = parameter.device_mesh.mesh_dim_names or ()
+        placed = dict(zip(axes, parameter.placements, strict=True))
+        return "tensor" in placed and not placed["tensor"].is_replicate()
+
+
+def place_of(comm: Comm, mesh: Mesh, ranks: int, device: torch.device) -> Place:
+    """The place of this process, for a schedule of so many ranks. All processes call it."""
+    shape = (ranks, mesh.shard, mesh.tensor)
+    if comm.ranks != ranks * mesh.size:
+        raise ConfigError(f"the run has {_product(shape)} processes, but {comm.ranks} were launched")
+    if mesh.size == 1:
+        return Place(comm, comm)
+    if not isinstance(comm, ProcessComm):
+        raise RunError("mesh.shard and mesh.tensor need a process for each share; threads have none")
+    if device.type != comm.wire.type:
+        raise RunError(f"mesh.shard and mesh.tensor need a GPU for each process; {comm.ranks} processes share too few\n"
+                       "  say run.device = cpu, or take fewer processes")  # fmt: skip
+    made = init_device_mesh(device.type, shape, mesh_dim_names=AXES)
+    shard, tensor = made.get_local_rank("shard"), made.get_local_rank("tensor")
+    name = f"shard {shard}, tensor {tensor}"
+    pipeline = ProcessComm(comm.patience, comm.device, made.get_group("rank"), name)
+    return Place(comm, pipeline, shard, tensor, made)
+
+
+def _product(shape: tuple[int, int, int]) -> str:
+    ranks, shard, tensor = shape
+    return f"{ranks} ranks x shard {shard} x tensor {tensor} = {ranks * shard * tensor}"
