@@ -47,11 +47,12 @@ def train(
         _as_a_rank(config, folder, resume, sample)
         return
     config, plan = _prepared(config, folder, write=not dry_run)
+    _enough_gpus(config, plan.schedule.ranks)
     _announce(config, plan, folder)
     if dry_run:
         _show_forecast(config, plan)
         return
-    verdict = launch(rank, folder, plan.schedule.ranks, config.run.restarts, resume)
+    verdict = launch(rank, folder, plan.schedule.ranks * config.mesh.size, config.run.restarts, resume)
     _ending(folder, verdict, sample)
 
 
@@ -194,6 +195,7 @@ def _prepared(config: Config, folder: Path, write: bool = True) -> tuple[Config,
     from penstock.session import planned
     from penstock.train.config_file import dump_config
     from penstock.train.corpus import open_corpus
+    from penstock.train.history import TIMELINE
     from penstock.train.worker import CONFIG, PLAN, cache_of, sizes_for
 
     with progress("planning"):
@@ -207,39 +209,52 @@ def _prepared(config: Config, folder: Path, write: bool = True) -> tuple[Config,
         (folder / CONFIG).write_text(dump_config(config, f"penstock train {folder} --resume"), encoding="utf-8")
     except OSError as error:
         raise FileError(f"cannot write to {folder}: {error.strerror}\n  name another run.folder") from None
+    before = (folder / PLAN).read_bytes() if (folder / PLAN).exists() else b""
     write_plan(plan, folder / PLAN)
+    if (folder / PLAN).read_bytes() != before:
+        (folder / TIMELINE).unlink(missing_ok=True)  # of another schedule
     return config, plan
 
 
 def _announce(config: Config, plan: Plan, folder: Path) -> None:
-    """What was picked, in four lines."""
+    """What was picked, a line each."""
     from penstock.train.generate import parameter_count
     from penstock.train.worker import sizes_for
 
-    sizes, ranks = sizes_for(config), plan.schedule.ranks
+    sizes, ranks, mesh = sizes_for(config), plan.schedule.ranks, config.mesh
     tokens = config.data.batch * config.data.tokens
     for name, words in (
         ("model", f"{config.model.family}, {sizes.layers} layers of {sizes.width}, "
                   f"{parameter_count(sizes):,} parameters"),
         ("schedule", f"{plan.name}: {ranks} ranks, {len(plan.schedule.microbatches)} micro-batches of "
                      f"{config.rows} x {config.data.tokens} tokens, layers {' '.join(map(str, plan.partition))}"),
+        *([("mesh", mesh.over(ranks))] if mesh.size > 1 else []),
         ("step", f"{tokens:,} tokens; {config.run.steps} steps, {config.run.precision}"),
-        ("workers", _devices(config, ranks)),
+        ("workers", _devices(config, ranks * mesh.size)),
         ("folder", str(folder)),
     ):  # fmt: skip
         console(stderr=True).print(f"[dim]{name:<9}[/] {words}", highlight=False, soft_wrap=True)
 
 
-def _devices(config: Config, ranks: int) -> str:
+def _enough_gpus(config: Config, ranks: int) -> None:
+    """Processes that share layers talk GPU to GPU; the others can go through the CPU."""
+    import torch
+
+    gpus, mesh = torch.cuda.device_count(), config.mesh
+    if config.run.device == "cuda" and mesh.size > 1 and gpus < ranks * mesh.size:
+        raise ConfigError(f"{mesh.over(ranks)}, a GPU each, but there are {gpus}\n  take fewer, or run.device=cpu")
+
+
+def _devices(config: Config, processes: int) -> str:
     import os
 
     import torch
 
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if config.run.device == "cpu" or gpus == 0 or (config.run.device == "auto" and gpus < ranks):
+    if config.run.device == "cpu" or gpus == 0 or (config.run.device == "auto" and gpus < processes):
         why = f" ({gpus} GPUs are too few)" if gpus and config.run.device == "auto" else ""
-        return f"{ranks} processes on {os.cpu_count()} CPU cores, gloo{why}"
-    return f"{ranks} processes on {gpus} GPUs, {'NCCL' if gpus >= ranks else 'gloo, as ranks share GPUs'}"
+        return f"{processes} processes on {os.cpu_count()} CPU cores, gloo{why}"
+    return f"{processes} processes on {gpus} GPUs, {'NCCL' if gpus >= processes else 'gloo, as ranks share GPUs'}"
 
 
 def _show_forecast(config: Config, plan: Plan) -> None:
@@ -248,23 +263,26 @@ def _show_forecast(config: Config, plan: Plan) -> None:
     import torch
 
     from penstock.session import forecast
-    from penstock.train.probe import probe
+    from penstock.train.probe import probe, share_of
     from penstock.train.worker import sizes_for
 
     gpu = torch.cuda.is_available() and config.run.device != "cpu"
-    device = torch.device("cuda" if gpu else "cpu")
-    shared = 1.0 if gpu else max(1.0, plan.schedule.ranks / (os.cpu_count() or 1))
+    device, sizes, mesh = torch.device("cuda" if gpu else "cpu"), sizes_for(config), config.mesh
+    shared = 1.0 if gpu else max(1.0, plan.schedule.ranks * mesh.size / (os.cpu_count() or 1))
     with progress("timing a layer"):
-        pieces = probe(sizes_for(config), config.rows, config.data.tokens, device, config.run.precision == "bfloat16")
-    found = forecast(config, plan, pieces, shared)
-    _print_forecast(found, shared)
+        pieces = probe(sizes, config.rows, config.data.tokens, device, config.run.precision == "bfloat16")
+    found = forecast(config, plan, share_of(pieces, sizes, mesh.tensor), shared)
+    _print_forecast(found, shared, mesh.size)
 
 
-def _print_forecast(found: Forecast, shared: float) -> None:
-    heads = ("rank", "weights, gradients, optimizer", "activations at most", "together")
+def _print_forecast(found: Forecast, shared: float, processes: int) -> None:
+    """A line a rank: of its one process, or of the fullest of several."""
+    who = "rank" if processes == 1 else "process of rank"
+    heads = (who, "weights, gradients, optimizer", "activations at most", "together")
     each = enumerate(zip(found.weights, found.activations, strict=True))
     print_table(heads, [(str(rank), *map(in_bytes, (own, held, own + held))) for rank, (own, held) in each])
-    slow = f", {shared:.2g} ranks a core" if shared > 1 else ""
+    slow = f", {shared:.2g} processes a core" if shared > 1 else ""
+    slow += ", without the sums inside a rank" if processes > 1 else ""
     console().print(f"predicted: {found.speed:,.0f} tokens/s, {found.timeline.makespan * 1e3:,.0f} ms a pass, bubble "
                      f"{found.timeline.bubble:.1%}{slow}", highlight=False)  # fmt: skip
 
@@ -293,8 +311,8 @@ def _as_a_rank(config: Config, folder: Path, resume: bool, sample: int) -> None:
     comm = join(config)
     if comm.rank == 0:
         config, plan = _prepared(config, folder)
-        if plan.schedule.ranks != comm.ranks:
-            raise ConfigError(f"the schedule has {plan.schedule.ranks} ranks, but {comm.ranks} were launched")
+        if plan.schedule.ranks * config.mesh.size != comm.ranks:
+            raise ConfigError(f"the run is {config.mesh.over(plan.schedule.ranks)}, but {comm.ranks} were launched")
         _announce(config, plan, folder)
     comm.barrier()
     verdict = rank(str(folder), resume)

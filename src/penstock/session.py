@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 HOP = 0.05  # of a micro-batch's forward on a rank: the latency that schedules are compared with
 STATE = 4  # float32 numbers for each parameter: itself, its gradient, two means
+GATHERED = 2  # for each parameter that several processes share between steps: itself, its gradient
 SHAPE = ("ranks", "microbatches", "waves", "chunks", "slices", "skips")
 
 
@@ -134,10 +135,15 @@ def model_cost(config: Config, plan: Plan, pieces: Pieces, slowdown: float = 1.0
             Seconds(token=forward), Seconds(token=backward / 2), Seconds(token=backward / 2),
             held=sum(count * piece.held for count, piece in held) * tokens / unit,
             message=4.0 * pieces.embed.held / 4 * tokens / unit,
-            weights=sum(count * piece.parameters for count, piece in held) * 4.0 * STATE,
+            weights=sum(count * piece.parameters for count, piece in held) * _state_bytes(config.mesh.shard),
             recompute=config.run.recompute,
         ))  # fmt: skip
     return ModelCost(tuple(parts))
+
+
+def _state_bytes(shard: int) -> float:
+    """Of a parameter in a process: its share of the state and, during a step, the gathered weight and its gradient."""
+    return 4.0 * STATE if shard == 1 else 4.0 * (STATE / shard + GATHERED)
 
 
 def from_own_times(timeline: Timeline) -> Timeline:

@@ -89,6 +89,20 @@ def _style(path: str, module: nn.Module) -> ParallelStyle | None:
     return RowwiseParallel() if inner in COLUMNS else None
 
 
+def largest_share(piece: nn.Module, path: str, tensor: int) -> int:
+    """Numbers that the fullest of so many processes holds of a piece of a model: its embedding, a layer, its head."""
+    found = 0
+    for inner, module in piece.named_modules():
+        style = _style(f"{path}.{inner}".removesuffix("."), module)
+        for leaf, parameter in module.named_parameters(recurse=False):
+            whole = style is None or (isinstance(style, RowwiseParallel) and leaf == "bias")
+            cut = 1 if isinstance(style, RowwiseParallel) else 0  # dimension
+            found += parameter.numel() if whole else parameter.numel() // parameter.shape[cut] * _share(
+                parameter.shape[cut], tensor
+            )
+    return found
+
+
 def check_shares(sizes: LlamaConfig | GPTConfig, tensor: int) -> None:
     """Refuses to cut a model into so many shares if a head or a feature would be cut through."""
     counts = {"heads": sizes.heads, "inner": sizes.inner}
@@ -97,6 +111,6 @@ def check_shares(sizes: LlamaConfig | GPTConfig, tensor: int) -> None:
     for name, count in counts.items():
         if count % tensor:
             fits = [n for n in range(1, tensor) if all(c % n == 0 for c in counts.values())]
-            raise ShapeError(f"mesh.tensor = {tensor} does not divide the {count} of {name}; {fits[-1]} does")
+            raise ShapeError(f"mesh.tensor = {tensor} does not divide {name} = {count} of the model; {fits[-1]} does")
     if (tensor - 1) * _share(sizes.vocab, tensor) >= sizes.vocab:
         raise ShapeError(f"mesh.tensor = {tensor} leaves a process without any of the {sizes.vocab} words")

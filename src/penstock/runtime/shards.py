@@ -29,6 +29,7 @@ def shard_layers(part: nn.Module, layers: list[nn.Module], mesh: DeviceMesh) -> 
     for module in (*layers, part):
         made: FSDPModule = fully_shard(module, mesh=mesh, reshard_after_forward=False)
         made.set_gradient_divide_factor(1.0)  # a sum: losses are divided by the tokens of all already
+        made.set_force_sum_reduction_for_comms(True)
 
 
 class Shards:

@@ -97,6 +97,14 @@ class Mesh:
         """Processes of a rank."""
         return self.shard * self.tensor
 
+    def over(self, ranks: int) -> str:
+        """All processes of a schedule of so many ranks, in words.
+
+        >>> Mesh(shard=2, tensor=4).over(3)
+        '3 ranks x shard 2 x tensor 4 = 24 processes'
+        """
+        return f"{ranks} ranks x shard {self.shard} x tensor {self.tensor} = {ranks * self.size} processes"
+
 
 @dataclass(frozen=True, slots=True)
 class Optimizer:

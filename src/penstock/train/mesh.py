@@ -68,9 +68,8 @@ class Place:
 
 def place_of(comm: Comm, mesh: Mesh, ranks: int, device: torch.device) -> Place:
     """The place of this process, for a schedule of so many ranks. All processes call it."""
-    shape = (ranks, mesh.shard, mesh.tensor)
     if comm.ranks != ranks * mesh.size:
-        raise ConfigError(f"the run has {_product(shape)} processes, but {comm.ranks} were launched")
+        raise ConfigError(f"the run is {mesh.over(ranks)}, but {comm.ranks} were launched")
     if mesh.size == 1:
         return Place(comm, comm)
     if not isinstance(comm, ProcessComm):
@@ -78,13 +77,8 @@ def place_of(comm: Comm, mesh: Mesh, ranks: int, device: torch.device) -> Place:
     if device.type != comm.wire.type:
         raise RunError(f"mesh.shard and mesh.tensor need a GPU for each process; {comm.ranks} processes share too few\n"
                        "  say run.device = cpu, or take fewer processes")  # fmt: skip
-    made = init_device_mesh(device.type, shape, mesh_dim_names=AXES)
+    made = init_device_mesh(device.type, (ranks, mesh.shard, mesh.tensor), mesh_dim_names=AXES)
     shard, tensor = made.get_local_rank("shard"), made.get_local_rank("tensor")
     name = f"shard {shard}, tensor {tensor}"
     pipeline = ProcessComm(comm.patience, comm.device, made.get_group("rank"), name)
     return Place(comm, pipeline, shard, tensor, made)
-
-
-def _product(shape: tuple[int, int, int]) -> str:
-    ranks, shard, tensor = shape
-    return f"{ranks} ranks x shard {shard} x tensor {tensor} = {ranks * shard * tensor}"

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.models import GPTConfig, token_loss
+from penstock.models.tensor import largest_share
 from penstock.train.weights import Sizes, blueprint, draw, whole
 
 MOST = 512  # tokens of a probe; more are taken in proportion
@@ -78,12 +79,28 @@ def counted(sizes: Sizes) -> Pieces:
     )
 
 
-def _held(sizes: Sizes) -> float:
-    """Numbers that a token leaves in a layer for its backward: inputs of norms, linear layers, attention and gate."""
+def share_of(pieces: Pieces, sizes: Sizes, tensor: int) -> Pieces:
+    """What one of `tensor` processes does and holds of each piece; sums between them are not in the times."""
+    model = blueprint(sizes)
+    numbers = [largest_share(getattr(model, name), name, tensor) for name in ("embed", "head")]
+    layer = largest_share(model.get_submodule("layers.0"), "layers.0", tensor)
+    return Pieces(
+        replace(pieces.embed, parameters=numbers[0]),
+        replace(pieces.layer, forward=pieces.layer.forward / tensor, backward=pieces.layer.backward / tensor,
+                held=4 * _held(sizes, tensor), parameters=layer),
+        replace(pieces.head, forward=pieces.head.forward / tensor, backward=pieces.head.backward / tensor,
+                parameters=numbers[1]),
+    )  # fmt: skip
+
+
+def _held(sizes: Sizes, tensor: int = 1) -> float:
+    """Numbers that a token leaves in a layer for its backward: inputs of norms, linear layers, attention and gate. The
+    norms and what comes out of them are whole in each of `tensor` processes."""
+    whole = 4 * sizes.width
     if isinstance(sizes, GPTConfig):
-        return 8 * sizes.width + 2 * sizes.inner
+        return whole + (4 * sizes.width + 2 * sizes.inner) / tensor
     keys = sizes.kv_heads * sizes.head_width
-    return 7 * sizes.width + 2 * keys + 4 * sizes.inner
+    return whole + (3 * sizes.width + 2 * keys + 4 * sizes.inner) / tensor
 
 
 def _timed(
