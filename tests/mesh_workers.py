@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from torch import Tensor
 from penstock import Plan, make
 from penstock.ir import lower
 from penstock.models import IGNORED, even_partition, token_loss
-from penstock.runtime import Executor, ProcessComm, batch_of, cut, local
+from penstock.runtime import Executor, ProcessComm, batch_of, cut, local, watching
 from penstock.train.config import Mesh, Model
 from penstock.train.loop import Job, Trainer
 from penstock.train.mesh import place_of
@@ -114,3 +115,18 @@ def trains(comm: ProcessComm, folder: str, case: Case, steps: int, resume: bool 
     job = Job(config, Plan(schedule, case.name), sizes, corpus(config), Path(folder), resume)
     trainer = Trainer(job, comm)
     return trainer.run(lambda: bool(until) and trainer.step + 1 >= until).step
+
+
+# ---------------------------------------------------------------- trouble
+def sleeps(comm: ProcessComm) -> None:
+    """Rank 1 of one of two pipelines that share layers falls asleep."""
+    schedule, mesh = make("1f1b", ranks=2, microbatches=4), Mesh(tensor=2)
+    place = place_of(comm, mesh, schedule.ranks, CPU)
+    sizes = Case().sizes(schedule.parts)
+    holding = hold(sizes, schedule, even_partition(sizes.layers, schedule.parts), place.pipeline.rank, CPU, place)
+    draw(holding, 5)
+    executor = Executor(lower(schedule), holding.stages, place.pipeline, token_loss, holding.width, tied=holding.tied)
+    if place.pipeline.rank == 1 and place.tensor == 1:
+        holding.stages[1].register_forward_pre_hook(lambda *_: time.sleep(600))
+    with watching(executor):
+        executor.step(batch_of(*_data(4)))

@@ -81,4 +81,5 @@ def place_of(comm: Comm, mesh: Mesh, ranks: int, device: torch.device) -> Place:
     shard, tensor = made.get_local_rank("shard"), made.get_local_rank("tensor")
     name = f"shard {shard}, tensor {tensor}"
     pipeline = ProcessComm(comm.patience, comm.device, made.get_group("rank"), name)
+    pipeline.beside = [comm.world, made.get_group("shard"), made.get_group("tensor")]
     return Place(comm, pipeline, shard, tensor, made)

@@ -85,6 +85,7 @@ class ProcessComm:
         self.everyone = tuple(range(self._ranks))
         self.members = dist.get_process_group_ranks(world)  # of the default group, by rank of this one
         self.part = group is not None
+        self.beside: list[dist.ProcessGroup] = []  # others that this rank may wait in, with no word to us
         self.groups: dict[tuple[int, ...], dist.ProcessGroup] = {self.everyone: world}  # those this rank is in
         self.prepared = {self.everyone}  # all
         self.sent, self.asked = [0] * self._ranks, [0] * self._ranks  # turns so far, by rank
@@ -213,9 +214,9 @@ class ProcessComm:
 
         gloo has no call for it, but does so when a receive is late. NCCL is left to the end of the process.
         """
-        for group, made in self.groups.items():
-            if len(group) > 1 and not self.on_gpu:
-                someone = 1 if group[0] == self._rank else 0
+        for made in (*self.groups.values(), *self.beside):
+            if made.size() > 1 and not self.on_gpu:
+                someone = 1 if made.rank() == 0 else 0
                 try:
                     made.recv([torch.empty(1)], someone, NOBODY).wait(timedelta(milliseconds=1))
                 except RuntimeError:
