@@ -37,6 +37,8 @@ def train(
 ) -> None:
     """Train a model. Without a config: a small Llama on Python's own source, on four local workers, in a minute.
 
+    A rank is one process, or several: --set mesh.tensor=2 shares out layers, --set mesh.shard=2 weights between steps.
+
     Example: penstock train config.toml --set model.layers=24 --set schedule.name=hanayo
     """
     _needs_torch()

@@ -95,10 +95,11 @@ class Executor:
         refuse_whole(program.schedule, self.modules)
         self.turns = turns_of(program, comm.rank)
         self.receives = [step for turn in self.turns for step in turn.messages if step.do is Do.RECEIVE]
-        keep_freed_memory()
         comm.prepare(groups_of(program.schedule, tied))
         self.replicas = Replicas(program.schedule, self.modules, comm, tied)
         self.shards = Shards(program.schedule, self.modules, comm.rank, tied)
+        if not self.shards.parts:  # they save memory, which what is kept would cost again
+            keep_freed_memory()
         self.visits = Visits(program.schedule, self.modules, mean, tied)
         self.world = tuple(range(comm.ranks))
         self.recorder, self.clock = Recorder(program.schedule, comm), Clock(self.modules.values())

@@ -1,7 +1,7 @@
 """Weights that several processes share between steps, by torch's FSDP2: gathered once a step, gradients summed once.
 
-    rank 1, shard 0 │ ▄   gather │ ▄▀  F0 F1 B0 B1  sum │ ▄           each runs the whole lane of the rank, on
-    rank 1, shard 1 │  ▀         │ ▄▀  F2 F3 B2 B3      │  ▀          micro-batches of its own
+    rank 1, shard 0 │ ▄   F0 gathers │ ▄▀  F1 B0 B1  sum │ ▄           each runs the whole lane of the rank, on
+    rank 1, shard 1 │  ▀  F2         │ ▄▀  F3 B2 B3      │  ▀          micro-batches of its own
 
 FSDP would gather and sum around every forward and backward. A pipeline has many of them, and a split backward adds to
 the weights outside of autograd; so here the sum of a part is made when its last action on this rank is done.
@@ -50,14 +50,12 @@ class Shards:
         ]
 
     def begin(self) -> None:
-        """Gathers all weights."""
+        """A new pass: each layer is gathered by its first forward, and stays."""
         with torch.no_grad():
             for first, twin in self.twins:
                 local(twin).copy_(local(first))
         for part in self.parts.values():
             _last(part, False)
-        for module in self.all:
-            module.unshard(async_op=True)  # its forward waits for it
 
     def after(self, number: int) -> None:
         """An action is done: if it was the last of a part, sums the part's gradients and drops its gathered weights."""
@@ -71,7 +69,7 @@ class Shards:
                     twin.grad = None
 
     def finish(self) -> None:
-        """Drops what was gathered and not used."""
+        """Drops what is gathered still: all of it after an evaluation."""
         for module in self.all:
             module.reshard()
 
