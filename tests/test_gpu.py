@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from gpu_workers import kind_of, trains_like_one_piece
 from penstock import lower, make
 from penstock.carry import Carry
 from penstock.models import (
@@ -23,7 +24,7 @@ from penstock.models import (
     split,
     token_loss,
 )
-from penstock.runtime import Executor, batch_of, run_threads
+from penstock.runtime import Executor, batch_of, run_threads, spawn
 from penstock.runtime.probe import Probe, Subject
 from penstock.runtime.recorder import Clock
 from penstock.schedules.transforms import slice_tokens
@@ -132,3 +133,13 @@ def test_a_profile_can_be_taken_in_half_precision():
     x = torch.randn(1, 256, 256, device="cuda")
     probe = Probe(Subject(One(), x, prefixes=True, autocast=torch.bfloat16))
     assert all(seconds > 0 for seconds in probe.time(64, 128))
+
+
+def test_ranks_that_share_a_gpu_find_their_backend():
+    assert spawn(2, kind_of, backend=None) == ["penstock_ipc"] * 2
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_that_share_a_gpu_train_like_one_piece(ranks):
+    for worst in spawn(ranks, trains_like_one_piece, backend="penstock_ipc", patience=60):
+        assert max(worst.values()) < 1e-4, worst

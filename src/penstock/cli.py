@@ -22,6 +22,7 @@ from penstock.cli_cost import (
 from penstock.cli_paths import add_verbs as add_path_verbs
 from penstock.cli_profile import add_verbs as add_profile_verbs
 from penstock.cli_screen import console, print_json, print_table, progress, write
+from penstock.cli_testbed import add_verbs as add_testbed_verbs
 from penstock.cli_train import add_verbs as add_train_verbs
 from penstock.errors import FileError, PenstockError, RunError, ShapeError
 
@@ -351,6 +352,7 @@ def _footnote(found: Portfolio, top: int, price: Price, memory: float | None, we
 
 add_path_verbs(app)
 add_profile_verbs(app)
+add_testbed_verbs(app)
 add_train_verbs(app)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -63,19 +64,41 @@ class Rotary(nn.Module):
         self.head_width, self.theta = head_width, theta
 
     def forward(self, x: Tensor, piece: Slice | None = None) -> tuple[Tensor, Tensor]:
-        """Cosines and sines, (tokens, head_width / 2) each, or (rows, 1, tokens, head_width / 2) if rows differ."""
+        """Cosines, and sines whose first half is negative: (tokens, head_width) each, or (rows, 1, tokens, head_width)
+        if rows differ."""
         pair = torch.arange(0, self.head_width, 2, device=x.device, dtype=torch.float32)
         token = torch.arange(x.shape[1], device=x.device) if piece is None else piece.positions(x.device)
         token = token if token.dim() == 1 else token[:, None]
         angles = token[..., None].float() * (1.0 / self.theta ** (pair / self.head_width))
         kept = torch.promote_types(x.dtype, torch.float32)
-        return angles.cos().to(kept), angles.sin().to(kept)
+        cos, sin = angles.cos().to(kept), angles.sin().to(kept)
+        return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
+
+
+class _Turn(torch.autograd.Function):
+    """Four kernels there and four back, nothing kept but the angles."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _turned(x, cos, sin, 1.0)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        return _turned(grad, cos, sin, -1.0), None, None
+
+
+def _turned(x: Tensor, cos: Tensor, sin: Tensor, way: float) -> Tensor:
+    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin, value=way).to(x.dtype)
 
 
 def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotates feature i with feature i + half, in float32 at least."""
-    a, b = x.chunk(2, dim=-1)
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
+    if torch.compiler.is_compiling():  # which makes one kernel of it anyway
+        return _turned(x, cos, sin, 1.0)
+    y: Tensor = _Turn.apply(x, cos, sin)  # type: ignore[no-untyped-call]
+    return y
 
 
 class Attention(nn.Module):

@@ -14,6 +14,7 @@ import multiprocessing
 import os
 import pickle
 import signal
+import socket
 import sys
 import threading
 import time
@@ -34,6 +35,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from penstock.errors import PeerLostError, RunError
 from penstock.runtime.board import ERRORS
+from penstock.runtime.comm import ipc
 from penstock.runtime.comm.process import ProcessComm
 
 T = TypeVar("T")
@@ -49,7 +51,8 @@ NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 def init(
     backend: str | None = None, patience: float = 300.0, device: torch.device | str | None = None
 ) -> ProcessComm:  # fmt: skip
-    """Joins the ranks that torchrun has started. NCCL if every rank has a GPU of its own, else gloo; or as you say.
+    """Joins the ranks that torchrun has started. NCCL if every rank has a GPU of its own, our own backend if ranks of
+    one machine share GPUs, else gloo; or as you say.
 
     `patience`: after how many seconds a wait is a `StuckError`. `device`: where tensors land, if not on the own GPU
     (NCCL) or the CPU (gloo).
@@ -66,9 +69,12 @@ def init(
 
 def _join(backend: str, store: Store, rank: int, ranks: int, limit: timedelta) -> None:
     gpu = None
-    if backend == "nccl":
+    if backend in ("nccl", ipc.NAME):
         gpu = torch.device("cuda", _gpu())
         torch.cuda.set_device(gpu)
+    if backend == ipc.NAME:
+        ipc.register()
+        gpu = None  # torch would want to know the backend's options
     try:
         dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=limit, device_id=gpu)
     except RuntimeError as error:
@@ -83,11 +89,15 @@ def _gpu() -> int:
 def _backend(store: Store, rank: int, ranks: int) -> str:
     """The same answer on all ranks: they compare their GPUs."""
     mine = str(torch.cuda.get_device_properties(_gpu()).uuid) if torch.cuda.is_available() else ""
-    store.set(f"penstock/gpu/{rank}", mine)
+    store.set(f"penstock/gpu/{rank}", f"{socket.gethostname()} {mine}" if mine else "")
     keys = [f"penstock/gpu/{other}" for other in range(ranks)]
     store.wait(keys)
-    gpus = {store.get(key) for key in keys}
-    return "nccl" if dist.is_nccl_available() and b"" not in gpus and len(gpus) == ranks else "gloo"
+    gpus = {store.get(key).decode() for key in keys}
+    if "" in gpus:
+        return "gloo"
+    if len(gpus) == ranks and dist.is_nccl_available():
+        return "nccl"
+    return ipc.NAME if len({name.split()[0] for name in gpus}) == 1 else "gloo"
 
 
 def finish() -> None:
@@ -126,13 +136,17 @@ class Outcome(Generic[T]):
         return {"PeerLostError": 2, KILLED: 3, ENDED: 1, "": 0}.get(self.error, 4)
 
 
-def spawn(ranks: int, work: Callable[..., T], *args: Any, patience: float = 300.0) -> list[T]:
-    """Runs `work(comm, *args)` in so many processes, with gloo between them; their results by rank.
+def spawn(
+    ranks: int, work: Callable[..., T], *args: Any, patience: float = 300.0, backend: str | None = "gloo"
+) -> list[T]:  # fmt: skip
+    """Runs `work(comm, *args)` in so many processes, with gloo between them, or as you say; their results by rank.
+
+    `backend` None: what fits the GPUs at hand, as in `init`.
 
     `work` and its arguments are pickled for our own children, so `work` is a function of a module. If a worker fails,
     the others are ended, and its error is raised here: a `RunError` with its text.
     """
-    found = outcomes(ranks, work, *args, patience=patience)
+    found = outcomes(ranks, work, *args, patience=patience, backend=backend)
     worst = max(found, key=lambda outcome: outcome.guilt)
     if worst.error == KILLED:
         witness = [str(other) for other in found if other.error in ERRORS]
@@ -142,7 +156,9 @@ def spawn(ranks: int, work: Callable[..., T], *args: Any, patience: float = 300.
     return [outcome.result for outcome in found]  # type: ignore[misc]
 
 
-def outcomes(ranks: int, work: Callable[..., T], *args: Any, patience: float = 300.0) -> list[Outcome[T]]:
+def outcomes(
+    ranks: int, work: Callable[..., T], *args: Any, patience: float = 300.0, backend: str | None = "gloo"
+) -> list[Outcome[T]]:  # fmt: skip
     """Like `spawn`, but tells of every worker, by rank, how it ended."""
     if work.__module__ == "__main__" and not hasattr(sys.modules["__main__"], "__file__"):
         raise RunError(
@@ -154,7 +170,7 @@ def outcomes(ranks: int, work: Callable[..., T], *args: Any, patience: float = 3
     try:
         for rank in range(ranks):
             ours, theirs = context.Pipe(duplex=False)
-            given = (rank, ranks, store.port, patience, theirs, dict(os.environ), work, args)
+            given = (rank, ranks, store.port, patience, backend, theirs, dict(os.environ), work, args)
             process = context.Process(target=_worker, args=given, name=f"rank {rank}")  # type: ignore[attr-defined]
             workers.append((process, ours))
             process.start()
@@ -217,17 +233,18 @@ def _bury(workers: list[Worker]) -> None:
 
 # ---------------------------------------------------------------- in a worker
 def _worker(
-    rank: int, ranks: int, port: int, patience: float, pipe: Connection, environment: dict[str, str],
-    work: Callable[..., T], args: tuple[Any, ...],
+    rank: int, ranks: int, port: int, patience: float, backend: str | None, pipe: Connection,
+    environment: dict[str, str], work: Callable[..., T], args: tuple[Any, ...],
 ) -> None:  # fmt: skip
     """Runs the work and says how it went. A failed worker ends at once: torch might wait for threads that hang."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    os.environ.update(environment)
+    os.environ.update(environment, LOCAL_RANK=str(rank))
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))
     limit = timedelta(seconds=patience + SPARE)
     try:
-        _join("gloo", TCPStore(HERE, port, is_master=False, timeout=limit), rank, ranks, limit)
+        store = TCPStore(HERE, port, is_master=False, timeout=limit)
+        _join(backend or _backend(store, rank, ranks), store, rank, ranks, limit)
         result = work(ProcessComm(patience), *args)
         finish()
         _say(pipe, b"1", pickle.dumps(result))

@@ -21,6 +21,9 @@ from penstock.carry import Carry, Slice
 from penstock.runtime.backward import Ledger, make_deferrable, record_in
 from penstock.runtime.executor import Loss, walk_back
 
+CYCLES = 2e9  # of a GPU in a second, at most
+LONGEST = 0.02  # seconds for which it sleeps at most: the first launch of a kernel loads it, and takes far longer
+
 
 @dataclass(frozen=True, slots=True)
 class Subject:
@@ -55,6 +58,7 @@ class Probe:
     def __init__(self, subject: Subject) -> None:
         self.subject, self.device = subject, subject.inputs.device
         self.carry = Carry(subject.tokens)
+        self.launch = 0.0  # seconds that the host took to launch the longest pass, and a half
         make_deferrable(subject.module)
         for parameter in subject.module.parameters():
             parameter.grad = torch.zeros_like(parameter)  # there already, as from the second slice of a step on
@@ -125,14 +129,17 @@ class Probe:
         return piece
 
     def clock(self, act: Callable[[], None]) -> float:
-        """Seconds that it takes: by the GPU's own clock where there is one, for the CPU runs ahead of it."""
+        """Seconds that it takes: by the GPU's own clock where there is one. There the GPU is kept asleep until the host
+        has launched everything, as it is in a step, where the host runs ahead."""
+        begin = time.perf_counter()
         if self.device.type != "cuda":
-            begin = time.perf_counter()
             act()
             return time.perf_counter() - begin
+        torch.cuda._sleep(int(CYCLES * self.launch))  # type: ignore[no-untyped-call]
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         start.record()
         act()
         end.record()
+        self.launch = min(max(self.launch, 1.5 * (time.perf_counter() - begin)), LONGEST)
         end.synchronize()
         return float(start.elapsed_time(end)) / 1e3

@@ -17,6 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -74,7 +75,7 @@ def place_of(comm: Comm, mesh: Mesh, ranks: int, device: torch.device) -> Place:
         return Place(comm, comm)
     if not isinstance(comm, ProcessComm):
         raise RunError("mesh.shard and mesh.tensor need a process for each share; threads have none")
-    if device.type != comm.wire.type:
+    if device.type != comm.wire.type or dist.get_backend() not in ("gloo", "nccl"):
         raise RunError(f"mesh.shard and mesh.tensor need a GPU for each process; {comm.ranks} processes share too few\n"
                        "  say run.device = cpu, or take fewer processes")  # fmt: skip
     made = init_device_mesh(device.type, (ranks, mesh.shard, mesh.tensor), mesh_dim_names=AXES)

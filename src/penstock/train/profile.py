@@ -67,7 +67,8 @@ def profile(request: Request, ranks: int = 1, watch: Watch = lambda text: None) 
         return found if comm.rank == 0 else None
     if ranks > 1:
         watch(f"{ranks} ranks measure at the same time")
-        return spawn(ranks, _work, request, _silent, patience=PATIENCE)[0]
+        backend = "gloo" if torch.device(request.device).type == "cpu" else None
+        return spawn(ranks, _work, request, _silent, patience=PATIENCE, backend=backend)[0]
     return _work(None, request, watch)
 
 
@@ -145,8 +146,9 @@ def _device(name: str, comm: Comm | None) -> torch.device:
             raise RunError("this machine has no GPU that torch can see; --device cpu")
         gpus = torch.cuda.device_count()
         here = int(os.environ.get("LOCAL_WORLD_SIZE", 1 if comm is None else comm.ranks))
-        if here > gpus:
-            raise RunError(f"{here} ranks on {gpus} GPUs would slow each other while they measure; --ranks {gpus}")
+        if here > gpus and "CUDA_MPS_PIPE_DIRECTORY" not in os.environ:
+            raise RunError(f"{here} ranks on {gpus} GPUs would slow each other while they measure; --ranks {gpus}, or "
+                           f"give each a share: penstock testbed --workers {here} -- ...")  # fmt: skip
         if device.index is None:
             mine = int(os.environ.get("LOCAL_RANK", 0 if comm is None else comm.rank))
             device = torch.device("cuda", mine % gpus)

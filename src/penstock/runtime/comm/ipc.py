@@ -1,23 +1,29 @@
 """Ranks that share a GPU: a torch.distributed backend over memory that several processes see, `penstock_ipc`.
 
 NCCL refuses two ranks on one GPU, and gloo sends no CUDA tensors. Here the memory is one, so a message is a copy into a
-ring that the receiver owns and the sender has opened, and a copy out of it. Nobody polls: streams wait on the device.
+ring that the receiver owns and the sender has opened, and a copy out of it:
 
-    sender's stream    wait tail > n - slots │ copy x ──► slot n % slots │ head = n + 1
-                                                              │
-    receiver's stream                   wait head > n │ copy slot ──► y  │ tail = n + 1
+    sender     compute ─ wait for a free slot, copy y into it, tell the receiver ─ compute
+                                                                │
+    receiver   compute ─────────────────────────── wait to be told ─ copy x out of it, tell the sender ─ compute
 
-A message longer than a slot takes several, one after the other. Each direction of each pair has its own ring, and its
-own stream on both sides, so that no message waits behind one of another pair. Sums go all to all and are added in the
-order of the ranks: the same bits everywhere.
+All of it goes on the stream that computes. Streams of their own would let copies and computing overlap, but to go from
+one stream to another and back costs the GPU 70 to 120 us, a copy of a megabyte 7.
+
+Waits are the device's, so the host runs ahead, and sleeps when it waits at all. They have one danger: CUDA loads a
+kernel when it is first used, and while any stream of the process waits, the load waits too. So a stream waits for a
+message only where it is needed; what was launched before does not depend on what comes after.
+
+Sums, broadcasts and gathers have rings and a stream of their own: all to all, piece by piece, added in the order of the
+ranks, so that everybody has the same bits.
 """
 
 from __future__ import annotations
 
-import ctypes
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,146 +39,31 @@ from torch._C._distributed_c10d import (
 )
 
 from penstock.errors import RunError
+from penstock.runtime.comm.cuda import CudaDriver
+from penstock.runtime.comm.ring import Due, Ring, room
 
 NAME = "penstock_ipc"
-SLOTS, SLOT = 4, 4 << 20  # of a ring, and the bytes of one
-FLAG = 256  # bytes between the two flags, which lie behind the slots
-AT_LEAST = 0  # CU_STREAM_WAIT_VALUE_GEQ: a cyclic comparison
-HANDLE = 64  # bytes of a CUDA IPC handle
+SLOTS, SLOT = 16, 2 << 20  # of a ring for messages, and the bytes of one
+SUM_SLOTS, SUM_SLOT = 2, 4 << 20  # of a ring for sums
 
 
-# ---------------------------------------------------------------- the driver
-class Driver(Protocol):
-    """What a ring needs: copies, and waits and writes of a number, all in the order of a stream."""
+class Shared:
+    """What all groups of a process share."""
 
-    def copy(self, target: int, source: int, size: int, stream: int) -> None:
-        """Bytes from one place to another."""
-        ...
-
-    def wait(self, place: int, value: int, stream: int) -> None:
-        """Until that place has at least that value."""
-        ...
-
-    def write(self, place: int, value: int, stream: int) -> None:
-        """A value, after all before it is done and visible."""
-        ...
-
-
-class CudaDriver:
-    """The few calls of the CUDA driver that torch does not offer."""
+    here: Shared | None = None
 
     def __init__(self) -> None:
-        try:
-            self.cuda = ctypes.CDLL("libcuda.so.1")
-        except OSError as error:
-            raise RunError(f"{NAME} needs the CUDA driver: {error}") from None
+        self.driver = CudaDriver()
+        self.driver.sleep_while_waiting(torch.cuda.current_device())
+        torch.cuda.current_stream().synchronize()  # a context
+        self.sums = torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
-    def call(self, name: str, *arguments: object) -> None:
-        """Calls it, or says what is wrong."""
-        code = getattr(self.cuda, name)(*arguments)
-        if code:
-            text = ctypes.c_char_p()
-            self.cuda.cuGetErrorString(code, ctypes.byref(text))
-            raise RunError(f"{name}: {text.value.decode() if text.value else code}")
-
-    def allocate(self, size: int) -> int:
-        """Memory that can be opened by others (torch's own may share a block with something else)."""
-        place = ctypes.c_uint64()
-        self.call("cuMemAlloc_v2", ctypes.byref(place), ctypes.c_size_t(size))
-        self.call("cuMemsetD8_v2", place, ctypes.c_ubyte(0), ctypes.c_size_t(size))
-        return place.value
-
-    def handle(self, place: int) -> bytes:
-        """What others open it with."""
-        raw = (ctypes.c_char * HANDLE)()
-        self.call("cuIpcGetMemHandle", raw, ctypes.c_uint64(place))
-        return bytes(raw)
-
-    def open(self, handle: bytes) -> int:
-        """Memory of another process."""
-        place, raw = ctypes.c_uint64(), _Handle()
-        ctypes.memmove(ctypes.byref(raw), handle, HANDLE)
-        self.call("cuIpcOpenMemHandle_v2", ctypes.byref(place), raw, ctypes.c_uint(1))
-        return place.value
-
-    def copy(self, target: int, source: int, size: int, stream: int) -> None:
-        """Inside the device, on a stream."""
-        line = ctypes.c_void_p(stream)
-        self.call("cuMemcpyDtoDAsync_v2", ctypes.c_uint64(target), ctypes.c_uint64(source), ctypes.c_size_t(size), line)
-
-    def wait(self, place: int, value: int, stream: int) -> None:
-        """The stream waits until that place has at least that value."""
-        rest = (ctypes.c_uint32(value & 0xFFFFFFFF), ctypes.c_uint(AT_LEAST))
-        self.call("cuStreamWaitValue32_v2", ctypes.c_void_p(stream), ctypes.c_uint64(place), *rest)
-
-    def write(self, place: int, value: int, stream: int) -> None:
-        """The stream writes a value there, after all before it is done and visible."""
-        rest = (ctypes.c_uint32(value & 0xFFFFFFFF), ctypes.c_uint(0))
-        self.call("cuStreamWriteValue32_v2", ctypes.c_void_p(stream), ctypes.c_uint64(place), *rest)
-
-
-class _Handle(ctypes.Structure):
-    _fields_ = (("raw", ctypes.c_char * HANDLE),)
-
-
-# ---------------------------------------------------------------- rings
-class Ring:
-    """One end of one direction between two ranks."""
-
-    __slots__ = ("base", "driver", "stream", "turn")
-
-    def __init__(self, driver: Driver, base: int, stream: int) -> None:
-        self.driver, self.base, self.stream = driver, base, stream
-        self.turn = 0  # slots used so far
-
-    @property
-    def head(self) -> int:
-        """Where the sender writes how many slots it has filled."""
-        return self.base + SLOTS * SLOT
-
-    @property
-    def tail(self) -> int:
-        """Where the receiver writes how many it has emptied."""
-        return self.head + FLAG
-
-    def put(self, place: int, size: int) -> None:
-        """Fills slots from there."""
-        driver, stream = self.driver, self.stream
-        for begin, length in pieces(size):
-            if self.turn >= SLOTS:
-                driver.wait(self.tail, self.turn - SLOTS + 1, stream)
-            driver.copy(self.base + self.turn % SLOTS * SLOT, place + begin, length, stream)
-            self.turn += 1
-            driver.write(self.head, self.turn, stream)
-
-    def take(self, place: int, size: int) -> None:
-        """Empties slots to there."""
-        driver, stream = self.driver, self.stream
-        for begin, length in pieces(size):
-            driver.wait(self.head, self.turn + 1, stream)
-            driver.copy(place + begin, self.base + self.turn % SLOTS * SLOT, length, stream)
-            self.turn += 1
-            driver.write(self.tail, self.turn, stream)
-
-
-def pieces(size: int) -> list[tuple[int, int]]:
-    """A message cut into slots: where each piece begins, and its bytes.
-
-    >>> pieces(SLOT + 3)
-    [(0, 4194304), (4194304, 3)]
-    """
-    return [(begin, min(SLOT, size - begin)) for begin in range(0, size, SLOT)]
-
-
-# ---------------------------------------------------------------- the backend
-class Line:
-    """An end of a ring with the stream it is used on."""
-
-    __slots__ = ("ring", "stream")
-
-    def __init__(self, driver: Driver, base: int) -> None:
-        self.stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        self.ring = Ring(driver, base, self.stream.cuda_stream)
+    @classmethod
+    def get(cls) -> Shared:
+        """Made when it is first needed."""
+        if cls.here is None:
+            cls.here = cls()
+        return cls.here
 
 
 class IpcGroup(ProcessGroup):
@@ -181,152 +72,206 @@ class IpcGroup(ProcessGroup):
     def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]
         self.store, self.mine, self.count, self.limit = store, rank, size, timeout
-        self.driver = CudaDriver()
-        torch.cuda.current_stream().synchronize()  # a context
-        self.into: dict[int, Line] = {}  # by source
-        self.out: dict[int, Line] = {}  # by target
-        for source in range(size):
-            if source != rank:
-                base = self.driver.allocate(SLOTS * SLOT + 2 * FLAG)
-                self.into[source] = Line(self.driver, base)
-                store.set(f"ring {source} {rank}", self.driver.handle(base).hex())
+        shared = Shared.get()
+        self.driver, self.sums = shared.driver, shared.sums
+        self.watched = False  # whether somebody asks if a message is there
+        self.others = [other for other in range(size) if other != rank]
+        self.into = {source: self.own("ring", source, SLOTS, SLOT) for source in range(size)}  # itself too, as in MPI
+        self.sums_into = {source: self.own("sum", source, SUM_SLOTS, SUM_SLOT) for source in self.others}
+        self.out: dict[int, Ring] = {}
+        self.sums_out: dict[int, Ring] = {}
+        self.open: deque[IpcWork] = deque()  # sums that nobody has waited for yet
+
+    def own(self, kind: str, source: int, slots: int, size: int) -> Ring:
+        """A ring from a rank to this one."""
+        base = self.driver.allocate(room(slots, size))
+        self.store.set(f"{kind} {source} {self.mine}", self.driver.handle(base).hex())
+        return Ring(self.driver, base, slots, size)
+
+    def other(self, rings: dict[int, Ring], kind: str, target: int, slots: int, size: int) -> Ring:
+        """A ring to a rank, which that rank owns."""
+        if target not in rings and target == self.mine:  # a process cannot open what is its own
+            rings[target] = Ring(self.driver, self.into[target].base, slots, size)
+        elif target not in rings:
+            handle = bytes.fromhex(self.store.get(f"{kind} {self.mine} {target}").decode())
+            rings[target] = Ring(self.driver, self.driver.open(handle), slots, size)
+        return rings[target]
 
     def getBackendName(self) -> str:  # noqa: N802
         """Its name."""
         return NAME
 
-    def line_to(self, target: int) -> Line:
-        """The ring to a rank, which that rank owns."""
-        if target not in self.out:
-            handle = bytes.fromhex(self.store.get(f"ring {self.mine} {target}").decode())
-            self.out[target] = Line(self.driver, self.driver.open(handle))
-        return self.out[target]
+    # ------------------------------------------------------------ messages
+    def send(self, tensors: Sequence[Tensor], dst: int, tag: int = 0) -> Message:
+        """Sends one tensor: when the current stream comes to it."""
+        x, stream = one_of(tensors), torch.cuda.current_stream()
+        self.other(self.out, "ring", dst, SLOTS, SLOT).put(x.data_ptr(), x.nbytes, stream.cuda_stream)
+        return Message(self, None, x, stream.record_event() if self.watched else None)
 
-    def send(self, tensors: Sequence[Tensor], dst: int, tag: int = 0) -> Work:
-        """Sends one tensor."""
-        return self.sent(_one(tensors), dst)
+    def recv(self, tensors: Sequence[Tensor], src: int, tag: int = 0) -> Message:
+        """Receives one tensor: when the stream that waits for it comes to that."""
+        x, ring, line = one_of(tensors), self.into[src], torch.cuda.current_stream().cuda_stream
+        return Message(self, (ring, ring.ask(x.data_ptr(), x.nbytes, line, owner=x)), x)
 
-    def recv(self, tensors: Sequence[Tensor], src: int, tag: int = 0) -> Work:
-        """Receives one tensor."""
-        return self.received(_one(tensors), src)
-
-    def sent(self, x: Tensor, target: int) -> IpcWork:
-        """On the stream of its ring, once the current stream has made it."""
-        line = self.line_to(target)
-        line.stream.wait_stream(torch.cuda.current_stream())
-        x.record_stream(line.stream)
-        line.ring.put(x.data_ptr(), x.nbytes)
-        return IpcWork([line.stream.record_event()], [x])
-
-    def received(self, x: Tensor, source: int) -> IpcWork:
-        """On the stream of its ring, once the current stream is done with what was there."""
-        line = self.into[source]
-        line.stream.wait_stream(torch.cuda.current_stream())
-        x.record_stream(line.stream)
-        line.ring.take(x.data_ptr(), x.nbytes)
-        return IpcWork([line.stream.record_event()], [x])
+    # ------------------------------------------------------------ all together
+    def exchange(self, x: Tensor, use: Callable[[int, int, int], None]) -> torch.cuda.Stream:
+        """Everybody's bytes to everybody, piece by piece; `use(rank, begin, end)` with bytes that are there."""
+        stream, line = self.sums, self.sums.cuda_stream
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for begin in range(0, x.nbytes, SUM_SLOT):
+                size = min(SUM_SLOT, x.nbytes - begin)
+                for target in self.others:
+                    self.other(self.sums_out, "sum", target, SUM_SLOTS, SUM_SLOT).put(x.data_ptr() + begin, size, line)
+                for rank in range(self.count):
+                    use(rank, begin, size)
+        return stream
 
     def allreduce(  # type: ignore[override]
         self, tensors: Sequence[Tensor], opts: AllreduceOptions | None = None
-    ) -> Work:
-        """All to all, then a sum (or max, min) in the order of the ranks."""
-        x, op = _one(tensors), ReduceOp.SUM if opts is None else opts.reduceOp
-        others = [other for other in range(self.count) if other != self.mine]
-        came = {other: torch.empty_like(x) for other in others}
-        works = [self.sent(x, other) for other in others]
-        works += [self.received(came[other], other) for other in others]
-        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        side.wait_stream(torch.cuda.current_stream())
-        for work in works:
-            for event in work.events:
-                side.wait_event(event)
-        with torch.cuda.stream(side):
-            came[self.mine] = x.clone()
-            x.copy_(_reduced([came[rank] for rank in range(self.count)], op))
-            for one in (*came.values(), x):
-                one.record_stream(side)
-        return IpcWork([side.record_event()], [x])
+    ) -> IpcWork:
+        """A sum (or mean, max, min) in the order of the ranks."""
+        x, op = one_of(tensors), ReduceOp.SUM if opts is None else opts.reduceOp
+        flat, line = x.view(-1), self.sums.cuda_stream
+        count = min(SUM_SLOT // x.itemsize, flat.numel())
+        with torch.cuda.stream(self.sums):
+            came = torch.empty(self.count, count, dtype=x.dtype, device=x.device)
 
-    def broadcast(self, tensors: Sequence[Tensor], opts: BroadcastOptions) -> Work:  # type: ignore[override]
-        """From one to all."""
-        x, root = _one(tensors), opts.rootRank
-        if self.mine != root:
-            return self.received(x, root)
-        works = [self.sent(x, other) for other in range(self.count) if other != root]
-        return IpcWork([event for work in works for event in work.events], [x])
+        def use(rank: int, begin: int, size: int) -> None:
+            first, numbers = begin // x.itemsize, size // x.itemsize
+            if rank == self.mine:
+                came[rank, :numbers].copy_(flat[first : first + numbers])
+            else:
+                self.sums_into[rank].take(came[rank].data_ptr(), size, line)
+            if rank == self.count - 1:
+                flat[first : first + numbers] = reduced(came[:, :numbers], op)
+
+        return self.work(self.exchange(x, use), x)
+
+    def work(self, stream: torch.cuda.Stream, *tensors: Tensor) -> IpcWork:
+        """What was put on a stream until now; tensors are kept until somebody has waited for it, or it is over."""
+        work = IpcWork(stream.record_event(), tensors)
+        while self.open and (not self.open[0].tensors or self.open[0].is_completed()):
+            self.open.popleft()
+        self.open.append(work)
+        return work
 
     def allgather(  # type: ignore[override]
         self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: object = None
-    ) -> Work:
+    ) -> IpcWork:
         """Everybody's tensor to everybody."""
-        x, out = _one(inputs), outputs[0]
-        others = [other for other in range(self.count) if other != self.mine]
-        works = [self.sent(x, other) for other in others]
-        works += [self.received(out[other], other) for other in others]
-        out[self.mine].copy_(x)
-        return IpcWork([event for work in works for event in work.events], [x, *out])
+        x, out, line = one_of(inputs), outputs[0], self.sums.cuda_stream
 
-    def barrier(self, opts: BarrierOptions | None = None) -> Work:  # type: ignore[override]
+        def use(rank: int, begin: int, size: int) -> None:
+            if rank == self.mine:
+                self.driver.copy(out[rank].data_ptr() + begin, x.data_ptr() + begin, size, line)
+            else:
+                self.sums_into[rank].take(one_of([out[rank]]).data_ptr() + begin, size, line)
+
+        return self.work(self.exchange(x, use), x, *out)
+
+    def broadcast(self, tensors: Sequence[Tensor], opts: BroadcastOptions) -> IpcWork:  # type: ignore[override]
+        """From one to all."""
+        x, root, stream = one_of(tensors), opts.rootRank, self.sums
+        stream.wait_stream(torch.cuda.current_stream())
+        if self.mine != root:
+            self.sums_into[root].take(x.data_ptr(), x.nbytes, stream.cuda_stream)
+        else:
+            for target in self.others:
+                ring = self.other(self.sums_out, "sum", target, SUM_SLOTS, SUM_SLOT)
+                ring.put(x.data_ptr(), x.nbytes, stream.cuda_stream)
+        return self.work(stream, x)
+
+    def barrier(self, opts: BarrierOptions | None = None) -> IpcWork:  # type: ignore[override]
         """A sum that the host waits for."""
         work = self.allreduce([torch.zeros(1, device="cuda")])
-        assert isinstance(work, IpcWork)
-        return IpcWork(work.events, work.tensors, host=True)
+        work.host = True
+        return work
+
+
+class Message(Work):
+    """A message on the stream that computes: sent already, or taken out of its ring when it is waited for."""
+
+    def __init__(
+        self, group: IpcGroup, due: tuple[Ring, Due] | None, tensor: Tensor, event: torch.cuda.Event | None = None
+    ) -> None:
+        super().__init__()
+        self.group, self.due, self.tensor, self.event = group, due, tensor, event
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """The current stream goes on once it is there."""
+        if self.due is not None:
+            ring, due = self.due
+            stream = torch.cuda.current_stream()
+            ring.fetch(due, stream.cuda_stream)
+            self.due, self.event = None, stream.record_event() if self.group.watched else None
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether it is over, as far as anybody has asked to know."""
+        return self.due is None and (self.event is None or bool(self.event.query()))  # type: ignore[no-untyped-call]
+
+    def get_future(self) -> Any:
+        """For torch's own collectives."""
+        self.wait()
+        return _future([self.tensor])
 
 
 class IpcWork(Work):
-    """Something on streams of this process: waiting for it is the current stream's business, not the host's."""
+    """Something on a stream of this process: waiting for it is the current stream's business, not the host's."""
 
-    def __init__(self, events: list[torch.cuda.Event], tensors: list[Tensor], host: bool = False) -> None:
+    def __init__(self, event: torch.cuda.Event, tensors: tuple[Tensor, ...]) -> None:
         super().__init__()
-        self.events, self.tensors, self.host = events, tensors, host
+        self.event, self.tensors, self.host = event, tensors, False
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """The current stream goes on once it is over."""
-        stream = torch.cuda.current_stream()
-        for event in self.events:
-            if self.host:
-                event.synchronize()
-            else:
-                stream.wait_event(event)
+        """The current stream goes on once it is over; the memory of the tensors may be used again after that."""
+        if self.host:
+            self.event.synchronize()
+        else:
+            torch.cuda.current_stream().wait_event(self.event)
+        self.tensors = ()
         return True
 
     def is_completed(self) -> bool:
         """Whether it is over."""
-        return all(event.query() for event in self.events)  # type: ignore[no-untyped-call]
+        return bool(self.event.query())  # type: ignore[no-untyped-call]
 
     def get_future(self) -> Any:
         """For torch's own collectives: over already, as far as the host is concerned."""
+        tensors = list(self.tensors)
         self.wait()
-        future: Any = torch.futures.Future(devices=[torch.device("cuda", torch.cuda.current_device())])
-        future.set_result(self.tensors)
-        return future
+        return _future(tensors)
 
 
-def _one(tensors: Sequence[Tensor]) -> Tensor:
+def _future(tensors: list[Tensor]) -> Any:
+    future: Any = torch.futures.Future(devices=[torch.device("cuda", torch.cuda.current_device())])
+    future.set_result(tensors)
+    return future
+
+
+def one_of(tensors: Sequence[Tensor]) -> Tensor:
+    """The only one, which must lie on the GPU in one piece."""
     (x,) = tensors
     if x.device.type != "cuda" or not x.is_contiguous():
         raise RunError(f"{NAME} sends contiguous CUDA tensors, not one of {x.device} with strides {x.stride()}")
     return x
 
 
-def _reduced(parts: list[Tensor], op: Any) -> Tensor:
-    stacked = torch.stack(parts)
+def reduced(stacked: Tensor, op: Any) -> Tensor:
+    """Rows brought together."""
     if op == ReduceOp.SUM:
-        return stacked.sum(0)
+        return stacked.sum(0, dtype=stacked.dtype)
     if op == ReduceOp.AVG:
         return stacked.mean(0)
     if op == ReduceOp.MAX:
         return stacked.amax(0)
     if op == ReduceOp.MIN:
         return stacked.amin(0)
-    raise RunError(f"{NAME} sums, and takes max and min, but knows no {op}")
-
-
-def _make(store: Store, rank: int, size: int, timeout: timedelta) -> IpcGroup:
-    return IpcGroup(store, rank, size, timeout)
+    raise RunError(f"{NAME} sums, and takes mean, max and min, but knows no {op}")
 
 
 def register() -> None:
     """Makes the backend known to torch.distributed, once."""
     if NAME not in dist.Backend.backend_list:
-        dist.Backend.register_backend(NAME, _make, devices=["cuda"])
+        dist.Backend.register_backend(NAME, IpcGroup, devices=["cuda"])

@@ -1,4 +1,4 @@
-"""Ranks as processes on torch.distributed: gloo between CPUs, NCCL between GPUs, under any launcher.
+"""Ranks as processes on torch.distributed: gloo between CPUs, NCCL between GPUs, ours on one GPU, under any launcher.
 
 Between two ranks messages arrive in the order in which they leave. gloo does not compare what comes with what is due: a
 larger tensor ends the process, a smaller one leaves rubbish. So a message goes under a tag made of its turn and its
@@ -6,8 +6,8 @@ shape, and one that does not fit never meets its receive; the watchdog compares 
 
     rank 0   3rd to rank 1: (2, 5, 8) ── tag a ──►    .. ── tag b ──   3rd from rank 0: (2, 4, 8)   rank 1
 
-NCCL knows no tags, and there a receive that is posted early would block what comes after it: they are posted where the
-lowered program has them (`window` 0). Raw tensors travel; nothing that arrives is unpickled.
+NCCL and our own backend know no tags, and there a receive that is posted early would block what comes after it: they
+are posted where the lowered program has them (`window` 0). Raw tensors travel; nothing that arrives is unpickled.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from penstock.errors import PeerLostError, RunError, StuckError
+from penstock.runtime.comm.ipc import NAME, IpcGroup
 
 TURNS = 0xFFF  # turns are counted round and round, so that there are only so many tags
 STRIDE = 0x7FFFF  # between the tags of two turns; a prime number
@@ -76,7 +77,7 @@ class ProcessComm:
         group: dist.ProcessGroup | None = None, name: str = "",
     ) -> None:  # fmt: skip
         self._rank, self._ranks, self.name = dist.get_rank(group), dist.get_world_size(group), name
-        self.patience, self.on_gpu = patience, dist.get_backend() == "nccl"
+        self.patience, self.on_gpu = patience, dist.get_backend() in ("nccl", NAME)
         self.wire = torch.device("cuda", torch.cuda.current_device()) if self.on_gpu else torch.device("cpu")
         self.device = self.wire if device is None else torch.device(device)
         world = group or dist.group.WORLD
@@ -116,6 +117,8 @@ class ProcessComm:
         """Asks that guard when a wait fails. It has so many seconds more than the patience to end a wait itself."""
         self.guard = guard
         self.flying.clear()
+        if isinstance(self.world, IpcGroup):
+            self.world.watched = guard is not None
         # NCCL's waits are for the GPU to do; one with a limit would make the CPU wait instead
         self.limit = timedelta(seconds=0.0 if self.on_gpu else self.patience + spare)
 

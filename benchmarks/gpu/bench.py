@@ -1,0 +1,211 @@
+"""What the benchmarks on one GPU share: a model's stages on a rank, a step of ours and one of torch's, and a clock.
+
+Every script runs in a testbed, so that the ranks have the GPU side by side:
+
+    penstock testbed --workers 8 -- python benchmarks/gpu/schedules.py --out schedules.json
+
+Without a GPU each runs with `--dry` on CPU workers and small sizes: that tries the script, and measures nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.distributed.pipelining import schedules as peer
+
+from penstock import Schedule, lower
+from penstock.models import LlamaConfig, even_partition, token_loss
+from penstock.runtime import Batch, Comm, Executor, batch_of
+from penstock.train.weights import draw, hold
+
+Step = Callable[[], float]  # one step, until the GPU has done it; the loss where it is known
+
+
+@dataclass(frozen=True)
+class Size:
+    """A Llama, its sequences, and where it is."""
+
+    config: LlamaConfig
+    tokens: int
+    device: str = "cuda"
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.bfloat16 if self.device == "cuda" else torch.float32
+
+    def with_layers(self, layers: int) -> Size:
+        return replace(self, config=replace(self.config, layers=layers))
+
+
+REAL = Size(LlamaConfig(vocab=8192, width=1024, layers=64, heads=16, kv_heads=16, inner=2816), 1024)
+DRY = Size(LlamaConfig(vocab=97, width=32, layers=8, heads=2, kv_heads=2, inner=48), 32, "cpu")
+
+
+def arguments(about: str | None) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, help="file for the results, as JSON")
+    parser.add_argument("--dry", action="store_true", help="small, on CPU workers: tries the script, measures nothing")
+    return parser
+
+
+def write(out: Path | None, found: dict[str, Any]) -> None:
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(json.dumps(found))
+
+
+def settle(size: Size) -> None:
+    if size.device == "cuda":
+        torch.cuda.synchronize()
+
+
+def stages_of(schedule: Schedule, comm: Comm, size: Size) -> dict[int, nn.Module]:
+    """This rank's stages, with weights that do not depend on the schedule."""
+    partition = even_partition(size.config.layers, schedule.parts)
+    holding = hold(size.config, schedule, partition, comm.rank, torch.device(size.device))
+    with torch.no_grad():
+        if size.device == "cpu":
+            draw(holding, 0)
+        for name, parameter in holding.parameters.items() if size.device == "cuda" else ():
+            dice = torch.Generator("cuda").manual_seed(sum(name.encode()))
+            parameter.normal_(0.0, 0.02, generator=dice) if parameter.dim() > 1 else parameter.fill_(1.0)
+    return {number: part.to(size.dtype) for number, part in holding.stages.items()}
+
+
+def data(schedule: Schedule, size: Size) -> list[Tensor]:
+    dice = torch.Generator().manual_seed(1)
+    shape = (1, size.tokens)
+    return [torch.randint(0, size.config.vocab, shape, generator=dice).to(size.device) for _ in schedule.microbatches]
+
+
+class Ours:
+    """A step of ours."""
+
+    def __init__(self, schedule: Schedule, stages: dict[int, nn.Module], comm: Comm, size: Size) -> None:
+        tokens = data(schedule, size)
+        self.batch: Batch = batch_of(tokens, tokens)
+        self.executor = Executor(lower(schedule), stages, comm, token_loss, size.config.width, dtype=size.dtype)
+        self.stages = stages
+
+    def __call__(self) -> float:
+        return self.executor.step(self.batch).loss
+
+    def timeline(self) -> Any:
+        return self.executor.step(self.batch, timed=True).timeline
+
+
+class Torchs:
+    """The same step by torch's runtime, on the same modules and in the same order of actions."""
+
+    def __init__(self, schedule: Schedule, stages: dict[int, nn.Module], size: Size, native: bool = False) -> None:
+        total, count = len(schedule.stages), len(schedule.microbatches)
+        device, self.size, self.mine, self.total = torch.device(size.device), size, stages, total
+        between = torch.empty(1, size.tokens, size.config.width, device="meta", dtype=size.dtype, requires_grad=True)
+        words = torch.empty(1, size.tokens, device="meta", dtype=torch.int64)
+        logits = torch.empty(1, size.tokens, size.config.vocab, device="meta", dtype=size.dtype, requires_grad=True)
+        made = [
+            PipelineStage(part, n, total, device, input_args=(words if n == 0 else between,),
+                          output_args=(logits if n == total - 1 else between,))
+            for n, part in stages.items()
+        ]  # fmt: skip
+
+        def loss(y: Tensor, labels: Tensor) -> Tensor:
+            return token_loss(y, labels) / labels.numel()
+
+        self.runtime: Any
+        if native:
+            kind = ScheduleGPipe if _all_first(schedule) else Schedule1F1B
+            self.runtime = kind(made[0], count, loss_fn=loss)
+        else:
+            self.runtime = peer._PipelineScheduleRuntime(made, count, loss_fn=loss)
+            where = {n: stage.rank for n, stage in enumerate(schedule.stages)}
+            self.runtime.stage_index_to_group_rank = where
+            for stage in made:
+                stage.stage_index_to_group_rank = where
+            self.runtime.pipeline_order = {
+                r: [peer._Action.from_str(str(action)) for action in lane] for r, lane in enumerate(schedule.lanes)
+            }
+            self.runtime._prepare_schedule_with_comms(self.runtime.pipeline_order)
+        self.tokens = torch.cat(data(schedule, size))
+
+    def __call__(self) -> float:
+        losses: list[Tensor] = []
+        extra = {"target": self.tokens, "losses": losses} if self.total - 1 in self.mine else {}
+        self.runtime.step(*((self.tokens,) if 0 in self.mine else ()), **extra)
+        settle(self.size)
+        return float(torch.stack([one.detach() for one in losses]).mean()) if losses else 0.0
+
+
+def _all_first(schedule: Schedule) -> bool:
+    """Whether a rank does all its forwards before its first backward."""
+    lane = [str(action.op.value) for action in schedule.lanes[0]]
+    return lane == sorted(lane, reverse=True)
+
+
+def warm(stages: dict[int, nn.Module], size: Size) -> None:
+    """Every kernel once, while no stream waits for anybody: CUDA loads a kernel only when none does."""
+    for part in stages.values():
+        for split in (False, True):
+            x: Tensor = torch.randn(1, size.tokens, size.config.width, device=size.device, dtype=size.dtype)
+            words = torch.zeros(1, size.tokens, device=size.device, dtype=torch.int64)
+            x = words if part.first else x.requires_grad_()
+            y = part(x)
+            loss = token_loss(y, words) if y.shape[-1] == size.config.vocab else y.float().sum()
+            if split and x.requires_grad:
+                torch.autograd.grad(loss, [x, *part.parameters()], allow_unused=True)
+            else:
+                loss.backward()
+        part.zero_grad(set_to_none=True)
+    settle(size)
+
+
+def clocked(comm: Comm, step: Step, stages: dict[int, nn.Module], size: Size) -> tuple[float, float]:
+    """Seconds of a step, of the slowest rank; and the loss."""
+    for part in stages.values():
+        part.zero_grad(set_to_none=False)
+    settle(size)
+    comm.barrier()
+    begin = time.perf_counter()
+    loss = step()
+    settle(size)
+    took = time.perf_counter() - begin
+    return most(comm, took, size), loss
+
+
+def most(comm: Comm, value: float, size: Size) -> float:
+    """The largest over all ranks."""
+    return max(gathered(comm, value, size))
+
+
+def gathered(comm: Comm, value: float, size: Size) -> list[float]:
+    """A number of every rank."""
+    row = torch.zeros(comm.ranks, dtype=torch.float64, device=size.device)
+    row[comm.rank] = value
+    comm.add(row, tuple(range(comm.ranks))).wait()
+    return [float(one) for one in row.cpu()]
+
+
+def memory(comm: Comm, size: Size) -> list[float]:
+    """Bytes at the fullest moment since the last call, by rank."""
+    peak = float(torch.cuda.max_memory_allocated()) if size.device == "cuda" else 0.0
+    if size.device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    return gathered(comm, peak, size)
+
+
+def quartiles(values: list[float]) -> tuple[float, float, float]:
+    """Median and quartiles."""
+    if len(values) < 4:
+        return statistics.median(values), min(values), max(values)
+    low, middle, high = statistics.quantiles(values, n=4)
+    return middle, low, high

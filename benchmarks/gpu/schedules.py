@@ -1,0 +1,212 @@
+"""Every schedule on one GPU, beside its prediction and beside torch's runtime on the same backend.
+
+    penstock testbed --workers 8 -- python benchmarks/gpu/schedules.py --ranks 8 --out schedules-8.json
+    penstock testbed --workers 8 -- python benchmarks/gpu/schedules.py --ranks 4 --out schedules-4.json
+
+A Llama of 8 layers a rank in bfloat16, one sequence of 1,024 tokens a micro-batch. First all ranks take the model's
+profile at the same time; from it, and from nothing that is measured later, comes the prediction of each makespan. Then
+for each schedule steps of ours and of torch's runtime alternate on the same modules: both run the same actions in the
+same order. Ratios are taken within a round.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import sys
+import time
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from bench import DRY, REAL, Ours, Size, Torchs, arguments, clocked, memory, quartiles, stages_of, warm, write
+
+from penstock import Schedule, make, simulate
+from penstock.cost import Cost, Profile, ProfileCost, dump_profile, load_profile
+from penstock.cost.crowded import Crowded
+from penstock.ir import Timeline, read_plan
+from penstock.ir.idle import idle
+from penstock.runtime import Comm, spawn
+from penstock.runtime.profile import measure
+from penstock.session import own_cost
+from penstock.train.profile import Request, subjects_of
+
+NAMES: dict[str, tuple[str, dict[str, int]]] = {
+    "gpipe": ("gpipe", {}), "1f1b": ("1f1b", {}),
+    "interleaved v=2": ("interleaved", {"chunks": 2}), "interleaved v=4": ("interleaved", {"chunks": 4}),
+    "chimera": ("chimera", {}),
+    "hanayo W=1": ("hanayo", {"waves": 1}), "hanayo W=2": ("hanayo", {"waves": 2}),
+    "hanayo W=4": ("hanayo", {"waves": 4}),
+    "zb-h1": ("zb-h1", {}), "zb-v": ("zb-v", {}), "interleaved-zb v=2": ("interleaved-zb", {"chunks": 2}),
+    "interleaved-zb v=4": ("interleaved-zb", {"chunks": 4}),
+}  # fmt: skip
+DEPTH = 8  # layers of a rank
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What one run does."""
+
+    size: Size
+    microbatches: tuple[int, ...]
+    rounds: int
+    profile_rounds: int
+    plans: tuple[str, ...] = ()
+    only: tuple[str, ...] = ()
+    seconds: float = 500.0  # no new schedule is begun after so many
+    out: Path | None = None
+    profile: Path | None = None  # results of another run, whose profiles serve here too
+    peer: bool = True
+
+
+def schedules(setting: Setting, ranks: int, count: int) -> dict[str, Schedule]:
+    """All that fit, by name."""
+    found = {}
+    for label, (name, shape) in NAMES.items():
+        if not setting.only or label in setting.only:
+            found[label] = make(name, ranks=ranks, microbatches=count, **shape)
+    for file in setting.plans:
+        plan = read_plan(Path(file))
+        if plan.schedule.ranks == ranks and len(plan.schedule.microbatches) == count:
+            found[f"planned: {plan.name}"] = plan.schedule
+    if count > ranks and "gpipe" in found:
+        found["gpipe"] = found.pop("gpipe")  # needs most memory, so it comes last
+    return {label: one for label, one in found.items() if one.parts <= setting.size.config.layers}
+
+
+def work(comm: Comm, setting: Setting) -> dict[str, Any]:
+    """A rank: the profile, then schedule after schedule."""
+    begin = time.perf_counter()
+    size = setting.size
+    if size.device == "cpu":
+        torch.set_num_threads(1)
+    name = "bfloat16" if size.device == "cuda" else "float32"
+    if setting.profile is not None:
+        texts, layers = json.loads(setting.profile.read_text()), size.config.layers
+        profile, alone = (replace(load_profile(texts[word]), layers=layers) for word in ("profile", "alone"))
+    else:
+        request = Request(size.config, size.tokens, device=size.device, dtype=name)
+        profile = measure(subjects_of(request, comm), comm, rounds=setting.profile_rounds)
+        comm.barrier()
+        alone = measure(subjects_of(request, comm), rounds=setting.profile_rounds) if comm.rank == 0 else profile
+        comm.barrier()
+    note(comm, f"profile after {time.perf_counter() - begin:.0f} s")
+    rows = []
+    for count in setting.microbatches:
+        for label, schedule in schedules(setting, comm.ranks, count).items():
+            if time.perf_counter() - begin > setting.seconds:
+                note(comm, f"no time for {label} M={count}")
+                continue
+            row = one(comm, setting, (profile, alone), label, schedule)
+            rows.append(row)
+            if comm.rank == 0:
+                write(setting.out, {"ranks": comm.ranks, "rows": rows})  # what there is, should the time run out
+            note(comm, f"{label} M={count}: {1e3 * row['ours']:.1f} ms, predicted {1e3 * row['predicted']:.1f}"
+                       f", torch {1e3 * (row['torch'] or 0):.1f}  [{time.perf_counter() - begin:.0f} s]")  # fmt: skip
+    return {"ranks": comm.ranks, "size": {**asdict(size.config), "tokens": size.tokens}, "rows": rows,
+            "profile": dump_profile(profile), "alone": dump_profile(alone)}  # fmt: skip
+
+
+def forecast(schedule: Schedule, together: Cost, alone: Cost) -> Timeline:
+    """Between the profile of all ranks at the same time and that of one alone: by how busy the ranks will be."""
+    found = simulate(schedule, together)
+    for _ in range(5):
+        found = simulate(schedule, Crowded(together, alone, 1.0 - found.bubble))
+    return found
+
+
+def note(comm: Comm, text: str) -> None:
+    if comm.rank == 0:
+        sys.stderr.write(text + "\n")
+        sys.stderr.flush()
+
+
+def one(
+    comm: Comm, setting: Setting, profiles: tuple[Profile, Profile], label: str, schedule: Schedule
+) -> dict[str, Any]:
+    """A schedule: steps of both runtimes by turns, then one of ours with its timeline."""
+    size = setting.size
+    stages = stages_of(schedule, comm, size)
+    warm(stages, size)
+    ours = Ours(schedule, stages, comm, size)
+    theirs = peer_of(schedule, stages, size, label) if setting.peer else None
+    losses = {}
+    for who, machine in (("ours", ours), ("torch", theirs)):
+        if machine is not None:
+            losses[who] = clocked(comm, machine, stages, size)[1]
+            note(comm, f"  {label}: {who} runs")
+    memory(comm, size)
+    times: dict[str, list[float]] = {"ours": [], "torch": []}
+    peaks: dict[str, list[float]] = {}
+    for turn in range(1 + setting.rounds):
+        for who, machine in (("ours", ours), ("torch", theirs)):
+            if machine is None:
+                continue
+            took, _ = clocked(comm, machine, stages, size)
+            peaks[who] = memory(comm, size)
+            if turn:
+                times[who].append(took)
+    timelines = [ours.timeline() for _ in range(3)]
+    timeline = sorted(timelines, key=lambda t: t.makespan)[1]
+    profile, predicted = profiles[0], forecast(schedule, *(ProfileCost(one, size.tokens) for one in profiles))
+    crowded = simulate(schedule, ProfileCost(profile, size.tokens))
+    latency, width = profile.network.latency, profile.network.bandwidth
+    hop = float(latency) + profile.message * size.tokens / float(width) if isinstance(latency, float) else 0.0  # type: ignore[arg-type]
+    row: dict[str, Any] = {
+        "name": label, "microbatches": len(schedule.microbatches), "actions": schedule.actions,
+        "ours": quartiles(times["ours"])[0], "ours_spread": quartiles(times["ours"])[1:],
+        "makespan": timeline.makespan, "predicted": predicted.makespan,
+        "together": crowded.makespan, "bubble": timeline.bubble,
+        "predicted_bubble": predicted.bubble, "own": simulate(schedule, own_cost(timeline)).makespan,
+        "work": timeline.busy.tolist(), "predicted_work": predicted.busy.tolist(),
+        "idle": idle(timeline, hop)._asdict(), "hop": hop, "memory": peaks["ours"], "loss": losses,
+        "chunk": float((timeline.end - timeline.start).mean()),
+        "torch": None, "over": None, "torch_memory": peaks.get("torch"),
+    }  # fmt: skip
+    if theirs is not None:
+        over = quartiles([b / a for a, b in zip(times["ours"], times["torch"], strict=True)])
+        row |= {"torch": quartiles(times["torch"])[0], "over": over[0], "over_spread": over[1:]}
+    if comm.rank == 0 and label in ("1f1b", "hanayo W=2", "zb-v"):
+        row["spans"] = [(r, str(a), s, e) for r, a, s, e in timeline.spans()]
+        row["predicted_spans"] = [(r, str(a), s, e) for r, a, s, e in predicted.spans()]
+    del ours, theirs, stages
+    gc.collect()
+    if size.device == "cuda":
+        torch.cuda.empty_cache()
+    return row
+
+
+def peer_of(schedule: Schedule, stages: Any, size: Size, label: str) -> Torchs | None:
+    """Torch's runtime with the same actions; None where it has no such thing (two copies of a part)."""
+    if schedule.parts != len(schedule.stages):
+        return None
+    return Torchs(schedule, stages, size, native=label in ("gpipe", "1f1b"))
+
+
+def main() -> None:
+    parser = arguments(__doc__)
+    parser.add_argument("--ranks", type=int, default=8)
+    parser.add_argument("--microbatches", default="", help="comma-separated; P and 2P unless given")
+    parser.add_argument("--tokens", type=int, default=REAL.tokens, help="of a sequence")
+    parser.add_argument("--depth", type=int, default=DEPTH, help="layers of a rank")
+    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--profile-rounds", type=int, default=3)
+    parser.add_argument("--plans", nargs="*", default=[], help="plan.json files to run too")
+    parser.add_argument("--only", default="", help="comma-separated names")
+    parser.add_argument("--seconds", type=float, default=500.0)
+    parser.add_argument("--profile", type=Path, help="results of another run: take its profiles")
+    parser.add_argument("--no-torch", action="store_true", help="ours alone")
+    given = parser.parse_args()
+    ranks = 2 if given.dry else given.ranks
+    size = DRY if given.dry else replace(REAL.with_layers(given.depth * ranks), tokens=given.tokens)
+    counts = tuple(map(int, given.microbatches.split(","))) if given.microbatches else (ranks, 2 * ranks)
+    only = tuple(filter(None, given.only.split(",")))
+    setting = Setting(size, counts, given.rounds, given.profile_rounds, tuple(given.plans), only, given.seconds,
+                      given.out.absolute() if given.out else None, given.profile, not given.no_torch)  # fmt: skip
+    found = spawn(ranks, work, setting, patience=60.0, backend="gloo" if given.dry else "penstock_ipc")[0]
+    write(given.out, found)
+
+
+if __name__ == "__main__":
+    main()
