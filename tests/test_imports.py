@@ -24,7 +24,7 @@ ROOMS = {
     "carry": {"errors"},
     "runtime": {"ir", "cost", "carry", "errors"},
     "models": {"carry", "partition", "errors"},
-    "train": {"ir", "cost", "runtime", "models", "errors"},
+    "train": {"ir", "cost", "carry", "runtime", "models", "errors"},
     "session": {"ir", "cost", "schedules", "sim", "plan", "view", "train", "models", "errors"},
     "cli": {
         *("ir", "cost", "schedules", "sim", "plan", "view", "train", "errors"),
