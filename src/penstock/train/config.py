@@ -64,6 +64,7 @@ class Data:
     tokenizer: str = said(BYTES, "bytes, or a tokenizer.json of Hugging Face's")
     tokens: int = said(128, "tokens of a sequence", least=2)
     batch: int = said(16, "sequences of a step, over all micro-batches, copies and accumulated passes", least=1)
+    separate: bool = said(False, "packed documents apart: a token sees, and guesses, only its own; false: across them")
     held_out: float = said(0.02, "share of the sequences kept for evaluation", least=0, most=0.5)
     cache: str = said("", "folder of the token cache; empty: cache, next to the run's folder")
 

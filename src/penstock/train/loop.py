@@ -79,7 +79,8 @@ class Trainer:
         self.device = device or torch.device("cpu")
         config, schedule = job.config, job.plan.schedule
         self.holding = hold(job.sizes, schedule, job.partition, comm.rank, self.device)
-        deal = Deal(config.rows, len(schedule.microbatches), config.run.accumulate, wanted_by(schedule, comm.rank))
+        wanted = wanted_by(schedule, comm.rank, config.data.separate)
+        deal = Deal(config.rows, len(schedule.microbatches), config.run.accumulate, wanted)
         self.loader = Loader(job.corpus, deal, config.run.seed, self.device)
         self.executor = executor_of(job, self.holding, comm)
         self.optimizer = adamw(self.holding.parameters, config.optimizer)
