@@ -25,7 +25,8 @@ ROOMS = {
     "runtime": {"ir", "cost", "carry", "errors"},
     "models": {"carry", "partition", "errors"},
     "train": {"ir", "cost", "carry", "runtime", "models", "errors"},
-    "session": {"ir", "cost", "schedules", "sim", "plan", "view", "train", "models", "errors"},
+    "forecast": {"ir", "cost", "sim", "train"},
+    "session": {"ir", "cost", "schedules", "sim", "plan", "view", "train", "models", "forecast", "errors"},
     "cli": {
         *("ir", "cost", "schedules", "sim", "plan", "view", "train", "errors"),
         *("cli_cost", "cli_paths", "cli_profile", "cli_screen", "cli_slices", "cli_train"),
@@ -35,7 +36,7 @@ ROOMS = {
     "cli_profile": {"ir", "cost", "train", "cli_screen", "errors"},
     "cli_screen": {"errors"},
     "cli_slices": {"plan", "cli_cost", "cli_screen"},
-    "cli_train": {"ir", "session", "screen", "cli_screen", "train", "errors"},
+    "cli_train": {"ir", "cost", "session", "forecast", "screen", "cli_screen", "train", "errors"},
     "screen": {"train"},
     "__main__": {"cli"},
 }
@@ -50,6 +51,7 @@ LIBRARIES = {
     "runtime": {"numpy", "torch"},
     "models": {"torch"},
     "train": {"numpy", "torch", "safetensors", "tokenizers", "transformers", "wandb"},
+    "forecast": {"torch"},
     "session": set(),
     "cli": {"typer", "rich"},
     "cli_cost": {"typer"},

@@ -222,11 +222,17 @@ def test_evaluation_is_the_mean_loss_of_the_held_out_sequences_and_disturbs_noth
 def test_a_timed_step_leaves_its_timeline_and_bubble(tmp_path):
     job = job_of(tmp_path, "hanayo", "run.steps=5", "run.timed=2")
     rows = train(job)
-    assert [row.step for row in rows if row.bubble is not None] == [2, 4]
+    assert [row.step for row in rows if row.bubble is not None] == [2, 3, 4, 5]
     step, timeline = read_timeline(tmp_path, job.plan.schedule)
-    assert step == 4
-    assert timeline.bubble == pytest.approx(rows[3].bubble)
-    assert timeline.makespan <= rows[3].seconds
+    assert step == 5
+    assert timeline.bubble == pytest.approx(rows[4].bubble)
+    assert timeline.makespan <= rows[4].seconds
+
+
+@pytest.mark.parametrize(("steps", "timed", "which"), [(2, 50, [2]), (4, 50, [3, 4]), (4, 0, [])])
+def test_a_short_run_is_timed_too(tmp_path, steps, timed, which):
+    rows = train(job_of(tmp_path, "1f1b", f"run.steps={steps}", f"run.timed={timed}"))
+    assert [row.step for row in rows if row.bubble is not None] == which
 
 
 def test_anybody_may_ask_to_stop_and_all_stop_after_the_same_step(tmp_path):

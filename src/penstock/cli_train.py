@@ -14,8 +14,9 @@ from penstock.errors import ConfigError, FileError, RunError
 from penstock.screen import Screen, in_bytes, log_to
 
 if TYPE_CHECKING:
+    from penstock.forecast import Forecast
     from penstock.ir import Plan
-    from penstock.session import Forecast, Summary
+    from penstock.session import Summary
     from penstock.train.config import Config
     from penstock.train.worker import Verdict
 
@@ -49,8 +50,14 @@ def train(
     config, plan = _prepared(config, folder, write=not dry_run)
     _announce(config, plan, folder)
     if dry_run:
-        _show_forecast(config, plan)
+        found = _forecast(config, plan)
+        _print_memory(found)
+        console().print(f"predicted: {_predicted(found)}", highlight=False, soft_wrap=True)
         return
+    if config.run.forecast:
+        from penstock.forecast import known
+
+        _tell("predicted", _predicted(known(folder, config, plan) or _forecast(config, plan, folder)))
     verdict = launch(rank, folder, plan.schedule.ranks, config.run.restarts, resume)
     _ending(folder, verdict, sample)
 
@@ -190,10 +197,11 @@ def _new_folder(name: str, exists: bool) -> Path:
 
 def _prepared(config: Config, folder: Path, write: bool = True) -> tuple[Config, Plan]:
     """Plans, reads the text, and writes down what every rank will read."""
-    from penstock.ir import write_plan
+    from penstock.ir import dump_plan, write_plan
     from penstock.session import planned
     from penstock.train.config_file import dump_config
     from penstock.train.corpus import open_corpus
+    from penstock.train.history import TIMELINE
     from penstock.train.worker import CONFIG, PLAN, cache_of, sizes_for
 
     with progress("planning"):
@@ -207,6 +215,8 @@ def _prepared(config: Config, folder: Path, write: bool = True) -> tuple[Config,
         (folder / CONFIG).write_text(dump_config(config, f"penstock train {folder} --resume"), encoding="utf-8")
     except OSError as error:
         raise FileError(f"cannot write to {folder}: {error.strerror}\n  name another run.folder") from None
+    if (folder / PLAN).is_file() and (folder / PLAN).read_text(encoding="utf-8") != dump_plan(plan):
+        (folder / TIMELINE).unlink(missing_ok=True)  # of another schedule
     write_plan(plan, folder / PLAN)
     return config, plan
 
@@ -227,7 +237,11 @@ def _announce(config: Config, plan: Plan, folder: Path) -> None:
         ("workers", _devices(config, ranks)),
         ("folder", str(folder)),
     ):  # fmt: skip
-        console(stderr=True).print(f"[dim]{name:<9}[/] {words}", highlight=False, soft_wrap=True)
+        _tell(name, words)
+
+
+def _tell(name: str, words: str) -> None:
+    console(stderr=True).print(f"[dim]{name:<9}[/] {words}", highlight=False, soft_wrap=True)
 
 
 def _devices(config: Config, ranks: int) -> str:
@@ -242,31 +256,34 @@ def _devices(config: Config, ranks: int) -> str:
     return f"{ranks} processes on {gpus} GPUs, {'NCCL' if gpus >= ranks else 'gloo, as ranks share GPUs'}"
 
 
-def _show_forecast(config: Config, plan: Plan) -> None:
-    import os
+def _forecast(config: Config, plan: Plan, folder: Path | None = None) -> Forecast:
+    """Times the pieces of the model, and keeps what was found in a folder, if there is one."""
+    from penstock.cost import write_profile
+    from penstock.forecast import PROFILE, forecast, machine_of, profiled
 
-    import torch
-
-    from penstock.session import forecast
-    from penstock.train.probe import probe
-    from penstock.train.worker import sizes_for
-
-    gpu = torch.cuda.is_available() and config.run.device != "cpu"
-    device = torch.device("cuda" if gpu else "cpu")
-    shared = 1.0 if gpu else max(1.0, plan.schedule.ranks / (os.cpu_count() or 1))
+    machine = machine_of(config, plan.schedule.ranks)
     with progress("timing a layer"):
-        pieces = probe(sizes_for(config), config.rows, config.data.tokens, device, config.run.precision == "bfloat16")
-    found = forecast(config, plan, pieces, shared)
-    _print_forecast(found, shared)
+        found = profiled(config, plan, machine)
+    assert found is not None
+    if folder is not None:
+        write_profile(found, folder / PROFILE)
+    return forecast(config, plan, found, machine.processors)
 
 
-def _print_forecast(found: Forecast, shared: float) -> None:
+def _print_memory(found: Forecast) -> None:
     heads = ("rank", "weights, gradients, optimizer", "activations at most", "together")
     each = enumerate(zip(found.weights, found.activations, strict=True))
     print_table(heads, [(str(rank), *map(in_bytes, (own, held, own + held))) for rank, (own, held) in each])
-    slow = f", {shared:.2g} ranks a core" if shared > 1 else ""
-    console().print(f"predicted: {found.speed:,.0f} tokens/s, {found.timeline.makespan * 1e3:,.0f} ms a pass, bubble "
-                     f"{found.timeline.bubble:.1%}{slow}", highlight=False)  # fmt: skip
+
+
+def _predicted(found: Forecast) -> str:
+    """A step in words."""
+    passes = f"{found.passes} passes of " if found.passes > 1 else "a pass of "
+    ranks = found.timeline.schedule.ranks
+    shared = f", {ranks} ranks on {found.processors} processors" if found.processors < ranks else ""
+    return (f"{found.speed:,.0f} tokens/s, {found.seconds * 1e3:,.3g} ms a step: {passes}"
+            f"{found.timeline.makespan * 1e3:,.3g} ms (bubble {found.timeline.bubble:.1%}{shared}), optimizer "
+            f"{found.optimizer * 1e3:,.3g} ms")  # fmt: skip
 
 
 # ---------------------------------------------------------------- meanwhile
@@ -326,11 +343,12 @@ def _print_ending(folder: Path, verdict: Verdict, found: Summary) -> None:
     how = "stopped after" if verdict.stopped else "trained"
     lines = [f"{how} {verdict.step} steps in {sum(row.seconds for row in rows):,.0f} s: "
              f"loss {rows[0].loss:.4f} -> {rows[-1].loss:.4f}{held}, {found.speed:,.0f} tokens/s"]  # fmt: skip
+    if found.forecast is not None:
+        lines.append(f"a step took {found.seconds * 1e3:,.3g} ms, predicted {found.forecast.seconds * 1e3:,.3g} ms")
     if found.predicted is not None and found.measured is not None:
-        lines.append(
-            f"step {found.step} took {found.measured.makespan * 1e3:.0f} ms, bubble {found.measured.bubble:.1%}; "
-            f"predicted from its actions' times {found.predicted.makespan * 1e3:.0f} ms, {found.predicted.bubble:.1%}"
-        )
+        how = "predicted" if found.forecast is not None else "by its actions' own times"
+        bubbles = found.measured.bubble, found.predicted.bubble
+        lines.append(f"step {found.step} had a bubble of {bubbles[0]:.1%}, {how} {bubbles[1]:.1%}")
     lines.append(f"report      {folder / 'report.html'}")
     lines.append(f"checkpoint  {folder / 'checkpoints' / f'step-{verdict.step:08d}'}")
     if verdict.stopped:

@@ -25,6 +25,7 @@ from penstock.cost.profile import Block, Point, Profile, block
 from penstock.ir.fields import Facts
 from penstock.runtime.comm.comm import Comm
 from penstock.runtime.footprint import footprint
+from penstock.runtime.hollow import turn_of
 from penstock.runtime.links import network_of
 from penstock.runtime.memory import keep_freed_memory
 from penstock.runtime.probe import Probe, Subject, Times
@@ -49,30 +50,36 @@ class Subjects:
 
 def measure(
     subjects: Subjects, comm: Comm | None = None, links: bool = False, rounds: int = ROUNDS,
-    watch: Watch = lambda text: None,
+    watch: Watch = lambda text: None, where: Sequence[Where] = (),
 ) -> Profile:  # fmt: skip
-    """The profile of a model. With a `comm` all ranks call it, and get the mean of what they measured."""
+    """The profile of a model. With a `comm` all ranks call it, and get the mean of what they measured.
+
+    `where`: the only slices to measure, if it is known which ones will run.
+    """
     keep_freed_memory()
     collects = gc.isenabled()
     gc.disable()
     try:
         named = (("embedding", subjects.embed), ("layer", subjects.layer), ("head", subjects.head))
-        embed, layer, head = (_block(name, one, comm, rounds, watch) for name, one in named)
+        embed, layer, head = (_block(name, one, comm, rounds, watch, where) for name, one in named)
     finally:
         if collects:
             gc.enable()
     watch("links")
-    network = Network() if comm is None else network_of(comm, links, subjects.layer.inputs.device)
-    rows, tokens, _ = subjects.layer.inputs.shape
+    device, (rows, tokens, width) = subjects.layer.inputs.device, subjects.layer.inputs.shape
+    network = Network() if comm is None else network_of(comm, links, device)
+    turn = turn_of(comm, rows, tokens, width) if comm is not None and device.type == "cpu" else 0.0
     message = float(subjects.layer.inputs[:, 0].nbytes)
     return Profile(
-        subjects.layers, tokens, rows, message, embed, layer, head, network, subjects.model, subjects.device
+        subjects.layers, tokens, rows, message, embed, layer, head, network, subjects.model, subjects.device, turn
     )
 
 
-def _block(name: str, subject: Subject, comm: Comm | None, rounds: int, watch: Watch) -> Block:
+def _block(
+    name: str, subject: Subject, comm: Comm | None, rounds: int, watch: Watch, given: Sequence[Where]
+) -> Block:  # fmt: skip
     probe = Probe(subject)
-    fitted, held_out = points_of(subject.tokens, subject.prefixes)
+    fitted, held_out = points_of(subject.tokens, subject.prefixes) if not given else (_own(subject, given), [])
     where = [*fitted, *held_out]
     seconds = _mean(_medians(name, probe, where, comm, rounds, watch) / subject.layers, comm)
     prints, share = footprint(probe), subject.layers * subject.tokens
@@ -82,6 +89,11 @@ def _block(name: str, subject: Subject, comm: Comm | None, rounds: int, watch: W
     ]
     weights, update = prints.weights / subject.layers, prints.update / subject.layers
     return block(points, prints.held / share, prints.kept / share, weights, update)
+
+
+def _own(subject: Subject, given: Sequence[Where]) -> list[Where]:
+    """Of slices that will run, those that differ for a subject."""
+    return sorted({(tokens, prefix if subject.prefixes else 0) for tokens, prefix in given})
 
 
 def _medians(

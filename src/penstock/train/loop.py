@@ -37,6 +37,7 @@ from penstock.train.weights import Holding, Sizes, draw, hold, put
 _log = logging.getLogger(__name__)
 Watch = Callable[[Row], None]
 STOP, SAVED = 0, 1  # what ranks tell each other with every step
+SETTLED = 3  # the first step that is worth timing: those before it find everything cold
 SLOTS = ("exp_avg", "exp_avg_sq", "step")  # of AdamW, for each parameter
 
 
@@ -158,7 +159,8 @@ class Trainer:
         settings = self.job.config.run
         while self.step < settings.steps:
             began = time.perf_counter()
-            timed = bool(settings.timed) and (self.step + 1) % settings.timed == 0
+            often, next_ = settings.timed, self.step + 1
+            timed = bool(often) and (next_ % often == 0 or next_ in (SETTLED, settings.steps))
             loss, bubble = self.forward_and_back(timed)
             norm, memory, words = self.gradients.measure(_memory(self.device), self.words(stop))
             if self.saver.step is not None and words[SAVED] == self.comm.ranks:
