@@ -30,7 +30,11 @@ METRICS, TIMELINE = "metrics.jsonl", "timeline.json"
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One optimizer step, counted from 1. `bubble` where the step was timed, `evaluation` where one followed."""
+    """One optimizer step, counted from 1.
+
+    `bubble` where the step was timed, `evaluation` where one followed, `mfu` (the share of the devices' peak in bf16 that
+    the model's own operations make up) where the device is known.
+    """
 
     step: int
     loss: float
@@ -42,6 +46,7 @@ class Row:
     epoch: float
     bubble: float | None = None
     evaluation: float | None = None
+    mfu: float | None = None
 
     @property
     def speed(self) -> float:
@@ -86,7 +91,7 @@ class History:
         except OSError as error:
             raise RunError(f"cannot write {self.folder / METRICS}: {error.strerror}") from None
         figures = {"loss": row.loss, "gradient norm": row.norm, "rate": row.rate, "tokens a second": row.speed,
-                   "memory": row.memory, "bubble": row.bubble, "evaluation": row.evaluation}  # fmt: skip
+                   "memory": row.memory, "bubble": row.bubble, "evaluation": row.evaluation, "MFU": row.mfu}  # fmt: skip
         for sink in self.sinks:
             sink.put(row.step, {key: value for key, value in figures.items() if value is not None})
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import resource
 import sys
 import time
@@ -25,6 +26,7 @@ from penstock.errors import RunError
 from penstock.ir.files import Plan
 from penstock.ir.program import lower
 from penstock.models import even_partition, token_loss
+from penstock.models.flops import flops_per_token, peak_flops
 from penstock.runtime import Comm, Executor, watching
 from penstock.train.checkpoint import Facts, Saver, load, newest_good, read_facts, sweep
 from penstock.train.config import Config
@@ -87,6 +89,7 @@ class Trainer:
         self.optimizer = adamw(self.holding.parameters, config.optimizer)
         self.gradients = Gradients(self.holding, comm, self.device, words=2)
         self.saver = Saver(job.checkpoints, comm.rank, comm.ranks, config.run.keep)
+        self.utilization = utilization(job.sizes, config.data.tokens, comm.ranks, self.device)
         self.step = 0  # steps done
 
     # ------------------------------------------------------------ beginning
@@ -174,7 +177,8 @@ class Trainer:
             evaluation = self.evaluate() if due or self.step == settings.steps else None
             if history is not None:
                 tokens, epoch = self.loader.deal.sequences * self.loader.corpus.length, self.loader.epoch
-                row = Row(self.step, loss, norm, rate, seconds, tokens, max(memory), epoch, bubble, evaluation)
+                row = Row(self.step, loss, norm, rate, seconds, tokens, max(memory), epoch, bubble, evaluation,
+                          self.utilization(tokens / seconds))  # fmt: skip
                 history.put(row)
                 if self.watch is not None:
                     self.watch(row)
@@ -253,6 +257,17 @@ def executor_of(job: Job, holding: Holding, comm: Comm) -> Executor:
         lower(schedule), holding.stages, comm, token_loss, holding.width, recompute=mine,
         autocast=torch.bfloat16 if run.precision == "bfloat16" else None, tied=holding.tied,
     )  # fmt: skip
+
+
+def utilization(sizes: Sizes, tokens: int, ranks: int, device: torch.device) -> Callable[[float], float | None]:
+    """From tokens a second to the share of the peak of all devices (MFU); to None where that is not known."""
+    peak = peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    if peak is None:
+        return lambda speed: None
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+    devices = ranks * min(1.0, torch.cuda.device_count() / here)  # ranks may share one
+    share = flops_per_token(sizes, tokens) / (devices * peak)
+    return lambda speed: speed * share
 
 
 def describe(sizes: Sizes) -> dict[str, object]:
