@@ -3,9 +3,9 @@
     forward and backward    6 for every weight that a token is multiplied with: 2 forward, 4 backward
     attention               12 x layers x width x tokens: scores and mixing, each 2 forward and 4 backward
 
-The embedding is a look-up and counts nothing; a head tied to it counts. Attention counts as if every token saw the whole
-sequence, and recomputing counts nothing: this is how model FLOPs utilization (MFU) was defined with PaLM (Chowdhery et
-al. 2022), and what others report.
+The embedding is a look-up and counts nothing; a head tied to it counts. Attention counts as if every token saw the
+whole sequence, and recomputing counts nothing: this is how model FLOPs utilization (MFU) was defined with PaLM
+(Chowdhery et al. 2022), and what others report.
 """
 
 from __future__ import annotations
