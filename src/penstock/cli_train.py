@@ -305,10 +305,13 @@ def _as_a_rank(config: Config, folder: Path, resume: bool, sample: int) -> None:
     """Under torchrun: rank 0 prepares the folder, the others wait for it; then as a local worker."""
     import os
 
+    from penstock.train.launcher import forget, restarted
     from penstock.train.worker import join
 
     comm = join(config)
     if comm.rank == 0:
+        if not restarted():
+            forget(folder)
         config, plan = _prepared(config, folder)
         if plan.schedule.ranks != comm.ranks:
             raise ConfigError(f"the schedule has {plan.schedule.ranks} ranks, but {comm.ranks} were launched")
