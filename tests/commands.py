@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 
 import pytest
@@ -10,8 +11,8 @@ from penstock.cli import main
 
 
 def called(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], line: str) -> tuple[int, str, str]:
-    """Runs it; gives exit code, stdout, stderr."""
-    monkeypatch.setattr(sys, "argv", ["penstock", *line.split()])
+    """Runs it, without `penstock` before it; gives exit code, stdout, stderr."""
+    monkeypatch.setattr(sys, "argv", ["penstock", *shlex.split(line, comments=True)])
     code = 0
     try:
         main()

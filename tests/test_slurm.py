@@ -56,8 +56,8 @@ def job(tmp_path):
             SLURM_NNODES=str(nodes), SLURM_JOB_NODELIST="node[1-2]", WORKERS=str(workers), PORT=str(port),
             GLOO_SOCKET_IFNAME="lo", RESTARTS="0",
         )  # fmt: skip
-        line = ["bash", str(SCRIPT), "config.toml", "--sample", "0", *more]
-        return subprocess.Popen(line, cwd=tmp_path, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        line, pipe = ["bash", str(SCRIPT), "config.toml", "--sample", "0", *more], subprocess.PIPE
+        return subprocess.Popen(line, cwd=tmp_path, env=env, stdout=pipe, stderr=subprocess.STDOUT, text=True)
 
     return start
 

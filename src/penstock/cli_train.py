@@ -47,6 +47,8 @@ def train(
     if under_launcher():
         _as_a_rank(config, folder, resume, sample)
         return
+    if not dry_run:
+        _refuse(config, folder, resume)
     config, plan = _prepared(config, folder, write=not dry_run)
     _announce(config, plan, folder)
     if dry_run:
@@ -195,8 +197,25 @@ def _new_folder(name: str, exists: bool) -> Path:
     return next(folder for folder in names if not folder.exists())
 
 
+def _refuse(config: Config, folder: Path, resume: bool) -> None:
+    """What no worker could begin with is said before any starts."""
+    from penstock.train.checkpoint import newest
+    from penstock.train.hub import files_of
+    from penstock.train.loop import nothing_to_resume
+    from penstock.train.worker import need_gpu, sizes_for
+
+    need_gpu(config)
+    sizes_for(config)
+    if config.model.weights:
+        files_of(Path(config.model.weights))
+    if resume and not newest(folder / "checkpoints"):
+        raise nothing_to_resume(folder / "checkpoints")
+
+
 def _prepared(config: Config, folder: Path, write: bool = True) -> tuple[Config, Plan]:
     """Plans, reads the text, and writes down what every rank will read."""
+    from dataclasses import replace
+
     from penstock.ir import dump_plan, write_plan
     from penstock.session import planned
     from penstock.train.config_file import dump_config
@@ -210,6 +229,8 @@ def _prepared(config: Config, folder: Path, write: bool = True) -> tuple[Config,
         return config, plan
     with progress("reading text"):
         open_corpus(config.data, cache_of(config, folder))
+    if Path(config.schedule.name).suffix:  # of a file: the run keeps its own copy of it, to go on from
+        config = replace(config, schedule=replace(config.schedule, name=str(folder / PLAN)))
     try:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / CONFIG).write_text(dump_config(config, f"penstock train {folder} --resume"), encoding="utf-8")

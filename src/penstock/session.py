@@ -19,6 +19,7 @@ from penstock.forecast import Forecast, known
 from penstock.ir import Op, Plan, Timeline, load_torch_csv, read_plan
 from penstock.ir.compare import compare
 from penstock.ir.fields import read_text
+from penstock.ir.schedule import stretch
 from penstock.plan import as_plan, portfolio, title
 from penstock.schedules import make
 from penstock.schedules.transforms import replicate
@@ -49,6 +50,8 @@ def planned(config: Config, layers: int) -> tuple[Config, Plan]:
         plan = Plan(make(shape.name, **known), _title(shape.name, given))
     if shape.copies > 1 and Path(shape.name).suffix not in (".json", ".csv"):
         plan = Plan(replicate(plan.schedule, shape.copies), f"{plan.name} copies={shape.copies}", (), plan.why)
+    for microbatch in set(plan.schedule.microbatches):
+        stretch(microbatch, config.data.tokens)  # refuses more slices than tokens
     return config, _cut(plan, config, layers)
 
 

@@ -99,7 +99,7 @@ class Trainer:
         if job.resume:
             found = newest_good(job.checkpoints, self.comm)
             if found is None and not job.fresh:
-                raise RunError(f"there is no good checkpoint in {job.checkpoints}\n  start anew, without --resume")
+                raise nothing_to_resume(job.checkpoints)
         if found is not None:
             self.resume(found)
         elif job.config.model.weights:
@@ -247,6 +247,11 @@ class Trainer:
             f"  the weights before that step are saved in {self.job.checkpoints}; go on with --resume and a lower "
             "optimizer.rate, a lower optimizer.clip or a longer optimizer.warmup"
         )
+
+
+def nothing_to_resume(checkpoints: Path) -> RunError:
+    """What is said where a run cannot go on."""
+    return RunError(f"there is no good checkpoint in {checkpoints}\n  start anew, without --resume")
 
 
 def executor_of(job: Job, holding: Holding, comm: Comm) -> Executor:
