@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file
 
 import penstock
-from commands import called
+from commands import called, ended
 from penstock.ir import read_plan
 from penstock.runtime import run_threads
 from penstock.train.config import PRESETS, Config
@@ -107,7 +107,7 @@ def here(monkeypatch, capsys, text):
 
 
 # ---------------------------------------------------------------- a whole run
-def test_a_run_ends_with_a_curve_a_report_a_checkpoint_and_a_sample(text, here):
+def test_a_run_ends_with_a_curve_a_report_a_checkpoint_and_a_sample(text, here, monkeypatch, capsys):
     done = run(text, "train config.toml --sample 20 --set run.forecast=true")
     assert done.code == 0, done.err
     folder = text / "runs" / "config"
@@ -143,6 +143,8 @@ def test_a_run_ends_with_a_curve_a_report_a_checkpoint_and_a_sample(text, here):
     assert re.match(r"all +4/4 parts  perplexity [\d.]+  1\.000 of the whole", whole)
     assert re.match(r"random +2/4 parts  perplexity [\d.]+ ± ", drawn_parts)
     assert re.search(r"^best +2/4 parts .* parts 0 [123]$", best)
+    assert ended(monkeypatch, capsys, "eval runs/config --omit 0.5 --draws 4 --batches 8", 0.02)[0] == 130
+    assert "-5 tokens cannot be added" in here("generate runs/config --tokens -5").err
     assert "name the folder of a run" in here("eval hub --omit 0.5").err
     assert "a share of 1 cannot be left out" in here("eval runs/config --omit 1").err
 
@@ -267,6 +269,16 @@ def test_init_writes_a_config_that_is_read_back(here, text):
         ("generate nowhere", "nowhere has no checkpoint"),
         ("export nowhere", "nowhere has no checkpoint"),
         ("report nowhere", "has no steps of a run"),
+        ("report text.txt", "has no steps of a run"),
+        ("export nowhere -o text.txt", "text.txt is a file"),
+        ("init x.toml --set run.steps=0", "run.steps = 0 must be at least 1"),
+        ("train text.txt", "text.txt is no TOML"),
+        ("train config.toml --set run.folder=text.txt", "cannot write to text.txt: File exists"),
+        ("train config.toml --set data.cache=text.txt", "cannot write the token cache text.txt/tokens-"),
+        ("train config.toml --set model.weights=text.txt", "cannot read text.txt/config.json: Not a directory"),
+        ("train config.toml --set schedule.name=text.txt", "there is no schedule 'text.txt'"),
+        ("train config.toml --set data.sources=3", "data.sources must be a list of texts"),
+        ("train config.toml --set run.steps=1e3", "run.steps must be a whole number, not 1000.0"),
     ],
 )
 def test_a_mistake_is_one_message_before_anything_starts(here, text, line, words):

@@ -73,12 +73,14 @@ def init(
 
     Example: penstock init config.toml --preset gpt2
     """
+    from penstock.train.config import check
     from penstock.train.config_file import changed, dump_config
     from penstock.train.config_file import preset as named
 
     if file.exists():
         raise FileError(f"{file} is there already\n  name another file")
-    text = dump_config(changed(named(preset), changes or []), f"penstock train {file}; from the preset {preset}")
+    config = check(changed(named(preset), changes or []))
+    text = dump_config(config, f"penstock train {file}; from the preset {preset}")
     write(file, text)
 
 

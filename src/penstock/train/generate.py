@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from penstock.carry import Carry
-from penstock.errors import FileError, RunError
+from penstock.errors import FileError, RunError, ShapeError
 from penstock.models import GPTConfig, LlamaConfig, Part
 from penstock.train.checkpoint import faults, load, newest_good, read_facts
 from penstock.train.config import BYTES
@@ -77,6 +77,8 @@ def sizes_from(said: dict[str, Any]) -> Sizes:
 
 def export(path: Path, folder: Path) -> Trained:
     """Writes a run's model as a Hugging Face folder."""
+    if folder.exists() and not folder.is_dir():
+        raise FileError(f"{folder} is a file\n  name a new folder")
     if folder.exists() and any(folder.iterdir()):
         raise FileError(f"{folder} is not empty\n  name a new folder")
     trained = open_trained(path)
@@ -112,6 +114,8 @@ class Reader:
 @torch.no_grad()
 def generate(trained: Trained, prompt: str, tokens: int, temperature: float = 0.8, seed: int = 0) -> str:
     """The prompt and what follows it; temperature 0 takes the likeliest word each time."""
+    if tokens < 0:
+        raise ShapeError(f"{tokens} tokens cannot be added; the least is 0")
     words: Tokenizer = tokenizer_of(trained.tokenizer)
     row = words.encode(prompt.encode("utf-8"), "the prompt").tolist() or [words.end or 0]
     draw = torch.Generator().manual_seed(seed)

@@ -112,7 +112,7 @@ def read_rows(folder: Path) -> list[Row]:
     """The steps that a run has written down; a last line that a crash has cut off is left out."""
     try:
         lines = (folder / METRICS).read_text(encoding="utf-8").splitlines()
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return []
     except (OSError, ValueError) as error:
         raise FileError(f"cannot read {folder / METRICS}: {error}") from None
