@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
+import runpy
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from penstock import REGISTRY, make
+from penstock import REGISTRY, Plan, make
 from penstock.errors import ConfigError, RunError, ShapeError
 from penstock.models import even_partition, shift_labels, token_loss, valid_tokens
 from penstock.runtime import run_threads
@@ -84,6 +86,14 @@ def test_every_schedule_has_the_loss_curve_of_one_process(name, oracle, tmp_path
     assert apart(rows, expected[0]) < 1e-5
     assert max(abs(row.norm - norm) / norm for row, norm in zip(rows, expected[1], strict=True)) < 1e-3
     assert rows[-1].loss < rows[0].loss - 1
+
+
+def test_a_schedule_of_ones_own_has_the_loss_curve_of_one_process(oracle, tmp_path):
+    file = Path(__file__).resolve().parent.parent / "examples" / "own_schedule.py"
+    job = job_of(tmp_path, "1f1b", "run.steps=50")
+    own = replace(job, plan=Plan(runpy.run_path(str(file))["eager"](2, 4), "own"))
+    assert own.plan.schedule != job.plan.schedule
+    assert apart(train(own), oracle[0]) < 1e-5
 
 
 @pytest.mark.parametrize(

@@ -203,6 +203,13 @@ def test_under_torchrun_it_is_the_same_run(text, here):
     assert [row.loss for row in read_rows(folder)] == [row.loss for row in undisturbed(folder, text / "quiet")]
 
 
+def test_under_a_launcher_the_folder_must_be_named(here, monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    done = here("train config.toml")
+    assert "under a launcher all ranks must know the folder: --set run.folder=runs/NAME" in done.err
+
+
 def test_what_one_rank_cannot_begin_with_is_said_once_and_not_tried_again_and_again(text, here):
     folder = text / "runs" / "lost"
     folder.mkdir(parents=True)

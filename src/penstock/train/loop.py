@@ -29,7 +29,7 @@ from penstock.models import even_partition, token_loss
 from penstock.models.flops import flops_per_token, peak_flops
 from penstock.runtime import Comm, Executor, watching
 from penstock.train.checkpoint import Facts, Saver, load, newest_good, read_facts, sweep
-from penstock.train.config import Config
+from penstock.train.config import Config, Run
 from penstock.train.corpus import Corpus
 from penstock.train.data import Deal, Loader, wanted_by
 from penstock.train.history import History, Row, write_timeline
@@ -162,9 +162,7 @@ class Trainer:
         settings = self.job.config.run
         while self.step < settings.steps:
             began = time.perf_counter()
-            often, next_ = settings.timed, self.step + 1
-            timed = bool(often) and (next_ % often == 0 or next_ in (SETTLED, settings.steps))
-            loss, bubble = self.forward_and_back(timed)
+            loss, bubble = self.forward_and_back(is_timed(self.step + 1, settings))
             norm, memory, words = self.gradients.measure(_memory(self.device), self.words(stop))
             if self.saver.step is not None and words[SAVED] == self.comm.ranks:
                 self.saver.commit()
@@ -247,6 +245,11 @@ class Trainer:
             f"  the weights before that step are saved in {self.job.checkpoints}; go on with --resume and a lower "
             "optimizer.rate, a lower optimizer.clip or a longer optimizer.warmup"
         )
+
+
+def is_timed(step: int, settings: Run) -> bool:
+    """Whether a step is worth a timeline: so that also a short run, and one that is stopped, has one."""
+    return bool(settings.timed) and (step % settings.timed == 0 or step in (SETTLED, settings.steps))
 
 
 def nothing_to_resume(checkpoints: Path) -> RunError:
