@@ -19,7 +19,7 @@ from penstock.sim import simulate_shared
 from penstock.train.config import Config
 
 PROFILE = "profile.json"  # in the folder of a run
-ROUNDS = 3
+ROUNDS = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,7 @@ def profiled(config: Config, plan: Plan, machine: Machine) -> Profile | None:
     request = Request(
         sizes_for(config), config.data.tokens, config.rows, machine.device, threads=machine.threads, rounds=ROUNDS,
         autocast=config.run.precision if config.run.precision != "float32" else None, depth=max(plan.partition),
-        where=tuple(sorted(where)),
+        where=tuple(sorted(where)), mean=True,
     )  # fmt: skip
     return profile(request, machine.processors)
 

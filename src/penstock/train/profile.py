@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import platform
+import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -45,6 +46,7 @@ class Request:
     threads: int | None = None  # of a rank; None: as torch has it
     links: bool = False  # every pair of ranks
     rounds: int = ROUNDS
+    mean: bool = False  # of all passes over a slice; else their median
     depth: int = DEPTH  # layers measured in a row
     where: tuple[Where, ...] = ()  # slices, by tokens and prefix; none: some forty that say most of all others
 
@@ -81,7 +83,8 @@ def _silent(text: str) -> None:
 def _work(comm: Comm | None, request: Request, watch: Watch) -> Profile:
     if request.threads is not None:
         torch.set_num_threads(request.threads)
-    return measure(subjects_of(request, comm), comm, request.links, request.rounds, watch, request.where)
+    middle = statistics.fmean if request.mean else statistics.median
+    return measure(subjects_of(request, comm), comm, request.links, request.rounds, watch, request.where, middle)
 
 
 def subjects_of(request: Request, comm: Comm | None = None) -> Subjects:
