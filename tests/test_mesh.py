@@ -115,7 +115,7 @@ def test_the_command_line_starts_a_process_for_every_place_of_the_mesh(tmp_path,
     (tmp_path / "text.txt").write_text("the cat sat on the mat and said so\n" * 500)
     monkeypatch.chdir(tmp_path)
     shape = "schedule.name=1f1b schedule.ranks=2 schedule.microbatches=2 data.batch=4 data.tokens=16 mesh.tensor=2"
-    more = 'run.steps=2 run.save=0 run.timed=0 run.threads=1 model.layers=2 data.sources=["text.txt"]'
+    more = 'run.steps=2 run.save=0 run.timed=0 run.forecast=false run.threads=1 model.layers=2 data.sources=["text.txt"]'
     line = "train --sample 0 " + " ".join(f"--set {change}" for change in f"{shape} {more}".split())
     code, out, err = called(monkeypatch, capsys, line)
     assert code == 0, err

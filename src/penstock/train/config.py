@@ -65,6 +65,7 @@ class Data:
     tokenizer: str = said(BYTES, "bytes, or a tokenizer.json of Hugging Face's")
     tokens: int = said(128, "tokens of a sequence", least=2)
     batch: int = said(16, "sequences of a step, over all micro-batches, copies, shards and accumulated passes", least=1)
+    separate: bool = said(False, "packed documents apart: a token sees, and guesses, only its own; false: across them")
     held_out: float = said(0.02, "share of the sequences kept for evaluation", least=0, most=0.5)
     cache: str = said("", "folder of the token cache; empty: cache, next to the run's folder")
 
@@ -136,7 +137,8 @@ class Run:
     evaluations: int = said(2, "batches of an evaluation", least=1)
     save: int = said(50, "steps between two checkpoints; 0: only at the end", least=0)
     keep: int = said(2, "checkpoints that stay", least=1)
-    timed: int = said(50, "steps between two measured timelines; 0: none", least=0)
+    timed: int = said(50, "steps between two measured timelines, and step 3, and the last; 0: none", least=0)
+    forecast: bool = said(True, "time a layer before the run, and say what a step will take")
     restarts: int = said(3, "times that a run whose worker died starts again from its checkpoint", least=0)
     patience: float = said(300.0, "seconds that a rank may wait for another", above=0)
     threads: int = said(0, "CPU threads of a worker; 0: the machine's cores, shared out", least=0)

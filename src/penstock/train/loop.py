@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import resource
 import sys
 import time
@@ -26,9 +27,10 @@ from penstock.errors import RunError
 from penstock.ir.files import Plan
 from penstock.ir.program import lower
 from penstock.models import even_partition, token_loss
+from penstock.models.flops import flops_per_token, peak_flops
 from penstock.runtime import Comm, Executor, corner, local, watching
 from penstock.train.checkpoint import Facts, Saver, load, newest_good, read_facts, sweep
-from penstock.train.config import Config
+from penstock.train.config import Config, Run
 from penstock.train.corpus import Corpus
 from penstock.train.data import Deal, Loader, wanted_by
 from penstock.train.history import History, Row, write_timeline
@@ -39,6 +41,7 @@ from penstock.train.weights import Holding, Sizes, draw, hold, put
 _log = logging.getLogger(__name__)
 Watch = Callable[[Row], None]
 STOP, SAVED = 0, 1  # what ranks tell each other with every step
+SETTLED = 3  # the first step that is worth timing: those before it find everything cold
 SLOTS = ("exp_avg", "exp_avg_sq", "step")  # of AdamW, for each parameter
 
 
@@ -83,13 +86,15 @@ class Trainer:
         self.place = place_of(comm, config.mesh, schedule.ranks, self.device)
         pipeline = self.place.pipeline
         self.holding = hold(job.sizes, schedule, job.partition, pipeline.rank, self.device, self.place)
-        deal = Deal(config.rows, len(schedule.microbatches), config.run.accumulate, wanted_by(schedule, pipeline.rank),
-                    config.mesh.shard, self.place.shard)  # fmt: skip
+        wanted = wanted_by(schedule, pipeline.rank, config.data.separate)
+        deal = Deal(config.rows, len(schedule.microbatches), config.run.accumulate, wanted, config.mesh.shard,
+                    self.place.shard)  # fmt: skip
         self.loader = Loader(job.corpus, deal, config.run.seed, self.device)
         self.executor = executor_of(job, self.holding, pipeline)
         self.optimizer = adamw(self.holding.parameters, config.optimizer)
         self.gradients = Gradients(self.holding, comm, self.device, words=2)
         self.saver = Saver(job.checkpoints, comm.rank, comm.ranks, config.run.keep)
+        self.utilization = utilization(job.sizes, config.data.tokens, comm.ranks, self.device)
         self.step = 0  # steps done
 
     # ------------------------------------------------------------ beginning
@@ -99,7 +104,7 @@ class Trainer:
         if job.resume:
             found = newest_good(job.checkpoints, self.comm)
             if found is None and not job.fresh:
-                raise RunError(f"there is no good checkpoint in {job.checkpoints}\n  start anew, without --resume")
+                raise nothing_to_resume(job.checkpoints)
         if found is not None:
             self.resume(found)
         elif job.config.model.weights:
@@ -165,8 +170,7 @@ class Trainer:
         settings = self.job.config.run
         while self.step < settings.steps:
             began = time.perf_counter()
-            timed = bool(settings.timed) and (self.step + 1) % settings.timed == 0
-            share, bubble = self.forward_and_back(timed)
+            share, bubble = self.forward_and_back(is_timed(self.step + 1, settings))
             loss, norm, memory, words = self.gradients.measure(share, _memory(self.device), self.words(stop))
             if self.saver.step is not None and words[SAVED] == self.comm.ranks:
                 self.saver.commit()
@@ -179,7 +183,8 @@ class Trainer:
             evaluation = self.evaluate() if due or self.step == settings.steps else None
             if history is not None:
                 tokens, epoch = self.loader.deal.sequences * self.loader.corpus.length, self.loader.epoch
-                row = Row(self.step, loss, norm, rate, seconds, tokens, max(memory), epoch, bubble, evaluation)
+                row = Row(self.step, loss, norm, rate, seconds, tokens, max(memory), epoch, bubble, evaluation,
+                          self.utilization(tokens / seconds))  # fmt: skip
                 history.put(row)
                 if self.watch is not None:
                     self.watch(row)
@@ -254,6 +259,16 @@ class Trainer:
         )
 
 
+def is_timed(step: int, settings: Run) -> bool:
+    """Whether a step is worth a timeline: so that also a short run, and one that is stopped, has one."""
+    return bool(settings.timed) and (step % settings.timed == 0 or step in (SETTLED, settings.steps))
+
+
+def nothing_to_resume(checkpoints: Path) -> RunError:
+    """What is said where a run cannot go on."""
+    return RunError(f"there is no good checkpoint in {checkpoints}\n  start anew, without --resume")
+
+
 def executor_of(job: Job, holding: Holding, comm: Comm) -> Executor:
     """The rank's lane of the plan, ready to run."""
     run, schedule = job.config.run, job.plan.schedule
@@ -262,6 +277,17 @@ def executor_of(job: Job, holding: Holding, comm: Comm) -> Executor:
         lower(schedule), holding.stages, comm, token_loss, holding.width, recompute=mine,
         autocast=torch.bfloat16 if run.precision == "bfloat16" else None, tied=holding.tied,
     )  # fmt: skip
+
+
+def utilization(sizes: Sizes, tokens: int, ranks: int, device: torch.device) -> Callable[[float], float | None]:
+    """From tokens a second to the share of the peak of all devices (MFU); to None where that is not known."""
+    peak = peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    if peak is None:
+        return lambda speed: None
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+    devices = ranks * min(1.0, torch.cuda.device_count() / here)  # ranks may share one
+    share = flops_per_token(sizes, tokens) / (devices * peak)
+    return lambda speed: speed * share
 
 
 def describe(sizes: Sizes) -> dict[str, object]:

@@ -23,10 +23,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from penstock.errors import ConfigError, RunError
-from penstock.models import Part
-from penstock.models.tensor import share_layers
+from penstock.models import GPTConfig, Part
+from penstock.models.tensor import largest_share, share_layers
 from penstock.runtime import Comm, ProcessComm, shard_layers
-from penstock.train.config import Mesh
+from penstock.train.config import Config, Mesh
+from penstock.train.weights import Sizes, blueprint
 
 AXES = ("rank", "shard", "tensor")
 
@@ -84,3 +85,47 @@ def place_of(comm: Comm, mesh: Mesh, ranks: int, device: torch.device) -> Place:
     pipeline = ProcessComm(comm.patience, comm.device, made.get_group("rank"), name)
     pipeline.beside = [comm.world, made.get_group("shard"), made.get_group("tensor")]
     return Place(comm, pipeline, shard, tensor, made)
+
+
+def check_gpus(config: Config, ranks: int) -> None:
+    """Refuses fewer GPUs than processes: those of a rank talk GPU to GPU; other processes can go through the CPU."""
+    gpus, mesh = torch.cuda.device_count(), config.mesh
+    if config.run.device == "cuda" and mesh.size > 1 and gpus < ranks * mesh.size:
+        raise ConfigError(f"{mesh.over(ranks)}, a GPU each, but there are {gpus}\n  take fewer, or run.device=cpu")
+
+
+# ---------------------------------------------------------------- how much that is
+@dataclass(frozen=True, slots=True)
+class Share:
+    """Of an embedding, a layer or a head what one process has, 1 being all."""
+
+    work: float  # seconds of a forward or a backward
+    held: float  # activations
+    numbers: float  # parameters between steps
+    memory: float  # weights, gradients and optimizer at most
+
+
+def shares_of(sizes: Sizes, mesh: Mesh) -> tuple[Share, Share, Share]:
+    """Of embedding, layer and head, in the fullest process. Hidden states and logits are whole in each.
+
+    A sharded parameter is one of `shard` shares of four numbers (itself, its gradient, two means) and, during a pass,
+    the gathered weight and its gradient.
+    """
+    model, tensor, shard = blueprint(sizes), mesh.tensor, mesh.shard
+    paths, works = ("embed", "layers.0", "head"), (1.0, 1 / tensor, 1 / tensor)
+    whole, cut = held_in_layer(sizes)
+    helds = (1.0, (whole + cut / tensor) / (whole + cut), 1.0)
+    found = []
+    for path, work, held in zip(paths, works, helds, strict=True):
+        piece = model.get_submodule(path)
+        numbers = largest_share(piece, path, tensor) / sum(p.numel() for p in piece.parameters())
+        found.append(Share(work, held, numbers / shard, numbers if shard == 1 else numbers * (1 / shard + 0.5)))
+    return found[0], found[1], found[2]
+
+
+def held_in_layer(sizes: Sizes) -> tuple[int, int]:
+    """Numbers that a token leaves in a layer for its backward: of the hidden state, and of heads and features."""
+    if isinstance(sizes, GPTConfig):
+        return 4 * sizes.width, 4 * sizes.width + 2 * sizes.inner
+    keys = sizes.kv_heads * sizes.head_width
+    return 4 * sizes.width, 3 * sizes.width + 2 * keys + 4 * sizes.inner

@@ -109,13 +109,18 @@ def _ready(folder: Path, resume: bool, again: bool, watch: Watch | None) -> tupl
     return Trainer(job, comm, comm.device, watch), lambda: asked.is_set() or (comm.rank == 0 and stop.exists())
 
 
+def need_gpu(config: Config) -> None:
+    """Raises if a run asks for a GPU and there is none."""
+    if config.run.device == "cuda" and not torch.cuda.is_available():
+        raise RunError("run.device = cuda, but torch sees no GPU here\n  say auto, or cpu")
+
+
 def join(config: Config) -> ProcessComm:
     """The connection to the other ranks: NCCL where every rank has a GPU, else gloo; as the config says."""
     if config.run.device == "cpu":
         return init("gloo", config.run.patience, "cpu")
     if config.run.device == "cuda":
-        if not torch.cuda.is_available():
-            raise RunError("run.device = cuda, but torch sees no GPU here\n  say auto, or cpu")
+        need_gpu(config)
         gpu = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
         torch.cuda.set_device(gpu)
         return init(None, config.run.patience, gpu)  # gloo through the CPU where ranks share a GPU
