@@ -111,11 +111,21 @@ def test_shards_have_the_curve_of_one_process_and_each_sequence_is_seen_once(tmp
     assert sorted(plain) == sorted(dealt)
 
 
+def test_labels_that_count_are_those_of_all_shards():
+    text = replace(corpus(), end=7)
+    whole_step = Loader(text, Deal(2, 4), 0).step()[0]
+    shards = [Loader(text, Deal(2, 2, shards=2, shard=shard), 0) for shard in (0, 1)]
+    for found in ([one.step()[0] for one in shards], [one.evaluation(1)[0] for one in shards]):
+        assert len({batch.valid for batch in found}) == 1
+        assert sum(int((y >= 0).sum()) for batch in found for y in batch.labels) == found[0].valid
+    assert whole_step.valid == Loader(text, Deal(2, 2, shards=2), 0).step()[0].valid
+
+
 def test_the_command_line_starts_a_process_for_every_place_of_the_mesh(tmp_path, monkeypatch, capsys):
     (tmp_path / "text.txt").write_text("the cat sat on the mat and said so\n" * 500)
     monkeypatch.chdir(tmp_path)
     shape = "schedule.name=1f1b schedule.ranks=2 schedule.microbatches=2 data.batch=4 data.tokens=16 mesh.tensor=2"
-    more = 'run.steps=2 run.save=0 run.timed=0 run.forecast=false run.threads=1 model.layers=2 data.sources=["text.txt"]'
+    more = 'run.steps=2 run.save=0 run.timed=0 run.forecast=false run.threads=1 data.sources=["text.txt"]'
     line = "train --sample 0 " + " ".join(f"--set {change}" for change in f"{shape} {more}".split())
     code, out, err = called(monkeypatch, capsys, line)
     assert code == 0, err
