@@ -346,7 +346,8 @@ def _as_a_rank(config: Config, folder: Path, resume: bool, sample: int) -> None:
             forget(folder)
         config, plan = _prepared(config, folder)
         if plan.schedule.ranks * config.mesh.size != comm.ranks:
-            raise ConfigError(f"the run is {config.mesh.over(plan.schedule.ranks)}, but {comm.ranks} were launched")
+            words = config.mesh.over(plan.schedule.ranks)
+            raise ConfigError(f"the schedule has {words}, but {comm.ranks} were launched")
         _announce(config, plan, folder)
     comm.barrier()
     verdict = rank(str(folder), resume)

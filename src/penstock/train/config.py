@@ -101,9 +101,11 @@ class Mesh:
     def over(self, ranks: int) -> str:
         """All processes of a schedule of so many ranks, in words.
 
-        >>> Mesh(shard=2, tensor=4).over(3)
-        '3 ranks x shard 2 x tensor 4 = 24 processes'
+        >>> Mesh().over(3), Mesh(shard=2, tensor=4).over(3)
+        ('3 ranks', '3 ranks x shard 2 x tensor 4 = 24 processes')
         """
+        if self.size == 1:
+            return f"{ranks} ranks"
         return f"{ranks} ranks x shard {self.shard} x tensor {self.tensor} = {ranks * self.size} processes"
 
 

@@ -71,7 +71,7 @@ class Place:
 def place_of(comm: Comm, mesh: Mesh, ranks: int, device: torch.device) -> Place:
     """The place of this process, for a schedule of so many ranks. All processes call it."""
     if comm.ranks != ranks * mesh.size:
-        raise ConfigError(f"the run is {mesh.over(ranks)}, but {comm.ranks} were launched")
+        raise ConfigError(f"the schedule has {mesh.over(ranks)}, but {comm.ranks} were launched")
     if mesh.size == 1:
         return Place(comm, comm)
     if not isinstance(comm, ProcessComm):
