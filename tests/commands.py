@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import _thread
+import shlex
 import sys
+import threading
+import time
 
 import pytest
 
@@ -10,8 +14,8 @@ from penstock.cli import main
 
 
 def called(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], line: str) -> tuple[int, str, str]:
-    """Runs it; gives exit code, stdout, stderr."""
-    monkeypatch.setattr(sys, "argv", ["penstock", *line.split()])
+    """Runs it, without `penstock` before it; gives exit code, stdout, stderr."""
+    monkeypatch.setattr(sys, "argv", ["penstock", *shlex.split(line, comments=True)])
     code = 0
     try:
         main()
@@ -19,3 +23,18 @@ def called(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], 
         code = stopped.code if isinstance(stopped.code, int) else 0
     out, err = capsys.readouterr()
     return code, out, err
+
+
+def ended(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], line: str, after: float
+) -> tuple[int, str]:
+    """Runs a command line in this process, and asks it to end after so many seconds; exit code and stderr."""
+    timer = threading.Timer(after, _thread.interrupt_main)
+    timer.start()
+    begin = time.monotonic()
+    try:
+        code, _, err = called(monkeypatch, capsys, line)
+    finally:
+        timer.cancel()
+    assert time.monotonic() - begin < after + 20
+    return code, err

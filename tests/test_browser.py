@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from penstock import Timeline, UnitCost, make, simulate
-from penstock.view import Chart, page, report
+from penstock.view import Line, page, report
 
 webdriver = pytest.importorskip("selenium.webdriver")
 from selenium.webdriver.chrome.service import Service  # noqa: E402
@@ -280,15 +280,18 @@ def test_a_timeline_that_the_runtime_measured_is_laid_over_the_predicted_one(bro
 
 
 def test_the_report_of_a_run_draws_its_curves_and_both_timelines(browser: Page) -> None:
-    curves = (("train", [(1, 3.0), (2, float("nan")), (3, 1.0)]), ("held out", [(3, 1.5)]))
-    text = report("A run", [("loss", "<1.0>")], [Chart("loss", curves)],
-                  [("predicted", predicted()), ("measured", measured())], "def <f>:")  # fmt: skip
+    curves = (Line("train", (1, 2, 3), (3.0, float("nan"), 1.0)), Line("held out", (3,), (1.5,)), Line("none", (), ()))
+    text = report("A run", [("loss", "<1.0>")], [("loss", curves)],
+                  [("predicted", predicted()), ("measured", measured())], "def <f>:",
+                  [("Ranks", ["rank 0: <all>"]), ("Nothing", [])])  # fmt: skip
     file = browser.folder / "report.html"
     file.write_text(text, encoding="utf-8")
     browser.driver.get(file.as_uri())
     assert browser.ask("document.querySelector('dd').textContent") == "<1.0>"
     assert browser.ask("document.querySelector('pre').textContent") == "def <f>:"
     assert browser.ask("document.querySelectorAll('polyline')[0].points.length") == 2
+    assert browser.ask("document.querySelector('li').textContent") == "rank 0: <all>"
+    assert "Nothing" not in text
     browser.driver.switch_to.frame(0)
     browser.until("window.penstock && penstock.frames > 0")
     assert browser.ask("penstock.counts.actions") == [64, 64]

@@ -54,6 +54,26 @@ def test_a_label_is_the_next_token_and_every_token_has_one():
     assert batch.valid == 60
 
 
+def test_documents_that_are_told_apart_have_starts_and_guess_nothing_of_each_other():
+    tokens = np.array([4, 5, 0, 6, 7, 8, 0, 9, 0, 1, 2, 3, 5], dtype=np.uint16)
+    corpus = cut(tokens, Data(tokens=6, held_out=0, separate=True), end=0)
+    batch = Loader(corpus, Deal(rows=1, microbatches=2), seed=0).step()[0]
+    found = {tuple(x[0].tolist()): (y[0].tolist(), s[0].tolist())
+             for x, y, s in zip(batch.inputs, batch.labels, batch.starts, strict=True)}  # fmt: skip
+    assert found == {(4, 5, 0, 6, 7, 8): ([5, 0, -100, 7, 8, 0], [0, 0, 0, 3, 3, 3]),
+                     (0, 9, 0, 1, 2, 3): ([-100, 0, -100, 2, 3, 5], [0, 1, 1, 3, 3, 3])}  # fmt: skip
+    assert batch.valid == 9
+    assert not Loader(corpus_of(), Deal(rows=1, microbatches=2), seed=0).step()[0].starts
+
+
+def test_a_tokenizer_without_an_end_cannot_tell_documents_apart(tmp_path, monkeypatch):
+    (tmp_path / "a.txt").write_text("some text " * 20)
+    monkeypatch.setattr(ByteTokenizer, "end", None)
+    with pytest.raises(FileError, match="bytes has no word that ends a document"):
+        open_corpus(Data(sources=(str(tmp_path),), separate=True), tmp_path / "cache")
+    assert open_corpus(Data(sources=(str(tmp_path),)), tmp_path / "cache").end is None
+
+
 def test_every_sequence_is_seen_once_an_epoch_and_held_out_ones_never():
     loader = Loader(corpus_of(), Deal(rows=3, microbatches=5), seed=1)
     seen = Counter(n for _ in range(12) for n in numbers(loader, loader.step()))  # 180 = 2 * 90

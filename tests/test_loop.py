@@ -3,30 +3,47 @@
 from __future__ import annotations
 
 import math
+import runpy
 from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from penstock import REGISTRY, make
+from penstock import REGISTRY, Plan, make
 from penstock.errors import ConfigError, RunError, ShapeError
-from penstock.models import even_partition, shift_labels, token_loss
+from penstock.models import even_partition, shift_labels, token_loss, valid_tokens
 from penstock.runtime import run_threads
 from penstock.train.config import Model
 from penstock.train.data import Deal, Loader
 from penstock.train.history import read_timeline
 from penstock.train.loop import Trainer
+from penstock.train.omission import perplexity
 from penstock.train.optimizer import rate_at
 from penstock.train.weights import draw, hold, sizes_of, whole
-from trainings import SMALL, VOCAB, apart, corpus, job_of, losses, outcomes, train
+from trainings import END, LENGTH, SMALL, VOCAB, apart, corpus, job_of, losses, outcomes, train
 
-SLICED, SKIPS = ("terapipe", "seq1f1b"), ("skip",)  # need slices of tokens; leave out work, so have another loss
-NAMES = [name for name in REGISTRY if name not in (*SLICED, *SKIPS)]
+NAMES = [name for name in REGISTRY if name != "skip"]  # leaves out work, so has another loss
 GPT = ("model.family=gpt", "model.tied=true")
 
 
-def by_hand(config=SMALL, steps: int = 50) -> tuple[list[float], list[float], dict[str, Tensor]]:
+def whole_rows(model, inputs: Tensor, labels: Tensor) -> Tensor:
+    return token_loss(model(inputs), labels)
+
+
+def document_by_document(model, inputs: Tensor, labels: Tensor) -> Tensor:
+    """Each document alone, without a mask, from position 0 on."""
+    total = torch.zeros(())
+    for x, y in zip(inputs, labels, strict=True):
+        cuts = [0, *((x[:-1] == END).nonzero().flatten() + 1).tolist(), len(x)]
+        for begin, end in pairwise(cuts):
+            total = total + token_loss(model(x[None, begin:end]), y[None, begin:end])
+    return total
+
+
+def by_hand(config=SMALL, steps: int = 50, loss_of=whole_rows) -> tuple[list[float], list[float], dict[str, Tensor]]:
     """The oracle: torch's own optimizer, clipping and schedule on the model in one piece, batch by batch."""
     sizes = sizes_of(config.model, VOCAB, config.data.tokens)
     holding = whole(sizes)
@@ -46,7 +63,7 @@ def by_hand(config=SMALL, steps: int = 50) -> tuple[list[float], list[float], di
     for _ in range(steps):
         batch = loader.step()[0]
         optimizer.zero_grad()
-        loss = token_loss(model(batch.inputs[0]), batch.labels[0]) / batch.valid
+        loss = loss_of(model, batch.inputs[0], batch.labels[0]) / valid_tokens(batch.labels[0])
         loss.backward()
         norms.append(float(torch.nn.utils.clip_grad_norm_(list(named.values()), settings.clip)))
         optimizer.step()
@@ -69,6 +86,14 @@ def test_every_schedule_has_the_loss_curve_of_one_process(name, oracle, tmp_path
     assert apart(rows, expected[0]) < 1e-5
     assert max(abs(row.norm - norm) / norm for row, norm in zip(rows, expected[1], strict=True)) < 1e-3
     assert rows[-1].loss < rows[0].loss - 1
+
+
+def test_a_schedule_of_ones_own_has_the_loss_curve_of_one_process(oracle, tmp_path):
+    file = Path(__file__).resolve().parent.parent / "examples" / "own_schedule.py"
+    job = job_of(tmp_path, "1f1b", "run.steps=50")
+    own = replace(job, plan=Plan(runpy.run_path(str(file))["eager"](2, 4), "own"))
+    assert own.plan.schedule != job.plan.schedule
+    assert apart(train(own), oracle[0]) < 1e-5
 
 
 @pytest.mark.parametrize(
@@ -94,6 +119,33 @@ def test_tied_weights_and_a_gpt_have_the_curve_of_one_process(name, tmp_path):
     rows = train(job)
     assert apart(rows, expected[0]) < 1e-5
     assert max(abs(row.norm - norm) / norm for row, norm in zip(rows, expected[1], strict=True)) < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "shape"),
+    [("1f1b", (), {}), ("hanayo", ("model.layers=8",), {"waves": 2}), ("seq1f1b", (), {"slices": 4}),
+     ("1f1b", GPT, {"ranks": 4}), ("1f1b", ("run.accumulate=2",), {"microbatches": 2, "copies": 2})],
+    ids=["1f1b", "hanayo", "seq1f1b", "gpt", "copies"],
+)  # fmt: skip
+def test_separate_documents_train_as_if_each_were_alone(name, changes, shape, tmp_path):
+    job = job_of(tmp_path, name, *changes, "data.separate=true", "run.steps=12", "run.evaluate=12", **shape)
+    crossed = by_hand(replace(job.config, data=replace(job.config.data, separate=False)), 12)
+    rows = train(job)
+    assert apart(rows, by_hand(job.config, 12, document_by_document)[0]) < 1e-5
+    assert apart(rows, crossed[0]) > 1e-2
+    assert rows[-1].evaluation is not None
+
+
+def test_the_perplexity_of_separate_documents_is_that_of_each_alone():
+    config = replace(SMALL, data=replace(SMALL.data, separate=True))
+    holding = whole(sizes_of(config.model, VOCAB, LENGTH))
+    draw(holding, 0)
+    model = holding.stages[0]
+    batches = Loader(corpus(config), Deal(4, 2), 0).evaluation(1)
+    with torch.no_grad():
+        pairs = zip(batches[0].inputs, batches[0].labels, strict=True)
+        alone = sum(document_by_document(model, *pair) for pair in pairs)
+    assert perplexity(model, batches) == pytest.approx(math.exp(alone / batches[0].valid), rel=1e-5)
 
 
 def test_the_norm_of_all_gradients_is_the_same_bits_for_every_split(tmp_path):
@@ -180,11 +232,17 @@ def test_evaluation_is_the_mean_loss_of_the_held_out_sequences_and_disturbs_noth
 def test_a_timed_step_leaves_its_timeline_and_bubble(tmp_path):
     job = job_of(tmp_path, "hanayo", "run.steps=5", "run.timed=2")
     rows = train(job)
-    assert [row.step for row in rows if row.bubble is not None] == [2, 4]
+    assert [row.step for row in rows if row.bubble is not None] == [2, 3, 4, 5]
     step, timeline = read_timeline(tmp_path, job.plan.schedule)
-    assert step == 4
-    assert timeline.bubble == pytest.approx(rows[3].bubble)
-    assert timeline.makespan <= rows[3].seconds
+    assert step == 5
+    assert timeline.bubble == pytest.approx(rows[4].bubble)
+    assert timeline.makespan <= rows[4].seconds
+
+
+@pytest.mark.parametrize(("steps", "timed", "which"), [(2, 50, [2]), (4, 50, [3, 4]), (4, 0, [])])
+def test_a_short_run_is_timed_too(tmp_path, steps, timed, which):
+    rows = train(job_of(tmp_path, "1f1b", f"run.steps={steps}", f"run.timed={timed}"))
+    assert [row.step for row in rows if row.bubble is not None] == which
 
 
 def test_anybody_may_ask_to_stop_and_all_stop_after_the_same_step(tmp_path):

@@ -398,8 +398,10 @@ def test_a_sequence_of_another_length_is_cut_in_the_same_shares():
     schedule = sliced("seq1f1b", 2, 2, (0, 2, 3, 4))
     for tokens in (4, 8, 21):
         assert_exact(schedule, llama(2), tokens=tokens)
-    with pytest.raises(ShapeError, match=r"a sequence of 2 tokens leaves a slice empty when cut in the shares of"):
+    with pytest.raises(ShapeError, match=r"2 tokens cannot be cut into 3 slices; the most is 2"):
         spans_of(schedule.microbatches[0], 2)
+    with pytest.raises(ShapeError, match=r"a sequence of 5 tokens leaves a slice empty when cut in the shares of"):
+        spans_of(MicroBatch((0,), 1000, (0, 1, 2, 1000)), 5)
 
 
 # ---------------------------------------------------------------- memory

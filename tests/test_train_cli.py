@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file
 
 import penstock
-from commands import called
+from commands import called, ended
 from penstock.ir import read_plan
 from penstock.runtime import run_threads
 from penstock.train.config import PRESETS, Config
@@ -47,6 +47,7 @@ evaluate = 0
 save = 3
 timed = 5
 threads = 1
+forecast = false
 """
 
 
@@ -106,8 +107,8 @@ def here(monkeypatch, capsys, text):
 
 
 # ---------------------------------------------------------------- a whole run
-def test_a_run_ends_with_a_curve_a_report_a_checkpoint_and_a_sample(text, here):
-    done = run(text, "train config.toml --sample 20")
+def test_a_run_ends_with_a_curve_a_report_a_checkpoint_and_a_sample(text, here, monkeypatch, capsys):
+    done = run(text, "train config.toml --sample 20 --set run.forecast=true")
     assert done.code == 0, done.err
     folder = text / "runs" / "config"
     rows = read_rows(folder)
@@ -115,12 +116,16 @@ def test_a_run_ends_with_a_curve_a_report_a_checkpoint_and_a_sample(text, here):
     assert rows[-1].loss < rows[0].loss - 0.3
     for words in ("model ", "schedule ", "2 processes on", "gloo", "step 12/12", "tokens/s", "norm ", "bubble ", " MB"):
         assert words in done.err, words
+    assert re.search(r"predicted [\d,]+ tokens/s, [\d.]+ ms a step: a pass of .*, optimizer [\d.]+ ms", done.err)
+    assert re.search(r"a step took [\d.]+ ms, predicted [\d.]+ ms", done.out)
     for words in ("trained 12 steps", "report ", "checkpoint ", "a sample", "def "):
         assert words in done.out, words
     page = (folder / "report.html").read_text()
     assert page.count("<svg") == 4
     assert "predicted" in page
-    assert "measured, step 10" in page
+    assert "measured, step 12" in page
+    for words in ("Largest differences", "rank 1: parts ", "of weights and optimizer", "hanayo: 2 ranks"):
+        assert words in page, words
     assert (folder / "checkpoints" / "step-00000012" / "checkpoint.json").is_file()
     assert read_plan(folder / "plan.json").schedule.ranks == 2
     assert list((folder / "tensorboard").iterdir())
@@ -138,6 +143,8 @@ def test_a_run_ends_with_a_curve_a_report_a_checkpoint_and_a_sample(text, here):
     assert re.match(r"all +4/4 parts  perplexity [\d.]+  1\.000 of the whole", whole)
     assert re.match(r"random +2/4 parts  perplexity [\d.]+ ± ", drawn_parts)
     assert re.search(r"^best +2/4 parts .* parts 0 [123]$", best)
+    assert ended(monkeypatch, capsys, "eval runs/config --omit 0.5 --draws 4 --batches 8", 0.02)[0] == 130
+    assert "-5 tokens cannot be added" in here("generate runs/config --tokens -5").err
     assert "name the folder of a run" in here("eval hub --omit 0.5").err
     assert "a share of 1 cannot be left out" in here("eval runs/config --omit 1").err
 
@@ -196,6 +203,13 @@ def test_under_torchrun_it_is_the_same_run(text, here):
     assert [row.loss for row in read_rows(folder)] == [row.loss for row in undisturbed(folder, text / "quiet")]
 
 
+def test_under_a_launcher_the_folder_must_be_named(here, monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    done = here("train config.toml")
+    assert "under a launcher all ranks must know the folder: --set run.folder=runs/NAME" in done.err
+
+
 def test_what_one_rank_cannot_begin_with_is_said_once_and_not_tried_again_and_again(text, here):
     folder = text / "runs" / "lost"
     folder.mkdir(parents=True)
@@ -214,7 +228,7 @@ def test_what_one_rank_cannot_begin_with_is_said_once_and_not_tried_again_and_ag
 def test_a_dry_run_shows_plan_memory_and_speed_and_leaves_nothing(here, text):
     done = here("train config.toml --dry-run")
     assert done.code == 0, done.err
-    assert re.search(r"predicted: [\d,]+ tokens/s, [\d,]+ ms a pass, bubble \d", done.out)
+    assert re.search(r"predicted: [\d,]+ tokens/s, [\d.]+ ms a step: a pass of [\d.]+ ms \(bubble \d", done.out)
     assert len(re.findall(r"^ \d +[\d.]+ MB", done.out, re.M)) == 2
     assert "hanayo: 2 ranks" in done.err
     assert not (text / "runs").exists()
@@ -262,6 +276,16 @@ def test_init_writes_a_config_that_is_read_back(here, text):
         ("generate nowhere", "nowhere has no checkpoint"),
         ("export nowhere", "nowhere has no checkpoint"),
         ("report nowhere", "has no steps of a run"),
+        ("report text.txt", "has no steps of a run"),
+        ("export nowhere -o text.txt", "text.txt is a file"),
+        ("init x.toml --set run.steps=0", "run.steps = 0 must be at least 1"),
+        ("train text.txt", "text.txt is no TOML"),
+        ("train config.toml --set run.folder=text.txt", "cannot write to text.txt: File exists"),
+        ("train config.toml --set data.cache=text.txt", "cannot write the token cache text.txt/tokens-"),
+        ("train config.toml --set model.weights=text.txt", "cannot read text.txt/config.json: Not a directory"),
+        ("train config.toml --set schedule.name=text.txt", "there is no schedule 'text.txt'"),
+        ("train config.toml --set data.sources=3", "data.sources must be a list of texts"),
+        ("train config.toml --set run.steps=1e3", "run.steps must be a whole number, not 1000.0"),
     ],
 )
 def test_a_mistake_is_one_message_before_anything_starts(here, text, line, words):

@@ -19,7 +19,7 @@ from penstock.train.history import Row, read_rows
 from penstock.train.loop import Job, Outcome, Trainer
 from penstock.train.weights import sizes_of
 
-VOCAB, LENGTH = 31, 8
+VOCAB, LENGTH, END = 31, 8, 7  # END: the last word of a document, where documents are told apart
 SMALL = Config(
     Model(layers=4, width=16, heads=4, kv_heads=2, inner=24, vocab=VOCAB),
     Data(tokens=LENGTH, batch=8, held_out=0.1),
@@ -35,7 +35,7 @@ def corpus(config: Config = SMALL) -> Corpus:
     noise, words = draw.integers(0, 3, 4000), [1]
     for step in noise:
         words.append((words[-1] * 3 + int(step)) % VOCAB)
-    return cut(np.array(words, dtype=np.uint16), config.data, "made up")
+    return cut(np.array(words, dtype=np.uint16), config.data, "made up", END if config.data.separate else None)
 
 
 def job_of(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from errno import ENOSPC
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,7 +21,8 @@ def write(output: Path, text: str, quiet: bool = False) -> None:
     try:
         output.write_text(text, encoding="utf-8", newline="")
     except OSError as error:
-        raise FileError(f"cannot write {output}: {error.strerror}\n  name a file in a folder that exists") from None
+        hint = "make room" if error.errno == ENOSPC else "name a file in a folder that exists"
+        raise FileError(f"cannot write {output}: {error.strerror}\n  {hint}") from None
     if not quiet:
         console(stderr=True).print(f"wrote {output}", highlight=False)
 

@@ -14,8 +14,9 @@ from penstock.errors import ConfigError, FileError, RunError
 from penstock.screen import Screen, in_bytes, log_to
 
 if TYPE_CHECKING:
+    from penstock.forecast import Forecast
     from penstock.ir import Plan
-    from penstock.session import Forecast, Summary
+    from penstock.session import Summary
     from penstock.train.config import Config
     from penstock.train.worker import Verdict
 
@@ -37,21 +38,33 @@ def train(
 ) -> None:
     """Train a model. Without a config: a small Llama on Python's own source, on four local workers, in a minute.
 
+    A rank is one process, or several: --set mesh.tensor=2 shares out layers, --set mesh.shard=2 weights between steps.
+
     Example: penstock train config.toml --set model.layers=24 --set schedule.name=hanayo
     """
     _needs_torch()
     from penstock.train.launcher import launch, under_launcher
+    from penstock.train.mesh import check_gpus
 
     config, folder = _config(source, preset, changes or [], resume or dry_run)
     if under_launcher():
         _as_a_rank(config, folder, resume, sample)
         return
+    if not dry_run:
+        _refuse(config, folder, resume)
     config, plan = _prepared(config, folder, write=not dry_run)
+    check_gpus(config, plan.schedule.ranks)
     _announce(config, plan, folder)
     if dry_run:
-        _show_forecast(config, plan)
+        found = _forecast(config, plan)
+        _print_memory(found, config)
+        console().print(f"predicted: {_predicted(found, config)}", highlight=False, soft_wrap=True)
         return
-    verdict = launch(rank, folder, plan.schedule.ranks, config.run.restarts, resume)
+    if config.run.forecast:
+        from penstock.forecast import known
+
+        _tell("predicted", _predicted(known(folder, config, plan) or _forecast(config, plan, folder), config))
+    verdict = launch(rank, folder, plan.schedule.ranks * config.mesh.size, config.run.restarts, resume)
     _ending(folder, verdict, sample)
 
 
@@ -64,12 +77,14 @@ def init(
 
     Example: penstock init config.toml --preset gpt2
     """
+    from penstock.train.config import check
     from penstock.train.config_file import changed, dump_config
     from penstock.train.config_file import preset as named
 
     if file.exists():
         raise FileError(f"{file} is there already\n  name another file")
-    text = dump_config(changed(named(preset), changes or []), f"penstock train {file}; from the preset {preset}")
+    config = check(changed(named(preset), changes or []))
+    text = dump_config(config, f"penstock train {file}; from the preset {preset}")
     write(file, text)
 
 
@@ -188,12 +203,30 @@ def _new_folder(name: str, exists: bool) -> Path:
     return next(folder for folder in names if not folder.exists())
 
 
+def _refuse(config: Config, folder: Path, resume: bool) -> None:
+    """What no worker could begin with is said before any starts."""
+    from penstock.train.checkpoint import newest
+    from penstock.train.hub import files_of
+    from penstock.train.loop import nothing_to_resume
+    from penstock.train.worker import need_gpu, sizes_for
+
+    need_gpu(config)
+    sizes_for(config)
+    if config.model.weights:
+        files_of(Path(config.model.weights))
+    if resume and not newest(folder / "checkpoints"):
+        raise nothing_to_resume(folder / "checkpoints")
+
+
 def _prepared(config: Config, folder: Path, write: bool = True) -> tuple[Config, Plan]:
     """Plans, reads the text, and writes down what every rank will read."""
-    from penstock.ir import write_plan
+    from dataclasses import replace
+
+    from penstock.ir import dump_plan, write_plan
     from penstock.session import planned
     from penstock.train.config_file import dump_config
     from penstock.train.corpus import open_corpus
+    from penstock.train.history import TIMELINE
     from penstock.train.worker import CONFIG, PLAN, cache_of, sizes_for
 
     with progress("planning"):
@@ -202,71 +235,87 @@ def _prepared(config: Config, folder: Path, write: bool = True) -> tuple[Config,
         return config, plan
     with progress("reading text"):
         open_corpus(config.data, cache_of(config, folder))
+    if Path(config.schedule.name).suffix:  # of a file: the run keeps its own copy of it, to go on from
+        config = replace(config, schedule=replace(config.schedule, name=str(folder / PLAN)))
     try:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / CONFIG).write_text(dump_config(config, f"penstock train {folder} --resume"), encoding="utf-8")
     except OSError as error:
         raise FileError(f"cannot write to {folder}: {error.strerror}\n  name another run.folder") from None
+    if (folder / PLAN).is_file() and (folder / PLAN).read_text(encoding="utf-8") != dump_plan(plan):
+        (folder / TIMELINE).unlink(missing_ok=True)  # of another schedule
     write_plan(plan, folder / PLAN)
     return config, plan
 
 
 def _announce(config: Config, plan: Plan, folder: Path) -> None:
-    """What was picked, in four lines."""
+    """What was picked, a line each."""
     from penstock.train.generate import parameter_count
     from penstock.train.worker import sizes_for
 
-    sizes, ranks = sizes_for(config), plan.schedule.ranks
+    sizes, ranks, mesh = sizes_for(config), plan.schedule.ranks, config.mesh
     tokens = config.data.batch * config.data.tokens
     for name, words in (
         ("model", f"{config.model.family}, {sizes.layers} layers of {sizes.width}, "
                   f"{parameter_count(sizes):,} parameters"),
         ("schedule", f"{plan.name}: {ranks} ranks, {len(plan.schedule.microbatches)} micro-batches of "
                      f"{config.rows} x {config.data.tokens} tokens, layers {' '.join(map(str, plan.partition))}"),
+        *([("mesh", mesh.over(ranks))] if mesh.size > 1 else []),
         ("step", f"{tokens:,} tokens; {config.run.steps} steps, {config.run.precision}"),
-        ("workers", _devices(config, ranks)),
+        ("workers", _devices(config, ranks * mesh.size)),
         ("folder", str(folder)),
     ):  # fmt: skip
-        console(stderr=True).print(f"[dim]{name:<9}[/] {words}", highlight=False, soft_wrap=True)
+        _tell(name, words)
 
 
-def _devices(config: Config, ranks: int) -> str:
+def _tell(name: str, words: str) -> None:
+    console(stderr=True).print(f"[dim]{name:<9}[/] {words}", highlight=False, soft_wrap=True)
+
+
+def _devices(config: Config, processes: int) -> str:
     import os
 
     import torch
 
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if config.run.device == "cpu" or gpus == 0 or (config.run.device == "auto" and gpus < ranks):
+    if config.run.device == "cpu" or gpus == 0 or (config.run.device == "auto" and gpus < processes):
         why = f" ({gpus} GPUs are too few)" if gpus and config.run.device == "auto" else ""
-        return f"{ranks} processes on {os.cpu_count()} CPU cores, gloo{why}"
-    return f"{ranks} processes on {gpus} GPUs, {'NCCL' if gpus >= ranks else 'gloo, as ranks share GPUs'}"
+        return f"{processes} processes on {os.cpu_count()} CPU cores, gloo{why}"
+    return f"{processes} processes on {gpus} GPUs, {'NCCL' if gpus >= processes else 'gloo, as ranks share GPUs'}"
 
 
-def _show_forecast(config: Config, plan: Plan) -> None:
-    import os
+def _forecast(config: Config, plan: Plan, folder: Path | None = None) -> Forecast:
+    """Times the pieces of the model, and keeps what was found in a folder, if there is one."""
+    from penstock.cost import write_profile
+    from penstock.forecast import PROFILE, forecast, machine_of, profiled
 
-    import torch
-
-    from penstock.session import forecast
-    from penstock.train.probe import probe
-    from penstock.train.worker import sizes_for
-
-    gpu = torch.cuda.is_available() and config.run.device != "cpu"
-    device = torch.device("cuda" if gpu else "cpu")
-    shared = 1.0 if gpu else max(1.0, plan.schedule.ranks / (os.cpu_count() or 1))
+    machine = machine_of(config, plan.schedule.ranks)
     with progress("timing a layer"):
-        pieces = probe(sizes_for(config), config.rows, config.data.tokens, device, config.run.precision == "bfloat16")
-    found = forecast(config, plan, pieces, shared)
-    _print_forecast(found, shared)
+        found = profiled(config, plan, machine)
+    assert found is not None
+    if folder is not None:
+        write_profile(found, folder / PROFILE)
+    return forecast(config, plan, found, machine.processors)
 
 
-def _print_forecast(found: Forecast, shared: float) -> None:
-    heads = ("rank", "weights, gradients, optimizer", "activations at most", "together")
+def _print_memory(found: Forecast, config: Config) -> None:
+    """A line a rank: of its one process, or of the fullest of several."""
+    who = "rank" if config.mesh.size == 1 else "process of rank"
+    heads = (who, "weights, gradients, optimizer", "activations at most", "together")
     each = enumerate(zip(found.weights, found.activations, strict=True))
     print_table(heads, [(str(rank), *map(in_bytes, (own, held, own + held))) for rank, (own, held) in each])
-    slow = f", {shared:.2g} ranks a core" if shared > 1 else ""
-    console().print(f"predicted: {found.speed:,.0f} tokens/s, {found.timeline.makespan * 1e3:,.0f} ms a pass, bubble "
-                     f"{found.timeline.bubble:.1%}{slow}", highlight=False)  # fmt: skip
+
+
+def _predicted(found: Forecast, config: Config) -> str:
+    """A step in words."""
+    passes = f"{found.passes} passes of " if found.passes > 1 else "a pass of "
+    processes, size = found.timeline.schedule.ranks * config.mesh.size, config.mesh.size
+    who = "ranks" if size == 1 else "processes"
+    shared = f", {processes} {who} on {found.processors} processors" if found.processors < processes else ""
+    shared += ", without the sums inside a rank" if size > 1 else ""
+    return (f"{found.speed:,.0f} tokens/s, {found.seconds * 1e3:,.3g} ms a step: {passes}"
+            f"{found.timeline.makespan * 1e3:,.3g} ms (bubble {found.timeline.bubble:.1%}{shared}), optimizer "
+            f"{found.optimizer * 1e3:,.3g} ms")  # fmt: skip
 
 
 # ---------------------------------------------------------------- meanwhile
@@ -288,13 +337,17 @@ def _as_a_rank(config: Config, folder: Path, resume: bool, sample: int) -> None:
     """Under torchrun: rank 0 prepares the folder, the others wait for it; then as a local worker."""
     import os
 
+    from penstock.train.launcher import forget, restarted
     from penstock.train.worker import join
 
     comm = join(config)
     if comm.rank == 0:
+        if not restarted():
+            forget(folder)
         config, plan = _prepared(config, folder)
-        if plan.schedule.ranks != comm.ranks:
-            raise ConfigError(f"the schedule has {plan.schedule.ranks} ranks, but {comm.ranks} were launched")
+        if plan.schedule.ranks * config.mesh.size != comm.ranks:
+            words = config.mesh.over(plan.schedule.ranks)
+            raise ConfigError(f"the schedule has {words}, but {comm.ranks} were launched")
         _announce(config, plan, folder)
     comm.barrier()
     verdict = rank(str(folder), resume)
@@ -326,11 +379,12 @@ def _print_ending(folder: Path, verdict: Verdict, found: Summary) -> None:
     how = "stopped after" if verdict.stopped else "trained"
     lines = [f"{how} {verdict.step} steps in {sum(row.seconds for row in rows):,.0f} s: "
              f"loss {rows[0].loss:.4f} -> {rows[-1].loss:.4f}{held}, {found.speed:,.0f} tokens/s"]  # fmt: skip
+    if found.forecast is not None:
+        lines.append(f"a step took {found.seconds * 1e3:,.3g} ms, predicted {found.forecast.seconds * 1e3:,.3g} ms")
     if found.predicted is not None and found.measured is not None:
-        lines.append(
-            f"step {found.step} took {found.measured.makespan * 1e3:.0f} ms, bubble {found.measured.bubble:.1%}; "
-            f"predicted from its actions' times {found.predicted.makespan * 1e3:.0f} ms, {found.predicted.bubble:.1%}"
-        )
+        how = "predicted" if found.forecast is not None else "by its actions' own times"
+        bubbles = found.measured.bubble, found.predicted.bubble
+        lines.append(f"step {found.step} had a bubble of {bubbles[0]:.1%}, {how} {bubbles[1]:.1%}")
     lines.append(f"report      {folder / 'report.html'}")
     lines.append(f"checkpoint  {folder / 'checkpoints' / f'step-{verdict.step:08d}'}")
     if verdict.stopped:

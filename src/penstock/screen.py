@@ -43,8 +43,9 @@ class Screen:
         """A step is done. An evaluation stays on the screen, whatever comes after it."""
         if row.bubble is not None:
             self.bubble = f"  bubble {row.bubble:.1%}"
+        mfu = f"  MFU {row.mfu:.1%}" if row.mfu is not None else ""
         words = (f"step {row.step:>{len(str(self.steps))}}/{self.steps}  loss {row.loss:.4f}  norm {row.norm:.3f}  "
-                 f"{row.speed:,.0f} tokens/s  {in_bytes(row.memory)}{self.bubble}")  # fmt: skip
+                 f"{row.speed:,.0f} tokens/s  {in_bytes(row.memory)}{self.bubble}{mfu}")  # fmt: skip
         if self.update is not None:
             self.update(words, row.step)
         due = self.update is None and (row.step % self.every == 0 or row.step == 1)

@@ -1,36 +1,36 @@
 """What needs several rooms at once: from a config to its plan and forecast, from a run's folder to its report.
 
-    Config ──► planned ──► Plan ──► forecast      cost of the pieces, timed here; simulated
+    Config ──► planned ──► Plan ──► forecast
                              │
                              ▼ trained elsewhere
-    RUN/metrics.jsonl, timeline.json ──► report   predicted (from the times of its own actions) over measured
+    RUN/metrics.jsonl, timeline.json ──► report   predicted over measured
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING
 
 from penstock.cost import ModelCost, PartCost, Seconds, UnitCost
 from penstock.errors import ConfigError, FileError
+from penstock.forecast import Forecast, known
 from penstock.ir import Op, Plan, Timeline, load_torch_csv, read_plan
+from penstock.ir.compare import compare
 from penstock.ir.fields import read_text
+from penstock.ir.schedule import stretch
 from penstock.plan import as_plan, portfolio, title
 from penstock.schedules import make
 from penstock.schedules.transforms import replicate
 from penstock.sim import simulate
 from penstock.train.config import AUTO, Config, check
+from penstock.train.config_file import read_config
 from penstock.train.history import Row, read_rows, read_timeline
-from penstock.view import Chart, report
-
-if TYPE_CHECKING:
-    from penstock.train.probe import Piece, Pieces
+from penstock.view import Line, report
 
 HOP = 0.05  # of a micro-batch's forward on a rank: the latency that schedules are compared with
-STATE = 4  # float32 numbers for each parameter: itself, its gradient, two means
+WARM = 3  # steps
 SHAPE = ("ranks", "microbatches", "waves", "chunks", "slices", "skips")
 
 
@@ -50,6 +50,8 @@ def planned(config: Config, layers: int) -> tuple[Config, Plan]:
         plan = Plan(make(shape.name, **known), _title(shape.name, given))
     if shape.copies > 1 and Path(shape.name).suffix not in (".json", ".csv"):
         plan = Plan(replicate(plan.schedule, shape.copies), f"{plan.name} copies={shape.copies}", (), plan.why)
+    for microbatch in set(plan.schedule.microbatches):
+        stretch(microbatch, config.data.tokens)  # refuses more slices than tokens
     return config, _cut(plan, config, layers)
 
 
@@ -91,55 +93,7 @@ def _cut(plan: Plan, config: Config, layers: int) -> Plan:
     return replace(plan, partition=tuple(given) or even_partition(layers, parts))
 
 
-# ---------------------------------------------------------------- forecasts
-@dataclass(frozen=True, slots=True)
-class Forecast:
-    """What a step will take: seconds, tokens a second, bubble; of each rank bytes of weights and of activations."""
-
-    timeline: Timeline
-    speed: float
-
-    @property
-    def weights(self) -> list[float]:
-        """Bytes of weights, gradients and optimizer, by rank."""
-        return [float(value) for value in self.timeline.weights]
-
-    @property
-    def activations(self) -> list[float]:
-        """Bytes at the fullest moment, by rank."""
-        return [float(value) for value in self.timeline.peak_activations]
-
-
-def forecast(config: Config, plan: Plan, pieces: Pieces, slowdown: float = 1.0) -> Forecast:
-    """Simulates a step; `slowdown`, if ranks share a processor."""
-    timeline = simulate(plan.schedule, model_cost(config, plan, pieces, slowdown))
-    tokens = config.data.batch * config.data.tokens
-    seconds = timeline.makespan * config.run.accumulate
-    return Forecast(timeline, tokens / seconds if seconds else 0.0)
-
-
-def model_cost(config: Config, plan: Plan, pieces: Pieces, slowdown: float = 1.0) -> ModelCost:
-    """Costs of the parts out of those of the pieces."""
-    tokens = config.rows * config.data.tokens
-    unit = plan.schedule.microbatches[0].tokens  # what the schedule counts a micro-batch as
-    last = len(plan.partition) - 1
-    parts = []
-    for number, layers in enumerate(plan.partition):
-        held: list[tuple[int, Piece]] = [(layers, pieces.layer)]
-        held += [(1, pieces.embed)] if number == 0 else []
-        held += [(1, pieces.head)] if number == last else []
-        forward, backward = (slowdown * sum(count * getattr(piece, way) for count, piece in held) / unit
-                             for way in ("forward", "backward"))  # fmt: skip
-        parts.append(PartCost(
-            Seconds(token=forward), Seconds(token=backward / 2), Seconds(token=backward / 2),
-            held=sum(count * piece.held for count, piece in held) * tokens / unit,
-            message=4.0 * pieces.embed.held / 4 * tokens / unit,
-            weights=sum(count * piece.parameters for count, piece in held) * 4.0 * STATE,
-            recompute=config.run.recompute,
-        ))  # fmt: skip
-    return ModelCost(tuple(parts))
-
-
+# ---------------------------------------------------------------- a measured step once more, without its noise
 def from_own_times(timeline: Timeline) -> Timeline:
     """What a measured step would have taken if all actions of one op and part took the same, and messages nothing."""
     own = simulate(timeline.schedule, own_cost(timeline))
@@ -155,7 +109,7 @@ def own_cost(timeline: Timeline, middle: Callable[[list[float]], float] = median
 
     def seconds(part: int, op: Op) -> Seconds:
         found = lasted.get((part, op))
-        return Seconds(token=middle(found) / schedule.microbatches[0].tokens) if found else Seconds()
+        return Seconds(base=middle(found)) if found else Seconds()
 
     parts = tuple(
         PartCost(seconds(part, Op.F), seconds(part, Op.I), seconds(part, Op.W),
@@ -171,10 +125,22 @@ class Summary:
     """A run in figures."""
 
     rows: tuple[Row, ...]
-    name: str  # of the schedule
+    plan: Plan
+    forecast: Forecast | None = None  # made before the run
     step: int = 0  # that was timed; 0: none
-    predicted: Timeline | None = None
     measured: Timeline | None = None
+
+    @property
+    def predicted(self) -> Timeline | None:
+        """The forecast; without one, what the measured step's own times make of it."""
+        if self.forecast is not None:
+            return self.forecast.timeline
+        return None if self.measured is None else from_own_times(self.measured)
+
+    @property
+    def seconds(self) -> float:
+        """Of the step in the middle, the first ones left out: they find everything cold."""
+        return median(row.seconds for row in self.rows[WARM:] or self.rows)
 
     @property
     def evaluation(self) -> float | None:
@@ -193,17 +159,16 @@ def summary(folder: Path) -> Summary:
     if not rows:
         raise FileError(f"{folder} has no steps of a run\n  name the folder of one, runs/tiny say")
     plan = read_plan(folder / "plan.json")
-    found = read_timeline(folder, plan.schedule)
-    if found is None:
-        return Summary(tuple(rows), plan.name)
-    step, timeline = found
-    return Summary(tuple(rows), plan.name, step, from_own_times(timeline), timeline)
+    told = folder / "config.toml"
+    made = known(folder, read_config(told), plan) if told.is_file() else None
+    step, timeline = read_timeline(folder, plan.schedule) or (0, None)
+    return Summary(tuple(rows), plan, made, step, timeline)
 
 
 def report_of(found: Summary, title: str, sample: str = "") -> str:
     """The page of a run."""
     rows = found.rows
-    facts = [("steps", str(rows[-1].step)), ("schedule", found.name), ("loss", f"{rows[-1].loss:.4f}"),
+    facts = [("steps", str(rows[-1].step)), ("schedule", found.plan.name), ("loss", f"{rows[-1].loss:.4f}"),
              ("tokens a second", f"{found.speed:,.0f}"), ("tokens", f"{sum(row.tokens for row in rows):,}"),
              ("epochs", f"{rows[-1].epoch:.3g}"),
              ("memory of the fullest rank", f"{rows[-1].memory / 1e6:,.0f} MB")]  # fmt: skip
@@ -213,11 +178,48 @@ def report_of(found: Summary, title: str, sample: str = "") -> str:
     if found.predicted is not None and found.measured is not None:
         facts.append(("bubble", f"{found.measured.bubble:.1%}, predicted {found.predicted.bubble:.1%}"))
         timelines = [("predicted", found.predicted), (f"measured, step {found.step}", found.measured)]
-    held = [(row.step, row.evaluation) for row in rows if row.evaluation is not None]
-    charts = [
-        Chart("loss", (("train", [(row.step, row.loss) for row in rows]), *([("held out", held)] if held else []))),
-        Chart("norm of the gradients", (("before clipping", [(row.step, row.norm) for row in rows]),)),
-        Chart("tokens a second", (("speed", [(row.step, row.speed) for row in rows]),)),
-        Chart("learning rate", (("rate", [(row.step, row.rate) for row in rows]),)),
+    figures = [
+        ("loss", (curve("train", rows, lambda row: row.loss), curve("held out", rows, lambda row: row.evaluation))),
+        ("norm of the gradients", (curve("before clipping", rows, lambda row: row.norm),)),
+        ("tokens a second", (curve("speed", rows, lambda row: row.speed),)),
+        ("learning rate", (curve("rate", rows, lambda row: row.rate),)),
     ]
-    return report(title, facts, charts, timelines, sample)
+    lists = [("Largest differences", _differences(found)), ("Ranks", _ranks(found)), ("The plan", _why(found.plan))]
+    return report(title, facts, figures, timelines, sample, lists)
+
+
+def curve(name: str, rows: Sequence[Row], value: Callable[[Row], float | None]) -> Line:
+    """A figure of every step that has it."""
+    found = [(row.step, value(row)) for row in rows]
+    points = [(step, one) for step, one in found if one is not None]
+    return Line(name, tuple(step for step, _ in points), tuple(one for _, one in points))
+
+
+def _differences(found: Summary) -> list[str]:
+    """Actions whose time was furthest from the predicted one."""
+    if found.predicted is None or found.measured is None:
+        return []
+    return [
+        f"{one.action} on rank {one.rank}: predicted {one.expected * 1e3:.3g} ms, took {one.actual * 1e3:.3g} ms"
+        for one in compare(found.predicted, found.measured).largest
+    ]
+
+
+def _ranks(found: Summary) -> list[str]:
+    """Layers of each rank, and what it was said to hold."""
+    schedule, lines = found.plan.schedule, []
+    for rank in range(schedule.ranks):
+        parts = sorted({stage.part for stage in schedule.stages if stage.rank == rank})
+        words = f"rank {rank}: parts {' '.join(map(str, parts))}, "
+        words += f"layers {' + '.join(str(found.plan.partition[part]) for part in parts)}"
+        if found.forecast is not None:
+            own, held = found.forecast.weights[rank], found.forecast.activations[rank]
+            words += f"; predicted {own / 1e6:,.1f} MB of weights and optimizer, {held / 1e6:,.1f} MB of activations"
+        lines.append(words)
+    return lines
+
+
+def _why(plan: Plan) -> list[str]:
+    """What the planner has noted."""
+    size = f"{plan.schedule.ranks} ranks, {len(plan.schedule.microbatches)} micro-batches"
+    return [f"{plan.name}: {size}", *(f"{name.replace('_', ' ')}: {fact}" for name, fact in plan.why)]

@@ -51,7 +51,7 @@ def fit(points: Sequence[Measured], held_out: Sequence[Measured], good: float = 
     if plain.worst <= good:
         return plain
     table = _judged(Table(formula, tuple(points)), held_out or points)
-    return table if held_out and table.median < plain.median else plain
+    return table if table.median < plain.median else plain
 
 
 def fit_formula(points: Sequence[Measured]) -> Seconds:

@@ -89,6 +89,7 @@ class Profile:
     network: Network = field(default_factory=Network)
     model: Facts = ()  # what it is
     device: Facts = ()  # where and with what it was measured
+    turn: float = 0.0  # seconds of a processor that an action takes beside its op: the executor's, and for messages
 
     def cost(
         self, partition: Sequence[int], ranks: int | None = None, recompute: bool = False, tokens: int | None = None
@@ -116,7 +117,7 @@ class Profile:
         blocks = self.blocks(layers, first, last)
 
         def curve(op: Op) -> Curve:
-            return total((count, one.fit(op).curve) for count, one in blocks)
+            return total([(1, Seconds(self.turn)), *((count, one.fit(op).curve) for count, one in blocks)])
 
         return PartCost(
             F=curve(Op.F), I=curve(Op.I), W=curve(Op.W), B=curve(Op.B),

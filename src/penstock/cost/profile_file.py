@@ -3,7 +3,7 @@
     {
       "penstock": "profile",
       "version": 1,
-      "layers": 8, "tokens": 1024, "rows": 1, "message": 1024.0,
+      "layers": 8, "tokens": 1024, "rows": 1, "message": 1024.0, "turn": 0.0002,
       "model": {...}, "device": {...},                                   facts
       "blocks": {
         "layer": {
@@ -62,7 +62,8 @@ BYTES = ("held", "kept", "weights", "update")
 def dump_profile(profile: Profile) -> str:
     """A profile as text: one line a fit or point."""
     blocks = {name: _block_text(getattr(profile, name)) for name in BLOCKS}
-    sizes = ", ".join(f'"{word}": {getattr(profile, word)!r}' for word in ("layers", "tokens", "rows", "message"))
+    words = ("layers", "tokens", "rows", "message", "turn")
+    sizes = ", ".join(f'"{word}": {getattr(profile, word)!r}' for word in words)
     net = profile.network
     network = {"latency": net.latency, "bandwidth": _endless(net.bandwidth), "serial": net.serial}
     lines = (
@@ -126,7 +127,7 @@ def load_profile(text: str, source: str = "profile.json") -> Profile:
     page = Page(text, source, "profile")
     top = top_of(page, VERSION)
     known = ("penstock", "version", "layers", "tokens", "rows", "message", "model", "device", "blocks", "network")
-    entry_of(page, (), top, known, ())
+    entry_of(page, (), top, known, ("turn",))
     layers, tokens, rows = (whole_of(page, (word,), top[word], least=1) for word in ("layers", "tokens", "rows"))
     blocks = entry_of(page, ("blocks",), top["blocks"], BLOCKS, ())
     embed, layer, head = (_block(page, ("blocks", name), blocks[name]) for name in BLOCKS)
@@ -134,6 +135,7 @@ def load_profile(text: str, source: str = "profile.json") -> Profile:
         layers, tokens, rows, number_of(page, ("message",), top["message"]), embed, layer, head,
         network=_network(page, ("network",), top["network"]),
         model=facts_of(page, ("model",), top["model"]), device=facts_of(page, ("device",), top["device"]),
+        turn=number_of(page, ("turn",), top.get("turn", 0.0)),
     )  # fmt: skip
 
 

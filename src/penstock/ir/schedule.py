@@ -62,6 +62,8 @@ def stretch(microbatch: MicroBatch, tokens: int) -> MicroBatch:
     if tokens == microbatch.tokens:
         return microbatch
     cuts = tuple((cut * tokens + microbatch.tokens // 2) // microbatch.tokens for cut in microbatch.cuts)
+    if tokens < microbatch.slices:
+        raise ShapeError(f"{tokens} tokens cannot be cut into {microbatch.slices} slices; the most is {tokens}")
     if any(begin >= end for begin, end in pairwise(cuts)):
         raise ShapeError(
             f"a sequence of {tokens} tokens leaves a slice empty when cut in the shares of {microbatch.cuts}; "

@@ -2,7 +2,7 @@
 
     x ──┬─ norm ─ attention ─(+)─┬─ norm ─ mlp ─(+)─►        one layer
         └───────────────────────┘└──────────────┘
-    q, k, v = Wqkv x
+    q, k, v = Wqkv x                                         rows of Wqkv: q, k, v of head 0, then of head 1, ...
 """
 
 from __future__ import annotations
@@ -65,13 +65,13 @@ class Attention(nn.Module):
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        self.heads = config.heads
+        self.head_width = config.width // config.heads
         self.qkv = nn.Linear(config.width, 3 * config.width)
         self.output = nn.Linear(config.width, config.width)
 
     def forward(self, x: Tensor, piece: Slice | None = None) -> Tensor:
         """Of all of x, or of a slice."""
-        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        q, k, v = self.qkv(x).unflatten(-1, (-1, 3, self.head_width)).permute(3, 0, 2, 1, 4)
         y: Tensor = self.output(attend(self, q, k, v, piece))
         return y
 
@@ -155,15 +155,24 @@ def from_hf_state(state: Mapping[str, Tensor], config: GPTConfig) -> dict[str, T
     bare = "" if any(name.startswith("transformer.") for name in state) else "transformer."
     named = {name if name == "lm_head.weight" else bare + name: w for name, w in state.items()}
     ours = _transpose(rename({n: w for n, w in named.items() if not n.endswith(BUFFERS)}, turned(NAMES)))
+    ours = {name: _regrouped(name, w, (3, config.heads)) for name, w in ours.items()}
     return ours | {"head.output.weight": ours["embed.tokens.weight"]} if config.tied else ours
 
 
 def to_hf_state(state: Mapping[str, Tensor], config: GPTConfig) -> dict[str, Tensor]:
     """The way back: the names that Hugging Face saves, a tied weight once."""
     once = {name: w for name, w in state.items() if name != "head.output.weight" or not config.tied}
-    return rename(_transpose(once), NAMES)
+    return rename(_transpose({name: _regrouped(name, w, (config.heads, 3)) for name, w in once.items()}), NAMES)
 
 
 def _transpose(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """GPT-2 keeps the matrices of its layers the other way round."""
     return {name: w.t().contiguous() if name.endswith(TRANSPOSED) else w for name, w in state.items()}
+
+
+def _regrouped(name: str, w: Tensor, groups: tuple[int, int]) -> Tensor:
+    """GPT-2 has the queries of all heads, then all keys, then all values; ours go head by head, so that a run of rows
+    has some heads whole."""
+    if ".qkv." not in name or w.is_meta:
+        return w
+    return w.reshape(*groups, -1, *w.shape[1:]).transpose(0, 1).reshape(w.shape)

@@ -168,12 +168,16 @@ class Part(nn.Module):
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Part:
         """Torch, where it makes new parameters (`to_empty`), would make two of a tied one; here it stays one."""
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self.tie()
+        return self
+
+    def tie(self) -> None:
+        """Makes one parameter again of what should be one."""
         held = dict(self.named_parameters(remove_duplicate=False))
         for other, name in self.tied.items():
             if other in held and name in held:
                 path, _, leaf = other.rpartition(".")
                 setattr(self.get_submodule(path), leaf, held[name])
-        return self
 
 
 def split(model: nn.Module, partition: Sequence[int]) -> list[Part]:

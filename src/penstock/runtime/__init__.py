@@ -6,6 +6,8 @@ from penstock.runtime.comm import Comm, ProcessComm, ShapedComm, ThreadComm, run
 from penstock.runtime.executor import Executor, Result, execute
 from penstock.runtime.launch import finish, init, spawn
 from penstock.runtime.replicas import Tied
+from penstock.runtime.shards import shard_layers
+from penstock.runtime.share import corner, cut, local
 from penstock.runtime.sleeping import Sleeping
 from penstock.runtime.visits import Mean
 from penstock.runtime.watchdog import watching
@@ -23,14 +25,18 @@ __all__ = [
     "ThreadComm",
     "Tied",
     "batch_of",
+    "corner",
     "current_ledger",
+    "cut",
     "cut_batch",
     "defer",
     "execute",
     "finish",
     "init",
+    "local",
     "make_deferrable",
     "run_threads",
+    "shard_layers",
     "spawn",
     "watching",
 ]

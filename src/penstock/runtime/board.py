@@ -2,7 +2,8 @@
 
     state/3     rank 3 waits at 3B2 for 4B2 from rank 4        each rank its own, four times a second
     state/4     rank 4 is at 4F5
-    failure     StuckError, and its text                       the first one to come; all ranks raise it
+    failure     StuckError, and its text                       the first one to come; all ranks raise it, of all
+                                                               pipelines that train one model
 
 Texts, never pickles.
 """
@@ -12,7 +13,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from torch.distributed.distributed_c10d import PrefixStore, Store
@@ -59,10 +60,11 @@ class Failure:
 class Board:
     """One rank's view of the store. A new one for each run, on all ranks alike."""
 
-    def __init__(self, store: Store, rank: int, ranks: int) -> None:
-        self.rank, self.ranks = rank, ranks
-        turn = store.add(f"penstock/boards/{rank}", 1)
-        self.store = PrefixStore(f"penstock/board/{turn}", store)
+    def __init__(self, store: Store, rank: int, ranks: int, name: str = "") -> None:
+        self.rank, self.ranks, self.name = rank, ranks, name
+        turn = store.add(f"penstock/boards/{name}/{rank}", 1)
+        self.common = PrefixStore(f"penstock/board/{turn}", store)  # of all pipelines of a run
+        self.store = PrefixStore(name, self.common)
         self.gone = False  # the store is; asking it again would only fill the screen
 
     def say(self, state: State) -> None:
@@ -80,12 +82,13 @@ class Board:
 
     def failure(self) -> Failure | None:
         """What has gone wrong, if something has."""
-        known = self._get("failure")
+        known = self._get("failure", self.common)
         return Failure(known["kind"], known["text"], tuple(known["lost"])) if known else None
 
     def fail(self, failure: Failure) -> Failure:
         """Publishes a failure; the first one counts, and is given back."""
-        self.store.compare_set("failure", "", json.dumps(asdict(failure)))
+        named = replace(failure, text=f"{failure.text}\n\nin the pipeline of {self.name}") if self.name else failure
+        self.common.compare_set("failure", "", json.dumps(asdict(named)))
         return self.failure() or failure
 
     def count(self, name: str, more: int = 1) -> int:
@@ -98,8 +101,9 @@ class Board:
         while self.count(name, 0) < number and time.monotonic() < end:
             time.sleep(0.02)
 
-    def _get(self, key: str) -> dict[str, Any]:
-        known: dict[str, Any] = json.loads(self.store.get(key)) if self.store.check([key]) else {}
+    def _get(self, key: str, where: Store | None = None) -> dict[str, Any]:
+        store = where or self.store
+        known: dict[str, Any] = json.loads(store.get(key)) if store.check([key]) else {}
         return known
 
 

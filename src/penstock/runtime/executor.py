@@ -30,6 +30,7 @@ from penstock.runtime.comm.comm import Arriving, Comm, Pending
 from penstock.runtime.memory import keep_freed_memory
 from penstock.runtime.recorder import Clock, Moment, Recorder, Recording
 from penstock.runtime.replicas import Replicas, Tied, groups_of
+from penstock.runtime.shards import Shards
 from penstock.runtime.slices import Carries, refuse_whole, spans_of
 from penstock.runtime.steps import Do, Step, turns_of
 from penstock.runtime.visits import Mean, Visits
@@ -94,9 +95,11 @@ class Executor:
         refuse_whole(program.schedule, self.modules)
         self.turns = turns_of(program, comm.rank)
         self.receives = [step for turn in self.turns for step in turn.messages if step.do is Do.RECEIVE]
-        keep_freed_memory()
         comm.prepare(groups_of(program.schedule, tied))
         self.replicas = Replicas(program.schedule, self.modules, comm, tied)
+        self.shards = Shards(program.schedule, self.modules, comm.rank, tied)
+        if not self.shards.parts:  # they save memory, which what is kept would cost again
+            keep_freed_memory()
         self.visits = Visits(program.schedule, self.modules, mean, tied)
         self.world = tuple(range(comm.ranks))
         self.recorder, self.clock = Recorder(program.schedule, comm), Clock(self.modules.values())
@@ -181,6 +184,7 @@ class _Pass:
         if training:
             e.visits.begin()
             replicas.begin()
+        e.shards.begin()
         self.post(self.ahead)
         for number, turn in enumerate(e.turns):
             step = turn.step
@@ -194,7 +198,8 @@ class _Pass:
                     self.record(step, act[step.do])
                 else:
                     act[step.do](step)
-                if replicas.order and training:
+                if training and (e.shards.parts or replicas.order):
+                    e.shards.after(step.value)
                     replicas.after(step.value)
             for message in turn.messages:
                 if message.do is Do.RECEIVE:
@@ -207,6 +212,7 @@ class _Pass:
             pending.wait()
         if self.carries is not None:
             self.carries.check_empty()
+        e.shards.finish()
         if training:
             replicas.finish()
             e.visits.finish(self.batch)

@@ -25,6 +25,7 @@ from penstock.cost.profile import Block, Point, Profile, block
 from penstock.ir.fields import Facts
 from penstock.runtime.comm.comm import Comm
 from penstock.runtime.footprint import footprint
+from penstock.runtime.hollow import turn_of
 from penstock.runtime.links import network_of
 from penstock.runtime.memory import keep_freed_memory
 from penstock.runtime.probe import Probe, Subject, Times
@@ -33,6 +34,7 @@ ROUNDS = 6
 VISIT = 0.03  # seconds for which a point is at least measured in each round, but
 MOST = 8  # passes at most
 Watch = Callable[[str], None]
+Middle = Callable[[Sequence[float]], float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,32 +51,39 @@ class Subjects:
 
 def measure(
     subjects: Subjects, comm: Comm | None = None, links: bool = False, rounds: int = ROUNDS,
-    watch: Watch = lambda text: None,
+    watch: Watch = lambda text: None, where: Sequence[Where] = (), middle: Middle = statistics.median,
 ) -> Profile:  # fmt: skip
-    """The profile of a model. With a `comm` all ranks call it, and get the mean of what they measured."""
+    """The profile of a model. With a `comm` all ranks call it, and get the mean of what they measured.
+
+    `where`: the only slices to measure, if it is known which ones will run. `middle`: of all passes over a slice; the
+    median to compare slices, the mean to add them up.
+    """
     keep_freed_memory()
     collects = gc.isenabled()
     gc.disable()
     try:
         named = (("embedding", subjects.embed), ("layer", subjects.layer), ("head", subjects.head))
-        embed, layer, head = (_block(name, one, comm, rounds, watch) for name, one in named)
+        embed, layer, head = (_block(name, one, comm, rounds, watch, where, middle) for name, one in named)
     finally:
         if collects:
             gc.enable()
     watch("links")
-    network = Network() if comm is None else network_of(comm, links, subjects.layer.inputs.device)
-    rows, tokens, _ = subjects.layer.inputs.shape
+    device, (rows, tokens, width) = subjects.layer.inputs.device, subjects.layer.inputs.shape
+    network = Network() if comm is None else network_of(comm, links, device)
+    turn = turn_of(comm, rows, tokens, width) if comm is not None and device.type == "cpu" else 0.0
     message = float(subjects.layer.inputs[:, 0].nbytes)
     return Profile(
-        subjects.layers, tokens, rows, message, embed, layer, head, network, subjects.model, subjects.device
+        subjects.layers, tokens, rows, message, embed, layer, head, network, subjects.model, subjects.device, turn
     )
 
 
-def _block(name: str, subject: Subject, comm: Comm | None, rounds: int, watch: Watch) -> Block:
+def _block(
+    name: str, subject: Subject, comm: Comm | None, rounds: int, watch: Watch, given: Sequence[Where], middle: Middle
+) -> Block:  # fmt: skip
     probe = Probe(subject)
-    fitted, held_out = points_of(subject.tokens, subject.prefixes)
+    fitted, held_out = points_of(subject.tokens, subject.prefixes) if not given else (_own(subject, given), [])
     where = [*fitted, *held_out]
-    seconds = _mean(_medians(name, probe, where, comm, rounds, watch) / subject.layers, comm)
+    seconds = _mean(_times(name, probe, where, comm, rounds, watch, middle) / subject.layers, comm)
     prints, share = footprint(probe), subject.layers * subject.tokens
     points = [
         Point(i, j, f, b, back, w, held_out=number >= len(fitted))
@@ -84,8 +93,13 @@ def _block(name: str, subject: Subject, comm: Comm | None, rounds: int, watch: W
     return block(points, prints.held / share, prints.kept / share, weights, update)
 
 
-def _medians(
-    name: str, probe: Probe, points: Sequence[Where], comm: Comm | None, rounds: int, watch: Watch
+def _own(subject: Subject, given: Sequence[Where]) -> list[Where]:
+    """Of slices that will run, those that differ for a subject."""
+    return sorted({(tokens, prefix if subject.prefixes else 0) for tokens, prefix in given})
+
+
+def _times(
+    name: str, probe: Probe, points: Sequence[Where], comm: Comm | None, rounds: int, watch: Watch, middle: Middle
 ) -> Tensor:  # fmt: skip
     """Seconds of F, B, I and W at each point, (points, 4)."""
     found: list[list[Times]] = [[] for _ in points]
@@ -100,8 +114,8 @@ def _medians(
                 found[number] += times
             else:
                 passes[number] = min(max(int(VISIT / sum(times[0]) + 1), 1), MOST)
-    medians = [[statistics.median(column) for column in zip(*some, strict=True)] for some in found]
-    return torch.tensor(medians, dtype=torch.float64)
+    each = [[middle(column) for column in zip(*some, strict=True)] for some in found]
+    return torch.tensor(each, dtype=torch.float64)
 
 
 def _mean(seconds: Tensor, comm: Comm | None) -> Tensor:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from penstock.ir.needs import FORWARD
 from penstock.ir.schedule import Schedule
 from penstock.runtime.comm.comm import Comm, Pending
+from penstock.runtime.share import local
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +71,7 @@ class Replicas:
         for parameter in shared.parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-        flat = torch.cat([parameter.grad.reshape(-1) for parameter in shared.parameters if parameter.grad is not None])
+        flat = torch.cat([local(p.grad).reshape(-1) for p in shared.parameters if p.grad is not None])
         self.sums.append((self.comm.add(flat, shared.group), flat, shared))
 
     def finish(self) -> None:
@@ -78,10 +79,11 @@ class Replicas:
         assert self.next == len(self.order), "a sum was never begun"
         for (pending, flat, shared), before in zip(self.sums, self.before, strict=True):
             pending.wait()
-            pieces = torch.split(flat, [parameter.numel() for parameter in shared.parameters])
-            for parameter, piece, earlier in zip(shared.parameters, pieces, before, strict=True):
+            held = [local(parameter.grad) for parameter in shared.parameters if parameter.grad is not None]
+            pieces = torch.split(flat, [one.numel() for one in held])
+            for parameter, one, piece, earlier in zip(shared.parameters, held, pieces, before, strict=True):
+                one.copy_(piece.view_as(one))
                 assert parameter.grad is not None
-                parameter.grad.copy_(piece.view_as(parameter))
                 if earlier is not None:
                     parameter.grad += earlier
         self.sums.clear()
@@ -89,10 +91,14 @@ class Replicas:
 
 @dataclass(frozen=True, slots=True)
 class Tied:
-    """A parameter that several parts use; `parameter` is this rank's copy, if it has one."""
+    """A parameter that several parts use; `parameter` is this rank's copy, if it has one.
+
+    `twins` are further copies of it on this rank, where one for all of its parts cannot be (`penstock.runtime.shards`).
+    """
 
     parts: tuple[int, ...]
     parameter: nn.Parameter | None
+    twins: tuple[nn.Parameter, ...] = ()
 
 
 def groups_of(schedule: Schedule, tied: Mapping[str, Tied] | None = None) -> list[tuple[int, ...]]:
@@ -110,7 +116,7 @@ def _ranks_of(schedule: Schedule, parts: Sequence[int]) -> tuple[int, ...]:
 def _parts(
     schedule: Schedule, modules: Mapping[int, nn.Module], rank: int, tied: Mapping[str, Tied]
 ) -> list[Shared]:
-    elsewhere = {id(shared.parameter) for shared in tied.values()}
+    elsewhere = {id(one) for shared in tied.values() for one in (shared.parameter, *shared.twins)}
     found = []
     for part in range(schedule.parts):
         group = _ranks_of(schedule, (part,))
@@ -118,7 +124,7 @@ def _parts(
             mine = [m for stage, m in modules.items() if schedule.stages[stage].part == part]
             parameters = {id(p): p for m in mine for p in m.parameters() if p.requires_grad and id(p) not in elsewhere}
             if parameters:
-                last, ready = _completion(schedule, (part,), rank)
+                last, ready = completion(schedule, (part,), rank)
                 found.append(Shared(f"part {part}", group, last, ready, tuple(parameters.values())))
     return found
 
@@ -129,12 +135,12 @@ def _tied(schedule: Schedule, rank: int, tied: Mapping[str, Tied]) -> list[Share
         group = _ranks_of(schedule, shared.parts)
         if len(group) > 1 and rank in group:
             assert shared.parameter is not None, f"rank {rank} has no copy of {name}"
-            last, ready = _completion(schedule, shared.parts, rank)
+            last, ready = completion(schedule, shared.parts, rank)
             found.append(Shared(f"tied {name}", group, last, ready, (shared.parameter,)))
     return found
 
 
-def _completion(schedule: Schedule, parts: Sequence[int], rank: int) -> tuple[int, int]:
+def completion(schedule: Schedule, parts: Sequence[int], rank: int) -> tuple[int, int]:
     """The last backward of these parts on a rank, and the tick of the last on any."""
     table = schedule.table
     part = np.array([stage.part for stage in schedule.stages])[table.stage]

@@ -35,7 +35,7 @@ from typing import Protocol
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store, _get_default_store
 
-from penstock.errors import FileError, RunError
+from penstock.errors import FileError, PeerLostError, PenstockError, RunError
 from penstock.ir.action import parse_action
 from penstock.ir.needs import needs
 from penstock.ir.program import Program
@@ -85,7 +85,7 @@ class Watchdog:
         self.executor, self.comm, self.silence = executor, comm, silence
         shared = store or _get_default_store()
         own = shared.clone()  # type: ignore[attr-defined]  # a connection that nothing else can block
-        self.board = Board(own, comm.rank, comm.ranks)
+        self.board = Board(own, comm.rank, comm.ranks, comm.name)
         self.thread = threading.Thread(target=self.run, name=f"watchdog of rank {comm.rank}", daemon=True)
         self.lock = threading.Lock()
         self.over = threading.Event()  # the rank has left, or raises the failure: nothing more to do
@@ -111,11 +111,15 @@ class Watchdog:
         self.comm.listen_to(None)
         if self.alarmed:
             signal.signal(ALARM, signal.SIG_DFL)
+        torchs = isinstance(error, RuntimeError) and not isinstance(error, PenstockError)
+        cut = torchs or isinstance(error, PeerLostError)  # what a wait says that someone else has ended
+        known = self.failure
         if not self.board.gone:
             with contextlib.suppress(dist.DistError):
+                known = known or (self.board.failure() if cut else None)
                 self.leave(None if isinstance(error, SystemExit) and not error.code else error)
-        if self.failure is not None and error is None:
-            raise self.failure.error
+        if known is not None and (error is None or cut):
+            raise known.error from None
 
     def leave(self, error: BaseException | None) -> None:
         """Tells the others, in peace or not, and lets them read it."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from penstock.cost.columns import columns, levels
+from penstock.cost.columns import Columns, columns, levels
 from penstock.cost.cost import Cost
 from penstock.ir.compiled import at_speed
 from penstock.ir.schedule import Schedule
@@ -34,6 +34,14 @@ def simulate(schedule: Schedule, cost: Cost) -> Timeline:
         table.order, table.rank, table.needs, costs.seconds, costs.pause, costs.link, costs.latency, costs.wire,
         cost.serial, start, end, sent, arrived, cause, schedule.ranks,
     )  # fmt: skip
+    return timeline_of(schedule, cost, costs, start, end, sent, arrived, cause)
+
+
+def timeline_of(
+    schedule: Schedule, cost: Cost, costs: Columns, start: Floats, end: Floats, sent: Floats, arrived: Floats,
+    cause: Ints,
+) -> Timeline:  # fmt: skip
+    """Times with what is held meanwhile."""
     weights = np.zeros(schedule.ranks)
     for number, stage in enumerate(schedule.stages):
         weights[stage.rank] += cost.weights(schedule, number)

@@ -13,7 +13,8 @@
 
 Files are written and read by torch's DCP in its safetensors storage, each rank for itself (`no_dist`): no plan goes
 over the network, and no pickle is written or read. (DCP's own default, `.metadata`, is a pickle.) Which rank saves a
-replica is known from the schedule. The folder must be one that all ranks see.
+replica is known from the schedule. Of a tensor that several processes share (`penstock.train.mesh`) each writes its own
+share, with its place in the whole; any other split reads from these what it needs. All ranks must see the folder.
 """
 
 from __future__ import annotations
@@ -26,17 +27,20 @@ import threading
 import warnings
 import zlib
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from penstock.errors import FileError, RunError
-from penstock.runtime import Comm
+from penstock.runtime import Comm, corner, local
 
 Facts: TypeAlias = dict[str, Any]  # JSON
 NOTE = "checkpoint.json"
@@ -60,8 +64,9 @@ class Saver:
         """Copies what is to be saved, and begins to write it."""
         assert self.step is None, f"step {self.step} is still on its way"
         self.step, self.facts, self.failure = step, facts, ""
-        copies = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
-        self.thread = threading.Thread(target=self._write, args=(self.path, copies), name=f"saves step {step}")
+        copies = {name: local(one).detach().to("cpu", copy=True).contiguous() for name, one in tensors.items()}
+        corners = {name: corner(one) for name, one in tensors.items()}
+        self.thread = threading.Thread(target=self._write, args=(self.path, copies, corners), name=f"saves step {step}")
         self.thread.start()
 
     @property
@@ -69,12 +74,12 @@ class Saver:
         """Where the step that is on its way goes meanwhile."""
         return self.folder / f"step-{self.step:08d}{SAVING}"
 
-    def _write(self, path: Path, tensors: dict[str, Tensor]) -> None:
+    def _write(self, path: Path, tensors: dict[str, Tensor], corners: dict[str, tuple[int, ...]]) -> None:
         """On its own thread: this rank's file, and a note on it."""
         try:
             path.mkdir(parents=True, exist_ok=True)
             if tensors:
-                _save(path, tensors, self.rank, self.ranks)
+                _save(path, tensors, corners, self.rank, self.ranks)
             mine = path.glob(f"*-{self.rank + 1:05d}-of-{self.ranks:05d}.safetensors")
             note = path / f"rank-{self.rank:05d}.json"
             _write_synced(note, json.dumps({file.name: _fingerprint(file) for file in mine}))
@@ -118,12 +123,32 @@ class Saver:
         comm.barrier()
 
 
-def _save(path: Path, tensors: dict[str, Tensor], rank: int, ranks: int) -> None:
+class _Planner(DefaultSavePlanner):
+    """Tells DCP where each tensor lies in its whole; after its check that all of it is there, as no rank has it."""
+
+    def __init__(self, corners: Mapping[str, tuple[int, ...]]) -> None:
+        super().__init__()
+        self.corners = corners
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        """The same plan, every item moved to its place."""
+        plan = super().finish_plan(new_plan)
+        return replace(plan, items=[self._moved(item) for item in plan.items])
+
+    def _moved(self, item: WriteItem) -> WriteItem:
+        assert item.tensor_data is not None
+        chunk = replace(item.tensor_data.chunk, offsets=torch.Size(self.corners[item.index.fqn]))
+        return replace(item, tensor_data=replace(item.tensor_data, chunk=chunk))
+
+
+def _save(
+    path: Path, tensors: dict[str, Tensor], corners: Mapping[str, tuple[int, ...]], rank: int, ranks: int
+) -> None:
     """This rank's tensors as one file, by DCP; the last entry of the mapping only says how many files there are."""
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # it says so, since we ask for it
     places = dict.fromkeys(tensors, rank + 1) | {"": ranks}
     writer = HuggingFaceStorageWriter(str(path), places, save_distributed=True)
-    dcp_save(dict(tensors), storage_writer=writer, no_dist=True)
+    dcp_save(dict(tensors), storage_writer=writer, planner=_Planner(corners), no_dist=True)
 
 
 def _publish(path: Path, final: Path, facts: Facts) -> None:

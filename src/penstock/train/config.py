@@ -1,8 +1,9 @@
-"""What a run is told: five sections of plain values, frozen, checked before anything starts.
+"""What a run is told: six sections of plain values, frozen, checked before anything starts.
 
     [model]      sizes, or a folder to start from          what is trained
     [data]       text, tokenizer, tokens, batch            on what
     [schedule]   name and shape                            in which order
+    [mesh]       processes of a rank                       who holds what of a part
     [optimizer]  rates, decay, clipping                    how the weights move
     [run]        steps, seed, precision, when to save      for how long, and where
 
@@ -63,7 +64,8 @@ class Data:
     field: str = said("text", "the field of a JSONL line that holds its text")
     tokenizer: str = said(BYTES, "bytes, or a tokenizer.json of Hugging Face's")
     tokens: int = said(128, "tokens of a sequence", least=2)
-    batch: int = said(16, "sequences of a step, over all micro-batches, copies and accumulated passes", least=1)
+    batch: int = said(16, "sequences of a step, over all micro-batches, copies, shards and accumulated passes", least=1)
+    separate: bool = said(False, "packed documents apart: a token sees, and guesses, only its own; false: across them")
     held_out: float = said(0.02, "share of the sequences kept for evaluation", least=0, most=0.5)
     cache: str = said("", "folder of the token cache; empty: cache, next to the run's folder")
 
@@ -74,7 +76,7 @@ class Shape:
 
     name: str = said(AUTO, "auto, a name of `penstock list`, or a plan.json")
     ranks: int = said(4, "workers of one copy of the pipeline", least=1)
-    microbatches: int = said(8, "micro-batches of one copy and pass", least=1)
+    microbatches: int = said(8, "micro-batches of one copy, shard and pass", least=1)
     waves: int = said(0, "waves over the ranks (hanayo)", least=0)
     chunks: int = said(0, "chunks of the model on a rank (interleaved)", least=0)
     slices: int = said(0, "token slices of a micro-batch", least=0)
@@ -82,6 +84,29 @@ class Shape:
     copies: int = said(1, "copies of the pipeline side by side (data parallel)", least=1)
     split: bool = said(False, "split each backward into input and weight gradient")
     partition: tuple[int, ...] = said((), "layers of each part; none: as equal as it goes")
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """A rank of the schedule as several processes: shard x tensor of them."""
+
+    shard: int = said(1, "processes that share a rank's weights between steps, on data of their own (FSDP2)", least=1)
+    tensor: int = said(1, "processes that share each layer's heads and features (DTensor); it divides both", least=1)
+
+    @property
+    def size(self) -> int:
+        """Processes of a rank."""
+        return self.shard * self.tensor
+
+    def over(self, ranks: int) -> str:
+        """All processes of a schedule of so many ranks, in words.
+
+        >>> Mesh().over(3), Mesh(shard=2, tensor=4).over(3)
+        ('3 ranks', '3 ranks x shard 2 x tensor 4 = 24 processes')
+        """
+        if self.size == 1:
+            return f"{ranks} ranks"
+        return f"{ranks} ranks x shard {self.shard} x tensor {self.tensor} = {ranks * self.size} processes"
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +139,8 @@ class Run:
     evaluations: int = said(2, "batches of an evaluation", least=1)
     save: int = said(50, "steps between two checkpoints; 0: only at the end", least=0)
     keep: int = said(2, "checkpoints that stay", least=1)
-    timed: int = said(50, "steps between two measured timelines; 0: none", least=0)
+    timed: int = said(50, "steps between two measured timelines, and step 3, and the last; 0: none", least=0)
+    forecast: bool = said(True, "time a layer before the run, and say what a step will take")
     restarts: int = said(3, "times that a run whose worker died starts again from its checkpoint", least=0)
     patience: float = said(300.0, "seconds that a rank may wait for another", above=0)
     threads: int = said(0, "CPU threads of a worker; 0: the machine's cores, shared out", least=0)
@@ -127,6 +153,7 @@ class Config:
     model: Model = field(default_factory=Model)
     data: Data = field(default_factory=Data)
     schedule: Shape = field(default_factory=Shape)
+    mesh: Mesh = field(default_factory=Mesh, kw_only=True)
     optimizer: Optimizer = field(default_factory=Optimizer)
     run: Run = field(default_factory=Run)
 
@@ -137,8 +164,8 @@ class Config:
 
     @property
     def passages(self) -> int:
-        """Micro-batches of a step, over copies and accumulated passes."""
-        return self.schedule.microbatches * self.schedule.copies * self.run.accumulate
+        """Micro-batches of a step, over copies, shards and accumulated passes."""
+        return self.schedule.microbatches * self.schedule.copies * self.mesh.shard * self.run.accumulate
 
 
 PRESETS: dict[str, Config] = {
@@ -222,8 +249,8 @@ def _sizes(config: Config) -> list[str]:
         fit = -(-data.batch // config.passages) * config.passages
         faults.append(
             f"data.batch = {data.batch} sequences do not deal out to {config.passages} micro-batches "
-            f"(microbatches {schedule.microbatches} x copies {schedule.copies} x accumulate {config.run.accumulate}); "
-            f"{fit} do"
+            f"(microbatches {schedule.microbatches} x copies {schedule.copies} x shard {config.mesh.shard} x "
+            f"accumulate {config.run.accumulate}); {fit} do"
         )
     if model.family == "gpt" and not model.weights and 0 < model.positions < data.tokens:
         faults.append(f"data.tokens = {data.tokens} is more than model.positions = {model.positions}")

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import TypeAlias
 
 from penstock.errors import ConfigError, FileError, UnknownNameError
-from penstock.train.config import PRESETS, Config, Data, Model, Optimizer, Run, Shape, check
+from penstock.train.config import PRESETS, Config, Data, Mesh, Model, Optimizer, Run, Shape, check
 
 Value: TypeAlias = "str | int | float | bool | tuple[str, ...] | tuple[int, ...]"
-Section: TypeAlias = Model | Data | Shape | Optimizer | Run
+Section: TypeAlias = Model | Data | Shape | Mesh | Optimizer | Run
 SECTIONS = tuple(section.name for section in fields(Config))
 
 
@@ -76,10 +76,16 @@ def changed(config: Config, changes: Iterable[str]) -> Config:
 
 
 def _value(text: str) -> object:
+    """A value as TOML has it; quotes, which a shell takes away, may be missing, also in a list.
+
+    >>> _value("24"), _value("notes"), _value("[notes, b.txt]")
+    (24, 'notes', ['notes', 'b.txt'])
+    """
     try:
         return tomllib.loads(f"x = {text}")["x"]
     except tomllib.TOMLDecodeError:
-        return text
+        inside = text[1:-1].split(",") if text[:1] == "[" and text[-1:] == "]" else None
+        return text if inside is None else [one.strip() for one in inside if one.strip()]
 
 
 def _with(config: Config, name: str, given: Mapping[str, object], source: str) -> Config:

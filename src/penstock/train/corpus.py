@@ -8,6 +8,8 @@
     └──────┴─┴────┴─┴──┴─┴──┴─┴──┴─┘
     └─ sequence 0 ─┴─ sequence 1 ─┴─ …    cut where the length is full
 
+A sequence may hold several documents. Attention goes across them, unless `data.separate` says that it must not.
+
 The file's name is made of what it was made from, so that other text, or another tokenizer, is another file.
 """
 
@@ -43,6 +45,7 @@ class Corpus:
     trained: int
     held_out: int
     digest: str  # of what it was made from
+    end: int | None = None  # the word after each document, if documents are to be told apart
 
     def sequence(self, number: int) -> Tokens:
         """A sequence and the token after it, so that each of its tokens has a next one."""
@@ -52,16 +55,21 @@ class Corpus:
 def open_corpus(data: Data, cache: Path) -> Corpus:
     """The corpus of a config; its tokens are made once, and found in the cache after that."""
     tokenizer, files = tokenizer_of(data.tokenizer), files_of(data)
+    if data.separate and tokenizer.end is None:
+        raise FileError(
+            f"{data.tokenizer} has no word that ends a document, so documents cannot be told apart\n"
+            "  set data.separate=false, or use a tokenizer with one, <|endoftext|> say"
+        )
     digest = _digest(data, files)
     row, note = cache / f"tokens-{digest}.bin", cache / f"tokens-{digest}.json"
     if not _whole(row, note):
         _fill(row, note, data, tokenizer, files)
     facts = json.loads(note.read_text(encoding="utf-8"))
     tokens: Tokens = np.memmap(row, dtype=np.uint16 if facts["width"] == 2 else np.uint32, mode="r")
-    return cut(tokens, data, digest)
+    return cut(tokens, data, digest, tokenizer.end if data.separate else None)
 
 
-def cut(tokens: Tokens, data: Data, digest: str = "") -> Corpus:
+def cut(tokens: Tokens, data: Data, digest: str = "", end: int | None = None) -> Corpus:
     """Sequences of one length, the last ones held out."""
     sequences = (len(tokens) - 1) // data.tokens
     held = max(min(max(round(sequences * data.held_out), 1), sequences - 1), 0) if data.held_out else 0
@@ -70,7 +78,7 @@ def cut(tokens: Tokens, data: Data, digest: str = "") -> Corpus:
             f"the text has {len(tokens)} tokens, too few for sequences of {data.tokens}\n"
             "  give more text in data.sources, or shorter sequences in data.tokens"
         )
-    return Corpus(tokens, data.tokens, sequences - held, held, digest)
+    return Corpus(tokens, data.tokens, sequences - held, held, digest, end)
 
 
 # ---------------------------------------------------------------- files

@@ -3,10 +3,10 @@
     position   0   1   2   3   4   5   6   7 │ 8 …          one count over all epochs, and that is the whole state
     sequence   7   2   9   4   0   5   1   8 │ …            `shuffled`
                └ mb 0 ┘└ mb 1 ┘└ mb 2 ┘└ mb 3 ┘             a step: rows x micro-batches x copies x passes
-               └── copy 0 ────┘└── copy 1 ────┘             so every copy has its own sequences
+               └── copy 0 ────┘└── copy 1 ────┘             so every copy has its own sequences, and every shard
 
 The order does not depend on how a step is cut: other ranks, micro-batches or copies see the same steps. Labels are
-shifted before anything is cut.
+shifted before anything is cut; where documents are told apart, the last word of one has nothing to guess.
 """
 
 from __future__ import annotations
@@ -37,17 +37,35 @@ class Deal:
     microbatches: int  # of the schedule, all copies together
     passes: int = 1
     wanted: frozenset[int] | None = None  # micro-batches whose tokens this rank looks at; None: all
+    shards: int = 1  # pipelines that do the same at the same time, each with sequences of its own
+    shard: int = 0  # which of them this is
+
+    @property
+    def each(self) -> int:
+        """Sequences of a pass of this shard."""
+        return self.rows * self.microbatches
 
     @property
     def sequences(self) -> int:
-        """Of a step."""
-        return self.rows * self.microbatches * self.passes
+        """Of a step, of all shards."""
+        return self.each * self.shards * self.passes
 
 
-def wanted_by(schedule: Schedule, rank: int) -> frozenset[int]:
-    """Micro-batches that begin or end on a rank; the others need no data there."""
-    ends = ((number, {m.path[0], m.path[-1]}) for number, m in enumerate(schedule.microbatches))
-    return frozenset(number for number, stages in ends if any(schedule.stages[s].rank == rank for s in stages))
+def wanted_by(schedule: Schedule, rank: int, separate: bool = False) -> frozenset[int]:
+    """Micro-batches that begin or end on a rank, the others need no data there; or, where all that come by must know
+    their documents, those that come by."""
+    looked = ((n, m.path if separate else (m.path[0], m.path[-1])) for n, m in enumerate(schedule.microbatches))
+    return frozenset(number for number, stages in looked if any(schedule.stages[s].rank == rank for s in stages))
+
+
+def starts_in(tokens: Tensor, end: int) -> Tensor:
+    """Of each token of packed rows the first one of its document; `end` is the last one of each.
+
+    >>> starts_in(torch.tensor([[5, 0, 6, 7, 0, 8]]), end=0).tolist()
+    [[0, 0, 2, 2, 2, 5]]
+    """
+    after = (tokens == end) * torch.arange(1, tokens.shape[1] + 1)
+    return torch.nn.functional.pad(after[:, :-1], (1, 0)).cummax(1).values
 
 
 class Loader:
@@ -65,44 +83,56 @@ class Loader:
 
     def step(self) -> list[Batch]:
         """The batches of the next optimizer step, a pass each; the loss is a mean over all of them."""
-        passes = [self._batch(self._numbers(turn)) for turn in range(self.deal.passes)]
+        passes = [self._numbers(turn) for turn in range(self.deal.passes)]
+        valid = self._valid(number for numbers in passes for number in numbers)
         self.seen += self.deal.sequences
-        return passes
+        return [self._batch(self._own(numbers), valid) for numbers in passes]
+
+    def _own(self, numbers: list[int]) -> list[int]:
+        """Of the sequences of a pass those of this shard."""
+        each = self.deal.each
+        return numbers[self.deal.shard * each : (self.deal.shard + 1) * each]
 
     def _numbers(self, turn: int) -> list[int]:
-        each = self.deal.rows * self.deal.microbatches
+        each = self.deal.each * self.deal.shards
         first = self.seen + turn * each
         return [shuffled(place, self.corpus.trained, self.seed) for place in range(first, first + each)]
 
     def evaluation(self, batches: int) -> list[Batch]:
         """The same batches of held-out sequences every time; none if nothing is held out."""
-        each, held = self.deal.rows * self.deal.microbatches, self.corpus.held_out
+        each, held = self.deal.each * self.deal.shards, self.corpus.held_out
         if not held:
             return []
         first = self.corpus.trained
-        return [
-            self._batch([first + (turn * each + row) % held for row in range(each)], passes=1)
-            for turn in range(batches)
-        ]
+        turns = [[first + (turn * each + row) % held for row in range(each)] for turn in range(batches)]
+        return [self._batch(self._own(numbers), self._valid(numbers)) for numbers in turns]
 
-    def _batch(self, numbers: list[int], passes: int | None = None) -> Batch:
+    def _batch(self, numbers: list[int], valid: int) -> Batch:
         """A pass: the sequences of each micro-batch, or of those that others look after only the shape."""
         rows, length = self.deal.rows, self.corpus.length
-        pairs = []
+        dealt = []
         for number in range(self.deal.microbatches):
             if self.deal.wanted is None or number in self.deal.wanted:
-                pairs.append(self._pair(numbers[number * rows : (number + 1) * rows]))
+                dealt.append(self._rows(numbers[number * rows : (number + 1) * rows]))
             else:
                 blank = torch.zeros((), dtype=torch.long, device=self.device).expand(rows, length)
-                pairs.append((blank, blank))
-        valid = rows * length * self.deal.microbatches * (self.deal.passes if passes is None else passes)
-        return Batch(tuple(x for x, _ in pairs), tuple(y for _, y in pairs), valid)
+                dealt.append((blank, blank, blank))
+        inputs, labels, starts = zip(*dealt, strict=True)
+        return Batch(inputs, labels, valid, () if self.corpus.end is None else starts)
 
-    def _pair(self, numbers: Iterable[int]) -> tuple[Tensor, Tensor]:
-        """Tokens and their labels: a sequence has one token more than it uses, so that every token has a label."""
+    def _valid(self, numbers: Iterable[int]) -> int:
+        """Labels that count in these sequences: all, but for the last word of a document, where that is known."""
+        end, sequences = self.corpus.end, list(numbers)
+        ends = 0 if end is None else sum(int((self.corpus.sequence(one)[:-1] == end).sum()) for one in sequences)
+        return max(len(sequences) * self.corpus.length - ends, 1)
+
+    def _rows(self, numbers: Iterable[int]) -> tuple[Tensor, Tensor, Tensor]:
+        """Tokens, labels, where documents start: a sequence has one token more than it uses, the label of its last."""
         whole = torch.from_numpy(np.stack([self.corpus.sequence(number) for number in numbers]).astype(np.int64))
-        labels = shift_labels(whole)
-        return whole[:, :-1].contiguous().to(self.device), labels[:, :-1].contiguous().to(self.device)
+        starts = None if self.corpus.end is None else starts_in(whole, self.corpus.end)
+        made = (whole, shift_labels(whole, starts), whole if starts is None else starts)
+        inputs, labels, first = (one[:, :-1].contiguous().to(self.device) for one in made)
+        return inputs, labels, first
 
     # ------------------------------------------------------------ stopping and going on
     def state(self) -> State:

@@ -1,19 +1,22 @@
 """Text from a trained model: the last checkpoint of a run, or a Hugging Face folder, in one piece on this machine.
 
     prompt ──► words ──► model ──► logits of the last ──► a word, drawn at a temperature ──┐
-                 ▲                                                                         │
-                 └─────────────────────────────────────────────────────────────────────────┘
+                         ▲   keys and values of all words stay: each goes through it once  │
+                         └─────────────────────────────────────────────────────────────────┘
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from penstock.errors import FileError, RunError
+from penstock.carry import Carry
+from penstock.errors import FileError, RunError, ShapeError
 from penstock.models import GPTConfig, LlamaConfig, Part
 from penstock.train.checkpoint import faults, load, newest_good, read_facts
 from penstock.train.config import BYTES
@@ -74,6 +77,8 @@ def sizes_from(said: dict[str, Any]) -> Sizes:
 
 def export(path: Path, folder: Path) -> Trained:
     """Writes a run's model as a Hugging Face folder."""
+    if folder.exists() and not folder.is_dir():
+        raise FileError(f"{folder} is a file\n  name a new folder")
     if folder.exists() and any(folder.iterdir()):
         raise FileError(f"{folder} is not empty\n  name a new folder")
     trained = open_trained(path)
@@ -82,17 +87,45 @@ def export(path: Path, folder: Path) -> Trained:
     return trained
 
 
+# ---------------------------------------------------------------- word by word
+class Reader:
+    """Reads a row of words as it grows, each word once: the next slice of a sequence that carries keys and values.
+
+    row    d e f _ m a i n        the prompt is one slice, every word after it another
+           └─────┘ ' ' ' '
+    """
+
+    def __init__(self, model: Part, longest: int, room: int) -> None:
+        self.model, self.longest, self.room = model, longest, room
+        self.first = 0  # word that the window begins with
+        self.carry = Carry(min(room, longest))
+
+    def last(self, row: Sequence[int]) -> Tensor:
+        """Logits after the last word. Where positions are used up, their last half begins a new window."""
+        if len(row) - self.first > self.longest:
+            self.first = len(row) - max(self.longest // 2, 1)
+            self.carry = Carry(min(self.room - self.first, self.longest))
+        begin, end = self.carry.reached, len(row) - self.first
+        words = torch.tensor([row[self.first + begin :]])
+        logits: Tensor = self.model(words, self.carry.open(begin, end))[0, -1]
+        return logits
+
+
 @torch.no_grad()
 def generate(trained: Trained, prompt: str, tokens: int, temperature: float = 0.8, seed: int = 0) -> str:
     """The prompt and what follows it; temperature 0 takes the likeliest word each time."""
+    if tokens < 0:
+        raise ShapeError(f"{tokens} tokens cannot be added; the least is 0")
     words: Tokenizer = tokenizer_of(trained.tokenizer)
     row = words.encode(prompt.encode("utf-8"), "the prompt").tolist() or [words.end or 0]
     draw = torch.Generator().manual_seed(seed)
     if trained.sizes.width < SMALL:
         torch.set_num_threads(1)  # more would mostly wait for each other
-    longest = trained.sizes.positions if isinstance(trained.sizes, GPTConfig) else 1 << 30
+    room = len(row) + tokens
+    longest = trained.sizes.positions if isinstance(trained.sizes, GPTConfig) else room
+    reader = Reader(trained.model, longest, room)
     for _ in range(tokens):
-        logits = trained.model(torch.tensor([row[-longest:]]))[0, -1]
+        logits = reader.last(row)
         if not torch.isfinite(logits).all():
             raise RunError(f"the model in {trained.path} gives no numbers\n  it was not trained well; see its loss")
         if temperature <= 0:

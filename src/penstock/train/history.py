@@ -3,7 +3,7 @@
     RUN/metrics.jsonl      a line a step, written at once: a crash loses none
     RUN/timeline.json      the last step that was timed, every action with start and end
     RUN/tensorboard/       the same figures, if TensorBoard is there
-    Weights & Biases       if it is installed and WANDB_MODE or WANDB_API_KEY say so
+    Weights & Biases       if it is installed and WANDB_MODE or WANDB_API_KEY say so; RUN/wandb.id is its name there
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import json
 import logging
 import math
 import os
+import tomllib
 import warnings
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
@@ -25,12 +26,16 @@ from penstock.ir.schedule import Schedule
 from penstock.ir.timeline import Timeline
 
 _log = logging.getLogger(__name__)
-METRICS, TIMELINE = "metrics.jsonl", "timeline.json"
+METRICS, TIMELINE, WANDB = "metrics.jsonl", "timeline.json", "wandb.id"
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One optimizer step, counted from 1. `bubble` where the step was timed, `evaluation` where one followed."""
+    """One optimizer step, counted from 1.
+
+    `bubble` where the step was timed, `evaluation` where one followed, `mfu` where the device is known: the share of
+    its peak in bf16 that the model's own operations make up.
+    """
 
     step: int
     loss: float
@@ -42,6 +47,7 @@ class Row:
     epoch: float
     bubble: float | None = None
     evaluation: float | None = None
+    mfu: float | None = None
 
     @property
     def speed(self) -> float:
@@ -86,7 +92,8 @@ class History:
         except OSError as error:
             raise RunError(f"cannot write {self.folder / METRICS}: {error.strerror}") from None
         figures = {"loss": row.loss, "gradient norm": row.norm, "rate": row.rate, "tokens a second": row.speed,
-                   "memory": row.memory, "bubble": row.bubble, "evaluation": row.evaluation}  # fmt: skip
+                   "memory": row.memory, "bubble": row.bubble, "evaluation": row.evaluation,
+                   "MFU": row.mfu}  # fmt: skip
         for sink in self.sinks:
             sink.put(row.step, {key: value for key, value in figures.items() if value is not None})
 
@@ -105,7 +112,7 @@ def read_rows(folder: Path) -> list[Row]:
     """The steps that a run has written down; a last line that a crash has cut off is left out."""
     try:
         lines = (folder / METRICS).read_text(encoding="utf-8").splitlines()
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return []
     except (OSError, ValueError) as error:
         raise FileError(f"cannot read {folder / METRICS}: {error}") from None
@@ -155,14 +162,31 @@ class _Wandb:
 
 
 def _wandb(folder: Path, name: str) -> Sink | None:
-    """Only for somebody who has set it up: it would ask for a login otherwise."""
+    """Only for somebody who has set it up: it would ask for a login otherwise. A run that goes on is one run there too.
+
+    The project, and all else, is as WANDB_PROJECT and its sisters say. What goes wrong there stops no training.
+    """
     if not {"WANDB_API_KEY", "WANDB_MODE"} & set(os.environ):
         return None
     try:
         import wandb  # noqa: PLC0415  # optional
     except ImportError:
+        _log.warning("WANDB_MODE or WANDB_API_KEY is set, but wandb is not installed: pip install wandb")
         return None
-    return _Wandb(wandb.init(project="penstock", name=name or folder.name, dir=str(folder)))
+    known, told = folder / WANDB, folder / "config.toml"
+    try:
+        run = wandb.init(
+            project=os.environ.get("WANDB_PROJECT", "penstock"), name=name or folder.resolve().name, dir=str(folder),
+            id=known.read_text().strip() if known.is_file() else None, resume="allow",
+            config=tomllib.loads(told.read_text(encoding="utf-8")) if told.is_file() else None,
+            settings=wandb.Settings(silent=True, console="off"),
+        )  # fmt: skip
+        known.write_text(f"{run.id}\n")
+    except Exception as error:  # it has many of its own
+        _log.warning("no Weights & Biases: %s", str(error).strip().splitlines()[0] if str(error).strip() else error)
+        return None
+    _log.info("Weights & Biases: %s", run.url or run.dir)
+    return _Wandb(run)
 
 
 # ---------------------------------------------------------------- timelines

@@ -99,7 +99,7 @@ def config_json(sizes: Sizes) -> dict[str, object]:
 # ---------------------------------------------------------------- weights
 def read_weights(folder: Path, names: Iterable[str], sizes: Sizes) -> Iterator[tuple[str, Tensor]]:
     """Of these parameters of ours the tensors that a folder has."""
-    where = _index(folder)
+    where = files_of(folder)
     for name in names:
         theirs = _their_name(name, sizes)
         found = next((one for one in (theirs, theirs.removeprefix("transformer.")) if one in where), None)
@@ -109,7 +109,7 @@ def read_weights(folder: Path, names: Iterable[str], sizes: Sizes) -> Iterator[t
             yield name, _ours(theirs, file.get_tensor(found), sizes)
 
 
-def _index(folder: Path) -> dict[str, Path]:
+def files_of(folder: Path) -> dict[str, Path]:
     """In which file each tensor is."""
     files = sorted(folder.glob("*.safetensors"))
     if not files:

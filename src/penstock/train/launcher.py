@@ -44,14 +44,19 @@ def restarted() -> bool:
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
 
 
+def forget(folder: Path) -> None:
+    """What an earlier run has left for its workers is not for those of this one."""
+    for left in (STOP, FAILURE):
+        (folder / left).unlink(missing_ok=True)
+
+
 def launch(entry: Entry, folder: Path, ranks: int, restarts: int, resume: bool) -> Verdict:
     """Runs `entry(folder, resume)` in so many processes; how rank 0 ended, or an error in words.
 
     `entry` is a function of a module; it is pickled for our own children.
     """
     _quiet()
-    for left in (STOP, FAILURE):
-        (folder / left).unlink(missing_ok=True)
+    forget(folder)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     # torch 2.13 keeps one store over all restarts, and new ranks find the addresses of dead ones in it: a new one each
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"

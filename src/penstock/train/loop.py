@@ -1,16 +1,18 @@
-"""Training, on one rank: the same lines on every rank, with a thread, a process or a GPU behind `comm`.
+"""Training, in one process: the same lines in every one, with a thread, a process or a GPU behind `comm`.
 
     batches ─► executor.step ─► gradients.measure ─► clip ─► AdamW ─► row ─┬─ evaluate, now and then
        ▲        the lane          one sum over all                         ├─ save, now and then
        └───────────────────────────────────────────────────────────────────┴─ stop, if anybody was asked to
 
-What a step does depends on config and seed alone: schedules, ranks and copies change the order of sums, nothing else.
+What a step does depends on config and seed alone: schedules, ranks, copies and meshes change the order of sums, nothing
+else.
 """
 
 from __future__ import annotations
 
 import logging
 import math
+import os
 import resource
 import sys
 import time
@@ -25,18 +27,21 @@ from penstock.errors import RunError
 from penstock.ir.files import Plan
 from penstock.ir.program import lower
 from penstock.models import even_partition, token_loss
-from penstock.runtime import Comm, Executor, watching
+from penstock.models.flops import flops_per_token, peak_flops
+from penstock.runtime import Comm, Executor, corner, local, watching
 from penstock.train.checkpoint import Facts, Saver, load, newest_good, read_facts, sweep
-from penstock.train.config import Config
+from penstock.train.config import Config, Run
 from penstock.train.corpus import Corpus
 from penstock.train.data import Deal, Loader, wanted_by
 from penstock.train.history import History, Row, write_timeline
+from penstock.train.mesh import place_of
 from penstock.train.optimizer import Gradients, adamw, rate_at
 from penstock.train.weights import Holding, Sizes, draw, hold, put
 
 _log = logging.getLogger(__name__)
 Watch = Callable[[Row], None]
 STOP, SAVED = 0, 1  # what ranks tell each other with every step
+SETTLED = 3  # the first step that is worth timing: those before it find everything cold
 SLOTS = ("exp_avg", "exp_avg_sq", "step")  # of AdamW, for each parameter
 
 
@@ -72,19 +77,24 @@ class Job:
 
 
 class Trainer:
-    """One rank of a run."""
+    """One process of a run: a rank of the schedule, or its share of one."""
 
     def __init__(self, job: Job, comm: Comm, device: torch.device | None = None, watch: Watch | None = None) -> None:
         self.job, self.comm, self.watch = job, comm, watch
         self.device = device or torch.device("cpu")
         config, schedule = job.config, job.plan.schedule
-        self.holding = hold(job.sizes, schedule, job.partition, comm.rank, self.device)
-        deal = Deal(config.rows, len(schedule.microbatches), config.run.accumulate, wanted_by(schedule, comm.rank))
+        self.place = place_of(comm, config.mesh, schedule.ranks, self.device)
+        pipeline = self.place.pipeline
+        self.holding = hold(job.sizes, schedule, job.partition, pipeline.rank, self.device, self.place)
+        wanted = wanted_by(schedule, pipeline.rank, config.data.separate)
+        deal = Deal(config.rows, len(schedule.microbatches), config.run.accumulate, wanted, config.mesh.shard,
+                    self.place.shard)  # fmt: skip
         self.loader = Loader(job.corpus, deal, config.run.seed, self.device)
-        self.executor = executor_of(job, self.holding, comm)
+        self.executor = executor_of(job, self.holding, pipeline)
         self.optimizer = adamw(self.holding.parameters, config.optimizer)
         self.gradients = Gradients(self.holding, comm, self.device, words=2)
         self.saver = Saver(job.checkpoints, comm.rank, comm.ranks, config.run.keep)
+        self.utilization = utilization(job.sizes, config.data.tokens, comm.ranks, self.device)
         self.step = 0  # steps done
 
     # ------------------------------------------------------------ beginning
@@ -94,7 +104,7 @@ class Trainer:
         if job.resume:
             found = newest_good(job.checkpoints, self.comm)
             if found is None and not job.fresh:
-                raise RunError(f"there is no good checkpoint in {job.checkpoints}\n  start anew, without --resume")
+                raise nothing_to_resume(job.checkpoints)
         if found is not None:
             self.resume(found)
         elif job.config.model.weights:
@@ -115,7 +125,8 @@ class Trainer:
         for name, parameter in self.holding.parameters.items():
             state = self.optimizer.state[parameter]
             for slot in SLOTS:
-                state[slot] = tensors[f"optimizer.{slot}.{name}"].view(() if slot == "step" else parameter.shape)
+                filled = tensors[f"optimizer.{slot}.{name}"]
+                state[slot] = filled.view(()) if slot == "step" else filled
         self.loader.resume(facts["data"])
         self.step = int(facts["step"])
         if self.comm.rank == 0:
@@ -125,11 +136,13 @@ class Trainer:
         """All that is saved, by name: weights and the optimizer's state. `empty`: to be filled, of all held."""
         found: dict[str, Tensor] = {}
         for name, parameter in self.holding.parameters.items():
-            if not empty and name not in self.holding.owned:
+            if not empty and (name not in self.holding.owned or not local(parameter).numel()):
                 continue
             found[name] = parameter.detach()
             state = self.optimizer.state.get(parameter, {})
             for slot in SLOTS:
+                if slot == "step" and not empty and any(corner(parameter)):
+                    continue  # whoever has the first number of a parameter counts its steps
                 blank = torch.zeros(1, device=self.device) if slot == "step" else torch.zeros_like(parameter)
                 tensor = blank if empty else state.get(slot, blank)
                 found[f"optimizer.{slot}.{name}"] = tensor.detach().reshape(1) if slot == "step" else tensor.detach()
@@ -157,9 +170,8 @@ class Trainer:
         settings = self.job.config.run
         while self.step < settings.steps:
             began = time.perf_counter()
-            timed = bool(settings.timed) and (self.step + 1) % settings.timed == 0
-            loss, bubble = self.forward_and_back(timed)
-            norm, memory, words = self.gradients.measure(_memory(self.device), self.words(stop))
+            share, bubble = self.forward_and_back(is_timed(self.step + 1, settings))
+            loss, norm, memory, words = self.gradients.measure(share, _memory(self.device), self.words(stop))
             if self.saver.step is not None and words[SAVED] == self.comm.ranks:
                 self.saver.commit()
             if not math.isfinite(loss) or not math.isfinite(norm):
@@ -171,7 +183,8 @@ class Trainer:
             evaluation = self.evaluate() if due or self.step == settings.steps else None
             if history is not None:
                 tokens, epoch = self.loader.deal.sequences * self.loader.corpus.length, self.loader.epoch
-                row = Row(self.step, loss, norm, rate, seconds, tokens, max(memory), epoch, bubble, evaluation)
+                row = Row(self.step, loss, norm, rate, seconds, tokens, max(memory), epoch, bubble, evaluation,
+                          self.utilization(tokens / seconds))  # fmt: skip
                 history.put(row)
                 if self.watch is not None:
                     self.watch(row)
@@ -187,9 +200,9 @@ class Trainer:
         return [int(stop()), int(self.saver.step is not None and self.saver.done())]
 
     def forward_and_back(self, timed: bool) -> tuple[float, float | None]:
-        """All passes of a step: the loss, and the bubble if it was timed."""
+        """All passes of a step: this process's share of the loss, and the bubble if it was timed."""
         results = [self.executor.step(batch, timed) for batch in self.loader.step()]
-        loss = sum(result.loss for result in results)
+        loss = sum(result.loss for result in results) if self.place.speaks else 0.0
         timeline = results[-1].timeline
         if timeline is None:
             return loss, None
@@ -212,7 +225,10 @@ class Trainer:
         """The mean loss on what is held out; None if nothing is."""
         batches = self.loader.evaluation(self.job.config.run.evaluations)
         losses = [self.executor.evaluate(batch) for batch in batches]
-        return sum(losses) / len(losses) if losses else None
+        share = sum(losses) if self.place.speaks else 0.0
+        total = torch.tensor([share], dtype=torch.float64, device=self.device)
+        self.comm.add(total, tuple(range(self.comm.ranks))).wait()
+        return float(total) / len(losses) if losses else None
 
     # ------------------------------------------------------------ saving
     def save(self) -> None:
@@ -225,7 +241,8 @@ class Trainer:
         """What a checkpoint says of itself."""
         return {
             "model": describe(self.job.sizes), "data": self.loader.state(), "tokenizer": self.job.config.data.tokenizer,
-            "schedule": self.job.plan.name, "ranks": self.comm.ranks, "partition": list(self.job.partition),
+            "schedule": self.job.plan.name, "ranks": self.job.plan.schedule.ranks,
+            "partition": list(self.job.partition), "mesh": asdict(self.job.config.mesh),
         }  # fmt: skip
 
     def give_up(self, loss: float, norm: float) -> None:
@@ -242,6 +259,16 @@ class Trainer:
         )
 
 
+def is_timed(step: int, settings: Run) -> bool:
+    """Whether a step is worth a timeline: so that also a short run, and one that is stopped, has one."""
+    return bool(settings.timed) and (step % settings.timed == 0 or step in (SETTLED, settings.steps))
+
+
+def nothing_to_resume(checkpoints: Path) -> RunError:
+    """What is said where a run cannot go on."""
+    return RunError(f"there is no good checkpoint in {checkpoints}\n  start anew, without --resume")
+
+
 def executor_of(job: Job, holding: Holding, comm: Comm) -> Executor:
     """The rank's lane of the plan, ready to run."""
     run, schedule = job.config.run, job.plan.schedule
@@ -250,6 +277,17 @@ def executor_of(job: Job, holding: Holding, comm: Comm) -> Executor:
         lower(schedule), holding.stages, comm, token_loss, holding.width, recompute=mine,
         autocast=torch.bfloat16 if run.precision == "bfloat16" else None, tied=holding.tied,
     )  # fmt: skip
+
+
+def utilization(sizes: Sizes, tokens: int, ranks: int, device: torch.device) -> Callable[[float], float | None]:
+    """From tokens a second to the share of the peak of all devices (MFU); to None where that is not known."""
+    peak = peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    if peak is None:
+        return lambda speed: None
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+    devices = ranks * min(1.0, torch.cuda.device_count() / here)  # ranks may share one
+    share = flops_per_token(sizes, tokens) / (devices * peak)
+    return lambda speed: speed * share
 
 
 def describe(sizes: Sizes) -> dict[str, object]:

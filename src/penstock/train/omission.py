@@ -91,7 +91,7 @@ def perplexity(model: Model, batches: Sequence[Batch], keep: Sequence[int] | Non
     loss, valid = 0.0, 0
     with _resting(parts):
         for batch in batches:
-            made = through(parts, batch.inputs, [path] * len(batch.inputs))
+            made = through(parts, batch.inputs, [path] * len(batch.inputs), batch.starts)
             loss += float(sum(token_loss(x, y).double() for x, y in zip(made, batch.labels, strict=True)))
             valid += sum(valid_tokens(y) for y in batch.labels)
     return math.exp(min(loss / max(valid, 1), 700.0))  # beyond, it is no number

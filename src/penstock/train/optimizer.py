@@ -6,6 +6,8 @@
     rank 0  ‖g‖² of its parameters ─┐                    the squares travel by parameter, each from its owner,
     rank 1  ‖g‖² of its parameters ─┼─► one column ──► norm      and are added in one order: the same bits whatever
     rank 2  ...                     ─┘                    the split
+
+Of a parameter that several processes share each has its own share measured, and its own share updated.
 """
 
 from __future__ import annotations
@@ -15,8 +17,9 @@ from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
-from penstock.runtime import Comm
+from penstock.runtime import Comm, local
 from penstock.train.config import Optimizer
 from penstock.train.weights import Holding
 
@@ -25,11 +28,13 @@ TINY = 1e-6  # added to a norm before dividing by it, as torch does
 
 def adamw(parameters: Mapping[str, nn.Parameter], settings: Optimizer) -> torch.optim.AdamW:
     """Matrices decay, vectors do not. Fused: one pass over the memory instead of several."""
-    matrices = [parameter for parameter in parameters.values() if parameter.dim() > 1]
-    vectors = [parameter for parameter in parameters.values() if parameter.dim() < 2]
-    groups = [{"params": matrices, "weight_decay": settings.decay}, {"params": vectors, "weight_decay": 0.0}]
+    groups: dict[tuple[bool, object], list[nn.Parameter]] = {}  # one update takes tensors of one mesh
+    for parameter in parameters.values():
+        mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+        groups.setdefault((parameter.dim() > 1, mesh), []).append(parameter)
+    decays = {True: settings.decay, False: 0.0}
     return torch.optim.AdamW(
-        [group for group in groups if group["params"]],
+        [{"params": some, "weight_decay": decays[matrices]} for (matrices, _), some in groups.items()],
         lr=settings.rate, betas=(settings.beta1, settings.beta2), eps=settings.eps, fused=True,
     )  # fmt: skip
 
@@ -49,10 +54,10 @@ def rate_at(step: int, steps: int, settings: Optimizer) -> float:
 
 
 class Gradients:
-    """A rank's gradients, measured together with those of all others.
+    """A process's gradients, measured together with those of all others.
 
-    One sum a step carries everything that ranks tell each other: squares, a column of memory, and `words`, small
-    counts that every rank adds to (who wants to stop, who has saved).
+    One sum a step carries everything that they tell each other: squares, a column of memory, `words`, small counts that
+    everybody adds to (who wants to stop, who has saved), and the loss.
     """
 
     def __init__(self, holding: Holding, comm: Comm, device: torch.device, words: int) -> None:
@@ -61,20 +66,21 @@ class Gradients:
         self.counted = [name for name in holding.parameters if name in holding.owned]
         self.places = torch.tensor([place[name] for name in self.counted], dtype=torch.long, device=device)
 
-    def measure(self, memory: int, words: list[int]) -> tuple[float, list[int], list[int]]:
-        """The norm of all gradients; of every rank its bytes; the sums of the words. All ranks call it."""
+    def measure(self, loss: float, memory: int, words: list[int]) -> tuple[float, float, list[int], list[int]]:
+        """The loss, of which each gives its share; the norm of all gradients; of every process its bytes; the sums of
+        the words. All call it."""
         names, ranks = len(self.holding.names), self.comm.ranks
-        column = torch.zeros(names + ranks + self.words, dtype=torch.float64, device=self.device)
+        column = torch.zeros(names + ranks + self.words + 1, dtype=torch.float64, device=self.device)
         squares = self._squares()
         if squares is not None:
             column[self.places] = squares
         column[names + self.comm.rank] = float(memory)
-        column[names + ranks :] = torch.tensor(words, dtype=torch.float64)
+        column[names + ranks :] = torch.tensor([*words, loss], dtype=torch.float64)
         self.comm.add(column, tuple(range(ranks))).wait()
         found = column.cpu()
         norm = math.sqrt(float(found[:names].sum()))
-        told = [int(value) for value in found[names:].tolist()]
-        return norm, told[:ranks], told[ranks:]
+        told = [int(value) for value in found[names:-1].tolist()]
+        return float(found[-1]), norm, told[:ranks], told[ranks:]
 
     def _squares(self) -> Tensor | None:
         """Of each parameter that this rank counts; one without a gradient has none."""
@@ -82,12 +88,12 @@ class Gradients:
             return None
         found = [self.holding.parameters[name].grad for name in self.counted]
         zero = torch.zeros((), device=self.device)
-        present = [grad for grad in found if grad is not None]
+        present = [local(grad) for grad in found if grad is not None]
         norms = iter(torch._foreach_norm(present)) if present else iter(())
         return torch.stack([zero if grad is None else next(norms) for grad in found]).double().square()
 
     def clip(self, norm: float, most: float) -> None:
         """Scales all gradients so that their norm is at most so much; 0: any."""
         if most and norm > most:
-            found = [parameter.grad for parameter in self.holding.parameters.values() if parameter.grad is not None]
+            found = [local(one.grad) for one in self.holding.parameters.values() if one.grad is not None]
             torch._foreach_mul_(found, most / (norm + TINY))

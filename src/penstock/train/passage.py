@@ -14,13 +14,19 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from penstock.carry import Carry
 from penstock.errors import ShapeError
 
 Path = Sequence[int]
 
 
-def through(parts: Sequence[nn.Module], inputs: Sequence[Tensor], paths: Sequence[Path]) -> list[Tensor]:
-    """Tokens of each micro-batch to its logits. Paths name parts; the last part, with the head, ends them all."""
+def through(
+    parts: Sequence[nn.Module], inputs: Sequence[Tensor], paths: Sequence[Path], starts: Sequence[Tensor] = ()
+) -> list[Tensor]:
+    """Tokens of each micro-batch to its logits. Paths name parts; the last part, with the head, ends them all.
+
+    `starts`, if rows are packed with documents: of each token the first one of its document.
+    """
     if len(inputs) != len(paths):
         raise ShapeError(f"{len(inputs)} micro-batches cannot go along {len(paths)} paths: give each its own")
     for number, path in enumerate(paths):
@@ -33,17 +39,19 @@ def through(parts: Sequence[nn.Module], inputs: Sequence[Tensor], paths: Sequenc
     while any(left):
         part = min(path[0] for path in left if path)
         here = [number for number, path in enumerate(left) if path and path[0] == part]
-        _together(parts[part], states, here)
+        _together(parts[part], states, here, starts)
         for number in here:
             left[number].pop(0)
-    _together(parts[-1], states, list(range(len(states))))
+    _together(parts[-1], states, list(range(len(states))), starts)
     return states
 
 
-def _together(part: nn.Module, states: list[Tensor], numbers: Sequence[int]) -> None:
+def _together(part: nn.Module, states: list[Tensor], numbers: Sequence[int], starts: Sequence[Tensor]) -> None:
     """These micro-batches through a part: those of equal length in one call."""
     for length in dict.fromkeys(states[number].shape[1] for number in numbers):
         same = [number for number in numbers if states[number].shape[1] == length]
-        made = part(torch.cat([states[number] for number in same])).split([len(states[number]) for number in same])
-        for number, state in zip(same, made, strict=True):
+        first = torch.cat([starts[number] for number in same]) if starts else None
+        piece = () if first is None else (Carry(length, first).open(0, length),)
+        made = part(torch.cat([states[number] for number in same]), *piece)
+        for number, state in zip(same, made.split([len(states[number]) for number in same]), strict=True):
             states[number] = state

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import platform
+import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from penstock.cost.points import Where
 from penstock.cost.profile import Profile
 from penstock.errors import FileError, RunError, ShapeError
 from penstock.ir.fields import Facts
@@ -26,7 +28,7 @@ from penstock.train import config_file, weights
 from penstock.train.tokenizer import ByteTokenizer
 from penstock.train.weights import Sizes
 
-DEPTH = 2  # layers that are measured in a row: what is done once a stage (positions, masks) is shared by them
+DEPTH = 2  # layers that are measured in a row: what is done once a part (positions, masks) is shared by them
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 PATIENCE = 3600.0  # seconds that a rank waits for another one that still measures
 
@@ -44,6 +46,9 @@ class Request:
     threads: int | None = None  # of a rank; None: as torch has it
     links: bool = False  # every pair of ranks
     rounds: int = ROUNDS
+    mean: bool = False  # of all passes over a slice; else their median
+    depth: int = DEPTH  # layers measured in a row
+    where: tuple[Where, ...] = ()  # slices, by tokens and prefix; none: some forty that say most of all others
 
 
 def sizes_of(preset: str, tokens: int, changes: Mapping[str, int]) -> Sizes:
@@ -79,7 +84,8 @@ def _silent(text: str) -> None:
 def _work(comm: Comm | None, request: Request, watch: Watch) -> Profile:
     if request.threads is not None:
         torch.set_num_threads(request.threads)
-    return measure(subjects_of(request, comm), comm, request.links, request.rounds, watch)
+    middle = statistics.fmean if request.mean else statistics.median
+    return measure(subjects_of(request, comm), comm, request.links, request.rounds, watch, request.where, middle)
 
 
 def subjects_of(request: Request, comm: Comm | None = None) -> Subjects:
@@ -88,7 +94,7 @@ def subjects_of(request: Request, comm: Comm | None = None) -> Subjects:
     torch.manual_seed(0)
     model, layers, vocab, facts = _small(request)
     model = model.to(device=device, dtype=dtype)
-    depth = min(DEPTH, layers)
+    depth = min(request.depth, layers)
     embed, middle, head = split(model, (0, depth, 0))
     shape = (request.rows, request.tokens)
     words, labels = (torch.randint(0, vocab, shape, device=device) for _ in range(2))
@@ -106,15 +112,16 @@ def _small(request: Request) -> tuple[nn.Module, int, int, Facts]:
     """The model with fewer layers, the number it really has, its words, and what it is."""
     given = request.model
     if isinstance(given, Path):
-        return _hugging_face(given, request.tokens)
+        return _hugging_face(given, request)
     make: Callable[[Any], nn.Module] = Llama if isinstance(given, LlamaConfig) else GPT
     if isinstance(given, GPTConfig) and request.tokens > given.positions:
         raise ShapeError(f"{request.tokens} tokens, but only {given.positions} positions")
     facts = (("family", type(given).__name__.removesuffix("Config").lower()), *asdict(given).items())
-    return make(replace(given, layers=min(DEPTH, given.layers))), given.layers, given.vocab, facts
+    return make(replace(given, layers=min(request.depth, given.layers))), given.layers, given.vocab, facts
 
 
-def _hugging_face(folder: Path, tokens: int) -> tuple[nn.Module, int, int, Facts]:
+def _hugging_face(folder: Path, request: Request) -> tuple[nn.Module, int, int, Facts]:
+    tokens = request.tokens
     try:
         from transformers import AutoConfig, AutoModelForCausalLM  # noqa: PLC0415  # an optional extra
     except ModuleNotFoundError:
@@ -126,7 +133,7 @@ def _hugging_face(folder: Path, tokens: int) -> tuple[nn.Module, int, int, Facts
         layers, longest = int(config.num_hidden_layers), int(getattr(config, "max_position_embeddings", tokens))
         if tokens > longest:
             raise ShapeError(f"{tokens} tokens, but {folder} is for {longest} at most")
-        config.num_hidden_layers = min(DEPTH, layers)
+        config.num_hidden_layers = min(request.depth, layers)
         config.use_cache = False
         model = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
     except (OSError, ValueError, AttributeError) as error:

@@ -16,18 +16,32 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from penstock.errors import ConfigError, ShapeError
 from penstock.ir.schedule import Schedule
 from penstock.models import GPT, GPTConfig, Llama, LlamaConfig, Part, Stack, part_parameters, shared_names, split
-from penstock.runtime import Tied
+from penstock.runtime import Tied, cut, local
 from penstock.train.config import Model
 
 Sizes = LlamaConfig | GPTConfig
 STD = 0.02  # of drawn matrices
+
+
+class Sharing(Protocol):
+    """Who shares a rank's parameters: `penstock.train.mesh.Place`."""
+
+    def arrange(self, part: Part) -> None:
+        """Leaves this process its share of a part that has no memory yet."""
+        ...
+
+    def counts(self, parameter: nn.Parameter) -> bool:
+        """Whether its share of a parameter is nobody else's."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,25 +76,31 @@ def blueprint(sizes: Sizes) -> Stack:
 
 # ---------------------------------------------------------------- a rank's share
 def hold(
-    sizes: Sizes, schedule: Schedule, partition: Sequence[int], rank: int, device: torch.device | None = None
-) -> Holding:
-    """The parts of a rank, with memory for their weights, not yet filled."""
+    sizes: Sizes, schedule: Schedule, partition: Sequence[int], rank: int, device: torch.device | None = None,
+    place: Sharing | None = None,
+) -> Holding:  # fmt: skip
+    """The parts of a rank, or this process's share of them, with memory for their weights, not yet filled."""
     model = blueprint(sizes)
     names = tuple(name for name, _ in model.named_parameters())  # now, while tied ones are still one
     if len(partition) != schedule.parts:
         raise ShapeError(f"the partition is for {len(partition)} parts, but the schedule has {schedule.parts}")
     parts = split(model, partition)
     mine = sorted({stage.part for stage in schedule.stages if stage.rank == rank})
+    shared = shared_names(parts)
     for number in mine:
+        if place is not None:
+            place.arrange(parts[number])
         parts[number].to_empty(device=device or torch.device("cpu"))
     held: dict[str, nn.Parameter] = {}
+    twins: dict[str, tuple[nn.Parameter, ...]] = {}
     for number in mine:
-        _tie(parts[number], held)
-    shared = shared_names(parts)
-    tied = {name: Tied(where, held.get(name)) for name, where in shared.items()}
+        _tie(parts[number], held, twins)
+    tied = {name: Tied(where, held.get(name), twins.get(name, ())) for name, where in shared.items()}
     stages = {n: parts[stage.part] for n, stage in enumerate(schedule.stages) if stage.rank == rank}
     owners = _owners(schedule, parts)
-    owned = frozenset(name for name in held if owners[name] == rank)
+    owned = frozenset(
+        name for name, one in held.items() if owners[name] == rank and (place is None or place.counts(one))
+    )
     return Holding(stages, held, tied, owned, names, model.width)
 
 
@@ -94,8 +114,16 @@ def whole(sizes: Sizes, device: torch.device | None = None) -> Holding:
     return hold(sizes, alone, (sizes.layers,), 0, device)
 
 
-def _tie(part: Part, held: dict[str, nn.Parameter]) -> None:
-    """Notes a part's parameters; one that another part of this rank has too becomes the same one."""
+def _tie(part: Part, held: dict[str, nn.Parameter], twins: dict[str, tuple[nn.Parameter, ...]]) -> None:
+    """Notes a part's parameters; one that another part of this rank has too becomes the same one.
+
+    Not so where FSDP looks after the part: it has its own idea of which parameters are its. Then they are twins.
+    """
+    if isinstance(part, FSDPModule):
+        for name, parameter in part_parameters(part).items():
+            if held.setdefault(name, parameter) is not parameter:
+                twins[name] = (*twins.get(name, ()), parameter)
+        return
     names = {name: part.tied.get(name, name) for name, _ in part.named_parameters(remove_duplicate=False)}
     for name, first in names.items():
         path, _, leaf = name.rpartition(".")
@@ -132,7 +160,7 @@ def _fill(parameter: nn.Parameter, name: str, seed: int, matrix: bool) -> None:
     with torch.no_grad():
         if matrix:
             numbers = torch.Generator().manual_seed(_seed_of(seed, name))
-            parameter.copy_(torch.normal(0.0, STD, parameter.shape, generator=numbers))
+            local(parameter).copy_(cut(torch.normal(0.0, STD, parameter.shape, generator=numbers), parameter))
         else:
             parameter.zero_()
 
@@ -148,4 +176,4 @@ def put(holding: Holding, tensors: Iterable[tuple[str, Tensor]]) -> None:
             parameter = holding.parameters[name]
             if parameter.shape != tensor.shape:
                 raise ShapeError(f"{name} is {tuple(tensor.shape)}, but the model has {tuple(parameter.shape)}")
-            parameter.copy_(tensor)
+            local(parameter).copy_(cut(tensor, parameter))

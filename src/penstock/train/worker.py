@@ -1,7 +1,7 @@
-"""One rank of a run as a process: under our own launcher, or under torchrun. It finds all it needs in the run's folder.
+"""One process of a run: under our own launcher, or under torchrun. It finds all it needs in the run's folder.
 
     RUN/config.toml    what to do          RUN/stop          somebody asks all to stop after this step
-    RUN/plan.json      in which order      RUN/ranks/3.pid   which process is rank 3
+    RUN/plan.json      in which order      RUN/ranks/3.pid   which process of the system is rank 3 of the launcher
 
 SIGINT and SIGTERM ask for the same as the file: the step is finished, a checkpoint is saved, all ranks leave.
 """
@@ -24,6 +24,7 @@ import torch
 
 from penstock.errors import PeerLostError, PenstockError, RunError, StuckError
 from penstock.ir.files import read_plan
+from penstock.models.tensor import check_shares
 from penstock.runtime import ProcessComm, finish, init
 from penstock.train.checkpoint import newest
 from penstock.train.config import Config
@@ -108,13 +109,18 @@ def _ready(folder: Path, resume: bool, again: bool, watch: Watch | None) -> tupl
     return Trainer(job, comm, comm.device, watch), lambda: asked.is_set() or (comm.rank == 0 and stop.exists())
 
 
+def need_gpu(config: Config) -> None:
+    """Raises if a run asks for a GPU and there is none."""
+    if config.run.device == "cuda" and not torch.cuda.is_available():
+        raise RunError("run.device = cuda, but torch sees no GPU here\n  say auto, or cpu")
+
+
 def join(config: Config) -> ProcessComm:
     """The connection to the other ranks: NCCL where every rank has a GPU, else gloo; as the config says."""
     if config.run.device == "cpu":
         return init("gloo", config.run.patience, "cpu")
     if config.run.device == "cuda":
-        if not torch.cuda.is_available():
-            raise RunError("run.device = cuda, but torch sees no GPU here\n  say auto, or cpu")
+        need_gpu(config)
         gpu = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
         torch.cuda.set_device(gpu)
         return init(None, config.run.patience, gpu)  # gloo through the CPU where ranks share a GPU
@@ -131,12 +137,14 @@ def job_of(folder: Path, config: Config, resume: bool = False, fresh: bool = Fal
 def sizes_for(config: Config) -> Sizes:
     """Of the model that a config asks for, from its folder if it starts from one."""
     words = tokenizer_of(config.data.tokenizer).vocab
-    if not config.model.weights:
-        return sizes_of(config.model, words, config.data.tokens)
-    sizes = read_sizes(Path(config.model.weights))
-    if sizes.vocab < words:
-        raise RunError(f"the model in {config.model.weights} has {sizes.vocab} words, the tokenizer {words}\n"
-                       "  data.tokenizer must be the one that it was trained with")  # fmt: skip
+    if config.model.weights:
+        sizes = read_sizes(Path(config.model.weights))
+        if sizes.vocab < words:
+            raise RunError(f"the model in {config.model.weights} has {sizes.vocab} words, the tokenizer {words}\n"
+                           "  data.tokenizer must be the one that it was trained with")  # fmt: skip
+    else:
+        sizes = sizes_of(config.model, words, config.data.tokens)
+    check_shares(sizes, config.mesh.tensor)
     return sizes
 
 

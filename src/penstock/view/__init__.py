@@ -5,13 +5,15 @@
                ├── page           html.py    zoom, hover, memory, critical path; predicted above measured
                ├── trace          trace.py   Perfetto, chrome://tracing
                └── report         report.py  a run: curves, timelines, a sample
+                                  chart.py   lines over an axis
                                   palette.py what they share: colours, and how numbers are written
 """
 
+from penstock.view.chart import Line, chart
 from penstock.view.html import page
-from penstock.view.report import Chart, report
+from penstock.view.report import report
 from penstock.view.svg import svg
 from penstock.view.text import gantt, plain
 from penstock.view.trace import trace
 
-__all__ = ["Chart", "gantt", "page", "plain", "report", "svg", "trace"]
+__all__ = ["Line", "chart", "gantt", "page", "plain", "report", "svg", "trace"]

@@ -66,20 +66,27 @@ class Guard(Protocol):
 
 
 class ProcessComm:
-    """This process's connection to the others of the default process group.
+    """This process's connection to the others of the default process group, or of another `group`.
 
     `device` is where tensors land: this rank's GPU under NCCL, else the CPU; gloo can serve a GPU through the CPU.
+    `name` says which of several such groups it is, in errors.
     """
 
-    def __init__(self, patience: float = 300.0, device: torch.device | str | None = None) -> None:
-        self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
+    def __init__(
+        self, patience: float = 300.0, device: torch.device | str | None = None,
+        group: dist.ProcessGroup | None = None, name: str = "",
+    ) -> None:  # fmt: skip
+        self._rank, self._ranks, self.name = dist.get_rank(group), dist.get_world_size(group), name
         self.patience, self.on_gpu = patience, dist.get_backend() in ("nccl", NAME)
         self.wire = torch.device("cuda", torch.cuda.current_device()) if self.on_gpu else torch.device("cpu")
         self.device = self.wire if device is None else torch.device(device)
-        world = dist.group.WORLD
+        world = group or dist.group.WORLD
         assert world is not None
         self.world = world  # asked directly: dist.isend and irecv look it up and check it anew each time
         self.everyone = tuple(range(self._ranks))
+        self.members = dist.get_process_group_ranks(world)  # of the default group, by rank of this one
+        self.part = group is not None
+        self.beside: list[dist.ProcessGroup] = []  # others that this rank may wait in, with no word to us
         self.groups: dict[tuple[int, ...], dist.ProcessGroup] = {self.everyone: world}  # those this rank is in
         self.prepared = {self.everyone}  # all
         self.sent, self.asked = [0] * self._ranks, [0] * self._ranks  # turns so far, by rank
@@ -120,7 +127,7 @@ class ProcessComm:
         due = [group for group in groups if group not in self.prepared]
         self._agree(due)
         for group in due:
-            made = dist.new_group(list(group))
+            made = dist.new_group([self.members[rank] for rank in group], use_local_synchronization=self.part)
             if isinstance(made, dist.ProcessGroup):  # else this rank is not in it
                 self.groups[group] = made
             self.prepared.add(group)
@@ -185,7 +192,7 @@ class ProcessComm:
         """Waits for all ranks."""
         self.sums += 1
         try:
-            work = dist.barrier(async_op=True)
+            work = dist.barrier(self.world, async_op=True)
         except RuntimeError as error:
             raise self.trouble(Message("barrier", self.everyone, self.sums), error) from None
         assert work is not None
@@ -210,9 +217,9 @@ class ProcessComm:
 
         gloo has no call for it, but does so when a receive is late. NCCL is left to the end of the process.
         """
-        for group, made in self.groups.items():
-            if len(group) > 1 and not self.on_gpu:
-                someone = 1 if group[0] == self._rank else 0
+        for made in (*self.groups.values(), *self.beside):
+            if made.size() > 1 and not self.on_gpu:
+                someone = 1 if made.rank() == 0 else 0
                 try:
                     made.recv([torch.empty(1)], someone, NOBODY).wait(timedelta(milliseconds=1))
                 except RuntimeError:

@@ -1,0 +1,148 @@
+"""What a step of a run will take, before it runs: pieces of the model, timed on this machine; the schedule, simulated.
+
+    config, plan ──► a layer, embedding, head    timed by as many processes at once as will run at once
+                     ──► the parts' costs ──► simulated, on the processors that there are ──► a pass
+                     ──► AdamW, timed too                                                 ──► + the optimizer
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from penstock.cost import Profile, read_profile
+from penstock.cost.curve import total
+from penstock.cost.fit import Fit
+from penstock.cost.profile import Block
+from penstock.ir import Plan, Timeline
+from penstock.ir.schedule import stretch
+from penstock.sim import simulate_shared
+from penstock.train.config import Config
+
+if TYPE_CHECKING:
+    from penstock.train.mesh import Share
+
+PROFILE = "profile.json"  # in the folder of a run
+ROUNDS = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """One step: `passes` through the pipeline, each as long as the timeline, then the optimizer."""
+
+    timeline: Timeline
+    optimizer: float  # seconds
+    passes: int
+    tokens: int
+    processors: int  # that the ranks share
+
+    @property
+    def seconds(self) -> float:
+        """Of the whole step."""
+        return self.passes * self.timeline.makespan + self.optimizer
+
+    @property
+    def speed(self) -> float:
+        """Tokens a second."""
+        return self.tokens / self.seconds if self.seconds else 0.0
+
+    @property
+    def weights(self) -> list[float]:
+        """Bytes of weights, gradients and optimizer, by rank."""
+        return [float(value) for value in self.timeline.weights]
+
+    @property
+    def activations(self) -> list[float]:
+        """Bytes at the fullest moment, by rank."""
+        return [float(value) for value in self.timeline.peak_activations]
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """Where the ranks of a run compute: on the GPUs, or with so many threads each on the cores."""
+
+    device: str
+    processors: int  # how many ranks can compute at once
+    threads: int
+
+
+def machine_of(config: Config, ranks: int) -> Machine:
+    """The same choice as the workers make; a rank may be several."""
+    import torch  # noqa: PLC0415  # only where something runs
+
+    ranks *= config.mesh.size
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() and config.run.device != "cpu" else 0
+    if gpus and (config.run.device == "cuda" or gpus >= ranks):
+        return Machine("cuda", min(gpus, ranks), 1)
+    cores = os.cpu_count() or 1
+    threads = config.run.threads or max(1, cores // ranks)
+    return Machine("cpu", max(1, min(cores // threads, ranks)), threads)
+
+
+def forecast(config: Config, plan: Plan, profile: Profile, processors: int) -> Forecast:
+    """Simulates a step by a profile, on so many processors."""
+    size, profile = config.mesh.size, of_a_process(profile, config, processors)
+    cost = profile.cost(plan.partition, None, config.run.recompute, config.data.tokens)
+    timeline = simulate_shared(plan.schedule, cost, max(1, processors // size))
+    updates, each = profile.update(plan.partition), [0.0] * plan.schedule.ranks
+    for stage in plan.schedule.stages:
+        each[stage.rank] += updates[stage.part]
+    tokens = config.data.batch * config.data.tokens
+    return Forecast(timeline, max(*each, sum(each) * size / processors), config.run.accumulate, tokens, processors)
+
+
+def of_a_process(profile: Profile, config: Config, processors: int) -> Profile:
+    """What each process of a rank does and holds, if there are several; the sums between them are not in it.
+
+    They compute at the same time; where there are fewer processors than that, all the slower.
+    """
+    if config.mesh.size == 1:
+        return profile
+    from penstock.train.mesh import shares_of  # noqa: PLC0415  # torch
+    from penstock.train.worker import sizes_for  # noqa: PLC0415
+
+    slow = max(1.0, config.mesh.size / processors)
+    embed, layer, head = shares_of(sizes_for(config), config.mesh)
+    return replace(
+        profile, embed=_shared(profile.embed, embed, slow), layer=_shared(profile.layer, layer, slow),
+        head=_shared(profile.head, head, slow),
+    )  # fmt: skip
+
+
+def _shared(block: Block, share: Share, slow: float) -> Block:
+    def less(fit: Fit) -> Fit:
+        return replace(fit, curve=total([(share.work * slow, fit.curve)]))
+
+    return replace(
+        block, F=less(block.F), B=less(block.B), I=less(block.I), W=less(block.W), held=block.held * share.held,
+        kept=block.kept * share.held, weights=block.weights * share.memory, update=block.update * share.numbers,
+    )  # fmt: skip
+
+
+def profiled(config: Config, plan: Plan, machine: Machine) -> Profile | None:
+    """Times the pieces of a run's model, on as many ranks at once as will compute at once; None on a rank of torchrun
+    other than 0."""
+    from penstock.train.profile import Request, profile  # noqa: PLC0415  # torch
+    from penstock.train.worker import sizes_for  # noqa: PLC0415
+
+    where = {(end - begin, begin) for one in plan.schedule.microbatches
+             for begin, end in pairwise(stretch(one, config.data.tokens).cuts)}  # fmt: skip
+    request = Request(
+        sizes_for(config), config.data.tokens, config.rows, machine.device, threads=machine.threads, rounds=ROUNDS,
+        autocast=config.run.precision if config.run.precision != "float32" else None, depth=max(plan.partition),
+        where=tuple(sorted(where)), mean=True,
+    )  # fmt: skip
+    return profile(request, machine.processors)
+
+
+def known(folder: Path, config: Config, plan: Plan) -> Forecast | None:
+    """The forecast of a run, by the profile in its folder; None without one, or if it is of other micro-batches."""
+    if not (folder / PROFILE).is_file():
+        return None
+    profile = read_profile(folder / PROFILE)
+    if (profile.tokens, profile.rows, profile.layers) != (config.data.tokens, config.rows, sum(plan.partition)):
+        return None
+    return forecast(config, plan, profile, int(dict(profile.device).get("ranks") or 1))

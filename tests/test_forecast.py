@@ -1,0 +1,123 @@
+"""What a step is said to take: ranks that share processors, the optimizer, and the plan it is said of."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock import REGISTRY, Plan, UnitCost, make, simulate
+from penstock.cost import ModelCost, Profile, Seconds, write_profile
+from penstock.cost.profile import Point, block
+from penstock.forecast import PROFILE, forecast, known, machine_of
+from penstock.ir import needs
+from penstock.runtime import spawn
+from penstock.runtime.hollow import hollow, turn_of
+from penstock.sim import simulate_shared
+from penstock.train.config import Config, Data, Model, Run
+
+QUANTUM = 1 / 64
+
+
+def in_quanta(schedule, cost, processors: int) -> float:
+    """The oracle: time goes by in small pieces; in each, all who are ready share the processors."""
+    left = {action: cost.seconds(schedule, action) for lane in schedule.lanes for action in lane}
+    due, done, now = [0] * schedule.ranks, {}, 0.0
+    while any(due[rank] < len(lane) for rank, lane in enumerate(schedule.lanes)):
+        ready = []
+        for rank, lane in enumerate(schedule.lanes):
+            if due[rank] < len(lane):
+                before = needs(schedule, lane[due[rank]])
+                if all(done.get(action, now + 1) <= now for action in before):
+                    ready.append(rank)
+        speed = min(1.0, processors / len(ready))
+        now += QUANTUM
+        for rank in ready:
+            action = schedule.lanes[rank][due[rank]]
+            left[action] -= QUANTUM * speed
+            if left[action] <= 1e-9:
+                done[action] = now
+                due[rank] += 1
+    return now
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "hanayo", "zb-h1"])
+@pytest.mark.parametrize("processors", [1, 2, 3])
+def test_ranks_that_share_processors_take_as_long_as_small_pieces_of_time_say(name, processors):
+    schedule = make(name, ranks=4, microbatches=4)
+    shared = simulate_shared(schedule, UnitCost(), processors).makespan
+    assert shared == pytest.approx(in_quanta(schedule, UnitCost(), processors), abs=QUANTUM * schedule.actions / 4)
+
+
+@given(st.sampled_from([name for name in REGISTRY if name != "chimera"]), st.integers(2, 5), st.integers(1, 6),
+       st.integers(1, 5), st.floats(0, 0.3))  # fmt: skip
+@settings(max_examples=40, deadline=None)
+def test_sharing_never_helps_and_no_processor_does_more_than_it_can(name, ranks, microbatches, processors, comm):
+    schedule, cost = make(name, ranks=ranks, microbatches=microbatches), UnitCost(comm=comm)
+    alone, shared = simulate(schedule, cost), simulate_shared(schedule, cost, processors)
+    work = sum(cost.seconds(schedule, action) for lane in schedule.lanes for action in lane)
+    assert shared.makespan >= max(alone.makespan, work / processors) - 1e-9
+    for _, action, start, end in shared.spans():
+        assert end - start >= cost.seconds(schedule, action) - 1e-9
+    if processors == 1 and not comm:
+        assert shared.makespan == pytest.approx(work)
+    if processors >= ranks:
+        assert shared.makespan == alone.makespan
+
+
+# ---------------------------------------------------------------- a step
+CONFIG = Config(Model(layers=4), Data(tokens=32, batch=16), run=Run(accumulate=2, threads=1))
+
+
+def profile_of(turn: float = 0.0) -> Profile:
+    """A layer takes 1 and 2 seconds, its optimizer 0.5; a head 0.5 and 1."""
+    layer = block([Point(32, 0, 1.0, 2.0, 1.0, 1.0)], held=2.0, weights=10.0, update=0.5)
+    nothing = block([Point(32, 0, 1e-9, 1e-9, 1e-9, 0.0)])
+    head = block([Point(32, 0, 0.5, 1.0, 0.5, 0.5)])
+    return Profile(4, 32, 1, 0.0, nothing, layer, head, device=(("ranks", 2),), turn=turn)
+
+
+def test_a_step_is_its_passes_and_the_optimizer():
+    plan = Plan(make("1f1b", ranks=2, microbatches=8), "1f1b", (2, 2))
+    found = forecast(CONFIG, plan, profile_of(), 2)
+    cost = profile_of().cost((2, 2), tokens=32)
+    assert isinstance(cost, ModelCost)
+    assert found.timeline.makespan == pytest.approx(simulate(plan.schedule, cost).makespan)
+    assert found.optimizer == pytest.approx(1.0)
+    assert found.seconds == pytest.approx(2 * found.timeline.makespan + 1.0)
+    assert found.speed == pytest.approx(16 * 32 / found.seconds)
+    shared = forecast(CONFIG, plan, profile_of(), 1)
+    assert shared.optimizer == pytest.approx(2.0)
+    assert shared.timeline.makespan == pytest.approx(8 * (4 * 3 + 1.5), rel=1e-6)
+
+
+def test_what_an_action_takes_beside_its_op_is_counted_once_an_action():
+    plan = Plan(make("gpipe", ranks=1, microbatches=3), "gpipe", (4,))
+    plain, more = (forecast(CONFIG, plan, profile_of(turn), 1).timeline.makespan for turn in (0.0, 0.25))
+    assert more == pytest.approx(plain + 6 * 0.25)
+    assert Seconds(base=2.25) == profile_of(0.25).part(2, False, False).F
+
+
+def test_a_forecast_is_found_again_unless_it_is_of_other_micro_batches(tmp_path):
+    plan = Plan(make("1f1b", ranks=2, microbatches=8), "1f1b", (2, 2))
+    assert known(tmp_path, CONFIG, plan) is None
+    write_profile(profile_of(0.1), tmp_path / PROFILE)
+    found = known(tmp_path, CONFIG, plan)
+    assert found is not None
+    assert found.seconds == pytest.approx(forecast(CONFIG, plan, profile_of(0.1), 2).seconds)
+    assert known(tmp_path, replace(CONFIG, data=replace(CONFIG.data, batch=64)), plan) is None
+
+
+def test_a_machine_has_as_many_processors_as_its_threads_leave(monkeypatch):
+    monkeypatch.setattr("os.cpu_count", lambda: 8)
+    found = [machine_of(replace(CONFIG, run=Run(threads=threads, device="cpu")), 4) for threads in (0, 1, 4, 16)]
+    assert [(one.processors, one.threads) for one in found] == [(4, 2), (4, 1), (2, 4), (1, 16)]
+
+
+def test_hollow_stages_run_and_cost_something():
+    assert hollow(3).actions == 48
+    turns = spawn(2, turn_of, 1, 16, 8)
+    assert turns[0] == turns[1]
+    assert 1e-6 < turns[0] < 0.1

@@ -1,0 +1,92 @@
+"""A model that goes on with a text reads every word once, and says what it would say if it read all of it each time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from penstock.models import GPTConfig, LlamaConfig
+from penstock.train.generate import Trained, generate
+from penstock.train.tokenizer import ByteTokenizer
+from penstock.train.weights import draw, whole
+
+PROMPT = "once"
+LLAMA = LlamaConfig(256, 32, 3, 4, 2, 48)
+GPT = GPTConfig(256, 32, 3, 4, 48, positions=64)
+
+
+def trained(sizes: LlamaConfig | GPTConfig) -> Trained:
+    """Weights as drawn, but of a size at which words differ."""
+    holding = whole(sizes)
+    draw(holding, 1)
+    for parameter in holding.parameters.values():
+        parameter.data.mul_(8 if parameter.dim() > 1 else 1)
+    return Trained(holding.stages[0], sizes, holding, "bytes", Path("drawn"))
+
+
+@torch.no_grad()
+def reading_all_again(model: Trained, tokens: int, temperature: float, seed: int) -> list[int]:
+    """The oracle: no cache; the whole window goes through the model for every word."""
+    row, first = list(PROMPT.encode()), 0
+    longest = model.sizes.positions if isinstance(model.sizes, GPTConfig) else 10**9
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(tokens):
+        if len(row) - first > longest:
+            first = len(row) - longest // 2
+        logits = model.model(torch.tensor([row[first:]]))[0, -1]
+        drawn = torch.multinomial((logits / (temperature or 1)).softmax(-1), 1, generator=generator)
+        row.append(int(drawn if temperature else logits.argmax()))
+        if row[-1] == 0:
+            break
+    return row
+
+
+def counted(model: Trained, *args: float) -> tuple[list[int], list[int]]:
+    """The words, and how many of them went through the model in each call."""
+    calls: list[int] = []
+    hook = model.model.register_forward_pre_hook(lambda _, inputs: calls.append(inputs[0].shape[1]))
+    row: list[int] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("penstock.train.generate.tokenizer_of", lambda name: Words(row))
+        generate(model, PROMPT, *args)
+    hook.remove()
+    return row, calls
+
+
+class Words(ByteTokenizer):
+    """Keeps what it is to decode: most of it is no text."""
+
+    def __init__(self, row: list[int]) -> None:
+        self.row = row
+
+    def decode(self, words):
+        self.row[:] = words
+        return ""
+
+
+@pytest.mark.parametrize("sizes", [LLAMA, GPT], ids=["llama", "gpt"])
+@pytest.mark.parametrize(("temperature", "seed"), [(0.0, 0), (0.8, 0), (1.3, 7)])
+def test_the_cache_changes_no_word(sizes, temperature, seed):
+    model = trained(sizes)
+    row, _ = counted(model, 60, temperature, seed)
+    assert row == reading_all_again(model, 60, temperature, seed)
+    assert len(set(row)) > 5
+
+
+def test_every_word_goes_through_the_model_once():
+    _, calls = counted(trained(LLAMA), 100, 0.9, 3)
+    assert calls == [len(PROMPT)] + [1] * (len(calls) - 1)
+    assert len(calls) > 50
+    again = sum(len(PROMPT) + k for k in range(len(calls)))  # without a cache
+    assert again / sum(calls) > 25
+
+
+def test_a_text_longer_than_the_positions_goes_on_in_windows():
+    model = trained(GPT)
+    row, calls = counted(model, 150, 0.9, 3)
+    assert row == reading_all_again(model, 150, 0.9, 3)
+    windows = [call for call in calls if call > 1]
+    assert windows == [len(PROMPT), 32, 32, 32]
+    assert sum(calls) < 2 * len(row)
