@@ -25,7 +25,7 @@ ROOMS = {
     "runtime": {"ir", "cost", "carry", "errors"},
     "models": {"carry", "partition", "errors"},
     "train": {"ir", "cost", "carry", "runtime", "models", "errors"},
-    "forecast": {"ir", "cost", "sim", "train"},
+    "forecast": {"ir", "cost", "sim", "models", "train"},
     "session": {"ir", "cost", "schedules", "sim", "plan", "view", "train", "models", "forecast", "errors"},
     "cli": {
         *("ir", "cost", "schedules", "sim", "plan", "view", "train", "errors"),

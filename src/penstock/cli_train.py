@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Optional
 import typer
 
 from penstock.cli_screen import console, print_table, progress, write
-from penstock.errors import ConfigError, FileError, RunError
-from penstock.screen import Screen, in_bytes, log_to
+from penstock.errors import ConfigError, FileError, PenstockError, RunError
+from penstock.screen import Screen, in_bytes, in_seconds, log_to
 
 if TYPE_CHECKING:
     from penstock.forecast import Forecast
@@ -57,9 +57,7 @@ def train(
         console().print(f"predicted: {_predicted(found)}", highlight=False, soft_wrap=True)
         return
     if config.run.forecast:
-        from penstock.forecast import known
-
-        _tell("predicted", _predicted(known(folder, config, plan) or _forecast(config, plan, folder)))
+        _tell("predicted", _prediction(config, plan, folder))
     verdict = launch(rank, folder, plan.schedule.ranks, config.run.restarts, resume)
     _ending(folder, verdict, sample)
 
@@ -287,10 +285,19 @@ def _forecast(config: Config, plan: Plan, folder: Path | None = None) -> Forecas
     machine = machine_of(config, plan.schedule.ranks)
     with progress("timing a layer"):
         found = profiled(config, plan, machine)
-    assert found is not None
     if folder is not None:
         write_profile(found, folder / PROFILE)
     return forecast(config, plan, found, machine.processors)
+
+
+def _prediction(config: Config, plan: Plan, folder: Path) -> str:
+    """The forecast of a run in words; that there is none stops no run."""
+    from penstock.forecast import known
+
+    try:
+        return _predicted(known(folder, config, plan) or _forecast(config, plan, folder))
+    except PenstockError as error:
+        return f"not known: {str(error).splitlines()[0]}"
 
 
 def _print_memory(found: Forecast) -> None:
@@ -304,9 +311,9 @@ def _predicted(found: Forecast) -> str:
     passes = f"{found.passes} passes of " if found.passes > 1 else "a pass of "
     ranks = found.timeline.schedule.ranks
     shared = f", {ranks} ranks on {found.processors} processors" if found.processors < ranks else ""
-    return (f"{found.speed:,.0f} tokens/s, {found.seconds * 1e3:,.3g} ms a step: {passes}"
-            f"{found.timeline.makespan * 1e3:,.3g} ms (bubble {found.timeline.bubble:.1%}{shared}), optimizer "
-            f"{found.optimizer * 1e3:,.3g} ms")  # fmt: skip
+    return (f"{found.speed:,.0f} tokens/s, {in_seconds(found.seconds)} a step: {passes}"
+            f"{in_seconds(found.timeline.makespan)} (bubble {found.timeline.bubble:.1%}{shared}), optimizer "
+            f"{in_seconds(found.optimizer)}")  # fmt: skip
 
 
 # ---------------------------------------------------------------- meanwhile
@@ -370,7 +377,7 @@ def _print_ending(folder: Path, verdict: Verdict, found: Summary) -> None:
     lines = [f"{how} {verdict.step} steps in {sum(row.seconds for row in rows):,.0f} s: "
              f"loss {rows[0].loss:.4f} -> {rows[-1].loss:.4f}{held}, {found.speed:,.0f} tokens/s"]  # fmt: skip
     if found.forecast is not None:
-        lines.append(f"a step took {found.seconds * 1e3:,.3g} ms, predicted {found.forecast.seconds * 1e3:,.3g} ms")
+        lines.append(f"a step took {in_seconds(found.seconds)}, predicted {in_seconds(found.forecast.seconds)}")
     if found.predicted is not None and found.measured is not None:
         how = "predicted" if found.forecast is not None else "by its actions' own times"
         bubbles = found.measured.bubble, found.predicted.bubble

@@ -33,6 +33,7 @@ class Subject:
     loss: Loss | None = None  # of the head
     labels: Tensor | None = None
     autocast: torch.dtype | None = None
+    starts: Tensor | None = None  # of packed documents: of each token the first one of its document
 
     @property
     def tokens(self) -> int:
@@ -54,7 +55,7 @@ class Probe:
 
     def __init__(self, subject: Subject) -> None:
         self.subject, self.device = subject, subject.inputs.device
-        self.carry = Carry(subject.tokens)
+        self.carry = Carry(subject.tokens, subject.starts)
         make_deferrable(subject.module)
         for parameter in subject.module.parameters():
             parameter.grad = torch.zeros_like(parameter)  # there already, as from the second slice of a step on
@@ -93,9 +94,9 @@ class Probe:
         record_in(None)
 
     def run(self, x: Tensor, piece: Slice) -> Tensor:
-        """A whole sequence goes without a piece, as it does through a schedule without slices."""
+        """A whole sequence of one document goes without a piece, as it does through a schedule without slices."""
         given = self.subject
-        whole = piece.end - piece.begin == given.tokens
+        whole = piece.end - piece.begin == given.tokens and given.starts is None
         y: Tensor = given.module(x) if whole else given.module(x, piece)
         if given.loss is None or given.labels is None:
             return y
