@@ -290,6 +290,7 @@ def test_the_report_of_a_run_draws_its_curves_and_both_timelines(browser: Page) 
     assert browser.ask("document.querySelector('dd').textContent") == "<1.0>"
     assert browser.ask("document.querySelector('pre').textContent") == "def <f>:"
     assert browser.ask("document.querySelectorAll('polyline')[0].points.length") == 2
+    assert browser.ask("document.querySelectorAll('circle').length") == 1  # a curve of one point
     assert browser.ask("document.querySelector('li').textContent") == "rank 0: <all>"
     assert "Nothing" not in text
     browser.driver.switch_to.frame(0)

@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from statistics import fmean
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock import REGISTRY, Plan, UnitCost, make, simulate
 from penstock.cost import ModelCost, Profile, Seconds, write_profile
-from penstock.cost.profile import Point, block
+from penstock.cost.profile import Point, block, enlarged
+from penstock.errors import ShapeError
 from penstock.forecast import PROFILE, forecast, known, machine_of
 from penstock.ir import needs
+from penstock.models import GPTConfig, LlamaConfig
 from penstock.runtime import spawn
 from penstock.runtime.hollow import hollow, turn_of
+from penstock.runtime.profile import measure
+from penstock.session import Summary, report_of
 from penstock.sim import simulate_shared
 from penstock.train.config import Config, Data, Model, Run
+from penstock.train.history import Row
+from penstock.train.profile import Request, subjects_of
 
 QUANTUM = 1 / 64
 
@@ -100,6 +108,18 @@ def test_what_an_action_takes_beside_its_op_is_counted_once_an_action():
     assert Seconds(base=2.25) == profile_of(0.25).part(2, False, False).F
 
 
+def test_a_sample_of_a_large_model_is_taken_in_proportion():
+    plan, large = Plan(make("1f1b", ranks=2, microbatches=2), "1f1b", (2, 2)), enlarged(profile_of(), 4, 128)
+    more = replace(CONFIG, data=replace(CONFIG.data, tokens=128))
+    assert (large.rows, large.tokens) == (4, 128)
+    ours, theirs = forecast(more, plan, large, 2).timeline, forecast(CONFIG, plan, profile_of(), 2).timeline
+    assert ours.makespan == pytest.approx(16 * theirs.makespan)
+    assert ours.peak_activations.max() == pytest.approx(16 * theirs.peak_activations.max())
+    assert ours.weights.tolist() == theirs.weights.tolist()
+    with pytest.raises(ShapeError, match="no multiple of the 32 that were measured"):
+        enlarged(profile_of(), 1, 100)
+
+
 def test_a_forecast_is_found_again_unless_it_is_of_other_micro_batches(tmp_path):
     plan = Plan(make("1f1b", ranks=2, microbatches=8), "1f1b", (2, 2))
     assert known(tmp_path, CONFIG, plan) is None
@@ -110,10 +130,40 @@ def test_a_forecast_is_found_again_unless_it_is_of_other_micro_batches(tmp_path)
     assert known(tmp_path, replace(CONFIG, data=replace(CONFIG.data, batch=64)), plan) is None
 
 
+def test_a_report_lays_the_forecast_over_what_was_measured_and_names_the_largest_difference():
+    plan = Plan(make("1f1b", ranks=2, microbatches=8), "1f1b", (2, 2), (("chosen", "by hand"),))
+    made = forecast(CONFIG, plan, profile_of(), 2)
+    slow = made.timeline.end.copy()
+    slow[3] += 1.5
+    measured = replace(made.timeline, end=slow, activations=made.timeline.activations * 0 + 1)
+    rows = tuple(Row(step, 1.0, 1.0, 0.1, 2.0, 10, 10, 0.1) for step in range(1, 6))
+    found = Summary(rows, plan, made, 5, measured)
+    assert found.predicted.makespan == made.timeline.makespan
+    assert found.predicted.peak_activations.max() == 1
+    page = report_of(found, "a run")
+    for words in (f"{plan.schedule.table.action(3)} on rank 0: predicted 2e+03 ms, took 3.5e+03 ms", "chosen: by hand",
+                  "rank 1: parts 1, layers 2; predicted 0.0 MB of weights"):  # fmt: skip
+        assert words in page, words
+
+
 def test_a_machine_has_as_many_processors_as_its_threads_leave(monkeypatch):
     monkeypatch.setattr("os.cpu_count", lambda: 8)
     found = [machine_of(replace(CONFIG, run=Run(threads=threads, device="cpu")), 4) for threads in (0, 1, 4, 16)]
     assert [(one.processors, one.threads) for one in found] == [(4, 2), (4, 1), (2, 4), (1, 16)]
+
+
+@pytest.mark.parametrize("separate", [False, True])
+@pytest.mark.parametrize("sizes", [LlamaConfig(32, 16, 2, 4, 4, 24), GPTConfig(32, 16, 2, 4, 24, positions=32)])
+def test_the_layer_that_is_timed_has_the_mask_of_the_data(sizes, separate, monkeypatch):
+    masks = []
+    real = torch.nn.functional.scaled_dot_product_attention
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention",
+                        lambda *args, **more: (masks.append(more["attn_mask"]), real(*args, **more))[1])  # fmt: skip
+    request = Request(sizes, 32, 2, separate=separate, where=((32, 0),), rounds=1, mean=True)
+    found = measure(subjects_of(request), rounds=1, where=request.where, middle=fmean)
+    assert found.layer.points[0].F > 0
+    whole = [mask for mask in masks if mask is None or mask.shape[-1] == mask.shape[-2] == 32]
+    assert whole[-1] is None if not separate else whole[-1].shape == (2, 1, 32, 32)
 
 
 def test_hollow_stages_run_and_cost_something():

@@ -116,8 +116,8 @@ def test_a_run_ends_with_a_curve_a_report_a_checkpoint_and_a_sample(text, here, 
     assert rows[-1].loss < rows[0].loss - 0.3
     for words in ("model ", "schedule ", "2 processes on", "gloo", "step 12/12", "tokens/s", "norm ", "bubble ", " MB"):
         assert words in done.err, words
-    assert re.search(r"predicted [\d,]+ tokens/s, [\d.]+ ms a step: a pass of .*, optimizer [\d.]+ ms", done.err)
-    assert re.search(r"a step took [\d.]+ ms, predicted [\d.]+ ms", done.out)
+    assert re.search(r"predicted [\d,]+ tokens/s, [\d.,]+ ms a step: a pass of .*, optimizer [\d.]+ ms", done.err)
+    assert re.search(r"a step took [\d.,]+ ms, predicted [\d.,]+ ms", done.out)
     for words in ("trained 12 steps", "report ", "checkpoint ", "a sample", "def "):
         assert words in done.out, words
     page = (folder / "report.html").read_text()
@@ -228,7 +228,7 @@ def test_what_one_rank_cannot_begin_with_is_said_once_and_not_tried_again_and_ag
 def test_a_dry_run_shows_plan_memory_and_speed_and_leaves_nothing(here, text):
     done = here("train config.toml --dry-run")
     assert done.code == 0, done.err
-    assert re.search(r"predicted: [\d,]+ tokens/s, [\d.]+ ms a step: a pass of [\d.]+ ms \(bubble \d", done.out)
+    assert re.search(r"predicted: [\d,]+ tokens/s, [\d.,]+ ms a step: a pass of [\d.,]+ ms \(bubble \d", done.out)
     assert len(re.findall(r"^ \d +[\d.]+ MB", done.out, re.M)) == 2
     assert "hanayo: 2 ranks" in done.err
     assert not (text / "runs").exists()

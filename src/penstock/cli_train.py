@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Annotated, Optional
 
 import typer
 
-from penstock.cli_screen import console, print_table, progress, write
+from penstock.cli_forecast import devices, forecast_of, predicted, prediction, print_memory
+from penstock.cli_screen import console, progress, write
 from penstock.errors import ConfigError, FileError, RunError
-from penstock.screen import Screen, in_bytes, log_to
+from penstock.screen import Screen, in_seconds, log_to
 
 if TYPE_CHECKING:
-    from penstock.forecast import Forecast
     from penstock.ir import Plan
     from penstock.session import Summary
     from penstock.train.config import Config
@@ -56,14 +56,12 @@ def train(
     check_gpus(config, plan.schedule.ranks)
     _announce(config, plan, folder)
     if dry_run:
-        found = _forecast(config, plan)
-        _print_memory(found, config)
-        console().print(f"predicted: {_predicted(found, config)}", highlight=False, soft_wrap=True)
+        found = forecast_of(config, plan)
+        print_memory(found, config)
+        console().print(f"predicted: {predicted(found, config)}", highlight=False, soft_wrap=True)
         return
     if config.run.forecast:
-        from penstock.forecast import known
-
-        _tell("predicted", _predicted(known(folder, config, plan) or _forecast(config, plan, folder), config))
+        _tell("predicted", prediction(config, plan, folder))
     verdict = launch(rank, folder, plan.schedule.ranks * config.mesh.size, config.run.restarts, resume)
     _ending(folder, verdict, sample)
 
@@ -262,7 +260,7 @@ def _announce(config: Config, plan: Plan, folder: Path) -> None:
                      f"{config.rows} x {config.data.tokens} tokens, layers {' '.join(map(str, plan.partition))}"),
         *([("mesh", mesh.over(ranks))] if mesh.size > 1 else []),
         ("step", f"{tokens:,} tokens; {config.run.steps} steps, {config.run.precision}"),
-        ("workers", _devices(config, ranks * mesh.size)),
+        ("workers", devices(config, ranks * mesh.size)),
         ("folder", str(folder)),
     ):  # fmt: skip
         _tell(name, words)
@@ -270,52 +268,6 @@ def _announce(config: Config, plan: Plan, folder: Path) -> None:
 
 def _tell(name: str, words: str) -> None:
     console(stderr=True).print(f"[dim]{name:<9}[/] {words}", highlight=False, soft_wrap=True)
-
-
-def _devices(config: Config, processes: int) -> str:
-    import os
-
-    import torch
-
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if config.run.device == "cpu" or gpus == 0 or (config.run.device == "auto" and gpus < processes):
-        why = f" ({gpus} GPUs are too few)" if gpus and config.run.device == "auto" else ""
-        return f"{processes} processes on {os.cpu_count()} CPU cores, gloo{why}"
-    return f"{processes} processes on {gpus} GPUs, {'NCCL' if gpus >= processes else 'gloo, as ranks share GPUs'}"
-
-
-def _forecast(config: Config, plan: Plan, folder: Path | None = None) -> Forecast:
-    """Times the pieces of the model, and keeps what was found in a folder, if there is one."""
-    from penstock.cost import write_profile
-    from penstock.forecast import PROFILE, forecast, machine_of, profiled
-
-    machine = machine_of(config, plan.schedule.ranks)
-    with progress("timing a layer"):
-        found = profiled(config, plan, machine)
-    assert found is not None
-    if folder is not None:
-        write_profile(found, folder / PROFILE)
-    return forecast(config, plan, found, machine.processors)
-
-
-def _print_memory(found: Forecast, config: Config) -> None:
-    """A line a rank: of its one process, or of the fullest of several."""
-    who = "rank" if config.mesh.size == 1 else "process of rank"
-    heads = (who, "weights, gradients, optimizer", "activations at most", "together")
-    each = enumerate(zip(found.weights, found.activations, strict=True))
-    print_table(heads, [(str(rank), *map(in_bytes, (own, held, own + held))) for rank, (own, held) in each])
-
-
-def _predicted(found: Forecast, config: Config) -> str:
-    """A step in words."""
-    passes = f"{found.passes} passes of " if found.passes > 1 else "a pass of "
-    processes, size = found.timeline.schedule.ranks * config.mesh.size, config.mesh.size
-    who = "ranks" if size == 1 else "processes"
-    shared = f", {processes} {who} on {found.processors} processors" if found.processors < processes else ""
-    shared += ", without the sums inside a rank" if size > 1 else ""
-    return (f"{found.speed:,.0f} tokens/s, {found.seconds * 1e3:,.3g} ms a step: {passes}"
-            f"{found.timeline.makespan * 1e3:,.3g} ms (bubble {found.timeline.bubble:.1%}{shared}), optimizer "
-            f"{found.optimizer * 1e3:,.3g} ms")  # fmt: skip
 
 
 # ---------------------------------------------------------------- meanwhile
@@ -380,7 +332,7 @@ def _print_ending(folder: Path, verdict: Verdict, found: Summary) -> None:
     lines = [f"{how} {verdict.step} steps in {sum(row.seconds for row in rows):,.0f} s: "
              f"loss {rows[0].loss:.4f} -> {rows[-1].loss:.4f}{held}, {found.speed:,.0f} tokens/s"]  # fmt: skip
     if found.forecast is not None:
-        lines.append(f"a step took {found.seconds * 1e3:,.3g} ms, predicted {found.forecast.seconds * 1e3:,.3g} ms")
+        lines.append(f"a step took {in_seconds(found.seconds)}, predicted {in_seconds(found.forecast.seconds)}")
     if found.predicted is not None and found.measured is not None:
         how = "predicted" if found.forecast is not None else "by its actions' own times"
         bubbles = found.measured.bubble, found.predicted.bubble

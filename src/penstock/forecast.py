@@ -8,15 +8,17 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from math import gcd
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.cost import Profile, read_profile
 from penstock.cost.curve import total
 from penstock.cost.fit import Fit
-from penstock.cost.profile import Block
+from penstock.cost.profile import Block, enlarged
 from penstock.ir import Plan, Timeline
 from penstock.ir.schedule import stretch
 from penstock.sim import simulate_shared
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
 
 PROFILE = "profile.json"  # in the folder of a run
 ROUNDS = 5
+MOST = {"cpu": 5e10, "cuda": 5e13}  # operations of a pass that is timed; of more, a sample is
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +78,7 @@ def machine_of(config: Config, ranks: int) -> Machine:
 
     ranks *= config.mesh.size
     gpus = torch.cuda.device_count() if torch.cuda.is_available() and config.run.device != "cpu" else 0
-    if gpus and (config.run.device == "cuda" or gpus >= ranks):
+    if gpus and (config.run.device == "cuda" or config.mesh.size == 1 or gpus >= ranks):
         return Machine("cuda", min(gpus, ranks), 1)
     cores = os.cpu_count() or 1
     threads = config.run.threads or max(1, cores // ranks)
@@ -122,20 +125,42 @@ def _shared(block: Block, share: Share, slow: float) -> Block:
     )  # fmt: skip
 
 
-def profiled(config: Config, plan: Plan, machine: Machine) -> Profile | None:
-    """Times the pieces of a run's model, on as many ranks at once as will compute at once; None on a rank of torchrun
-    other than 0."""
-    from penstock.train.profile import Request, profile  # noqa: PLC0415  # torch
+def profiled(config: Config, plan: Plan, machine: Machine) -> Profile:
+    """Times the pieces of a run's model, on as many ranks at once as will compute at once."""
+    from penstock.models.flops import flops_per_token  # noqa: PLC0415  # torch
+    from penstock.train.profile import Request, profile  # noqa: PLC0415
     from penstock.train.worker import sizes_for  # noqa: PLC0415
 
-    where = {(end - begin, begin) for one in plan.schedule.microbatches
-             for begin, end in pairwise(stretch(one, config.data.tokens).cuts)}  # fmt: skip
+    tokens, cuts = config.data.tokens, {stretch(one, config.data.tokens).cuts for one in plan.schedule.microbatches}
+    sizes, depth = sizes_for(config), max(plan.partition)
+    rows, short = sample(flops_per_token(sizes, tokens) / sizes.layers * depth, config.rows, tokens, cuts,
+                         MOST[machine.device])  # fmt: skip
+    less = (rows, short) != (config.rows, 1)
+    where = {((end - begin) // short, begin // short) for some in cuts for begin, end in pairwise(some)}
     request = Request(
-        sizes_for(config), config.data.tokens, config.rows, machine.device, threads=machine.threads, rounds=ROUNDS,
-        autocast=config.run.precision if config.run.precision != "float32" else None, depth=max(plan.partition),
-        where=tuple(sorted(where)), mean=True,
+        sizes, tokens // short, rows, machine.device, threads=machine.threads, rounds=1 if less else ROUNDS,
+        autocast=config.run.precision if config.run.precision != "float32" else None, depth=1 if less else depth,
+        where=tuple(sorted(where)), mean=True, separate=config.data.separate,
     )  # fmt: skip
-    return profile(request, machine.processors)
+    found = profile(request, machine.processors)
+    assert found is not None, "only under torchrun, where no forecast is made"
+    return enlarged(found, config.rows, tokens) if less else found
+
+
+def sample(flops: float, rows: int, tokens: int, cuts: Iterable[tuple[int, ...]], most: float) -> tuple[int, int]:
+    """Of a micro-batch that would take too many operations (`flops` a token): so many rows, of sequences so many times
+    shorter; all cuts stay between tokens.
+
+    >>> sample(1e6, 4, 1024, [(0, 512, 1024)], 1e9), sample(1e6, 2, 1024, [(0, 1024)], 1e12)
+    ((1, 2), (2, 1))
+    """
+    if flops * rows * tokens <= most:
+        return rows, 1
+    fewer, short = max(1, min(rows, int(most / (flops * tokens)))), 1
+    finest = gcd(*(cut for some in cuts for cut in some))
+    while flops * fewer * tokens / short > most and tokens // short > 64 and finest % (2 * short) == 0:
+        short *= 2
+    return fewer, short
 
 
 def known(folder: Path, config: Config, plan: Plan) -> Forecast | None:

@@ -67,6 +67,17 @@ def log_to(told: Console, everything: bool) -> None:
     logger.propagate = False
 
 
+def in_seconds(seconds: float) -> str:
+    """A time for people.
+
+    >>> in_seconds(0.0123), in_seconds(1.5), in_seconds(167_000)
+    ('12.3 ms', '1,500 ms', '167,000 s')
+    """
+    if seconds >= 10:
+        return f"{seconds:,.0f} s"
+    return f"{seconds * 1e3:,.0f} ms" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
+
+
 def in_bytes(count: float) -> str:
     """A size for people.
 

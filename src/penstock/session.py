@@ -132,10 +132,11 @@ class Summary:
 
     @property
     def predicted(self) -> Timeline | None:
-        """The forecast; without one, what the measured step's own times make of it."""
-        if self.forecast is not None:
-            return self.forecast.timeline
-        return None if self.measured is None else from_own_times(self.measured)
+        """The forecast; without one, what the measured step's own times make of it. Activations are not measured in
+        bytes, so both have the same count of them."""
+        if self.measured is None or self.forecast is None:
+            return None if self.measured is None else from_own_times(self.measured)
+        return replace(self.forecast.timeline, activations=self.measured.activations)
 
     @property
     def seconds(self) -> float:

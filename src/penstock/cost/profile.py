@@ -10,7 +10,7 @@ Bytes are those of a token of all rows of a micro-batch; seconds too are those o
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from penstock.cost.curve import Curve, Seconds, total
 from penstock.cost.fit import Fit, fit
@@ -137,6 +137,26 @@ class Profile:
             sum(count * one.update for count, one in self.blocks(layers, number == 0, number == last))
             for number, layers in enumerate(partition)
         )
+
+
+def enlarged(profile: Profile, rows: int, tokens: int) -> Profile:
+    """A profile of fewer rows and shorter sequences, taken in proportion: for what would take too long to measure."""
+    wide, long_ = rows / profile.rows, tokens // profile.tokens
+    if tokens % profile.tokens:
+        raise ShapeError(f"sequences of {tokens} tokens are no multiple of the {profile.tokens} that were measured")
+
+    def larger(one: Block) -> Block:
+        share = wide * long_
+        points = [
+            Point(p.tokens * long_, p.prefix * long_, p.F * share, p.B * share, p.I * share, p.W * share, p.held_out)
+            for p in one.points
+        ]
+        return block(points, one.held * wide, one.kept * wide, one.weights, one.update)
+
+    return replace(
+        profile, tokens=tokens, rows=rows, message=profile.message * wide, embed=larger(profile.embed),
+        layer=larger(profile.layer), head=larger(profile.head),
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

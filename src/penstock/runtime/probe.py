@@ -37,6 +37,7 @@ class Subject:
     loss: Loss | None = None  # of the head
     labels: Tensor | None = None
     autocast: torch.dtype | None = None
+    starts: Tensor | None = None  # of packed documents: of each token the first one of its document
 
     @property
     def tokens(self) -> int:
@@ -58,7 +59,7 @@ class Probe:
 
     def __init__(self, subject: Subject) -> None:
         self.subject, self.device = subject, subject.inputs.device
-        self.carry = Carry(subject.tokens)
+        self.carry = Carry(subject.tokens, subject.starts)
         self.launches = deque([0.0], maxlen=4)  # seconds that the host took to launch the last passes, and a half
         make_deferrable(subject.module)
         for parameter in subject.module.parameters():
@@ -98,9 +99,9 @@ class Probe:
         record_in(None)
 
     def run(self, x: Tensor, piece: Slice) -> Tensor:
-        """A whole sequence goes without a piece, as it does through a schedule without slices."""
+        """A whole sequence of one document goes without a piece, as it does through a schedule without slices."""
         given = self.subject
-        whole = piece.end - piece.begin == given.tokens
+        whole = piece.end - piece.begin == given.tokens and given.starts is None
         y: Tensor = given.module(x) if whole else given.module(x, piece)
         if given.loss is None or given.labels is None:
             return y

@@ -20,7 +20,7 @@ from penstock.cost.points import Where
 from penstock.cost.profile import Profile
 from penstock.errors import FileError, RunError, ShapeError
 from penstock.ir.fields import Facts
-from penstock.models import GPT, GPTConfig, Llama, LlamaConfig, model_width, split, token_loss
+from penstock.models import GPT, GPTConfig, Llama, LlamaConfig, document_starts, model_width, split, token_loss
 from penstock.runtime import Comm, finish, init, spawn
 from penstock.runtime.probe import Subject
 from penstock.runtime.profile import ROUNDS, Subjects, Watch, measure
@@ -46,6 +46,7 @@ class Request:
     threads: int | None = None  # of a rank; None: as torch has it
     links: bool = False  # every pair of ranks
     rounds: int = ROUNDS
+    separate: bool = False  # rows of two documents each, that do not see each other
     mean: bool = False  # of all passes over a slice; else their median
     depth: int = DEPTH  # layers measured in a row
     where: tuple[Where, ...] = ()  # slices, by tokens and prefix; none: some forty that say most of all others
@@ -100,9 +101,11 @@ def subjects_of(request: Request, comm: Comm | None = None) -> Subjects:
     words, labels = (torch.randint(0, vocab, shape, device=device) for _ in range(2))
     hidden = torch.randn(*shape, model_width(model), device=device, dtype=dtype)
     cast = None if request.autocast is None else _dtype(request.autocast)
+    halves = torch.tensor([request.tokens // 2, request.tokens - request.tokens // 2], device=device)
+    starts = document_starts(halves).expand(shape) if request.separate else None
     return Subjects(
-        Subject(embed, words, autocast=cast),
-        Subject(middle, hidden, depth, prefixes=not middle.unsliceable, autocast=cast),
+        Subject(embed, words, autocast=cast, starts=starts),
+        Subject(middle, hidden, depth, prefixes=not middle.unsliceable, autocast=cast, starts=starts),
         Subject(head, hidden, loss=token_loss, labels=labels, autocast=cast),
         layers, facts, _facts(device, request, 1 if comm is None else comm.ranks),
     )  # fmt: skip

@@ -116,14 +116,16 @@ def need_gpu(config: Config) -> None:
 
 
 def join(config: Config) -> ProcessComm:
-    """The connection to the other ranks: NCCL where every rank has a GPU, else gloo; as the config says."""
-    if config.run.device == "cpu":
+    """The connection to the others, as the config says: NCCL where every process has a GPU, our own backend where they
+    share some, else gloo."""
+    few = config.run.device == "auto" and config.mesh.size > 1 and torch.cuda.device_count() < _neighbours()
+    if config.run.device == "cpu" or few:  # the processes of a rank do not share a GPU
         return init("gloo", config.run.patience, "cpu")
     if config.run.device == "cuda":
         need_gpu(config)
         gpu = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
         torch.cuda.set_device(gpu)
-        return init(None, config.run.patience, gpu)  # gloo through the CPU where ranks share a GPU
+        return init(None, config.run.patience, gpu)
     return init(None, config.run.patience)
 
 

@@ -129,7 +129,7 @@ def _line(frame: _Frame, line: Line, colour: str, marks: bool) -> Iterator[str]:
         f'<polyline points="{" ".join(f"{x:.1f},{y:.1f}" for x, y in points)}" fill="none" stroke="{colour}"'
         f' stroke-width="1.8" stroke-linejoin="round"{dash}/>'
     )
-    if marks:
+    if marks or len(points) == 1:  # a line of one point is none
         yield from (f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.2" fill="{colour}"/>' for x, y in points)
 
 

@@ -1,0 +1,72 @@
+"""What a run will take, in words: where its processes are, seconds of a step, memory of a rank."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from penstock.cli_screen import print_table, progress
+from penstock.errors import PenstockError
+from penstock.screen import in_bytes, in_seconds
+
+if TYPE_CHECKING:
+    from penstock.forecast import Forecast
+    from penstock.ir import Plan
+    from penstock.train.config import Config
+
+
+def devices(config: Config, processes: int) -> str:
+    """Where the processes of a run will be."""
+    import os
+
+    import torch
+
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if config.run.device == "cpu" or gpus == 0 or (config.mesh.size > 1 and gpus < processes):
+        why = f" ({gpus} GPUs are too few)" if gpus and config.run.device == "auto" else ""
+        return f"{processes} processes on {os.cpu_count()} CPU cores, gloo{why}"
+    how = "NCCL" if gpus >= processes else "penstock_ipc; side by side under penstock testbed, else by turns"
+    return f"{processes} processes on {gpus} GPUs, {how}"
+
+
+def forecast_of(config: Config, plan: Plan, folder: Path | None = None) -> Forecast:
+    """Times the pieces of the model, and keeps what was found in a folder, if there is one."""
+    from penstock.cost import write_profile
+    from penstock.forecast import PROFILE, forecast, machine_of, profiled
+
+    machine = machine_of(config, plan.schedule.ranks)
+    with progress("timing a layer"):
+        found = profiled(config, plan, machine)
+    if folder is not None:
+        write_profile(found, folder / PROFILE)
+    return forecast(config, plan, found, machine.processors)
+
+
+def prediction(config: Config, plan: Plan, folder: Path) -> str:
+    """The forecast of a run in words; that there is none stops no run."""
+    from penstock.forecast import known
+
+    try:
+        return predicted(known(folder, config, plan) or forecast_of(config, plan, folder), config)
+    except PenstockError as error:
+        return f"not known: {str(error).splitlines()[0]}"
+
+
+def print_memory(found: Forecast, config: Config) -> None:
+    """A line a rank: of its one process, or of the fullest of several."""
+    who = "rank" if config.mesh.size == 1 else "process of rank"
+    heads = (who, "weights, gradients, optimizer", "activations at most", "together")
+    each = enumerate(zip(found.weights, found.activations, strict=True))
+    print_table(heads, [(str(rank), *map(in_bytes, (own, held, own + held))) for rank, (own, held) in each])
+
+
+def predicted(found: Forecast, config: Config) -> str:
+    """A step in words."""
+    passes = f"{found.passes} passes of " if found.passes > 1 else "a pass of "
+    processes, size = found.timeline.schedule.ranks * config.mesh.size, config.mesh.size
+    who = "ranks" if size == 1 else "processes"
+    shared = f", {processes} {who} on {found.processors} processors" if found.processors < processes else ""
+    shared += ", without the sums inside a rank" if size > 1 else ""
+    return (f"{found.speed:,.0f} tokens/s, {in_seconds(found.seconds)} a step: {passes}"
+            f"{in_seconds(found.timeline.makespan)} (bubble {found.timeline.bubble:.1%}{shared}), optimizer "
+            f"{in_seconds(found.optimizer)}")  # fmt: skip
