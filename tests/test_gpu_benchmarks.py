@@ -28,11 +28,6 @@ def test_both_runtimes_run_the_same_schedules_and_find_the_same_loss(tmp_path):
         assert sum(parts) + sum(row["work"]) == pytest.approx(2 * row["makespan"], rel=1e-6)
 
 
-def test_the_transport_is_right_between_processes(tmp_path):
-    run(f"transport.py --dry --out {tmp_path}/found.json")
-    assert json.loads((tmp_path / "found.json").read_text())["right"]
-
-
 def test_the_page_is_made_of_the_results(monkeypatch):
     monkeypatch.syspath_prepend(str(FOLDER))
     import page  # noqa: PLC0415
