@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import doctest
-import os
 import re
-import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from commands import called
 from penstock import REGISTRY
 from test_imports import LIBRARIES, ROOMS
 
@@ -43,13 +42,13 @@ def test_docs_are_what_the_code_draws() -> None:
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if commands(page) and page not in GUIDES], ids=named)
-def test_every_command_that_is_shown_runs(page: Path, tmp_path: Path) -> None:
+def test_every_command_that_is_shown_runs(page: Path, tmp_path: Path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, value in {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "COLUMNS": "100"}.items():
+        monkeypatch.setenv(name, value)
     for line in commands(page):
-        words = shlex.split(line, comments=True)[1:]
-        code = [sys.executable, "-W", "error", "-c", "from penstock.cli import main; main()", *words]
-        env = {**os.environ, "PYTHONUTF8": "1"}
-        done = subprocess.run(code, cwd=tmp_path, env=env, capture_output=True, encoding="utf-8", check=False)
-        assert done.returncode == 0, f"{line}\n{done.stderr}"
+        code, out, err = called(monkeypatch, capsys, line.removeprefix("penstock "))
+        assert code == 0, f"{line}\n{out}{err}"
     for drawn in tmp_path.glob("*.svg"):
         if page.parent.name == "schedules":
             assert drawn.read_text() == (ROOT / "docs" / "images" / drawn.name).read_text()
