@@ -132,11 +132,12 @@ class Summary:
 
     @property
     def predicted(self) -> Timeline | None:
-        """The forecast; without one, what the measured step's own times make of it. Activations are not measured in
-        bytes, so both have the same count of them."""
+        """The forecast; without one, what the measured step's own times make of it. Memory is not measured in
+        bytes, so both have the same count of activations, and no weights."""
         if self.measured is None or self.forecast is None:
             return None if self.measured is None else from_own_times(self.measured)
-        return replace(self.forecast.timeline, activations=self.measured.activations)
+        found, measured = self.forecast.timeline, self.measured
+        return replace(found, activations=measured.activations, weights=measured.weights)
 
     @property
     def seconds(self) -> float:
