@@ -10,7 +10,7 @@ from functools import partial
 import pytest
 
 from commands import called
-from machines import two_machines
+from machines import limit, two_machines
 from penstock import Network
 from penstock.cost import dump_cluster, load_cluster, read_cluster
 from penstock.runtime import ShapedComm, run_threads
@@ -111,12 +111,7 @@ def test_two_machines_find_the_limit_of_the_cable_between_them(tmp_path):
     """As torchrun starts it, one rank on each of two machines, on a cable limited by the kernel's token bucket."""
     megabits = 80
     with two_machines() as machines:
-        for name, card, _ in machines:
-            limit = ["tc", "-n", name, "qdisc", "add", "dev", card, "root", "tbf", "rate", f"{megabits}mbit"]
-            line = [*limit, "burst", "64kb", "latency", "500ms"]
-            made = subprocess.run(line, capture_output=True, text=True, check=False)
-            if made.returncode:
-                pytest.skip(f"the kernel has no tbf here: {made.stderr.strip()}")
+        limit(machines, megabits)
         meeting = {"WORLD_SIZE": "2", "MASTER_ADDR": machines[0][2], "MASTER_PORT": "29572"}
         line = [sys.executable, "-m", "penstock", "profile", "--links", "-o", str(tmp_path / "cluster.toml")]
         started = [

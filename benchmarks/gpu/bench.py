@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -26,6 +27,7 @@ from torch.distributed.pipelining import schedules as peer
 from penstock import Schedule, lower
 from penstock.models import LlamaConfig, even_partition, token_loss
 from penstock.runtime import Batch, Comm, Executor, batch_of
+from penstock.runtime.links import gathered as rows_of_all
 from penstock.train.weights import draw, hold
 
 Step = Callable[[], float]  # one step, until the GPU has done it; the loss where it is known
@@ -62,6 +64,13 @@ def write(out: Path | None, found: dict[str, Any]) -> None:
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(json.dumps(found))
+
+
+def note(comm: Comm, text: str) -> None:
+    """A line from the first rank."""
+    if comm.rank == 0:
+        sys.stderr.write(text + "\n")
+        sys.stderr.flush()
 
 
 def settle(size: Size) -> None:
@@ -191,8 +200,7 @@ def gathered(comm: Comm, value: float, size: Size) -> list[float]:
     """A number of every rank."""
     row = torch.zeros(comm.ranks, dtype=torch.float64, device=size.device)
     row[comm.rank] = value
-    comm.add(row, tuple(range(comm.ranks))).wait()
-    return [float(one) for one in row.cpu()]
+    return [float(one) for one in rows_of_all(comm, row)]
 
 
 def memory(comm: Comm, size: Size) -> list[float]:

@@ -11,14 +11,13 @@ Predictions are made afterwards, by `page.py`.
 from __future__ import annotations
 
 import gc
-import sys
 import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from bench import DRY, REAL, Ours, Size, Torchs, arguments, clocked, memory, quartiles, stages_of, warm, write
+from bench import DRY, REAL, Ours, Size, Torchs, arguments, clocked, memory, note, quartiles, stages_of, warm, write
 
 from penstock import Schedule, make, simulate
 from penstock.cost.network import Network
@@ -89,12 +88,6 @@ def work(comm: Comm, setting: Setting) -> dict[str, Any]:
             note(comm, f"{label} M={count}: {1e3 * row['ours']:.1f} ms, its actions alone {1e3 * row['own']:.1f}"
                        f", torch {1e3 * (row['torch'] or 0):.1f}  [{time.perf_counter() - begin:.0f} s]")  # fmt: skip
     return {"ranks": comm.ranks, "size": {**asdict(size.config), "tokens": size.tokens}, "rows": rows}
-
-
-def note(comm: Comm, text: str) -> None:
-    if comm.rank == 0:
-        sys.stderr.write(text + "\n")
-        sys.stderr.flush()
 
 
 def one(comm: Comm, setting: Setting, network: Network, label: str, schedule: Schedule) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench import DRY, REAL, Ours, Size, arguments, clocked, memory, quartiles, stages_of, write
+from bench import DRY, REAL, Ours, Size, arguments, clocked, memory, note, quartiles, stages_of, write
 
 from penstock import Schedule, make, simulate
 from penstock.cost import ProfileCost, dump_profile, read_profile
@@ -62,10 +62,9 @@ def work(comm: Comm, setting: Setting) -> dict[str, Any]:
                              **one(comm, replace(setting.size, tokens=tokens), schedule, setting.rounds)})  # fmt: skip
                 if comm.rank == 0:
                     write(setting.out, {"ranks": comm.ranks, "rows": rows})
-                    row = rows[-1]
-                    text = f"{1e3 * row['seconds']:.1f} ms, {max(row['memory']) / 1e9:.2f} GB"
-                    sys.stderr.write(f"{tokens} x{count} {label}: {text} [{time.perf_counter() - begin:.0f} s]\n")
-                    sys.stderr.flush()
+                row = rows[-1]
+                text = f"{1e3 * row['seconds']:.1f} ms, {max(row['memory']) / 1e9:.2f} GB"
+                note(comm, f"{tokens} x{count} {label}: {text} [{time.perf_counter() - begin:.0f} s]")
     return {"ranks": comm.ranks, "rows": rows}
 
 

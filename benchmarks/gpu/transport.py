@@ -8,13 +8,12 @@ long as on the slowest worker when all of them compute side by side without a me
 
 from __future__ import annotations
 
-import sys
 import time
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from bench import DRY, REAL, Size, arguments, gathered, quartiles, write
+from bench import DRY, REAL, Size, arguments, gathered, note, quartiles, settle, write
 from torch import Tensor
 
 from penstock.runtime import Comm, spawn
@@ -26,27 +25,16 @@ SIZES = (1 << 10, 1 << 20, 16 << 20)
 def work(comm: Comm, size: Size, ranks: int) -> dict[str, Any]:
     """All of it, on one rank."""
     found: dict[str, Any] = {"ranks": ranks, "right": right(comm, size)}
-    say(comm, "messages, sums and broadcasts are right")
+    note(comm, "messages, sums and broadcasts are right")
     found["hops"] = hops(comm, size)
-    say(comm, f"hops {found['hops']}")
+    note(comm, f"hops {found['hops']}")
     found["chunks"] = []
     for products in (2, 4, 8, 16, 64) if size.device == "cuda" else (1, 2):
         found["chunks"].append(chunks(comm, size, products))
-        say(comm, f"chunks {found['chunks'][-1]}")
+        note(comm, f"chunks {found['chunks'][-1]}")
     found["waiting"] = waiting(comm, size)
-    say(comm, f"waiting {found['waiting']}")
+    note(comm, f"waiting {found['waiting']}")
     return found
-
-
-def say(comm: Comm, text: str) -> None:
-    if comm.rank == 0:
-        sys.stderr.write(text + "\n")
-        sys.stderr.flush()
-
-
-def settle(size: Size) -> None:
-    if size.device == "cuda":
-        torch.cuda.synchronize()
 
 
 def right(comm: Comm, size: Size) -> bool:

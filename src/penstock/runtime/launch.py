@@ -67,6 +67,19 @@ def init(
     return ProcessComm(patience, device)
 
 
+def under_launcher() -> bool:
+    """Whether torchrun, or one that sets the same environment, has started this process."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def joined(work: Callable[..., T], *args: Any, patience: float = 300.0) -> T | None:
+    """Runs `work(comm, *args)` on the ranks of torchrun, of which this is one; None on all but the first."""
+    comm = init(patience=patience)
+    found = work(comm, *args)
+    finish()
+    return found if comm.rank == 0 else None
+
+
 def _join(backend: str, store: Store, rank: int, ranks: int, limit: timedelta) -> None:
     gpu = None
     if backend in ("nccl", ipc.NAME):

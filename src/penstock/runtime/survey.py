@@ -20,7 +20,8 @@ from penstock.cost.cluster import Cluster, Matrix, Node
 from penstock.cost.network import PerPair
 from penstock.errors import ShapeError
 from penstock.runtime.comm.comm import Comm
-from penstock.runtime.launch import finish, init, spawn
+from penstock.runtime.comm.process import ProcessComm
+from penstock.runtime.launch import joined, spawn, under_launcher
 from penstock.runtime.links import gathered, hosts_of, network_of
 
 WIDTH, TIMES = 768, 12  # of the matrices, and how often they are multiplied
@@ -29,12 +30,13 @@ PATIENCE = 3600.0  # seconds that a rank waits while others are measured
 
 def survey(ranks: int, slots: int | None = None) -> Cluster | None:
     """The cluster of torchrun's ranks (None on all but the first), or of so many new ones on this machine."""
-    if "WORLD_SIZE" in os.environ and "RANK" in os.environ:
-        comm = init(patience=PATIENCE)
-        found = cluster_of(comm, slots, comm.device)
-        finish()
-        return found if comm.rank == 0 else None
-    return spawn(ranks, cluster_of, slots, patience=PATIENCE)[0]
+    if under_launcher():
+        return joined(_cluster, slots, patience=PATIENCE)
+    return spawn(ranks, _cluster, slots, patience=PATIENCE)[0]
+
+
+def _cluster(comm: ProcessComm, slots: int | None) -> Cluster:
+    return cluster_of(comm, slots, comm.device)
 
 
 def cluster_of(comm: Comm, slots: int | None = None, device: torch.device | str = "cpu") -> Cluster:

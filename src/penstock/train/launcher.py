@@ -26,17 +26,15 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from penstock.errors import ConfigError, FileError, PenstockError, RunError, ShapeError
+from penstock.runtime.launch import under_launcher
 from penstock.train.worker import FAILURE, STOP, Verdict, failure
+
+__all__ = ["launch", "restarted", "under_launcher"]
 
 HERE = "127.0.0.1"
 MERCY = 60  # seconds for workers to save, once asked
 KINDS: dict[str, type[PenstockError]] = {kind.__name__: kind for kind in (ConfigError, FileError, ShapeError)}
 Entry = Callable[[str, bool], Verdict]
-
-
-def under_launcher() -> bool:
-    """Whether torchrun, or one that sets the same environment, has started this process."""
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 def restarted() -> bool:

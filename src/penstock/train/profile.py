@@ -21,7 +21,8 @@ from penstock.cost.profile import Profile
 from penstock.errors import FileError, RunError, ShapeError
 from penstock.ir.fields import Facts
 from penstock.models import GPT, GPTConfig, Llama, LlamaConfig, document_starts, model_width, split, token_loss
-from penstock.runtime import Comm, finish, init, spawn
+from penstock.runtime import Comm, spawn
+from penstock.runtime.launch import joined, under_launcher
 from penstock.runtime.probe import Subject
 from penstock.runtime.profile import ROUNDS, Subjects, Watch, measure
 from penstock.train import config_file, weights
@@ -66,11 +67,8 @@ def profile(request: Request, ranks: int = 1, watch: Watch = lambda text: None) 
 
     None on the other ranks of torchrun.
     """
-    if "WORLD_SIZE" in os.environ and "RANK" in os.environ:
-        comm = init(patience=PATIENCE)
-        found = _work(comm, request, watch if comm.rank == 0 else _silent)
-        finish()
-        return found if comm.rank == 0 else None
+    if under_launcher():
+        return joined(_work, request, watch, patience=PATIENCE)
     if ranks > 1:
         watch(f"{ranks} ranks measure at the same time")
         backend = "gloo" if torch.device(request.device).type == "cpu" else None
@@ -85,6 +83,7 @@ def _silent(text: str) -> None:
 def _work(comm: Comm | None, request: Request, watch: Watch) -> Profile:
     if request.threads is not None:
         torch.set_num_threads(request.threads)
+    watch = watch if comm is None or comm.rank == 0 else _silent
     middle = statistics.fmean if request.mean else statistics.median
     return measure(subjects_of(request, comm), comm, request.links, request.rounds, watch, request.where, middle)
 

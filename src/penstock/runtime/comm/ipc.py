@@ -71,7 +71,7 @@ class IpcGroup(ProcessGroup):
 
     def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]
-        self.store, self.mine, self.count, self.limit = store, rank, size, timeout
+        self.store, self.mine, self.count = store, rank, size
         shared = Shared.get()
         self.driver, self.sums = shared.driver, shared.sums
         self.watched = False  # whether somebody asks if a message is there
