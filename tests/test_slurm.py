@@ -27,7 +27,7 @@ exit $code
 """
 SCONTROL = """#!/bin/bash
 case "$1" in
-    show) for node in $(seq "$SLURM_NNODES"); do echo 127.0.0.1; done ;;
+    show) for node in $(seq "$SLURM_NNODES"); do echo 127.0.0.1; sleep 0.2; done ;;  # longer than its reader listens
     requeue) echo "$2" >> requeued ;;
 esac
 """
