@@ -35,8 +35,7 @@ from penstock import ModelCost, PartCost, Seconds, make, simulate
 from penstock.ir import Op, Schedule, lower
 from penstock.ir.program import Receive, Run, Send
 from penstock.runtime import Executor, Ledger, ProcessComm, batch_of
-from penstock.runtime.backward import record_in
-from penstock.runtime.executor import walk_back
+from penstock.runtime.backward import record_in, walk_back
 from penstock.runtime.sleeping import Sleeping
 
 RESULT = Path(__file__).parent.parent / "docs" / "results" / "overhead.md"

@@ -8,14 +8,14 @@ import torch
 
 from penstock import lower, make
 from penstock.models import Llama, LlamaConfig, part_parameters, split, token_loss
-from penstock.runtime import Comm, Executor, batch_of
+from penstock.runtime import Comm, CudaTape, Executor, batch_of
 
 CASES = (("1f1b", {}), ("zb-v", {}), ("hanayo", {"waves": 1}), ("seq1f1b", {"slices": 4}), ("chimera", {}),
          ("interleaved-zb", {"chunks": 2}))  # fmt: skip
 
 
-def trains_like_one_piece(comm: Comm) -> dict[str, float]:
-    """The worst relative error of a gradient, by schedule."""
+def trains_like_one_piece(comm: Comm, recorded: bool = False) -> dict[str, float]:
+    """The worst relative error of a gradient, by schedule; `recorded`: actions are CUDA graphs."""
     torch.manual_seed(0)
     layers = 4 * comm.ranks
     whole = Llama(LlamaConfig(vocab=97, width=64, layers=layers, heads=4, kv_heads=2, inner=96)).cuda()
@@ -29,7 +29,7 @@ def trains_like_one_piece(comm: Comm) -> dict[str, float]:
         schedule = make(name, ranks=comm.ranks, microbatches=len(tokens), **shape)
         parts = split(copy.deepcopy(whole), [layers // schedule.parts] * schedule.parts)
         mine = {n: parts[s.part] for n, s in enumerate(schedule.stages) if s.rank == comm.rank}
-        executor = Executor(lower(schedule), mine, comm, token_loss, 64)
+        executor = Executor(lower(schedule), mine, comm, token_loss, 64, tape=CudaTape() if recorded else None)
         for _ in range(3):
             for part in mine.values():
                 part.zero_grad()

@@ -95,6 +95,7 @@ def piped(
     batches: Sequence[Batch],
     prepare: Callable[[nn.Module], nn.Module] | None = None,
     timed: bool = False,
+    each: Callable[[int], dict[str, object]] = lambda rank: {},
     **options: object,
 ) -> Outcome:
     """The same through the schedule, a thread a rank, each with its own copy of the model."""
@@ -108,7 +109,8 @@ def piped(
         named = dict(copies[comm.rank].named_parameters())
         tied = {name: Tied(where, named[name]) for name, where in shared_names(parts).items()}
         stages = {n: prepare(part) if prepare else part for n, part in mine.items()}
-        executor = Executor(program, stages, comm, token_loss, width, torch.float64, tied=tied, **options)
+        own = each(comm.rank)
+        executor = Executor(program, stages, comm, token_loss, width, torch.float64, tied=tied, **options, **own)
         executors[comm.rank] = executor
         results = [executor.step(batch, timed) for batch in batches]
         return results, executor.evaluate(batches[0])

@@ -68,6 +68,9 @@ def test_set_changes_one_value_of_any_kind():
         ("[data]\nbatch = 12", "12 sequences do not deal out to 8 micro-batches"),
         ('[model]\nfamily = "gpt"\npositions = 8', "data.tokens = 128 is more than model.positions = 8"),
         ("[schedule]\npartition = [1, 2]", "schedule.partition has 3 layers, but model.layers = 8"),
+        ("[run]\ngraphs = true\n[data]\nseparate = true", "does not go with data.separate = true: documents differ"),
+        ("[run]\ngraphs = true\n[mesh]\nshard = 2", "run.graphs = true does not go with mesh.shard = 2 and mesh.ten"),
+        ('[run]\ngraphs = true\ndevice = "cpu"', "run.graphs = true does not go with run.device = cpu"),
         ("preset = 3", "preset must be a name in quotes"),
     ],
 )

@@ -24,7 +24,7 @@ from penstock.models import (
     split,
     token_loss,
 )
-from penstock.runtime import Executor, batch_of, run_threads, spawn
+from penstock.runtime import CudaTape, Executor, batch_of, run_threads, spawn
 from penstock.runtime.probe import Probe, Subject
 from penstock.runtime.recorder import Clock
 from penstock.schedules.transforms import slice_tokens
@@ -49,6 +49,39 @@ def gradients(model, schedule, batch, autocast):
 
     (loss,) = run_threads(1, work)
     return loss, {name: p.grad for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-h1", "seq1f1b"])
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16])
+def test_recorded_actions_train_as_others_do(name, autocast, recompute):
+    """Over steps of an optimizer, which sets gradients to None in between; alone, so without any transport."""
+    shape = {"slices": 4} if name == "seq1f1b" else {}
+    program = lower(make(name, ranks=1, microbatches=4, **shape))
+    stages = frozenset([0]) if recompute else frozenset()
+    found = []
+    for tape in (None, CudaTape()):
+        model = models()["llama"]
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+
+        def work(comm, model=model, optimizer=optimizer, tape=tape):
+            executor = Executor(program, {0: split(model, [2])[0]}, comm, token_loss, 256,
+                                recompute=stages, autocast=autocast, tape=tape)  # fmt: skip
+            losses = []
+            for seed in range(4):
+                dice = torch.Generator("cuda").manual_seed(seed)
+                tokens = [torch.randint(0, 512, (2, 256), device="cuda", generator=dice) for _ in range(4)]
+                losses.append(executor.step(batch_of(tokens, tokens)).loss)
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
+            return losses
+
+        found.append((run_threads(1, work)[0], [p.detach() for p in model.parameters()]))
+    (losses, weights), (others, theirs) = found
+    assert others == pytest.approx(losses, rel=1e-4 if autocast is None else 1e-2)
+    assert losses[-1] < losses[0]
+    for one, other in zip(weights, theirs, strict=True):
+        assert float((one - other).norm() / one.norm()) < (1e-3 if autocast is None else 2e-2)
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -139,7 +172,8 @@ def test_ranks_that_share_a_gpu_find_their_backend():
     assert spawn(2, kind_of, backend=None) == ["penstock_ipc"] * 2
 
 
+@pytest.mark.parametrize("recorded", [False, True])
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_ranks_that_share_a_gpu_train_like_one_piece(ranks):
-    for worst in spawn(ranks, trains_like_one_piece, backend="penstock_ipc", patience=60):
+def test_ranks_that_share_a_gpu_train_like_one_piece(ranks, recorded):
+    for worst in spawn(ranks, trains_like_one_piece, recorded, backend="penstock_ipc", patience=60):
         assert max(worst.values()) < 1e-4, worst

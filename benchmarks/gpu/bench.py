@@ -26,7 +26,7 @@ from torch.distributed.pipelining import schedules as peer
 
 from penstock import Schedule, lower
 from penstock.models import LlamaConfig, even_partition, token_loss
-from penstock.runtime import Batch, Comm, Executor, batch_of
+from penstock.runtime import Batch, Comm, CudaTape, Executor, batch_of
 from penstock.runtime.links import gathered as rows_of_all
 from penstock.train.weights import draw, hold
 
@@ -98,12 +98,17 @@ def data(schedule: Schedule, size: Size) -> list[Tensor]:
 
 
 class Ours:
-    """A step of ours."""
+    """A step of ours; `recorded`: its actions are CUDA graphs."""
 
-    def __init__(self, schedule: Schedule, stages: dict[int, nn.Module], comm: Comm, size: Size) -> None:
+    def __init__(
+        self, schedule: Schedule, stages: dict[int, nn.Module], comm: Comm, size: Size, recorded: bool = False
+    ) -> None:
         tokens = data(schedule, size)
         self.batch: Batch = batch_of(tokens, tokens)
-        self.executor = Executor(lower(schedule), stages, comm, token_loss, size.config.width, dtype=size.dtype)
+        tape = CudaTape() if recorded and size.device == "cuda" else None
+        self.executor = Executor(
+            lower(schedule), stages, comm, token_loss, size.config.width, dtype=size.dtype, tape=tape
+        )
         self.stages = stages
 
     def __call__(self) -> float:

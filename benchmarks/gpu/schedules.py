@@ -5,7 +5,7 @@
 
 A Llama of 8 layers a rank in bfloat16, one sequence a micro-batch. For each schedule steps of ours and of torch's
 runtime alternate on the same modules: both run the same actions in the same order. Ratios are taken within a round.
-Predictions are made afterwards, by `page.py`.
+`--graphs` adds ours with recorded actions (CUDA graphs). Predictions are made afterwards, by `page.py`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench import DRY, REAL, Ours, Size, Torchs, arguments, clocked, memory, note, quartiles, stages_of, warm, write
+from bench import (
+    DRY,
+    REAL,
+    Ours,
+    Size,
+    Step,
+    Torchs,
+    arguments,
+    clocked,
+    memory,
+    note,
+    quartiles,
+    stages_of,
+    warm,
+    write,
+)
 
 from penstock import Schedule, make, simulate
 from penstock.cost.network import Network
@@ -51,6 +66,7 @@ class Setting:
     seconds: float = 500.0  # no new schedule is begun after so many
     out: Path | None = None
     peer: bool = True
+    recorded: bool = False  # ours once more, with recorded actions
 
 
 def schedules(setting: Setting, ranks: int, count: int) -> dict[str, Schedule]:
@@ -91,24 +107,26 @@ def work(comm: Comm, setting: Setting) -> dict[str, Any]:
 
 
 def one(comm: Comm, setting: Setting, network: Network, label: str, schedule: Schedule) -> dict[str, Any]:
-    """A schedule: steps of both runtimes by turns, then one of ours with its timeline."""
+    """A schedule: steps of all runtimes by turns, then one of ours with its timeline."""
     size = setting.size
     stages = stages_of(schedule, comm, size)
     warm(stages, size)
     ours = Ours(schedule, stages, comm, size)
+    machines: dict[str, Step] = {"ours": ours}
     theirs = peer_of(schedule, stages, size, label) if setting.peer else None
+    if theirs is not None:
+        machines["torch"] = theirs
+    if setting.recorded:
+        machines["recorded"] = Ours(schedule, stages, comm, size, recorded=True)
     losses = {}
-    for who, machine in (("ours", ours), ("torch", theirs)):
-        if machine is not None:
-            losses[who] = clocked(comm, machine, stages, size)[1]
-            note(comm, f"  {label}: {who} runs")
+    for who, machine in machines.items():
+        losses[who] = clocked(comm, machine, stages, size)[1]
+        note(comm, f"  {label}: {who} runs")
     memory(comm, size)
-    times: dict[str, list[float]] = {"ours": [], "torch": []}
+    times: dict[str, list[float]] = {who: [] for who in machines}
     peaks: dict[str, list[float]] = {}
     for turn in range(1 + setting.rounds):
-        for who, machine in (("ours", ours), ("torch", theirs)):
-            if machine is None:
-                continue
+        for who, machine in machines.items():
             took, _ = clocked(comm, machine, stages, size)
             peaks[who] = memory(comm, size)
             if turn:
@@ -129,9 +147,15 @@ def one(comm: Comm, setting: Setting, network: Network, label: str, schedule: Sc
     if theirs is not None:
         over = quartiles([b / a for a, b in zip(times["ours"], times["torch"], strict=True)])
         row |= {"torch": quartiles(times["torch"])[0], "over": over[0], "over_spread": over[1:]}
+    if setting.recorded:
+        row["recorded"] = quartiles(times["recorded"])
+        row["recorded_memory"] = peaks["recorded"]
+        for who in machines:
+            over = [b / a for a, b in zip(times["recorded"], times[who], strict=True)]
+            row[f"{who}_over_recorded"] = quartiles(over)
     if comm.rank == 0 and label in ("1f1b", "hanayo W=2", "zb-v"):
         row["spans"] = [(str(a), s, e) for _, a, s, e in timeline.spans()]
-    del ours, theirs, stages
+    del ours, theirs, machines, machine, stages
     gc.collect()
     if size.device == "cuda":
         torch.cuda.empty_cache()
@@ -156,13 +180,14 @@ def main() -> None:
     parser.add_argument("--only", default="", help="comma-separated names")
     parser.add_argument("--seconds", type=float, default=500.0)
     parser.add_argument("--no-torch", action="store_true", help="ours alone")
+    parser.add_argument("--graphs", action="store_true", help="ours with recorded actions too")
     given = parser.parse_args()
     ranks = 2 if given.dry else given.ranks
     size = DRY if given.dry else replace(REAL.with_layers(given.depth * ranks), tokens=given.tokens)
     counts = tuple(map(int, given.microbatches.split(","))) if given.microbatches else (ranks, 2 * ranks)
     only = tuple(filter(None, given.only.split(",")))
     setting = Setting(size, counts, given.rounds, tuple(given.plans), only, given.seconds,
-                      given.out.absolute() if given.out else None, not given.no_torch)  # fmt: skip
+                      given.out.absolute() if given.out else None, not given.no_torch, given.graphs)  # fmt: skip
     found = spawn(ranks, work, setting, patience=60.0, backend="gloo" if given.dry else "penstock_ipc")[0]
     write(given.out, found)
 

@@ -48,6 +48,7 @@ class Setting:
     rounds: int
     seconds: float
     out: Path | None
+    recorded: bool = False
 
 
 def work(comm: Comm, setting: Setting) -> dict[str, Any]:
@@ -59,7 +60,7 @@ def work(comm: Comm, setting: Setting) -> dict[str, Any]:
                 if time.perf_counter() - begin > setting.seconds:
                     continue
                 rows.append({"tokens": tokens, "sequences": count, "name": label,
-                             **one(comm, replace(setting.size, tokens=tokens), schedule, setting.rounds)})  # fmt: skip
+                             **one(comm, replace(setting.size, tokens=tokens), schedule, setting)})  # fmt: skip
                 if comm.rank == 0:
                     write(setting.out, {"ranks": comm.ranks, "rows": rows})
                 row = rows[-1]
@@ -82,14 +83,14 @@ def variants(ranks: int, tokens: int, count: int, plans: Path | None) -> dict[st
     return found
 
 
-def one(comm: Comm, size: Size, schedule: Schedule, rounds: int) -> dict[str, Any]:
+def one(comm: Comm, size: Size, schedule: Schedule, setting: Setting) -> dict[str, Any]:
     """Seconds, memory and timeline of a schedule."""
     stages = stages_of(schedule, comm, size)
-    ours = Ours(schedule, stages, comm, size)
+    ours = Ours(schedule, stages, comm, size, setting.recorded)
     _, loss = clocked(comm, ours, stages, size)
     memory(comm, size)
     short = size.tokens <= SHORT
-    times = [clocked(comm, ours, stages, size)[0] for _ in range(rounds if short else 1)]
+    times = [clocked(comm, ours, stages, size)[0] for _ in range(setting.rounds if short else 1)]
     row: dict[str, Any] = {"seconds": quartiles(times)[0], "spread": quartiles(times)[1:], "loss": loss,
                            "memory": memory(comm, size), "actions": schedule.actions}  # fmt: skip
     if short:
@@ -138,6 +139,7 @@ def main() -> None:
     parser.add_argument("--plans", type=Path, help="folder of plans")
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--seconds", type=float, default=500.0)
+    parser.add_argument("--graphs", action="store_true", help="with recorded actions (CUDA graphs)")
     given = parser.parse_args()
     ranks = 2 if given.dry else given.ranks
     size = DRY.with_layers(4) if given.dry else REAL.with_layers(DEPTH * ranks)
@@ -153,7 +155,7 @@ def main() -> None:
     else:
         out = given.out.absolute() if given.out else None
         plans = given.plans.absolute() if given.plans else None
-        setting = Setting(size, lengths, sequences, plans, given.rounds, given.seconds, out)
+        setting = Setting(size, lengths, sequences, plans, given.rounds, given.seconds, out, given.graphs)
         write(given.out, spawn(ranks, work, setting, patience=120.0, backend=backend)[0])
 
 

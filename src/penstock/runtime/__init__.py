@@ -5,6 +5,7 @@ from penstock.runtime.batch import Batch, batch_of, cut_batch
 from penstock.runtime.comm import Comm, ProcessComm, ShapedComm, ThreadComm, run_threads
 from penstock.runtime.executor import Executor, Result, execute
 from penstock.runtime.launch import finish, init, spawn
+from penstock.runtime.replay import CudaTape, Tape
 from penstock.runtime.replicas import Tied
 from penstock.runtime.shards import shard_layers
 from penstock.runtime.share import corner, cut, local
@@ -15,6 +16,7 @@ from penstock.runtime.watchdog import watching
 __all__ = [
     "Batch",
     "Comm",
+    "CudaTape",
     "Executor",
     "Ledger",
     "Mean",
@@ -22,6 +24,7 @@ __all__ = [
     "Result",
     "ShapedComm",
     "Sleeping",
+    "Tape",
     "ThreadComm",
     "Tied",
     "batch_of",

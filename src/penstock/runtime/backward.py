@@ -11,7 +11,7 @@ everything, and its W nothing.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import MethodType
 from typing import Any
 
@@ -55,6 +55,14 @@ def defer(ledger: Ledger | None, work: Work) -> None:
 def record_in(ledger: Ledger | None) -> None:
     """Forwards on this thread write into that ledger from now on."""
     _here.ledger = ledger
+
+
+def walk_back(roots: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+    """`torch.autograd.backward` less its argument handling, which costs as much as a small graph does."""
+    _ENGINE.run_backward(tuple(roots), tuple(gradients), False, False, (), allow_unreachable=True, accumulate_grad=True)
+
+
+_ENGINE = torch.autograd.Variable._execution_engine
 
 
 class _Linear(torch.autograd.Function):

@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import gc
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 
 import torch
@@ -24,11 +25,12 @@ from penstock.carry import Slice
 from penstock.ir.program import Program
 from penstock.ir.schedule import Schedule
 from penstock.ir.timeline import Timeline
-from penstock.runtime.backward import Ledger, make_deferrable, record_in
+from penstock.runtime.backward import Ledger, make_deferrable, record_in, walk_back
 from penstock.runtime.batch import Batch
 from penstock.runtime.comm.comm import Arriving, Comm, Pending
 from penstock.runtime.memory import keep_freed_memory
 from penstock.runtime.recorder import Clock, Moment, Recorder, Recording
+from penstock.runtime.replay import Replays, Tape, refuse_shares
 from penstock.runtime.replicas import Replicas, Tied, groups_of
 from penstock.runtime.shards import Shards
 from penstock.runtime.slices import Carries, refuse_whole, spans_of
@@ -88,11 +90,15 @@ class Executor:
         autocast: torch.dtype | None = None,
         tied: Mapping[str, Tied] | None = None,
         mean: Mean = Mean.ALL,
+        tape: Tape | None = None,
     ) -> None:
         self.program, self.comm, self.loss = program, comm, loss
         self.modules, self.width, self.dtype = dict(stages), width, dtype
-        self.recompute, self.autocast = recompute, autocast
+        self.recompute, self.autocast, self.tape = recompute, autocast, tape
+        self.replays: Replays | None = None  # of the first batch's shape
         refuse_whole(program.schedule, self.modules)
+        if tape is not None:
+            refuse_shares(self.modules)
         self.turns = turns_of(program, comm.rank)
         self.receives = [step for turn in self.turns for step in turn.messages if step.do is Do.RECEIVE]
         comm.prepare(groups_of(program.schedule, tied))
@@ -116,20 +122,25 @@ class Executor:
 
     def step(self, batch: Batch, timed: bool = False) -> Result:
         """Forward and backward of every micro-batch once; gradients are added to what is there."""
-        return _Pass(self, batch, timed).run()
+        run = Pass(self, batch, timed)
+        if self.tape is not None and not batch.starts:
+            self.replays = self.replays or Replays(run, self.tape)
+            if self.replays.fits(batch):
+                run.replay(self.replays)
+        return run.run()
 
     def evaluate(self, batch: Batch) -> float:
         """The mean loss of a batch: the forwards of the same lanes alone."""
-        return _Pass(self, batch, timed=False, training=False).run().loss
+        return Pass(self, batch, timed=False, training=False).run().loss
 
 
-class _Pass:
+class Pass:
     """One step in the making: what is held here, what is on its way."""
 
     def __init__(self, executor: Executor, batch: Batch, timed: bool, training: bool = True) -> None:
         self.e, self.batch, self.timed, self.training = executor, batch, timed, training
         self.held: dict[int, Tensor | Arriving] = {}
-        self.kept: dict[int, Kept] = {}
+        self.kept: dict[int, Kept | None] = {}  # None: a recording keeps it
         self.out: deque[Pending] = deque()
         self.received = False  # whether what the next action takes lies in a buffer of ours
         self.posted = self.reached = 0  # receives
@@ -144,6 +155,17 @@ class _Pass:
         self.start: list[Moment] = []
         self.end: list[Moment] = []
         self.level: list[int] = []  # forwards kept while an action runs
+        self.act: tuple[Callable[[Step], None], ...] = (self.forward, self.backward, self.weights)
+        self.replays: Replays | None = None
+
+    def like(self, batch: Batch) -> Pass:
+        """Another one of the same kind, on another batch."""
+        return Pass(self.e, batch, timed=False)
+
+    def replay(self, replays: Replays) -> None:
+        """From now on actions are not done but played."""
+        self.replays = replays
+        self.act = tuple(partial(play, self) for play in (replays.forward, replays.backward, replays.weights))
 
     def cut(self, schedule: Schedule, batch: Batch) -> None:
         """Tokens, labels and shapes of every slice."""
@@ -177,13 +199,11 @@ class _Pass:
 
     def walk(self) -> None:  # noqa: PLR0912  # the hot loop
         """Turn after turn: an action once its input is there, then the messages that are due, then what is dropped."""
-        act = (self.forward, self.backward, self.weights)
-        e, held, training, replicas = self.e, self.held, self.training, self.e.replicas
+        act, e, held, training, replicas = self.act, self.e, self.held, self.training, self.e.replicas
         if self.timed:
             e.clock.begin()
         if training:
-            e.visits.begin()
-            replicas.begin()
+            self.begin()
         e.shards.begin()
         self.post(self.ahead)
         for number, turn in enumerate(e.turns):
@@ -216,6 +236,16 @@ class _Pass:
         if training:
             replicas.finish()
             e.visits.finish(self.batch)
+
+    def begin(self) -> None:
+        """Gradients of this step begin; those of earlier ones are laid aside where they must be."""
+        e = self.e
+        if self.replays is not None:
+            self.replays.rest.lift([*e.visits.owners, *e.replicas.parameters])
+        e.visits.begin()
+        e.replicas.begin()
+        if self.replays is not None:
+            self.replays.begin(self.batch.valid)
 
     def record(self, step: Step, act: Callable[[Step], None]) -> None:
         """Acts, and notes when, and how many forwards are kept meanwhile."""
@@ -301,6 +331,7 @@ class _Pass:
     def backward(self, step: Step) -> None:
         """From the gradient of y to that of x, in one walk; a split one leaves the linear weights to W."""
         kept = self.kept[step.forward] if step.split else self.kept.pop(step.forward)
+        assert kept is not None, "this one is played"
         if kept.y is None:
             record_in(kept.ledger)
             if kept.piece is not None:
@@ -345,7 +376,7 @@ class _Pass:
     def weights(self, step: Step) -> None:
         """What the I has left."""
         kept = self.kept.pop(step.forward)
-        assert kept.ledger is not None
+        assert kept is not None and kept.ledger is not None  # noqa: PT018
         kept.ledger.settle()
         self.give_back(kept)
 
@@ -353,14 +384,6 @@ class _Pass:
 def _ahead(window: int, size: int) -> int:
     """How many receives may be posted before the program has them: as many as the window holds, if there is one."""
     return min(max(window // max(size, 1), 4), 256) if window else 0
-
-
-def walk_back(roots: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
-    """`torch.autograd.backward` less its argument handling, which costs as much as a small graph does."""
-    _ENGINE.run_backward(tuple(roots), tuple(gradients), False, False, (), allow_unreachable=True, accumulate_grad=True)
-
-
-_ENGINE = torch.autograd.Variable._execution_engine
 
 
 def execute(

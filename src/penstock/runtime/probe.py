@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from penstock.carry import Carry, Slice
-from penstock.runtime.backward import Ledger, make_deferrable, record_in
-from penstock.runtime.executor import Loss, walk_back
+from penstock.runtime.backward import Ledger, make_deferrable, record_in, walk_back
+from penstock.runtime.executor import Loss
 
 CYCLES = 2e9  # of a GPU in a second, at most
 LONGEST = 0.02  # seconds for which it sleeps at most: the first launch of a kernel loads it, and takes far longer

@@ -44,6 +44,7 @@ class Replicas:
         self.comm = comm
         shared = [*_parts(schedule, modules, comm.rank, tied or {}), *_tied(schedule, comm.rank, tied or {})]
         self.order = sorted(shared, key=lambda s: (s.ready, s.name))
+        self.parameters = [parameter for one in self.order for parameter in one.parameters]
         self.next = 0
         self.complete: set[int] = set()
         self.sums: list[tuple[Pending, Tensor, Shared]] = []  # in the same order

@@ -133,6 +133,7 @@ class Run:
     device: str = said(AUTO, "auto, cpu or cuda")
     precision: str = said("float32", "float32, or bfloat16 (autocast; weights stay float32)")
     recompute: bool = said(False, "keep only the inputs of stages, and compute the rest again in the backward")
+    graphs: bool = said(False, "record every action of a stage once and replay it (CUDA graphs; takes more memory)")
     accumulate: int = said(1, "passes through the pipeline whose gradients make one step", least=1)
     log: int = said(10, "steps between two lines", least=1)
     evaluate: int = said(50, "steps between two evaluations; 0: none", least=0)
@@ -198,7 +199,7 @@ PRESETS: dict[str, Config] = {
 def check(config: Config) -> Config:
     """The same config, or one error with everything that is wrong in it."""
     faults = [fault for section in fields(config) for fault in _ranges(section.name, getattr(config, section.name))]
-    faults += _choices(config) + _sizes(config)
+    faults += _choices(config) + _sizes(config) + _recorded(config)
     if faults:
         raise ConfigError("\n".join(faults))
     return config
@@ -259,3 +260,16 @@ def _sizes(config: Config) -> list[str]:
             f"schedule.partition has {sum(schedule.partition)} layers, but model.layers = {model.layers}"
         )
     return faults
+
+
+def _recorded(config: Config) -> list[str]:
+    """What cannot be recorded: graphs replay what is the same in every step, on one GPU."""
+    if not config.run.graphs:
+        return []
+    others = (
+        ("data.separate = true", config.data.separate, "documents differ from step to step"),
+        (f"mesh.shard = {config.mesh.shard} and mesh.tensor = {config.mesh.tensor}", config.mesh.size > 1,
+         "the processes of a mesh talk within an action"),
+        ("run.device = cpu", config.run.device == "cpu", "a CPU has no graphs"),
+    )  # fmt: skip
+    return [f"run.graphs = true does not go with {name}: {why}" for name, false, why in others if false]

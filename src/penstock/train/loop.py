@@ -28,7 +28,7 @@ from penstock.ir.files import Plan
 from penstock.ir.program import lower
 from penstock.models import even_partition, token_loss
 from penstock.models.flops import flops_per_token, peak_flops
-from penstock.runtime import Comm, Executor, corner, local, watching
+from penstock.runtime import Comm, CudaTape, Executor, corner, local, watching
 from penstock.train.checkpoint import Facts, Saver, load, newest_good, read_facts, sweep
 from penstock.train.config import Config, Run
 from penstock.train.corpus import Corpus
@@ -276,6 +276,7 @@ def executor_of(job: Job, holding: Holding, comm: Comm) -> Executor:
     return Executor(
         lower(schedule), holding.stages, comm, token_loss, holding.width, recompute=mine,
         autocast=torch.bfloat16 if run.precision == "bfloat16" else None, tied=holding.tied,
+        tape=CudaTape() if run.graphs else None,
     )  # fmt: skip
 
 

@@ -111,18 +111,22 @@ def _ready(folder: Path, resume: bool, again: bool, watch: Watch | None) -> tupl
 
 def need_gpu(config: Config) -> None:
     """Raises if a run asks for a GPU and there is none."""
-    if config.run.device == "cuda" and not torch.cuda.is_available():
+    if torch.cuda.is_available():
+        return
+    if config.run.device == "cuda":
         raise RunError("run.device = cuda, but torch sees no GPU here\n  say auto, or cpu")
+    if config.run.graphs:
+        raise RunError("run.graphs = true records launches of a GPU, but torch sees none here\n  leave it false")
 
 
 def join(config: Config) -> ProcessComm:
     """The connection to the others, as the config says: NCCL where every process has a GPU, our own backend where they
     share some, else gloo."""
+    need_gpu(config)
     few = config.run.device == "auto" and config.mesh.size > 1 and torch.cuda.device_count() < _neighbours()
     if config.run.device == "cpu" or few:  # the processes of a rank do not share a GPU
         return init("gloo", config.run.patience, "cpu")
     if config.run.device == "cuda":
-        need_gpu(config)
         gpu = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
         torch.cuda.set_device(gpu)
         return init(None, config.run.patience, gpu)

@@ -1,0 +1,311 @@
+"""Actions recorded once and replayed: on a GPU one launch instead of hundreds (CUDA graphs).
+
+Before the first step all that a stage does with a micro-batch is recorded, in the order in which it does it, on tensors
+that stay where they are. A replay then needs what the action takes to be copied there. A recording holds one
+micro-batch at a time, so a stage has as many as it has micro-batches in flight:
+
+    stage 1    F0  F1  F2  B0  F3  B1  F4  B2 ...
+    take        a   b   c   a   a   b   b   c
+
+A take is all that stays for one micro-batch: x and y of every slice, what the backward keeps, the gradients. Memory
+that one of its actions has used for a while serves the next ones of the same take alone, since nothing is known of how
+the actions of two takes follow each other. So recorded stages need more memory than others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from penstock.errors import ShapeError
+from penstock.runtime.backward import record_in
+from penstock.runtime.batch import Batch
+from penstock.runtime.share import local
+from penstock.runtime.steps import Do, Step, Turn
+
+if TYPE_CHECKING:
+    from penstock.runtime.executor import Pass
+
+Work = Callable[[], Tensor | None]
+Place = tuple[int, int]  # a stage and a micro-batch
+Moment = tuple[Do, int]  # an action of a take: what it does, and on which slice
+
+
+class Tape(Protocol):
+    """Records work. What was made while recording is there again, in the same memory, whenever it is played."""
+
+    def begin(self) -> None:
+        """A new take: what it records is played in the order of recording, and then from the start again."""
+        ...
+
+    def rehearse(self, work: Work) -> None:
+        """Does work that is not recorded, where the recordings will be made."""
+        ...
+
+    def record(self, work: Work) -> tuple[Tensor | None, Callable[[], None]]:
+        """What it makes, and what plays it. It is not said to be made before it is played."""
+        ...
+
+
+class CudaTape:
+    """CUDA graphs: every take has memory of its own."""
+
+    def __init__(self) -> None:
+        self.stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        self.pool = torch.cuda.graph_pool_handle()
+
+    def begin(self) -> None:
+        """A new take."""
+        self.pool = torch.cuda.graph_pool_handle()
+
+    def rehearse(self, work: Work) -> None:
+        """Loads kernels, and lets libraries take their memory."""
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
+            work()
+        torch.cuda.current_stream().wait_stream(self.stream)
+
+    def record(self, work: Work) -> tuple[Tensor | None, Callable[[], None]]:
+        """One graph. It is played at once, so that it lies on the GPU before any stream waits for another rank."""
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        with torch.cuda.stream(self.stream):
+            graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
+            try:
+                made = work()
+            finally:
+                graph.capture_end()
+        graph.replay()
+        return made, graph.replay
+
+
+@dataclass(slots=True)
+class Part:
+    """One action of a take."""
+
+    into: tuple[Tensor, ...]  # where to copy what it takes
+    made: Tensor | None  # and where what it makes is found
+    play: Callable[[], None]
+
+    def __call__(self, *given: Tensor) -> Tensor | None:
+        """Acts on what is given."""
+        for target, source in zip(self.into, given, strict=True):
+            target.copy_(source)
+        self.play()
+        return self.made
+
+
+Take = Mapping[Moment, Part]
+
+
+class Kind(NamedTuple):
+    """Micro-batches of one kind can follow each other in a take of a stage."""
+
+    stage: int
+    shape: tuple[int, int]
+    steps: tuple[tuple[Do, int, bool, bool], ...]  # what is done, on which slice; split, last
+
+
+class Replays:
+    """The takes of one rank for batches of one shape."""
+
+    def __init__(self, run: Pass, tape: Tape) -> None:
+        self.shapes = run.batch.shapes
+        places = places_of(run.e.turns)
+        self.rest = Rest(run.e.modules[stage] for stage in {stage for stage, _ in places})
+        self.valid = torch.ones((), device=run.batch.inputs[0].device)
+        self.takes: dict[Place, Take] = {}
+        made: dict[tuple[Kind, int], Take] = {}
+        for place, (kind, number) in assign(places, self.shapes).items():
+            if (kind, number) not in made:
+                steps = places[place]
+                if number == 0:
+                    tape.rehearse(partial(_walk, self.stand_in(run, steps), steps))
+                made[kind, number] = self.take(run, steps, tape)
+            self.takes[place] = made[kind, number]
+        self.rest.clear()
+
+    def begin(self, valid: int) -> None:
+        """A new step, over so many valid tokens."""
+        self.valid.fill_(valid)
+        self.rest.begin()
+
+    def fits(self, batch: Batch) -> bool:
+        """Whether a batch looks like the recorded one."""
+        return batch.shapes == self.shapes and not batch.starts
+
+    def stand_in(self, run: Pass, steps: Sequence[Step]) -> Pass:
+        """A step of its own for one micro-batch, on tensors that stay."""
+        valid: int = self.valid  # type: ignore[assignment]  # a number that changes from step to step
+        other = run.like(replace(run.batch, valid=valid))
+        mine = {step.unit for step in steps}
+        other.inputs = tuple(x.clone() if unit in mine else x for unit, x in enumerate(run.inputs))
+        other.labels = tuple(y.clone() if unit in mine else y for unit, y in enumerate(run.labels))
+        for step in steps:
+            if step.source >= 0:
+                shape, device = run.shapes[step.unit], run.inputs[step.unit].device
+                other.held[step.source] = torch.zeros(shape, dtype=run.e.dtype, device=device)
+        return other
+
+    def take(self, run: Pass, steps: Sequence[Step], tape: Tape) -> Take:
+        """Records all that is done with one micro-batch."""
+        tape.begin()
+        other = self.stand_in(run, steps)
+        found: dict[Moment, Part] = {}
+        for step in steps:
+            made, play = tape.record(partial(_act, other, step))
+            found[moment(step)] = Part(_into(other, step), made, play)
+        return found
+
+    # ------------------------------------------------------------ actions
+    def forward(self, run: Pass, step: Step) -> None:
+        """Plays a forward. The loss is copied: the next micro-batch of the take overwrites it."""
+        x = run.tensor(step.source) if step.source >= 0 else run.inputs[step.unit]
+        y = self.part(step)(x, *([run.labels[step.unit]] if step.last else []))
+        assert y is not None
+        run.kept[step.value] = None
+        run.give(step, y.clone() if step.last else y)
+        self.give_back(run, step)
+
+    def backward(self, run: Pass, step: Step) -> None:
+        """Plays a backward. What it makes is copied: it may still be on its way when the take is played again."""
+        made = self.part(step)(*([] if step.last else [run.tensor(step.source)]))
+        if made is not None:
+            run.held[step.value] = made.clone()
+        if not step.split:
+            del run.kept[step.forward]
+        self.give_back(run, step)
+
+    def weights(self, run: Pass, step: Step) -> None:
+        """Plays what the I has left."""
+        self.part(step)()
+        del run.kept[step.forward]
+
+    def part(self, step: Step) -> Part:
+        """The recording of an action."""
+        return self.takes[step.stage, step.microbatch][moment(step)]
+
+    def give_back(self, run: Pass, step: Step) -> None:
+        """What was received has been copied."""
+        for buffer in run.borrow(step):
+            run.e.comm.give_back(buffer)
+
+
+class Rest:
+    """Gradients that stay where they are, since recordings add to them there."""
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        parameters = {id(p): p for module in modules for p in module.parameters() if p.requires_grad}
+        self.parameters = list(parameters.values())
+        self.before = [p.grad for p in self.parameters]
+        self.places = [torch.zeros_like(p) for p in self.parameters]
+        self.put()
+
+    def put(self) -> None:
+        """Every parameter's gradient is the one that stays."""
+        for parameter, place in zip(self.parameters, self.places, strict=True):
+            parameter.grad = place
+
+    def clear(self) -> None:
+        """Recording is over: gradients are what they were before it."""
+        for parameter, before in zip(self.parameters, self.before, strict=True):
+            parameter.grad = before
+        self.before.clear()
+
+    def lift(self, laid: Iterable[nn.Parameter]) -> None:
+        """Gradients of earlier steps that others will lay aside must not lie where this step's will be."""
+        mine = {id(p): place for p, place in zip(self.parameters, self.places, strict=True)}
+        for parameter in laid:
+            if parameter.grad is not None and parameter.grad is mine.get(id(parameter)):
+                parameter.grad = parameter.grad.clone()
+
+    def begin(self) -> None:
+        """A new step adds to what is there."""
+        empty = []
+        for parameter, place in zip(self.parameters, self.places, strict=True):
+            if parameter.grad is None:
+                empty.append(place)
+            elif parameter.grad is not place:
+                place.copy_(parameter.grad)
+        if empty:
+            torch._foreach_zero_(empty)
+        self.put()
+
+
+# ---------------------------------------------------------------- which take a micro-batch has
+def refuse_shares(modules: Mapping[int, nn.Module]) -> None:
+    """Raises if a stage cannot be recorded: its weights are shared out over processes, which talk within an action."""
+    for stage, module in modules.items():
+        for name, parameter in module.named_parameters():
+            if local(parameter) is not parameter:
+                raise ShapeError(f"stage {stage} cannot be recorded: {name} is shared out over processes; "
+                                 "use no mesh, or no tape")  # fmt: skip
+
+
+def places_of(turns: Sequence[Turn]) -> dict[Place, list[Step]]:
+    """All that each stage of a lane does with each micro-batch, in its order; places in the order of their first."""
+    found: dict[Place, list[Step]] = {}
+    for turn in turns:
+        if turn.step is not None:
+            found.setdefault((turn.step.stage, turn.step.microbatch), []).append(turn.step)
+    return found
+
+
+def assign(places: Mapping[Place, Sequence[Step]], shapes: Sequence[tuple[int, int]]) -> dict[Place, tuple[Kind, int]]:
+    """For every place its kind, and which take of that kind: the first that is free."""
+    found: dict[Place, tuple[Kind, int]] = {}
+    until: dict[Kind, list[int]] = {}  # of each take, the last action of the place that has it now
+    for place, steps in places.items():
+        kind = kind_of(steps, shapes[place[1]])
+        takes = until.setdefault(kind, [])
+        number = next((n for n, last in enumerate(takes) if last < steps[0].value), len(takes))
+        takes[number : number + 1] = [steps[-1].value]
+        found[place] = kind, number
+    return found
+
+
+def kind_of(steps: Sequence[Step], shape: tuple[int, int]) -> Kind:
+    """What must be alike for one recording to serve."""
+    done = tuple((*moment(step), step.split, step.last) for step in steps)
+    return Kind(steps[0].stage, shape, done)
+
+
+def moment(step: Step) -> Moment:
+    """Where in its take a step is."""
+    return step.do, step.instruction.action.slice
+
+
+# ---------------------------------------------------------------- the executor's own actions, on tensors that stay
+def _walk(run: Pass, steps: Sequence[Step]) -> None:
+    """All of them, once."""
+    for step in steps:
+        _act(run, step)
+
+
+def _act(run: Pass, step: Step) -> Tensor | None:
+    """One action, and what it makes."""
+    with torch.enable_grad():
+        run.act[step.do](step)
+    record_in(None)
+    if step.last and step.do is Do.FORWARD:
+        return run.losses.pop()
+    if step.do is Do.WEIGHTS:
+        return None
+    made = run.held.get(step.value)
+    return made.detach() if isinstance(made, Tensor) else None
+
+
+def _into(run: Pass, step: Step) -> tuple[Tensor, ...]:
+    """Where what an action takes is copied to."""
+    if step.do is Do.WEIGHTS:
+        return ()
+    taken = [run.tensor(step.source)] if step.source >= 0 else []
+    if step.do is Do.FORWARD:
+        taken = taken or [run.inputs[step.unit]]
+        taken += [run.labels[step.unit]] if step.last else []
+    return tuple(taken)
