@@ -15,7 +15,8 @@ from penstock.cost import ModelCost, Profile, Seconds, write_profile
 from penstock.cost.profile import Point, block, enlarged
 from penstock.errors import ShapeError
 from penstock.forecast import PROFILE, forecast, known, machine_of
-from penstock.ir import needs
+from penstock.ir import Action, MicroBatch, Op, Stage, needs
+from penstock.ir.schedule import schedule_of
 from penstock.models import GPTConfig, LlamaConfig
 from penstock.runtime import spawn
 from penstock.runtime.hollow import hollow, turn_of
@@ -55,22 +56,36 @@ def in_quanta(schedule, cost, processors: int) -> float:
 @pytest.mark.parametrize("processors", [1, 2, 3])
 def test_ranks_that_share_processors_take_as_long_as_small_pieces_of_time_say(name, processors):
     schedule = make(name, ranks=4, microbatches=4)
-    shared = simulate_shared(schedule, UnitCost(), processors).makespan
+    shared = simulate_shared(schedule, UnitCost(), processors, turn=QUANTUM).makespan
     assert shared == pytest.approx(in_quanta(schedule, UnitCost(), processors), abs=QUANTUM * schedule.actions / 4)
 
 
+def test_who_waits_for_a_processor_is_idle_and_a_turn_says_for_how_long():
+    schedule = schedule_of([Stage(0, 0), Stage(1, 0)], [MicroBatch((0,)), MicroBatch((1,))],
+                           [[Action(op, rank, rank) for op in (Op.F, Op.B)] for rank in range(2)])  # fmt: skip
+    found = [
+        {str(action): (start, end) for _, action, start, end in simulate_shared(schedule, UnitCost(), 1, turn).spans()}
+        for turn in (9, 1.5)
+    ]
+    assert found[0] == {"0F0": (0, 1), "0B0": (1, 3), "1F1": (3, 4), "1B1": (4, 6)}
+    assert found[1] == {"0F0": (0, 1), "0B0": (1, 4.5), "1F1": (1.5, 2.5), "1B1": (2.5, 6)}
+
+
 @given(st.sampled_from([name for name in REGISTRY if name != "chimera"]), st.integers(2, 5), st.integers(1, 6),
-       st.integers(1, 5), st.floats(0, 0.3))  # fmt: skip
+       st.integers(1, 5), st.floats(0, 0.3), st.sampled_from([0.1, 0.7, 5.0]))  # fmt: skip
 @settings(max_examples=40, deadline=None)
-def test_sharing_never_helps_and_no_processor_does_more_than_it_can(name, ranks, microbatches, processors, comm):
+def test_sharing_never_helps_and_no_processor_does_more_than_it_can(name, ranks, microbatches, processors, comm, turn):
     schedule, cost = make(name, ranks=ranks, microbatches=microbatches), UnitCost(comm=comm)
-    alone, shared = simulate(schedule, cost), simulate_shared(schedule, cost, processors)
+    alone, shared = simulate(schedule, cost), simulate_shared(schedule, cost, processors, turn)
     work = sum(cost.seconds(schedule, action) for lane in schedule.lanes for action in lane)
     assert shared.makespan >= max(alone.makespan, work / processors) - 1e-9
     for _, action, start, end in shared.spans():
         assert end - start >= cost.seconds(schedule, action) - 1e-9
     if processors == 1 and not comm:
         assert shared.makespan == pytest.approx(work)
+    spans = {action: (start, end) for _, action, start, end in shared.spans()}
+    for action, (start, _) in spans.items():
+        assert all(spans[before][1] <= start + 1e-9 for before in needs(schedule, action))
     if processors >= ranks:
         assert shared.makespan == alone.makespan
 
