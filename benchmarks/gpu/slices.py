@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench import DRY, REAL, Ours, Size, arguments, clocked, memory, note, quartiles, stages_of, write
+from bench import DRY, REAL, Ours, Size, arguments, clocked, gathered, memory, note, quartiles, stages_of, write
 
 from penstock import Schedule, make, simulate
 from penstock.cost import ProfileCost, dump_profile, read_profile
@@ -34,7 +34,7 @@ from penstock.train.profile import Request, subjects_of
 DEPTH, LENGTHS, EVEN = 2, (4096, 8192, 16384, 32768, 65536), (4, 8, 16)
 SIMPLE = ("gpipe", "1f1b", "terapipe", "seq1f1b")
 GRAIN = 128  # tokens
-SHORT = 16384  # longer ones take seconds a step: one round, and no timeline
+SHORT = 16384  # longer ones take seconds a step: one round
 
 
 @dataclass(frozen=True)
@@ -89,18 +89,25 @@ def one(comm: Comm, size: Size, schedule: Schedule, setting: Setting) -> dict[st
     ours = Ours(schedule, stages, comm, size, setting.recorded)
     _, loss = clocked(comm, ours, stages, size)
     memory(comm, size)
-    short = size.tokens <= SHORT
-    times = [clocked(comm, ours, stages, size)[0] for _ in range(setting.rounds if short else 1)]
+    before = allocations(size)
+    times = [clocked(comm, ours, stages, size)[0] for _ in range(setting.rounds if size.tokens <= SHORT else 1)]
     row: dict[str, Any] = {"seconds": quartiles(times)[0], "spread": quartiles(times)[1:], "loss": loss,
-                           "memory": memory(comm, size), "actions": schedule.actions}  # fmt: skip
-    if short:
-        timeline = ours.timeline()
-        row |= {"bubble": timeline.bubble, "work": timeline.busy.tolist()}
+                           "memory": memory(comm, size), "actions": schedule.actions,
+                           "allocations": gathered(comm, allocations(size) - before, size)}  # fmt: skip
+    timeline = ours.timeline()
+    row |= {"bubble": timeline.bubble, "work": timeline.busy.tolist(), "makespan": timeline.makespan}
+    if schedule.slices > 1 and comm.rank == 0:
+        row["spans"] = [(str(a), round(s, 6), round(e, 6)) for _, a, s, e in timeline.spans()]
     del ours, stages
     gc.collect()
     if size.device == "cuda":
         torch.cuda.empty_cache()
     return row
+
+
+def allocations(size: Size) -> int:
+    """How often this process has asked the GPU itself for memory: each time all its work is waited for."""
+    return int(torch.cuda.memory_stats().get("num_device_alloc", 0)) if size.device == "cuda" else 0
 
 
 def profiled(comm: Comm, size: Size, rounds: int) -> str:
