@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Optional
 import typer
 
 from penstock.cli_forecast import devices, forecast_of, predicted, prediction, print_memory
-from penstock.cli_screen import console, progress, write
+from penstock.cli_screen import console, counting, progress, write
 from penstock.errors import ConfigError, FileError, RunError
 from penstock.screen import Screen, in_seconds, log_to
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from penstock.ir import Plan
     from penstock.session import Summary
     from penstock.train.config import Config
+    from penstock.train.corpus import Corpus
     from penstock.train.worker import Verdict
 
 RUNS = Path("runs")
@@ -52,9 +53,9 @@ def train(
         return
     if not dry_run:
         _refuse(config, folder, resume)
-    config, plan = _prepared(config, folder, write=not dry_run)
+    config, plan, corpus = _prepared(config, folder, write=not dry_run)
     check_gpus(config, plan.schedule.ranks)
-    _announce(config, plan, folder)
+    _announce(config, plan, folder, corpus)
     if dry_run:
         found = forecast_of(config, plan)
         print_memory(found, config)
@@ -216,23 +217,24 @@ def _refuse(config: Config, folder: Path, resume: bool) -> None:
         raise nothing_to_resume(folder / "checkpoints")
 
 
-def _prepared(config: Config, folder: Path, write: bool = True) -> tuple[Config, Plan]:
-    """Plans, reads the text, and writes down what every rank will read."""
+def _prepared(config: Config, folder: Path, write: bool = True) -> tuple[Config, Plan, Corpus | None]:
+    """Plans, reads the text, and writes down what every rank will read; without writing, text is only looked for."""
     from dataclasses import replace
 
     from penstock.ir import dump_plan, write_plan
     from penstock.session import planned
     from penstock.train.config_file import dump_config
-    from penstock.train.corpus import open_corpus
+    from penstock.train.corpus import files_of, open_corpus
     from penstock.train.history import TIMELINE
     from penstock.train.worker import CONFIG, PLAN, cache_of, sizes_for
 
     with progress("planning"):
         config, plan = planned(config, sizes_for(config).layers)
     if not write:
-        return config, plan
-    with progress("reading text"):
-        open_corpus(config.data, cache_of(config, folder))
+        files_of(config.data)
+        return config, plan, None
+    with counting("reading text") as watch:
+        corpus = open_corpus(config.data, cache_of(config, folder), watch)
     if Path(config.schedule.name).suffix:  # of a file: the run keeps its own copy of it, to go on from
         config = replace(config, schedule=replace(config.schedule, name=str(folder / PLAN)))
     try:
@@ -243,10 +245,10 @@ def _prepared(config: Config, folder: Path, write: bool = True) -> tuple[Config,
     if (folder / PLAN).is_file() and (folder / PLAN).read_text(encoding="utf-8") != dump_plan(plan):
         (folder / TIMELINE).unlink(missing_ok=True)  # of another schedule
     write_plan(plan, folder / PLAN)
-    return config, plan
+    return config, plan, corpus
 
 
-def _announce(config: Config, plan: Plan, folder: Path) -> None:
+def _announce(config: Config, plan: Plan, folder: Path, corpus: Corpus | None) -> None:
     """What was picked, a line each."""
     from penstock.train.generate import parameter_count
     from penstock.train.worker import sizes_for
@@ -259,11 +261,19 @@ def _announce(config: Config, plan: Plan, folder: Path) -> None:
         ("schedule", f"{plan.name}: {ranks} ranks, {len(plan.schedule.microbatches)} micro-batches of "
                      f"{config.rows} x {config.data.tokens} tokens, layers {' '.join(map(str, plan.partition))}"),
         *([("mesh", mesh.over(ranks))] if mesh.size > 1 else []),
+        *([("data", _said_of(corpus, config))] if corpus is not None else []),
         ("step", f"{tokens:,} tokens; {config.run.steps} steps, {config.run.precision}"),
         ("workers", devices(config, ranks * mesh.size)),
         ("folder", str(folder)),
     ):  # fmt: skip
         _tell(name, words)
+
+
+def _said_of(corpus: Corpus, config: Config) -> str:
+    """How much text there is, and how often a run will see it."""
+    epochs = config.run.steps * config.data.batch / corpus.trained
+    return (f"{len(corpus.tokens):,} tokens: {corpus.trained:,} sequences to train on, {corpus.held_out:,} held out; "
+            f"{config.run.steps} steps are {epochs:.3g} epochs")  # fmt: skip
 
 
 def _tell(name: str, words: str) -> None:
@@ -296,11 +306,11 @@ def _as_a_rank(config: Config, folder: Path, resume: bool, sample: int) -> None:
     if comm.rank == 0:
         if not restarted():
             forget(folder)
-        config, plan = _prepared(config, folder)
+        config, plan, corpus = _prepared(config, folder)
         if plan.schedule.ranks * config.mesh.size != comm.ranks:
             words = config.mesh.over(plan.schedule.ranks)
             raise ConfigError(f"the schedule has {words}, but {comm.ranks} were launched")
-        _announce(config, plan, folder)
+        _announce(config, plan, folder, corpus)
     comm.barrier()
     verdict = rank(str(folder), resume)
     if verdict.error:
