@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 import penstock
 from commands import called, ended
@@ -23,6 +24,7 @@ from penstock.runtime import run_threads
 from penstock.train.config import PRESETS, Config
 from penstock.train.config_file import load_config, read_config
 from penstock.train.history import Row, read_rows
+from penstock.train.launcher import _story
 from penstock.train.loop import Trainer
 from penstock.train.worker import job_of
 
@@ -286,6 +288,8 @@ def test_init_writes_a_config_that_is_read_back(here, text):
         ("train config.toml --set schedule.name=text.txt", "there is no schedule 'text.txt'"),
         ("train config.toml --set data.sources=3", "data.sources must be a list of texts"),
         ("train config.toml --set run.steps=1e3", "run.steps must be a whole number, not 1000.0"),
+        ("train config.toml --preset gpt2", "--preset gpt2 is for a run without a config; config.toml says its own"),
+        ("train config.toml --dry-run --set data.sources=gone.txt", "cannot read gone.txt"),
     ],
 )
 def test_a_mistake_is_one_message_before_anything_starts(here, text, line, words):
@@ -294,6 +298,20 @@ def test_a_mistake_is_one_message_before_anything_starts(here, text, line, words
     assert words in done.err
     assert "Traceback" not in done.err
     assert not (text / "runs").exists() or not list((text / "runs").glob("*/metrics.jsonl"))
+
+
+def test_a_folder_that_is_no_run_is_said_so(here, text):
+    (text / "folder").mkdir()
+    assert "folder is not the folder of a run: it has no config.toml" in here("train folder").err
+
+
+def test_how_a_killed_worker_is_told_depends_on_the_signal_and_on_what_is_saved(tmp_path):
+    killed = {0: ProcessFailure(0, 1, -signal.SIGILL, "<N/A>")}
+    story = _story(ChildFailedError("penstock", killed), 3, tmp_path)
+    assert "rank 0 was killed by SIGILL, 3 restarts did not help\n  there is no checkpoint yet" in story
+    assert "run.precision=float32" in story
+    (tmp_path / "checkpoints" / "step-00000007").mkdir(parents=True)
+    assert "the last checkpoint is " in _story(ChildFailedError("penstock", killed), 0, tmp_path)
 
 
 def test_a_run_is_not_overwritten_and_nothing_to_resume_is_said(text, here):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Optional
 
 import typer
 
-from penstock.cli_forecast import devices, forecast_of, predicted, prediction, print_memory
+from penstock.cli_forecast import devices, devices_are_cpus, forecast_of, predicted, prediction, print_memory
 from penstock.cli_screen import console, counting, progress, write
 from penstock.errors import ConfigError, FileError, RunError
 from penstock.screen import Screen, in_seconds, log_to
@@ -21,9 +21,13 @@ if TYPE_CHECKING:
     from penstock.train.corpus import Corpus
     from penstock.train.worker import Verdict
 
-RUNS = Path("runs")
+RUNS, TINY = Path("runs"), "tiny"
 Changes = Annotated[Optional[list[str]], typer.Option("--set", help="Change a value: section.key=value.")]  # noqa: UP045
 Preset = Annotated[str, typer.Option(help="tiny, llama-150m, llama-1b or gpt2.")]
+NoPreset = Annotated[
+    Optional[str],  # noqa: UP045
+    typer.Option(help="Without a config: tiny, llama-150m, llama-1b or gpt2. [dim]\\[default: tiny][/]"),
+]
 RunFolder = Annotated[Path, typer.Argument(help="The folder of a run, a checkpoint, or a Hugging Face folder.")]
 
 
@@ -32,7 +36,7 @@ def train(
         Optional[Path], typer.Argument(metavar="[CONFIG]", help="A config.toml, or a run's folder.")  # noqa: UP045
     ] = None,
     changes: Changes = None,
-    preset: Preset = "tiny",
+    preset: NoPreset = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest good checkpoint.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show plan, memory and speed; train nothing.")] = False,
     sample: Annotated[int, typer.Option(help="Tokens of the sample at the end; 0: none.")] = 200,
@@ -44,10 +48,13 @@ def train(
     Example: penstock train config.toml --set model.layers=24 --set schedule.name=hanayo
     """
     _needs_torch()
+    from penstock.runtime.kernels import tame
     from penstock.train.launcher import launch, under_launcher
     from penstock.train.mesh import check_gpus
 
     config, folder = _config(source, preset, changes or [], resume or dry_run)
+    if config.run.precision == "bfloat16" and devices_are_cpus(config):
+        tame()
     if under_launcher():
         _as_a_rank(config, folder, resume, sample)
         return
@@ -69,7 +76,7 @@ def train(
 
 def init(
     file: Annotated[Path, typer.Argument(help="File to write.")] = Path("config.toml"),
-    preset: Preset = "tiny",
+    preset: Preset = TINY,
     changes: Changes = None,
 ) -> None:
     """Write a config with a comment on every value.
@@ -165,7 +172,7 @@ def add_verbs(app: typer.Typer) -> None:
 
 
 # ---------------------------------------------------------------- before
-def _config(source: Path | None, preset: str, changes: list[str], exists: bool) -> tuple[Config, Path]:
+def _config(source: Path | None, preset: str | None, changes: list[str], exists: bool) -> tuple[Config, Path]:
     """The config of a file, a run's folder or a preset, and where the run is."""
     from dataclasses import replace
 
@@ -175,12 +182,18 @@ def _config(source: Path | None, preset: str, changes: list[str], exists: bool) 
 
     inside = source is not None and source.is_dir()
     if source is None:
-        config = check(changed(named(preset), changes))
+        config = check(changed(named(preset or TINY), changes))
+    elif preset:
+        what = f"--preset {preset} is for a run without a config; {source} says its own"
+        raise ConfigError(f"{what}\n  write preset = {preset!r} at the top of a config, or leave one of the two out")
+    elif inside and not (source / "config.toml").is_file():
+        raise FileError(f"{source} is not the folder of a run: it has no config.toml\n"
+                        "  name a run's folder, or a config; `penstock init` writes one")  # fmt: skip
     else:
         config = read_config(source / "config.toml" if inside else source, changes)
     from penstock.train.launcher import restarted, under_launcher
 
-    name = source.stem if source is not None and not inside else preset
+    name = source.stem if source is not None and not inside else preset or TINY
     if under_launcher() and not inside and not config.run.folder:
         raise ConfigError("under a launcher all ranks must know the folder: --set run.folder=runs/NAME")
     if inside and not any(change.startswith("run.folder") for change in changes):
@@ -299,19 +312,22 @@ def _as_a_rank(config: Config, folder: Path, resume: bool, sample: int) -> None:
     """Under torchrun: rank 0 prepares the folder, the others wait for it; then as a local worker."""
     import os
 
+    from penstock.runtime.launch import after_first
     from penstock.train.launcher import forget, restarted
     from penstock.train.worker import join
 
     comm = join(config)
-    if comm.rank == 0:
+
+    def prepare() -> None:
         if not restarted():
             forget(folder)
-        config, plan, corpus = _prepared(config, folder)
-        if plan.schedule.ranks * config.mesh.size != comm.ranks:
-            words = config.mesh.over(plan.schedule.ranks)
+        told, plan, corpus = _prepared(config, folder)
+        if plan.schedule.ranks * told.mesh.size != comm.ranks:
+            words = told.mesh.over(plan.schedule.ranks)
             raise ConfigError(f"the schedule has {words}, but {comm.ranks} were launched")
-        _announce(config, plan, folder, corpus)
-    comm.barrier()
+        _announce(told, plan, folder, corpus)
+
+    after_first(comm, prepare)
     verdict = rank(str(folder), resume)
     if verdict.error:
         raise RunError(verdict.text)

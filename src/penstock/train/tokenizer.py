@@ -112,8 +112,10 @@ class FileTokenizer:
         except UnicodeDecodeError as error:
             what = f"{source} is not text: byte {error.start} is no UTF-8"
             raise FileError(f"{what}\n  leave it out, or use bytes") from None
-        kind = np.uint16 if self.vocab <= 1 << 16 else np.uint32
-        return [np.asarray(one.ids, dtype=kind) for one in self.theirs.encode_batch(texts, add_special_tokens=False)]
+        rows = [one.ids for one in self.theirs.encode_batch(texts, add_special_tokens=False)]
+        if self.vocab <= 1 << 16:
+            return [np.asarray(row, dtype=np.uint16) for row in rows]
+        return [np.asarray(row, dtype=np.uint32) for row in rows]
 
     def decode(self, words: Sequence[int]) -> str:
         """The text of these words."""
