@@ -23,10 +23,11 @@ from penstock.ir import read_plan
 from penstock.runtime import run_threads
 from penstock.train.config import PRESETS, Config
 from penstock.train.config_file import load_config, read_config
+from penstock.train.corpus import open_corpus
 from penstock.train.history import Row, read_rows
 from penstock.train.launcher import _story
-from penstock.train.loop import Trainer
-from penstock.train.worker import job_of
+from penstock.train.loop import Trainer, describe
+from penstock.train.worker import job_of, sizes_for
 
 SMALL = """
 [model]
@@ -303,6 +304,27 @@ def test_a_mistake_is_one_message_before_anything_starts(here, text, line, words
 def test_a_folder_that_is_no_run_is_said_so(here, text):
     (text / "folder").mkdir()
     assert "folder is not the folder of a run: it has no config.toml" in here("train folder").err
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [("model.inner=96", "is of another model: its inner is 64, here it is 96"), ("run.seed=3", "its seed is 0, here"),
+     ("data.tokens=16", "its length is 32, here it is 16")],
+)  # fmt: skip
+def test_a_resume_that_cannot_be_leaves_the_run_as_it_was(change, words, here, text):
+    config = read_config(text / "config.toml")
+    corpus = open_corpus(config.data, text / "runs" / "cache")
+    saved = text / "runs" / "mine" / "checkpoints" / "step-00000003"
+    saved.mkdir(parents=True)
+    facts = {"penstock": "checkpoint", "step": 3, "files": {}, "model": describe(sizes_for(config)),
+             "data": {"seen": 24, "seed": 0, "length": 32, "digest": corpus.digest}}  # fmt: skip
+    (saved / "checkpoint.json").write_text(json.dumps(facts))
+    told = text / "runs" / "mine" / "config.toml"
+    told.write_text((text / "config.toml").read_text())
+    done = here(f"train runs/mine --resume --set {change}")
+    assert (done.code, words in done.err) == (2, True), done.err
+    assert told.read_text() == (text / "config.toml").read_text()
+    assert sorted(file.name for file in told.parent.iterdir()) == ["checkpoints", "config.toml"]
 
 
 def test_how_a_killed_worker_is_told_depends_on_the_signal_and_on_what_is_saved(tmp_path):

@@ -60,7 +60,7 @@ def train(
         return
     if not dry_run:
         _refuse(config, folder, resume)
-    config, plan, corpus = _prepared(config, folder, write=not dry_run)
+    config, plan, corpus = _prepared(config, folder, resume, write=not dry_run)
     check_gpus(config, plan.schedule.ranks)
     _announce(config, plan, folder, corpus)
     if dry_run:
@@ -230,7 +230,9 @@ def _refuse(config: Config, folder: Path, resume: bool) -> None:
         raise nothing_to_resume(folder / "checkpoints")
 
 
-def _prepared(config: Config, folder: Path, write: bool = True) -> tuple[Config, Plan, Corpus | None]:
+def _prepared(
+    config: Config, folder: Path, resume: bool, write: bool = True
+) -> tuple[Config, Plan, Corpus | None]:
     """Plans, reads the text, and writes down what every rank will read; without writing, text is only looked for."""
     from dataclasses import replace
 
@@ -239,6 +241,8 @@ def _prepared(config: Config, folder: Path, write: bool = True) -> tuple[Config,
     from penstock.train.config_file import dump_config
     from penstock.train.corpus import files_of, open_corpus
     from penstock.train.history import TIMELINE
+    from penstock.train.loop import check_resumable
+    from penstock.train.tokenizer import keep_tokenizer
     from penstock.train.worker import CONFIG, PLAN, cache_of, sizes_for
 
     with progress("planning"):
@@ -248,11 +252,14 @@ def _prepared(config: Config, folder: Path, write: bool = True) -> tuple[Config,
         return config, plan, None
     with counting("reading text") as watch:
         corpus = open_corpus(config.data, cache_of(config, folder), watch)
+    if resume:
+        check_resumable(folder / "checkpoints", sizes_for(config), corpus, config.run.seed)
     if Path(config.schedule.name).suffix:  # of a file: the run keeps its own copy of it, to go on from
         config = replace(config, schedule=replace(config.schedule, name=str(folder / PLAN)))
     try:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / CONFIG).write_text(dump_config(config, f"penstock train {folder} --resume"), encoding="utf-8")
+        keep_tokenizer(config.data.tokenizer, folder)
     except OSError as error:
         raise FileError(f"cannot write to {folder}: {error.strerror}\n  name another run.folder") from None
     if (folder / PLAN).is_file() and (folder / PLAN).read_text(encoding="utf-8") != dump_plan(plan):
@@ -321,7 +328,7 @@ def _as_a_rank(config: Config, folder: Path, resume: bool, sample: int) -> None:
     def prepare() -> None:
         if not restarted():
             forget(folder)
-        told, plan, corpus = _prepared(config, folder)
+        told, plan, corpus = _prepared(config, folder, resume and not restarted())
         if plan.schedule.ranks * told.mesh.size != comm.ranks:
             words = told.mesh.over(plan.schedule.ranks)
             raise ConfigError(f"the schedule has {words}, but {comm.ranks} were launched")

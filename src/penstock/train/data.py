@@ -141,12 +141,16 @@ class Loader:
 
     def resume(self, state: State) -> None:
         """Goes on where another stopped; other data, another seed or other lengths would be another order."""
-        ours = self.state()
-        for key in ("digest", "seed", "length"):
-            if state.get(key) != ours[key]:
-                raise RunError(
-                    f"the checkpoint was trained on other data: its {key} is {state.get(key)}, here it is {ours[key]}\n"
-                    "  give the same text, run.seed and data.tokens; to train these weights on other text, export them "
-                    "and start from them with model.weights"
-                )
+        check_same_data(state, self.corpus, self.seed)
         self.seen = int(state["seen"])
+
+
+def check_same_data(state: State, corpus: Corpus, seed: int) -> None:
+    """Raises if a loader with this state has seen other sequences, or in another order."""
+    for key, ours in (("digest", corpus.digest), ("seed", seed), ("length", corpus.length)):
+        if state.get(key) != ours:
+            raise RunError(
+                f"the checkpoint was trained on other data: its {key} is {state.get(key)}, here it is {ours}\n"
+                "  give the same text, run.seed and data.tokens; to train these weights on other text, export them "
+                "and start from them with model.weights"
+            )

@@ -17,6 +17,7 @@ from penstock.errors import FileError, RunError
 from penstock.train.config import BYTES
 
 ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eot_id|>", "[SEP]")  # of a document, in known families
+TOKENIZER = "tokenizer.json"  # in a Hugging Face folder, and in a run's
 Tokens = NDArray[np.uint16] | NDArray[np.uint32]
 
 
@@ -125,3 +126,9 @@ class FileTokenizer:
 def tokenizer_of(name: str) -> Tokenizer:
     """By its name in a config."""
     return ByteTokenizer() if name == BYTES else FileTokenizer(name)
+
+
+def keep_tokenizer(name: str, folder: Path) -> None:
+    """A copy of a tokenizer.json in the folder of its run, which can then be moved."""
+    if name != BYTES and Path(name).resolve() != (folder / TOKENIZER).resolve():
+        (folder / TOKENIZER).write_bytes(Path(name).read_bytes())
