@@ -108,6 +108,16 @@ def test_the_order_does_not_depend_on_how_a_step_is_cut():
     assert all(step == steps[0] for step in steps)
 
 
+def test_an_evaluation_sees_the_same_sequences_however_a_step_is_cut():
+    found = []
+    for rows, microbatches, passes in ((12, 1, 1), (3, 4, 1), (2, 3, 2), (1, 2, 6)):
+        loader = Loader(corpus_of(held_out=0.5), Deal(rows, microbatches, passes), seed=5)
+        batches = loader.evaluation(2)
+        assert {batch.valid for batch in batches} == {120}
+        found.append(numbers(loader, batches))
+    assert all(one == list(range(50, 74)) for one in found)
+
+
 def test_a_rank_reads_only_what_begins_or_ends_on_it():
     schedule = make("1f1b", ranks=3, microbatches=2, copies=2)
     assert [sorted(wanted_by(schedule, rank)) for rank in range(6)] == [[0, 1], [], [0, 1], [2, 3], [], [2, 3]]

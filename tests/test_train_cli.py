@@ -134,6 +134,8 @@ def test_a_run_ends_with_a_curve_a_report_a_checkpoint_and_a_sample(text, here, 
     assert list((folder / "tensorboard").iterdir())
     assert "Traceback" not in done.err
     assert here("report runs/config -o again.html").code == 0
+    assert (folder / "sample.txt").read_text()[:4] == "def "
+    assert "<h2>Sample</h2>" in (text / "again.html").read_text()
     assert (text / "again.html").read_text().count("<svg") == 4
     drawn = here("generate runs/config --prompt the --tokens 15 --temperature 0")
     assert drawn.out.startswith("the")

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from penstock.train.corpus import Corpus
     from penstock.train.worker import Verdict
 
-RUNS, TINY = Path("runs"), "tiny"
+RUNS, TINY, SAMPLE = Path("runs"), "tiny", "sample.txt"
 Changes = Annotated[Optional[list[str]], typer.Option("--set", help="Change a value: section.key=value.")]  # noqa: UP045
 Preset = Annotated[str, typer.Option(help="tiny, llama-150m, llama-1b or gpt2.")]
 NoPreset = Annotated[
@@ -161,7 +161,9 @@ def report(
     """
     from penstock.session import report_of, summary
 
-    write(output or run / "report.html", report_of(summary(run), run.name))
+    sample = run / SAMPLE
+    text = sample.read_text(encoding="utf-8") if sample.is_file() else ""
+    write(output or run / "report.html", report_of(summary(run), run.resolve().name, text))
 
 
 def add_verbs(app: typer.Typer) -> None:
@@ -351,7 +353,8 @@ def _ending(folder: Path, verdict: Verdict, sample: int) -> None:
 
     found = summary(folder)
     text = go_on(open_trained(folder), "def ", sample) if sample else ""
-    (folder / "report.html").write_text(report_of(found, folder.name, text), encoding="utf-8")
+    write(folder / SAMPLE, text, quiet=True)
+    write(folder / "report.html", report_of(found, folder.resolve().name, text), quiet=True)
     _print_ending(folder, verdict, found)
     if text:
         console().rule("a sample", style="dim")

@@ -99,13 +99,17 @@ class Loader:
         return [shuffled(place, self.corpus.trained, self.seed) for place in range(first, first + each)]
 
     def evaluation(self, batches: int) -> list[Batch]:
-        """The same batches of held-out sequences every time; none if nothing is held out."""
+        """The same held-out sequences every time, each batch as many as a step has, and in as many passes; none if
+        nothing is held out."""
         each, held = self.deal.each * self.deal.shards, self.corpus.held_out
         if not held:
             return []
-        first = self.corpus.trained
-        turns = [[first + (turn * each + row) % held for row in range(each)] for turn in range(batches)]
-        return [self._batch(self._own(numbers), self._valid(numbers)) for numbers in turns]
+        found = []
+        for begin in range(0, batches * self.deal.sequences, self.deal.sequences):
+            numbers = [self.corpus.trained + (begin + row) % held for row in range(self.deal.sequences)]
+            passes = [numbers[turn * each : (turn + 1) * each] for turn in range(self.deal.passes)]
+            found += [self._batch(self._own(some), self._valid(numbers)) for some in passes]
+        return found
 
     def _batch(self, numbers: list[int], valid: int) -> Batch:
         """A pass: the sequences of each micro-batch, or of those that others look after only the shape."""

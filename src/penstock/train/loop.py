@@ -221,12 +221,12 @@ class Trainer:
 
     def evaluate(self) -> float | None:
         """The mean loss on what is held out; None if nothing is."""
-        batches = self.loader.evaluation(self.job.config.run.evaluations)
-        losses = [self.executor.evaluate(batch) for batch in batches]
+        batches = self.job.config.run.evaluations
+        losses = [self.executor.evaluate(batch) for batch in self.loader.evaluation(batches)]
         share = sum(losses) if self.place.speaks else 0.0
         total = torch.tensor([share], dtype=torch.float64, device=self.device)
         self.comm.add(total, tuple(range(self.comm.ranks))).wait()
-        return float(total) / len(losses) if losses else None
+        return float(total) / batches if losses else None
 
     # ------------------------------------------------------------ saving
     def save(self) -> None:
