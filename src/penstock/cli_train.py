@@ -48,8 +48,7 @@ def train(
     Example: penstock train config.toml --set model.layers=24 --set schedule.name=hanayo
     """
     _needs_torch()
-    from penstock.runtime.kernels import tame
-    from penstock.train.launcher import launch, under_launcher
+    from penstock.train.launcher import launch, tame, under_launcher
     from penstock.train.mesh import check_gpus
 
     config, folder = _config(source, preset, changes or [], resume or dry_run)
@@ -321,8 +320,7 @@ def _as_a_rank(config: Config, folder: Path, resume: bool, sample: int) -> None:
     """Under torchrun: rank 0 prepares the folder, the others wait for it; then as a local worker."""
     import os
 
-    from penstock.runtime.launch import after_first
-    from penstock.train.launcher import forget, restarted
+    from penstock.train.launcher import after_first, forget, restarted
     from penstock.train.worker import join
 
     comm = join(config)
@@ -353,7 +351,10 @@ def _ending(folder: Path, verdict: Verdict, sample: int) -> None:
 
     found = summary(folder)
     text = go_on(open_trained(folder), "def ", sample) if sample else ""
-    write(folder / SAMPLE, text, quiet=True)
+    if text:
+        write(folder / SAMPLE, text, quiet=True)
+    else:
+        (folder / SAMPLE).unlink(missing_ok=True)
     write(folder / "report.html", report_of(found, folder.resolve().name, text), quiet=True)
     _print_ending(folder, verdict, found)
     if text:

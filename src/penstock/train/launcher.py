@@ -25,11 +25,12 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from penstock.errors import ConfigError, FileError, PenstockError, RunError, ShapeError
-from penstock.runtime.launch import serve_forks, under_launcher
+from penstock.runtime.kernels import tame
+from penstock.runtime.launch import after_first, serve_forks, under_launcher
 from penstock.train.checkpoint import newest
 from penstock.train.worker import FAILURE, STOP, Verdict, failure
 
-__all__ = ["launch", "restarted", "under_launcher"]
+__all__ = ["after_first", "launch", "restarted", "tame", "under_launcher"]
 
 HERE = "127.0.0.1"
 MERCY = 60  # seconds for workers to save, once asked
