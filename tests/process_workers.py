@@ -8,6 +8,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -17,7 +18,7 @@ from penstock import Schedule, make
 from penstock.errors import RunError
 from penstock.ir import lower
 from penstock.runtime import Batch, Executor, ProcessComm, batch_of
-from penstock.runtime.launch import finish, init, spawn
+from penstock.runtime.launch import after_first, finish, init, spawn
 from penstock.runtime.replicas import groups_of
 from penstock.runtime.watchdog import ALARM, watching
 
@@ -152,6 +153,18 @@ def group(comm: ProcessComm) -> tuple[list[float], list[str]]:
         except RunError as error:
             errors.append(str(error))
     return sums, errors
+
+
+def prepare(comm: ProcessComm, folder: str) -> bool:
+    """Rank 0 takes longer than the patience of the others; whether all found what it made."""
+    made = Path(folder) / "made"
+
+    def slowly() -> None:
+        time.sleep(1.0)
+        made.touch()
+
+    after_first(comm, slowly)
+    return made.exists()
 
 
 def mismatch(comm: ProcessComm, rows: tuple[int, int]) -> None:

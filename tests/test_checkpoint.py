@@ -12,12 +12,13 @@ import torch
 from safetensors.torch import load_file
 
 from penstock.errors import FileError, RunError
+from penstock.models import LlamaConfig
 from penstock.runtime import run_threads
 from penstock.train import checkpoint
 from penstock.train.checkpoint import Saver, faults, load, newest, newest_good, prune, read_facts
 from penstock.train.config_file import changed
 from penstock.train.generate import export, generate, open_trained
-from penstock.train.hub import read_sizes
+from penstock.train.hub import read_sizes, write_folder
 from penstock.train.loop import Trainer
 from penstock.train.weights import draw, whole
 from trainings import SMALL, apart, corpus, job_of, losses, outcomes, train
@@ -201,6 +202,19 @@ def test_what_cannot_be_written_ends_the_run_and_loses_nothing(tmp_path):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert newest_good(job.checkpoints).name == "step-00000002"
+
+
+def test_an_export_that_finds_no_room_leaves_nothing_in_its_way(tmp_path):
+    holding = whole(LlamaConfig(256, 32, 3, 4, 2, 48))
+    weights = {name: parameter.detach() for name, parameter in holding.parameters.items()}
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, hard))
+    try:
+        with pytest.raises(FileError, match="cannot write"):
+            write_folder(tmp_path / "out", weights, LlamaConfig(256, 32, 3, 4, 2, 48))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert not list((tmp_path / "out").iterdir())
 
 
 def test_no_checkpoint_and_another_model_are_said_so(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import penstock.train.corpus as corpus_module
 from penstock import make
 from penstock.errors import FileError, RunError
 from penstock.train.config import Data
@@ -106,6 +108,16 @@ def test_the_order_does_not_depend_on_how_a_step_is_cut():
     assert all(step == steps[0] for step in steps)
 
 
+def test_an_evaluation_sees_the_same_sequences_however_a_step_is_cut():
+    found = []
+    for rows, microbatches, passes in ((12, 1, 1), (3, 4, 1), (2, 3, 2), (1, 2, 6)):
+        loader = Loader(corpus_of(held_out=0.5), Deal(rows, microbatches, passes), seed=5)
+        batches = loader.evaluation(2)
+        assert {batch.valid for batch in batches} == {120}
+        found.append(numbers(loader, batches))
+    assert all(one == list(range(50, 74)) for one in found)
+
+
 def test_a_rank_reads_only_what_begins_or_ends_on_it():
     schedule = make("1f1b", ranks=3, microbatches=2, copies=2)
     assert [sorted(wanted_by(schedule, rank)) for rank in range(6)] == [[0, 1], [], [0, 1], [2, 3], [], [2, 3]]
@@ -190,11 +202,12 @@ def test_pythons_own_library_is_the_default_text():
 @pytest.mark.parametrize(
     ("name", "text", "words"),
     [
-        ("bad.jsonl", '{"text": "a"}\n{"text"\n', "bad.jsonl:2: this line is no JSON"),
+        ("bad.jsonl", '{"text": "a"}\n{"text"\n', "bad.jsonl:2:8: this line is no JSON: Expecting ':' delimiter"),
         ("bad.jsonl", '{"body": "a"}\n', "no text under 'text'; it has 'body'"),
-        ("bad.jsonl", "[1]\n", "no text under 'text'"),
+        ("bad.jsonl", "[1]\n", "bad.jsonl:1: this line is no JSON object"),
+        ("bad.jsonl", '{"text": 3}\n', "bad.jsonl:1: what is under 'text' is no text: 3"),
         ("short.txt", "abc", "too few for sequences of 10"),
-        ("empty.txt", "", "too few for sequences of 10"),
+        ("empty.txt", "", "the text is empty"),
     ],
 )
 def test_text_that_cannot_be_used_is_said_where(tmp_path, name, text, words):
@@ -203,6 +216,45 @@ def test_text_that_cannot_be_used_is_said_where(tmp_path, name, text, words):
         open_corpus(replace(Data(), sources=(str(tmp_path / name),), tokens=10), tmp_path / "cache")
     assert words in str(caught.value)
     assert not list((tmp_path / "cache").glob("*.part"))
+
+
+def test_a_folder_inside_that_cannot_be_read_is_said_not_left_out(tmp_path, monkeypatch):
+    (tmp_path / "a.txt").write_text("some text")
+    (tmp_path / "closed").mkdir(mode=0)
+    if os.access(tmp_path / "closed", os.R_OK):  # root reads everything
+        scandir = os.scandir
+
+        def refused(path):
+            if Path(path).name == "closed":
+                raise PermissionError(13, "Permission denied", str(path))
+            return scandir(path)
+
+        monkeypatch.setattr(os, "scandir", refused)
+    with pytest.raises(FileError, match="closed: Permission denied"):
+        files_of(replace(Data(), sources=(str(tmp_path),)))
+
+
+def test_text_that_was_copied_elsewhere_is_the_same_text(tmp_path):
+    here, there = tmp_path / "here", tmp_path / "there"
+    for folder, when in ((here, 1), (there, 2)):
+        folder.mkdir()
+        (folder / "a.txt").write_text("a few words " * 20)
+        os.utime(folder / "a.txt", (when, when))
+    first, second = (open_corpus(Data(sources=(str(one),), tokens=8), one / "cache") for one in (here, there))
+    assert first.digest == second.digest
+    assert {file.name for file in (here / "cache").iterdir()} != {file.name for file in (there / "cache").iterdir()}
+
+
+def test_a_large_file_is_read_in_pieces_and_says_how_far_it_is(tmp_path, monkeypatch):
+    monkeypatch.setattr(corpus_module, "PIECE", 64)
+    (tmp_path / "a.txt").write_bytes(bytes(range(1, 201)))
+    (tmp_path / "b.jsonl").write_text('{"text": "xyz"}\n' * 20)
+    seen: list[tuple[int, int]] = []
+    sources = (str(tmp_path / "a.txt"), str(tmp_path / "b.jsonl"))
+    found = open_corpus(Data(sources=sources, tokens=8), tmp_path / "cache", lambda *place: seen.append(place))
+    assert bytes(found.tokens.astype(np.uint8)) == bytes(range(1, 201)) + b"\0" + b"xyz\0" * 20
+    assert seen == sorted(seen)
+    assert (len(seen) > 8, seen[-1]) == (True, (520, 520))
 
 
 def test_a_source_that_is_not_there_and_a_folder_without_text_are_named(tmp_path):

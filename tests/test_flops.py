@@ -62,3 +62,12 @@ def test_the_line_of_a_step_shows_it_where_it_is_known(mfu, words):
         screen.put(Row(1, 2.0, 1.0, 0.1, 0.5, 100, 1000, 0.1, mfu=mfu))
     assert ("MFU" in told.getvalue()) is bool(words)
     assert words in told.getvalue()
+
+
+@pytest.mark.parametrize("width", [80, 160])
+def test_the_live_line_says_how_long_it_will_take_also_where_it_is_narrow(width):
+    told = io.StringIO()
+    with Screen(5000, 10, Console(file=told, width=width, force_terminal=True, color_system=None)) as screen:
+        screen.put(Row(853, 2.56, 0.969, 1e-3, 0.1, 2048, 324_800_000, 0.1, 0.431))
+    assert "-:--:--" in told.getvalue()  # after one step nobody knows
+    assert "step  853/5000  loss 2.5600" in told.getvalue()

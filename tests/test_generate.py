@@ -7,9 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from penstock.errors import ShapeError
 from penstock.models import GPTConfig, LlamaConfig
-from penstock.train.generate import Trained, generate
-from penstock.train.tokenizer import ByteTokenizer
+from penstock.train.config import BYTES
+from penstock.train.generate import Trained, _tokenizer, generate
+from penstock.train.tokenizer import ByteTokenizer, keep_tokenizer
 from penstock.train.weights import draw, whole
 
 PROMPT = "once"
@@ -73,6 +75,25 @@ def test_the_cache_changes_no_word(sizes, temperature, seed):
     row, _ = counted(model, 60, temperature, seed)
     assert row == reading_all_again(model, 60, temperature, seed)
     assert len(set(row)) > 5
+
+
+@pytest.mark.parametrize("temperature", [-1.0, float("nan"), float("inf")])
+def test_a_temperature_that_is_none_is_refused(temperature):
+    with pytest.raises(ShapeError, match="is no temperature"):
+        generate(trained(LLAMA), "def ", 1, temperature)
+
+
+def test_a_run_keeps_its_tokenizer_wherever_it_goes(tmp_path):
+    (tmp_path / "theirs.json").write_text("{}")
+    run = tmp_path / "run"
+    saved = run / "checkpoints" / "step-00000001"
+    saved.mkdir(parents=True)
+    facts = {"tokenizer": str(tmp_path / "theirs.json")}
+    assert _tokenizer(saved, facts) == facts["tokenizer"]
+    keep_tokenizer(facts["tokenizer"], run)
+    assert _tokenizer(saved, facts) == str(run / "tokenizer.json")
+    keep_tokenizer(BYTES, run)
+    assert _tokenizer(saved, {"tokenizer": BYTES}) == BYTES
 
 
 def test_every_word_goes_through_the_model_once():

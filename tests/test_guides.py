@@ -100,6 +100,7 @@ def broken(tmp_path, monkeypatch):
     Path("no-toml.toml").write_text("[model\nlayers = 4\n")
     Path("short.txt").write_text("too few tokens")
     Path("lines.jsonl").write_text('{"text": "one"}\n{"body": "two"}\n')
+    Path("odd.jsonl").write_text('{"text": 3}\n')
     Path("empty").mkdir()
     Path("full").mkdir()
     Path("full/1f1b.svg").symlink_to("/dev/full")

@@ -223,6 +223,28 @@ def test_a_tensor_of_another_size_is_an_error_that_names_both(rows):
         spawn(2, workers.mismatch, rows, patience=60.0)
 
 
+def test_what_rank_0_prepares_for_all_may_take_longer_than_their_patience(tmp_path):
+    assert spawn(2, workers.prepare, str(tmp_path), patience=0.5) == [True, True]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere workers are new processes")
+def test_the_process_that_workers_are_forks_of_does_not_hear_ctrl_c_even_while_it_loads(tmp_path):
+    (tmp_path / "loaded.py").write_text(
+        "import os, signal; from pathlib import Path\n"
+        "Path('told').write_text(f'{signal.getsignal(signal.SIGINT)!r} {os.environ[\"TORCH_CPP_LOG_LEVEL\"]}')\n"
+    )
+    code = (
+        "import signal, time; from pathlib import Path; from penstock.runtime.launch import serve_forks\n"
+        "serve_forks(['loaded'])\n"
+        "while not Path('told').exists(): time.sleep(0.05)\n"
+        "assert signal.getsignal(signal.SIGINT) is signal.default_int_handler\n"
+    )
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=env, check=True, timeout=60)
+    assert "SIG_IGN" in (tmp_path / "told").read_text()
+    assert "ERROR" in (tmp_path / "told").read_text()
+
+
 def test_a_failed_worker_is_an_error_with_its_words():
     with pytest.raises(RunError, match=r"rank 1 has failed: ValueError: the cat is on the keyboard") as caught:
         spawn(2, workers.fail, "raise", patience=30.0)

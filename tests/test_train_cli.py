@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 import penstock
 from commands import called, ended
@@ -22,9 +23,11 @@ from penstock.ir import read_plan
 from penstock.runtime import run_threads
 from penstock.train.config import PRESETS, Config
 from penstock.train.config_file import load_config, read_config
+from penstock.train.corpus import open_corpus
 from penstock.train.history import Row, read_rows
-from penstock.train.loop import Trainer
-from penstock.train.worker import job_of
+from penstock.train.launcher import _story
+from penstock.train.loop import Trainer, describe
+from penstock.train.worker import job_of, sizes_for
 
 SMALL = """
 [model]
@@ -131,6 +134,8 @@ def test_a_run_ends_with_a_curve_a_report_a_checkpoint_and_a_sample(text, here, 
     assert list((folder / "tensorboard").iterdir())
     assert "Traceback" not in done.err
     assert here("report runs/config -o again.html").code == 0
+    assert (folder / "sample.txt").read_text()[:4] == "def "
+    assert "<h2>Sample</h2>" in (text / "again.html").read_text()
     assert (text / "again.html").read_text().count("<svg") == 4
     drawn = here("generate runs/config --prompt the --tokens 15 --temperature 0")
     assert drawn.out.startswith("the")
@@ -286,6 +291,8 @@ def test_init_writes_a_config_that_is_read_back(here, text):
         ("train config.toml --set schedule.name=text.txt", "there is no schedule 'text.txt'"),
         ("train config.toml --set data.sources=3", "data.sources must be a list of texts"),
         ("train config.toml --set run.steps=1e3", "run.steps must be a whole number, not 1000.0"),
+        ("train config.toml --preset gpt2", "--preset gpt2 is for a run without a config; config.toml says its own"),
+        ("train config.toml --dry-run --set data.sources=gone.txt", "cannot read gone.txt"),
     ],
 )
 def test_a_mistake_is_one_message_before_anything_starts(here, text, line, words):
@@ -294,6 +301,41 @@ def test_a_mistake_is_one_message_before_anything_starts(here, text, line, words
     assert words in done.err
     assert "Traceback" not in done.err
     assert not (text / "runs").exists() or not list((text / "runs").glob("*/metrics.jsonl"))
+
+
+def test_a_folder_that_is_no_run_is_said_so(here, text):
+    (text / "folder").mkdir()
+    assert "folder is not the folder of a run: it has no config.toml" in here("train folder").err
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [("model.inner=96", "is of another model: its inner is 64, here it is 96"), ("run.seed=3", "its seed is 0, here"),
+     ("data.tokens=16", "its length is 32, here it is 16")],
+)  # fmt: skip
+def test_a_resume_that_cannot_be_leaves_the_run_as_it_was(change, words, here, text):
+    config = read_config(text / "config.toml")
+    corpus = open_corpus(config.data, text / "runs" / "cache")
+    saved = text / "runs" / "mine" / "checkpoints" / "step-00000003"
+    saved.mkdir(parents=True)
+    facts = {"penstock": "checkpoint", "step": 3, "files": {}, "model": describe(sizes_for(config)),
+             "data": {"seen": 24, "seed": 0, "length": 32, "digest": corpus.digest}}  # fmt: skip
+    (saved / "checkpoint.json").write_text(json.dumps(facts))
+    told = text / "runs" / "mine" / "config.toml"
+    told.write_text((text / "config.toml").read_text())
+    done = here(f"train runs/mine --resume --set {change}")
+    assert (done.code, words in done.err) == (2, True), done.err
+    assert told.read_text() == (text / "config.toml").read_text()
+    assert sorted(file.name for file in told.parent.iterdir()) == ["checkpoints", "config.toml"]
+
+
+def test_how_a_killed_worker_is_told_depends_on_the_signal_and_on_what_is_saved(tmp_path):
+    killed = {0: ProcessFailure(0, 1, -signal.SIGILL, "<N/A>")}
+    story = _story(ChildFailedError("penstock", killed), 3, tmp_path)
+    assert "rank 0 was killed by SIGILL, 3 restarts did not help\n  there is no checkpoint yet" in story
+    assert "run.precision=float32" in story
+    (tmp_path / "checkpoints" / "step-00000007").mkdir(parents=True)
+    assert "the last checkpoint is " in _story(ChildFailedError("penstock", killed), 0, tmp_path)
 
 
 def test_a_run_is_not_overwritten_and_nothing_to_resume_is_said(text, here):

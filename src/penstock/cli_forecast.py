@@ -15,6 +15,13 @@ if TYPE_CHECKING:
     from penstock.train.config import Config
 
 
+def devices_are_cpus(config: Config) -> bool:
+    """Whether a run has no GPU, by wish or because there is none."""
+    import torch
+
+    return config.run.device == "cpu" or not torch.cuda.is_available()
+
+
 def devices(config: Config, processes: int) -> str:
     """Where the processes of a run will be."""
     import os
@@ -24,6 +31,8 @@ def devices(config: Config, processes: int) -> str:
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if config.run.device == "cpu" or gpus == 0 or (config.mesh.size > 1 and gpus < processes):
         why = f" ({gpus} GPUs are too few)" if gpus and config.run.device == "auto" else ""
+        if config.run.device == "cuda":  # in a dry run
+            why = "; run.device = cuda, but torch sees no GPU here: times are of these cores"
         return f"{processes} processes on {os.cpu_count()} CPU cores, gloo{why}"
     how = "NCCL" if gpus >= processes else "penstock_ipc; side by side under penstock testbed, else by turns"
     return f"{processes} processes on {gpus} GPUs, {how}"

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from errno import ENOSPC
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -38,6 +39,25 @@ def progress(what: str) -> AbstractContextManager[Status | None]:
     """A line that says what is going on, on a terminal only."""
     screen = console(stderr=True)
     return screen.status(what) if screen.is_terminal else nullcontext()
+
+
+@contextmanager
+def counting(what: str, every: float = 10.0) -> Iterator[Callable[[int, int], None]]:
+    """Like `progress`, for work that says how much of it is done; in a log a line every so many seconds."""
+    screen = console(stderr=True)
+    said = time.monotonic()
+    with progress(what) as status:
+
+        def tell(done: int, total: int) -> None:
+            nonlocal said
+            words = f"{what}: {done / max(total, 1):.0%}"
+            if status is not None:
+                status.update(words)
+            elif time.monotonic() - said >= every:
+                said = time.monotonic()
+                screen.print(words, highlight=False)
+
+        yield tell
 
 
 def print_json(value: dict[str, object]) -> None:

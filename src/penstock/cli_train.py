@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Optional
 
 import typer
 
-from penstock.cli_forecast import devices, forecast_of, predicted, prediction, print_memory
-from penstock.cli_screen import console, progress, write
+from penstock.cli_forecast import devices, devices_are_cpus, forecast_of, predicted, prediction, print_memory
+from penstock.cli_screen import console, counting, progress, write
 from penstock.errors import ConfigError, FileError, RunError
 from penstock.screen import Screen, in_seconds, log_to
 
@@ -18,11 +18,16 @@ if TYPE_CHECKING:
     from penstock.ir import Plan
     from penstock.session import Summary
     from penstock.train.config import Config
+    from penstock.train.corpus import Corpus
     from penstock.train.worker import Verdict
 
-RUNS = Path("runs")
+RUNS, TINY, SAMPLE = Path("runs"), "tiny", "sample.txt"
 Changes = Annotated[Optional[list[str]], typer.Option("--set", help="Change a value: section.key=value.")]  # noqa: UP045
 Preset = Annotated[str, typer.Option(help="tiny, llama-150m, llama-1b or gpt2.")]
+NoPreset = Annotated[
+    Optional[str],  # noqa: UP045
+    typer.Option(help="Without a config: tiny, llama-150m, llama-1b or gpt2. [dim]\\[default: tiny][/]"),
+]
 RunFolder = Annotated[Path, typer.Argument(help="The folder of a run, a checkpoint, or a Hugging Face folder.")]
 
 
@@ -31,7 +36,7 @@ def train(
         Optional[Path], typer.Argument(metavar="[CONFIG]", help="A config.toml, or a run's folder.")  # noqa: UP045
     ] = None,
     changes: Changes = None,
-    preset: Preset = "tiny",
+    preset: NoPreset = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest good checkpoint.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show plan, memory and speed; train nothing.")] = False,
     sample: Annotated[int, typer.Option(help="Tokens of the sample at the end; 0: none.")] = 200,
@@ -43,18 +48,20 @@ def train(
     Example: penstock train config.toml --set model.layers=24 --set schedule.name=hanayo
     """
     _needs_torch()
-    from penstock.train.launcher import launch, under_launcher
+    from penstock.train.launcher import launch, tame, under_launcher
     from penstock.train.mesh import check_gpus
 
     config, folder = _config(source, preset, changes or [], resume or dry_run)
+    if config.run.precision == "bfloat16" and devices_are_cpus(config):
+        tame()
     if under_launcher():
         _as_a_rank(config, folder, resume, sample)
         return
     if not dry_run:
         _refuse(config, folder, resume)
-    config, plan = _prepared(config, folder, write=not dry_run)
+    config, plan, corpus = _prepared(config, folder, resume, write=not dry_run)
     check_gpus(config, plan.schedule.ranks)
-    _announce(config, plan, folder)
+    _announce(config, plan, folder, corpus)
     if dry_run:
         found = forecast_of(config, plan)
         print_memory(found, config)
@@ -68,7 +75,7 @@ def train(
 
 def init(
     file: Annotated[Path, typer.Argument(help="File to write.")] = Path("config.toml"),
-    preset: Preset = "tiny",
+    preset: Preset = TINY,
     changes: Changes = None,
 ) -> None:
     """Write a config with a comment on every value.
@@ -153,7 +160,9 @@ def report(
     """
     from penstock.session import report_of, summary
 
-    write(output or run / "report.html", report_of(summary(run), run.name))
+    sample = run / SAMPLE
+    text = sample.read_text(encoding="utf-8") if sample.is_file() else ""
+    write(output or run / "report.html", report_of(summary(run), run.resolve().name, text))
 
 
 def add_verbs(app: typer.Typer) -> None:
@@ -164,7 +173,7 @@ def add_verbs(app: typer.Typer) -> None:
 
 
 # ---------------------------------------------------------------- before
-def _config(source: Path | None, preset: str, changes: list[str], exists: bool) -> tuple[Config, Path]:
+def _config(source: Path | None, preset: str | None, changes: list[str], exists: bool) -> tuple[Config, Path]:
     """The config of a file, a run's folder or a preset, and where the run is."""
     from dataclasses import replace
 
@@ -174,12 +183,18 @@ def _config(source: Path | None, preset: str, changes: list[str], exists: bool) 
 
     inside = source is not None and source.is_dir()
     if source is None:
-        config = check(changed(named(preset), changes))
+        config = check(changed(named(preset or TINY), changes))
+    elif preset:
+        what = f"--preset {preset} is for a run without a config; {source} says its own"
+        raise ConfigError(f"{what}\n  write preset = {preset!r} at the top of a config, or leave one of the two out")
+    elif inside and not (source / "config.toml").is_file():
+        raise FileError(f"{source} is not the folder of a run: it has no config.toml\n"
+                        "  name a run's folder, or a config; `penstock init` writes one")  # fmt: skip
     else:
         config = read_config(source / "config.toml" if inside else source, changes)
     from penstock.train.launcher import restarted, under_launcher
 
-    name = source.stem if source is not None and not inside else preset
+    name = source.stem if source is not None and not inside else preset or TINY
     if under_launcher() and not inside and not config.run.folder:
         raise ConfigError("under a launcher all ranks must know the folder: --set run.folder=runs/NAME")
     if inside and not any(change.startswith("run.folder") for change in changes):
@@ -216,37 +231,45 @@ def _refuse(config: Config, folder: Path, resume: bool) -> None:
         raise nothing_to_resume(folder / "checkpoints")
 
 
-def _prepared(config: Config, folder: Path, write: bool = True) -> tuple[Config, Plan]:
-    """Plans, reads the text, and writes down what every rank will read."""
+def _prepared(
+    config: Config, folder: Path, resume: bool, write: bool = True
+) -> tuple[Config, Plan, Corpus | None]:
+    """Plans, reads the text, and writes down what every rank will read; without writing, text is only looked for."""
     from dataclasses import replace
 
     from penstock.ir import dump_plan, write_plan
     from penstock.session import planned
     from penstock.train.config_file import dump_config
-    from penstock.train.corpus import open_corpus
+    from penstock.train.corpus import files_of, open_corpus
     from penstock.train.history import TIMELINE
+    from penstock.train.loop import check_resumable
+    from penstock.train.tokenizer import keep_tokenizer
     from penstock.train.worker import CONFIG, PLAN, cache_of, sizes_for
 
     with progress("planning"):
         config, plan = planned(config, sizes_for(config).layers)
     if not write:
-        return config, plan
-    with progress("reading text"):
-        open_corpus(config.data, cache_of(config, folder))
+        files_of(config.data)
+        return config, plan, None
+    with counting("reading text") as watch:
+        corpus = open_corpus(config.data, cache_of(config, folder), watch)
+    if resume:
+        check_resumable(folder / "checkpoints", sizes_for(config), corpus, config.run.seed)
     if Path(config.schedule.name).suffix:  # of a file: the run keeps its own copy of it, to go on from
         config = replace(config, schedule=replace(config.schedule, name=str(folder / PLAN)))
     try:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / CONFIG).write_text(dump_config(config, f"penstock train {folder} --resume"), encoding="utf-8")
+        keep_tokenizer(config.data.tokenizer, folder)
     except OSError as error:
         raise FileError(f"cannot write to {folder}: {error.strerror}\n  name another run.folder") from None
     if (folder / PLAN).is_file() and (folder / PLAN).read_text(encoding="utf-8") != dump_plan(plan):
         (folder / TIMELINE).unlink(missing_ok=True)  # of another schedule
     write_plan(plan, folder / PLAN)
-    return config, plan
+    return config, plan, corpus
 
 
-def _announce(config: Config, plan: Plan, folder: Path) -> None:
+def _announce(config: Config, plan: Plan, folder: Path, corpus: Corpus | None) -> None:
     """What was picked, a line each."""
     from penstock.train.generate import parameter_count
     from penstock.train.worker import sizes_for
@@ -259,11 +282,19 @@ def _announce(config: Config, plan: Plan, folder: Path) -> None:
         ("schedule", f"{plan.name}: {ranks} ranks, {len(plan.schedule.microbatches)} micro-batches of "
                      f"{config.rows} x {config.data.tokens} tokens, layers {' '.join(map(str, plan.partition))}"),
         *([("mesh", mesh.over(ranks))] if mesh.size > 1 else []),
+        *([("data", _said_of(corpus, config))] if corpus is not None else []),
         ("step", f"{tokens:,} tokens; {config.run.steps} steps, {config.run.precision}"),
         ("workers", devices(config, ranks * mesh.size)),
         ("folder", str(folder)),
     ):  # fmt: skip
         _tell(name, words)
+
+
+def _said_of(corpus: Corpus, config: Config) -> str:
+    """How much text there is, and how often a run will see it."""
+    epochs = config.run.steps * config.data.batch / corpus.trained
+    return (f"{len(corpus.tokens):,} tokens: {corpus.trained:,} sequences to train on, {corpus.held_out:,} held out; "
+            f"{config.run.steps} steps are {epochs:.3g} epochs")  # fmt: skip
 
 
 def _tell(name: str, words: str) -> None:
@@ -289,19 +320,21 @@ def _as_a_rank(config: Config, folder: Path, resume: bool, sample: int) -> None:
     """Under torchrun: rank 0 prepares the folder, the others wait for it; then as a local worker."""
     import os
 
-    from penstock.train.launcher import forget, restarted
+    from penstock.train.launcher import after_first, forget, restarted
     from penstock.train.worker import join
 
     comm = join(config)
-    if comm.rank == 0:
+
+    def prepare() -> None:
         if not restarted():
             forget(folder)
-        config, plan = _prepared(config, folder)
-        if plan.schedule.ranks * config.mesh.size != comm.ranks:
-            words = config.mesh.over(plan.schedule.ranks)
+        told, plan, corpus = _prepared(config, folder, resume and not restarted())
+        if plan.schedule.ranks * told.mesh.size != comm.ranks:
+            words = told.mesh.over(plan.schedule.ranks)
             raise ConfigError(f"the schedule has {words}, but {comm.ranks} were launched")
-        _announce(config, plan, folder)
-    comm.barrier()
+        _announce(told, plan, folder, corpus)
+
+    after_first(comm, prepare)
     verdict = rank(str(folder), resume)
     if verdict.error:
         raise RunError(verdict.text)
@@ -318,7 +351,11 @@ def _ending(folder: Path, verdict: Verdict, sample: int) -> None:
 
     found = summary(folder)
     text = go_on(open_trained(folder), "def ", sample) if sample else ""
-    (folder / "report.html").write_text(report_of(found, folder.name, text), encoding="utf-8")
+    if text:
+        write(folder / SAMPLE, text, quiet=True)
+    else:
+        (folder / SAMPLE).unlink(missing_ok=True)
+    write(folder / "report.html", report_of(found, folder.resolve().name, text), quiet=True)
     _print_ending(folder, verdict, found)
     if text:
         console().rule("a sample", style="dim")

@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from penstock.train.history import Row
 
 
+NARROW = 100  # columns, with no room for a bar: the time that is left comes first
+
+
 class Screen:
     """Shows steps as they come."""
 
@@ -28,7 +31,8 @@ class Screen:
         if self.told.is_terminal:
             from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn  # noqa: PLC0415
 
-            columns = (TextColumn("{task.description}"), BarColumn(bar_width=20), TimeRemainingColumn())
+            words, left = TextColumn("{task.description}"), TimeRemainingColumn()
+            columns = (left, words) if self.told.width < NARROW else (words, BarColumn(bar_width=20), left)
             live = Progress(*columns, console=self.told, transient=True)
             task = live.add_task("starting", total=self.steps)
             self.update = lambda words, step: live.update(task, description=words, completed=step)

@@ -22,6 +22,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
@@ -29,8 +30,8 @@ from typing import Any, Generic, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import TCPStore
-from torch.distributed.distributed_c10d import Store
+from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch.distributed.distributed_c10d import Store, _get_default_store
 from torch.distributed.rendezvous import rendezvous
 
 from penstock.errors import PeerLostError, RunError
@@ -78,6 +79,20 @@ def joined(work: Callable[..., T], *args: Any, patience: float = 300.0) -> T | N
     found = work(comm, *args)
     finish()
     return found if comm.rank == 0 else None
+
+
+def after_first(comm: ProcessComm, work: Callable[[], None]) -> None:
+    """Rank 0 does some work, however long it takes; the others wait for it without a limit, but not for a dead one."""
+    store = PrefixStore("penstock/first", _get_default_store())
+    if comm.rank == 0:
+        work()
+        store.set("done", "yes")
+    try:
+        while not store.check(["done"]):
+            time.sleep(0.1)
+    except RuntimeError:  # of its connection
+        raise PeerLostError(f"rank {comm.rank} waits for rank 0 to prepare the run, but rank 0 is gone") from None
+    comm.barrier()
 
 
 def _join(backend: str, store: Store, rank: int, ranks: int, limit: timedelta) -> None:
@@ -197,9 +212,26 @@ def _context() -> BaseContext:
     """New processes, or on Linux forks of one new process that has torch loaded: seconds faster."""
     if sys.platform != "linux":
         return multiprocessing.get_context("spawn")
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
-    return context
+    serve_forks([__name__])
+    return multiprocessing.get_context("forkserver")
+
+
+def serve_forks(modules: list[str]) -> None:
+    """Starts the process that workers are forks of, with these modules loaded: seconds faster, also at a restart.
+
+    Ctrl-C goes to all processes of a terminal. This one does not hear it, not even while it loads: who is to end is
+    for the process that has started them all to say. Nor does torch write there what befell its sockets.
+    """
+    multiprocessing.set_forkserver_preload(modules)
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # read when torch is loaded
+    if threading.current_thread() is not threading.main_thread():
+        forkserver.ensure_running()
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _collect(workers: list[Worker]) -> list[Outcome[Any]]:

@@ -227,9 +227,10 @@ def read_facts(path: Path) -> Facts:
     try:
         facts = json.loads((path / NOTE).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise FileError(f"{path / NOTE} cannot be read: {error}") from None
+        why = getattr(error, "strerror", None) or error
+        raise FileError(f"{NOTE} cannot be read: {why}") from None
     if not isinstance(facts, dict) or facts.get("penstock") != "checkpoint" or not isinstance(facts.get("files"), dict):
-        raise FileError(f"{path / NOTE} is not the note of a checkpoint")
+        raise FileError(f"{NOTE} is not the note of a checkpoint")
     if facts.get("version", VERSION) > VERSION:
         raise FileError(f"{path} is of version {facts['version']}; this Penstock reads up to {VERSION}: upgrade it")
     return facts

@@ -136,7 +136,7 @@ class Run:
     graphs: bool = said(False, "record every action of a stage once and replay it (CUDA graphs; takes more memory)")
     accumulate: int = said(1, "passes through the pipeline whose gradients make one step", least=1)
     log: int = said(10, "steps between two lines", least=1)
-    evaluate: int = said(50, "steps between two evaluations; 0: none", least=0)
+    evaluate: int = said(50, "steps between two evaluations; 0: only after the last step", least=0)
     evaluations: int = said(2, "batches of an evaluation", least=1)
     save: int = said(50, "steps between two checkpoints; 0: only at the end", least=0)
     keep: int = said(2, "checkpoints that stay", least=1)

@@ -99,13 +99,17 @@ class Loader:
         return [shuffled(place, self.corpus.trained, self.seed) for place in range(first, first + each)]
 
     def evaluation(self, batches: int) -> list[Batch]:
-        """The same batches of held-out sequences every time; none if nothing is held out."""
+        """The same held-out sequences every time, each batch as many as a step has, and in as many passes; none if
+        nothing is held out."""
         each, held = self.deal.each * self.deal.shards, self.corpus.held_out
         if not held:
             return []
-        first = self.corpus.trained
-        turns = [[first + (turn * each + row) % held for row in range(each)] for turn in range(batches)]
-        return [self._batch(self._own(numbers), self._valid(numbers)) for numbers in turns]
+        found = []
+        for begin in range(0, batches * self.deal.sequences, self.deal.sequences):
+            numbers = [self.corpus.trained + (begin + row) % held for row in range(self.deal.sequences)]
+            passes = [numbers[turn * each : (turn + 1) * each] for turn in range(self.deal.passes)]
+            found += [self._batch(self._own(some), self._valid(numbers)) for some in passes]
+        return found
 
     def _batch(self, numbers: list[int], valid: int) -> Batch:
         """A pass: the sequences of each micro-batch, or of those that others look after only the shape."""
@@ -141,12 +145,16 @@ class Loader:
 
     def resume(self, state: State) -> None:
         """Goes on where another stopped; other data, another seed or other lengths would be another order."""
-        ours = self.state()
-        for key in ("digest", "seed", "length"):
-            if state.get(key) != ours[key]:
-                raise RunError(
-                    f"the checkpoint was trained on other data: its {key} is {state.get(key)}, here it is {ours[key]}\n"
-                    "  give the same text, run.seed and data.tokens; to train these weights on other text, export them "
-                    "and start from them with model.weights"
-                )
+        check_same_data(state, self.corpus, self.seed)
         self.seen = int(state["seen"])
+
+
+def check_same_data(state: State, corpus: Corpus, seed: int) -> None:
+    """Raises if a loader with this state has seen other sequences, or in another order."""
+    for key, ours in (("digest", corpus.digest), ("seed", seed), ("length", corpus.length)):
+        if state.get(key) != ours:
+            raise RunError(
+                f"the checkpoint was trained on other data: its {key} is {state.get(key)}, here it is {ours}\n"
+                "  give the same text, run.seed and data.tokens; to train these weights on other text, export them "
+                "and start from them with model.weights"
+            )

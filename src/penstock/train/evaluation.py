@@ -25,7 +25,7 @@ def evaluate_run(run: Path, omit: Sequence[float], draws: int = 8, batches: int 
         raise FileError(f"{run} has no {CONFIG}, which says what text was held out\n  name the folder of a run")
     config = read_config(run / CONFIG)
     corpus = open_corpus(config.data, cache_of(config, run))
-    held = Loader(corpus, Deal(config.rows, config.schedule.microbatches), config.run.seed).evaluation(2 * batches)
+    held = Loader(corpus, Deal(config.rows, config.passages), config.run.seed).evaluation(2 * batches)
     if not held:
         raise FileError(f"{run} held out no text: its data.held_out is {config.data.held_out:g}")
     return evaluate(open_trained(run).model, held[:batches], omit, draws, seed, held[batches:])

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -18,10 +19,10 @@ from torch import Tensor
 from penstock.carry import Carry
 from penstock.errors import FileError, RunError, ShapeError
 from penstock.models import GPTConfig, LlamaConfig, Part
-from penstock.train.checkpoint import faults, load, newest_good, read_facts
+from penstock.train.checkpoint import Facts, faults, load, newest_good, read_facts
 from penstock.train.config import BYTES
 from penstock.train.hub import read_sizes, read_weights, write_folder
-from penstock.train.tokenizer import Tokenizer, tokenizer_of
+from penstock.train.tokenizer import TOKENIZER, Tokenizer, tokenizer_of
 from penstock.train.weights import Holding, Sizes, blueprint, put, whole
 
 SMALL = 1024  # features
@@ -45,7 +46,7 @@ def open_trained(path: Path) -> Trained:
         sizes = read_sizes(path)
         holding = whole(sizes)
         put(holding, read_weights(path, holding.parameters, sizes))
-        beside = path / "tokenizer.json"
+        beside = path / TOKENIZER
         return Trained(holding.stages[0], sizes, holding, str(beside) if beside.is_file() else BYTES, path)
     found = path if (path / "checkpoint.json").is_file() else newest_good(path / "checkpoints")
     if found is None:
@@ -57,7 +58,13 @@ def open_trained(path: Path) -> Trained:
     sizes = sizes_from(facts.get("model", {}))
     holding = whole(sizes)
     load(found, {name: parameter.detach() for name, parameter in holding.parameters.items()})
-    return Trained(holding.stages[0], sizes, holding, str(facts.get("tokenizer", BYTES)), found, int(facts["step"]))
+    return Trained(holding.stages[0], sizes, holding, _tokenizer(found, facts), found, int(facts["step"]))
+
+
+def _tokenizer(checkpoint: Path, facts: Facts) -> str:
+    """The name that a checkpoint says; of a tokenizer.json the copy in the run's folder, wherever that has gone."""
+    name, own = str(facts.get("tokenizer", BYTES)), checkpoint.parent.parent / TOKENIZER
+    return str(own) if name != BYTES and own.is_file() else name
 
 
 def parameter_count(sizes: Sizes) -> int:
@@ -116,6 +123,8 @@ def generate(trained: Trained, prompt: str, tokens: int, temperature: float = 0.
     """The prompt and what follows it; temperature 0 takes the likeliest word each time."""
     if tokens < 0:
         raise ShapeError(f"{tokens} tokens cannot be added; the least is 0")
+    if not 0 <= temperature < math.inf:
+        raise ShapeError(f"{temperature:g} is no temperature; 0 takes the likeliest word, 1 draws as trained")
     words: Tokenizer = tokenizer_of(trained.tokenizer)
     row = words.encode(prompt.encode("utf-8"), "the prompt").tolist() or [words.end or 0]
     draw = torch.Generator().manual_seed(seed)
@@ -128,7 +137,7 @@ def generate(trained: Trained, prompt: str, tokens: int, temperature: float = 0.
         logits = reader.last(row)
         if not torch.isfinite(logits).all():
             raise RunError(f"the model in {trained.path} gives no numbers\n  it was not trained well; see its loss")
-        if temperature <= 0:
+        if temperature == 0:
             row.append(int(logits.argmax()))
         else:
             row.append(int(torch.multinomial((logits / temperature).softmax(-1), 1, generator=draw)))

@@ -27,6 +27,7 @@ from penstock.ir.timeline import Timeline
 
 _log = logging.getLogger(__name__)
 METRICS, TIMELINE, WANDB = "metrics.jsonl", "timeline.json", "wandb.id"
+ROOM = "make room, then go on from the last checkpoint with --resume"
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +91,7 @@ class History:
             self.file.write(_line(row))
             self.file.flush()
         except OSError as error:
-            raise RunError(f"cannot write {self.folder / METRICS}: {error.strerror}") from None
+            raise RunError(f"cannot write {self.folder / METRICS}: {error.strerror}\n  {ROOM}") from None
         figures = {"loss": row.loss, "gradient norm": row.norm, "rate": row.rate, "tokens a second": row.speed,
                    "memory": row.memory, "bubble": row.bubble, "evaluation": row.evaluation,
                    "MFU": row.mfu}  # fmt: skip
@@ -198,7 +199,7 @@ def write_timeline(folder: Path, step: int, timeline: Timeline) -> None:
         part.write_text(json.dumps({"step": step, **columns}), encoding="utf-8")
         part.replace(folder / TIMELINE)
     except OSError as error:
-        raise RunError(f"cannot write {folder / TIMELINE}: {error.strerror}") from None
+        raise RunError(f"cannot write {folder / TIMELINE}: {error.strerror}\n  {ROOM}") from None
 
 
 def _listed(column: np.ndarray[tuple[int, ...], np.dtype[np.float64]]) -> list[float | None]:

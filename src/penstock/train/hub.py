@@ -148,4 +148,6 @@ def write_folder(folder: Path, weights: Mapping[str, Tensor], sizes: Sizes, toke
         if tokenizer != BYTES:
             shutil.copyfile(tokenizer, folder / "tokenizer.json")
     except (OSError, SafetensorError) as error:
+        for name in ("model.safetensors", "config.json", "tokenizer.json"):  # half of it is no model
+            (folder / name).unlink(missing_ok=True)
         raise FileError(f"cannot write {folder}: {getattr(error, 'strerror', None) or error}") from None

@@ -11,7 +11,6 @@ On several machines: `torchrun --nnodes … -m penstock train config.toml` on ea
 from __future__ import annotations
 
 import logging
-import multiprocessing
 import os
 import signal
 import sys
@@ -26,14 +25,20 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from penstock.errors import ConfigError, FileError, PenstockError, RunError, ShapeError
-from penstock.runtime.launch import under_launcher
+from penstock.runtime.kernels import tame
+from penstock.runtime.launch import after_first, serve_forks, under_launcher
+from penstock.train.checkpoint import newest
 from penstock.train.worker import FAILURE, STOP, Verdict, failure
 
-__all__ = ["launch", "restarted", "under_launcher"]
+__all__ = ["after_first", "launch", "restarted", "tame", "under_launcher"]
 
 HERE = "127.0.0.1"
 MERCY = 60  # seconds for workers to save, once asked
 KINDS: dict[str, type[PenstockError]] = {kind.__name__: kind for kind in (ConfigError, FileError, ShapeError)}
+HINTS = {  # by what a worker was killed with
+    -signal.SIGKILL: "\n  often the system, out of memory: fewer data.tokens or a smaller batch; run.recompute=true",
+    -signal.SIGILL: "\n  an instruction that this processor does not have: run.precision=float32 may do without it",
+}
 Entry = Callable[[str, bool], Verdict]
 
 
@@ -60,8 +65,8 @@ def launch(entry: Entry, folder: Path, ranks: int, restarts: int, resume: bool) 
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(MERCY))
     linux = sys.platform == "linux"
-    if linux:  # forks of one process that has torch loaded: seconds faster, also at a restart
-        multiprocessing.set_forkserver_preload([entry.__module__, "penstock.train.worker"])
+    if linux:
+        serve_forks([entry.__module__, "penstock.train.worker"])
     config = LaunchConfig(
         min_nodes=1, max_nodes=1, nproc_per_node=ranks, run_id=uuid.uuid4().hex, rdzv_backend="c10d",
         rdzv_endpoint=f"{HERE}:0", local_addr=HERE, max_restarts=restarts, monitor_interval=0.1,
@@ -114,7 +119,9 @@ def _story(error: ChildFailedError, restarts: int, folder: Path) -> str:
     rank, failure = error.get_first_failure()
     what = f"was killed by {failure.signal_name()}" if failure.exitcode < 0 else f"failed: {_said(failure.message)}"
     tried = f", {restarts} restarts did not help" if restarts else ""
-    return f"rank {rank} {what}{tried}\n  the last checkpoint is in {folder / 'checkpoints'}; go on with --resume"
+    good = newest(folder / "checkpoints")
+    last = f"the last checkpoint is {good[0]}; go on with --resume" if good else "there is no checkpoint yet"
+    return f"rank {rank} {what}{tried}\n  {last}{HINTS.get(failure.exitcode, '')}"
 
 
 def _said(message: object) -> str:

@@ -23,16 +23,16 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from penstock.errors import RunError
+from penstock.errors import FileError, RunError
 from penstock.ir.files import Plan
 from penstock.ir.program import lower
 from penstock.models import even_partition, token_loss
 from penstock.models.flops import flops_per_token, peak_flops
 from penstock.runtime import Comm, CudaTape, Executor, corner, local, watching
-from penstock.train.checkpoint import Facts, Saver, load, newest_good, read_facts, sweep
+from penstock.train.checkpoint import Facts, Saver, load, newest, newest_good, read_facts, sweep
 from penstock.train.config import Config, Run
 from penstock.train.corpus import Corpus
-from penstock.train.data import Deal, Loader, wanted_by
+from penstock.train.data import Deal, Loader, check_same_data, wanted_by
 from penstock.train.history import History, Row, write_timeline
 from penstock.train.mesh import place_of
 from penstock.train.optimizer import Gradients, adamw, rate_at
@@ -117,9 +117,7 @@ class Trainer:
     def resume(self, path: Path) -> None:
         """Goes on from a checkpoint of the same model, whatever split has saved it."""
         facts = read_facts(path)
-        theirs, ours = facts.get("model"), describe(self.job.sizes)
-        if theirs != ours:
-            raise RunError(f"{path} is of another model: {theirs}\n  this one is {ours}")
+        check_same_model(path, facts, self.job.sizes)
         tensors = self.tensors(empty=True)
         load(path, tensors)
         for name, parameter in self.holding.parameters.items():
@@ -223,12 +221,12 @@ class Trainer:
 
     def evaluate(self) -> float | None:
         """The mean loss on what is held out; None if nothing is."""
-        batches = self.loader.evaluation(self.job.config.run.evaluations)
-        losses = [self.executor.evaluate(batch) for batch in batches]
+        batches = self.job.config.run.evaluations
+        losses = [self.executor.evaluate(batch) for batch in self.loader.evaluation(batches)]
         share = sum(losses) if self.place.speaks else 0.0
         total = torch.tensor([share], dtype=torch.float64, device=self.device)
         self.comm.add(total, tuple(range(self.comm.ranks))).wait()
-        return float(total) / len(losses) if losses else None
+        return float(total) / batches if losses else None
 
     # ------------------------------------------------------------ saving
     def save(self) -> None:
@@ -267,6 +265,28 @@ def is_timed(step: int, settings: Run) -> bool:
 def nothing_to_resume(checkpoints: Path) -> RunError:
     """What is said where a run cannot go on."""
     return RunError(f"there is no good checkpoint in {checkpoints}\n  start anew, without --resume")
+
+
+def check_same_model(path: Path, facts: Facts, sizes: Sizes) -> None:
+    """Raises if a checkpoint is of a model with other sizes."""
+    theirs, ours = facts.get("model", {}), describe(sizes)
+    other = [f"its {key} is {theirs.get(key)}, here it is {value}" for key, value in ours.items()
+             if theirs.get(key) != value]  # fmt: skip
+    if other:
+        raise RunError(f"{path} is of another model: {'; '.join(other)}\n"
+                       "  go on with its own sizes, or start anew in another run.folder")  # fmt: skip
+
+
+def check_resumable(checkpoints: Path, sizes: Sizes, corpus: Corpus, seed: int) -> None:
+    """Raises if a run cannot go on from its newest checkpoint; before anything of the run is written anew."""
+    for path in newest(checkpoints):
+        try:
+            facts = read_facts(path)
+        except FileError:  # damaged: the ranks will look for an earlier one, and say so
+            continue
+        check_same_model(path, facts, sizes)
+        check_same_data(facts.get("data", {}), corpus, seed)
+        return
 
 
 def executor_of(job: Job, holding: Holding, comm: Comm) -> Executor:

@@ -22,6 +22,7 @@ from penstock.errors import FileError, RunError, ShapeError
 from penstock.ir.fields import Facts
 from penstock.models import GPT, GPTConfig, Llama, LlamaConfig, document_starts, model_width, split, token_loss
 from penstock.runtime import Comm, spawn
+from penstock.runtime.kernels import tame
 from penstock.runtime.launch import joined, under_launcher
 from penstock.runtime.probe import Subject
 from penstock.runtime.profile import ROUNDS, Subjects, Watch, measure
@@ -67,6 +68,8 @@ def profile(request: Request, ranks: int = 1, watch: Watch = lambda text: None) 
 
     None on the other ranks of torchrun.
     """
+    if "bfloat16" in (request.dtype, request.autocast) and torch.device(request.device).type == "cpu":
+        tame()
     if under_launcher():
         return joined(_work, request, watch, patience=PATIENCE)
     if ranks > 1:

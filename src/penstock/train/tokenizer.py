@@ -17,6 +17,7 @@ from penstock.errors import FileError, RunError
 from penstock.train.config import BYTES
 
 ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eot_id|>", "[SEP]")  # of a document, in known families
+TOKENIZER = "tokenizer.json"  # in a Hugging Face folder, and in a run's
 Tokens = NDArray[np.uint16] | NDArray[np.uint32]
 
 
@@ -33,8 +34,17 @@ class Tokenizer(Protocol):
         """The word that stands between two documents, if there is one."""
         ...
 
+    @property
+    def by_pieces(self) -> bool:
+        """Whether a text may be encoded piece by piece, wherever it is cut."""
+        ...
+
     def encode(self, raw: bytes, source: str) -> Tokens:
         """A document as words; `source` is its name in errors."""
+        ...
+
+    def encode_all(self, raws: Sequence[bytes], source: str) -> list[Tokens]:
+        """Several at once."""
         ...
 
     def decode(self, words: Sequence[int]) -> str:
@@ -45,11 +55,15 @@ class Tokenizer(Protocol):
 class ByteTokenizer:
     """Every byte is a word."""
 
-    vocab, end = 256, 0
+    vocab, end, by_pieces = 256, 0, True
 
     def encode(self, raw: bytes, source: str) -> Tokens:
         """The bytes."""
         return np.frombuffer(raw, dtype=np.uint8).astype(np.uint16)
+
+    def encode_all(self, raws: Sequence[bytes], source: str) -> list[Tokens]:
+        """One after the other."""
+        return [self.encode(raw, source) for raw in raws]
 
     def decode(self, words: Sequence[int]) -> str:
         """The text of these bytes.
@@ -62,6 +76,8 @@ class ByteTokenizer:
 
 class FileTokenizer:
     """A tokenizer.json."""
+
+    by_pieces = False
 
     def __init__(self, path: str) -> None:
         try:
@@ -88,13 +104,19 @@ class FileTokenizer:
 
     def encode(self, raw: bytes, source: str) -> Tokens:
         """Without special words around it: they are put between documents by whoever packs them."""
+        return self.encode_all([raw], source)[0]
+
+    def encode_all(self, raws: Sequence[bytes], source: str) -> list[Tokens]:
+        """On all cores, if there are several."""
         try:
-            text = raw.decode("utf-8")
+            texts = [raw.decode("utf-8") for raw in raws]
         except UnicodeDecodeError as error:
             what = f"{source} is not text: byte {error.start} is no UTF-8"
             raise FileError(f"{what}\n  leave it out, or use bytes") from None
-        words = self.theirs.encode(text, add_special_tokens=False).ids
-        return np.asarray(words, dtype=np.uint16) if self.vocab <= 1 << 16 else np.asarray(words, dtype=np.uint32)
+        rows = [one.ids for one in self.theirs.encode_batch(texts, add_special_tokens=False)]
+        if self.vocab <= 1 << 16:
+            return [np.asarray(row, dtype=np.uint16) for row in rows]
+        return [np.asarray(row, dtype=np.uint32) for row in rows]
 
     def decode(self, words: Sequence[int]) -> str:
         """The text of these words."""
@@ -104,3 +126,9 @@ class FileTokenizer:
 def tokenizer_of(name: str) -> Tokenizer:
     """By its name in a config."""
     return ByteTokenizer() if name == BYTES else FileTokenizer(name)
+
+
+def keep_tokenizer(name: str, folder: Path) -> None:
+    """A copy of a tokenizer.json in the folder of its run, which can then be moved."""
+    if name != BYTES and Path(name).resolve() != (folder / TOKENIZER).resolve():
+        (folder / TOKENIZER).write_bytes(Path(name).read_bytes())

@@ -63,7 +63,8 @@ def report(
         body.append(f'<h2>Curves</h2>\n<div class="charts">{drawn}</div>')
     if timelines:
         words = escape(page(timelines, "One step"), quote=True)
-        body.append(f'<h2>One step</h2>\n<iframe title="Timelines of one step" srcdoc="{words}"></iframe>')
+        frame = f'<iframe title="Timelines of one step" srcdoc="{words}"></iframe>'
+        body.append(f"<h2>Predicted over measured</h2>\n{frame}")
     for heading, lines in lists:
         if lines:
             items = "".join(f"<li>{escape(line)}</li>" for line in lines)
