@@ -26,6 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from tables import table
 from torch import Tensor
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.pipelining import schedules as peer
@@ -183,13 +184,12 @@ def summary(times: dict[str, list[float]]) -> list[dict[str, Any]]:
     return rows
 
 
-def table(rows: list[dict[str, Any]]) -> str:
-    heads = "| schedule | ours, ms | torch, ms | ours / torch | ours / our 1F1B | ours / its actions alone |"
-    lines = [heads, "|---|--:|--:|--:|--:|--:|"]
-    for r in rows:
-        ratios = " | ".join(ratio(r, name) for name in ("over_torch", "over_own_1f1b", "over_own_spans"))
-        lines.append(f"| {r['name']} | {r['ours_ms']:.0f} | {r['torch_ms']:.0f} | {ratios} |")
-    return "\n".join(lines)
+def shown(rows: list[dict[str, Any]]) -> str:
+    heads = "schedule | ours, ms | torch, ms | ours / torch | ours / our 1F1B | ours / its actions alone"
+    ratios = ("over_torch", "over_own_1f1b", "over_own_spans")
+    lines = [[r["name"], f"{r['ours_ms']:.0f}", f"{r['torch_ms']:.0f}", *(ratio(r, one) for one in ratios)]
+             for r in rows]  # fmt: skip
+    return table(heads, lines, ("schedule",))
 
 
 def ratio(row: dict[str, Any], name: str) -> str:
@@ -209,7 +209,7 @@ def main() -> None:
     Path(out).unlink()
     text = (
         "# A 7 M-parameter Llama on two CPU workers\n\n`chrt -f 5 python benchmarks/llama.py`; one thread a rank, 8 "
-        f"micro-batches of 128 tokens, torch {torch.__version__}; medians over rounds (quartiles).\n\n{table(rows)}\n"
+        f"micro-batches of 128 tokens, torch {torch.__version__}; medians over rounds (quartiles).\n\n{shown(rows)}\n"
     )
     if not given.quick:
         RESULT.write_text(text)

@@ -17,6 +17,8 @@ import statistics
 import sys
 from pathlib import Path
 
+from tables import table
+
 from penstock import UnitCost, portfolio, simulate
 from penstock.cost import NoisyCost
 from penstock.plan import title
@@ -41,18 +43,17 @@ def measure(ranks: int, microbatches: int, comm: float) -> dict[str, object]:
     }  # fmt: skip
 
 
-def table(rows: list[dict[str, object]]) -> str:
+def shown(rows: list[dict[str, object]]) -> str:
+    heads = "P | M | comm | best fixed | makespan | planned | makespan | its bound | ratio under noise"
     lines = [
-        "| P | M | comm | best fixed | makespan | planned | makespan | its bound | ratio under noise |",
-        "|--:|--:|--:|---|--:|---|--:|--:|--:|",
-    ]
-    lines += [
-        f"| {r['ranks']} | {r['microbatches']} | {r['comm']} | {r['fixed']} | {r['fixed_makespan']:.5g} "
-        f"| {r['planned']} | {r['planned_makespan']:.5g} | {r['bound']:.5g} "
-        f"| {r['ratio']:.3f} ({r['ratio_least']:.3f}-{r['ratio_most']:.3f}) |"
+        [
+            f"{r['ranks']}", f"{r['microbatches']}", f"{r['comm']}", f"{r['fixed']}", f"{r['fixed_makespan']:.5g}",
+            f"{r['planned']}", f"{r['planned_makespan']:.5g}", f"{r['bound']:.5g}",
+            f"{r['ratio']:.3f} ({r['ratio_least']:.3f}-{r['ratio_most']:.3f})",
+        ]
         for r in rows
-    ]
-    return "\n".join(lines)
+    ]  # fmt: skip
+    return table(heads, lines, ("best fixed", "planned"))
 
 
 def main() -> None:
@@ -64,7 +65,7 @@ def main() -> None:
     mean = statistics.mean(float(str(r["ratio"])) for r in rows)
     text = (
         "# Planned against the best fixed order\n\n`python benchmarks/portfolio.py`; units of F. Memory: P micro-"
-        f"batches a rank, one copy of the weights, whole sequences.\n\n{table(rows)}\n\n"
+        f"batches a rank, one copy of the weights, whole sequences.\n\n{shown(rows)}\n\n"
         f"Mean ratio over all cells: {mean:.3f}. Above 1 the planner's choice, fit to the nominal cost, loses under "
         "costs it has not seen.\n"
     )

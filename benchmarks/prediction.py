@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tables import table
 
 from penstock import Schedule, lower, make, simulate
 from penstock.cost import Profile, ProfileCost
@@ -142,31 +143,32 @@ def rows_of(setting: Setting, profiles: dict[str, list[Profile]], times: Steps) 
     return rows
 
 
-def table(rows: list[dict[str, Any]]) -> str:
-    heads = ("schedule", "sequences", "slices", "measured, ms", "predicted, ms", "error", "error of the work",
-             "predicted by one rank alone", "error", "speed-up measured", "predicted")  # fmt: skip
-    lines = [f"| {' | '.join(heads)} |", "|---|--:|---|" + "--:|" * 8]
+def runs_table(rows: list[dict[str, Any]]) -> str:
+    heads = (
+        "schedule | sequences | slices | measured, ms | predicted, ms | error | error of the work "
+        "| predicted by one rank alone | error | speed-up measured | predicted"
+    )
+    lines = []
     for r in rows:
         low, high = r["spread"]
-        cells = (
+        lines.append([
             r["name"], str(r["sequences"]), r["cuts"], f"{1e3 * r['measured']:.0f} ({1e3 * low:.0f}-{1e3 * high:.0f})",
             f"{1e3 * r['together']:.0f}", f"{r['together_error']:+.1%}", f"{r['together_work_error']:+.1%}",
             f"{1e3 * r['alone']:.0f}", f"{r['alone_error']:+.1%}", f"{r['speed_up']:.3f}",
             f"{r['predicted_speed_up']:.3f}",
-        )  # fmt: skip
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+        ])  # fmt: skip
+    return table(heads, lines, ("schedule", "slices"))
 
 
 def fits_table(profiles: dict[str, list[Profile]]) -> str:
-    lines = ["| measured by | op of a layer | form | worst error | median error |", "|---|---|---|--:|--:|"]
+    lines, words = [], ("measured by", "op of a layer", "form")
     for which, some in profiles.items():
         for op in "FBIW":
             fits = [getattr(one.layer, op) for one in some]
             worst, median = (statistics.median(getattr(fit, word) for fit in fits) for word in ("worst", "median"))
             forms = ", ".join(fit.form for fit in fits)
-            lines.append(f"| {which} | {op} | {forms} | {worst:.1%} | {median:.1%} |")
-    return "\n".join(lines)
+            lines.append([which, op, forms, f"{worst:.1%}", f"{median:.1%}"])
+    return table(" | ".join([*words, "worst error", "median error"]), lines, words)
 
 
 def drift(some: list[Profile]) -> float:
@@ -201,7 +203,7 @@ alone, {setting.steps} rounds of steps. Medians (quartiles). *Error*: predicted 
 the same for the sum of all actions' times, without waiting. Speed-up: over 1F1B of as many whole sequences. Slices are
 even, or in the shares given.
 
-{table(rows)}
+{runs_table(rows)}
 
 The profile of both ranks at the same time is off by {s['together_median_error']:.1%} in the median and
 {s['together_worst_error']:.1%} at worst; that of one rank alone, while the other one waited, by

@@ -20,6 +20,8 @@ import sys
 import time
 from pathlib import Path
 
+from tables import table
+
 from penstock import UnitCost, make, simulate
 
 # actions: ranks, micro-batches
@@ -56,18 +58,14 @@ def in_its_own_process(ranks: int, microbatches: int) -> dict[str, float]:
     return row
 
 
-def table(rows: list[dict[str, float]]) -> str:
-    lines = [
-        "| actions | build and check, s | simulate, s | memory, MB | build, µs/action | simulate, µs/action |",
-        "|--:|--:|--:|--:|--:|--:|",
-    ]
+def shown(rows: list[dict[str, float]]) -> str:
+    heads = "actions | build and check, s | simulate, s | memory, MB | build, µs/action | simulate, µs/action"
+    lines = []
     for row in rows:
-        build, sim = row["build_and_check_seconds"], row["simulate_seconds"]
-        lines.append(
-            f"| {row['actions']:,.0f} | {build:.3g} | {sim:.3g} | {row['memory_mb']:,.0f} "
-            f"| {1e6 * build / row['actions']:.2f} | {1e6 * sim / row['actions']:.3f} |"
-        )
-    return "\n".join(lines)
+        build, sim, actions = row["build_and_check_seconds"], row["simulate_seconds"], row["actions"]
+        lines.append([f"{actions:,.0f}", f"{build:.3g}", f"{sim:.3g}", f"{row['memory_mb']:,.0f}",
+                      f"{1e6 * build / actions:.2f}", f"{1e6 * sim / actions:.3f}"])  # fmt: skip
+    return table(heads, lines)
 
 
 def main() -> None:
@@ -81,7 +79,7 @@ def main() -> None:
         return
     sizes = [size for size in SIZES if not given.quick or size <= 1_000_000]
     rows = [in_its_own_process(*SIZES[size]) for size in sizes]
-    text = f"# Scale\n\n`python benchmarks/scale.py`: 1F1B, one core, simulations best of three.\n\n{table(rows)}\n"
+    text = f"# Scale\n\n`python benchmarks/scale.py`: 1F1B, one core, simulations best of three.\n\n{shown(rows)}\n"
     if not given.quick:
         RESULT.parent.mkdir(exist_ok=True)
         RESULT.write_text(text)

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from tables import table
 
 from penstock.plan.grid import Tabled
 from penstock.plan.layouts import Layout, layout
@@ -245,41 +246,41 @@ def runs(lengths: list[int]) -> str:
     return " ".join(f"{count}x{length}" if count > 1 else str(length) for length, count in pieces)
 
 
-def table(rows: list[dict[str, object]]) -> str:
-    lines = [
-        "| # | model | data x pipe x op | sequences | whole: published s | ours | error | sliced: published s | ours "
-        "| error | speed-up: published | ours | error | best equal slices, ours | planned gains |",
-        "|--:|---|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|",
-    ]
+def settings_table(rows: list[dict[str, object]]) -> str:
+    heads = (
+        "# | model | data x pipe x op | sequences | whole: published s | ours | error | sliced: published s | ours "
+        "| error | speed-up: published | ours | error | best equal slices, ours | planned gains"
+    )
+    lines = []
     for r in rows:
         gain = float(str(r["uniform"])) / float(str(r["our_sliced"])) - 1
-        lines.append(
-            f"| {r['setting']} | {r['model']} | {r['layout']} | {r['sequences']} "
-            f"| {r['whole']:.3f} | {r['our_whole']:.3f} | {off(r['our_whole'], r['whole'])} "
-            f"| {r['sliced']:.3f} | {r['our_sliced']:.3f} "
-            f"| {off(r['our_sliced'], r['sliced'])} | {r['speedup']:.2f} | {r['our_speedup']:.2f} "
-            f"| {off(r['our_speedup'], r['speedup'])} | {r['uniform']:.3f} (of {r['uniform_length']}) | {gain:.1%} |"
-        )
-    return "\n".join(lines)
+        lines.append([
+            f"{r['setting']}", f"{r['model']}", f"{r['layout']}", f"{r['sequences']}",
+            f"{r['whole']:.3f}", f"{r['our_whole']:.3f}", off(r["our_whole"], r["whole"]),
+            f"{r['sliced']:.3f}", f"{r['our_sliced']:.3f}", off(r["our_sliced"], r["sliced"]),
+            f"{r['speedup']:.2f}", f"{r['our_speedup']:.2f}", off(r["our_speedup"], r["speedup"]),
+            f"{r['uniform']:.3f} (of {r['uniform_length']})", f"{gain:.1%}",
+        ])  # fmt: skip
+    return table(heads, lines, ("model", "data x pipe x op"))
 
 
 def slices_table(rows: list[dict[str, object]]) -> str:
-    lines = ["| # | slices, published | slices, ours |", "|--:|---|---|"]
+    lines = []
     for r in rows:
         published = PUBLISHED.get(str(r["setting"]))
         if published:
-            lines.append(f"| {r['setting']} | {published} | {runs(list(r['lengths']))} |")  # type: ignore[call-overload]
-    return "\n".join(lines)
+            lines.append([f"{r['setting']}", published, runs(list(r["lengths"]))])  # type: ignore[call-overload]
+    return table("# | slices, published | slices, ours", lines, ("slices, published", "slices, ours"))
 
 
 def equal_table(known: Calibration) -> str:
-    lines = ["| # | tokens a slice | published s | ours | error |", "|--:|--:|--:|--:|--:|"]
+    lines = []
     for number, published in EQUAL.items():
         setting = next(s for s in SETTINGS if s.number == number)
         for length, seconds in published.items():
             ours = equal(setting, known, length)
-            lines.append(f"| {number} | {length} | {seconds:.3f} | {ours:.3f} | {off(ours, seconds)} |")
-    return "\n".join(lines)
+            lines.append([f"{number}", f"{length}", f"{seconds:.3f}", f"{ours:.3f}", off(ours, seconds)])
+    return table("# | tokens a slice | published s | ours | error", lines)
 
 
 def needed(setting: Setting, known: Calibration) -> tuple[float, float]:
@@ -291,7 +292,7 @@ def needed(setting: Setting, known: Calibration) -> tuple[float, float]:
 def page(rows: list[dict[str, object]], known: Calibration) -> str:
     errors = [abs(float(str(r["our_speedup"])) / float(str(r["speedup"])) - 1) for r in rows]
     return TEXT.format(
-        launch=known.launch * 1e3, share=known.share, gradients=known.gradients / 1e9, table=table(rows),
+        launch=known.launch * 1e3, share=known.share, gradients=known.gradients / 1e9, table=settings_table(rows),
         slices=slices_table(rows), equal=equal_table(known), mean=float(np.mean(errors)), worst=max(errors),
         needs={number: needed(SETTINGS[number - 1], known) for number in (2, 4)},
     )  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -16,7 +17,7 @@ from penstock.runtime import Executor, ProcessComm, batch_of, cut, local, watchi
 from penstock.train.config import Mesh, Model
 from penstock.train.loop import Job, Trainer
 from penstock.train.mesh import place_of
-from penstock.train.optimizer import Gradients
+from penstock.train.optimizer import Gradients, adamw
 from penstock.train.weights import Sizes, draw, hold, sizes_of, whole
 from trainings import SMALL, VOCAB, corpus
 
@@ -115,6 +116,41 @@ def trains(comm: ProcessComm, folder: str, case: Case, steps: int, resume: bool 
     job = Job(config, Plan(schedule, case.name), sizes, corpus(config), Path(folder), resume)
     trainer = Trainer(job, comm)
     return trainer.run(lambda: bool(until) and trainer.step + 1 >= until).step
+
+
+# ---------------------------------------------------------------- memory
+def peaks(comm: ProcessComm, meshes: list[Mesh], sizes: Sizes) -> list[int]:
+    """Of each mesh the most bytes that two steps have taken, one process being one row of it."""
+    torch.set_num_threads(1)
+    small = sizes_of(Model(layers=2, width=16, heads=4, kv_heads=4, inner=24), VOCAB, TOKENS)
+    found = []
+    for mesh in meshes:
+        _steps(comm, mesh, small)  # whatever comes once a process
+        found.append(_steps(comm, mesh, sizes))
+    return found
+
+
+def _steps(comm: ProcessComm, mesh: Mesh, sizes: Sizes) -> int:
+    ctypes.CDLL(None).malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")
+    before = _status("VmRSS")
+    schedule = make("gpipe", ranks=1, microbatches=1)
+    place = place_of(comm, mesh, 1, CPU)
+    holding = hold(sizes, schedule, (sizes.layers,), 0, CPU, place)
+    executor = Executor(lower(schedule), holding.stages, place.pipeline, token_loss, holding.width)
+    for parameter in holding.parameters.values():
+        local(parameter).detach().fill_(0.01)  # drawing takes long
+    optimizer = adamw(holding.parameters, SMALL.optimizer)
+    for _ in range(2):
+        executor.step(batch_of(*_data(1)))
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    return _status("VmHWM") - before
+
+
+def _status(name: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
 
 
 # ---------------------------------------------------------------- trouble

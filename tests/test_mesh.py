@@ -5,12 +5,13 @@ from __future__ import annotations
 import re
 import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
 from commands import called
-from mesh_workers import Case, gradients, sleeps, trains
+from mesh_workers import Case, gradients, peaks, sleeps, trains
 from penstock.errors import ConfigError, RunError, ShapeError
 from penstock.models import GPTConfig, LlamaConfig, token_loss
 from penstock.models.tensor import check_shares, largest_share
@@ -21,7 +22,7 @@ from penstock.train.data import Deal, Loader
 from penstock.train.generate import export, open_trained
 from penstock.train.history import read_rows
 from penstock.train.hub import read_sizes, read_weights
-from penstock.train.mesh import place_of
+from penstock.train.mesh import place_of, shares_of
 from penstock.train.weights import blueprint, put, sizes_of, whole
 from test_loop import by_hand
 from trainings import SMALL, VOCAB, apart, corpus
@@ -186,3 +187,17 @@ def test_the_memory_forecast_counts_what_a_process_holds():
         model, paths = blueprint(one), ("embed", "layers.0", "layers.1", "head")
         counted = sum(largest_share(model.get_submodule(path), path, 2) for path in paths)
         assert max(process[number]["held"] for process in found) == counted
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="asks Linux for the peak of a process")
+def test_a_process_takes_the_memory_that_was_forecast():
+    sizes, numbers = LlamaConfig(VOCAB, 512, 8, 8, 8, 1408), []
+    model = blueprint(sizes)
+    for path, count in (("embed", 1), ("layers.0", sizes.layers), ("head", 1)):
+        numbers.append(count * sum(p.numel() for p in model.get_submodule(path).parameters()))
+    meshes = [BOTH, Mesh(shard=4), Mesh(tensor=4)]
+    found = spawn(4, peaks, meshes, sizes)
+    for place, mesh in enumerate(meshes):
+        expected = sum(16 * n * share.memory for n, share in zip(numbers, shares_of(sizes, mesh), strict=True))
+        for process in found:
+            assert process[place] == pytest.approx(expected, rel=0.15), mesh

@@ -4,7 +4,8 @@
     rank 1, shard 1 │  ▀  F2         │ ▄▀  F3 B2 B3      │  ▀          micro-batches of its own
 
 FSDP would gather and sum around every forward and backward. A pipeline has many of them, and a split backward adds to
-the weights outside of autograd; so here the sum of a part is made when its last action on this rank is done.
+the weights outside of autograd; so here the sum of a part is made when its last action on this rank is done. Gathers
+and sums take memory for whole layers, once a step: it is given back (`penstock.runtime.memory`).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from penstock.ir.schedule import Schedule
 from penstock.runtime.backward import accumulate
+from penstock.runtime.memory import ONCE, USED, keep_freed_memory, taken_once
 from penstock.runtime.replicas import Tied, completion
 from penstock.runtime.share import local
 
@@ -30,6 +32,16 @@ def shard_layers(part: nn.Module, layers: list[nn.Module], mesh: DeviceMesh) -> 
         made: FSDPModule = fully_shard(module, mesh=mesh, reshard_after_forward=False)
         made.set_gradient_divide_factor(1.0)  # a sum: losses are divided by the tokens of all already
         made.set_force_sum_reduction_for_comms(True)
+        module.register_forward_pre_hook(_gathers, prepend=True)  # before FSDP's own, and
+        module.register_forward_pre_hook(_has_gathered)  # after it
+
+
+def _gathers(*_: object) -> None:
+    keep_freed_memory(ONCE)
+
+
+def _has_gathered(*_: object) -> None:
+    keep_freed_memory(USED)
 
 
 class Shards:
@@ -62,7 +74,8 @@ class Shards:
         part = self.parts.get(number)
         if part is not None:
             _last(part, True)
-            fully_shard.state(part)._root_post_backward_final_callback()  # type: ignore[attr-defined]
+            with taken_once():
+                fully_shard.state(part)._root_post_backward_final_callback()  # type: ignore[attr-defined]
             for first, twin in self.twins:
                 if twin.grad is not None:
                     accumulate(first, twin.grad)

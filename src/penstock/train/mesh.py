@@ -109,7 +109,8 @@ def shares_of(sizes: Sizes, mesh: Mesh) -> tuple[Share, Share, Share]:
     """Of embedding, layer and head, in the fullest process. Hidden states and logits are whole in each.
 
     A sharded parameter is one of `shard` shares of four numbers (itself, its gradient, two means) and, during a pass,
-    the gathered weight and its gradient.
+    the gathered weight and its gradient. While a piece is summed there is one copy more of its gradients: of embedding
+    and head, which are one piece; one layer among many does not count.
     """
     model, tensor, shard = blueprint(sizes), mesh.tensor, mesh.shard
     paths, works = ("embed", "layers.0", "head"), (1.0, 1 / tensor, 1 / tensor)
@@ -119,7 +120,8 @@ def shares_of(sizes: Sizes, mesh: Mesh) -> tuple[Share, Share, Share]:
     for path, work, held in zip(paths, works, helds, strict=True):
         piece = model.get_submodule(path)
         numbers = largest_share(piece, path, tensor) / sum(p.numel() for p in piece.parameters())
-        found.append(Share(work, held, numbers / shard, numbers if shard == 1 else numbers * (1 / shard + 0.5)))
+        copies = 0 if shard == 1 else 2 if path == "layers.0" else 3
+        found.append(Share(work, held, numbers / shard, numbers * (1 / shard + copies / 4)))
     return found[0], found[1], found[2]
 
 
