@@ -37,6 +37,6 @@ def test_the_page_is_made_of_the_results(monkeypatch):
 
 def test_profiles_come_with_how_far_their_fits_are_off(tmp_path):
     run(f"profiles.py --dry --rounds 1 --out {tmp_path}/found.json")
-    first, _ = json.loads((tmp_path / "found.json").read_text())["rows"]
+    (first,) = json.loads((tmp_path / "found.json").read_text())["rows"]
     assert set(first["worst"]) == set("FBIW")
     assert any("held_out" in point for point in first["profile"]["blocks"]["layer"]["points"])

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +70,7 @@ def main() -> None:
     given = parser.parse_args()
     sizes = tuple(wide(width, given.tokens) for width in map(int, given.widths.split(",")))
     if given.dry:
-        sizes = (replace(DRY, tokens=64), replace(DRY, tokens=32))
+        sizes = (DRY,)
     setting = Setting(sizes, given.rounds, given.out.absolute() if given.out else None)
     backend = "gloo" if given.dry else "penstock_ipc"
     write(given.out, spawn(2 if given.dry else given.ranks, work, setting, patience=120.0, backend=backend)[0])
