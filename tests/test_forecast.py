@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock import REGISTRY, Plan, UnitCost, make, simulate
-from penstock.cost import ModelCost, Profile, Seconds, write_profile
+from penstock.cost import ModelCost, PausedCost, Profile, Seconds, write_profile
 from penstock.cost.profile import Point, block, enlarged
 from penstock.errors import ShapeError
 from penstock.forecast import PROFILE, forecast, known, machine_of
@@ -71,6 +71,15 @@ def test_who_waits_for_a_processor_is_idle_and_a_turn_says_for_how_long():
     assert found[1] == {"0F0": (0, 1), "0B0": (1, 4.5), "1F1": (1.5, 2.5), "1B1": (2.5, 6)}
 
 
+@pytest.mark.parametrize("turn", [0.1, 9.0])
+def test_a_pause_takes_the_processor_but_is_no_work(turn):
+    schedule = make("gpipe", ranks=2, microbatches=2)
+    plain, paused = (simulate_shared(schedule, PausedCost(UnitCost(), gap, gap, gap), 1, turn) for gap in (0.0, 0.5))
+    assert plain.makespan == pytest.approx(12)
+    assert paused.makespan == pytest.approx(12 + 6 * 0.5)  # none after the last action of a rank
+    assert [end - start >= 1 - 1e-9 for _, _, start, end in paused.spans()] == [True] * 8
+
+
 @given(st.sampled_from([name for name in REGISTRY if name != "chimera"]), st.integers(2, 5), st.integers(1, 6),
        st.integers(1, 5), st.floats(0, 0.3), st.sampled_from([0.1, 0.7, 5.0]))  # fmt: skip
 @settings(max_examples=40, deadline=None)
@@ -116,10 +125,11 @@ def test_a_step_is_its_passes_and_the_optimizer():
     assert shared.timeline.makespan == pytest.approx(8 * (4 * 3 + 1.5), rel=1e-6)
 
 
-def test_what_an_action_takes_beside_its_op_is_counted_once_an_action():
+def test_what_an_action_takes_beside_its_op_is_counted_between_two_actions():
     plan = Plan(make("gpipe", ranks=1, microbatches=3), "gpipe", (4,))
-    plain, more = (forecast(CONFIG, plan, profile_of(turn), 1).timeline.makespan for turn in (0.0, 0.25))
-    assert more == pytest.approx(plain + 6 * 0.25)
+    plain, more = (forecast(CONFIG, plan, profile_of(turn), 1).timeline for turn in (0.0, 0.25))
+    assert more.makespan == pytest.approx(plain.makespan + 5 * 0.25)
+    assert more.busy == pytest.approx(plain.busy)
     assert Seconds(base=2.25) == profile_of(0.25).part(2, False, False).F
 
 

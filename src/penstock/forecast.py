@@ -15,7 +15,7 @@ from math import gcd
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from penstock.cost import Profile, read_profile
+from penstock.cost import PausedCost, Profile, read_profile
 from penstock.cost.curve import total
 from penstock.cost.fit import Fit
 from penstock.cost.profile import Block, enlarged
@@ -88,7 +88,8 @@ def machine_of(config: Config, ranks: int) -> Machine:
 def forecast(config: Config, plan: Plan, profile: Profile, processors: int) -> Forecast:
     """Simulates a step by a profile, on so many processors."""
     size, profile = config.mesh.size, of_a_process(profile, config, processors)
-    cost = profile.cost(plan.partition, None, config.run.recompute, config.data.tokens)
+    ops = replace(profile, turn=0.0).cost(plan.partition, None, config.run.recompute, config.data.tokens)
+    cost = PausedCost(ops, profile.turn, profile.turn, profile.turn)  # between two actions, as it is measured
     timeline = simulate_shared(plan.schedule, cost, max(1, processors // size))
     updates, each = profile.update(plan.partition), [0.0] * plan.schedule.ranks
     for stage in plan.schedule.stages:

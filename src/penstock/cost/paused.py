@@ -16,14 +16,16 @@ from penstock.ir.schedule import Schedule
 
 @dataclass(frozen=True, slots=True)
 class PausedCost(CostAround):
-    """Another cost, with rests: `gap` after an action, `first` after a forward of part 0, none between head F and B."""
+    """Another cost, with rests: `gap` after an action, `first` after a forward of part 0, `head` after one of the head.
+    """
 
     gap: float = 0.0
     first: float = 0.0
+    head: float = 0.0
 
     def pause(self, schedule: Schedule, action: Action) -> float:
         """Seconds of rest."""
         part = schedule.stages[action.stage].part
         if action.op is Op.F and part == schedule.parts - 1:
-            return 0.0
+            return self.head
         return self.first if action.op is Op.F and part == 0 else self.gap

@@ -4,7 +4,8 @@
                  rank 1 |    F0----  F1--     until another has to wait for a message or its turn is over
                  rank 2 |        ··F0--
 
-Waiting for a processor is no work, and shows as idle time, as in a measured step. Messages take no processor.
+Waiting for a processor is no work, and shows as idle time, as in a measured step. So does a pause after an action, but
+it takes the processor: what a process does between two actions. Messages take none.
 """
 
 from __future__ import annotations
@@ -54,12 +55,13 @@ class _Sharing:
         self.waiting = {rank for rank in range(schedule.ranks) if self.due[rank] < self.last[rank]}
         self.queue: deque[int] = deque()
         self.running: dict[int, float] = {}  # rank: when its turn is over
+        self.resting: dict[int, float] = {}  # of those, seconds of a pause that are left
 
     def ready(self, rank: int) -> float:
         """When the next action of a rank has all that it needs; infinite if that is not known yet."""
         number, when = self.due[rank], 0.0
         if number > self.table.first[rank]:
-            when, self.cause[number] = self.end[number - 1] + self.costs.pause[number - 1], number - 1
+            when, self.cause[number] = self.end[number - 1], number - 1
         for needed in self.table.needs[number]:
             if needed >= 0:
                 there = self.end[needed] if self.table.rank[needed] == rank else self.arrived[needed]
@@ -83,24 +85,29 @@ class _Sharing:
         while queue and len(running) < self.processors:
             rank = queue.popleft()
             running[rank] = now + self.turn
-            if np.isnan(self.start[self.due[rank]]):
+            if rank not in self.resting and np.isnan(self.start[self.due[rank]]):
                 self.start[self.due[rank]] = now
 
     def advance(self) -> None:
         """To the next moment at which anything changes."""
-        now, due, running = self.now, self.due, self.running
-        events = [now + self.left[due[rank]] for rank in running]
+        now, due, running, resting = self.now, self.due, self.running, self.resting
+        events = [now + resting.get(rank, self.left[due[rank]]) for rank in running]
         events += [when for when in map(self.ready, self.waiting) if when > now]
         then = min(events + (list(running.values()) if self.queue else []))
-        for rank in running:
-            self.left[due[rank]] -= then - now
         self.now = then
         for rank in list(running):
-            if self.left[due[rank]] <= SOON * max(self.costs.seconds[due[rank]], then):
-                self.finish(rank)
+            if rank in resting:
+                resting[rank] -= then - now
+                if resting[rank] <= SOON * then:
+                    del resting[rank]
+                    self.go_on(rank)
+            else:
+                self.left[due[rank]] -= then - now
+                if self.left[due[rank]] <= SOON * max(self.costs.seconds[due[rank]], then):
+                    self.finish(rank)
 
     def finish(self, rank: int) -> None:
-        """An action is done: its message leaves; the rank goes on with what it has, or waits."""
+        """An action is done: its message leaves; the rank rests, then goes on with what it has, or waits."""
         number, costs = self.due[rank], self.costs
         self.end[number] = self.now
         if costs.link[number] >= 0:
@@ -108,6 +115,13 @@ class _Sharing:
             self.free[costs.link[number]] = leave + costs.wire[number]
             self.sent[number], self.arrived[number] = leave, leave + costs.wire[number] + costs.latency[number]
         self.due[rank] += 1
+        if costs.pause[number] and self.due[rank] < self.last[rank]:
+            self.resting[rank] = costs.pause[number]
+        else:
+            self.go_on(rank)
+
+    def go_on(self, rank: int) -> None:
+        """A rank that runs is free for its next action."""
         over = self.due[rank] == self.last[rank]
         if not over and self.ready(rank) <= self.now:
             self.start[self.due[rank]] = self.now
