@@ -20,7 +20,8 @@ from penstock import REGISTRY, Schedule, Timeline, UnitCost, make, simulate
 from penstock.errors import ShapeError
 from penstock.ir import MicroBatch, schedule_of
 from penstock.schedules.orders import backwards, forwards, looped, through
-from penstock.view import gantt, page, palette, plain, svg, trace
+from penstock.view import Line, gantt, page, palette, plain, svg, trace
+from penstock.view.chart import chart
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -277,3 +278,16 @@ def test_short_writes_few_digits_and_no_exponent(value: float, text: str) -> Non
 @pytest.mark.parametrize(("seconds", "text"), [(1.5, "1.5 s"), (0.0315, "31.5 ms"), (2e-6, "2 µs"), (0.0, "0 µs")])
 def test_seconds_have_a_unit(seconds: float, text: str) -> None:
     assert palette.write_seconds(seconds, real=True) == text
+
+
+def test_names_of_few_lines_stand_beside_the_title_and_those_of_more_beside_the_plot():
+    few, many = (chart([Line(f"line {n}", (0, 1), (n, 1)) for n in range(count)], "t", "x", "y") for count in (2, 3))
+    assert (few.split('width="')[1].split('"')[0], many.split('width="')[1].split('"')[0]) == ("606", "792")
+    assert [float(y) for y in re.findall(r'<text x="[\d.]+" y="([\d.]+)">line', few)] == [24, 24]
+    assert [float(y) for y in re.findall(r'<text x="[\d.]+" y="([\d.]+)">line', many)] == [58, 78, 98]
+
+
+def test_times_of_a_report_are_seconds_though_its_sizes_are_counts():
+    timeline = simulate(make("1f1b", ranks=2, microbatches=2), UnitCost())
+    assert '"seconds":true' in page([("measured", timeline)], seconds=True)
+    assert '"seconds":false' in page([("measured", timeline)])

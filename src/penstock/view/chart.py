@@ -4,6 +4,8 @@
     4 |\\__                     ── full, 3 seeds      a line a series, in its colour; its band is from the lowest
     3 |   \\____                ── half skipped       to the highest of what it is a mean of
       +----------- x
+
+Names of one or two lines stand beside the title, those of more beside the plot.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ from penstock.view.palette import IDLE, INK, round_step, short
 
 COLOURS = ("#1c4fae", "#d1495b", "#1d8a4e", "#a85005", "#6b3fa0", "#0b7d87", "#8a8a2a", "#5b6675")
 GREY, FAINT = "#5b6675", "#e3e7ec"
-LEFT, TOP, WIDTH, HEIGHT, LEGEND = 62.0, 44.0, 520.0, 300.0, 210.0
+LEFT, TOP, WIDTH, HEIGHT, LEGEND, MARGIN = 62.0, 44.0, 520.0, 300.0, 210.0, 24.0
+FEW, LETTER = 2, 6.6  # lines whose names fit beside the title; width of a letter
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +69,7 @@ def chart(
         raise ShapeError("a chart needs a line with points")
     frame = _frame(drawn, top)
     colours = [line.colour or COLOURS[number % len(COLOURS)] for number, line in enumerate(drawn)]
-    width, height = LEFT + WIDTH + LEGEND, TOP + HEIGHT + 52
+    width, height = LEFT + WIDTH + (LEGEND if len(drawn) > FEW else MARGIN), TOP + HEIGHT + 52
     return "\n".join([
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" width="{width:g}"'
         f' height="{height:g}" font-family="Helvetica, Arial, sans-serif" font-size="12" fill="{INK}" role="img">',
@@ -134,9 +137,11 @@ def _line(frame: _Frame, line: Line, colour: str, marks: bool) -> Iterator[str]:
 
 
 def _legend(lines: Sequence[Line], colours: Sequence[str]) -> Iterator[str]:
-    left = LEFT + WIDTH + 16
+    few = len(lines) <= FEW
+    left = LEFT + WIDTH + (16 - sum(44 + LETTER * len(line.name) for line in lines) if few else 16)
     for number, (line, colour) in enumerate(zip(lines, colours, strict=True)):
-        y = TOP + 10 + 20 * number
+        y = 20 if few else TOP + 10 + 20 * number
         dash = ' stroke-dasharray="6 4"' if line.dashed else ""
         yield f'<path d="M{left:g} {y:g}h22" stroke="{colour}" stroke-width="2.5"{dash}/>'
         yield f'<text x="{left + 28:g}" y="{y + 4:g}">{escape(line.name)}</text>'
+        left += 44 + LETTER * len(line.name) if few else 0

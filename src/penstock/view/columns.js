@@ -65,7 +65,7 @@ function short(value, digits = 4) {
   return text.includes(".") ? text.replace(/\.?0+$/, "") : text;
 }
 function seconds(value, digits = 6, size = Math.abs(value)) {
-  if (!data.real) return short(value, digits);
+  if (!data.seconds) return short(value, digits);
   const [unit, one] = size >= 1 || !size ? ["s", 1] : size >= 1e-3 ? ["ms", 1e-3] : ["µs", 1e-6];
   return short(value / one, digits) + " " + unit;
 }

@@ -71,8 +71,8 @@ Critical path</button></span>
 """
 
 
-def page(timelines: Sequence[tuple[str, Timeline]], title: str = "") -> str:
-    """The text of the page for one timeline or several, each with its name.
+def page(timelines: Sequence[tuple[str, Timeline]], title: str = "", seconds: bool = False) -> str:
+    """The text of the page for one timeline or several, each with its name; `seconds`: times are, whatever sizes are.
 
     >>> from penstock import UnitCost, make, simulate
     >>> page([("predicted", simulate(make("1f1b", ranks=4, microbatches=8), UnitCost()))])[:15]
@@ -80,9 +80,11 @@ def page(timelines: Sequence[tuple[str, Timeline]], title: str = "") -> str:
     """
     if not timelines:
         raise ShapeError("a page needs at least one timeline; none was given")
+    real = any(is_real(timeline) for _, timeline in timelines)
     data = {
         "timelines": [_timeline(name, timeline) for name, timeline in timelines],
-        "real": any(is_real(timeline) for _, timeline in timelines),
+        "real": real,
+        "seconds": real or seconds,
         "alike": _alike([timeline for _, timeline in timelines]),
         "paints": PAINTS,
         "tones": TONES,

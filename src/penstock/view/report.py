@@ -62,7 +62,7 @@ def report(
     if drawn:
         body.append(f'<h2>Curves</h2>\n<div class="charts">{drawn}</div>')
     if timelines:
-        words = escape(page(timelines, "One step"), quote=True)
+        words = escape(page(timelines, "One step", seconds=True), quote=True)
         frame = f'<iframe title="Timelines of one step" srcdoc="{words}"></iframe>'
         body.append(f"<h2>Predicted over measured</h2>\n{frame}")
     for heading, lines in lists:
