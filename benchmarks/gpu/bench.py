@@ -25,9 +25,12 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from torch.distributed.pipelining import schedules as peer
 
 from penstock import Schedule, lower
+from penstock.cost import Profile
 from penstock.models import LlamaConfig, even_partition, token_loss
 from penstock.runtime import Batch, Comm, CudaTape, Executor, batch_of
 from penstock.runtime.links import gathered as rows_of_all
+from penstock.runtime.profile import measure
+from penstock.train.profile import Request, subjects_of
 from penstock.train.weights import draw, hold
 
 Step = Callable[[], float]  # one step, until the GPU has done it; the loss where it is known
@@ -95,6 +98,12 @@ def data(schedule: Schedule, size: Size) -> list[Tensor]:
     dice = torch.Generator().manual_seed(1)
     shape = (1, size.tokens)
     return [torch.randint(0, size.config.vocab, shape, generator=dice).to(size.device) for _ in schedule.microbatches]
+
+
+def profile_of(comm: Comm, size: Size, rounds: int) -> Profile:
+    """What all ranks measure at the same time, as they will train."""
+    request = Request(size.config, size.tokens, device=size.device, dtype=str(size.dtype).removeprefix("torch."))
+    return measure(subjects_of(request, comm), comm, rounds=rounds)
 
 
 class Ours:

@@ -13,14 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench import DRY, Size, arguments, note, write
+from bench import DRY, Size, arguments, note, profile_of, write
 
 from penstock.cost import dump_profile
 from penstock.ir import Op
 from penstock.models import LlamaConfig
 from penstock.runtime import Comm, spawn
-from penstock.runtime.profile import measure
-from penstock.train.profile import Request, subjects_of
 
 WIDTHS, TOKENS = (512, 1024, 2048, 4096), 4096
 HEAD = 64  # width of an attention head
@@ -47,8 +45,7 @@ def work(comm: Comm, setting: Setting) -> dict[str, Any]:
     rows: list[dict[str, Any]] = []
     for size in setting.sizes:
         begin = time.perf_counter()
-        request = Request(size.config, size.tokens, device=size.device, dtype=str(size.dtype).removeprefix("torch."))
-        profile = measure(subjects_of(request, comm), comm, rounds=setting.rounds)
+        profile = profile_of(comm, size, setting.rounds)
         layer = profile.layer
         worst = {op.value: (layer.fit(op).worst, layer.fit(op).median, layer.fit(op).form) for op in Op}
         took = time.perf_counter() - begin

@@ -21,15 +21,27 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench import DRY, REAL, Ours, Size, arguments, clocked, gathered, memory, note, quartiles, stages_of, write
+from bench import (
+    DRY,
+    REAL,
+    Ours,
+    Size,
+    arguments,
+    clocked,
+    gathered,
+    memory,
+    note,
+    profile_of,
+    quartiles,
+    stages_of,
+    write,
+)
 
 from penstock import Schedule, make, simulate
 from penstock.cost import ProfileCost, dump_profile, read_profile
 from penstock.ir import Plan, read_plan, write_plan
 from penstock.plan import sliced_plans
 from penstock.runtime import Comm, spawn
-from penstock.runtime.profile import measure
-from penstock.train.profile import Request, subjects_of
 
 DEPTH, LENGTHS, EVEN = 2, (4096, 8192, 16384, 32768, 65536), (4, 8, 16)
 SIMPLE = ("gpipe", "1f1b", "terapipe", "seq1f1b")
@@ -112,9 +124,7 @@ def allocations(size: Size) -> int:
 
 def profiled(comm: Comm, size: Size, rounds: int) -> str:
     """The profile of all ranks at the same time, as a file's text."""
-    name = "bfloat16" if size.device == "cuda" else "float32"
-    request = Request(size.config, size.tokens, device=size.device, dtype=name)
-    return dump_profile(measure(subjects_of(request, comm), comm, rounds=rounds))
+    return dump_profile(profile_of(comm, size, rounds))
 
 
 def plan_all(file: Path, folder: Path, ranks: int, lengths: tuple[int, ...], sequences: tuple[int, ...]) -> None:

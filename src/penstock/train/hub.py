@@ -21,6 +21,7 @@ from torch import Tensor
 from penstock.errors import FileError
 from penstock.models import GPTConfig, LlamaConfig, gpt, llama
 from penstock.train.config import BYTES
+from penstock.train.tokenizer import TOKENIZER
 from penstock.train.weights import Sizes
 
 LLAMA = {"vocab": "vocab_size", "width": "hidden_size", "layers": "num_hidden_layers", "heads": "num_attention_heads",
@@ -146,8 +147,8 @@ def write_folder(folder: Path, weights: Mapping[str, Tensor], sizes: Sizes, toke
                   metadata={"format": "pt"})  # fmt: skip
         (folder / "config.json").write_text(json.dumps(config_json(sizes), indent=2) + "\n", encoding="utf-8")
         if tokenizer != BYTES:
-            shutil.copyfile(tokenizer, folder / "tokenizer.json")
+            shutil.copyfile(tokenizer, folder / TOKENIZER)
     except (OSError, SafetensorError) as error:
-        for name in ("model.safetensors", "config.json", "tokenizer.json"):  # half of it is no model
+        for name in ("model.safetensors", "config.json", TOKENIZER):  # half of it is no model
             (folder / name).unlink(missing_ok=True)
         raise FileError(f"cannot write {folder}: {getattr(error, 'strerror', None) or error}") from None
