@@ -164,8 +164,10 @@ def test_a_profile_can_be_taken_in_half_precision():
             return self.layer(x, *rotary(x, piece), piece)
 
     x = torch.randn(1, 256, 256, device="cuda")
-    probe = Probe(Subject(One(), x, prefixes=True, autocast=torch.bfloat16))
-    assert all(seconds > 0 for seconds in probe.time(64, 128))
+    for tape in (None, CudaTape()):
+        probe = Probe(Subject(One(), x, prefixes=True, autocast=torch.bfloat16), tape)
+        for times in probe.times(64, 128, passes=3):
+            assert all(seconds > 0 for seconds in times)
 
 
 def test_ranks_that_share_a_gpu_find_their_backend():

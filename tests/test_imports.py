@@ -25,7 +25,7 @@ ROOMS = {
     "runtime": {"ir", "cost", "carry", "errors"},
     "models": {"carry", "partition", "errors"},
     "train": {"ir", "cost", "carry", "runtime", "models", "errors"},
-    "forecast": {"ir", "cost", "sim", "models", "train"},
+    "forecast": {"ir", "cost", "sim", "models", "testbed", "train"},
     "session": {"ir", "cost", "schedules", "sim", "plan", "view", "train", "models", "forecast", "errors"},
     "cli": {
         *("ir", "cost", "schedules", "sim", "plan", "view", "train", "errors"),
@@ -38,7 +38,7 @@ ROOMS = {
     "cli_slices": {"plan", "cli_cost", "cli_screen"},
     "cli_testbed": {"testbed"},
     "cli_train": {"ir", "session", "forecast", "screen", "cli_forecast", "cli_screen", "train", "errors"},
-    "cli_forecast": {"ir", "cost", "forecast", "screen", "cli_screen", "train", "errors"},
+    "cli_forecast": {"ir", "cost", "forecast", "screen", "cli_screen", "testbed", "train", "errors"},
     "testbed": {"errors"},
     "screen": {"train"},
     "__main__": {"cli"},

@@ -412,7 +412,7 @@ def test_a_probe_leaves_gradients_as_the_executor_would():
     probe.forward(probe.open(24, 0))
     assert torch.allclose(probe.y, whole, atol=1e-12)
     labels = torch.randint(0, 64, (1, 24))
-    times = Probe(Subject(head, x, loss=token_loss, labels=labels)).time(24, 0)
+    times = Probe(Subject(head, x, loss=token_loss, labels=labels)).times(24, 0)[0]
     assert min(times) > 0
     expected = torch.autograd.grad(token_loss(head(x), labels) / 24, list(head.parameters()))
     for parameter, gradient in zip(head.parameters(), expected, strict=True):

@@ -11,6 +11,7 @@ from torch import Tensor
 from penstock import REGISTRY, lower, make
 from penstock.models import split, token_loss
 from penstock.runtime import Batch, Executor, Mean, batch_of, run_threads
+from penstock.runtime.probe import Probe, Subject
 from penstock.runtime.replay import assign, places_of
 from penstock.runtime.steps import turns_of
 from penstock.schedules.transforms import slice_tokens
@@ -175,3 +176,29 @@ def test_a_timed_step_counts_what_is_held():
     timeline = ours.results[0].timeline
     assert timeline is not None
     assert [timeline.peak_bytes(rank) for rank in range(4)] == [4, 3, 2, 1]
+
+
+class Silent(Again):
+    """A tape that only counts what it plays, as a probe's state must not change by it."""
+
+    def record(self, work):
+        return work(), lambda: setattr(self, "plays", self.plays + 1)
+
+
+@pytest.mark.parametrize("prefix", [0, 16])
+def test_a_probe_times_what_is_recorded(prefix):
+    """A whole backward and a split one: F B F I W; the embedding's I leaves nothing to a W."""
+    embed, middle, head = split(llama(2), (0, 2, 0))
+    tokens, labels = (torch.randint(0, 60, (1, 24)) for _ in range(2))
+    hidden = torch.randn(1, 24, next(head.parameters()).shape[-1], dtype=torch.float64)
+    for subject, actions in (
+        (Subject(embed, tokens), 4),
+        (Subject(middle, hidden, layers=2, prefixes=True), 5),
+        (Subject(head, hidden, loss=token_loss, labels=labels), 5),
+    ):
+        tape = Silent()
+        times = Probe(subject, tape).times(8, prefix, passes=3)
+        assert len(times) == 3
+        assert (tape.takes, tape.rehearsed, tape.plays) == (1, actions, 3 * actions)
+        gradients = [float(p.grad.abs().max()) for p in subject.module.parameters()]
+        assert min(gradients) > 0  # rehearsed, and recorded

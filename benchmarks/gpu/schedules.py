@@ -150,6 +150,8 @@ def one(comm: Comm, setting: Setting, network: Network, label: str, schedule: Sc
     if setting.recorded:
         row["recorded"] = quartiles(times["recorded"])
         row["recorded_memory"] = peaks["recorded"]
+        again = machines["recorded"].timeline()  # type: ignore[attr-defined]
+        row["recorded_bubble"], row["recorded_idle"] = again.bubble, idle(again, hop)._asdict()
         for who in machines:
             over = [b / a for a, b in zip(times["recorded"], times[who], strict=True)]
             row[f"{who}_over_recorded"] = quartiles(over)

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from penstock.ir import Plan
     from penstock.train.config import Config
 
+SLOW = 1.1  # times longer than the kernels alone: worth a word
+
 
 def devices_are_cpus(config: Config) -> bool:
     """Whether a run has no GPU, by wish or because there is none."""
@@ -28,14 +30,19 @@ def devices(config: Config, processes: int) -> str:
 
     import torch
 
+    from penstock.testbed import workers_of_a_gpu
+
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if config.run.device == "cpu" or gpus == 0 or (config.mesh.size > 1 and gpus < processes):
         why = f" ({gpus} GPUs are too few)" if gpus and config.run.device == "auto" else ""
         if config.run.device == "cuda":  # in a dry run
             why = "; run.device = cuda, but torch sees no GPU here: times are of these cores"
         return f"{processes} processes on {os.cpu_count()} CPU cores, gloo{why}"
-    how = "NCCL" if gpus >= processes else "penstock_ipc; side by side under penstock testbed, else by turns"
-    return f"{processes} processes on {gpus} GPUs, {how}"
+    if gpus >= processes:
+        return f"{processes} processes on {gpus} GPUs, NCCL"
+    beside = gpus * workers_of_a_gpu() >= processes
+    how = "side by side" if beside else f"by turns (penstock testbed --workers {-(-processes // gpus)}: side by side)"
+    return f"{processes} processes on {gpus} GPUs, penstock_ipc, {how}"
 
 
 def forecast_of(config: Config, plan: Plan, folder: Path | None = None) -> Forecast:
@@ -56,7 +63,8 @@ def prediction(config: Config, plan: Plan, folder: Path) -> str:
     from penstock.forecast import known
 
     try:
-        return predicted(known(folder, config, plan) or forecast_of(config, plan, folder), config)
+        found = known(folder, config, plan) or forecast_of(config, plan, folder)
+        return predicted(found, config) + hint(found, config)
     except PenstockError as error:
         return f"not known: {str(error).splitlines()[0]}"
 
@@ -79,3 +87,11 @@ def predicted(found: Forecast, config: Config) -> str:
     return (f"{found.speed:,.0f} tokens/s, {in_seconds(found.seconds)} a step: {passes}"
             f"{in_seconds(found.timeline.makespan)} (bubble {found.timeline.bubble:.1%}{shared}), optimizer "
             f"{in_seconds(found.optimizer)}")  # fmt: skip
+
+
+def hint(found: Forecast, config: Config) -> str:
+    """What would make a step shorter, in words: on a GPU its launches, where they take longer than the work."""
+    if found.launch < SLOW or config.run.graphs or config.data.separate or config.mesh.size > 1:
+        return ""
+    return (f"\n          launches take longer than kernels: without them {found.launch:.1f} times as fast; "
+            "--set run.graphs=true, if there is memory for it")  # fmt: skip

@@ -34,6 +34,9 @@ def profile(
     device: Annotated[str, typer.Option(help="cpu, cuda, or cuda:1; with several ranks cuda is a GPU each.")] = "cpu",
     dtype: Annotated[str, typer.Option(help="Of the weights: float32, bfloat16, float16.")] = "float32",
     autocast: Annotated[Optional[str], typer.Option(help="Compute in this type: bfloat16.")] = None,  # noqa: UP045
+    graphs: Annotated[
+        bool, typer.Option("--graphs", help="On a GPU: recorded actions, as a run with run.graphs has them.")
+    ] = False,
     threads: Annotated[Optional[int], typer.Option(help="Threads of a rank; as torch has it.")] = None,  # noqa: UP045
     ranks: Annotated[int, typer.Option(help="Ranks that measure at once on this machine, and then their links.")] = 1,
     links: Annotated[
@@ -72,7 +75,7 @@ def profile(
     if slots is not None:
         raise ShapeError("--slots is for a cluster.toml, which --links writes")
     model = hf if hf is not None else measuring.sizes_of(preset, tokens, given)
-    request = measuring.Request(model, tokens, rows, device, dtype, autocast, threads, links, rounds)
+    request = measuring.Request(model, tokens, rows, device, dtype, autocast, threads, links, rounds, graphs=graphs)
     with progress("measuring") as status:
         found = measuring.profile(request, ranks, (lambda text: None) if status is None else status.update)
     if found is not None:

@@ -22,6 +22,7 @@ from penstock.cost.profile import Block, enlarged
 from penstock.ir import Plan, Timeline
 from penstock.ir.schedule import stretch
 from penstock.sim import simulate_shared
+from penstock.testbed import workers_of_a_gpu
 from penstock.train.config import Config
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ class Forecast:
     passes: int
     tokens: int
     processors: int  # that the ranks share
+    launch: float = 1.0  # how many times longer a layer takes because a GPU waits for its launches
 
     @property
     def seconds(self) -> float:
@@ -79,7 +81,7 @@ def machine_of(config: Config, ranks: int) -> Machine:
     ranks *= config.mesh.size
     gpus = torch.cuda.device_count() if torch.cuda.is_available() and config.run.device != "cpu" else 0
     if gpus and (config.run.device == "cuda" or config.mesh.size == 1 or gpus >= ranks):
-        return Machine("cuda", min(gpus, ranks), 1)
+        return Machine("cuda", min(gpus * workers_of_a_gpu(), ranks), 1)
     cores = os.cpu_count() or 1
     threads = config.run.threads or max(1, cores // ranks)
     return Machine("cpu", max(1, min(cores // threads, ranks)), threads)
@@ -94,8 +96,9 @@ def forecast(config: Config, plan: Plan, profile: Profile, processors: int) -> F
     updates, each = profile.update(plan.partition), [0.0] * plan.schedule.ranks
     for stage in plan.schedule.stages:
         each[stage.rank] += updates[stage.part]
-    tokens = config.data.batch * config.data.tokens
-    return Forecast(timeline, max(*each, sum(each) * size / processors), config.run.accumulate, tokens, processors)
+    tokens, launch = config.data.batch * config.data.tokens, float(dict(profile.device).get("launch") or 1.0)
+    optimizer = max(*each, sum(each) * size / processors)
+    return Forecast(timeline, optimizer, config.run.accumulate, tokens, processors, launch)
 
 
 def of_a_process(profile: Profile, config: Config, processors: int) -> Profile:
@@ -141,7 +144,7 @@ def profiled(config: Config, plan: Plan, machine: Machine) -> Profile:
     request = Request(
         sizes, tokens // short, rows, machine.device, threads=machine.threads, rounds=1 if less else ROUNDS,
         autocast=config.run.precision if config.run.precision != "float32" else None, depth=1 if less else depth,
-        where=tuple(sorted(where)), mean=True, separate=config.data.separate,
+        where=tuple(sorted(where)), mean=True, separate=config.data.separate, graphs=config.run.graphs,
     )  # fmt: skip
     found = profile(request, machine.processors)
     assert found is not None, "only under torchrun, where no forecast is made"

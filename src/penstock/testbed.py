@@ -50,6 +50,12 @@ def environment(workers: int, folder: Path) -> dict[str, str]:
     }  # fmt: skip
 
 
+def workers_of_a_gpu() -> int:
+    """How many processes a GPU serves at once here: in a testbed its workers, else one."""
+    share = os.environ.get("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "")
+    return 100 // int(share) if share.isdigit() and 0 < int(share) <= 100 else 1
+
+
 @contextmanager
 def service() -> Iterator[Path]:
     """A daemon of our own in a new folder, which goes with it."""

@@ -3,14 +3,15 @@
     sequence   |---- prefix ----|-- tokens --|      |     keys and values of the prefix are there, as is the buffer to
                                   ^ the slice             which the gradients of later slices were added
 
-One sequence serves all slices: it is run once, and a slice then writes the same rows again.
+One sequence serves all slices: it is run once, and a slice then writes the same rows again. With a tape every action is
+recorded and its replays are timed, as in a step with recorded actions.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -21,9 +22,11 @@ from torch import Tensor, nn
 from penstock.carry import Carry, Slice
 from penstock.runtime.backward import Ledger, make_deferrable, record_in, walk_back
 from penstock.runtime.executor import Loss
+from penstock.runtime.replay import Tape
 
 CYCLES = 2e9  # of a GPU in a second, at most
 LONGEST = 0.02  # seconds for which it sleeps at most: the first launch of a kernel loads it, and takes far longer
+Act = Callable[[], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,12 +58,13 @@ class Times(NamedTuple):
 
 
 class Probe:
-    """A subject, ready to be timed."""
+    """A subject, ready to be timed; with a tape as recorded actions."""
 
-    def __init__(self, subject: Subject) -> None:
-        self.subject, self.device = subject, subject.inputs.device
+    def __init__(self, subject: Subject, tape: Tape | None = None) -> None:
+        self.subject, self.device, self.tape = subject, subject.inputs.device, tape
         self.carry = Carry(subject.tokens, subject.starts)
         self.launches = deque([0.0], maxlen=4)  # seconds that the host took to launch the last passes, and a half
+        self.kernels = self.seconds = 0.0  # of a GPU, all that was timed: without and with the wait for launches
         make_deferrable(subject.module)
         for parameter in subject.module.parameters():
             parameter.grad = torch.zeros_like(parameter)  # there already, as from the second slice of a step on
@@ -77,16 +81,34 @@ class Probe:
         """In the type that is asked for: the rows of the keys must have it too."""
         return torch.autocast(self.device.type, self.subject.autocast, enabled=self.subject.autocast is not None)
 
-    def time(self, tokens: int, prefix: int) -> Times:
-        """One pass with a whole backward, and one with a split one."""
+    def times(self, tokens: int, prefix: int, passes: int = 1) -> list[Times]:
+        """So many passes, each with a whole backward and then with a split one."""
+        if self.tape is None:
+            return [_times((name, self.clock(act)) for name, act in self.acts(tokens, prefix)) for _ in range(passes)]
+        for _, act in self.acts(tokens, prefix):
+            self.tape.rehearse(act)
+        self.tape.begin()
+        recorded = []
+        for name, act in self.acts(tokens, prefix):
+            used = act, tuple(self.carry.gradients.values())  # they must stay where they are
+            recorded.append((name, self.tape.record(act)[1], used))
+        found = [_times((name, self.clock(play)) for name, play, _ in recorded) for _ in range(passes)]
+        del recorded
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()  # the recordings' memory is theirs alone
+        return found
+
+    def acts(self, tokens: int, prefix: int) -> Iterator[tuple[str, Act]]:
+        """What is timed, in its order; each is done before the next one is asked for."""
         piece = self.open(tokens, prefix)
-        forward = self.clock(lambda: self.forward(piece))
-        whole = self.clock(partial(self.backward, piece, self.gradient()))
+        yield "F", partial(self.forward, piece)
+        yield "B", partial(self.backward, piece, self.gradient())
         piece, ledger = self.open(tokens, prefix), Ledger()
-        self.forward(piece, ledger)
+        yield "again", partial(self.forward, piece, ledger)
         ledger.open = True
-        inputs = self.clock(partial(self.backward, piece, self.gradient()))
-        return Times(forward, whole, inputs, self.clock(ledger.settle) if ledger.due else 0.0)
+        yield "I", partial(self.backward, piece, self.gradient())
+        if ledger.due:
+            yield "W", ledger.settle
 
     def forward(self, piece: Slice, ledger: Ledger | None = None) -> None:
         """Runs a slice."""
@@ -130,9 +152,10 @@ class Probe:
                 carry.gradients[key] = torch.zeros_like(rows, dtype=torch.promote_types(rows.dtype, torch.float32))
         return piece
 
-    def clock(self, act: Callable[[], None]) -> float:
-        """Seconds that it takes: by the GPU's own clock where there is one. There the GPU is kept asleep until the host
-        has launched everything, as it is in a step, where the host runs ahead."""
+    def clock(self, act: Act) -> float:
+        """Seconds that it takes. On a GPU those of its kernels, by the GPU's own clock, or of their launch if that is
+        longer. It is kept asleep until the host has launched everything, as it is in a step, where the host runs ahead.
+        """
         begin = time.perf_counter()
         if self.device.type != "cuda":
             act()
@@ -142,6 +165,15 @@ class Probe:
         start.record()
         act()
         end.record()
-        self.launches.append(min(1.5 * (time.perf_counter() - begin), LONGEST))
+        launched = time.perf_counter() - begin
+        self.launches.append(min(1.5 * launched, LONGEST))
         end.synchronize()
-        return float(start.elapsed_time(end)) / 1e3
+        kernels = float(start.elapsed_time(end)) / 1e3
+        self.kernels, self.seconds = self.kernels + kernels, self.seconds + max(kernels, launched)
+        return max(kernels, launched)
+
+
+def _times(found: Iterator[tuple[str, float]]) -> Times:
+    """The actions by name; an embedding has no W."""
+    seconds = dict(found)
+    return Times(seconds["F"], seconds["B"], seconds["I"], seconds.get("W", 0.0))

@@ -29,6 +29,7 @@ from penstock.runtime.hollow import turn_of
 from penstock.runtime.links import network_of
 from penstock.runtime.memory import keep_freed_memory
 from penstock.runtime.probe import Probe, Subject, Times
+from penstock.runtime.replay import Tape
 
 ROUNDS = 6
 VISIT = 0.03  # seconds for which a point is at least measured in each round, but
@@ -49,21 +50,37 @@ class Subjects:
     device: Facts = ()
 
 
+@dataclass(frozen=True, slots=True)
+class How:
+    """With whom, how often and where a subject is measured."""
+
+    comm: Comm | None
+    rounds: int
+    watch: Watch
+    where: tuple[Where, ...]
+    middle: Middle
+    tape: Tape | None
+
+
 def measure(
     subjects: Subjects, comm: Comm | None = None, links: bool = False, rounds: int = ROUNDS,
     watch: Watch = lambda text: None, where: Sequence[Where] = (), middle: Middle = statistics.median,
+    tape: Tape | None = None,
 ) -> Profile:  # fmt: skip
     """The profile of a model. With a `comm` all ranks call it, and get the mean of what they measured.
 
     `where`: the only slices to measure, if it is known which ones will run. `middle`: of all passes over a slice; the
-    median to compare slices, the mean to add them up.
+    median to compare slices, the mean to add them up. `tape`: of actions that are recorded and replayed.
     """
     keep_freed_memory()
+    how = How(comm, rounds, watch, tuple(where), middle, tape)
     collects = gc.isenabled()
     gc.disable()
     try:
-        named = (("embedding", subjects.embed), ("layer", subjects.layer), ("head", subjects.head))
-        embed, layer, head = (_block(name, one, comm, rounds, watch, where, middle) for name, one in named)
+        (embed, _), (layer, launch), (head, _) = (
+            _block(name, one, how)
+            for name, one in (("embedding", subjects.embed), ("layer", subjects.layer), ("head", subjects.head))
+        )
     finally:
         if collects:
             gc.enable()
@@ -72,25 +89,26 @@ def measure(
     network = Network() if comm is None else network_of(comm, links, device)
     turn = turn_of(comm, rows, tokens, width) if comm is not None and device.type == "cpu" else 0.0
     message = float(subjects.layer.inputs[:, 0].nbytes)
-    return Profile(
-        subjects.layers, tokens, rows, message, embed, layer, head, network, subjects.model, subjects.device, turn
-    )
+    facts = (*subjects.device, ("recorded", tape is not None), ("launch", launch))
+    return Profile(subjects.layers, tokens, rows, message, embed, layer, head, network, subjects.model, facts, turn)
 
 
-def _block(
-    name: str, subject: Subject, comm: Comm | None, rounds: int, watch: Watch, given: Sequence[Where], middle: Middle
-) -> Block:  # fmt: skip
-    probe = Probe(subject)
-    fitted, held_out = points_of(subject.tokens, subject.prefixes) if not given else (_own(subject, given), [])
+def _block(name: str, subject: Subject, how: How) -> tuple[Block, float]:
+    """What was measured, and how many times longer it took because kernels had to be launched."""
+    probe = Probe(subject, how.tape)
+    fitted, held_out = points_of(subject.tokens, subject.prefixes)
+    if how.where:
+        fitted, held_out = _own(subject, how.where), []
     where = [*fitted, *held_out]
-    seconds = _mean(_times(name, probe, where, comm, rounds, watch, middle) / subject.layers, comm)
+    seconds = _mean(_times(name, probe, where, how) / subject.layers, how.comm)
+    launch = round(probe.seconds / probe.kernels, 2) if probe.kernels else 1.0
     prints, share = footprint(probe), subject.layers * subject.tokens
     points = [
         Point(i, j, f, b, back, w, held_out=number >= len(fitted))
         for number, ((i, j), (f, b, back, w)) in enumerate(zip(where, seconds.tolist(), strict=True))
     ]
     weights, update = prints.weights / subject.layers, prints.update / subject.layers
-    return block(points, prints.held / share, prints.kept / share, weights, update)
+    return block(points, prints.held / share, prints.kept / share, weights, update), launch
 
 
 def _own(subject: Subject, given: Sequence[Where]) -> list[Where]:
@@ -98,23 +116,21 @@ def _own(subject: Subject, given: Sequence[Where]) -> list[Where]:
     return sorted({(tokens, prefix if subject.prefixes else 0) for tokens, prefix in given})
 
 
-def _times(
-    name: str, probe: Probe, points: Sequence[Where], comm: Comm | None, rounds: int, watch: Watch, middle: Middle
-) -> Tensor:  # fmt: skip
+def _times(name: str, probe: Probe, points: Sequence[Where], how: How) -> Tensor:
     """Seconds of F, B, I and W at each point, (points, 4)."""
     found: list[list[Times]] = [[] for _ in points]
     passes = [1] * len(points)
-    for turn in range(1 + rounds):
+    for turn in range(1 + how.rounds):
         for number in random.Random(turn).sample(range(len(points)), len(points)):  # alike on all ranks
-            watch(f"{name}: round {turn} of {rounds}, {points[number][0]} tokens after {points[number][1]}")
-            if comm is not None:
-                comm.barrier()
-            times = [probe.time(*points[number]) for _ in range(passes[number])]
+            how.watch(f"{name}: round {turn} of {how.rounds}, {points[number][0]} tokens after {points[number][1]}")
+            if how.comm is not None:
+                how.comm.barrier()
+            times = probe.times(*points[number], passes[number])
             if turn:
                 found[number] += times
             else:
                 passes[number] = min(max(int(VISIT / sum(times[0]) + 1), 1), MOST)
-    each = [[middle(column) for column in zip(*some, strict=True)] for some in found]
+    each = [[how.middle(column) for column in zip(*some, strict=True)] for some in found]
     return torch.tensor(each, dtype=torch.float64)
 
 

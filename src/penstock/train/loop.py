@@ -29,6 +29,7 @@ from penstock.ir.program import lower
 from penstock.models import even_partition, token_loss
 from penstock.models.flops import flops_per_token, peak_flops
 from penstock.runtime import Comm, CudaTape, Executor, corner, local, watching
+from penstock.runtime.replay import kept_aside
 from penstock.train.checkpoint import Facts, Saver, load, newest, newest_good, read_facts, sweep
 from penstock.train.config import Config, Run
 from penstock.train.corpus import Corpus
@@ -319,5 +320,5 @@ def describe(sizes: Sizes) -> dict[str, object]:
 def _memory(device: torch.device) -> int:
     """The most bytes this rank has had: of the GPU, or of the process."""
     if device.type == "cuda":
-        return int(torch.cuda.max_memory_allocated(device))
+        return int(torch.cuda.max_memory_allocated(device)) + kept_aside()
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

@@ -21,7 +21,7 @@ from penstock.cost.profile import Profile
 from penstock.errors import FileError, RunError, ShapeError
 from penstock.ir.fields import Facts
 from penstock.models import GPT, GPTConfig, Llama, LlamaConfig, document_starts, model_width, split, token_loss
-from penstock.runtime import Comm, spawn
+from penstock.runtime import Comm, CudaTape, spawn
 from penstock.runtime.kernels import tame
 from penstock.runtime.launch import joined, under_launcher
 from penstock.runtime.probe import Subject
@@ -51,6 +51,7 @@ class Request:
     separate: bool = False  # rows of two documents each, that do not see each other
     mean: bool = False  # of all passes over a slice; else their median
     depth: int = DEPTH  # layers measured in a row
+    graphs: bool = False  # recorded actions, as in a run with run.graphs
     where: tuple[Where, ...] = ()  # slices, by tokens and prefix; none: some forty that say most of all others
 
 
@@ -88,7 +89,11 @@ def _work(comm: Comm | None, request: Request, watch: Watch) -> Profile:
         torch.set_num_threads(request.threads)
     watch = watch if comm is None or comm.rank == 0 else _silent
     middle = statistics.fmean if request.mean else statistics.median
-    return measure(subjects_of(request, comm), comm, request.links, request.rounds, watch, request.where, middle)
+    subjects = subjects_of(request, comm)
+    if request.graphs and subjects.layer.inputs.device.type != "cuda":
+        raise RunError("graphs record the launches of a GPU, and this profile is of a CPU; leave them out")
+    tape = CudaTape() if request.graphs else None
+    return measure(subjects, comm, request.links, request.rounds, watch, request.where, middle, tape)
 
 
 def subjects_of(request: Request, comm: Comm | None = None) -> Subjects:
