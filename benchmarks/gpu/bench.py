@@ -220,9 +220,11 @@ def gathered(comm: Comm, value: float, size: Size) -> list[float]:
     return [float(one) for one in rows_of_all(comm, row)]
 
 
-def memory(comm: Comm, size: Size) -> list[float]:
-    """Bytes at the fullest moment since the last call, by rank."""
-    peak = float(torch.cuda.max_memory_allocated() + kept_aside()) if size.device == "cuda" else 0.0
+def memory(comm: Comm, size: Size, recorded: bool = False) -> list[float]:
+    """Bytes at the fullest moment since the last call, by rank; with those that recordings have for themselves."""
+    peak = float(torch.cuda.max_memory_allocated()) if size.device == "cuda" else 0.0
+    if size.device == "cuda" and recorded:
+        peak += kept_aside()
     if size.device == "cuda":
         torch.cuda.reset_peak_memory_stats()
     return gathered(comm, peak, size)

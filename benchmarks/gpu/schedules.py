@@ -128,7 +128,7 @@ def one(comm: Comm, setting: Setting, network: Network, label: str, schedule: Sc
     for turn in range(1 + setting.rounds):
         for who, machine in machines.items():
             took, _ = clocked(comm, machine, stages, size)
-            peaks[who] = memory(comm, size)
+            peaks[who] = memory(comm, size, who == "recorded")
             if turn:
                 times[who].append(took)
     timelines = [ours.timeline() for _ in range(3)]

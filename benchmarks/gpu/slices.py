@@ -104,7 +104,7 @@ def one(comm: Comm, size: Size, schedule: Schedule, setting: Setting) -> dict[st
     before = allocations(size)
     times = [clocked(comm, ours, stages, size)[0] for _ in range(setting.rounds if size.tokens <= SHORT else 1)]
     row: dict[str, Any] = {"seconds": quartiles(times)[0], "spread": quartiles(times)[1:], "loss": loss,
-                           "memory": memory(comm, size), "actions": schedule.actions,
+                           "memory": memory(comm, size, setting.recorded), "actions": schedule.actions,
                            "allocations": gathered(comm, allocations(size) - before, size)}  # fmt: skip
     timeline = ours.timeline()
     row |= {"bubble": timeline.bubble, "work": timeline.busy.tolist(), "makespan": timeline.makespan}

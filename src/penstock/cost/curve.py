@@ -6,8 +6,9 @@
     prefix                            a table is the formula times a correction, which is known at the points that
       |  o                            were measured and goes straight between them, by the logarithms of both axes.
       |  o    o                       Slices without a prefix have a line of their own: kernels may treat them apart
-      |  o    o     o                 (causal attention needs no mask there). Beyond the points the nearest correction
-      +--o----o-----o-----o  tokens   holds, so that the formula carries on.
+      |  o    o     o                 (causal attention needs no mask there), and so has the whole sequence, w, of
+      +--o----o-----o-----w  tokens   which nothing is kept for later slices. Beyond the points the nearest correction
+                                      holds, so that the formula carries on.
 """
 
 from __future__ import annotations
@@ -52,6 +53,7 @@ class Table:
     formula: Seconds
     measured: tuple[Measured, ...]
     first: Line = field(init=False, repr=False, compare=False)  # the correction by tokens, without a prefix
+    whole: tuple[int, float] | None = field(init=False, repr=False, compare=False)  # from so many tokens on
     later: tuple[tuple[float, Line], ...] = field(init=False, repr=False, compare=False)  # by tokens, then by prefix
 
     def __post_init__(self) -> None:
@@ -60,12 +62,16 @@ class Table:
             rows.setdefault(tokens, {})[prefix] = seconds / self.formula.of(tokens, prefix)
         first = [(log(tokens), row[0]) for tokens, row in sorted(rows.items()) if 0 in row]
         later = [(log(tokens), _line(row)) for tokens, row in sorted(rows.items()) if max(row)]
-        object.__setattr__(self, "first", tuple(first))
+        apart = bool(later) and len(first) > 1
+        object.__setattr__(self, "whole", (max(rows), first[-1][1]) if apart and 0 in rows[max(rows)] else None)
+        object.__setattr__(self, "first", tuple(first[: -1 if self.whole else None]))
         object.__setattr__(self, "later", tuple(later))
 
     def of(self, tokens: int, prefix: int) -> float:
         """For a slice of `tokens` after `prefix`."""
         line: Line = self.first
+        if self.whole and not prefix and tokens >= self.whole[0]:
+            return self.formula.of(tokens, prefix) * self.whole[1]
         if self.later and (prefix or not line):
             line = tuple((place, between(row, log(max(prefix, 1)))) for place, row in self.later)
         return self.formula.of(tokens, prefix) * between(line, log(tokens))

@@ -167,6 +167,7 @@ class Replays:
         for step in steps:
             made, play = tape.record(partial(_act, other, step))
             found[moment(step)] = Part(_into(other, step), made, play)
+        _forget(other)
         return found
 
     # ------------------------------------------------------------ actions
@@ -292,6 +293,12 @@ def _walk(run: Pass, steps: Sequence[Step]) -> None:
     """All of them, once."""
     for step in steps:
         _act(run, step)
+    _forget(run)
+
+
+def _forget(run: Pass) -> None:
+    """Where results came from: it would keep autograd's nodes alive, which belong to the stream of the recording."""
+    run.held.update({key: x.detach() for key, x in run.held.items() if isinstance(x, Tensor)})
 
 
 def _act(run: Pass, step: Step) -> Tensor | None:
