@@ -98,16 +98,22 @@ def variants(ranks: int, tokens: int, count: int, plans: Path | None) -> dict[st
 def one(comm: Comm, size: Size, schedule: Schedule, setting: Setting) -> dict[str, Any]:
     """Seconds, memory and timeline of a schedule."""
     stages = stages_of(schedule, comm, size)
-    ours = Ours(schedule, stages, comm, size, setting.recorded)
-    _, loss = clocked(comm, ours, stages, size)
+    long = size.tokens > SHORT and schedule.slices == 1  # a step takes many seconds, its actions half a second each
+    ours = Ours(schedule, stages, comm, size, setting.recorded and not long)
     memory(comm, size)
+    first, loss = clocked(comm, ours, stages, size)
+    if not long:
+        memory(comm, size)
     before = allocations(size)
-    times = [clocked(comm, ours, stages, size)[0] for _ in range(setting.rounds if size.tokens <= SHORT else 1)]
+    rounds = 0 if long else setting.rounds if size.tokens <= SHORT else 1
+    times = [clocked(comm, ours, stages, size)[0] for _ in range(rounds)] or [first]
     row: dict[str, Any] = {"seconds": quartiles(times)[0], "spread": quartiles(times)[1:], "loss": loss,
-                           "memory": memory(comm, size, setting.recorded), "actions": schedule.actions,
+                           "memory": memory(comm, size, setting.recorded and not long), "actions": schedule.actions,
+                           "recorded": setting.recorded and not long,
                            "allocations": gathered(comm, allocations(size) - before, size)}  # fmt: skip
-    timeline = ours.timeline()
-    row |= {"bubble": timeline.bubble, "work": timeline.busy.tolist(), "makespan": timeline.makespan}
+    if not long:
+        timeline = ours.timeline()
+        row |= {"bubble": timeline.bubble, "work": timeline.busy.tolist(), "makespan": timeline.makespan}
     if schedule.slices > 1 and comm.rank == 0:
         row["spans"] = [(str(a), round(s, 6), round(e, 6)) for _, a, s, e in timeline.spans()]
     del ours, stages

@@ -81,9 +81,12 @@ class Probe:
         """In the type that is asked for: the rows of the keys must have it too."""
         return torch.autocast(self.device.type, self.subject.autocast, enabled=self.subject.autocast is not None)
 
-    def times(self, tokens: int, prefix: int, passes: int = 1) -> list[Times]:
-        """So many passes, each with a whole backward and then with a split one."""
+    def times(
+        self, tokens: int, prefix: int, passes: int = 1, ready: Callable[[], None] = lambda: None
+    ) -> list[Times]:  # fmt: skip
+        """So many passes, each with a whole backward and then with a split one; `ready` is called before the first."""
         if self.tape is None:
+            ready()
             return [_times((name, self.clock(act)) for name, act in self.acts(tokens, prefix)) for _ in range(passes)]
         for _, act in self.acts(tokens, prefix):
             self.tape.rehearse(act)
@@ -92,6 +95,7 @@ class Probe:
         for name, act in self.acts(tokens, prefix):
             used = act, tuple(self.carry.gradients.values())  # they must stay where they are
             recorded.append((name, self.tape.record(act)[1], used))
+        ready()
         found = [_times((name, self.clock(play)) for name, play, _ in recorded) for _ in range(passes)]
         del recorded
         if self.device.type == "cuda":

@@ -34,6 +34,7 @@ from penstock.runtime.replay import Tape
 ROUNDS = 6
 VISIT = 0.03  # seconds for which a point is at least measured in each round, but
 MOST = 8  # passes at most
+RECORDED = 3  # passes at least of what was recorded, which takes longer than a pass
 Watch = Callable[[str], None]
 Middle = Callable[[Sequence[float]], float]
 
@@ -119,17 +120,16 @@ def _own(subject: Subject, given: Sequence[Where]) -> list[Where]:
 def _times(name: str, probe: Probe, points: Sequence[Where], how: How) -> Tensor:
     """Seconds of F, B, I and W at each point, (points, 4)."""
     found: list[list[Times]] = [[] for _ in points]
-    passes = [1] * len(points)
+    passes, least = [1] * len(points), 1 if how.tape is None else RECORDED
+    ready = how.comm.barrier if how.comm is not None else lambda: None
     for turn in range(1 + how.rounds):
         for number in random.Random(turn).sample(range(len(points)), len(points)):  # alike on all ranks
             how.watch(f"{name}: round {turn} of {how.rounds}, {points[number][0]} tokens after {points[number][1]}")
-            if how.comm is not None:
-                how.comm.barrier()
-            times = probe.times(*points[number], passes[number])
+            times = probe.times(*points[number], passes[number], ready)
             if turn:
                 found[number] += times
             else:
-                passes[number] = min(max(int(VISIT / sum(times[0]) + 1), 1), MOST)
+                passes[number] = min(max(int(VISIT / sum(times[0]) + 1), least), MOST)
     each = [[how.middle(column) for column in zip(*some, strict=True)] for some in found]
     return torch.tensor(each, dtype=torch.float64)
 
