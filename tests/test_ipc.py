@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import random
 import threading
-from itertools import chain
+from collections import defaultdict
+from itertools import chain, pairwise
 
 import pytest
 
 from penstock import lower, make
 from penstock.ir.program import Receive, Run, Send
+from penstock.runtime.comm.ipc import IpcGroup
 from penstock.runtime.comm.ring import FLAG, Ring, pieces, slots_of
+from penstock.runtime.comm.room import MOST, Shape, fitting, most_asked
+from penstock.runtime.steps import Do, turns_of
 
 SLOTS, SLOT = 4, 1 << 10
 
@@ -149,3 +153,168 @@ def test_programs_run_through_the_smallest_rings(name):
     for thread in threads:
         thread.join(25)
     assert sorted(done) == [0, 1, 2, 3]
+
+
+# ---------------------------------------------------------------- how large a ring must be
+class Tape:
+    """A rank's stream as a list of what it does."""
+
+    def __init__(self) -> None:
+        self.does: list[tuple] = []
+
+    def copy(self, target: int, source: int, size: int, stream: int) -> None:
+        """Takes no time here."""
+
+    def wait(self, place: int, value: int, stream: int) -> None:
+        self.does.append(("wait", place, value))
+
+    def write(self, place: int, value: int, stream: int) -> None:
+        self.does.append(("write", place, value))
+
+
+def shapes_of(program, sizes, now: Shape) -> dict[tuple[int, int], Shape]:
+    """Of all rings of a program."""
+    ranks = range(program.schedule.ranks)
+    lanes = [turns_of(program, rank) for rank in ranks]
+    return {(a, b): fitting(lanes[b], a, sizes, now) for a in ranks for b in ranks}
+
+
+def streams_of(program, sizes, seconds, shapes) -> list[list[tuple]]:
+    """What each rank's stream does, with real rings, each action taking what `seconds` says."""
+    ranks, streams = program.schedule.ranks, []
+    for rank in range(ranks):
+        tape, held = Tape(), {}
+        out = {to: Ring(tape, (rank * ranks + to + 1) << 40, *shapes[rank, to]) for to in range(ranks)}
+        into = {of: Ring(tape, (of * ranks + rank + 1) << 40, *shapes[of, rank]) for of in range(ranks)}
+        for turn in turns_of(program, rank):
+            if turn.step is not None:
+                if turn.step.source in held:
+                    ring, due = held[turn.step.source]
+                    ring.fetch(due, 0)
+                tape.does.append(("act", seconds(turn.step.instruction.action)))
+            for step in turn.messages:
+                if step.do is Do.RECEIVE:
+                    ring = into[step.peer]
+                    held[step.value] = ring, ring.ask(0, sizes[step.unit], 0)
+                else:
+                    out[step.peer].put(0, sizes[step.unit], 0)
+        streams.append(tape.does)
+    return streams
+
+
+def makespan(streams) -> float:
+    """Of streams that wait for each other's numbers."""
+    at, now, when = [0] * len(streams), [0.0] * len(streams), defaultdict(dict)
+    while any(at[rank] < len(does) for rank, does in enumerate(streams)):
+        before = list(at)
+        for rank, does in enumerate(streams):
+            while at[rank] < len(does):
+                kind, *what = does[at[rank]]
+                if kind == "wait" and what[1] not in when[what[0]]:
+                    break
+                if kind == "wait":
+                    now[rank] = max(now[rank], when[what[0]][what[1]])
+                elif kind == "write":
+                    when[what[0]][what[1]] = now[rank]
+                else:
+                    now[rank] += what[0]
+                at[rank] += 1
+        assert at != before, "stuck"
+    return max(now)
+
+
+def of_slices(name, slices, tokens=4096, width=64, **shape):
+    """A program over slices, bytes of its units, and seconds of its actions: later slices take longer."""
+    schedule = make(name, ranks=4, microbatches=2, slices=slices, **shape)
+    units = [cuts for batch in schedule.microbatches for cuts in pairwise(batch.cuts)]
+    sizes = [width * tokens * (end - begin) // units[-1][1] for begin, end in units]
+    return lower(schedule), sizes, lambda action: {"F": 1.0, "B": 2.0, "I": 1.4, "W": 0.6}[action.op.value] * (
+        1 + action.slice / slices
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "hurts"),
+    [("hanayo", {"waves": 1, "split": True}, True), ("hanayo", {"waves": 2}, True), ("zb-v", {}, True),
+     ("interleaved", {"chunks": 2}, True), ("gpipe", {}, False)],
+)  # fmt: skip
+def test_nobody_waits_for_room_in_a_ring_that_fits(name, shape, hurts):
+    given = of_slices(name, 8, **shape)
+    small, endless = Shape(2, 16 << 10), Shape(1 << 16, 16 << 10)
+    every = {(a, b) for a in range(4) for b in range(4)}
+    free = makespan(streams_of(*given, dict.fromkeys(every, endless)))
+    fits = shapes_of(*given[:2], small)
+    assert makespan(streams_of(*given, fits)) == pytest.approx(free)
+    assert (makespan(streams_of(*given, dict.fromkeys(every, small))) > free + 0.1) is hurts
+
+
+def test_a_ring_that_is_large_enough_stays():
+    program, sizes, _ = of_slices("hanayo", 8)
+    lanes = [turns_of(program, rank) for rank in range(4)]
+    once = shapes_of(program, sizes, Shape(4, 16 << 10))
+    for (a, b), shape in once.items():
+        assert fitting(lanes[b], a, sizes, shape) == shape
+        assert 2 * most_asked(lanes[b], a, sizes, shape.size) <= shape.slots
+        assert fitting(lanes[b], a, [size // 2 for size in sizes], shape) == shape
+
+
+def test_a_ring_has_small_slots_for_small_messages_and_no_more_than_there_may_be():
+    program, sizes, _ = of_slices("hanayo", 8, waves=2)
+    small = shapes_of(program, [1000] * len(sizes), Shape(2, 2 << 20))
+    assert {shape.size for shape in small.values() if shape.slots > 2} == {4096}
+    huge = shapes_of(program, [MOST // 4] * len(sizes), Shape(16, 2 << 20))
+    assert max(shape.slots * shape.size for shape in huge.values()) == MOST
+
+
+class Shop(Memory):
+    """A driver of several processes that are one, with memory to give."""
+
+    def __init__(self) -> None:
+        super().__init__(1 << 20)
+        self.free = 0
+
+    def allocate(self, size: int) -> int:
+        self.free += size
+        return self.free - size
+
+    def handle(self, place: int) -> bytes:
+        return place.to_bytes(8, "big")
+
+    def open(self, handle: bytes) -> int:
+        return int.from_bytes(handle, "big")
+
+
+class Store(dict):
+    """What the processes tell each other."""
+
+    def set(self, key: str, value: str) -> None:
+        assert key not in self, f"{key} was told already"
+        self[key] = value.encode()
+
+    def get(self, key: str) -> bytes:
+        return self[key]
+
+
+def test_both_ends_of_a_ring_that_grows_meet_in_the_new_one():
+    shop, store, groups = Shop(), Store(), []
+    for rank in range(2):
+        group = IpcGroup.__new__(IpcGroup)
+        group.driver, group.store, group.mine, group.out, group.shapes = shop, store, rank, {}, {}
+        group.into = {source: group.own("ring", source, 2, 64) for source in range(2)}
+        groups.append(group)
+    first, second = groups
+    old = second.into[0]
+    for shape in (Shape(4, 64), Shape(8, 64)):
+        second.reserve({0: shape, 1: second.shape(1, 1)}, {0: second.shape(1, 0)})
+        first.reserve({0: first.shape(0, 0), 1: first.shape(1, 0)}, {1: shape})
+        assert first.shape(0, 1) == second.shape(0, 1) == shape
+        assert second.into[0].base == first.out[1].base != old.base
+        assert (first.out[1].slots, second.into[0].slots) == (shape.slots, shape.slots)
+        old = second.into[0]
+    place = shop.allocate(400)
+    shop.bytes[place : place + 200] = bytes(range(200))
+    first.out[1].put(place, 200, 0)
+    second.into[0].take(place + 200, 200, 1)
+    assert shop.bytes[place + 200 : place + 400] == bytes(range(200))
+    first.reserve({}, {1: Shape(8, 64)})  # as it is
+    assert first.out[1].turn == 4

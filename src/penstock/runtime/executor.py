@@ -123,6 +123,7 @@ class Executor:
     def step(self, batch: Batch, timed: bool = False) -> Result:
         """Forward and backward of every micro-batch once; gradients are added to what is there."""
         run = Pass(self, batch, timed)
+        self.comm.reserve(self.program, run.shapes, self.dtype)
         if self.tape is not None and not batch.starts:
             self.replays = self.replays or Replays(run, self.tape)
             if self.replays.fits(batch):

@@ -10,10 +10,13 @@ tensors travel; nothing is pickled.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
+
+from penstock.ir.program import Program
 
 
 class Pending(Protocol):
@@ -64,6 +67,10 @@ class Comm(Protocol):
 
     def prepare(self, groups: list[tuple[int, ...]]) -> None:
         """Makes ready the groups that `add` will be asked for; all ranks call it with the same list."""
+        ...
+
+    def reserve(self, program: Program, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> None:
+        """Makes room for the messages of a program, a shape for each unit; all ranks call it with the same."""
         ...
 
     def add(self, tensor: Tensor, group: tuple[int, ...]) -> Pending:

@@ -21,7 +21,7 @@ ranks, so that everybody has the same bits.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -41,6 +41,7 @@ from torch._C._distributed_c10d import (
 from penstock.errors import RunError
 from penstock.runtime.comm.cuda import CudaDriver
 from penstock.runtime.comm.ring import Due, Ring, room
+from penstock.runtime.comm.room import Shape
 
 NAME = "penstock_ipc"
 SLOTS, SLOT = 16, 2 << 20  # of a ring for messages, and the bytes of one
@@ -77,10 +78,28 @@ class IpcGroup(ProcessGroup):
         self.watched = False  # whether somebody asks if a message is there
         self.others = [other for other in range(size) if other != rank]
         self.into = {source: self.own("ring", source, SLOTS, SLOT) for source in range(size)}  # itself too, as in MPI
+        self.shapes: dict[tuple[int, int], Shape] = {}  # of rings that have grown, by sender and receiver
         self.sums_into = {source: self.own("sum", source, SUM_SLOTS, SUM_SLOT) for source in self.others}
         self.out: dict[int, Ring] = {}
         self.sums_out: dict[int, Ring] = {}
         self.open: deque[IpcWork] = deque()  # sums that nobody has waited for yet
+
+    def shape(self, source: int, target: int) -> Shape:
+        """Of a ring for messages."""
+        return self.shapes.get((source, target), Shape(SLOTS, SLOT))
+
+    def reserve(self, into: Mapping[int, Shape], out: Mapping[int, Shape]) -> None:
+        """New rings where larger ones are needed, between two steps: nothing is on its way. First this rank's own are
+        there for the others, then those of the others are opened."""
+        grown = [target for target, shape in out.items() if shape != self.shape(self.mine, target)]
+        for source, shape in into.items():
+            if shape != self.shape(source, self.mine):
+                self.into[source] = self.own(f"ring {shape.slots} {shape.size}", source, *shape)
+                self.shapes[source, self.mine] = shape
+        for target in grown:
+            shape = self.shapes[self.mine, target] = out[target]
+            self.out.pop(target, None)
+            self.other(self.out, f"ring {shape.slots} {shape.size}", target, *shape)
 
     def own(self, kind: str, source: int, slots: int, size: int) -> Ring:
         """A ring from a rank to this one."""
@@ -105,7 +124,7 @@ class IpcGroup(ProcessGroup):
     def send(self, tensors: Sequence[Tensor], dst: int, tag: int = 0) -> Message:
         """Sends one tensor: when the current stream comes to it."""
         x, stream = one_of(tensors), torch.cuda.current_stream()
-        self.other(self.out, "ring", dst, SLOTS, SLOT).put(x.data_ptr(), x.nbytes, stream.cuda_stream)
+        self.other(self.out, "ring", dst, *self.shape(self.mine, dst)).put(x.data_ptr(), x.nbytes, stream.cuda_stream)
         return Message(self, None, x, stream.record_event() if self.watched else None)
 
     def recv(self, tensors: Sequence[Tensor], src: int, tag: int = 0) -> Message:

@@ -13,8 +13,9 @@ are posted where the lowered program has them (`window` 0). Raw tensors travel; 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
+from math import prod
 from typing import NamedTuple, Protocol, TypeAlias
 
 import torch
@@ -22,7 +23,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from penstock.errors import PeerLostError, RunError, StuckError
+from penstock.ir.program import Program
 from penstock.runtime.comm.ipc import NAME, IpcGroup
+from penstock.runtime.comm.room import fitting
+from penstock.runtime.steps import turns_of
 
 TURNS = 0xFFF  # turns are counted round and round, so that there are only so many tags
 STRIDE = 0x7FFFF  # between the tags of two turns; a prime number
@@ -91,6 +95,7 @@ class ProcessComm:
         self.prepared = {self.everyone}  # all
         self.sent, self.asked = [0] * self._ranks, [0] * self._ranks  # turns so far, by rank
         self.sums = 0
+        self.reserved: object = None  # for what there is room
         self.tags: dict[tuple[tuple[int, ...], torch.dtype], int] = {}  # of a shape, to which the turn is added
         self.recent: list[deque[Sent]] = [deque(maxlen=KEPT) for _ in self.everyone]  # by rank
         self.flying: deque[tuple[dist.Work, Message]] = deque()  # NCCL: given to the GPU; the watchdog takes them out
@@ -139,6 +144,19 @@ class ProcessComm:
         self.add(sums, self.everyone).wait()
         if int(sums[1]) * self._ranks != int(sums[0]) ** 2:
             raise RunError(f"the ranks prepare different groups; rank {self._rank} prepares {groups}")
+
+    def reserve(self, program: Program, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> None:
+        """Rings of our own backend, as large as a program needs them; others make room themselves."""
+        if not isinstance(self.world, IpcGroup) or (program, shapes, dtype) == self.reserved:
+            return
+        self.reserved, group = (program, list(shapes), dtype), self.world
+        sizes = [prod(shape) * dtype.itemsize for shape in shapes]
+        lanes = [turns_of(program, rank) for rank in self.everyone]
+        into = {source: fitting(lanes[self._rank], source, sizes, group.shape(source, self._rank))
+                for source in self.everyone}  # fmt: skip
+        out = {target: fitting(lanes[target], self._rank, sizes, group.shape(self._rank, target))
+               for target in self.everyone}  # fmt: skip
+        group.reserve(into, out)
 
     def send(self, tensor: Tensor, target: int) -> _Work:
         """Sends a tensor."""

@@ -12,11 +12,13 @@ that a small machine can play a large network with small tensors. Sums over repl
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from penstock.cost.network import Network, of_pair
+from penstock.ir.program import Program
 from penstock.runtime.comm.comm import Arriving, Comm, Pending
 
 MOMENT = ((1,), torch.float64)
@@ -70,6 +72,10 @@ class ShapedComm:
     def prepare(self, groups: list[tuple[int, ...]]) -> None:
         """As the real one."""
         self.inner.prepare(groups)
+
+    def reserve(self, program: Program, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> None:
+        """As the real one."""
+        self.inner.reserve(program, shapes, dtype)
 
     def add(self, tensor: Tensor, group: tuple[int, ...]) -> Pending:
         """Sums over a group; from when the last has come it takes what a ring over its slowest link does."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from penstock.errors import PeerLostError, StuckError
+from penstock.ir.program import Program
 
 T = TypeVar("T")
 
@@ -73,6 +74,9 @@ class ThreadComm:
 
     def prepare(self, groups: list[tuple[int, ...]]) -> None:
         """Nothing to do."""
+
+    def reserve(self, program: Program, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> None:
+        """Nothing to do: boxes hold all that comes."""
 
     def give_back(self, tensor: Tensor) -> None:
         """Nothing to do: the memory is the sender's."""
