@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock import REGISTRY, Plan, UnitCost, make, simulate
+from penstock.cli_forecast import devices, hint
 from penstock.cost import ModelCost, PausedCost, Profile, Seconds, write_profile
 from penstock.cost.profile import Point, block, enlarged
 from penstock.errors import ShapeError
@@ -175,6 +176,46 @@ def test_a_machine_has_as_many_processors_as_its_threads_leave(monkeypatch):
     monkeypatch.setattr("os.cpu_count", lambda: 8)
     found = [machine_of(replace(CONFIG, run=Run(threads=threads, device="cpu")), 4) for threads in (0, 1, 4, 16)]
     assert [(one.processors, one.threads) for one in found] == [(4, 2), (4, 1), (2, 4), (1, 16)]
+
+
+@pytest.fixture
+def gpus(monkeypatch):
+    """So many GPUs, of which torch only tells."""
+
+    def there(count: int, share: str = "") -> None:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+        monkeypatch.setenv("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", share)
+
+    return there
+
+
+@pytest.mark.parametrize(
+    ("count", "share", "at_once", "words"),
+    [
+        (1, "", 1, "4 processes on 1 GPUs, penstock_ipc, by turns (penstock testbed --workers 4: side by side)"),
+        (1, "25", 4, "4 processes on 1 GPUs, penstock_ipc, side by side"),
+        (1, "50", 2, "4 processes on 1 GPUs, penstock_ipc, by turns (penstock testbed --workers 4: side by side)"),
+        (2, "50", 4, "4 processes on 2 GPUs, penstock_ipc, side by side"),
+        (4, "", 4, "4 processes on 4 GPUs, NCCL"),
+        (1, "rubbish", 1, "4 processes on 1 GPUs, penstock_ipc, by turns (penstock testbed --workers 4: side by side)"),
+    ],
+)
+def test_ranks_of_a_testbed_compute_side_by_side(gpus, count, share, at_once, words):
+    gpus(count, share)
+    assert machine_of(Config(), 4).processors == at_once
+    assert devices(Config(), 4) == words
+
+
+def test_launches_that_take_longer_than_the_work_are_told():
+    profile = replace(profile_of(), device=(("device", "cuda"), ("launch", 1.9)))
+    plan = Plan(make("1f1b", ranks=2, microbatches=8), "1f1b", (2, 2))
+    found = forecast(CONFIG, plan, profile, 2)
+    words = "launches take longer than kernels: without them 1.9 times as fast; --set run.graphs=true"
+    assert words in hint(found, CONFIG)
+    assert hint(found, replace(CONFIG, run=replace(CONFIG.run, graphs=True))) == ""
+    assert hint(found, replace(CONFIG, data=replace(CONFIG.data, separate=True))) == ""
+    assert hint(forecast(CONFIG, plan, profile_of(), 2), CONFIG) == ""
 
 
 @pytest.mark.parametrize("separate", [False, True])

@@ -83,6 +83,17 @@ def test_points_lie_in_the_sequence_and_those_held_out_are_no_others(tokens):
     assert all(j == 0 for _, j in [*whole, *unseen])
 
 
+@pytest.mark.parametrize("tokens", [128, 200, 1024, 4096, 16_384, 131_072])
+def test_points_of_a_gpu_lie_on_its_tiles(tokens):
+    fitted, held_out = points_of(tokens, tile=128)
+    for i, j in [*fitted, *held_out]:
+        assert i % 128 == 0 or i == tokens
+        assert j % 128 == 0 or i + j == tokens
+    assert len({*fitted, *held_out}) == len(fitted) + len(held_out)
+    assert (tokens, 0) in fitted
+    assert bool(held_out) is (tokens >= 1024)
+
+
 def test_too_short_a_sequence_is_refused():
     with pytest.raises(ShapeError, match="3 tokens are too few to measure slices of; the least is 16"):
         points_of(3)
@@ -116,6 +127,18 @@ def test_no_coefficient_is_negative_and_none_would_fit_better():
 def stepped(i, j):
     """A kernel that works in tiles of 128 rows, and without a mask when there is no prefix."""
     return (1e-3 + 4e-5 * 128 * math.ceil(i / 128)) * (1.0 if j == 0 else 1.6)
+
+
+def test_the_whole_sequence_is_a_case_of_its_own_in_a_table():
+    """It goes without a piece: nothing is kept for later slices."""
+    lengths = (128, 256, 512, 1024)
+    seen = [(i, j, 1e-6 * i * (1.3 if j else 1.0)) for i in lengths for j in (0, 512) if i + j <= 1024]
+    seen = [(i, j, 0.5 * s if i == 1024 else s) for i, j, s in seen]
+    table = Table(fit_formula(seen), tuple(seen))
+    for i, j, seconds in seen:
+        assert table.of(i, j) == pytest.approx(seconds)
+    plain = Table(table.formula, tuple(one for one in seen if one[0] < 1024))
+    assert table.of(896, 0) / table.of(512, 0) == pytest.approx(plain.formula.of(896, 0) / plain.formula.of(512, 0))
 
 
 def test_steps_choose_the_table_and_it_is_what_was_measured():
@@ -320,6 +343,15 @@ def test_plan_takes_a_profile_and_writes_the_layers_of_each_part(run):
     _, out, _ = run("plan --ranks 2 --microbatches 4 --profile p.json --top 3")
     assert "in MiB; times in ms" in " ".join(out.split())
     assert all(len(line) <= 100 for line in out.splitlines())
+
+
+@pytest.mark.parametrize(("device", "tokens", "step"), [("cpu", 1024, 16), ("cuda", 1024, 128), ("cuda", 1000, 8)])
+def test_cuts_lie_on_the_tiles_of_the_device_that_was_measured(run, device, tokens, step):
+    write_profile(replace(profile(), device=(("device", device),)), "p.json")
+    code, out, _ = run(f"plan --ranks 4 --microbatches 1 --profile p.json --tokens {tokens} --json")
+    assert code == 0
+    cuts = [cut for row in json.loads(out)["sliced"] for cut in row["cuts"]]
+    assert math.gcd(*cuts, tokens) == step
 
 
 MISTAKES = {

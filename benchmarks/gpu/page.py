@@ -4,8 +4,9 @@
 
 Predictions. Eight workers share one GPU's memory, caches and power, so an action takes longer the more of the others
 work: seconds = alone x (1 + c x load), where the load is the share of all eight that works. Three timed steps give all
-of it: 1F1B the forwards and backwards, ZB-V the split backwards, Hanayo W=4 (the busiest) the c. Every other makespan,
-with four workers too, is then predicted by the simulator alone; the load is that of its own answer.
+of it: 1F1B the forwards and backwards, ZB-V the split backwards, Hanayo W=4 (the busiest) the c. All seconds are then
+multiplied by one number, so that the makespan of that 1F1B comes out. Every other makespan, with four workers too, is
+predicted by the simulator alone; the load is that of its own answer.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ import numpy as np
 from schedules import DEPTH, NAMES
 
 from penstock import Schedule, make, simulate
-from penstock.cost import ModelCost, PartCost, Seconds
+from penstock.cost import ModelCost, PartCost, ProfileCost, Seconds, read_profile
 from penstock.cost.network import Network
-from penstock.ir import Timeline
+from penstock.ir import Timeline, read_plan
 from penstock.view import svg
 
 DOCS = Path(__file__).parent.parent.parent / "docs"
@@ -49,7 +50,7 @@ class Model:
     """What three timed steps tell of every action."""
 
     def __init__(self, rows: list[Row], transport: Row, tokens: int) -> None:
-        by = {row["name"]: row for row in rows}
+        by = {row["name"]: row for row in rows if row["microbatches"] == 8}
         self.tokens = tokens
         low, high = by["1f1b"], by["hanayo W=4"]
         ratio, before, after = sum(high["work"]) / sum(low["work"]), load_of(low, 8), load_of(high, 8)
@@ -69,6 +70,9 @@ class Model:
         (small, first), (large, second) = sorted((int(size), took) for size, took in transport["hops"].items())[1:]
         byte = (second - first) / (large - small)
         self.network = Network(first - small * byte, 1 / byte)
+        off = low["makespan"] / self.timeline(schedule_of(low, 8)).makespan
+        self.layer = {op: seconds * off for op, seconds in self.layer.items()}
+        self.ends = {end: seconds * off for end, seconds in self.ends.items()}
 
     def timeline(self, schedule: Schedule) -> Timeline:
         """The simulator's answer, with the load that it has itself."""
@@ -108,6 +112,8 @@ def spans_of(row: Row) -> dict[tuple[str, int], float]:
 
 
 def schedule_of(row: Row, ranks: int) -> Schedule:
+    if row["name"].startswith("planned"):
+        return read_plan(FILES / "plans" / f"schedules-{ranks}-{row['microbatches']}.json").schedule
     name, shape = NAMES[row["name"]]
     return make(name, ranks=ranks, microbatches=row["microbatches"], **shape)
 
@@ -132,11 +138,12 @@ def schedules_table(model: Model) -> tuple[str, list[float]]:
         for row in rows_of(name):
             predicted = model.timeline(schedule_of(row, ranks)).makespan
             error = predicted / row["makespan"] - 1
-            own = ranks == 8 and row["name"] in CALIBRATED
+            own = ranks == row["microbatches"] == 8 and row["name"] in CALIBRATED
             errors += [] if own else [abs(error)]
             tokens = row["microbatches"] * model.tokens / row["ours"]
             lines.append([
-                f"{row['name']}{' *' if own else ''}", str(ranks), str(row["microbatches"]), f"{1e3 * row['ours']:.0f}",
+                f"{row['name'].replace(': ', ', ')}{' *' if own else ''}", str(ranks), str(row["microbatches"]),
+                f"{1e3 * row['ours']:.0f}",
                 f"{tokens / 1e3:.1f}", f"{max(row['memory']) / 1e9:.2f}", f"{1e3 * row['makespan']:.0f}",
                 f"{1e3 * predicted:.0f}", f"{error:+.1%}", f"{row['bubble']:.1%}", *causes(row, ranks),
             ])  # fmt: skip
@@ -158,17 +165,31 @@ def torch_table() -> str:
         for row in rows_of(name):
             if row["torch"] is None:
                 continue
-            low, high = row["over_spread"]
             lines.append([row["name"], str(tokens), str(depth), f"{1e3 * row['chunk']:.2f}", f"{1e3 * row['ours']:.0f}",
-                          f"{1e3 * row['torch']:.0f}", f"{row['over']:.3f} ({low:.3f}-{high:.3f})",
-                          f"{max(row['memory']) / 1e9:.2f}", f"{max(row['torch_memory']) / 1e9:.2f}"])  # fmt: skip
-    heads = ["schedule", "tokens", "layers a rank", "action, ms", "ours, ms", "torch, ms", "torch / ours (quartiles)",
-             "memory, GB", "torch's"]  # fmt: skip
+                          f"{1e3 * row['recorded'][0]:.0f}", f"{1e3 * row['torch']:.0f}",
+                          spread(row["over"], *row["over_spread"]), spread(*row["torch_over_recorded"]),
+                          most(row["memory"]), most(row["recorded_memory"]), most(row["torch_memory"])])  # fmt: skip
+    heads = ["schedule", "tokens", "layers a rank", "action, ms", "ours, ms", "recorded", "torch, ms",
+             "torch / ours (quartiles)", "torch / recorded", "memory, GB", "recorded", "torch's"]  # fmt: skip
     return table(heads, lines)
 
 
+def spread(middle: float, low: float, high: float) -> str:
+    return f"{middle:.2f} ({low:.2f}-{high:.2f})"
+
+
+def most(memory: list[float] | None) -> str:
+    return "" if memory is None else f"{max(memory) / 1e9:.2f}"
+
+
+def profiles_table() -> str:
+    lines = [[f"{row['width']:,}", *(f"{worst:.1%} ({middle:.1%})" for worst, middle, _ in row["worst"].values())]
+             for row in sorted(rows_of("profiles.json"), key=lambda row: row["width"])]  # fmt: skip
+    return table(["width", "F", "B", "I", "W"], lines)
+
+
 def published_table() -> str:
-    rows = {row["name"]: row for row in rows_of("schedules-8.json")}
+    rows = {row["name"]: row for row in rows_of("schedules-8.json") if row["microbatches"] == 8}
     lines = []
     for name, (full, pairs) in PUBLISHED.items():
         ours = rows["gpipe"]["ours"] / rows[HERE[name]]["ours"]
@@ -178,16 +199,22 @@ def published_table() -> str:
 
 
 def slices_table() -> str:
-    rows, lines = rows_of("slices.json"), []
+    rows, lines, profile = rows_of("slices.json"), [], read_profile(FILES / "slices-profile.json")
     for tokens, count in dict.fromkeys((row["tokens"], row["sequences"]) for row in rows):
         some = [row for row in rows if (row["tokens"], row["sequences"]) == (tokens, count)]
         whole = some[0]
         for row in some:
-            name = row["name"].replace(": ", ", ")
+            name, kind = row["name"].replace(": ", ", "), row["name"].split(":")[0]
+            predicted = [""] * 2
+            if kind in ("planned", "composed"):
+                plan = read_plan(FILES / "plans" / f"slices-{tokens}-{count}-{kind}.json")
+                foretold = simulate(plan.schedule, ProfileCost(profile, tokens)).makespan
+                predicted = [f"{1e3 * foretold:.0f}", f"{foretold / row['makespan'] - 1:+.1%}"]
             lines.append([name, f"{tokens:,}", str(count), f"{1e3 * row['seconds']:.0f}",
                           f"{whole['seconds'] / row['seconds']:.2f}", f"{(count + 7) / count:.1f}",
-                          f"{max(row['memory']) / 1e9:.2f}", percent(row.get("bubble"))])  # fmt: skip
-    heads = ["slices", "tokens", "sequences", "step, ms", "speed-up", "bound", "memory, GB", "idle"]
+                          most(row["memory"]), percent(row.get("bubble")), *predicted])  # fmt: skip
+    heads = ["slices", "tokens", "sequences", "step, ms", "speed-up", "bound", "memory, GB", "idle", "predicted",
+             "error"]  # fmt: skip
     return table(heads, lines)
 
 
@@ -219,7 +246,8 @@ def page() -> tuple[str, Model]:
     return text.format(
         transport=transport_table(transport), hops=hops, waiting=f"{transport['waiting']:.1%}", schedules=schedules,
         median=f"{statistics.median(errors):.1%}", worst=f"{max(errors):.1%}", count=len(errors),
-        crowding=f"{model.crowding:.2f}", torch=torch_table(), published=published_table(), slices=slices_table(),
+        crowding=f"{model.crowding:.2f}", torch=torch_table(), profiles=profiles_table(),
+        published=published_table(), slices=slices_table(),
     ), model  # fmt: skip
 
 

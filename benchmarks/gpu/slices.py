@@ -98,7 +98,7 @@ def variants(ranks: int, tokens: int, count: int, plans: Path | None) -> dict[st
 def one(comm: Comm, size: Size, schedule: Schedule, setting: Setting) -> dict[str, Any]:
     """Seconds, memory and timeline of a schedule."""
     stages = stages_of(schedule, comm, size)
-    long = size.tokens > SHORT and schedule.slices == 1  # a step takes many seconds, its actions half a second each
+    long = size.tokens > 2 * SHORT and schedule.slices == 1  # a step takes ten seconds, an action half of one
     ours = Ours(schedule, stages, comm, size, setting.recorded and not long)
     memory(comm, size)
     first, loss = clocked(comm, ours, stages, size)

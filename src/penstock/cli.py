@@ -138,7 +138,10 @@ def plan_(
     tokens: Tokens = None,
     stages: Annotated[int, typer.Option(help="The most stages on a rank: a model has so many layers.")] = 16,
     slices: Annotated[int, typer.Option(help="The most token slices; 1 for models that cannot be sliced.")] = 8,
-    granularity: Annotated[int, typer.Option(help="With --profile: cuts are multiples of so many tokens.")] = 16,
+    granularity: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option(help="With --profile: cuts are multiples of so many tokens; 16, or 128 if it is of a GPU."),
+    ] = None,
     weights: Annotated[int, typer.Option(help="The most copies of the weights; 2 admits chimera.")] = 1,
     top: Annotated[int, typer.Option(help="Rows of the table.")] = 15,
     output: Output = None,

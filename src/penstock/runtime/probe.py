@@ -25,7 +25,7 @@ from penstock.runtime.executor import Loss
 from penstock.runtime.replay import Tape
 
 CYCLES = 2e9  # of a GPU in a second, at most
-LONGEST = 0.02  # seconds for which it sleeps at most: the first launch of a kernel loads it, and takes far longer
+LONGEST = 0.1  # seconds for which it sleeps at most: the first launch of a kernel loads it, and takes far longer
 Act = Callable[[], None]
 
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from penstock.cost.network import Network
-from penstock.cost.points import TILES, Where, points_of
+from penstock.cost.points import Where, points_of, tile_of
 from penstock.cost.profile import Block, Point, Profile, block
 from penstock.ir.fields import Facts
 from penstock.runtime.comm.comm import Comm
@@ -97,7 +97,7 @@ def measure(
 def _block(name: str, subject: Subject, how: How) -> tuple[Block, float]:
     """What was measured, and how many times longer it took because kernels had to be launched."""
     probe = Probe(subject, how.tape)
-    fitted, held_out = points_of(subject.tokens, subject.prefixes, TILES.get(probe.device.type, 1))
+    fitted, held_out = points_of(subject.tokens, subject.prefixes, tile_of(probe.device.type))
     if how.where:
         fitted, held_out = _own(subject, how.where), []
     where = [*fitted, *held_out]
