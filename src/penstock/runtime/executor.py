@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import gc
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -110,6 +110,7 @@ class Executor:
         self.world = tuple(range(comm.ranks))
         self.recorder, self.clock = Recorder(program.schedule, comm), Clock(self.modules.values())
         self.at = 0  # the turn that runs now
+        self.room: Sequence[tuple[int, ...]] = ()  # shapes of messages that there is room for
         if any(turn.step is not None and turn.step.split for turn in self.turns):
             for module in self.modules.values():
                 make_deferrable(module)
@@ -123,7 +124,9 @@ class Executor:
     def step(self, batch: Batch, timed: bool = False) -> Result:
         """Forward and backward of every micro-batch once; gradients are added to what is there."""
         run = Pass(self, batch, timed)
-        self.comm.reserve(self.program, run.shapes, self.dtype)
+        if run.shapes != self.room:
+            self.comm.reserve(self.program, run.shapes, self.dtype)
+            self.room = run.shapes
         if self.tape is not None and not batch.starts:
             self.replays = self.replays or Replays(run, self.tape)
             if self.replays.fits(batch):

@@ -95,7 +95,6 @@ class ProcessComm:
         self.prepared = {self.everyone}  # all
         self.sent, self.asked = [0] * self._ranks, [0] * self._ranks  # turns so far, by rank
         self.sums = 0
-        self.reserved: object = None  # for what there is room
         self.tags: dict[tuple[tuple[int, ...], torch.dtype], int] = {}  # of a shape, to which the turn is added
         self.recent: list[deque[Sent]] = [deque(maxlen=KEPT) for _ in self.everyone]  # by rank
         self.flying: deque[tuple[dist.Work, Message]] = deque()  # NCCL: given to the GPU; the watchdog takes them out
@@ -147,9 +146,9 @@ class ProcessComm:
 
     def reserve(self, program: Program, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> None:
         """Rings of our own backend, as large as a program needs them; others make room themselves."""
-        if not isinstance(self.world, IpcGroup) or (program, shapes, dtype) == self.reserved:
+        group = self.world
+        if not isinstance(group, IpcGroup):
             return
-        self.reserved, group = (program, list(shapes), dtype), self.world
         sizes = [prod(shape) * dtype.itemsize for shape in shapes]
         lanes = [turns_of(program, rank) for rank in self.everyone]
         into = {source: fitting(lanes[self._rank], source, sizes, group.shape(source, self._rank))
