@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import inf
+from math import gcd, inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Optional
 
@@ -29,6 +29,7 @@ Tokens = Annotated[
     Optional[int], typer.Option(help="With --profile: tokens of a sequence, of which cuts are shares.")  # noqa: UP045
 ]
 MIB = 2.0**20
+FINE = 16  # tokens that cuts are multiples of, if kernels do not ask for more
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +52,13 @@ class Price:
         """Of all ranks; of many, the first and the last."""
         each = [self.size(value) for value in values]
         return self.mib(" ".join(each if len(each) <= 16 else [*each[:6], "...", *each[-6:]]))
+
+    def grain(self, wanted: int | None) -> int:
+        """Tokens that cuts are multiples of: as wanted, else what the sequence and the device's kernels have in common."""
+        from penstock.cost.points import tile_of
+
+        device = "" if self.profile is None else str(dict(self.profile.device).get("device"))
+        return gcd(max(FINE, tile_of(device)), self.tokens) if wanted is None else min(wanted, self.tokens)
 
     def ms(self, number: str) -> str:
         """With its unit, if it has one."""

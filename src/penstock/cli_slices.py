@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import pairwise
-from math import gcd
 from typing import TYPE_CHECKING
 
 from penstock.cli_screen import print_table
@@ -13,7 +12,6 @@ if TYPE_CHECKING:
     from penstock.cli_cost import Price
     from penstock.plan import Sliced, SlicedPlans
 
-FINE = 16  # tokens that cuts are multiples of, if kernels do not ask for more
 SHOWN = 4  # slices of which a row shows the lengths; of more only the first and the last
 
 
@@ -22,16 +20,13 @@ def sliced(
     watch: Callable[[str], None],
 ) -> SlicedPlans | None:  # fmt: skip
     """Ways to slice and not to, ranked; none if the cost knows no tokens or slices are not wanted."""
-    from penstock.cost.points import tile_of
     from penstock.plan import sliced_plans
 
     if price.profile is None or slices < 2:
         return None
-    if granularity is None:
-        granularity = gcd(max(FINE, tile_of(str(dict(price.profile.device).get("device")))), price.tokens)
     counts = [count for count in (2, 4, 8, 16, 32) if count <= slices]
     return sliced_plans(
-        ranks, microbatches, price.tokens, price.cost, min(granularity, price.tokens), price.memory(memory),
+        ranks, microbatches, price.tokens, price.cost, price.grain(granularity), price.memory(memory),
         slices=counts, regrouped=lambda parts: price.cost, watch=watch,
     )  # fmt: skip
 
