@@ -54,7 +54,7 @@ class Price:
         return self.mib(" ".join(each if len(each) <= 16 else [*each[:6], "...", *each[-6:]]))
 
     def grain(self, wanted: int | None) -> int:
-        """Tokens that cuts are multiples of: as wanted, else what the sequence and the device's kernels have in common."""
+        """Tokens that cuts are multiples of: as wanted, else what sequence and kernels have in common."""
         from penstock.cost.points import tile_of
 
         device = "" if self.profile is None else str(dict(self.profile.device).get("device"))
