@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 
 from penstock.errors import ConfigError, FileError, UnknownNameError
 from penstock.train.config import PRESETS, Config, Data, Model, check
-from penstock.train.config_file import changed, dump_config, load_config, preset, read_config
+from penstock.train.config_file import anchored, changed, dump_config, load_config, preset, read_config
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -103,3 +104,16 @@ def test_a_file_that_cannot_be_read_is_said_so(tmp_path):
         load_config("[model\n")
     with pytest.raises(UnknownNameError, match="llama-1b"):
         preset("llama-1bb")
+
+
+def test_what_a_run_names_is_found_from_anywhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    changes = ('data.sources=["text", "~/more.txt"]', "data.tokenizer=words.json", "schedule.name=plan.json",
+               "model.weights=w")  # fmt: skip
+    found = anchored(changed(Config(), changes))
+    assert found.data.sources == (str(tmp_path / "text"), str(Path.home() / "more.txt"))
+    assert found.data.tokenizer == str(tmp_path / "words.json")
+    assert found.schedule.name == str(tmp_path / "plan.json")
+    assert found.model.weights == str(tmp_path / "w")
+    assert anchored(Config()) == Config()
+    assert anchored(found) == found

@@ -239,7 +239,7 @@ def _prepared(
 
     from penstock.ir import dump_plan, write_plan
     from penstock.session import planned
-    from penstock.train.config_file import dump_config
+    from penstock.train.config_file import anchored, dump_config
     from penstock.train.corpus import files_of, open_corpus
     from penstock.train.history import TIMELINE
     from penstock.train.loop import check_resumable
@@ -257,6 +257,7 @@ def _prepared(
         check_resumable(folder / "checkpoints", sizes_for(config), corpus, config.run.seed)
     if Path(config.schedule.name).suffix:  # of a file: the run keeps its own copy of it, to go on from
         config = replace(config, schedule=replace(config.schedule, name=str(folder / PLAN)))
+    config = anchored(config)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / CONFIG).write_text(dump_config(config, f"penstock train {folder} --resume"), encoding="utf-8")

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from penstock.errors import ConfigError, FileError, UnknownNameError
-from penstock.train.config import PRESETS, Config, Data, Mesh, Model, Optimizer, Run, Shape, check
+from penstock.train.config import BYTES, PRESETS, Config, Data, Mesh, Model, Optimizer, Run, Shape, check
 
 Value: TypeAlias = "str | int | float | bool | tuple[str, ...] | tuple[int, ...]"
 Section: TypeAlias = Model | Data | Shape | Mesh | Optimizer | Run
@@ -117,6 +117,21 @@ def _typed(name: str, value: object, default: Value, source: str) -> Value:
 
 
 # ---------------------------------------------------------------- writing
+def anchored(config: Config) -> Config:
+    """The same, with every file and folder it names as it is found from anywhere: a run may go on from elsewhere."""
+
+    def found(name: str) -> str:
+        return str(Path(name).expanduser().absolute())
+
+    model, data, schedule = config.model, config.data, config.schedule
+    return replace(
+        config, model=replace(model, weights=model.weights and found(model.weights)),
+        data=replace(data, sources=tuple(map(found, data.sources)),
+                     tokenizer=data.tokenizer if data.tokenizer == BYTES else found(data.tokenizer)),
+        schedule=replace(schedule, name=found(schedule.name) if Path(schedule.name).suffix else schedule.name),
+    )  # fmt: skip
+
+
 def dump_config(config: Config, title: str = "A run of Penstock's: penstock train config.toml") -> str:
     """A config as commented TOML; `load_config` makes an equal one of it."""
     lines = [f"# {title}"]
