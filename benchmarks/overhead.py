@@ -1,7 +1,7 @@
 """What a runtime costs: sleeping stages through ours, torch's, and a bare loop, alternating in one run.
 
-    chrt -f 10 python benchmarks/overhead.py          all cells, writes docs/results/overhead.md (about ten minutes)
-    chrt -f 10 python benchmarks/overhead.py --quick  two cells, under a minute, writes nothing
+    chrt -r 10 python benchmarks/overhead.py          all cells, writes docs/results/overhead.md (about ten minutes)
+    chrt -r 10 python benchmarks/overhead.py --quick  two cells, under a minute, writes nothing
     python benchmarks/overhead.py --json              one JSON object to stdout
 
 A stage sleeps instead of computing, so ranks need no cores of their own; the tensors are real, small or of 4 MiB. All
@@ -9,7 +9,9 @@ run the same order of actions. `bare` is a plain loop of isend, irecv and sleep,
 machine allow. `floor` is that loop with the autograd of the sleeping stage and a loss, and nothing else: what no
 runtime can avoid. A cell is many short rounds of bare, floor, ours, torch, in turn; ratios are taken within a round, so
 that noise, which moves all together, cancels. `recorded` is ours with a measured timeline. The last column is CPU time,
-which noise moves less. Real-time priority (chrt) keeps wake-ups from queueing behind those of others.
+which noise moves less. Real-time priority (chrt) keeps wake-ups from queueing behind those of others. By turns (-r),
+not first in, first out (-f): a thread of gloo's asks again and again for a lock that another thread holds, and would
+keep the other from its core for ever.
 """
 
 from __future__ import annotations
@@ -334,9 +336,10 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="one JSON object to stdout")
     given = parser.parse_args()
     rows = [row for ranks, some in cells(given.quick).items() for row in measure(ranks, some)]
-    policy = "real-time priority" if os.sched_getscheduler(0) == os.SCHED_FIFO else "ordinary priority"
+    real = os.sched_getscheduler(0) in (os.SCHED_FIFO, os.SCHED_RR)
+    policy = "real-time priority" if real else "ordinary priority"
     text = (
-        "# Overhead of the runtime\n\n`chrt -f 10 python benchmarks/overhead.py`; sleeping stages, gloo on one host, "
+        "# Overhead of the runtime\n\n`chrt -r 10 python benchmarks/overhead.py`; sleeping stages, gloo on one host, "
         f"{policy}, {os.cpu_count()} cores, torch {torch.__version__}. Ratios are medians over rounds (quartiles)."
         f"\n\n{table(rows)}\n"
     )

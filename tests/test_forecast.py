@@ -154,6 +154,7 @@ def test_a_forecast_is_found_again_unless_it_is_of_other_micro_batches(tmp_path)
     assert found is not None
     assert found.seconds == pytest.approx(forecast(CONFIG, plan, profile_of(0.1), 2).seconds)
     assert known(tmp_path, replace(CONFIG, data=replace(CONFIG.data, batch=64)), plan) is None
+    assert known(tmp_path, replace(CONFIG, run=replace(CONFIG.run, graphs=True)), plan) is None
 
 
 def test_a_report_lays_the_forecast_over_what_was_measured_and_names_the_largest_difference():

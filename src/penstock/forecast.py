@@ -168,10 +168,13 @@ def sample(flops: float, rows: int, tokens: int, cuts: Iterable[tuple[int, ...]]
 
 
 def known(folder: Path, config: Config, plan: Plan) -> Forecast | None:
-    """The forecast of a run, by the profile in its folder; None without one, or if it is of other micro-batches."""
+    """The forecast of a run, by the profile in its folder; None without one, or if it is of other micro-batches, or of
+    actions that are recorded where the run's are not."""
     if not (folder / PROFILE).is_file():
         return None
     profile = read_profile(folder / PROFILE)
+    if bool(dict(profile.device).get("recorded")) != config.run.graphs:
+        return None
     if (profile.tokens, profile.rows, profile.layers) != (config.data.tokens, config.rows, sum(plan.partition)):
         return None
     return forecast(config, plan, profile, int(dict(profile.device).get("ranks") or 1))
