@@ -1,7 +1,7 @@
 """A real model through ours and torch's runtime: step time of a 7 M-parameter Llama on CPU workers, alternating.
 
-    chrt -f 5 python benchmarks/llama.py            P = 2, writes docs/results/llama.md (about two minutes)
-    chrt -f 5 python benchmarks/llama.py --quick    fewer rounds; writes nothing
+    chrt -r 5 python benchmarks/llama.py            P = 2, writes docs/results/llama.md (about two minutes)
+    chrt -r 5 python benchmarks/llama.py --quick    fewer rounds; writes nothing
     python benchmarks/llama.py --json               one JSON object to stdout
 
 One thread a rank, 8 micro-batches of one sequence of 128 tokens. Both runtimes run the same schedules on the same parts
@@ -208,7 +208,7 @@ def main() -> None:
     rows = summary(json.loads(Path(out).read_text()))
     Path(out).unlink()
     text = (
-        "# A 7 M-parameter Llama on two CPU workers\n\n`chrt -f 5 python benchmarks/llama.py`; one thread a rank, 8 "
+        "# A 7 M-parameter Llama on two CPU workers\n\n`chrt -r 5 python benchmarks/llama.py`; one thread a rank, 8 "
         f"micro-batches of 128 tokens, torch {torch.__version__}; medians over rounds (quartiles).\n\n{shown(rows)}\n"
     )
     if not given.quick:
