@@ -29,6 +29,7 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from tables import priority, table
 from torch import nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining import schedules as peer
@@ -310,24 +311,21 @@ def ratio(row: dict[str, Any], name: str, base: str = "bare") -> str:
     return f"{row[f'{name}_over_{base}']:.3f} ({low:.3f}-{high:.3f})"
 
 
-def table(rows: list[dict[str, Any]]) -> str:
-    lines = [
-        "| schedule | P | M | chunk F/B, ms | message | floor / bare | ours / bare | torch / bare | recorded / ours "
-        "| efficiency: bare, floor, ours, torch | quietest | µs an action over ideal | CPU µs an action |",
-        "|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|",
-    ]
-    return "\n".join([*lines, *map(line, rows)])
-
-
-def line(r: dict[str, Any]) -> str:
-    return (
-        f"| {r['name']} | {r['ranks']} | {r['microbatches']} | {r['chunk']:.3g}/{2 * r['chunk']:.3g} "
-        f"| {'4 MiB' if r['size'] == LARGE else '64 B'} "
-        + "".join(f"| {ratio(r, name)} " for name in ("floor", "ours", "torch"))
-        + f"| {ratio(r, 'recorded', 'ours')} "
-        + "".join(f"| {listed(r, what, form)} " for what, form in FORMS.items())
-        + "|"
+def cells_table(rows: list[dict[str, Any]]) -> str:
+    heads = (
+        "schedule | P | M | chunk F/B, ms | message | floor / bare | ours / bare | torch / bare | recorded / ours "
+        "| efficiency: bare, floor, ours, torch | quietest | µs an action over ideal | CPU µs an action"
     )
+    return table(heads, map(line, rows), ("schedule",))
+
+
+def line(r: dict[str, Any]) -> list[str]:
+    return [
+        r["name"], str(r["ranks"]), str(r["microbatches"]), f"{r['chunk']:.3g}/{2 * r['chunk']:.3g}",
+        "4 MiB" if r["size"] == LARGE else "64 B",
+        *(ratio(r, name) for name in ("floor", "ours", "torch")), ratio(r, "recorded", "ours"),
+        *(listed(r, what, form) for what, form in FORMS.items()),
+    ]  # fmt: skip
 
 
 def main() -> None:
@@ -336,12 +334,10 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="one JSON object to stdout")
     given = parser.parse_args()
     rows = [row for ranks, some in cells(given.quick).items() for row in measure(ranks, some)]
-    real = os.sched_getscheduler(0) in (os.SCHED_FIFO, os.SCHED_RR)
-    policy = "real-time priority" if real else "ordinary priority"
     text = (
         "# Overhead of the runtime\n\n`chrt -r 10 python benchmarks/overhead.py`; sleeping stages, gloo on one host, "
-        f"{policy}, {os.cpu_count()} cores, torch {torch.__version__}. Ratios are medians over rounds (quartiles)."
-        f"\n\n{table(rows)}\n"
+        f"{priority()}, {os.cpu_count()} cores, torch {torch.__version__}. Ratios are medians over rounds (quartiles)."
+        f"\n\n{cells_table(rows)}\n"
     )
     if not given.quick:
         RESULT.write_text(text)

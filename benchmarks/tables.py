@@ -1,7 +1,8 @@
-"""Tables of the benchmarks' pages, in Markdown."""
+"""What the benchmarks' pages share: tables in Markdown, and with what priority they were run."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Sequence
 
 
@@ -14,3 +15,8 @@ def table(heads: str, rows: Iterable[Sequence[str]], words: Sequence[str] = ()) 
 
 def _line(cells: Sequence[str]) -> str:
     return f"| {' | '.join(cells)} |"
+
+
+def priority() -> str:
+    """Of this process, in words."""
+    return "real-time priority" if os.sched_getscheduler(0) in (os.SCHED_FIFO, os.SCHED_RR) else "ordinary priority"

@@ -31,6 +31,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from tables import priority
 
 from penstock import ModelCost, lower
 from penstock.cost import Cluster, Node
@@ -310,8 +311,7 @@ def main() -> None:
         rows = measure("A", 1.0, 1, 2)
         sys.stdout.write(json.dumps({"rows": rows}) + "\n" if given.json else measured_table(rows) + "\n")
         return
-    priority = "real-time priority" if os.sched_getscheduler(0) == os.SCHED_FIFO else "ordinary priority"
-    where = f"{os.cpu_count()} cores, {priority}, torch {torch.__version__}"
+    where = f"{os.cpu_count()} cores, {priority()}, torch {torch.__version__}"
     with tempfile.TemporaryDirectory() as thrown_away:
         folder = given.merge or given.out or Path(thrown_away)
         folder.mkdir(parents=True, exist_ok=True)

@@ -299,7 +299,7 @@ def test_both_ends_of_a_ring_that_grows_meet_in_the_new_one():
     shop, store, groups = Shop(), Store(), []
     for rank in range(2):
         group = IpcGroup.__new__(IpcGroup)
-        group.driver, group.store, group.mine, group.out, group.shapes = shop, store, rank, {}, {}
+        group.driver, group.store, group.mine, group.out = shop, store, rank, {}
         group.into = {source: group.own("ring", source, 2, 64) for source in range(2)}
         groups.append(group)
     first, second = groups

@@ -14,7 +14,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,13 +26,11 @@ from torch.distributed.pipelining import schedules as peer
 
 from penstock import Schedule, lower
 from penstock.cost import Profile
-from penstock.cost.points import Where
 from penstock.models import LlamaConfig, even_partition, token_loss
 from penstock.runtime import Batch, Comm, CudaTape, Executor, batch_of
 from penstock.runtime.links import gathered as rows_of_all
-from penstock.runtime.profile import measure
 from penstock.runtime.replay import kept_aside
-from penstock.train.profile import Request, subjects_of
+from penstock.train.profile import Request, measured
 from penstock.train.weights import draw, hold
 
 Step = Callable[[], float]  # one step, until the GPU has done it; the loss where it is known
@@ -102,11 +100,11 @@ def data(schedule: Schedule, size: Size) -> list[Tensor]:
     return [torch.randint(0, size.config.vocab, shape, generator=dice).to(size.device) for _ in schedule.microbatches]
 
 
-def profile_of(comm: Comm, size: Size, rounds: int, where: Sequence[Where] = ()) -> Profile:
+def profile_of(comm: Comm, size: Size, rounds: int) -> Profile:
     """What all ranks measure at the same time, as they will train, with recorded actions."""
-    request = Request(size.config, size.tokens, device=size.device, dtype=str(size.dtype).removeprefix("torch."))
-    tape = CudaTape() if size.device == "cuda" else None
-    return measure(subjects_of(request, comm), comm, rounds=rounds, where=where, tape=tape)
+    dtype = str(size.dtype).removeprefix("torch.")
+    return measured(comm, Request(size.config, size.tokens, device=size.device, dtype=dtype, rounds=rounds,
+                                  graphs=size.device == "cuda"))  # fmt: skip
 
 
 class Ours:

@@ -99,7 +99,8 @@ def one(comm: Comm, size: Size, schedule: Schedule, setting: Setting) -> dict[st
     """Seconds, memory and timeline of a schedule."""
     stages = stages_of(schedule, comm, size)
     long = size.tokens > 2 * SHORT and schedule.slices == 1  # a step takes ten seconds, an action half of one
-    ours = Ours(schedule, stages, comm, size, setting.recorded and not long)
+    recorded = setting.recorded and not long
+    ours = Ours(schedule, stages, comm, size, recorded)
     memory(comm, size)
     first, loss = clocked(comm, ours, stages, size)
     if not long:
@@ -108,8 +109,7 @@ def one(comm: Comm, size: Size, schedule: Schedule, setting: Setting) -> dict[st
     rounds = 0 if long else setting.rounds if size.tokens <= SHORT else 1
     times = [clocked(comm, ours, stages, size)[0] for _ in range(rounds)] or [first]
     row: dict[str, Any] = {"seconds": quartiles(times)[0], "spread": quartiles(times)[1:], "loss": loss,
-                           "memory": memory(comm, size, setting.recorded and not long), "actions": schedule.actions,
-                           "recorded": setting.recorded and not long,
+                           "memory": memory(comm, size, recorded), "actions": schedule.actions, "recorded": recorded,
                            "allocations": gathered(comm, allocations(size) - before, size)}  # fmt: skip
     if not long:
         timeline = ours.timeline()

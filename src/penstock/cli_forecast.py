@@ -91,7 +91,9 @@ def predicted(found: Forecast, config: Config) -> str:
 
 def hint(found: Forecast, config: Config) -> str:
     """What would make a step shorter, in words: on a GPU its launches, where they take longer than the work."""
-    if found.launch < SLOW or config.run.graphs or config.data.separate or config.mesh.size > 1:
+    from penstock.train.config import unrecordable
+
+    if found.launch < SLOW or config.run.graphs or unrecordable(config):
         return ""
     return (f"\n          launches take longer than kernels: without them {found.launch:.1f} times as fast; "
             "--set run.graphs=true, if there is memory for it")  # fmt: skip

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
@@ -136,6 +136,11 @@ class Replays:
                 made[kind, number] = self.take(run, steps, tape)
             self.takes[place] = made[kind, number]
         self.rest.clear()
+
+    @cached_property
+    def aside(self) -> int:
+        """Bytes that all recordings have for themselves. Asked for once: a look at all of the GPU's memory is long."""
+        return kept_aside() if self.valid.is_cuda else 0
 
     def begin(self, valid: int) -> None:
         """A new step, over so many valid tokens."""

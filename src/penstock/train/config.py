@@ -199,7 +199,9 @@ PRESETS: dict[str, Config] = {
 def check(config: Config) -> Config:
     """The same config, or one error with everything that is wrong in it."""
     faults = [fault for section in fields(config) for fault in _ranges(section.name, getattr(config, section.name))]
-    faults += _choices(config) + _sizes(config) + _recorded(config)
+    faults += _choices(config) + _sizes(config)
+    if config.run.graphs:
+        faults += [f"run.graphs = true does not go with {why}" for why in unrecordable(config)]
     if faults:
         raise ConfigError("\n".join(faults))
     return config
@@ -262,14 +264,12 @@ def _sizes(config: Config) -> list[str]:
     return faults
 
 
-def _recorded(config: Config) -> list[str]:
-    """What cannot be recorded: graphs replay what is the same in every step, on one GPU."""
-    if not config.run.graphs:
-        return []
+def unrecordable(config: Config) -> list[str]:
+    """What of a run cannot be recorded, and why: graphs replay what is the same in every step, on one GPU."""
     others = (
         ("data.separate = true", config.data.separate, "documents differ from step to step"),
         (f"mesh.shard = {config.mesh.shard} and mesh.tensor = {config.mesh.tensor}", config.mesh.size > 1,
          "the processes of a mesh talk within an action"),
         ("run.device = cpu", config.run.device == "cpu", "a CPU has no graphs"),
     )  # fmt: skip
-    return [f"run.graphs = true does not go with {name}: {why}" for name, false, why in others if false]
+    return [f"{name}: {why}" for name, false, why in others if false]

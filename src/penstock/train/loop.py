@@ -29,7 +29,6 @@ from penstock.ir.program import lower
 from penstock.models import even_partition, token_loss
 from penstock.models.flops import flops_per_token, peak_flops
 from penstock.runtime import Comm, CudaTape, Executor, corner, local, watching
-from penstock.runtime.replay import kept_aside
 from penstock.train.checkpoint import Facts, Saver, load, newest, newest_good, read_facts, sweep
 from penstock.train.config import Config, Run
 from penstock.train.corpus import Corpus
@@ -170,7 +169,8 @@ class Trainer:
         while self.step < settings.steps:
             began = time.perf_counter()
             share, bubble = self.forward_and_back(is_timed(self.step + 1, settings))
-            loss, norm, memory, words = self.gradients.measure(share, _memory(self.device), self.words(stop))
+            most = _memory(self.device, self.executor)
+            loss, norm, memory, words = self.gradients.measure(share, most, self.words(stop))
             if self.saver.step is not None and words[SAVED] == self.comm.ranks:
                 self.saver.commit()
             if not math.isfinite(loss) or not math.isfinite(norm):
@@ -317,8 +317,9 @@ def describe(sizes: Sizes) -> dict[str, object]:
     return {"family": type(sizes).__name__.removesuffix("Config").lower(), **asdict(sizes)}
 
 
-def _memory(device: torch.device) -> int:
+def _memory(device: torch.device, executor: Executor) -> int:
     """The most bytes this rank has had: of the GPU, or of the process."""
     if device.type == "cuda":
-        return int(torch.cuda.max_memory_allocated(device)) + kept_aside()
+        aside = 0 if executor.replays is None else executor.replays.aside
+        return int(torch.cuda.max_memory_allocated(device)) + aside
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

@@ -72,19 +72,20 @@ def profile(request: Request, ranks: int = 1, watch: Watch = lambda text: None) 
     if "bfloat16" in (request.dtype, request.autocast) and torch.device(request.device).type == "cpu":
         tame()
     if under_launcher():
-        return joined(_work, request, watch, patience=PATIENCE)
+        return joined(measured, request, watch, patience=PATIENCE)
     if ranks > 1:
         watch(f"{ranks} ranks measure at the same time")
         backend = "gloo" if torch.device(request.device).type == "cpu" else None
-        return spawn(ranks, _work, request, _silent, patience=PATIENCE, backend=backend)[0]
-    return _work(None, request, watch)
+        return spawn(ranks, measured, request, _silent, patience=PATIENCE, backend=backend)[0]
+    return measured(None, request, watch)
 
 
 def _silent(text: str) -> None:
     """The other ranks say nothing."""
 
 
-def _work(comm: Comm | None, request: Request, watch: Watch) -> Profile:
+def measured(comm: Comm | None, request: Request, watch: Watch = _silent) -> Profile:
+    """What this process measures, at the same time as all others of the `comm`."""
     if request.threads is not None:
         torch.set_num_threads(request.threads)
     watch = watch if comm is None or comm.rank == 0 else _silent

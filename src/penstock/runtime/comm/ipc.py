@@ -78,15 +78,15 @@ class IpcGroup(ProcessGroup):
         self.watched = False  # whether somebody asks if a message is there
         self.others = [other for other in range(size) if other != rank]
         self.into = {source: self.own("ring", source, SLOTS, SLOT) for source in range(size)}  # itself too, as in MPI
-        self.shapes: dict[tuple[int, int], Shape] = {}  # of rings that have grown, by sender and receiver
         self.sums_into = {source: self.own("sum", source, SUM_SLOTS, SUM_SLOT) for source in self.others}
         self.out: dict[int, Ring] = {}
         self.sums_out: dict[int, Ring] = {}
         self.open: deque[IpcWork] = deque()  # sums that nobody has waited for yet
 
     def shape(self, source: int, target: int) -> Shape:
-        """Of a ring for messages."""
-        return self.shapes.get((source, target), Shape(SLOTS, SLOT))
+        """Of a ring for messages from this rank or to it; one that was not opened yet is as all are at first."""
+        ring = self.into[source] if target == self.mine else self.out.get(target)
+        return Shape(SLOTS, SLOT) if ring is None else Shape(ring.slots, ring.size)
 
     def reserve(self, into: Mapping[int, Shape], out: Mapping[int, Shape]) -> None:
         """New rings where larger ones are needed, between two steps: nothing is on its way. First this rank's own are
@@ -95,9 +95,8 @@ class IpcGroup(ProcessGroup):
         for source, shape in into.items():
             if shape != self.shape(source, self.mine):
                 self.into[source] = self.own(f"ring {shape.slots} {shape.size}", source, *shape)
-                self.shapes[source, self.mine] = shape
         for target in grown:
-            shape = self.shapes[self.mine, target] = out[target]
+            shape = out[target]
             self.out.pop(target, None)
             self.other(self.out, f"ring {shape.slots} {shape.size}", target, *shape)
 
@@ -124,7 +123,7 @@ class IpcGroup(ProcessGroup):
     def send(self, tensors: Sequence[Tensor], dst: int, tag: int = 0) -> Message:
         """Sends one tensor: when the current stream comes to it."""
         x, stream = one_of(tensors), torch.cuda.current_stream()
-        self.other(self.out, "ring", dst, *self.shape(self.mine, dst)).put(x.data_ptr(), x.nbytes, stream.cuda_stream)
+        self.other(self.out, "ring", dst, SLOTS, SLOT).put(x.data_ptr(), x.nbytes, stream.cuda_stream)
         return Message(self, None, x, stream.record_event() if self.watched else None)
 
     def recv(self, tensors: Sequence[Tensor], src: int, tag: int = 0) -> Message:
