@@ -13,6 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from gpu_workers import kind_of, trains_like_one_piece
 from penstock import lower, make
 from penstock.carry import Carry
+from penstock.errors import RunError
 from penstock.models import (
     GPT,
     GPTConfig,
@@ -82,6 +83,35 @@ def test_recorded_actions_train_as_others_do(name, autocast, recompute):
     assert losses[-1] < losses[0]
     for one, other in zip(weights, theirs, strict=True):
         assert float((one - other).norm() / one.norm()) < (1e-3 if autocast is None else 2e-2)
+
+
+class Looks(torch.nn.Module):
+    """A stage that asks the GPU for a number, which no recording can."""
+
+    def __init__(self, inner: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.inner(x)
+        return y if float(y.detach().abs().max()) < 1e9 else y * 0
+
+
+def test_what_cannot_be_recorded_is_said_and_runs_without():
+    """A recording that breaks off half-way leaves nothing behind that others stumble over."""
+    program = lower(make("1f1b", ranks=1, microbatches=2))
+    tokens = [torch.randint(0, 512, (2, 256), device="cuda") for _ in range(2)]
+
+    def work(comm, tape=None, wrap=Looks):
+        stage = wrap(split(models()["llama"], [2])[0])
+        return Executor(program, {0: stage}, comm, token_loss, 256, tape=tape).step(batch_of(tokens, tokens)).loss
+
+    with pytest.raises(RunError, match=r"F0 cannot be recorded: .*\n  without recordings it may run"):
+        run_threads(1, lambda comm: work(comm, CudaTape()))
+    plain, again = (run_threads(1, lambda comm, tape=tape: work(comm, tape, lambda stage: stage))[0]
+                    for tape in (None, CudaTape()))  # fmt: skip
+    assert run_threads(1, work)[0] == pytest.approx(plain, rel=1e-5)
+    assert again == pytest.approx(plain, rel=1e-5)
 
 
 @pytest.mark.parametrize("packed", [False, True])

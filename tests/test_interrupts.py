@@ -11,18 +11,17 @@ from pathlib import Path
 
 import pytest
 
-from commands import ended
+from commands import ended, environment
 from penstock.cost import dump_cluster
 from penstock.cost.cluster import Cluster, Node
-from test_train_cli import environment
 
 
 @pytest.fixture
-def cluster(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def cluster(tmp_path):
     apart = tuple(tuple(0.0 if a == b else 0.01 for b in range(8)) for a in range(8))
     wide = tuple((1e8,) * 8 for _ in range(8))
-    Path("cluster.toml").write_text(dump_cluster(Cluster(tuple(Node("here", slots=3) for _ in range(8)), apart, wide)))
+    nodes = tuple(Node("here", slots=3) for _ in range(8))
+    (tmp_path / "cluster.toml").write_text(dump_cluster(Cluster(nodes, apart, wide)))
 
 
 @pytest.mark.parametrize(
@@ -31,11 +30,11 @@ def cluster(tmp_path, monkeypatch):
      "paths cluster.toml --parts 4 --microbatches 6 --forward 0.05 --message 4e6 --seconds 60"],
     ids=["plan", "profile", "paths"],
 )  # fmt: skip
-def test_ctrl_c_ends_a_verb_without_a_word(line, cluster, monkeypatch, capsys):
-    code, err = ended(monkeypatch, capsys, line, 1.5)
+def test_ctrl_c_ends_a_verb_without_a_word(line, cluster, tmp_path):
+    code, err = ended(tmp_path, line, 2.0)
     assert code == 130
     assert "Traceback" not in err
-    assert not Path("p.json").exists()
+    assert not (tmp_path / "p.json").exists()
 
 
 def members(group: int) -> list[int]:

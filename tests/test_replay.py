@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from penstock import REGISTRY, lower, make
+from penstock.errors import RunError
 from penstock.models import split, token_loss
 from penstock.runtime import Batch, Executor, Mean, batch_of, run_threads
 from penstock.runtime.probe import Probe, Subject
@@ -202,3 +203,20 @@ def test_a_probe_times_what_is_recorded(prefix):
         assert (tape.takes, tape.rehearsed, tape.plays) == (1, actions, 3 * actions)
         gradients = [float(p.grad.abs().max()) for p in subject.module.parameters()]
         assert min(gradients) > 0  # rehearsed, and recorded
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "words"),
+    [(RuntimeError("not now\nfor a reason"), RunError, r"B0 cannot be recorded: not now\n  without recordings"),
+     (torch.OutOfMemoryError("full"), torch.OutOfMemoryError, "full")],  # the worker has words for it
+)  # fmt: skip
+def test_what_cannot_be_recorded_is_said(error, kind, words):
+    class Refuses(Again):
+        def record(self, work):
+            if self.recorded == 1:
+                raise error
+            return super().record(work)
+
+    schedule = make("1f1b", ranks=1, microbatches=4)
+    with pytest.raises(kind, match=words):
+        piped(schedule, llama(1), [data(4)], each=lambda rank: {"tape": Refuses()})

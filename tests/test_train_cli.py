@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,8 +18,7 @@ import torch
 from safetensors.torch import load_file
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-import penstock
-from commands import called, ended
+from commands import called, ended, environment
 from penstock.ir import read_plan
 from penstock.runtime import run_threads
 from penstock.train.config import PRESETS, Config
@@ -61,10 +61,6 @@ def text(tmp_path):
     (tmp_path / "text.txt").write_text("".join(lines))
     (tmp_path / "config.toml").write_text(SMALL.replace("[data]", '[data]\nsources = ["text.txt"]'))
     return tmp_path
-
-
-def environment(**more: str) -> dict[str, str]:
-    return os.environ | {"PYTHONPATH": str(Path(penstock.__file__).parents[1]), "COLUMNS": "200"} | more
 
 
 @dataclass
@@ -148,7 +144,7 @@ def test_a_run_ends_with_a_curve_a_report_a_checkpoint_and_a_sample(text, here, 
     assert re.match(r"all +4/4 parts  perplexity [\d.]+  1\.000 of the whole", whole)
     assert re.match(r"random +2/4 parts  perplexity [\d.]+ ± ", drawn_parts)
     assert re.search(r"^best +2/4 parts .* parts 0 [123]$", best)
-    assert ended(monkeypatch, capsys, "eval runs/config --omit 0.5 --draws 4 --batches 8", 0.02)[0] == 130
+    assert ended(text, "eval runs/config --omit 0.5 --draws 2000 --batches 80", 2.0)[0] == 130
     assert "-5 tokens cannot be added" in here("generate runs/config --tokens -5").err
     assert "name the folder of a run" in here("eval hub --omit 0.5").err
     assert "a share of 1 cannot be left out" in here("eval runs/config --omit 1").err
@@ -227,6 +223,18 @@ def test_what_one_rank_cannot_begin_with_is_said_once_and_not_tried_again_and_ag
     done = subprocess.run([sys.executable, "-c", code], cwd=text, env=environment(), capture_output=True, text=True,
                           timeout=150, check=False)  # fmt: skip
     assert "FileError: cannot read gone.txt" in done.stderr
+
+
+def test_a_rank_without_memory_is_tried_once_more_and_then_says_so(text, here):
+    assert here("train config.toml --set run.steps=1 --sample 0").code == 0
+    shutil.rmtree(text / "runs" / "config" / "checkpoints")
+    tests = str(Path(__file__).parent)
+    both = os.pathsep.join([tests, environment()["PYTHONPATH"]])
+    done = subprocess.run([sys.executable, f"{tests}/starved_workers.py", "runs/config"], cwd=text, capture_output=True,
+                          env=environment(PYTHONPATH=both), text=True, timeout=150, check=False)  # fmt: skip
+    assert "rank 1 has no memory left: CUDA out of memory. Tried to allocate 3.00 GiB\n  fewer" in done.stderr
+    assert "restart 1 of 3" in done.stderr
+    assert "restart 2 of 3" not in done.stderr
 
 
 # ---------------------------------------------------------------- before anything starts

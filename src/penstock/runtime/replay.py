@@ -15,6 +15,7 @@ the actions of two takes follow each other. So recorded stages need more memory 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, NamedTuple, Protocol
@@ -22,7 +23,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from penstock.errors import ShapeError
+from penstock.errors import RunError, ShapeError
 from penstock.runtime.backward import record_in
 from penstock.runtime.batch import Batch
 from penstock.runtime.share import local
@@ -78,8 +79,11 @@ class CudaTape:
             graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
             try:
                 made = work()
-            finally:
-                graph.capture_end()
+            except BaseException:
+                with suppress(RuntimeError):  # it would only say that the recording was broken off
+                    graph.capture_end()
+                raise
+            graph.capture_end()
         graph.replay()
         return made, graph.replay
 
@@ -170,7 +174,14 @@ class Replays:
         other = self.stand_in(run, steps)
         found: dict[Moment, Part] = {}
         for step in steps:
-            made, play = tape.record(partial(_act, other, step))
+            try:
+                made, play = tape.record(partial(_act, other, step))
+            except torch.OutOfMemoryError:
+                raise
+            except RuntimeError as error:
+                why = str(error).strip().partition("\n")[0]
+                hint = "without recordings it may run: run.graphs = false, or no tape"
+                raise RunError(f"{step.instruction} cannot be recorded: {why}\n  {hint}") from error
             found[moment(step)] = Part(_into(other, step), made, play)
         _forget(other)
         return found

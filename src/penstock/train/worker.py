@@ -61,16 +61,35 @@ def work(folder: Path, resume: bool, watch: Watch | None = None) -> Verdict:
     except (PeerLostError, StuckError):
         raise
     except PenstockError as error:  # of this rank alone: the others wait for it, and learn of it when all start again
-        (folder / FAILURE).write_text(json.dumps([type(error).__name__, str(error)]), encoding="utf-8")
+        _confess(folder, error)
         raise
     try:
         outcome = trainer.run(stop)
     except (PeerLostError, StuckError):
         raise
-    except PenstockError as error:  # all ranks know it
+    except PenstockError as error:  # most often all ranks have it
+        _confess(folder, error)
         return Verdict(error=type(error).__name__, text=str(error))
+    except torch.OutOfMemoryError as error:
+        if again:  # a second time, so it is no neighbour's doing
+            _confess(folder, RunError(full(trainer.comm.rank, error, trainer.job.config)))
+        raise
     finish()
     return Verdict(outcome.step, outcome.stopped)
+
+
+def full(rank: int, error: torch.OutOfMemoryError, config: Config) -> str:
+    """That a GPU has no memory left, and what would help."""
+    words = ["fewer data.tokens", "a smaller data.batch or more micro-batches"]
+    words += [] if config.run.recompute else ["run.recompute=true"]
+    words += ["run.graphs=false"] if config.run.graphs else []
+    said = str(error).partition(". GPU ")[0]
+    return f"rank {rank} has no memory left: {said}\n  {', '.join(words)}; `--dry-run` says what a rank will need"
+
+
+def _confess(folder: Path, error: PenstockError) -> None:
+    """Writes down why this rank gives up: a restart would find the same."""
+    (folder / FAILURE).write_text(json.dumps([type(error).__name__, str(error)]), encoding="utf-8")
 
 
 def _over(folder: Path) -> Verdict | None:

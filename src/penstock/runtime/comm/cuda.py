@@ -42,10 +42,11 @@ class CudaDriver:
         self.cuda.cuDevicePrimaryCtxSetFlags_v2(ctypes.c_int(device), ctypes.c_uint(BLOCKING))
 
     def allocate(self, size: int) -> int:
-        """Memory that can be opened by others (torch's own may share a block with something else)."""
+        """Memory that can be opened by others (torch's own may share a block with something else), all zeros."""
         place = ctypes.c_uint64()
         self.call("cuMemAlloc_v2", ctypes.byref(place), ctypes.c_size_t(size))
         self.call("cuMemsetD8_v2", place, ctypes.c_ubyte(0), ctypes.c_size_t(size))
+        self.call("cuStreamSynchronize", ctypes.c_void_p(None))  # a memset returns early; others would write before it
         return place.value
 
     def handle(self, place: int) -> bytes:

@@ -1,0 +1,35 @@
+"""Local workers of which rank 1 has too little memory for a step: `starved_workers.py FOLDER`."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import torch
+
+from penstock import cli_train
+from penstock.errors import RunError
+from penstock.runtime import Executor
+from penstock.train.launcher import launch
+from penstock.train.worker import Verdict
+
+
+def starved(executor: Executor, batch: object, timed: bool = False) -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3.00 GiB. GPU 0 has a total capacity of 2 GiB")
+
+
+def rank(folder: str, resume: bool) -> Verdict:
+    """A worker as the launcher starts it."""
+    if os.environ["RANK"] == "1":
+        Executor.step = starved
+    return cli_train.rank(folder, resume)
+
+
+if __name__ == "__main__":
+    import starved_workers
+
+    try:
+        launch(starved_workers.rank, Path(sys.argv[1]), 2, 3, False)
+    except RunError as error:
+        sys.exit(str(error))
