@@ -318,3 +318,5 @@ def test_both_ends_of_a_ring_that_grows_meet_in_the_new_one():
     assert shop.bytes[place + 200 : place + 400] == bytes(range(200))
     first.reserve({}, {1: Shape(8, 64)})  # as it is
     assert first.out[1].turn == 4
+    second.sums_into = {}
+    assert second.held == (8 + 2) * 64 + 4 * FLAG

@@ -28,6 +28,7 @@ from penstock import Schedule, lower
 from penstock.cost import Profile
 from penstock.models import LlamaConfig, even_partition, token_loss
 from penstock.runtime import Batch, Comm, CudaTape, Executor, batch_of
+from penstock.runtime.comm.ipc import IpcGroup
 from penstock.runtime.links import gathered as rows_of_all
 from penstock.runtime.replay import kept_aside
 from penstock.train.profile import Request, measured
@@ -226,6 +227,12 @@ def memory(comm: Comm, size: Size, recorded: bool = False) -> list[float]:
     if size.device == "cuda":
         torch.cuda.reset_peak_memory_stats()
     return gathered(comm, peak, size)
+
+
+def rings(comm: Comm) -> int:
+    """Bytes of this rank's rings, which torch does not count."""
+    group = getattr(comm, "world", None)
+    return group.held if isinstance(group, IpcGroup) else 0
 
 
 def quartiles(values: list[float]) -> tuple[float, float, float]:

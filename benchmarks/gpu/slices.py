@@ -33,6 +33,7 @@ from bench import (
     note,
     profile_of,
     quartiles,
+    rings,
     stages_of,
     write,
 )
@@ -110,7 +111,8 @@ def one(comm: Comm, size: Size, schedule: Schedule, setting: Setting) -> dict[st
     times = [clocked(comm, ours, stages, size)[0] for _ in range(rounds)] or [first]
     row: dict[str, Any] = {"seconds": quartiles(times)[0], "spread": quartiles(times)[1:], "loss": loss,
                            "memory": memory(comm, size, recorded), "actions": schedule.actions, "recorded": recorded,
-                           "allocations": gathered(comm, allocations(size) - before, size)}  # fmt: skip
+                           "allocations": gathered(comm, allocations(size) - before, size),
+                           "rings": gathered(comm, rings(comm), size)}  # fmt: skip
     if not long:
         timeline = ours.timeline()
         row |= {"bubble": timeline.bubble, "work": timeline.busy.tolist(), "makespan": timeline.makespan}

@@ -100,6 +100,11 @@ class IpcGroup(ProcessGroup):
             self.out.pop(target, None)
             self.other(self.out, f"ring {shape.slots} {shape.size}", target, *shape)
 
+    @property
+    def held(self) -> int:
+        """Bytes that this rank's rings take of the GPU, which torch does not count; without those that were too small."""
+        return sum(room(ring.slots, ring.size) for ring in (*self.into.values(), *self.sums_into.values()))
+
     def own(self, kind: str, source: int, slots: int, size: int) -> Ring:
         """A ring from a rank to this one."""
         base = self.driver.allocate(room(slots, size))
