@@ -102,7 +102,7 @@ class IpcGroup(ProcessGroup):
 
     @property
     def held(self) -> int:
-        """Bytes that this rank's rings take of the GPU, which torch does not count; without those that were too small."""
+        """Bytes that this rank's rings take of the GPU, which torch does not count; not those that grew."""
         return sum(room(ring.slots, ring.size) for ring in (*self.into.values(), *self.sums_into.values()))
 
     def own(self, kind: str, source: int, slots: int, size: int) -> Ring:
