@@ -8,7 +8,7 @@ import torch
 
 from penstock import lower, make
 from penstock.models import Llama, LlamaConfig, part_parameters, split, token_loss
-from penstock.runtime import Comm, CudaTape, Executor, batch_of
+from penstock.runtime import Comm, CudaTape, Executor, batch_of, watching
 
 CASES = (("1f1b", {}), ("zb-v", {}), ("hanayo", {"waves": 1}), ("seq1f1b", {"slices": 4}), ("chimera", {}),
          ("interleaved-zb", {"chunks": 2}))  # fmt: skip
@@ -44,6 +44,23 @@ def trains_like_one_piece(comm: Comm, recorded: bool = False) -> dict[str, float
                 assert other is not None
                 worst[name] = max(worst[name], float((parameter.grad - other).norm() / other.norm()))
     return worst
+
+
+def memory_of_steps(comm: Comm) -> list[int]:
+    """Bytes at the fullest moment of each of some steps under the watchdog, which looks seldom."""
+    torch.manual_seed(0)
+    whole = Llama(LlamaConfig(vocab=97, width=256, layers=comm.ranks, heads=4, kv_heads=4, inner=256)).cuda()
+    schedule = make("1f1b", ranks=comm.ranks, microbatches=8)
+    mine = {comm.rank: split(whole, [1] * comm.ranks)[comm.rank]}
+    executor = Executor(lower(schedule), mine, comm, token_loss, 256)
+    tokens = [torch.randint(0, 97, (2, 512), device="cuda") for _ in range(8)]
+    found = []
+    with watching(executor):
+        for _ in range(12):
+            torch.cuda.reset_peak_memory_stats()
+            assert executor.step(batch_of(tokens, tokens)).loss > 0
+            found.append(torch.cuda.max_memory_allocated())
+    return found
 
 
 def kind_of(comm: Comm) -> str:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from gpu_workers import kind_of, trains_like_one_piece
+from gpu_workers import kind_of, memory_of_steps, trains_like_one_piece
 from penstock import lower, make
 from penstock.carry import Carry
 from penstock.errors import RunError
@@ -209,3 +209,9 @@ def test_ranks_that_share_a_gpu_find_their_backend():
 def test_ranks_that_share_a_gpu_train_like_one_piece(ranks, recorded):
     for worst in spawn(ranks, trains_like_one_piece, recorded, backend="penstock_ipc", patience=60):
         assert max(worst.values()) < 1e-4, worst
+
+
+def test_messages_keep_no_memory_once_they_are_on_their_way():
+    """A message has 1 MiB, a step 8 of them each way."""
+    for found in spawn(2, memory_of_steps, backend="penstock_ipc", patience=60):
+        assert max(found[3:]) - min(found[3:]) < 2 << 20, found

@@ -129,7 +129,7 @@ class IpcGroup(ProcessGroup):
         """Sends one tensor: when the current stream comes to it."""
         x, stream = one_of(tensors), torch.cuda.current_stream()
         self.other(self.out, "ring", dst, SLOTS, SLOT).put(x.data_ptr(), x.nbytes, stream.cuda_stream)
-        return Message(self, None, x, stream.record_event() if self.watched else None)
+        return Message(self, None, event=stream.record_event() if self.watched else None)
 
     def recv(self, tensors: Sequence[Tensor], src: int, tag: int = 0) -> Message:
         """Receives one tensor: when the stream that waits for it comes to that."""
@@ -213,11 +213,16 @@ class IpcGroup(ProcessGroup):
 
 
 class Message(Work):
-    """A message on the stream that computes: sent already, or taken out of its ring when it is waited for."""
+    """A message on the stream that computes: sent already, or taken out of its ring when it is waited for.
+
+    From then on it holds no tensor: memory is used again in the order of that stream, and the watchdog, which keeps
+    messages to look at, would keep the tensors of several steps.
+    """
 
     def __init__(
-        self, group: IpcGroup, due: tuple[Ring, Due] | None, tensor: Tensor, event: torch.cuda.Event | None = None
-    ) -> None:
+        self, group: IpcGroup, due: tuple[Ring, Due] | None, tensor: Tensor | None = None,
+        event: torch.cuda.Event | None = None,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.group, self.due, self.tensor, self.event = group, due, tensor, event
 
@@ -227,7 +232,8 @@ class Message(Work):
             ring, due = self.due
             stream = torch.cuda.current_stream()
             ring.fetch(due, stream.cuda_stream)
-            self.due, self.event = None, stream.record_event() if self.group.watched else None
+            self.event = stream.record_event() if self.group.watched else None
+            self.due = self.tensor = None
         return True
 
     def is_completed(self) -> bool:
@@ -236,8 +242,9 @@ class Message(Work):
 
     def get_future(self) -> Any:
         """For torch's own collectives."""
+        tensors = [] if self.tensor is None else [self.tensor]
         self.wait()
-        return _future([self.tensor])
+        return _future(tensors)
 
 
 class IpcWork(Work):
