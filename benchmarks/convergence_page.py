@@ -36,7 +36,7 @@ micro-batch leaves out; paths rotate, parts run in order, and gradients are mean
 | `fixed` | each shard of the text keeps its path for the whole run |
 | `swaps` | up to two pairs of neighbours change places on a path |
 | `visitors` | a part's gradient is the mean over the micro-batches that visited it |
-| `full10` | every tenth step runs all parts |
+| `full10` | every tenth step runs all parts, so at equal tokens it computes more than its parts say |
 | `sgd` | SGD with momentum instead of AdamW |
 
 """
@@ -106,8 +106,9 @@ def section(records: Sequence[Record]) -> str:
         f"`{COMMANDS[scale]}`; {first['device']}, torch {first['torch']}. A Llama of {first['parameters'] / 1e6:.2f} M "
         f"parameters in {first['parts']} parts of one layer; {first['microbatches']} micro-batches, {first['tokens']} "
         f"bytes a step in rows of {first['length']}; equal tokens are {first['steps']} steps, "
-        f"{first['steps'] * first['tokens'] / 1e6:.2f} M of {first['text'] / 1e6:.0f} M bytes; up to {seeds} seeds "
-        "a run. Means over its seeds; in brackets lowest and highest.",
+        f"{first['steps'] * first['tokens'] / 1e6:.2f} M of {first['text'] / 1e6:.0f} M bytes; "
+        + ("1 seed a run." if seeds == 1 else
+           f"up to {seeds} seeds a run. Means over its seeds; in brackets lowest and highest."),
         *images,
         f"### Perplexity of the whole model\n\n{losses(records)}",
         f"### Perplexity when parts are left out\n\nAfter equal tokens, over the perplexity of the same model with all "

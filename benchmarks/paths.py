@@ -225,9 +225,9 @@ after 1,225 s, not finished).
 
 {table(found["ours"], {"instance": "instance", "rules": "rules", **BOUNDED})}
 
-Each row has all of the rows above it. The bound falls with each freedom, and faster than the plans do: with free slots
-and a free arrangement a bad node may stay unused, and the bound must allow for that. What it does not see is who waits
-for whom on nodes that are not data nodes, and that a part needs replicas near everybody.
+Each row has all of the rows above it. The bound falls with a free arrangement and with more slots, and faster than the
+plans do: with free slots and a free arrangement a bad node may stay unused, and the bound must allow for that. What it
+does not see is who waits for whom on nodes that are not data nodes, and that a part needs replicas near everybody.
 
 ## Baselines
 
@@ -245,8 +245,8 @@ collisions are not looked at, their paths for A are better than ours (35.43 s), 
 
 {table(found["compositions"], {"where": "where", "slices": "slices", "waves": "waves", **BOUNDED})}
 
-Slices overlap transfer and work, and pay wherever links are slow. A wave brings the loss home, but passes every link of
-its way twice: between cities it loses, in one hall it gains what smaller pieces of work gain.
+Slices overlap transfer and work, and pay in both. A wave brings the loss home, but passes every link of its way twice:
+between cities it loses, in one hall it gains what smaller pieces of work gain, but not over slices, which gain it too.
 
 ## Sums of gradients
 

@@ -54,7 +54,7 @@ COMPARES = """\
 P ranks, M micro-batches, v chunks, W waves, s slices. *Idle*: time each rank waits in a step, in forwards of a
 micro-batch on a rank; *peak*: activations of the fullest rank, in micro-batches; both with B = 2 F and free
 messages. A star: holds for some P and M only, and the schedule's page says which. *Bubble* and *peak there* are
-measured by `penstock simulate` at P = {ranks}, M = {microbatches} and the shape of the row. *Weights*: copies of
+those of `penstock simulate` at P = {ranks}, M = {microbatches} and the shape of the row. *Weights*: copies of
 them. `skip` leaves out work, so its row is not comparable."""
 
 Shape = dict[str, int]
@@ -85,7 +85,7 @@ def page(name: str) -> str:
         f"![{alt}](../images/{name}.svg)",
         f"## How it works\n\n{works}",
         f"## Idle time and memory\n\n{formulas(name)}",
-        f"## Measured\n\n{measured(name)}",
+        f"## Simulated\n\n{measured(name)}",
         f"## When to use it, and when not\n\n{when}",
         f"## Reproduce\n\n```sh\n{command('draw', name, shape)} -o {name}.svg\n"
         f"{command('simulate', name, {**NORM, **compared(name)})} --comm 0.05\n```\n",

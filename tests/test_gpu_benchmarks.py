@@ -40,3 +40,11 @@ def test_profiles_come_with_how_far_their_fits_are_off(tmp_path):
     (first,) = json.loads((tmp_path / "found.json").read_text())["rows"]
     assert set(first["worst"]) == set("FBIW")
     assert any("held_out" in point for point in first["profile"]["blocks"]["layer"]["points"])
+
+
+def test_runs_of_the_trainer_come_with_what_they_forecast(tmp_path):
+    run(f"training.py --dry --steps 8 --out {tmp_path}/found.json")
+    (row,) = json.loads((tmp_path / "found.json").read_text())["rows"]
+    assert 0 < row["predicted"] < 10
+    assert row["spread"][0] <= row["seconds"] <= row["spread"][1]
+    assert row["memory"] >= row["memory_early"] > 0

@@ -212,10 +212,23 @@ def slices_table() -> str:
                 predicted = [f"{1e3 * foretold:.0f}", f"{foretold / row['makespan'] - 1:+.1%}"]
             lines.append([name, f"{tokens:,}", str(count), f"{1e3 * row['seconds']:.0f}",
                           f"{whole['seconds'] / row['seconds']:.2f}", f"{(count + 7) / count:.1f}",
-                          most(row["memory"]), percent(row.get("bubble")), *predicted])  # fmt: skip
-    heads = ["slices", "tokens", "sequences", "step, ms", "speed-up", "bound", "memory, GB", "idle", "predicted",
-             "error"]  # fmt: skip
+                          most(row["memory"]), percent(row.get("bubble")),
+                          f"{1e3 * row['makespan']:.0f}" if "makespan" in row else "", *predicted])  # fmt: skip
+    heads = ["slices", "tokens", "sequences", "step, ms", "speed-up", "bound", "memory, GB", "idle", "makespan, ms",
+             "predicted", "error"]  # fmt: skip
     return table(heads, lines)
+
+
+def training_table() -> str:
+    lines = []
+    for row in rows_of("training.json"):
+        who = "one process" if row["ranks"] == 1 else f"{row['ranks']} side by side, {row['schedule']}"
+        told = row["predicted"]
+        lines.append([f"{who}{', recorded' if row['graphs'] else ''}", f"{1e3 * row['seconds']:.0f}",
+                      "" if told is None else f"{1e3 * told:.0f}", f"{row['tokens'] / row['seconds']:,.0f}",
+                      f"{row['memory'] / 1e9:.2f}", percent(row["bubble"]),
+                      percent(row["predicted_bubble"])])  # fmt: skip
+    return table(["", "step, ms", "predicted", "tokens/s", "memory, GB", "bubble", "predicted"], lines)
 
 
 def percent(share: float | None) -> str:
@@ -247,7 +260,7 @@ def page() -> tuple[str, Model]:
         transport=transport_table(transport), hops=hops, waiting=f"{transport['waiting']:.1%}", schedules=schedules,
         median=f"{statistics.median(errors):.1%}", worst=f"{max(errors):.1%}", count=len(errors),
         crowding=f"{model.crowding:.2f}", torch=torch_table(), profiles=profiles_table(),
-        published=published_table(), slices=slices_table(),
+        published=published_table(), slices=slices_table(), training=training_table(),
     ), model  # fmt: skip
 
 

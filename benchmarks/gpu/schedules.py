@@ -1,4 +1,4 @@
-"""Every schedule on one GPU, with its timeline, beside torch's runtime on the same backend.
+"""Eight schedules in twelve shapes, and plans, on one GPU, with timelines, beside torch's runtime on the same backend.
 
     penstock testbed --workers 8 -- python benchmarks/gpu/schedules.py --ranks 8 --tokens 2048 --out schedules-8.json
     penstock testbed --workers 8 -- python benchmarks/gpu/schedules.py --ranks 4 --tokens 2048 --out schedules-4.json
