@@ -157,6 +157,11 @@ def test_what_a_crash_has_left_does_not_get_into_the_next_checkpoint(tmp_path):
     assert newest_good(job.checkpoints).name == "step-00000002"
 
 
+def rewrite(file: Path, **facts: object) -> None:
+    note = file.parent / checkpoint.NOTE
+    note.write_text(json.dumps(json.loads(note.read_text()) | facts))
+
+
 DAMAGES = {
     "a bit": (flip_a_bit, "does not have its checksum"),
     "cut off": (lambda p: p.write_bytes(p.read_bytes()[:-9]), "bytes, not"),
@@ -164,6 +169,10 @@ DAMAGES = {
     "the note": (lambda p: (p.parent / "checkpoint.json").write_text("{"), "cannot be read"),
     "no note": (lambda p: (p.parent / "checkpoint.json").unlink(), "cannot be read"),
     "another note": (lambda p: (p.parent / "checkpoint.json").write_text("[]"), "is not the note of a checkpoint"),
+    "its version": (lambda p: rewrite(p, version="2"), "version cannot be that"),
+    "its step": (lambda p: rewrite(p, step="x"), "step cannot be that"),
+    "its model": (lambda p: rewrite(p, model=[]), "model cannot be that"),
+    "its files": (lambda p: rewrite(p, files={p.name: {}}), "files cannot be that"),
 }
 
 
@@ -292,6 +301,9 @@ def test_an_export_does_not_overwrite(tmp_path):
         ({"attention_bias": True}, "attention_bias"),
         ({"hidden_act": "gelu"}, "hidden_act"),
         ({"head_dim": 7}, "head_dim"),
+        ({"hidden_size": None}, "does not say the sizes of a model"),
+        ({"num_attention_heads": 0}, "does not say the sizes of a model"),
+        ({"vocab_size": "many"}, "does not say the sizes of a model"),
     ],
 )
 def test_a_folder_of_a_model_that_ours_is_not_is_refused(change, words, tmp_path):

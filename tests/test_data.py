@@ -294,6 +294,9 @@ def test_a_tokenizer_json_makes_the_words_that_its_own_library_makes(tmp_path):
     end = theirs.token_to_id("</s>")
     assert corpus.tokens.tolist() == [*theirs.encode("the cat").ids, end, *theirs.encode("the dog").ids, end]
     assert ours.vocab == theirs.get_vocab_size()
+    (tmp_path / "half.jsonl").write_text('{"text": "the"}\n{"text": "\\ud800"}\n')
+    with pytest.raises(FileError, match=r"half\.jsonl:2 is not text"):
+        open_corpus(replace(Data(), sources=(str(tmp_path / "half.jsonl"),), tokenizer=path), tmp_path / "cache")
     with pytest.raises(FileError, match="byte 0 is no UTF-8"):
         ours.encode(b"\xff", "some file")
 
@@ -305,3 +308,18 @@ def test_a_tokenizer_that_is_none_is_said_so(tmp_path):
     Path(tmp_path / "bad.json").write_text("{}")
     with pytest.raises(FileError, match="is no tokenizer"):
         tokenizer_of(str(tmp_path / "bad.json"))
+
+
+def test_a_tokenizer_with_gaps_has_a_place_for_every_number(tmp_path):
+    tokenizers = pytest.importorskip("tokenizers")
+    theirs = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 5, "<unk>": 999}, unk_token="<unk>"))
+    theirs.save(str(tmp_path / "tokenizer.json"))
+    assert tokenizer_of(str(tmp_path / "tokenizer.json")).vocab == 1000
+
+
+def test_a_cache_is_for_all_who_may_read_files(tmp_path):
+    (tmp_path / "a.txt").write_text("some text " * 10)
+    open_corpus(replace(Data(), sources=(str(tmp_path / "a.txt"),), tokens=10), tmp_path / "cache")
+    plain = tmp_path / "plain"
+    plain.touch()
+    assert {file.stat().st_mode for file in (tmp_path / "cache").iterdir()} == {plain.stat().st_mode}

@@ -15,7 +15,7 @@ from penstock.cli_forecast import devices, hint
 from penstock.cost import ModelCost, PausedCost, Profile, Seconds, write_profile
 from penstock.cost.profile import Point, block, enlarged
 from penstock.errors import ShapeError
-from penstock.forecast import PROFILE, forecast, known, machine_of
+from penstock.forecast import PROFILE, forecast, known, machine_of, mark_of
 from penstock.ir import Action, MicroBatch, Op, Stage, needs
 from penstock.ir.schedule import schedule_of
 from penstock.models import GPTConfig, LlamaConfig
@@ -149,12 +149,20 @@ def test_a_sample_of_a_large_model_is_taken_in_proportion():
 def test_a_forecast_is_found_again_unless_it_is_of_other_micro_batches(tmp_path):
     plan = Plan(make("1f1b", ranks=2, microbatches=8), "1f1b", (2, 2))
     assert known(tmp_path, CONFIG, plan) is None
-    write_profile(profile_of(0.1), tmp_path / PROFILE)
+    profile = profile_of(0.1)
+    write_profile(profile, tmp_path / PROFILE)
+    assert known(tmp_path, CONFIG, plan) is None  # nobody knows of what
+    write_profile(replace(profile, device=(*profile.device, ("run", mark_of(CONFIG, plan)))), tmp_path / PROFILE)
     found = known(tmp_path, CONFIG, plan)
     assert found is not None
-    assert found.seconds == pytest.approx(forecast(CONFIG, plan, profile_of(0.1), 2).seconds)
-    assert known(tmp_path, replace(CONFIG, data=replace(CONFIG.data, batch=64)), plan) is None
-    assert known(tmp_path, replace(CONFIG, run=replace(CONFIG.run, graphs=True)), plan) is None
+    assert found.seconds == pytest.approx(forecast(CONFIG, plan, profile, 2).seconds)
+    longer = replace(CONFIG, run=replace(CONFIG.run, steps=1000, seed=3))
+    assert known(tmp_path, longer, plan) is not None
+    for section, change in {"data": {"batch": 64}, "run": {"graphs": True}, "model": {"width": 8}}.items():
+        other = replace(CONFIG, **{section: replace(getattr(CONFIG, section), **change)})
+        assert known(tmp_path, other, plan) is None
+    sliced = Plan(make("seq1f1b", ranks=2, microbatches=8, slices=2), "seq1f1b", (2, 2))
+    assert known(tmp_path, CONFIG, sliced) is None
 
 
 def test_a_report_lays_the_forecast_over_what_was_measured_and_names_the_largest_difference():

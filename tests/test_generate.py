@@ -111,3 +111,20 @@ def test_a_text_longer_than_the_positions_goes_on_in_windows():
     windows = [call for call in calls if call > 1]
     assert windows == [len(PROMPT), 32, 32, 32]
     assert sum(calls) < 2 * len(row)
+
+
+def test_words_that_the_tokenizer_does_not_have_are_never_drawn():
+    model = trained(LlamaConfig(1024, 32, 3, 4, 2, 48))
+    for temperature in (0.0, 1.3):
+        assert generate(model, "def ", 40, temperature).startswith("def ")
+
+
+def test_a_temperature_next_to_nothing_takes_the_likeliest_word():
+    model = trained(LLAMA)
+    assert generate(model, "def ", 20, 1e-40) == generate(model, "def ", 20, 0.0)
+
+
+def test_a_prompt_may_be_any_bytes_and_a_seed_may_not_be_any_number():
+    assert generate(trained(LLAMA), "\udcff", 0) == "\ufffd"
+    with pytest.raises(ShapeError, match="is no seed"):
+        generate(trained(LLAMA), "def ", 1, seed=10**30)

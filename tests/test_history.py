@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from penstock.train.history import WANDB, History, Row
+from penstock import make
+from penstock.errors import FileError
+from penstock.train.history import WANDB, History, Row, read_rows, read_timeline
 
 REAL = importlib.util.find_spec("wandb") is not None
 
@@ -114,3 +116,18 @@ def test_tensorboard_gets_every_figure(tmp_path):
     found.Reload()
     assert [event.value for event in found.Scalars("loss")] == [3.0, 1.5]
     assert [event.step for event in found.Scalars("evaluation")] == [2]
+
+
+@pytest.mark.parametrize("line", ['{"step": "1"}', '{"loss": [1]}', "[]", "3"])
+def test_a_line_that_is_no_step_is_named(line, tmp_path):
+    (tmp_path / "metrics.jsonl").write_text(f"{line}\n" * 2)
+    with pytest.raises(FileError, match="1: this line is no step of a run"):
+        read_rows(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["null", "[]", "{}", '{"step": 1, "start": [1], "end": [2], "cause": [0]}',
+                                  '{"step": 1, "start": ["a"]}'])  # fmt: skip
+def test_a_timeline_that_is_none_is_said_so(text, tmp_path):
+    (tmp_path / "timeline.json").write_text(text)
+    with pytest.raises(FileError, match="is no timeline of this run"):
+        read_timeline(tmp_path, make("1f1b", ranks=2, microbatches=2))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from penstock import UnitCost, make, simulate
+from penstock import ModelCost, PartCost, Seconds, UnitCost, make, simulate
 from penstock.cost.columns import columns
 from penstock.errors import ShapeError
 from penstock.schedules.listing import backward_first, defer_weights, in_turn, list_schedule, oldest_first
@@ -106,3 +106,24 @@ def test_compiled_and_plain_loops_make_the_same_schedule(monkeypatch):
     fast = simulate(compiled, cost)
     monkeypatch.undo()
     assert np.array_equal(fast.start, simulate(plain, cost).start)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_bytes_that_are_no_round_numbers_neither_stall_it_nor_pass_the_cap(recompute):
+    rng = np.random.default_rng(7)
+    for _ in range(40):
+        ranks, count = int(rng.integers(2, 6)), int(rng.integers(1, 9))
+        parts = tuple(
+            PartCost(Seconds(*rng.random(1)), Seconds(*rng.random(1)), Seconds(*rng.random(1)),
+                     held=float(rng.uniform(1e7, 1e10)), kept=float(rng.uniform(1e6, 1e7)),
+                     message=float(rng.uniform(1e5, 1e6)), recompute=recompute)
+            for _ in range(ranks)
+        )  # fmt: skip
+        cost, stages = ModelCost(parts), looped(ranks)
+        least = max(least_caps(stages, through(stages, count), cost, split=True))
+        for cap in (least, 2.5 * least):
+            found = list_schedule(stages, through(stages, count), cost, cap, split=True)
+            assert max(simulate(found, cost).peak_activations) <= cap * (1 + 1e-9)
+        split = split_backward(make("gpipe", ranks=ranks, microbatches=count))
+        before, after = (simulate(one, cost).peak_activations for one in (split, defer_weights(split, cost)))
+        assert (after <= before * (1 + 1e-9)).all()

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from penstock import lower, simulate, verify
+from penstock import PartCost, Seconds, lower, simulate, verify
 from penstock.cost import Cluster, Node
 from penstock.errors import ShapeError
 from penstock.ir import dump_plan, load_plan
@@ -22,7 +22,7 @@ from penstock.plan.baselines import full, random_paths, shortest_paths
 from penstock.plan.draft import Draft, run
 from penstock.plan.path_bounds import path_bound
 from penstock.plan.paths import as_file, plan_paths, rule_faults, schedule_from
-from penstock.plan.problem import PUBLISHED, Problem, even_parts
+from penstock.plan.problem import PUBLISHED, Problem, even_parts, halves_of
 from penstock.plan.recovery import replan
 from penstock.plan.rotation import met, rotate
 from penstock.plan.rules import Rules, order_fault, subsets
@@ -491,3 +491,21 @@ def test_what_does_not_fit_is_refused_with_both_numbers(how, says):
 def test_too_few_nodes_are_refused():
     with pytest.raises(ShapeError, match="3 nodes cannot hold 4 parts"):
         plan_paths(geo(3), even_parts(4, 0.5), 3, Rules(share=0.25))
+
+
+def test_a_part_that_nobody_visits_has_nothing_to_sum():
+    cluster = Cluster.even(6, bandwidth=1.0)
+    found = plan_paths(cluster, even_parts(4, 1.0), 1, Rules(share=0.5), data_nodes=1, gradients=100.0, iterations=50,
+                       seconds=10)  # fmt: skip
+    for node in range(6):
+        if [node] != list(found.partitions[0]):
+            left = replan(found, [node])
+            assert left.bound <= left.makespan
+
+
+def test_a_wave_keeps_a_backward_in_one_piece():
+    part = PartCost(Seconds(1), Seconds(1), Seconds(1), B=Seconds(1.5))
+    assert Seconds(2.25) == halves_of((part,) * 3)[-1].B
+    plain = PartCost(Seconds(1), Seconds(1), Seconds(1))
+    assert halves_of((plain,) * 3)[-1].B is None
+    assert Seconds(2.75) == halves_of((part, part, plain))[-1].B

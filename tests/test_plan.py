@@ -84,3 +84,9 @@ def test_the_best_survives_a_plan_file():
     assert plan.schedule == best.schedule
     assert plan.facts["makespan"] == best.makespan
     assert plan.facts["memory"] == 4.0
+
+
+def test_no_limit_is_as_good_as_a_huge_one():
+    for ranks, count in ((4, 4), (4, 8), (8, 8)):
+        free, huge = (portfolio(ranks, count, UnitCost(comm=0.1), memory, slices=1, stages=2) for memory in (None, 1e9))
+        assert free.best.makespan == pytest.approx(huge.best.makespan)

@@ -9,10 +9,12 @@ import numpy as np
 import pytest
 import simpy
 
-from penstock import ModelCost, Network, PartCost, Seconds, UnitCost, make, needs, simulate
+from penstock import ModelCost, Network, PartCost, Seconds, UnitCost, lower_bound, make, needs, simulate
 from penstock.cost import NoisyCost
+from penstock.cost.columns import columns
 from penstock.errors import ShapeError
 from penstock.ir import MicroBatch, Op, Stage, parse_action, schedule_of
+from penstock.schedules.listing import in_turn
 from random_schedules import random_schedule
 
 
@@ -199,3 +201,17 @@ def test_a_cost_for_too_few_parts_or_ranks_says_so():
         simulate(schedule, ModelCost((part,) * 3, speeds=(1.0,)))
     with pytest.raises(ShapeError, match="matrix is for 1 ranks"):
         simulate(schedule, ModelCost((part,) * 3, Network(latency=((0.0,),))))
+
+
+def test_a_gradient_is_as_large_as_what_came_on_its_own_path():
+    sizes = (1000.0, 1.0, 1.0)
+    parts = tuple(PartCost(Seconds(1), Seconds(1), Seconds(1), message=size) for size in sizes)
+    cost = ModelCost(parts, Network(0.0, 1.0))
+    paths = [MicroBatch(path) for path in ((0, 2), (1, 2), (2,))]
+    schedule = in_turn([Stage(0, 0), Stage(1, 1), Stage(2, 2)], paths)
+    sizes = columns(schedule, cost).bytes.tolist()
+    for number, size in enumerate(sizes):
+        assert size in (0.0, cost.message(schedule, schedule.table.action(number)))
+    assert sizes.count(1000.0) == 2
+    found = simulate(schedule, cost)
+    assert found.makespan >= lower_bound(schedule, cost)

@@ -603,3 +603,15 @@ def test_nonsense_is_refused_with_its_numbers(message, work):
 def test_units_of_work_can_be_planned_as_well():
     plans = sliced_plans(2, 2, 16, UnitCost(comm=0.05), 4, slices=(2,), waves=(1,))
     assert plans.best.candidate.makespan >= 6
+
+
+@pytest.mark.parametrize("seconds", [lambda n: max(1.0, n / 16), lambda n: n**1.2 / 64])
+def test_a_cost_that_is_no_formula_has_a_bound_below_its_plan(seconds):
+    class Odd:
+        def of(self, tokens, prefix):
+            return seconds(tokens)
+
+    cost = ModelCost((PartCost(Odd(), Odd(), Odd()),) * 4)
+    found = plan_documents(document_desk(4, cost, 256, 8, 64), [256])
+    assert 0 < found.bound <= found.latency
+    assert sliced_plans(4, 4, 2048, cost, 8).rows[0].candidate.makespan > 0

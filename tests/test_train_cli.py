@@ -27,7 +27,7 @@ from penstock.train.corpus import open_corpus
 from penstock.train.history import Row, read_rows
 from penstock.train.launcher import _story
 from penstock.train.loop import Trainer, describe
-from penstock.train.worker import job_of, sizes_for
+from penstock.train.worker import failure, job_of, sizes_for
 
 SMALL = """
 [model]
@@ -223,6 +223,72 @@ def test_what_one_rank_cannot_begin_with_is_said_once_and_not_tried_again_and_ag
     done = subprocess.run([sys.executable, "-c", code], cwd=text, env=environment(), capture_output=True, text=True,
                           timeout=150, check=False)  # fmt: skip
     assert "FileError: cannot read gone.txt" in done.stderr
+
+
+def test_two_processes_do_not_train_in_one_folder(text, here):
+    process = start(text, "train config.toml --set run.steps=4000 --set run.save=0 --sample 0")
+    wait_for(text / "runs" / "config", 2)
+    done = here("train config.toml --set run.folder=runs/config")
+    process.kill()
+    process.communicate()
+    assert done.code == 2
+    assert "another process trains in runs/config" in done.err
+
+
+def test_a_second_ctrl_c_ends_all_at_once(text):
+    process = start(text, "train config.toml --set run.steps=4000 --set run.save=0 --sample 0")
+    folder = text / "runs" / "config"
+    wait_for(folder, 2)
+    pids = [int(file.read_text()) for file in (folder / "ranks").glob("*.pid")]
+    assert len(pids) == 2
+    process.send_signal(signal.SIGINT)
+    while not (folder / "stop").exists():
+        time.sleep(0.001)
+    process.send_signal(signal.SIGINT)
+    begin = time.monotonic()
+    _, err = process.communicate(timeout=100)
+    assert time.monotonic() - begin < 30
+    assert process.returncode in (0, 130), err
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+def test_a_folder_may_have_brackets_in_its_name(text, here):
+    done = here("train config.toml --set run.steps=2 --set 'run.folder=a[/b] [red]x' --sample 0")
+    assert done.code == 0, done.err
+    assert "report      a[/b] [red]x/report.html" in done.out
+
+
+def test_words_of_a_shape_that_would_change_nothing_are_refused(text, here):
+    done = here("train config.toml --dry-run --set schedule.name=auto --set schedule.waves=3 --set schedule.split=true")
+    assert done.code == 2
+    assert "auto picks the shape, so schedule.waves and schedule.split would change nothing" in done.err
+    assert here("draw 1f1b --ranks 2 --microbatches 4 -o own.json").code == 0
+    done = here("train config.toml --dry-run --set schedule.name=own.json --set schedule.slices=3")
+    assert "own.json has a shape of its own, so schedule.slices would change nothing" in done.err
+
+
+def test_a_run_goes_on_with_its_own_copy_of_a_tokenizer(text, here):
+    tokenizers = pytest.importorskip("tokenizers")
+    words = {"<unk>": 0, "the": 1, "cats": 2, "sat": 3, "on": 4, "mats": 5, "and": 6, "said": 7}
+    theirs = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<unk>"))
+    theirs.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    theirs.save(str(text / "own.json"))
+    line = "train config.toml --set data.tokenizer=own.json --set run.folder=runs/words --set run.steps=3 --sample 3"
+    assert here(line).code == 0
+    (text / "own.json").unlink()
+    assert here("eval runs/words --batches 1").code == 0
+    more = here("train runs/words --resume --set run.steps=5 --sample 0")
+    assert more.code == 0, more.err
+    assert "trained 5 steps" in more.out
+
+
+def test_a_full_disk_is_said_though_nothing_can_be_written(tmp_path):
+    (tmp_path / "failure.json").touch()
+    found = failure(tmp_path)
+    assert found is not None
+    assert "No space left on device" in found.text
 
 
 def test_a_rank_without_memory_is_tried_once_more_and_then_says_so(text, here):

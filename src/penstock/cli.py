@@ -225,7 +225,8 @@ def check(
         return
     console().print(
         f"{file} is a schedule: {schedule.ranks} ranks, {len(schedule.microbatches)} micro-batches, {schedule.actions} "
-        f"actions in an order that runs; {len(transfers)} messages, none of which can block another for ever."
+        f"actions in an order that runs; {len(transfers)} messages, none of which can block another for ever.",
+        markup=False,
     )
     if kept is not None:
         console().print("Its paths keep to the rules.")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import gcd, inf
+from math import gcd
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Optional
 
@@ -29,6 +29,7 @@ Tokens = Annotated[
     Optional[int], typer.Option(help="With --profile: tokens of a sequence, of which cuts are shares.")  # noqa: UP045
 ]
 MIB = 2.0**20
+LONGEST = 1e12  # time of one action: sums of more are no numbers
 FINE = 16  # tokens that cuts are multiples of, if kernels do not ask for more
 
 
@@ -70,6 +71,8 @@ class Price:
 
     def memory(self, given: float | None) -> float | None:
         """A memory that was given, as the cost counts it."""
+        if given is not None and not given > 0:
+            raise ShapeError(f"--memory {given:g} is no memory; it must be a number above 0")
         return given if self.profile is None or given is None else given * MIB
 
     def facts(self, file: Path | None, memory: float | None) -> Facts:
@@ -111,9 +114,9 @@ def price_of(
 
 
 def _time(option: str, value: float) -> float:
-    if not 0 <= value < inf or (value == 0 and option != "--comm"):
+    if not 0 <= value <= LONGEST or (value == 0 and option != "--comm"):
         least = "0 or more" if option == "--comm" else "more than 0"
-        raise ShapeError(f"{option} {value:g} is no time; it must be a finite number, {least}")
+        raise ShapeError(f"{option} {value:g} is no time; it must be {least}, and at most {LONGEST:g}")
     return value
 
 

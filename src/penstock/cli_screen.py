@@ -25,7 +25,7 @@ def write(output: Path, text: str, quiet: bool = False) -> None:
         hint = "make room" if error.errno == ENOSPC else "name a file in a folder that exists"
         raise FileError(f"cannot write {output}: {error.strerror}\n  {hint}") from None
     if not quiet:
-        console(stderr=True).print(f"wrote {output}", highlight=False)
+        console(stderr=True).print(f"wrote {output}", highlight=False, markup=False, soft_wrap=True)
 
 
 def console(stderr: bool = False) -> Console:
@@ -33,6 +33,13 @@ def console(stderr: bool = False) -> Console:
     from rich.console import Console
 
     return Console(stderr=stderr)
+
+
+def tell(name: str, words: str) -> None:
+    """A line to stderr: what it is about, and the words."""
+    from rich.markup import escape
+
+    console(stderr=True).print(f"[dim]{name:<9}[/] {escape(words)}", highlight=False, soft_wrap=True)
 
 
 def progress(what: str) -> AbstractContextManager[Status | None]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Optional
 import typer
 
 from penstock.cli_forecast import devices, devices_are_cpus, forecast_of, predicted, prediction, print_memory
-from penstock.cli_screen import console, counting, progress, write
+from penstock.cli_screen import console, counting, progress, tell, write
 from penstock.errors import ConfigError, FileError, RunError
 from penstock.screen import Screen, in_seconds, log_to
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from penstock.session import Summary
     from penstock.train.config import Config
     from penstock.train.corpus import Corpus
+    from penstock.train.lock import Lock
     from penstock.train.worker import Verdict
 
 RUNS, TINY, SAMPLE = Path("runs"), "tiny", "sample.txt"
@@ -39,7 +40,7 @@ def train(
     preset: NoPreset = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest good checkpoint.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show plan, memory and speed; train nothing.")] = False,
-    sample: Annotated[int, typer.Option(help="Tokens of the sample at the end; 0: none.")] = 200,
+    sample: Annotated[int, typer.Option(min=0, help="Tokens of the sample at the end; 0: none.")] = 200,
 ) -> None:
     """Train a model. Without a config: a small Llama on Python's own source, on four local workers, in a minute.
 
@@ -49,6 +50,7 @@ def train(
     """
     _needs_torch()
     from penstock.train.launcher import launch, tame, under_launcher
+    from penstock.train.lock import locking
     from penstock.train.mesh import check_gpus
 
     config, folder = _config(source, preset, changes or [], resume or dry_run)
@@ -59,18 +61,19 @@ def train(
         return
     if not dry_run:
         _refuse(config, folder, resume)
-    config, plan, corpus = _prepared(config, folder, resume, write=not dry_run)
-    check_gpus(config, plan.schedule.ranks)
-    _announce(config, plan, folder, corpus)
-    if dry_run:
-        found = forecast_of(config, plan)
-        print_memory(found, config)
-        console().print(f"predicted: {predicted(found, config)}", highlight=False, soft_wrap=True)
-        return
-    if config.run.forecast:
-        _tell("predicted", prediction(config, plan, folder))
-    verdict = launch(rank, folder, plan.schedule.ranks * config.mesh.size, config.run.restarts, resume)
-    _ending(folder, verdict, sample)
+    with locking() as lock:
+        config, plan, corpus = _prepared(config, folder, resume, None if dry_run else lock)
+        check_gpus(config, plan.schedule.ranks)
+        _announce(config, plan, folder, corpus)
+        if dry_run:
+            found = forecast_of(config, plan)
+            print_memory(found, config)
+            console().print(f"predicted: {predicted(found, config)}", highlight=False, soft_wrap=True)
+            return
+        if config.run.forecast:
+            tell("predicted", prediction(config, plan, folder))
+        verdict = launch(rank, folder, plan.schedule.ranks * config.mesh.size, config.run.restarts, resume)
+        _ending(folder, verdict, sample)
 
 
 def init(
@@ -104,7 +107,7 @@ def export(
     from penstock.train.generate import export as write_folder
 
     trained = write_folder(run, output)
-    console().print(f"wrote {output}: {trained.path}", highlight=False)
+    console().print(f"wrote {output}: {trained.path}", highlight=False, markup=False, soft_wrap=True)
 
 
 def generate(
@@ -193,6 +196,7 @@ def _config(source: Path | None, preset: str | None, changes: list[str], exists:
     else:
         config = read_config(source / "config.toml" if inside else source, changes)
     from penstock.train.launcher import restarted, under_launcher
+    from penstock.train.worker import at_home
 
     name = source.stem if source is not None and not inside else preset or TINY
     if under_launcher() and not inside and not config.run.folder:
@@ -204,7 +208,7 @@ def _config(source: Path | None, preset: str | None, changes: list[str], exists:
         folder = Path(config.run.folder) if config.run.folder else _new_folder(name, exists)
     if not exists and not restarted() and folder.is_dir() and any(folder.glob("checkpoints/step-*")):
         raise ConfigError(f"{folder} has a run already\n  go on with --resume, or name another run.folder")
-    return replace(config, run=replace(config.run, folder=str(folder))), folder
+    return at_home(replace(config, run=replace(config.run, folder=str(folder))), folder), folder
 
 
 def _new_folder(name: str, exists: bool) -> Path:
@@ -231,10 +235,8 @@ def _refuse(config: Config, folder: Path, resume: bool) -> None:
         raise nothing_to_resume(folder / "checkpoints")
 
 
-def _prepared(
-    config: Config, folder: Path, resume: bool, write: bool = True
-) -> tuple[Config, Plan, Corpus | None]:
-    """Plans, reads the text, and writes down what every rank will read; without writing, text is only looked for."""
+def _prepared(config: Config, folder: Path, resume: bool, lock: Lock | None) -> tuple[Config, Plan, Corpus | None]:
+    """Plans, reads the text, and writes down what every rank will read; without a lock, text is only looked for."""
     from dataclasses import replace
 
     from penstock.ir import dump_plan, write_plan
@@ -248,7 +250,7 @@ def _prepared(
 
     with progress("planning"):
         config, plan = planned(config, sizes_for(config).layers)
-    if not write:
+    if lock is None:
         files_of(config.data)
         return config, plan, None
     with counting("reading text") as watch:
@@ -260,6 +262,7 @@ def _prepared(
     config = anchored(config)
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        lock.claim(folder)
         (folder / CONFIG).write_text(dump_config(config, f"penstock train {folder} --resume"), encoding="utf-8")
         keep_tokenizer(config.data.tokenizer, folder)
     except OSError as error:
@@ -288,7 +291,7 @@ def _announce(config: Config, plan: Plan, folder: Path, corpus: Corpus | None) -
         ("workers", devices(config, ranks * mesh.size)),
         ("folder", str(folder)),
     ):  # fmt: skip
-        _tell(name, words)
+        tell(name, words)
 
 
 def _said_of(corpus: Corpus, config: Config) -> str:
@@ -296,10 +299,6 @@ def _said_of(corpus: Corpus, config: Config) -> str:
     epochs = config.run.steps * config.data.batch / corpus.trained
     return (f"{len(corpus.tokens):,} tokens: {corpus.trained:,} sequences to train on, {corpus.held_out:,} held out; "
             f"{config.run.steps} steps are {epochs:.3g} epochs")  # fmt: skip
-
-
-def _tell(name: str, words: str) -> None:
-    console(stderr=True).print(f"[dim]{name:<9}[/] {words}", highlight=False, soft_wrap=True)
 
 
 # ---------------------------------------------------------------- meanwhile
@@ -322,14 +321,15 @@ def _as_a_rank(config: Config, folder: Path, resume: bool, sample: int) -> None:
     import os
 
     from penstock.train.launcher import after_first, forget, restarted
+    from penstock.train.lock import Lock
     from penstock.train.worker import join
 
-    comm = join(config)
+    comm, lock = join(config), Lock()
 
     def prepare() -> None:
+        told, plan, corpus = _prepared(config, folder, resume and not restarted(), lock)
         if not restarted():
             forget(folder)
-        told, plan, corpus = _prepared(config, folder, resume and not restarted())
         if plan.schedule.ranks * told.mesh.size != comm.ranks:
             words = told.mesh.over(plan.schedule.ranks)
             raise ConfigError(f"the schedule has {words}, but {comm.ranks} were launched")
@@ -379,7 +379,7 @@ def _print_ending(folder: Path, verdict: Verdict, found: Summary) -> None:
     lines.append(f"checkpoint  {folder / 'checkpoints' / f'step-{verdict.step:08d}'}")
     if verdict.stopped:
         lines.append(f"go on with  penstock train {folder} --resume")
-    console().print("\n".join(lines), highlight=False, soft_wrap=True)
+    console().print("\n".join(lines), highlight=False, markup=False, soft_wrap=True)
 
 
 # ---------------------------------------------------------------- screens and files

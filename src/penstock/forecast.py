@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from hashlib import sha256
 from itertools import pairwise
 from math import gcd
 from pathlib import Path
@@ -148,7 +149,8 @@ def profiled(config: Config, plan: Plan, machine: Machine) -> Profile:
     )  # fmt: skip
     found = profile(request, machine.processors)
     assert found is not None, "only under torchrun, where no forecast is made"
-    return enlarged(found, config.rows, tokens) if less else found
+    found = enlarged(found, config.rows, tokens) if less else found
+    return replace(found, device=(*found.device, ("run", mark_of(config, plan))))
 
 
 def sample(flops: float, rows: int, tokens: int, cuts: Iterable[tuple[int, ...]], most: float) -> tuple[int, int]:
@@ -167,14 +169,20 @@ def sample(flops: float, rows: int, tokens: int, cuts: Iterable[tuple[int, ...]]
     return fewer, short
 
 
+def mark_of(config: Config, plan: Plan) -> str:
+    """Of all that a profile depends on, but for the machine: runs with the same mark have the same one."""
+    data, run = config.data, config.run
+    cuts = sorted({stretch(one, data.tokens).cuts for one in plan.schedule.microbatches})
+    parts = (config.model, config.mesh, config.rows, data.tokens, data.tokenizer, data.separate, run.precision,
+             run.graphs, run.device, run.threads, plan.schedule.ranks, plan.partition, cuts)  # fmt: skip
+    return sha256(repr(parts).encode("utf-8", "surrogateescape")).hexdigest()[:16]
+
+
 def known(folder: Path, config: Config, plan: Plan) -> Forecast | None:
-    """The forecast of a run, by the profile in its folder; None without one, or if it is of other micro-batches, or of
-    actions that are recorded where the run's are not."""
+    """The forecast of a run, by the profile in its folder; None without one, or if it is of another run."""
     if not (folder / PROFILE).is_file():
         return None
     profile = read_profile(folder / PROFILE)
-    if bool(dict(profile.device).get("recorded")) != config.run.graphs:
-        return None
-    if (profile.tokens, profile.rows, profile.layers) != (config.data.tokens, config.rows, sum(plan.partition)):
+    if dict(profile.device).get("run") != mark_of(config, plan):
         return None
     return forecast(config, plan, profile, int(dict(profile.device).get("ranks") or 1))

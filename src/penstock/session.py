@@ -24,7 +24,7 @@ from penstock.plan import as_plan, portfolio, title
 from penstock.schedules import make
 from penstock.schedules.transforms import replicate
 from penstock.sim import simulate
-from penstock.train.config import AUTO, Config, check
+from penstock.train.config import AUTO, Config, Shape, check
 from penstock.train.config_file import read_config
 from penstock.train.history import Row, read_rows, read_timeline
 from penstock.view import Line, report
@@ -38,6 +38,7 @@ SHAPE = ("ranks", "microbatches", "waves", "chunks", "slices", "skips")
 def planned(config: Config, layers: int) -> tuple[Config, Plan]:
     """The schedule that a config asks for, for so many layers; a file brings its own ranks and micro-batches."""
     shape = config.schedule
+    _refuse_unused(shape)
     if Path(shape.name).suffix in (".json", ".csv"):
         plan = _from_file(Path(shape.name))
         counted = replace(shape, ranks=plan.schedule.ranks, microbatches=len(plan.schedule.microbatches), copies=1)
@@ -53,6 +54,17 @@ def planned(config: Config, layers: int) -> tuple[Config, Plan]:
     for microbatch in set(plan.schedule.microbatches):
         stretch(microbatch, config.data.tokens)  # refuses more slices than tokens
     return config, _cut(plan, config, layers)
+
+
+def _refuse_unused(shape: Shape) -> None:
+    """A word that would change nothing is a mistake: a file has its own shape, and `auto` picks one."""
+    if shape.name != AUTO and Path(shape.name).suffix not in (".json", ".csv"):
+        return
+    given = [f"schedule.{word}" for word in (*SHAPE[2:], "split") if getattr(shape, word)]
+    if given:
+        who = "auto picks the shape" if shape.name == AUTO else f"{shape.name} has a shape of its own"
+        raise ConfigError(f"{who}, so {' and '.join(given)} would change nothing\n  name a schedule in schedule.name "
+                          "(`penstock list`), or leave the rest out")  # fmt: skip
 
 
 def _title(name: str, given: Mapping[str, int]) -> str:

@@ -14,6 +14,8 @@ from penstock.ir.needs import BACKWARD, FORWARD, WEIGHTS
 from penstock.ir.schedule import Schedule
 from penstock.ir.table import Floats, Ints, Table
 
+ABSENT = -2  # of a path that does not come to a stage
+
 
 @dataclass(frozen=True, slots=True)
 class Columns:
@@ -33,13 +35,14 @@ def columns(schedule: Schedule, cost: Cost) -> Columns:
     """All of a cost for all of a schedule."""
     table, codes = schedule.table, _codes(schedule)
     target = table.target()
-    size = np.where(target >= 0, _each(schedule, codes, cost.message), 0.0)
+    size = np.where(target >= 0, _each(schedule, _codes_by_path(schedule, codes), cost.message), 0.0)
     held, kept = _each(schedule, codes, cost.held), _each(schedule, codes, cost.kept)
     pause = _each(schedule, codes, cost.pause) if isinstance(cost, PausingCost) else np.zeros(len(table))
+    loss = _losses(table, held, kept)  # below 0 if an I keeps more for its W than F had left: what is computed again
     return Columns(
         _each(schedule, codes, cost.seconds),
-        np.where(table.kind == FORWARD, held, 0.0),
-        _losses(table, held, kept),
+        np.where(table.kind == FORWARD, held, 0.0) + np.maximum(-loss, 0.0),
+        np.maximum(loss, 0.0),
         size,
         *_links(schedule, cost, target, size),
         pause,
@@ -80,6 +83,24 @@ def _codes(schedule: Schedule) -> tuple[Ints, Ints]:
     renumber = np.zeros(size, dtype=np.int64)
     renumber[used] = np.arange(len(used))
     return example[used], renumber[code]
+
+
+def _codes_by_path(schedule: Schedule, codes: tuple[Ints, Ints]) -> tuple[Ints, Ints]:
+    """The same, for what depends on the stage before too: a gradient is as large as what came from there."""
+    rows: dict[int, int] = {}  # of paths that are the same object, which most are
+    paths = [microbatch.path for microbatch in schedule.microbatches]
+    mine = np.array([rows.setdefault(id(path), len(rows)) for path in paths])
+    before = np.full((len(rows), len(schedule.stages)), ABSENT, dtype=np.int64)
+    for path, row in zip(paths, mine.tolist(), strict=True):
+        if before[row, path[0]] == ABSENT:
+            before[row, list(path)] = (-1, *path[:-1])
+    least = np.where(before == ABSENT, len(schedule.stages), before).min(axis=0)
+    if (before.max(axis=0) <= least).all():  # one and the same on all paths
+        return codes
+    table, (_, numbers) = schedule.table, codes
+    code = numbers * (len(schedule.stages) + 1) + 1 + before[mine[table.microbatch], table.stage]
+    _, examples, renumbered = np.unique(code, return_index=True, return_inverse=True)
+    return examples, renumbered
 
 
 def _each(schedule: Schedule, codes: tuple[Ints, Ints], ask: Callable[[Schedule, Action], float]) -> Floats:

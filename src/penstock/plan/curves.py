@@ -15,6 +15,7 @@ import numpy as np
 
 from penstock.cost.cost import Cost
 from penstock.cost.curve import Seconds
+from penstock.cost.fit import least_squares
 from penstock.errors import ShapeError
 from penstock.ir.action import Action, Op
 from penstock.ir.schedule import MicroBatch, Schedule, Stage
@@ -198,12 +199,14 @@ def _patterns(tokens: int) -> list[tuple[int, ...]]:
 
 def _fitted(spans: Sequence[tuple[int, int]], answers: Floats) -> tuple[Seconds, float]:
     """The curve nearest to the answers, and the largest error by its share; terms that make no difference are 0."""
+    if not answers.any():
+        return NOTHING, 0.0
     begin, end = np.array(spans, dtype=np.float64).T
     size, tokens = end.max(), end - begin
     scale = np.array([1.0, size, size, size * size])
     terms = np.stack([np.ones(len(begin)), tokens, begin, tokens * begin + tokens * tokens / 2], axis=1) / scale
     weight = np.maximum(answers, answers.max() * 1e-6 + 1e-300)
-    found = np.linalg.lstsq(terms / weight[:, None], answers / weight, rcond=None)[0]
+    found = least_squares(terms / weight[:, None], answers / weight)  # none below 0: no work takes time back
     found[np.abs(found) < 1e-12 * np.abs(found).max()] = 0.0
     error = float(np.max(np.abs(terms @ found - answers) / weight))
     return Seconds(*(found / scale).tolist()), error

@@ -117,7 +117,8 @@ def _given(problem: Problem, labels: Ints) -> float:
     for part in alive:
         nodes = np.flatnonzero(labels == part)
         found.append(_least_time(problem, work, nodes, part, visits, before[nodes], stay[nodes]))
-        found.append(_least_time(problem, work, nodes, part, visits, np.zeros(len(nodes))) + float(sums[part]))
+        if visits:  # what nobody visits has nothing to sum
+            found.append(_least_time(problem, work, nodes, part, visits, np.zeros(len(nodes))) + float(sums[part]))
     return max(found)
 
 

@@ -170,7 +170,7 @@ def _fixed(name: str, shape: dict[str, int]) -> Schedule:
 
 
 def _split(fixed: Callable[[], Schedule], cost: Cost, memory: float | None) -> Schedule:
-    return defer_weights(split_backward(fixed()), cost, memory)
+    return defer_weights(split_backward(fixed()), cost, math.inf if memory is None else memory)
 
 
 def _listed(

@@ -144,8 +144,14 @@ def halves_of(parts: Sequence[PartCost]) -> tuple[PartCost, ...]:
     half = [share_of(part, 0.5) for part in body]
     last = half[0]
     both = [total([(1, one), (1, other)]) for one, other in zip(_ops(last), _ops(head), strict=True)]
-    closing = replace(last, F=both[0], I=both[1], W=both[2], B=None)
+    fused = None if last.B is None and head.B is None else total([(1, _backward(last)), (1, _backward(head))])
+    closing = replace(last, F=both[0], I=both[1], W=both[2], B=fused)
     return (*half, *reversed(half[1:]), closing)
+
+
+def _backward(part: PartCost) -> Curve:
+    """In one piece."""
+    return total([(1, part.I), (1, part.W)]) if part.B is None else part.B
 
 
 def _ops(part: PartCost) -> tuple[Curve, Curve, Curve]:

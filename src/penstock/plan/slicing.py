@@ -229,7 +229,7 @@ def _scored(order: _Order, sort: str, cost: Cost, memory: float | None, gradient
     """Built and simulated; the peak with the gradients of keys and values."""
     schedule = order.build()
     if order.split:
-        schedule = defer_weights(split_backward(schedule), cost, memory)
+        schedule = defer_weights(split_backward(schedule), cost, math.inf if memory is None else memory)
     found = score(order.name, order.shape, sort, schedule, cost, seeds=())
     if not gradients or schedule.slices == 1:
         return found

@@ -29,7 +29,7 @@ from penstock.ir.schedule import MicroBatch, Schedule, Stage, schedule_of
 from penstock.ir.table import Floats, Ints
 
 Priority = Callable[[Schedule, Action], tuple[int, ...]]
-ROUND = 1e-9  # times and bytes closer than this are the same
+ROUND = 1e-9  # times, and shares of bytes, closer than this are the same
 
 
 class Gate(NamedTuple):
@@ -103,10 +103,12 @@ def _listed(
     table, queues = draft.table, _queues(draft)
     home = np.full(3 * len(draft.stages), -1, dtype=np.int64)
     home[queues] = table.rank
+    unit = float(costs.gain.max(initial=0.0)) or 1.0  # sums of bytes are rounded: shares are compared
+    gain, loss = costs.gain / unit, costs.loss / unit
     begun = at_speed(_list, len(table))(
         table.rank, table.microbatch, (needs >= 0).sum(axis=1), *_users(needs), costs.seconds,
-        np.where(costs.link >= 0, costs.latency + costs.wire, 0.0), costs.gain, costs.loss, caps,
-        _by_rank(draft, costs.gain), _by_rank(draft, np.ones(len(table))), queues, home, place,
+        np.where(costs.link >= 0, costs.latency + costs.wire, 0.0), gain, loss, caps / unit,
+        _by_rank(draft, gain), _by_rank(draft, np.ones(len(table))), queues, home, place,
         *_gates(draft, gates), banker,
     )  # fmt: skip
     assert (begun >= 0).all(), "the list scheduler stalled"
@@ -143,7 +145,7 @@ def _caps(draft: Schedule, costs: Columns, cap: float | Sequence[float] | None) 
         raise ShapeError(f"there are caps for {len(given)} ranks, but stages on {draft.ranks}")
     caps = np.broadcast_to(given, (draft.ranks,)).copy()
     least = _by_rank(draft, costs.gain).max(axis=1)
-    for rank in np.flatnonzero(caps < least - ROUND).tolist():
+    for rank in np.flatnonzero(caps < least * (1 - ROUND)).tolist():
         raise ShapeError(
             f"a cap of {caps[rank]:g} on rank {rank} does not hold one micro-batch, which takes {least[rank]:g}; "
             f"the least cap that works there is {least[rank]:g}"

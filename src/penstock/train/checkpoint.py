@@ -226,13 +226,19 @@ def read_facts(path: Path) -> Facts:
     """What the note says: step, data, model, files."""
     try:
         facts = json.loads((path / NOTE).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         why = getattr(error, "strerror", None) or error
         raise FileError(f"{NOTE} cannot be read: {why}") from None
     if not isinstance(facts, dict) or facts.get("penstock") != "checkpoint" or not isinstance(facts.get("files"), dict):
         raise FileError(f"{NOTE} is not the note of a checkpoint")
-    if facts.get("version", VERSION) > VERSION:
-        raise FileError(f"{path} is of version {facts['version']}; this Penstock reads up to {VERSION}: upgrade it")
+    version = facts.get("version", VERSION)
+    if isinstance(version, int) and version > VERSION:
+        raise FileError(f"{path} is of version {version}; this Penstock reads up to {VERSION}: upgrade it")
+    kinds = {"version": int, "step": int, "model": dict, "data": dict}
+    wrong = [key for key, kind in kinds.items() if not isinstance(facts.setdefault(key, kind()), kind)]
+    files = facts["files"].values()
+    if wrong or not all(isinstance(one, dict) and {"bytes", "crc32"} <= one.keys() for one in files):
+        raise FileError(f"{NOTE} is not the note of a checkpoint: {' and '.join(wrong) or 'files'} cannot be that")
     return facts
 
 

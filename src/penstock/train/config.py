@@ -223,8 +223,10 @@ def _ranges(section: str, values: object) -> list[str]:
 def _outside(value: float, limits: Mapping[str, Any]) -> str:
     """The range, in words, if the value is not in it."""
     least, most, above = limits.get("least"), limits.get("most"), limits.get("above")
-    if not isfinite(value):
+    if isinstance(value, float) and not isfinite(value):
         return "a finite number"
+    if abs(value) >= 1 << 63:
+        return "less than 2^63"
     if least is not None and value < least:
         return f"at least {least:g}"
     if most is not None and value > most:

@@ -44,7 +44,7 @@ def load_config(text: str, source: str = "config.toml", changes: Iterable[str] =
     """The config that a text holds; what it leaves out is as in the preset "tiny", or in `preset = "..."`."""
     try:
         values = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:  # a number of too many digits, brackets in brackets
         raise FileError(f"{source} is no TOML: {error}") from None
     base = preset(_word(source, values.pop("preset", "tiny")))
     for name, section in values.items():
@@ -83,7 +83,7 @@ def _value(text: str) -> object:
     """
     try:
         return tomllib.loads(f"x = {text}")["x"]
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):
         inside = text[1:-1].split(",") if text[:1] == "[" and text[-1:] == "]" else None
         return text if inside is None else [one.strip() for one in inside if one.strip()]
 
@@ -106,14 +106,19 @@ def _typed(name: str, value: object, default: Value, source: str) -> Value:
         listed = [value] if isinstance(value, str | int) and not isinstance(value, bool) else value
         kind: type[str] | type[int] = int if name.endswith("partition") else str
         if isinstance(listed, list) and all(type(one) is kind for one in listed):
-            return tuple(listed)
+            return tuple(map(_from_home, listed)) if kind is str else tuple(listed)
         raise ConfigError(f"{source}: {name} must be a list of {'whole numbers' if kind is int else 'texts'}, in [ ]")
     if isinstance(default, float) and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if type(value) is type(default):
-        return value
+        return _from_home(value) if isinstance(value, str) else value
     kinds = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
     raise ConfigError(f"{source}: {name} must be {kinds[type(default)]}, not {value!r}")
+
+
+def _from_home(text: str) -> str:
+    """A path that begins at home, as a shell has it: what stands after an `=` a shell leaves as it is."""
+    return str(Path(text).expanduser()) if text.startswith("~/") else text
 
 
 # ---------------------------------------------------------------- writing

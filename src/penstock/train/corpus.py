@@ -67,7 +67,10 @@ def open_corpus(data: Data, cache: Path, watch: Watch = lambda done, total: None
     if not _whole(row, note):
         _fill(row, note, data, tokenizer, files, watch)
     facts = json.loads(note.read_text(encoding="utf-8"))
-    tokens: Tokens = np.memmap(row, dtype=np.uint16 if facts["width"] == 2 else np.uint32, mode="r")
+    try:
+        tokens: Tokens = np.memmap(row, dtype=np.uint16 if facts["width"] == 2 else np.uint32, mode="r")
+    except OSError as error:
+        raise FileError(f"cannot read the token cache {row}: {error.strerror}\n  data.cache names its folder") from None
     return cut(tokens, data, facts["digest"], tokenizer.end if data.separate else None)
 
 
@@ -134,6 +137,7 @@ class Piece(NamedTuple):
     text: bytes
     ends: bool  # the document
     place: int  # bytes of the file up to its end
+    line: int = 0  # of a .jsonl
 
 
 def pieces(file: Path, field: str, piece: int = -1) -> Iterator[Piece]:
@@ -160,7 +164,7 @@ def _lines(opened: BinaryIO, field: str, file: Path) -> Iterator[Piece]:
     for number, line in enumerate(opened, start=1):
         place += len(line)
         if line.strip():
-            yield Piece(_text_of(line, field, f"{file}:{number}"), True, place)
+            yield Piece(_text_of(line, field, f"{file}:{number}"), True, place, number)
 
 
 def _text_of(line: bytes, field: str, where: str) -> bytes:
@@ -213,6 +217,7 @@ def _fill(row: Path, note: Path, data: Data, tokenizer: Tokenizer, files: list[P
             except BaseException:
                 Path(part.name).unlink()
                 raise
+        Path(part.name).chmod(0o666 & ~_umask())  # others may use this cache too
         Path(part.name).replace(row)
         _note(note, {"tokens": tokens, "width": width, "files": len(files), "digest": digest.hexdigest()[:16]})
     except OSError as error:
@@ -238,8 +243,20 @@ def _encoded(files: list[Path], data: Data, tokenizer: Tokenizer, watch: Watch) 
 
 
 def _words(held: list[Piece], tokenizer: Tokenizer, file: Path) -> Iterator[tuple[Tokens, bool]]:
-    encoded = tokenizer.encode_all([piece.text for piece in held], str(file))
+    try:
+        encoded = tokenizer.encode_all([piece.text for piece in held], str(file))
+    except FileError:
+        for piece in held if len(held) > 1 or held[0].line else ():  # the one that it is, by its line
+            tokenizer.encode(piece.text, f"{file}:{piece.line}")
+        raise
     return zip(encoded, (piece.ends for piece in held), strict=True)
+
+
+def _umask() -> int:
+    """What new files of this process may not have; there is no way to ask but to set it."""
+    now = os.umask(0o022)
+    os.umask(now)
+    return now
 
 
 def _note(note: Path, facts: dict[str, int | str]) -> None:

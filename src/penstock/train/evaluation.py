@@ -11,7 +11,7 @@ from penstock.train.corpus import open_corpus
 from penstock.train.data import Deal, Loader
 from penstock.train.generate import open_trained
 from penstock.train.omission import Rows, evaluate
-from penstock.train.worker import CONFIG, cache_of
+from penstock.train.worker import CONFIG, at_home, cache_of
 
 
 def evaluate_run(run: Path, omit: Sequence[float], draws: int = 8, batches: int = 2, seed: int = 0) -> Rows:
@@ -23,7 +23,7 @@ def evaluate_run(run: Path, omit: Sequence[float], draws: int = 8, batches: int 
         raise ShapeError(f"{batches} batches and {draws} draws; the least is 1 of each")
     if not (run / CONFIG).is_file():
         raise FileError(f"{run} has no {CONFIG}, which says what text was held out\n  name the folder of a run")
-    config = read_config(run / CONFIG)
+    config = at_home(read_config(run / CONFIG), run)
     corpus = open_corpus(config.data, cache_of(config, run))
     held = Loader(corpus, Deal(config.rows, config.passages), config.run.seed).evaluation(2 * batches)
     if not held:

@@ -26,6 +26,7 @@ from penstock.train.tokenizer import TOKENIZER, Tokenizer, tokenizer_of
 from penstock.train.weights import Holding, Sizes, blueprint, put, whole
 
 SMALL = 1024  # features
+SEEDS = 1 << 63
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +56,7 @@ def open_trained(path: Path) -> Trained:
     if wrong:
         raise FileError(f"{found} is damaged: {wrong[0]}")
     facts = read_facts(found)
-    sizes = sizes_from(facts.get("model", {}))
+    sizes = sizes_from(facts["model"])
     holding = whole(sizes)
     load(found, {name: parameter.detach() for name, parameter in holding.parameters.items()})
     return Trained(holding.stages[0], sizes, holding, _tokenizer(found, facts), found, int(facts["step"]))
@@ -78,7 +79,7 @@ def sizes_from(said: dict[str, Any]) -> Sizes:
     known = {item.name for item in fields(kind)}
     try:
         return kind(**{key: value for key, value in said.items() if key in known})
-    except TypeError as error:
+    except (TypeError, ShapeError, ZeroDivisionError) as error:
         raise FileError(f"the checkpoint does not say the sizes of its model: {error}") from None
 
 
@@ -125,8 +126,10 @@ def generate(trained: Trained, prompt: str, tokens: int, temperature: float = 0.
         raise ShapeError(f"{tokens} tokens cannot be added; the least is 0")
     if not 0 <= temperature < math.inf:
         raise ShapeError(f"{temperature:g} is no temperature; 0 takes the likeliest word, 1 draws as trained")
+    if not 0 <= seed < SEEDS:
+        raise ShapeError(f"{seed} is no seed; it must be 0 or more, and less than 2^63")
     words: Tokenizer = tokenizer_of(trained.tokenizer)
-    row = words.encode(prompt.encode("utf-8"), "the prompt").tolist() or [words.end or 0]
+    row = words.encode(prompt.encode("utf-8", "surrogateescape"), "the prompt").tolist() or [words.end or 0]
     draw = torch.Generator().manual_seed(seed)
     if trained.sizes.width < SMALL:
         torch.set_num_threads(1)  # more would mostly wait for each other
@@ -134,13 +137,14 @@ def generate(trained: Trained, prompt: str, tokens: int, temperature: float = 0.
     longest = trained.sizes.positions if isinstance(trained.sizes, GPTConfig) else room
     reader = Reader(trained.model, longest, room)
     for _ in range(tokens):
-        logits = reader.last(row)
+        logits = reader.last(row)[: words.vocab]  # a model may have room for more than there are
         if not torch.isfinite(logits).all():
             raise RunError(f"the model in {trained.path} gives no numbers\n  it was not trained well; see its loss")
         if temperature == 0:
             row.append(int(logits.argmax()))
         else:
-            row.append(int(torch.multinomial((logits / temperature).softmax(-1), 1, generator=draw)))
+            likely = ((logits - logits.max()) / temperature).softmax(-1)  # also where the temperature is next to 0
+            row.append(int(torch.multinomial(likely, 1, generator=draw)))
         if row[-1] == words.end and words.end is not None:
             break
     return words.decode(row)

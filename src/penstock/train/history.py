@@ -120,11 +120,17 @@ def read_rows(folder: Path) -> list[Row]:
     rows = []
     for number, line in enumerate(lines, start=1):
         try:
-            rows.append(Row(**json.loads(line)))
-        except (ValueError, TypeError):
+            rows.append(_row(json.loads(line)))
+        except (ValueError, TypeError, RecursionError):
             if number < len(lines):
                 raise FileError(f"{folder / METRICS}:{number}: this line is no step of a run") from None
     return rows
+
+
+def _row(said: object) -> Row:
+    if not isinstance(said, dict) or not all(isinstance(value, int | float) for value in said.values()):
+        raise TypeError("a figure is no number")
+    return Row(**said)
 
 
 # ---------------------------------------------------------------- elsewhere
@@ -210,11 +216,14 @@ def read_timeline(folder: Path, schedule: Schedule) -> tuple[int, Timeline] | No
     """The measured timeline of a run, and of which step it is; None if no step was timed."""
     try:
         columns = json.loads((folder / TIMELINE).read_text(encoding="utf-8"))
-        step = columns.pop("step")
-        made = {name: np.array([math.nan if v is None else v for v in column]) for name, column in columns.items()}
+        step = int(columns.pop("step"))
+        made = {name: np.array([math.nan if v is None else float(v) for v in column])
+                for name, column in columns.items()}  # fmt: skip
         made["cause"] = made["cause"].astype(np.int32)
+        if len({len(made[name]) for name in ("start", "end", "cause")} | {schedule.actions}) > 1:
+            raise ValueError(f"the schedule has {schedule.actions} actions, the timeline {len(made['start'])}")
         return step, Timeline(schedule, **made)
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise FileError(f"{folder / TIMELINE} is no timeline of this run: {error}") from None

@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from penstock.errors import FileError
+from penstock.errors import FileError, ShapeError
 from penstock.models import GPTConfig, LlamaConfig, gpt, llama
 from penstock.train.config import BYTES
 from penstock.train.tokenizer import TOKENIZER
@@ -35,12 +35,14 @@ def read_sizes(folder: Path) -> Sizes:
     """The sizes of the model in a folder; an error if it is one that ours are not."""
     file = folder / "config.json"
     try:
-        said: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        said: Any = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         what = f"cannot read {file}: {error.strerror}"
         raise FileError(f"{what}\n  model.weights is a folder with config.json and *.safetensors") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise FileError(f"{file} is no JSON: {error}") from None
+    if not isinstance(said, dict):
+        raise FileError(f"{file} is no JSON object")
     family = said.get("model_type")
     if family not in ("llama", "gpt2"):
         raise FileError(f"{file} is of a model of type {family!r}; known: llama, gpt2")
@@ -48,6 +50,8 @@ def read_sizes(folder: Path) -> Sizes:
         return _llama(said, file) if family == "llama" else _gpt(said, file)
     except KeyError as error:
         raise FileError(f"{file} does not say {error}") from None
+    except (TypeError, AttributeError, ValueError, ZeroDivisionError, ShapeError) as error:
+        raise FileError(f"{file} does not say the sizes of a model: {error}") from None
 
 
 def _llama(said: dict[str, Any], file: Path) -> LlamaConfig:

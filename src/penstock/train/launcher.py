@@ -17,7 +17,7 @@ import sys
 import threading
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 
@@ -28,7 +28,7 @@ from penstock.errors import ConfigError, FileError, PenstockError, RunError, Sha
 from penstock.runtime.kernels import tame
 from penstock.runtime.launch import after_first, serve_forks, under_launcher
 from penstock.train.checkpoint import newest
-from penstock.train.worker import FAILURE, STOP, Verdict, failure
+from penstock.train.worker import FAILURE, PIDS, STOP, Verdict, failure
 
 __all__ = ["after_first", "launch", "restarted", "tame", "under_launcher"]
 
@@ -49,8 +49,8 @@ def restarted() -> bool:
 
 def forget(folder: Path) -> None:
     """What an earlier run has left for its workers is not for those of this one."""
-    for left in (STOP, FAILURE):
-        (folder / left).unlink(missing_ok=True)
+    for left in (folder / STOP, folder / FAILURE, *(folder / PIDS).glob("*.pid")):
+        left.unlink(missing_ok=True)
 
 
 def launch(entry: Entry, folder: Path, ranks: int, restarts: int, resume: bool) -> Verdict:
@@ -93,6 +93,7 @@ def _stopping(stop: Path) -> Iterator[None]:
 
     def ask(number: int, frame: FrameType | None) -> None:
         if stop.exists():
+            _end(stop.parent / PIDS)
             raise KeyboardInterrupt
         stop.touch()
 
@@ -106,6 +107,13 @@ def _stopping(stop: Path) -> Iterator[None]:
         for number, handler in before.items():
             signal.signal(number, handler)
         stop.unlink(missing_ok=True)
+
+
+def _end(pids: Path) -> None:
+    """Ends all workers at once: they would wait for a launcher that waits for them."""
+    for file in pids.glob("*.pid"):
+        with suppress(OSError, ValueError):
+            os.kill(int(file.read_text()), signal.SIGKILL)
 
 
 def _quiet() -> None:

@@ -90,11 +90,8 @@ class FileTokenizer:
             self.theirs = Theirs.from_file(path)
         except Exception as error:  # it raises nothing more special
             raise FileError(f"{path} is no tokenizer.json: {error}") from None
-
-    @property
-    def vocab(self) -> int:
-        """Added words are words."""
-        return int(self.theirs.get_vocab_size(with_added_tokens=True))
+        known = self.theirs.get_vocab(with_added_tokens=True)
+        self.vocab = int(max(known.values(), default=-1)) + 1  # numbers that it leaves out have a place too
 
     @property
     def end(self) -> int | None:
@@ -126,6 +123,12 @@ class FileTokenizer:
 def tokenizer_of(name: str) -> Tokenizer:
     """By its name in a config."""
     return ByteTokenizer() if name == BYTES else FileTokenizer(name)
+
+
+def kept_tokenizer(name: str, folder: Path) -> str:
+    """The tokenizer of a run's config, or the copy in its folder if that is all that is left of it."""
+    own = folder / TOKENIZER
+    return str(own.absolute()) if name != BYTES and not Path(name).is_file() and own.is_file() else name
 
 
 def keep_tokenizer(name: str, folder: Path) -> None:

@@ -15,7 +15,9 @@ import os
 import signal
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from errno import ENOSPC
 from multiprocessing.connection import wait
 from pathlib import Path
 from types import FrameType
@@ -30,9 +32,10 @@ from penstock.train.checkpoint import newest
 from penstock.train.config import Config
 from penstock.train.config_file import read_config
 from penstock.train.corpus import open_corpus
+from penstock.train.history import ROOM
 from penstock.train.hub import read_sizes
 from penstock.train.loop import Job, Trainer, Watch
-from penstock.train.tokenizer import tokenizer_of
+from penstock.train.tokenizer import kept_tokenizer, tokenizer_of
 from penstock.train.weights import Sizes, sizes_of
 
 CONFIG, PLAN, STOP, PIDS, FAILURE = "config.toml", "plan.json", "stop", "ranks", "failure.json"
@@ -88,8 +91,9 @@ def full(rank: int, error: torch.OutOfMemoryError, config: Config) -> str:
 
 
 def _confess(folder: Path, error: PenstockError) -> None:
-    """Writes down why this rank gives up: a restart would find the same."""
-    (folder / FAILURE).write_text(json.dumps([type(error).__name__, str(error)]), encoding="utf-8")
+    """Writes down why this rank gives up: a restart would find the same. On a full disk no words are left of it."""
+    with suppress(OSError):
+        (folder / FAILURE).write_text(json.dumps([type(error).__name__, str(error)]), encoding="utf-8")
 
 
 def _over(folder: Path) -> Verdict | None:
@@ -106,7 +110,10 @@ def _over(folder: Path) -> Verdict | None:
 def failure(folder: Path) -> Verdict | None:
     """What a rank has written down before it gave up."""
     try:
-        kind, text = json.loads((folder / FAILURE).read_text(encoding="utf-8"))
+        words = (folder / FAILURE).read_text(encoding="utf-8")
+        if not words:
+            return Verdict(error="RunError", text=f"cannot write to {folder}: {os.strerror(ENOSPC)}\n  {ROOM}")
+        kind, text = json.loads(words)
     except (OSError, ValueError):
         return None
     return Verdict(error=str(kind), text=str(text))
@@ -173,6 +180,12 @@ def sizes_for(config: Config) -> Sizes:
     return sizes
 
 
+def at_home(config: Config, folder: Path) -> Config:
+    """A run's config with what its folder keeps for it, where the files that it names are gone."""
+    kept = kept_tokenizer(config.data.tokenizer, folder)
+    return replace(config, data=replace(config.data, tokenizer=kept))
+
+
 def cache_of(config: Config, folder: Path) -> Path:
     """Where its tokens are kept."""
     return Path(config.data.cache).expanduser() if config.data.cache else folder.parent / "cache"
@@ -192,6 +205,7 @@ def _listen(asked: threading.Event) -> None:
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, note)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # see `serve_forks`
 
 
 def _sign(folder: Path, rank: int) -> None:
