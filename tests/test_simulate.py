@@ -159,7 +159,7 @@ def test_a_slice_costs_by_its_length_and_its_prefix():
     assert one.of(10, 100) == pytest.approx(1 + 1 + 1 + 1.05)
 
 
-def test_recomputation_costs_a_forward_and_holds_the_input_alone():
+def test_recomputation_costs_a_forward_and_holds_the_input_alone_until_it_is_due():
     def part(recompute: bool) -> PartCost:
         return PartCost(Seconds(1), Seconds(1.5), Seconds(2), held=10, message=3, recompute=recompute)
 
@@ -168,7 +168,9 @@ def test_recomputation_costs_a_forward_and_holds_the_input_alone():
     assert {str(s.action): s.end - s.start for s in again.spans()}["1B0"] == 4.5
     assert {str(s.action): s.end - s.start for s in kept.spans()}["1B0"] == 3.5
     assert kept.peak_activations.tolist() == [30, 30]
-    assert again.peak_activations.tolist() == [9, 9]
+    assert again.peak_activations.tolist() == [9 + 7, 9 + 7]  # the inputs of three, and what one of them made
+    split = simulate(make("gpipe", ranks=2, microbatches=3, split=True), NoisyCost(ModelCost((part(True),) * 2), 0.0))
+    assert split.peak_activations.tolist() == [9 + 7, 9 + 7]
 
 
 def test_noise_is_repeatable_bounded_and_different_by_seed():

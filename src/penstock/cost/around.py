@@ -19,6 +19,15 @@ class PausingCost(Protocol):
         ...
 
 
+@runtime_checkable
+class RebuildingCost(Protocol):
+    """Another thing that a cost may have: it knows of activations that are not kept but computed again."""
+
+    def rebuilt(self, schedule: Schedule, action: Action) -> float:
+        """Bytes a backward adds to what its forward left, while it runs."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class CostAround:
     """Another cost, as it is."""
@@ -45,6 +54,10 @@ class CostAround:
     def kept(self, schedule: Schedule, action: Action) -> float:
         """Bytes an I leaves."""
         return self.cost.kept(schedule, action)
+
+    def rebuilt(self, schedule: Schedule, action: Action) -> float:
+        """Bytes that are computed again."""
+        return self.cost.rebuilt(schedule, action) if isinstance(self.cost, RebuildingCost) else 0.0
 
     def message(self, schedule: Schedule, action: Action) -> float:
         """Bytes of a result."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from penstock.cost.around import PausingCost
+from penstock.cost.around import PausingCost, RebuildingCost
 from penstock.cost.cost import Cost
 from penstock.ir.action import CODE, Action, Op
 from penstock.ir.needs import BACKWARD, FORWARD, WEIGHTS
@@ -38,10 +38,11 @@ def columns(schedule: Schedule, cost: Cost) -> Columns:
     size = np.where(target >= 0, _each(schedule, _codes_by_path(schedule, codes), cost.message), 0.0)
     held, kept = _each(schedule, codes, cost.held), _each(schedule, codes, cost.kept)
     pause = _each(schedule, codes, cost.pause) if isinstance(cost, PausingCost) else np.zeros(len(table))
-    loss = _losses(table, held, kept)  # below 0 if an I keeps more for its W than F had left: what is computed again
+    again = _each(schedule, codes, cost.rebuilt) if isinstance(cost, RebuildingCost) else np.zeros(len(table))
+    loss = _losses(table, held, kept) + again  # below 0 if an I keeps more for its W than there was: then it adds it
     return Columns(
         _each(schedule, codes, cost.seconds),
-        np.where(table.kind == FORWARD, held, 0.0) + np.maximum(-loss, 0.0),
+        np.where(table.kind == FORWARD, held, again) + np.maximum(-loss, 0.0),
         np.maximum(loss, 0.0),
         size,
         *_links(schedule, cost, target, size),

@@ -81,6 +81,12 @@ class ModelCost:
         part, (begin, end) = self.part(schedule, action.stage), self.span(schedule, action)
         return (part.held if part.kept is None else part.kept) * (end - begin)
 
+    def rebuilt(self, schedule: Schedule, action: Action) -> float:
+        """Bytes of a part that kept its input alone, while its backward runs."""
+        part, (begin, end) = self.part(schedule, action.stage), self.span(schedule, action)
+        backward = part.recompute and action.op in (Op.B, Op.I)
+        return max(part.held - part.message, 0.0) * (end - begin) if backward else 0.0
+
     def message(self, schedule: Schedule, action: Action) -> float:
         """Bytes of a result on its way: a gradient is as large as the input it belongs to."""
         begin, end = self.span(schedule, action)

@@ -198,6 +198,10 @@ class ProfileCost:
         """Bytes an I leaves for its W."""
         return self.of(schedule).kept(schedule, action)
 
+    def rebuilt(self, schedule: Schedule, action: Action) -> float:
+        """Bytes that a backward computes again."""
+        return self.of(schedule).rebuilt(schedule, action)
+
     def message(self, schedule: Schedule, action: Action) -> float:
         """Bytes of a result on its way."""
         return self.of(schedule).message(schedule, action)
