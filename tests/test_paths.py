@@ -509,3 +509,12 @@ def test_a_wave_keeps_a_backward_in_one_piece():
     plain = PartCost(Seconds(1), Seconds(1), Seconds(1))
     assert halves_of((plain,) * 3)[-1].B is None
     assert Seconds(2.75) == halves_of((part, part, plain))[-1].B
+
+
+def test_a_path_that_is_used_in_every_round_counts_as_often():
+    nodes = tuple(Node("x", speed, 1) for speed in (1.0, 0.1, 1.0))
+    apart = ((0.0, 0.7, 0.4), (1.1, 0.0, 1.9), (0.7, 1.3, 0.0))
+    cluster = Cluster(nodes, apart, ((math.inf,) * 3,) * 3)
+    found = plan_paths(cluster, even_parts(3, 0.1), 2, Rules(share=1 / 3), PUBLISHED, arrangement=[[0], [1], [2]],
+                       iterations=60, seconds=10)  # fmt: skip
+    assert found.bound <= found.makespan

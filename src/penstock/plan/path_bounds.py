@@ -113,7 +113,8 @@ def _given(problem: Problem, labels: Ints) -> float:
     ends = [_windows(problem, work, int(node), *way) for node, way in zip(data, ways, strict=True)]
     found = [max(ends) + float(sums[0])]
     alive = [part for part in range(1, problem.body) if (labels == part).any()]
-    visits = len(data) * problem.microbatches * min(problem.hops, len(alive)) // max(len(alive), 1)
+    places = len(data) * problem.units * min(problem.hops, len(alive))  # on paths, each of which is used in all rounds
+    visits = places // max(len(alive), 1) * problem.policy.rounds
     for part in alive:
         nodes = np.flatnonzero(labels == part)
         found.append(_least_time(problem, work, nodes, part, visits, before[nodes], stay[nodes]))
