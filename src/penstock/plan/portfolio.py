@@ -170,7 +170,14 @@ def _fixed(name: str, shape: dict[str, int]) -> Schedule:
 
 
 def _split(fixed: Callable[[], Schedule], cost: Cost, memory: float | None) -> Schedule:
-    return defer_weights(split_backward(fixed()), cost, math.inf if memory is None else memory)
+    return with_split(fixed(), cost, memory)
+
+
+def with_split(schedule: Schedule, cost: Cost, memory: float | None) -> Schedule:
+    """With split backwards, each W where its rank would idle: in the memory that it has, or in all there is. More of it
+    lets more W wait, which is not always the better for what comes after them."""
+    split, most = split_backward(schedule), math.inf if memory is None else memory
+    return min((defer_weights(split, cost, cap) for cap in (None, most)), key=lambda one: simulate(one, cost).makespan)
 
 
 def _listed(

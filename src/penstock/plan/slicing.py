@@ -32,12 +32,11 @@ from penstock.ir.table import Floats
 from penstock.plan.closed_form import equal_length
 from penstock.plan.curves import Pipeline, even_times, mean_of, pipeline_of, tables_of
 from penstock.plan.cuts import best_cuts
-from penstock.plan.portfolio import Candidate, Shape, score, title
+from penstock.plan.portfolio import Candidate, Shape, score, title, with_split
 from penstock.plan.uneven import uneven_cuts
 from penstock.schedules import make
-from penstock.schedules.listing import defer_weights
 from penstock.schedules.orders import at_least, looped
-from penstock.schedules.transforms import recut, slice_tokens, split_backward
+from penstock.schedules.transforms import recut, slice_tokens
 from penstock.sim.simulate import simulate
 
 COUNTS = (2, 4, 8, 16)  # slices that are tried, beside the number that is best for equal stages
@@ -229,7 +228,7 @@ def _scored(order: _Order, sort: str, cost: Cost, memory: float | None, gradient
     """Built and simulated; the peak with the gradients of keys and values."""
     schedule = order.build()
     if order.split:
-        schedule = defer_weights(split_backward(schedule), cost, math.inf if memory is None else memory)
+        schedule = with_split(schedule, cost, memory)
     found = score(order.name, order.shape, sort, schedule, cost, seeds=())
     if not gradients or schedule.slices == 1:
         return found
