@@ -74,7 +74,8 @@ def test_set_changes_one_value_of_any_kind():
         ("[run]\ngraphs = true\n[mesh]\nshard = 2", "run.graphs = true does not go with mesh.shard = 2 and mesh.ten"),
         ('[run]\ngraphs = true\ndevice = "cpu"', "run.graphs = true does not go with run.device = cpu"),
         ("preset = 3", "preset must be a name in quotes"),
-        (f"[run]\nsteps = {10**400}", "must be less than 2^63"),
+        (f"[run]\nsteps = {10**400}", "must be between -2^63 and 2^63"),
+        (f"[optimizer]\nrate = {10**400}", "optimizer.rate = inf must be a finite number"),
     ],
 )
 def test_a_wrong_value_is_named_with_what_would_be_right(text, words):

@@ -91,6 +91,10 @@ def test_a_run_keeps_its_tokenizer_wherever_it_goes(tmp_path):
     facts = {"tokenizer": str(tmp_path / "theirs.json")}
     assert _tokenizer(saved, facts) == facts["tokenizer"]
     keep_tokenizer(facts["tokenizer"], run)
+    assert _tokenizer(saved, facts) == facts["tokenizer"]
+    (tmp_path / "theirs.json").write_text("[]")
+    assert _tokenizer(saved, facts) == str(run / "tokenizer.json")
+    (tmp_path / "theirs.json").unlink()
     assert _tokenizer(saved, facts) == str(run / "tokenizer.json")
     keep_tokenizer(BYTES, run)
     assert _tokenizer(saved, {"tokenizer": BYTES}) == BYTES
@@ -121,7 +125,8 @@ def test_words_that_the_tokenizer_does_not_have_are_never_drawn():
 
 def test_a_temperature_next_to_nothing_takes_the_likeliest_word():
     model = trained(LLAMA)
-    assert generate(model, "def ", 20, 1e-40) == generate(model, "def ", 20, 0.0)
+    for little in (1e-40, 1e-300):
+        assert generate(model, "def ", 20, little) == generate(model, "def ", 20, 0.0)
 
 
 def test_a_prompt_may_be_any_bytes_and_a_seed_may_not_be_any_number():

@@ -127,3 +127,17 @@ def test_bytes_that_are_no_round_numbers_neither_stall_it_nor_pass_the_cap(recom
         split = split_backward(make("gpipe", ranks=ranks, microbatches=count))
         before, after = (simulate(one, cost).peak_activations for one in (split, defer_weights(split, cost)))
         assert (after <= before * (1 + 1e-9)).all()
+
+
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("chunks", [1, 2, 4])
+def test_what_is_computed_again_needs_room_once(chunks, split):
+    part = PartCost(Seconds(1), Seconds(1), Seconds(1), held=10.0, message=1.0, recompute=True)
+    cost, stages = ModelCost((part,) * 2 * chunks), looped(2, chunks)
+    least = float(max(simulate(in_turn(stages, through(stages, 8), split), cost).peak_activations))
+    assert least == 10 + chunks - 1
+    for cap in (least, least + 3):
+        found = list_schedule(stages, through(stages, 8), cost, cap, split)
+        assert max(simulate(found, cost).peak_activations) <= cap
+    with pytest.raises(ShapeError, match=f"the least cap that works there is {least:g}"):
+        list_schedule(stages, through(stages, 8), cost, least - 1, split)

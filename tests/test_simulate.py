@@ -212,7 +212,7 @@ def test_a_gradient_is_as_large_as_what_came_on_its_own_path():
     paths = [MicroBatch(path) for path in ((0, 2), (1, 2), (2,))]
     schedule = in_turn([Stage(0, 0), Stage(1, 1), Stage(2, 2)], paths)
     sizes = columns(schedule, cost).bytes.tolist()
-    for number, size in enumerate(sizes):
+    for number, size in enumerate(sizes):  # of a message that is sent
         assert size in (0.0, cost.message(schedule, schedule.table.action(number)))
     assert sizes.count(1000.0) == 2
     found = simulate(schedule, cost)

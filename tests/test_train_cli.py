@@ -242,7 +242,8 @@ def test_a_second_ctrl_c_ends_all_at_once(text):
     pids = [int(file.read_text()) for file in (folder / "ranks").glob("*.pid")]
     assert len(pids) == 2
     process.send_signal(signal.SIGINT)
-    while not (folder / "stop").exists():
+    late = time.monotonic() + 60
+    while not (folder / "stop").exists() and time.monotonic() < late:
         time.sleep(0.001)
     process.send_signal(signal.SIGINT)
     begin = time.monotonic()

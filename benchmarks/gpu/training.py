@@ -65,7 +65,7 @@ def main() -> None:
             write(given.out, {"rows": rows})
             row = rows[-1]
             sys.stdout.write(f"{ranks} ranks, graphs {graphs}: {1e3 * row['seconds']:.1f} ms, predicted "
-                             f"{1e3 * row['predicted']:.1f}, {row['memory'] / 1e9:.2f} GB\n")  # fmt: skip
+                             f"{1e3 * (row['predicted'] or 0):.1f}, {row['memory'] / 1e9:.2f} GB\n")  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -208,7 +208,9 @@ def _config(source: Path | None, preset: str | None, changes: list[str], exists:
         folder = Path(config.run.folder) if config.run.folder else _new_folder(name, exists)
     if not exists and not restarted() and folder.is_dir() and any(folder.glob("checkpoints/step-*")):
         raise ConfigError(f"{folder} has a run already\n  go on with --resume, or name another run.folder")
-    return at_home(replace(config, run=replace(config.run, folder=str(folder))), folder), folder
+    config = replace(config, run=replace(config.run, folder=str(folder)))
+    said = any(change.strip().startswith("data.tokenizer") for change in changes)
+    return (at_home(config, folder) if inside and not said else config), folder
 
 
 def _new_folder(name: str, exists: bool) -> Path:

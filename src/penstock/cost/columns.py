@@ -39,11 +39,13 @@ def columns(schedule: Schedule, cost: Cost) -> Columns:
     held, kept = _each(schedule, codes, cost.held), _each(schedule, codes, cost.kept)
     pause = _each(schedule, codes, cost.pause) if isinstance(cost, PausingCost) else np.zeros(len(table))
     again = _each(schedule, codes, cost.rebuilt) if isinstance(cost, RebuildingCost) else np.zeros(len(table))
-    loss = _losses(table, held, kept) + again  # below 0 if an I keeps more for its W than there was: then it adds it
+    loss = _losses(table, held, kept)
+    more = np.maximum(-loss, 0.0)  # an I may keep more for its W than its F had left
+    spike = np.maximum(again - more, 0.0)  # there while it runs alone
     return Columns(
         _each(schedule, codes, cost.seconds),
-        np.where(table.kind == FORWARD, held, again) + np.maximum(-loss, 0.0),
-        np.maximum(loss, 0.0),
+        np.where(table.kind == FORWARD, held, 0.0) + more + spike,
+        np.maximum(loss, 0.0) + spike,
         size,
         *_links(schedule, cost, target, size),
         pause,
@@ -88,13 +90,17 @@ def _codes(schedule: Schedule) -> tuple[Ints, Ints]:
 
 def _codes_by_path(schedule: Schedule, codes: tuple[Ints, Ints]) -> tuple[Ints, Ints]:
     """The same, for what depends on the stage before too: a gradient is as large as what came from there."""
-    rows: dict[int, int] = {}  # of paths that are the same object, which most are
-    paths = [microbatch.path for microbatch in schedule.microbatches]
-    mine = np.array([rows.setdefault(id(path), len(rows)) for path in paths])
+    rows: dict[tuple[int, ...], int] = {}
+    seen: dict[int, int] = {}  # most are one and the same object
+    mine = np.empty(len(schedule.microbatches), dtype=np.int64)
+    for number, microbatch in enumerate(schedule.microbatches):
+        row = seen.get(id(microbatch.path))
+        if row is None:
+            row = seen[id(microbatch.path)] = rows.setdefault(microbatch.path, len(rows))
+        mine[number] = row
     before = np.full((len(rows), len(schedule.stages)), ABSENT, dtype=np.int64)
-    for path, row in zip(paths, mine.tolist(), strict=True):
-        if before[row, path[0]] == ABSENT:
-            before[row, list(path)] = (-1, *path[:-1])
+    for path, row in rows.items():
+        before[row, list(path)] = (-1, *path[:-1])
     least = np.where(before == ABSENT, len(schedule.stages), before).min(axis=0)
     if (before.max(axis=0) <= least).all():  # one and the same on all paths
         return codes

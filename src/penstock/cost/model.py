@@ -28,6 +28,16 @@ class PartCost:
     weights: float = 0.0  # weights, gradients and optimizer state, not for each token
     recompute: bool = False  # keep the input alone (as large as a message), and run F again before the backward
 
+    @property
+    def left(self) -> float:
+        """Bytes that a forward leaves."""
+        return self.message if self.recompute else self.held
+
+    @property
+    def rebuilt(self) -> float:
+        """Bytes that a backward adds to them while it runs."""
+        return max(self.held - self.message, 0.0) if self.recompute else 0.0
+
 
 @dataclass(frozen=True, slots=True)
 class ModelCost:
@@ -74,7 +84,7 @@ class ModelCost:
     def held(self, schedule: Schedule, action: Action) -> float:
         """Bytes a forward leaves on its rank."""
         part, (begin, end) = self.part(schedule, action.stage), self.span(schedule, action)
-        return (part.message if part.recompute else part.held) * (end - begin)
+        return part.left * (end - begin)
 
     def kept(self, schedule: Schedule, action: Action) -> float:
         """Bytes an I leaves for its W."""
@@ -84,8 +94,7 @@ class ModelCost:
     def rebuilt(self, schedule: Schedule, action: Action) -> float:
         """Bytes of a part that kept its input alone, while its backward runs."""
         part, (begin, end) = self.part(schedule, action.stage), self.span(schedule, action)
-        backward = part.recompute and action.op in (Op.B, Op.I)
-        return max(part.held - part.message, 0.0) * (end - begin) if backward else 0.0
+        return part.rebuilt * (end - begin) if action.op in (Op.B, Op.I) else 0.0
 
     def message(self, schedule: Schedule, action: Action) -> float:
         """Bytes of a result on its way: a gradient is as large as the input it belongs to."""

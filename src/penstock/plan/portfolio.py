@@ -176,8 +176,15 @@ def _split(fixed: Callable[[], Schedule], cost: Cost, memory: float | None) -> S
 def with_split(schedule: Schedule, cost: Cost, memory: float | None) -> Schedule:
     """With split backwards, each W where its rank would idle: in the memory that it has, or in all there is. More of it
     lets more W wait, which is not always the better for what comes after them."""
-    split, most = split_backward(schedule), math.inf if memory is None else memory
-    return min((defer_weights(split, cost, cap) for cap in (None, most)), key=lambda one: simulate(one, cost).makespan)
+    split = split_backward(schedule)
+    found = defer_weights(split, cost)
+    timeline = simulate(found, cost)
+    if memory is not None and (timeline.peak_activations >= memory).all():
+        return found
+    if timeline.makespan <= lower_bound(found, cost) * (1 + 1e-9):
+        return found
+    other = defer_weights(split, cost, math.inf if memory is None else memory)
+    return other if simulate(other, cost).makespan < timeline.makespan else found
 
 
 def _listed(

@@ -172,8 +172,8 @@ def _traffic(problem: Problem) -> Traffic:
     np.fill_diagonal(bandwidth, np.inf)
     latency = np.array(cluster.latency)
     np.fill_diagonal(latency, 0.0)
-    held = max((p.message if p.recompute else p.held) for p in problem.parts) * problem.tokens
-    slots = cluster.slots(held, max(part.weights for part in problem.parts))
+    held, again, weights = (max(getattr(p, name) for p in problem.parts) for name in ("left", "rebuilt", "weights"))
+    slots = cluster.slots(held * problem.tokens, weights + again * problem.tokens)
     slow = 1.0 / np.array([node.speed for node in cluster.nodes])
     return Traffic(
         latency, 1.0 / bandwidth, slow, np.array(slots, dtype=np.int64), forward, backward, message,

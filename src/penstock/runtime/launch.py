@@ -227,13 +227,13 @@ def serve_forks(modules: list[str]) -> None:
     if threading.current_thread() is not threading.main_thread():
         forkserver.ensure_running()
         return
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # a Ctrl-C that comes now is kept for us
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # a Ctrl-C that comes now is kept for us
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         forkserver.ensure_running()
     finally:
         signal.signal(signal.SIGINT, before)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 def _collect(workers: list[Worker]) -> list[Outcome[Any]]:

@@ -24,7 +24,7 @@ from penstock.cost.cost import Cost
 from penstock.errors import ShapeError
 from penstock.ir.action import Action, Op
 from penstock.ir.compiled import at_speed
-from penstock.ir.needs import KIND, WEIGHTS
+from penstock.ir.needs import FORWARD, KIND, WEIGHTS
 from penstock.ir.schedule import MicroBatch, Schedule, Stage, schedule_of
 from penstock.ir.table import Floats, Ints
 
@@ -104,11 +104,11 @@ def _listed(
     home = np.full(3 * len(draft.stages), -1, dtype=np.int64)
     home[queues] = table.rank
     unit = float(costs.gain.max(initial=0.0)) or 1.0  # sums of bytes are rounded: shares are compared
-    gain, loss = costs.gain / unit, costs.loss / unit
+    gain, loss, lent = costs.gain / unit, costs.loss / unit, _lent(draft, costs) / unit
     begun = at_speed(_list, len(table))(
         table.rank, table.microbatch, (needs >= 0).sum(axis=1), *_users(needs), costs.seconds,
-        np.where(costs.link >= 0, costs.latency + costs.wire, 0.0), gain, loss, caps / unit,
-        _by_rank(draft, gain), _by_rank(draft, np.ones(len(table))), queues, home, place,
+        np.where(costs.link >= 0, costs.latency + costs.wire, 0.0), gain, loss, lent, caps / unit,
+        _by_rank(draft, gain - lent), _most(draft, lent), _by_rank(draft, np.ones(len(table))), queues, home, place,
         *_gates(draft, gates), banker,
     )  # fmt: skip
     assert (begun >= 0).all(), "the list scheduler stalled"
@@ -144,7 +144,8 @@ def _caps(draft: Schedule, costs: Columns, cap: float | Sequence[float] | None) 
     if given.ndim and len(given) != draft.ranks:
         raise ShapeError(f"there are caps for {len(given)} ranks, but stages on {draft.ranks}")
     caps = np.broadcast_to(given, (draft.ranks,)).copy()
-    least = _by_rank(draft, costs.gain).max(axis=1)
+    lent = _lent(draft, costs)
+    least = _by_rank(draft, costs.gain - lent).max(axis=1) + _most(draft, lent)
     for rank in np.flatnonzero(caps < least * (1 - ROUND)).tolist():
         raise ShapeError(
             f"a cap of {caps[rank]:g} on rank {rank} does not hold one micro-batch, which takes {least[rank]:g}; "
@@ -155,9 +156,7 @@ def _caps(draft: Schedule, costs: Columns, cap: float | Sequence[float] | None) 
 
 def _peaks(schedule: Schedule, costs: Columns) -> Floats:
     """The most each rank holds in the schedule as it is."""
-    most = np.zeros(schedule.ranks)
-    np.maximum.at(most, schedule.table.rank, levels(schedule, costs))
-    return most
+    return _most(schedule, levels(schedule, costs))
 
 
 def _users(needs: Ints) -> tuple[Ints, Ints]:
@@ -200,15 +199,29 @@ def _by_rank(draft: Schedule, values: Floats) -> Floats:
     return sums
 
 
+def _lent(draft: Schedule, costs: Columns) -> Floats:
+    """Bytes that a backward computes again: they are back after it, or after its W, which can always run at once."""
+    lent: Floats = np.where(draft.table.kind == FORWARD, 0.0, costs.gain)
+    return lent
+
+
+def _most(draft: Schedule, values: Floats) -> Floats:
+    """Of each rank the largest."""
+    most = np.zeros(draft.ranks)
+    np.maximum.at(most, draft.table.rank, values)
+    return most
+
+
 def _list(  # noqa: PLR0912, PLR0915
     rank: Ints, microbatch: Ints, waiting: Ints, user_start: Ints, users: Ints, seconds: Floats, hop: Floats,
-    gain: Floats, loss: Floats, free: Floats, claim: Floats, left: Floats, queue: Ints, queue_rank: Ints, place: Ints,
-    gate: Ints, gate_other: Ints, gate_limit: Ints, banker: bool,
+    gain: Floats, loss: Floats, lent: Floats, free: Floats, claim: Floats, spare: Floats, left: Floats, queue: Ints,
+    queue_rank: Ints, place: Ints, gate: Ints, gate_other: Ints, gate_limit: Ints, banker: bool,
 ) -> Ints:  # fmt: skip
     """When, counted in starts, each action begins. Uses up `waiting`, `free`, `claim` and `left`.
 
     waiting: how many of its needs each action still lacks    free: bytes, by rank
     claim: bytes a micro-batch will still take on a rank      left: actions it still has there
+    lent: bytes an action takes that come back by themselves  spare: the most of these, by rank
     """
     ranks, microbatches = claim.shape
     ready = [[(np.int64(0), np.int64(0)) for _ in range(0)] for _ in range(len(queue_rank))]  # heaps of (place, action)
@@ -234,12 +247,13 @@ def _list(  # noqa: PLR0912, PLR0915
         return False
 
     def is_safe(here: int, action: np.int64) -> bool:
-        cash = free[here] - gain[action]
+        cash, stays = free[here] - gain[action], gain[action] - lent[action]
         if not banker or cash < -ROUND:
             return bool(cash >= -ROUND)
+        cash += lent[action]
         for m in range(oldest[here], max(newest[here], microbatch[action]) + 1):
-            taken = gain[action] if m == microbatch[action] else 0.0
-            if claim[here, m] - taken > cash + ROUND:
+            taken = stays if m == microbatch[action] else 0.0
+            if claim[here, m] - taken + spare[here] > cash + ROUND:
                 return False
             cash += held[here, m] + taken
         return True
@@ -274,8 +288,8 @@ def _list(  # noqa: PLR0912, PLR0915
                 begun[best] = count
                 count += 1
                 free[here] -= gain[best]
-                held[here, microbatch[best]] += gain[best]
-                claim[here, microbatch[best]] -= gain[best]
+                held[here, microbatch[best]] += gain[best] - lent[best]
+                claim[here, microbatch[best]] -= gain[best] - lent[best]
                 newest[here] = max(newest[here], microbatch[best])
                 busy[here] = True
                 heapq.heappush(events, (now + seconds[best], best, np.int64(1)))
@@ -293,7 +307,7 @@ def _list(  # noqa: PLR0912, PLR0915
                 continue
             busy[here] = False
             free[here] += loss[number]
-            held[here, its] -= loss[number]
+            held[here, its] -= loss[number] - lent[number]
             left[here, its] -= 1
             while oldest[here] < microbatches and left[here, oldest[here]] == 0:
                 oldest[here] += 1

@@ -234,8 +234,9 @@ def read_facts(path: Path) -> Facts:
     version = facts.get("version", VERSION)
     if isinstance(version, int) and version > VERSION:
         raise FileError(f"{path} is of version {version}; this Penstock reads up to {VERSION}: upgrade it")
+    facts = {"version": VERSION, "model": dict[str, Any](), "data": dict[str, Any](), **facts}
     kinds = {"version": int, "step": int, "model": dict, "data": dict}
-    wrong = [key for key, kind in kinds.items() if not isinstance(facts.setdefault(key, kind()), kind)]
+    wrong = [key for key, kind in kinds.items() if not isinstance(facts.get(key), kind)]
     files = facts["files"].values()
     if wrong or not all(isinstance(one, dict) and {"bytes", "crc32"} <= one.keys() for one in files):
         raise FileError(f"{NOTE} is not the note of a checkpoint: {' and '.join(wrong) or 'files'} cannot be that")

@@ -225,8 +225,8 @@ def _outside(value: float, limits: Mapping[str, Any]) -> str:
     least, most, above = limits.get("least"), limits.get("most"), limits.get("above")
     if isinstance(value, float) and not isfinite(value):
         return "a finite number"
-    if abs(value) >= 1 << 63:
-        return "less than 2^63"
+    if isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
+        return "between -2^63 and 2^63"
     if least is not None and value < least:
         return f"at least {least:g}"
     if most is not None and value > most:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import fields, replace
+from math import inf
 from pathlib import Path
 from typing import TypeAlias
 
@@ -109,7 +110,7 @@ def _typed(name: str, value: object, default: Value, source: str) -> Value:
             return tuple(map(_from_home, listed)) if kind is str else tuple(listed)
         raise ConfigError(f"{source}: {name} must be a list of {'whole numbers' if kind is int else 'texts'}, in [ ]")
     if isinstance(default, float) and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
+        return float(value) if abs(value) < 1 << 1000 else inf
     if type(value) is type(default):
         return _from_home(value) if isinstance(value, str) else value
     kinds = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}

@@ -20,7 +20,7 @@ import hashlib
 import json
 import os
 import sysconfig
-import tempfile
+import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -204,7 +204,8 @@ def _fill(row: Path, note: Path, data: Data, tokenizer: Tokenizer, files: list[P
     tokens, read, digest = 0, 0, hashlib.sha256()
     try:
         row.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=row.parent, prefix="tokens-", suffix=".part", delete=False) as part:
+        place = row.with_name(f"tokens-{uuid.uuid4().hex}.part")
+        with place.open("xb") as part:
             try:
                 for words, ends in _encoded(files, data, tokenizer, watch):
                     read += len(words)
@@ -215,10 +216,9 @@ def _fill(row: Path, note: Path, data: Data, tokenizer: Tokenizer, files: list[P
                 if not read:
                     raise FileError("the text is empty\n  give some in data.sources")
             except BaseException:
-                Path(part.name).unlink()
+                place.unlink()
                 raise
-        Path(part.name).chmod(0o666 & ~_umask())  # others may use this cache too
-        Path(part.name).replace(row)
+        place.replace(row)
         _note(note, {"tokens": tokens, "width": width, "files": len(files), "digest": digest.hexdigest()[:16]})
     except OSError as error:
         what = f"cannot write the token cache {row}: {error.strerror}"
@@ -250,13 +250,6 @@ def _words(held: list[Piece], tokenizer: Tokenizer, file: Path) -> Iterator[tupl
             tokenizer.encode(piece.text, f"{file}:{piece.line}")
         raise
     return zip(encoded, (piece.ends for piece in held), strict=True)
-
-
-def _umask() -> int:
-    """What new files of this process may not have; there is no way to ask but to set it."""
-    now = os.umask(0o022)
-    os.umask(now)
-    return now
 
 
 def _note(note: Path, facts: dict[str, int | str]) -> None:

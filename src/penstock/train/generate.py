@@ -22,7 +22,7 @@ from penstock.models import GPTConfig, LlamaConfig, Part
 from penstock.train.checkpoint import Facts, faults, load, newest_good, read_facts
 from penstock.train.config import BYTES
 from penstock.train.hub import read_sizes, read_weights, write_folder
-from penstock.train.tokenizer import TOKENIZER, Tokenizer, tokenizer_of
+from penstock.train.tokenizer import TOKENIZER, Tokenizer, kept_tokenizer, tokenizer_of
 from penstock.train.weights import Holding, Sizes, blueprint, put, whole
 
 SMALL = 1024  # features
@@ -63,9 +63,8 @@ def open_trained(path: Path) -> Trained:
 
 
 def _tokenizer(checkpoint: Path, facts: Facts) -> str:
-    """The name that a checkpoint says; of a tokenizer.json the copy in the run's folder, wherever that has gone."""
-    name, own = str(facts.get("tokenizer", BYTES)), checkpoint.parent.parent / TOKENIZER
-    return str(own) if name != BYTES and own.is_file() else name
+    """The one that a checkpoint names, as its run's folder has it, wherever that has gone."""
+    return kept_tokenizer(str(facts.get("tokenizer", BYTES)), checkpoint.parent.parent)
 
 
 def parameter_count(sizes: Sizes) -> int:
@@ -143,7 +142,7 @@ def generate(trained: Trained, prompt: str, tokens: int, temperature: float = 0.
         if temperature == 0:
             row.append(int(logits.argmax()))
         else:
-            likely = ((logits - logits.max()) / temperature).softmax(-1)  # also where the temperature is next to 0
+            likely = ((logits - logits.max()).double() / temperature).softmax(-1)
             row.append(int(torch.multinomial(likely, 1, generator=draw)))
         if row[-1] == words.end and words.end is not None:
             break

@@ -28,7 +28,7 @@ from penstock.errors import ConfigError, FileError, PenstockError, RunError, Sha
 from penstock.runtime.kernels import tame
 from penstock.runtime.launch import after_first, serve_forks, under_launcher
 from penstock.train.checkpoint import newest
-from penstock.train.worker import FAILURE, PIDS, STOP, Verdict, failure
+from penstock.train.worker import FAILURE, FULL, PIDS, STOP, Verdict, failure
 
 __all__ = ["after_first", "launch", "restarted", "tame", "under_launcher"]
 
@@ -49,7 +49,7 @@ def restarted() -> bool:
 
 def forget(folder: Path) -> None:
     """What an earlier run has left for its workers is not for those of this one."""
-    for left in (folder / STOP, folder / FAILURE, *(folder / PIDS).glob("*.pid")):
+    for left in (folder / STOP, folder / FAILURE, folder / FULL, *(folder / PIDS).glob("*.pid")):
         left.unlink(missing_ok=True)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -9,11 +10,7 @@ from pathlib import Path
 
 from penstock.errors import ConfigError
 
-try:
-    import fcntl
-except ImportError:  # not on Windows, where nobody keeps watch then
-    fcntl = None  # type: ignore[assignment]
-
+LOCK = "lock"  # in the folder of a run
 
 class Lock:
     """Of one folder, once it is there. It ends with its process, however that ends."""
@@ -23,9 +20,9 @@ class Lock:
 
     def claim(self, folder: Path) -> None:
         """Raises if another process trains there."""
-        if fcntl is None or self.handle >= 0:
+        if self.handle >= 0:
             return
-        self.handle = os.open(folder, os.O_RDONLY)
+        self.handle = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
         try:
             fcntl.flock(self.handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -126,9 +126,11 @@ def tokenizer_of(name: str) -> Tokenizer:
 
 
 def kept_tokenizer(name: str, folder: Path) -> str:
-    """The tokenizer of a run's config, or the copy in its folder if that is all that is left of it."""
-    own = folder / TOKENIZER
-    return str(own.absolute()) if name != BYTES and not Path(name).is_file() and own.is_file() else name
+    """The tokenizer of a run: the one that it names, or its own copy if that is gone or has been changed."""
+    own, theirs = folder / TOKENIZER, Path(name)
+    if name == BYTES or not own.is_file() or (theirs.is_file() and theirs.read_bytes() == own.read_bytes()):
+        return name
+    return str(own.absolute())
 
 
 def keep_tokenizer(name: str, folder: Path) -> None:

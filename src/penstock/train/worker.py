@@ -39,6 +39,7 @@ from penstock.train.tokenizer import kept_tokenizer, tokenizer_of
 from penstock.train.weights import Sizes, sizes_of
 
 CONFIG, PLAN, STOP, PIDS, FAILURE = "config.toml", "plan.json", "stop", "ranks", "failure.json"
+FULL = "full"  # a rank had too little memory
 _log = logging.getLogger(__name__)
 
 
@@ -74,8 +75,9 @@ def work(folder: Path, resume: bool, watch: Watch | None = None) -> Verdict:
         _confess(folder, error)
         return Verdict(error=type(error).__name__, text=str(error))
     except torch.OutOfMemoryError as error:
-        if again:  # a second time, so it is no neighbour's doing
+        if (folder / FULL).exists():  # a second time, so it is no neighbour's doing
             _confess(folder, RunError(full(trainer.comm.rank, error, trainer.job.config)))
+        (folder / FULL).touch()
         raise
     finish()
     return Verdict(outcome.step, outcome.stopped)
@@ -91,9 +93,14 @@ def full(rank: int, error: torch.OutOfMemoryError, config: Config) -> str:
 
 
 def _confess(folder: Path, error: PenstockError) -> None:
-    """Writes down why this rank gives up: a restart would find the same. On a full disk no words are left of it."""
+    """Writes down why this rank gives up: a restart would find the same. On a full disk it is a file without words."""
+    part = folder / f"{FAILURE}.part"
     with suppress(OSError):
-        (folder / FAILURE).write_text(json.dumps([type(error).__name__, str(error)]), encoding="utf-8")
+        try:
+            part.write_text(json.dumps([type(error).__name__, str(error)]), encoding="utf-8")
+            part.replace(folder / FAILURE)
+        except OSError:
+            (folder / FAILURE).touch()
 
 
 def _over(folder: Path) -> Verdict | None:
