@@ -75,6 +75,8 @@ def test_a_file_is_written_and_read(tmp_path):
         (TWO + '[[link]]\nbetween = ["Tokio", "Paris"]\nlatency = 1\n', "'Tokio', where no node is\n.*'Tokyo'"),
         (TWO + "[[link]]\nbetween = [0, 3]\nlatency = 1\n", r"node 3, but there are nodes 0\.\.2"),
         (TWO + "[[link]]\nlatency = 1\n", "does not say between what"),
+        (TWO + "[links]\nlatency = inf\n", "links.latency is too large"),
+        (TWO + "[[link]]\nbetween = [0, 1]\nlatency = 1e308\n", "latency is too large"),
         (TWO + "[links]\nlatency = -1\n", "latency of -1 from rank 0 to 1"),
         (TWO + "[links]\nbandwidth = 'much'\n", "links.bandwidth is 'much', not a number"),
         (TWO.replace("speed = 0.5", "speed = 0"), "speed 0; a speed is more than 0"),
@@ -106,6 +108,7 @@ def test_latency_grows_with_distance_and_bandwidth_falls():
 def test_slots_come_from_bytes_where_they_are_not_given():
     cluster = Cluster((Node(slots=2), Node(memory=10.0)), ((0.0, 1.0),) * 2, ((1.0, 1.0),) * 2)
     assert cluster.slots(held=3.0, weights=1.0) == (2, 3)
+    assert Cluster((Node(memory=math.inf),), ((0.0,),), ((1.0,),)).slots(held=3.0)[0] > 1e9
     with pytest.raises(ShapeError, match="node 1 holds no micro-batch, which takes 20 bytes: it has 10"):
         cluster.slots(held=20.0)
     with pytest.raises(ShapeError, match="latency matrix is for 2 nodes, but there are 1"):

@@ -518,3 +518,18 @@ def test_a_path_that_is_used_in_every_round_counts_as_often():
     found = plan_paths(cluster, even_parts(3, 0.1), 2, Rules(share=1 / 3), PUBLISHED, arrangement=[[0], [1], [2]],
                        iterations=60, seconds=10)  # fmt: skip
     assert found.bound <= found.makespan
+
+
+@pytest.mark.parametrize(("recompute", "head"), [(True, {}), (False, {"weights": 5.0}), (False, {"held": 10.0})])
+def test_no_node_holds_more_than_its_memory(recompute, head):
+    def part(seconds: float, **sizes: float) -> PartCost:
+        curve = Seconds(token=seconds)
+        return PartCost(curve, curve, curve, message=1.0, **sizes)
+
+    parts = (*(replace(part(1.0, held=10.0, weights=5.0), recompute=recompute),) * 4, part(0.1, **head))
+    for memory in (30.0, 35.0, 47.0):
+        nodes = tuple(Node("x", 1.0, None, memory) for _ in range(8))
+        cluster = Cluster(nodes, ((0.01,) * 8,) * 8, ((math.inf,) * 8,) * 8)
+        found = plan_paths(cluster, parts, 4, Rules(share=0.25), iterations=50, seconds=20)
+        timeline = simulate(found.schedule, found.problem.cost())
+        assert max(timeline.peak_bytes(rank) for rank in range(8)) <= memory

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from dataclasses import replace
 from functools import partial
 
@@ -272,11 +273,13 @@ BROKEN = [
     ('"layers": 8', '"layers": "8"', 'layers is "8", not a whole number', "write a number"),
     ('"layers": 8', '"lawyers": 8', "the profile has no key 'lawyers'", "did you mean 'layers'?"),
     ('"form": "formula"', '"form": "spline"', 'blocks.embed.fits.F.form is "spline"', 'a "formula" or a "table"'),
-    ('"base": ', '"base": -', "blocks.embed.fits.F.base is out of range", "from 0 on"),
+    ('"base": ', '"base": -', "blocks.embed.fits.F.base is out of range", "from 0 to 1e+18"),
     ('"held_out": true', '"held_out": 1', "held_out is 1", "true or false"),
     ('"tokens": 16,', '"tokens": 16.5,', "tokens is 16.5, not a whole number", "write a number"),
     ('"bandwidth": 1000000000.0', '"bandwidth": "fast"', 'network.bandwidth is "fast", not a number', "from 0 on"),
     ('"bandwidth": 1000000000.0', '"bandwidth": [[1, 2], [3]]', "the bandwidth matrix has 2 rows", "a row of numbers"),
+    ('"message": 2048.0', f'"message": {10**400}', "message is out of range", "from 0 to 1e+18"),
+    ('"latency": 0.0001', '"latency": null', "network.latency is null, not a number", "from 0 on"),
     ('"serial": true}\n}', '"serial": true', "the file ends too early", "write or copy it again"),
 ]
 
@@ -449,3 +452,14 @@ def test_a_probe_leaves_gradients_as_the_executor_would():
     expected = torch.autograd.grad(token_loss(head(x), labels) / 24, list(head.parameters()))
     for parameter, gradient in zip(head.parameters(), expected, strict=True):
         assert torch.allclose(parameter.grad, 2 * gradient, atol=1e-12)  # once whole, once split
+
+
+def test_a_layer_that_takes_no_time_was_not_measured():
+    text = re.sub(r'("base"|"token"|"prefix"|"pair"): [\d.e-]+', r"\1: 0.0", dump_profile(profile()))
+    with pytest.raises(FileError, match="F of a layer takes no time"):
+        load_profile(text)
+
+
+def test_a_formula_that_is_nothing_at_a_point_is_not_corrected_by_a_table():
+    noisy = [(4, 5, 0.9728), (12, 0, 718.4), (16, 1, 0.13388)]
+    assert fit(noisy, [(6, 9, 0.4), (1, 0, 0.5345)]).form == "formula"

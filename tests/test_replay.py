@@ -10,6 +10,7 @@ from torch import Tensor
 
 from penstock import REGISTRY, lower, make
 from penstock.errors import RunError
+from penstock.ir import Action, MicroBatch, Op, Stage, schedule_of
 from penstock.models import split, token_loss
 from penstock.runtime import Batch, Executor, Mean, batch_of, run_threads
 from penstock.runtime.probe import Probe, Subject
@@ -220,3 +221,15 @@ def test_what_cannot_be_recorded_is_said(error, kind, words):
     schedule = make("1f1b", ranks=1, microbatches=4)
     with pytest.raises(kind, match=words):
         piped(schedule, llama(1), [data(4)], each=lambda rank: {"tape": Refuses()})
+
+
+def test_micro_batches_that_are_cut_differently_have_recordings_of_their_own():
+    pieces = [MicroBatch((0,), 8, cuts) for cuts in ((0, 3, 8), (0, 5, 8), (0, 3, 8))]
+    order = ((Op.F, 0), (Op.F, 1), (Op.B, 1), (Op.B, 0))
+    lane = [Action(op, 0, m, part) for m in range(3) for op, part in order]
+    schedule, whole = schedule_of([Stage(0, 0)], pieces, [lane]), llama(1)
+    tokens = [torch.arange(8 * m, 8 * m + 8)[None] % 11 for m in range(3)]
+    batches = [batch_of(tokens, tokens)] * 2
+    ours, (tape,) = played(schedule, whole, batches)
+    assert apart(ours, piped(schedule, whole, batches)) < 1e-12
+    assert tape.takes == 2

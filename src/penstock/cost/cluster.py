@@ -21,6 +21,7 @@ from penstock.cost.model import ModelCost, PartCost
 from penstock.cost.network import Network
 from penstock.errors import ShapeError, UnknownNameError
 
+MANY = 2**31 - 1  # micro-batches on a node: as many as you like
 Matrix = tuple[tuple[float, ...], ...]  # [source][target]
 
 
@@ -109,7 +110,7 @@ def _slots(number: int, node: Node, held: float, weights: float) -> int:
     if node.memory is None or held <= 0:
         what = "neither slots nor memory" if node.memory is None else "a memory, but no bytes a micro-batch are given"
         raise ShapeError(f"node {number} has {what}\n  give its slots, or its memory and the parts' held bytes")
-    fit = int((node.memory - weights) / held * (1 + 1e-12))
+    fit = int(min((node.memory - weights) / held * (1 + 1e-12), MANY))
     if fit < 1:
         raise ShapeError(
             f"node {number} holds no micro-batch, which takes {held:g} bytes: "

@@ -43,6 +43,7 @@ from penstock.errors import FileError, PenstockError
 
 VERSION = 1
 MOST = 100_000  # nodes
+LONGEST = {"latency": 1e12, "bandwidth": math.inf}  # a link that is not there has a small bandwidth
 Toml: TypeAlias = "dict[str, Toml] | list[Toml] | str | int | float | bool | object"
 Entry: TypeAlias = dict[str, Toml]
 Grid: TypeAlias = list[list[float]]
@@ -158,12 +159,14 @@ class _Page:
             raise self.error(f"{key} is not a list of tables", f"write [[{key}]] above each", key)
         return [entry for entry in found if isinstance(entry, dict)]
 
-    def number(self, value: Toml, where: str, least: float = -math.inf) -> float:
+    def number(self, value: Toml, where: str, least: float = -math.inf, most: float = math.inf) -> float:
         key = re.split(r"[.\[]", where)[-1] if "." in where else where
         if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
             raise self.error(f"{where} is {value!r}, not a number", "write a number", key)
         if value < least:
             raise self.error(f"{where} is {value:g}; the least is {least:g}", f"write a number from {least:g} on", key)
+        if value > most:
+            raise self.error(f"{where} is too large; the most is {most:g}", f"write a number up to {most:g}", key)
         return float(value)
 
     def whole(self, value: Toml, where: str, least: int = 0) -> int:
@@ -198,7 +201,7 @@ def _nodes(page: _Page, entry: Entry, where: str) -> list[Node]:
 def _grid(page: _Page, value: Toml, word: str, nodes: int, own: float) -> Grid:
     """One number for all pairs, or [from][to]; nothing is sent from a node to itself."""
     if not isinstance(value, list):
-        number = page.number(value, f"links.{word}")
+        number = page.number(value, f"links.{word}", most=LONGEST[word])
         return [[own if i == j else number for j in range(nodes)] for i in range(nodes)]
     if len(value) != nodes:
         what = f"the {word} matrix has {len(value)} rows, but there are {nodes} nodes"
@@ -209,7 +212,8 @@ def _grid(page: _Page, value: Toml, word: str, nodes: int, own: float) -> Grid:
             what = f"row {number} of the {word} matrix has {size} numbers, but there are {nodes} nodes"
             raise page.error(what, "give one number a node", word)
     rows = [row for row in value if isinstance(row, list)]
-    return [[page.number(cell, f"links.{word}[{i}][{j}]") for j, cell in enumerate(row)] for i, row in enumerate(rows)]
+    return [[page.number(cell, f"links.{word}[{i}][{j}]", most=LONGEST[word]) for j, cell in enumerate(row)]
+            for i, row in enumerate(rows)]  # fmt: skip
 
 
 def _between_cities(page: _Page, links: Entry, nodes: list[Node]) -> Entry:
@@ -231,7 +235,7 @@ def _link(page: _Page, entry: Entry, where: str, nodes: list[Node], latency: Gri
     oneway = page.truth(entry.get("oneway", False), "oneway")
     for word, grid, least in (("latency", latency, 0.0), ("bandwidth", bandwidth, 1e-30)):
         if word in entry:
-            number = page.number(entry[word], f"{where}.{word}", least)
+            number = page.number(entry[word], f"{where}.{word}", least, LONGEST[word])
             for i in sources:
                 for j in targets:
                     if i != j:

@@ -48,8 +48,8 @@ def fit(points: Sequence[Measured], held_out: Sequence[Measured], good: float = 
     """
     formula = fit_formula(points)
     plain = _judged(formula, held_out or points)
-    if plain.worst <= good:
-        return plain
+    if plain.worst <= good or any(formula.of(tokens, prefix) <= 0 for tokens, prefix, _ in points):
+        return plain  # or a table could not correct it
     table = _judged(Table(formula, tuple(points)), held_out or points)
     return table if table.median < plain.median else plain
 

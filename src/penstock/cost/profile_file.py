@@ -17,7 +17,7 @@
           ]
         }, ...
       },
-      "network": {"latency": 2e-05, "bandwidth": 1e9, "serial": true}   one number, or a row for each rank; null: no end
+      "network": {"latency": 2e-05, "bandwidth": 1e9, "serial": true}   a number, or rows; null: endless
     }
 
 A table is not stored: it is the formula and the points that took part in the fit. Errors name line and column.
@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from penstock.cost.curve import Curve, Seconds, Table
@@ -56,6 +56,7 @@ BLOCKS = ("embed", "layer", "head")
 OPS = (Op.F, Op.B, Op.I, Op.W)
 TERMS = ("base", "token", "prefix", "pair")
 BYTES = ("held", "kept", "weights", "update")
+LEAST = 1e-15  # seconds that are any time at all
 
 
 # ---------------------------------------------------------------- writing
@@ -131,6 +132,9 @@ def load_profile(text: str, source: str = "profile.json") -> Profile:
     layers, tokens, rows = (whole_of(page, (word,), top[word], least=1) for word in ("layers", "tokens", "rows"))
     blocks = entry_of(page, ("blocks",), top["blocks"], BLOCKS, ())
     embed, layer, head = (_block(page, ("blocks", name), blocks[name]) for name in BLOCKS)
+    for op in (Op.F, Op.B):
+        if layer.fit(op).curve.of(tokens, 0) < LEAST:
+            fail(page, ("blocks", "layer", "fits", op.value), f"{op.value} of a layer takes no time", "measure again")
     return Profile(
         layers, tokens, rows, number_of(page, ("message",), top["message"]), embed, layer, head,
         network=_network(page, ("network",), top["network"]),
@@ -167,7 +171,7 @@ def _fit(page: Page, steps: Steps, value: Json, points: Iterable[Point], op: Op)
     curve: Curve = formula
     if form == "table":
         part = tuple((p.tokens, p.prefix, p.of(op)) for p in points if not p.held_out)
-        if any(formula.of(tokens, prefix) <= 0 for tokens, prefix, _ in part):
+        if any(formula.of(tokens, prefix) < LEAST for tokens, prefix, _ in part):
             fail(page, steps, "the formula is 0 at a point of its table", "measure again")
         curve = Table(formula, part)
     return Fit(curve, *(number_of(page, (*steps, word), entry[word]) for word in ("worst", "median")))
@@ -175,20 +179,21 @@ def _fit(page: Page, steps: Steps, value: Json, points: Iterable[Point], op: Op)
 
 def _network(page: Page, steps: Steps, value: Json) -> Network:
     entry = entry_of(page, steps, value, ("latency", "bandwidth", "serial"), ())
-    latency, bandwidth = (_per_pair(page, (*steps, word), entry[word]) for word in ("latency", "bandwidth"))
+    latency = _per_pair(page, (*steps, "latency"), entry["latency"], number_of)
+    bandwidth = _per_pair(page, (*steps, "bandwidth"), entry["bandwidth"], _or_endless)
     try:
         return Network(latency, bandwidth, _truth(page, (*steps, "serial"), entry["serial"]))
     except ShapeError as error:
         fail(page, steps, str(error), "give one number, or a row of numbers for each rank")
 
 
-def _per_pair(page: Page, steps: Steps, value: Json) -> PerPair:
+def _per_pair(page: Page, steps: Steps, value: Json, number: Callable[[Page, Steps, Json], float]) -> PerPair:
     if isinstance(value, list):
-        return list_of(page, steps, value, lambda page, steps, row: list_of(page, steps, row, _number))
-    return _number(page, steps, value)
+        return list_of(page, steps, value, lambda page, steps, row: list_of(page, steps, row, number))
+    return number(page, steps, value)
 
 
-def _number(page: Page, steps: Steps, value: Json) -> float:
+def _or_endless(page: Page, steps: Steps, value: Json) -> float:
     return math.inf if value is None else number_of(page, steps, value)
 
 

@@ -13,6 +13,7 @@ from penstock.errors import FileError
 from penstock.ir.page import Json, Page, Steps, fail, fail_at, key_at, kind_of, name_of, parse_json
 
 LARGEST = 2**31 - 1  # of the numbers of a schedule
+MOST = 1e18  # bytes, bytes a second, or seconds
 FACTS_ARE = "facts are text, finite numbers, true, false and null"
 
 Fact: TypeAlias = str | float | int | bool | None
@@ -134,9 +135,9 @@ def text_of(page: Page, steps: Steps, value: Json) -> str:
 
 
 def number_of(page: Page, steps: Steps, value: Json) -> float:
-    """A finite number, 0 or more."""
+    """A number, 0 or more, and not so large that sums of it are none."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         fail(page, steps, f"{name_of(page, steps)} is {kind_of(value)}, not a number", "write a number from 0 on")
-    if not 0 <= value < float("inf"):
-        fail(page, steps, f"{name_of(page, steps)} is out of range", "write a finite number from 0 on")
+    if not 0 <= value <= MOST:
+        fail(page, steps, f"{name_of(page, steps)} is out of range", f"write a number from 0 to {MOST:g}")
     return float(value)

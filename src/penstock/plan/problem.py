@@ -172,8 +172,12 @@ def _traffic(problem: Problem) -> Traffic:
     np.fill_diagonal(bandwidth, np.inf)
     latency = np.array(cluster.latency)
     np.fill_diagonal(latency, 0.0)
-    held, again, weights = (max(getattr(p, name) for p in problem.parts) for name in ("left", "rebuilt", "weights"))
-    slots = cluster.slots(held * problem.tokens, weights + again * problem.tokens)
+    *body, head = problem.parts
+    first = (body[0], head)  # which a data node holds both
+    held, weights = (max(sum(getattr(p, name) for p in first), *(getattr(p, name) for p in body))
+                     for name in ("left", "weights"))  # fmt: skip
+    rebuilt = max(part.rebuilt for part in problem.parts)
+    slots = cluster.slots(held * problem.tokens, weights + rebuilt * problem.tokens)
     slow = 1.0 / np.array([node.speed for node in cluster.nodes])
     return Traffic(
         latency, 1.0 / bandwidth, slow, np.array(slots, dtype=np.int64), forward, backward, message,

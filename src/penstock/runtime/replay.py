@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 Work = Callable[[], Tensor | None]
 Place = tuple[int, int]  # a stage and a micro-batch
+Shape = tuple[int, ...]  # of a micro-batch: rows, tokens, where it is cut
 Moment = tuple[Do, int]  # an action of a take: what it does, and on which slice
 
 
@@ -118,7 +119,7 @@ class Kind(NamedTuple):
     """Micro-batches of one kind can follow each other in a take of a stage."""
 
     stage: int
-    shape: tuple[int, int]
+    shape: Shape
     steps: tuple[tuple[Do, int, bool, bool], ...]  # what is done, on which slice; split, last
 
 
@@ -132,7 +133,9 @@ class Replays:
         self.valid = torch.ones((), device=run.batch.inputs[0].device)
         self.takes: dict[Place, Take] = {}
         made: dict[tuple[Kind, int], Take] = {}
-        for place, (kind, number) in assign(places, self.shapes).items():
+        cuts = [microbatch.cuts for microbatch in run.e.program.schedule.microbatches]
+        alike = [(*shape, *cut) for shape, cut in zip(self.shapes, cuts, strict=True)]
+        for place, (kind, number) in assign(places, alike).items():
             if (kind, number) not in made:
                 steps = places[place]
                 if number == 0:
@@ -280,7 +283,7 @@ def places_of(turns: Sequence[Turn]) -> dict[Place, list[Step]]:
     return found
 
 
-def assign(places: Mapping[Place, Sequence[Step]], shapes: Sequence[tuple[int, int]]) -> dict[Place, tuple[Kind, int]]:
+def assign(places: Mapping[Place, Sequence[Step]], shapes: Sequence[Shape]) -> dict[Place, tuple[Kind, int]]:
     """For every place its kind, and which take of that kind: the first that is free."""
     found: dict[Place, tuple[Kind, int]] = {}
     until: dict[Kind, list[int]] = {}  # of each take, the last action of the place that has it now
@@ -293,7 +296,7 @@ def assign(places: Mapping[Place, Sequence[Step]], shapes: Sequence[tuple[int, i
     return found
 
 
-def kind_of(steps: Sequence[Step], shape: tuple[int, int]) -> Kind:
+def kind_of(steps: Sequence[Step], shape: Shape) -> Kind:
     """What must be alike for one recording to serve."""
     done = tuple((*moment(step), step.split, step.last) for step in steps)
     return Kind(steps[0].stage, shape, done)
