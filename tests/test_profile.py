@@ -455,7 +455,8 @@ def test_a_probe_leaves_gradients_as_the_executor_would():
 
 
 def test_a_layer_that_takes_no_time_was_not_measured():
-    text = re.sub(r'("base"|"token"|"prefix"|"pair"): [\d.e-]+', r"\1: 0.0", dump_profile(profile()))
+    terms = r'"base": [^,]+, "token": [^,]+, "prefix": [^,]+, "pair": [^,]+,'
+    text = re.sub(terms, '"base": 0, "token": 0, "prefix": 0, "pair": 0,', dump_profile(profile()))
     with pytest.raises(FileError, match="F of a layer takes no time"):
         load_profile(text)
 
