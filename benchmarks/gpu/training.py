@@ -8,14 +8,13 @@ own, in a folder of its own; what it forecast, and what it then measured, is rea
 
 from __future__ import annotations
 
-import statistics
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from bench import arguments, write
+from bench import arguments, quartiles, write
 
 from penstock.session import summary
 
@@ -40,8 +39,7 @@ def trained(folder: Path, ranks: int, graphs: bool, steps: int, dry: bool) -> di
     if done.returncode:
         sys.exit(done.stderr)
     found = summary(folder)
-    seconds = [row.seconds for row in found.rows[COLD:]]
-    low, middle, high = statistics.quantiles(seconds, n=4)
+    middle, low, high = quartiles([row.seconds for row in found.rows[COLD:]])
     return {
         "ranks": ranks, "graphs": graphs, "schedule": found.plan.name, "steps": steps, "seconds": middle,
         "spread": [low, high], "tokens": found.rows[-1].tokens, "memory": found.rows[-1].memory,

@@ -136,7 +136,7 @@ def profiled(config: Config, plan: Plan, machine: Machine) -> Profile:
     from penstock.train.profile import Request, profile  # noqa: PLC0415
     from penstock.train.worker import sizes_for  # noqa: PLC0415
 
-    tokens, cuts = config.data.tokens, {stretch(one, config.data.tokens).cuts for one in plan.schedule.microbatches}
+    tokens, cuts = config.data.tokens, cuts_of(config, plan)
     sizes, depth = sizes_for(config), max(plan.partition)
     rows, short = sample(flops_per_token(sizes, tokens) / sizes.layers * depth, config.rows, tokens, cuts,
                          MOST[machine.device])  # fmt: skip
@@ -169,12 +169,17 @@ def sample(flops: float, rows: int, tokens: int, cuts: Iterable[tuple[int, ...]]
     return fewer, short
 
 
+def cuts_of(config: Config, plan: Plan) -> set[tuple[int, ...]]:
+    """Where sequences are cut into slices, in tokens; each way once."""
+    return {stretch(one, config.data.tokens).cuts for one in plan.schedule.microbatches}
+
+
 def mark_of(config: Config, plan: Plan) -> str:
     """Of all that a profile depends on, but for the machine: runs with the same mark have the same one."""
     data, run = config.data, config.run
-    cuts = sorted({stretch(one, data.tokens).cuts for one in plan.schedule.microbatches})
     parts = (config.model, config.mesh, config.rows, data.tokens, data.tokenizer, data.separate, run.precision,
-             run.graphs, run.device, run.threads, plan.schedule.ranks, plan.partition, cuts)  # fmt: skip
+             run.graphs, run.device, run.threads, plan.schedule.ranks, plan.partition,
+             sorted(cuts_of(config, plan)))  # fmt: skip
     return sha256(repr(parts).encode("utf-8", "surrogateescape")).hexdigest()[:16]
 
 

@@ -12,6 +12,7 @@ from penstock.errors import ConfigError
 
 LOCK = "lock"  # in the folder of a run
 
+
 class Lock:
     """Of one folder, once it is there. It ends with its process, however that ends."""
 
@@ -20,8 +21,6 @@ class Lock:
 
     def claim(self, folder: Path) -> None:
         """Raises if another process trains there."""
-        if self.handle >= 0:
-            return
         self.handle = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
         try:
             fcntl.flock(self.handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
