@@ -188,6 +188,7 @@ class Pass:
                 self.walk()
         finally:
             record_in(None)
+            self.act = ()  # its methods: a circle, which would keep every tensor until the collector comes
             if collects:
                 gc.enable()
         loss = torch.zeros((), dtype=torch.float64, device=self.losses[0].device if self.losses else None)
@@ -232,8 +233,8 @@ class Pass:
                     self.send(message)
             for freed in turn.frees:
                 held.pop(freed, None)
-        for pending in self.out:
-            pending.wait()
+        while self.out:
+            self.out.popleft().wait()
         if self.carries is not None:
             self.carries.check_empty()
         e.shards.finish()
