@@ -442,10 +442,11 @@ def test_a_probe_leaves_gradients_as_the_executor_would():
     assert {tuple(rows.shape) for rows in probe.carry.rows.values()} == {(1, 2, 24, 8)}
     with torch.no_grad():
         whole = middle(x)
-    probe.forward(probe.open(8, 16))
-    assert torch.allclose(probe.y, whole[:, 16:], atol=1e-12)  # it sees the prefix
-    probe.forward(probe.open(24, 0))
-    assert torch.allclose(probe.y, whole, atol=1e-12)
+    last, all_of_it = probe.open(8, 16), probe.open(24, 0)
+    probe.forward(last)
+    assert torch.allclose(probe.made[last], whole[:, 16:], atol=1e-12)  # it sees the prefix
+    probe.forward(all_of_it)
+    assert torch.allclose(probe.made[all_of_it], whole, atol=1e-12)
     labels = torch.randint(0, 64, (1, 24))
     times = Probe(Subject(head, x, loss=token_loss, labels=labels)).times(24, 0)[0]
     assert min(times) > 0

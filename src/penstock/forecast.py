@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from penstock.train.mesh import Share
 
 PROFILE = "profile.json"  # in the folder of a run
-ROUNDS = 5
+ROUNDS = 12
 MOST = {"cpu": 5e10, "cuda": 5e13}  # operations of a pass that is timed; of more, a sample is
 
 

@@ -42,10 +42,10 @@ def footprint(probe: Probe) -> Footprint:
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
         probe.forward(piece, ledger)
     own = _storages(probe.subject.module.parameters())
-    held, message = _bytes(saved, own), probe.y.nbytes
+    held, message = _bytes(saved, own), probe.made[piece].nbytes
     saved.clear()
     ledger.open = True
-    probe.backward(piece, probe.gradient())
+    probe.backward(piece, probe.gradient(piece))
     kept = _bytes((x for work in ledger.due for x in _caught(work)), own)
     ledger.settle()
     return Footprint(held, kept, message, *_update(probe))

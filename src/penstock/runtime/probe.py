@@ -3,7 +3,8 @@
     sequence   |---- prefix ----|-- tokens --|      |     keys and values of the prefix are there, as is the buffer to
                                   ^ the slice             which the gradients of later slices were added
 
-One sequence serves all slices: it is run once, and a slice then writes the same rows again. With a tape every action is
+One sequence serves all slices: it is run once, and a slice then writes the same rows again. On a CPU several passes are
+in flight, as micro-batches are in a step: what an action reads has left the caches by then. With a tape every action is
 recorded and its replays are timed, as in a step with recorded actions.
 """
 
@@ -64,6 +65,7 @@ class Probe:
     def __init__(self, subject: Subject, tape: Tape | None = None) -> None:
         self.subject, self.device, self.tape = subject, subject.inputs.device, tape
         self.carry = Carry(subject.tokens, subject.starts)
+        self.made: dict[Slice, Tensor] = {}  # what slices became that have not come back yet
         self.launches = deque([0.0], maxlen=4)  # seconds that the host took to launch the last passes, and a half
         self.kernels = self.seconds = 0.0  # of a GPU, all that was timed: without and with the wait for launches
         make_deferrable(subject.module)
@@ -88,7 +90,8 @@ class Probe:
         """So many passes, each with a whole backward and then with a split one; `ready` is called before the first."""
         if self.tape is None:
             ready()
-            return [_times((name, self.clock(act)) for name, act in self.acts(tokens, prefix)) for _ in range(passes)]
+            flights = [passes] if self.device.type == "cpu" else [1] * passes
+            return [one for count in flights for one in self.flight(tokens, prefix, count)]
         for _, act in self.acts(tokens, prefix):
             self.tape.rehearse(act)
         self.tape.begin()
@@ -104,6 +107,13 @@ class Probe:
             torch.cuda.empty_cache()  # the recordings' memory is theirs alone
         return found
 
+    def flight(self, tokens: int, prefix: int, count: int) -> list[Times]:
+        """So many passes side by side: all their forwards, then all their backwards."""
+        lanes = [self.acts(tokens, prefix) for _ in range(count)]
+        rounds = zip(*lanes, strict=True)
+        found = [[(name, self.clock(act)) for name, act in acts] for acts in rounds]
+        return [_times(iter(one)) for one in zip(*found, strict=True)]
+
     def settle(self, plays: Sequence[Act]) -> None:
         """A GPU is faster after a pause, until its power is spent: it works for a while before it is timed."""
         until = time.perf_counter() + STEADY
@@ -116,11 +126,11 @@ class Probe:
         """What is timed, in its order; each is done before the next one is asked for."""
         piece = self.open(tokens, prefix)
         yield "F", partial(self.forward, piece)
-        yield "B", partial(self.backward, piece, self.gradient())
+        yield "B", partial(self.backward, piece, self.gradient(piece))
         piece, ledger = self.open(tokens, prefix), Ledger()
         yield "again", partial(self.forward, piece, ledger)
         ledger.open = True
-        yield "I", partial(self.backward, piece, self.gradient())
+        yield "I", partial(self.backward, piece, self.gradient(piece))
         if ledger.due:
             yield "W", ledger.settle
 
@@ -131,7 +141,7 @@ class Probe:
             x.requires_grad_()
         record_in(ledger)
         with self.cast():
-            self.y = self.run(x, piece)
+            self.made[piece] = self.run(x, piece)
         record_in(None)
 
     def run(self, x: Tensor, piece: Slice) -> Tensor:
@@ -143,16 +153,17 @@ class Probe:
             return y
         return given.loss(y, given.labels[:, piece.begin : piece.end]) / given.tokens
 
-    def gradient(self) -> Tensor:
-        """Of y: one for a loss, else anything."""
-        return torch.ones_like(self.y) if self.subject.loss else torch.randn_like(self.y)
+    def gradient(self, piece: Slice) -> Tensor:
+        """Of a slice's y: one for a loss, else anything."""
+        y = self.made[piece]
+        return torch.ones_like(y) if self.subject.loss else torch.randn_like(y)
 
     def backward(self, piece: Slice, gradient: Tensor) -> None:
-        """Back over the slice that ran last."""
+        """Back over a slice that ran."""
+        self.carry.left = piece.end
         roots, gradients = self.carry.back(piece)
-        walk_back((self.y, *roots), (gradient, *gradients))
+        walk_back((self.made.pop(piece), *roots), (gradient, *gradients))
         self.carry.close(piece)
-        del self.y
 
     def open(self, tokens: int, prefix: int) -> Slice:
         """A slice as if all before it had gone forward and, when it goes back, all after it had come back."""

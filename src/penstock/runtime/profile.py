@@ -32,7 +32,7 @@ from penstock.runtime.probe import Probe, Subject, Times
 from penstock.runtime.replay import Tape
 
 ROUNDS = 6
-VISIT = 0.03  # seconds for which a point is at least measured in each round, but
+VISIT = 0.06  # seconds for which a point is at least measured in each round, but
 MOST = 8  # passes at most
 RECORDED = 3  # passes at least of what was recorded, which takes longer than a pass
 Watch = Callable[[str], None]
