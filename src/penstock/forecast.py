@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     from penstock.train.mesh import Share
 
 PROFILE = "profile.json"  # in the folder of a run
-ROUNDS = 12
+ROUNDS, OFTEN = 5, 12
+QUICK = 5e9  # operations of a pass on a CPU that is timed often: its speed changes from second to second
 MOST = {"cpu": 5e10, "cuda": 5e13}  # operations of a pass that is timed; of more, a sample is
 
 
@@ -138,12 +139,13 @@ def profiled(config: Config, plan: Plan, machine: Machine) -> Profile:
 
     tokens, cuts = config.data.tokens, cuts_of(config, plan)
     sizes, depth = sizes_for(config), max(plan.partition)
-    rows, short = sample(flops_per_token(sizes, tokens) / sizes.layers * depth, config.rows, tokens, cuts,
-                         MOST[machine.device])  # fmt: skip
+    flops = flops_per_token(sizes, tokens) / sizes.layers * depth
+    rows, short = sample(flops, config.rows, tokens, cuts, MOST[machine.device])
     less = (rows, short) != (config.rows, 1)
+    rounds = OFTEN if machine.device == "cpu" and flops * rows * tokens <= QUICK else ROUNDS
     where = {((end - begin) // short, begin // short) for some in cuts for begin, end in pairwise(some)}
     request = Request(
-        sizes, tokens // short, rows, machine.device, threads=machine.threads, rounds=1 if less else ROUNDS,
+        sizes, tokens // short, rows, machine.device, threads=machine.threads, rounds=1 if less else rounds,
         autocast=config.run.precision if config.run.precision != "float32" else None, depth=1 if less else depth,
         where=tuple(sorted(where)), mean=True, separate=config.data.separate, graphs=config.run.graphs,
     )  # fmt: skip
