@@ -455,6 +455,23 @@ def test_a_probe_leaves_gradients_as_the_executor_would():
         assert torch.allclose(parameter.grad, 2 * gradient, atol=1e-12)  # once whole, once split
 
 
+@pytest.mark.parametrize(("tokens", "prefix"), [(24, 0), (8, 8)])
+def test_passes_are_in_flight_together_as_micro_batches_are(tokens, prefix, monkeypatch):
+    whole = Llama(LlamaConfig(vocab=11, width=16, layers=2, heads=2, kv_heads=2, inner=16)).double()
+    _, middle, _ = split(whole, (0, 2, 0))
+    probe, alive = Probe(Subject(middle, torch.randn(1, 24, 16, dtype=torch.float64), 2, prefixes=True)), []
+
+    def clock(act) -> float:
+        act()
+        alive.append(len(probe.made))
+        return float(len(alive))
+
+    monkeypatch.setattr(probe, "clock", clock)
+    found = probe.times(tokens, prefix, passes=3)
+    assert alive == [1, 2, 3, 2, 1, 0, 1, 2, 3, 2, 1, 0, 0, 0, 0]  # F, B, F again, I, W; three of each
+    assert [(one.F, one.B, one.I, one.W) for one in found] == [(n, n + 3, n + 9, n + 12) for n in (1, 2, 3)]
+
+
 def test_a_layer_that_takes_no_time_was_not_measured():
     terms = r'"base": [^,]+, "token": [^,]+, "prefix": [^,]+, "pair": [^,]+,'
     text = re.sub(terms, '"base": 0, "token": 0, "prefix": 0, "pair": 0,', dump_profile(profile()))
