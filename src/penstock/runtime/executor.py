@@ -130,7 +130,7 @@ class Executor:
         if self.tape is not None and not batch.starts:
             self.replays = self.replays or Replays(run, self.tape)
             if self.replays.fits(batch):
-                run.replay(self.replays)
+                run.replays = self.replays
         return run.run()
 
     def evaluate(self, batch: Batch) -> float:
@@ -159,17 +159,19 @@ class Pass:
         self.start: list[Moment] = []
         self.end: list[Moment] = []
         self.level: list[int] = []  # forwards kept while an action runs
-        self.act: tuple[Callable[[Step], None], ...] = (self.forward, self.backward, self.weights)
-        self.replays: Replays | None = None
+        self.replays: Replays | None = None  # actions are not done but played
 
     def like(self, batch: Batch) -> Pass:
         """Another one of the same kind, on another batch."""
         return Pass(self.e, batch, timed=False)
 
-    def replay(self, replays: Replays) -> None:
-        """From now on actions are not done but played."""
-        self.replays = replays
-        self.act = tuple(partial(play, self) for play in (replays.forward, replays.backward, replays.weights))
+    @property
+    def act(self) -> tuple[Callable[[Step], None], ...]:
+        """F, B or I, and W. Not kept: a pass that holds its own methods holds all tensors until a collector comes."""
+        made = self.replays
+        if made is None:
+            return self.forward, self.backward, self.weights
+        return tuple(partial(play, self) for play in (made.forward, made.backward, made.weights))
 
     def cut(self, schedule: Schedule, batch: Batch) -> None:
         """Tokens, labels and shapes of every slice."""
@@ -188,7 +190,6 @@ class Pass:
                 self.walk()
         finally:
             record_in(None)
-            self.act = ()  # its methods: a circle, which would keep every tensor until the collector comes
             if collects:
                 gc.enable()
         loss = torch.zeros((), dtype=torch.float64, device=self.losses[0].device if self.losses else None)

@@ -159,18 +159,18 @@ class Probe:
         return torch.ones_like(y) if self.subject.loss else torch.randn_like(y)
 
     def backward(self, piece: Slice, gradient: Tensor) -> None:
-        """Back over a slice that ran."""
+        """Back over a slice that ran, as if all after it had come back."""
         self.carry.left = piece.end
         roots, gradients = self.carry.back(piece)
         walk_back((self.made.pop(piece), *roots), (gradient, *gradients))
         self.carry.close(piece)
 
     def open(self, tokens: int, prefix: int) -> Slice:
-        """A slice as if all before it had gone forward and, when it goes back, all after it had come back."""
+        """A slice as if all before it had gone forward; with a buffer for gradients of those after it."""
         carry = self.carry
         carry.reached = prefix
         piece = carry.open(prefix, prefix + tokens)
-        carry.reached, carry.left = carry.tokens, piece.end
+        carry.reached = carry.tokens
         carry.gradients.clear()
         if piece.end < carry.tokens:
             for key, rows in carry.rows.items():
