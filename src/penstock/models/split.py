@@ -134,6 +134,7 @@ class Part(nn.Module):
         self.begin, self.end = layers
         self.first, self.last = ends
         self.tied = tied
+        self.shared: dict[str, tuple[int, ...]] = {}  # tied parameters that several parts hold; filled by `split`
 
     @property
     def paths(self) -> tuple[str, ...]:
@@ -159,6 +160,10 @@ class Part(nn.Module):
         for path in self.anatomy.head if self.last else ():
             x = self.get_submodule(path)(x)
         return x
+
+    def whole_names(self) -> dict[str, nn.Parameter]:
+        """Its parameters under their names in the whole model, a tied one under its first name there."""
+        return {self.tied.get(name, name): parameter for name, parameter in self.named_parameters()}
 
     def extra_repr(self) -> str:
         """Which layers, and what else."""
@@ -195,12 +200,15 @@ def split(model: nn.Module, partition: Sequence[int]) -> list[Part]:
     ]
     for part in parts:
         _fill(part, model)
+    shared = shared_names(parts)
+    for part in parts:
+        part.shared = shared
     return parts
 
 
 def part_parameters(part: Part) -> dict[str, nn.Parameter]:
     """A part's parameters under their names in the whole model, a tied one under its first name there."""
-    return {part.tied.get(name, name): parameter for name, parameter in part.named_parameters()}
+    return part.whole_names()
 
 
 def shared_names(parts: Sequence[Part]) -> dict[str, tuple[int, ...]]:

@@ -3,9 +3,11 @@
     I   one walk through the graph; each linear layer gives  grad_x = grad_y W   and keeps (x, grad_y) in the ledger
     W   the ledger is settled: for each entry                grad_W += grad_y^T x
 
-Everything else (norms, embeddings: little work) has its weight gradient in I. A module that wants to leave other work
-calls `defer` inside the backward of an autograd function. A compiled module is one piece for autograd: its I does
-everything, and its W nothing.
+A layer can wait if it is an `nn.Linear`, or a subclass with the same forward, or the `Conv1D` of transformers, and if
+its weight is a plain parameter without hooks. Everything else has its weight gradient in I: norms and embeddings, which
+are little work, and layers that compute in their own way, of which the executor warns. A module that wants to leave
+such work calls `defer` inside the backward of an autograd function. A compiled module is one piece for autograd: its I
+does everything, and its W nothing.
 """
 
 from __future__ import annotations
@@ -25,11 +27,12 @@ _here = threading.local()  # the ledger of the forward that runs on this thread
 class Ledger:
     """Weight gradients that are due, of one forward."""
 
-    __slots__ = ("due", "open")
+    __slots__ = ("common", "due", "open")
 
-    def __init__(self) -> None:
+    def __init__(self, common: frozenset[int] = frozenset()) -> None:
         self.due: list[Work] = []
         self.open = False  # whether the backward that runs now may leave work
+        self.common = common  # ids of parameters that other threads add to as well: only autograd does that safely
 
     def settle(self) -> None:
         """Does what is due."""
@@ -66,29 +69,47 @@ _ENGINE = torch.autograd.Variable._execution_engine
 
 
 class _Linear(torch.autograd.Function):
-    """y = x W^T + b, whose weight gradient can wait."""
+    """y = x W^T + b, or x W + b where the weight lies `turned`. Its weight gradient can wait.
+
+    `dtype` is autocast's, if that is on: the weight is cast in here, so that its gradient can wait for the cast too.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, turned: bool, dtype: torch.dtype | None
+    ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.bias, ctx.ledger = bias, current_ledger()
-        return nn.functional.linear(x, weight, bias)
+        ctx.bias, ctx.ledger, ctx.turned = bias, current_ledger(), turned
+        if dtype is not None:
+            weight, bias = weight.to(dtype), None if bias is None else bias.to(dtype)
+        return (_turned if turned else nn.functional.linear)(x, weight, bias)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, None, None]:
         x, weight = ctx.saved_tensors
-        bias = ctx.bias
-        grad_x = grad @ weight.to(grad.dtype) if ctx.needs_input_grad[0] else None
+        bias, turned = ctx.bias, ctx.turned
+        grad_x = None
+        if ctx.needs_input_grad[0]:
+            there = weight.to(grad.dtype)
+            grad_x = grad @ (there.t() if turned else there)
 
         def settle() -> None:
             rows = grad.reshape(-1, grad.shape[-1])
             if weight.requires_grad:
-                accumulate_product(weight, rows, x.reshape(-1, x.shape[-1]).to(rows.dtype))
+                taken = x.reshape(-1, x.shape[-1]).to(rows.dtype)
+                accumulate_product(weight, *((taken, rows) if turned else (rows, taken)))
             if bias is not None and bias.requires_grad:
                 accumulate(bias, rows.sum(0))
 
         defer(ctx.ledger, settle)
-        return grad_x, None, None
+        return grad_x, None, None, None, None
+
+
+def _turned(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x W + b, by the same kernel as transformers' `Conv1D`, so that not even rounding differs."""
+    flat = x.reshape(-1, x.shape[-1])
+    y = flat @ weight if bias is None else torch.addmm(bias, flat, weight)
+    return y.view(*x.shape[:-1], weight.shape[-1])
 
 
 def accumulate_product(weight: Tensor, grad: Tensor, x: Tensor) -> None:
@@ -108,44 +129,70 @@ def accumulate(parameter: Tensor, grad: Tensor) -> None:
         parameter.grad += grad
 
 
-def _forward(self: nn.Linear, x: Tensor) -> Tensor:
-    """A linear layer's forward: with a ledger the one that can wait, else its own."""
-    if current_ledger() is None or not torch.is_grad_enabled():
-        return nn.functional.linear(x, self.weight, self.bias)
-    return linear(x, self.weight, self.bias)
-
-
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, turned: bool = False) -> Tensor:
     """`nn.functional.linear` whose weight gradient can wait; under autocast in its type."""
     if torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
         with torch.autocast(x.device.type, enabled=False):
-            out: Tensor = _Cast.apply(x.to(dtype), weight, bias, dtype)  # type: ignore[no-untyped-call]
+            out: Tensor = _Linear.apply(x.to(dtype), weight, bias, turned, dtype)  # type: ignore[no-untyped-call]
             return out
-    plain: Tensor = _Linear.apply(x, weight, bias)  # type: ignore[no-untyped-call]
+    plain: Tensor = _Linear.apply(x, weight, bias, turned, None)  # type: ignore[no-untyped-call]
     return plain
 
 
-class _Cast(_Linear):
-    """The same in another type: the weight is cast in here, so that its gradient can wait for the cast too."""
-
-    @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype
-    ) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.bias, ctx.ledger = bias, current_ledger()
-        return nn.functional.linear(x, weight.to(dtype), None if bias is None else bias.to(dtype))
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, None]:  # type: ignore[override]
-        return (*_Linear.backward(ctx, grad), None)
-
-
+# ---------------------------------------------------------------- which layers can wait
 def make_deferrable(module: nn.Module) -> None:
     """Lets the linear layers inside a module leave their weight gradients. Once is enough; nothing else changes."""
-    if hasattr(module, "_orig_mod"):  # compiled: one piece
+    if is_compiled(module):  # one piece
         return
-    for layer in module.modules():
-        if type(layer) is nn.Linear and not isinstance(layer.__dict__.get("forward"), MethodType):
-            layer.forward = MethodType(_forward, layer)  # type: ignore[method-assign]
+    if "forward" not in module.__dict__:  # else it is done already, or has a forward of its own
+        if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward:
+            module.forward = MethodType(_linear_forward, module)  # type: ignore[method-assign]
+        elif _is_turned(module):
+            module.forward = MethodType(_turned_forward, module)  # type: ignore[method-assign]
+    for inner in module.children():
+        make_deferrable(inner)
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether torch.compile made it, or `module.compile()` did."""
+    return hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
+
+
+def _is_turned(module: nn.Module) -> bool:
+    """Whether this is the linear layer of transformers' GPT-2, known by its name, its shapes and its forward."""
+    if type(module).__name__ != "Conv1D" or "addmm" not in type(module).forward.__code__.co_names:
+        return False
+    weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
+    shapes = [x.shape if isinstance(x, Tensor) else () for x in (weight, bias)]
+    return len(shapes[0]) == 2 and tuple(shapes[1]) == (getattr(module, "nf", None),) == tuple(shapes[0][1:])
+
+
+def _linear_forward(self: nn.Linear, x: Tensor) -> Tensor:
+    """A linear layer's forward: with a ledger the one that can wait, else its own."""
+    ledger, weight, bias = current_ledger(), self.weight, self.bias
+    if ledger is None or not _can_wait(ledger, weight, bias):
+        return nn.functional.linear(x, weight, bias)
+    return linear(x, weight, bias)
+
+
+def _turned_forward(self: nn.Module, x: Tensor) -> Tensor:
+    """The same of a layer whose weight lies turned."""
+    ledger, weight, bias = current_ledger(), self.weight, self.bias
+    if ledger is None or not _can_wait(ledger, weight, bias):  # type: ignore[arg-type]
+        return type(self).forward(self, x)  # type: ignore[no-any-return]
+    return linear(x, weight, bias, turned=True)  # type: ignore[arg-type]
+
+
+def _can_wait(ledger: Ledger, weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether the gradient is what we would add later: of a plain parameter that trains, and that nobody watches.
+
+    A parametrized weight is computed anew each time, and what it is computed from gets its gradient in I.
+    """
+    if not weight.requires_grad or not torch.is_grad_enabled() or id(weight) in ledger.common:
+        return False
+    return _is_plain(weight) and (bias is None or _is_plain(bias))
+
+
+def _is_plain(parameter: Tensor) -> bool:
+    return parameter.is_leaf and not parameter._backward_hooks and not parameter._post_accumulate_grad_hooks

@@ -38,6 +38,8 @@ def batch_of(
 ) -> Batch:
     """A batch from micro-batches; without `valid` the labels that count are counted here."""
     for word, others in (("labels", labels), ("starts", starts or inputs)):
+        if len(inputs) != len(others):
+            raise ShapeError(f"{len(inputs)} micro-batches have {len(others)} {word}: give each its own")
         for number, (x, y) in enumerate(zip(inputs, others, strict=True)):
             if x.shape[:2] != y.shape[:2]:
                 raise ShapeError(f"micro-batch {number} has tokens {tuple(x.shape)} and {word} {tuple(y.shape)}")

@@ -15,7 +15,7 @@ the actions of two takes follow each other. So recorded stages need more memory 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, NamedTuple, Protocol
@@ -26,11 +26,13 @@ from torch import Tensor, nn
 from penstock.errors import RunError, ShapeError
 from penstock.runtime.backward import record_in
 from penstock.runtime.batch import Batch
+from penstock.runtime.frozen import Rests
+from penstock.runtime.randomness import TURN, drawing_again, drawn_since, states
 from penstock.runtime.share import local
 from penstock.runtime.steps import Do, Step, Turn
 
 if TYPE_CHECKING:
-    from penstock.runtime.executor import Pass
+    from penstock.runtime.passes import Pass
 
 Work = Callable[[], Tensor | None]
 Place = tuple[int, int]  # a stage and a micro-batch
@@ -121,6 +123,8 @@ class Kind(NamedTuple):
     stage: int
     shape: Shape
     steps: tuple[tuple[Do, int, bool, bool], ...]  # what is done, on which slice; split, last
+    idle: bool = False  # nothing trains up to here: the forward keeps nothing, and there is no backward
+    closed: bool = False  # nothing trains before it: its input gets no gradient
 
 
 class Replays:
@@ -132,16 +136,23 @@ class Replays:
         self.rest = Rest(run.e.modules[stage] for stage in {stage for stage, _ in places})
         self.valid = torch.ones((), device=run.batch.inputs[0].device)
         self.takes: dict[Place, Take] = {}
+        self.drawing: set[Place] = set()  # whose recorded backward must draw the random numbers of its forward again
         made: dict[tuple[Kind, int], Take] = {}
         cuts = [microbatch.cuts for microbatch in run.e.program.schedule.microbatches]
         alike = [(*shape, *cut) for shape, cut in zip(self.shapes, cuts, strict=True)]
-        for place, (kind, number) in assign(places, alike).items():
+        device, drawing = run.batch.inputs[0].device, set[Kind]()
+        for place, (kind, number) in assign(places, alike, run.e.rests).items():
             if (kind, number) not in made:
                 steps = places[place]
                 if number == 0:
-                    tape.rehearse(partial(_walk, self.stand_in(run, steps), steps))
+                    before, other = states(device), self.stand_in(run, steps)
+                    other.checks = run.checks
+                    tape.rehearse(partial(_walk, other, steps))
+                    drawing |= {kind} if drawn_since(before, device) is not None else set()
                 made[kind, number] = self.take(run, steps, tape)
             self.takes[place] = made[kind, number]
+            if kind in drawing and kind.stage in run.e.recompute:
+                self.drawing.add(place)
         self.rest.clear()
 
     @cached_property
@@ -162,6 +173,7 @@ class Replays:
         """A step of its own for one micro-batch, on tensors that stay."""
         valid: int = self.valid  # type: ignore[assignment]  # a number that changes from step to step
         other = run.like(replace(run.batch, valid=valid))
+        other.draws = False
         mine = {step.unit for step in steps}
         other.inputs = tuple(x.clone() if unit in mine else x for unit, x in enumerate(run.inputs))
         other.labels = tuple(y.clone() if unit in mine else y for unit, y in enumerate(run.labels))
@@ -177,6 +189,9 @@ class Replays:
         other = self.stand_in(run, steps)
         found: dict[Moment, Part] = {}
         for step in steps:
+            if step.do is not Do.FORWARD and step.value in run.e.rests.idle:
+                _act(other, step)  # nothing to record, but the slices must have come back
+                continue
             try:
                 made, play = tape.record(partial(_act, other, step))
             except torch.OutOfMemoryError:
@@ -193,24 +208,44 @@ class Replays:
     def forward(self, run: Pass, step: Step) -> None:
         """Plays a forward. The loss is copied: the next micro-batch of the take overwrites it."""
         x = run.tensor(step.source) if step.source >= 0 else run.inputs[step.unit]
-        y = self.part(step)(x, *([run.labels[step.unit]] if step.last else []))
+        given = (x, *([run.labels[step.unit]] if step.last else []))
+        draws = (step.stage, step.microbatch) in self.drawing
+        y = self.draw(run, step, given) if draws else self.part(step)(*given)
         assert y is not None
         run.kept[step.value] = None
         run.give(step, y.clone() if step.last else y)
         self.give_back(run, step)
 
+    def draw(self, run: Pass, step: Step, given: tuple[Tensor, ...]) -> Tensor | None:
+        """Plays a forward that draws random numbers, which its backward will draw again.
+
+        A CUDA graph takes them from where the generator stands when it is played, so setting that back is enough.
+        """
+        device = given[0].device
+        with TURN:
+            before = states(device)
+            y = self.part(step)(*given)
+            drawn = drawn_since(before, device)
+        if drawn is not None:
+            run.drawn[step.value] = drawn
+        return y
+
     def backward(self, run: Pass, step: Step) -> None:
         """Plays a backward. What it makes is copied: it may still be on its way when the take is played again."""
-        made = self.part(step)(*([] if step.last else [run.tensor(step.source)]))
-        if made is not None:
-            run.held[step.value] = made.clone()
+        if step.value not in run.e.rests.idle:
+            drawn = run.drawn.pop(step.forward, None)
+            with drawing_again(drawn, self.valid.device, step.instruction) if drawn is not None else nullcontext():
+                made = self.part(step)(*([] if step.last else [run.tensor(step.source)]))
+            if made is not None:
+                run.held[step.value] = made.clone()
         if not step.split:
             del run.kept[step.forward]
         self.give_back(run, step)
 
     def weights(self, run: Pass, step: Step) -> None:
         """Plays what the I has left."""
-        self.part(step)()
+        if step.value not in run.e.rests.idle:
+            self.part(step)()
         del run.kept[step.forward]
 
     def part(self, step: Step) -> Part:
@@ -283,12 +318,17 @@ def places_of(turns: Sequence[Turn]) -> dict[Place, list[Step]]:
     return found
 
 
-def assign(places: Mapping[Place, Sequence[Step]], shapes: Sequence[Shape]) -> dict[Place, tuple[Kind, int]]:
+def assign(
+    places: Mapping[Place, Sequence[Step]], shapes: Sequence[Shape], rests: Rests | None = None
+) -> dict[Place, tuple[Kind, int]]:
     """For every place its kind, and which take of that kind: the first that is free."""
     found: dict[Place, tuple[Kind, int]] = {}
     until: dict[Kind, list[int]] = {}  # of each take, the last action of the place that has it now
     for place, steps in places.items():
         kind = kind_of(steps, shapes[place[1]])
+        if rests is not None and (rests.idle or rests.closed):
+            first = steps[0].value
+            kind = kind._replace(idle=first in rests.idle, closed=first in rests.closed)
         takes = until.setdefault(kind, [])
         number = next((n for n, last in enumerate(takes) if last < steps[0].value), len(takes))
         takes[number : number + 1] = [steps[-1].value]

@@ -11,13 +11,16 @@ which the parts are complete on all ranks, by the clock of the schedule.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
+from penstock.errors import ShapeError
 from penstock.ir.needs import FORWARD
 from penstock.ir.schedule import Schedule
 from penstock.runtime.comm.comm import Comm, Pending
@@ -44,11 +47,19 @@ class Replicas:
         self.comm = comm
         shared = [*_parts(schedule, modules, comm.rank, tied or {}), *_tied(schedule, comm.rank, tied or {})]
         self.order = sorted(shared, key=lambda s: (s.ready, s.name))
-        self.parameters = [parameter for one in self.order for parameter in one.parameters]
         self.next = 0
         self.complete: set[int] = set()
         self.sums: list[tuple[Pending, Tensor, Shared]] = []  # in the same order
         self.before: list[list[Tensor | None]] = []
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """All that are summed."""
+        return [parameter for one in self.order for parameter in one.parameters]
+
+    def leave_out(self, names: Collection[str]) -> None:
+        """These are one tensor for all of their ranks, which are threads: its gradient is the sum already."""
+        self.order = [one for one in self.order if one.name not in names]
 
     def begin(self) -> None:
         """A new step. Gradients of earlier ones, which are summed already, are laid aside."""
@@ -102,14 +113,68 @@ class Tied:
     twins: tuple[nn.Parameter, ...] = ()
 
 
+@runtime_checkable
+class Cut(Protocol):
+    """A part that `penstock.models.split` made: it knows which parameters other parts hold too."""
+
+    shared: Mapping[str, tuple[int, ...]]
+
+    def whole_names(self) -> Mapping[str, nn.Parameter]:
+        """Its parameters under their names in the whole model."""
+        ...
+
+
+def ties_of(schedule: Schedule, modules: Mapping[int, nn.Module]) -> dict[str, Tied]:
+    """The tied parameters that this rank's parts know of, with the copy that this rank has.
+
+    A process that builds the whole model and keeps only its own parts has its own copy of a tied parameter. Nothing in
+    the module shows that another rank has one too; the part remembers it from `split`.
+    """
+    cuts = [(stage, cut) for stage, module in modules.items() for cut in _cuts(module)]
+    names = {name: owners for _, cut in cuts for name, owners in cut.shared.items()}
+    return {name: _tie(schedule, name, owners, cuts) for name, owners in sorted(names.items())}
+
+
+def _cuts(module: nn.Module) -> Iterator[Cut]:
+    """The parts inside a stage's module, which may be compiled or wrapped."""
+    return (inner for inner in module.modules() if isinstance(inner, Cut) and isinstance(inner.shared, Mapping))
+
+
+def _tie(schedule: Schedule, name: str, owners: tuple[int, ...], cuts: Sequence[tuple[int, Cut]]) -> Tied:
+    found: dict[int, nn.Parameter] = {}
+    sharded = False
+    for stage, cut in cuts:
+        held, part = cut.whole_names().get(name), schedule.stages[stage].part
+        if (held is not None) != (part in owners):
+            raise ShapeError(
+                f"stage {stage} is part {part} of the schedule, but by `split` the parts {_listed(owners)} hold {name}"
+                f", and this module does {'' if held is not None else 'not '}hold it\n  give the stage of part n the "
+                "n-th part, all from one call of `split`, or name the owners yourself: Executor(tied={...})"
+            )
+        if held is not None:
+            found[id(held)] = held
+            sharded |= isinstance(cut, FSDPModule)
+    first, *others = found.values() or [None]
+    if others and not sharded:
+        raise ShapeError(
+            f"the stages of this rank hold {len(found)} separate copies of {name}, which the model has once\n"
+            "  take all parts of a rank from one call of `split`, and do not copy them one by one"
+        )
+    return Tied(owners, first, tuple(one for one in others if one is not None))
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    return " and ".join(map(str, numbers))
+
+
 def groups_of(schedule: Schedule, tied: Mapping[str, Tied] | None = None) -> list[tuple[int, ...]]:
     """Every group of ranks that will sum, in an order that is the same on all ranks."""
-    groups = [_ranks_of(schedule, (part,)) for part in range(schedule.parts)]
-    groups += [_ranks_of(schedule, shared.parts) for shared in (tied or {}).values()]
+    groups = [ranks_of(schedule, (part,)) for part in range(schedule.parts)]
+    groups += [ranks_of(schedule, shared.parts) for shared in (tied or {}).values()]
     return sorted({group for group in groups if len(group) > 1})
 
 
-def _ranks_of(schedule: Schedule, parts: Sequence[int]) -> tuple[int, ...]:
+def ranks_of(schedule: Schedule, parts: Sequence[int]) -> tuple[int, ...]:
     """The ranks that hold a stage of these parts; one that no micro-batch visits gets the sum all the same."""
     return tuple(sorted({stage.rank for stage in schedule.stages if stage.part in parts}))
 
@@ -120,7 +185,7 @@ def _parts(
     elsewhere = {id(one) for shared in tied.values() for one in (shared.parameter, *shared.twins)}
     found = []
     for part in range(schedule.parts):
-        group = _ranks_of(schedule, (part,))
+        group = ranks_of(schedule, (part,))
         if len(group) > 1 and rank in group:
             mine = [m for stage, m in modules.items() if schedule.stages[stage].part == part]
             parameters = {id(p): p for m in mine for p in m.parameters() if p.requires_grad and id(p) not in elsewhere}
@@ -133,9 +198,12 @@ def _parts(
 def _tied(schedule: Schedule, rank: int, tied: Mapping[str, Tied]) -> list[Shared]:
     found = []
     for name, shared in tied.items():
-        group = _ranks_of(schedule, shared.parts)
+        group = ranks_of(schedule, shared.parts)
         if len(group) > 1 and rank in group:
-            assert shared.parameter is not None, f"rank {rank} has no copy of {name}"
+            if shared.parameter is None:
+                raise ShapeError(f"rank {rank} holds a part that uses {name}: give Executor(tied=...) its copy of it")
+            if not shared.parameter.requires_grad:
+                continue
             last, ready = completion(schedule, shared.parts, rank)
             found.append(Shared(f"tied {name}", group, last, ready, (shared.parameter,)))
     return found

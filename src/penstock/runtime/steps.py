@@ -9,7 +9,7 @@ Who needs what is read from the schedule's table of needs.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from itertools import accumulate, pairwise
@@ -64,6 +64,11 @@ def turns_of(program: Program, rank: int) -> list[Turn]:
     starts = [number for number, step in enumerate(steps) if step.do <= Do.WEIGHTS]
     cuts = sorted({0, *starts, len(steps)})
     return [_turn(steps[begin:end]) for begin, end in pairwise(cuts)]
+
+
+def receives_of(turns: Sequence[Turn]) -> list[Step]:
+    """The receives of a lane, in their order."""
+    return [step for turn in turns for step in turn.messages if step.do is Do.RECEIVE]
 
 
 def _turn(steps: list[Step]) -> Turn:

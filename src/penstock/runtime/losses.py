@@ -1,0 +1,132 @@
+"""Whether a loss is a sum or a mean over labels. Both look alike and train, but only one of them as it should.
+
+    sum     loss(a and b) = loss(a) + loss(b)            what an executor divides by the labels of the whole step
+    mean    loss(a and b) = half of that                 multiplied by its labels first, if `reduction` says so
+
+A mean that is taken for a sum is divided twice. So in the first step the loss is asked for a few labels at once and for
+each half of them: a few labels of one row, whose halves lie side by side, and two rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from enum import StrEnum
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from penstock.errors import ShapeError
+from penstock.runtime.batch import IGNORED
+from penstock.runtime.randomness import undrawn
+
+Loss: TypeAlias = Callable[[Tensor, Tensor], Tensor]  # logits and labels to the sum of the losses, or to their mean
+LABELS = 32  # that are looked at
+Pieces: TypeAlias = tuple[Tensor, Tensor]
+
+
+class Reduction(StrEnum):
+    """What a loss makes of the losses of its labels."""
+
+    SUM = "sum"
+    MEAN = "mean"
+
+
+def reduction_of(word: str) -> Reduction:
+    """By its name."""
+    if word not in list(Reduction):
+        raise ShapeError(f"reduction must be 'sum' or 'mean', not {word!r}: what the loss makes of its labels' losses")
+    return Reduction(word)
+
+
+def as_sum(mean: Tensor, labels: Tensor) -> Tensor:
+    """The sum over labels whose mean is known; zero if none of them counts."""
+    count = (labels != IGNORED).sum()
+    return torch.where(count > 0, mean, torch.zeros_like(mean)) * count
+
+
+def refuse_other_loss(loss: Loss, y: Tensor, labels: Tensor, said: Reduction, stage: int, sliced: bool) -> bool:
+    """Raises if a loss is not what was said of it. False: these labels do not show it.
+
+    `sliced`: the labels of one row come in several calls, so that the loss must be a sum over them.
+    """
+    y = y.detach()
+    with torch.no_grad(), undrawn(y.device):
+        whole = loss(y, labels)
+        if not isinstance(whole, Tensor) or whole.numel() != 1:
+            raise ShapeError(
+                f"the loss on stage {stage} returned {described(whole)}, but it must return one number, the sum of the "
+                "losses of all labels that count (or their mean, with reduction='mean')"
+            )
+        found = [_refuse(loss, y, labels, said, pair, sliced and along == 1) for along, pair in _cuts(labels)]
+        return any(found)
+
+
+def _refuse(loss: Loss, y: Tensor, labels: Tensor, said: Reduction, cut: tuple[Pieces, Pieces], strict: bool) -> bool:
+    try:
+        first, second = (float(loss(_at(y, piece), _at(labels, piece))) for piece in cut)
+        both = float(loss(*(torch.cat([_at(one, piece) for piece in cut], dim=_side(cut)) for one in (y, labels))))
+    except (RuntimeError, ValueError, IndexError, TypeError):  # a loss that takes whole micro-batches only
+        return False
+    total = abs(first) + abs(second)
+    if not total < float("inf") or not abs(both) < float("inf") or total == 0.0:
+        return False
+    is_sum = abs(both - first - second) < 0.02 * total
+    off = abs(both - (first + second) / 2)  # of a mean that counts the same labels as we do
+    is_mean = off < (0.2 if said is Reduction.SUM else 0.02) * total and not is_sum
+    if said is Reduction.SUM and is_mean:
+        raise ShapeError(
+            f"the loss is a mean over labels, not their sum: {both:.4g} of some labels, {first:.4g} and {second:.4g} "
+            "of their halves\n  it would be divided by the labels of the step once more; take reduction='sum' in the "
+            "loss itself (as penstock.models.token_loss does), or say Executor(reduction='mean')"
+        )
+    if said is Reduction.MEAN and not is_mean:
+        raise ShapeError(
+            f"reduction='mean', but the loss is no mean over labels: {both:.4g} of some labels, {first:.4g} and "
+            f"{second:.4g} of their halves\n  leave out `reduction` if it is a sum; labels that do not count must be "
+            f"{IGNORED}"
+        )
+    if strict and not is_sum and said is Reduction.SUM:
+        raise ShapeError(
+            f"the loss is no sum over labels: {both:.4g} of some labels, {first:.4g} and {second:.4g} of their halves\n"
+            "  token slices ask it for some labels of a sequence at a time; shift labels beforehand "
+            "(penstock.models.shift_labels), or make the schedule with slices=1"
+        )
+    return True
+
+
+def _cuts(labels: Tensor) -> Iterator[tuple[int, tuple[Pieces, Pieces]]]:
+    """Rows and tokens of two pieces with equally many labels that count: in one row, and in two rows."""
+    counts = (labels.detach() != IGNORED).cpu()
+    if counts.dim() > 2:  # further dimensions belong to a label
+        counts = counts.flatten(2).all(2)
+    row, column = int(counts.sum(1).argmax()), int(counts.sum(0).argmax())  # with the most of them
+    places = counts[row].nonzero().flatten()[:LABELS]
+    half = len(places) // 2
+    if half:
+        begin, middle, end = int(places[0]), int(places[half]), int(places[2 * half - 1]) + 1
+        one = torch.tensor([row])
+        yield 1, ((one, torch.arange(begin, middle)), (one, torch.arange(middle, end)))
+    rows = counts[:, column].nonzero().flatten()[:2]
+    if len(rows) == 2:
+        at = torch.tensor([column])
+        yield 0, ((rows[:1], at), (rows[1:], at))
+
+
+def _at(x: Tensor, piece: Pieces) -> Tensor:
+    rows, tokens = (one.to(x.device) for one in piece)
+    return x.index_select(0, rows).index_select(1, tokens)
+
+
+def _side(cut: tuple[Pieces, Pieces]) -> int:
+    """Whether two pieces lie one below the other (0) or side by side (1)."""
+    return 1 if torch.equal(cut[0][0], cut[1][0]) else 0
+
+
+def described(value: object) -> str:
+    """A value in words: its type, and of a tensor its numbers and shape."""
+    if isinstance(value, Tensor):
+        return f"a {str(value.dtype).removeprefix('torch.')} tensor of shape {tuple(value.shape)}"
+    if isinstance(value, tuple | list):
+        return f"a {type(value).__name__} of {len(value)} ({', '.join(type(one).__name__ for one in value)})"
+    return f"a {type(value).__name__}"

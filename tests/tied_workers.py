@@ -1,0 +1,63 @@
+"""The loop of docs/guides/hugging_face.md, as a rank runs it: it builds the whole model and keeps its own parts."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+import transformers
+
+from penstock import Schedule, lower
+from penstock.models import even_partition, layer_count, model_width, shift_labels, split, token_loss
+from penstock.runtime import Batch, Comm, Executor, cut_batch
+
+STEPS = 3
+
+
+def gpt2() -> torch.nn.Module:
+    """A small one, whose head is its embedding."""
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(
+        vocab_size=37, n_positions=16, n_embd=16, n_layer=2, n_head=2, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+        tie_word_embeddings=True,
+    )  # fmt: skip
+    return transformers.GPT2LMHeadModel(config).double()
+
+
+def batches(microbatches: int) -> list[Batch]:
+    draw = torch.Generator().manual_seed(1)
+    tokens = [torch.randint(0, 37, (2 * microbatches, 9), generator=draw) for _ in range(STEPS)]
+    return [cut_batch(one, shift_labels(one), microbatches) for one in tokens]
+
+
+def in_one_piece(microbatches: int) -> tuple[list[float], torch.nn.Module]:
+    """The unsplit model after the same steps."""
+    model, losses = gpt2(), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    for batch in batches(microbatches):
+        optimizer.zero_grad()
+        total = 0.0
+        for x, y in zip(batch.inputs, batch.labels, strict=True):
+            loss = token_loss(model(x).logits, y) / batch.valid
+            loss.backward()
+            total += float(loss.detach())
+        losses.append(total)
+        optimizer.step()
+    return losses, model
+
+
+def train(comm: Comm, schedule: Schedule, model: torch.nn.Module | None = None) -> tuple[list[float], float]:
+    """Losses of a few steps, and how far the embedding of this rank is then from that of the unsplit model."""
+    model = gpt2() if model is None else copy.deepcopy(model)
+    parts = split(model, even_partition(layer_count(model), schedule.parts))
+    mine = {n: parts[s.part] for n, s in enumerate(schedule.stages) if s.rank == comm.rank}
+    executor = Executor(lower(schedule), mine, comm, token_loss, model_width(model), torch.float64)
+    optimizer = torch.optim.SGD({p for part in mine.values() for p in part.parameters()}, lr=0.5)
+    losses = []
+    for batch in batches(len(schedule.microbatches)):
+        optimizer.zero_grad()
+        losses.append(executor.step(batch).loss)
+        optimizer.step()
+    whole = dict(in_one_piece(len(schedule.microbatches))[1].named_parameters())
+    held = [pair for part in mine.values() for pair in part.whole_names().items()]
+    return losses, max(float((p - whole[name]).detach().abs().max()) for name, p in held)
