@@ -85,6 +85,43 @@ def test_recorded_actions_train_as_others_do(name, autocast, recompute):
         assert float((one - other).norm() / one.norm()) < (1e-3 if autocast is None else 2e-2)
 
 
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "sliced"])
+@pytest.mark.parametrize("recorded", [False, True])
+def test_recomputed_dropout_drops_the_same_values(name, recorded):
+    """A recorded backward draws from where the generator stands when it is played; it is set back for that."""
+    schedule = make("1f1b" if name == "sliced" else name, ranks=1, microbatches=4)
+    program = lower(slice_tokens(schedule, (0, 64, 256)) if name == "sliced" else schedule)
+
+    class Dropping(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.part = split(models()["llama"], [2])[0]
+
+        def forward(self, x, piece=None):
+            return torch.nn.functional.dropout(self.part(x, piece), 0.3)
+
+    found = []
+    for again in (False, True):
+        stage = Dropping()
+
+        def work(comm, stage=stage, again=again):
+            executor = Executor(program, {0: stage}, comm, token_loss, 256, tape=CudaTape() if recorded else None,
+                                recompute=frozenset([0]) if again else frozenset())  # fmt: skip
+            dice = torch.Generator("cuda").manual_seed(3)
+            tokens = [torch.randint(0, 512, (2, 256), device="cuda", generator=dice) for _ in range(4)]
+            for _ in range(2):
+                stage.zero_grad()
+                torch.manual_seed(7)
+                loss = executor.step(batch_of(tokens, tokens)).loss
+            return loss
+
+        found.append((run_threads(1, work)[0], [p.grad for p in stage.parameters()]))
+    (loss, gradients), (other, theirs) = found
+    assert other == pytest.approx(loss, rel=1e-5)
+    for one, two in zip(gradients, theirs, strict=True):
+        assert float((one - two).norm() / one.norm()) < 1e-4
+
+
 class Looks(torch.nn.Module):
     """A stage that asks the GPU for a number, which no recording can."""
 

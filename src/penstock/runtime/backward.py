@@ -149,7 +149,7 @@ def make_deferrable(module: nn.Module) -> None:
         if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward:
             module.forward = MethodType(_linear_forward, module)  # type: ignore[method-assign]
         elif _is_turned(module):
-            module.forward = MethodType(_turned_forward, module)  # type: ignore[method-assign]
+            module.forward = MethodType(_turned_forward, module)
     for inner in module.children():
         make_deferrable(inner)
 

@@ -189,8 +189,9 @@ class Replays:
         other = self.stand_in(run, steps)
         found: dict[Moment, Part] = {}
         for step in steps:
-            if step.do is not Do.FORWARD and step.value in run.e.rests.idle:
-                _act(other, step)  # nothing to record, but the slices must have come back
+            if _does_nothing(other, step):
+                _act(other, step)  # an empty graph cannot be recorded, but slices must have come back
+                found[moment(step)] = Part((), None, _nothing)
                 continue
             try:
                 made, play = tape.record(partial(_act, other, step))
@@ -244,8 +245,7 @@ class Replays:
 
     def weights(self, run: Pass, step: Step) -> None:
         """Plays what the I has left."""
-        if step.value not in run.e.rests.idle:
-            self.part(step)()
+        self.part(step)()
         del run.kept[step.forward]
 
     def part(self, step: Step) -> Part:
@@ -353,6 +353,19 @@ def _walk(run: Pass, steps: Sequence[Step]) -> None:
     for step in steps:
         _act(run, step)
     _forget(run)
+
+
+def _does_nothing(run: Pass, step: Step) -> bool:
+    """Whether nothing trains up to this backward, or its I has left nothing for this W."""
+    if step.do is Do.FORWARD:
+        return False
+    kept = run.kept.get(step.forward)
+    empty = kept is None or kept.ledger is None or not kept.ledger.due
+    return step.value in run.e.rests.idle or (step.do is Do.WEIGHTS and empty)
+
+
+def _nothing() -> None:
+    """Plays what does nothing."""
 
 
 def _forget(run: Pass) -> None:
