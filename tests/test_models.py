@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import types
 
 import pytest
 import torch
@@ -33,6 +32,7 @@ from penstock.models import (
     token_loss,
     valid_tokens,
 )
+from pipelines import without_float32
 
 PARTITIONS = [(4,), (2, 2), (1, 1, 1, 1), (1, 3), (3, 1), (0, 2, 2), (2, 2, 0), (0, 4, 0)]
 TOKENS = 16
@@ -68,18 +68,6 @@ def shaken(model: nn.Module, dtype: torch.dtype = torch.float64) -> nn.Module:
     for parameter in model.parameters():
         parameter.data.add_(0.2 * torch.randn(parameter.shape))
     return model.to(dtype).eval()
-
-
-def exact_norm(norm: nn.Module, x: Tensor) -> Tensor:
-    return norm.weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + norm.variance_epsilon)
-
-
-def without_float32(model: nn.Module) -> nn.Module:
-    """Hugging Face's RMS norms round to float32 on the way, whatever comes in; these do not."""
-    for module in model.modules():
-        if type(module).__name__.endswith("RMSNorm"):
-            module.forward = types.MethodType(exact_norm, module)
-    return model
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:
