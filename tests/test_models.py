@@ -336,6 +336,10 @@ def test_a_dynamic_rotary_module_takes_one_long_length_as_order_would_matter_oth
     for length in (8, 12):
         with pytest.raises(ShapeError, match=rf"sequences of 16 and of {length} tokens cannot be mixed .*'dynamic'"):
             part(some_tokens()[:, :length])
+    with pytest.raises(ShapeError, match="sequences of 16 and of 12 tokens"):
+        part.refuse_lengths([16, 7, 12])  # another replica may be the one that sees them
+    for other in (split(model, (4,))[0], split(OURS["llama"](), (4,))[0], split(THEIRS["GPT2LMHeadModel"](), (4,))[0]):
+        other.refuse_lengths([12, 12, 5])
     model(some_tokens()[:, :12])  # the whole model has grown already
     with pytest.raises(ShapeError, match="sequences of 12 and of 16 tokens"):
         split(model, (4,))[0](some_tokens())

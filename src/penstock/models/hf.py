@@ -124,15 +124,25 @@ def _angles(rotary: Any, x: Tensor, piece: Slice | None) -> tuple[Tensor, Tensor
 
 
 def _forget_lengths(rotary: Any, length: int, device: torch.device) -> None:
-    """Makes a `dynamic` rotary module choose its frequencies by this sequence alone.
+    """Makes a `dynamic` rotary module choose its frequencies by this sequence alone."""
+    refuse_lengths(rotary, [length])
+    rotary.register_buffer("inv_freq", rotary.original_inv_freq.to(device), persistent=False)
+    rotary.max_seq_len_cached = int(rotary.original_max_seq_len)
+
+
+def refuse_lengths(rotary: Any, lengths: Iterable[int]) -> None:
+    """Raises if sequences of these lengths and those before them give a `dynamic` rotary module a history.
 
     The module keeps the frequencies of the longest sequence so far for every later one that is shorter but not shorter
     than `max_position_embeddings`. Then the result depends on the order of the micro-batches, which a schedule changes
-    and recomputation repeats, so a part accepts only one such length.
+    and recomputation repeats, so only one such length is accepted.
     """
-    plain = int(rotary.original_max_seq_len)
-    if length >= plain:
-        cached = int(rotary.max_seq_len_cached)
+    if "dynamic" not in str(getattr(rotary, "rope_type", "default")):
+        return
+    plain, cached = int(rotary.original_max_seq_len), int(rotary.max_seq_len_cached)
+    for length in lengths:
+        if length < plain:
+            continue
         first = getattr(rotary, "long_length", cached if cached > plain else length)
         if length != first:
             raise ShapeError(
@@ -142,8 +152,6 @@ def _forget_lengths(rotary: Any, length: int, device: torch.device) -> None:
                 "tokens (max_position_embeddings), or choose another rope_type, such as 'yarn'"
             )
         rotary.long_length = length
-    rotary.register_buffer("inv_freq", rotary.original_inv_freq.to(device), persistent=False)
-    rotary.max_seq_len_cached = plain
 
 
 def _unknown(name: str, encoder_decoder: bool) -> str:
@@ -170,7 +178,7 @@ def _refuse_own_forward(model: nn.Module, family: str) -> None:
     """Parts run the modules inside a model, not the forward of the model: one that was overridden would be ignored."""
     for module in (model, model.get_submodule(FAMILIES[family].partition(".")[0])):
         theirs = next((cls for cls in type(module).__mro__ if _is_theirs(cls)), None)
-        if theirs is None or type(module).forward is not theirs.forward:
+        if theirs is None or type(module).forward is not getattr(theirs, "forward", None):
             name = type(module).__name__
             raise PenstockError(
                 f"cannot split this {family}: {name} has a forward of its own, which parts would not run\n"

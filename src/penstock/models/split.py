@@ -152,6 +152,14 @@ class Part(nn.Module):
         checkpointed = any(getattr(layer, "gradient_checkpointing", False) for layer in layers)
         return self.anatomy.unsliceable or (hf.CHECKPOINTED if checkpointed else "")
 
+    def refuse_lengths(self, lengths: Sequence[int]) -> None:
+        """Raises if a batch with these longest sequences (of packed rows: documents), one a micro-batch, cannot be run.
+
+        A part checks what it sees by itself. Replicas see only some of the micro-batches, so a batch is checked whole.
+        """
+        for path in self.anatomy.everywhere:
+            hf.refuse_lengths(self.get_submodule(path), lengths)
+
     def forward(self, x: Tensor, piece: Slice | None = None) -> Tensor:
         """Token ids in if `first`, logits out if `last`, hidden states else; of a slice, if `piece` says so."""
         if piece is not None and (piece.partial or self.anatomy.unsliceable) and self.unsliceable:
