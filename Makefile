@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 OUT := out
+CASES ?= 200
+SEED ?= 0
 
 help: ## show this list
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /|/' | column -t -s '|'
@@ -31,6 +33,9 @@ figures: setup ## plan, simulate and draw: the pictures are in out/
 test: setup ## run all tests
 	$(BIN)/pytest -n 2
 
+fuzz: setup ## compare CASES random pipelines with unsplit Hugging Face models, from SEED on
+	$(BIN)/python tests/fuzz.py --cases $(CASES) --seed $(SEED)
+
 check: setup ## ruff, types, import graph
 	$(BIN)/ruff check .
 	$(BIN)/mypy
@@ -49,4 +54,4 @@ docs: setup ## redraw the pages of the schedules
 clean: ## remove what setup and demo made
 	rm -rf $(VENV) $(OUT) runs
 
-.PHONY: help setup demo figures test check bench docs clean
+.PHONY: help setup demo figures test fuzz check bench docs clean

@@ -6,7 +6,8 @@
     lanes          a random order in which everything comes after what it needs: such lanes can always run
 
 Use `random_schedule(rng)`; say `ranks`, `parts`, `microbatches` or `slices` to fix a size (slices: the most a
-micro-batch may have). `broken(rng, schedule)` gives its tables with something wrong, or perhaps not.
+micro-batch may have). With `ends` every path begins at the first part and ends at the last.
+`broken(rng, schedule)` gives its tables with something wrong, or perhaps not.
 `named_schedules(name)` gives, not at random, the small schedules of a name in the registry.
 """
 
@@ -30,11 +31,13 @@ def random_schedule(
     parts: int | None = None,
     microbatches: int | None = None,
     slices: int = 3,
+    ends: bool = False,
 ) -> Schedule:
     """A valid schedule; the same generator state gives the same one."""
     ranks = ranks or int(rng.integers(1, 6))
     stages = random_stages(rng, ranks, parts or int(rng.integers(1, 7)))
-    batch = [random_microbatch(rng, stages, slices) for _ in range(microbatches or int(rng.integers(1, 6)))]
+    draw = random_whole_microbatch if ends else random_microbatch
+    batch = [draw(rng, stages, slices) for _ in range(microbatches or int(rng.integers(1, 6)))]
     split = rng.choice([0.0, 0.5, 1.0])  # of the backwards
     safe: Lanes = [[] for _ in range(ranks)]
     for number, microbatch in enumerate(batch):
@@ -60,6 +63,15 @@ def random_microbatch(rng: np.random.Generator, stages: list[Stage], slices: int
     tokens = int(rng.integers(slices, 20))
     inner = rng.permutation(np.arange(1, tokens))[: rng.integers(0, slices)]
     return MicroBatch(tuple(path), tokens, (0, *sorted(inner.tolist()), tokens))
+
+
+def random_whole_microbatch(rng: np.random.Generator, stages: list[Stage], slices: int) -> MicroBatch:
+    """The same, but its path begins at the first part and ends at the last, which hold embedding and head."""
+    drawn = random_microbatch(rng, stages, slices)
+    last = max(stage.part for stage in stages)
+    inner = [stage for stage in drawn.path if 0 < stages[stage].part < last]
+    first, final = (int(rng.choice([s for s, stage in enumerate(stages) if stage.part == part])) for part in (0, last))
+    return MicroBatch((first, *inner, final) if last else (first,), drawn.tokens, drawn.cuts)
 
 
 def there_and_back(rng: np.random.Generator, number: int, microbatch: MicroBatch, split: float) -> Iterator[Action]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import types
 
 import pytest
 import torch
@@ -33,6 +32,7 @@ from penstock.models import (
     token_loss,
     valid_tokens,
 )
+from pipelines import without_float32
 
 PARTITIONS = [(4,), (2, 2), (1, 1, 1, 1), (1, 3), (3, 1), (0, 2, 2), (2, 2, 0), (0, 4, 0)]
 TOKENS = 16
@@ -70,18 +70,6 @@ def shaken(model: nn.Module, dtype: torch.dtype = torch.float64) -> nn.Module:
     return model.to(dtype).eval()
 
 
-def exact_norm(norm: nn.Module, x: Tensor) -> Tensor:
-    return norm.weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + norm.variance_epsilon)
-
-
-def without_float32(model: nn.Module) -> nn.Module:
-    """Hugging Face's RMS norms round to float32 on the way, whatever comes in; these do not."""
-    for module in model.modules():
-        if type(module).__name__.endswith("RMSNorm"):
-            module.forward = types.MethodType(exact_norm, module)
-    return model
-
-
 def gradients(model: nn.Module) -> dict[str, Tensor]:
     return {name: parameter.grad for name, parameter in model.named_parameters()}
 
@@ -113,7 +101,8 @@ def gpt_pair(tied: bool = True):
 
 def bert_pair(tied: bool = True):
     theirs = transformers.BertConfig(
-        **SIZES, **QUIET, intermediate_size=64, max_position_embeddings=TOKENS, tie_word_embeddings=tied
+        **SIZES | QUIET | {"pad_token_id": 0},
+        intermediate_size=64, max_position_embeddings=TOKENS, tie_word_embeddings=tied,
     )
     return Bert(BertConfig(96, 32, 4, 4, 64, TOKENS, tied=tied)), transformers.BertForMaskedLM(theirs), bert
 
@@ -199,6 +188,37 @@ def test_bert_takes_token_types_and_padding_as_hugging_face_does():
     assert (ours(tokens, types) - expected)[real].abs().max() > 1e-3
 
 
+@pytest.mark.parametrize("tied", [True, False])
+def test_bert_takes_the_optimizer_steps_of_hugging_face_when_padding_occurs(tied):
+    ours, theirs, names = bert_pair(tied)
+    shaken(theirs)
+    ours.double().load_state_dict(names.from_hf_state(theirs.state_dict(), ours.config))
+    tokens = some_tokens().masked_fill(torch.rand(2, TOKENS) < 0.3, 0)
+    losses = []
+    for model in (ours, theirs):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+        losses.append([])
+        for step in range(4):
+            out = model(tokens.roll(step, 1))
+            loss = token_loss(getattr(out, "logits", out), tokens) / tokens.numel()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses[-1].append(loss.item())
+    assert losses[0] == pytest.approx(losses[1], abs=1e-9)
+
+
+def test_the_vector_of_berts_padding_begins_at_zero_as_in_hugging_face():
+    for tied in (True, False):
+        ours, theirs, _ = bert_pair(tied)
+        assert theirs.bert.embeddings.word_embeddings.weight[0].abs().max() == 0
+        assert ours.embed.tokens.weight[0].abs().max() == 0
+        assert ours.embed.tokens.weight[1:].abs().min(1).values.max() > 0
+    assert Bert(BertConfig(96, 32, 1, 4, 64, TOKENS, padding=None)).embed.tokens.weight[0].abs().max() > 0
+    with pytest.raises(ShapeError, match="padding must be a token, 0 to 95, or None, not 96"):
+        BertConfig(96, 32, 1, 4, 64, TOKENS, padding=96)
+
+
 @pytest.mark.parametrize("name", PAIRS)
 def test_what_hugging_face_saves_is_read_and_what_we_save_it_reads(name, tmp_path):
     ours, theirs, names = PAIRS[name]()
@@ -229,7 +249,8 @@ def test_older_files_are_read_too():
 # ---------------------------------------------------------------- parts are the whole
 def run_whole(model: nn.Module, tokens: Tensor, labels: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     model.zero_grad()
-    out = model(tokens)
+    beside = {"use_cache": False} if hasattr(model, "transformer") or hasattr(model, "model") else {}
+    out = model(tokens, **beside)  # a cache copies the keys: another layout, for which some CPUs take another kernel
     logits = getattr(out, "logits", out)
     token_loss(logits, labels).backward()
     return logits.detach(), gradients(model)
@@ -280,6 +301,48 @@ def test_parts_of_hugging_face_models_give_the_bits_of_the_whole(name, attention
     model = shaken(THEIRS[name](), torch.float32)
     model.set_attn_implementation(attention)
     assert_parts_are_the_whole(model)
+
+
+ROPES = {
+    "dynamic": {"rope_type": "dynamic", "factor": 4.0},
+    "longrope": {"rope_type": "longrope", "factor": 4.0, "original_max_position_embeddings": 8,
+                 "long_factor": [3.0] * 4, "short_factor": [1.0] * 4},
+}  # fmt: skip
+
+
+def rotary_model(kind: str) -> nn.Module:
+    """Sequences of more than 8 tokens have frequencies of their own."""
+    longest = 8 if kind == "dynamic" else 32
+    rope = {"rope_parameters": {**ROPES[kind], "rope_theta": 100.0}}
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**GATED, **rope, max_position_embeddings=longest))
+
+
+@pytest.mark.parametrize("kind", ROPES)
+def test_frequencies_that_depend_on_the_length_are_those_of_the_whole_model(kind):
+    model = shaken(rotary_model(kind), torch.float32)
+    parts = split(model, (2, 2))
+    for length in (5, 16, 7, 16):
+        tokens = some_tokens()[:, :length]
+        expected = model(tokens).logits
+        assert torch.equal(parts[1](parts[0](tokens)), expected)
+    assert not torch.equal(model(tokens[:, :8]).logits, model(tokens).logits[:, :8]), "nothing was tested"
+
+
+def test_a_dynamic_rotary_module_takes_one_long_length_as_order_would_matter_otherwise():
+    model = shaken(rotary_model("dynamic"))
+    part = split(model, (4,))[0]
+    for length in (16, 7, 16):
+        part(some_tokens()[:, :length])
+    for length in (8, 12):
+        with pytest.raises(ShapeError, match=rf"sequences of 16 and of {length} tokens cannot be mixed .*'dynamic'"):
+            part(some_tokens()[:, :length])
+    with pytest.raises(ShapeError, match="sequences of 16 and of 12 tokens"):
+        part.refuse_lengths([16, 7, 12])  # another replica may be the one that sees them
+    for other in (split(model, (4,))[0], split(OURS["llama"](), (4,))[0], split(THEIRS["GPT2LMHeadModel"](), (4,))[0]):
+        other.refuse_lengths([12, 12, 5])
+    model(some_tokens()[:, :12])  # the whole model has grown already
+    with pytest.raises(ShapeError, match="sequences of 12 and of 16 tokens"):
+        split(model, (4,))[0](some_tokens())
 
 
 def test_parts_of_a_model_with_dropout_draw_the_numbers_of_the_whole():
@@ -515,7 +578,44 @@ def test_a_decoder_that_does_more_than_parts_do_is_refused():
 
 
 def test_an_attention_that_needs_more_than_a_mask_is_refused():
-    model = THEIRS["LlamaForCausalLM"]()
-    model.config._attn_implementation = "flex_attention"
-    with pytest.raises(PenstockError, match="'flex_attention' cannot run in parts"):
-        split(model, (4,))[0](some_tokens())
+    for name in ("LlamaForCausalLM", "GPT2LMHeadModel"):
+        model = THEIRS[name]()
+        model.config._attn_implementation = "flex_attention"
+        with pytest.raises(PenstockError, match="'flex_attention' cannot run in parts"):
+            split(model, (4,))
+
+
+def test_a_subclass_is_split_unless_it_has_a_forward_of_its_own():
+    config = transformers.LlamaConfig(**GATED)
+
+    class Plain(transformers.LlamaForCausalLM):
+        pass
+
+    class Scaled(transformers.LlamaForCausalLM):
+        def forward(self, *args, **kwargs):
+            return super().forward(*args, **kwargs)
+
+    class Inner(transformers.LlamaModel):
+        def forward(self, *args, **kwargs):
+            return super().forward(*args, **kwargs)
+
+    assert len(split(Plain(config), (2, 2))) == 2
+    with pytest.raises(PenstockError, match="Scaled has a forward of its own, which parts would not run"):
+        split(Scaled(config), (2, 2))
+    model = Plain(config)
+    model.model = Inner(config)
+    with pytest.raises(PenstockError, match="Inner has a forward of its own"):
+        split(model, (2, 2))
+
+
+def test_a_class_that_only_has_the_name_of_a_known_one_is_refused():
+    impostor = type("LlamaForCausalLM", (nn.Module,), {"config": transformers.LlamaConfig(**GATED)})()
+    with pytest.raises(PenstockError, match="cannot split a LlamaForCausalLM: it is of no family known"):
+        split(impostor, (2, 2))
+
+
+def test_a_subclass_of_mistrals_attention_keeps_its_window():
+    model = shaken(THEIRS["MistralForCausalLM, window"](), torch.float32)
+    for layer in model.model.layers:
+        layer.self_attn.__class__ = type("Own", (type(layer.self_attn),), {})
+    assert_parts_are_the_whole(model)

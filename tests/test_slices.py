@@ -180,6 +180,61 @@ def test_a_hugging_face_model_runs_in_slices_too(name, kernel):
     assert_exact(schedule, model, least=1e-8 if kernel == "eager" else 1e-10)
 
 
+ROPES = {
+    "linear": {"factor": 2.0},
+    "dynamic": {"factor": 4.0},
+    "yarn": {"factor": 4.0, "original_max_position_embeddings": 8},
+    "longrope": {"factor": 4.0, "original_max_position_embeddings": 8, "long_factor": [3.0] * 4,
+                 "short_factor": [1.0] * 4},
+    "llama3": {"factor": 4.0, "original_max_position_embeddings": 8, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+}  # fmt: skip
+
+
+def rotary_llama(kind: str) -> nn.Module:
+    """Sequences of more than 8 tokens may have frequencies of their own."""
+    torch.manual_seed(5)
+    rope = {"rope_type": kind, "rope_theta": 100.0, **ROPES[kind]}
+    longest = 8 if kind == "dynamic" else 32
+    config = transformers.LlamaConfig(**GATED, rope_parameters=rope, max_position_embeddings=longest)
+    return transformers.LlamaForCausalLM(config).double()
+
+
+def whole_gradients(batch, model: nn.Module) -> tuple[float, dict[str, Tensor]]:
+    """Loss and gradients of Hugging Face's whole model, one micro-batch after the other; documents by position."""
+    whole, loss = copy.deepcopy(model), 0.0
+    for number, (x, labels) in enumerate(zip(batch.inputs, batch.labels, strict=True)):
+        place = torch.arange(x.shape[1]) - (batch.starts[number] if batch.starts else 0)
+        logits = whole(x, position_ids=place if place.dim() == 2 else place[None], use_cache=False).logits
+        one = token_loss(logits, labels) / batch.valid
+        one.backward()
+        loss += float(one.detach())
+    return loss, {name: p.grad for name, p in whole.named_parameters()}
+
+
+@pytest.mark.parametrize("kind", ROPES)
+def test_slices_see_the_rotary_frequencies_of_the_whole_sequence(kind):
+    schedule, model, batch = sliced("hanayo", 2, 3), rotary_llama(kind), data(3, UNEVEN[-1])
+    loss, gradients = whole_gradients(batch, model)
+    ours = piped(schedule, model, [batch])
+    assert worst(ours, gradients) < 1e-10
+    assert ours.losses[0][0] == pytest.approx(loss, abs=1e-12)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_recomputed_slices_of_short_and_long_sequences_keep_their_own_frequencies(kind, packed):
+    """By the time a forward is computed again, another micro-batch has changed the module's frequencies."""
+    schedule, model = sliced("hanayo", 2, 4, (0, 5, 9, 13)), rotary_llama(kind)
+    rows = [data(1, tokens, seed) for seed, tokens in enumerate((13, 7, 13, 6))]
+    inputs, labels = [one.inputs[0] for one in rows], [one.labels[0] for one in rows]
+    documents = [torch.tensor([4, 9]), torch.tensor([2, 5]), torch.tensor([9, 4]), torch.tensor([6])]
+    starts = [document_starts(one)[None] for one in documents] if packed else []
+    batch = batch_of(inputs, labels, starts=starts)
+    _, gradients = whole_gradients(batch, model)
+    for recompute in (frozenset(), frozenset({0, 1, 2, 3})):
+        assert worst(piped(schedule, model, [batch], recompute=recompute), gradients) < 1e-10
+
+
 # ---------------------------------------------------------------- any state
 class Recurrent(nn.Module):
     """h_t = tanh(A h_{t-1} + B x_t), token by token; what a slice ends with is what the next begins with."""
@@ -386,6 +441,20 @@ def test_a_model_that_looks_both_ways_cannot_be_sliced():
         piped(schedule, bert, [data(2, 8)])
     with pytest.raises(ShapeError, match="cannot run a slice: its tokens see those after them"):
         split(bert, [1, 1])[0](torch.zeros(1, 4, dtype=torch.long), Carry(8).open(0, 4))
+
+
+def test_gradient_checkpointing_of_hugging_face_is_refused_with_slices_only():
+    schedule = sliced("hanayo", 2, 2)
+    model = THEIRS["llama"]().double()
+    model.gradient_checkpointing_enable()
+    with pytest.raises(ShapeError, match=r"stage \d cannot be sliced: .*gradient_checkpointing_disable.*recompute="):
+        piped(schedule, model.train(), [data(2, 13)])
+    with pytest.raises(ShapeError, match="cannot run a slice: its layers use Hugging Face's gradient checkpointing"):
+        split(model, [4])[0](torch.zeros(1, 4, dtype=torch.long), Carry(8).open(0, 4))
+    packed = Carry(4, torch.zeros(1, 4, dtype=torch.long)).open(0, 4)
+    assert split(model, [4])[0](torch.zeros(1, 4, dtype=torch.long), packed).isfinite().all()
+    model.gradient_checkpointing_disable()
+    assert_exact(schedule, model, recompute=frozenset({0, 1, 2, 3}))
 
 
 def test_a_module_that_knows_nothing_of_slices_is_refused_with_what_is_missing():

@@ -90,11 +90,21 @@ class Slice:
         """Whether plain causal attention is right: nothing before it, and one document."""
         return self.begin == 0 and self.carry.starts is None
 
+    @property
+    def partial(self) -> bool:
+        """Whether the sequence has other slices."""
+        return self.tokens > self.end - self.begin
+
     def positions(self, device: torch.device) -> Tensor:
         """Of each token its place in its document: (tokens), or (rows, tokens) if there are several."""
         place = torch.arange(self.begin, self.end, device=device)
         starts = self.carry.starts
         return place if starts is None else place - starts[:, self.begin : self.end].to(device)
+
+    def all_positions(self, device: torch.device) -> Tensor:
+        """The positions of the whole sequence, of which `positions` are those from `begin` to `end`."""
+        place = torch.arange(self.tokens, device=device)
+        return place if self.carry.starts is None else place - self.carry.starts.to(device)
 
     def mask(self, device: torch.device, dtype: torch.dtype) -> Tensor:
         """`seen` as attention takes it: on a GPU what the flash kernels know, else one tensor for all layers."""

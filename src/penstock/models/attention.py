@@ -14,7 +14,7 @@ def attend(owner: nn.Module, q: Tensor, k: Tensor, v: Tensor, piece: Slice | Non
     A slice puts its keys and values after those of the slices before it. Then there are fewer queries than keys, and
     `is_causal` would align them to the first keys instead of the last: so the slice says what is seen.
     """
-    if piece is not None and piece.tokens > piece.end - piece.begin:
+    if piece is not None and piece.partial:
         k, v = piece.extend(owner, "keys", k), piece.extend(owner, "values", v)
     mask = None if piece is None or piece.causal else piece.mask(q.device, q.dtype)
     mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped)

@@ -20,7 +20,11 @@ from penstock.models.split import Stack, at_least, draw_weights, multiple
 
 @dataclass(frozen=True, slots=True)
 class BertConfig:
-    """Sizes of a Bert. `inner` features in the MLP; at most `positions` tokens; `types` kinds of segments."""
+    """Sizes of a Bert. `inner` features in the MLP; at most `positions` tokens; `types` kinds of segments.
+
+    `padding` is the token that fills up short rows. As in Hugging Face's model, its vector begins at zero and gets no
+    gradient from being looked up. None: there is no such token.
+    """
 
     vocab: int
     width: int
@@ -31,6 +35,7 @@ class BertConfig:
     types: int = 2
     eps: float = 1e-12
     tied: bool = True
+    padding: int | None = 0
 
     def __post_init__(self) -> None:
         at_least(1, vocab=self.vocab, width=self.width, layers=self.layers, heads=self.heads)
@@ -38,6 +43,8 @@ class BertConfig:
         multiple("width", self.width, "heads", self.heads)
         if self.eps <= 0:
             raise ShapeError(f"eps must be above 0, not {self.eps}")
+        if self.padding is not None and not 0 <= self.padding < self.vocab:
+            raise ShapeError(f"padding must be a token, 0 to {self.vocab - 1}, or None, not {self.padding}")
 
 
 class Embedding(nn.Module):
@@ -45,7 +52,7 @@ class Embedding(nn.Module):
 
     def __init__(self, config: BertConfig) -> None:
         super().__init__()
-        self.tokens = nn.Embedding(config.vocab, config.width)
+        self.tokens = nn.Embedding(config.vocab, config.width, padding_idx=config.padding)
         self.positions = nn.Embedding(config.positions, config.width)
         self.types = nn.Embedding(config.types, config.width)
         self.norm = nn.LayerNorm(config.width, eps=config.eps)

@@ -53,13 +53,16 @@ FAMILIES = {
 def anatomy_of(model: nn.Module) -> Anatomy:
     """Where the pieces of a Hugging Face decoder are; an error that says what was looked for if it is none."""
     config: Any = getattr(model, "config", None)
-    family = next((cls.__name__ for cls in type(model).__mro__ if cls.__name__ in FAMILIES), None)
+    family = next((cls.__name__ for cls in type(model).__mro__ if cls.__name__ in FAMILIES and _is_theirs(cls)), None)
     if family is None or config is None:
         raise PenstockError(_unknown(type(model).__name__, bool(getattr(config, "is_encoder_decoder", False))))
     _refuse_extras(family, config)
     layers = tuple(f"{FAMILIES[family]}.{i}" for i in range(config.num_hidden_layers))
     anatomy = (_gpt2 if family == "GPT2LMHeadModel" else _llama)(config.hidden_size, layers)
     _look_for(model, family, (*anatomy.embed, *anatomy.everywhere, *anatomy.layers, *anatomy.head))
+    _refuse_own_forward(model, family)
+    for path in layers:
+        _sight(model.get_submodule(f"{path}.{'attn' if family == 'GPT2LMHeadModel' else 'self_attn'}"))
     return anatomy
 
 
@@ -70,7 +73,7 @@ def _llama(width: int, layers: tuple[str, ...]) -> Anatomy:
         return cast(Tensor, root.get_submodule("model.embed_tokens")(tokens))
 
     def through(root: nn.Module, layers: Iterable[nn.Module], x: Tensor, piece: Slice | None) -> Tensor:
-        angles = root.get_submodule("model.rotary_emb")(x, _places(x, piece))
+        angles = _angles(root.get_submodule("model.rotary_emb"), x, piece)
         return _masked(layers, "self_attn", x, piece, position_embeddings=angles)
 
     head, rotary = ("model.norm", "lm_head"), ("model.rotary_emb",)
@@ -100,6 +103,57 @@ def _places(x: Tensor, piece: Slice | None) -> Tensor:
     return place if place.dim() == 2 else place[None]
 
 
+def _angles(rotary: Any, x: Tensor, piece: Slice | None) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of the tokens at hand, from the model's own rotary module.
+
+    The types `dynamic` and `longrope` choose their frequencies by the largest position that they are given. A slice
+    therefore asks for the positions of its whole sequence and takes its own rows of the answer.
+    """
+    kind = str(getattr(rotary, "rope_type", "default"))
+    if "dynamic" not in kind and kind != "longrope":
+        cos, sin = rotary(x, _places(x, piece))
+        return cos, sin
+    whole = _places(x, None) if piece is None else piece.all_positions(x.device)
+    if "dynamic" in kind:
+        packed = piece is not None and piece.carry.starts is not None
+        _forget_lengths(rotary, int(whole.max()) + 1 if packed else whole.shape[-1], x.device)
+    cos, sin = rotary(x, whole if whole.dim() == 2 else whole[None])
+    if piece is None:
+        return cos, sin
+    return cos[:, piece.begin : piece.end], sin[:, piece.begin : piece.end]
+
+
+def _forget_lengths(rotary: Any, length: int, device: torch.device) -> None:
+    """Makes a `dynamic` rotary module choose its frequencies by this sequence alone."""
+    refuse_lengths(rotary, [length])
+    rotary.register_buffer("inv_freq", rotary.original_inv_freq.to(device), persistent=False)
+    rotary.max_seq_len_cached = int(rotary.original_max_seq_len)
+
+
+def refuse_lengths(rotary: Any, lengths: Iterable[int]) -> None:
+    """Raises if sequences of these lengths and those before them give a `dynamic` rotary module a history.
+
+    The module keeps the frequencies of the longest sequence so far for every later one that is shorter but not shorter
+    than `max_position_embeddings`. Then the result depends on the order of the micro-batches, which a schedule changes
+    and recomputation repeats, so only one such length is accepted.
+    """
+    if "dynamic" not in str(getattr(rotary, "rope_type", "default")):
+        return
+    plain, cached = int(rotary.original_max_seq_len), int(rotary.max_seq_len_cached)
+    for length in lengths:
+        if length < plain:
+            continue
+        first = getattr(rotary, "long_length", cached if cached > plain else length)
+        if length != first:
+            raise ShapeError(
+                f"sequences of {first} and of {length} tokens cannot be mixed with rope_type={rotary.rope_type!r}: "
+                f"Hugging Face's model keeps the frequencies of the longest one so far, so their order would matter\n"
+                f"give all sequences (or the longest document of each micro-batch) one length, or fewer than {plain} "
+                "tokens (max_position_embeddings), or choose another rope_type, such as 'yarn'"
+            )
+        rotary.long_length = length
+
+
 def _unknown(name: str, encoder_decoder: bool) -> str:
     reason = "its layers are two stacks, an encoder and a decoder" if encoder_decoder else "it is of no family known"
     return (
@@ -115,6 +169,23 @@ def _refuse_extras(family: str, config: Any) -> None:
             raise PenstockError(f"cannot split a {family} with {word}={not plain}: only plain causal decoders")
 
 
+def _is_theirs(cls: type) -> bool:
+    """Whether a class is Hugging Face's own: another one of the same name may do something else."""
+    return cls.__module__.startswith("transformers.models.")
+
+
+def _refuse_own_forward(model: nn.Module, family: str) -> None:
+    """Parts run the modules inside a model, not the forward of the model: one that was overridden would be ignored."""
+    for module in (model, model.get_submodule(FAMILIES[family].partition(".")[0])):
+        theirs = next((cls for cls in type(module).__mro__ if _is_theirs(cls)), None)
+        if theirs is None or type(module).forward is not getattr(theirs, "forward", None):
+            name = type(module).__name__
+            raise PenstockError(
+                f"cannot split this {family}: {name} has a forward of its own, which parts would not run\n"
+                f"put what it adds into the layers, the embedding or the loss, and use Hugging Face's own class"
+            )
+
+
 def _look_for(model: nn.Module, family: str, paths: Iterable[str]) -> None:
     held = {name for name, _ in model.named_modules(remove_duplicate=False)}
     missing = [path for path in paths if path not in held]
@@ -123,6 +194,14 @@ def _look_for(model: nn.Module, family: str, paths: Iterable[str]) -> None:
 
 
 # ---------------------------------------------------------------- slices and masks
+CHECKPOINTED = (
+    "its layers use Hugging Face's gradient checkpointing, which drops the keys and values of earlier slices "
+    "(call model.gradient_checkpointing_disable() and recompute whole stages instead, with Executor(recompute=...) or "
+    "run.recompute)"
+)
+"""Why layers with gradient checkpointing cannot be run slice by slice."""
+
+
 class PastKeys:
     """What attention of Hugging Face asks for the keys and values before its own; here a slice's."""
 
@@ -137,7 +216,7 @@ class PastKeys:
 def _masked(layers: Iterable[nn.Module], attention: str, x: Tensor, piece: Slice | None, **beside: Any) -> Tensor:
     """Through the layers, with one mask for all that see alike; none at all where the kernel knows what is causal."""
     masks: dict[tuple[str, int | None], Tensor | None] = {}
-    if piece is not None and piece.tokens > piece.end - piece.begin:
+    if piece is not None and piece.partial:
         beside["past_key_values"] = PastKeys(piece)
     for layer in layers:
         sight = _sight(layer.get_submodule(attention))
@@ -177,7 +256,8 @@ def _sight(attention: Any) -> tuple[str, int | None]:
     kernel = str(attention.config._attn_implementation)
     if kernel not in KERNELS:
         raise PenstockError(f"attention {kernel!r} cannot run in parts; model.set_attn_implementation('sdpa') can")
-    holder = attention.config if type(attention).__name__ == "MistralAttention" else attention
+    mistral = any(cls.__name__ == "MistralAttention" for cls in type(attention).__mro__)
+    holder = attention.config if mistral else attention
     return kernel, getattr(holder, "sliding_window", None)
 
 

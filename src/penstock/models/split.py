@@ -76,12 +76,15 @@ class Decoder(Stack):
 
 
 def draw_weights(model: nn.Module, std: float = 0.02) -> None:
-    """Normal weights and zero biases; norms stay the identity they are born as."""
+    """Normal weights, zero biases and a zero vector for padding; norms stay the identity they are born as."""
     for module in model.modules():
         if isinstance(module, nn.Linear | nn.Embedding):
             nn.init.normal_(module.weight, std=std)
         if isinstance(module, nn.Linear) and module.bias is not None:
             nn.init.zeros_(module.bias)
+    for module in model.modules():  # last: the weight of a tied head is drawn again above
+        if isinstance(module, nn.Embedding) and module.padding_idx is not None:
+            nn.init.zeros_(module.weight.data[module.padding_idx])
 
 
 def anatomy_of(model: nn.Module) -> hf.Anatomy:
@@ -146,11 +149,21 @@ class Part(nn.Module):
     @property
     def unsliceable(self) -> str:
         """Why it cannot be run slice by slice; empty if it can."""
-        return self.anatomy.unsliceable
+        layers = (self.get_submodule(path) for path in self.anatomy.layers[self.begin : self.end])
+        checkpointed = any(getattr(layer, "gradient_checkpointing", False) for layer in layers)
+        return self.anatomy.unsliceable or (hf.CHECKPOINTED if checkpointed else "")
+
+    def refuse_lengths(self, lengths: Sequence[int]) -> None:
+        """Raises if a batch with these longest sequences (of packed rows: documents), one a micro-batch, cannot be run.
+
+        A part checks what it sees by itself. Replicas see only some of the micro-batches, so a batch is checked whole.
+        """
+        for path in self.anatomy.everywhere:
+            hf.refuse_lengths(self.get_submodule(path), lengths)
 
     def forward(self, x: Tensor, piece: Slice | None = None) -> Tensor:
         """Token ids in if `first`, logits out if `last`, hidden states else; of a slice, if `piece` says so."""
-        if piece is not None and self.unsliceable:
+        if piece is not None and (piece.partial or self.anatomy.unsliceable) and self.unsliceable:
             raise ShapeError(f"cannot run a slice: {self.unsliceable}")
         if self.first:
             x = self.anatomy.enter(self, x, piece)
