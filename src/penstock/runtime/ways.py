@@ -364,7 +364,8 @@ def _weighed(y: Tensor, gradient: Tensor) -> Tensor:
 class Memory:
     """What a module keeps besides its parameters: buffers, and plain attributes, which some modules change as they run.
 
-    Restored to what they were: tensors by their numbers, lists and dicts by what they held, others as they were set.
+    Tensors get their numbers back, lists and dicts what they held, generators of random numbers their state; other
+    attributes are set to what they were.
     """
 
     OWN = frozenset({*nn.Module().__dict__, "_compiled_call_impl"})  # of every module: parameters, hooks, ...
@@ -390,6 +391,8 @@ class Memory:
 def _copied(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.detach().clone()
+    if isinstance(value, torch.Generator):
+        return value.get_state()
     return type(value)(value) if type(value) in (list, dict, set) else None
 
 
@@ -397,8 +400,10 @@ def _put_back(value: Any, copy: Any) -> None:
     if isinstance(value, Tensor):
         if not torch.equal(value.detach(), copy):  # writing would make autograd believe that it has changed
             value.data.copy_(copy)
-    elif isinstance(value, list):
-        value[:] = copy if copy is not None else value
+    elif isinstance(value, torch.Generator):
+        value.set_state(copy)
+    elif type(value) is list:
+        value[:] = copy
     elif type(value) in (dict, set):
         value.clear()
         value.update(copy)
