@@ -13,13 +13,16 @@ import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
 
-from penstock import REGISTRY, Schedule, lower, make
+import leaking_workers
+from commands import called
+from penstock import REGISTRY, Schedule, cli_train, lower, make
 from penstock.carry import Slice
 from penstock.errors import ProofError
 from penstock.models import document_starts, model_width, split, token_loss
 from penstock.runtime import Batch, Executor, Proof, batch_of, current_ledger, defer, prove, run_threads
 from penstock.runtime.backward import accumulate
 from penstock.schedules.transforms import slice_tokens, split_backward
+from penstock.train.history import read_rows
 from pipelines import VOCAB, data, gpt, layers_of, llama
 from test_replay import Again
 from trainings import job_of, losses, train
@@ -132,15 +135,6 @@ def test_packed_documents_are_proven():
     starts = tuple(document_starts(torch.tensor([3, 4])).expand(*x.shape) for x in batch.inputs)
     for sliced in (False, True):
         assert proven(shaped("zb-h1", sliced=sliced), llama(2), replace(batch, starts=starts)).stages == 2
-
-
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # in dynamo
-def test_compiled_layers_are_proven():
-    def compiled(part: nn.Module) -> nn.Module:
-        part.layers.add_module("0", torch.compile(part.get_submodule("layers.0"), backend="aot_eager"))
-        return part
-
-    assert proven(make("1f1b", ranks=1, microbatches=2), llama(1), prepare=compiled).stages == 1
 
 
 # ---------------------------------------------------------------- a user's own stages, some of them wrong
@@ -474,6 +468,62 @@ def test_numbers_that_are_not_finite_are_said():
             return x / 0
 
     assert any("stage 1 on rank 1 is not proven: its plain call" in words for words in own(Infinite()).warnings)
+
+
+def test_weights_that_processes_share_are_not_proven_and_said(caplog):
+    class Sharded(Executor):
+        """As under mesh.shard, which needs processes."""
+
+        def __init__(self, *args: object, **more: object) -> None:
+            super().__init__(*args, **more)
+            self.shards.parts = {0: self.modules[self.comm.rank]}
+
+    def work(comm):
+        part = split(llama(2), (1, 1))[comm.rank]
+        return prove(Sharded(lower(shaped("1f1b")), {comm.rank: part}, comm, token_loss, 16, torch.float64), data(3))
+
+    found = run_threads(2, work)
+    assert all("mesh.shard" in one.skipped and not one.stages for one in found)
+    assert "the model is not proven before it trains" in caplog.text
+
+
+# ---------------------------------------------------------------- the command line
+CONFIG = """
+[model]
+layers = 2
+width = 16
+heads = 2
+kv_heads = 2
+inner = 16
+[data]
+sources = ["text.txt"]
+tokens = 16
+batch = 4
+[schedule]
+name = "seq1f1b"
+ranks = 2
+microbatches = 2
+slices = 2
+[run]
+forecast = false
+threads = 1
+"""
+
+
+def test_a_broken_model_is_refused_once_by_penstock_train(tmp_path, monkeypatch, capfd):
+    (tmp_path / "text.txt").write_text("the cat sat on the mat and said so\n" * 100)
+    (tmp_path / "config.toml").write_text(CONFIG)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr(cli_train, "rank", leaking_workers.rank)
+    code, _, err = called(monkeypatch, capfd, "train config.toml --sample 0")
+    assert code == 2, err
+    assert "ProofError: stage 1 on rank 1 computes something else in this plan than in a plain call" in err
+    assert "\n  cause: token slices\n" in err
+    assert "schedule.slices=0" in err
+    assert "restart" not in err
+    assert "Traceback" not in err
+    assert not read_rows(tmp_path / "runs" / "config")
 
 
 # ---------------------------------------------------------------- no trace
