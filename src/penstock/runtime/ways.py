@@ -13,7 +13,7 @@ that causes a difference. Gradients, buffers, plain attributes of modules and to
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from enum import StrEnum
@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.dropout import _DropoutNd
 
 from penstock.carry import Carry, Slice
 from penstock.ir.action import Action, Op
@@ -30,6 +29,7 @@ from penstock.ir.schedule import MicroBatch, Schedule, Stage, schedule_of, stret
 from penstock.runtime.batch import IGNORED, Batch
 from penstock.runtime.comm.thread import Hub, ThreadComm
 from penstock.runtime.executor import Executor
+from penstock.runtime.traceless import Memory, drawn, fired, is_compiled, noisy, silenced, uncompiled
 
 SEED = 20_817  # of whatever is drawn while a stage runs, and of the gradients that inner stages get
 OUTPUT, LOSS, INPUT_GRADIENT = "the output", "the loss", "the gradient of the input"
@@ -131,7 +131,7 @@ class Bench:
         `quiet` switches dropout off. `noise` changes the output of every layer by so much of itself: the differences
         that this makes are those that roundings can make.
         """
-        with self._traceless(quiet, seed), uncompiled(self.module) as plain, _noisy(plain, noise, noise_seed):
+        with self._traceless(quiet, seed), uncompiled(self.module) as plain, noisy(plain, noise, noise_seed):
             outputs, inputs, losses = [], [], []
             for sample in self.samples:
                 x = sample.x.detach().clone()
@@ -162,7 +162,7 @@ class Bench:
         with ExitStack() as stack:
             stack.enter_context(self._traceless(quiet, SEED))
             module = self.module if Option.COMPILED in options else stack.enter_context(uncompiled(self.module))
-            fired = stack.enter_context(_fired(self._trained()))
+            added = stack.enter_context(fired(self._trained()))
             program, modules, ends = self._alone(module, options)
             e = self.executor
             solo = Executor(
@@ -179,10 +179,10 @@ class Bench:
                     parameter.grad = None
                 self.memory.restore()
                 torch.manual_seed(SEED)
-                with _silenced(self.module) if quiet else nullcontext():
+                with silenced(self.module) if quiet else nullcontext():
                     result = solo.step(batch)
             loss = torch.tensor(result.loss, dtype=torch.float64)
-            self.deferred = {name for name, _ in self._trained() if name not in fired}
+            self.deferred = {name for name, _ in self._trained() if name not in added}
             feeds, sinks = ([one for one in ends if isinstance(one, kind)] for kind in (Feed, Sink))
             found: Found = {LOSS: loss} if self.last else {OUTPUT: torch.cat([one.joined() for one in sinks])}
             return self._collected(found, [one.joined() for one in feeds])
@@ -246,10 +246,10 @@ class Bench:
                     parameter.grad = None
                 self.memory.restore()
                 torch.manual_seed(seed)
-                start = _drawn(self.device)
-                with torch.enable_grad(), _silenced(self.module) if quiet else nullcontext():
+                start = drawn(self.device)
+                with torch.enable_grad(), silenced(self.module) if quiet else nullcontext():
                     yield
-                self.drew = any(not torch.equal(a, b) for a, b in zip(start, _drawn(self.device), strict=True))
+                self.drew = any(not torch.equal(a, b) for a, b in zip(start, drawn(self.device), strict=True))
             finally:
                 self.memory.restore()
                 for parameter, gradient in zip(trained, before, strict=True):
@@ -358,161 +358,3 @@ class Sink(End):
 def _weighed(y: Tensor, gradient: Tensor) -> Tensor:
     """A loss whose gradient is the one that is given."""
     return (y.to(gradient.dtype) * gradient).sum()
-
-
-# ---------------------------------------------------------------- modules
-class Memory:
-    """What a module keeps besides its parameters: buffers, and plain attributes, which some modules change as they run.
-
-    Tensors get their numbers back, lists and dicts what they held, generators of random numbers their state; other
-    attributes are set to what they were.
-    """
-
-    OWN = frozenset({*nn.Module().__dict__, "_compiled_call_impl"})  # of every module: parameters, hooks, ...
-
-    def __init__(self, module: nn.Module) -> None:
-        self.kept: list[tuple[dict[str, Any], dict[str, tuple[Any, Any]]]] = []
-        for one in module.modules():
-            for values, skipped in ((one.__dict__, self.OWN), (one._buffers, frozenset[str]())):
-                saved = {name: (value, _copied(value)) for name, value in values.items() if name not in skipped}
-                self.kept.append((values, saved))
-
-    def restore(self) -> None:
-        """Puts everything back."""
-        for values, saved in self.kept:
-            skipped = self.OWN if "_parameters" in values else frozenset[str]()
-            for name in [name for name in values if name not in saved and name not in skipped]:
-                del values[name]
-            for name, (value, copy) in saved.items():
-                _put_back(value, copy)
-                values[name] = value
-
-
-def _copied(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.detach().clone()
-    if isinstance(value, torch.Generator):
-        return value.get_state()
-    return type(value)(value) if type(value) in (list, dict, set) else None
-
-
-def _put_back(value: Any, copy: Any) -> None:
-    if isinstance(value, Tensor):
-        if not torch.equal(value.detach(), copy):  # writing would make autograd believe that it has changed
-            value.data.copy_(copy)
-    elif isinstance(value, torch.Generator):
-        value.set_state(copy)
-    elif type(value) is list:
-        value[:] = copy
-    elif type(value) in (dict, set):
-        value.clear()
-        value.update(copy)
-
-
-def is_compiled(module: nn.Module) -> bool:
-    """Whether torch.compile looks after it, or after any layer of it."""
-    return any(hasattr(one, "_orig_mod") or _compiled_call(one) is not None for one in module.modules())
-
-
-def _compiled_call(module: nn.Module) -> Callable[..., Any] | None:
-    return module._compiled_call_impl
-
-
-@contextmanager
-def uncompiled(module: nn.Module) -> Iterator[nn.Module]:
-    """The module as it was written, its layers too."""
-    plain: nn.Module = getattr(module, "_orig_mod", module)
-    layers = [
-        (parent, name, child)
-        for parent in list(plain.modules())
-        for name, child in list(parent._modules.items())
-        if child is not None and hasattr(child, "_orig_mod")
-    ]
-    calls = [(one, _compiled_call(one)) for one in plain.modules() if _compiled_call(one) is not None]
-    try:
-        for parent, name, child in layers:
-            parent._modules[name] = child.get_submodule("_orig_mod")
-        for one, _ in calls:
-            one._compiled_call_impl = None
-        yield plain
-    finally:
-        for parent, name, child in layers:
-            parent._modules[name] = child
-        for one, compiled in calls:
-            one._compiled_call_impl = compiled
-
-
-@contextmanager
-def _silenced(module: nn.Module) -> Iterator[None]:
-    """Without dropout: layers of torch's, and layers that keep its probability in an attribute that says so."""
-    changed: list[tuple[nn.Module, str, float]] = []
-    for one in module.modules():
-        words = ["p"] if isinstance(one, _DropoutNd) else []
-        words += [name for name, value in vars(one).items() if "drop" in name and type(value) is float]
-        changed += [(one, name, getattr(one, name)) for name in words]
-    try:
-        for one, name, _ in changed:
-            setattr(one, name, 0.0)
-        yield
-    finally:
-        for one, name, value in changed:
-            setattr(one, name, value)
-
-
-@contextmanager
-def _noisy(module: nn.Module, noise: float, seed: int) -> Iterator[None]:
-    """Every layer's output is off by that share of itself, up or down by chance."""
-    draw = torch.Generator().manual_seed(seed)
-
-    def blur(value: Any) -> Any:
-        if isinstance(value, Tensor) and value.is_floating_point():
-            signs = torch.randint(0, 2, value.shape, generator=draw, dtype=torch.int8).to(value.device)
-            return value * (1 + noise * (2 * signs - 1).double()).to(value.dtype)
-        return type(value)(map(blur, value)) if type(value) in (list, tuple) else value
-
-    layers = module.modules() if noise else ()
-    hooks = [one.register_forward_hook(lambda _, __, output: blur(output)) for one in layers]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-@contextmanager
-def _fired(parameters: Iterable[tuple[str, nn.Parameter]]) -> Iterator[set[str]]:
-    """Names of parameters whose gradients autograd itself adds: not those that are left to a W."""
-    fired: set[str] = set()
-
-    def note(name: str) -> Callable[[Tensor | None], None]:
-        return lambda gradient: None if gradient is None else fired.add(name)
-
-    hooks = [parameter.register_hook(note(name)) for name, parameter in parameters]  # type: ignore[no-untyped-call]
-    try:
-        yield fired
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-# ---------------------------------------------------------------- random numbers
-def _drawn(device: torch.device) -> list[Tensor]:
-    """Where torch's random numbers stand."""
-    there = [torch.get_rng_state()]
-    return [*there, torch.cuda.get_rng_state(device)] if device.type == "cuda" else there
-
-
-@contextmanager
-def kept_numbers(devices: Iterable[torch.device], meet: Callable[[], None]) -> Iterator[None]:
-    """Random numbers go on afterwards where they were. Threads share them: all meet before and after."""
-    gpus = sorted({device.index or 0 for device in devices if device.type == "cuda"})
-    state, of_gpus = torch.get_rng_state(), [torch.cuda.get_rng_state(gpu) for gpu in gpus]
-    meet()
-    try:
-        yield
-        meet()
-    finally:
-        torch.set_rng_state(state)
-        for gpu, there in zip(gpus, of_gpus, strict=True):
-            torch.cuda.set_rng_state(there, gpu)
-    meet()
