@@ -8,6 +8,7 @@
     ├── FileError          a file that cannot be read, with the place
     ├── ConfigError        a value of a config that nobody knows, or that is out of its range
     └── RunError           a run that cannot go on
+        ├── ProofError     a plan that changes what a stage computes
         ├── StuckError     a rank that waits for longer than it should
         └── PeerLostError  a rank that waits for one that has died
 
@@ -62,6 +63,10 @@ class ConfigError(PenstockError):
 
 class RunError(PenstockError):
     """A run that cannot go on: what a rank was doing, and why it stopped."""
+
+
+class ProofError(RunError):
+    """A plan that changes what a stage computes: which gradient differs, by how much, and which option causes it."""
 
 
 class StuckError(RunError):

@@ -5,6 +5,7 @@ from penstock.runtime.batch import Batch, batch_of, cut_batch
 from penstock.runtime.comm import Comm, ProcessComm, ShapedComm, ThreadComm, run_threads
 from penstock.runtime.executor import Executor, Result, execute
 from penstock.runtime.launch import finish, init, spawn
+from penstock.runtime.prove import Proof, prove
 from penstock.runtime.replay import CudaTape, Tape
 from penstock.runtime.replicas import Tied
 from penstock.runtime.shards import shard_layers
@@ -21,6 +22,7 @@ __all__ = [
     "Ledger",
     "Mean",
     "ProcessComm",
+    "Proof",
     "Result",
     "ShapedComm",
     "Sleeping",
@@ -38,6 +40,7 @@ __all__ = [
     "init",
     "local",
     "make_deferrable",
+    "prove",
     "run_threads",
     "shard_layers",
     "spawn",

@@ -18,11 +18,11 @@ from typing import Any
 
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from penstock.errors import PeerLostError, RunError, StuckError
+from penstock.errors import PeerLostError, ProofError, RunError, StuckError
 
 SHOWN = 32  # ranks in the story of a failure
 ADVICE = "if that can be right, give more patience"
-ERRORS = {kind.__name__: kind for kind in (RunError, StuckError, PeerLostError)}
+ERRORS = {kind.__name__: kind for kind in (RunError, ProofError, StuckError, PeerLostError)}
 
 
 @dataclass(frozen=True, slots=True)

@@ -142,6 +142,7 @@ class Run:
     keep: int = said(2, "checkpoints that stay", least=1)
     timed: int = said(50, "steps between two measured timelines, and step 3, and the last; 0: none", least=0)
     forecast: bool = said(True, "time a layer before the run, and say what a step will take")
+    prove: bool = said(True, "before the first step, compare every stage as the plan runs it with a plain call of it")
     restarts: int = said(3, "times that a run whose worker died starts again from its checkpoint", least=0)
     patience: float = said(300.0, "seconds that a rank may wait for another", above=0)
     threads: int = said(0, "CPU threads of a worker; 0: the machine's cores, shared out", least=0)

@@ -24,7 +24,7 @@ from types import FrameType
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from penstock.errors import ConfigError, FileError, PenstockError, RunError, ShapeError
+from penstock.errors import ConfigError, FileError, PenstockError, ProofError, RunError, ShapeError
 from penstock.runtime.kernels import tame
 from penstock.runtime.launch import after_first, serve_forks, under_launcher
 from penstock.train.checkpoint import newest
@@ -34,7 +34,8 @@ __all__ = ["after_first", "launch", "restarted", "tame", "under_launcher"]
 
 HERE = "127.0.0.1"
 MERCY = 60  # seconds for workers to save, once asked
-KINDS: dict[str, type[PenstockError]] = {kind.__name__: kind for kind in (ConfigError, FileError, ShapeError)}
+ERRORS = (ConfigError, FileError, ProofError, ShapeError)
+KINDS: dict[str, type[PenstockError]] = {kind.__name__: kind for kind in ERRORS}
 HINTS = {  # by what a worker was killed with
     -signal.SIGKILL: "\n  often the system, out of memory: fewer data.tokens or a smaller batch; run.recompute=true",
     -signal.SIGILL: "\n  an instruction that this processor does not have: run.precision=float32 may do without it",

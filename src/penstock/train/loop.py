@@ -28,7 +28,7 @@ from penstock.ir.files import Plan
 from penstock.ir.program import lower
 from penstock.models import even_partition, token_loss
 from penstock.models.flops import flops_per_token, peak_flops
-from penstock.runtime import Comm, CudaTape, Executor, corner, local, watching
+from penstock.runtime import Comm, CudaTape, Executor, corner, local, prove, watching
 from penstock.train.checkpoint import Facts, Saver, load, newest, newest_good, read_facts, sweep
 from penstock.train.config import Config, Run
 from penstock.train.corpus import Corpus
@@ -146,6 +146,18 @@ class Trainer:
                 found[f"optimizer.{slot}.{name}"] = tensor.detach().reshape(1) if slot == "step" else tensor.detach()
         return found
 
+    def prove(self) -> None:
+        """Compares every stage as the plan runs it with plain calls, on data of the next step. Nothing of it stays."""
+        seen = self.loader.seen
+        batch = self.loader.step()[0]
+        self.loader.seen = seen
+        proof = prove(self.executor, batch)
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)  # a step's peak is what is reported
+        if self.comm.rank == 0 and not proof.skipped:
+            _log.info("proved %d stages in %.1f s: the plan computes the gradients of plain calls", proof.stages,
+                      proof.seconds)  # fmt: skip
+
     # ------------------------------------------------------------ running
     def run(self, stop: Callable[[], bool] = lambda: False) -> Outcome:
         """All steps, or as many as until somebody asks to stop; ends with a checkpoint."""
@@ -154,6 +166,8 @@ class Trainer:
         self.comm.barrier()
         with watching(self.executor):
             self.begin()
+            if self.job.config.run.prove:
+                self.prove()
             history = History(self.job.folder, self.step) if self.comm.rank == 0 else None
             try:
                 stopped = self.steps(history, stop)

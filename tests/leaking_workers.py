@@ -1,0 +1,24 @@
+"""Local workers of a model whose layers on rank 1 look at later tokens."""
+
+from __future__ import annotations
+
+import os
+
+from torch import Tensor
+
+from penstock import cli_train
+from penstock.models.llama import Layer
+from penstock.train.worker import Verdict
+
+start = cli_train.rank
+
+
+def leaking(layer: Layer, x: Tensor, *beside: object) -> Tensor:
+    return x + x.mean(1, keepdim=True) + layer.mlp(layer.mlp_norm(x))
+
+
+def rank(folder: str, resume: bool) -> Verdict:
+    """A worker as the launcher starts it."""
+    if os.environ["RANK"] == "1":
+        Layer.forward = leaking
+    return start(folder, resume)
