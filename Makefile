@@ -29,7 +29,7 @@ figures: setup ## plan, simulate and draw: the pictures are in out/
 	@echo "open $(OUT)/compare.html in a browser: 1F1B over the plan"
 
 test: setup ## run all tests
-	$(BIN)/pytest -n 2
+	$(BIN)/pytest -n 2 --dist worksteal
 
 check: setup ## ruff, types, import graph
 	$(BIN)/ruff check .

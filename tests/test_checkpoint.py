@@ -23,6 +23,8 @@ from penstock.train.loop import Trainer
 from penstock.train.weights import draw, whole
 from trainings import SMALL, apart, corpus, job_of, losses, outcomes, train
 
+pytestmark = pytest.mark.numerics  # run once more with other kernels by .ci/run
+
 SOME = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.ones(4)}
 FACTS = {"model": {}, "data": {}, "tokenizer": "bytes"}
 
@@ -79,7 +81,7 @@ def test_a_run_goes_on_in_another_split_as_if_it_had_never_stopped(saved_by, res
     name, shape = SPLITS[resumed_by]
     rows = train(job_of(tmp_path / "two", name, *changes, resume=True, **shape))
     assert [row.step for row in rows] == list(range(1, 13))
-    assert apart(rows, losses(undisturbed)) < 2e-6
+    assert apart(rows, losses(undisturbed)) < 1e-5  # float32: another split adds the gradients in another order
 
 
 def test_the_same_split_goes_on_bit_for_bit(tmp_path):

@@ -22,6 +22,8 @@ from penstock.runtime.visits import Visits
 from penstock.schedules.transforms import split_backward
 from pipelines import data, gpt, layers_of, llama, piped, unsplit, worst
 
+pytestmark = pytest.mark.numerics  # run once more with other kernels by .ci/run
+
 MODELS = {"llama": llama, "gpt": gpt}
 
 

@@ -25,6 +25,8 @@ from penstock.train.optimizer import rate_at
 from penstock.train.weights import draw, hold, sizes_of, whole
 from trainings import END, LENGTH, SMALL, VOCAB, apart, corpus, job_of, losses, outcomes, train
 
+pytestmark = pytest.mark.numerics  # run once more with other kernels by .ci/run
+
 NAMES = [name for name in REGISTRY if name != "skip"]  # leaves out work, so has another loss
 GPT = ("model.family=gpt", "model.tied=true")
 

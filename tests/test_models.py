@@ -34,6 +34,8 @@ from penstock.models import (
     valid_tokens,
 )
 
+pytestmark = pytest.mark.numerics  # run once more with other kernels by .ci/run
+
 PARTITIONS = [(4,), (2, 2), (1, 1, 1, 1), (1, 3), (3, 1), (0, 2, 2), (2, 2, 0), (0, 4, 0)]
 TOKENS = 16
 SIZES = {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4}
@@ -260,13 +262,25 @@ def assert_same(parts_say, whole_says) -> None:
         assert torch.equal(parts_say[1][name], grad), name
 
 
-def assert_parts_are_the_whole(model: nn.Module) -> None:
+# About 20 operations a layer, there and back, lie between the loss and the first weight of four layers. Each rounds to
+# float32, by at most half of its epsilon of the largest number it makes.
+ROUNDED = 2 * 20 * 4 * torch.finfo(torch.float32).eps / 2
+
+
+def assert_same_but_for_rounding(parts_say, whole_says) -> None:
+    assert parts_say[1].keys() == whole_says[1].keys()
+    ours, theirs = ({"logits": logits, **grads} for logits, grads in (parts_say, whole_says))
+    for name, tensor in theirs.items():
+        assert (ours[name] - tensor).abs().max() <= ROUNDED * tensor.abs().max(), name
+
+
+def assert_parts_are_the_whole(model: nn.Module, compare=assert_same) -> None:
     tokens = some_tokens()
     labels = some_labels(tokens)
     logits, grads = run_whole(model, tokens, labels)
     whole = logits, {name: grad.clone() for name, grad in grads.items()}
     for partition in PARTITIONS:
-        assert_same(run_parts(split(model, partition), tokens, labels), whole)
+        compare(run_parts(split(model, partition), tokens, labels), whole)
 
 
 @pytest.mark.parametrize("name", OURS)
@@ -274,12 +288,22 @@ def test_parts_of_our_models_give_the_bits_of_the_whole(name):
     assert_parts_are_the_whole(shaken(OURS[name](), torch.float32))
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("name", THEIRS)
-def test_parts_of_hugging_face_models_give_the_bits_of_the_whole(name, attention):
+@pytest.mark.parametrize("name", [name for name in THEIRS if "window" not in name])
+def test_parts_of_hugging_face_models_give_the_bits_of_the_whole(name):
+    model = shaken(THEIRS[name](), torch.float32)
+    model.set_attn_implementation("sdpa")
+    assert_parts_are_the_whole(model)
+
+
+@pytest.mark.parametrize(("name", "attention"), [
+    *((name, "eager") for name in THEIRS), *((name, "sdpa") for name in THEIRS if "window" in name),
+])
+def test_parts_of_hugging_face_models_that_take_a_mask_differ_from_the_whole_by_rounding_alone(name, attention):
+    """Hugging Face makes a mask for every row, parts make one for all rows. Sums with it then lie in memory in another
+    order, and torch may use other kernels for them, which round differently."""
     model = shaken(THEIRS[name](), torch.float32)
     model.set_attn_implementation(attention)
-    assert_parts_are_the_whole(model)
+    assert_parts_are_the_whole(model, assert_same_but_for_rounding)
 
 
 def test_parts_of_a_model_with_dropout_draw_the_numbers_of_the_whole():
