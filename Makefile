@@ -31,7 +31,7 @@ figures: setup ## plan, simulate and draw: the pictures are in out/
 	@echo "open $(OUT)/compare.html in a browser: 1F1B over the plan"
 
 test: setup ## run all tests
-	$(BIN)/pytest -n 2
+	$(BIN)/pytest -n 2 --dist worksteal
 
 fuzz: setup ## compare CASES random pipelines with unsplit Hugging Face models, from SEED on
 	$(BIN)/python tests/fuzz.py --cases $(CASES) --seed $(SEED)

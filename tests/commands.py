@@ -49,7 +49,7 @@ def ended(folder: Path, line: str, after: float) -> tuple[int, str]:
         time.sleep(after)
         assert process.poll() is None, "it ended before it was asked to"
         process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=120)  # compiled loops may be compiled first
+        _, err = process.communicate(timeout=600)  # compiled loops may be compiled first
     finally:
         process.kill()
         process.wait()

@@ -130,7 +130,7 @@ def piped(
         results = [executor.step(batch, timed) for batch in batches]
         return results, executor.evaluate(batches[0])
 
-    done = run_threads(schedule.ranks, work, patience=60)
+    done = run_threads(schedule.ranks, work, patience=300)
     gradients: dict[str, Tensor] = {}
     for stage in schedule.stages:
         part = split(copies[stage.rank], partition)[stage.part]

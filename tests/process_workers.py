@@ -160,7 +160,7 @@ def prepare(comm: ProcessComm, folder: str) -> bool:
     made = Path(folder) / "made"
 
     def slowly() -> None:
-        time.sleep(1.0)
+        time.sleep(3.0)
         made.touch()
 
     after_first(comm, slowly)

@@ -23,6 +23,8 @@ from penstock.train.loop import Trainer
 from penstock.train.weights import draw, whole
 from trainings import SMALL, apart, corpus, job_of, losses, outcomes, train
 
+pytestmark = pytest.mark.numerics  # run once more with other kernels by .ci/run
+
 SOME = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.ones(4)}
 FACTS = {"model": {}, "data": {}, "tokenizer": "bytes"}
 
@@ -64,22 +66,21 @@ SPLITS = {
 }
 
 
-@pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize(
-    ("saved_by", "resumed_by"),
-    [("4 ranks, 2 parts each", "2 ranks"), ("2 ranks", "4 ranks, 2 parts each"), ("1 rank", "2 copies"),
-     ("2 copies", "two directions"), ("two directions", "1 rank")],
+    ("saved_by", "resumed_by", "tied"),
+    [("4 ranks, 2 parts each", "2 ranks", True), ("2 ranks", "4 ranks, 2 parts each", False),
+     ("1 rank", "2 copies", True), ("2 copies", "two directions", True), ("two directions", "1 rank", False)],
 )  # fmt: skip
 def test_a_run_goes_on_in_another_split_as_if_it_had_never_stopped(saved_by, resumed_by, tied, tmp_path):
-    changes = ("model.layers=8", "run.steps=12", f"model.tied={str(tied).lower()}")
+    changes = ("model.layers=8", "run.steps=8", f"model.tied={str(tied).lower()}")
     name, shape = SPLITS[resumed_by]
     undisturbed = train(job_of(tmp_path / "whole", name, *changes, **shape))
     name, shape = SPLITS[saved_by]
     outcomes(job_of(tmp_path / "two", name, *changes, **shape), stop_after(5))
     name, shape = SPLITS[resumed_by]
     rows = train(job_of(tmp_path / "two", name, *changes, resume=True, **shape))
-    assert [row.step for row in rows] == list(range(1, 13))
-    assert apart(rows, losses(undisturbed)) < 2e-6
+    assert [row.step for row in rows] == list(range(1, 9))
+    assert apart(rows, losses(undisturbed)) < 1e-5  # float32: another split adds the gradients in another order
 
 
 def test_the_same_split_goes_on_bit_for_bit(tmp_path):

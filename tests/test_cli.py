@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import subprocess
 import sys
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from xml.etree import ElementTree
 
 import pytest
@@ -112,6 +114,26 @@ def test_check_run_takes_sliced_schedules(run):
     code, out, err = run("check x.json --run")
     assert (code, err) == (0, "")
     assert "are those of the model in one piece" in " ".join(out.split())
+
+
+def test_check_run_tells_a_wrong_gradient_from_rounding(run, monkeypatch):
+    """The ranks get weights that are off by 1e-7: far more than what float64 rounds, and still hard to see."""
+    trial = pytest.importorskip("penstock.train.trial")
+    shifts = iter([0.0, 1e-7, 1e-7])  # of the model in one piece, then of each rank's copy
+
+    def copied(model):
+        twin, shift = copy.deepcopy(model), next(shifts)
+        for parameter in twin.parameters():
+            parameter.data += shift
+        return twin
+
+    run("draw 1f1b --ranks 2 --microbatches 2 -o x.json")
+    code, out, _ = run("check x.json --run")
+    assert (code, "within rounding of float64 (no difference reaches 1e-10)" in " ".join(out.split())) == (0, True)
+    monkeypatch.setattr(trial, "copy", SimpleNamespace(deepcopy=copied))
+    code, _, err = run("check x.json --run")
+    assert code == 2
+    assert "differs from that of the model in one piece by" in err
 
 
 def test_plan_prints_a_table_that_fits(run):

@@ -34,6 +34,8 @@ from penstock.train.passage import through  # noqa: E402
 from penstock.view.chart import Line, chart  # noqa: E402
 from pipelines import VOCAB, data, gradients_of, llama, piped  # noqa: E402
 
+pytestmark = pytest.mark.numerics  # run once more with other kernels by .ci/run
+
 SCRIPT = Path(__file__).resolve().parent.parent / "benchmarks" / "convergence.py"
 
 

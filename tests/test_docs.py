@@ -29,9 +29,9 @@ def blocks(page: Path, *languages: str) -> list[str]:
 
 
 def commands(page: Path) -> list[str]:
-    """The lines of a page that call penstock, without their prompt."""
-    lines = [line for block in blocks(page, "sh", "console") for line in block.splitlines()]
-    return [line for line in (line.strip().removeprefix("$ ") for line in lines) if line.startswith("penstock ")]
+    """The lines of a page's scripts that call penstock; docs/build.py runs those that are shown with their output."""
+    lines = [line for block in blocks(page, "sh") for line in block.splitlines()]
+    return [line for line in (line.strip() for line in lines) if line.startswith("penstock ")]
 
 
 # ---------------------------------------------------------------- what the code draws and prints

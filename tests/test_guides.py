@@ -54,7 +54,7 @@ def shell(tmp_path, monkeypatch, capsys):
 
     def others(script: str) -> str:
         done = subprocess.run(["bash", "-euo", "pipefail", "-c", script], capture_output=True, encoding="utf-8",
-                              timeout=240, check=False)  # fmt: skip
+                              timeout=600, check=False)  # fmt: skip
         assert done.returncode == 0, f"{script}\n{done.stdout}{done.stderr}"
         return done.stdout
 

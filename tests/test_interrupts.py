@@ -31,7 +31,7 @@ def cluster(tmp_path):
     ids=["plan", "profile", "paths"],
 )  # fmt: skip
 def test_ctrl_c_ends_a_verb_without_a_word(line, cluster, tmp_path):
-    code, err = ended(tmp_path, line, 2.0)
+    code, err = ended(tmp_path, line, 0.7)
     assert code == 130
     assert "Traceback" not in err
     assert not (tmp_path / "p.json").exists()
@@ -57,15 +57,15 @@ def test_ctrl_c_in_a_terminal_reaches_all_ranks_and_none_stays(line, tmp_path):
     command = [sys.executable, "-m", "penstock", *line.split()]
     process = subprocess.Popen(command, cwd=tmp_path, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE,
                                text=True, start_new_session=True)  # fmt: skip
-    late = time.monotonic() + 90
+    late = time.monotonic() + 600
     while len(members(process.pid)) < 5 and time.monotonic() < late:  # it, two servants of multiprocessing, two ranks
         time.sleep(0.1)
     time.sleep(1.0)
     os.killpg(process.pid, signal.SIGINT)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=600)
     assert process.returncode == 130, out + err
     assert "Traceback" not in err
-    late = time.monotonic() + 20
+    late = time.monotonic() + 120
     while members(process.pid) and time.monotonic() < late:
         time.sleep(0.1)
     assert not members(process.pid)

@@ -31,7 +31,7 @@ class Memory:
 
     def wait(self, place: int, value: int, stream: int) -> None:
         with self.changed:
-            assert self.changed.wait_for(lambda: self.flags.get(place, 0) >= value, timeout=20), "stuck"
+            assert self.changed.wait_for(lambda: self.flags.get(place, 0) >= value, timeout=300), "stuck"
 
     def write(self, place: int, value: int, stream: int) -> None:
         with self.changed:

@@ -121,7 +121,7 @@ def test_two_machines_find_the_limit_of_the_cable_between_them(tmp_path):
             )
             for rank, (name, card, _) in enumerate(machines)
         ]  # fmt: skip
-        said = [one.communicate(timeout=120) for one in started]
+        said = [one.communicate(timeout=600) for one in started]
     assert [one.returncode for one in started] == [0, 0], said
     assert said[1][0] == ""  # the first rank speaks
     found = read_cluster(tmp_path / "cluster.toml")

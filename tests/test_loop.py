@@ -25,6 +25,8 @@ from penstock.train.optimizer import rate_at
 from penstock.train.weights import draw, hold, sizes_of, whole
 from trainings import END, LENGTH, SMALL, VOCAB, apart, corpus, job_of, losses, outcomes, train
 
+pytestmark = pytest.mark.numerics  # run once more with other kernels by .ci/run
+
 NAMES = [name for name in REGISTRY if name != "skip"]  # leaves out work, so has another loss
 GPT = ("model.family=gpt", "model.tied=true")
 
@@ -43,7 +45,9 @@ def document_by_document(model, inputs: Tensor, labels: Tensor) -> Tensor:
     return total
 
 
-def by_hand(config=SMALL, steps: int = 50, loss_of=whole_rows) -> tuple[list[float], list[float], dict[str, Tensor]]:
+def by_hand(
+    config=SMALL, steps: int = SMALL.run.steps, loss_of=whole_rows
+) -> tuple[list[float], list[float], dict[str, Tensor]]:
     """The oracle: torch's own optimizer, clipping and schedule on the model in one piece, batch by batch."""
     sizes = sizes_of(config.model, VOCAB, config.data.tokens)
     holding = whole(sizes)
@@ -85,12 +89,12 @@ def test_every_schedule_has_the_loss_curve_of_one_process(name, oracle, tmp_path
     expected = oracle if parts <= 4 else by_hand(replace(SMALL, model=replace(SMALL.model, layers=parts)))
     assert apart(rows, expected[0]) < 1e-5
     assert max(abs(row.norm - norm) / norm for row, norm in zip(rows, expected[1], strict=True)) < 1e-3
-    assert rows[-1].loss < rows[0].loss - 1
+    assert rows[-1].loss < rows[0].loss - 0.5
 
 
 def test_a_schedule_of_ones_own_has_the_loss_curve_of_one_process(oracle, tmp_path):
     file = Path(__file__).resolve().parent.parent / "examples" / "own_schedule.py"
-    job = job_of(tmp_path, "1f1b", "run.steps=50")
+    job = job_of(tmp_path, "1f1b")
     own = replace(job, plan=Plan(runpy.run_path(str(file))["eager"](2, 4), "own"))
     assert own.plan.schedule != job.plan.schedule
     assert apart(train(own), oracle[0]) < 1e-5
@@ -114,8 +118,8 @@ def test_accumulated_passes_are_one_step(oracle, tmp_path):
 
 @pytest.mark.parametrize("name", ["1f1b", "hanayo"])
 def test_tied_weights_and_a_gpt_have_the_curve_of_one_process(name, tmp_path):
-    job = job_of(tmp_path, name, *GPT, "run.steps=20")
-    expected = by_hand(job.config, 20)
+    job = job_of(tmp_path, name, *GPT)
+    expected = by_hand(job.config)
     rows = train(job)
     assert apart(rows, expected[0]) < 1e-5
     assert max(abs(row.norm - norm) / norm for row, norm in zip(rows, expected[1], strict=True)) < 1e-4
@@ -157,7 +161,7 @@ def test_the_norm_of_all_gradients_is_the_same_bits_for_every_split(tmp_path):
 
 
 def test_recomputation_changes_nothing(oracle, tmp_path):
-    assert apart(train(job_of(tmp_path, "1f1b", "run.recompute=true", "run.steps=50")), oracle[0]) < 1e-5
+    assert apart(train(job_of(tmp_path, "1f1b", "run.recompute=true")), oracle[0]) < 1e-5
 
 
 def test_bfloat16_learns_too(oracle, tmp_path):
@@ -167,7 +171,7 @@ def test_bfloat16_learns_too(oracle, tmp_path):
     finally:
         torch.backends.mkldnn.set_flags(enabled)
     assert 1e-5 < apart(rows, oracle[0]) < 0.3
-    assert rows[-1].loss < rows[0].loss - 1
+    assert rows[-1].loss < rows[0].loss - 0.5
 
 
 def test_another_seed_is_another_curve(oracle, tmp_path):
@@ -212,11 +216,11 @@ def test_sizes_that_do_not_fit_are_refused():
 
 # ---------------------------------------------------------------- evaluation, timing, stopping
 def test_evaluation_is_the_mean_loss_of_the_held_out_sequences_and_disturbs_nothing(oracle, tmp_path):
-    job = job_of(tmp_path, "hanayo", "run.evaluate=10", "run.evaluations=3")
+    job = job_of(tmp_path, "hanayo", "run.evaluate=5", "run.evaluations=3")
     rows = train(job)
     assert apart(rows, oracle[0]) < 1e-5
-    assert [row.step for row in rows if row.evaluation is not None] == [10, 20, 30, 40, 50]
-    held, model = corpus(), by_hand()[2]
+    assert [row.step for row in rows if row.evaluation is not None] == [5, 10, 15, 20]
+    held, model = corpus(), oracle[2]
     holding = whole(job.sizes)
     for name, parameter in holding.parameters.items():
         parameter.data.copy_(model[name])

@@ -46,6 +46,7 @@ LARGE = [Case("hanayo", {"waves": 1, "copies": 2}, TENSOR, tied=True), Case("zb-
 
 
 # ---------------------------------------------------------------- one step
+@pytest.mark.numerics
 @pytest.mark.parametrize(("processes", "cases"), [(4, CASES), (8, LARGE)], ids=["4 processes", "8 processes"])
 def test_gradients_loss_and_norm_on_a_mesh_are_those_of_the_model_in_one_piece(processes, cases):
     found = spawn(processes, gradients, cases)
@@ -67,6 +68,7 @@ def test_a_rank_that_sleeps_ends_the_pipelines_beside_it_too():
 
 
 # ---------------------------------------------------------------- training
+@pytest.mark.numerics
 def test_a_run_on_one_mesh_goes_on_on_any_other_as_if_it_had_never_stopped(tmp_path):
     steps, model = 12, {"family": "gpt", "tied": True}
     config = replace(SMALL, model=replace(SMALL.model, **model), run=replace(SMALL.run, steps=steps))
@@ -101,6 +103,7 @@ def held_out(config: Config, weights: dict[str, torch.Tensor]) -> float:
     return sum(found) / len(found)
 
 
+@pytest.mark.numerics
 def test_shards_have_the_curve_of_one_process_and_each_sequence_is_seen_once(tmp_path):
     spawn(4, trains, str(tmp_path), Case(mesh=SHARD), 30)
     rows = read_rows(tmp_path)

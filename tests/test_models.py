@@ -34,6 +34,8 @@ from penstock.models import (
 )
 from pipelines import without_float32
 
+pytestmark = pytest.mark.numerics  # run once more with other kernels by .ci/run
+
 PARTITIONS = [(4,), (2, 2), (1, 1, 1, 1), (1, 3), (3, 1), (0, 2, 2), (2, 2, 0), (0, 4, 0)]
 TOKENS = 16
 SIZES = {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4}
@@ -281,13 +283,25 @@ def assert_same(parts_say, whole_says) -> None:
         assert torch.equal(parts_say[1][name], grad), name
 
 
-def assert_parts_are_the_whole(model: nn.Module) -> None:
+# About 20 operations a layer, there and back, lie between the loss and the first weight of four layers. Each rounds to
+# float32, by at most half of its epsilon of the largest number it makes.
+ROUNDED = 2 * 20 * 4 * torch.finfo(torch.float32).eps / 2
+
+
+def assert_same_but_for_rounding(parts_say, whole_says) -> None:
+    assert parts_say[1].keys() == whole_says[1].keys()
+    ours, theirs = ({"logits": logits, **grads} for logits, grads in (parts_say, whole_says))
+    for name, tensor in theirs.items():
+        assert (ours[name] - tensor).abs().max() <= ROUNDED * tensor.abs().max(), name
+
+
+def assert_parts_are_the_whole(model: nn.Module, compare=assert_same) -> None:
     tokens = some_tokens()
     labels = some_labels(tokens)
     logits, grads = run_whole(model, tokens, labels)
     whole = logits, {name: grad.clone() for name, grad in grads.items()}
     for partition in PARTITIONS:
-        assert_same(run_parts(split(model, partition), tokens, labels), whole)
+        compare(run_parts(split(model, partition), tokens, labels), whole)
 
 
 @pytest.mark.parametrize("name", OURS)
@@ -295,12 +309,22 @@ def test_parts_of_our_models_give_the_bits_of_the_whole(name):
     assert_parts_are_the_whole(shaken(OURS[name](), torch.float32))
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("name", THEIRS)
-def test_parts_of_hugging_face_models_give_the_bits_of_the_whole(name, attention):
+@pytest.mark.parametrize("name", [name for name in THEIRS if "window" not in name])
+def test_parts_of_hugging_face_models_give_the_bits_of_the_whole(name):
+    model = shaken(THEIRS[name](), torch.float32)
+    model.set_attn_implementation("sdpa")
+    assert_parts_are_the_whole(model)
+
+
+@pytest.mark.parametrize(("name", "attention"), [
+    *((name, "eager") for name in THEIRS), *((name, "sdpa") for name in THEIRS if "window" in name),
+])
+def test_parts_of_hugging_face_models_that_take_a_mask_differ_from_the_whole_by_rounding_alone(name, attention):
+    """Hugging Face makes a mask for every row, parts make one for all rows. Sums with it then lie in memory in another
+    order, and torch may use other kernels for them, which round differently."""
     model = shaken(THEIRS[name](), torch.float32)
     model.set_attn_implementation(attention)
-    assert_parts_are_the_whole(model)
+    assert_parts_are_the_whole(model, assert_same_but_for_rounding)
 
 
 ROPES = {
@@ -484,7 +508,7 @@ def test_the_loss_is_a_sum_that_slices_and_micro_batches_add_up_to():
     assert token_loss(logits, torch.full_like(labels, -100)) == 0
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt", "bert", "LlamaForCausalLM", "GPT2LMHeadModel"])
+@pytest.mark.parametrize("name", ["llama", "bert", "GPT2LMHeadModel"])
 def test_a_compiled_part_is_one_graph_there_and_one_back_and_computes_the_same(name):
     """Everything of torch.compile but its code generator, which takes half a minute of C++ compiler."""
     torch.compiler.reset()

@@ -66,7 +66,7 @@ def test_two_copies_of_the_weights_admit_chimera():
 
 
 def test_the_portfolio_is_no_slower_than_the_best_fixed_order_nor_under_noise():
-    for ranks, microbatches, comm in ((8, 8, 0.1), (8, 16, 0.05), (4, 8, 0.0)):
+    for ranks, microbatches, comm in ((8, 8, 0.1), (4, 16, 0.05), (4, 8, 0.0)):
         found = portfolio(ranks, microbatches, UnitCost(comm=comm), memory=ranks, slices=1)
         fixed = min((c for c in found.candidates if c.sort == "fixed"), key=lambda c: c.makespan)
         assert found.best.makespan <= fixed.makespan

@@ -20,6 +20,8 @@ from penstock.schedules.transforms import slice_tokens
 from pipelines import Outcome, data, gpt, layers_of, llama, piped, unsplit, worst
 from test_executor import shape_for
 
+pytestmark = pytest.mark.numerics  # run once more with other kernels by .ci/run
+
 
 class Again:
     """A tape that does the work again. Takes must be played in their order, and from the start again."""

@@ -189,9 +189,9 @@ def test_gpipe_and_1f1b_take_the_time_of_the_formula(name):
 
 @pytest.mark.parametrize("waves", range(1, 9))
 def test_hanayo_takes_the_time_of_the_formula(waves):
-    for ranks in range(2, 17):
+    for ranks in (2, 3, 4, 5, 7, 8, 12, 16):
         schedule = make("hanayo", ranks=ranks, microbatches=ranks, waves=waves)
-        for comm in (0, 0.01, 0.05, 0.1, 0.25, 0.5):
+        for comm in (0, 0.05, 0.5):
             formula = 3 * ranks + 2 * (ranks - 1) / waves + (2 * ranks - 4 + 4 * (ranks - 1) * waves) * comm
             assert simulate(schedule, UnitCost(comm=comm)).makespan == pytest.approx(formula), (ranks, comm)
 
@@ -199,12 +199,12 @@ def test_hanayo_takes_the_time_of_the_formula(waves):
 @pytest.mark.parametrize("ranks", [2, 3, 4, 6, 8])
 @pytest.mark.parametrize("waves", [1, 2, 4])
 def test_more_micro_batches_than_ranks_beat_one_unit_after_the_other(ranks, waves):
-    for microbatches in {ranks + 1, 2 * ranks - 1, 2 * ranks, 3 * ranks, 4 * ranks}:
+    for microbatches in {ranks + 1, 2 * ranks - 1, 2 * ranks, 3 * ranks}:
         units = repeat(unit(ranks, ranks, waves), -(-microbatches // ranks))
         lanes = [only(list(lane), microbatches) for lane in units.lanes]
         one_by_one = schedule_of(units.stages, units.microbatches[:microbatches], lanes)
         ours = make("hanayo", ranks=ranks, microbatches=microbatches, waves=waves)
-        for comm in (0, 0.05, 0.1, 0.25):  # the order was chosen at 0.05
+        for comm in (0, 0.05, 0.25):  # the order was chosen at 0.05
             theirs, stream = (simulate(s, UnitCost(comm=comm)) for s in (one_by_one, ours))
             tie = (ranks, waves, microbatches, comm) == (2, 4, 4, 0)
             assert stream.makespan < theirs.makespan - (0 if tie else 1e-9) + (1e-6 if tie else 0)

@@ -169,7 +169,7 @@ def test_a_real_link_of_that_bandwidth_takes_as_long():
             )
             for rank, (name, card, _) in enumerate(machines)
         ]  # fmt: skip
-        said = [one.communicate(timeout=120) for one in started]
+        said = [one.communicate(timeout=600) for one in started]
     found = re.search(r"took ([\d.]+)", said[1][0])
     assert found, said
     emulated = 2 * size / (megabits * 1e6 / 8)  # two messages, one after the other

@@ -32,6 +32,8 @@ from penstock.schedules.transforms import slice_tokens
 from pipelines import VOCAB, data, gpt, layers_of, llama, piped, unsplit, worst
 from random_schedules import random_schedule
 
+pytestmark = pytest.mark.numerics  # run once more with other kernels by .ci/run
+
 MODELS = {"llama": llama, "gpt": gpt}
 UNEVEN = (0, 5, 6, 11, 13)
 SLICED = [name for name in REGISTRY if name not in ("terapipe", "seq1f1b")]
@@ -46,13 +48,14 @@ def sliced(name: str, ranks: int, microbatches: int, cuts: tuple[int, ...] = UNE
     return schedule_of(even.stages, table, even.lanes)
 
 
-def assert_exact(schedule, whole: nn.Module, tokens: int = UNEVEN[-1], least: float = 1e-10, **options: object) -> None:
+def assert_exact(schedule, whole: nn.Module, tokens: int = UNEVEN[-1], tolerance: float = 1e-12, **options) -> None:
+    """Gradients and losses are of the size of 1: each of some hundred additions rounds them by about 1e-16."""
     batch = data(len(schedule.microbatches), tokens)
     (loss,), gradients = unsplit(schedule, whole, [batch])
     ours = piped(schedule, whole, [batch], **options)
-    assert worst(ours, gradients) < least
-    assert [losses[0] for losses in ours.losses] == pytest.approx([loss] * schedule.ranks, abs=1e-12)
-    assert ours.evaluated == pytest.approx([loss] * schedule.ranks, abs=1e-12)
+    assert worst(ours, gradients) < tolerance
+    assert [losses[0] for losses in ours.losses] == pytest.approx([loss] * schedule.ranks, abs=tolerance)
+    assert ours.evaluated == pytest.approx([loss] * schedule.ranks, abs=tolerance)
 
 
 # ---------------------------------------------------------------- exact
@@ -135,7 +138,7 @@ def piped_plain(schedule, whole, batch):
         loss = lambda x, labels: token_loss(model.head(x), labels)  # noqa: E731
         return Executor(lower(schedule), mine, comm, loss, 16, torch.float64).step(batch).loss
 
-    run_threads(schedule.ranks, work, patience=30)
+    run_threads(schedule.ranks, work, patience=300)
     return Gathered(schedule, copies)
 
 
@@ -173,11 +176,13 @@ THEIRS = {
 @pytest.mark.parametrize("kernel", ["sdpa", "eager"])
 @pytest.mark.parametrize("name", THEIRS)
 def test_a_hugging_face_model_runs_in_slices_too(name, kernel):
+    """Eager attention rounds its softmax to float32 even in a float64 model, and in a slice it has fewer columns, which
+    are summed in another order. So shares of attention may be one step of float32 apart, and with them what follows."""
     torch.manual_seed(3)
     model = THEIRS[name]().double()
     model.set_attn_implementation(kernel)
     schedule = sliced("hanayo", 2, 3)
-    assert_exact(schedule, model, least=1e-8 if kernel == "eager" else 1e-10)
+    assert_exact(schedule, model, tolerance=torch.finfo(torch.float32).eps if kernel == "eager" else 1e-12)
 
 
 ROPES = {
@@ -299,7 +304,7 @@ def test_a_recurrent_layer_carries_its_state_and_its_gradient_back(name, recompu
         executor = Executor(lower(schedule), stages, comm, square, 8, torch.float64, recompute=again)
         return executor.step(batch_of(inputs, labels, 78)).loss
 
-    run_threads(2, work, patience=30)
+    run_threads(2, work, patience=300)
     for ours, theirs in zip(blocks, whole, strict=True):
         for (_, mine), (_, other) in zip(ours.named_parameters(), theirs.named_parameters(), strict=True):
             assert float((mine.grad - other.grad).abs().max()) < 1e-12
@@ -338,7 +343,7 @@ def test_packed_documents_train_like_documents_alone(model, cuts):
         executor = Executor(lower(schedule), {comm.rank: part}, comm, token_loss, model_width(whole), torch.float64)
         return executor.step(batch).loss
 
-    assert run_threads(2, work, patience=30) == pytest.approx([loss, loss], abs=1e-10)
+    assert run_threads(2, work, patience=300) == pytest.approx([loss, loss], abs=1e-10)
     expected = dict(alone.named_parameters())
     tied = {"transformer.wte.weight", "embed.tokens.weight"}
     for rank in range(2):
@@ -525,7 +530,7 @@ def resident(schedule, whole: nn.Module, tokens: int, rank: int) -> int:
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
             return executor.step(batch).loss
 
-    run_threads(schedule.ranks, work, patience=60)
+    run_threads(schedule.ranks, work, patience=300)
     return meter.most
 
 

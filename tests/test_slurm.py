@@ -69,7 +69,7 @@ def test_before_the_time_limit_it_saves_is_queued_again_and_goes_on_with_other_n
     try:
         wait_for(run, 4)
         first.send_signal(signal.SIGUSR1)
-        out, _ = first.communicate(timeout=120)
+        out, _ = first.communicate(timeout=600)
     finally:
         first.kill()
     assert first.returncode == 0, out
@@ -77,7 +77,7 @@ def test_before_the_time_limit_it_saves_is_queued_again_and_goes_on_with_other_n
     assert (tmp_path / "requeued").read_text() == "4711\n"
     assert (run / "checkpoints" / f"step-{stopped:08d}").is_dir()
     second = job(2, 1, "--set", f"run.steps={stopped + 3}")
-    out, _ = second.communicate(timeout=120)
+    out, _ = second.communicate(timeout=600)
     assert second.returncode == 0, out
     assert f"going on from runs/test-4711/checkpoints/step-{stopped:08d}" in out
     assert [row.step for row in read_rows(run)] == list(range(1, stopped + 4))
@@ -86,7 +86,7 @@ def test_before_the_time_limit_it_saves_is_queued_again_and_goes_on_with_other_n
 
 def test_a_mistake_ends_the_job_and_it_is_not_queued_again(job, tmp_path):
     failed = job(1, 1)
-    out, _ = failed.communicate(timeout=120)
+    out, _ = failed.communicate(timeout=600)
     assert failed.returncode != 0
     assert "the schedule has 2 ranks, but 1 were launched" in out
     assert not (tmp_path / "requeued").exists()

@@ -25,7 +25,7 @@ SMALL = Config(
     Data(tokens=LENGTH, batch=8, held_out=0.1),
     Shape(name="1f1b", ranks=2, microbatches=4),
     Optimizer(rate=1e-2, warmup=5, clip=0.5),
-    Run(steps=50, evaluate=0, save=0, timed=0),
+    Run(steps=20, evaluate=0, save=0, timed=0),
 )
 
 
@@ -57,7 +57,7 @@ def train(job: Job, stop: Callable[[int], Callable[[], bool]] = lambda rank: lam
 
 
 def outcomes(job: Job, stop: Callable[[int], Callable[[], bool]] = lambda rank: lambda: False) -> list[Outcome]:
-    return run_threads(job.plan.schedule.ranks, lambda comm: Trainer(job, comm).run(stop(comm.rank)), patience=60)
+    return run_threads(job.plan.schedule.ranks, lambda comm: Trainer(job, comm).run(stop(comm.rank)), patience=300)
 
 
 def losses(rows: list[Row]) -> list[float]:

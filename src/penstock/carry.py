@@ -20,7 +20,6 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.nn.attention.bias import causal_lower_right
 
 from penstock.errors import RunError
 
@@ -109,6 +108,9 @@ class Slice:
     def mask(self, device: torch.device, dtype: torch.dtype) -> Tensor:
         """`seen` as attention takes it: on a GPU what the flash kernels know, else one tensor for all layers."""
         if self.carry.starts is None and device.type == "cuda" and dtype.itemsize == 2:
+            # imported here: it loads all of torch's compiler, and only a GPU needs it
+            from torch.nn.attention.bias import causal_lower_right  # noqa: PLC0415
+
             return causal_lower_right(self.end - self.begin, self.end)
         if self.added is None or self.added.dtype != dtype:
             seen = self.seen(device)

@@ -231,10 +231,10 @@ def check(
     if kept is not None:
         console().print("Its paths keep to the rules.")
     if tried:
-        apart = f"to within {tried['worst']:.2g}" if tried["worst"] else "bit for bit"
+        near = f"within rounding of float64 (no difference reaches {tried['tolerance']:g})"
         console().print(
-            f"A small model went through it: {tried['gradients']} gradients and the loss, {tried['loss']:.6g}, are "
-            f"those of the model in one piece, {apart}."
+            f"A small model went through it: {tried['gradients']} gradients and the loss, {tried['loss']:.4g}, are "
+            f"those of the model in one piece, {near}."
         )
 
 
@@ -265,7 +265,7 @@ def compare(
 def _tried(schedule: Schedule) -> dict[str, object]:
     """The outcome of a trial, or an error that says what differs."""
     try:
-        from penstock.train.trial import trial
+        from penstock.train.trial import TOLERANCE, trial
     except ModuleNotFoundError as error:
         raise RunError(f"--run needs {error.name}, which is not installed: pip install 'penstock[torch]'") from None
     found = trial(schedule)
@@ -275,7 +275,8 @@ def _tried(schedule: Schedule) -> dict[str, object]:
             f"the loss is {found.loss:.6g} against {found.whole_loss:.6g}\n"
             "  this is a fault of Penstock's: please report it with the file"
         )
-    return {"gradients": found.gradients, "worst": found.worst, "worst_in": found.name, "loss": found.loss}
+    return {"gradients": found.gradients, "worst": found.worst, "worst_in": found.name, "tolerance": TOLERANCE,
+            "loss": found.loss}  # fmt: skip
 
 
 # ---------------------------------------------------------------- from words to schedules
