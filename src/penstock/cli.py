@@ -378,5 +378,10 @@ def main() -> None:
         text = f"[bold red]{type(error).__name__}[/]: {escape(str(error))}"
         console(stderr=True).print(text, highlight=False, soft_wrap=True)
         raise SystemExit(2) from None
+    except SystemExit as end:  # typer turns KeyboardInterrupt into this exit code
+        if end.code == 130:
+            console(stderr=True).print("Interrupted.")
+        raise
     except KeyboardInterrupt:
+        console(stderr=True).print("Interrupted.")
         raise SystemExit(130) from None
