@@ -28,7 +28,7 @@ ROOMS = {
     "forecast": {"ir", "cost", "sim", "models", "testbed", "train"},
     "session": {"ir", "cost", "schedules", "sim", "plan", "view", "train", "models", "forecast", "errors"},
     "cli": {
-        *("ir", "cost", "schedules", "sim", "plan", "view", "train", "errors"),
+        *("ir", "cost", "schedules", "sim", "plan", "view", "train", "errors", "elastic"),
         *("cli_cost", "cli_paths", "cli_profile", "cli_screen", "cli_slices", "cli_testbed", "cli_train"),
     },
     "cli_cost": {"ir", "cost", "partition", "errors"},
@@ -40,6 +40,7 @@ ROOMS = {
     "cli_train": {"ir", "session", "forecast", "screen", "cli_forecast", "cli_screen", "train", "errors"},
     "cli_forecast": {"ir", "cost", "forecast", "screen", "cli_screen", "testbed", "train", "errors"},
     "testbed": {"errors"},
+    "elastic": set(),
     "screen": {"train"},
     "__main__": {"cli"},
 }
@@ -66,6 +67,7 @@ LIBRARIES = {
     "cli_train": {"typer", "torch"},
     "cli_forecast": {"torch"},
     "testbed": set(),
+    "elastic": set(),
     "screen": {"rich"},
     "__main__": set(),
     "errors": set(),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 from contextlib import nullcontext
+from errno import ENOSPC
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Optional
 
@@ -11,7 +13,7 @@ import typer
 
 from penstock.cli_forecast import devices, devices_are_cpus, forecast_of, predicted, prediction, print_memory
 from penstock.cli_screen import console, counting, progress, tell, write
-from penstock.errors import ConfigError, FileError, RunError
+from penstock.errors import ConfigError, FileError, PenstockError, RunError
 from penstock.screen import Screen, in_seconds, log_to
 
 if TYPE_CHECKING:
@@ -49,7 +51,7 @@ def train(
     Example: penstock train config.toml --set model.layers=24 --set schedule.name=hanayo
     """
     _needs_torch()
-    from penstock.train.launcher import launch, tame, under_launcher
+    from penstock.train.launcher import ended_by_signals, launch, tame, under_launcher, way_on
     from penstock.train.lock import locking
     from penstock.train.mesh import check_gpus
 
@@ -61,7 +63,7 @@ def train(
         return
     if not dry_run:
         _refuse(config, folder, resume)
-    with locking() as lock:
+    with locking() as lock, ended_by_signals(partial(tell, "ended")):
         config, plan, corpus = _prepared(config, folder, resume, None if dry_run else lock)
         check_gpus(config, plan.schedule.ranks)
         _announce(config, plan, folder, corpus)
@@ -72,7 +74,12 @@ def train(
             return
         if config.run.forecast:
             tell("predicted", prediction(config, plan, folder))
-        verdict = launch(rank, folder, plan.schedule.ranks * config.mesh.size, config.run.restarts, resume)
+        processes = plan.schedule.ranks * config.mesh.size
+        try:
+            verdict = launch(rank, folder, processes, config.run.restarts, resume, partial(tell, "stopping"))
+        except KeyboardInterrupt:
+            tell("ended", way_on(folder))
+            raise
         _ending(folder, verdict, sample)
 
 
@@ -263,12 +270,12 @@ def _prepared(config: Config, folder: Path, resume: bool, lock: Lock | None) -> 
         config = replace(config, schedule=replace(config.schedule, name=str(folder / PLAN)))
     config = anchored(config)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
         lock.claim(folder)
         (folder / CONFIG).write_text(dump_config(config, f"penstock train {folder} --resume"), encoding="utf-8")
         keep_tokenizer(config.data.tokenizer, folder)
     except OSError as error:
-        raise FileError(f"cannot write to {folder}: {error.strerror}\n  name another run.folder") from None
+        hint = "make room there, or name another run.folder" if error.errno == ENOSPC else "name another run.folder"
+        raise FileError(f"cannot write to {folder}: {error.strerror}\n  {hint}") from None
     if (folder / PLAN).is_file() and (folder / PLAN).read_text(encoding="utf-8") != dump_plan(plan):
         (folder / TIMELINE).unlink(missing_ok=True)  # of another schedule
     write_plan(plan, folder / PLAN)
@@ -337,7 +344,11 @@ def _as_a_rank(config: Config, folder: Path, resume: bool, sample: int) -> None:
             raise ConfigError(f"the schedule has {words}, but {comm.ranks} were launched")
         _announce(told, plan, folder, corpus)
 
-    after_first(comm, prepare)
+    try:
+        after_first(comm, prepare)
+    except PenstockError:
+        lock.clean_up()
+        raise
     verdict = rank(str(folder), resume)
     if verdict.error:
         raise RunError(verdict.text)
@@ -352,6 +363,9 @@ def _ending(folder: Path, verdict: Verdict, sample: int) -> None:
     from penstock.train.generate import generate as go_on
     from penstock.train.generate import open_trained
 
+    if verdict.stopped and not verdict.step:
+        _print_no_checkpoint(folder)
+        return
     found = summary(folder)
     text = go_on(open_trained(folder), "def ", sample) if sample else ""
     if text:
@@ -363,6 +377,15 @@ def _ending(folder: Path, verdict: Verdict, sample: int) -> None:
     if text:
         console().rule("a sample", style="dim")
         sys.stdout.write(text + "\n")
+
+
+def _print_no_checkpoint(folder: Path) -> None:
+    from penstock.train.history import read_rows
+    from penstock.train.launcher import way_on
+
+    steps = len(read_rows(folder))
+    when = f"after {steps} steps, none of which was saved" if steps else "before the first step"
+    console().print(f"stopped {when}\n{way_on(folder)}", highlight=False, markup=False, soft_wrap=True)
 
 
 def _print_ending(folder: Path, verdict: Verdict, found: Summary) -> None:
