@@ -11,20 +11,20 @@ from typing import TYPE_CHECKING, Annotated, Optional
 
 import typer
 
+from penstock.cli_ending import SAMPLE, show_ending
 from penstock.cli_forecast import devices, devices_are_cpus, forecast_of, predicted, prediction, print_memory
 from penstock.cli_screen import console, counting, progress, tell, write
 from penstock.errors import ConfigError, FileError, PenstockError, RunError
-from penstock.screen import Screen, in_seconds, log_to
+from penstock.screen import Screen, log_to
 
 if TYPE_CHECKING:
     from penstock.ir import Plan
-    from penstock.session import Summary
     from penstock.train.config import Config
     from penstock.train.corpus import Corpus
     from penstock.train.lock import Lock
     from penstock.train.worker import Verdict
 
-RUNS, TINY, SAMPLE = Path("runs"), "tiny", "sample.txt"
+RUNS, TINY = Path("runs"), "tiny"
 Changes = Annotated[Optional[list[str]], typer.Option("--set", help="Change a value: section.key=value.")]  # noqa: UP045
 Preset = Annotated[str, typer.Option(help="tiny, llama-150m, llama-1b or gpt2.")]
 NoPreset = Annotated[
@@ -80,7 +80,7 @@ def train(
         except KeyboardInterrupt:
             tell("ended", way_on(folder))
             raise
-        _ending(folder, verdict, sample)
+        show_ending(folder, verdict, sample)
 
 
 def init(
@@ -353,58 +353,7 @@ def _as_a_rank(config: Config, folder: Path, resume: bool, sample: int) -> None:
     if verdict.error:
         raise RunError(verdict.text)
     if os.environ["RANK"] == "0":
-        _ending(folder, verdict, sample)
-
-
-# ---------------------------------------------------------------- after
-def _ending(folder: Path, verdict: Verdict, sample: int) -> None:
-    """Report, figures, where things are, and a sample."""
-    from penstock.session import report_of, summary
-    from penstock.train.generate import generate as go_on
-    from penstock.train.generate import open_trained
-
-    if verdict.stopped and not verdict.step:
-        _print_no_checkpoint(folder)
-        return
-    found = summary(folder)
-    text = go_on(open_trained(folder), "def ", sample) if sample else ""
-    if text:
-        write(folder / SAMPLE, text, quiet=True)
-    else:
-        (folder / SAMPLE).unlink(missing_ok=True)
-    write(folder / "report.html", report_of(found, folder.resolve().name, text), quiet=True)
-    _print_ending(folder, verdict, found)
-    if text:
-        console().rule("a sample", style="dim")
-        sys.stdout.write(text + "\n")
-
-
-def _print_no_checkpoint(folder: Path) -> None:
-    from penstock.train.history import read_rows
-    from penstock.train.launcher import way_on
-
-    steps = len(read_rows(folder))
-    when = f"after {steps} steps, none of which was saved" if steps else "before the first step"
-    console().print(f"stopped {when}\n{way_on(folder)}", highlight=False, markup=False, soft_wrap=True)
-
-
-def _print_ending(folder: Path, verdict: Verdict, found: Summary) -> None:
-    rows = found.rows
-    held = f", held out {found.evaluation:.4f}" if found.evaluation is not None else ""
-    how = "stopped after" if verdict.stopped else "trained"
-    lines = [f"{how} {verdict.step} steps in {sum(row.seconds for row in rows):,.0f} s: "
-             f"loss {rows[0].loss:.4f} -> {rows[-1].loss:.4f}{held}, {found.speed:,.0f} tokens/s"]  # fmt: skip
-    if found.forecast is not None:
-        lines.append(f"a step took {in_seconds(found.seconds)}, predicted {in_seconds(found.forecast.seconds)}")
-    if found.predicted is not None and found.measured is not None:
-        how = "predicted" if found.forecast is not None else "by its actions' own times"
-        bubbles = found.measured.bubble, found.predicted.bubble
-        lines.append(f"step {found.step} had a bubble of {bubbles[0]:.1%}, {how} {bubbles[1]:.1%}")
-    lines.append(f"report      {folder / 'report.html'}")
-    lines.append(f"checkpoint  {folder / 'checkpoints' / f'step-{verdict.step:08d}'}")
-    if verdict.stopped:
-        lines.append(f"go on with  penstock train {folder} --resume")
-    console().print("\n".join(lines), highlight=False, markup=False, soft_wrap=True)
+        show_ending(folder, verdict, sample)
 
 
 # ---------------------------------------------------------------- screens and files
