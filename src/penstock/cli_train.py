@@ -12,7 +12,15 @@ from typing import TYPE_CHECKING, Annotated, Optional
 import typer
 
 from penstock.cli_ending import SAMPLE, show_ending
-from penstock.cli_forecast import devices, devices_are_cpus, forecast_of, predicted, prediction, print_memory
+from penstock.cli_forecast import (
+    devices,
+    devices_are_cpus,
+    forecast_of,
+    predicted,
+    prediction,
+    print_memory,
+    tell_if_too_large,
+)
 from penstock.cli_screen import console, counting, progress, tell, write
 from penstock.errors import ConfigError, FileError, PenstockError, RunError
 from penstock.screen import Screen, log_to
@@ -70,6 +78,7 @@ def train(
         if dry_run:
             found = forecast_of(config, plan)
             print_memory(found, config)
+            tell_if_too_large(config, plan)
             console().print(f"predicted: {predicted(found, config)}", highlight=False, soft_wrap=True)
             return
         if config.run.forecast:
@@ -248,6 +257,7 @@ def _prepared(config: Config, folder: Path, resume: bool, lock: Lock | None) -> 
     """Plans, reads the text, and writes down what every rank will read; without a lock, text is only looked for."""
     from dataclasses import replace
 
+    from penstock.capacity import check_memory, check_timing
     from penstock.ir import dump_plan, write_plan
     from penstock.session import planned
     from penstock.train.config_file import anchored, dump_config
@@ -260,8 +270,10 @@ def _prepared(config: Config, folder: Path, resume: bool, lock: Lock | None) -> 
     with progress("planning"):
         config, plan = planned(config, sizes_for(config).layers)
     if lock is None:
+        check_timing(config, plan, sizes_for(config))
         files_of(config.data)
         return config, plan, None
+    check_memory(config, plan, sizes_for(config))
     with counting("reading text") as watch:
         corpus = open_corpus(config.data, cache_of(config, folder), watch)
     if resume:
