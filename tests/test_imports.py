@@ -27,7 +27,11 @@ ROOMS = {
     "train": {"ir", "cost", "carry", "runtime", "models", "errors"},
     "forecast": {"ir", "cost", "sim", "models", "testbed", "train"},
     "capacity": {"ir", "cost", "models", "forecast", "screen", "train", "errors"},
-    "session": {"ir", "cost", "schedules", "sim", "plan", "view", "train", "models", "forecast", "errors"},
+    "reasons": {"ir", "screen"},
+    "session": {
+        *("ir", "cost", "schedules", "sim", "plan", "view", "train", "models", "forecast", "reasons", "screen"),
+        "errors",
+    },
     "cli": {
         *("ir", "cost", "schedules", "sim", "plan", "view", "train", "errors", "elastic"),
         *("cli_cost", "cli_paths", "cli_profile", "cli_screen", "cli_slices", "cli_testbed", "cli_train"),
@@ -59,6 +63,7 @@ LIBRARIES = {
     "train": {"numpy", "torch", "safetensors", "tokenizers", "transformers", "wandb"},
     "forecast": {"torch"},
     "capacity": {"torch"},
+    "reasons": set(),
     "session": set(),
     "cli": {"typer", "rich"},
     "cli_cost": {"typer"},
