@@ -176,7 +176,7 @@ def test_a_report_lays_the_forecast_over_what_was_measured_and_names_the_largest
     assert found.predicted.makespan == made.timeline.makespan
     assert found.predicted.peak_bytes(0) == found.measured.peak_bytes(0)  # counts, not bytes
     page = report_of(found, "a run")
-    for words in (f"{plan.schedule.table.action(3)} on rank 0: predicted 2e+03 ms, took 3.5e+03 ms", "chosen: by hand",
+    for words in (f"{plan.schedule.table.action(3)} on rank 0: predicted 2,000 ms, took 3,500 ms", "chosen: by hand",
                   "rank 1: parts 1, layers 2; predicted 0.0 MB of weights"):  # fmt: skip
         assert words in page, words
 

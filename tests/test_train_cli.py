@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from commands import called, ended, environment
+from penstock.errors import RunError
 from penstock.ir import read_plan
 from penstock.runtime import run_threads
 from penstock.train.config import PRESETS, Config
@@ -27,7 +28,7 @@ from penstock.train.corpus import open_corpus
 from penstock.train.history import Row, read_rows
 from penstock.train.launcher import _story
 from penstock.train.loop import Trainer, describe
-from penstock.train.worker import failure, job_of, sizes_for
+from penstock.train.worker import Verdict, failure, job_of, sizes_for
 
 SMALL = """
 [model]
@@ -289,7 +290,7 @@ def test_a_full_disk_is_said_though_nothing_can_be_written(tmp_path):
     assert "No space left on device" in found.text
 
 
-def test_a_rank_without_memory_is_tried_once_more_and_then_says_so(text, here):
+def test_a_rank_without_memory_for_the_first_step_says_so_and_is_not_started_again(text, here):
     assert here("train config.toml --set run.steps=1 --sample 0").code == 0
     shutil.rmtree(text / "runs" / "config" / "checkpoints")
     tests = str(Path(__file__).parent)
@@ -297,8 +298,72 @@ def test_a_rank_without_memory_is_tried_once_more_and_then_says_so(text, here):
     done = subprocess.run([sys.executable, f"{tests}/starved_workers.py", "runs/config"], cwd=text, capture_output=True,
                           env=environment(PYTHONPATH=both), text=True, timeout=600, check=False)  # fmt: skip
     assert "rank 1 has no memory left: CUDA out of memory. Tried to allocate 3.00 GiB\n  fewer" in done.stderr
-    assert "restart 1 of 3" in done.stderr
-    assert "restart 2 of 3" not in done.stderr
+    assert "restart 1 of 3" not in done.stderr
+
+
+# ---------------------------------------------------------------- starts that come to nothing
+KILLED = """
+import os, signal, sys
+if any("forkserver" in word for word in sys.orig_argv):
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_that_the_process_which_starts_workers_was_killed_is_said_and_nothing_is_left(text):
+    (text / "sitecustomize.py").write_text(KILLED)
+    done = run(text, "train config.toml", PYTHONPATH=os.pathsep.join([str(text), environment()["PYTHONPATH"]]))
+    assert done.code == 2
+    assert "RunError: the process that starts the workers is gone" in done.err
+    assert "there is no checkpoint yet; start again with the same command" in done.err
+    assert "Aborted" not in done.err
+    assert [path.name for path in (text / "runs").iterdir()] == ["cache"]
+
+
+def test_a_run_that_is_stopped_before_its_first_step_says_so_and_leaves_nothing(text, here, monkeypatch):
+    monkeypatch.setattr("penstock.train.launcher.launch", lambda *_: Verdict(0, stopped=True))
+    done = here("train config.toml")
+    assert (done.code, done.out.splitlines()[0]) == (0, "stopped before the first step")
+    assert "start again with the same command" in done.out
+    assert not (text / "runs" / "config").exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_before_workers_start_leaves_nothing(number, text, here, monkeypatch):
+    monkeypatch.setattr("penstock.train.launcher.launch", lambda *_: os.kill(os.getpid(), number))
+    done = here("train config.toml")
+    assert done.code == 128 + number
+    assert f"ended     by {number.name}" in done.err
+    assert not (text / "runs" / "config").exists()
+
+
+def test_a_failed_start_leaves_what_was_there_before(text, here, monkeypatch):
+    def fail(*_: object) -> None:
+        raise RunError("no")
+
+    monkeypatch.setattr("penstock.train.launcher.launch", fail)
+    mine = text / "deep" / "mine"
+    assert here("train config.toml --set data.cache=cache --set run.folder=deep/mine").code == 2
+    assert not mine.parent.exists()
+    mine.mkdir(parents=True)
+    (mine / "notes.txt").write_text("kept")
+    assert here("train config.toml --set data.cache=cache --set run.folder=deep/mine").code == 2
+    assert (mine / "notes.txt").read_text() == "kept"
+    assert (mine / "config.toml").is_file()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="workers are forks of one process only there")
+def test_sigterm_to_every_process_of_a_run_saves_and_ends(text):
+    line = "train config.toml --set run.steps=4000 --set run.save=0 --set run.timed=0 --sample 0"
+    process = subprocess.Popen([sys.executable, "-m", "penstock", *line.split()], cwd=text, env=environment(),
+                               stdout=-1, stderr=-1, text=True, start_new_session=True)  # fmt: skip
+    wait_for(text / "runs" / "config", 2)
+    os.killpg(process.pid, signal.SIGTERM)
+    out, err = process.communicate(timeout=150)
+    assert process.returncode == 0, err
+    assert "stopping  this step is finished and saved first" in err
+    assert "a worker was lost" not in err
+    stopped = int(re.search(r"stopped after (\d+) steps", out)[1])
+    assert (text / "runs" / "config" / "checkpoints" / f"step-{stopped:08d}" / "checkpoint.json").is_file()
 
 
 # ---------------------------------------------------------------- before anything starts

@@ -376,8 +376,17 @@ def main() -> None:
     except PenstockError as error:
         from rich.markup import escape
 
+        from penstock.elastic import prints_errors, tell_launcher
+
         text = f"[bold red]{type(error).__name__}[/]: {escape(str(error))}"
-        console(stderr=True).print(text, highlight=False, soft_wrap=True)
+        if prints_errors():
+            console(stderr=True).print(text, highlight=False, soft_wrap=True)
+        tell_launcher(f"{type(error).__name__}: {error}")
         raise SystemExit(2) from None
+    except SystemExit as end:  # typer turns KeyboardInterrupt into this exit code
+        if end.code == 130:
+            console(stderr=True).print("Interrupted.")
+        raise
     except KeyboardInterrupt:
+        console(stderr=True).print("Interrupted.")
         raise SystemExit(130) from None

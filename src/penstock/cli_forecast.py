@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from penstock.cli_screen import print_table, progress
+from penstock.cli_screen import print_table, progress, tell
 from penstock.errors import PenstockError
 from penstock.screen import in_bytes, in_seconds
 
@@ -75,6 +75,16 @@ def print_memory(found: Forecast, config: Config) -> None:
     heads = (who, "weights, gradients, optimizer", "activations at most", "together")
     each = enumerate(zip(found.weights, found.activations, strict=True))
     print_table(heads, [(str(rank), *map(in_bytes, (own, held, own + held))) for rank, (own, held) in each])
+
+
+def tell_if_too_large(config: Config, plan: Plan) -> None:
+    """Says so if a run that is only planned here would not fit here."""
+    from penstock.capacity import why_too_large
+    from penstock.train.worker import sizes_for
+
+    refusal = why_too_large(config, plan, sizes_for(config))
+    if refusal:
+        tell("memory", refusal)
 
 
 def predicted(found: Forecast, config: Config) -> str:

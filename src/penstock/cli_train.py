@@ -4,25 +4,35 @@ from __future__ import annotations
 
 import sys
 from contextlib import nullcontext
+from errno import ENOSPC
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Optional
 
 import typer
 
-from penstock.cli_forecast import devices, devices_are_cpus, forecast_of, predicted, prediction, print_memory
+from penstock.cli_ending import SAMPLE, show_ending
+from penstock.cli_forecast import (
+    devices,
+    devices_are_cpus,
+    forecast_of,
+    predicted,
+    prediction,
+    print_memory,
+    tell_if_too_large,
+)
 from penstock.cli_screen import console, counting, progress, tell, write
-from penstock.errors import ConfigError, FileError, RunError
-from penstock.screen import Screen, in_seconds, log_to
+from penstock.errors import ConfigError, FileError, PenstockError, RunError
+from penstock.screen import Screen, log_to
 
 if TYPE_CHECKING:
     from penstock.ir import Plan
-    from penstock.session import Summary
     from penstock.train.config import Config
     from penstock.train.corpus import Corpus
     from penstock.train.lock import Lock
     from penstock.train.worker import Verdict
 
-RUNS, TINY, SAMPLE = Path("runs"), "tiny", "sample.txt"
+RUNS, TINY = Path("runs"), "tiny"
 Changes = Annotated[Optional[list[str]], typer.Option("--set", help="Change a value: section.key=value.")]  # noqa: UP045
 Preset = Annotated[str, typer.Option(help="tiny, llama-150m, llama-1b or gpt2.")]
 NoPreset = Annotated[
@@ -49,7 +59,7 @@ def train(
     Example: penstock train config.toml --set model.layers=24 --set schedule.name=hanayo
     """
     _needs_torch()
-    from penstock.train.launcher import launch, tame, under_launcher
+    from penstock.train.launcher import ended_by_signals, launch, tame, under_launcher, way_on
     from penstock.train.lock import locking
     from penstock.train.mesh import check_gpus
 
@@ -61,19 +71,25 @@ def train(
         return
     if not dry_run:
         _refuse(config, folder, resume)
-    with locking() as lock:
+    with locking() as lock, ended_by_signals(partial(tell, "ended")):
         config, plan, corpus = _prepared(config, folder, resume, None if dry_run else lock)
         check_gpus(config, plan.schedule.ranks)
         _announce(config, plan, folder, corpus)
         if dry_run:
             found = forecast_of(config, plan)
             print_memory(found, config)
+            tell_if_too_large(config, plan)
             console().print(f"predicted: {predicted(found, config)}", highlight=False, soft_wrap=True)
             return
         if config.run.forecast:
             tell("predicted", prediction(config, plan, folder))
-        verdict = launch(rank, folder, plan.schedule.ranks * config.mesh.size, config.run.restarts, resume)
-        _ending(folder, verdict, sample)
+        processes = plan.schedule.ranks * config.mesh.size
+        try:
+            verdict = launch(rank, folder, processes, config.run.restarts, resume, partial(tell, "stopping"))
+        except KeyboardInterrupt:
+            tell("ended", way_on(folder))
+            raise
+        show_ending(folder, verdict, sample)
 
 
 def init(
@@ -241,6 +257,7 @@ def _prepared(config: Config, folder: Path, resume: bool, lock: Lock | None) -> 
     """Plans, reads the text, and writes down what every rank will read; without a lock, text is only looked for."""
     from dataclasses import replace
 
+    from penstock.capacity import check_memory, check_timing
     from penstock.ir import dump_plan, write_plan
     from penstock.session import planned
     from penstock.train.config_file import anchored, dump_config
@@ -253,8 +270,10 @@ def _prepared(config: Config, folder: Path, resume: bool, lock: Lock | None) -> 
     with progress("planning"):
         config, plan = planned(config, sizes_for(config).layers)
     if lock is None:
+        check_timing(config, plan, sizes_for(config))
         files_of(config.data)
         return config, plan, None
+    check_memory(config, plan, sizes_for(config))
     with counting("reading text") as watch:
         corpus = open_corpus(config.data, cache_of(config, folder), watch)
     if resume:
@@ -263,12 +282,12 @@ def _prepared(config: Config, folder: Path, resume: bool, lock: Lock | None) -> 
         config = replace(config, schedule=replace(config.schedule, name=str(folder / PLAN)))
     config = anchored(config)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
         lock.claim(folder)
         (folder / CONFIG).write_text(dump_config(config, f"penstock train {folder} --resume"), encoding="utf-8")
         keep_tokenizer(config.data.tokenizer, folder)
     except OSError as error:
-        raise FileError(f"cannot write to {folder}: {error.strerror}\n  name another run.folder") from None
+        hint = "make room there, or name another run.folder" if error.errno == ENOSPC else "name another run.folder"
+        raise FileError(f"cannot write to {folder}: {error.strerror}\n  {hint}") from None
     if (folder / PLAN).is_file() and (folder / PLAN).read_text(encoding="utf-8") != dump_plan(plan):
         (folder / TIMELINE).unlink(missing_ok=True)  # of another schedule
     write_plan(plan, folder / PLAN)
@@ -337,51 +356,16 @@ def _as_a_rank(config: Config, folder: Path, resume: bool, sample: int) -> None:
             raise ConfigError(f"the schedule has {words}, but {comm.ranks} were launched")
         _announce(told, plan, folder, corpus)
 
-    after_first(comm, prepare)
+    try:
+        after_first(comm, prepare)
+    except PenstockError:
+        lock.clean_up()
+        raise
     verdict = rank(str(folder), resume)
     if verdict.error:
         raise RunError(verdict.text)
     if os.environ["RANK"] == "0":
-        _ending(folder, verdict, sample)
-
-
-# ---------------------------------------------------------------- after
-def _ending(folder: Path, verdict: Verdict, sample: int) -> None:
-    """Report, figures, where things are, and a sample."""
-    from penstock.session import report_of, summary
-    from penstock.train.generate import generate as go_on
-    from penstock.train.generate import open_trained
-
-    found = summary(folder)
-    text = go_on(open_trained(folder), "def ", sample) if sample else ""
-    if text:
-        write(folder / SAMPLE, text, quiet=True)
-    else:
-        (folder / SAMPLE).unlink(missing_ok=True)
-    write(folder / "report.html", report_of(found, folder.resolve().name, text), quiet=True)
-    _print_ending(folder, verdict, found)
-    if text:
-        console().rule("a sample", style="dim")
-        sys.stdout.write(text + "\n")
-
-
-def _print_ending(folder: Path, verdict: Verdict, found: Summary) -> None:
-    rows = found.rows
-    held = f", held out {found.evaluation:.4f}" if found.evaluation is not None else ""
-    how = "stopped after" if verdict.stopped else "trained"
-    lines = [f"{how} {verdict.step} steps in {sum(row.seconds for row in rows):,.0f} s: "
-             f"loss {rows[0].loss:.4f} -> {rows[-1].loss:.4f}{held}, {found.speed:,.0f} tokens/s"]  # fmt: skip
-    if found.forecast is not None:
-        lines.append(f"a step took {in_seconds(found.seconds)}, predicted {in_seconds(found.forecast.seconds)}")
-    if found.predicted is not None and found.measured is not None:
-        how = "predicted" if found.forecast is not None else "by its actions' own times"
-        bubbles = found.measured.bubble, found.predicted.bubble
-        lines.append(f"step {found.step} had a bubble of {bubbles[0]:.1%}, {how} {bubbles[1]:.1%}")
-    lines.append(f"report      {folder / 'report.html'}")
-    lines.append(f"checkpoint  {folder / 'checkpoints' / f'step-{verdict.step:08d}'}")
-    if verdict.stopped:
-        lines.append(f"go on with  penstock train {folder} --resume")
-    console().print("\n".join(lines), highlight=False, markup=False, soft_wrap=True)
+        show_ending(folder, verdict, sample)
 
 
 # ---------------------------------------------------------------- screens and files

@@ -85,7 +85,9 @@ def in_seconds(seconds: float) -> str:
 def in_bytes(count: float) -> str:
     """A size for people.
 
-    >>> in_bytes(1_234_567_890), in_bytes(12_345_678)
-    ('1.23 GB', '12.3 MB')
+    >>> in_bytes(1_234_567_890), in_bytes(12_345_678), in_bytes(4.56e15)
+    ('1.23 GB', '12.3 MB', '4,560 TB')
     """
+    if count >= 1e13:
+        return f"{count / 1e12:,.0f} TB"
     return f"{count / 1e9:,.2f} GB" if count >= 1e9 else f"{count / 1e6:,.1f} MB"

@@ -20,9 +20,11 @@ from penstock.ir import Op, Plan, Timeline, load_torch_csv, read_plan
 from penstock.ir.compare import compare
 from penstock.ir.fields import read_text
 from penstock.ir.schedule import stretch
-from penstock.plan import as_plan, portfolio, title
+from penstock.plan import as_plan, portfolio, rivals, title
+from penstock.reasons import reasons_of
 from penstock.schedules import make
 from penstock.schedules.transforms import replicate
+from penstock.screen import in_bytes, in_seconds
 from penstock.sim import simulate
 from penstock.train.config import AUTO, Config, Shape, check
 from penstock.train.config_file import read_config
@@ -85,8 +87,10 @@ def _best(config: Config, layers: int) -> Plan:
     found = portfolio(
         shape.ranks, shape.microbatches, UnitCost(comm=HOP), float(shape.ranks), stages=layers // shape.ranks, slices=1
     )
-    best = next(one for one in found.candidates if one.schedule.parts <= layers)
-    return replace(as_plan(best), name=title(best.name, best.shape))
+    fitting = [one for one in found.candidates if one.schedule.parts <= layers]
+    given = (("memory", float(shape.ranks)), ("forward", 1.0), ("backward", 2.0), ("comm", HOP))
+    chosen = as_plan(fitting[0], (*given, *rivals(fitting, fitting[0], len(found.too_large))))
+    return replace(chosen, name=title(fitting[0].name, fitting[0].shape))
 
 
 def _cut(plan: Plan, config: Config, layers: int) -> Plan:
@@ -141,6 +145,7 @@ class Summary:
     forecast: Forecast | None = None  # made before the run
     step: int = 0  # that was timed; 0: none
     measured: Timeline | None = None
+    named: str = ""  # schedule.name of the run's config
 
     @property
     def predicted(self) -> Timeline | None:
@@ -174,9 +179,10 @@ def summary(folder: Path) -> Summary:
         raise FileError(f"{folder} has no steps of a run\n  name the folder of one, runs/tiny say")
     plan = read_plan(folder / "plan.json")
     told = folder / "config.toml"
-    made = known(folder, read_config(told), plan) if told.is_file() else None
+    config = read_config(told) if told.is_file() else None
+    made = known(folder, config, plan) if config is not None else None
     step, timeline = read_timeline(folder, plan.schedule) or (0, None)
-    return Summary(tuple(rows), plan, made, step, timeline)
+    return Summary(tuple(rows), plan, made, step, timeline, config.schedule.name if config is not None else "")
 
 
 def report_of(found: Summary, title: str, sample: str = "") -> str:
@@ -185,7 +191,7 @@ def report_of(found: Summary, title: str, sample: str = "") -> str:
     facts = [("steps", str(rows[-1].step)), ("schedule", found.plan.name), ("loss", f"{rows[-1].loss:.4f}"),
              ("tokens a second", f"{found.speed:,.0f}"), ("tokens", f"{sum(row.tokens for row in rows):,}"),
              ("epochs", f"{rows[-1].epoch:.3g}"),
-             ("memory of the fullest rank", f"{rows[-1].memory / 1e6:,.0f} MB")]  # fmt: skip
+             ("memory of the fullest rank", in_bytes(rows[-1].memory))]  # fmt: skip
     if found.evaluation is not None:
         facts.append(("held out", f"{found.evaluation:.4f}"))
     timelines = []
@@ -198,8 +204,9 @@ def report_of(found: Summary, title: str, sample: str = "") -> str:
         ("tokens a second", (curve("speed", rows, lambda row: row.speed),)),
         ("learning rate", (curve("rate", rows, lambda row: row.rate),)),
     ]
-    lists = [("Largest differences", _differences(found)), ("Ranks", _ranks(found)), ("The plan", _why(found.plan))]
-    return report(title, facts, figures, timelines, sample, lists)
+    lists = [("Largest differences", _differences(found)), ("Ranks", _ranks(found))]
+    why = reasons_of(found.plan, found.named)
+    return report(title, facts, figures, timelines, sample, lists, (why.sentences, why.heads, why.rows))
 
 
 def curve(name: str, rows: Sequence[Row], value: Callable[[Row], float | None]) -> Line:
@@ -214,7 +221,7 @@ def _differences(found: Summary) -> list[str]:
     if found.predicted is None or found.measured is None:
         return []
     return [
-        f"{one.action} on rank {one.rank}: predicted {one.expected * 1e3:.3g} ms, took {one.actual * 1e3:.3g} ms"
+        f"{one.action} on rank {one.rank}: predicted {in_seconds(one.expected)}, took {in_seconds(one.actual)}"
         for one in compare(found.predicted, found.measured).largest
     ]
 
@@ -228,12 +235,6 @@ def _ranks(found: Summary) -> list[str]:
         words += f"layers {' + '.join(str(found.plan.partition[part]) for part in parts)}"
         if found.forecast is not None:
             own, held = found.forecast.weights[rank], found.forecast.activations[rank]
-            words += f"; predicted {own / 1e6:,.1f} MB of weights and optimizer, {held / 1e6:,.1f} MB of activations"
+            words += f"; predicted {in_bytes(own)} of weights and optimizer, {in_bytes(held)} of activations"
         lines.append(words)
     return lines
-
-
-def _why(plan: Plan) -> list[str]:
-    """What the planner has noted."""
-    size = f"{plan.schedule.ranks} ranks, {len(plan.schedule.microbatches)} micro-batches"
-    return [f"{plan.name}: {size}", *(f"{name.replace('_', ' ')}: {fact}" for name, fact in plan.why)]

@@ -7,7 +7,7 @@ from penstock.plan.grid import Times, curved, tabled
 from penstock.plan.layouts import Layout, layouts
 from penstock.plan.path_bounds import path_bound
 from penstock.plan.paths import PathPlan, as_file, plan_paths, rule_faults
-from penstock.plan.portfolio import Candidate, Portfolio, as_plan, portfolio, title
+from penstock.plan.portfolio import Candidate, Portfolio, as_plan, portfolio, rivals, title
 from penstock.plan.problem import PLANNED, PUBLISHED, Policy, even_parts
 from penstock.plan.recovery import replan
 from penstock.plan.rotation import Rotation, rotate
@@ -51,6 +51,7 @@ __all__ = [
     "plan_paths",
     "portfolio",
     "replan",
+    "rivals",
     "rotate",
     "rule_faults",
     "sliced_plans",

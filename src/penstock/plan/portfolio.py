@@ -17,7 +17,7 @@ import numpy as np
 from penstock.cost.cost import Cost
 from penstock.cost.noisy import NoisyCost
 from penstock.errors import ShapeError
-from penstock.ir.fields import Facts
+from penstock.ir.fields import Fact, Facts
 from penstock.ir.files import Plan
 from penstock.ir.schedule import Schedule, Stage
 from penstock.plan.bounds import lower_bound
@@ -32,6 +32,7 @@ Shape = tuple[tuple[str, int], ...]
 CHOICES = {"chunks": (2, 4, 8), "waves": (1, 2, 4, 8), "slices": (2, 4, 8)}
 LEFT_OUT = ("skip",)  # leaves out part of the work: no fair match for the others, so it is planned only by name
 SEEDS = range(4)  # of the noise
+RIVALS = 6  # candidates beside the chosen one that a plan.json keeps
 WHOLE = ("1f1b", "interleaved", "chimera", "hanayo")  # whole backwards, worth splitting
 PRIORITIES: dict[str, Priority] = {"list-backward": backward_first, "list-oldest": oldest_first}
 
@@ -128,6 +129,20 @@ def as_plan(candidate: Candidate, given: Facts = (), partition: tuple[int, ...] 
         ("lower_bound", candidate.bound), ("gap", candidate.gap), *noisy, *given,
     )  # fmt: skip
     return Plan(candidate.schedule, candidate.name, partition, why)
+
+
+def rivals(found: Sequence[Candidate], chosen: Candidate, too_large: int = 0) -> Facts:
+    """The candidates that a plan was chosen from, as facts: how many, and time and memory of the best of the others.
+
+    The plain `1f1b` is always among them: everybody knows what it does.
+    """
+    others = [one for one in found if one is not chosen]
+    shown = [one for place, one in enumerate(others) if place < RIVALS or one.name == "1f1b"]
+    facts: dict[str, Fact] = {"candidates": len(found), "too_large": too_large}
+    for one in shown:
+        name = title(one.name, one.shape)
+        facts |= {f"makespan of {name}": one.makespan, f"peak_activations of {name}": one.peak}
+    return tuple(facts.items())
 
 
 def score(

@@ -45,6 +45,7 @@ HERE = "127.0.0.1"
 SPARE = 30.0  # seconds by which torch's own limits are longer than ours, so that ours speak first
 MERCY = 12.0  # for the other workers to say what they have seen, once one has failed
 KILLED, ENDED = "(killed)", "(ended)"
+ENDING = (signal.SIGTERM, signal.SIGHUP)  # what ends all processes of a job or of a terminal
 NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -204,6 +205,9 @@ def outcomes(
             process.start()
             theirs.close()
         return _collect(workers)
+    except (EOFError, ConnectionError):
+        raise RunError("the process that starts the workers is gone: somebody or the system has killed it\n"
+                       "  start again with the same command") from None  # fmt: skip
     finally:
         _bury(workers)
 
@@ -221,6 +225,9 @@ def serve_forks(modules: list[str]) -> None:
 
     Ctrl-C goes to all processes of a terminal. This one does not hear it, not even while it loads: who is to end is
     for the process that has started them all to say. Nor does torch write there what befell its sockets.
+
+    The same goes for SIGTERM and SIGHUP, which a batch system or a closed terminal sends to every process of a run.
+    Workers inherit that they are ignored, until they call `hear_signals`.
     """
     multiprocessing.set_forkserver_preload(modules)
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # read when torch is loaded
@@ -228,12 +235,19 @@ def serve_forks(modules: list[str]) -> None:
         forkserver.ensure_running()
         return
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # a Ctrl-C that comes now is kept for us
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, *ENDING)}
     try:
         forkserver.ensure_running()
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+def hear_signals() -> None:
+    """In a worker: SIGTERM ends it again."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _collect(workers: list[Worker]) -> list[Outcome[Any]]:
@@ -284,6 +298,7 @@ def _worker(
     environment: dict[str, str], work: Callable[..., T], args: tuple[Any, ...],
 ) -> None:  # fmt: skip
     """Runs the work and says how it went. A failed worker ends at once: torch might wait for threads that hang."""
+    hear_signals()
     threading.Thread(target=_end_with_parent, daemon=True).start()
     os.environ.update(environment, LOCAL_RANK=str(rank))
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")

@@ -43,7 +43,7 @@ class Model:
     """Sizes of the model; or a Hugging Face folder, which has its own."""
 
     family: str = said("llama", "llama or gpt")
-    layers: int = said(8, "layers", least=1)
+    layers: int = said(8, "layers", least=1, most=10_000)
     width: int = said(64, "features of the hidden state", least=1)
     heads: int = said(4, "attention heads; width is a multiple of it", least=1)
     kv_heads: int = said(4, "heads of keys and values (llama); heads is a multiple of it", least=1)
@@ -143,6 +143,7 @@ class Run:
     timed: int = said(50, "steps between two measured timelines, and step 3, and the last; 0: none", least=0)
     forecast: bool = said(True, "time a layer before the run, and say what a step will take")
     prove: bool = said(True, "before the first step, compare every stage as the plan runs it with a plain call of it")
+    check_memory: bool = said(True, "refuse to start if the run needs more memory than this machine has")
     restarts: int = said(3, "times that a run whose worker died starts again from its checkpoint", least=0)
     patience: float = said(300.0, "seconds that a rank may wait for another", above=0)
     threads: int = said(0, "CPU threads of a worker; 0: the machine's cores, shared out", least=0)

@@ -19,11 +19,12 @@ from torch import Tensor
 from penstock.carry import Carry
 from penstock.errors import FileError, RunError, ShapeError
 from penstock.models import GPTConfig, LlamaConfig, Part
+from penstock.models.count import parameters_of
 from penstock.train.checkpoint import Facts, faults, load, newest_good, read_facts
 from penstock.train.config import BYTES
 from penstock.train.hub import read_sizes, read_weights, write_folder
 from penstock.train.tokenizer import TOKENIZER, Tokenizer, kept_tokenizer, tokenizer_of
-from penstock.train.weights import Holding, Sizes, blueprint, put, whole
+from penstock.train.weights import Holding, Sizes, put, whole
 
 SMALL = 1024  # features
 SEEDS = 1 << 63
@@ -69,7 +70,7 @@ def _tokenizer(checkpoint: Path, facts: Facts) -> str:
 
 def parameter_count(sizes: Sizes) -> int:
     """How many numbers are trained."""
-    return sum(parameter.numel() for parameter in blueprint(sizes).parameters())
+    return parameters_of(sizes).total
 
 
 def sizes_from(said: dict[str, Any]) -> Sizes:

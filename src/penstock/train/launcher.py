@@ -4,6 +4,7 @@
                          ✗ killed              the others are ended
            ──► rank 0 ─ rank 1 ─ rank 2 ─ rank 3      each resumes; at most `restarts` times
     Ctrl-C ──► RUN/stop ──► all finish their step, save, leave
+    a failure that would repeat ──► RUN/failure.json ──► no restart
 
 On several machines: `torchrun --nnodes … -m penstock train config.toml` on each; that is the same launcher.
 """
@@ -21,16 +22,17 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 
+from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from penstock.errors import ConfigError, FileError, PenstockError, ProofError, RunError, ShapeError
 from penstock.runtime.kernels import tame
-from penstock.runtime.launch import after_first, serve_forks, under_launcher
+from penstock.runtime.launch import ENDING, after_first, serve_forks, under_launcher
 from penstock.train.checkpoint import newest
 from penstock.train.worker import FAILURE, FULL, PIDS, STOP, Verdict, failure
 
-__all__ = ["after_first", "launch", "restarted", "tame", "under_launcher"]
+__all__ = ["after_first", "ended_by_signals", "launch", "restarted", "tame", "under_launcher", "way_on"]
 
 HERE = "127.0.0.1"
 MERCY = 60  # seconds for workers to save, once asked
@@ -41,6 +43,7 @@ HINTS = {  # by what a worker was killed with
     -signal.SIGILL: "\n  an instruction that this processor does not have: run.precision=float32 may do without it",
 }
 Entry = Callable[[str, bool], Verdict]
+Say = Callable[[str], None]  # shows the user a line
 
 
 def restarted() -> bool:
@@ -54,7 +57,9 @@ def forget(folder: Path) -> None:
         left.unlink(missing_ok=True)
 
 
-def launch(entry: Entry, folder: Path, ranks: int, restarts: int, resume: bool) -> Verdict:
+def launch(
+    entry: Entry, folder: Path, ranks: int, restarts: int, resume: bool, say: Say = lambda words: None
+) -> Verdict:  # fmt: skip
     """Runs `entry(folder, resume)` in so many processes; how rank 0 ended, or an error in words.
 
     `entry` is a function of a module; it is pickled for our own children.
@@ -71,9 +76,9 @@ def launch(entry: Entry, folder: Path, ranks: int, restarts: int, resume: bool) 
     config = LaunchConfig(
         min_nodes=1, max_nodes=1, nproc_per_node=ranks, run_id=uuid.uuid4().hex, rdzv_backend="c10d",
         rdzv_endpoint=f"{HERE}:0", local_addr=HERE, max_restarts=restarts, monitor_interval=0.1,
-        start_method="forkserver" if linux else "spawn", signals_to_handle="SIGHUP,SIGQUIT",
+        start_method="forkserver" if linux else "spawn", signals_to_handle="SIGQUIT",
     )  # fmt: skip
-    with _stopping(folder / STOP):
+    with _stopping(folder / STOP, say):
         try:
             verdicts: dict[int, Verdict] = elastic_launch(config, entry)(str(folder), resume)
         except ChildFailedError as error:
@@ -81,6 +86,11 @@ def launch(entry: Entry, folder: Path, ranks: int, restarts: int, resume: bool) 
             if said is None:
                 raise RunError(_story(error, restarts, folder)) from None
             verdicts = {0: said}
+        except (EOFError, ConnectionError):  # multiprocessing has lost its server
+            raise RunError("the process that starts the workers is gone: somebody or the system has killed it\n"
+                           f"  {way_on(folder)}") from None  # fmt: skip
+        except SignalException as error:
+            raise RunError(f"the run was ended by {error.sigval.name}\n  {way_on(folder)}") from None
     worst = next((one for one in verdicts.values() if one.error and one.error != "RunError"), None)
     found = worst or next((one for one in verdicts.values() if one.error), verdicts[0])
     if found.error:
@@ -89,25 +99,47 @@ def launch(entry: Entry, folder: Path, ranks: int, restarts: int, resume: bool) 
 
 
 @contextmanager
-def _stopping(stop: Path) -> Iterator[None]:
-    """The first Ctrl-C, or SIGTERM, asks the workers to stop; the second ends them."""
+def _stopping(stop: Path, say: Say) -> Iterator[None]:
+    """The first Ctrl-C, SIGTERM or SIGHUP asks the workers to stop; the second ends them."""
 
     def ask(number: int, frame: FrameType | None) -> None:
         if stop.exists():
             _end(stop.parent / PIDS)
             raise KeyboardInterrupt
         stop.touch()
+        say("this step is finished and saved first; Ctrl-C ends all at once")
 
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
+    heard = [signal.SIGINT, *(number for number in ENDING if signal.getsignal(number) is not signal.SIG_IGN)]
+    before = {number: signal.signal(number, ask) for number in heard}
     try:
         yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
         stop.unlink(missing_ok=True)
+
+
+@contextmanager
+def ended_by_signals(say: Say) -> Iterator[None]:
+    """SIGTERM and SIGHUP raise SystemExit, so that what was begun is cleaned up. `launch` has its own way with them."""
+
+    def end(number: int, frame: FrameType | None) -> None:
+        say(f"by {signal.Signals(number).name}")
+        raise SystemExit(128 + number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    heard = [number for number in ENDING if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, end) for number in heard}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _end(pids: Path) -> None:
@@ -128,9 +160,15 @@ def _story(error: ChildFailedError, restarts: int, folder: Path) -> str:
     rank, failure = error.get_first_failure()
     what = f"was killed by {failure.signal_name()}" if failure.exitcode < 0 else f"failed: {_said(failure.message)}"
     tried = f", {restarts} restarts did not help" if restarts else ""
+    return f"rank {rank} {what}{tried}\n  {way_on(folder)}{HINTS.get(failure.exitcode, '')}"
+
+
+def way_on(folder: Path) -> str:
+    """How to continue a run that has ended too early."""
     good = newest(folder / "checkpoints")
-    last = f"the last checkpoint is {good[0]}; go on with --resume" if good else "there is no checkpoint yet"
-    return f"rank {rank} {what}{tried}\n  {last}{HINTS.get(failure.exitcode, '')}"
+    if not good:
+        return "there is no checkpoint yet; start again with the same command"
+    return f"the last checkpoint is {good[0]}; go on with: penstock train {folder} --resume"
 
 
 def _said(message: object) -> str:

@@ -12,8 +12,10 @@ import json
 import logging
 import multiprocessing
 import os
+import re
 import signal
 import threading
+import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -28,6 +30,7 @@ from penstock.errors import PeerLostError, PenstockError, RunError, StuckError
 from penstock.ir.files import read_plan
 from penstock.models.tensor import check_shares
 from penstock.runtime import ProcessComm, finish, init
+from penstock.runtime.launch import hear_signals
 from penstock.train.checkpoint import newest
 from penstock.train.config import Config
 from penstock.train.config_file import read_config
@@ -40,6 +43,8 @@ from penstock.train.weights import Sizes, sizes_of
 
 CONFIG, PLAN, STOP, PIDS, FAILURE = "config.toml", "plan.json", "stop", "ranks", "failure.json"
 FULL = "full"  # a rank had too little memory
+ALLOCATION = ("allocate memory", "not enough memory", "bad alloc")  # in torch's words
+CONNECTION = ("gloo", "nccl", "connection", "socket", "broken pipe", "process group", "timed out")
 _log = logging.getLogger(__name__)
 
 
@@ -59,36 +64,70 @@ def work(folder: Path, resume: bool, watch: Watch | None = None) -> Verdict:
     over = _over(folder) if again else None
     if over is not None:
         return over
+    hear_signals()
     threading.Thread(target=_end_with_parent, daemon=True).start()
+    saved, trainer = _saved(folder) if resume or again else 0, None
     try:
         trainer, stop = _ready(folder, resume or again, again, watch)
-    except (PeerLostError, StuckError):
-        raise
-    except PenstockError as error:  # of this rank alone: the others wait for it, and learn of it when all start again
-        _confess(folder, error)
-        raise
-    try:
         outcome = trainer.run(stop)
     except (PeerLostError, StuckError):
         raise
-    except PenstockError as error:  # most often all ranks have it
+    except PenstockError as error:
         _confess(folder, error)
-        return Verdict(error=type(error).__name__, text=str(error))
-    except torch.OutOfMemoryError as error:
-        if (folder / FULL).exists():  # a second time, so it is no neighbour's doing
-            _confess(folder, RunError(full(trainer.comm.rank, error, trainer.job.config)))
-        (folder / FULL).touch()
+        if trainer is None:  # of this rank alone: the others wait for it, and learn of it when all start again
+            raise
+        return Verdict(error=type(error).__name__, text=str(error))  # most often all ranks have it
+    except Exception as error:
+        started = trainer is not None and trainer.step > saved
+        again_full = ran_out_of_memory(error) and (folder / FULL).exists()  # twice, so it is no neighbour's doing
+        if again_full or (not started and not broken_connection(error)):
+            _confess(folder, RunError(_last_words(error, folder, started)))
+        elif ran_out_of_memory(error):
+            (folder / FULL).touch()
         raise
     finish()
     return Verdict(outcome.step, outcome.stopped)
 
 
-def full(rank: int, error: torch.OutOfMemoryError, config: Config) -> str:
-    """That a GPU has no memory left, and what would help."""
+def _saved(folder: Path) -> int:
+    """The step of the newest checkpoint; 0 without one."""
+    done = newest(folder / "checkpoints")
+    return int(done[0].name[5:]) if done else 0
+
+
+def ran_out_of_memory(error: Exception) -> bool:
+    """Whether memory could not be allocated: on a GPU, or by torch or Python on the CPU."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in ALLOCATION)
+
+
+def broken_connection(error: Exception) -> bool:
+    """Whether an error tells of another process that is gone: torch has no type of its own for gloo's."""
+    if isinstance(error, ConnectionError | EOFError | TimeoutError | torch.distributed.DistError):
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error).lower() for words in CONNECTION)
+
+
+def _last_words(error: Exception, folder: Path, started: bool) -> str:
+    """Why a rank gives up. Anything but memory is a fault of the program, so its trace is worth a report."""
+    rank = os.environ.get("RANK", "0")
+    if ran_out_of_memory(error):
+        return full(int(rank), error, read_config(folder / CONFIG))
+    when = "during a step" if started else "before its first step"
+    trace = "".join(traceback.format_exception(error)).rstrip()
+    return (f"rank {rank} failed {when}: {type(error).__name__}: {error}\n"
+            "  it would fail again, so it was not started again; if nothing here is amiss, please report this:\n\n"
+            f"{trace}")  # fmt: skip
+
+
+def full(rank: int, error: Exception, config: Config) -> str:
+    """That there is no memory left, and what would help."""
     words = ["fewer data.tokens", "a smaller data.batch or more micro-batches"]
     words += [] if config.run.recompute else ["run.recompute=true"]
     words += ["run.graphs=false"] if config.run.graphs else []
-    said = str(error).partition(". GPU ")[0]
+    asked = re.search(r"tried to allocate (\d+) bytes", str(error))
+    said = f"it tried to allocate {int(asked[1]) / 1e9:,.1f} GB" if asked else str(error).partition(". GPU ")[0]
     return f"rank {rank} has no memory left: {said}\n  {', '.join(words)}; `--dry-run` says what a rank will need"
 
 
@@ -109,8 +148,7 @@ def _over(folder: Path) -> Verdict | None:
     if found is not None:
         return found
     if (folder / STOP).exists():  # a worker was ended before it could say that it had stopped
-        done = newest(folder / "checkpoints")
-        return Verdict(int(done[0].name[5:]) if done else 0, stopped=True)
+        return Verdict(_saved(folder), stopped=True)
     return None
 
 

@@ -6,7 +6,8 @@
     │ ┌──────────────────────────┐ │
     │ │ predicted over measured  │ │   `page`, in a frame of its own
     │ └──────────────────────────┘ │
-    │ memory, plan, differences    │   lists
+    │ why this plan                │   sentences and a table
+    │ memory, differences          │   lists
     │ sample                       │
     └──────────────────────────────┘
 """
@@ -22,6 +23,7 @@ from penstock.view.chart import Line, chart
 from penstock.view.frame import framed
 from penstock.view.html import page
 
+Why = tuple[Sequence[str], Sequence[str], Sequence[Sequence[str]]]  # sentences; heads and rows of a table
 Figure = tuple[str, Sequence[Line]]  # a title, and curves over the steps
 
 CSS = """\
@@ -41,8 +43,16 @@ dd { margin: 0; font-weight: 600; }
 .charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(440px, 100%), 1fr)); gap: 10px; }
 figure { margin: 0; }
 ul { margin: 0; padding-left: 28px; }
+.why { background: var(--card); border: 1px solid var(--line); border-radius: 8px; padding: 2px 12px; }
+.why { overflow-x: auto; }
+.why p { margin: 6px 0; max-width: 90ch; }
+table { border-collapse: collapse; margin: 8px 0; font-variant-numeric: tabular-nums; }
+th, td { text-align: left; padding: 3px 18px 3px 0; white-space: nowrap; }
+th { color: var(--soft); font-weight: 400; font-size: 12px; border-bottom: 1px solid var(--line); }
+tbody tr:first-child { font-weight: 600; }
+@media (max-width: 600px) { th, td { white-space: normal; padding-right: 10px; } }
 svg { width: 100%; height: auto; display: block; }
-iframe { width: 100%; height: 70vh; border: 1px solid var(--line); border-radius: 8px; }
+iframe { width: 100%; height: min(70vh, 760px); border: 1px solid var(--line); border-radius: 8px; }
 pre { background: var(--card); border: 1px solid var(--line); border-radius: 8px; padding: 12px; overflow-x: auto; }
 """
 
@@ -50,8 +60,9 @@ pre { background: var(--card); border: 1px solid var(--line); border-radius: 8px
 def report(
     title: str, facts: Sequence[tuple[str, str]], figures: Sequence[Figure],
     timelines: Sequence[tuple[str, Timeline]], sample: str = "", lists: Sequence[tuple[str, Sequence[str]]] = (),
+    why: Why = ((), (), ()),
 ) -> str:  # fmt: skip
-    """The text of the page; what there is none of is left out. `lists`: lines under a heading each.
+    """The text of the page; empty sections are left out. `lists`: lines under a heading each; `why`: why this plan.
 
     >>> "<svg" in report("A run", [("steps", "3")], [("loss", [Line("train", (1, 2), (2.0, 1.0))])], [])
     True
@@ -65,6 +76,8 @@ def report(
         words = escape(page(timelines, "One step", seconds=True), quote=True)
         frame = f'<iframe title="Timelines of one step" srcdoc="{words}"></iframe>'
         body.append(f"<h2>Predicted over measured</h2>\n{frame}")
+    if why[0]:
+        body.append(f'<h2>Why this plan</h2>\n<div class="why">{_reasons(*why)}</div>')
     for heading, lines in lists:
         if lines:
             items = "".join(f"<li>{escape(line)}</li>" for line in lines)
@@ -72,6 +85,16 @@ def report(
     if sample:
         body.append(f"<h2>Sample</h2>\n<pre>{escape(sample)}</pre>")
     return framed(title, CSS, "\n".join([f"<h1>{escape(title)}</h1>", *body]))
+
+
+def _reasons(sentences: Sequence[str], heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Paragraphs, and a table if there are rows."""
+    words = "".join(f"<p>{escape(sentence)}</p>" for sentence in sentences)
+    if not rows:
+        return words
+    top = "".join(f"<th>{escape(head)}</th>" for head in heads)
+    lines = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
+    return f"{words}<table><thead><tr>{top}</tr></thead><tbody>{lines}</tbody></table>"
 
 
 def _figure(title: str, lines: Sequence[Line]) -> str:
