@@ -81,8 +81,7 @@ def test_every_sequence_is_seen_once_an_epoch_and_held_out_ones_never():
     seen = Counter(n for _ in range(12) for n in numbers(loader, loader.step()))  # 180 = 2 * 90
     assert set(seen) == set(range(90))
     assert set(seen.values()) == {2}
-    held = numbers(loader, loader.evaluation(1))
-    assert set(held) == set(range(90, 100))
+    assert set(numbers(loader, loader.evaluation(1))) == set(range(90, 100))
 
 
 @pytest.mark.parametrize("copies", [2, 3])
@@ -113,9 +112,24 @@ def test_an_evaluation_sees_the_same_sequences_however_a_step_is_cut():
     for rows, microbatches, passes in ((12, 1, 1), (3, 4, 1), (2, 3, 2), (1, 2, 6)):
         loader = Loader(corpus_of(held_out=0.5), Deal(rows, microbatches, passes), seed=5)
         batches = loader.evaluation(2)
-        assert {batch.valid for batch in batches} == {120}
+        assert {batch.valid for batch in batches} == {240}  # losses add up to the mean over all
         found.append(numbers(loader, batches))
     assert all(one == list(range(50, 74)) for one in found)
+
+
+@pytest.mark.parametrize("batches", [1, 3, 1000])
+@pytest.mark.parametrize("end", [None, 823])
+def test_an_evaluation_counts_every_held_out_sequence_at_most_once(batches, end):
+    for rows, microbatches, passes in ((3, 2, 1), (1, 3, 2), (2, 1, 3)):
+        loader = Loader(replace(corpus_of(held_out=0.2), end=end), Deal(rows, microbatches, passes), seed=0)
+        found = loader.evaluation(batches)
+        counted = [int(x[0]) // 10 for batch in found for inputs, labels in zip(batch.inputs, batch.labels, strict=True)
+                   for x, y in zip(inputs, labels, strict=True) if (y >= 0).any()]  # fmt: skip
+        assert counted == list(range(80, 80 + min(6 * batches, 20)))
+        assert loader.examined(batches) == len(counted)
+        labels = sum(int((y >= 0).sum()) for batch in found for y in batch.labels)
+        assert {batch.valid for batch in found} == {labels}
+        assert {batch.shapes for batch in found} == {((rows, 10),) * microbatches}
 
 
 def test_a_rank_reads_only_what_begins_or_ends_on_it():

@@ -134,7 +134,7 @@ def evaluate(
         Optional[list[float]], typer.Option(help="Share of the parts to leave out; again for more.")  # noqa: UP045
     ] = None,
     draws: Annotated[int, typer.Option(help="Random subsets of parts.")] = 8,
-    batches: Annotated[int, typer.Option(help="Batches of held-out text.")] = 2,
+    batches: Annotated[int, typer.Option(help="Batches of held-out text; each sequence counts once.")] = 2,
     seed: Annotated[int, typer.Option(help="Of the subsets that are drawn.")] = 0,
 ) -> None:
     """Measure a trained model's perplexity on held-out text, also with parts left out; the first part always runs.
@@ -145,8 +145,9 @@ def evaluate(
     from penstock.train.evaluation import evaluate_run
 
     with progress("evaluating"):
-        rows = evaluate_run(run, omit or [], draws, batches, seed)
-    for row in rows:
+        found = evaluate_run(run, omit or [], draws, batches, seed)
+    tell("text", found.text)
+    for row in found.rows:
         spread = f" ± {row.spread:.4g}" if row.way == "random" else ""
         which = f"  parts {' '.join(map(str, row.path))}" if row.way == "best" else ""
         words = f"{row.way:7}{row.kept}/{row.parts} parts  perplexity {row.perplexity:.4g}{spread}"

@@ -26,6 +26,7 @@ from penstock.schedules.transforms import replicate
 from penstock.sim import simulate
 from penstock.train.config import AUTO, Config, Shape, check
 from penstock.train.config_file import read_config
+from penstock.train.coverage import hold_every_part
 from penstock.train.history import Row, read_rows, read_timeline
 from penstock.view import Line, report
 
@@ -51,6 +52,7 @@ def planned(config: Config, layers: int) -> tuple[Config, Plan]:
         plan = Plan(make(shape.name, **known), _title(shape.name, given))
     if shape.copies > 1 and Path(shape.name).suffix not in (".json", ".csv"):
         plan = Plan(replicate(plan.schedule, shape.copies), f"{plan.name} copies={shape.copies}", (), plan.why)
+    plan = replace(plan, schedule=hold_every_part(plan.schedule))
     for microbatch in set(plan.schedule.microbatches):
         stretch(microbatch, config.data.tokens)  # refuses more slices than tokens
     return config, _cut(plan, config, layers)
