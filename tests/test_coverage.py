@@ -176,5 +176,13 @@ def test_a_checkpoint_that_lacks_weights_of_the_model_is_not_complete(tmp_path, 
     assert newest_good(tmp_path, names=["a", "b"]) == path
     assert newest_good(tmp_path, names=["a", "lost", "more"]) is None
     assert "it has no lost and 1 other weights" in caplog.text
-    with pytest.raises(RunError, match="no good checkpoint"):
-        train(replace(job_of(tmp_path / "run", "1f1b", "run.steps=2"), resume=True))
+
+
+def test_what_to_do_without_a_good_checkpoint_depends_on_whether_there_is_any(tmp_path):
+    resumed = job_of(tmp_path, "1f1b", "run.steps=2", resume=True)
+    with pytest.raises(RunError, match=r"no good checkpoint in .*\n  start anew, without --resume"):
+        train(resumed)
+    train(replace(resumed, resume=False))
+    (newest(resumed.checkpoints)[0] / NOTE).unlink()  # to start here would overwrite it, so that is not the advice
+    with pytest.raises(RunError, match=r"all are damaged or lack weights of this model\n  start anew in another"):
+        train(resumed)

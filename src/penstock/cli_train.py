@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Collection
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Optional
@@ -49,20 +50,22 @@ def train(
     Example: penstock train config.toml --set model.layers=24 --set schedule.name=hanayo
     """
     _needs_torch()
+    from penstock.train.config_file import written_keys
     from penstock.train.launcher import launch, tame, under_launcher
     from penstock.train.lock import locking
     from penstock.train.mesh import check_gpus
 
     config, folder = _config(source, preset, changes or [], resume or dry_run)
+    given = written_keys(source, changes or [])
     if config.run.precision == "bfloat16" and devices_are_cpus(config):
         tame()
     if under_launcher():
-        _as_a_rank(config, folder, resume, sample)
+        _as_a_rank(config, folder, resume, sample, given)
         return
     if not dry_run:
         _refuse(config, folder, resume)
     with locking() as lock:
-        config, plan, corpus = _prepared(config, folder, resume, None if dry_run else lock)
+        config, plan, corpus = _prepared(config, folder, resume, None if dry_run else lock, given)
         check_gpus(config, plan.schedule.ranks)
         _announce(config, plan, folder, corpus)
         if dry_run:
@@ -196,6 +199,8 @@ def _config(source: Path | None, preset: str | None, changes: list[str], exists:
                         "  name a run's folder, or a config; `penstock init` writes one")  # fmt: skip
     else:
         config = read_config(source / "config.toml" if inside else source, changes)
+    from penstock.train.checkpoint import newest
+    from penstock.train.hub import settle_tokenizer
     from penstock.train.launcher import restarted, under_launcher
     from penstock.train.worker import at_home
 
@@ -207,9 +212,9 @@ def _config(source: Path | None, preset: str | None, changes: list[str], exists:
         assert folder is not None
     else:
         folder = Path(config.run.folder) if config.run.folder else _new_folder(name, exists)
-    if not exists and not restarted() and folder.is_dir() and any(folder.glob("checkpoints/step-*")):
+    if not exists and not restarted() and newest(folder / "checkpoints"):
         raise ConfigError(f"{folder} has a run already\n  go on with --resume, or name another run.folder")
-    config = replace(config, run=replace(config.run, folder=str(folder)))
+    config = settle_tokenizer(replace(config, run=replace(config.run, folder=str(folder))))
     said = any(change.strip().startswith("data.tokenizer") for change in changes)
     return (at_home(config, folder) if inside and not said else config), folder
 
@@ -238,7 +243,9 @@ def _refuse(config: Config, folder: Path, resume: bool) -> None:
         raise nothing_to_resume(folder / "checkpoints")
 
 
-def _prepared(config: Config, folder: Path, resume: bool, lock: Lock | None) -> tuple[Config, Plan, Corpus | None]:
+def _prepared(
+    config: Config, folder: Path, resume: bool, lock: Lock | None, given: Collection[str]
+) -> tuple[Config, Plan, Corpus | None]:
     """Plans, reads the text, and writes down what every rank will read; without a lock, text is only looked for."""
     from dataclasses import replace
 
@@ -252,7 +259,7 @@ def _prepared(config: Config, folder: Path, resume: bool, lock: Lock | None) -> 
     from penstock.train.worker import CONFIG, PLAN, cache_of, sizes_for
 
     with progress("planning"):
-        config, plan = planned(config, sizes_for(config).layers)
+        config, plan = planned(config, sizes_for(config).layers, given)
     if lock is None:
         files_of(config.data)
         return config, plan, None
@@ -278,6 +285,7 @@ def _prepared(config: Config, folder: Path, resume: bool, lock: Lock | None) -> 
 
 def _announce(config: Config, plan: Plan, folder: Path, corpus: Corpus | None) -> None:
     """What was picked, a line each."""
+    from penstock.train.config import names_a_file
     from penstock.train.generate import parameter_count
     from penstock.train.worker import sizes_for
 
@@ -290,6 +298,7 @@ def _announce(config: Config, plan: Plan, folder: Path, corpus: Corpus | None) -
                      f"{config.rows} x {config.data.tokens} tokens, layers {' '.join(map(str, plan.partition))}"),
         *([("mesh", mesh.over(ranks))] if mesh.size > 1 else []),
         *([("data", _said_of(corpus, config))] if corpus is not None else []),
+        *([("tokenizer", config.data.tokenizer)] if names_a_file(config.data.tokenizer) else []),
         ("step", f"{tokens:,} tokens; {config.run.steps} steps, {config.run.precision}"),
         ("workers", devices(config, ranks * mesh.size)),
         ("folder", str(folder)),
@@ -319,7 +328,7 @@ def rank(folder: str, resume: bool) -> Verdict:
         return work(Path(folder), resume, screen.put if screen is not None else None)
 
 
-def _as_a_rank(config: Config, folder: Path, resume: bool, sample: int) -> None:
+def _as_a_rank(config: Config, folder: Path, resume: bool, sample: int, given: Collection[str]) -> None:
     """Under torchrun: rank 0 prepares the folder, the others wait for it; then as a local worker."""
     import os
 
@@ -330,7 +339,7 @@ def _as_a_rank(config: Config, folder: Path, resume: bool, sample: int) -> None:
     comm, lock = join(config), Lock()
 
     def prepare() -> None:
-        told, plan, corpus = _prepared(config, folder, resume and not restarted(), lock)
+        told, plan, corpus = _prepared(config, folder, resume and not restarted(), lock, given)
         if not restarted():
             forget(folder)
         if plan.schedule.ranks * told.mesh.size != comm.ranks:

@@ -97,8 +97,9 @@ class Saver:
         self.thread.join()
         if self.failure:
             good = newest(self.folder)
-            last = f"the last good checkpoint is {good[0]}" if good else "there is no checkpoint yet"
-            raise RunError(f"{self.failure}\n  {last}; make room, then go on with --resume")
+            last = (f"the last good checkpoint is {good[0]}; make room, then go on with --resume" if good else
+                    "there is no checkpoint yet; make room, then start again, without --resume")  # fmt: skip
+            raise RunError(f"{self.failure}\n  {last}")
         return True
 
     def commit(self) -> Path:

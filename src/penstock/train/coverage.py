@@ -74,6 +74,12 @@ def through_all_parts(schedule: Schedule) -> Schedule:
     return schedule_of(schedule.stages, table, _wavefronts(schedule, table))
 
 
+def count_pipelines(schedule: Schedule) -> int:
+    """Pipelines that no micro-batch connects, such as data-parallel copies."""
+    pipelines = _pipelines(schedule)
+    return len({pipelines[microbatch.path[0]] for microbatch in schedule.microbatches})
+
+
 def _pipelines(schedule: Schedule) -> list[int]:
     """Numbers the stages so that two have the same number if micro-batches connect them: copies have different ones."""
     group = list(range(len(schedule.stages)))

@@ -296,7 +296,10 @@ def is_timed(step: int, settings: Run) -> bool:
 
 
 def nothing_to_resume(checkpoints: Path) -> RunError:
-    """What is said where a run cannot go on."""
+    """What is said where a run cannot go on. Only a folder without any checkpoint may be started in."""
+    if newest(checkpoints):
+        return RunError(f"no checkpoint in {checkpoints} is good: all are damaged or lack weights of this model\n"
+                        "  start anew in another run.folder, or delete that folder and start without --resume")
     return RunError(f"there is no good checkpoint in {checkpoints}\n  start anew, without --resume")
 
 
