@@ -505,7 +505,8 @@ def test_a_plan_that_leaves_out_a_part_trains_resumes_evaluates_and_exports(text
     lanes = tuple(tuple(map(parse_action, lane.split())) for lane in words)
     write_plan(Plan(Schedule(stages, (MicroBatch((0, 1, 2)),) * 2, lanes), "partial"), text / "partial.json")
     config = text / "config.toml"
-    config.write_text(config.read_text().replace('name = "hanayo"\nranks = 2\nmicrobatches = 4', 'name = "partial.json"'))
+    told = config.read_text().replace('name = "hanayo"\nranks = 2\nmicrobatches = 4', 'name = "partial.json"')
+    config.write_text(told)
     done = here("train config.toml --set run.steps=3 --set run.keep=1 --sample 2")
     assert done.code == 0, done.err
     assert here("train runs/config --resume --set run.steps=5 --sample 0").code == 0

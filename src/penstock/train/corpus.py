@@ -42,8 +42,7 @@ LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__p
 VERSION = 2  # of the cache
 PIECE = 1 << 22  # bytes that are encoded at once
 UNPACK: dict[str, Callable[[BinaryIO], AbstractContextManager[IO[bytes]]]] = {
-    ".gz": lambda raw: gzip.open(raw, "rb"), ".bz2": lambda raw: bz2.open(raw, "rb"),
-    ".xz": lambda raw: lzma.open(raw, "rb"),
+    ".gz": lambda raw: gzip.GzipFile(fileobj=raw), ".bz2": bz2.BZ2File, ".xz": lzma.LZMAFile
 }  # fmt: skip
 ADVICE = "Penstock reads text and .jsonl, also as .gz, .bz2 or .xz"
 TABLE = ("a table: write its texts as lines of JSON, pandas.read_parquet(...).to_json('text.jsonl', orient='records', "
