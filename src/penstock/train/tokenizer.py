@@ -126,8 +126,7 @@ class FileTokenizer:
         and apart. A tokenizer that does not split text into words before it looks for tokens is not cut."""
         if self.theirs.pre_tokenizer is None:
             return 0
-        half = len(raw) // 2
-        places = _between_words(raw, half, len(raw) - min(CONTEXT, half))
+        places = _between_words(raw, len(raw) // 2, len(raw) - min(CONTEXT, len(raw) // 8))
         return next((place for place in islice(places, TRIES) if self._may_cut(raw, place)), 0)
 
     def _may_cut(self, raw: bytes, place: int) -> bool:
