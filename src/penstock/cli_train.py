@@ -207,9 +207,8 @@ def _config(source: Path | None, preset: str | None, changes: list[str], exists:
     name = source.stem if source is not None and not inside else preset or TINY
     if under_launcher() and not inside and not config.run.folder:
         raise ConfigError("under a launcher all ranks must know the folder: --set run.folder=runs/NAME")
-    if inside and not any(change.startswith("run.folder") for change in changes):
+    if inside and source is not None and not any(change.startswith("run.folder") for change in changes):
         folder = source
-        assert folder is not None
     else:
         folder = Path(config.run.folder) if config.run.folder else _new_folder(name, exists)
     if not exists and not restarted() and newest(folder / "checkpoints"):
@@ -285,7 +284,6 @@ def _prepared(
 
 def _announce(config: Config, plan: Plan, folder: Path, corpus: Corpus | None) -> None:
     """What was picked, a line each."""
-    from penstock.train.config import names_a_file
     from penstock.train.generate import parameter_count
     from penstock.train.worker import sizes_for
 
@@ -298,7 +296,7 @@ def _announce(config: Config, plan: Plan, folder: Path, corpus: Corpus | None) -
                      f"{config.rows} x {config.data.tokens} tokens, layers {' '.join(map(str, plan.partition))}"),
         *([("mesh", mesh.over(ranks))] if mesh.size > 1 else []),
         *([("data", _said_of(corpus, config))] if corpus is not None else []),
-        *([("tokenizer", config.data.tokenizer)] if names_a_file(config.data.tokenizer) else []),
+        ("tokenizer", config.data.tokenizer),
         ("step", f"{tokens:,} tokens; {config.run.steps} steps, {config.run.precision}"),
         ("workers", devices(config, ranks * mesh.size)),
         ("folder", str(folder)),
