@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from penstock import Plan, make
-from penstock.ir import lower
+from penstock.ir import load_plan, lower
 from penstock.models import IGNORED, even_partition, token_loss
 from penstock.runtime import Executor, ProcessComm, batch_of, cut, local, watching
 from penstock.train.config import Mesh, Model
@@ -116,6 +116,16 @@ def trains(comm: ProcessComm, folder: str, case: Case, steps: int, resume: bool 
     job = Job(config, Plan(schedule, case.name), sizes, corpus(config), Path(folder), resume)
     trainer = Trainer(job, comm)
     return trainer.run(lambda: bool(until) and trainer.step + 1 >= until).step
+
+
+def trains_along(comm: ProcessComm, folder: str, plan: str, meshes: dict[str, Mesh], steps: int) -> None:
+    """A run along a plan's own paths, on one mesh after the other, each in a folder of its name."""
+    found = load_plan(plan)
+    for name, mesh in meshes.items():
+        shape = replace(SMALL.schedule, name="own", microbatches=len(found.schedule.microbatches))
+        config = replace(SMALL, schedule=shape, mesh=mesh, run=replace(SMALL.run, steps=steps))
+        sizes = sizes_of(config.model, VOCAB, config.data.tokens)
+        Trainer(Job(config, found, sizes, corpus(config), Path(folder) / name), comm).run()
 
 
 # ---------------------------------------------------------------- memory

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import bz2
+import gzip
 import json
+import lzma
 import os
 from collections import Counter
 from dataclasses import replace
@@ -21,7 +24,7 @@ from penstock.train.config import Data
 from penstock.train.corpus import Corpus, cut, files_of, open_corpus
 from penstock.train.data import Deal, Loader, wanted_by
 from penstock.train.order import shuffled
-from penstock.train.tokenizer import ByteTokenizer, tokenizer_of
+from penstock.train.tokenizer import ByteTokenizer, FileTokenizer, tokenizer_of
 
 
 def corpus_of(tokens: int = 1001, length: int = 10, held_out: float = 0.1) -> Corpus:
@@ -81,8 +84,7 @@ def test_every_sequence_is_seen_once_an_epoch_and_held_out_ones_never():
     seen = Counter(n for _ in range(12) for n in numbers(loader, loader.step()))  # 180 = 2 * 90
     assert set(seen) == set(range(90))
     assert set(seen.values()) == {2}
-    held = numbers(loader, loader.evaluation(1))
-    assert set(held) == set(range(90, 100))
+    assert set(numbers(loader, loader.evaluation(1))) == set(range(90, 100))
 
 
 @pytest.mark.parametrize("copies", [2, 3])
@@ -113,9 +115,24 @@ def test_an_evaluation_sees_the_same_sequences_however_a_step_is_cut():
     for rows, microbatches, passes in ((12, 1, 1), (3, 4, 1), (2, 3, 2), (1, 2, 6)):
         loader = Loader(corpus_of(held_out=0.5), Deal(rows, microbatches, passes), seed=5)
         batches = loader.evaluation(2)
-        assert {batch.valid for batch in batches} == {120}
+        assert {batch.valid for batch in batches} == {240}  # losses add up to the mean over all
         found.append(numbers(loader, batches))
     assert all(one == list(range(50, 74)) for one in found)
+
+
+@pytest.mark.parametrize("batches", [1, 3, 1000])
+@pytest.mark.parametrize("end", [None, 823])
+def test_an_evaluation_counts_every_held_out_sequence_at_most_once(batches, end):
+    for rows, microbatches, passes in ((3, 2, 1), (1, 3, 2), (2, 1, 3)):
+        loader = Loader(replace(corpus_of(held_out=0.2), end=end), Deal(rows, microbatches, passes), seed=0)
+        found = loader.evaluation(batches)
+        counted = [int(x[0]) // 10 for batch in found for inputs, labels in zip(batch.inputs, batch.labels, strict=True)
+                   for x, y in zip(inputs, labels, strict=True) if (y >= 0).any()]  # fmt: skip
+        assert counted == list(range(80, 80 + min(6 * batches, 20)))
+        assert loader.examined(batches) == len(counted)
+        labels = sum(int((y >= 0).sum()) for batch in found for y in batch.labels)
+        assert {batch.valid for batch in found} == {labels}
+        assert {batch.shapes for batch in found} == {((rows, 10),) * microbatches}
 
 
 def test_a_rank_reads_only_what_begins_or_ends_on_it():
@@ -257,6 +274,23 @@ def test_a_large_file_is_read_in_pieces_and_says_how_far_it_is(tmp_path, monkeyp
     assert (len(seen) > 8, seen[-1]) == (True, (520, 520))
 
 
+@pytest.mark.parametrize(("ending", "pack"), [(".gz", gzip.compress), (".bz2", bz2.compress), (".xz", lzma.compress)])
+def test_compressed_text_and_lines_of_json_are_unpacked(ending, pack, tmp_path, monkeypatch):
+    monkeypatch.setattr(corpus_module, "PIECE", 64)
+    plain, lines = b"a few words " * 30, b'{"text": "xyz"}\n' * 3
+    for name, content in (("a.txt", plain), ("b.jsonl", lines)):
+        (tmp_path / f"{name}{ending}").write_bytes(pack(content))
+    sources = tuple(str(tmp_path / f"{name}{ending}") for name in ("a.txt", "b.jsonl"))
+    seen: list[tuple[int, int]] = []
+    corpus = open_corpus(Data(sources=sources, tokens=4), tmp_path / "cache", lambda *place: seen.append(place))
+    assert bytes(corpus.tokens.astype(np.uint8)) == plain + b"\0" + b"xyz\0" * 3
+    size = sum(Path(source).stat().st_size for source in sources)
+    assert seen == sorted(seen)
+    assert seen[-1] == (size, size)
+    if ending == ".gz":
+        assert [file.name for file in files_of(Data(sources=(str(tmp_path),)))] == ["a.txt.gz", "b.jsonl.gz"]
+
+
 def test_a_source_that_is_not_there_and_a_folder_without_text_are_named(tmp_path):
     with pytest.raises(FileError, match="no such file or folder"):
         files_of(replace(Data(), sources=(str(tmp_path / "none"),)))
@@ -299,6 +333,74 @@ def test_a_tokenizer_json_makes_the_words_that_its_own_library_makes(tmp_path):
         open_corpus(replace(Data(), sources=(str(tmp_path / "half.jsonl"),), tokenizer=path), tmp_path / "cache")
     with pytest.raises(FileError, match="byte 0 is no UTF-8"):
         ours.encode(b"\xff", "some file")
+
+
+def trained_tokenizer(kind: str):
+    """A small tokenizer with one of the usual ways to split text into words, trained on text with odd white space."""
+    tokenizers = pytest.importorskip("tokenizers")
+    before, models, trainers = tokenizers.pre_tokenizers, tokenizers.models, tokenizers.trainers
+    theirs = tokenizers.Tokenizer(models.BPE(unk_token="<unk>"))
+    of_four = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    ways = {
+        "byte level": lambda: before.ByteLevel(add_prefix_space=False),
+        "byte level, a space before": lambda: before.ByteLevel(add_prefix_space=True),
+        "byte level, newlines with signs": lambda: before.Sequence(
+            [before.Split(tokenizers.Regex(of_four), "isolated"), before.ByteLevel(use_regex=False)]
+        ),
+        "white space": before.Whitespace,
+        "metaspace": before.Metaspace,
+        "lines": lambda: before.Split("\n", "merged_with_next"),
+        "whole text": lambda: None,
+    }
+    if ways[kind]() is not None:
+        theirs.pre_tokenizer = ways[kind]()
+    if kind == "whole text":
+        theirs.normalizer = tokenizers.normalizers.Sequence(
+            [tokenizers.normalizers.Prepend("_"), tokenizers.normalizers.Replace(" ", "_")])  # fmt: skip
+    trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=["<unk>", "</s>"], show_progress=False,
+                                  initial_alphabet=before.ByteLevel.alphabet())  # fmt: skip
+    theirs.train_from_iterator([ODD_TEXT[at : at + 200] for at in range(0, len(ODD_TEXT), 200)], trainer)
+    theirs.enable_truncation(7)  # as many tokenizer.json have it, for models of one sentence
+    return theirs
+
+
+WORDS = ["the", "cats", "sat.", "on\n\n", "mats,", "  and", "\tsaid", "naïve", "ünï\u3000", "x\n", "(1234)", "\n",
+         "a.\n"]  # fmt: skip
+ODD_TEXT = " ".join(WORDS[k * k % 13] + ("" if k % 3 else " " * (k % 4)) for k in range(1500))
+
+
+@pytest.mark.parametrize(
+    ("kind", "cuts"),
+    [("byte level", True), ("byte level, a space before", True), ("byte level, newlines with signs", True),
+     ("white space", True), ("metaspace", True), ("lines", False), ("whole text", False)],
+)  # fmt: skip
+def test_a_long_text_in_pieces_has_the_tokens_of_the_whole(kind, cuts, tmp_path, monkeypatch):
+    theirs = trained_tokenizer(kind)
+    theirs.save(str(tmp_path / "tokenizer.json"))
+    theirs.no_truncation()
+    (tmp_path / "a.txt").write_text(ODD_TEXT, encoding="utf-8")
+    (tmp_path / "b.jsonl").write_text(json.dumps({"text": ODD_TEXT[::-1]}) + "\n")
+    monkeypatch.setattr(corpus_module, "PIECE", 1024)
+    seen: list[int] = []
+    encode_all = FileTokenizer.encode_all
+    monkeypatch.setattr(FileTokenizer, "encode_all",
+                        lambda self, raws, source: seen.extend(map(len, raws)) or encode_all(self, raws, source))
+    sources = (str(tmp_path / "a.txt"), str(tmp_path / "b.jsonl"))
+    data = Data(sources=sources, tokenizer=str(tmp_path / "tokenizer.json"), tokens=4)
+    found = open_corpus(data, tmp_path / "cache")
+    end = theirs.token_to_id("</s>")
+    whole = [theirs.encode(text, add_special_tokens=False).ids for text in (ODD_TEXT, ODD_TEXT[::-1])]
+    assert found.tokens.tolist() == [*whole[0], end, *whole[1], end]
+    assert (max(seen) <= 1024) is cuts
+
+
+def test_what_is_no_text_in_a_later_piece_is_said_by_its_place(tmp_path, monkeypatch):
+    trained_tokenizer("byte level").save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "a.txt").write_bytes(b"some words " * 200 + b"\xff\xff")
+    monkeypatch.setattr(corpus_module, "PIECE", 1024)
+    data = Data(sources=(str(tmp_path / "a.txt"),), tokenizer=str(tmp_path / "tokenizer.json"))
+    with pytest.raises(FileError, match=r"a\.txt is not text: byte 2200 is no UTF-8"):
+        open_corpus(data, tmp_path / "cache")
 
 
 def test_a_tokenizer_that_is_none_is_said_so(tmp_path):

@@ -12,13 +12,14 @@ from hypothesis import strategies as st
 
 from penstock import REGISTRY, Plan, UnitCost, make, simulate
 from penstock.cli_forecast import devices, hint
-from penstock.cost import ModelCost, PausedCost, Profile, Seconds, write_profile
+from penstock.cost import ModelCost, PartCost, PausedCost, Profile, Seconds, write_profile
 from penstock.cost.profile import Point, block, enlarged
+from penstock.cost.profile_file import dump_profile, load_profile
 from penstock.errors import ShapeError
 from penstock.forecast import PROFILE, forecast, known, machine_of, mark_of
 from penstock.ir import Action, MicroBatch, Op, Stage, needs
 from penstock.ir.schedule import schedule_of
-from penstock.models import GPTConfig, LlamaConfig
+from penstock.models import GPTConfig, LlamaConfig, even_partition
 from penstock.runtime import spawn
 from penstock.runtime.hollow import hollow, turn_of
 from penstock.runtime.profile import measure
@@ -27,6 +28,7 @@ from penstock.sim import simulate_shared
 from penstock.train.config import Config, Data, Model, Run
 from penstock.train.history import Row
 from penstock.train.profile import Request, subjects_of
+from penstock.train.weights import hold
 
 QUANTUM = 1 / 64
 
@@ -246,3 +248,28 @@ def test_hollow_stages_run_and_cost_something():
     turns = spawn(2, turn_of, 1, 16, 8)
     assert turns[0] == turns[1]
     assert 1e-6 < turns[0] < 0.1
+
+
+# ---------------------------------------------------------------- weights that are held once
+@pytest.mark.parametrize(
+    "sizes",
+    [GPTConfig(300, 16, 4, 2, 32, positions=16, tied=True), LlamaConfig(300, 16, 4, 2, 2, 32, tied=True)],
+    ids=["gpt", "llama"],
+)
+def test_the_forecast_counts_a_tied_weight_as_often_as_ranks_hold_it(sizes):
+    measured = measure(subjects_of(Request(sizes, 16)), rounds=1, where=((16, 0),))
+    profile = load_profile(dump_profile(measured))
+    for name, ranks in (("hanayo", 2), ("1f1b", 2), ("gpipe", 1), ("skip", 3)):
+        schedule = make(name, microbatches=2, ranks=ranks)
+        partition = even_partition(4, schedule.parts)
+        predicted = simulate(schedule, PausedCost(profile.cost(partition, tokens=16))).weights
+        for rank, weights in enumerate(predicted.tolist()):
+            numbers = sum(one.numel() for one in hold(sizes, schedule, partition, rank).parameters.values())
+            assert weights == pytest.approx(16 * numbers, rel=0.02)  # weights, gradients, and two means of AdamW
+
+
+def test_two_stages_of_one_part_on_a_rank_hold_its_weights_once():
+    lane = [Action(op, stage, stage) for stage in (0, 1) for op in (Op.F, Op.B)]
+    schedule = schedule_of([Stage(0, 0), Stage(0, 0)], [MicroBatch((0,)), MicroBatch((1,))], [lane])
+    part = PartCost(Seconds(1), Seconds(1), Seconds(1), weights=100)
+    assert simulate(schedule, ModelCost((part,))).weights.tolist() == [100]

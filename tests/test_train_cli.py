@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+import math
 import os
 import re
 import shutil
@@ -19,13 +21,17 @@ from safetensors.torch import load_file
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from commands import called, ended, environment
+from penstock import MicroBatch, Plan, Schedule, Stage, make
 from penstock.errors import RunError
-from penstock.ir import read_plan
+from penstock.ir import parse_action, read_plan, write_plan
 from penstock.runtime import run_threads
+from penstock.schedules.transforms import replicate
+from penstock.session import planned
 from penstock.train.config import PRESETS, Config
-from penstock.train.config_file import load_config, read_config
+from penstock.train.config_file import changed, load_config, read_config, written_keys
 from penstock.train.corpus import open_corpus
 from penstock.train.history import Row, read_rows
+from penstock.train.hub import settle_tokenizer
 from penstock.train.launcher import _story
 from penstock.train.loop import Trainer, describe
 from penstock.train.worker import Verdict, failure, job_of, sizes_for
@@ -265,7 +271,7 @@ def test_words_of_a_shape_that_would_change_nothing_are_refused(text, here):
     assert "auto picks the shape, so schedule.waves and schedule.split would change nothing" in done.err
     assert here("draw 1f1b --ranks 2 --microbatches 4 -o own.json").code == 0
     done = here("train config.toml --dry-run --set schedule.name=own.json --set schedule.slices=3")
-    assert "own.json has a shape of its own, so schedule.slices would change nothing" in done.err
+    assert "schedule.slices = 3, but own.json has 1" in done.err
 
 
 def test_a_run_goes_on_with_its_own_copy_of_a_tokenizer(text, here):
@@ -385,7 +391,7 @@ def test_auto_picks_a_schedule_that_fits_the_layers(here):
 @pytest.mark.parametrize("name", ["1f1b", "zb-v", "interleaved"])
 def test_a_plan_from_a_file_brings_its_own_ranks(here, name):
     assert here(f"draw {name} --ranks 2 --microbatches 8 -o plan.json").code == 0
-    done = here("train config.toml --dry-run --set schedule.name=plan.json")
+    done = here("train config.toml --dry-run --set schedule.name=plan.json --set schedule.microbatches=8")
     assert done.code == 0, done.err
     assert "2 ranks, 8 micro-batches of 1 x 32 tokens" in done.err
 
@@ -484,3 +490,141 @@ def test_a_run_is_not_overwritten_and_nothing_to_resume_is_said(text, here):
     assert lost.code == 2
     assert "there is no good checkpoint in runs/empty/checkpoints" in lost.err
     assert "Traceback" not in lost.err
+
+
+def test_a_folder_in_which_nothing_was_saved_may_be_started_in_and_not_resumed(text, here):
+    left = text / "runs" / "mine" / "checkpoints" / "step-00000003.saving"  # as a full disk leaves it
+    left.mkdir(parents=True)
+    resumed = here("train config.toml --resume --set run.folder=runs/mine")
+    assert (resumed.code, "start anew, without --resume" in resumed.err) == (2, True), resumed.err
+    started = here("train config.toml --set run.folder=runs/mine --set run.steps=2 --sample 0")
+    assert started.code == 0, started.err
+    assert [path.name for path in left.parent.iterdir()] == ["step-00000002"]
+    assert "runs/mine has a run already" in here("train config.toml --set run.folder=runs/mine").err
+
+
+# ---------------------------------------------------------------- a plan file has its own shape
+def test_a_plan_file_decides_its_shape_and_a_value_that_says_otherwise_is_refused(text, here):
+    (text / "bare.toml").write_text('[data]\nsources = ["text.txt"]\n[model]\nlayers = 4\n')
+    assert here("draw 1f1b --ranks 4 --microbatches 1 -o p.json").code == 0
+    assert here("draw seq1f1b --ranks 2 --microbatches 4 --slices 2 -o cut.json").code == 0
+    line = "train bare.toml --dry-run --set schedule.name=p.json --set data.batch=1 --set data.tokens=16"
+    done = here(f"{line} --set schedule.ranks=4 --set schedule.slices=1 --set schedule.copies=1")
+    assert done.code == 0, done.err
+    assert "4 ranks, 1 micro-batches of 1 x 16 tokens" in done.err
+    for change, words in (
+        ("schedule.ranks=2", "schedule.ranks = 2, but p.json has 4"),
+        ("schedule.microbatches=8", "schedule.microbatches = 8, but p.json has 1"),
+        ("schedule.slices=3", "schedule.slices = 3, but p.json has 1"),
+        ("schedule.copies=2", "schedule.copies = 2, but p.json has 1"),
+        ("schedule.split=true", "schedule.split = true, but p.json has false"),
+        ("schedule.waves=2", "schedule.waves = 2, but p.json has 0.5"),
+        ("data.batch=2 --set schedule.skips=1", "schedule.skips = 1, but p.json has 0"),
+    ):
+        refused = here(f"{line} --set {change}")
+        assert (refused.code, words in refused.err) == (2, True), refused.err
+    assert "schedule.microbatches = 8" not in here(f"{line} --set schedule.ranks=2").err
+    changes = ["schedule.name=cut.json", "schedule.slices=2"]
+    written = written_keys(Path("config.toml"), changes)
+    assert {"schedule.ranks", "schedule.microbatches", "schedule.slices", "data.batch"} < written
+    config, plan = planned(read_config("config.toml", changes), 4, written)  # what is written agrees
+    assert (config.schedule.slices, plan.schedule.slices, config.rows) == (0, 2, 2)
+    preset = changed(PRESETS["llama-150m"], ["schedule.name=p.json"])  # which has 16 micro-batches
+    assert planned(preset, 12, {"schedule.name"})[0].rows == 64
+    refused = here("train config.toml --dry-run --set schedule.name=p.json")
+    assert refused.code == 2
+    for words in ("schedule.ranks = 2, but p.json has 4", "schedule.microbatches = 4, but p.json has 1", "leave these"):
+        assert words in refused.err
+    odd = here("train bare.toml --dry-run --set schedule.name=p.json --set data.batch=1 --set schedule.partition=[4]")
+    assert "the partition [4] is for 1 parts and 4 layers, but there are 4 parts" in odd.err
+
+
+def test_copies_in_a_plan_file_agree_with_ranks_times_copies(text, here):
+    (text / "bare.toml").write_text('[data]\nsources = ["text.txt"]\n[model]\nlayers = 4\n')
+    write_plan(Plan(replicate(make("1f1b", ranks=2, microbatches=4), 2), "two", (1, 3)), text / "two.json")
+    line = "train bare.toml --dry-run --set schedule.name=two.json --set schedule.copies=2"
+    told = ["schedule.name=two.json", "schedule.copies=2", "schedule.ranks=2", "schedule.microbatches=4",
+            "schedule.partition=[1,3]"]  # fmt: skip
+    config, plan = planned(read_config("bare.toml", told), 4, written_keys(None, told))
+    assert (plan.schedule.ranks, config.schedule.copies, config.rows, plan.partition) == (4, 1, 2, (1, 3))
+    refused = here(f"{line} --set schedule.ranks=4 --set schedule.partition=[2,2]")
+    assert "schedule.ranks = 4 x schedule.copies = 2, but two.json has 4" in refused.err
+    assert "schedule.partition = [2, 2], but two.json has [1, 3]" in refused.err
+
+
+def test_a_run_takes_up_another_plan_file_without_saying_its_shape(text, here):
+    assert here("train config.toml --set run.steps=2 --sample 0").code == 0
+    assert here("draw 1f1b --ranks 1 --microbatches 2 -o one.json").code == 0
+    more = here("train runs/config --resume --set schedule.name=one.json --set run.steps=3 --sample 0")
+    assert more.code == 0, more.err
+    assert read_plan(text / "runs" / "config" / "plan.json").schedule.ranks == 1
+    assert here("train runs/config --resume --set run.steps=4 --sample 0").code == 0
+
+
+def test_a_plan_that_leaves_out_a_part_trains_resumes_evaluates_and_exports(text, here):
+    stages = (Stage(0, 0), Stage(1, 1), Stage(0, 3))
+    words = ("0F0 2F0 2B0 0B0 0F1 2F1 2B1 0B1", "1F0 1B0 1F1 1B1")
+    lanes = tuple(tuple(map(parse_action, lane.split())) for lane in words)
+    write_plan(Plan(Schedule(stages, (MicroBatch((0, 1, 2)),) * 2, lanes), "partial"), text / "partial.json")
+    config = text / "config.toml"
+    told = config.read_text().replace('name = "hanayo"\nranks = 2\nmicrobatches = 4', 'name = "partial.json"')
+    config.write_text(told)
+    done = here("train config.toml --set run.steps=3 --set run.keep=1 --sample 2")
+    assert done.code == 0, done.err
+    assert here("train runs/config --resume --set run.steps=5 --sample 0").code == 0
+    shown = here("eval runs/config --batches 1000")
+    assert shown.code == 0, shown.err
+    assert re.search(r"all \d+ held-out sequences of 32 tokens, each once$", shown.err, re.M)
+    held_out = here("eval runs/config --batches 2")
+    found = re.search(r"perplexity ([\d.]+)", held_out.out)
+    assert math.log(float(found[1])) == pytest.approx(read_rows(text / "runs" / "config")[-1].evaluation, abs=1e-3)
+    assert here("export runs/config -o hub").code == 0
+    assert here("generate hub --prompt the --tokens 3").code == 0
+
+
+# ---------------------------------------------------------------- fine-tuning
+def test_the_tokenizer_of_the_folder_that_training_starts_from_is_taken(text, here):
+    tokenizers = pytest.importorskip("tokenizers")
+    words = {"<unk>": 0, "the": 1, "cats": 2, "sat": 3, "on": 4, "mats": 5, "and": 6, "said": 7}
+    theirs = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<unk>"))
+    theirs.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    theirs.save(str(text / "own.json"))
+    line = "train config.toml --set data.tokenizer=own.json --set run.folder=runs/words --set run.steps=1 --sample 0"
+    assert here(line).code == 0
+    assert here("export runs/words -o hub").code == 0
+    tuned = here("train config.toml --set model.weights=hub --set run.folder=runs/more --set run.steps=1 --sample 0")
+    assert tuned.code == 0, tuned.err
+    assert f"tokenizer {text}/hub/tokenizer.json" in tuned.err
+    assert read_config(text / "runs" / "more" / "config.toml").data.tokenizer == str(text / "hub" / "tokenizer.json")
+    rows = [read_rows(text / "runs" / run)[0].loss for run in ("words", "more")]
+    assert rows[1] < rows[0]  # of the same words
+    said = load_config((text / "config.toml").read_text(), changes=["model.weights=hub", "data.tokenizer=bytes"])
+    assert settle_tokenizer(said).data.tokenizer == "bytes"  # what is said wins
+    (text / "hub" / "tokenizer.json").unlink()
+    lost = here("train config.toml --dry-run --set model.weights=hub")
+    assert (lost.code, "has 8 words, so it was not trained on bytes" in lost.err) == (2, True), lost.err
+
+
+# ---------------------------------------------------------------- text that is none
+def test_no_sources_are_the_default_and_never_the_folder_at_hand(text, here):
+    assert load_config((text / "config.toml").read_text(), changes=["data.sources="]).data.sources == ()
+    assert load_config('[data]\nsources = ""').data.sources == ()
+    (text / "odd.toml").write_text('[data]\nsources = [""]\n')
+    done = here("train odd.toml --dry-run")
+    assert (done.code, "data.sources has a source without a name" in done.err) == (2, True), done.err
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [("a.parquet", b"PAR1", "a.parquet is a table: write its texts as lines of JSON"),
+     ("a.jsonl.zst", b"x", "a.jsonl.zst is an archive: unpack it first"), ("a.tar.gz", b"x", "is an archive"),
+     ("a.bin", b"some text", "a.bin is no text: penstock reads"),
+     ("a.txt", b"text\0text", "a.txt is not text: byte 4 is zero"),
+     ("a.txt", b"\x1f\x8b8", "a.txt is compressed by gzip, whatever its name says"),
+     ("a.txt.gz", b"some text", "cannot read a.txt.gz: Not a gzipped file"),
+     ("a.txt.gz", gzip.compress(b"some text" * 99)[:-9], "cannot unpack a.txt.gz: ")],
+)  # fmt: skip
+def test_a_source_that_is_no_text_is_refused(name, content, words, text, here):
+    (text / name).write_bytes(content)
+    done = here(f"train config.toml --set data.sources={name}")
+    assert (done.code, words in done.err) == (2, True), done.err

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Collection
 from contextlib import nullcontext
 from errno import ENOSPC
 from functools import partial
@@ -59,20 +60,22 @@ def train(
     Example: penstock train config.toml --set model.layers=24 --set schedule.name=hanayo
     """
     _needs_torch()
+    from penstock.train.config_file import written_keys
     from penstock.train.launcher import ended_by_signals, launch, tame, under_launcher, way_on
     from penstock.train.lock import locking
     from penstock.train.mesh import check_gpus
 
     config, folder = _config(source, preset, changes or [], resume or dry_run)
+    given = written_keys(source, changes or [])
     if config.run.precision == "bfloat16" and devices_are_cpus(config):
         tame()
     if under_launcher():
-        _as_a_rank(config, folder, resume, sample)
+        _as_a_rank(config, folder, resume, sample, given)
         return
     if not dry_run:
         _refuse(config, folder, resume)
     with locking() as lock, ended_by_signals(partial(tell, "ended")):
-        config, plan, corpus = _prepared(config, folder, resume, None if dry_run else lock)
+        config, plan, corpus = _prepared(config, folder, resume, None if dry_run else lock, given)
         check_gpus(config, plan.schedule.ranks)
         _announce(config, plan, folder, corpus)
         if dry_run:
@@ -150,7 +153,7 @@ def evaluate(
         Optional[list[float]], typer.Option(help="Share of the parts to leave out; again for more.")  # noqa: UP045
     ] = None,
     draws: Annotated[int, typer.Option(help="Random subsets of parts.")] = 8,
-    batches: Annotated[int, typer.Option(help="Batches of held-out text.")] = 2,
+    batches: Annotated[int, typer.Option(help="Batches of held-out text; each sequence counts once.")] = 2,
     seed: Annotated[int, typer.Option(help="Of the subsets that are drawn.")] = 0,
 ) -> None:
     """Measure a trained model's perplexity on held-out text, also with parts left out; the first part always runs.
@@ -161,8 +164,9 @@ def evaluate(
     from penstock.train.evaluation import evaluate_run
 
     with progress("evaluating"):
-        rows = evaluate_run(run, omit or [], draws, batches, seed)
-    for row in rows:
+        found = evaluate_run(run, omit or [], draws, batches, seed)
+    tell("text", found.text)
+    for row in found.rows:
         spread = f" ± {row.spread:.4g}" if row.way == "random" else ""
         which = f"  parts {' '.join(map(str, row.path))}" if row.way == "best" else ""
         words = f"{row.way:7}{row.kept}/{row.parts} parts  perplexity {row.perplexity:.4g}{spread}"
@@ -211,20 +215,21 @@ def _config(source: Path | None, preset: str | None, changes: list[str], exists:
                         "  name a run's folder, or a config; `penstock init` writes one")  # fmt: skip
     else:
         config = read_config(source / "config.toml" if inside else source, changes)
+    from penstock.train.checkpoint import newest
+    from penstock.train.hub import settle_tokenizer
     from penstock.train.launcher import restarted, under_launcher
     from penstock.train.worker import at_home
 
     name = source.stem if source is not None and not inside else preset or TINY
     if under_launcher() and not inside and not config.run.folder:
         raise ConfigError("under a launcher all ranks must know the folder: --set run.folder=runs/NAME")
-    if inside and not any(change.startswith("run.folder") for change in changes):
+    if inside and source is not None and not any(change.startswith("run.folder") for change in changes):
         folder = source
-        assert folder is not None
     else:
         folder = Path(config.run.folder) if config.run.folder else _new_folder(name, exists)
-    if not exists and not restarted() and folder.is_dir() and any(folder.glob("checkpoints/step-*")):
+    if not exists and not restarted() and newest(folder / "checkpoints"):
         raise ConfigError(f"{folder} has a run already\n  go on with --resume, or name another run.folder")
-    config = replace(config, run=replace(config.run, folder=str(folder)))
+    config = settle_tokenizer(replace(config, run=replace(config.run, folder=str(folder))))
     said = any(change.strip().startswith("data.tokenizer") for change in changes)
     return (at_home(config, folder) if inside and not said else config), folder
 
@@ -253,7 +258,9 @@ def _refuse(config: Config, folder: Path, resume: bool) -> None:
         raise nothing_to_resume(folder / "checkpoints")
 
 
-def _prepared(config: Config, folder: Path, resume: bool, lock: Lock | None) -> tuple[Config, Plan, Corpus | None]:
+def _prepared(
+    config: Config, folder: Path, resume: bool, lock: Lock | None, given: Collection[str]
+) -> tuple[Config, Plan, Corpus | None]:
     """Plans, reads the text, and writes down what every rank will read; without a lock, text is only looked for."""
     from dataclasses import replace
 
@@ -268,7 +275,7 @@ def _prepared(config: Config, folder: Path, resume: bool, lock: Lock | None) -> 
     from penstock.train.worker import CONFIG, PLAN, cache_of, sizes_for
 
     with progress("planning"):
-        config, plan = planned(config, sizes_for(config).layers)
+        config, plan = planned(config, sizes_for(config).layers, given)
     if lock is None:
         check_timing(config, plan, sizes_for(config))
         files_of(config.data)
@@ -308,6 +315,7 @@ def _announce(config: Config, plan: Plan, folder: Path, corpus: Corpus | None) -
                      f"{config.rows} x {config.data.tokens} tokens, layers {' '.join(map(str, plan.partition))}"),
         *([("mesh", mesh.over(ranks))] if mesh.size > 1 else []),
         *([("data", _said_of(corpus, config))] if corpus is not None else []),
+        ("tokenizer", config.data.tokenizer),
         ("step", f"{tokens:,} tokens; {config.run.steps} steps, {config.run.precision}"),
         ("workers", devices(config, ranks * mesh.size)),
         ("folder", str(folder)),
@@ -337,7 +345,7 @@ def rank(folder: str, resume: bool) -> Verdict:
         return work(Path(folder), resume, screen.put if screen is not None else None)
 
 
-def _as_a_rank(config: Config, folder: Path, resume: bool, sample: int) -> None:
+def _as_a_rank(config: Config, folder: Path, resume: bool, sample: int, given: Collection[str]) -> None:
     """Under torchrun: rank 0 prepares the folder, the others wait for it; then as a local worker."""
     import os
 
@@ -348,7 +356,7 @@ def _as_a_rank(config: Config, folder: Path, resume: bool, sample: int) -> None:
     comm, lock = join(config), Lock()
 
     def prepare() -> None:
-        told, plan, corpus = _prepared(config, folder, resume and not restarted(), lock)
+        told, plan, corpus = _prepared(config, folder, resume and not restarted(), lock, given)
         if not restarted():
             forget(folder)
         if plan.schedule.ranks * told.mesh.size != comm.ranks:

@@ -115,8 +115,9 @@ def of_a_process(profile: Profile, config: Config, processors: int) -> Profile:
 
     slow = max(1.0, config.mesh.size / processors)
     embed, layer, head = shares_of(sizes_for(config), config.mesh)
+    tied = 0.0 if config.mesh.shard > 1 else profile.tied * head.memory  # shards keep a copy for each part
     return replace(
-        profile, embed=_shared(profile.embed, embed, slow), layer=_shared(profile.layer, layer, slow),
+        profile, tied=tied, embed=_shared(profile.embed, embed, slow), layer=_shared(profile.layer, layer, slow),
         head=_shared(profile.head, head, slow),
     )  # fmt: skip
 

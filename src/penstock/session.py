@@ -8,8 +8,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from statistics import median
 
@@ -26,8 +26,9 @@ from penstock.schedules import make
 from penstock.schedules.transforms import replicate
 from penstock.screen import in_bytes, in_seconds
 from penstock.sim import simulate
-from penstock.train.config import AUTO, Config, Shape, check
+from penstock.train.config import AUTO, Config, Shape, check, is_plan_file
 from penstock.train.config_file import read_config
+from penstock.train.coverage import count_pipelines, hold_every_part
 from penstock.train.history import Row, read_rows, read_timeline
 from penstock.view import Line, report
 
@@ -37,36 +38,80 @@ SHAPE = ("ranks", "microbatches", "waves", "chunks", "slices", "skips")
 
 
 # ---------------------------------------------------------------- from a config to a plan
-def planned(config: Config, layers: int) -> tuple[Config, Plan]:
-    """The schedule that a config asks for, for so many layers; a file brings its own ranks and micro-batches."""
+def planned(config: Config, layers: int, given: Collection[str] | None = None) -> tuple[Config, Plan]:
+    """The schedule that a config asks for, for so many layers. A file brings its own ranks, micro-batches and all else.
+
+    `given` are the values that somebody has written, as "schedule.ranks": one that contradicts a file is an error.
+    Without it, all that are not as by default.
+    """
     shape = config.schedule
-    _refuse_unused(shape)
-    if Path(shape.name).suffix in (".json", ".csv"):
+    if is_plan_file(shape.name):
         plan = _from_file(Path(shape.name))
-        counted = replace(shape, ranks=plan.schedule.ranks, microbatches=len(plan.schedule.microbatches), copies=1)
-        config = check(replace(config, schedule=counted))
+        config = check(replace(config, schedule=_taken_from(plan, shape, given)), counted=True)
     elif shape.name == AUTO:
+        _refuse_unused(shape)
         plan = _best(config, layers)
     else:
-        given = {word: getattr(shape, word) for word in SHAPE if getattr(shape, word)}
-        known = {**given, "split": 1} if shape.split else given
-        plan = Plan(make(shape.name, **known), _title(shape.name, given))
-    if shape.copies > 1 and Path(shape.name).suffix not in (".json", ".csv"):
-        plan = Plan(replicate(plan.schedule, shape.copies), f"{plan.name} copies={shape.copies}", (), plan.why)
+        words = {word: getattr(shape, word) for word in SHAPE if getattr(shape, word)}
+        known = {**words, "split": 1} if shape.split else words
+        plan = Plan(make(shape.name, **known), _title(shape.name, words))
+    copies = config.schedule.copies
+    if copies > 1:
+        plan = Plan(replicate(plan.schedule, copies), f"{plan.name} copies={copies}", (), plan.why)
+    plan = replace(plan, schedule=hold_every_part(plan.schedule))
     for microbatch in set(plan.schedule.microbatches):
         stretch(microbatch, config.data.tokens)  # refuses more slices than tokens
     return config, _cut(plan, config, layers)
 
 
 def _refuse_unused(shape: Shape) -> None:
-    """A word that would change nothing is a mistake: a file has its own shape, and `auto` picks one."""
-    if shape.name != AUTO and Path(shape.name).suffix not in (".json", ".csv"):
-        return
+    """A word that would change nothing is a mistake: `auto` picks the shape."""
     given = [f"schedule.{word}" for word in (*SHAPE[2:], "split") if getattr(shape, word)]
     if given:
-        who = "auto picks the shape" if shape.name == AUTO else f"{shape.name} has a shape of its own"
-        raise ConfigError(f"{who}, so {' and '.join(given)} would change nothing\n  name a schedule in schedule.name "
-                          "(`penstock list`), or leave the rest out")  # fmt: skip
+        raise ConfigError(f"auto picks the shape, so {' and '.join(given)} would change nothing\n  name a schedule in "
+                          "schedule.name (`penstock list`), or leave the rest out")  # fmt: skip
+
+
+def _taken_from(plan: Plan, shape: Shape, given: Collection[str] | None) -> Shape:
+    """The shape of a plan file. What was given must agree with it; 0 and an empty list say nothing."""
+    words = [item.name for item in fields(shape) if item.name != "name"]
+    if given is None:
+        given = {f"schedule.{word}" for word in words if getattr(shape, word) != getattr(Shape(), word)}
+    told = {word: getattr(shape, word) for word in words if f"schedule.{word}" in given and getattr(shape, word)}
+    found, copies = _shape_of(plan), told.get("copies", 1)
+    faults = []
+    for word, value in told.items():
+        whole = value * copies if word in ("ranks", "microbatches") else value
+        if found[word] not in ((), whole) and (word, value) != ("copies", 1):
+            times = f" x schedule.copies = {copies}" if whole != value else ""
+            faults.append(f"schedule.{word} = {_plain(value)}{times}, but {shape.name} has {_plain(found[word])}")
+    if faults:
+        faults.append("  a plan file has a shape of its own: leave these values out, or name another plan")
+        raise ConfigError("\n".join(faults))
+    return Shape(shape.name, plan.schedule.ranks, len(plan.schedule.microbatches),
+                 partition=() if plan.partition else told.get("partition", ()))  # fmt: skip
+
+
+def _shape_of(plan: Plan) -> dict[str, object]:
+    """What a plan has of each value of a shape, all copies together; in words where its ranks or micro-batches differ.
+    An empty partition is not said."""
+    schedule = plan.schedule
+    stages = {sum(stage.rank == rank for stage in schedule.stages) for rank in range(schedule.ranks)}
+    return {
+        "ranks": schedule.ranks, "microbatches": len(schedule.microbatches), "copies": count_pipelines(schedule),
+        "waves": _only({count // 2 if count % 2 == 0 else count / 2 for count in stages}), "chunks": _only(stages),
+        "slices": _only({microbatch.slices for microbatch in schedule.microbatches}),
+        "skips": _only({schedule.parts - len(microbatch.path) for microbatch in schedule.microbatches}),
+        "split": any(action.op is Op.W for lane in schedule.lanes for action in lane), "partition": plan.partition,
+    }  # fmt: skip
+
+
+def _only(values: Collection[float]) -> object:
+    return next(iter(values)) if len(values) == 1 else " or ".join(f"{value:g}" for value in sorted(values))
+
+
+def _plain(value: object) -> str:
+    return str(list(value)) if isinstance(value, tuple) else str(value).lower()
 
 
 def _title(name: str, given: Mapping[str, int]) -> str:

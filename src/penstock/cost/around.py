@@ -28,6 +28,15 @@ class RebuildingCost(Protocol):
         ...
 
 
+@runtime_checkable
+class TyingCost(Protocol):
+    """Another thing that a cost may have: it knows of a weight that the first and the last part have in common."""
+
+    def tied(self, schedule: Schedule) -> float:
+        """Bytes of that weight, its gradient and its optimizer state: a rank with both parts holds them once."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class CostAround:
     """Another cost, as it is."""
@@ -66,6 +75,10 @@ class CostAround:
     def weights(self, schedule: Schedule, stage: int) -> float:
         """Bytes of a stage's weights."""
         return self.cost.weights(schedule, stage)
+
+    def tied(self, schedule: Schedule) -> float:
+        """Bytes that the first and the last part have in common."""
+        return self.cost.tied(schedule) if isinstance(self.cost, TyingCost) else 0.0
 
     def latency(self, source: int, target: int) -> float:
         """Seconds until the first byte is there."""

@@ -27,6 +27,7 @@ class PartCost:
     message: float = 0.0  # the result that goes to the next part, and its gradient back
     weights: float = 0.0  # weights, gradients and optimizer state, not for each token
     recompute: bool = False  # keep the input alone (as large as a message), and run F again before the backward
+    tied: float = 0.0  # of the weights, those that the first and the last part have in common
 
     @property
     def left(self) -> float:
@@ -106,6 +107,10 @@ class ModelCost:
     def weights(self, schedule: Schedule, stage: int) -> float:
         """Bytes of a stage's weights, gradients and optimizer state."""
         return self.part(schedule, stage).weights
+
+    def tied(self, schedule: Schedule) -> float:
+        """Bytes of weights that the first and the last part have in common."""
+        return min(self.parts[0].tied, self.parts[-1].tied) if len(self.parts) > 1 else 0.0
 
     def latency(self, source: int, target: int) -> float:
         """Seconds until the first byte is there."""

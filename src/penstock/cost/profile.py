@@ -90,6 +90,7 @@ class Profile:
     model: Facts = ()  # what it is
     device: Facts = ()  # where and with what it was measured
     turn: float = 0.0  # seconds of a processor that an action takes beside its op: the executor's, and for messages
+    tied: float = 0.0  # bytes of weights, gradients and AdamW's state that embedding and head have in common
 
     def cost(
         self, partition: Sequence[int], ranks: int | None = None, recompute: bool = False, tokens: int | None = None
@@ -123,7 +124,8 @@ class Profile:
             F=curve(Op.F), I=curve(Op.I), W=curve(Op.W), B=curve(Op.B),
             held=sum(count * one.held for count, one in blocks) + (0.0 if last else self.message),  # and its result
             kept=sum(count * one.kept for count, one in blocks),
-            message=self.message, weights=sum(count * one.weights for count, one in blocks), recompute=recompute,
+            message=self.message, recompute=recompute, tied=self.tied if first != last else 0.0,
+            weights=sum(count * one.weights for count, one in blocks) - (self.tied if first and last else 0.0),
         )  # fmt: skip
 
     def blocks(self, layers: int, first: bool, last: bool) -> list[tuple[int, Block]]:
@@ -209,6 +211,10 @@ class ProfileCost:
     def weights(self, schedule: Schedule, stage: int) -> float:
         """Bytes of a stage's weights, gradients and optimizer state."""
         return self.of(schedule).weights(schedule, stage)
+
+    def tied(self, schedule: Schedule) -> float:
+        """Bytes of weights that the first and the last part have in common."""
+        return self.of(schedule).tied(schedule)
 
     def latency(self, source: int, target: int) -> float:
         """Seconds until the first byte is there."""

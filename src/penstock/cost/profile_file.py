@@ -20,6 +20,7 @@
       "network": {"latency": 2e-05, "bandwidth": 1e9, "serial": true}   a number, or rows; null: endless
     }
 
+Where embedding and head share a weight there is "tied" too: the bytes of that weight, its gradient and AdamW's state.
 A table is not stored: it is the formula and the points that took part in the fit. Errors name line and column.
 """
 
@@ -63,7 +64,8 @@ LEAST = 1e-15  # seconds that are any time at all
 def dump_profile(profile: Profile) -> str:
     """A profile as text: one line a fit or point."""
     blocks = {name: _block_text(getattr(profile, name)) for name in BLOCKS}
-    words = ("layers", "tokens", "rows", "message", "turn")
+    words: tuple[str, ...] = ("layers", "tokens", "rows", "message", "turn")
+    words += ("tied",) if profile.tied else ()
     sizes = ", ".join(f'"{word}": {getattr(profile, word)!r}' for word in words)
     net = profile.network
     network = {"latency": net.latency, "bandwidth": _endless(net.bandwidth), "serial": net.serial}
@@ -128,7 +130,7 @@ def load_profile(text: str, source: str = "profile.json") -> Profile:
     page = Page(text, source, "profile")
     top = top_of(page, VERSION)
     known = ("penstock", "version", "layers", "tokens", "rows", "message", "model", "device", "blocks", "network")
-    entry_of(page, (), top, known, ("turn",))
+    entry_of(page, (), top, known, ("turn", "tied"))
     layers, tokens, rows = (whole_of(page, (word,), top[word], least=1) for word in ("layers", "tokens", "rows"))
     blocks = entry_of(page, ("blocks",), top["blocks"], BLOCKS, ())
     embed, layer, head = (_block(page, ("blocks", name), blocks[name]) for name in BLOCKS)
@@ -139,7 +141,7 @@ def load_profile(text: str, source: str = "profile.json") -> Profile:
         layers, tokens, rows, number_of(page, ("message",), top["message"]), embed, layer, head,
         network=_network(page, ("network",), top["network"]),
         model=facts_of(page, ("model",), top["model"]), device=facts_of(page, ("device",), top["device"]),
-        turn=number_of(page, ("turn",), top.get("turn", 0.0)),
+        turn=number_of(page, ("turn",), top.get("turn", 0.0)), tied=number_of(page, ("tied",), top.get("tied", 0.0)),
     )  # fmt: skip
 
 

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from penstock.cost.network import Network
 from penstock.cost.points import Where, points_of, tile_of
@@ -91,7 +91,17 @@ def measure(
     turn = turn_of(comm, rows, tokens, width) if comm is not None and device.type == "cpu" else 0.0
     message = float(subjects.layer.inputs[:, 0].nbytes)
     facts = (*subjects.device, ("recorded", tape is not None), ("launch", launch))
-    return Profile(subjects.layers, tokens, rows, message, embed, layer, head, network, subjects.model, facts, turn)
+    tied = head.weights * shared_weights(subjects.embed.module, subjects.head.module)
+    return Profile(
+        subjects.layers, tokens, rows, message, embed, layer, head, network, subjects.model, facts, turn, tied
+    )  # fmt: skip
+
+
+def shared_weights(embed: nn.Module, head: nn.Module) -> float:
+    """The share of a head's weights that are also the embedding's."""
+    there = {id(parameter) for parameter in embed.parameters()}
+    sizes = {id(parameter): parameter.nbytes for parameter in head.parameters()}
+    return sum(size for one, size in sizes.items() if one in there) / max(sum(sizes.values()), 1)
 
 
 def _block(name: str, subject: Subject, how: How) -> tuple[Block, float]:

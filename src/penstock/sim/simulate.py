@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from penstock.cost.around import TyingCost
 from penstock.cost.columns import Columns, columns, levels
 from penstock.cost.cost import Cost
 from penstock.ir.compiled import at_speed
@@ -42,10 +43,22 @@ def timeline_of(
     cause: Ints,
 ) -> Timeline:  # fmt: skip
     """Times with what is held meanwhile."""
+    held, weights = levels(schedule, costs), weights_of(schedule, cost)
+    return Timeline(schedule, start, end, held, weights, sent, arrived, costs.bytes, cause)
+
+
+def weights_of(schedule: Schedule, cost: Cost) -> Floats:
+    """Bytes of weights on each rank. Stages of one part share them, as do the first and the last part a tied weight."""
+    held = {(stage.rank, stage.part): number for number, stage in enumerate(schedule.stages)}
     weights = np.zeros(schedule.ranks)
-    for number, stage in enumerate(schedule.stages):
-        weights[stage.rank] += cost.weights(schedule, number)
-    return Timeline(schedule, start, end, levels(schedule, costs), weights, sent, arrived, costs.bytes, cause)
+    for (rank, _), number in held.items():
+        weights[rank] += cost.weights(schedule, number)
+    last = schedule.parts - 1
+    tied = cost.tied(schedule) if last and isinstance(cost, TyingCost) else 0.0
+    for rank in range(schedule.ranks if tied else 0):
+        if (rank, 0) in held and (rank, last) in held:
+            weights[rank] -= tied
+    return weights
 
 
 def _run(

@@ -26,12 +26,13 @@ import shutil
 import threading
 import warnings
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
@@ -53,8 +54,9 @@ _log = logging.getLogger(__name__)
 class Saver:
     """One rank's share of saving, step after step. `begin` copies and returns; `commit` when all ranks are done."""
 
-    def __init__(self, folder: Path, rank: int, ranks: int, keep: int) -> None:
+    def __init__(self, folder: Path, rank: int, ranks: int, keep: int, names: Collection[str] = ()) -> None:
         self.folder, self.rank, self.ranks, self.keep = folder, rank, ranks, keep
+        self.names = names  # of the model's parameters: a complete checkpoint has them all
         self.step: int | None = None  # what is on its way; the same on all ranks
         self.facts: Facts = {}
         self.thread: threading.Thread | None = None
@@ -95,8 +97,9 @@ class Saver:
         self.thread.join()
         if self.failure:
             good = newest(self.folder)
-            last = f"the last good checkpoint is {good[0]}" if good else "there is no checkpoint yet"
-            raise RunError(f"{self.failure}\n  {last}; make room, then go on with --resume")
+            last = (f"the last good checkpoint is {good[0]}; make room, then go on with --resume" if good else
+                    "there is no checkpoint yet; make room, then start again, without --resume")  # fmt: skip
+            raise RunError(f"{self.failure}\n  {last}")
         return True
 
     def commit(self) -> Path:
@@ -106,7 +109,7 @@ class Saver:
         if self.rank == 0:
             try:
                 _publish(path, final, self.facts | {"step": self.step})
-                prune(self.folder, self.keep)
+                prune(self.folder, self.keep, self.names)
             except OSError as error:
                 raise RunError(f"cannot finish the checkpoint {final}: {error.strerror or error}") from None
         self.step = self.thread = None
@@ -166,11 +169,36 @@ def _publish(path: Path, final: Path, facts: Facts) -> None:
     _log.info("saved %s", final)
 
 
-def prune(folder: Path, keep: int) -> None:
-    """Keeps the newest ones, and nothing that a crash has left."""
-    for old in newest(folder)[keep:]:
-        shutil.rmtree(old, ignore_errors=True)
+def prune(folder: Path, keep: int, names: Collection[str] = ()) -> None:
+    """Keeps the newest ones, and nothing that a crash has left. The newest complete one stays in any case."""
+    found = newest(folder)
+    kept = next((number for number, path in enumerate(found) if is_complete(path, names)), len(found))
+    for number, old in enumerate(found):
+        if number >= keep and number != kept:
+            shutil.rmtree(old, ignore_errors=True)
     sweep(folder)
+
+
+def is_complete(path: Path, names: Collection[str] = ()) -> bool:
+    """Whether a checkpoint has its note, all of its files in their sizes, and these tensors; checksums are not read."""
+    try:
+        files = read_facts(path)["files"]
+        sizes = all((path / name).stat().st_size == known["bytes"] for name, known in files.items())
+        return sizes and not missing_tensors(path, names)
+    except (FileError, OSError):
+        return False
+
+
+def missing_tensors(path: Path, names: Collection[str]) -> list[str]:
+    """Of these names those under which no file of a checkpoint has a tensor; only headers are read."""
+    found: set[str] = set()
+    for file in path.glob("*.safetensors") if names else ():
+        try:
+            with safe_open(file, framework="pt") as opened:
+                found |= set(opened.keys())
+        except SafetensorError as error:
+            raise FileError(f"{file} is damaged: {error}") from None
+    return sorted(set(names) - found)
 
 
 def sweep(folder: Path) -> None:
@@ -186,11 +214,16 @@ def newest(folder: Path) -> list[Path]:
     return sorted(found, key=lambda path: int(path.name[5:]), reverse=True)
 
 
-def newest_good(folder: Path, comm: Comm | None = None) -> Path | None:
-    """The last checkpoint that is whole; each rank reads its share of every file through, and all agree."""
+def newest_good(folder: Path, comm: Comm | None = None, names: Collection[str] = ()) -> Path | None:
+    """The last checkpoint that is whole; each rank reads its share of every file through, and all agree.
+
+    With `names`, the model's parameters, one that lacks some of them is not whole.
+    """
     rank, ranks = (comm.rank, comm.ranks) if comm else (0, 1)
     for path in newest(folder):
         found = list(faults(path, rank, ranks))
+        if not found and rank == 0:
+            found += _lost(path, names)
         for fault in found:
             _log.warning("%s is damaged: %s", path, fault)
         count = torch.tensor([float(len(found))], dtype=torch.float64)
@@ -201,6 +234,14 @@ def newest_good(folder: Path, comm: Comm | None = None) -> Path | None:
         if rank == 0:
             _log.warning("%s is left alone; looking for an earlier one", path)
     return None
+
+
+def _lost(path: Path, names: Collection[str]) -> list[str]:
+    try:
+        lost = missing_tensors(path, names)
+    except FileError as error:  # a file that another rank reads through
+        return [str(error)]
+    return [f"it has no {lost[0]}" + (f" and {len(lost) - 1} other weights" if lost[1:] else "")] if lost else []
 
 
 def faults(path: Path, rank: int = 0, ranks: int = 1) -> Iterator[str]:

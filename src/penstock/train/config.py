@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from math import isfinite
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar
 
@@ -27,6 +28,17 @@ PRECISIONS = ("float32", "bfloat16")
 DEVICES = ("auto", "cpu", "cuda")
 AUTO = "auto"
 BYTES = "bytes"
+PLANS = (".json", ".csv")  # endings of files that hold a schedule
+
+
+def is_plan_file(name: str) -> bool:
+    """Whether schedule.name is a file, which has its own ranks and micro-batches."""
+    return Path(name).suffix in PLANS
+
+
+def names_a_file(tokenizer: str) -> bool:
+    """Whether data.tokenizer is a tokenizer.json."""
+    return tokenizer not in (AUTO, BYTES)
 
 
 def said(
@@ -59,10 +71,14 @@ class Model:
 class Data:
     """Text, and how it becomes sequences."""
 
-    sources: tuple[str, ...] = said((), "files or folders, .jsonl among them; none: Python's own standard library")
-    endings: tuple[str, ...] = said((".txt", ".md", ".py", ".jsonl"), "files taken from folders")
+    sources: tuple[str, ...] = said(
+        (), "files or folders: text or .jsonl, also as .gz, .bz2 or .xz; none: Python's own standard library"
+    )
+    endings: tuple[str, ...] = said(
+        (".txt", ".md", ".py", ".jsonl", ".txt.gz", ".jsonl.gz"), "files taken from folders"
+    )
     field: str = said("text", "the field of a JSONL line that holds its text")
-    tokenizer: str = said(BYTES, "bytes, or a tokenizer.json of Hugging Face's")
+    tokenizer: str = said(AUTO, "bytes, or a tokenizer.json of Hugging Face's; auto: that of model.weights, else bytes")
     tokens: int = said(128, "tokens of a sequence", least=2)
     batch: int = said(16, "sequences of a step, over all micro-batches, copies, shards and accumulated passes", least=1)
     separate: bool = said(False, "packed documents apart: a token sees, and guesses, only its own; false: across them")
@@ -198,10 +214,13 @@ PRESETS: dict[str, Config] = {
 
 
 # ---------------------------------------------------------------- checking
-def check(config: Config) -> Config:
-    """The same config, or one error with everything that is wrong in it."""
+def check(config: Config, counted: bool = False) -> Config:
+    """The same config, or one error with everything that is wrong in it.
+
+    A plan file brings its own micro-batches: until it is read, and they are `counted`, nothing is said about them.
+    """
     faults = [fault for section in fields(config) for fault in _ranges(section.name, getattr(config, section.name))]
-    faults += _choices(config) + _sizes(config)
+    faults += _choices(config) + _sizes(config, counted or not is_plan_file(config.schedule.name))
     if config.run.graphs:
         faults += [f"run.graphs = true does not go with {why}" for why in unrecordable(config)]
     if faults:
@@ -248,11 +267,11 @@ def _choices(config: Config) -> list[str]:
     return faults
 
 
-def _sizes(config: Config) -> list[str]:
+def _sizes(config: Config, counted: bool) -> list[str]:
     """What two values must agree on."""
     model, data, schedule = config.model, config.data, config.schedule
     faults = []
-    if data.batch % max(config.passages, 1):
+    if counted and data.batch % max(config.passages, 1):
         fit = -(-data.batch // config.passages) * config.passages
         faults.append(
             f"data.batch = {data.batch} sequences do not deal out to {config.passages} micro-batches "

@@ -16,7 +16,18 @@ from pathlib import Path
 from typing import TypeAlias
 
 from penstock.errors import ConfigError, FileError, UnknownNameError
-from penstock.train.config import BYTES, PRESETS, Config, Data, Mesh, Model, Optimizer, Run, Shape, check
+from penstock.train.config import (
+    PRESETS,
+    Config,
+    Data,
+    Mesh,
+    Model,
+    Optimizer,
+    Run,
+    Shape,
+    check,
+    names_a_file,
+)
 
 Value: TypeAlias = "str | int | float | bool | tuple[str, ...] | tuple[int, ...]"
 Section: TypeAlias = Model | Data | Shape | Mesh | Optimizer | Run
@@ -55,6 +66,16 @@ def load_config(text: str, source: str = "config.toml", changes: Iterable[str] =
             raise ConfigError(f"{source}: {name} is a section; write [{name}] above its keys")
         base = _with(base, name, section, source)
     return check(changed(base, changes))
+
+
+def written_keys(source: Path | None, changes: Iterable[str]) -> frozenset[str]:
+    """The values that somebody has written, as section.key: with --set, or in a config. A run's folder has a config
+    that the run wrote itself, so what is in it does not count."""
+    keys = {change.partition("=")[0].strip() for change in changes}
+    if source is not None and source.is_file():
+        values = tomllib.loads(source.read_bytes().decode("utf-8-sig"))
+        keys |= {f"{name}.{key}" for name, section in values.items() if isinstance(section, dict) for key in section}
+    return frozenset(keys)
 
 
 def _word(source: str, value: object) -> str:
@@ -105,6 +126,7 @@ def _typed(name: str, value: object, default: Value, source: str) -> Value:
     """A value of the kind of its default."""
     if isinstance(default, tuple):
         listed = [value] if isinstance(value, str | int) and not isinstance(value, bool) else value
+        listed = [] if listed == [""] and value == "" else listed  # --set data.sources=
         kind: type[str] | type[int] = int if name.endswith("partition") else str
         if isinstance(listed, list) and all(type(one) is kind for one in listed):
             return tuple(map(_from_home, listed)) if kind is str else tuple(listed)
@@ -133,7 +155,7 @@ def anchored(config: Config) -> Config:
     return replace(
         config, model=replace(model, weights=model.weights and found(model.weights)),
         data=replace(data, sources=tuple(map(found, data.sources)),
-                     tokenizer=data.tokenizer if data.tokenizer == BYTES else found(data.tokenizer)),
+                     tokenizer=found(data.tokenizer) if names_a_file(data.tokenizer) else data.tokenizer),
         schedule=replace(schedule, name=found(schedule.name) if Path(schedule.name).suffix else schedule.name),
     )  # fmt: skip
 

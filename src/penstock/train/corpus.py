@@ -16,25 +16,47 @@ it has a digest of its own: text that was moved or copied is the same text, and 
 
 from __future__ import annotations
 
+import bz2
+import gzip
 import hashlib
 import json
+import lzma
 import os
 import sysconfig
 import uuid
+import zlib
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from io import BytesIO
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import IO, BinaryIO, NamedTuple
 
 import numpy as np
 
 from penstock.errors import FileError
-from penstock.train.config import Data
-from penstock.train.tokenizer import Tokenizer, Tokens, tokenizer_of
+from penstock.train.config import BYTES, Data, names_a_file
+from penstock.train.tokenizer import Tokenizer, Tokens, not_text, tokenizer_of
 
 LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "lib2to3", "config-stdlib"}
-VERSION = 1  # of the cache
-PIECE = 1 << 24  # bytes that are read, or encoded, at once
+VERSION = 2  # of the cache
+PIECE = 1 << 22  # bytes that are encoded at once
+UNPACK: dict[str, Callable[[BinaryIO], AbstractContextManager[IO[bytes]]]] = {
+    ".gz": lambda raw: gzip.GzipFile(fileobj=raw), ".bz2": bz2.BZ2File, ".xz": lzma.LZMAFile
+}  # fmt: skip
+ADVICE = "Penstock reads text and .jsonl, also as .gz, .bz2 or .xz"
+TABLE = ("a table: write its texts as lines of JSON, pandas.read_parquet(...).to_json('text.jsonl', orient='records', "
+         "lines=True) say")  # fmt: skip
+ARCHIVE = "an archive: unpack it first"
+BINARY = dict.fromkeys((".parquet", ".arrow", ".feather", ".orc"), TABLE)
+BINARY |= dict.fromkeys((".zst", ".zip", ".tar", ".tgz", ".7z", ".lz4", ".br", ".rar"), ARCHIVE)
+BINARY |= dict.fromkeys((".bin", ".idx", ".npy", ".npz", ".pt", ".pth", ".pkl", ".safetensors", ".pdf", ".docx", ".h5"),
+                        f"no text: {ADVICE[0].lower()}{ADVICE[1:]}")  # fmt: skip
+MAGIC = {  # what files begin with
+    b"PAR1": "a Parquet table", b"ARROW1": "an Arrow table", b"\x28\xb5\x2f\xfd": "compressed by zstd",
+    b"\x1f\x8b": "compressed by gzip", b"BZh9": "compressed by bzip2", b"\xfd7zXZ": "compressed by xz",
+    b"PK\x03\x04": "a zip archive", b"%PDF-": "a PDF",
+}  # fmt: skip
 Watch = Callable[[int, int], None]  # bytes that are read, of how many
 
 
@@ -59,7 +81,7 @@ def open_corpus(data: Data, cache: Path, watch: Watch = lambda done, total: None
     tokenizer, files = tokenizer_of(data.tokenizer), files_of(data)
     if data.separate and tokenizer.end is None:
         raise FileError(
-            f"{data.tokenizer} has no word that ends a document, so documents cannot be told apart\n"
+            f"{_named(data)} has no word that ends a document, so documents cannot be told apart\n"
             "  set data.separate=false, or use a tokenizer with one, <|endoftext|> say"
         )
     name = _name(data, files)
@@ -93,6 +115,9 @@ def files_of(data: Data) -> list[Path]:
         return sorted(_walk(Path(sysconfig.get_path("stdlib")), (".py",)))
     found: list[Path] = []
     for source in data.sources:
+        if not source.strip():
+            raise FileError("data.sources has a source without a name\n  name files or folders, or give an empty list "
+                            "for Python's own standard library")  # fmt: skip
         path = Path(source).expanduser()
         if path.is_dir():
             inside = sorted(_walk(path, data.endings, everything=True))
@@ -104,6 +129,9 @@ def files_of(data: Data) -> list[Path]:
             found.append(path)
         else:
             raise FileError(f"cannot read {source}: there is no such file or folder\n  see data.sources")
+    for file in found:
+        if _kind(file) in BINARY:
+            raise FileError(f"{file} is {BINARY[_kind(file)]}")
     return found
 
 
@@ -118,10 +146,15 @@ def _walk(folder: Path, endings: tuple[str, ...], everything: bool = False) -> I
                 yield Path(parent) / name
 
 
+def _named(data: Data) -> str:
+    return data.tokenizer if names_a_file(data.tokenizer) else BYTES
+
+
 def _name(data: Data, files: list[Path]) -> str:
     """Of names, sizes and times of change: reading it all to know whether to read it all would help nobody."""
-    known = hashlib.sha256(f"{VERSION}\n{data.tokenizer}\n{data.field}\n".encode())
-    named = [*files] if data.tokenizer == "bytes" else [*files, Path(data.tokenizer)]
+    tokenizer = _named(data)
+    known = hashlib.sha256(f"{VERSION}\n{tokenizer}\n{data.field}\n".encode())
+    named = [*files, Path(tokenizer)] if names_a_file(tokenizer) else [*files]
     for file in named:
         try:
             about = file.stat()
@@ -132,39 +165,74 @@ def _name(data: Data, files: list[Path]) -> str:
 
 
 class Piece(NamedTuple):
-    """Of a document all, or as much as is read at once."""
+    """Of a document all, or as much as is encoded at once."""
 
     text: bytes
     ends: bool  # the document
-    place: int  # bytes of the file up to its end
+    place: int  # bytes of the file that are read
     line: int = 0  # of a .jsonl
+    before: int = 0  # bytes of the document before this piece
 
 
-def pieces(file: Path, field: str, piece: int = -1) -> Iterator[Piece]:
-    """The texts of a file: all of it, `piece` bytes at a time if given; or of each line of a .jsonl one field."""
+Cut = Callable[[bytes], int]  # where a text may be cut into two; 0: not yet
+
+
+def pieces(file: Path, field: str, cut: Cut) -> Iterator[Piece]:
+    """The texts of a file, cut where `cut` allows it: all of it, or of each line of a .jsonl one field."""
     try:
-        with file.open("rb") as opened:
-            if file.suffix == ".jsonl":
-                yield from _lines(opened, field, file)
+        with file.open("rb") as raw, _unpacked(file, raw) as opened:
+            if _kind(file) == ".jsonl":
+                yield from _lines(opened, field, file, cut, raw.tell)
                 return
-            text, place = opened.read(piece), 0
-            while True:
-                after = opened.read(piece) if piece > 0 else b""
-                place += len(text)
-                yield Piece(text, not after, place)
-                if not after:
-                    return
-                text = after
+            for piece in _cut_up(opened, cut, raw.tell):
+                _check_text(piece, file)
+                yield piece
+    except (EOFError, zlib.error, lzma.LZMAError) as error:
+        raise FileError(f"cannot unpack {file}: {error}\n  it is damaged, or was not written to its end") from None
     except OSError as error:
-        raise FileError(f"cannot read {file}: {error.strerror}\n  see data.sources") from None
+        raise FileError(f"cannot read {file}: {error.strerror or error}\n  see data.sources") from None
 
 
-def _lines(opened: BinaryIO, field: str, file: Path) -> Iterator[Piece]:
-    place = 0
+def _kind(file: Path) -> str:
+    """The ending of a file, without that of its compression: .jsonl of a.jsonl.gz."""
+    return (file.with_suffix("") if file.suffix in UNPACK else file).suffix.lower()
+
+
+def _unpacked(file: Path, raw: BinaryIO) -> AbstractContextManager[IO[bytes]]:
+    """What a compressed file holds; other files as they are."""
+    return UNPACK[file.suffix](raw) if file.suffix in UNPACK else nullcontext(raw)
+
+
+def _cut_up(opened: IO[bytes], cut: Cut, place: Callable[[], int], line: int = 0) -> Iterator[Piece]:
+    """A document in pieces. Where it cannot be cut more of it is read, twice as much each time."""
+    held, size, before = b"", PIECE // 4, 0
+    while more := opened.read(size):
+        held += more
+        end = cut(held) if len(held) >= size else 0
+        if end:
+            yield Piece(held[:end], False, place(), line, before)
+            held, size, before = held[end:], PIECE // 4, before + end
+        else:
+            size = len(held)
+    yield Piece(held, True, place(), line, before)
+
+
+def _check_text(piece: Piece, file: Path) -> None:
+    """Raises if a file is something else than text."""
+    found = next((what for begin, what in MAGIC.items() if not piece.before and piece.text.startswith(begin)), None)
+    if found:
+        raise FileError(f"{file} is {found}, whatever its name says\n  {ADVICE}")
+    zero = piece.text.find(b"\0")
+    if zero >= 0:
+        raise FileError(f"{file} is not text: byte {piece.before + zero} is zero\n  {ADVICE}; text in UTF-16 must be "
+                        "converted to UTF-8")  # fmt: skip
+
+
+def _lines(opened: IO[bytes], field: str, file: Path, cut: Cut, place: Callable[[], int]) -> Iterator[Piece]:
     for number, line in enumerate(opened, start=1):
-        place += len(line)
         if line.strip():
-            yield Piece(_text_of(line, field, f"{file}:{number}"), True, place, number)
+            text = _text_of(line, field, f"{file}:{number}")
+            yield from _cut_up(BytesIO(text), cut, place, number)
 
 
 def _text_of(line: bytes, field: str, where: str) -> bytes:
@@ -230,13 +298,14 @@ def _encoded(files: list[Path], data: Data, tokenizer: Tokenizer, watch: Watch) 
     total, before = sum(file.stat().st_size for file in files), 0
     for file in files:
         held: list[Piece] = []
-        begin = 0
-        for piece in pieces(file, data.field, PIECE if tokenizer.by_pieces else -1):
+        count = begin = 0  # bytes of these, and where they begin in the file
+        for piece in pieces(file, data.field, tokenizer.cut):
             held.append(piece)
-            if piece.place - begin >= PIECE:
+            count += len(piece.text)
+            if max(count, piece.place - begin) >= PIECE:
                 yield from _words(held, tokenizer, file)
                 watch(before + piece.place, total)
-                held, begin = [], piece.place
+                held, count, begin = [], 0, piece.place
         yield from _words(held, tokenizer, file)
         before += file.stat().st_size
         watch(before, total)
@@ -246,10 +315,18 @@ def _words(held: list[Piece], tokenizer: Tokenizer, file: Path) -> Iterator[tupl
     try:
         encoded = tokenizer.encode_all([piece.text for piece in held], str(file))
     except FileError:
-        for piece in held if len(held) > 1 or held[0].line else ():  # the one that it is, by its line
-            tokenizer.encode(piece.text, f"{file}:{piece.line}")
+        for piece in held:  # the one that it is, by its line
+            _check_utf8(piece, file)
         raise
     return zip(encoded, (piece.ends for piece in held), strict=True)
+
+
+def _check_utf8(piece: Piece, file: Path) -> None:
+    try:
+        piece.text.decode("utf-8")
+    except UnicodeDecodeError as error:
+        where = f"{file}:{piece.line}" if piece.line else f"{file}"
+        raise not_text(where, piece.before + error.start) from None
 
 
 def _note(note: Path, facts: dict[str, int | str]) -> None:

@@ -11,7 +11,7 @@ shifted before anything is cut; where documents are told apart, the last word of
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -23,10 +23,12 @@ from penstock.errors import RunError
 from penstock.ir.schedule import Schedule
 from penstock.models import shift_labels
 from penstock.runtime import Batch
+from penstock.runtime.batch import IGNORED
 from penstock.train.corpus import Corpus
 from penstock.train.order import shuffled
 
 State: TypeAlias = dict[str, int | str]
+FILLER = -1  # in the place of a sequence: a row that does not count
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,17 +101,24 @@ class Loader:
         return [shuffled(place, self.corpus.trained, self.seed) for place in range(first, first + each)]
 
     def evaluation(self, batches: int) -> list[Batch]:
-        """The same held-out sequences every time, each batch as many as a step has, and in as many passes; none if
-        nothing is held out."""
-        each, held = self.deal.each * self.deal.shards, self.corpus.held_out
-        if not held:
+        """Held-out sequences, the same every time and each at most once: as many as so many steps have, or all.
+
+        They come in passes as a step does. Where they do not fill the last pass, rows whose labels do not count do. The
+        losses of all passes add up to the mean over all sequences. Without held-out sequences there is no pass.
+        """
+        each = self.deal.each * self.deal.shards
+        count = self.examined(batches)
+        if not count:
             return []
-        found = []
-        for begin in range(0, batches * self.deal.sequences, self.deal.sequences):
-            numbers = [self.corpus.trained + (begin + row) % held for row in range(self.deal.sequences)]
-            passes = [numbers[turn * each : (turn + 1) * each] for turn in range(self.deal.passes)]
-            found += [self._batch(self._own(some), self._valid(numbers)) for some in passes]
-        return found
+        numbers = list(range(self.corpus.trained, self.corpus.trained + count))
+        valid = self._valid(numbers)
+        passes = [numbers[begin : begin + each] for begin in range(0, count, each)]
+        passes[-1] += [FILLER] * (each - len(passes[-1]))
+        return [self._batch(self._own(some), valid) for some in passes]
+
+    def examined(self, batches: int) -> int:
+        """How many held-out sequences an evaluation of so many batches sees."""
+        return min(batches * self.deal.sequences, self.corpus.held_out)
 
     def _batch(self, numbers: list[int], valid: int) -> Batch:
         """A pass: the sequences of each micro-batch, or of those that others look after only the shape."""
@@ -130,11 +139,14 @@ class Loader:
         ends = 0 if end is None else sum(int((self.corpus.sequence(one)[:-1] == end).sum()) for one in sequences)
         return max(len(sequences) * self.corpus.length - ends, 1)
 
-    def _rows(self, numbers: Iterable[int]) -> tuple[Tensor, Tensor, Tensor]:
+    def _rows(self, numbers: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
         """Tokens, labels, where documents start: a sequence has one token more than it uses, the label of its last."""
-        whole = torch.from_numpy(np.stack([self.corpus.sequence(number) for number in numbers]).astype(np.int64))
+        found = [self.corpus.sequence(self.corpus.trained if number == FILLER else number) for number in numbers]
+        whole = torch.from_numpy(np.stack(found).astype(np.int64))
         starts = None if self.corpus.end is None else starts_in(whole, self.corpus.end)
-        made = (whole, shift_labels(whole, starts), whole if starts is None else starts)
+        targets = shift_labels(whole, starts)
+        targets[[number == FILLER for number in numbers]] = IGNORED
+        made = (whole, targets, whole if starts is None else starts)
         inputs, labels, first = (one[:, :-1].contiguous().to(self.device) for one in made)
         return inputs, labels, first
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.errors import FileError, ShapeError
@@ -14,8 +15,33 @@ from penstock.train.omission import Rows, evaluate
 from penstock.train.worker import CONFIG, at_home, cache_of
 
 
-def evaluate_run(run: Path, omit: Sequence[float], draws: int = 8, batches: int = 2, seed: int = 0) -> Rows:
-    """Perplexity of a run's last checkpoint. Best subsets are looked for on other text than they are measured on."""
+@dataclass(frozen=True, slots=True)
+class Examination:
+    """The perplexities of a run's model, and how many of its held-out sequences they were measured on."""
+
+    rows: Rows
+    sequences: int
+    held_out: int
+    tokens: int  # of a sequence
+    searched: int  # further sequences, on which the best subsets were looked for; 0: on the measured ones
+
+    @property
+    def text(self) -> str:
+        """What was measured on, in words."""
+        count = f"all {self.sequences:,}" if self.sequences == self.held_out else f"{self.sequences:,}"
+        of = "" if self.sequences == self.held_out else f" of {self.held_out:,}"
+        words = f"{count}{of} held-out sequences of {self.tokens} tokens, each once"
+        if any(row.way == "best" for row in self.rows):
+            words += (f"; best subsets were searched on {self.searched:,} others" if self.searched else
+                      "; best subsets were searched on the same ones, which flatters them")  # fmt: skip
+        return words
+
+
+def evaluate_run(run: Path, omit: Sequence[float], draws: int = 8, batches: int = 2, seed: int = 0) -> Examination:
+    """Perplexity of a run's last checkpoint, on as many held-out sequences as so many batches have, each at most once.
+
+    Best subsets are looked for on other held-out text than they are measured on, if there is any left.
+    """
     for share in omit:
         if not 0 <= share < 1:
             raise ShapeError(f"a share of {share:g} cannot be left out: 0 is nothing, and 1 would be all")
@@ -25,7 +51,10 @@ def evaluate_run(run: Path, omit: Sequence[float], draws: int = 8, batches: int 
         raise FileError(f"{run} has no {CONFIG}, which says what text was held out\n  name the folder of a run")
     config = at_home(read_config(run / CONFIG), run)
     corpus = open_corpus(config.data, cache_of(config, run))
-    held = Loader(corpus, Deal(config.rows, config.passages), config.run.seed).evaluation(2 * batches)
+    loader = Loader(corpus, Deal(config.rows, config.passages), config.run.seed)
+    held = loader.evaluation(2 * batches)
     if not held:
         raise FileError(f"{run} held out no text: its data.held_out is {config.data.held_out:g}")
-    return evaluate(open_trained(run).model, held[:batches], omit, draws, seed, held[batches:])
+    rows = evaluate(open_trained(run).model, held[:batches], omit, draws, seed, held[batches:])
+    measured = loader.examined(batches)
+    return Examination(rows, measured, corpus.held_out, corpus.length, loader.examined(2 * batches) - measured)

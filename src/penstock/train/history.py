@@ -27,7 +27,7 @@ from penstock.ir.timeline import Timeline
 
 _log = logging.getLogger(__name__)
 METRICS, TIMELINE, WANDB = "metrics.jsonl", "timeline.json", "wandb.id"
-ROOM = "make room, then go on from the last checkpoint with --resume"
+ROOM = "make room, then go on from the last checkpoint with --resume, or without one start again"
 
 
 @dataclass(frozen=True, slots=True)

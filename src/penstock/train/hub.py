@@ -18,10 +18,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from penstock.errors import FileError, ShapeError
+from penstock.errors import ConfigError, FileError, ShapeError
 from penstock.models import GPTConfig, LlamaConfig, gpt, llama
-from penstock.train.config import BYTES
-from penstock.train.tokenizer import TOKENIZER
+from penstock.train.config import AUTO, BYTES, Config, names_a_file
+from penstock.train.tokenizer import TOKENIZER, ByteTokenizer
 from penstock.train.weights import Sizes
 
 LLAMA = {"vocab": "vocab_size", "width": "hidden_size", "layers": "num_hidden_layers", "heads": "num_attention_heads",
@@ -101,6 +101,25 @@ def config_json(sizes: Sizes) -> dict[str, object]:
     }  # fmt: skip
 
 
+# ---------------------------------------------------------------- tokenizer
+def settle_tokenizer(config: Config) -> Config:
+    """The same config, with "auto" as the tokenizer of the folder to start from; without such a folder, as bytes.
+
+    Raises if the folder has no tokenizer.json and its model has more or fewer words than there are bytes.
+    """
+    if config.data.tokenizer != AUTO:
+        return config
+    name, folder = BYTES, config.model.weights
+    if folder and (Path(folder) / TOKENIZER).is_file():
+        name = str(Path(folder) / TOKENIZER)
+    elif folder and (words := read_sizes(Path(folder)).vocab) != ByteTokenizer.vocab:
+        raise ConfigError(
+            f"the model in {folder} has {words} words, so it was not trained on bytes, but there is no {TOKENIZER} "
+            "beside it\n  name one in data.tokenizer; data.tokenizer=bytes trains it on bytes all the same"
+        )
+    return replace(config, data=replace(config.data, tokenizer=name))
+
+
 # ---------------------------------------------------------------- weights
 def read_weights(folder: Path, names: Iterable[str], sizes: Sizes) -> Iterator[tuple[str, Tensor]]:
     """Of these parameters of ours the tensors that a folder has."""
@@ -150,7 +169,7 @@ def write_folder(folder: Path, weights: Mapping[str, Tensor], sizes: Sizes, toke
         save_file({name: tensor.contiguous() for name, tensor in states.items()}, folder / "model.safetensors",
                   metadata={"format": "pt"})  # fmt: skip
         (folder / "config.json").write_text(json.dumps(config_json(sizes), indent=2) + "\n", encoding="utf-8")
-        if tokenizer != BYTES:
+        if names_a_file(tokenizer):
             shutil.copyfile(tokenizer, folder / TOKENIZER)
     except (OSError, SafetensorError) as error:
         for name in ("model.safetensors", "config.json", TOKENIZER):  # half of it is no model

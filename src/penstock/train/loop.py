@@ -17,7 +17,7 @@ import resource
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -26,12 +26,15 @@ from torch import Tensor
 from penstock.errors import FileError, RunError
 from penstock.ir.files import Plan
 from penstock.ir.program import lower
+from penstock.ir.schedule import Schedule
 from penstock.models import even_partition, token_loss
 from penstock.models.flops import flops_per_token, peak_flops
 from penstock.runtime import Comm, CudaTape, Executor, corner, local, prove, watching
+from penstock.runtime.executor import Pass
 from penstock.train.checkpoint import Facts, Saver, load, newest, newest_good, read_facts, sweep
 from penstock.train.config import Config, Run
 from penstock.train.corpus import Corpus
+from penstock.train.coverage import hold_every_part, through_all_parts
 from penstock.train.data import Deal, Loader, check_same_data, wanted_by
 from penstock.train.history import History, Row, write_timeline
 from penstock.train.mesh import place_of
@@ -65,6 +68,9 @@ class Job:
     resume: bool = False  # from the newest good checkpoint; without one, from the start if `fresh`, else an error
     fresh: bool = False
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "plan", replace(self.plan, schedule=hold_every_part(self.plan.schedule)))
+
     @property
     def partition(self) -> tuple[int, ...]:
         """Layers of each part."""
@@ -90,10 +96,11 @@ class Trainer:
         deal = Deal(config.rows, len(schedule.microbatches), config.run.accumulate, wanted, config.mesh.shard,
                     self.place.shard)  # fmt: skip
         self.loader = Loader(job.corpus, deal, config.run.seed, self.device)
-        self.executor = executor_of(job, self.holding, pipeline)
-        self.optimizer = adamw(self.holding.parameters, config.optimizer)
+        self.executor = executor_of(job, schedule, self.holding, pipeline)
+        self.examiner = Examiner(self, through_all_parts(schedule))
+        self.optimizer = adamw(self.holding.trained, config.optimizer)
         self.gradients = Gradients(self.holding, comm, self.device, words=2)
-        self.saver = Saver(job.checkpoints, comm.rank, comm.ranks, config.run.keep)
+        self.saver = Saver(job.checkpoints, comm.rank, comm.ranks, config.run.keep, self.holding.names)
         self.utilization = utilization(job.sizes, config.data.tokens, comm.ranks, self.device)
         self.step = 0  # steps done
 
@@ -102,7 +109,7 @@ class Trainer:
         """Weights: drawn, read from a folder, or those of the newest good checkpoint."""
         job, found = self.job, None
         if job.resume:
-            found = newest_good(job.checkpoints, self.comm)
+            found = newest_good(job.checkpoints, self.comm, self.holding.names)
             if found is None and not job.fresh:
                 raise nothing_to_resume(job.checkpoints)
         if found is not None:
@@ -232,16 +239,18 @@ class Trainer:
         self.gradients.clip(norm, settings.optimizer.clip)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
+        for name, parameter in self.holding.parameters.items():
+            if name not in self.holding.trained:
+                parameter.grad = None  # a sum over replicas of a part that no path visits has left zeros
         return rate
 
     def evaluate(self) -> float | None:
-        """The mean loss on what is held out; None if nothing is."""
-        batches = self.job.config.run.evaluations
-        losses = [self.executor.evaluate(batch) for batch in self.loader.evaluation(batches)]
+        """The mean loss of the whole model on what is held out; None if nothing is."""
+        losses = self.examiner.losses(self.job.config.run.evaluations)
         share = sum(losses) if self.place.speaks else 0.0
         total = torch.tensor([share], dtype=torch.float64, device=self.device)
         self.comm.add(total, tuple(range(self.comm.ranks))).wait()
-        return float(total) / batches if losses else None
+        return float(total) if losses else None
 
     # ------------------------------------------------------------ saving
     def save(self) -> None:
@@ -272,13 +281,39 @@ class Trainer:
         )
 
 
+class Examiner:
+    """Measures the whole model in the pipeline: held-out text goes through all parts, whatever paths are trained."""
+
+    def __init__(self, trainer: Trainer, schedule: Schedule) -> None:
+        job, place = trainer.job, trainer.place
+        self.executor, self.loader = trainer.executor, trainer.loader
+        self.own = schedule is not job.plan.schedule  # it has lanes of its own, with links that training may not use
+        if self.own:
+            self.executor = executor_of(job, schedule, trainer.holding, place.pipeline)
+            wanted = wanted_by(schedule, place.pipeline.rank, job.config.data.separate)
+            deal = replace(trainer.loader.deal, wanted=wanted)
+            self.loader = Loader(job.corpus, deal, job.config.run.seed, trainer.device)
+
+    def losses(self, batches: int) -> list[float]:
+        """The loss of each pass over held-out text: their sum is the mean over all of it."""
+        found = self.loader.evaluation(batches)
+        if self.own and found:
+            shapes = Pass(self.executor, found[0], timed=False, training=False).shapes
+            self.executor.comm.reserve(self.executor.program, shapes, self.executor.dtype)
+            self.own = False
+        return [self.executor.evaluate(batch) for batch in found]
+
+
 def is_timed(step: int, settings: Run) -> bool:
     """Whether a step is worth a timeline: so that also a short run, and one that is stopped, has one."""
     return bool(settings.timed) and (step % settings.timed == 0 or step in (SETTLED, settings.steps))
 
 
 def nothing_to_resume(checkpoints: Path) -> RunError:
-    """What is said where a run cannot go on."""
+    """What is said where a run cannot go on. Only a folder without any checkpoint may be started in."""
+    if newest(checkpoints):
+        return RunError(f"no checkpoint in {checkpoints} is good: all are damaged or lack weights of this model\n"
+                        "  start anew in another run.folder, or delete that folder and start without --resume")
     return RunError(f"there is no good checkpoint in {checkpoints}\n  start anew, without --resume")
 
 
@@ -304,14 +339,14 @@ def check_resumable(checkpoints: Path, sizes: Sizes, corpus: Corpus, seed: int) 
         return
 
 
-def executor_of(job: Job, holding: Holding, comm: Comm) -> Executor:
-    """The rank's lane of the plan, ready to run."""
-    run, schedule = job.config.run, job.plan.schedule
+def executor_of(job: Job, schedule: Schedule, holding: Holding, comm: Comm) -> Executor:
+    """The rank's lane of a schedule over the plan's stages, ready to run."""
+    run = job.config.run
     mine = frozenset(holding.stages) if run.recompute else frozenset()
     return Executor(
         lower(schedule), holding.stages, comm, token_loss, holding.width, recompute=mine,
         autocast=torch.bfloat16 if run.precision == "bfloat16" else None, tied=holding.tied,
-        tape=CudaTape() if run.graphs else None,
+        tape=CudaTape() if run.graphs and schedule is job.plan.schedule else None,
     )  # fmt: skip
 
 

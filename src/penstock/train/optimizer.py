@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,8 +34,11 @@ def adamw(parameters: Mapping[str, nn.Parameter], settings: Optimizer) -> torch.
         mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
         groups.setdefault((parameter.dim() > 1, mesh), []).append(parameter)
     decays = {True: settings.decay, False: 0.0}
+    listed: list[dict[str, Any]] = [
+        {"params": some, "weight_decay": decays[matrices]} for (matrices, _), some in groups.items()
+    ]
     return torch.optim.AdamW(
-        [{"params": some, "weight_decay": decays[matrices]} for (matrices, _), some in groups.items()],
+        listed or [{"params": []}],  # a rank may have nothing to train; torch refuses an empty list of groups
         lr=settings.rate, betas=(settings.beta1, settings.beta2), eps=settings.eps, fused=True,
     )  # fmt: skip
 
@@ -96,4 +100,5 @@ class Gradients:
         """Scales all gradients so that their norm is at most so much; 0: any."""
         if most and norm > most:
             found = [local(one.grad) for one in self.holding.parameters.values() if one.grad is not None]
-            torch._foreach_mul_(found, most / (norm + TINY))
+            if found:  # a rank may have nothing to train
+                torch._foreach_mul_(found, most / (norm + TINY))

@@ -27,6 +27,7 @@ from penstock.ir.schedule import Schedule
 from penstock.models import GPT, GPTConfig, Llama, LlamaConfig, Part, Stack, part_parameters, shared_names, split
 from penstock.runtime import Tied, cut, local
 from penstock.train.config import Model
+from penstock.train.coverage import visited_parts
 
 Sizes = LlamaConfig | GPTConfig
 STD = 0.02  # of drawn matrices
@@ -54,6 +55,7 @@ class Holding:
     owned: frozenset[str]  # of its parameters, those that it counts and saves; replicas elsewhere do not
     names: tuple[str, ...]  # of all parameters of the model, in one order on all ranks
     width: int
+    trained: Mapping[str, nn.Parameter]  # of its parameters, those of parts that some path visits
 
 
 def sizes_of(model: Model, vocab: int, tokens: int) -> Sizes:
@@ -101,7 +103,9 @@ def hold(
     owned = frozenset(
         name for name, one in held.items() if owners[name] == rank and (place is None or place.counts(one))
     )
-    return Holding(stages, held, tied, owned, names, model.width)
+    moved = {name for part in visited_parts(schedule) for name in part_parameters(parts[part])}
+    trained = {name: one for name, one in held.items() if name in moved}
+    return Holding(stages, held, tied, owned, names, model.width, trained)
 
 
 def whole(sizes: Sizes, device: torch.device | None = None) -> Holding:

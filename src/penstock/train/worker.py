@@ -36,7 +36,7 @@ from penstock.train.config import Config
 from penstock.train.config_file import read_config
 from penstock.train.corpus import open_corpus
 from penstock.train.history import ROOM
-from penstock.train.hub import read_sizes
+from penstock.train.hub import read_sizes, settle_tokenizer
 from penstock.train.loop import Job, Trainer, Watch
 from penstock.train.tokenizer import kept_tokenizer, tokenizer_of
 from penstock.train.weights import Sizes, sizes_of
@@ -206,6 +206,7 @@ def join(config: Config) -> ProcessComm:
 
 def job_of(folder: Path, config: Config, resume: bool = False, fresh: bool = False) -> Job:
     """The run that a folder describes."""
+    config = settle_tokenizer(config)
     plan = read_plan(folder / PLAN)
     corpus = open_corpus(config.data, cache_of(config, folder))
     return Job(config, plan, sizes_for(config), corpus, folder, resume, fresh)
