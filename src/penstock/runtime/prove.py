@@ -97,7 +97,7 @@ def prove(executor: Executor, batch: Batch) -> Proof:
     why = next((one["why"] for one in told if one["why"]), "")
     if why:
         if executor.comm.rank == 0:
-            _log.warning("the model is not proven before it trains: %s", why)
+            _log.info("the model is not proven before it trains: %s", why)
         return Proof(skipped=why)
     devices = {p.device for module in _modules(executor) for p in module.parameters()}
     with kept_numbers(devices, executor.comm.barrier):
