@@ -64,6 +64,7 @@ class Problem:
     gap: float = 0.0
     first_gap: float = 0.0
     sized: bool = False  # how many nodes each part gets is given
+    arranged: bool = False  # which nodes each part gets is given
     traffic: Traffic = field(init=False)
 
     def __post_init__(self) -> None:
