@@ -36,6 +36,7 @@ def test_a_plan_is_shown_with_its_bound_and_written(run):
     assert (code, err) == (0, "wrote plan.json\n")
     for word in ("no plan takes less than", "gap", "nothing left out", "with all parts every 10 steps", "part 3"):
         assert word in out
+    assert read_plan("plan.json").facts["bound_holds_for"] == "every plan under these rules"
     assert run("check plan.json")[1].endswith("Its paths keep to the rules.\n")
     code, out, _ = run(f"paths cluster.toml {SIZES} --share 0.25 --json")
     found = json.loads(out)
@@ -181,6 +182,9 @@ def test_a_broken_cluster_is_one_clear_message(run, text, says):
         ("--seconds 0", "--seconds 0 is too little"),
         ("--iterations 0", "--iterations 0 is too little; give 1 or more"),
         ("--slices 0", "slices"),
+        ("--slices 99999999", "actions; the most is 4,000,000"),
+        ("--microbatches 99999999", "actions; the most is 4,000,000"),
+        ("--parts 99999999", "actions; the most is 4,000,000"),
         ("--slots 0", "0 slots; the least is 1"),
         ("--data-nodes 7", "7 data nodes of 8 nodes and 4 parts; from 1 to 5 fit"),
         ("--rule ahaed=3", "there is no rule 'ahaed'; did you mean 'ahead'"),

@@ -1,4 +1,4 @@
-"""Plans SkipPipe's partial paths: from a cluster and a model to a schedule, with a bound on how much better any can be.
+"""Plans SkipPipe's partial paths: from a cluster and a model to a schedule, and a bound for all under the same rules.
 
     sizes ──► circuits ──► parts of nodes ──► paths, order, starts ──► Schedule ──► simulate ──► makespan
               (formula)                    (search, simulated)                                bound, gap
@@ -37,6 +37,7 @@ from penstock.plan.rules import Fault, Rules, as_text, faults, obey, rules_from
 from penstock.plan.stages import ITERATIONS, search
 from penstock.plan.sums import all_sums
 from penstock.plan.traffic import Flow
+from penstock.schedules.size import refuse_size
 from penstock.sim.simulate import simulate
 
 CIRCUIT_MOVES = 20_000  # tried for each circuit, to begin with
@@ -127,6 +128,8 @@ def plan_paths(
 
 def best_plan(problem: Problem, labels: Ints | None, shape: Ints, budget: Budget, seed: int) -> PathPlan:
     """The best plan that a search finds for a problem. `labels`: the part of each node, if the arrangement is given."""
+    actions = 2 * (problem.hops + 2) * problem.microbatches * problem.slices * int(shape[0])
+    refuse_size(actions, f"{shape[0]} data nodes with microbatches={problem.microbatches} slices={problem.slices}")
     bound = path_bound(problem, shape, labels)
     draft = search(problem, lambda turn: _drafts(problem, labels, shape, turn), budget, labels is None, seed)
     return finished(problem, draft, bound, budget)
@@ -204,6 +207,7 @@ def as_file(plan: PathPlan) -> Plan:
     problem = plan.problem
     why: Facts = (
         ("makespan", plan.makespan), ("lower_bound", plan.bound), ("gap", plan.gap),
+        ("bound_holds_for", f"every plan under these rules{' on this arrangement' if problem.arranged else ''}"),
         ("simulations", plan.simulations), ("cut_short", plan.cut_short), ("skipped", problem.body - 1 - problem.hops),
         ("slices", problem.slices), ("waves", problem.waves), ("turn", plan.draft.turn.name.lower()),
         ("rules", as_text(problem.rules)), ("slots", " ".join(map(str, problem.traffic.slots.tolist()))),
