@@ -9,9 +9,9 @@
 Stages sleep instead of computing, links are emulated in user space (`ShapedComm`), and time runs faster by the factor
 in the table; everything else is the runtime as it is: processes, gloo, autograd, the executor on the planned lanes. The
 full pipeline leaves out nothing and has the same nodes, slots, micro-batches and rules, uses all data nodes, and is
-planned as the paths are: as many searches of the same length, its own arrangement, its own number of nodes for each
-part (and once with the published numbers). Rounds alternate. `predicted` is the simulator's time for the same lanes.
-`levers` is simulated alone.
+planned as the paths are, by the function that `penstock paths` compares with: as many searches with the same work, its
+own arrangement, its own number of nodes for each part (and once with the published numbers). Rounds alternate.
+`predicted` is the simulator's time for the same lanes. `levers` is simulated alone.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ import os
 import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -36,7 +35,8 @@ from tables import priority
 from penstock import ModelCost, lower
 from penstock.cost import Cluster, Node
 from penstock.ir import Timeline, dump_plan, load_plan
-from penstock.plan import Rules, as_file, even_parts, plan_paths
+from penstock.plan import as_file, even_parts, plan_paths
+from penstock.plan.baselines import full
 from penstock.plan.paths import PathPlan, rule_faults
 from penstock.plan.problem import PUBLISHED, Policy
 from penstock.runtime import Executor, ProcessComm, ShapedComm, Sleeping, batch_of, spawn
@@ -49,7 +49,6 @@ IMAGES = ROOT / "docs" / "images"
 SCALES = {"A": 0.06, "B": 0.03}  # seconds here for one there
 WIDTH = 16
 EVEN = (5, 3, 3, 3, 3, 3)
-WHOLE = Rules(share=0.0, behind=0, distance=0, swaps=0)
 QUEUES = Policy(PUBLISHED.turns, ordered=False)  # first come, first served; slots for whoever is there
 FREER = 4  # rows of the levers of which each allows what those above it do
 LEVERS: dict[str, dict[str, Any]] = {
@@ -78,24 +77,21 @@ def cluster_of(name: str, slots: int = 3) -> Cluster:
 
 
 def planned(
-    name: str, rules: Rules, seconds: float, seeds: int, slots: int = 3, microbatches: int = 6, given: bool = False,
-    **how: Any,
-) -> PathPlan:  # fmt: skip
-    """The best of several searches; `given`: on the authors' arrangement."""
+    name: str, iterations: int, seeds: int, slots: int = 3, microbatches: int = 6, given: bool = False, **how: Any,
+) -> list[tuple[PathPlan, PathPlan]]:  # fmt: skip
+    """Full pipelines and paths of several searches; `given`: on the authors' arrangement."""
     cited = CITED["instances"][name]
     tokens = how.get("slices", 1)
     parts = even_parts(6, cited["forward"], tokens=tokens)
     how |= {"arrangement": cited["partitions"]} if given else {"data_nodes": len(cited["partitions"][0])}
-    found = [
-        plan_paths(
-            cluster_of(name, slots), parts, microbatches, rules, tokens=tokens, seconds=seconds, seed=seed,
-            clock=time.process_time, **how,
+    found = []
+    for seed in range(seeds):
+        paths = plan_paths(
+            cluster_of(name, slots), parts, microbatches, tokens=tokens, iterations=iterations, seed=seed, **how
         )
-        for seed in range(seeds)
-    ]  # fmt: skip
-    best = min(found, key=lambda plan: plan.makespan)
-    assert not rule_faults(best)
-    return best
+        found.append((full(paths, iterations, seed=seed), paths))
+        assert not any(map(rule_faults, found[-1]))
+    return found
 
 
 @contextmanager
@@ -107,26 +103,24 @@ def ordinary() -> Iterator[None]:
     os.sched_setscheduler(0, policy, priority)
 
 
-def both(name: str, seconds: float, seeds: int, **how: Any) -> dict[str, PathPlan]:
+def both(name: str, iterations: int, seeds: int, **how: Any) -> dict[str, PathPlan]:
     """The full pipeline and the paths, with as many searches; either may also take the authors' arrangement."""
-    found: dict[str, PathPlan] = {}
-    for what, rules in (("full pipeline", WHOLE), ("planned paths", Rules())):
-        tried = [planned(name, rules, seconds, seeds, **how)]
-        if not how.get("given"):
-            tried.append(planned(name, rules, seconds, 1, **{**how, "sizes": None}, given=True))
-        found[what] = min(tried, key=lambda plan: plan.makespan)
-    return found
+    tried = planned(name, iterations, seeds, **how)
+    if not how.get("given"):
+        tried += planned(name, iterations, 1, **{**how, "sizes": None}, given=True)
+    best = [min(plans, key=lambda plan: plan.makespan) for plans in zip(*tried, strict=True)]
+    return dict(zip(("full pipeline", "planned paths"), best, strict=True))
 
 
-def levers(file: Path, seconds: float, seeds: int) -> list[Row]:
+def levers(file: Path, iterations: int, seeds: int) -> list[Row]:
     """All rows, those that are in the file already and the others, each written there as soon as it is known."""
     rows: list[Row] = json.loads(file.read_text())["rows"] if file.exists() else []
     for name in "AB":
         for number, (what, how) in enumerate(LEVERS.items()):
             if any(row["instance"] == name and row["lever"] == what for row in rows):
                 continue
-            found = both(name, seconds, seeds, **how)
-            row: Row = {"instance": name, "lever": what, "searches": seeds, "seconds": seconds}
+            found = both(name, iterations, seeds, **how)
+            row: Row = {"instance": name, "lever": what, "searches": seeds, "iterations": iterations}
             for side, plan in (("full", found["full pipeline"]), ("ours", found["planned paths"])):
                 row |= {side: plan.makespan, f"{side}_bound": plan.bound}
                 if 0 < number < FREER:  # it may do as the row above does
@@ -173,10 +167,10 @@ def finishes(timeline: Timeline, scale: float = 1.0) -> list[float]:
     return [float(end) / scale for end in sorted(ends)]
 
 
-def measure(name: str, seconds: float, seeds: int, rounds: int) -> list[Row]:
+def measure(name: str, iterations: int, seeds: int, rounds: int) -> list[Row]:
     scale = SCALES[name]
     with ordinary():
-        even, own = both(name, seconds, seeds, sizes=EVEN), both(name, seconds, seeds)
+        even, own = both(name, iterations, seeds, sizes=EVEN), both(name, iterations, seeds)
     found = {
         "full pipeline": own["full pipeline"], "full pipeline, published sizes": even["full pipeline"],
         "planned paths": min(own["planned paths"], even["planned paths"], key=lambda plan: plan.makespan),
@@ -250,14 +244,15 @@ def page(pieces: dict[str, Any]) -> str:
     full, even, paths = ({row["instance"]: row for row in rows[number::3]} for number in range(3))
     most = {name: 1 - paths[name]["bound"] / full[name]["predicted"] for name in "AB"}
     where, first = pieces["A"]["where"], pieces["levers"]["rows"][0]
-    searches = f"{first['searches']} of {first['seconds']:g} s of processor time"
+    work = f"{first['iterations']:,} moves" if "iterations" in first else f"{first['seconds']:g} s of processor time"
+    searches = f"{first['searches']} of {work}"
     pictures = "\n\n".join(f"![micro-batches back over time, {name}](../images/wan-{name}.svg)" for name in "AB")
     return f"""# Planned paths on a slow network
 
 `chrt -f 10 python benchmarks/wan.py`; 20 processes on {where}.
 Seconds are those of the network that is played; medians over {pieces["A"]["rows"][0]["rounds"]} rounds.
 Stages sleep and links are emulated; processes, messages, autograd and executor are real. The full pipeline leaves out
-nothing; it has the same nodes, slots, micro-batches and rules, and as many searches of the same length. It chooses
+nothing; it has the same nodes, slots, micro-batches and rules, and as many searches with the same work. It chooses
 which nodes hold which part, and how many; with *published sizes* there are five data nodes and three nodes for each
 other part, as SkipPipe has them for its paths.
 
@@ -268,8 +263,8 @@ other part, as SkipPipe has them for its paths.
 ## What it takes, lever by lever
 
 Simulated seconds of a step, 30 micro-batches (60 in one row) on 20 nodes with 3 slots unless a row says otherwise. Both
-sides have the lever, and as many searches: {searches}, and as long a one on the authors' arrangement. Searches this
-short leave a few percent.
+sides have the lever, and as many searches: {searches}, and one with the same work on the authors' arrangement. Searches
+this short leave a few percent.
 
 {lever_table(pieces["levers"]["rows"])}
 
@@ -302,13 +297,13 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="folder for the pieces; without it one that is thrown away")
     parser.add_argument("--merge", type=Path, metavar="FOLDER", help="write the page of the pieces in a folder")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=6.0, help="of each search, processor time")
+    parser.add_argument("--iterations", type=int, default=65_500, help="moves of each search")
     parser.add_argument("--seeds", type=int, default=3, help="searches for each plan")
     parser.add_argument("--quick", action="store_true", help="instance A, short searches, two rounds; writes nothing")
     parser.add_argument("--json", action="store_true", help="one JSON object to stdout")
     given = parser.parse_args()
     if given.quick:
-        rows = measure("A", 1.0, 1, 2)
+        rows = measure("A", 6_300, 1, 2)
         sys.stdout.write(json.dumps({"rows": rows}) + "\n" if given.json else measured_table(rows) + "\n")
         return
     where = f"{os.cpu_count()} cores, {priority()}, torch {torch.__version__}"
@@ -319,9 +314,9 @@ def main() -> None:
         for name in names:
             if name == "levers":
                 with ordinary():
-                    levers(folder / "levers.json", given.seconds / 2, given.seeds)
+                    levers(folder / "levers.json", min(given.iterations, 25_500), given.seeds)
             else:
-                rows = measure(name, given.seconds, given.seeds, given.rounds)
+                rows = measure(name, given.iterations, given.seeds, given.rounds)
                 (folder / f"{name}.json").write_text(json.dumps({"rows": rows, "where": where}))
         pieces = {file.stem: json.loads(file.read_text()) for file in sorted(folder.glob("*.json"))}
     if {"A", "B", "levers"} <= pieces.keys() and len(pieces["levers"]["rows"]) == 2 * len(LEVERS):

@@ -235,3 +235,47 @@ def test_it_runs_as_a_program():
     )  # fmt: skip
     assert done.returncode == 2
     assert done.stderr.startswith("UnknownNameError: there is no schedule 'nope'")
+
+
+# ---------------------------------------------------------------- sizes of schedules, and of terminals
+@pytest.mark.parametrize(
+    "line",
+    [
+        "simulate hanayo --ranks 4 --microbatches 4 --waves 100000", "draw gpipe --ranks 4 --microbatches 99999999",
+        "simulate 1f1b --ranks 4 --microbatches 4 --slices 99999999", "plan --ranks 4 --microbatches 99999999",
+        "plan --ranks 99999999 --microbatches 4", "compare 1f1b gpipe --ranks 4 --microbatches 99999999 -o x.html",
+        "simulate 1f1b --ranks 4 --microbatches 4 --copies 99999999",
+    ],
+)  # fmt: skip
+def test_an_absurd_size_is_refused_with_the_number_of_actions(run, line):
+    code, out, err = run(line)
+    assert (code, out) == (2, "")
+    assert "actions; the most is 4,000,000" in err
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize("width", [80, 60, 40, 20])
+def test_no_number_of_a_table_is_cut(run, monkeypatch, width):
+    line = "plan --ranks 2 --microbatches 4 --comm 0.05 --forward 33.777"
+    rows = json.loads(run(f"{line} --json")[1])["schedules"]
+    monkeypatch.setenv("COLUMNS", str(width))
+    code, out, _ = run(f"{line} --top 100")
+    assert code == 0
+    assert all(len(text) <= width for text in out.splitlines())
+    assert "…" not in out
+    words = out.split()
+    for row in rows:
+        for key in ("makespan", *(("lower_bound", "noisy_makespan") if width != 60 else ())):
+            assert f"{row[key]:.4g}" in words
+    if width == 60:
+        assert "no room for bound, order, ±10%: widen the terminal, or use --json" in " ".join(words)
+
+
+@pytest.mark.parametrize("line", ["list", "simulate hanayo --ranks 16 --microbatches 32 --waves 2 --comm 0.0512345"])
+def test_tables_fit_into_a_narrow_terminal(run, monkeypatch, line):
+    for width in (80, 60):
+        monkeypatch.setenv("COLUMNS", str(width))
+        code, out, _ = run(line)
+        assert code == 0
+        assert all(len(text) <= width for text in out.splitlines())
+        assert "…" not in out

@@ -142,7 +142,7 @@ def test_a_rank_rests_after_an_action_while_its_message_is_on_its_way():
 def test_the_command_plans_paths_for_a_cluster(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     write_cluster(Cluster.geo(["London", "Paris", "Tokyo", "Osaka", "Sydney", "Milan", "Seoul", "Madrid"]), "c.toml")
-    line = "paths c.toml --parts 4 --microbatches 3 --forward 0.5 --share 0.25 --message 1e6 --seconds 0.5"
+    line = "paths c.toml --parts 4 --microbatches 3 --forward 0.5 --share 0.25 --message 1e6 --iterations 1500"
     out = ""
     for words in (f"{line} -o plan.json", "check plan.json", f"{line} --json"):
         code, said, _ = called(monkeypatch, capsys, words)

@@ -27,7 +27,7 @@ def cluster(tmp_path):
 @pytest.mark.parametrize(
     "line",
     ["plan --ranks 16 --microbatches 128 --comm 0.05", "profile --preset tiny --tokens 256 --rounds 500 -o p.json",
-     "paths cluster.toml --parts 4 --microbatches 6 --forward 0.05 --message 4e6 --seconds 60"],
+     "paths cluster.toml --parts 4 --microbatches 6 --forward 0.05 --message 4e6 --iterations 1000000000"],
     ids=["plan", "profile", "paths"],
 )  # fmt: skip
 def test_ctrl_c_ends_a_verb_without_a_word(line, cluster, tmp_path):

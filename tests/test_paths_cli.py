@@ -18,7 +18,7 @@ from penstock.ir import Plan, dump_plan, read_plan
 from penstock.plan.rules import Rules, as_text, rules_from
 
 CITIES = ["Paris", "London", "Tokyo", "Osaka", "Lisbon", "Rome", "Boston", "Madrid"]
-SIZES = "--parts 4 --microbatches 3 --forward 0.5 --message 8e6 --seconds 0.2"
+SIZES = "--parts 4 --microbatches 3 --forward 0.5 --message 8e6 --iterations 500"
 TWO = 'penstock = "cluster"\n[[nodes]]\nsite = "Tokyo"\nslots = 3\n[[nodes]]\nsite = "Osaka"\nslots = 3\n'
 
 
@@ -36,11 +36,40 @@ def test_a_plan_is_shown_with_its_bound_and_written(run):
     assert (code, err) == (0, "wrote plan.json\n")
     for word in ("no plan takes less than", "gap", "nothing left out", "with all parts every 10 steps", "part 3"):
         assert word in out
+    assert read_plan("plan.json").facts["bound_holds_for"] == "every plan under these rules"
     assert run("check plan.json")[1].endswith("Its paths keep to the rules.\n")
     code, out, _ = run(f"paths cluster.toml {SIZES} --share 0.25 --json")
     found = json.loads(out)
     assert found["makespan"] >= found["lower_bound"] > 0
+    assert found["stopped"] is found["cut_short"] is found["full_pipeline_cut_short"] is False
+    assert found["simulations"] == 500
+
+
+def test_the_same_command_writes_the_same_plan(run):
+    for name in ("one", "other"):
+        run(f"paths cluster.toml {SIZES} --share 0.25 --seed 3 -o {name}.json")
+    assert Path("one.json").read_bytes() == Path("other.json").read_bytes()
+
+
+def test_a_time_limit_that_cuts_a_search_short_is_said(run):
+    code, out, _ = run(f"paths cluster.toml {SIZES} --share 0.25 --seconds 1e-9 -o plan.json")
+    assert code == 0
+    assert out.count("0 moves") == out.count("cut short") == 2  # the paths' search, and the full pipeline's
+    assert read_plan("plan.json").facts["cut_short"] is True
+    found = json.loads(run(f"paths cluster.toml {SIZES} --share 0.25 --seconds 1e-9 --json")[1])
+    assert found["cut_short"] is found["full_pipeline_cut_short"] is True
     assert found["stopped"] is False
+    assert "cut short" not in run(f"paths cluster.toml {SIZES} --share 0.25 --seconds 3600")[1]
+
+
+def test_the_full_pipeline_is_planned_as_the_paths_are(run):
+    found = json.loads(run(f"paths cluster.toml {SIZES} --share 0.25 --json")[1])
+    data = len(found["nodes"][0])
+    alone = json.loads(run(f"paths cluster.toml {SIZES} --share 0 --rule swaps=0 --rule behind=0 --rule distance=0 "
+                           f"--data-nodes {data} --json")[1])  # fmt: skip
+    assert found["full_pipeline"] == alone["makespan"]
+    waved = json.loads(run(f"paths cluster.toml {SIZES} --share 0.25 --waves --json")[1])
+    assert waved["full_pipeline"] > 0
 
 
 def test_rules_are_data(run):
@@ -103,7 +132,7 @@ def test_a_first_ctrl_c_shows_the_best_so_far(run):
     run(f"paths cluster.toml {SIZES} --share 0.25")  # loads the compiled loops
     timer = threading.Timer(1.5, os.kill, (os.getpid(), signal.SIGINT))
     timer.start()
-    code, out, err = run(f"paths cluster.toml {SIZES.replace('0.2', '50')} --share 0.25 -o plan.json")
+    code, out, err = run(f"paths cluster.toml {SIZES.replace('500', '1000000000')} --share 0.25 -o plan.json")
     timer.cancel()
     assert (code, err) == (130, "wrote plan.json\n")
     assert "stopped: the best so far" in out
@@ -151,7 +180,11 @@ def test_a_broken_cluster_is_one_clear_message(run, text, says):
         ("--forward 0", "--forward 0 is too little; give more than 0"),
         ("--message -1", "--message -1 is too little; give 0 or more"),
         ("--seconds 0", "--seconds 0 is too little"),
+        ("--iterations 0", "--iterations 0 is too little; give 1 or more"),
         ("--slices 0", "slices"),
+        ("--slices 99999999", "actions; the most is 4,000,000"),
+        ("--microbatches 99999999", "actions; the most is 4,000,000"),
+        ("--parts 99999999", "actions; the most is 4,000,000"),
         ("--slots 0", "0 slots; the least is 1"),
         ("--data-nodes 7", "7 data nodes of 8 nodes and 4 parts; from 1 to 5 fit"),
         ("--rule ahaed=3", "there is no rule 'ahaed'; did you mean 'ahead'"),

@@ -24,7 +24,7 @@ from penstock.cost import (
     read_profile,
     write_profile,
 )
-from penstock.cost.fit import fit, fit_formula, least_squares
+from penstock.cost.fit import Fit, fit, fit_formula, least_squares
 from penstock.cost.points import points_of
 from penstock.cost.profile import Point, block
 from penstock.errors import FileError, ShapeError
@@ -357,7 +357,48 @@ def test_cuts_lie_on_the_tiles_of_the_device_that_was_measured(run, device, toke
     assert math.gcd(*cuts, tokens) == step
 
 
+def off_by(error: float) -> Profile:
+    """A profile whose layer is off by so much on the points held out."""
+    fitted = profile()
+    return replace(fitted, layer=replace(fitted.layer, B=replace(fitted.layer.B, worst=error)))
+
+
+@pytest.mark.parametrize("line", ["plan", "simulate 1f1b"])
+def test_a_profile_that_is_far_off_is_refused_unless_accepted(run, line):
+    line += " --ranks 2 --microbatches 2 --profile p.json"
+    write_profile(off_by(18.65), "p.json")
+    code, out, err = run(line)
+    assert (code, out) == (2, "")
+    words = " ".join(err.split())
+    assert "p.json: the measured times are off by up to 1,865% on points held out of the fit" in words
+    assert "the most to plan with is 50%" in words
+    assert "on a quiet machine, with more --rounds" in words
+    assert run(f"{line} --accept-error")[0] == 0
+    write_profile(off_by(0.4), "p.json")
+    assert run(line)[0] == 0
+
+
+def test_an_error_of_what_takes_no_time_does_not_matter():
+    fitted = profile()
+    assert off_by(18.65).worst_error == 18.65
+    tiny = Fit(Seconds(1e-9), 18.65, 18.65)
+    assert replace(fitted, embed=replace(fitted.embed, F=tiny)).worst_error == fitted.worst_error < 0.5
+
+
+def test_profile_warns_of_what_it_writes_if_it_is_far_off(run, monkeypatch):
+    from penstock.train import profile as measuring  # noqa: PLC0415
+
+    for error, warned in ((18.65, True), (0.2, False)):
+        monkeypatch.setattr(measuring, "profile", lambda *_, error=error: off_by(error))
+        code, out, err = run("profile --tokens 64 -o p.json --json")
+        assert code == 0
+        assert json.loads(out)["worst_error"] == pytest.approx(max(error, profile().worst_error))
+        assert ("WARNING" in err) is warned
+        assert ("off by up to 1,865%" in err) is warned
+
+
 MISTAKES = {
+    "simulate 1f1b --ranks 2 --microbatches 2 --accept-error": "--accept-error is for costs of a profile",
     "simulate 1f1b --ranks 2 --microbatches 2 --profile none.json": "cannot read none.json",
     "simulate 1f1b --ranks 2 --microbatches 2 --profile p.json --comm 0.1": "does not go together with --comm",
     "plan --ranks 2 --microbatches 2 --profile p.json --forward 1 --backward 3": "with --forward and --backward",

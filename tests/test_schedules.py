@@ -16,6 +16,7 @@ from penstock.schedules import shape_of
 from penstock.schedules.facts import FACTS
 from penstock.schedules.hanayo import unit
 from penstock.schedules.orders import only
+from penstock.schedules.size import MAX_ACTIONS, count_actions
 from penstock.schedules.skip_paths import default_skips
 from penstock.schedules.transforms import repeat, replicate, slice_tokens, split_backward
 from penstock.view import plain
@@ -285,3 +286,26 @@ def test_a_shape_without_ranks_is_refused():
 def test_an_odd_chimera_is_refused_with_the_nearest_that_works():
     with pytest.raises(ShapeError, match="even number of ranks, not 5; the nearest is 6"):
         make("chimera", ranks=5, microbatches=4)
+
+
+# ---------------------------------------------------------------- sizes
+@pytest.mark.parametrize("more", [{}, {"slices": 3}, {"copies": 2, "split": 1}], ids=str)
+@pytest.mark.parametrize("name", REGISTRY)
+def test_actions_are_counted_before_a_schedule_is_built(name, more):
+    shape = {"ranks": 4, "microbatches": 8, **more}
+    actions, most = make(name, **shape).actions, count_actions(name, shape)
+    assert most / 2 <= actions <= most  # some leave out micro-batches of a larger order, or parts of a path
+    if name in ("gpipe", "1f1b", "interleaved", "hanayo", "chimera"):
+        assert actions == most
+
+
+@pytest.mark.parametrize("word", ["ranks", "microbatches", "chunks", "waves", "slices", "copies"])
+def test_absurd_sizes_are_refused_before_anything_is_built(word):
+    name = {"chunks": "interleaved", "waves": "hanayo"}.get(word, "1f1b")
+    with pytest.raises(ShapeError, match=rf"{word}=1000000000000.* has [0-9,]+ actions; the most is {MAX_ACTIONS:,}"):
+        make(name, **{"ranks": 4, "microbatches": 4, word: 10**12})
+
+
+def test_too_many_copies_of_a_schedule_are_refused():
+    with pytest.raises(ShapeError, match="a pipeline in 1000000000 copies has 16,000,000,000 actions"):
+        replicate(make("1f1b", ranks=2, microbatches=4), 10**9)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Optional
 import typer
 
 from penstock.cli_cost import (
+    AcceptError,
     Backward,
     Comm,
     Forward,
@@ -97,7 +98,7 @@ def simulate(
     source: Source, ranks: Ranks = None, microbatches: Microbatches = None, waves: Waves = None, chunks: Chunks = None,
     slices: Slices = None, skips: Skips = None, copies: Copies = None, split: Split = False,
     forward: Forward = None, backward: Backward = None, comm: Comm = None,
-    profile: ProfileFile = None, tokens: Tokens = None, json: Json = False,
+    profile: ProfileFile = None, tokens: Tokens = None, accept_error: AcceptError = False, json: Json = False,
 ) -> None:  # fmt: skip
     """Predict what a schedule takes: makespan, bubble, memory, and the least any order of it could take.
 
@@ -106,7 +107,7 @@ def simulate(
     from penstock.plan import lower_bound
 
     plan = _plan(source, _shape(ranks, microbatches, waves, chunks, slices, skips, copies, split))
-    price = own_price(price_of(forward, backward, comm, profile, tokens), plan)
+    price = own_price(price_of(forward, backward, comm, profile, tokens, accept_error), plan)
     timeline = _simulated(plan.schedule, price.cost)
     facts = {
         "name": plan.name, "ranks": plan.schedule.ranks, "microbatches": len(plan.schedule.microbatches),
@@ -136,6 +137,7 @@ def plan_(
     comm: Comm = None,
     profile: ProfileFile = None,
     tokens: Tokens = None,
+    accept_error: AcceptError = False,
     stages: Annotated[int, typer.Option(help="The most stages on a rank: a model has so many layers.")] = 16,
     slices: Annotated[int, typer.Option(help="The most token slices; 1 for models that cannot be sliced.")] = 8,
     granularity: Annotated[
@@ -149,6 +151,9 @@ def plan_(
 ) -> None:
     """Build and simulate every schedule that fits, rank them, and keep the best as plan.json.
 
+    The bound and the gap of a row are those of its own placement and cuts: another order of the same stages could be
+    faster by the gap at most. They say nothing of other placements or cuts.
+
     With a profile it also says whether to cut sequences into slices, where, and what that brings.
 
     Example: penstock plan --ranks 8 --microbatches 16 --comm 0.05 --memory 8 -o plan.json
@@ -159,7 +164,7 @@ def plan_(
     from penstock.ir import dump_plan
     from penstock.plan import as_plan, portfolio, title
 
-    price = price_of(forward, backward, comm, profile, tokens)
+    price = price_of(forward, backward, comm, profile, tokens, accept_error)
     with progress("planning") as status:
         watch = (lambda name: None) if status is None else (lambda name: status.update(f"planning: {name}"))
         found = portfolio(
@@ -189,7 +194,7 @@ def plan_(
          price.size(c.peak, 3), price.time(c.bound, 4), f"{c.gap:.1%}", price.time(c.noisy, 4))
         for place, c in enumerate(found.candidates[:top], start=1)
     ]  # fmt: skip
-    print_table(heads, table, _footnote(found, top, price, memory, weights))
+    print_table(heads, table, _footnote(found, top, price, memory, weights), spare=("bound", "order", "±10%"))
     if cut is not None:
         show_slices(cut, price, top)
 
@@ -350,7 +355,8 @@ def _rendered(plan: Plan, timeline: Timeline, output: Path) -> str:
 def _footnote(found: Portfolio, top: int, price: Price, memory: float | None, weights: int) -> str:
     notes = [
         "fixed: one order for any cost; split, listed: fit to this cost; ±10%: mean makespan with noise none has seen",
-        "bound: no order of this placement takes less; peak: the fullest rank's activations, in "
+        "bound: no order of this placement and these cuts takes less, other placements may; gap: how far above it",
+        "peak: the fullest rank's activations, in "
         + ("MiB; times in ms" if price.profile else "micro-batches"),
     ]
     if len(found.candidates) > top:

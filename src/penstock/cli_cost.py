@@ -28,6 +28,9 @@ ProfileFile = Annotated[
 Tokens = Annotated[
     Optional[int], typer.Option(help="With --profile: tokens of a sequence, of which cuts are shares.")  # noqa: UP045
 ]
+AcceptError = Annotated[
+    bool, typer.Option("--accept-error", help="With --profile: use it even if it is off by more than 50%.")
+]
 MIB = 2.0**20
 LONGEST = 1e12  # time of one action: sums of more are no numbers
 FINE = 16  # tokens that cuts are multiples of, if kernels do not ask for more
@@ -91,16 +94,19 @@ class Price:
 
 def price_of(
     forward: float | None, backward: float | None, comm: float | None, profile: Path | None = None,
-    tokens: int | None = None,
+    tokens: int | None = None, accept_error: bool = False,
 ) -> Price:  # fmt: skip
-    """The cost that the options ask for."""
+    """The cost that the options ask for. A profile that is too far off is refused unless `accept_error`."""
     from penstock.cost import ProfileCost, read_profile
+    from penstock.cost.profile import refuse_error
 
     units = {"forward": forward, "backward": backward, "comm": comm}
     given = {word: value for word, value in units.items() if value is not None}
     if profile is None:
         if tokens is not None:
             raise ShapeError("--tokens is for costs of a profile; give one with --profile, or leave it out")
+        if accept_error:
+            raise ShapeError("--accept-error is for costs of a profile; give one with --profile, or leave it out")
         return Price(UnitCost(**{word: _time(f"--{name}", value) for word, name, value in (
             ("F", "forward", given.get("forward", 1.0)), ("B", "backward", given.get("backward", 2.0)),
             ("comm", "comm", given.get("comm", 0.0)))}))  # fmt: skip
@@ -110,6 +116,8 @@ def price_of(
     if tokens is not None and tokens < 1:
         raise ShapeError(f"--tokens {tokens} is no length of a sequence; the least is 1")
     found = read_profile(profile)
+    if not accept_error:
+        refuse_error(found, str(profile))
     return Price(ProfileCost(found, tokens), found, found.tokens if tokens is None else tokens)
 
 

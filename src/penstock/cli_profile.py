@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Optional
 
 import typer
 
-from penstock.cli_screen import print_json, print_table, progress, write
+from penstock.cli_screen import print_json, print_table, progress, tell, write
 from penstock.errors import RunError, ShapeError
 
 if TYPE_CHECKING:
@@ -113,13 +113,17 @@ def _survey(output: Path, ranks: int, slots: int | None, json: bool) -> None:
 
 def _told(found: Profile, output: Path, json: bool) -> None:
     from penstock.cost import dump_profile
+    from penstock.cost.profile import MAX_ERROR, error_warning
 
     write(output, dump_profile(found), quiet=json)
+    if found.worst_error > MAX_ERROR:
+        tell("WARNING", f"{output}: {error_warning(found)}")
     rows = _rows(found)
     if json:
         heads = ("block", "op", "form", "seconds", "worst", "median")
         fits = [dict(zip(heads, row, strict=True)) for row in rows]
-        print_json({"file": str(output), **dict(found.model), **dict(found.device), "fits": fits})
+        print_json({"file": str(output), **dict(found.model), **dict(found.device), "worst_error": found.worst_error,
+                    "fits": fits})  # fmt: skip
         return
     table = [
         (name, op, f"{1e3 * seconds:.3g} ms", form, f"{worst:.1%}", f"{median:.1%}")

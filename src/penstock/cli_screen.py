@@ -74,17 +74,60 @@ def print_json(value: dict[str, object]) -> None:
     sys.stdout.write(json.dumps(value) + "\n")
 
 
-def print_table(heads: Sequence[str], rows: Sequence[Sequence[str]], note: str = "") -> None:
-    """A table, and a note under it."""
+def print_table(
+    heads: Sequence[str], rows: Sequence[Sequence[str]], note: str = "", spare: Sequence[str] = ()
+) -> None:
+    """A table, and a note under it.
+
+    Nothing is ever cut. Where there is too little room, texts wrap between words; if that is not enough, the columns
+    named in `spare` are left out, the first one first, and the note says so; at last each row becomes a list of lines.
+    """
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
-    for head, width in zip(heads, widths, strict=True):  # where there is no room, the widest column gives way
-        table.add_column(head, no_wrap=True, min_width=None if width == max(widths) else width)
-    for row in rows:
-        table.add_row(*row)
-    console().print(table)
+    screen = console()
+    for count in range(len(spare) + 1):
+        gone = list(spare[:count])
+        kept = [number for number, head in enumerate(heads) if head not in gone]
+        widths = fitting_widths([heads[n] for n in kept], [[row[n] for n in kept] for row in rows], screen.width)
+        if widths is not None:
+            break
+    if widths is None:
+        gone = []
+        for row in rows:
+            lines = [f"{head}: {cell}" if head else cell for head, cell in zip(heads, row, strict=True)]
+            screen.print("\n" + "\n".join(lines), markup=False)
+    else:
+        table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+        for number, width in zip(kept, widths, strict=True):
+            table.add_column(heads[number], width=width)
+        for row in rows:
+            table.add_row(*(row[number] for number in kept))
+        screen.print(table)
+    if gone:
+        note = f"no room for {', '.join(gone)}: widen the terminal, or use --json" + (f"\n{note}" if note else "")
     if note:
-        console().print(note, style="dim", highlight=False)
+        screen.print(note, style="dim", highlight=False)
+
+
+def fitting_widths(heads: Sequence[str], rows: Sequence[Sequence[str]], room: int) -> list[int] | None:
+    """Widths of columns that fit into the room, with texts wrapped between words if they must; None: nothing fits.
+
+    >>> fitting_widths(("name", "time"), [("a long name", "1.5")], 20)
+    [11, 4]
+    >>> fitting_widths(("name", "time"), [("a long name", "1.5")], 14)
+    [6, 4]
+    >>> fitting_widths(("name", "time"), [("a long name", "1.5")], 10)
+    """
+    columns = list(zip(heads, *rows, strict=True))
+    widths = [max(map(len, column)) for column in columns]
+    least = [max((len(word) for cell in column for word in cell.split()), default=0) for column in columns]
+    over = sum(widths) + 2 * len(widths) - room  # two edges, and two spaces between columns
+    while over > 0:
+        slack = [width - small for width, small in zip(widths, least, strict=True)]
+        if not any(slack):
+            return None
+        widest = max((width, number) for number, width in enumerate(widths) if slack[number])[1]
+        widths[widest] -= 1
+        over -= 1
+    return widths

@@ -51,7 +51,7 @@ def show_slices(found: SlicedPlans, price: Price, top: int) -> None:
          "-" if row.speedup is None else f"{row.speedup:.3f}")
         for row in found.rows[:top] for c in (row.candidate,)
     ]  # fmt: skip
-    print_table(heads, table, found.verdict)
+    print_table(heads, table, found.verdict, spare=("tokens of each", "peak"))
 
 
 def lengths(cuts: tuple[int, ...]) -> str:

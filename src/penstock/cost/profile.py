@@ -22,6 +22,9 @@ from penstock.ir.fields import Facts
 from penstock.ir.schedule import Schedule
 from penstock.partition import even_partition
 
+MAX_ERROR = 0.5  # of a curve on held-out points: usual are 9 to 25% on a CPU and 1 to 7% on a GPU
+MATTERS = 0.01  # share of an op's time over the whole model from which the op of a block matters
+
 
 @dataclass(frozen=True, slots=True)
 class Point:
@@ -57,6 +60,21 @@ class Block:
     def fit(self, op: Op) -> Fit:
         """Of one op."""
         return {Op.F: self.F, Op.B: self.B, Op.I: self.I, Op.W: self.W}[op]
+
+
+def refuse_error(profile: Profile, source: str) -> None:
+    """Refuses a profile that is too far off to plan with. `source`: its file, as the error names it."""
+    if profile.worst_error > MAX_ERROR:
+        raise ShapeError(f"{source}: {error_warning(profile)}")
+
+
+def error_warning(profile: Profile) -> str:
+    """What is wrong with a profile that is too far off, and what to do."""
+    return (
+        f"the measured times are off by up to {profile.worst_error:,.0%} on points held out of the fit; "
+        f"the most to plan with is {MAX_ERROR:.0%}\n"
+        "  measure again on a quiet machine, with more --rounds; or plan all the same with --accept-error"
+    )
 
 
 def block(
@@ -131,6 +149,23 @@ class Profile:
     def blocks(self, layers: int, first: bool, last: bool) -> list[tuple[int, Block]]:
         """What a part is made of, each so many times."""
         return [(layers, self.layer), (int(first), self.embed), (int(last), self.head)]
+
+    @property
+    def worst_error(self) -> float:
+        """The worst error of a curve on points that took no part in its fit, of all that matter to a step.
+
+        An op of a block matters if it is at least a hundredth of the time of that op over the whole model.
+        """
+        blocks = self.blocks(self.layers, first=True, last=True)
+        errors = [0.0]
+        for op in (Op.F, Op.B, Op.I, Op.W):
+            times = [count * one.fit(op).curve.of(self.tokens, 0) for count, one in blocks]
+            errors += [
+                one.fit(op).worst
+                for (_, one), seconds in zip(blocks, times, strict=True)
+                if seconds >= MATTERS * sum(times) > 0
+            ]
+        return max(errors)
 
     def update(self, partition: Sequence[int]) -> tuple[float, ...]:
         """Seconds of AdamW's step for each part. No action of a schedule: it comes after the last one of a rank."""

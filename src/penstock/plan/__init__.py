@@ -1,4 +1,9 @@
-"""Planners: from what there is to the schedule that uses it best, with a bound on how much better any could be."""
+"""Planners: from what there is to a good schedule, with a lower bound on its makespan.
+
+A bound holds for what was fixed when it was computed. That of `portfolio` and `lower_bound` is for one placement and
+one set of cuts: no other order of the same stages and slices takes less, but another placement may. That of
+`plan_paths` is for all plans under the same rules: for every arrangement of the nodes, or for the given one.
+"""
 
 from penstock.plan.bounds import lower_bound
 from penstock.plan.cuts import Slicing, best_batch, best_cuts, latency_of

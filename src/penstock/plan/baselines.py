@@ -1,6 +1,6 @@
 """What a planned schedule is compared with: the same nodes, slots and micro-batches, and no plan, or half of one.
 
-    full         every micro-batch through all parts, in order; planned as well as we can, all data nodes in use
+    full         every micro-batch through all parts, in order; planned by the search that plans the paths
     random       paths drawn at random that keep to the rules
     shortest     every path the shortest that is left, without a look at who else comes along: no collisions avoided
 """
@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from random import Random
@@ -15,34 +16,42 @@ from random import Random
 import numpy as np
 
 from penstock.ir.table import Ints
-from penstock.plan.arrangement import circuits_of
-from penstock.plan.draft import Budget, Clock, Draft, Path, run, settle, worth
-from penstock.plan.groups import improved
-from penstock.plan.path_bounds import path_bound
-from penstock.plan.paths import PathPlan, finished, first_drafts
+from penstock.plan.arrangement import sizes_for
+from penstock.plan.draft import Budget, Clock, Draft, Path, never, run, settle
+from penstock.plan.paths import PathPlan, best_plan, finished
 from penstock.plan.problem import Policy, Problem
 from penstock.plan.routes import placed
-from penstock.plan.rules import orders
+from penstock.plan.rules import Rules, orders
+from penstock.plan.stages import ITERATIONS
+
+
+def whole(rules: Rules) -> Rules:
+    """The rules under which nothing is left out, and every micro-batch meets the parts in order."""
+    return replace(rules, share=0.0, behind=0, distance=0, swaps=0)
 
 
 def full(
     plan: PathPlan,
-    seconds: float = 2.0,
-    iterations: int | None = None,
+    iterations: int = ITERATIONS,
+    seconds: float | None = None,
     seed: int = 0,
     clock: Clock = time.perf_counter,
+    stop: Callable[[], bool] = never,
 ) -> PathPlan:
-    """No part left out, on the same arrangement, as well planned as paths are; slots belong to who is there."""
-    budget = Budget(iterations, seconds, clock(), clock)
-    rules = replace(plan.problem.rules, share=0.0, behind=0, distance=0, swaps=0)
+    """The best full pipeline that the same search finds: no part is left out.
+
+    It has the same nodes, data nodes, micro-batches and links. It chooses its own arrangement unless the paths were
+    planned on a given one; its sizes are its own too, unless they were given. Slots belong to who is there.
+    """
+    budget = Budget(iterations, seconds, clock, stop)
     policy = Policy(plan.problem.policy.turns, ordered=plan.problem.policy.ordered)
-    problem = replace(plan.problem, rules=rules, policy=policy)
-    labels = np.array(plan.draft.labels)
-    drafts = first_drafts(problem, labels, circuits_of(problem, labels, 1, seed), seed)
-    best = min((settle(problem, draft) for draft in drafts), key=lambda draft: worth(problem, draft))
-    best = improved(problem, best, budget, False, seed)
-    bound = path_bound(problem, np.bincount(labels[labels >= 0]), labels)
-    return finished(problem, best, bound, budget)
+    problem = replace(plan.problem, rules=whole(plan.problem.rules), policy=policy)
+    sizes = [len(nodes) for nodes in plan.partitions]
+    if problem.arranged:
+        return best_plan(problem, np.array(plan.draft.labels), np.array(sizes), budget, seed)
+    if not problem.sized:
+        sizes = list(sizes_for(problem.traffic.nodes, problem.body, problem.hops, sizes[0]))
+    return best_plan(problem, None, np.array(sizes), budget, seed)
 
 
 def random_paths(plan: PathPlan, seed: int = 0) -> PathPlan:
@@ -101,4 +110,4 @@ def _as_they_come(plan: PathPlan, paths: list[Path]) -> PathPlan:
     draft = settle(problem, Draft(plan.draft.labels, tuple(paths), problem.policy.turns[0]))
     if not np.isfinite(run(problem, draft).makespan):
         draft = replace(draft, careful=True)
-    return finished(problem, draft, plan.bound, Budget(0, 0.0, time.perf_counter()))
+    return finished(problem, draft, plan.bound, Budget(0))

@@ -1,4 +1,4 @@
-"""A plan in the making: parts of nodes, paths of units, how waiting is settled; what it takes, and how long to search.
+"""A plan in the making: parts of nodes, paths of units, how waiting is settled; what it takes, and when to stop.
 
 A *unit* is a micro-batch, or all rounds of one path. A draft becomes a schedule when its times have been simulated.
 """
@@ -8,10 +8,11 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from penstock.errors import ShapeError
 from penstock.ir.table import Floats, Ints
 from penstock.plan.problem import Problem, expand, starts
 from penstock.plan.sums import all_sums
@@ -33,29 +34,43 @@ class Draft:
     careful: bool = False
 
 
+def never() -> bool:
+    """The default of `stop`: nobody asks the search to end."""
+    return False
+
+
 @dataclass(slots=True)
 class Budget:
-    """When to stop: so many simulations, or so many seconds, whichever comes first."""
+    """Ends a search after `iterations` moves, so that it does not depend on the machine.
 
-    iterations: int | None
-    seconds: float
-    begin: float
+    A time limit in `seconds`, or `stop` returning True, ends it earlier. `cut_short` then says so.
+    """
+
+    iterations: int
+    seconds: float | None = None
     clock: Clock = time.perf_counter
+    stop: Callable[[], bool] = never
     used: int = 0
+    cut_short: bool = False
+    begin: float = field(init=False)
 
-    def share(self, part: float) -> Budget:
-        """A budget of its own, out of what is left of this one."""
-        now = self.clock()
-        count = None if self.iterations is None else int((self.iterations - self.used) * part)
-        return Budget(count, (self.begin + self.seconds - now) * part, now, self.clock)
+    def __post_init__(self) -> None:
+        if self.iterations < 0:
+            raise ShapeError(f"a search of {self.iterations} moves; the least is 0")
+        self.begin = self.clock()
 
-    def left(self) -> float:
-        """The share that is left, from 1 to 0."""
-        share = 1.0 - (self.clock() - self.begin) / self.seconds if self.seconds > 0 else 0.0
-        if self.iterations is not None:
-            by_count = 1.0 - self.used / self.iterations if self.iterations else 0.0
-            return by_count if share > 0 else 0.0
-        return share
+    @property
+    def elapsed(self) -> float:
+        """Seconds since the search began."""
+        return self.clock() - self.begin
+
+    @property
+    def spent(self) -> bool:
+        """Whether the search has to end."""
+        if self.used >= self.iterations or self.cut_short:
+            return True
+        self.cut_short = self.stop() or (self.seconds is not None and self.elapsed >= self.seconds)
+        return self.cut_short
 
 
 def run(problem: Problem, draft: Draft) -> Flow:

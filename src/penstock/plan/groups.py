@@ -20,34 +20,46 @@ from penstock.plan.draft import Budget, Draft, run, settle_delayed, worth
 from penstock.plan.problem import Problem
 from penstock.plan.search import GROUP, Search
 
+STUCK = 200  # groups in a row that could not be improved: time to start somewhere else
 
-def improved(problem: Problem, draft: Draft, budget: Budget, free: bool, seed: int) -> Draft:
-    """The draft after a search: all at once if it is small, else group by group, the slowest first."""
+
+def improved(problem: Problem, draft: Draft, budget: Budget, free: bool, seed: int, steps: int) -> Draft:
+    """The draft after a search of `steps` moves: all at once if it is small, else group by group, the slowest first.
+
+    If the budget ends before, the best draft so far is returned as it is. A larger budget meets that draft too, and so
+    never returns a worse one.
+    """
     random = Random(seed)
-    nodes = {node for path in draft.paths for node in path}
-    if len(nodes) <= GROUP + 8:
+    if not in_groups(draft):
         whole = Search(problem, draft, list(range(len(draft.paths))), free, random)
-        whole.anneal(budget)
-        return _checked(problem, draft, whole.draft())
-    return _by_groups(problem, draft, budget, free, random)
+        complete = whole.anneal(budget, steps)
+        return _checked(problem, draft, whole.draft(), complete)
+    return _by_groups(problem, draft, budget, free, random, steps)
 
 
-def _checked(problem: Problem, old: Draft, new: Draft) -> Draft:
-    """The better one, settled."""
+def in_groups(draft: Draft) -> bool:
+    """Whether a draft visits too many nodes to be improved all at once."""
+    return len({node for path in draft.paths for node in path}) > GROUP + 8
+
+
+def _checked(problem: Problem, old: Draft, new: Draft, settled: bool) -> Draft:
+    """The better one; `settled`: each with the turns and staggers that suit it best."""
     if not math.isfinite(run(problem, new).makespan):
         new = replace(new, careful=True)
-    return min((settle_delayed(problem, tried) for tried in (old, new)), key=lambda draft: worth(problem, draft))
+    tried = [settle_delayed(problem, draft) if settled else draft for draft in (old, new)]
+    return min(tried, key=lambda draft: worth(problem, draft))
 
 
-def _by_groups(problem: Problem, draft: Draft, budget: Budget, free: bool, random: Random) -> Draft:
+def _by_groups(problem: Problem, draft: Draft, budget: Budget, free: bool, random: Random, steps: int) -> Draft:
     draft = replace(draft, delays=draft.delays or (0.0,) * len(draft.paths))
     current = worth(problem, draft)
-    idle = 0
-    while budget.left() > 0 and idle < 200:
+    idle, end = 0, budget.used + steps
+    while budget.used < end and idle < STUCK:
         group = _group(problem, draft, random, idle)
         search = Search(problem, draft, group, free and (problem.gradients <= 0 or idle % 2 == 0), random)
         before = search.end, search.value
-        search.anneal(budget, steps=max(60, 12 * len(group)))
+        if not search.anneal(budget, steps=max(60, 12 * len(group))):
+            return draft
         if (search.end, search.value) >= before:
             idle += 1
             continue

@@ -1,19 +1,19 @@
-"""Plans SkipPipe's partial paths: from a cluster and a model to a schedule, with a bound on how much better any can be.
+"""Plans SkipPipe's partial paths: from a cluster and a model to a schedule, and a bound for all under the same rules.
 
     sizes ──► circuits ──► parts of nodes ──► paths, order, starts ──► Schedule ──► simulate ──► makespan
-              (formula)                    (search, simulated)                                bound, gap, seconds
+              (formula)                    (search, simulated)                                bound, gap
 
 One objective all the way: the end of the step, with the sums of gradients if they have bytes. `penstock.plan.rules`
 says what a plan keeps to, `Policy` how the nodes behave, `penstock.plan.path_bounds` what nobody can beat.
 
-Repeatable: with `iterations` given and met before `seconds` are over, a seed gives the same plan on every machine.
-Without, the clock ends the search, and a quicker machine may find a better one.
+The search counts moves, not seconds (`penstock.plan.stages`): a seed gives the same plan on every machine, and more
+moves never give a worse one. Only a time limit, if one is asked for, can end it earlier; the plan then says so.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -28,36 +28,38 @@ from penstock.ir.schedule import MicroBatch, Schedule, Stage, schedule_of
 from penstock.ir.table import Ints
 from penstock.ir.timeline import Timeline
 from penstock.plan.arrangement import arranged, circuits_of, labels_of, sizes_for, tilted
-from penstock.plan.draft import Budget, Clock, Draft, run, settle, worth
-from penstock.plan.groups import improved
+from penstock.plan.draft import Budget, Clock, Draft, never, run
 from penstock.plan.path_bounds import path_bound
 from penstock.plan.problem import PLANNED, Policy, Problem, expand
 from penstock.plan.regions import regions
 from penstock.plan.routes import placed, routed
 from penstock.plan.rules import Fault, Rules, as_text, faults, obey, rules_from
+from penstock.plan.stages import ITERATIONS, search
 from penstock.plan.sums import all_sums
 from penstock.plan.traffic import Flow
+from penstock.schedules.size import refuse_size
 from penstock.sim.simulate import simulate
 
 CIRCUIT_MOVES = 20_000  # tried for each circuit, to begin with
 FEW = 100  # nodes up to which leaving out the worst is tried
-LONG, LONG_COUNT = 6.0, 45_000  # seconds, or simulations, that are enough for another search from scratch
-ROUNDS = 8  # of these at most
-STARTS = 3  # drafts that are searched for a while before one is chosen
 PRICES = (0.1, 0.4, 1.5)  # seconds of a way that one second of work already given to a node is worth
 
 
 @dataclass(frozen=True, slots=True)
 class PathPlan:
-    """A schedule, what it takes, what none can beat, and the seconds the search took."""
+    """A schedule, what it takes, what none can beat, and the work of the search.
+
+    cut_short: a time limit or an interrupt ended the search before it had done its work.
+    """
 
     schedule: Schedule
     makespan: float  # with the sums of gradients
     bound: float
-    seconds: float
-    simulations: int  # of the search
+    seconds: float  # that the search took
+    simulations: int  # moves that the search tried
     problem: Problem
     draft: Draft
+    cut_short: bool = False
     lost: tuple[int, ...] = ()  # nodes that are gone
     homes: tuple[tuple[int, int], ...] = ()  # (node, part) of all that were ever there, if some are gone
     whole: int = 0  # micro-batches of a step before any was lost
@@ -95,24 +97,24 @@ def plan_paths(
     gradients: float = 0.0,
     gap: float = 0.0,
     first_gap: float = 0.0,
-    seconds: float = 2.0,
-    iterations: int | None = None,
+    iterations: int = ITERATIONS,
+    seconds: float | None = None,
     seed: int = 0,
     clock: Clock = time.perf_counter,
+    stop: Callable[[], bool] = never,
 ) -> PathPlan:
     """The best plan found for a model of these `parts` (the head last) and so many micro-batches a data node.
 
     arrangement: the nodes of each part, if they are given; sizes: else how many nodes each part gets, or `data_nodes`,
     how many the first part does (what is not given of the others is searched for); tokens of a micro-batch, cut into
     `slices`; waves: every node is passed twice, down and up; gradients: bytes of a part's, summed over its replicas at
-    the end; gap: seconds between two tasks on a node. The search ends after so many `seconds` or simulations
-    (`iterations`), whichever comes first. `clock` counts the seconds: the wall's, or `time.process_time` on a machine
-    that others use too.
+    the end; gap: seconds between two tasks on a node. The search tries `iterations` moves. It ends earlier, and the
+    plan is marked `cut_short`, if a time limit of `seconds` by `clock` is given and passes, or once `stop()` is True.
     """
-    begin = clock()
+    budget = Budget(iterations, seconds, clock, stop)
     problem = Problem(
         cluster, tuple(parts), microbatches, rules, policy, tokens, slices, waves, gradients, gap, first_gap,
-        sizes is not None,
+        sizes is not None, arrangement is not None,
     )  # fmt: skip
     nodes = len(cluster.nodes)
     if arrangement is not None:
@@ -121,29 +123,21 @@ def plan_paths(
         shape = np.bincount(labels[labels >= 0], minlength=problem.body)
     else:
         labels, shape = None, np.array(_sizes(problem, sizes, data_nodes, nodes))
+    return best_plan(problem, labels, shape, budget, seed)
+
+
+def best_plan(problem: Problem, labels: Ints | None, shape: Ints, budget: Budget, seed: int) -> PathPlan:
+    """The best plan that a search finds for a problem. `labels`: the part of each node, if the arrangement is given."""
+    actions = 2 * (problem.hops + 2) * problem.microbatches * problem.slices * int(shape[0])
+    refuse_size(actions, f"{shape[0]} data nodes with microbatches={problem.microbatches} slices={problem.slices}")
     bound = path_bound(problem, shape, labels)
-    budget = Budget(iterations, 0.98 * seconds, begin, clock)
-    found: list[Draft] = []
-    rounds = _rounds(problem, seconds, iterations)
-    for turn in range(rounds):
-        own = budget.share(1 / (rounds - turn)) if rounds > 1 else budget
-        drafts = _drafts(problem, labels, shape, _moves(nodes, iterations), seed + turn)
-        draft = chosen(problem, drafts, own, labels is None, seed + turn)
-        found.append(improved(problem, draft, own, labels is None, seed + turn))
-        budget.used += own.used if rounds > 1 else 0
-    return finished(problem, min(found, key=lambda draft: worth(problem, draft)), bound, budget)
+    draft = search(problem, lambda turn: _drafts(problem, labels, shape, turn), budget, labels is None, seed)
+    return finished(problem, draft, bound, budget)
 
 
-def _rounds(problem: Problem, seconds: float, iterations: int | None) -> int:
-    """Searches from scratch: a long time is better spent on several, each from other circuits, than on one."""
-    if problem.traffic.nodes > FEW:
-        return 1
-    by_count = ROUNDS if iterations is None else iterations // LONG_COUNT
-    return max(1, min(int(seconds // LONG), by_count, ROUNDS))
-
-
-def _drafts(problem: Problem, labels: Ints | None, shape: Ints, moves: int, seed: int) -> list[Draft]:
+def _drafts(problem: Problem, labels: Ints | None, shape: Ints, seed: int) -> list[Draft]:
     """To begin with: on the arrangement that is given, else on some that suit circuits, and some that suit routes."""
+    moves = CIRCUIT_MOVES * min(problem.traffic.nodes, 200) // 4
     if labels is not None:
         return first_drafts(problem, labels, circuits_of(problem, labels, moves, seed), seed)
     few = not problem.policy.reserved and problem.traffic.nodes <= FEW and problem.hops > 0
@@ -154,20 +148,6 @@ def _drafts(problem: Problem, labels: Ints | None, shape: Ints, moves: int, seed
         drafts += first_drafts(problem, arrangement, circuits, seed)
         drafts += route_drafts(problem, regions(problem, arrangement, seed)) if few else []
     return drafts
-
-
-def chosen(problem: Problem, drafts: Sequence[Draft], budget: Budget, free: bool, seed: int) -> Draft:
-    """The draft that is best after a short search of each."""
-    settled = [settle(problem, draft) for draft in drafts]
-    ranked = sorted(settled, key=lambda draft: worth(problem, draft))[:STARTS]
-    if len(ranked) == 1:
-        return ranked[0]
-    tried = []
-    for draft in ranked:
-        short = budget.share(0.12)
-        tried.append(improved(problem, draft, short, free, seed))
-        budget.used += short.used
-    return min(tried, key=lambda draft: worth(problem, draft))
 
 
 def first_drafts(problem: Problem, labels: Ints, circuits: Ints, seed: int) -> list[Draft]:
@@ -191,8 +171,9 @@ def finished(problem: Problem, draft: Draft, bound: float, budget: Budget, lost:
     schedule = schedule_from(problem, draft, run(problem, draft))
     makespan = step_seconds(problem, schedule, np.array(draft.labels))
     assert bound <= makespan * (1 + 1e-9), "a bound above a plan"
-    seconds = budget.clock() - budget.begin
-    return PathPlan(schedule, makespan, min(bound, makespan), seconds, budget.used, problem, draft, lost)
+    return PathPlan(
+        schedule, makespan, min(bound, makespan), budget.elapsed, budget.used, problem, draft, budget.cut_short, lost
+    )
 
 
 def step_seconds(problem: Problem, schedule: Schedule, labels: Ints) -> float:
@@ -225,10 +206,11 @@ def as_file(plan: PathPlan) -> Plan:
     """As a plan.json keeps it, with the figures that chose it."""
     problem = plan.problem
     why: Facts = (
-        ("makespan", plan.makespan), ("lower_bound", plan.bound), ("gap", plan.gap), ("seconds", plan.seconds),
-        ("simulations", plan.simulations), ("skipped", problem.body - 1 - problem.hops), ("slices", problem.slices),
-        ("waves", problem.waves), ("turn", plan.draft.turn.name.lower()), ("rules", as_text(problem.rules)),
-        ("slots", " ".join(map(str, problem.traffic.slots.tolist()))),
+        ("makespan", plan.makespan), ("lower_bound", plan.bound), ("gap", plan.gap),
+        ("bound_holds_for", f"every plan under these rules{' on this arrangement' if problem.arranged else ''}"),
+        ("simulations", plan.simulations), ("cut_short", plan.cut_short), ("skipped", problem.body - 1 - problem.hops),
+        ("slices", problem.slices), ("waves", problem.waves), ("turn", plan.draft.turn.name.lower()),
+        ("rules", as_text(problem.rules)), ("slots", " ".join(map(str, problem.traffic.slots.tolist()))),
     )  # fmt: skip
     return Plan(plan.schedule, "paths", (), why)
 
@@ -291,10 +273,6 @@ def _lanes(flow: Flow, nodes: Ints, table: list[MicroBatch]) -> list[list[Action
 
 
 # ---------------------------------------------------------------- sizes
-def _moves(nodes: int, iterations: int | None) -> int:
-    return CIRCUIT_MOVES * min(nodes, 200) // 4 if iterations is None else 5000 * min(nodes, 200) // 4
-
-
 def _sizes(problem: Problem, sizes: Sequence[int] | None, data: int | None, nodes: int) -> tuple[int, ...]:
     if sizes is None:
         return sizes_for(nodes, problem.body, problem.hops, data)

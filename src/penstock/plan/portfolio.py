@@ -25,6 +25,7 @@ from penstock.schedules import REGISTRY, make, shape_of
 from penstock.schedules.facts import FACTS
 from penstock.schedules.listing import Priority, backward_first, defer_weights, list_schedule, oldest_first
 from penstock.schedules.orders import at_least, looped, through, waves_of
+from penstock.schedules.size import MAX_ACTIONS, refuse_size
 from penstock.schedules.transforms import split_backward
 from penstock.sim.simulate import simulate
 
@@ -33,6 +34,7 @@ CHOICES = {"chunks": (2, 4, 8), "waves": (1, 2, 4, 8), "slices": (2, 4, 8)}
 LEFT_OUT = ("skip",)  # leaves out part of the work: no fair match for the others, so it is planned only by name
 SEEDS = range(4)  # of the noise
 RIVALS = 6  # candidates beside the chosen one that a plan.json keeps
+BOUND_HOLDS_FOR = "every order of this placement and these cuts"
 WHOLE = ("1f1b", "interleaved", "chimera", "hanayo")  # whole backwards, worth splitting
 PRIORITIES: dict[str, Priority] = {"list-backward": backward_first, "list-oldest": oldest_first}
 
@@ -49,12 +51,12 @@ class Candidate:
     bubble: float
     peak: float  # activations
     weights: float  # copies of the model's weights over all ranks
-    bound: float  # no order of lanes for this placement takes less
+    bound: float  # no order of lanes for this placement and these cuts takes less
     noisy: float  # mean makespan under noise of a tenth; nan: not asked for
 
     @property
     def gap(self) -> float:
-        """How far from the bound, as a fraction of it."""
+        """How much longer than the bound of its own placement and cuts, as a fraction of it."""
         return self.makespan / self.bound - 1.0
 
 
@@ -89,6 +91,7 @@ def portfolio(
     `shown` says how sizes read in an error.
     """
     at_least(1, ranks=ranks, microbatches=microbatches, stages=stages, slices=slices, weights=weights)
+    refuse_size(2 * ranks * microbatches, f"any schedule with ranks={ranks} microbatches={microbatches}")
     limits = {"chunks": stages, "waves": stages // 2, "slices": slices}
     fits: list[Candidate] = []
     too_large: list[tuple[str, float]] = []
@@ -126,7 +129,7 @@ def as_plan(candidate: Candidate, given: Facts = (), partition: tuple[int, ...] 
     why: Facts = (
         ("shape", " ".join(f"{word}={value}" for word, value in candidate.shape)), ("order", candidate.sort),
         ("makespan", candidate.makespan), ("bubble", candidate.bubble), ("peak_activations", candidate.peak),
-        ("lower_bound", candidate.bound), ("gap", candidate.gap), *noisy, *given,
+        ("lower_bound", candidate.bound), ("gap", candidate.gap), ("bound_holds_for", BOUND_HOLDS_FOR), *noisy, *given,
     )  # fmt: skip
     return Plan(candidate.schedule, candidate.name, partition, why)
 
@@ -175,8 +178,8 @@ def _builds(
     for word, place in (("waves", waves_of), ("chunks", looped)):
         for count in (1, 2, 4):
             for label, priority in PRIORITIES.items():
-                if count <= limits[word]:
-                    build = partial(_listed, place(ranks, count), microbatches, cost, memory, priority)
+                if count <= limits[word] and 6 * ranks * count * microbatches <= MAX_ACTIONS:
+                    build = partial(_listed, partial(place, ranks, count), microbatches, cost, memory, priority)
                     yield label, ((word, count),), "listed", build
 
 
@@ -203,8 +206,9 @@ def with_split(schedule: Schedule, cost: Cost, memory: float | None) -> Schedule
 
 
 def _listed(
-    stages: list[Stage], microbatches: int, cost: Cost, memory: float | None, priority: Priority
+    place: Callable[[], list[Stage]], microbatches: int, cost: Cost, memory: float | None, priority: Priority
 ) -> Schedule:
+    stages = place()
     return list_schedule(stages, through(stages, microbatches), cost, memory, split=True, priority=priority)
 
 

@@ -24,6 +24,7 @@ from penstock.ir.table import Floats, Ints
 from penstock.plan.rules import Rules
 from penstock.plan.traffic import Traffic, Turn
 from penstock.schedules.orders import at_least
+from penstock.schedules.size import refuse_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,12 +65,17 @@ class Problem:
     gap: float = 0.0
     first_gap: float = 0.0
     sized: bool = False  # how many nodes each part gets is given
+    arranged: bool = False  # which nodes each part gets is given
     traffic: Traffic = field(init=False)
 
     def __post_init__(self) -> None:
         at_least(1, microbatches=self.microbatches, slices=self.slices, tokens=self.tokens)
         if len(self.parts) < 3:
             raise ShapeError(f"paths need two parts and a head at least, not {len(self.parts)} parts in all")
+        refuse_size(
+            2 * (self.hops + 2) * self.microbatches * self.slices,
+            f"one data node with microbatches={self.microbatches} slices={self.slices}",
+        )
         if self.tokens < self.slices:
             raise ShapeError(f"{self.tokens} tokens cannot be cut into {self.slices} slices")
         if self.microbatches % self.policy.rounds:
@@ -129,6 +135,8 @@ def even_parts(
 
     Bytes of a message and of what is held are for the whole micro-batch too.
     """
+    at_least(1, parts=parts)
+    refuse_size(2 * parts, f"a path over parts={parts}")
     token = forward / tokens
     half = Seconds(token=backward * token / 2)
     part = PartCost(

@@ -1,4 +1,4 @@
-"""Nodes that are lost, and nodes that come back: a plan for who is left, in less than a second.
+"""Nodes that are lost, and nodes that come back: a plan for who is left, in about a second.
 
     lost 7    paths over 7 go over another replica of its part
               no replica left: the part is skipped, by all, until it returns
@@ -10,7 +10,7 @@ Weights stay where they are: nobody who is left gets another part. Lost nodes ke
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -18,23 +18,31 @@ import numpy as np
 from penstock.errors import ShapeError
 from penstock.ir.table import Ints
 from penstock.plan.arrangement import NOBODY, circuits_of
-from penstock.plan.draft import Budget, Clock, settle, worth
-from penstock.plan.groups import improved
+from penstock.plan.draft import Budget, Clock, Draft, never
 from penstock.plan.path_bounds import path_bound
 from penstock.plan.paths import PathPlan, finished, first_drafts
 from penstock.plan.problem import Policy
+from penstock.plan.stages import search
+
+CIRCUIT_MOVES = 20_000  # tried in all, to begin with
+ITERATIONS = 6_300  # moves of the search: its first three stages
 
 
 def replan(
     plan: PathPlan,
     lost: Sequence[int] = (),
     returned: Sequence[int] = (),
-    seconds: float = 0.6,
+    iterations: int = ITERATIONS,
+    seconds: float | None = None,
     seed: int = 0,
     clock: Clock = time.perf_counter,
+    stop: Callable[[], bool] = never,
 ) -> PathPlan:
-    """A plan for the nodes that are left. `returned`: of those lost before, with the parts they had."""
-    budget = Budget(None, 0.8 * seconds, clock(), clock)
+    """A plan for the nodes that are left. `returned`: of those lost before, with the parts they had.
+
+    The search tries `iterations` moves, or ends after `seconds` by `clock` if these are given and pass first.
+    """
+    budget = Budget(iterations, seconds, clock, stop)
     homes = dict(plan.homes) | {node: part for node, part in enumerate(plan.draft.labels) if part != NOBODY}
     gone = (set(plan.lost) | set(lost)) - set(returned)
     labels = np.array([NOBODY if n in gone else homes.get(n, NOBODY) for n in range(len(plan.draft.labels))])
@@ -46,10 +54,12 @@ def replan(
     if policy.reserved:  # fewer slots than paths: they go to whoever is there
         policy = Policy(policy.turns, ordered=policy.ordered)
     problem = replace(plan.problem, policy=policy, microbatches=max(round(total / data), 1))
-    drafts = first_drafts(problem, labels, circuits_of(problem, labels, 20_000, seed), seed)
-    best = min((settle(problem, draft) for draft in drafts), key=lambda draft: worth(problem, draft))
-    best = improved(problem, best, budget, False, seed)
     bound = path_bound(problem, np.bincount(labels[labels >= 0]), labels)
+
+    def starts(turn: int) -> list[Draft]:
+        return first_drafts(problem, labels, circuits_of(problem, labels, CIRCUIT_MOVES, turn), turn)
+
+    best = search(problem, starts, budget, False, seed)
     found = finished(problem, best, bound, budget, tuple(sorted(gone)))
     return replace(found, homes=tuple(sorted(homes.items())), whole=total)
 

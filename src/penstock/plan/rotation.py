@@ -25,14 +25,20 @@ from penstock.plan.rules import orders, subsets
 
 Parts = frozenset[int]
 UNITS = 60  # that are tried for a set of parts
+ATTEMPT = 6_000  # moves of the search for a plan that meets a set of parts
+ITERATIONS = 120_000  # moves and simulated drafts of all of these searches
 
 
 @dataclass(frozen=True, slots=True)
 class Rotation:
-    """Plans to take in turn, and the sets of parts that none of them meets within the slack."""
+    """Plans to take in turn, and the sets of parts that none of them meets within the slack.
+
+    cut_short: a time limit ended the search before it had done its work.
+    """
 
     plans: tuple[PathPlan, ...]
     left_out: tuple[Parts, ...]
+    cut_short: bool = False
 
     @property
     def makespan(self) -> float:
@@ -52,18 +58,24 @@ def met(plan: PathPlan) -> frozenset[Parts]:
 
 
 def rotate(
-    plan: PathPlan, slack: float = 0.0, seconds: float = 10.0, seed: int = 0, clock: Clock = time.perf_counter
+    plan: PathPlan,
+    slack: float = 0.0,
+    iterations: int = ITERATIONS,
+    seconds: float | None = None,
+    seed: int = 0,
+    clock: Clock = time.perf_counter,
 ) -> Rotation:
-    """The plan and others that together meet every set of parts, none slower by more than a share of `slack`."""
-    problem = plan.problem
-    begin = clock()
+    """The plan and others that together meet every set of parts, none slower by more than a share of `slack`.
+
+    The searches try `iterations` moves in all, or end after `seconds` by `clock` if these are given and pass first.
+    """
+    problem, budget = plan.problem, Budget(iterations, seconds, clock)
     alive = [part for part in range(1, problem.body) if part in plan.draft.labels]
     wanted = [s for s in subsets(alive, min(problem.hops, len(alive))) if orders(s, problem.rules)]
     plans, seen = [plan], set(met(plan))
     missing = [chosen for chosen in wanted if chosen not in seen]
     turn = 0
-    while missing and clock() - begin < seconds:
-        budget = Budget(None, max(seconds / (2 * len(wanted)), 0.05), clock(), clock)
+    while missing and not budget.spent:
         draft = _with(plan, missing[0], budget, seed + turn)
         turn += 1
         other = None if draft is None else finished(problem, draft, plan.bound, budget)
@@ -73,7 +85,7 @@ def rotate(
             missing = [chosen for chosen in wanted if chosen not in seen]
         else:
             missing = [*missing[1:], missing[0]]
-    return Rotation(tuple(plans), tuple(sorted(missing, key=sorted)))
+    return Rotation(tuple(plans), tuple(sorted(missing, key=sorted)), budget.cut_short)
 
 
 def _with(plan: PathPlan, wanted: Parts, budget: Budget, seed: int) -> Draft | None:
@@ -83,13 +95,14 @@ def _with(plan: PathPlan, wanted: Parts, budget: Budget, seed: int) -> Draft | N
     random.shuffle(units)
     tried = [paths for unit in units[:UNITS] for paths in forced(problem, plan.draft, unit, wanted, random)]
     drafts = [replace(plan.draft, paths=paths) for paths in tried]
+    budget.used += len(drafts) + 1
     drafts = [draft if np.isfinite(run(problem, draft).makespan) else replace(draft, careful=True) for draft in drafts]
     if not drafts:
         return None
     best = min(drafts, key=lambda draft: worth(problem, draft))
     if worth(problem, best)[0] <= plan.makespan + 1e-9:
         return best
-    searched = improved(problem, best, budget, False, seed)
+    searched = improved(problem, best, budget, False, seed, ATTEMPT)
     return searched if wanted in _met(searched) else best
 
 

@@ -82,13 +82,17 @@ class Search:
         ends = found.finish.tolist()
         return end + MEAN * sum(ends) / len(ends), end, ends[-count:]
 
-    def anneal(self, budget: Budget, steps: int | None = None) -> None:
-        """Until the budget, or so many steps, are used up. The best that was met stays."""
-        best, least, begun = self.draft(), (self.end, self.value), budget.used
+    def anneal(self, budget: Budget, steps: int) -> bool:
+        """Tries `steps` moves and keeps the best draft it meets. Returns False if the budget ends before.
+
+        The temperature depends on `steps` only, so a larger budget continues where a smaller one stopped.
+        """
+        best, least = self.draft(), (self.end, self.value)
         scale = self.value if self.value < math.inf else 1.0
-        while (left := budget.left()) > 0 and (steps is None or budget.used - begun < steps):
-            share = left if steps is None else 1.0 - (budget.used - begun) / steps
-            heat = scale * (COLD + (HOT - COLD) * share**2)
+        done = 0
+        while done < steps and not budget.spent:
+            heat = scale * (COLD + (HOT - COLD) * (1.0 - done / steps) ** 2)
+            done += 1
             budget.used += 1
             self.undo.clear()
             if not self._move():
@@ -103,6 +107,7 @@ class Search:
                 self._back()
         self._take(best)
         self.end, self.value = least
+        return done == steps
 
     def _back(self) -> None:
         while self.undo:

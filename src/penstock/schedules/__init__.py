@@ -14,6 +14,7 @@ from penstock.schedules.gpipe import gpipe
 from penstock.schedules.hanayo import hanayo
 from penstock.schedules.interleaved import interleaved
 from penstock.schedules.one_f_one_b import one_f_one_b
+from penstock.schedules.size import count_actions, refuse_size
 from penstock.schedules.skip_paths import skip
 from penstock.schedules.token_sliced import seq1f1b, terapipe
 from penstock.schedules.transforms import even_cuts, replicate, slice_tokens, split_backward
@@ -66,6 +67,7 @@ def make(name: str, **shape: int) -> Schedule:
     missing = [word for word in ("ranks", "microbatches") if word not in shape]
     if missing:
         raise ShapeError(f"{name} needs {' and '.join(missing)}")
+    refuse_size(count_actions(name, shape), " ".join([name, *(f"{word}={value}" for word, value in shape.items())]))
     schedule = REGISTRY[name](**{word: value for word, value in shape.items() if word in own})
     if "slices" in shape and "slices" not in own:
         schedule = slice_tokens(schedule, even_cuts(shape["slices"]))

@@ -16,6 +16,7 @@ from penstock.errors import ShapeError
 from penstock.ir.action import Action, Op
 from penstock.ir.schedule import MicroBatch, Schedule, Stage, schedule_of
 from penstock.schedules.orders import at_least, halves
+from penstock.schedules.size import refuse_size
 
 
 def split_backward(schedule: Schedule) -> Schedule:
@@ -64,6 +65,7 @@ def even_cuts(slices: int) -> tuple[int, ...]:
 def replicate(schedule: Schedule, copies: int) -> Schedule:
     """Data parallelism: so many copies of the pipeline side by side, each with its own ranks and micro-batches."""
     at_least(1, copies=copies)
+    refuse_size(copies * schedule.actions, f"a pipeline in {copies} copies")
     ranks, stages, count = schedule.ranks, len(schedule.stages), len(schedule.microbatches)
     table: list[Stage] = []
     microbatches: list[MicroBatch] = []
