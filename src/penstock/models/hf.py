@@ -130,6 +130,11 @@ def _forget_lengths(rotary: Any, length: int, device: torch.device) -> None:
     rotary.max_seq_len_cached = int(rotary.original_max_seq_len)
 
 
+def remembers_lengths(rotary: Any) -> bool:
+    """Whether a rotary module keeps something of the longest sequence so far."""
+    return "dynamic" in str(getattr(rotary, "rope_type", "default"))
+
+
 def refuse_lengths(rotary: Any, lengths: Iterable[int]) -> None:
     """Raises if sequences of these lengths and those before them give a `dynamic` rotary module a history.
 
@@ -137,7 +142,7 @@ def refuse_lengths(rotary: Any, lengths: Iterable[int]) -> None:
     than `max_position_embeddings`. Then the result depends on the order of the micro-batches, which a schedule changes
     and recomputation repeats, so only one such length is accepted.
     """
-    if "dynamic" not in str(getattr(rotary, "rope_type", "default")):
+    if not remembers_lengths(rotary):
         return
     plain, cached = int(rotary.original_max_seq_len), int(rotary.max_seq_len_cached)
     for length in lengths:

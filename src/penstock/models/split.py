@@ -153,6 +153,11 @@ class Part(nn.Module):
         checkpointed = any(getattr(layer, "gradient_checkpointing", False) for layer in layers)
         return self.anatomy.unsliceable or (hf.CHECKPOINTED if checkpointed else "")
 
+    @property
+    def remembers_lengths(self) -> bool:
+        """Whether the length of one sequence changes what the part computes for another."""
+        return any(hf.remembers_lengths(self.get_submodule(path)) for path in self.anatomy.everywhere)
+
     def refuse_lengths(self, lengths: Sequence[int]) -> None:
         """Raises if a batch with these longest sequences (of packed rows: documents), one a micro-batch, cannot be run.
 

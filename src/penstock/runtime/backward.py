@@ -79,6 +79,7 @@ class _Linear(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, turned: bool, dtype: torch.dtype | None
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
+        ctx.weight = weight  # activation checkpointing hands the backward a detached copy, which gathers no gradient
         ctx.bias, ctx.ledger, ctx.turned = bias, current_ledger(), turned
         if dtype is not None:
             weight, bias = weight.to(dtype), None if bias is None else bias.to(dtype)
@@ -86,8 +87,8 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, None, None]:
-        x, weight = ctx.saved_tensors
-        bias, turned = ctx.bias, ctx.turned
+        x, _ = ctx.saved_tensors
+        weight, bias, turned = ctx.weight, ctx.bias, ctx.turned
         grad_x = None
         if ctx.needs_input_grad[0]:
             there = weight.to(grad.dtype)

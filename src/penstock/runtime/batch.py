@@ -32,6 +32,17 @@ class Batch:
         """Rows and tokens of each micro-batch."""
         return tuple((x.shape[0], x.shape[1]) for x in self.inputs)
 
+    @property
+    def longest(self) -> tuple[int, ...]:
+        """Tokens of the longest sequence of each micro-batch; of packed rows, of the longest document."""
+        if not self.starts:
+            return tuple(tokens for _, tokens in self.shapes)
+        lengths = []
+        for starts in self.starts:
+            place = torch.arange(starts.shape[1], device=starts.device)
+            lengths.append(int((place - starts).max()) + 1)
+        return tuple(lengths)
+
 
 def batch_of(
     inputs: Sequence[Tensor], labels: Sequence[Tensor], valid: int | None = None, starts: Sequence[Tensor] = ()

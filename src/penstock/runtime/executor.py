@@ -87,6 +87,8 @@ class Executor:
         self.agreed: Agreement | None = None  # before the first step
         self.rests, self.common, self.takes_turns = Rests(), frozenset[int](), False
         self.watch = Watch(self.modules)
+        plain = [getattr(module, "_orig_mod", module) for module in self.modules.values()]
+        self.length_checks = [one.refuse_lengths for one in plain if getattr(one, "remembers_lengths", False)]
         if any(turn.step is not None and turn.step.split for turn in self.turns):
             for module in self.modules.values():
                 make_deferrable(module)
@@ -99,6 +101,7 @@ class Executor:
 
     def step(self, batch: Batch, timed: bool = False) -> Result:
         """Forward and backward of every micro-batch once; gradients are added to what is there."""
+        self.check_lengths(batch)
         run = Pass(self, batch, timed)
         if [p.requires_grad for _, p in self.named] != self.trainable:
             raise changed([n for (n, p), was in zip(self.named, self.trainable, strict=True) if p.requires_grad != was])
@@ -113,6 +116,13 @@ class Executor:
             if self.replays.fits(batch):
                 run.replays = self.replays
         return run.run()
+
+    def check_lengths(self, batch: Batch) -> None:
+        """Lets stages refuse a batch whose lengths would matter to one another; replicas see only some of them."""
+        if self.length_checks:
+            lengths = batch.longest
+            for check in self.length_checks:
+                check(lengths)
 
     def agree(self) -> Agreement:
         """What only all ranks together know; then what follows from it here."""
@@ -132,6 +142,7 @@ class Executor:
 
     def evaluate(self, batch: Batch) -> float:
         """The mean loss of a batch: the forwards of the same lanes alone."""
+        self.check_lengths(batch)
         return Pass(self, batch, timed=False, training=False).run().loss
 
 

@@ -316,6 +316,7 @@ class Pass:
             return
         watched = self.e.watch.begin(step.stage) if self.checks and step.split else None
         gradient = torch.ones_like(kept.y) if step.last else self.tensor(step.source).to(kept.y.dtype)
+        record_in(kept.ledger)  # activation checkpointing inside a stage runs forwards during this walk
         if kept.piece is None:
             walk_back((kept.y,), (gradient,))
         else:
