@@ -30,7 +30,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
-from typing import IO, BinaryIO, NamedTuple
+from typing import IO, Any, BinaryIO, NamedTuple
 
 import numpy as np
 
@@ -41,7 +41,7 @@ from penstock.train.tokenizer import Tokenizer, Tokens, not_text, tokenizer_of
 LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "lib2to3", "config-stdlib"}
 VERSION = 2  # of the cache
 PIECE = 1 << 22  # bytes that are encoded at once
-UNPACK: dict[str, Callable[[BinaryIO], AbstractContextManager[IO[bytes]]]] = {
+UNPACK: dict[str, Callable[[BinaryIO], AbstractContextManager[Any]]] = {
     ".gz": lambda raw: gzip.GzipFile(fileobj=raw), ".bz2": bz2.BZ2File, ".xz": lzma.LZMAFile
 }  # fmt: skip
 ADVICE = "Penstock reads text and .jsonl, also as .gz, .bz2 or .xz"
