@@ -12,11 +12,11 @@ import pytest
 from penstock import REGISTRY, Op, UnitCost, make, simulate
 from penstock.errors import PenstockError, ShapeError, UnknownNameError
 from penstock.ir import lower, schedule_of, verify
-from penstock.schedules import shape_of
+from penstock.schedules import most_actions, shape_of
 from penstock.schedules.facts import FACTS
 from penstock.schedules.hanayo import unit
 from penstock.schedules.orders import only
-from penstock.schedules.size import MAX_ACTIONS, count_actions
+from penstock.schedules.size import MAX_ACTIONS
 from penstock.schedules.skip_paths import default_skips
 from penstock.schedules.transforms import repeat, replicate, slice_tokens, split_backward
 from penstock.view import plain
@@ -293,7 +293,7 @@ def test_an_odd_chimera_is_refused_with_the_nearest_that_works():
 @pytest.mark.parametrize("name", REGISTRY)
 def test_actions_are_counted_before_a_schedule_is_built(name, more):
     shape = {"ranks": 4, "microbatches": 8, **more}
-    actions, most = make(name, **shape).actions, count_actions(name, shape)
+    actions, most = make(name, **shape).actions, most_actions(name, **shape)
     assert most / 2 <= actions <= most  # some leave out micro-batches of a larger order, or parts of a path
     if name in ("gpipe", "1f1b", "interleaved", "hanayo", "chimera"):
         assert actions == most

@@ -48,6 +48,17 @@ def shape_of(name: str) -> tuple[str, ...]:
 FOR_ALL = ("slices", "split", "copies")  # words of shape that any schedule takes: see `make`
 
 
+def most_actions(name: str, **shape: int) -> int:
+    """The most actions that `make` would build for this name and shape; 0 if a number is not positive.
+
+    >>> most_actions("seq1f1b", ranks=2, microbatches=3, slices=4)
+    48
+    """
+    words = signature(REGISTRY[name]).parameters.values()
+    usual = {word.name: word.default for word in words if isinstance(word.default, int)}
+    return count_actions(name, {**usual, **shape})
+
+
 def make(name: str, **shape: int) -> Schedule:
     """The schedule of that name and shape.
 
@@ -67,7 +78,7 @@ def make(name: str, **shape: int) -> Schedule:
     missing = [word for word in ("ranks", "microbatches") if word not in shape]
     if missing:
         raise ShapeError(f"{name} needs {' and '.join(missing)}")
-    refuse_size(count_actions(name, shape), " ".join([name, *(f"{word}={value}" for word, value in shape.items())]))
+    refuse_size(most_actions(name, **shape), " ".join([name, *(f"{word}={value}" for word, value in shape.items())]))
     schedule = REGISTRY[name](**{word: value for word, value in shape.items() if word in own})
     if "slices" in shape and "slices" not in own:
         schedule = slice_tokens(schedule, even_cuts(shape["slices"]))

@@ -22,7 +22,7 @@ def refuse_size(actions: int, what: str) -> None:
 
 
 def count_actions(name: str, shape: Mapping[str, int]) -> int:
-    """The most actions that a schedule of this name and shape has while it is built; 0 if a number is not positive.
+    """The most actions that a schedule of this name and whole shape has while it is built; 0 if a number is below 1.
 
     Some generators build the order for a full pipeline first and then leave out micro-batches.
 
@@ -32,7 +32,7 @@ def count_actions(name: str, shape: Mapping[str, int]) -> int:
     6400000
     """
     ranks, microbatches = shape.get("ranks", 0), shape.get("microbatches", 0)
-    stages = ranks * shape.get("chunks", 2 if name.startswith("interleaved") else 1)
+    stages = ranks * shape.get("chunks", 1)
     if name == "hanayo":
         stages, microbatches = 2 * ranks * shape.get("waves", 1), max(microbatches, ranks)
     elif name in TWO_STAGES:
