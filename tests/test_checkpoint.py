@@ -23,8 +23,6 @@ from penstock.train.loop import Trainer
 from penstock.train.weights import draw, whole
 from trainings import SMALL, apart, corpus, job_of, losses, outcomes, train
 
-pytestmark = pytest.mark.numerics  # run once more with other kernels by .ci/run
-
 SOME = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.ones(4)}
 FACTS = {"model": {}, "data": {}, "tokenizer": "bytes"}
 
@@ -66,6 +64,7 @@ SPLITS = {
 }
 
 
+@pytest.mark.numerics
 @pytest.mark.parametrize(
     ("saved_by", "resumed_by", "tied"),
     [("4 ranks, 2 parts each", "2 ranks", True), ("2 ranks", "4 ranks, 2 parts each", False),
@@ -83,6 +82,7 @@ def test_a_run_goes_on_in_another_split_as_if_it_had_never_stopped(saved_by, res
     assert apart(rows, losses(undisturbed)) < 1e-5  # float32: another split adds the gradients in another order
 
 
+@pytest.mark.numerics
 def test_the_same_split_goes_on_bit_for_bit(tmp_path):
     undisturbed = train(job_of(tmp_path / "whole", "hanayo", "run.steps=12"))
     outcomes(job_of(tmp_path / "two", "hanayo", "run.steps=12"), stop_after(7))
@@ -104,6 +104,7 @@ def test_names_are_those_of_the_unsplit_model(tmp_path):
 
 
 # ---------------------------------------------------------------- whole or not there
+@pytest.mark.numerics
 def test_saving_goes_on_while_training_does_and_keeps_the_last(tmp_path):
     job = job_of(tmp_path, "1f1b", "run.steps=20", "run.save=4", "run.keep=3")
     undisturbed = train(job_of(tmp_path / "other", "1f1b", "run.steps=20"))
@@ -258,6 +259,7 @@ def test_a_later_version_is_refused(tmp_path):
 
 
 # ---------------------------------------------------------------- Hugging Face
+@pytest.mark.numerics
 @pytest.mark.parametrize("changes", [(), ("model.tied=true",), ("model.family=gpt", "model.tied=true")])
 def test_an_export_loads_in_transformers_with_equal_logits_and_training_starts_from_it(changes, tmp_path):
     transformers = pytest.importorskip("transformers")

@@ -34,8 +34,6 @@ from penstock.train.passage import through  # noqa: E402
 from penstock.view.chart import Line, chart  # noqa: E402
 from pipelines import VOCAB, data, gradients_of, llama, piped  # noqa: E402
 
-pytestmark = pytest.mark.numerics  # run once more with other kernels by .ci/run
-
 SCRIPT = Path(__file__).resolve().parent.parent / "benchmarks" / "convergence.py"
 
 
@@ -174,6 +172,7 @@ def simulated(parts_count, paths, model, batch, visitors):
     return float(loss.detach()), gradients_of(model)
 
 
+@pytest.mark.numerics
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("visitors", [False, True])
 @pytest.mark.parametrize(("skips", "swaps"), [(0, 0), (1, 0), (2, 2), (0, 2)])
@@ -190,6 +189,7 @@ def test_one_process_computes_the_gradients_of_a_pipeline_with_the_same_paths(sk
         assert torch.allclose(gradient * scales[int(part)], gradients[name], rtol=0, atol=1e-10), where
 
 
+@pytest.mark.numerics
 def test_a_gradient_over_its_visitors_is_the_mean_of_theirs():
     """By hand: of each part, the micro-batches that visit it, as a batch of their own in everything but their paths."""
     paths, model, batch = ((0, 1), (0, 2), (0, 2)), llama(3), data(3)
@@ -209,6 +209,7 @@ def test_a_parameter_of_two_parts_with_different_visitors_is_refused():
         weigh(parts, (1.0, 2.0))
 
 
+@pytest.mark.numerics
 def test_micro_batches_of_different_lengths_go_along_their_paths():
     model = llama(3)
     parts = split(model, [1, 1, 1, 0])
@@ -247,6 +248,7 @@ def learnt():
     return model, [batch_of([held[:16, :-1], held[16:, :-1]], [held[:16, 1:], held[16:, 1:]])]
 
 
+@pytest.mark.numerics
 def test_perplexity_with_all_parts_is_the_plain_one(learnt):
     model, batches = learnt
     with torch.no_grad():
@@ -257,6 +259,7 @@ def test_perplexity_with_all_parts_is_the_plain_one(learnt):
     assert plain < 8
 
 
+@pytest.mark.numerics
 def test_a_model_without_half_its_parts_is_worse_and_the_best_half_not_worse_than_most(learnt):
     model, batches = learnt
     rows = {(row.way, row.kept): row for row in evaluate(model, batches, [0.25, 0.5], draws=9)}
@@ -269,6 +272,7 @@ def test_a_model_without_half_its_parts_is_worse_and_the_best_half_not_worse_tha
     assert model.training
 
 
+@pytest.mark.numerics
 def test_the_best_subset_is_best_and_the_greedy_one_drops_what_is_missed_least(learnt):
     model, batches = learnt
     every = {path: perplexity(model, batches, path) for path in omit(4, 0.5, draws=99)}

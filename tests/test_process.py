@@ -39,6 +39,7 @@ def shapes(cases, ranks, microbatches):
 
 
 # ---------------------------------------------------------------- as it should be
+@pytest.mark.numerics
 @pytest.mark.parametrize(
     ("ranks", "cases"),
     [(2, shapes(TWO, 2, 4)), (4, shapes(FOUR, 4, 4) + shapes(HALVES, 2, 2) + shapes(FOUR[:1], 4, 1))],
