@@ -15,7 +15,7 @@ from penstock.errors import RunError, ShapeError
 from penstock.ir import Op, dump_plan, parse_action
 from penstock.runtime import spawn
 from penstock.schedules.transforms import replicate, slice_tokens, split_backward
-from penstock.train.checkpoint import NOTE, is_complete, newest, newest_good, prune
+from penstock.train.checkpoint import NOTE, Saver, is_complete, newest, newest_good, prune
 from penstock.train.config import Mesh, Shape
 from penstock.train.coverage import hold_every_part, through_all_parts, visited_parts
 from penstock.train.data import Deal, Loader
@@ -167,6 +167,16 @@ def test_the_last_complete_checkpoint_is_never_dropped(tmp_path):
     assert [path.name[-2:] for path in newest(tmp_path)] == ["20", "10"]
     prune(tmp_path, 1, ["a", "b", "c"])  # none is complete: nothing is special
     assert [path.name[-2:] for path in newest(tmp_path)] == ["20"]
+
+
+def test_a_rank_that_is_ahead_and_saves_already_is_not_swept_away(tmp_path):
+    first = Saver(tmp_path, 0, 1, 2)
+    first.begin(5, {"a": torch.ones(2)}, {"model": {}, "data": {}})
+    first.thread.join()
+    for step in (4, 6):  # a crash has left one, another rank has begun the other
+        (tmp_path / f"step-{step:08d}.saving").mkdir()
+    first.commit()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000005", "step-00000006.saving"]
 
 
 def test_a_checkpoint_that_lacks_weights_of_the_model_is_not_complete(tmp_path, caplog):

@@ -109,7 +109,7 @@ class Saver:
         if self.rank == 0:
             try:
                 _publish(path, final, self.facts | {"step": self.step})
-                prune(self.folder, self.keep, self.names)
+                prune(self.folder, self.keep, self.names, self.step)
             except OSError as error:
                 raise RunError(f"cannot finish the checkpoint {final}: {error.strerror or error}") from None
         self.step = self.thread = None
@@ -169,14 +169,17 @@ def _publish(path: Path, final: Path, facts: Facts) -> None:
     _log.info("saved %s", final)
 
 
-def prune(folder: Path, keep: int, names: Collection[str] = ()) -> None:
-    """Keeps the newest ones, and nothing that a crash has left. The newest complete one stays in any case."""
+def prune(folder: Path, keep: int, names: Collection[str] = (), step: int | None = None) -> None:
+    """Keeps the newest ones, and nothing that a crash has left. The newest complete one stays in any case.
+
+    With `step`, nothing of a later step is touched: other ranks may have begun to save it already.
+    """
     found = newest(folder)
     kept = next((number for number, path in enumerate(found) if is_complete(path, names)), len(found))
     for number, old in enumerate(found):
         if number >= keep and number != kept:
             shutil.rmtree(old, ignore_errors=True)
-    sweep(folder)
+    sweep(folder, step)
 
 
 def is_complete(path: Path, names: Collection[str] = ()) -> bool:
@@ -201,10 +204,12 @@ def missing_tensors(path: Path, names: Collection[str]) -> list[str]:
     return sorted(set(names) - found)
 
 
-def sweep(folder: Path) -> None:
-    """Drops what a crash has left: a file of it must not get into the next checkpoint of that step."""
+def sweep(folder: Path, step: int | None = None) -> None:
+    """Drops what a crash has left, up to a step if given: a file of it must not get into the next checkpoint."""
     for left in folder.glob(f"step-*{SAVING}"):
-        shutil.rmtree(left, ignore_errors=True)
+        number = left.name[5 : -len(SAVING)]
+        if step is None or not number.isdigit() or int(number) <= step:
+            shutil.rmtree(left, ignore_errors=True)
 
 
 # ---------------------------------------------------------------- finding
