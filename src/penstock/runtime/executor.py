@@ -7,7 +7,7 @@ user's modules and loss do is compared with what they should.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -88,7 +88,9 @@ class Executor:
         self.rests, self.common, self.takes_turns = Rests(), frozenset[int](), False
         self.watch = Watch(self.modules)
         plain = [getattr(module, "_orig_mod", module) for module in self.modules.values()]
-        self.length_checks = [one.refuse_lengths for one in plain if getattr(one, "remembers_lengths", False)]
+        self.length_checks: list[Callable[[Sequence[int]], None]] = [
+            one.refuse_lengths for one in plain if getattr(one, "remembers_lengths", False)
+        ]
         if any(turn.step is not None and turn.step.split for turn in self.turns):
             for module in self.modules.values():
                 make_deferrable(module)
