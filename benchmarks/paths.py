@@ -253,7 +253,8 @@ Where collisions are not looked at, their paths for A are better than ours (35.4
 {table(found["compositions"], {"where": "where", "slices": "slices", "waves": "waves", **BOUNDED})}
 
 Slices overlap transfer and work, and pay in both. A wave brings the loss home, but passes every link of its way twice:
-between cities it loses, in one hall it gains what smaller pieces of work gain, but not over slices, which gain it too.
+between cities it loses without slices and gains next to nothing with four; in one hall it gains what smaller pieces of
+work gain, but not over slices, which gain it too.
 
 ## Sums of gradients
 
