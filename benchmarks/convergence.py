@@ -44,10 +44,10 @@ from torch import Tensor
 
 from penstock.models import Llama, LlamaConfig, split, token_loss
 from penstock.runtime import Batch, batch_of
-from penstock.runtime.visits import Mean, visit_scales, weigh
+from penstock.runtime.visits import Mean, scale_gradients, visit_scales
 from penstock.schedules.deal import Paths, deals, fixed, with_full
-from penstock.train.omission import evaluate, perplexity, skips_of
-from penstock.train.passage import through
+from penstock.train.after.ablation import evaluate_ablation, perplexity, skips_of
+from penstock.train.after.passage import run_along_paths
 
 BEGAN = time.monotonic()
 OMITTED = (0.25, 0.5)
@@ -78,11 +78,21 @@ class Variant:
 def variant(name: str) -> Variant:
     found = re.fullmatch(r"(\d+)((?:-(?:fixed|swaps|visitors|full\d+|sgd))*)", name)
     if found is None:
-        raise SystemExit(f"{name!r} is no run: a percentage, then any of -fixed -swaps -visitors -full10 -sgd")
+        raise SystemExit(
+            f"{name!r} is no run: a percentage, then any of -fixed -swaps -visitors -full10 -sgd"
+        )
     words = set(found[2].split("-"))
     full = next((int(word[4:]) for word in words if word.startswith("full")), 0)
     mean = Mean.VISITS if "visitors" in words else Mean.ALL
-    return Variant(name, int(found[1]) / 100, "fixed" in words, 2 * ("swaps" in words), mean, full, "sgd" in words)
+    return Variant(
+        name,
+        int(found[1]) / 100,
+        "fixed" in words,
+        2 * ("swaps" in words),
+        mean,
+        full,
+        "sgd" in words,
+    )
 
 
 @dataclass(frozen=True)
@@ -99,7 +109,9 @@ class Scale:
     runs: tuple[str, ...]
     seeds: int
     points: int = 12  # of a curve, up to equal tokens
-    held: int = 64  # rows on which perplexity is measured, and half as many to search on
+    held: int = (
+        64  # rows on which perplexity is measured, and half as many to search on
+    )
     draws: int = 8
     seed: int = 0  # the first
     device: str = "cpu"
@@ -116,17 +128,57 @@ class Scale:
 
 
 def llama(width: int, layers: int, heads: int, inner: int) -> LlamaConfig:
-    return LlamaConfig(vocab=256, width=width, layers=layers, heads=heads, kv_heads=heads, inner=inner)
+    return LlamaConfig(
+        vocab=256, width=width, layers=layers, heads=heads, kv_heads=heads, inner=inner
+    )
 
 
-QUICK = Scale("quick", llama(16, 4, 2, 32), 1, 16, 6, 3e-3, 0.3, (*MAIN, *SPECIAL, "50-swaps-fixed"), 1, 3, 4, 2)
+QUICK = Scale(
+    "quick",
+    llama(16, 4, 2, 32),
+    1,
+    16,
+    6,
+    3e-3,
+    0.3,
+    (*MAIN, *SPECIAL, "50-swaps-fixed"),
+    1,
+    3,
+    4,
+    2,
+)
 CPU = Scale(
-    "cpu", llama(48, 12, 4, 128), 1, 64, 300, 3e-3, 1.0, (*MAIN, *SPECIAL, "50-sgd", "50-visitors-sgd"), 3, 10, 48, 8,
-)  # fmt: skip
+    "cpu",
+    llama(48, 12, 4, 128),
+    1,
+    64,
+    300,
+    3e-3,
+    1.0,
+    (*MAIN, *SPECIAL, "50-sgd", "50-visitors-sgd"),
+    3,
+    10,
+    48,
+    8,
+)
 GPU = Scale(
-    "gpu", llama(832, 12, 13, 2240), 2, 1024, 800, 5e-4, 0.1, (*MAIN, *SPECIAL), 1, 16, 64, 16, 0, "cuda",
-    Path(sysconfig.get_paths()["purelib"]), 150_000_000,
-)  # fmt: skip
+    "gpu",
+    llama(832, 12, 13, 2240),
+    2,
+    1024,
+    800,
+    5e-4,
+    0.1,
+    (*MAIN, *SPECIAL),
+    1,
+    16,
+    64,
+    16,
+    0,
+    "cuda",
+    Path(sysconfig.get_paths()["purelib"]),
+    150_000_000,
+)
 
 
 # ---------------------------------------------------------------- text
@@ -143,9 +195,14 @@ def texts(scale: Scale) -> tuple[Tensor, Tensor]:
             kept[zlib.crc32(name.as_posix().encode()) % 20 == 0].append(text)
             size += len(text)
     enough = (scale.microbatches + 1) * 4 * scale.tokens
-    found = [torch.frombuffer(bytearray(b"\n".join(some) or b"\n"), dtype=torch.uint8) for some in kept]
+    found = [
+        torch.frombuffer(bytearray(b"\n".join(some) or b"\n"), dtype=torch.uint8)
+        for some in kept
+    ]
     if min(map(len, found)) < enough:
-        raise SystemExit(f"{scale.folder} has too little text in *.py files: {size} bytes; give another --data")
+        raise SystemExit(
+            f"{scale.folder} has too little text in *.py files: {size} bytes; give another --data"
+        )
     return found[0].to(scale.device), found[1].to(scale.device)
 
 
@@ -159,8 +216,16 @@ def batches(text: Tensor, scale: Scale, seed: int) -> Iterator[Batch]:
     draw = torch.Generator().manual_seed(1000 + seed)
     shard = len(text) // scale.microbatches
     while True:
-        at = torch.randint(0, shard - scale.tokens - 1, (scale.microbatches, scale.rows), generator=draw)
-        cut = [rows_at(text, (m * shard + at[m]).tolist(), scale.tokens) for m in range(scale.microbatches)]
+        at = torch.randint(
+            0,
+            shard - scale.tokens - 1,
+            (scale.microbatches, scale.rows),
+            generator=draw,
+        )
+        cut = [
+            rows_at(text, (m * shard + at[m]).tolist(), scale.tokens)
+            for m in range(scale.microbatches)
+        ]
         tokens = scale.microbatches * scale.rows * scale.tokens
         yield batch_of([x for x, _ in cut], [y for _, y in cut], valid=tokens)
 
@@ -173,7 +238,10 @@ def held_out(text: Tensor, scale: Scale) -> tuple[list[Batch], list[Batch]]:
     measured = [at for number, at in enumerate(offsets) if number % 3 != 2]
 
     def made(some: Sequence[int]) -> list[Batch]:
-        cut = [rows_at(text, some[first : first + 32], scale.tokens) for first in range(0, len(some), 32)]
+        cut = [
+            rows_at(text, some[first : first + 32], scale.tokens)
+            for first in range(0, len(some), 32)
+        ]
         return [batch_of([x], [y]) for x, y in cut]
 
     return made(measured), made(offsets[2::3])
@@ -182,24 +250,39 @@ def held_out(text: Tensor, scale: Scale) -> tuple[list[Batch], list[Batch]]:
 # ---------------------------------------------------------------- a run
 def paths_of(v: Variant, scale: Scale, seed: int) -> Iterator[Paths]:
     choose = fixed if v.fixed else deals
-    steps = choose(scale.parts, scale.microbatches, skips_of(scale.parts, v.share), v.swaps, seed)
+    steps = choose(
+        scale.parts, scale.microbatches, skips_of(scale.parts, v.share), v.swaps, seed
+    )
     return with_full(steps, scale.parts, v.full) if v.full else steps
 
 
 def optimizer_of(v: Variant, scale: Scale, model: Llama) -> torch.optim.Optimizer:
     if v.sgd:
         return torch.optim.SGD(model.parameters(), scale.sgd_rate, momentum=0.9)
-    return torch.optim.AdamW(model.parameters(), scale.rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
+    return torch.optim.AdamW(
+        model.parameters(), scale.rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True
+    )
 
 
 def numbers(scale: Scale) -> AbstractContextManager[Any]:
-    return torch.autocast("cuda", torch.bfloat16) if scale.device == "cuda" else nullcontext()
+    return (
+        torch.autocast("cuda", torch.bfloat16)
+        if scale.device == "cuda"
+        else nullcontext()
+    )
 
 
 class Run:
     """One model learning; what is known of it so far is its record."""
 
-    def __init__(self, v: Variant, scale: Scale, seed: int, text: Tensor, held: tuple[list[Batch], list[Batch]]):
+    def __init__(
+        self,
+        v: Variant,
+        scale: Scale,
+        seed: int,
+        text: Tensor,
+        held: tuple[list[Batch], list[Batch]],
+    ):
         torch.manual_seed(seed)
         self.v, self.scale, self.held = v, scale, held
         self.model = Llama(scale.config).to(scale.device)
@@ -210,13 +293,24 @@ class Run:
         self.step = 0
         self.losses: list[Tensor] = []
         self.record: dict[str, Any] = {
-            "scale": scale.name, "name": v.name, "seed": seed, "torch": torch.__version__,
-            "parts": scale.parts, "microbatches": scale.microbatches, "steps": scale.steps,
+            "scale": scale.name,
+            "name": v.name,
+            "seed": seed,
+            "torch": torch.__version__,
+            "parts": scale.parts,
+            "microbatches": scale.microbatches,
+            "steps": scale.steps,
             "parameters": sum(p.numel() for p in self.model.parameters()),
-            "tokens": scale.microbatches * scale.rows * scale.tokens, "length": scale.tokens, "text": len(text),
-            "device": torch.cuda.get_device_name() if scale.device == "cuda" else "one CPU core",
-            "kept": scale.parts - skips_of(scale.parts, v.share), "curve": [], "finished": False,
-        }  # fmt: skip
+            "tokens": scale.microbatches * scale.rows * scale.tokens,
+            "length": scale.tokens,
+            "text": len(text),
+            "device": torch.cuda.get_device_name()
+            if scale.device == "cuda"
+            else "one CPU core",
+            "kept": scale.parts - skips_of(scale.parts, v.share),
+            "curve": [],
+            "finished": False,
+        }
 
     def learn(self) -> float:
         """A step; the share of a full step's work."""
@@ -225,10 +319,16 @@ class Run:
         for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
             group["lr"] = rate * warm
         with numbers(self.scale):
-            loss = token_loss(torch.cat(through(self.parts, batch.inputs, paths)), torch.cat(batch.labels))
+            loss = token_loss(
+                torch.cat(run_along_paths(self.parts, batch.inputs, paths)),
+                torch.cat(batch.labels),
+            )
         (loss / batch.valid).backward()  # type: ignore[no-untyped-call]
         if self.v.mean is Mean.VISITS:
-            weigh(self.parts, visit_scales(len(self.parts), paths, [y.numel() for y in batch.labels]))
+            scale_gradients(
+                self.parts,
+                visit_scales(len(self.parts), paths, [y.numel() for y in batch.labels]),
+            )
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
@@ -257,19 +357,38 @@ class Run:
                 self.note(spent)
             if self.step == full:
                 with numbers(self.scale):
-                    rows = evaluate(self.parts, self.held[0], OMITTED, self.scale.draws, 0, self.held[1], SUBSETS)
-                self.record |= {"omission": [asdict(row) for row in rows], "spent": spent}
+                    rows = evaluate_ablation(
+                        self.parts,
+                        self.held[0],
+                        OMITTED,
+                        self.scale.draws,
+                        0,
+                        self.held[1],
+                        SUBSETS,
+                    )
+                self.record |= {
+                    "omission": [asdict(row) for row in rows],
+                    "spent": spent,
+                }
         if self.record["curve"][-1][0] != self.step:
             self.note(spent)
-        return self.record | {"finished": True, "seconds": time.monotonic() - began, "work": spent}
+        return self.record | {
+            "finished": True,
+            "seconds": time.monotonic() - began,
+            "work": spent,
+        }
 
 
 # ---------------------------------------------------------------- many runs
-def all_runs(scale: Scale, out: Path | None, deadline: float, times: dict[int, float]) -> list[dict[str, Any]]:
+def all_runs(
+    scale: Scale, out: Path | None, deadline: float, times: dict[int, float]
+) -> list[dict[str, Any]]:
     """Seed after seed; what lies in the folder already is not run again, what would not finish in time not begun."""
     text, held = texts(scale)
     measured = held_out(held, scale)
-    say(f"{len(text)} bytes to learn, {len(held)} held out, ready after {time.monotonic() - BEGAN:.0f} s")
+    say(
+        f"{len(text)} bytes to learn, {len(held)} held out, ready after {time.monotonic() - BEGAN:.0f} s"
+    )
     found: list[dict[str, Any]] = []
     pace: list[float] = []
     for seed in range(scale.seed, scale.seed + scale.seeds):
@@ -279,7 +398,9 @@ def all_runs(scale: Scale, out: Path | None, deadline: float, times: dict[int, f
             if file and file.exists() and json.loads(file.read_text())["finished"]:
                 found.append(json.loads(file.read_text()))
                 continue
-            cost = 1.0 if v.on else 1.0 - v.share * (1.0 - (1 / v.full if v.full else 0.0))
+            cost = (
+                1.0 if v.on else 1.0 - v.share * (1.0 - (1 / v.full if v.full else 0.0))
+            )
             if pace and time.monotonic() + cost * max(pace) > deadline:
                 say(f"{name}, seed {seed}: not begun, it would not end in time")
                 continue
@@ -291,8 +412,14 @@ def all_runs(scale: Scale, out: Path | None, deadline: float, times: dict[int, f
                 file.parent.mkdir(parents=True, exist_ok=True)
                 file.write_text(json.dumps(record))
             last = record["curve"][-1]
-            took = f"{record['seconds']:.1f} s" if record["finished"] else "stopped, no time left"
-            say(f"{name}, seed {seed}: {last[0]} steps, held-out loss {last[3]:.4f}, {took}")
+            took = (
+                f"{record['seconds']:.1f} s"
+                if record["finished"]
+                else "stopped, no time left"
+            )
+            say(
+                f"{name}, seed {seed}: {last[0]} steps, held-out loss {last[3]:.4f}, {took}"
+            )
     return found
 
 
@@ -306,37 +433,90 @@ def scale_of(given: argparse.Namespace) -> Scale:
     runs = scale.runs
     if given.shares:
         percents = {round(100 * float(share)) for share in given.shares.split(",")}
-        runs = tuple(name for name in runs if round(100 * variant(name).share) in percents)
+        runs = tuple(
+            name for name in runs if round(100 * variant(name).share) in percents
+        )
     if given.only:
         runs = tuple(given.only.split(","))
     folder = Path(given.data) if given.data else scale.folder
-    scale = replace(scale, runs=runs, folder=folder, steps=given.steps or scale.steps, seeds=given.seeds or scale.seeds)
+    scale = replace(
+        scale,
+        runs=runs,
+        folder=folder,
+        steps=given.steps or scale.steps,
+        seeds=given.seeds or scale.seeds,
+    )
     return replace(scale, rows=given.rows or scale.rows, seed=given.seed)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="a few steps of a tiny model; writes nothing")
-    parser.add_argument("--gpu", action="store_true", help="about 100 M parameters on one NVIDIA GPU, in bf16")
-    parser.add_argument("--data", metavar="FOLDER", help="text: all *.py below it, instead of the standard library")
-    parser.add_argument("--shares", metavar="0,0.33", help="only the runs that leave out these shares")
-    parser.add_argument("--only", metavar="NAMES", help="only these runs, such as 0,50,50-fixed")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="a few steps of a tiny model; writes nothing",
+    )
+    parser.add_argument(
+        "--gpu",
+        action="store_true",
+        help="about 100 M parameters on one NVIDIA GPU, in bf16",
+    )
+    parser.add_argument(
+        "--data",
+        metavar="FOLDER",
+        help="text: all *.py below it, instead of the standard library",
+    )
+    parser.add_argument(
+        "--shares", metavar="0,0.33", help="only the runs that leave out these shares"
+    )
+    parser.add_argument(
+        "--only", metavar="NAMES", help="only these runs, such as 0,50,50-fixed"
+    )
     parser.add_argument("--seeds", type=int, help="how many")
     parser.add_argument("--seed", type=int, default=0, help="the first of them")
-    parser.add_argument("--steps", type=int, help="steps at equal tokens; the same for all runs of a folder")
+    parser.add_argument(
+        "--steps",
+        type=int,
+        help="steps at equal tokens; the same for all runs of a folder",
+    )
     parser.add_argument("--rows", type=int, help="rows of a micro-batch")
-    parser.add_argument("--minutes", type=float, default=math.inf, help="begin no run that would not end in time")
-    parser.add_argument("--step-time", metavar="0.5=0.6", default="", help="of a share: its step over a full one")
-    parser.add_argument("--out", metavar="FOLDER", help="where each run is kept, as JSON")
-    parser.add_argument("--merge", metavar="FOLDER", help="run nothing; tables and pictures of what is kept there")
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        default=math.inf,
+        help="begin no run that would not end in time",
+    )
+    parser.add_argument(
+        "--step-time",
+        metavar="0.5=0.6",
+        default="",
+        help="of a share: its step over a full one",
+    )
+    parser.add_argument(
+        "--out", metavar="FOLDER", help="where each run is kept, as JSON"
+    )
+    parser.add_argument(
+        "--merge",
+        metavar="FOLDER",
+        help="run nothing; tables and pictures of what is kept there",
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object to stdout")
     given = parser.parse_args()
     torch.set_num_threads(1)
     if given.merge:
-        found = [json.loads(file.read_text()) for file in sorted(Path(given.merge).rglob("*.json"))]
+        found = [
+            json.loads(file.read_text())
+            for file in sorted(Path(given.merge).rglob("*.json"))
+        ]
     else:
         scale = scale_of(given)
-        out = None if given.quick else Path(given.out or OUT / f"convergence-{scale.name}")
+        out = (
+            None
+            if given.quick
+            else Path(given.out or OUT / f"convergence-{scale.name}")
+        )
         pairs = [one.split("=") for one in given.step_time.split(",") if one]
         times = {round(100 * float(share)): float(ratio) for share, ratio in pairs}
         found = all_runs(scale, out, BEGAN + 60 * given.minutes, times)
@@ -350,7 +530,11 @@ def main() -> None:
     section = page.section(done)
     if given.merge or not (given.quick or given.only or given.shares):
         page.write(done, section)
-    sys.stdout.write(json.dumps({"runs": done, "pairs": page.pairs(done)}) + "\n" if given.json else section)
+    sys.stdout.write(
+        json.dumps({"runs": done, "pairs": page.pairs(done)}) + "\n"
+        if given.json
+        else section
+    )
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from penstock.view.chart import COLOURS, Line, chart
+from penstock.view.chart import COLOURS, Series, chart
 
 ROOT = Path(__file__).parent.parent / "docs"
 RESULT = ROOT / "results" / "convergence.md"
@@ -20,7 +20,15 @@ COMMANDS = {
     "quick": "python benchmarks/convergence.py --quick",
 }
 PLAIN = ("0", "25", "33", "50")
-T_95 = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57, 6: 2.45, 7: 2.36}  # Student's, two-sided, by degrees of freedom
+T_95 = {
+    1: 12.71,
+    2: 4.30,
+    3: 3.18,
+    4: 2.78,
+    5: 2.57,
+    6: 2.45,
+    7: 2.36,
+}  # Student's, two-sided, by degrees of freedom
 Record = dict[str, Any]
 
 INTRODUCTION = """\
@@ -46,7 +54,15 @@ micro-batch leaves out; paths rotate, parts run in order, and gradients are mean
 def names(records: Sequence[Record]) -> list[str]:
     """Plain shares first, then what is special, as they were run."""
     found = dict.fromkeys(record["name"] for record in records)
-    return sorted(found, key=lambda name: (name not in PLAIN, int(name.split("-")[0]), "sgd" in name, name))
+    return sorted(
+        found,
+        key=lambda name: (
+            name not in PLAIN,
+            int(name.split("-")[0]),
+            "sgd" in name,
+            name,
+        ),
+    )
 
 
 def by_name(records: Sequence[Record], name: str) -> list[Record]:
@@ -55,25 +71,47 @@ def by_name(records: Sequence[Record], name: str) -> list[Record]:
 
 def at_tokens(record: Record) -> float:
     """Held-out loss after as many tokens as the full model read."""
-    return float(next(held for step, _, _, held in record["curve"] if step == record["steps"]))
+    return float(
+        next(held for step, _, _, held in record["curve"] if step == record["steps"])
+    )
 
 
 def at_time(record: Record) -> float | None:
     """Held-out loss after as much time; none where the run was not that long."""
-    return float(record["curve"][-1][3]) if record["work"] > record["steps"] - 1.5 else None
+    return (
+        float(record["curve"][-1][3])
+        if record["work"] > record["steps"] - 1.5
+        else None
+    )
 
 
-def difference(records: Sequence[Record], one: str, other: str) -> dict[str, Any] | None:
+def difference(
+    records: Sequence[Record], one: str, other: str
+) -> dict[str, Any] | None:
     """Held-out loss of one run less that of the other, at equal tokens, within each seed; half a 95% interval."""
-    losses = [{r["seed"]: at_tokens(r) for r in by_name(records, name)} for name in (one, other)]
+    losses = [
+        {r["seed"]: at_tokens(r) for r in by_name(records, name)}
+        for name in (one, other)
+    ]
     seeds = sorted(losses[0].keys() & losses[1].keys())
     if not seeds:
         return None
     apart = [losses[0][seed] - losses[1][seed] for seed in seeds]
     mean, half = statistics.mean(apart), None
     if len(apart) > 1:
-        half = T_95.get(len(apart) - 1, 2.0) * statistics.stdev(apart) / math.sqrt(len(apart))
-    return {"one": one, "other": other, "seeds": len(seeds), "apart": apart, "mean": mean, "half": half}
+        half = (
+            T_95.get(len(apart) - 1, 2.0)
+            * statistics.stdev(apart)
+            / math.sqrt(len(apart))
+        )
+    return {
+        "one": one,
+        "other": other,
+        "seeds": len(seeds),
+        "apart": apart,
+        "mean": mean,
+        "half": half,
+    }
 
 
 def pairs(records: Sequence[Record]) -> list[dict[str, Any]]:
@@ -81,9 +119,15 @@ def pairs(records: Sequence[Record]) -> list[dict[str, Any]]:
     made = []
     for name in names(records):
         percent, *words = name.split("-")
-        others = ["-".join([percent, *(w for w in words if w != word)]) for word in words if word != "sgd"]
+        others = [
+            "-".join([percent, *(w for w in words if w != word)])
+            for word in words
+            if word != "sgd"
+        ]
         others = others or (["0"] if name != "0" and not words else [])
-        made += [found for other in others if (found := difference(records, name, other))]
+        made += [
+            found for other in others if (found := difference(records, name, other))
+        ]
     return made
 
 
@@ -100,30 +144,46 @@ def section(records: Sequence[Record]) -> str:
     first = records[0]
     seeds = len({record["seed"] for record in records})
     scale = first["scale"]
-    images = [f"![{alt}](../images/{file})" for file, alt in shown(scale).items() if scale != "quick"]
-    return "\n\n".join([
-        f"## {HEADS[scale]}",
-        f"`{COMMANDS[scale]}`; {first['device']}, torch {first['torch']}. A Llama of {first['parameters'] / 1e6:.2f} M "
-        f"parameters in {first['parts']} parts of one layer; {first['microbatches']} micro-batches, {first['tokens']} "
-        f"bytes a step in rows of {first['length']}; equal tokens are {first['steps']} steps, "
-        f"{first['steps'] * first['tokens'] / 1e6:.2f} M of {first['text'] / 1e6:.0f} M bytes; "
-        + ("1 seed a run." if seeds == 1 else
-           f"up to {seeds} seeds a run. Means over its seeds; in brackets lowest and highest."),
-        *images,
-        f"### Perplexity of the whole model\n\n{losses(records)}",
-        f"### Perplexity when parts are left out\n\nAfter equal tokens, over the perplexity of the same model with all "
-        f"parts; random subsets: mean, and ± the standard deviation over draws; best: found greedily "
-        f"on other held-out text. The first part always runs.\n\n{omissions(records)}",
-        "### Pairs\n\nHeld-out loss (nats a byte) of the first less the second after equal tokens, within a seed; ± "
-        f"half a 95% interval (Student's t).\n\n{paired(records)}",
-    ]) + "\n"  # fmt: skip
+    images = [
+        f"![{alt}](../images/{file})"
+        for file, alt in shown(scale).items()
+        if scale != "quick"
+    ]
+    return (
+        "\n\n".join(
+            [
+                f"## {HEADS[scale]}",
+                f"`{COMMANDS[scale]}`; {first['device']}, torch {first['torch']}. A Llama of {first['parameters'] / 1e6:.2f} M "
+                f"parameters in {first['parts']} parts of one layer; {first['microbatches']} micro-batches, {first['tokens']} "
+                f"bytes a step in rows of {first['length']}; equal tokens are {first['steps']} steps, "
+                f"{first['steps'] * first['tokens'] / 1e6:.2f} M of {first['text'] / 1e6:.0f} M bytes; "
+                + (
+                    "1 seed a run."
+                    if seeds == 1
+                    else f"up to {seeds} seeds a run. Means over its seeds; in brackets lowest and highest."
+                ),
+                *images,
+                f"### Perplexity of the whole model\n\n{losses(records)}",
+                f"### Perplexity when parts are left out\n\nAfter equal tokens, over the perplexity of the same model with all "
+                f"parts; random subsets: mean, and ± the standard deviation over draws; best: found greedily "
+                f"on other held-out text. The first part always runs.\n\n{omissions(records)}",
+                "### Pairs\n\nHeld-out loss (nats a byte) of the first less the second after equal tokens, within a seed; ± "
+                f"half a 95% interval (Student's t).\n\n{paired(records)}",
+            ]
+        )
+        + "\n"
+    )
 
 
 def spread(values: Sequence[float], digits: int = 3) -> str:
     if not values:
         return "-"
     mean = f"{statistics.mean(values):.{digits}f}"
-    return mean if len(values) == 1 else f"{mean} ({min(values):.{digits}f}-{max(values):.{digits}f})"
+    return (
+        mean
+        if len(values) == 1
+        else f"{mean} ({min(values):.{digits}f}-{max(values):.{digits}f})"
+    )
 
 
 def losses(records: Sequence[Record]) -> str:
@@ -135,37 +195,58 @@ def losses(records: Sequence[Record]) -> str:
     for name in names(records):
         some = by_name(records, name)
         timed = [(r, held) for r in some if (held := at_time(r)) is not None]
-        ratios = [math.exp(at_tokens(r) - full[r["seed"]]) for r in some if r["seed"] in full]
-        later = [math.exp(held - full[r["seed"]]) for r, held in timed if r["seed"] in full]
+        ratios = [
+            math.exp(at_tokens(r) - full[r["seed"]]) for r in some if r["seed"] in full
+        ]
+        later = [
+            math.exp(held - full[r["seed"]]) for r, held in timed if r["seed"] in full
+        ]
         steps = str(timed[0][0]["curve"][-1][0]) if timed else "-"
         cells = [
-            name, f"{some[0]['kept']}/{some[0]['parts']}", str(len(some)),
-            spread([math.exp(at_tokens(r)) for r in some]), spread(ratios),
-            spread([math.exp(held) for _, held in timed]), spread(later), steps,
-        ]  # fmt: skip
+            name,
+            f"{some[0]['kept']}/{some[0]['parts']}",
+            str(len(some)),
+            spread([math.exp(at_tokens(r)) for r in some]),
+            spread(ratios),
+            spread([math.exp(held) for _, held in timed]),
+            spread(later),
+            steps,
+        ]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
 def omissions(records: Sequence[Record]) -> str:
-    shapes = [(row["way"], row["kept"], row["parts"]) for row in records[0]["omission"] if row["way"] != "all"]
+    shapes = [
+        (row["way"], row["kept"], row["parts"])
+        for row in records[0]["omission"]
+        if row["way"] != "all"
+    ]
     heads = [f"{way} {kept}/{parts}" for way, kept, parts in shapes]
     lines = [f"| run | {' | '.join(heads)} |", f"|---|{'--:|' * len(heads)}"]
     for name in names(records):
         cells = []
         for way, kept, _ in shapes:
             rows = [
-                row for r in by_name(records, name) for row in r["omission"] if (row["way"], row["kept"]) == (way, kept)
+                row
+                for r in by_name(records, name)
+                for row in r["omission"]
+                if (row["way"], row["kept"]) == (way, kept)
             ]
             ratio = spread([row["ratio"] for row in rows], 2)
-            sway = statistics.mean([row["spread"] / row["perplexity"] * row["ratio"] for row in rows])
+            sway = statistics.mean(
+                [row["spread"] / row["perplexity"] * row["ratio"] for row in rows]
+            )
             cells.append(f"{ratio} ± {sway:.2f}" if way == "random" else ratio)
         lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
 def paired(records: Sequence[Record]) -> str:
-    lines = ["| run | against | seeds | difference | so it is |", "|---|---|--:|--:|---|"]
+    lines = [
+        "| run | against | seeds | difference | so it is |",
+        "|---|---|--:|--:|---|",
+    ]
     for pair in pairs(records):
         half = "" if pair["half"] is None else f" ± {pair['half']:.4f}"
         lines.append(
@@ -186,33 +267,61 @@ def shown(scale: str) -> dict[str, str]:
 
 def label(name: str) -> str:
     percent, *words = name.split("-")
-    return "all parts" if name == "0" else ", ".join([f"{percent}% left out", " ".join(words)]).removesuffix(", ")
+    return (
+        "all parts"
+        if name == "0"
+        else ", ".join([f"{percent}% left out", " ".join(words)]).removesuffix(", ")
+    )
 
 
-def curve(records: Sequence[Record], name: str, across: int, unit: float, until: float, colour: str = "") -> Line:
+def curve(
+    records: Sequence[Record],
+    name: str,
+    across: int,
+    unit: float,
+    until: float,
+    colour: str = "",
+) -> Series:
     """Mean of the seeds, with a band from the lowest to the highest."""
     some = by_name(records, name)
     points = list(zip(*(r["curve"] for r in some), strict=True))
     points = [point for point in points[1:] if point[0][across] <= until]
     held = [[one[3] for one in point] for point in points]
     band = len(some) > 1
-    return Line(
-        label(name), tuple(point[0][across] * unit for point in points), tuple(statistics.mean(h) for h in held),
-        tuple(min(h) for h in held) if band else (), tuple(max(h) for h in held) if band else (), colour=colour,
-    )  # fmt: skip
+    return Series(
+        label(name),
+        tuple(point[0][across] * unit for point in points),
+        tuple(statistics.mean(h) for h in held),
+        tuple(min(h) for h in held) if band else (),
+        tuple(max(h) for h in held) if band else (),
+        colour=colour,
+    )
 
 
-def apart(records: Sequence[Record], name: str, base: str, unit: float) -> Line:
+def apart(records: Sequence[Record], name: str, base: str, unit: float) -> Series:
     """How far a run is from the plain one, point by point of the curve, within each seed."""
-    bases = {r["seed"]: {point[0]: point[3] for point in r["curve"]} for r in by_name(records, base)}
+    bases = {
+        r["seed"]: {point[0]: point[3] for point in r["curve"]}
+        for r in by_name(records, base)
+    }
     some = [r for r in by_name(records, name) if r["seed"] in bases]
-    steps = [point[0] for point in some[0]["curve"] if 0 < point[0] <= some[0]["steps"]] if some else []
-    at = [[{p[0]: p[3] for p in r["curve"]}[s] - bases[r["seed"]][s] for r in some] for s in steps]
+    steps = (
+        [point[0] for point in some[0]["curve"] if 0 < point[0] <= some[0]["steps"]]
+        if some
+        else []
+    )
+    at = [
+        [{p[0]: p[3] for p in r["curve"]}[s] - bases[r["seed"]][s] for r in some]
+        for s in steps
+    ]
     band = len(some) > 1
-    return Line(
-        label(name), tuple(step * unit for step in steps), tuple(statistics.mean(one) for one in at),
-        tuple(min(one) for one in at) if band else (), tuple(max(one) for one in at) if band else (),
-    )  # fmt: skip
+    return Series(
+        label(name),
+        tuple(step * unit for step in steps),
+        tuple(statistics.mean(one) for one in at),
+        tuple(min(one) for one in at) if band else (),
+        tuple(max(one) for one in at) if band else (),
+    )
 
 
 def pictures(records: Sequence[Record]) -> dict[str, str]:
@@ -225,30 +334,59 @@ def pictures(records: Sequence[Record]) -> dict[str, str]:
     drawn = {}
     for file, across, per, until, word in (
         (files[0], 0, unit, first["steps"], "million bytes learnt from"),
-        (files[1], 1, 1.0, first["steps"] + 1.0, "simulated time, in steps with all parts"),
+        (
+            files[1],
+            1,
+            1.0,
+            first["steps"] + 1.0,
+            "simulated time, in steps with all parts",
+        ),
     ):
-        lines = [curve(records, name, across, per, until, COLOURS[PLAIN.index(name)]) for name in plain]
-        title = "Held-out loss at equal tokens" if across == 0 else "Held-out loss at equal time"
+        lines = [
+            curve(records, name, across, per, until, COLOURS[PLAIN.index(name)])
+            for name in plain
+        ]
+        title = (
+            "Held-out loss at equal tokens"
+            if across == 0
+            else "Held-out loss at equal time"
+        )
         if plain:
             drawn[file] = chart(lines, title, word, "nats a byte", top)
-    special = [name for name in found if name not in PLAIN and "sgd" not in name and name.split("-")[0] in found]
+    special = [
+        name
+        for name in found
+        if name not in PLAIN and "sgd" not in name and name.split("-")[0] in found
+    ]
     lines = [apart(records, name, name.split("-")[0], unit) for name in special]
     if lines:
         bases = " and ".join(sorted({f"{name.split('-')[0]}%" for name in special}))
         title = f"Held-out loss less that of the plain {bases}"
-        drawn[files[2]] = chart(lines, title, "million bytes learnt from", "nats a byte")
+        drawn[files[2]] = chart(
+            lines, title, "million bytes learnt from", "nats a byte"
+        )
     lines = []
     for name in plain:
         for way in ("random", "best"):
             shapes = sorted({row["kept"] for row in first["omission"]})
             ratios = [
-                [row["ratio"] for r in by_name(records, name) for row in r["omission"]
-                 if row["kept"] == kept and row["way"] in (way, "all")] for kept in shapes
-            ]  # fmt: skip
-            lines.append(Line(
-                f"{label(name)}, {way}", tuple(100.0 * kept / first["parts"] for kept in shapes),
-                tuple(statistics.mean(one) for one in ratios), dashed=way == "best", colour=COLOURS[PLAIN.index(name)],
-            ))  # fmt: skip
+                [
+                    row["ratio"]
+                    for r in by_name(records, name)
+                    for row in r["omission"]
+                    if row["kept"] == kept and row["way"] in (way, "all")
+                ]
+                for kept in shapes
+            ]
+            lines.append(
+                Series(
+                    f"{label(name)}, {way}",
+                    tuple(100.0 * kept / first["parts"] for kept in shapes),
+                    tuple(statistics.mean(one) for one in ratios),
+                    dashed=way == "best",
+                    colour=COLOURS[PLAIN.index(name)],
+                )
+            )
     if lines:
         title = "Perplexity with fewer parts, over that with all"
         drawn[files[3]] = chart(lines, title, "parts that run, %", "ratio", marks=True)
@@ -260,8 +398,14 @@ def write(records: Sequence[Record], made: str) -> None:
     """Puts a scale's section into the page, beside the other's, and its pictures beside the page."""
     scale = records[0]["scale"]
     text = RESULT.read_text(encoding="utf-8") if RESULT.exists() else ""
-    sections = dict(re.findall(r"<!-- (\w+) -->\n(.*?)<!-- /\1 -->", text, re.S)) | {scale: made}
-    ordered = [f"<!-- {name} -->\n{sections[name]}<!-- /{name} -->\n" for name in HEADS if name in sections]
+    sections = dict(re.findall(r"<!-- (\w+) -->\n(.*?)<!-- /\1 -->", text, re.S)) | {
+        scale: made
+    }
+    ordered = [
+        f"<!-- {name} -->\n{sections[name]}<!-- /{name} -->\n"
+        for name in HEADS
+        if name in sections
+    ]
     RESULT.write_text(INTRODUCTION + "\n".join(ordered), encoding="utf-8")
     for file, drawn in pictures(records).items():
         (ROOT / "images" / file).write_text(drawn, encoding="utf-8")

@@ -34,14 +34,18 @@ from torch.distributed.pipelining import schedules as peer
 from penstock import Schedule, lower, make, simulate
 from penstock.models import Llama, LlamaConfig, even_partition, split, token_loss
 from penstock.runtime import Batch, Executor, ProcessComm, cut_batch
-from penstock.session import own_cost
+from penstock.train.session import own_cost
 
 RESULT = Path(__file__).parent.parent / "docs" / "results" / "llama.md"
 CONFIG = LlamaConfig(vocab=2048, width=256, layers=8, heads=8, kv_heads=8, inner=672)
 NAMES: dict[str, dict[str, int]] = {
-    "1f1b": {}, "interleaved": {"chunks": 2}, "hanayo": {"waves": 1}, "zb-h1": {}, "zb-v": {},
+    "1f1b": {},
+    "interleaved": {"chunks": 2},
+    "hanayo": {"waves": 1},
+    "zb-h1": {},
+    "zb-v": {},
     "interleaved-zb": {"chunks": 2},
-}  # fmt: skip
+}
 MICROBATCHES, LENGTH = 8, 128
 Machine = Callable[[], float]  # one step; the loss, where it is known
 
@@ -49,7 +53,9 @@ Machine = Callable[[], float]  # one step; the loss, where it is known
 def data() -> tuple[Tensor, Tensor]:
     draw = torch.Generator().manual_seed(1)
     shape = (MICROBATCHES, LENGTH)
-    return tuple(torch.randint(0, CONFIG.vocab, shape, generator=draw) for _ in range(2))  # type: ignore[return-value]
+    return tuple(
+        torch.randint(0, CONFIG.vocab, shape, generator=draw) for _ in range(2)
+    )  # type: ignore[return-value]
 
 
 def whole() -> Llama:
@@ -67,7 +73,13 @@ def mean_loss(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def ours(schedule: Schedule, rank: int, model: Llama) -> Machine:
-    executor = Executor(lower(schedule), parts_of(schedule, rank, model), ProcessComm(60), token_loss, CONFIG.width)
+    executor = Executor(
+        lower(schedule),
+        parts_of(schedule, rank, model),
+        ProcessComm(60),
+        token_loss,
+        CONFIG.width,
+    )
     batch = cut_batch(*data(), MICROBATCHES)
     return Ours(executor, batch)
 
@@ -84,19 +96,25 @@ class Ours:
     def over_own_spans(self) -> float:
         timeline = self.executor.step(self.batch, timed=True).timeline
         assert timeline is not None
-        return timeline.makespan / simulate(timeline.schedule, own_cost(timeline, statistics.mean)).makespan
+        return (
+            timeline.makespan
+            / simulate(timeline.schedule, own_cost(timeline, statistics.mean)).makespan
+        )
 
 
 def torchs(schedule: Schedule, rank: int, model: Llama) -> Machine:
     total, mine = len(schedule.stages), parts_of(schedule, rank, model)
-    stages = [PipelineStage(part, n, total, torch.device("cpu")) for n, part in mine.items()]
+    stages = [
+        PipelineStage(part, n, total, torch.device("cpu")) for n, part in mine.items()
+    ]
     runtime: Any
     if total == schedule.ranks and "I" not in str(schedule.lanes):
         runtime = Schedule1F1B(stages[0], MICROBATCHES, loss_fn=mean_loss)
     else:
         runtime = peer._PipelineScheduleRuntime(stages, MICROBATCHES, loss_fn=mean_loss)
         runtime.pipeline_order = {
-            r: [peer._Action.from_str(str(action)) for action in lane] for r, lane in enumerate(schedule.lanes)
+            r: [peer._Action.from_str(str(action)) for action in lane]
+            for r, lane in enumerate(schedule.lanes)
         }
         runtime._prepare_schedule_with_comms(runtime.pipeline_order)
     inputs, labels = data()
@@ -105,7 +123,11 @@ def torchs(schedule: Schedule, rank: int, model: Llama) -> Machine:
         losses: list[Tensor] = []
         extra = {"target": labels, "losses": losses} if total - 1 in mine else {}
         runtime.step(*((inputs,) if 0 in mine else ()), **extra)
-        return float(torch.stack([one.detach() for one in losses]).mean()) if losses else 0.0
+        return (
+            float(torch.stack([one.detach() for one in losses]).mean())
+            if losses
+            else 0.0
+        )
 
     return step
 
@@ -114,13 +136,26 @@ MACHINES = {"ours": ours, "torch": torchs}
 
 
 def norm(model: Llama) -> float:
-    total = torch.tensor([sum(float(p.grad.pow(2).sum()) for p in model.parameters() if p.grad is not None)])
+    total = torch.tensor(
+        [
+            sum(
+                float(p.grad.pow(2).sum())
+                for p in model.parameters()
+                if p.grad is not None
+            )
+        ]
+    )
     dist.all_reduce(total)
     return float(total) ** 0.5
 
 
 def rank_main(rank: int, ranks: int, port: int, rounds: int, out: str) -> None:
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(ranks))
+    os.environ.update(
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        RANK=str(rank),
+        WORLD_SIZE=str(ranks),
+    )
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     machines: dict[tuple[str, str], tuple[Machine, Llama]] = {}
@@ -147,8 +182,18 @@ def rank_main(rank: int, ranks: int, port: int, rounds: int, out: str) -> None:
             dist.all_reduce(shown, dist.ReduceOp.MAX)
             size = norm(model)
             if rank == 0:
-                assert abs(float(shown) - expected[0]) < 1e-4, (name, who, float(shown), expected)
-                assert abs(size - expected[1]) < 1e-3 * expected[1], (name, who, size, expected)
+                assert abs(float(shown) - expected[0]) < 1e-4, (
+                    name,
+                    who,
+                    float(shown),
+                    expected,
+                )
+                assert abs(size - expected[1]) < 1e-3 * expected[1], (
+                    name,
+                    who,
+                    size,
+                    expected,
+                )
         for (name, _), (step, _) in machines.items():
             if turn and isinstance(step, Ours):
                 times[f"{name} over its spans"].append(step.over_own_spans())
@@ -163,7 +208,9 @@ def reference() -> tuple[float, float]:
     model, (inputs, labels) = copy.deepcopy(whole()), data()
     loss = mean_loss(model(inputs), labels)
     loss.backward()
-    squares = sum(float(p.grad.pow(2).sum()) for p in model.parameters() if p.grad is not None)
+    squares = sum(
+        float(p.grad.pow(2).sum()) for p in model.parameters() if p.grad is not None
+    )
     return float(loss.detach()), squares**0.5
 
 
@@ -171,24 +218,42 @@ def summary(times: dict[str, list[float]]) -> list[dict[str, Any]]:
     rows = []
     for name in NAMES:
         spans = sorted(times[f"{name} over its spans"])
-        mine, theirs, base = times[f"{name} ours"], times[f"{name} torch"], times["1f1b ours"]
+        mine, theirs, base = (
+            times[f"{name} ours"],
+            times[f"{name} torch"],
+            times["1f1b ours"],
+        )
         against = sorted(a / b for a, b in zip(mine, theirs, strict=True))
         own = sorted(a / b for a, b in zip(mine, base, strict=True))
         quarter = len(against) // 4
-        rows.append({
-            "name": name, "ours_ms": 1e3 * statistics.median(mine), "torch_ms": 1e3 * statistics.median(theirs),
-            "over_torch": statistics.median(against), "over_torch_spread": (against[quarter], against[-1 - quarter]),
-            "over_own_1f1b": statistics.median(own), "over_own_1f1b_spread": (own[quarter], own[-1 - quarter]),
-            "over_own_spans": statistics.median(spans), "over_own_spans_spread": (spans[quarter], spans[-1 - quarter]),
-        })  # fmt: skip
+        rows.append(
+            {
+                "name": name,
+                "ours_ms": 1e3 * statistics.median(mine),
+                "torch_ms": 1e3 * statistics.median(theirs),
+                "over_torch": statistics.median(against),
+                "over_torch_spread": (against[quarter], against[-1 - quarter]),
+                "over_own_1f1b": statistics.median(own),
+                "over_own_1f1b_spread": (own[quarter], own[-1 - quarter]),
+                "over_own_spans": statistics.median(spans),
+                "over_own_spans_spread": (spans[quarter], spans[-1 - quarter]),
+            }
+        )
     return rows
 
 
 def shown(rows: list[dict[str, Any]]) -> str:
     heads = "schedule | ours, ms | torch, ms | ours / torch | ours / our 1F1B | ours / its actions alone"
     ratios = ("over_torch", "over_own_1f1b", "over_own_spans")
-    lines = [[r["name"], f"{r['ours_ms']:.0f}", f"{r['torch_ms']:.0f}", *(ratio(r, one) for one in ratios)]
-             for r in rows]  # fmt: skip
+    lines = [
+        [
+            r["name"],
+            f"{r['ours_ms']:.0f}",
+            f"{r['torch_ms']:.0f}",
+            *(ratio(r, one) for one in ratios),
+        ]
+        for r in rows
+    ]
     return table(heads, lines, ("schedule",))
 
 
@@ -198,8 +263,12 @@ def ratio(row: dict[str, Any], name: str) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="fewer rounds; writes nothing")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="fewer rounds; writes nothing"
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object to stdout")
     given = parser.parse_args()
     out = f"/tmp/penstock-llama-{os.getpid()}.json"

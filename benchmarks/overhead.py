@@ -36,13 +36,19 @@ from torch.distributed.pipelining import schedules as peer
 
 from penstock import ModelCost, PartCost, Seconds, make, simulate
 from penstock.ir import Op, Schedule, lower
-from penstock.ir.program import Receive, Run, Send
+from penstock.ir.program import Receive, RunAction, Send
+from penstock.measure.sleeping import Sleeping
 from penstock.runtime import Executor, Ledger, ProcessComm, batch_of
 from penstock.runtime.backward import record_in, walk_back
-from penstock.runtime.sleeping import Sleeping
 
 RESULT = Path(__file__).parent.parent / "docs" / "results" / "overhead.md"
-NAMES = {"1f1b": {}, "interleaved": {"chunks": 2}, "zb-v": {}, "interleaved-zb": {"chunks": 2}, "hanayo": {"waves": 1}}
+NAMES = {
+    "1f1b": {},
+    "interleaved": {"chunks": 2},
+    "zb-v": {},
+    "interleaved-zb": {"chunks": 2},
+    "hanayo": {"waves": 1},
+}
 SMALL, LARGE = 16, 1 << 20  # floats in a message
 
 
@@ -101,7 +107,9 @@ class InTwo(nn.Module):
         self.naps = (seconds, 2 * seconds if first else seconds)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = SleepInput.apply(x, self.naps[0]) + SleepWeight.apply(self.weight, self.naps[1])
+        y: torch.Tensor = SleepInput.apply(x, self.naps[0]) + SleepWeight.apply(
+            self.weight, self.naps[1]
+        )
         return y
 
 
@@ -116,22 +124,38 @@ def ideal_cost(schedule: Schedule, seconds: float) -> ModelCost:
 Machine = Callable[[], None]
 
 
-def ours(schedule: Schedule, rank: int, seconds: float, size: int, timed: bool = False) -> Machine:
+def ours(
+    schedule: Schedule, rank: int, seconds: float, size: int, timed: bool = False
+) -> Machine:
     parts = ideal_cost(schedule, seconds).parts
-    stages = {number: Sleeping(parts[s.part]) for number, s in enumerate(schedule.stages) if s.rank == rank}
-    executor = Executor(lower(schedule), stages, ProcessComm(60), lambda y, _: Total.apply(y), size)
+    stages = {
+        number: Sleeping(parts[s.part])
+        for number, s in enumerate(schedule.stages)
+        if s.rank == rank
+    }
+    executor = Executor(
+        lower(schedule), stages, ProcessComm(60), lambda y, _: Total.apply(y), size
+    )
     count = len(schedule.microbatches)
-    batch = batch_of([torch.zeros(1, 1, size)] * count, [torch.zeros(1, 1, dtype=torch.long)] * count)
+    batch = batch_of(
+        [torch.zeros(1, 1, size)] * count, [torch.zeros(1, 1, dtype=torch.long)] * count
+    )
     return lambda: executor.step(batch, timed) and None
 
 
 def torchs(schedule: Schedule, rank: int, seconds: float, size: int) -> Machine:
     mine = [number for number, s in enumerate(schedule.stages) if s.rank == rank]
     total, count = len(schedule.stages), len(schedule.microbatches)
-    stages = [PipelineStage(InTwo(seconds, n == 0), n, total, torch.device("cpu")) for n in mine]
-    runtime = peer._PipelineScheduleRuntime(stages, count, loss_fn=lambda y, _: Total.apply(y))
+    stages = [
+        PipelineStage(InTwo(seconds, n == 0), n, total, torch.device("cpu"))
+        for n in mine
+    ]
+    runtime = peer._PipelineScheduleRuntime(
+        stages, count, loss_fn=lambda y, _: Total.apply(y)
+    )
     runtime.pipeline_order = {
-        r: [peer._Action.from_str(str(action)) for action in lane] for r, lane in enumerate(schedule.lanes)
+        r: [peer._Action.from_str(str(action)) for action in lane]
+        for r, lane in enumerate(schedule.lanes)
     }
     runtime._prepare_schedule_with_comms(runtime.pipeline_order)
     x, target = torch.zeros(count, 1, size), torch.zeros(count, 1)
@@ -146,21 +170,33 @@ def torchs(schedule: Schedule, rank: int, seconds: float, size: int) -> Machine:
 
 def bare(schedule: Schedule, rank: int, seconds: float, size: int) -> Machine:
     program, count = lower(schedule), len(schedule.microbatches)
-    lane = [i for i in program.lanes[rank] if isinstance(i, Run | Send | Receive)]
+    lane = [i for i in program.lanes[rank] if isinstance(i, RunAction | Send | Receive)]
     arriving = [i for i in lane if isinstance(i, Receive)]
     buffers = [torch.zeros(1, 1, size) for _ in arriving]
     out, table = torch.zeros(1, 1, size), schedule.table
     number = {table.action(n): n for n in range(len(table))}
-    needs = {i.action: [table.action(int(n)) for n in table.needs[number[i.action]] if n >= 0] for i in lane}
+    needs = {
+        i.action: [
+            table.action(int(n)) for n in table.needs[number[i.action]] if n >= 0
+        ]
+        for i in lane
+    }
     cost = ideal_cost(schedule, seconds)
-    nap = {i.action: cost.seconds(schedule, i.action) for i in lane if isinstance(i, Run)}
+    nap = {
+        i.action: cost.seconds(schedule, i.action)
+        for i in lane
+        if isinstance(i, RunAction)
+    }
     assert count
 
     def step() -> None:
-        due = {i.action: dist.irecv(b, i.peer) for i, b in zip(arriving, buffers, strict=True)}
+        due = {
+            i.action: dist.irecv(b, i.peer)
+            for i, b in zip(arriving, buffers, strict=True)
+        }
         sent = []
         for i in lane:
-            if isinstance(i, Run):
+            if isinstance(i, RunAction):
                 for needed in needs[i.action]:
                     work = due.pop(needed, None)
                     if work is not None:
@@ -177,21 +213,33 @@ def bare(schedule: Schedule, rank: int, seconds: float, size: int) -> Machine:
 
 def floor(schedule: Schedule, rank: int, seconds: float, size: int) -> Machine:
     program, table = lower(schedule), schedule.table
-    lane = [i for i in program.lanes[rank] if isinstance(i, Run | Send | Receive)]
+    lane = [i for i in program.lanes[rank] if isinstance(i, RunAction | Send | Receive)]
     arriving = [i for i in lane if isinstance(i, Receive)]
     buffers = [torch.zeros(1, 1, size) for _ in arriving]
     number = {table.action(n): n for n in range(len(table))}
-    needs = {i.action: [table.action(int(n)) for n in table.needs[number[i.action]] if n >= 0] for i in lane}
+    needs = {
+        i.action: [
+            table.action(int(n)) for n in table.needs[number[i.action]] if n >= 0
+        ]
+        for i in lane
+    }
     parts = ideal_cost(schedule, seconds).parts
-    stages = {n: Sleeping(parts[s.part]) for n, s in enumerate(schedule.stages) if s.rank == rank}
+    stages = {
+        n: Sleeping(parts[s.part])
+        for n, s in enumerate(schedule.stages)
+        if s.rank == rank
+    }
     first, one, last = torch.zeros(1, 1, size), torch.ones(()), len(schedule.stages) - 1
 
     def step() -> None:
-        due = {i.action: (dist.irecv(b, i.peer), b) for i, b in zip(arriving, buffers, strict=True)}
+        due = {
+            i.action: (dist.irecv(b, i.peer), b)
+            for i, b in zip(arriving, buffers, strict=True)
+        }
         sent, value, kept = [], {}, {}
         for i in lane:
             action = i.action
-            if isinstance(i, Run):
+            if isinstance(i, RunAction):
                 given = None
                 for needed in needs[action]:
                     if needed in due:
@@ -225,20 +273,41 @@ def recorded(schedule: Schedule, rank: int, seconds: float, size: int) -> Machin
     return ours(schedule, rank, seconds, size, timed=True)
 
 
-MACHINES = {"bare": bare, "floor": floor, "ours": ours, "recorded": recorded, "torch": torchs}
+MACHINES = {
+    "bare": bare,
+    "floor": floor,
+    "ours": ours,
+    "recorded": recorded,
+    "torch": torchs,
+}
 SHOWN = ("bare", "floor", "ours", "torch")
 
 
 # ---------------------------------------------------------------- measuring
-def rank_main(rank: int, ranks: int, port: int, cells: list[dict[str, Any]], out: str) -> None:
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(ranks))
+def rank_main(
+    rank: int, ranks: int, port: int, cells: list[dict[str, Any]], out: str
+) -> None:
+    os.environ.update(
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        RANK=str(rank),
+        WORLD_SIZE=str(ranks),
+    )
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rows = []
     for cell in cells:
-        schedule = make(cell["name"], ranks=ranks, microbatches=cell["microbatches"], **NAMES[cell["name"]])
+        schedule = make(
+            cell["name"],
+            ranks=ranks,
+            microbatches=cell["microbatches"],
+            **NAMES[cell["name"]],
+        )
         seconds = cell["forward"] / 1000 / int(schedule.table.crowd.max())
-        machines = {name: build(schedule, rank, seconds, cell["size"]) for name, build in MACHINES.items()}
+        machines = {
+            name: build(schedule, rank, seconds, cell["size"])
+            for name, build in MACHINES.items()
+        }
         times: dict[str, list[float]] = {name: [] for name in machines}
         cpu: dict[str, list[float]] = {name: [] for name in machines}
         for turn in range(2 + cell["rounds"]):
@@ -256,7 +325,12 @@ def rank_main(rank: int, ranks: int, port: int, cells: list[dict[str, Any]], out
         if rank == 0:
             ideal = simulate(schedule, ideal_cost(schedule, seconds)).makespan
             actions = max(len(lane) for lane in schedule.lanes)
-            facts = {"ranks": ranks, "ideal": ideal, "chunk": 1000 * seconds, "lane": actions}
+            facts = {
+                "ranks": ranks,
+                "ideal": ideal,
+                "chunk": 1000 * seconds,
+                "lane": actions,
+            }
             facts |= {"actions": len(schedule.table), "times": times, "cpu": cpu}
             rows.append({**cell, **facts})
     if rank == 0:
@@ -266,7 +340,10 @@ def rank_main(rank: int, ranks: int, port: int, cells: list[dict[str, Any]], out
 
 
 def measure(ranks: int, cells: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    port, out = 20000 + os.getpid() % 20000 + ranks, f"/tmp/penstock-overhead-{os.getpid()}-{ranks}.json"
+    port, out = (
+        20000 + os.getpid() % 20000 + ranks,
+        f"/tmp/penstock-overhead-{os.getpid()}-{ranks}.json",
+    )
     mp.spawn(rank_main, (ranks, port, cells, out), nprocs=ranks)
     rows: list[dict[str, Any]] = json.loads(Path(out).read_text())
     Path(out).unlink()
@@ -275,28 +352,57 @@ def measure(ranks: int, cells: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def summary(row: dict[str, Any]) -> dict[str, Any]:
     times, cpu = row.pop("times"), row.pop("cpu")
-    for name, base in (("floor", "bare"), ("ours", "bare"), ("torch", "bare"), ("recorded", "ours")):
+    for name, base in (
+        ("floor", "bare"),
+        ("ours", "bare"),
+        ("torch", "bare"),
+        ("recorded", "ours"),
+    ):
         ratios = sorted(a / b for a, b in zip(times[name], times[base], strict=True))
         row[f"{name}_over_{base}"] = statistics.median(ratios)
-        row[f"{name}_spread"] = (ratios[len(ratios) // 4], ratios[-1 - len(ratios) // 4])
+        row[f"{name}_spread"] = (
+            ratios[len(ratios) // 4],
+            ratios[-1 - len(ratios) // 4],
+        )
     for name in MACHINES:
         row[f"{name}_efficiency"] = row["ideal"] / statistics.median(times[name])
         row[f"{name}_quiet"] = row["ideal"] / min(times[name])
-        row[f"{name}_microseconds"] = 1e6 * (statistics.median(times[name]) - row["ideal"]) / row["lane"]
+        row[f"{name}_microseconds"] = (
+            1e6 * (statistics.median(times[name]) - row["ideal"]) / row["lane"]
+        )
         row[f"{name}_cpu"] = 1e6 * statistics.median(cpu[name]) / row["actions"]
     return row
 
 
 def cells(quick: bool) -> dict[int, list[dict[str, Any]]]:
-    def cell(name: str, microbatches: int, chunk: float, size: int, rounds: int) -> dict[str, Any]:
+    def cell(
+        name: str, microbatches: int, chunk: float, size: int, rounds: int
+    ) -> dict[str, Any]:
         forward = chunk if name == "1f1b" else 2 * chunk
-        return {"name": name, "microbatches": microbatches, "forward": forward, "size": size, "rounds": rounds}
+        return {
+            "name": name,
+            "microbatches": microbatches,
+            "forward": forward,
+            "size": size,
+            "rounds": rounds,
+        }
 
     if quick:
         return {4: [cell("zb-v", 8, 5, SMALL, 5), cell("zb-v", 8, 1, SMALL, 15)]}
-    four = [cell(n, 8, chunk, SMALL, 25 if chunk == 1 else 12) for chunk in (5, 1) for n in NAMES]
+    four = [
+        cell(n, 8, chunk, SMALL, 25 if chunk == 1 else 12)
+        for chunk in (5, 1)
+        for n in NAMES
+    ]
     four += [cell(n, 8, 5, LARGE, 8) for n in NAMES]
-    return {4: four, 8: [cell(n, 16, chunk, SMALL, 12 if chunk == 1 else 6) for chunk in (5, 1) for n in NAMES]}
+    return {
+        4: four,
+        8: [
+            cell(n, 16, chunk, SMALL, 12 if chunk == 1 else 6)
+            for chunk in (5, 1)
+            for n in NAMES
+        ],
+    }
 
 
 FORMS = {"efficiency": ".3f", "quiet": ".3f", "microseconds": ".0f", "cpu": ".0f"}
@@ -321,19 +427,31 @@ def cells_table(rows: list[dict[str, Any]]) -> str:
 
 def line(r: dict[str, Any]) -> list[str]:
     return [
-        r["name"], str(r["ranks"]), str(r["microbatches"]), f"{r['chunk']:.3g}/{2 * r['chunk']:.3g}",
+        r["name"],
+        str(r["ranks"]),
+        str(r["microbatches"]),
+        f"{r['chunk']:.3g}/{2 * r['chunk']:.3g}",
         "4 MiB" if r["size"] == LARGE else "64 B",
-        *(ratio(r, name) for name in ("floor", "ours", "torch")), ratio(r, "recorded", "ours"),
+        *(ratio(r, name) for name in ("floor", "ours", "torch")),
+        ratio(r, "recorded", "ours"),
         *(listed(r, what, form) for what, form in FORMS.items()),
-    ]  # fmt: skip
+    ]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="two cells; writes nothing")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="two cells; writes nothing"
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object to stdout")
     given = parser.parse_args()
-    rows = [row for ranks, some in cells(given.quick).items() for row in measure(ranks, some)]
+    rows = [
+        row
+        for ranks, some in cells(given.quick).items()
+        for row in measure(ranks, some)
+    ]
     text = (
         "# Overhead of the runtime\n\n`chrt -r 10 python benchmarks/overhead.py`; sleeping stages, gloo on one host, "
         f"{priority()}, {os.cpu_count()} cores, torch {torch.__version__}. Ratios are medians over rounds (quartiles)."
@@ -346,5 +464,3 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-
-

@@ -25,13 +25,13 @@ import numpy as np
 
 from penstock.cost import Cluster, Node
 from penstock.cost.cities import CITIES
-from penstock.plan.baselines import full, random_paths, shortest_paths
-from penstock.plan.paths import PathPlan, plan_paths, rule_faults
-from penstock.plan.problem import PLANNED, PUBLISHED, Policy, even_parts
-from penstock.plan.recovery import replan
-from penstock.plan.rotation import rotate
-from penstock.plan.stages import ITERATIONS
-from penstock.plan.sums import all_sums
+from penstock.plan.paths.allreduce import sum_seconds_by_part
+from penstock.plan.paths.baselines import full_pipeline, random_paths, shortest_paths
+from penstock.plan.paths.planner import PathPlan, plan_paths, rule_faults
+from penstock.plan.paths.problem import PLANNED, PUBLISHED, Policy, even_parts
+from penstock.plan.paths.recovery import replan
+from penstock.plan.paths.rotation import rotate
+from penstock.plan.paths.stages import ITERATIONS
 
 ROOT = Path(__file__).parent.parent
 CITED = json.loads((ROOT / "tests" / "data" / "skippipe.json").read_text())
@@ -39,23 +39,42 @@ GAPS = {"gap": CITED["model"]["gap"], "first_gap": CITED["model"]["gap_after_fir
 RESULT = ROOT / "docs" / "results" / "paths.md"
 PLACES = list(CITIES)[:42]
 CLOCK = time.process_time
-SHORT, DEFAULT, LONG = 6_300, ITERATIONS, 65_500  # moves of a search: three, four and five stages
+SHORT, DEFAULT, LONG = (
+    6_300,
+    ITERATIONS,
+    65_500,
+)  # moves of a search: three, four and five stages
 GROWTH = {20: DEFAULT, 42: 90_000, 200: 220_000, 1000: 220_000}  # moves by nodes
-QUEUES = Policy(PUBLISHED.turns, ordered=False)  # first come, first served; slots for whoever is there
+QUEUES = Policy(
+    PUBLISHED.turns, ordered=False
+)  # first come, first served; slots for whoever is there
 
 Row = dict[str, object]
 
 
-def published(name: str, policy: Policy, given: bool, iterations: int, slots: int = 3) -> PathPlan:
+def published(
+    name: str, policy: Policy, given: bool, iterations: int, slots: int = 3
+) -> PathPlan:
     cited = CITED["instances"][name]
     count = len(cited["locations"])
     cluster = Cluster(
         tuple(Node(site, 1.0, slots) for site in cited["locations"]),
-        tuple(map(tuple, cited["delays"])), tuple((math.inf,) * count for _ in range(count)),
-    )  # fmt: skip
-    parts, arrangement = even_parts(6, cited["forward"]), cited["partitions"] if given else None
+        tuple(map(tuple, cited["delays"])),
+        tuple((math.inf,) * count for _ in range(count)),
+    )
+    parts, arrangement = (
+        even_parts(6, cited["forward"]),
+        cited["partitions"] if given else None,
+    )
     return plan_paths(
-        cluster, parts, 6, policy=policy, arrangement=arrangement, iterations=iterations, clock=CLOCK, **GAPS
+        cluster,
+        parts,
+        6,
+        policy=policy,
+        arrangement=arrangement,
+        iterations=iterations,
+        clock=CLOCK,
+        **GAPS,
     )
 
 
@@ -66,9 +85,13 @@ def places(count: int, serial: bool = True) -> Cluster:
 def row(plan: PathPlan, **more: object) -> Row:
     assert not rule_faults(plan)
     return {
-        **more, "makespan": plan.makespan, "bound": plan.bound, "gap": plan.gap, "search": plan.seconds,
+        **more,
+        "makespan": plan.makespan,
+        "bound": plan.bound,
+        "gap": plan.gap,
+        "search": plan.seconds,
         "simulations": plan.simulations,
-    }  # fmt: skip
+    }
 
 
 # ---------------------------------------------------------------- what is measured
@@ -76,10 +99,23 @@ def same_rules(iterations: int) -> list[Row]:
     rows = []
     for name in "AB":
         theirs = CITED["instances"][name]["plans"]["planned"]["seconds"]
-        wall = CITED["instances"][name].get("published search", {}).get("coarsened", {}).get("wall")
+        wall = (
+            CITED["instances"][name]
+            .get("published search", {})
+            .get("coarsened", {})
+            .get("wall")
+        )
         for given in (True, False):
             found = published(name, PUBLISHED, given, iterations)
-            rows.append(row(found, instance=name, arrangement="theirs" if given else "ours", theirs=theirs, wall=wall))
+            rows.append(
+                row(
+                    found,
+                    instance=name,
+                    arrangement="theirs" if given else "ours",
+                    theirs=theirs,
+                    wall=wall,
+                )
+            )
     return rows
 
 
@@ -94,7 +130,13 @@ def our_rules(iterations: int) -> list[Row]:
     ]
     for name in "AB":
         for what, policy, given, slots in steps:
-            rows.append(row(published(name, policy, given, iterations, slots), instance=name, rules=what))
+            rows.append(
+                row(
+                    published(name, policy, given, iterations, slots),
+                    instance=name,
+                    rules=what,
+                )
+            )
     return rows
 
 
@@ -107,14 +149,23 @@ def baselines(iterations: int) -> list[Row]:
         theirs = cited["plans"].get("random", {}).get("seconds")
         blind = cited["plans"].get("without collision avoidance", {}).get("seconds")
         found = {
-            "full pipeline": (full(plan, iterations, clock=CLOCK).makespan, cited["full"]["seconds"]),
+            "full pipeline": (
+                full_pipeline(plan, iterations, clock=CLOCK).makespan,
+                cited["full"]["seconds"],
+            ),
             "random paths, median of 20": (statistics.median(dice), theirs),
             "random paths, best of 20": (min(dice), None),
             "no collision avoidance": (shortest_paths(plan).makespan, blind),
             "planned": (plan.makespan, cited["plans"]["planned"]["seconds"]),
         }
         rows += [
-            {"instance": name, "what": what, "seconds": ours, "theirs": published_as, "ratio": ours / plan.makespan}
+            {
+                "instance": name,
+                "what": what,
+                "seconds": ours,
+                "theirs": published_as,
+                "ratio": ours / plan.makespan,
+            }
             for what, (ours, published_as) in found.items()
         ]
     return rows
@@ -125,9 +176,23 @@ def compositions(iterations: int) -> list[Row]:
     campus = Cluster.even(20, latency=0.001, bandwidth=1e9, slots=8, serial=True)
     rows = []
     for where, cluster in (("20 cities", places(20)), ("one hall", campus)):
-        for slices, waves in ((1, False), (2, False), (4, False), (8, False), (1, True), (4, True)):
+        for slices, waves in (
+            (1, False),
+            (2, False),
+            (4, False),
+            (8, False),
+            (1, True),
+            (4, True),
+        ):
             found = plan_paths(
-                cluster, parts, 6, tokens=1024, slices=slices, waves=waves, iterations=iterations, clock=CLOCK
+                cluster,
+                parts,
+                6,
+                tokens=1024,
+                slices=slices,
+                waves=waves,
+                iterations=iterations,
+                clock=CLOCK,
             )
             rows.append(row(found, where=where, slices=slices, waves=waves))
     return rows
@@ -136,22 +201,33 @@ def compositions(iterations: int) -> list[Row]:
 def gradients(iterations: int) -> list[Row]:
     parts, size = even_parts(6, 0.5, message=16e6), 100e6
     blind = plan_paths(places(20), parts, 6, iterations=iterations, clock=CLOCK)
-    seen = plan_paths(places(20), parts, 6, gradients=size, iterations=iterations, clock=CLOCK)
+    seen = plan_paths(
+        places(20), parts, 6, gradients=size, iterations=iterations, clock=CLOCK
+    )
     labels = np.array(blind.draft.labels)
-    sums = all_sums(blind.problem.traffic, labels, 6, size)
+    sums = sum_seconds_by_part(blind.problem.traffic, labels, 6, size)
     ends = np.zeros(20)
     np.maximum.at(ends, blind.schedule.table.rank, blind.timeline.end)
     late = float((ends + sums[labels])[ends > 0].max())
     return [
         {"planned": "without sums", "last backward": blind.makespan, "step": late},
-        {"planned": "with sums", "last backward": seen.timeline.makespan, "step": seen.makespan},
+        {
+            "planned": "with sums",
+            "last backward": seen.timeline.makespan,
+            "step": seen.makespan,
+        },
     ]
 
 
 def growth(sizes: dict[int, int]) -> list[Row]:
     parts = even_parts(6, 0.5, message=16e6)
     return [
-        row(plan_paths(places(count, serial=False), parts, 6, iterations=moves, clock=CLOCK), nodes=count)
+        row(
+            plan_paths(
+                places(count, serial=False), parts, 6, iterations=moves, clock=CLOCK
+            ),
+            nodes=count,
+        )
         for count, moves in sizes.items()
     ]
 
@@ -161,26 +237,34 @@ def turns(iterations: int) -> Row:
     begin = CLOCK()
     found = rotate(plan, slack=0.0, iterations=iterations, clock=CLOCK)
     return {
-        "plans": len(found.plans), "makespans": [p.makespan for p in found.plans], "left_out": len(found.left_out),
+        "plans": len(found.plans),
+        "makespans": [p.makespan for p in found.plans],
+        "left_out": len(found.left_out),
         "seconds": CLOCK() - begin,
-    }  # fmt: skip
+    }
 
 
 def losses() -> list[Row]:
     plan = published("A", PLANNED, False, DEFAULT)
     cases: dict[str, list[int]] = {
-        "nobody": [], "a hop": [plan.partitions[3][0]], "a data node": [plan.partitions[0][0]],
+        "nobody": [],
+        "a hop": [plan.partitions[3][0]],
+        "a data node": [plan.partitions[0][0]],
         "a hop and a data node": [plan.partitions[0][1], plan.partitions[2][0]],
         "all of part 4": list(plan.partitions[4]),
-    }  # fmt: skip
+    }
     rows: list[Row] = []
     for what, lost in cases.items():
         found = replan(plan, lost=lost, clock=CLOCK) if lost else plan
         assert not rule_faults(found)
         rows.append(
-            {"lost": what, "micro-batches": len(found.schedule.microbatches), "step": found.makespan,
-             "search": found.seconds}
-        )  # fmt: skip
+            {
+                "lost": what,
+                "micro-batches": len(found.schedule.microbatches),
+                "step": found.makespan,
+                "search": found.seconds,
+            }
+        )
     return rows
 
 
@@ -194,15 +278,40 @@ def cell(value: object) -> str:
 
 
 def table(rows: list[Row], columns: dict[str, str]) -> str:
-    numbers = [all(isinstance(r[key], int | float | None) for r in rows) for key in columns]
-    lines = ["| " + " | ".join(columns.values()) + " |", "|" + "|".join("--:" if n else "---" for n in numbers) + "|"]
-    shown = [[f"{r[k]:.1%}" if k == "gap" else cell(r[k]) for k in columns] for r in rows]
+    numbers = [
+        all(isinstance(r[key], int | float | None) for r in rows) for key in columns
+    ]
+    lines = [
+        "| " + " | ".join(columns.values()) + " |",
+        "|" + "|".join("--:" if n else "---" for n in numbers) + "|",
+    ]
+    shown = [
+        [f"{r[k]:.1%}" if k == "gap" else cell(r[k]) for k in columns] for r in rows
+    ]
     return "\n".join([*lines, *(f"| {' | '.join(line)} |" for line in shown)])
 
 
-BOUNDED = {"makespan": "makespan", "bound": "bound", "gap": "gap", "search": "search", "simulations": "moves"}
-SAME = {"instance": "instance", "arrangement": "arrangement", "theirs": "theirs", "wall": "wall", **BOUNDED}
-COMPARED = {"instance": "instance", "what": "paths", "seconds": "makespan", "ratio": "of planned", "theirs": "theirs"}
+BOUNDED = {
+    "makespan": "makespan",
+    "bound": "bound",
+    "gap": "gap",
+    "search": "search",
+    "simulations": "moves",
+}
+SAME = {
+    "instance": "instance",
+    "arrangement": "arrangement",
+    "theirs": "theirs",
+    "wall": "wall",
+    **BOUNDED,
+}
+COMPARED = {
+    "instance": "instance",
+    "what": "paths",
+    "seconds": "makespan",
+    "ratio": "of planned",
+    "theirs": "theirs",
+}
 
 
 def page(found: dict[str, list[Row]], turn: Row) -> str:
@@ -215,9 +324,9 @@ def page(found: dict[str, list[Row]], turn: Row) -> str:
 `python benchmarks/paths.py`; simulated seconds of a step, and processor seconds of the search on one core, the
 compiled loops loaded (the first run ever compiles them, about half a minute). The gap is to a bound that is proven for
 every plan under the same rules: for every arrangement where it is ours, for theirs where it is theirs. Three things
-make it up: the best order of the tasks of one data node, whatever happens elsewhere (`plan/windows.py`); prices for the
-slots and the time of nodes that everybody would like to use (`plan/prices.py`); and the work of each part
-(`plan/path_bounds.py`). A gap of 0.0% means that no plan is better.
+make it up: the best order of the tasks of one data node, whatever happens elsewhere (`plan/paths/windows.py`); prices for the
+slots and the time of nodes that everybody would like to use (`plan/paths/prices.py`); and the work of each part
+(`plan/paths/bound.py`). A gap of 0.0% means that no plan is better.
 
 ## The published rules
 
@@ -279,8 +388,12 @@ Instance A, our rules, planned anew for who is left:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="short searches; writes nothing")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="short searches; writes nothing"
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object to stdout")
     given = parser.parse_args()
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
@@ -293,7 +406,9 @@ def main() -> None:
         "baselines": lambda: baselines(SHORT if quick else DEFAULT),
         "compositions": lambda: compositions(SHORT if quick else DEFAULT),
         "gradients": lambda: gradients(SHORT if quick else DEFAULT),
-        "growth": lambda: growth(dict.fromkeys((20, 42, 200), SHORT) if quick else GROWTH),
+        "growth": lambda: growth(
+            dict.fromkeys((20, 42, 200), SHORT) if quick else GROWTH
+        ),
         "losses": losses,
     }
     found = {name: measure() for name, measure in measured.items()}
@@ -302,7 +417,9 @@ def main() -> None:
     if not quick:
         RESULT.parent.mkdir(exist_ok=True)
         RESULT.write_text(text)
-    sys.stdout.write(json.dumps({**found, "rotation": turn}) + "\n" if given.json else text)
+    sys.stdout.write(
+        json.dumps({**found, "rotation": turn}) + "\n" if given.json else text
+    )
 
 
 if __name__ == "__main__":

@@ -23,7 +23,9 @@ from penstock import UnitCost, portfolio, simulate
 from penstock.cost import NoisyCost
 from penstock.plan import title
 
-CELLS = [(p, m, c) for p in (4, 8, 16) for m in (p, 2 * p, 4 * p) for c in (0.0, 0.05, 0.1)]
+CELLS = [
+    (p, m, c) for p in (4, 8, 16) for m in (p, 2 * p, 4 * p) for c in (0.0, 0.05, 0.1)
+]
 SEEDS = range(1000, 1020)
 RESULT = Path(__file__).parent.parent / "docs" / "results" / "portfolio.md"
 
@@ -31,33 +33,54 @@ RESULT = Path(__file__).parent.parent / "docs" / "results" / "portfolio.md"
 def measure(ranks: int, microbatches: int, comm: float) -> dict[str, object]:
     cost = UnitCost(comm=comm)
     found = portfolio(ranks, microbatches, cost, memory=ranks, slices=1)
-    fixed = min((c for c in found.candidates if c.sort == "fixed"), key=lambda c: c.makespan)
+    fixed = min(
+        (c for c in found.candidates if c.sort == "fixed"), key=lambda c: c.makespan
+    )
     planned = found.best
     noises = [NoisyCost(cost, seed=seed) for seed in SEEDS]
-    ratios = [simulate(planned.schedule, n).makespan / simulate(fixed.schedule, n).makespan for n in noises]
+    ratios = [
+        simulate(planned.schedule, n).makespan / simulate(fixed.schedule, n).makespan
+        for n in noises
+    ]
     return {
-        "ranks": ranks, "microbatches": microbatches, "comm": comm, "fixed": title(fixed.name, fixed.shape),
-        "fixed_makespan": fixed.makespan, "planned": title(planned.name, planned.shape), "order": planned.sort,
-        "planned_makespan": planned.makespan, "bound": planned.bound, "ratio": statistics.mean(ratios),
-        "ratio_least": min(ratios), "ratio_most": max(ratios),
-    }  # fmt: skip
+        "ranks": ranks,
+        "microbatches": microbatches,
+        "comm": comm,
+        "fixed": title(fixed.name, fixed.shape),
+        "fixed_makespan": fixed.makespan,
+        "planned": title(planned.name, planned.shape),
+        "order": planned.sort,
+        "planned_makespan": planned.makespan,
+        "bound": planned.bound,
+        "ratio": statistics.mean(ratios),
+        "ratio_least": min(ratios),
+        "ratio_most": max(ratios),
+    }
 
 
 def shown(rows: list[dict[str, object]]) -> str:
     heads = "P | M | comm | best fixed | makespan | planned | makespan | its bound | ratio under noise"
     lines = [
         [
-            f"{r['ranks']}", f"{r['microbatches']}", f"{r['comm']}", f"{r['fixed']}", f"{r['fixed_makespan']:.5g}",
-            f"{r['planned']}", f"{r['planned_makespan']:.5g}", f"{r['bound']:.5g}",
+            f"{r['ranks']}",
+            f"{r['microbatches']}",
+            f"{r['comm']}",
+            f"{r['fixed']}",
+            f"{r['fixed_makespan']:.5g}",
+            f"{r['planned']}",
+            f"{r['planned_makespan']:.5g}",
+            f"{r['bound']:.5g}",
             f"{r['ratio']:.3f} ({r['ratio_least']:.3f}-{r['ratio_most']:.3f})",
         ]
         for r in rows
-    ]  # fmt: skip
+    ]
     return table(heads, lines, ("best fixed", "planned"))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--quick", action="store_true", help="one cell; writes nothing")
     parser.add_argument("--json", action="store_true", help="one JSON object to stdout")
     given = parser.parse_args()
@@ -72,7 +95,9 @@ def main() -> None:
     if not given.quick:
         RESULT.parent.mkdir(exist_ok=True)
         RESULT.write_text(text)
-    sys.stdout.write(json.dumps({"rows": rows, "mean_ratio": mean}) + "\n" if given.json else text)
+    sys.stdout.write(
+        json.dumps({"rows": rows, "mean_ratio": mean}) + "\n" if given.json else text
+    )
 
 
 if __name__ == "__main__":

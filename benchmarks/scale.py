@@ -26,7 +26,12 @@ from penstock import UnitCost, make, simulate
 from penstock.schedules.one_f_one_b import one_f_one_b
 
 # actions: ranks, micro-batches
-SIZES = {10_000: (64, 78), 100_000: (256, 196), 1_000_000: (256, 1954), 10_000_000: (256, 19_532)}
+SIZES = {
+    10_000: (64, 78),
+    100_000: (256, 196),
+    1_000_000: (256, 1954),
+    10_000_000: (256, 19_532),
+}
 RESULT = Path(__file__).parent.parent / "docs" / "results" / "scale.md"
 
 
@@ -46,14 +51,19 @@ def measure(ranks: int, microbatches: int) -> dict[str, float]:
     assert abs(timeline.makespan / timeline.schedule.actions) > 0
     after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return {
-        "actions": schedule.actions, "build_and_check_seconds": built - begin, "simulate_seconds": min(spans),
+        "actions": schedule.actions,
+        "build_and_check_seconds": built - begin,
+        "simulate_seconds": min(spans),
         "memory_mb": (after - before) / 1024,
-    }  # fmt: skip
+    }
 
 
 def in_its_own_process(ranks: int, microbatches: int) -> dict[str, float]:
     done = subprocess.run(
-        [sys.executable, __file__, "--one", str(ranks), str(microbatches)], capture_output=True, text=True, check=True
+        [sys.executable, __file__, "--one", str(ranks), str(microbatches)],
+        capture_output=True,
+        text=True,
+        check=True,
     )
     row: dict[str, float] = json.loads(done.stdout)
     return row
@@ -63,15 +73,31 @@ def shown(rows: list[dict[str, float]]) -> str:
     heads = "actions | build and check, s | simulate, s | memory, MB | build, µs/action | simulate, µs/action"
     lines = []
     for row in rows:
-        build, sim, actions = row["build_and_check_seconds"], row["simulate_seconds"], row["actions"]
-        lines.append([f"{actions:,.0f}", f"{build:.3g}", f"{sim:.3g}", f"{row['memory_mb']:,.0f}",
-                      f"{1e6 * build / actions:.2f}", f"{1e6 * sim / actions:.3f}"])  # fmt: skip
+        build, sim, actions = (
+            row["build_and_check_seconds"],
+            row["simulate_seconds"],
+            row["actions"],
+        )
+        lines.append(
+            [
+                f"{actions:,.0f}",
+                f"{build:.3g}",
+                f"{sim:.3g}",
+                f"{row['memory_mb']:,.0f}",
+                f"{1e6 * build / actions:.2f}",
+                f"{1e6 * sim / actions:.3f}",
+            ]
+        )
     return table(heads, lines)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="up to a million actions; writes nothing")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="up to a million actions; writes nothing"
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object to stdout")
     parser.add_argument("--one", nargs=2, type=int, help=argparse.SUPPRESS)
     given = parser.parse_args()

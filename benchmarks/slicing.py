@@ -23,13 +23,15 @@ from typing import Any
 import numpy as np
 
 from penstock.cost import ModelCost, PartCost, Seconds
-from penstock.plan.cuts import best_batch, best_cuts
-from penstock.plan.documents import document_desk, plan_documents
-from penstock.plan.grid import curved, tabled
+from penstock.plan.slices.cuts import best_batch, best_cuts
+from penstock.plan.slices.documents import document_planner, plan_documents
+from penstock.plan.slices.grid import times_from_curves, times_from_table
 
 ROOT = Path(__file__).parent.parent
 RESULT = ROOT / "docs" / "results" / "slicing.md"
-DATA = json.loads((ROOT / "tests" / "data" / "terapipe.json").read_text(encoding="utf-8"))
+DATA = json.loads(
+    (ROOT / "tests" / "data" / "terapipe.json").read_text(encoding="utf-8")
+)
 GRAIN = 8
 PEAK, SHARE, HALF = 112e12, 0.45, 192.0
 Case = dict[str, Any]
@@ -39,8 +41,12 @@ Case = dict[str, Any]
 def layer(case: Case, rows: int, length: np.ndarray, prefix: np.ndarray) -> np.ndarray:
     """Seconds of one layer's forward, by the formula of the data."""
     tokens, hidden, op = rows * length, case["hidden"], case["op"]
-    flops = 24 * tokens * hidden**2 + 4 * rows * hidden * (length * prefix + length**2 / 2)
-    reduce = 0.0 if op == 1 else 2 * (40e-6 + 4 * tokens * hidden * (op - 1) / op / 100e9)
+    flops = 24 * tokens * hidden**2 + 4 * rows * hidden * (
+        length * prefix + length**2 / 2
+    )
+    reduce = (
+        0.0 if op == 1 else 2 * (40e-6 + 4 * tokens * hidden * (op - 1) / op / 100e9)
+    )
     return 150e-6 + flops / (PEAK * op * SHARE * tokens / (tokens + HALF)) + reduce
 
 
@@ -49,22 +55,37 @@ def context(case: Case) -> np.ndarray:
     if "context" in case:
         return np.array(case["context"])
     spread = np.linspace(GRAIN, case["tokens"], 16)
-    rows, length, prefix = (axis.ravel() for axis in np.meshgrid(np.arange(1, case["batch"] + 1), spread, spread))
-    terms = np.stack([rows * length, rows * prefix, rows * length * prefix, np.ones(len(rows))], axis=1)
-    added = 3 * (layer(case, rows, length, prefix) - layer(case, rows, length, np.zeros(len(rows))))
+    rows, length, prefix = (
+        axis.ravel()
+        for axis in np.meshgrid(np.arange(1, case["batch"] + 1), spread, spread)
+    )
+    terms = np.stack(
+        [rows * length, rows * prefix, rows * length * prefix, np.ones(len(rows))],
+        axis=1,
+    )
+    added = 3 * (
+        layer(case, rows, length, prefix)
+        - layer(case, rows, length, np.zeros(len(rows)))
+    )
     return np.linalg.lstsq(terms, added, rcond=None)[0]
 
 
 def tables(case: Case) -> dict[int, np.ndarray]:
     """Seconds [prefix, length - 1] for every number of rows."""
     points, c = case["tokens"] // GRAIN, context(case)
-    prefix, length = (GRAIN * axis.astype(float) for axis in np.indices((points, points)))
+    prefix, length = (
+        GRAIN * axis.astype(float) for axis in np.indices((points, points))
+    )
     length += GRAIN
     found = {}
     for rows in range(1, case["batch"] + 1):
         wire = 2 * (60e-6 + 2 * case["hidden"] * rows * length / 3.125e9)
-        work = 3 * layer(case, rows, length, np.zeros_like(prefix)) + rows * (c[0] * length + c[1] * prefix)
-        found[rows] = case["layers"] * (work + c[2] * rows * length * prefix + c[3]) + wire
+        work = 3 * layer(case, rows, length, np.zeros_like(prefix)) + rows * (
+            c[0] * length + c[1] * prefix
+        )
+        found[rows] = (
+            case["layers"] * (work + c[2] * rows * length * prefix + c[3]) + wire
+        )
     return found
 
 
@@ -72,10 +93,17 @@ def long_table(tokens: int, grain: int) -> np.ndarray:
     """The analytic table of the long rows."""
     case = {"hidden": 5120, "op": 8}
     points = tokens // grain
-    prefix, length = (grain * axis.astype(float) for axis in np.indices((points, points)))
+    prefix, length = (
+        grain * axis.astype(float) for axis in np.indices((points, points))
+    )
     length += grain
     flops = 24 * length * 5120**2 + 4 * 5120 * (length * prefix + length**2 / 2)
-    work = 150e-6 + flops / (PEAK * case["op"] * SHARE * length / (length + HALF)) + 80e-6 + 4 * length * 5120 / 100e9
+    work = (
+        150e-6
+        + flops / (PEAK * case["op"] * SHARE * length / (length + HALF))
+        + 80e-6
+        + 4 * length * 5120 / 100e9
+    )
     return 3 * work + 2 * (60e-6 + 2 * 5120 * length / 3.125e9)
 
 
@@ -93,14 +121,28 @@ def timed(work: Callable[[], Any], runs: int = 5) -> tuple[float, Any]:
 
 def official(case: Case) -> dict[str, Any]:
     given = tables(case)
-    seconds, found = timed(lambda: best_batch({r: tabled(t) for r, t in given.items()}, case["batch"], case["stages"]))
+    seconds, found = timed(
+        lambda: best_batch(
+            {r: times_from_table(t) for r, t in given.items()},
+            case["batch"],
+            case["stages"],
+        )
+    )
     least = case["least_cpu"] or case["cpu"]
     return {
-        "case": case["name"], "known": "context" in case, "official": case["latency"],
-        "ours": found.latency + case.get("update", update(case)), "official_cpu": least,
-        "single": case["least_cpu"] is None, "official_calls": case["calls"], "cpu": seconds, "passes": found.passes,
-        "ratio": least / seconds, "rows": found.groups[0].rows, "slices": len(found.lengths),
-    }  # fmt: skip
+        "case": case["name"],
+        "known": "context" in case,
+        "official": case["latency"],
+        "ours": found.latency + case.get("update", update(case)),
+        "official_cpu": least,
+        "single": case["least_cpu"] is None,
+        "official_calls": case["calls"],
+        "cpu": seconds,
+        "passes": found.passes,
+        "ratio": least / seconds,
+        "rows": found.groups[0].rows,
+        "slices": len(found.lengths),
+    }
 
 
 def update(case: Case) -> float:
@@ -110,44 +152,79 @@ def update(case: Case) -> float:
 
 def scaled(row: Case) -> dict[str, Any]:
     table = long_table(row["tokens"], row["granularity"])
-    seconds, found = timed(lambda: best_cuts(tabled(table), row["stages"]), 3)
-    prefix, length = (row["granularity"] * axis.astype(float) for axis in np.indices(table.shape))
+    seconds, found = timed(lambda: best_cuts(times_from_table(table), row["stages"]), 3)
+    prefix, length = (
+        row["granularity"] * axis.astype(float) for axis in np.indices(table.shape)
+    )
     pairs = (length + row["granularity"]) * (prefix + (length + row["granularity"]) / 2)
     forward, backward = table / 3, table * 2 / 3 + 2 * 5120 * pairs / (PEAK * 8 * SHARE)
-    both = tabled(forward, backward)
+    both = times_from_table(forward, backward)
     two_seconds, two = timed(lambda: best_cuts(both, row["stages"]), 1)
     return {
-        "tokens": row["tokens"], "granularity": row["granularity"], "points": len(table), "latency": found.latency,
-        "earlier": row["latency"], "slices": len(found.lengths), "cpu": seconds, "passes": found.passes,
-        "estimated": row["estimated_seconds"], "earlier_cpu": row["exact_seconds"], "earlier_calls": row["calls"],
-        "two_cpu": two_seconds, "two_passes": two.passes,
-    }  # fmt: skip
+        "tokens": row["tokens"],
+        "granularity": row["granularity"],
+        "points": len(table),
+        "latency": found.latency,
+        "earlier": row["latency"],
+        "slices": len(found.lengths),
+        "cpu": seconds,
+        "passes": found.passes,
+        "estimated": row["estimated_seconds"],
+        "earlier_cpu": row["exact_seconds"],
+        "earlier_calls": row["calls"],
+        "two_cpu": two_seconds,
+        "two_passes": two.passes,
+    }
 
 
 def curves(tokens: int, grain: int) -> dict[str, Any]:
     """No table at all: forwards and backwards as curves."""
-    forward, backward = Seconds(4e-4, 3e-7, 1e-9, 1e-11), Seconds(7e-4, 6e-7, 2e-9, 2.5e-11)
-    times = curved(tokens // grain, grain, [forward, backward], [forward, backward])
+    forward, backward = (
+        Seconds(4e-4, 3e-7, 1e-9, 1e-11),
+        Seconds(7e-4, 6e-7, 2e-9, 2.5e-11),
+    )
+    times = times_from_curves(
+        tokens // grain, grain, [forward, backward], [forward, backward]
+    )
     seconds, found = timed(lambda: best_cuts(times, 16), 2)
     return {
-        "tokens": tokens, "granularity": grain, "points": tokens // grain, "cpu": seconds, "passes": found.passes,
+        "tokens": tokens,
+        "granularity": grain,
+        "points": tokens // grain,
+        "cpu": seconds,
+        "passes": found.passes,
         "slices": len(found.lengths),
-    }  # fmt: skip
+    }
 
 
 def documents() -> dict[str, Any]:
     """64 documents of widely different lengths, as a step of long-context fine-tuning has them."""
-    part = PartCost(F=Seconds(1e-3, 2e-6, 0.0, 3e-11), I=Seconds(1.2e-3, 2e-6, 0.0, 4e-11), W=Seconds(5e-4, 2e-6))
-    desk = document_desk(8, ModelCost((part,) * 8), 131_072, 128, 8_192)
+    part = PartCost(
+        F=Seconds(1e-3, 2e-6, 0.0, 3e-11),
+        I=Seconds(1.2e-3, 2e-6, 0.0, 4e-11),
+        W=Seconds(5e-4, 2e-6),
+    )
+    desk = document_planner(8, ModelCost((part,) * 8), 131_072, 128, 8_192)
     draw = np.random.default_rng(0)
-    steps = [np.minimum(np.exp(draw.normal(7.5, 1.5, 64)).astype(int) + 1, 131_072).tolist() for _ in range(10)]
-    results = [timed(lambda lengths=lengths: plan_documents(desk, lengths)) for lengths in steps]
+    steps = [
+        np.minimum(np.exp(draw.normal(7.5, 1.5, 64)).astype(int) + 1, 131_072).tolist()
+        for _ in range(10)
+    ]
+    results = [
+        timed(lambda lengths=lengths: plan_documents(desk, lengths))
+        for lengths in steps
+    ]
     gaps = [plan.latency / plan.bound - 1 for _, plan in results]
     return {
-        "documents": 64, "steps": len(steps), "cpu_mean": float(np.mean([s for s, _ in results])),
-        "cpu_most": max(s for s, _ in results), "share": max(s / plan.latency for s, plan in results),
-        "gap_mean": float(np.mean(gaps)), "gap_most": max(gaps), "tokens": [sum(each) for each in steps],
-    }  # fmt: skip
+        "documents": 64,
+        "steps": len(steps),
+        "cpu_mean": float(np.mean([s for s, _ in results])),
+        "cpu_most": max(s for s, _ in results),
+        "share": max(s / plan.latency for s, plan in results),
+        "gap_mean": float(np.mean(gaps)),
+        "gap_most": max(gaps),
+        "tokens": [sum(each) for each in steps],
+    }
 
 
 # ---------------------------------------------------------------- the page
@@ -198,51 +275,96 @@ def page(cases: list[Case], long: list[Case], fine: list[Case], docs: Case) -> s
         "| slices | rows",
         [
             [
-                r["case"], f"{r['official']:.6g}", f"{r['ours']:.6g}",
-                f"{round(1 - r['ours'] / r['official'], 6) + 0.0:.4%}" if r["known"] else "\\*",
-                f"{r['official_cpu']:.3g}{'†' if r['single'] else ''}", f"{1e3 * r['cpu']:.1f}", f"{r['ratio']:.0f}",
-                str(r["official_calls"]), str(r["passes"]), str(r["slices"]), str(r["rows"]),
+                r["case"],
+                f"{r['official']:.6g}",
+                f"{r['ours']:.6g}",
+                f"{round(1 - r['ours'] / r['official'], 6) + 0.0:.4%}"
+                if r["known"]
+                else "\\*",
+                f"{r['official_cpu']:.3g}{'†' if r['single'] else ''}",
+                f"{1e3 * r['cpu']:.1f}",
+                f"{r['ratio']:.0f}",
+                str(r["official_calls"]),
+                str(r["passes"]),
+                str(r["slices"]),
+                str(r["rows"]),
             ]
             for r in cases
         ],
-    )  # fmt: skip
+    )
     scale = columns(
         "tokens | step | points | ours ms | passes | two tables ms | passes | earlier s | passes | official s "
         "| latency s | slices",
         [
             [
-                f"{r['tokens']:,}", str(r["granularity"]), f"{r['points']:,}", f"{1e3 * r['cpu']:.1f}",
-                str(r["passes"]), f"{1e3 * r['two_cpu']:.0f}", f"{r['two_passes']:,}", f"{r['earlier_cpu']:.2f}",
-                str(r["earlier_calls"]), f"{r['estimated']:.0f}", f"{r['latency']:.6g}", str(r["slices"]),
+                f"{r['tokens']:,}",
+                str(r["granularity"]),
+                f"{r['points']:,}",
+                f"{1e3 * r['cpu']:.1f}",
+                str(r["passes"]),
+                f"{1e3 * r['two_cpu']:.0f}",
+                f"{r['two_passes']:,}",
+                f"{r['earlier_cpu']:.2f}",
+                str(r["earlier_calls"]),
+                f"{r['estimated']:.0f}",
+                f"{r['latency']:.6g}",
+                str(r["slices"]),
             ]
             for r in long
         ],
-    )  # fmt: skip
+    )
     finer = columns(
         "tokens | step | points | ms | passes | slices",
         [
             [
-                f"{r['tokens']:,}", str(r["granularity"]), f"{r['points']:,}", f"{1e3 * r['cpu']:.0f}",
-                f"{r['passes']:,}", str(r["slices"]),
+                f"{r['tokens']:,}",
+                str(r["granularity"]),
+                f"{r['points']:,}",
+                f"{1e3 * r['cpu']:.0f}",
+                f"{r['passes']:,}",
+                str(r["slices"]),
             ]
             for r in fine
         ],
-    )  # fmt: skip
-    shown = {**docs, "cpu_mean": 1e3 * docs["cpu_mean"], "cpu_most": 1e3 * docs["cpu_most"]}
+    )
+    shown = {
+        **docs,
+        "cpu_mean": 1e3 * docs["cpu_mean"],
+        "cpu_most": 1e3 * docs["cpu_most"],
+    }
     return TEXT.format(
-        cases=compared, long=scale, fine=finer, fewest=min(docs["tokens"]), most=max(docs["tokens"]), **shown
+        cases=compared,
+        long=scale,
+        fine=finer,
+        fewest=min(docs["tokens"]),
+        most=max(docs["tokens"]),
+        **shown,
     )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="two cases and the small sizes; writes nothing")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="two cases and the small sizes; writes nothing",
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object to stdout")
     given = parser.parse_args()
-    some = DATA["official"][:2] if given.quick else [*DATA["official"], *DATA["refitted"]]
+    some = (
+        DATA["official"][:2] if given.quick else [*DATA["official"], *DATA["refitted"]]
+    )
     cases = [official(case) for case in some]
-    long = [scaled(row) for row in DATA["long"] if not given.quick or row["tokens"] // row["granularity"] <= 1024]
-    fine = [curves(131_072, grain) for grain in ((128,) if given.quick else (128, 64, 32))]
+    long = [
+        scaled(row)
+        for row in DATA["long"]
+        if not given.quick or row["tokens"] // row["granularity"] <= 1024
+    ]
+    fine = [
+        curves(131_072, grain) for grain in ((128,) if given.quick else (128, 64, 32))
+    ]
     docs = documents()
     text = page(cases, long, fine, docs)
     if not given.quick:

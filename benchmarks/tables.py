@@ -19,4 +19,8 @@ def _line(cells: Sequence[str]) -> str:
 
 def priority() -> str:
     """Of this process, in words."""
-    return "real-time priority" if os.sched_getscheduler(0) in (os.SCHED_FIFO, os.SCHED_RR) else "ordinary priority"
+    return (
+        "real-time priority"
+        if os.sched_getscheduler(0) in (os.SCHED_FIFO, os.SCHED_RR)
+        else "ordinary priority"
+    )

@@ -24,8 +24,8 @@ from pathlib import Path
 import numpy as np
 from tables import table
 
-from penstock.plan.grid import Tabled
-from penstock.plan.layouts import Layout, layout
+from penstock.plan.slices.grid import TableTimes
+from penstock.plan.slices.layouts import Layout, layout
 
 RESULT = Path(__file__).parent.parent / "docs" / "results" / "terapipe.md"
 GRAIN = 8  # tokens; the paper's
@@ -36,7 +36,12 @@ WIRE = 25e9 / 8  # bytes a second between nodes
 DEVICES = 8  # of a node
 PASSES = 6  # of a layer's weights through memory for each slice: read there and back, gradients made, and added
 SCORES = 40  # bytes moved for each attention score, there and back, by kernels that are not fused: ten times four
-SIZES = {"1B": (24, 2048, 16), "13B": (40, 5120, 40), "44B": (96, 6144, 96), "175B": (96, 12288, 96)}
+SIZES = {
+    "1B": (24, 2048, 16),
+    "13B": (40, 5120, 40),
+    "44B": (96, 6144, 96),
+    "175B": (96, 12288, 96),
+}
 
 
 @dataclass(frozen=True)
@@ -55,24 +60,40 @@ class Setting:
 
 
 SETTINGS = [
-    Setting("1", "1B", 128, 8, 24, 1, 1.517, 1.254), Setting("2", "1B", 72, 2, 12, 8, 1.018, 1.018),
-    Setting("3", "1B", 72, 1, 24, 8, 0.913, 0.913), Setting("4", "13B", 32, 2, 20, 8, 2.637, 1.891),
-    Setting("5", "13B", 32, 1, 40, 8, 1.863, 1.328), Setting("6", "44B", 8, 4, 96, 1, 13.319, 7.103),
-    Setting("7", "44B", 8, 2, 24, 8, 4.311, 2.771), Setting("8", "44B", 8, 1, 48, 8, 2.662, 1.111),
-    Setting("9", "175B", 2, 1, 96, 4, 9.990, 1.481), Setting("10", "175B", 2, 1, 48, 8, 5.822, 1.160),
-]  # fmt: skip
+    Setting("1", "1B", 128, 8, 24, 1, 1.517, 1.254),
+    Setting("2", "1B", 72, 2, 12, 8, 1.018, 1.018),
+    Setting("3", "1B", 72, 1, 24, 8, 0.913, 0.913),
+    Setting("4", "13B", 32, 2, 20, 8, 2.637, 1.891),
+    Setting("5", "13B", 32, 1, 40, 8, 1.863, 1.328),
+    Setting("6", "44B", 8, 4, 96, 1, 13.319, 7.103),
+    Setting("7", "44B", 8, 2, 24, 8, 4.311, 2.771),
+    Setting("8", "44B", 8, 1, 48, 8, 2.662, 1.111),
+    Setting("9", "175B", 2, 1, 96, 4, 9.990, 1.481),
+    Setting("10", "175B", 2, 1, 48, 8, 5.822, 1.160),
+]
 LONGER = [
     Setting("5, 4096 tokens", "13B", 8, 1, 40, 8, 2.526, 0.913, 4096),
     Setting("5, 6144 tokens", "13B", 4, 1, 40, 8, 3.754, 0.756, 6144),
     Setting("5, 8192 tokens", "13B", 2, 1, 40, 8, 4.978, 0.636, 8192),
 ]
-EQUAL = {"9": {2048: 9.990, 512: 2.902, 256: 1.892, 128: 1.547, 64: 1.593, 32: 2.227}, "8": {512: 1.241}}
+EQUAL = {
+    "9": {2048: 9.990, 512: 2.902, 256: 1.892, 128: 1.547, 64: 1.593, 32: 2.227},
+    "8": {512: 1.241},
+}
 
 
 PUBLISHED = {
-    "1": "776 640 632", "2": "2048", "3": "2048", "4": "2x1024", "5": "704 688 656", "6": "26x64 6x56 48",
-    "7": "368 2x384 368 256 288", "8": "2x384 368 320 2x296", "9": "4x120 6x112 8x104 64", "10": "16x128",
-}  # fmt: skip
+    "1": "776 640 632",
+    "2": "2048",
+    "3": "2048",
+    "4": "2x1024",
+    "5": "704 688 656",
+    "6": "26x64 6x56 48",
+    "7": "368 2x384 368 256 288",
+    "8": "2x384 368 320 2x296",
+    "9": "4x120 6x112 8x104 64",
+    "10": "16x128",
+}
 TEXT = """\
 # TeraPipe's ten settings, predicted
 
@@ -127,23 +148,37 @@ class Calibration:
     gradients: float
 
 
-def work(setting: Setting, rows: int, length: np.ndarray, prefix: np.ndarray) -> np.ndarray:
+def work(
+    setting: Setting, rows: int, length: np.ndarray, prefix: np.ndarray
+) -> np.ndarray:
     """Floating-point operations of a layer on one device, there and back."""
     _, hidden, _ = SIZES[setting.model]
-    scores = rows * length * (length + prefix)  # unfused attention computes those it then masks
+    scores = (
+        rows * length * (length + prefix)
+    )  # unfused attention computes those it then masks
     return 3 * (24 * rows * length * hidden**2 + 4 * hidden * scores) / setting.op
 
 
-def traffic(setting: Setting, rows: int, length: np.ndarray, prefix: np.ndarray) -> np.ndarray:
+def traffic(
+    setting: Setting, rows: int, length: np.ndarray, prefix: np.ndarray
+) -> np.ndarray:
     """Seconds of a layer beside its matrices: scores and weights through memory, sums between a stage's devices."""
     _, hidden, heads = SIZES[setting.model]
     scores = SCORES * rows * length * (length + prefix) * heads / setting.op / MEMORY
-    reduced = 4 * 2 * (setting.op - 1) / setting.op * 2 * hidden * rows * length / NVLINK
+    reduced = (
+        4 * 2 * (setting.op - 1) / setting.op * 2 * hidden * rows * length / NVLINK
+    )
     weights = PASSES * 2 * 12 * hidden**2 / setting.op / MEMORY
     return scores + reduced + weights
 
 
-def stage(setting: Setting, known: Calibration, rows: int, length: np.ndarray, prefix: np.ndarray) -> np.ndarray:
+def stage(
+    setting: Setting,
+    known: Calibration,
+    rows: int,
+    length: np.ndarray,
+    prefix: np.ndarray,
+) -> np.ndarray:
     """Seconds of one stage, there and back, without its messages."""
     layers = SIZES[setting.model][0] / setting.pipe
     each = known.launch + work(setting, rows, length, prefix) / (known.share * PEAK)
@@ -160,15 +195,20 @@ def crossings(setting: Setting) -> float:
     return min(setting.op / DEVICES, 1.0)
 
 
-def times(setting: Setting, known: Calibration, rows: int) -> Tabled:
+def times(setting: Setting, known: Calibration, rows: int) -> TableTimes:
     """All slices. A rank waits for its messages, so those of a stage at a node's edge are part of its work; another
     stage's count as often as hops leave a node. A third is there, two thirds back: one slice is longest both ways.
     """
     points = setting.tokens // GRAIN
-    prefix, length = (GRAIN * axis.astype(float) for axis in np.indices((points, points)))
+    prefix, length = (
+        GRAIN * axis.astype(float) for axis in np.indices((points, points))
+    )
     length += GRAIN
-    seconds, wire = stage(setting, known, rows, length, prefix), message(setting, rows, length)
-    return Tabled(seconds + wire, (seconds + crossings(setting) * wire,))
+    seconds, wire = (
+        stage(setting, known, rows, length, prefix),
+        message(setting, rows, length),
+    )
+    return TableTimes(seconds + wire, (seconds + crossings(setting) * wire,))
 
 
 def gradient_bytes(setting: Setting) -> float:
@@ -198,7 +238,14 @@ def planned(setting: Setting, known: Calibration) -> Layout:
     sequences = setting.batch // setting.data
     table = times(setting, known, 1)
     found = layout(
-        setting.data, setting.pipe, setting.op, sequences, lambda pipe, op, rows: table, (1,), 0.0, step(setting, known)
+        setting.data,
+        setting.pipe,
+        setting.op,
+        sequences,
+        lambda pipe, op, rows: table,
+        (1,),
+        0.0,
+        step(setting, known),
     )
     assert found is not None
     return found
@@ -211,28 +258,53 @@ def calibrated() -> Calibration:
     rows, wanted = [], []
     for length, seconds in EQUAL["9"].items():
         terms = ((0.0, math.inf), (1.0, math.inf), (0.0, 1.0))
-        zero, launch, flops = (equal(nine, Calibration(*term, math.inf), length) for term in terms)
+        zero, launch, flops = (
+            equal(nine, Calibration(*term, math.inf), length) for term in terms
+        )
         rows.append([(launch - zero) / seconds, (flops - zero) / seconds])
         wanted.append((seconds - zero) / seconds)
-    launch, inverse = np.linalg.lstsq(np.array(rows), np.array(wanted), rcond=None)[0].tolist()
+    launch, inverse = np.linalg.lstsq(np.array(rows), np.array(wanted), rcond=None)[
+        0
+    ].tolist()
     alone = Calibration(launch, 1 / inverse, math.inf)
-    return Calibration(launch, 1 / inverse, gradient_bytes(six) / (six.whole - planned(six, alone).whole))
+    return Calibration(
+        launch,
+        1 / inverse,
+        gradient_bytes(six) / (six.whole - planned(six, alone).whole),
+    )
 
 
 # ---------------------------------------------------------------- tables
 def measure(setting: Setting, known: Calibration) -> dict[str, object]:
     found = planned(setting, known)
     lengths = [GRAIN * length for length in found.slicing.lengths]
-    counts = [2**power for power in range(12) if setting.tokens // 2**power >= GRAIN and setting.tokens % 2**power == 0]
-    uniform = {setting.tokens // count: equal(setting, known, setting.tokens // count) for count in counts}
+    counts = [
+        2**power
+        for power in range(12)
+        if setting.tokens // 2**power >= GRAIN and setting.tokens % 2**power == 0
+    ]
+    uniform = {
+        setting.tokens // count: equal(setting, known, setting.tokens // count)
+        for count in counts
+    }
     best = min(uniform, key=uniform.__getitem__)
     return {
-        "setting": setting.number, "model": setting.model, "layout": f"{setting.data} x {setting.pipe} x {setting.op}",
-        "sequences": setting.batch // setting.data, "whole": setting.whole, "our_whole": found.whole,
-        "sliced": setting.sliced, "our_sliced": found.latency, "speedup": setting.whole / setting.sliced,
-        "our_speedup": found.speedup, "gradients": step(setting, known), "lengths": lengths,
-        "uniform_length": best, "uniform": uniform[best], "passes": found.slicing.passes,
-    }  # fmt: skip
+        "setting": setting.number,
+        "model": setting.model,
+        "layout": f"{setting.data} x {setting.pipe} x {setting.op}",
+        "sequences": setting.batch // setting.data,
+        "whole": setting.whole,
+        "our_whole": found.whole,
+        "sliced": setting.sliced,
+        "our_sliced": found.latency,
+        "speedup": setting.whole / setting.sliced,
+        "our_speedup": found.speedup,
+        "gradients": step(setting, known),
+        "lengths": lengths,
+        "uniform_length": best,
+        "uniform": uniform[best],
+        "passes": found.slicing.passes,
+    }
 
 
 def off(ours: object, published: object) -> str:
@@ -241,9 +313,18 @@ def off(ours: object, published: object) -> str:
 
 def runs(lengths: list[int]) -> str:
     """Slices, the same ones counted."""
-    ends = [at for at in range(1, len(lengths) + 1) if at == len(lengths) or lengths[at] != lengths[at - 1]]
-    pieces = [(lengths[end - 1], end - begin) for begin, end in zip([0, *ends[:-1]], ends, strict=True)]
-    return " ".join(f"{count}x{length}" if count > 1 else str(length) for length, count in pieces)
+    ends = [
+        at
+        for at in range(1, len(lengths) + 1)
+        if at == len(lengths) or lengths[at] != lengths[at - 1]
+    ]
+    pieces = [
+        (lengths[end - 1], end - begin)
+        for begin, end in zip([0, *ends[:-1]], ends, strict=True)
+    ]
+    return " ".join(
+        f"{count}x{length}" if count > 1 else str(length) for length, count in pieces
+    )
 
 
 def settings_table(rows: list[dict[str, object]]) -> str:
@@ -254,13 +335,25 @@ def settings_table(rows: list[dict[str, object]]) -> str:
     lines = []
     for r in rows:
         gain = float(str(r["uniform"])) / float(str(r["our_sliced"])) - 1
-        lines.append([
-            f"{r['setting']}", f"{r['model']}", f"{r['layout']}", f"{r['sequences']}",
-            f"{r['whole']:.3f}", f"{r['our_whole']:.3f}", off(r["our_whole"], r["whole"]),
-            f"{r['sliced']:.3f}", f"{r['our_sliced']:.3f}", off(r["our_sliced"], r["sliced"]),
-            f"{r['speedup']:.2f}", f"{r['our_speedup']:.2f}", off(r["our_speedup"], r["speedup"]),
-            f"{r['uniform']:.3f} (of {r['uniform_length']})", f"{gain:.1%}",
-        ])  # fmt: skip
+        lines.append(
+            [
+                f"{r['setting']}",
+                f"{r['model']}",
+                f"{r['layout']}",
+                f"{r['sequences']}",
+                f"{r['whole']:.3f}",
+                f"{r['our_whole']:.3f}",
+                off(r["our_whole"], r["whole"]),
+                f"{r['sliced']:.3f}",
+                f"{r['our_sliced']:.3f}",
+                off(r["our_sliced"], r["sliced"]),
+                f"{r['speedup']:.2f}",
+                f"{r['our_speedup']:.2f}",
+                off(r["our_speedup"], r["speedup"]),
+                f"{r['uniform']:.3f} (of {r['uniform_length']})",
+                f"{gain:.1%}",
+            ]
+        )
     return table(heads, lines, ("model", "data x pipe x op"))
 
 
@@ -270,7 +363,11 @@ def slices_table(rows: list[dict[str, object]]) -> str:
         published = PUBLISHED.get(str(r["setting"]))
         if published:
             lines.append([f"{r['setting']}", published, runs(list(r["lengths"]))])  # type: ignore[call-overload]
-    return table("# | slices, published | slices, ours", lines, ("slices, published", "slices, ours"))
+    return table(
+        "# | slices, published | slices, ours",
+        lines,
+        ("slices, published", "slices, ours"),
+    )
 
 
 def equal_table(known: Calibration) -> str:
@@ -279,7 +376,15 @@ def equal_table(known: Calibration) -> str:
         setting = next(s for s in SETTINGS if s.number == number)
         for length, seconds in published.items():
             ours = equal(setting, known, length)
-            lines.append([f"{number}", f"{length}", f"{seconds:.3f}", f"{ours:.3f}", off(ours, seconds)])
+            lines.append(
+                [
+                    f"{number}",
+                    f"{length}",
+                    f"{seconds:.3f}",
+                    f"{ours:.3f}",
+                    off(ours, seconds),
+                ]
+            )
     return table("# | tokens a slice | published s | ours | error", lines)
 
 
@@ -290,17 +395,29 @@ def needed(setting: Setting, known: Calibration) -> tuple[float, float]:
 
 
 def page(rows: list[dict[str, object]], known: Calibration) -> str:
-    errors = [abs(float(str(r["our_speedup"])) / float(str(r["speedup"])) - 1) for r in rows]
+    errors = [
+        abs(float(str(r["our_speedup"])) / float(str(r["speedup"])) - 1) for r in rows
+    ]
     return TEXT.format(
-        launch=known.launch * 1e3, share=known.share, gradients=known.gradients / 1e9, table=settings_table(rows),
-        slices=slices_table(rows), equal=equal_table(known), mean=float(np.mean(errors)), worst=max(errors),
+        launch=known.launch * 1e3,
+        share=known.share,
+        gradients=known.gradients / 1e9,
+        table=settings_table(rows),
+        slices=slices_table(rows),
+        equal=equal_table(known),
+        mean=float(np.mean(errors)),
+        worst=max(errors),
         needs={number: needed(SETTINGS[number - 1], known) for number in (2, 4)},
-    )  # fmt: skip
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="three settings; writes nothing")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="three settings; writes nothing"
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object to stdout")
     given = parser.parse_args()
     known = calibrated()
@@ -310,7 +427,11 @@ def main() -> None:
     if not given.quick:
         RESULT.parent.mkdir(exist_ok=True)
         RESULT.write_text(text, encoding="utf-8")
-    sys.stdout.write(json.dumps({"rows": rows, "calibration": vars(known)}) + "\n" if given.json else text)
+    sys.stdout.write(
+        json.dumps({"rows": rows, "calibration": vars(known)}) + "\n"
+        if given.json
+        else text
+    )
 
 
 if __name__ == "__main__":

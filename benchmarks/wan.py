@@ -34,13 +34,15 @@ from tables import priority
 
 from penstock import ModelCost, lower
 from penstock.cost import Cluster, Node
-from penstock.ir import Timeline, dump_plan, load_plan
-from penstock.plan import as_file, even_parts, plan_paths
-from penstock.plan.baselines import full
-from penstock.plan.paths import PathPlan, rule_faults
-from penstock.plan.problem import PUBLISHED, Policy
-from penstock.runtime import Executor, ProcessComm, ShapedComm, Sleeping, batch_of, spawn
-from penstock.view.chart import COLOURS, Line, chart
+from penstock.formats import dump_plan, load_plan
+from penstock.ir import Timeline
+from penstock.measure.sleeping import Sleeping
+from penstock.plan.paths import even_parts, paths_plan, plan_paths
+from penstock.plan.paths.baselines import full_pipeline
+from penstock.plan.paths.planner import PathPlan, rule_faults
+from penstock.plan.paths.problem import PUBLISHED, Policy
+from penstock.runtime import Executor, ProcessComm, ShapedComm, batch_of, spawn
+from penstock.view.chart import COLOURS, Series, chart
 
 ROOT = Path(__file__).parent.parent
 CITED = json.loads((ROOT / "tests" / "data" / "skippipe.json").read_text())
@@ -49,10 +51,15 @@ IMAGES = ROOT / "docs" / "images"
 SCALES = {"A": 0.06, "B": 0.03}  # seconds here for one there
 WIDTH = 16
 EVEN = (5, 3, 3, 3, 3, 3)
-QUEUES = Policy(PUBLISHED.turns, ordered=False)  # first come, first served; slots for whoever is there
+QUEUES = Policy(
+    PUBLISHED.turns, ordered=False
+)  # first come, first served; slots for whoever is there
 FREER = 4  # rows of the levers of which each allows what those above it do
 LEVERS: dict[str, dict[str, Any]] = {
-    "first come, first served, on the authors' arrangement": {"policy": QUEUES, "given": True},
+    "first come, first served, on the authors' arrangement": {
+        "policy": QUEUES,
+        "given": True,
+    },
     "planned order": {"given": True},
     "planned order, own arrangement": {"sizes": EVEN},
     "planned order, own arrangement, own sizes": {},
@@ -72,24 +79,41 @@ def cluster_of(name: str, slots: int = 3) -> Cluster:
     count = len(cited["locations"])
     return Cluster(
         tuple(Node(site, 1.0, slots) for site in cited["locations"]),
-        tuple(map(tuple, cited["delays"])), tuple((math.inf,) * count for _ in range(count)),
-    )  # fmt: skip
+        tuple(map(tuple, cited["delays"])),
+        tuple((math.inf,) * count for _ in range(count)),
+    )
 
 
 def planned(
-    name: str, iterations: int, seeds: int, slots: int = 3, microbatches: int = 6, given: bool = False, **how: Any,
-) -> list[tuple[PathPlan, PathPlan]]:  # fmt: skip
+    name: str,
+    iterations: int,
+    seeds: int,
+    slots: int = 3,
+    microbatches: int = 6,
+    given: bool = False,
+    **how: Any,
+) -> list[tuple[PathPlan, PathPlan]]:
     """Full pipelines and paths of several searches; `given`: on the authors' arrangement."""
     cited = CITED["instances"][name]
     tokens = how.get("slices", 1)
     parts = even_parts(6, cited["forward"], tokens=tokens)
-    how |= {"arrangement": cited["partitions"]} if given else {"data_nodes": len(cited["partitions"][0])}
+    how |= (
+        {"arrangement": cited["partitions"]}
+        if given
+        else {"data_nodes": len(cited["partitions"][0])}
+    )
     found = []
     for seed in range(seeds):
         paths = plan_paths(
-            cluster_of(name, slots), parts, microbatches, tokens=tokens, iterations=iterations, seed=seed, **how
+            cluster_of(name, slots),
+            parts,
+            microbatches,
+            tokens=tokens,
+            iterations=iterations,
+            seed=seed,
+            **how,
         )
-        found.append((full(paths, iterations, seed=seed), paths))
+        found.append((full_pipeline(paths, iterations, seed=seed), paths))
         assert not any(map(rule_faults, found[-1]))
     return found
 
@@ -108,7 +132,9 @@ def both(name: str, iterations: int, seeds: int, **how: Any) -> dict[str, PathPl
     tried = planned(name, iterations, seeds, **how)
     if not how.get("given"):
         tried += planned(name, iterations, 1, **{**how, "sizes": None}, given=True)
-    best = [min(plans, key=lambda plan: plan.makespan) for plans in zip(*tried, strict=True)]
+    best = [
+        min(plans, key=lambda plan: plan.makespan) for plans in zip(*tried, strict=True)
+    ]
     return dict(zip(("full pipeline", "planned paths"), best, strict=True))
 
 
@@ -120,11 +146,24 @@ def levers(file: Path, iterations: int, seeds: int) -> list[Row]:
             if any(row["instance"] == name and row["lever"] == what for row in rows):
                 continue
             found = both(name, iterations, seeds, **how)
-            row: Row = {"instance": name, "lever": what, "searches": seeds, "iterations": iterations}
-            for side, plan in (("full", found["full pipeline"]), ("ours", found["planned paths"])):
+            row: Row = {
+                "instance": name,
+                "lever": what,
+                "searches": seeds,
+                "iterations": iterations,
+            }
+            for side, plan in (
+                ("full", found["full pipeline"]),
+                ("ours", found["planned paths"]),
+            ):
                 row |= {side: plan.makespan, f"{side}_bound": plan.bound}
                 if 0 < number < FREER:  # it may do as the row above does
-                    above = next(r for r in rows if r["instance"] == name and r["lever"] == list(LEVERS)[number - 1])
+                    above = next(
+                        r
+                        for r in rows
+                        if r["instance"] == name
+                        and r["lever"] == list(LEVERS)[number - 1]
+                    )
                     row[side] = min(row[side], above[side])
             rows.append(row | {"saved": 1 - row["ours"] / row["full"]})
             file.write_text(json.dumps({"rows": rows}))
@@ -133,7 +172,11 @@ def levers(file: Path, iterations: int, seeds: int) -> list[Row]:
 
 # ---------------------------------------------------------------- processes
 def work(
-    comm: ProcessComm, texts: list[str], costs: list[ModelCost], scale: float, rounds: int
+    comm: ProcessComm,
+    texts: list[str],
+    costs: list[ModelCost],
+    scale: float,
+    rounds: int,
 ) -> list[list[tuple[float, list[float]]]]:
     """One rank of all schedules, in turn; of each round the makespan, and when each micro-batch was back."""
     torch.set_num_threads(1)
@@ -146,17 +189,28 @@ def work(
             if stage.rank == comm.rank
         }
         shaped = ShapedComm(comm, cost.network, scale)
-        executors.append(Executor(lower(schedule), mine, shaped, lambda y, _: y.sum(), WIDTH))
+        executors.append(
+            Executor(lower(schedule), mine, shaped, lambda y, _: y.sum(), WIDTH)
+        )
         count = len(schedule.microbatches)
-        batches.append(batch_of([torch.zeros(1, 1, WIDTH)] * count, [torch.zeros(1, 1, dtype=torch.long)] * count))
+        batches.append(
+            batch_of(
+                [torch.zeros(1, 1, WIDTH)] * count,
+                [torch.zeros(1, 1, dtype=torch.long)] * count,
+            )
+        )
     took: list[list[tuple[float, list[float]]]] = [[] for _ in texts]
     for turn in range(1 + rounds):
-        for number, (executor, batch) in enumerate(zip(executors, batches, strict=True)):
+        for number, (executor, batch) in enumerate(
+            zip(executors, batches, strict=True)
+        ):
             comm.barrier()
             timeline = executor.step(batch, timed=True).timeline
             assert timeline is not None
             if turn:
-                took[number].append((timeline.makespan / scale, finishes(timeline, scale)))
+                took[number].append(
+                    (timeline.makespan / scale, finishes(timeline, scale))
+                )
     return took
 
 
@@ -170,28 +224,54 @@ def finishes(timeline: Timeline, scale: float = 1.0) -> list[float]:
 def measure(name: str, iterations: int, seeds: int, rounds: int) -> list[Row]:
     scale = SCALES[name]
     with ordinary():
-        even, own = both(name, iterations, seeds, sizes=EVEN), both(name, iterations, seeds)
+        even, own = (
+            both(name, iterations, seeds, sizes=EVEN),
+            both(name, iterations, seeds),
+        )
     found = {
-        "full pipeline": own["full pipeline"], "full pipeline, published sizes": even["full pipeline"],
-        "planned paths": min(own["planned paths"], even["planned paths"], key=lambda plan: plan.makespan),
-    }  # fmt: skip
-    sys.stderr.write(f"{name}: " + ", ".join(f"{what} {plan.makespan:.2f} s" for what, plan in found.items()) + "\n")
-    texts = [dump_plan(as_file(plan)) for plan in found.values()]
+        "full pipeline": own["full pipeline"],
+        "full pipeline, published sizes": even["full pipeline"],
+        "planned paths": min(
+            own["planned paths"], even["planned paths"], key=lambda plan: plan.makespan
+        ),
+    }
+    sys.stderr.write(
+        f"{name}: "
+        + ", ".join(f"{what} {plan.makespan:.2f} s" for what, plan in found.items())
+        + "\n"
+    )
+    texts = [dump_plan(paths_plan(plan)) for plan in found.values()]
     costs = [plan.problem.cost() for plan in found.values()]
-    took = spawn(len(CITED["instances"][name]["locations"]), work, texts, costs, scale, rounds)[0]
+    took = spawn(
+        len(CITED["instances"][name]["locations"]), work, texts, costs, scale, rounds
+    )[0]
     rows: list[Row] = []
     for (what, plan), turns in zip(found.items(), took, strict=True):
         times = [seconds for seconds, _ in turns]
-        rows.append({
-            "instance": name, "what": what, "faster": 1 / scale, "predicted": plan.timeline.makespan,
-            "bound": plan.bound, "sizes": [len(nodes) for nodes in plan.partitions],
-            "measured": statistics.median(times), "spread": (min(times), max(times)), "rounds": rounds,
-            "over": statistics.median(times) / plan.timeline.makespan,
-            "finishes": turns[times.index(statistics.median_low(times))][1], "due": finishes(plan.timeline),
-        })  # fmt: skip
+        rows.append(
+            {
+                "instance": name,
+                "what": what,
+                "faster": 1 / scale,
+                "predicted": plan.timeline.makespan,
+                "bound": plan.bound,
+                "sizes": [len(nodes) for nodes in plan.partitions],
+                "measured": statistics.median(times),
+                "spread": (min(times), max(times)),
+                "rounds": rounds,
+                "over": statistics.median(times) / plan.timeline.makespan,
+                "finishes": turns[times.index(statistics.median_low(times))][1],
+                "due": finishes(plan.timeline),
+            }
+        )
     for row, theirs in zip(rows[:-1], took, strict=False):
-        saved = [1 - ours[0] / other[0] for other, ours in zip(theirs, took[-1], strict=True)]
-        row |= {"saved": statistics.median(saved), "saved_spread": (min(saved), max(saved))}
+        saved = [
+            1 - ours[0] / other[0] for other, ours in zip(theirs, took[-1], strict=True)
+        ]
+        row |= {
+            "saved": statistics.median(saved),
+            "saved_spread": (min(saved), max(saved)),
+        }
     return rows
 
 
@@ -203,7 +283,11 @@ def measured_table(rows: list[Row]) -> str:
         "|---|---|---|--:|--:|--:|--:|--:|",
     ]
     for r in rows:
-        less = f"{r['saved']:.1%} ({r['saved_spread'][0]:.1%}-{r['saved_spread'][1]:.1%})" if "saved" in r else ""
+        less = (
+            f"{r['saved']:.1%} ({r['saved_spread'][0]:.1%}-{r['saved_spread'][1]:.1%})"
+            if "saved" in r
+            else ""
+        )
         lines.append(
             f"| {r['instance']} | {r['what']} | {' '.join(map(str, r['sizes']))} | {r['faster']:.0f} "
             f"| {r['predicted']:.2f} | {r['measured']:.2f} ({r['spread'][0]:.2f}-{r['spread'][1]:.2f}) "
@@ -213,17 +297,28 @@ def measured_table(rows: list[Row]) -> str:
 
 
 def lever_table(rows: list[Row]) -> str:
-    heads = "| rules, the same for both | A: full | paths | less | B: full | paths | less |"
+    heads = (
+        "| rules, the same for both | A: full | paths | less | B: full | paths | less |"
+    )
     lines = [heads, "|---|--:|--:|--:|--:|--:|--:|"]
     cited = [CITED["instances"][name] for name in "AB"]
-    published = [(one["full"]["seconds"], one["plans"]["planned"]["seconds"]) for one in cited]
-    cells = "".join(f" {full:.2f} | {ours:.2f} | {1 - ours / full:.1%} |" for full, ours in published)
-    lines.append(f"| as published: full pipeline of 27 micro-batches on 3 of 5 data nodes |{cells}")
+    published = [
+        (one["full"]["seconds"], one["plans"]["planned"]["seconds"]) for one in cited
+    ]
+    cells = "".join(
+        f" {full:.2f} | {ours:.2f} | {1 - ours / full:.1%} |"
+        for full, ours in published
+    )
+    lines.append(
+        f"| as published: full pipeline of 27 micro-batches on 3 of 5 data nodes |{cells}"
+    )
     for what in LEVERS:
         cells = "".join(
             f" {r['full']:.2f} | {r['ours']:.2f} | {r['saved']:.1%} |"
-            for name in "AB" for r in rows if r["lever"] == what and r["instance"] == name
-        )  # fmt: skip
+            for name in "AB"
+            for r in rows
+            if r["lever"] == what and r["instance"] == name
+        )
         lines.append(f"| {what} |{cells}")
     return "\n".join(lines)
 
@@ -232,21 +327,36 @@ def picture(name: str, rows: list[Row]) -> str:
     lines = []
     for colour, row in zip((COLOURS[1], COLOURS[3], COLOURS[0]), rows, strict=True):
         count = tuple(float(n) for n in range(len(row["finishes"]) + 1))
-        short = row["what"].replace("full pipeline", "full").replace("planned paths", "paths")
-        lines.append(Line(short, (0.0, *row["finishes"]), count, colour=colour))
-        lines.append(Line("simulated", (0.0, *row["due"]), count, dashed=True, colour=colour))
+        short = (
+            row["what"]
+            .replace("full pipeline", "full")
+            .replace("planned paths", "paths")
+        )
+        lines.append(Series(short, (0.0, *row["finishes"]), count, colour=colour))
+        lines.append(
+            Series("simulated", (0.0, *row["due"]), count, dashed=True, colour=colour)
+        )
     title = f"Instance {name}: micro-batches that are back"
     return chart(lines, title, "seconds of the network that is played", "micro-batches")
 
 
 def page(pieces: dict[str, Any]) -> str:
     rows = [row for name in "AB" for row in pieces[name]["rows"]]
-    full, even, paths = ({row["instance"]: row for row in rows[number::3]} for number in range(3))
+    full, even, paths = (
+        {row["instance"]: row for row in rows[number::3]} for number in range(3)
+    )
     most = {name: 1 - paths[name]["bound"] / full[name]["predicted"] for name in "AB"}
     where, first = pieces["A"]["where"], pieces["levers"]["rows"][0]
-    work = f"{first['iterations']:,} moves" if "iterations" in first else f"{first['seconds']:g} s of processor time"
+    work = (
+        f"{first['iterations']:,} moves"
+        if "iterations" in first
+        else f"{first['seconds']:g} s of processor time"
+    )
     searches = f"{first['searches']} of {work}"
-    pictures = "\n\n".join(f"![micro-batches back over time, {name}](../images/wan-{name}.svg)" for name in "AB")
+    pictures = "\n\n".join(
+        f"![micro-batches back over time, {name}](../images/wan-{name}.svg)"
+        for name in "AB"
+    )
     return f"""# Planned paths on a slow network
 
 `chrt -f 10 python benchmarks/wan.py`; 20 processes on {where}.
@@ -292,34 +402,70 @@ def written(pieces: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=("A", "B", "levers"), help="one piece; needs --out")
-    parser.add_argument("--out", type=Path, help="folder for the pieces; without it one that is thrown away")
-    parser.add_argument("--merge", type=Path, metavar="FOLDER", help="write the page of the pieces in a folder")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--only", choices=("A", "B", "levers"), help="one piece; needs --out"
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        help="folder for the pieces; without it one that is thrown away",
+    )
+    parser.add_argument(
+        "--merge",
+        type=Path,
+        metavar="FOLDER",
+        help="write the page of the pieces in a folder",
+    )
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--iterations", type=int, default=65_500, help="moves of each search")
+    parser.add_argument(
+        "--iterations", type=int, default=65_500, help="moves of each search"
+    )
     parser.add_argument("--seeds", type=int, default=3, help="searches for each plan")
-    parser.add_argument("--quick", action="store_true", help="instance A, short searches, two rounds; writes nothing")
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="instance A, short searches, two rounds; writes nothing",
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object to stdout")
     given = parser.parse_args()
     if given.quick:
         rows = measure("A", 6_300, 1, 2)
-        sys.stdout.write(json.dumps({"rows": rows}) + "\n" if given.json else measured_table(rows) + "\n")
+        sys.stdout.write(
+            json.dumps({"rows": rows}) + "\n"
+            if given.json
+            else measured_table(rows) + "\n"
+        )
         return
     where = f"{os.cpu_count()} cores, {priority()}, torch {torch.__version__}"
     with tempfile.TemporaryDirectory() as thrown_away:
         folder = given.merge or given.out or Path(thrown_away)
         folder.mkdir(parents=True, exist_ok=True)
-        names = [] if given.merge else [given.only] if given.only else ["A", "B", "levers"]
+        names = (
+            [] if given.merge else [given.only] if given.only else ["A", "B", "levers"]
+        )
         for name in names:
             if name == "levers":
                 with ordinary():
-                    levers(folder / "levers.json", min(given.iterations, 25_500), given.seeds)
+                    levers(
+                        folder / "levers.json",
+                        min(given.iterations, 25_500),
+                        given.seeds,
+                    )
             else:
                 rows = measure(name, given.iterations, given.seeds, given.rounds)
-                (folder / f"{name}.json").write_text(json.dumps({"rows": rows, "where": where}))
-        pieces = {file.stem: json.loads(file.read_text()) for file in sorted(folder.glob("*.json"))}
-    if {"A", "B", "levers"} <= pieces.keys() and len(pieces["levers"]["rows"]) == 2 * len(LEVERS):
+                (folder / f"{name}.json").write_text(
+                    json.dumps({"rows": rows, "where": where})
+                )
+        pieces = {
+            file.stem: json.loads(file.read_text())
+            for file in sorted(folder.glob("*.json"))
+        }
+    if {"A", "B", "levers"} <= pieces.keys() and len(
+        pieces["levers"]["rows"]
+    ) == 2 * len(LEVERS):
         written(pieces)
     if given.json:
         sys.stdout.write(json.dumps(pieces) + "\n")

@@ -1,13 +1,13 @@
 """Writes all of the docs that the code knows better. `make docs` runs it; `--check` only says what is stale.
 
-    docs/prose/<name>.md ──┐
-    FACTS, make, simulate ─┼──► docs/schedules/<name>.md  docs/schedules/README.md
-    svg ───────────────────┘    docs/images/<name>.svg    docs/images/overview.svg
-    FACTS, simulate ──────────► README.md, between the markers <!-- schedules --> and <!-- /schedules -->
-    the command line ─────────► the output under each `$ penstock ...` of a `console` block, in every hand-written page
+docs/prose/<name>.md ──┐
+FACTS, make, simulate ─┼──► docs/schedules/<name>.md  docs/schedules/README.md
+svg ───────────────────┘    docs/images/<name>.svg    docs/images/overview.svg
+FACTS, simulate ──────────► README.md, between the markers <!-- schedules --> and <!-- /schedules -->
+the command line ─────────► the output under each `$ penstock ...` of a `console` block, in every hand-written page
 
-    python docs/build.py            write
-    python docs/build.py --check    exit with 1 if a file is not what it would write
+python docs/build.py            write
+python docs/build.py --check    exit with 1 if a file is not what it would write
 """
 
 from __future__ import annotations
@@ -33,10 +33,25 @@ DOCS = ROOT / "docs"
 COLUMNS = 92  # of the terminal in which commands are shown
 SIZES = ((4, 4), (4, 8), (8, 8), (8, 16))  # ranks, micro-batches
 COMMS = (0.0, 0.05, 0.1)
-TABLED = {"chunks": (2, 4), "waves": (1, 2, 4), "slices": (2, 4), "skips": ()}  # shapes in a schedule's own table
+TABLED = {
+    "chunks": (2, 4),
+    "waves": (1, 2, 4),
+    "slices": (2, 4),
+    "skips": (),
+}  # shapes in a schedule's own table
 NORM = {"ranks": 8, "microbatches": 16}  # the size at which all schedules are compared
-COMPARED = {"chunks": 4, "waves": 2, "slices": 4}  # the shape in which they are: four stages a rank, or four slices
-LETTERS = {"ranks": "P", "microbatches": "M", "chunks": "v", "waves": "W", "slices": "s"}  # of the formulas
+COMPARED = {
+    "chunks": 4,
+    "waves": 2,
+    "slices": 4,
+}  # the shape in which they are: four stages a rank, or four slices
+LETTERS = {
+    "ranks": "P",
+    "microbatches": "M",
+    "chunks": "v",
+    "waves": "W",
+    "slices": "s",
+}  # of the formulas
 DRAWN: dict[str, dict[str, int]] = {
     "interleaved": {"ranks": 4, "microbatches": 8, "chunks": 2},
     "hanayo": {"ranks": 4, "microbatches": 4, "waves": 2},
@@ -63,11 +78,18 @@ Shape = dict[str, int]
 # ---------------------------------------------------------------- the pages
 def pages() -> dict[Path, str]:
     """Every file that is made of the code, as it should be."""
-    made = {DOCS / "images" / "overview.svg": overview(), DOCS / "schedules" / "README.md": index()}
+    made = {
+        DOCS / "images" / "overview.svg": overview(),
+        DOCS / "schedules" / "README.md": index(),
+    }
     for name in REGISTRY:
         made[DOCS / "images" / f"{name}.svg"] = picture(name)
         made[DOCS / "schedules" / f"{name}.md"] = page(name)
-    for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md"))):
+    for path in (
+        ROOT / "README.md",
+        ROOT / "CONTRIBUTING.md",
+        *sorted(DOCS.glob("*.md")),
+    ):
         made[path] = with_output(with_table(path.read_text(encoding="utf-8")))
     return made
 
@@ -78,26 +100,34 @@ def page(name: str) -> str:
     shape = drawn(name)
     source = f"src/{REGISTRY[name].__module__.replace('.', '/')}.py"
     alt = f"{name}: {shape['ranks']} ranks, {shape['microbatches']} micro-batches"
-    return "\n\n".join([
-        f"<!-- made by docs/build.py; the words are in docs/prose/{name}.md -->",
-        f"# {title}",
-        f"`{name}` · [{source.rpartition('/')[2]}](../../{source}) · {paper(name)} · [all schedules](README.md)",
-        f"![{alt}](../images/{name}.svg)",
-        f"## How it works\n\n{works}",
-        f"## Idle time and memory\n\n{formulas(name)}",
-        f"## Simulated\n\n{measured(name)}",
-        f"## When to use it, and when not\n\n{when}",
-        f"## Reproduce\n\n```sh\n{command('draw', name, shape)} -o {name}.svg\n"
-        f"{command('simulate', name, {**NORM, **compared(name)})} --comm 0.05\n```\n",
-    ])  # fmt: skip
+    return "\n\n".join(
+        [
+            f"<!-- made by docs/build.py; the words are in docs/prose/{name}.md -->",
+            f"# {title}",
+            f"`{name}` · [{source.rpartition('/')[2]}](../../{source}) · {paper(name)} · [all schedules](README.md)",
+            f"![{alt}](../images/{name}.svg)",
+            f"## How it works\n\n{works}",
+            f"## Idle time and memory\n\n{formulas(name)}",
+            f"## Simulated\n\n{measured(name)}",
+            f"## When to use it, and when not\n\n{when}",
+            f"## Reproduce\n\n```sh\n{command('draw', name, shape)} -o {name}.svg\n"
+            f"{command('simulate', name, {**NORM, **compared(name)})} --comm 0.05\n```\n",
+        ]
+    )
 
 
 def prose(name: str) -> tuple[str, str, str]:
     """Title, how it works, when to use it: written by hand."""
     text = (DOCS / "prose" / f"{name}.md").read_text(encoding="utf-8")
-    found = re.fullmatch(r"# (.+?)\n+## How it works\n+(.+?)\n+## When to use it, and when not\n+(.+?)\n*", text, re.S)
+    found = re.fullmatch(
+        r"# (.+?)\n+## How it works\n+(.+?)\n+## When to use it, and when not\n+(.+?)\n*",
+        text,
+        re.S,
+    )
     if found is None:
-        raise SystemExit(f"docs/prose/{name}.md: a title, '## How it works', '## When to use it, and when not'")
+        raise SystemExit(
+            f"docs/prose/{name}.md: a title, '## How it works', '## When to use it, and when not'"
+        )
     return found[1], found[2], found[3]
 
 
@@ -114,7 +144,14 @@ def index() -> str:
 # ---------------------------------------------------------------- formulas and tables
 def written(formula: str) -> str:
     """Arithmetic as people write it, without places at which a table would break it.  1.5*P - 2: 1.5P - 2"""
-    for code, sign in (("==", "="), (">=", "≥"), ("%", "mod"), ("*", ""), ("-", "\u2212"), (" ", "\u00a0")):
+    for code, sign in (
+        ("==", "="),
+        (">=", "≥"),
+        ("%", "mod"),
+        ("*", ""),
+        ("-", "\u2212"),
+        (" ", "\u00a0"),
+    ):
         formula = formula.replace(code, sign)
     return f"`{formula}`"
 
@@ -131,10 +168,15 @@ def formulas(name: str) -> str:
         f"- Copies of the weights: {facts.weights}",
         f"- Holds for: {holds}",
     ]
-    letters = [f"{letter} {word}" for word, letter in LETTERS.items() if word in shape_of(name)]
+    letters = [
+        f"{letter} {word}" for word, letter in LETTERS.items() if word in shape_of(name)
+    ]
     said = f"{', '.join(letters).replace('microbatches', 'micro-batches')}"
     bubble = " The bubble is idle / (3M + idle)." if facts.idle else ""
-    return "\n".join(lines) + f"\n\n{said}; B = 2 F, messages cost nothing.{bubble}\nThe tests check the formulas."
+    return (
+        "\n".join(lines)
+        + f"\n\n{said}; B = 2 F, messages cost nothing.{bubble}\nThe tests check the formulas."
+    )
 
 
 def by_formula(name: str, shape: Shape) -> str:
@@ -149,15 +191,34 @@ def by_formula(name: str, shape: Shape) -> str:
 def measured(name: str) -> str:
     """Makespan, bubble and peak of small sizes, as simulated."""
     word = own_word(name)
-    heads = ["P", "M", *([word] if word else []), *(f"comm {comm:g}" for comm in COMMS), "formula", "bound", "peak"]
+    heads = [
+        "P",
+        "M",
+        *([word] if word else []),
+        *(f"comm {comm:g}" for comm in COMMS),
+        "formula",
+        "bound",
+        "peak",
+    ]
     rows = []
     for ranks, microbatches in SIZES:
         for value in TABLED.get(word, ()) or (None,):
-            shape = {"ranks": ranks, "microbatches": microbatches, **({} if value is None else {word: value})}
+            shape = {
+                "ranks": ranks,
+                "microbatches": microbatches,
+                **({} if value is None else {word: value}),
+            }
             schedule = make(name, **shape)
             timelines = [simulate(schedule, UnitCost(comm=comm)) for comm in COMMS]
-            mine = [str(default_of(name, ranks) if value is None else value)] if word else []
-            times = [f"{timeline.makespan:.5g} ({timeline.bubble:.1%})" for timeline in timelines]
+            mine = (
+                [str(default_of(name, ranks) if value is None else value)]
+                if word
+                else []
+            )
+            times = [
+                f"{timeline.makespan:.5g} ({timeline.bubble:.1%})"
+                for timeline in timelines
+            ]
             bound = f"{lower_bound(schedule, UnitCost()):.5g}"
             found = [*times, by_formula(name, shape), bound, peak_of(timelines[0])]
             rows.append([str(ranks), str(microbatches), *mine, *found])
@@ -166,22 +227,48 @@ def measured(name: str) -> str:
 
 def compared_table(folder: str) -> str:
     """One row a schedule, all at one size."""
-    heads = ["schedule", "shape", "idle", "peak", "bubble", "peak there", "weights", "paper"]
+    heads = [
+        "schedule",
+        "shape",
+        "idle",
+        "peak",
+        "bubble",
+        "peak there",
+        "weights",
+        "paper",
+    ]
     rows = []
     for name, facts in FACTS.items():
-        shape, timeline = compared(name), simulate(make(name, **NORM, **compared(name)), UnitCost())
-        most, star = "" if facts.exact else "≤\u00a0", "" if facts.when == "True" else "*"
-        rows.append([
-            f"[{name}]({folder}{name}.md)", " ".join(f"{word}={value}" for word, value in shape.items()),
-            f"{most}{written(facts.idle)}{star}" if facts.idle else "-", f"{most}{written(facts.peak)}{star}",
-            f"{timeline.bubble:.1%}", peak_of(timeline), str(facts.weights), paper(name, short=True),
-        ])  # fmt: skip
+        shape, timeline = (
+            compared(name),
+            simulate(make(name, **NORM, **compared(name)), UnitCost()),
+        )
+        most, star = (
+            "" if facts.exact else "≤\u00a0",
+            "" if facts.when == "True" else "*",
+        )
+        rows.append(
+            [
+                f"[{name}]({folder}{name}.md)",
+                " ".join(f"{word}={value}" for word, value in shape.items()),
+                f"{most}{written(facts.idle)}{star}" if facts.idle else "-",
+                f"{most}{written(facts.peak)}{star}",
+                f"{timeline.bubble:.1%}",
+                peak_of(timeline),
+                str(facts.weights),
+                paper(name, short=True),
+            ]
+        )
     return f"{table(heads, rows)}\n\n{COMPARES.format(**NORM)}"
 
 
 def paper(name: str, short: bool = False) -> str:
     """Who wrote it, with a link; `short`: the link is on the names."""
-    form = r"[\1](https://arxiv.org/abs/\2)" if short else r"\1, [arXiv \2](https://arxiv.org/abs/\2)"
+    form = (
+        r"[\1](https://arxiv.org/abs/\2)"
+        if short
+        else r"\1, [arXiv \2](https://arxiv.org/abs/\2)"
+    )
     return re.sub(r"(.+), arXiv (\d{4}\.\d{5})", form, FACTS[name].paper)
 
 
@@ -190,7 +277,10 @@ def table(heads: list[str], rows: list[list[str]]) -> str:
     columns = list(zip(*rows, strict=True))
     right = [all(re.match(r"[\d≤-]", cell) for cell in column) for column in columns]
     rule = ["--:" if numbers else "---" for numbers in right]
-    return "\n".join(f"| {' | '.join(cells)} |".replace("|  |", "| |") for cells in [heads, rule, *rows])
+    return "\n".join(
+        f"| {' | '.join(cells)} |".replace("|  |", "| |")
+        for cells in [heads, rule, *rows]
+    )
 
 
 def peak_of(timeline: Timeline) -> str:
@@ -222,21 +312,33 @@ def compared(name: str) -> Shape:
 
 def command(verb: str, name: str, shape: Shape) -> str:
     """What to type."""
-    return " ".join([f"penstock {verb} {name}", *(f"--{word} {value}" for word, value in shape.items())])
+    return " ".join(
+        [
+            f"penstock {verb} {name}",
+            *(f"--{word} {value}" for word, value in shape.items()),
+        ]
+    )
 
 
 # ---------------------------------------------------------------- what is put into pages written by hand
 def with_table(text: str) -> str:
     """The table of schedules between its markers."""
-    made = f"<!-- schedules -->\n{compared_table('docs/schedules/')}\n<!-- /schedules -->"
-    return re.sub(r"<!-- schedules -->.*?<!-- /schedules -->", lambda _: made, text, flags=re.S)
+    made = (
+        f"<!-- schedules -->\n{compared_table('docs/schedules/')}\n<!-- /schedules -->"
+    )
+    return re.sub(
+        r"<!-- schedules -->.*?<!-- /schedules -->", lambda _: made, text, flags=re.S
+    )
 
 
 def with_output(text: str) -> str:
     """Each `$ penstock ...` of a console block with what it prints, all commands of a page in one empty folder."""
     with tempfile.TemporaryDirectory() as folder:
         return re.sub(
-            r"(?<=^```console\n).*?(?=^```$)", lambda block: _ran(block[0], Path(folder)), text, flags=re.S | re.M
+            r"(?<=^```console\n).*?(?=^```$)",
+            lambda block: _ran(block[0], Path(folder)),
+            text,
+            flags=re.S | re.M,
         )
 
 
@@ -251,12 +353,27 @@ def _ran(block: str, folder: Path) -> str:
 
 def run(line: str, folder: Path) -> str:
     """What a command prints, without the spaces at the ends of lines and the empty lines around."""
-    code = [sys.executable, "-c", "from penstock.cli import main; main()", *shlex.split(line, comments=True)[1:]]
-    plain = {"COLUMNS": str(COLUMNS), "NO_COLOR": "1", "TERM": "dumb", "PYTHONUTF8": "1"}
+    code = [
+        sys.executable,
+        "-c",
+        "from penstock.cli.app import main; main()",
+        *shlex.split(line, comments=True)[1:],
+    ]
+    plain = {
+        "COLUMNS": str(COLUMNS),
+        "NO_COLOR": "1",
+        "TERM": "dumb",
+        "PYTHONUTF8": "1",
+    }
     done = subprocess.run(
-        code, cwd=folder, env={**os.environ, **plain}, check=False, encoding="utf-8",
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-    )  # fmt: skip
+        code,
+        cwd=folder,
+        env={**os.environ, **plain},
+        check=False,
+        encoding="utf-8",
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
     if done.returncode != 0:
         raise SystemExit(f"{line}\n{done.stdout}")
     lines = [text.rstrip() for text in done.stdout.splitlines()]
@@ -292,7 +409,10 @@ def overview() -> str:
     """Two schedules one above the other, on one time axis."""
     ET.register_namespace("", SVG[1:-1])
     size = {"ranks": 4, "microbatches": 4}
-    strips = [strip("1F1B", "1f1b", size), strip("Hanayo, two waves", "hanayo", {**size, "waves": 2})]
+    strips = [
+        strip("1F1B", "1f1b", size),
+        strip("Hanayo, two waves", "hanayo", {**size, "waves": 2}),
+    ]
     legend = strips[0].figure.find(f"{SVG}g[@class='legend']")
     assert legend is not None
     strips[0].figure.remove(legend)
@@ -300,10 +420,18 @@ def overview() -> str:
     facts.set("y", f"{float(facts.get('y', 0)) - 24:g}")
     first = strips[0].height - 18
     width, height = max(one.width for one in strips), first + strips[1].height
-    size_of = {"viewBox": f"0 0 {width:g} {height:g}", "width": f"{width:g}", "height": f"{height:g}"}
+    size_of = {
+        "viewBox": f"0 0 {width:g} {height:g}",
+        "width": f"{width:g}",
+        "height": f"{height:g}",
+    }
     whole = ET.Element(f"{SVG}svg", {**size_of, "role": "img"})
-    ET.SubElement(whole, f"{SVG}title").text = "1F1B above Hanayo with two waves, on one time axis"
-    ET.SubElement(whole, f"{SVG}rect", {"width": "100%", "height": "100%", "fill": "#ffffff"})
+    ET.SubElement(
+        whole, f"{SVG}title"
+    ).text = "1F1B above Hanayo with two waves, on one time axis"
+    ET.SubElement(
+        whole, f"{SVG}rect", {"width": "100%", "height": "100%", "fill": "#ffffff"}
+    )
     for one, top in zip(strips, (0.0, first), strict=True):
         one.figure.set("y", f"{top:g}")
         whole.append(one.figure)
@@ -321,15 +449,29 @@ def strip(title: str, name: str, shape: Shape) -> Strip:
     def moved(x: float) -> str:
         return f"{round(left + (x - left) * factor, 2):g}"
 
-    boxes = [*figure.findall(f"{SVG}rect")[1:], *figure.findall(f"{SVG}g[@class='spans']/{SVG}rect")]
-    labels = [word for group in ("numbers", "time") for word in figure.findall(f"{SVG}g[@class='{group}']/{SVG}text")]
+    boxes = [
+        *figure.findall(f"{SVG}rect")[1:],
+        *figure.findall(f"{SVG}g[@class='spans']/{SVG}rect"),
+    ]
+    labels = [
+        word
+        for group in ("numbers", "time")
+        for word in figure.findall(f"{SVG}g[@class='{group}']/{SVG}text")
+    ]
     for element in [*boxes, *labels]:
         element.set("x", moved(float(element.get("x", 0))))
     for element in boxes:
         element.set("width", f"{round(float(element.get('width', 0)) * factor, 2):g}")
     for axis in figure.findall(f"{SVG}path"):
-        line = re.sub(r"M([\d.]+)", lambda x: "M" + moved(float(x[1])), axis.get("d", ""))
-        axis.set("d", re.sub(r"h([\d.]+)", lambda x: f"h{round(float(x[1]) * factor, 2):g}", line))
+        line = re.sub(
+            r"M([\d.]+)", lambda x: "M" + moved(float(x[1])), axis.get("d", "")
+        )
+        axis.set(
+            "d",
+            re.sub(
+                r"h([\d.]+)", lambda x: f"h{round(float(x[1]) * factor, 2):g}", line
+            ),
+        )
     width = float(figure.get("width", 0)) + wide * (factor - 1)
     figure.set("width", f"{width:g}")
     figure.attrib.pop("viewBox")
@@ -339,9 +481,19 @@ def strip(title: str, name: str, shape: Shape) -> Strip:
 # ---------------------------------------------------------------- writing
 def strays(made: dict[Path, str]) -> list[Path]:
     """Pages and pictures that nobody makes any more: neither this script nor a benchmark for its page of results."""
-    there = [*(DOCS / "schedules").glob("*"), *(DOCS / "images").glob("*"), *(DOCS / "prose").glob("*")]
-    results = [page.read_text(encoding="utf-8") for page in (DOCS / "results").glob("*.md")]
-    linked = {DOCS / "images" / name for text in results for name in re.findall(r"\]\(\.\./images/([^)]+)\)", text)}
+    there = [
+        *(DOCS / "schedules").glob("*"),
+        *(DOCS / "images").glob("*"),
+        *(DOCS / "prose").glob("*"),
+    ]
+    results = [
+        page.read_text(encoding="utf-8") for page in (DOCS / "results").glob("*.md")
+    ]
+    linked = {
+        DOCS / "images" / name
+        for text in results
+        for name in re.findall(r"\]\(\.\./images/([^)]+)\)", text)
+    }
     known = {*made, *linked, *(DOCS / "prose" / f"{name}.md" for name in REGISTRY)}
     return sorted(path for path in there if path not in known)
 
@@ -354,11 +506,19 @@ def words(text: str) -> str:
 def main() -> int:
     """Write, or only compare."""
     parser = argparse.ArgumentParser(description="Writes the pages of the schedules.")
-    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if a file is stale")
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="write nothing; exit with 1 if a file is stale",
+    )
     check = parser.parse_args().check
     made = pages()
-    old = {path: path.read_text(encoding="utf-8") if path.exists() else "" for path in made}
-    same = words if check else str  # another version of rich may space a table in another way
+    old = {
+        path: path.read_text(encoding="utf-8") if path.exists() else "" for path in made
+    }
+    same = (
+        words if check else str
+    )  # another version of rich may space a table in another way
     stale = [path for path, text in made.items() if same(old[path]) != same(text)]
     for path in stale:
         sys.stdout.write(f"{'stale' if check else 'wrote'} {path.relative_to(ROOT)}\n")

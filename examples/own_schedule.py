@@ -14,7 +14,20 @@ from __future__ import annotations
 
 import sys
 
-from penstock import Action, MicroBatch, Op, Plan, Schedule, Stage, UnitCost, lower, make, simulate, verify, write_plan
+from penstock import (
+    Action,
+    MicroBatch,
+    Op,
+    Plan,
+    Schedule,
+    Stage,
+    UnitCost,
+    lower,
+    make,
+    simulate,
+    verify,
+    write_plan,
+)
 from penstock.ir import schedule_of
 
 
@@ -24,9 +37,15 @@ def eager(ranks: int, microbatches: int) -> Schedule:
     path = MicroBatch(path=tuple(range(ranks)))
     lanes = []
     for rank in range(ranks):
-        forwards, backwards = ([Action(op, rank, m) for m in range(microbatches)] for op in (Op.F, Op.B))
+        forwards, backwards = (
+            [Action(op, rank, m) for m in range(microbatches)] for op in (Op.F, Op.B)
+        )
         ahead = min(2 * (ranks - rank) - 1, microbatches)
-        turns = [action for pair in zip(backwards, forwards[ahead:], strict=False) for action in pair]
+        turns = [
+            action
+            for pair in zip(backwards, forwards[ahead:], strict=False)
+            for action in pair
+        ]
         lanes.append(forwards[:ahead] + turns + backwards[microbatches - ahead :])
     return schedule_of(stages, [path] * microbatches, lanes)
 
@@ -37,5 +56,9 @@ if __name__ == "__main__":
     for comm in (0.0, 0.25, 0.5):
         ours, theirs = (simulate(one, UnitCost(comm=comm)) for one in (own, known))
         held = f"{ours.peak_activations.max():g} and {theirs.peak_activations.max():g} micro-batches"
-        print(f"message {comm:4} of a forward: makespan {ours.makespan:4g}, 1f1b {theirs.makespan:4g}; held {held}")
-    write_plan(Plan(own, "eager 1f1b"), sys.argv[1] if len(sys.argv) > 1 else "own.json")
+        print(
+            f"message {comm:4} of a forward: makespan {ours.makespan:4g}, 1f1b {theirs.makespan:4g}; held {held}"
+        )
+    write_plan(
+        Plan(own, "eager 1f1b"), sys.argv[1] if len(sys.argv) > 1 else "own.json"
+    )

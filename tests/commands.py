@@ -13,10 +13,12 @@ from pathlib import Path
 import pytest
 
 import penstock
-from penstock.cli import main
+from penstock.cli.app import main
 
 
-def called(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], line: str) -> tuple[int, str, str]:
+def called(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], line: str
+) -> tuple[int, str, str]:
     """Runs it, without `penstock` before it; gives exit code, stdout, stderr."""
     monkeypatch.setattr(sys, "argv", ["penstock", *shlex.split(line, comments=True)])
     code = 0
@@ -30,7 +32,11 @@ def called(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], 
 
 def environment(**more: str) -> dict[str, str]:
     """Of a process of its own: this penstock, wide lines."""
-    return os.environ | {"PYTHONPATH": str(Path(penstock.__file__).parents[1]), "COLUMNS": "200"} | more
+    return (
+        os.environ
+        | {"PYTHONPATH": str(Path(penstock.__file__).parents[1]), "COLUMNS": "200"}
+        | more
+    )
 
 
 def ended(folder: Path, line: str, after: float) -> tuple[int, str]:
@@ -40,16 +46,24 @@ def ended(folder: Path, line: str, after: float) -> tuple[int, str]:
     Not in this process: Python drops an interrupt that comes inside a callback of the garbage collector, and here
     hypothesis has one. Nor while torch is imported, whose C++ aborts on it.
     """
-    begin = "import torch, numba; from penstock.cli import main; print('begun', flush=True); main()"
-    process = subprocess.Popen([sys.executable, "-c", begin, *shlex.split(line)], cwd=folder, env=environment(),
-                               stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)  # fmt: skip
+    begin = "import torch, numba; from penstock.cli.app import main; print('begun', flush=True); main()"
+    process = subprocess.Popen(
+        [sys.executable, "-c", begin, *shlex.split(line)],
+        cwd=folder,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     try:
         assert process.stdout is not None
         assert process.stdout.readline() == "begun\n"
         time.sleep(after)
         assert process.poll() is None, "it ended before it was asked to"
         process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=600)  # compiled loops may be compiled first
+        _, err = process.communicate(
+            timeout=600
+        )  # compiled loops may be compiled first
     finally:
         process.kill()
         process.wait()

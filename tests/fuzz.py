@@ -49,10 +49,24 @@ LIMIT = 8  # tokens up to which rotary frequencies are those of pretraining
 POSITIONS = 20  # of GPT-2's table; the longest sequence drawn has 19 tokens
 FAMILIES = ("llama", "mistral", "qwen2", "gpt2")
 ROPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
-FROZEN = ("embedding", "head", "norms", "first part", "last part", "all but the head", "a layer", "half")
+FROZEN = (
+    "embedding",
+    "head",
+    "norms",
+    "first part",
+    "last part",
+    "all but the head",
+    "a layer",
+    "half",
+)
 FLOAT64 = 1e-10  # sums in another order
-FLOAT32 = 64 * 2.0**-24  # Hugging Face's eager attention rounds its softmax to float32, in up to a dozen layers
-REFUSALS = (PenstockError, ShapeError)  # a reason; other kinds of PenstockError say that a run broke
+FLOAT32 = (
+    64 * 2.0**-24
+)  # Hugging Face's eager attention rounds its softmax to float32, in up to a dozen layers
+REFUSALS = (
+    PenstockError,
+    ShapeError,
+)  # a reason; other kinds of PenstockError say that a run broke
 Said = tuple[list[float], dict[str, Tensor]]  # the loss of each step, and the gradients
 
 
@@ -77,7 +91,9 @@ class Case:
     marks: dict[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        return f"seed={self.seed}  " + ", ".join(f"{word} {value}" for word, value in self.marks.items() if value)
+        return f"seed={self.seed}  " + ", ".join(
+            f"{word} {value}" for word, value in self.marks.items() if value
+        )
 
 
 def draw_case(seed: int) -> Case:
@@ -96,41 +112,83 @@ def draw_case(seed: int) -> Case:
     checkpointing = bool(not dropout and rng.random() < 0.06)
     kernel, steps = str(rng.choice(["eager", "sdpa"])), int(rng.choice([1, 1, 2]))
     marks = {
-        "model": family, "kernel": kernel, "rope": rope, "schedule": name, "ranks": str(schedule.ranks),
-        "parts": "+".join(map(str, partition)), "lengths": " ".join(map(str, lengths)),
+        "model": family,
+        "kernel": kernel,
+        "rope": rope,
+        "schedule": name,
+        "ranks": str(schedule.ranks),
+        "parts": "+".join(map(str, partition)),
+        "lengths": " ".join(map(str, lengths)),
         "slices": str(schedule.slices) if schedule.slices > 1 else "",
-        "split": "yes" if any(action.op is Op.W for lane in schedule.lanes for action in lane) else "",
+        "split": "yes"
+        if any(action.op is Op.W for lane in schedule.lanes for action in lane)
+        else "",
         "replicas": "yes" if len(schedule.stages) > schedule.parts else "",
-        "window": str(settings.get("sliding_window") or ""), "tied": "yes" if settings["tie_word_embeddings"] else "",
-        "packed": "yes" if packed else "", "recompute": " ".join(map(str, sorted(recompute))), "frozen": frozen,
-        "dropout": str(dropout or ""), "checkpointing": "yes" if checkpointing else "", "steps": str(steps),
-    }  # fmt: skip
+        "window": str(settings.get("sliding_window") or ""),
+        "tied": "yes" if settings["tie_word_embeddings"] else "",
+        "packed": "yes" if packed else "",
+        "recompute": " ".join(map(str, sorted(recompute))),
+        "frozen": frozen,
+        "dropout": str(dropout or ""),
+        "checkpointing": "yes" if checkpointing else "",
+        "steps": str(steps),
+    }
     return Case(
-        seed, family, settings, kernel, schedule, partition, lengths, packed, recompute, frozen, dropout,
-        checkpointing, steps, marks,
-    )  # fmt: skip
+        seed,
+        family,
+        settings,
+        kernel,
+        schedule,
+        partition,
+        lengths,
+        packed,
+        recompute,
+        frozen,
+        dropout,
+        checkpointing,
+        steps,
+        marks,
+    )
 
 
 def draw_schedule(rng: np.random.Generator, ranks: int | None) -> tuple[str, Schedule]:
     """One of the registry, perhaps cut, split and copied; or one of all that the tables can say."""
     if rng.random() < 0.3:
-        sizes = {"ranks": ranks or int(rng.integers(1, 4)), "parts": int(rng.integers(1, 5))}
-        return "random", random_schedule(rng, **sizes, microbatches=int(rng.integers(1, 4)), ends=True)
-    name = str(rng.choice([word for word in REGISTRY if word != "chimera" or ranks is None]))
-    own = {word: int(rng.integers(1, 3)) for word in shape_of(name) if word in ("chunks", "waves", "skips")}
+        sizes = {
+            "ranks": ranks or int(rng.integers(1, 4)),
+            "parts": int(rng.integers(1, 5)),
+        }
+        return "random", random_schedule(
+            rng, **sizes, microbatches=int(rng.integers(1, 4)), ends=True
+        )
+    name = str(
+        rng.choice([word for word in REGISTRY if word != "chimera" or ranks is None])
+    )
+    own = {
+        word: int(rng.integers(1, 3))
+        for word in shape_of(name)
+        if word in ("chunks", "waves", "skips")
+    }
     cuts = draw_cuts(rng, slices=int(rng.integers(1, 4)))
     if "slices" in shape_of(name):
         cuts = cuts if len(cuts) > 2 else (0, 4, cuts[-1])
         own["slices"] = len(cuts) - 1
     try:
-        sizes = {"ranks": ranks or int(rng.integers(1, 4)), "microbatches": int(rng.integers(1, 5))}
+        sizes = {
+            "ranks": ranks or int(rng.integers(1, 4)),
+            "microbatches": int(rng.integers(1, 5)),
+        }
         schedule = make(name, **sizes, **own)
     except ShapeError:  # it does not come in this shape
         return draw_schedule(rng, ranks)
-    schedule = recut(schedule, cuts) if "slices" in own else slice_tokens(schedule, cuts)
+    schedule = (
+        recut(schedule, cuts) if "slices" in own else slice_tokens(schedule, cuts)
+    )
     if rng.random() < 0.3:
         schedule = split_backward(schedule)
-    return name, replicate(schedule, 2) if schedule.ranks < 3 and not ranks and rng.random() < 0.25 else schedule
+    return name, replicate(
+        schedule, 2
+    ) if schedule.ranks < 3 and not ranks and rng.random() < 0.25 else schedule
 
 
 def draw_cuts(rng: np.random.Generator, slices: int) -> tuple[int, ...]:
@@ -161,43 +219,71 @@ def draw_settings(
 ) -> tuple[dict[str, object], str]:
     """What the config is told, and the rotary type."""
     plain: dict[str, object] = {
-        "vocab_size": VOCAB, "num_hidden_layers": layers, "num_attention_heads": 4, "initializer_range": 0.2,
-        "tie_word_embeddings": bool(rng.random() < 0.5), "bos_token_id": None, "eos_token_id": None,
+        "vocab_size": VOCAB,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 4,
+        "initializer_range": 0.2,
+        "tie_word_embeddings": bool(rng.random() < 0.5),
+        "bos_token_id": None,
+        "eos_token_id": None,
         "pad_token_id": 3 if rng.random() < 0.3 else None,
-    }  # fmt: skip
+    }
     if family == "gpt2":
         return plain | {
-            "hidden_size": 16, "n_inner": int(rng.choice([24, 40])), "n_positions": POSITIONS,
-            "resid_pdrop": dropout, "embd_pdrop": dropout, "attn_pdrop": dropout,
-            "scale_attn_by_inverse_layer_idx": bool(rng.random() < 0.3), "scale_attn_weights": bool(rng.random() < 0.8),
+            "hidden_size": 16,
+            "n_inner": int(rng.choice([24, 40])),
+            "n_positions": POSITIONS,
+            "resid_pdrop": dropout,
+            "embd_pdrop": dropout,
+            "attn_pdrop": dropout,
+            "scale_attn_by_inverse_layer_idx": bool(rng.random() < 0.3),
+            "scale_attn_weights": bool(rng.random() < 0.8),
             "activation_function": str(rng.choice(["gelu_new", "relu"])),
-        }, ""  # fmt: skip
+        }, ""
     heads, rope = int(rng.choice([4, 8])), str(rng.choice(ROPES))
     plain |= {
-        "hidden_size": 4 * heads, "intermediate_size": 24, "num_key_value_heads": int(rng.choice([1, 2, 4])),
-        "attention_dropout": dropout, "rope_parameters": draw_rope(rng, rope, heads // 2),
-        "max_position_embeddings": LIMIT if rope == "dynamic" else 4 * LIMIT, "hidden_act": "silu",
-    }  # fmt: skip
+        "hidden_size": 4 * heads,
+        "intermediate_size": 24,
+        "num_key_value_heads": int(rng.choice([1, 2, 4])),
+        "attention_dropout": dropout,
+        "rope_parameters": draw_rope(rng, rope, heads // 2),
+        "max_position_embeddings": LIMIT if rope == "dynamic" else 4 * LIMIT,
+        "hidden_act": "silu",
+    }
     window = int(rng.integers(1, 9)) if rng.random() < 0.5 else None
     if family == "mistral":
         plain |= {"sliding_window": window, "head_dim": heads}
     elif family == "qwen2" and window is not None:
-        kinds = rng.choice(["sliding_attention", "full_attention"], size=layers).tolist()
-        plain |= {"use_sliding_window": True, "sliding_window": window, "layer_types": kinds}
+        kinds = rng.choice(
+            ["sliding_attention", "full_attention"], size=layers
+        ).tolist()
+        plain |= {
+            "use_sliding_window": True,
+            "sliding_window": window,
+            "layer_types": kinds,
+        }
     elif family == "llama":
-        plain |= {word: bool(rng.random() < 0.4) for word in ("attention_bias", "mlp_bias")}
+        plain |= {
+            word: bool(rng.random() < 0.4) for word in ("attention_bias", "mlp_bias")
+        }
         plain |= {"head_dim": heads, "pretraining_tp": int(rng.choice([1, 2]))}
     return plain, rope
 
 
 def draw_rope(rng: np.random.Generator, kind: str, angles: int) -> dict[str, object]:
-    told: dict[str, object] = {"rope_type": kind, "rope_theta": float(rng.choice([100.0, 10000.0]))}
+    told: dict[str, object] = {
+        "rope_type": kind,
+        "rope_theta": float(rng.choice([100.0, 10000.0])),
+    }
     if kind != "default":
         told["factor"] = 4.0
     if kind in ("yarn", "longrope", "llama3"):
         told["original_max_position_embeddings"] = LIMIT
     if kind == "longrope":
-        told |= {"short_factor": [1.0] * angles, "long_factor": rng.uniform(1.5, 4.0, angles).tolist()}
+        told |= {
+            "short_factor": [1.0] * angles,
+            "long_factor": rng.uniform(1.5, 4.0, angles).tolist(),
+        }
     if kind == "llama3":
         told |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
     return told
@@ -213,7 +299,11 @@ def model_of(case: Case) -> nn.Module:
         "gpt2": (transformers.GPT2Config, transformers.GPT2LMHeadModel),
     }
     config, kind = kinds[case.family]
-    model = kind(config(**copy.deepcopy(case.settings), attn_implementation=case.kernel)).double().train()
+    model = (
+        kind(config(**copy.deepcopy(case.settings), attn_implementation=case.kernel))
+        .double()
+        .train()
+    )
     for parameter in model.parameters():
         parameter.data.add_(0.1 * torch.randn(parameter.shape, dtype=torch.float64))
     freeze(model, case)
@@ -226,12 +316,22 @@ def freeze(model: nn.Module, case: Case) -> None:
     last = len(parts) - 1
     inside = {id(p): part for part, one in enumerate(parts) for p in one.parameters()}
     for number, (name, parameter) in enumerate(model.named_parameters()):
-        part, head = inside[id(parameter)], name.startswith(("lm_head", "model.norm", "transformer.ln_f"))
+        part, head = (
+            inside[id(parameter)],
+            name.startswith(("lm_head", "model.norm", "transformer.ln_f")),
+        )
         chosen = {
-            "embedding": name.startswith(("model.embed", "transformer.wte", "transformer.wpe")),
-            "head": head, "norms": "norm" in name or ".ln_" in name, "first part": part == 0,
-            "last part": part == last, "all but the head": not head, "a layer": ".0." in name, "half": number % 2 == 0,
-        }  # fmt: skip
+            "embedding": name.startswith(
+                ("model.embed", "transformer.wte", "transformer.wpe")
+            ),
+            "head": head,
+            "norms": "norm" in name or ".ln_" in name,
+            "first part": part == 0,
+            "last part": part == last,
+            "all but the head": not head,
+            "a layer": ".0." in name,
+            "half": number % 2 == 0,
+        }
         if case.frozen and chosen[case.frozen]:
             parameter.requires_grad_(False)
 
@@ -242,7 +342,9 @@ def batch_for(case: Case, step: int) -> Batch:
     inputs, labels, starts = [], [], []
     for number, length in enumerate(case.lengths):
         x = torch.randint(0, VOCAB, (1 + number % 2, length), generator=draw)
-        begin = torch.stack([documents(length, draw) for _ in x]) if case.packed else None
+        begin = (
+            torch.stack([documents(length, draw) for _ in x]) if case.packed else None
+        )
         counted = torch.rand(x.shape, generator=draw) < 0.9
         inputs.append(x)
         labels.append(shift_labels(x, begin).masked_fill(~counted, -100))
@@ -252,7 +354,12 @@ def batch_for(case: Case, step: int) -> Batch:
 
 def documents(length: int, draw: torch.Generator) -> Tensor:
     """Where the document of each token begins, in a row cut at up to three places."""
-    cuts = torch.randperm(length - 1, generator=draw)[: int(torch.randint(0, 4, (), generator=draw))] + 1
+    cuts = (
+        torch.randperm(length - 1, generator=draw)[
+            : int(torch.randint(0, 4, (), generator=draw))
+        ]
+        + 1
+    )
     bounds = torch.cat((torch.tensor([0]), cuts.sort().values, torch.tensor([length])))
     return document_starts(bounds.diff())
 
@@ -264,10 +371,18 @@ def unsplit(case: Case, model: nn.Module, batches: Sequence[Batch]) -> Said:
     losses: list[float] = []
     for batch in batches:
         losses.append(0.0)
-        for number, (x, labels) in enumerate(zip(batch.inputs, batch.labels, strict=True)):
-            place = torch.arange(x.shape[1]) - (batch.starts[number] if batch.starts else 0)
+        for number, (x, labels) in enumerate(
+            zip(batch.inputs, batch.labels, strict=True)
+        ):
+            place = torch.arange(x.shape[1]) - (
+                batch.starts[number] if batch.starts else 0
+            )
             with along(model, layers_on_path(case, number)):
-                out = model(x, position_ids=place if place.dim() == 2 else place[None], use_cache=False)
+                out = model(
+                    x,
+                    position_ids=place if place.dim() == 2 else place[None],
+                    use_cache=False,
+                )
             loss = token_loss(out.logits, labels) / batch.valid
             if loss.requires_grad:
                 loss.backward()
@@ -277,14 +392,19 @@ def unsplit(case: Case, model: nn.Module, batches: Sequence[Batch]) -> Said:
 
 def layers_on_path(case: Case, number: int) -> list[int]:
     ends = np.cumsum((0, *case.partition)).tolist()
-    path = [case.schedule.stages[stage].part for stage in case.schedule.microbatches[number].path]
+    path = [
+        case.schedule.stages[stage].part
+        for stage in case.schedule.microbatches[number].path
+    ]
     return [layer for part in path for layer in range(ends[part], ends[part + 1])]
 
 
 @contextmanager
 def along(model: nn.Module, layers: Sequence[int]) -> Iterator[None]:
     """The model with these of its layers, in this order."""
-    base, name = (model.model, "layers") if hasattr(model, "model") else (model.transformer, "h")
+    base, name = (
+        (model.model, "layers") if hasattr(model, "model") else (model.transformer, "h")
+    )
     held, config = getattr(base, name), model.config
     if list(layers) == list(range(len(held))):
         yield
@@ -320,7 +440,9 @@ def run_case(case: Case) -> Verdict:
             warnings.simplefilter("error")
             model = model_of(case)
             batches = [batch_for(case, step) for step in range(case.steps)]
-            difference = (dropout_difference if case.dropout else difference_of)(case, model, batches)
+            difference = (dropout_difference if case.dropout else difference_of)(
+                case, model, batches
+            )
     except Exception as error:
         if type(error) in REFUSALS:
             return Verdict("refused", str(error).partition("\n")[0])
@@ -333,21 +455,37 @@ def difference_of(case: Case, model: nn.Module, batches: Sequence[Batch]) -> str
     expected = unsplit(case, model, batches)
     if case.checkpointing:
         model.gradient_checkpointing_enable()
-    ours = piped(case.schedule, model, batches, partition=case.partition, recompute=case.recompute)
-    found = [difference(case, losses, ours.gradients, expected) for losses in ours.losses]
-    evaluated = difference(case, ours.evaluated, {}, (expected[0][:1] * len(ours.evaluated), {}))
+    ours = piped(
+        case.schedule,
+        model,
+        batches,
+        partition=case.partition,
+        recompute=case.recompute,
+    )
+    found = [
+        difference(case, losses, ours.gradients, expected) for losses in ours.losses
+    ]
+    evaluated = difference(
+        case, ours.evaluated, {}, (expected[0][:1] * len(ours.evaluated), {})
+    )
     return next(filter(None, [*found, evaluated]), "")
 
 
 def dropout_difference(case: Case, model: nn.Module, batches: Sequence[Batch]) -> str:
     """What differs, with the same random numbers, from a run without recomputation, plain autograd, or the model."""
+
     def run(recompute: frozenset[int]) -> Said:
         torch.manual_seed(case.seed)
-        ours = piped(case.schedule, model, batches, partition=case.partition, recompute=recompute)
+        ours = piped(
+            case.schedule, model, batches, partition=case.partition, recompute=recompute
+        )
         return ours.losses[0], ours.gradients
 
     losses, gradients = run(frozenset())
-    expected = losses, {name.split(":")[2]: gradient for name, gradient in gradients.items()}
+    expected = (
+        losses,
+        {name.split(":")[2]: gradient for name, gradient in gradients.items()},
+    )
     torch.manual_seed(case.seed)
     if len(case.lengths) == 1 and case.schedule.slices == 1:
         text = difference(case, losses, gradients, unsplit(case, model, batches))
@@ -368,14 +506,19 @@ def in_lane_order(case: Case, model: nn.Module, batches: Sequence[Batch]) -> Sai
             if action.op is Op.F:
                 stage = case.schedule.stages[action.stage]
                 state[action.microbatch] = parts[stage.part](state[action.microbatch])
-        loss = sum(token_loss(x, y) for x, y in zip(state, batch.labels, strict=True)) / batch.valid
+        loss = (
+            sum(token_loss(x, y) for x, y in zip(state, batch.labels, strict=True))
+            / batch.valid
+        )
         if loss.requires_grad:
             loss.backward()
         losses.append(float(loss.detach()))
     return losses, gradients_of(model)
 
 
-def difference(case: Case, losses: Sequence[float], gradients: dict[str, Tensor], expected: Said) -> str:
+def difference(
+    case: Case, losses: Sequence[float], gradients: dict[str, Tensor], expected: Said
+) -> str:
     """The first loss or gradient that is another than expected; a missing gradient is one of zeros."""
     limit = FLOAT32 if case.kernel == "eager" and case.family != "gpt2" else FLOAT64
     for ours, theirs in zip(losses, expected[0], strict=True):
@@ -387,11 +530,18 @@ def difference(case: Case, losses: Sequence[float], gradients: dict[str, Tensor]
     for name, gradient in gradients.items():
         other = expected[1].get(name.split(":")[2])
         far = float((gradient - (0 if other is None else other)).abs().max())
-        worst, where = max((worst, where), (far if math.isfinite(far) else math.inf, name))
+        worst, where = max(
+            (worst, where), (far if math.isfinite(far) else math.inf, name)
+        )
     for name in (expected[1].keys() - held) if gradients else ():
-        worst, where = max((worst, where), (float(expected[1][name].abs().max()), f"{name}, which has no gradient"))
+        worst, where = max(
+            (worst, where),
+            (float(expected[1][name].abs().max()), f"{name}, which has no gradient"),
+        )
     if worst > limit * max(1.0, largest):
-        return f"the gradient of {where} is off by {worst:.3g}, of at most {largest:.3g}"
+        return (
+            f"the gradient of {where} is off by {worst:.3g}, of at most {largest:.3g}"
+        )
     return ""
 
 
@@ -406,14 +556,26 @@ def run_many(seeds: Sequence[int]) -> Counter[str]:
         verdict = run_case(case)
         words[verdict.word] += 1
         if verdict.word == "refused":
-            reasons["".join("#" if letter.isdigit() else letter for letter in verdict.why)] += 1
+            reasons[
+                "".join("#" if letter.isdigit() else letter for letter in verdict.why)
+            ] += 1
         if verdict.word == "failed":
             told = verdict.why.strip().splitlines()
-            print(f"FAILED {case}\n  " + "\n  ".join(told if len(seeds) == 1 else told[-3:]), flush=True)
+            print(
+                f"FAILED {case}\n  "
+                + "\n  ".join(told if len(seeds) == 1 else told[-3:]),
+                flush=True,
+            )
         if sum(words.values()) % 50 == 0:
-            print(f"{sum(words.values())} cases, {words['failed']} failed", file=sys.stderr, flush=True)
-    print(f"{sum(words.values())} cases in {time.monotonic() - began:.0f} s: {words['exact']} exact, "
-          f"{words['refused']} refused, {words['failed']} failed")  # fmt: skip
+            print(
+                f"{sum(words.values())} cases, {words['failed']} failed",
+                file=sys.stderr,
+                flush=True,
+            )
+    print(
+        f"{sum(words.values())} cases in {time.monotonic() - began:.0f} s: {words['exact']} exact, "
+        f"{words['refused']} refused, {words['failed']} failed"
+    )
     for reason, count in reasons.most_common():
         print(f"  refused {count} times: {reason}")
     return words
@@ -421,9 +583,16 @@ def run_many(seeds: Sequence[int]) -> Counter[str]:
 
 def main() -> int:
     """The command line."""
-    parser = argparse.ArgumentParser(description="Compare random pipelines with Hugging Face's unsplit models.")
+    parser = argparse.ArgumentParser(
+        description="Compare random pipelines with Hugging Face's unsplit models."
+    )
     parser.add_argument("--cases", type=int, default=200, help="how many cases to run")
-    parser.add_argument("--seed", type=int, default=0, help="the seed of the first case; the next ones count up")
+    parser.add_argument(
+        "--seed",
+        type=int,
+        default=0,
+        help="the seed of the first case; the next ones count up",
+    )
     asked = parser.parse_args()
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()

@@ -6,19 +6,19 @@ import os
 
 from torch import Tensor
 
-from penstock import cli_train
-from penstock.models.llama import Layer
+from penstock.cli import train as cli_train
+from penstock.models.llama import LlamaLayer
 from penstock.train.worker import Verdict
 
 start = cli_train.rank
 
 
-def leaking(layer: Layer, x: Tensor, *beside: object) -> Tensor:
+def leaking(layer: LlamaLayer, x: Tensor, *beside: object) -> Tensor:
     return x + x.mean(1, keepdim=True) + layer.mlp(layer.mlp_norm(x))
 
 
 def rank(folder: str, resume: bool) -> Verdict:
     """A worker as the launcher starts it."""
     if os.environ["RANK"] == "1":
-        Layer.forward = leaking
+        LlamaLayer.forward = leaking
     return start(folder, resume)

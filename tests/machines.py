@@ -21,7 +21,10 @@ def two_machines() -> Iterator[list[tuple[str, str, str]]]:
     if shutil.which("ip") is None:
         pytest.skip("no `ip` here to make network namespaces with")
     mark = os.getpid() % 100_000
-    both = [(f"ps{mark}{side}", f"p{mark}{side}", f"10.77.{mark % 250}.{1 + n}") for n, side in enumerate("ab")]
+    both = [
+        (f"ps{mark}{side}", f"p{mark}{side}", f"10.77.{mark % 250}.{1 + n}")
+        for n, side in enumerate("ab")
+    ]
     try:
         for name, _, _ in both:
             ip("netns", "add", name)
@@ -43,7 +46,19 @@ def two_machines() -> Iterator[list[tuple[str, str, str]]]:
 def limit(machines: list[tuple[str, str, str]], megabits: int) -> None:
     """Limits the cable between them, both ways, by the kernel's token bucket; skips where there is none."""
     for name, card, _ in machines:
-        words = ["tc", "-n", name, "qdisc", "add", "dev", card, "root", "tbf", "rate", f"{megabits}mbit"]
+        words = [
+            "tc",
+            "-n",
+            name,
+            "qdisc",
+            "add",
+            "dev",
+            card,
+            "root",
+            "tbf",
+            "rate",
+            f"{megabits}mbit",
+        ]
         line = [*words, "burst", "64kb", "latency", "500ms"]
         made = subprocess.run(line, capture_output=True, text=True, check=False)
         if made.returncode:

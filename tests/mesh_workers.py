@@ -11,14 +11,22 @@ import torch
 from torch import Tensor
 
 from penstock import Plan, make
-from penstock.ir import load_plan, lower
-from penstock.models import IGNORED, even_partition, token_loss
-from penstock.runtime import Executor, ProcessComm, batch_of, cut, local, watching
-from penstock.train.config import Mesh, Model
+from penstock.config import MeshConfig, ModelConfig
+from penstock.formats import load_plan
+from penstock.ir import lower
+from penstock.models import IGNORED_LABEL, even_partition, token_loss
+from penstock.runtime import (
+    Executor,
+    ProcessComm,
+    batch_of,
+    cut_share,
+    local_share,
+    watching,
+)
 from penstock.train.loop import Job, Trainer
 from penstock.train.mesh import place_of
 from penstock.train.optimizer import Gradients, adamw
-from penstock.train.weights import Sizes, draw, hold, sizes_of, whole
+from penstock.train.weights import Sizes, draw_parameters, hold, hold_whole, sizes_of
 from trainings import SMALL, VOCAB, corpus
 
 CPU, TOKENS = torch.device("cpu"), 6
@@ -30,14 +38,22 @@ class Case:
 
     name: str = "1f1b"
     shape: dict[str, int] = field(default_factory=dict)
-    mesh: Mesh = field(default_factory=Mesh)
+    mesh: MeshConfig = field(default_factory=MeshConfig)
     family: str = "llama"
     tied: bool = False
     recompute: bool = False
     passes: int = 1
 
     def sizes(self, parts: int) -> Sizes:
-        model = Model(self.family, layers=max(parts, 2), width=16, heads=4, kv_heads=2, inner=24, tied=self.tied)
+        model = ModelConfig(
+            self.family,
+            layers=max(parts, 2),
+            width=16,
+            heads=4,
+            kv_heads=2,
+            inner=24,
+            tied=self.tied,
+        )
         return sizes_of(model, VOCAB, TOKENS)
 
 
@@ -53,14 +69,20 @@ def _gradients(comm: ProcessComm, case: Case) -> dict[str, float]:
     partition = even_partition(sizes.layers, schedule.parts)
     place = place_of(comm, case.mesh, schedule.ranks, CPU)
     holding = hold(sizes, schedule, partition, place.pipeline.rank, CPU, place)
-    draw(holding, 5)
+    draw_parameters(holding, 5)
     executor = Executor(
-        lower(schedule), holding.stages, place.pipeline, token_loss, holding.width, torch.float64, tied=holding.tied,
+        lower(schedule),
+        holding.stages,
+        place.pipeline,
+        token_loss,
+        holding.width,
+        torch.float64,
+        tied=holding.tied,
         recompute=frozenset(holding.stages if case.recompute else ()),
-    )  # fmt: skip
+    )
     count = len(schedule.microbatches)
     inputs, labels = _data(count * case.mesh.shard * case.passes)
-    valid = sum(int((y != IGNORED).sum()) for y in labels)
+    valid = sum(int((y != IGNORED_LABEL).sum()) for y in labels)
     loss = 0.0
     for turn in range(case.passes):
         first = (turn * case.mesh.shard + place.shard) * count
@@ -68,71 +90,109 @@ def _gradients(comm: ProcessComm, case: Case) -> dict[str, float]:
         result = executor.step(batch_of(inputs[here], labels[here], valid))
         loss += result.loss if place.speaks else 0.0
     total, norm, _, _ = Gradients(holding, comm, CPU, words=0).measure(loss, 0, [])
-    everything = whole(sizes)
-    draw(everything, 5)
+    everything = hold_whole(sizes)
+    draw_parameters(everything, 5)
     expected = 0.0
     for x, y in zip(inputs, labels, strict=True):
         one = token_loss(everything.stages[0](x), y) / valid
         one.backward()
         expected += float(one.detach())
     theirs = {name: parameter.grad for name, parameter in everything.parameters.items()}
-    wrong = [_apart(parameter.grad, theirs[name], parameter) for name, parameter in holding.parameters.items()]
-    whole_norm = float(torch.nn.utils.get_total_norm([g for g in theirs.values() if g is not None]))
-    held = sum(local(p).numel() for p in holding.parameters.values())
-    return {"gradient": max(wrong), "loss": abs(total - expected), "norm": abs(norm - whole_norm), "held": held,
-            "all": sum(p.numel() for p in everything.parameters.values())}  # fmt: skip
+    wrong = [
+        _apart(parameter.grad, theirs[name], parameter)
+        for name, parameter in holding.parameters.items()
+    ]
+    whole_norm = float(
+        torch.nn.utils.get_total_norm([g for g in theirs.values() if g is not None])
+    )
+    held = sum(local_share(p).numel() for p in holding.parameters.values())
+    return {
+        "gradient": max(wrong),
+        "loss": abs(total - expected),
+        "norm": abs(norm - whole_norm),
+        "held": held,
+        "all": sum(p.numel() for p in everything.parameters.values()),
+    }
 
 
 def _data(count: int) -> tuple[list[Tensor], list[Tensor]]:
     """Micro-batches of different sizes, with labels that do not count."""
     numbers = torch.Generator().manual_seed(1)
-    inputs = [torch.randint(0, VOCAB, (1 + m % 2, TOKENS), generator=numbers) for m in range(count)]
+    inputs = [
+        torch.randint(0, VOCAB, (1 + m % 2, TOKENS), generator=numbers)
+        for m in range(count)
+    ]
     labels = [torch.randint(0, VOCAB, x.shape, generator=numbers) for x in inputs]
     for m, y in enumerate(labels):
-        y[0, : m % 4] = IGNORED
+        y[0, : m % 4] = IGNORED_LABEL
     return inputs, labels
 
 
 def _apart(ours: Tensor | None, theirs: Tensor | None, parameter: Tensor) -> float:
     assert ours is not None
     assert theirs is not None
-    here = local(ours)
-    return float((here - cut(theirs, parameter)).abs().max()) if here.numel() else 0.0
+    here = local_share(ours)
+    return (
+        float((here - cut_share(theirs, parameter)).abs().max())
+        if here.numel()
+        else 0.0
+    )
 
 
 # ---------------------------------------------------------------- training
-def trains(comm: ProcessComm, folder: str, case: Case, steps: int, resume: bool = False, until: int = 0) -> int:
+def trains(
+    comm: ProcessComm,
+    folder: str,
+    case: Case,
+    steps: int,
+    resume: bool = False,
+    until: int = 0,
+) -> int:
     """The run of tests/trainings.py on a mesh; up to `until`, if it is to stop early."""
     given = {"ranks": 2, "microbatches": 2, **case.shape}
     schedule = make(case.name, **given)
     config = replace(
         SMALL,
         model=replace(SMALL.model, family=case.family, tied=case.tied),
-        schedule=replace(SMALL.schedule, name=case.name, microbatches=len(schedule.microbatches)),
+        schedule=replace(
+            SMALL.schedule, name=case.name, microbatches=len(schedule.microbatches)
+        ),
         mesh=case.mesh,
         run=replace(SMALL.run, steps=steps, accumulate=case.passes, evaluate=steps),
     )
     sizes = sizes_of(config.model, VOCAB, config.data.tokens)
-    job = Job(config, Plan(schedule, case.name), sizes, corpus(config), Path(folder), resume)
+    job = Job(
+        config, Plan(schedule, case.name), sizes, corpus(config), Path(folder), resume
+    )
     trainer = Trainer(job, comm)
     return trainer.run(lambda: bool(until) and trainer.step + 1 >= until).step
 
 
-def trains_along(comm: ProcessComm, folder: str, plan: str, meshes: dict[str, Mesh], steps: int) -> None:
+def trains_along(
+    comm: ProcessComm, folder: str, plan: str, meshes: dict[str, MeshConfig], steps: int
+) -> None:
     """A run along a plan's own paths, on one mesh after the other, each in a folder of its name."""
     found = load_plan(plan)
     for name, mesh in meshes.items():
-        shape = replace(SMALL.schedule, name="own", microbatches=len(found.schedule.microbatches))
-        config = replace(SMALL, schedule=shape, mesh=mesh, run=replace(SMALL.run, steps=steps))
+        shape = replace(
+            SMALL.schedule, name="own", microbatches=len(found.schedule.microbatches)
+        )
+        config = replace(
+            SMALL, schedule=shape, mesh=mesh, run=replace(SMALL.run, steps=steps)
+        )
         sizes = sizes_of(config.model, VOCAB, config.data.tokens)
-        Trainer(Job(config, found, sizes, corpus(config), Path(folder) / name), comm).run()
+        Trainer(
+            Job(config, found, sizes, corpus(config), Path(folder) / name), comm
+        ).run()
 
 
 # ---------------------------------------------------------------- memory
-def peaks(comm: ProcessComm, meshes: list[Mesh], sizes: Sizes) -> list[int]:
+def peaks(comm: ProcessComm, meshes: list[MeshConfig], sizes: Sizes) -> list[int]:
     """Of each mesh the most bytes that two steps have taken, one process being one row of it."""
     torch.set_num_threads(1)
-    small = sizes_of(Model(layers=2, width=16, heads=4, kv_heads=4, inner=24), VOCAB, TOKENS)
+    small = sizes_of(
+        ModelConfig(layers=2, width=16, heads=4, kv_heads=4, inner=24), VOCAB, TOKENS
+    )
     found = []
     for mesh in meshes:
         _steps(comm, mesh, small)  # whatever comes once a process
@@ -140,16 +200,18 @@ def peaks(comm: ProcessComm, meshes: list[Mesh], sizes: Sizes) -> list[int]:
     return found
 
 
-def _steps(comm: ProcessComm, mesh: Mesh, sizes: Sizes) -> int:
+def _steps(comm: ProcessComm, mesh: MeshConfig, sizes: Sizes) -> int:
     ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")
     before = _status("VmRSS")
     schedule = make("gpipe", ranks=1, microbatches=1)
     place = place_of(comm, mesh, 1, CPU)
     holding = hold(sizes, schedule, (sizes.layers,), 0, CPU, place)
-    executor = Executor(lower(schedule), holding.stages, place.pipeline, token_loss, holding.width)
+    executor = Executor(
+        lower(schedule), holding.stages, place.pipeline, token_loss, holding.width
+    )
     for parameter in holding.parameters.values():
-        local(parameter).detach().fill_(0.01)  # drawing takes long
+        local_share(parameter).detach().fill_(0.01)  # drawing takes long
     optimizer = adamw(holding.parameters, SMALL.optimizer)
     for _ in range(2):
         executor.step(batch_of(*_data(1)))
@@ -166,12 +228,26 @@ def _status(name: str) -> int:
 # ---------------------------------------------------------------- trouble
 def sleeps(comm: ProcessComm) -> None:
     """Rank 1 of one of two pipelines that share layers falls asleep."""
-    schedule, mesh = make("1f1b", ranks=2, microbatches=4), Mesh(tensor=2)
+    schedule, mesh = make("1f1b", ranks=2, microbatches=4), MeshConfig(tensor=2)
     place = place_of(comm, mesh, schedule.ranks, CPU)
     sizes = Case().sizes(schedule.parts)
-    holding = hold(sizes, schedule, even_partition(sizes.layers, schedule.parts), place.pipeline.rank, CPU, place)
-    draw(holding, 5)
-    executor = Executor(lower(schedule), holding.stages, place.pipeline, token_loss, holding.width, tied=holding.tied)
+    holding = hold(
+        sizes,
+        schedule,
+        even_partition(sizes.layers, schedule.parts),
+        place.pipeline.rank,
+        CPU,
+        place,
+    )
+    draw_parameters(holding, 5)
+    executor = Executor(
+        lower(schedule),
+        holding.stages,
+        place.pipeline,
+        token_loss,
+        holding.width,
+        tied=holding.tied,
+    )
     if place.pipeline.rank == 1 and place.tensor == 1:
         holding.stages[1].register_forward_pre_hook(lambda *_: time.sleep(600))
     with watching(executor):

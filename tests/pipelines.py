@@ -30,17 +30,33 @@ VOCAB, TOKENS = 61, 7
 
 def llama(layers: int, tied: bool = False) -> nn.Module:
     torch.manual_seed(1)
-    config = LlamaConfig(vocab=VOCAB, width=16, layers=layers, heads=4, kv_heads=2, inner=24, tied=tied)
+    config = LlamaConfig(
+        vocab=VOCAB, width=16, layers=layers, heads=4, kv_heads=2, inner=24, tied=tied
+    )
     return Llama(config).double()
 
 
 def gpt(layers: int, tied: bool = True) -> nn.Module:
     torch.manual_seed(2)
-    return GPT(GPTConfig(vocab=VOCAB, width=16, layers=layers, heads=4, inner=24, positions=32, tied=tied)).double()
+    return GPT(
+        GPTConfig(
+            vocab=VOCAB,
+            width=16,
+            layers=layers,
+            heads=4,
+            inner=24,
+            positions=32,
+            tied=tied,
+        )
+    ).double()
 
 
 def exact_norm(norm: nn.Module, x: Tensor) -> Tensor:
-    return norm.weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + norm.variance_epsilon)
+    return (
+        norm.weight
+        * x
+        * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + norm.variance_epsilon)
+    )
 
 
 def without_float32(model: nn.Module) -> nn.Module:
@@ -53,7 +69,11 @@ def without_float32(model: nn.Module) -> nn.Module:
 
 def layers_of(schedule: Schedule) -> tuple[int, ...]:
     """One layer a part; a head that is a part of its own has none."""
-    head_alone = schedule.parts > schedule.ranks and schedule.stages[-1].rank == 0 and _is_skip(schedule)
+    head_alone = (
+        schedule.parts > schedule.ranks
+        and schedule.stages[-1].rank == 0
+        and _is_skip(schedule)
+    )
     return (*[1] * (schedule.parts - 1), 0 if head_alone else 1)
 
 
@@ -64,7 +84,10 @@ def _is_skip(schedule: Schedule) -> bool:
 def data(microbatches: int, tokens: int = TOKENS, seed: int = 0) -> Batch:
     """Micro-batches of one and two rows in turn, some labels not counted."""
     draw = torch.Generator().manual_seed(seed)
-    inputs = [torch.randint(0, VOCAB, (1 + m % 2, tokens), generator=draw) for m in range(microbatches)]
+    inputs = [
+        torch.randint(0, VOCAB, (1 + m % 2, tokens), generator=draw)
+        for m in range(microbatches)
+    ]
     labels = [torch.randint(0, VOCAB, x.shape, generator=draw) for x in inputs]
     for m, label in enumerate(labels):
         label[0, m % tokens] = -100
@@ -84,7 +107,9 @@ def gradients_of(model: nn.Module) -> dict[str, Tensor]:
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-def unsplit(schedule: Schedule, model: nn.Module, batches: Sequence[Batch]) -> tuple[list[float], dict[str, Tensor]]:
+def unsplit(
+    schedule: Schedule, model: nn.Module, batches: Sequence[Batch]
+) -> tuple[list[float], dict[str, Tensor]]:
     """Losses and summed gradients of the model in one piece: of each micro-batch the parts on its path."""
     model = copy.deepcopy(model)
     parts = split(model, layers_of(schedule))
@@ -120,12 +145,29 @@ def piped(
 
     def work(comm):
         parts = split(copies[comm.rank], partition)
-        mine = {n: parts[s.part] for n, s in enumerate(schedule.stages) if s.rank == comm.rank}
+        mine = {
+            n: parts[s.part]
+            for n, s in enumerate(schedule.stages)
+            if s.rank == comm.rank
+        }
         named = dict(copies[comm.rank].named_parameters())
-        tied = {name: Tied(where, named[name]) for name, where in shared_names(parts).items()}
+        tied = {
+            name: Tied(where, named[name])
+            for name, where in shared_names(parts).items()
+        }
         stages = {n: prepare(part) if prepare else part for n, part in mine.items()}
         own = each(comm.rank)
-        executor = Executor(program, stages, comm, token_loss, width, torch.float64, tied=tied, **options, **own)
+        executor = Executor(
+            program,
+            stages,
+            comm,
+            token_loss,
+            width,
+            torch.float64,
+            tied=tied,
+            **options,
+            **own,
+        )
         executors[comm.rank] = executor
         results = [executor.step(batch, timed) for batch in batches]
         return results, executor.evaluate(batches[0])
@@ -138,9 +180,12 @@ def piped(
             if parameter.grad is not None:
                 gradients[f"{stage.rank}:{stage.part}:{name}"] = parameter.grad
     return Outcome(
-        [[r.loss for r in results] for results, _ in done], [e for _, e in done], gradients,
-        [r for results, _ in done for r in results], [executors[r] for r in range(schedule.ranks)],
-    )  # fmt: skip
+        [[r.loss for r in results] for results, _ in done],
+        [e for _, e in done],
+        gradients,
+        [r for results, _ in done for r in results],
+        [executors[r] for r in range(schedule.ranks)],
+    )
 
 
 def worst(ours: Outcome, theirs: dict[str, Tensor]) -> float:
@@ -148,5 +193,10 @@ def worst(ours: Outcome, theirs: dict[str, Tensor]) -> float:
     found = 0.0
     for name, gradient in ours.gradients.items():
         other = theirs.get(name.split(":")[2])
-        found = max(found, float((gradient - other).abs().max()) if other is not None else float(gradient.abs().max()))
+        found = max(
+            found,
+            float((gradient - other).abs().max())
+            if other is not None
+            else float(gradient.abs().max()),
+        )
     return found

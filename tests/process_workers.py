@@ -18,9 +18,9 @@ from penstock import Schedule, make
 from penstock.errors import RunError
 from penstock.ir import lower
 from penstock.runtime import Batch, Executor, ProcessComm, batch_of
-from penstock.runtime.launch import after_first, finish, init, spawn
-from penstock.runtime.replicas import groups_of
-from penstock.runtime.watchdog import ALARM, watching
+from penstock.runtime.gradients import groups_of
+from penstock.runtime.process.launch import after_first, finish, init, spawn
+from penstock.runtime.process.watchdog import ALARM_SIGNAL, watching
 
 WORDS, WIDTH = 17, 8
 Trick = Callable[[Tensor], None]
@@ -29,7 +29,11 @@ Trick = Callable[[Tensor], None]
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.norm, self.up, self.down = (
+            nn.LayerNorm(WIDTH),
+            nn.Linear(WIDTH, 2 * WIDTH),
+            nn.Linear(2 * WIDTH, WIDTH),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.down(torch.relu(self.up(self.norm(x))))
@@ -52,23 +56,36 @@ class Tricky(nn.Module):
 def model_of(parts: int) -> nn.Sequential:
     """The same model on every rank."""
     torch.manual_seed(0)
-    return nn.Sequential(nn.Embedding(WORDS, WIDTH), *(Block() for _ in range(parts)), nn.Linear(WIDTH, WORDS)).double()
+    return nn.Sequential(
+        nn.Embedding(WORDS, WIDTH),
+        *(Block() for _ in range(parts)),
+        nn.Linear(WIDTH, WORDS),
+    ).double()
 
 
 def part_of(model: nn.Sequential, part: int) -> nn.Module:
     parts = len(model) - 2
-    return model[0 if part == 0 else part + 1 : part + 2 if part < parts - 1 else part + 3]
+    return model[
+        0 if part == 0 else part + 1 : part + 2 if part < parts - 1 else part + 3
+    ]
 
 
 def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
-    return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+    return nn.functional.cross_entropy(
+        logits.flatten(0, 1), labels.flatten(), reduction="sum"
+    )
 
 
 def batch_for(schedule: Schedule, step: int = 0) -> Batch:
     """Micro-batches of uneven rows, and tokens that change from step to step."""
     draw = torch.Generator().manual_seed(step)
-    sizes = [(1 + (m + step) % 3, 4 + 3 * step) for m in range(len(schedule.microbatches))]
-    inputs, labels = ([torch.randint(0, WORDS, size, generator=draw) for size in sizes] for _ in range(2))
+    sizes = [
+        (1 + (m + step) % 3, 4 + 3 * step) for m in range(len(schedule.microbatches))
+    ]
+    inputs, labels = (
+        [torch.randint(0, WORDS, size, generator=draw) for size in sizes]
+        for _ in range(2)
+    )
     return batch_of(inputs, labels)
 
 
@@ -84,8 +101,17 @@ def unsplit(schedule: Schedule, model: nn.Sequential, batch: Batch) -> float:
     return total
 
 
-def executor_of(schedule: Schedule, comm: ProcessComm, model: nn.Sequential, trick: Trick | None = None) -> Executor:
-    stages = {n: part_of(model, s.part) for n, s in enumerate(schedule.stages) if s.rank == comm.rank}
+def executor_of(
+    schedule: Schedule,
+    comm: ProcessComm,
+    model: nn.Sequential,
+    trick: Trick | None = None,
+) -> Executor:
+    stages = {
+        n: part_of(model, s.part)
+        for n, s in enumerate(schedule.stages)
+        if s.rank == comm.rank
+    }
     if trick is not None:
         stages = {n: Tricky(module, trick) for n, module in stages.items()}
     comm.prepare(groups_of(schedule))
@@ -93,9 +119,14 @@ def executor_of(schedule: Schedule, comm: ProcessComm, model: nn.Sequential, tri
 
 
 # ---------------------------------------------------------------- what spawned workers do
-def compare(comm: ProcessComm, cases: list[tuple[str, dict[str, int]]]) -> list[tuple[str, float, float]]:
+def compare(
+    comm: ProcessComm, cases: list[tuple[str, dict[str, int]]]
+) -> list[tuple[str, float, float]]:
     """Of each schedule: the largest difference of a gradient and of a loss from the unsplit model's."""
-    return [(f"{name} {shape}", *compare_one(comm, make(name, **shape))) for name, shape in cases]
+    return [
+        (f"{name} {shape}", *compare_one(comm, make(name, **shape)))
+        for name, shape in cases
+    ]
 
 
 def compare_one(comm: ProcessComm, schedule: Schedule) -> tuple[float, float]:
@@ -103,15 +134,31 @@ def compare_one(comm: ProcessComm, schedule: Schedule) -> tuple[float, float]:
     mine = copy.deepcopy(whole)
     executor = executor_of(schedule, comm, mine)
     parts = {stage.part for stage in schedule.stages if stage.rank == comm.rank}
-    pairs = [pair for n in parts for pair in zip(*(part_of(m, n).parameters() for m in (mine, whole)), strict=True)]
+    pairs = [
+        pair
+        for n in parts
+        for pair in zip(
+            *(part_of(m, n).parameters() for m in (mine, whole)), strict=True
+        )
+    ]
     wrong, wrong_loss = 0.0, 0.0
     with watching(executor):
         for step in range(3):
             mine.zero_grad()
             whole.zero_grad()
             batch = batch_for(schedule, step)
-            wrong_loss = max(wrong_loss, abs(executor.step(batch).loss - unsplit(schedule, whole, batch)))
-            wrong = max(wrong, *(float((p.grad - q.grad).abs().max()) for p, q in pairs if q.grad is not None))
+            wrong_loss = max(
+                wrong_loss,
+                abs(executor.step(batch).loss - unsplit(schedule, whole, batch)),
+            )
+            wrong = max(
+                wrong,
+                *(
+                    float((p.grad - q.grad).abs().max())
+                    for p, q in pairs
+                    if q.grad is not None
+                ),
+            )
     return wrong, wrong_loss
 
 
@@ -119,9 +166,15 @@ def talk(comm: ProcessComm) -> dict[str, list[list[float]]]:
     """Tensors of unusual forms, from rank to rank and summed."""
     other = 1 - comm.rank
     turned = torch.arange(6.0).reshape(2, 3).t()
-    sends = [comm.send(turned, other), comm.send(torch.empty(0, 4), other), comm.send(torch.ones(1, 1), other)]
+    sends = [
+        comm.send(turned, other),
+        comm.send(torch.empty(0, 4), other),
+        comm.send(torch.ones(1, 1), other),
+    ]
     shapes = [(3, 2), (0, 4), (1, 1)]
-    got = [comm.receive(shape, torch.float32, other).wait().tolist() for shape in shapes]
+    got = [
+        comm.receive(shape, torch.float32, other).wait().tolist() for shape in shapes
+    ]
     for sent in sends:
         sent.wait()
     table = torch.zeros(2, 3)
@@ -147,7 +200,10 @@ def group(comm: ProcessComm) -> tuple[list[float], list[str]]:
             comm.add(value, group).wait()
         sums.append(float(value))
     errors = []
-    for wrong in (lambda: comm.add(value, (7, 8)), lambda: comm.prepare([(0, 1, 2)[: 2 + comm.rank % 2], (1,)])):
+    for wrong in (
+        lambda: comm.add(value, (7, 8)),
+        lambda: comm.prepare([(0, 1, 2)[: 2 + comm.rank % 2], (1,)]),
+    ):
         try:
             wrong()
         except RunError as error:
@@ -229,7 +285,7 @@ def sleep(_: Tensor) -> None:
 
 
 def sleep_deaf(_: Tensor) -> None:
-    signal.signal(ALARM, signal.SIG_IGN)
+    signal.signal(ALARM_SIGNAL, signal.SIG_IGN)
     time.sleep(600)
 
 
@@ -263,7 +319,9 @@ def train(name: str, culprit: int) -> None:
     executor = executor_of(schedule, comm, model_of(schedule.parts), trick)
     with watching(executor, silence=3.0 if name == "stop" else 30.0):
         losses = [executor.step(batch_for(schedule, step)).loss for step in range(3)]
-    sys.stdout.write(f"rank {comm.rank} of {comm.ranks} on {dist.get_backend()}: {losses}\n")
+    sys.stdout.write(
+        f"rank {comm.rank} of {comm.ranks} on {dist.get_backend()}: {losses}\n"
+    )
     finish()
 
 

@@ -37,44 +37,66 @@ def random_schedule(
     ranks = ranks or int(rng.integers(1, 6))
     stages = random_stages(rng, ranks, parts or int(rng.integers(1, 7)))
     draw = random_whole_microbatch if ends else random_microbatch
-    batch = [draw(rng, stages, slices) for _ in range(microbatches or int(rng.integers(1, 6)))]
+    batch = [
+        draw(rng, stages, slices)
+        for _ in range(microbatches or int(rng.integers(1, 6)))
+    ]
     split = rng.choice([0.0, 0.5, 1.0])  # of the backwards
     safe: Lanes = [[] for _ in range(ranks)]
     for number, microbatch in enumerate(batch):
         for action in there_and_back(rng, number, microbatch, split):
             safe[stages[action.stage].rank].append(action)
-    return schedule_of(stages, batch, random_order(rng, schedule_of(stages, batch, safe)))
+    return schedule_of(
+        stages, batch, random_order(rng, schedule_of(stages, batch, safe))
+    )
 
 
 def random_stages(rng: np.random.Generator, ranks: int, parts: int) -> list[Stage]:
     """Every part once, and some again, on any rank."""
-    held = [*range(parts), *rng.integers(0, parts, size=rng.integers(0, parts + 1)).tolist()]
+    held = [
+        *range(parts),
+        *rng.integers(0, parts, size=rng.integers(0, parts + 1)).tolist(),
+    ]
     rng.shuffle(held)
     return [Stage(int(rng.integers(ranks)), part) for part in held]
 
 
-def random_microbatch(rng: np.random.Generator, stages: list[Stage], slices: int) -> MicroBatch:
+def random_microbatch(
+    rng: np.random.Generator, stages: list[Stage], slices: int
+) -> MicroBatch:
     """A path over some of the parts, mostly in order, one replica of each; some cuts."""
     parts = sorted({stage.part for stage in stages})
     visited = [part for part in parts if rng.random() < 0.8] or parts[:1]
     if rng.random() < 0.3:
         rng.shuffle(visited)
-    path = [int(rng.choice([s for s, stage in enumerate(stages) if stage.part == part])) for part in visited]
+    path = [
+        int(rng.choice([s for s, stage in enumerate(stages) if stage.part == part]))
+        for part in visited
+    ]
     tokens = int(rng.integers(slices, 20))
     inner = rng.permutation(np.arange(1, tokens))[: rng.integers(0, slices)]
     return MicroBatch(tuple(path), tokens, (0, *sorted(inner.tolist()), tokens))
 
 
-def random_whole_microbatch(rng: np.random.Generator, stages: list[Stage], slices: int) -> MicroBatch:
+def random_whole_microbatch(
+    rng: np.random.Generator, stages: list[Stage], slices: int
+) -> MicroBatch:
     """The same, but its path begins at the first part and ends at the last, which hold embedding and head."""
     drawn = random_microbatch(rng, stages, slices)
     last = max(stage.part for stage in stages)
     inner = [stage for stage in drawn.path if 0 < stages[stage].part < last]
-    first, final = (int(rng.choice([s for s, stage in enumerate(stages) if stage.part == part])) for part in (0, last))
-    return MicroBatch((first, *inner, final) if last else (first,), drawn.tokens, drawn.cuts)
+    first, final = (
+        int(rng.choice([s for s, stage in enumerate(stages) if stage.part == part]))
+        for part in (0, last)
+    )
+    return MicroBatch(
+        (first, *inner, final) if last else (first,), drawn.tokens, drawn.cuts
+    )
 
 
-def there_and_back(rng: np.random.Generator, number: int, microbatch: MicroBatch, split: float) -> Iterator[Action]:
+def there_and_back(
+    rng: np.random.Generator, number: int, microbatch: MicroBatch, split: float
+) -> Iterator[Action]:
     """All of one micro-batch, one thing at a time: forward along its path, and back."""
     pieces = range(microbatch.slices)
     for stage in microbatch.path:
@@ -97,7 +119,11 @@ def random_order(rng: np.random.Generator, schedule: Schedule) -> Lanes:
     ready = [number for number, count in enumerate(waits) if not count]
     haste = rng.choice([0.0, 0.7, 1.0])  # how often what became ready last goes first
     lanes: Lanes = [[] for _ in schedule.lanes]
-    for last, pick in zip((rng.random(len(needed)) < haste).tolist(), rng.random(len(needed)).tolist(), strict=True):
+    for last, pick in zip(
+        (rng.random(len(needed)) < haste).tolist(),
+        rng.random(len(needed)).tolist(),
+        strict=True,
+    ):
         number = ready.pop(-1 if last else int(pick * len(ready)))
         lanes[table.rank[number]].append(table.action(number))
         for user in users[number]:
@@ -107,7 +133,9 @@ def random_order(rng: np.random.Generator, schedule: Schedule) -> Lanes:
     return lanes
 
 
-def broken(rng: np.random.Generator, schedule: Schedule) -> tuple[list[Stage], list[MicroBatch], Lanes]:
+def broken(
+    rng: np.random.Generator, schedule: Schedule
+) -> tuple[list[Stage], list[MicroBatch], Lanes]:
     """The tables of a schedule after one to three random changes to its lanes. They may still be a schedule."""
     lanes = [list(lane) for lane in schedule.lanes]
     for _ in range(rng.integers(1, 4)):
@@ -144,10 +172,17 @@ def _strange(rng: np.random.Generator, action: Action) -> Action:
 
 def named_schedules(name: str) -> Iterator[Schedule]:
     """The schedule of that name in every small shape it has; whatever else it must be told is 2."""
-    told = [word for word, asked in signature(REGISTRY[name]).parameters.items() if asked.default is Parameter.empty]
+    told = [
+        word
+        for word, asked in signature(REGISTRY[name]).parameters.items()
+        if asked.default is Parameter.empty
+    ]
     for ranks in (1, 2, 3, 4, 8):
         for microbatches in (1, 2, 4, 8, 16):
             try:
-                yield REGISTRY[name](**dict.fromkeys(told, 2) | {"ranks": ranks, "microbatches": microbatches})
+                yield REGISTRY[name](
+                    **dict.fromkeys(told, 2)
+                    | {"ranks": ranks, "microbatches": microbatches}
+                )
             except ShapeError:
                 continue

@@ -13,8 +13,19 @@ from penstock.runtime import ProcessComm
 
 
 def main() -> None:
-    rank, address, card, size = int(sys.argv[1]), sys.argv[2], sys.argv[3], int(sys.argv[4])
-    os.environ.update(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR=address, MASTER_PORT="29571", GLOO_SOCKET_IFNAME=card)
+    rank, address, card, size = (
+        int(sys.argv[1]),
+        sys.argv[2],
+        sys.argv[3],
+        int(sys.argv[4]),
+    )
+    os.environ.update(
+        RANK=str(rank),
+        WORLD_SIZE="2",
+        MASTER_ADDR=address,
+        MASTER_PORT="29571",
+        GLOO_SOCKET_IFNAME=card,
+    )
     dist.init_process_group("gloo")
     comm, x = ProcessComm(60), torch.zeros(size, dtype=torch.uint8)
     comm.barrier()

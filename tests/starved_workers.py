@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from penstock import cli_train
+from penstock.cli import train as cli_train
 from penstock.errors import RunError
 from penstock.runtime import Executor
 from penstock.train.launcher import launch
@@ -16,7 +16,9 @@ from penstock.train.worker import Verdict
 
 
 def starved(executor: Executor, batch: object, timed: bool = False) -> None:
-    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3.00 GiB. GPU 0 has a total capacity of 2 GiB")
+    raise torch.OutOfMemoryError(
+        "CUDA out of memory. Tried to allocate 3.00 GiB. GPU 0 has a total capacity of 2 GiB"
+    )
 
 
 def rank(folder: str, resume: bool) -> Verdict:

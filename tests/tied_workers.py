@@ -8,7 +8,14 @@ import torch
 import transformers
 
 from penstock import Schedule, lower
-from penstock.models import even_partition, layer_count, model_width, shift_labels, split, token_loss
+from penstock.models import (
+    even_partition,
+    layer_count,
+    model_width,
+    shift_labels,
+    split,
+    token_loss,
+)
 from penstock.runtime import Batch, Comm, Executor, cut_batch
 
 STEPS = 3
@@ -18,15 +25,25 @@ def gpt2() -> torch.nn.Module:
     """A small one, whose head is its embedding."""
     torch.manual_seed(0)
     config = transformers.GPT2Config(
-        vocab_size=37, n_positions=16, n_embd=16, n_layer=2, n_head=2, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+        vocab_size=37,
+        n_positions=16,
+        n_embd=16,
+        n_layer=2,
+        n_head=2,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
         tie_word_embeddings=True,
-    )  # fmt: skip
+    )
     return transformers.GPT2LMHeadModel(config).double()
 
 
 def batches(microbatches: int) -> list[Batch]:
     draw = torch.Generator().manual_seed(1)
-    tokens = [torch.randint(0, 37, (2 * microbatches, 9), generator=draw) for _ in range(STEPS)]
+    tokens = [
+        torch.randint(0, 37, (2 * microbatches, 9), generator=draw)
+        for _ in range(STEPS)
+    ]
     return [cut_batch(one, shift_labels(one), microbatches) for one in tokens]
 
 
@@ -52,9 +69,15 @@ def train(
     """Losses of a few steps, and the weights of this rank after them, by their names in the whole model."""
     model = gpt2() if model is None else copy.deepcopy(model)
     parts = split(model, even_partition(layer_count(model), schedule.parts))
-    mine = {n: parts[s.part] for n, s in enumerate(schedule.stages) if s.rank == comm.rank}
-    executor = Executor(lower(schedule), mine, comm, token_loss, model_width(model), torch.float64)
-    optimizer = torch.optim.SGD({p for part in mine.values() for p in part.parameters()}, lr=0.5)
+    mine = {
+        n: parts[s.part] for n, s in enumerate(schedule.stages) if s.rank == comm.rank
+    }
+    executor = Executor(
+        lower(schedule), mine, comm, token_loss, model_width(model), torch.float64
+    )
+    optimizer = torch.optim.SGD(
+        {p for part in mine.values() for p in part.parameters()}, lr=0.5
+    )
     losses = []
     for batch in batches(len(schedule.microbatches)):
         optimizer.zero_grad()

@@ -11,21 +11,32 @@ import torch
 from torch import Tensor
 
 from penstock import Plan, make
+from penstock.config import (
+    Config,
+    DataConfig,
+    ModelConfig,
+    OptimizerConfig,
+    RunConfig,
+    ScheduleConfig,
+)
+from penstock.formats.config_toml import apply_changes
 from penstock.runtime import run_threads
-from penstock.train.config import Config, Data, Model, Optimizer, Run, Shape
-from penstock.train.config_file import changed
-from penstock.train.corpus import Corpus, cut
-from penstock.train.history import Row, read_rows
-from penstock.train.loop import Job, Outcome, Trainer
+from penstock.train.data.corpus import Corpus, cut_corpus
+from penstock.train.history import StepRow, read_rows
+from penstock.train.loop import Job, RunOutcome, Trainer
 from penstock.train.weights import sizes_of
 
-VOCAB, LENGTH, END = 31, 8, 7  # END: the last word of a document, where documents are told apart
+VOCAB, LENGTH, END = (
+    31,
+    8,
+    7,
+)  # END: the last word of a document, where documents are told apart
 SMALL = Config(
-    Model(layers=4, width=16, heads=4, kv_heads=2, inner=24, vocab=VOCAB),
-    Data(tokens=LENGTH, batch=8, held_out=0.1),
-    Shape(name="1f1b", ranks=2, microbatches=4),
-    Optimizer(rate=1e-2, warmup=5, clip=0.5),
-    Run(steps=20, evaluate=0, save=0, timed=0),
+    ModelConfig(layers=4, width=16, heads=4, kv_heads=2, inner=24, vocab=VOCAB),
+    DataConfig(tokens=LENGTH, batch=8, held_out=0.1),
+    ScheduleConfig(name="1f1b", ranks=2, microbatches=4),
+    OptimizerConfig(rate=1e-2, warmup=5, clip=0.5),
+    RunConfig(steps=20, evaluate=0, save=0, timed=0),
 )
 
 
@@ -35,43 +46,69 @@ def corpus(config: Config = SMALL) -> Corpus:
     noise, words = draw.integers(0, 3, 4000), [1]
     for step in noise:
         words.append((words[-1] * 3 + int(step)) % VOCAB)
-    return cut(np.array(words, dtype=np.uint16), config.data, "made up", END if config.data.separate else None)
+    return cut_corpus(
+        np.array(words, dtype=np.uint16),
+        config.data,
+        "made up",
+        END if config.data.separate else None,
+    )
 
 
 def job_of(
-    folder: Path, name: str = "1f1b", *changes: str, config: Config = SMALL, resume: bool = False, **shape: int
+    folder: Path,
+    name: str = "1f1b",
+    *changes: str,
+    config: Config = SMALL,
+    resume: bool = False,
+    **shape: int,
 ) -> Job:
     """A run with a schedule by its name and shape."""
     given = {"ranks": 2, "microbatches": 4, **shape}
     total = len(make(name, **given).microbatches)
-    config = replace(config, schedule=Shape(name=name, ranks=given["ranks"], microbatches=total))
-    config = changed(config, changes)
+    config = replace(
+        config,
+        schedule=ScheduleConfig(name=name, ranks=given["ranks"], microbatches=total),
+    )
+    config = apply_changes(config, changes)
     sizes = sizes_of(config.model, VOCAB, config.data.tokens)
-    return Job(config, Plan(make(name, **given), name), sizes, corpus(config), folder, resume)
+    return Job(
+        config, Plan(make(name, **given), name), sizes, corpus(config), folder, resume
+    )
 
 
-def train(job: Job, stop: Callable[[int], Callable[[], bool]] = lambda rank: lambda: False) -> list[Row]:
+def train(
+    job: Job, stop: Callable[[int], Callable[[], bool]] = lambda rank: lambda: False
+) -> list[StepRow]:
     """Runs it, a thread a rank; what was written down."""
     outcomes(job, stop)
     return read_rows(job.folder)
 
 
-def outcomes(job: Job, stop: Callable[[int], Callable[[], bool]] = lambda rank: lambda: False) -> list[Outcome]:
-    return run_threads(job.plan.schedule.ranks, lambda comm: Trainer(job, comm).run(stop(comm.rank)), patience=300)
+def outcomes(
+    job: Job, stop: Callable[[int], Callable[[], bool]] = lambda rank: lambda: False
+) -> list[RunOutcome]:
+    return run_threads(
+        job.plan.schedule.ranks,
+        lambda comm: Trainer(job, comm).run(stop(comm.rank)),
+        patience=300,
+    )
 
 
-def losses(rows: list[Row]) -> list[float]:
+def losses(rows: list[StepRow]) -> list[float]:
     return [row.loss for row in rows]
 
 
-def apart(ours: list[Row], theirs: list[float]) -> float:
+def apart(ours: list[StepRow], theirs: list[float]) -> float:
     """The largest difference of two loss curves."""
     assert len(ours) == len(theirs)
     return max(abs(a - b) for a, b in zip(losses(ours), theirs, strict=True))
 
 
 def weights_of(trainer: Trainer) -> dict[str, Tensor]:
-    return {name: parameter.detach().clone() for name, parameter in trainer.holding.parameters.items()}
+    return {
+        name: parameter.detach().clone()
+        for name, parameter in trainer.holding.parameters.items()
+    }
 
 
 torch.set_num_threads(1)

@@ -26,15 +26,17 @@ from torch.distributed.pipelining import schedules as peer
 
 from penstock import Schedule, lower
 from penstock.cost import Profile
+from penstock.measure.links import gather_rows as rows_of_all
 from penstock.models import LlamaConfig, even_partition, token_loss
 from penstock.runtime import Batch, Comm, CudaTape, Executor, batch_of
 from penstock.runtime.comm.ipc import IpcGroup
-from penstock.runtime.links import gathered as rows_of_all
-from penstock.runtime.replay import kept_aside
-from penstock.train.profile import Request, measured
-from penstock.train.weights import draw, hold
+from penstock.runtime.replay import recording_bytes
+from penstock.train.profile import Request, measure_request
+from penstock.train.weights import draw_parameters, hold
 
-Step = Callable[[], float]  # one step, until the GPU has done it; the loss where it is known
+Step = Callable[
+    [], float
+]  # one step, until the GPU has done it; the loss where it is known
 
 
 @dataclass(frozen=True)
@@ -53,14 +55,25 @@ class Size:
         return replace(self, config=replace(self.config, layers=layers))
 
 
-REAL = Size(LlamaConfig(vocab=8192, width=1024, layers=64, heads=16, kv_heads=16, inner=2816), 1024)
-DRY = Size(LlamaConfig(vocab=97, width=32, layers=8, heads=2, kv_heads=2, inner=48), 32, "cpu")
+REAL = Size(
+    LlamaConfig(vocab=8192, width=1024, layers=64, heads=16, kv_heads=16, inner=2816),
+    1024,
+)
+DRY = Size(
+    LlamaConfig(vocab=97, width=32, layers=8, heads=2, kv_heads=2, inner=48), 32, "cpu"
+)
 
 
 def arguments(about: str | None) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=about, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, help="file for the results, as JSON")
-    parser.add_argument("--dry", action="store_true", help="small, on CPU workers: tries the script, measures nothing")
+    parser.add_argument(
+        "--dry",
+        action="store_true",
+        help="small, on CPU workers: tries the script, measures nothing",
+    )
     return parser
 
 
@@ -85,40 +98,69 @@ def settle(size: Size) -> None:
 def stages_of(schedule: Schedule, comm: Comm, size: Size) -> dict[int, nn.Module]:
     """This rank's stages, with weights that do not depend on the schedule."""
     partition = even_partition(size.config.layers, schedule.parts)
-    holding = hold(size.config, schedule, partition, comm.rank, torch.device(size.device))
+    holding = hold(
+        size.config, schedule, partition, comm.rank, torch.device(size.device)
+    )
     with torch.no_grad():
         if size.device == "cpu":
-            draw(holding, 0)
-        for name, parameter in holding.parameters.items() if size.device == "cuda" else ():
+            draw_parameters(holding, 0)
+        for name, parameter in (
+            holding.parameters.items() if size.device == "cuda" else ()
+        ):
             dice = torch.Generator("cuda").manual_seed(sum(name.encode()))
-            parameter.normal_(0.0, 0.02, generator=dice) if parameter.dim() > 1 else parameter.fill_(1.0)
+            parameter.normal_(
+                0.0, 0.02, generator=dice
+            ) if parameter.dim() > 1 else parameter.fill_(1.0)
     return {number: part.to(size.dtype) for number, part in holding.stages.items()}
 
 
 def data(schedule: Schedule, size: Size) -> list[Tensor]:
     dice = torch.Generator().manual_seed(1)
     shape = (1, size.tokens)
-    return [torch.randint(0, size.config.vocab, shape, generator=dice).to(size.device) for _ in schedule.microbatches]
+    return [
+        torch.randint(0, size.config.vocab, shape, generator=dice).to(size.device)
+        for _ in schedule.microbatches
+    ]
 
 
 def profile_of(comm: Comm, size: Size, rounds: int) -> Profile:
     """What all ranks measure at the same time, as they will train, with recorded actions."""
     dtype = str(size.dtype).removeprefix("torch.")
-    return measured(comm, Request(size.config, size.tokens, device=size.device, dtype=dtype, rounds=rounds,
-                                  graphs=size.device == "cuda"))  # fmt: skip
+    return measure_request(
+        comm,
+        Request(
+            size.config,
+            size.tokens,
+            device=size.device,
+            dtype=dtype,
+            rounds=rounds,
+            graphs=size.device == "cuda",
+        ),
+    )
 
 
 class Ours:
     """A step of ours; `recorded`: its actions are CUDA graphs."""
 
     def __init__(
-        self, schedule: Schedule, stages: dict[int, nn.Module], comm: Comm, size: Size, recorded: bool = False
+        self,
+        schedule: Schedule,
+        stages: dict[int, nn.Module],
+        comm: Comm,
+        size: Size,
+        recorded: bool = False,
     ) -> None:
         tokens = data(schedule, size)
         self.batch: Batch = batch_of(tokens, tokens)
         tape = CudaTape() if recorded and size.device == "cuda" else None
         self.executor = Executor(
-            lower(schedule), stages, comm, token_loss, size.config.width, dtype=size.dtype, tape=tape
+            lower(schedule),
+            stages,
+            comm,
+            token_loss,
+            size.config.width,
+            dtype=size.dtype,
+            tape=tape,
         )
         self.stages = stages
 
@@ -132,17 +174,48 @@ class Ours:
 class Torchs:
     """The same step by torch's runtime, on the same modules and in the same order of actions."""
 
-    def __init__(self, schedule: Schedule, stages: dict[int, nn.Module], size: Size, native: bool = False) -> None:
+    def __init__(
+        self,
+        schedule: Schedule,
+        stages: dict[int, nn.Module],
+        size: Size,
+        native: bool = False,
+    ) -> None:
         total, count = len(schedule.stages), len(schedule.microbatches)
-        device, self.size, self.mine, self.total = torch.device(size.device), size, stages, total
-        between = torch.empty(1, size.tokens, size.config.width, device="meta", dtype=size.dtype, requires_grad=True)
+        device, self.size, self.mine, self.total = (
+            torch.device(size.device),
+            size,
+            stages,
+            total,
+        )
+        between = torch.empty(
+            1,
+            size.tokens,
+            size.config.width,
+            device="meta",
+            dtype=size.dtype,
+            requires_grad=True,
+        )
         words = torch.empty(1, size.tokens, device="meta", dtype=torch.int64)
-        logits = torch.empty(1, size.tokens, size.config.vocab, device="meta", dtype=size.dtype, requires_grad=True)
+        logits = torch.empty(
+            1,
+            size.tokens,
+            size.config.vocab,
+            device="meta",
+            dtype=size.dtype,
+            requires_grad=True,
+        )
         made = [
-            PipelineStage(part, n, total, device, input_args=(words if n == 0 else between,),
-                          output_args=(logits if n == total - 1 else between,))
+            PipelineStage(
+                part,
+                n,
+                total,
+                device,
+                input_args=(words if n == 0 else between,),
+                output_args=(logits if n == total - 1 else between,),
+            )
             for n, part in stages.items()
-        ]  # fmt: skip
+        ]
 
         def loss(y: Tensor, labels: Tensor) -> Tensor:
             return token_loss(y, labels) / labels.numel()
@@ -158,17 +231,26 @@ class Torchs:
             for stage in made:
                 stage.stage_index_to_group_rank = where
             self.runtime.pipeline_order = {
-                r: [peer._Action.from_str(str(action)) for action in lane] for r, lane in enumerate(schedule.lanes)
+                r: [peer._Action.from_str(str(action)) for action in lane]
+                for r, lane in enumerate(schedule.lanes)
             }
             self.runtime._prepare_schedule_with_comms(self.runtime.pipeline_order)
         self.tokens = torch.cat(data(schedule, size))
 
     def __call__(self) -> float:
         losses: list[Tensor] = []
-        extra = {"target": self.tokens, "losses": losses} if self.total - 1 in self.mine else {}
+        extra = (
+            {"target": self.tokens, "losses": losses}
+            if self.total - 1 in self.mine
+            else {}
+        )
         self.runtime.step(*((self.tokens,) if 0 in self.mine else ()), **extra)
         settle(self.size)
-        return float(torch.stack([one.detach() for one in losses]).mean()) if losses else 0.0
+        return (
+            float(torch.stack([one.detach() for one in losses]).mean())
+            if losses
+            else 0.0
+        )
 
 
 def _all_first(schedule: Schedule) -> bool:
@@ -181,11 +263,17 @@ def warm(stages: dict[int, nn.Module], size: Size) -> None:
     """Every kernel once, while no stream waits for anybody: CUDA loads a kernel only when none does."""
     for part in stages.values():
         for split in (False, True):
-            x: Tensor = torch.randn(1, size.tokens, size.config.width, device=size.device, dtype=size.dtype)
+            x: Tensor = torch.randn(
+                1, size.tokens, size.config.width, device=size.device, dtype=size.dtype
+            )
             words = torch.zeros(1, size.tokens, device=size.device, dtype=torch.int64)
             x = words if part.first else x.requires_grad_()
             y = part(x)
-            loss = token_loss(y, words) if y.shape[-1] == size.config.vocab else y.float().sum()
+            loss = (
+                token_loss(y, words)
+                if y.shape[-1] == size.config.vocab
+                else y.float().sum()
+            )
             if split and x.requires_grad:
                 torch.autograd.grad(loss, [x, *part.parameters()], allow_unused=True)
             else:
@@ -194,7 +282,9 @@ def warm(stages: dict[int, nn.Module], size: Size) -> None:
     settle(size)
 
 
-def clocked(comm: Comm, step: Step, stages: dict[int, nn.Module], size: Size) -> tuple[float, float]:
+def clocked(
+    comm: Comm, step: Step, stages: dict[int, nn.Module], size: Size
+) -> tuple[float, float]:
     """Seconds of a step, of the slowest rank; and the loss."""
     for part in stages.values():
         part.zero_grad(set_to_none=False)
@@ -223,7 +313,7 @@ def memory(comm: Comm, size: Size, recorded: bool = False) -> list[float]:
     """Bytes at the fullest moment since the last call, by rank; with those that recordings have for themselves."""
     peak = float(torch.cuda.max_memory_allocated()) if size.device == "cuda" else 0.0
     if size.device == "cuda" and recorded:
-        peak += kept_aside()
+        peak += recording_bytes()
     if size.device == "cuda":
         torch.cuda.reset_peak_memory_stats()
     return gathered(comm, peak, size)

@@ -20,22 +20,32 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from schedules import DEPTH, NAMES
 
 from penstock import Schedule, make, simulate
-from penstock.cost import ModelCost, PartCost, ProfileCost, Seconds, read_profile
+from penstock.cost import ModelCost, PartCost, ProfileCost, Seconds
 from penstock.cost.network import Network
-from penstock.ir import Timeline, read_plan
+from penstock.formats import read_plan, read_profile
+from penstock.ir import Timeline
 from penstock.view import svg
+from schedules import DEPTH, NAMES
 
 DOCS = Path(__file__).parent.parent.parent / "docs"
-FILES, PAGE, IMAGES = DOCS / "results" / "h200", DOCS / "results" / "h200.md", DOCS / "images"
+FILES, PAGE, IMAGES = (
+    DOCS / "results" / "h200",
+    DOCS / "results" / "h200.md",
+    DOCS / "images",
+)
 WORKERS = 8  # shares of the GPU
 WEIGHTS = 4 * 1024**2 + 3 * 1024 * 2816  # of a layer
 PUBLISHED = {"GPipe": (1.132, 1.149), "DAPPLE (1F1B)": (1.130, 1.142), "Chimera-wave": (1.444, 1.439),
              "Hanayo W=2": (1.645, 1.625), "Hanayo W=4": (1.753, 1.664)}  # fmt: skip  # fully connected, in pairs
-HERE = {"GPipe": "gpipe", "DAPPLE (1F1B)": "1f1b", "Chimera-wave": "hanayo W=1", "Hanayo W=2": "hanayo W=2",
-        "Hanayo W=4": "hanayo W=4"}  # fmt: skip
+HERE = {
+    "GPipe": "gpipe",
+    "DAPPLE (1F1B)": "1f1b",
+    "Chimera-wave": "hanayo W=1",
+    "Hanayo W=2": "hanayo W=2",
+    "Hanayo W=4": "hanayo W=4",
+}
 CALIBRATED = ("1f1b", "zb-v", "hanayo W=4")
 Row = dict[str, Any]
 
@@ -53,7 +63,11 @@ class Model:
         by = {row["name"]: row for row in rows if row["microbatches"] == 8}
         self.tokens = tokens
         low, high = by["1f1b"], by["hanayo W=4"]
-        ratio, before, after = sum(high["work"]) / sum(low["work"]), load_of(low, 8), load_of(high, 8)
+        ratio, before, after = (
+            sum(high["work"]) / sum(low["work"]),
+            load_of(low, 8),
+            load_of(high, 8),
+        )
         self.crowding = (ratio - 1) / (after - ratio * before)
         self.layer: dict[str, float] = {}
         self.ends: dict[tuple[str, bool], float] = {}
@@ -62,12 +76,22 @@ class Model:
             last = max(stage for _, stage in times)
             for op in ops:
                 slow = 1 + self.crowding * load_of(by[name], 8)
-                middle = statistics.median(times[op, stage] for stage in range(1, last)) / slow
+                middle = (
+                    statistics.median(times[op, stage] for stage in range(1, last))
+                    / slow
+                )
                 self.layer[op] = middle / layers
-                self.ends |= {(op, False): times[op, 0] / slow - middle, (op, True): times[op, last] / slow - middle}
+                self.ends |= {
+                    (op, False): times[op, 0] / slow - middle,
+                    (op, True): times[op, last] / slow - middle,
+                }
         weights = 2 * 2 * DEPTH * WEIGHTS  # bfloat16, and their gradients
-        self.held = (max(by["gpipe"]["memory"][1:-1]) - weights) / (DEPTH * by["gpipe"]["microbatches"])
-        (small, first), (large, second) = sorted((int(size), took) for size, took in transport["hops"].items())[1:]
+        self.held = (max(by["gpipe"]["memory"][1:-1]) - weights) / (
+            DEPTH * by["gpipe"]["microbatches"]
+        )
+        (small, first), (large, second) = sorted(
+            (int(size), took) for size, took in transport["hops"].items()
+        )[1:]
         byte = (second - first) / (large - small)
         self.network = Network(first - small * byte, 1 / byte)
         off = low["makespan"] / self.timeline(schedule_of(low, 8)).makespan
@@ -83,16 +107,28 @@ class Model:
         return found
 
     def cost(self, schedule: Schedule, load: float) -> ModelCost:
-        layers, unit = DEPTH * schedule.ranks // schedule.parts, schedule.microbatches[0].tokens
+        layers, unit = (
+            DEPTH * schedule.ranks // schedule.parts,
+            schedule.microbatches[0].tokens,
+        )
         slow = (1 + self.crowding * load) / unit
 
         def part(number: int) -> PartCost:
             times = {op: layers * seconds for op, seconds in self.layer.items()}
             for op in times:
                 times[op] += self.ends[op, False] if number == 0 else 0.0
-                times[op] += self.ends[op, True] if number == schedule.parts - 1 else 0.0
+                times[op] += (
+                    self.ends[op, True] if number == schedule.parts - 1 else 0.0
+                )
             f, b, i, w = (Seconds(token=slow * times[op]) for op in "FBIW")
-            return PartCost(f, i, w, b, held=layers * self.held / unit, message=self.tokens * 2048 / unit)
+            return PartCost(
+                f,
+                i,
+                w,
+                b,
+                held=layers * self.held / unit,
+                message=self.tokens * 2048 / unit,
+            )
 
         return ModelCost(tuple(map(part, range(schedule.parts))), self.network)
 
@@ -113,7 +149,9 @@ def spans_of(row: Row) -> dict[tuple[str, int], float]:
 
 def schedule_of(row: Row, ranks: int) -> Schedule:
     if row["name"].startswith("planned"):
-        return read_plan(FILES / "plans" / f"schedules-{ranks}-{row['microbatches']}.json").schedule
+        return read_plan(
+            FILES / "plans" / f"schedules-{ranks}-{row['microbatches']}.json"
+        ).schedule
     name, shape = NAMES[row["name"]]
     return make(name, ranks=ranks, microbatches=row["microbatches"], **shape)
 
@@ -123,7 +161,9 @@ def measured_timeline(row: Row, predicted: Timeline) -> Timeline:
     times = {action: (start, end) for action, start, end in row["spans"]}
     names = [str(action) for lane in predicted.schedule.lanes for action in lane]
     start, end = (np.array([times[name][n] for name in names]) for n in (0, 1))
-    return replace(predicted, start=start, end=end)  # with the memory that was predicted
+    return replace(
+        predicted, start=start, end=end
+    )  # with the memory that was predicted
 
 
 # ---------------------------------------------------------------- tables
@@ -141,22 +181,47 @@ def schedules_table(model: Model) -> tuple[str, list[float]]:
             own = ranks == row["microbatches"] == 8 and row["name"] in CALIBRATED
             errors += [] if own else [abs(error)]
             tokens = row["microbatches"] * model.tokens / row["ours"]
-            lines.append([
-                f"{row['name'].replace(': ', ', ')}{' *' if own else ''}", str(ranks), str(row["microbatches"]),
-                f"{1e3 * row['ours']:.0f}",
-                f"{tokens / 1e3:.1f}", f"{max(row['memory']) / 1e9:.2f}", f"{1e3 * row['makespan']:.0f}",
-                f"{1e3 * predicted:.0f}", f"{error:+.1%}", f"{row['bubble']:.1%}", *causes(row, ranks),
-            ])  # fmt: skip
-    heads = ["schedule", "P", "M", "step, ms", "tokens/s, 1,000", "memory, GB", "makespan, ms", "predicted", "error",
-             "idle", "schedule", "hop", "host"]  # fmt: skip
+            lines.append(
+                [
+                    f"{row['name'].replace(': ', ', ')}{' *' if own else ''}",
+                    str(ranks),
+                    str(row["microbatches"]),
+                    f"{1e3 * row['ours']:.0f}",
+                    f"{tokens / 1e3:.1f}",
+                    f"{max(row['memory']) / 1e9:.2f}",
+                    f"{1e3 * row['makespan']:.0f}",
+                    f"{1e3 * predicted:.0f}",
+                    f"{error:+.1%}",
+                    f"{row['bubble']:.1%}",
+                    *causes(row, ranks),
+                ]
+            )
+    heads = [
+        "schedule",
+        "P",
+        "M",
+        "step, ms",
+        "tokens/s, 1,000",
+        "memory, GB",
+        "makespan, ms",
+        "predicted",
+        "error",
+        "idle",
+        "schedule",
+        "hop",
+        "host",
+    ]
     return table(heads, lines), errors
 
 
 def causes(row: Row, ranks: int) -> list[str]:
     """Shares of all time: what is not made yet (and the end), on its way, and the host."""
     whole, idle = ranks * row["makespan"], row["idle"]
-    return [f"{(sum(idle['schedule']) + sum(idle['end'])) / whole:.1%}", f"{sum(idle['hop']) / whole:.1%}",
-            f"{sum(idle['host']) / whole:.1%}"]  # fmt: skip
+    return [
+        f"{(sum(idle['schedule']) + sum(idle['end'])) / whole:.1%}",
+        f"{sum(idle['hop']) / whole:.1%}",
+        f"{sum(idle['host']) / whole:.1%}",
+    ]
 
 
 def torch_table() -> str:
@@ -165,12 +230,36 @@ def torch_table() -> str:
         for row in rows_of(name):
             if row["torch"] is None:
                 continue
-            lines.append([row["name"], str(tokens), str(depth), f"{1e3 * row['chunk']:.2f}", f"{1e3 * row['ours']:.0f}",
-                          f"{1e3 * row['recorded'][0]:.0f}", f"{1e3 * row['torch']:.0f}",
-                          spread(row["over"], *row["over_spread"]), spread(*row["torch_over_recorded"]),
-                          most(row["memory"]), most(row["recorded_memory"]), most(row["torch_memory"])])  # fmt: skip
-    heads = ["schedule", "tokens", "layers a rank", "action, ms", "ours, ms", "recorded", "torch, ms",
-             "torch / ours (quartiles)", "torch / recorded", "memory, GB", "recorded", "torch's"]  # fmt: skip
+            lines.append(
+                [
+                    row["name"],
+                    str(tokens),
+                    str(depth),
+                    f"{1e3 * row['chunk']:.2f}",
+                    f"{1e3 * row['ours']:.0f}",
+                    f"{1e3 * row['recorded'][0]:.0f}",
+                    f"{1e3 * row['torch']:.0f}",
+                    spread(row["over"], *row["over_spread"]),
+                    spread(*row["torch_over_recorded"]),
+                    most(row["memory"]),
+                    most(row["recorded_memory"]),
+                    most(row["torch_memory"]),
+                ]
+            )
+    heads = [
+        "schedule",
+        "tokens",
+        "layers a rank",
+        "action, ms",
+        "ours, ms",
+        "recorded",
+        "torch, ms",
+        "torch / ours (quartiles)",
+        "torch / recorded",
+        "memory, GB",
+        "recorded",
+        "torch's",
+    ]
     return table(heads, lines)
 
 
@@ -183,60 +272,135 @@ def most(memory: list[float] | None) -> str:
 
 
 def profiles_table() -> str:
-    lines = [[f"{row['width']:,}", *(f"{worst:.1%} ({middle:.1%})" for worst, middle, _ in row["worst"].values())]
-             for row in sorted(rows_of("profiles.json"), key=lambda row: row["width"])]  # fmt: skip
+    lines = [
+        [
+            f"{row['width']:,}",
+            *(
+                f"{worst:.1%} ({middle:.1%})"
+                for worst, middle, _ in row["worst"].values()
+            ),
+        ]
+        for row in sorted(rows_of("profiles.json"), key=lambda row: row["width"])
+    ]
     return table(["width", "F", "B", "I", "W"], lines)
 
 
 def wave_gain(ranks: int) -> str:
     """How much faster four waves are than one, M = P, with the two steps in ms."""
     rows = rows_of(f"schedules-{ranks}.json")
-    steps = {row["name"]: round(1e3 * row["ours"]) for row in rows if row["microbatches"] == ranks}
+    steps = {
+        row["name"]: round(1e3 * row["ours"])
+        for row in rows
+        if row["microbatches"] == ranks
+    }
     one, four = steps["hanayo W=1"], steps["hanayo W=4"]
     return f"{one} / {four} ms, {one / four - 1:.0%} faster,"
 
 
 def published_table() -> str:
-    rows = {row["name"]: row for row in rows_of("schedules-8.json") if row["microbatches"] == 8}
+    rows = {
+        row["name"]: row
+        for row in rows_of("schedules-8.json")
+        if row["microbatches"] == 8
+    }
     lines = []
     for name, (full, pairs) in PUBLISHED.items():
         ours = rows["gpipe"]["ours"] / rows[HERE[name]]["ours"]
-        lines.append([name, f"{ours:.2f}", f"{full / PUBLISHED['GPipe'][0]:.2f}",
-                      f"{pairs / PUBLISHED['GPipe'][1]:.2f}"])  # fmt: skip
-    return table(["", "here", "paper, 8 A100, all linked", "paper, 8 A100, linked in pairs"], lines)
+        lines.append(
+            [
+                name,
+                f"{ours:.2f}",
+                f"{full / PUBLISHED['GPipe'][0]:.2f}",
+                f"{pairs / PUBLISHED['GPipe'][1]:.2f}",
+            ]
+        )
+    return table(
+        ["", "here", "paper, 8 A100, all linked", "paper, 8 A100, linked in pairs"],
+        lines,
+    )
 
 
 def slices_table() -> str:
-    rows, lines, profile = rows_of("slices.json"), [], read_profile(FILES / "slices-profile.json")
-    for tokens, count in dict.fromkeys((row["tokens"], row["sequences"]) for row in rows):
-        some = [row for row in rows if (row["tokens"], row["sequences"]) == (tokens, count)]
+    rows, lines, profile = (
+        rows_of("slices.json"),
+        [],
+        read_profile(FILES / "slices-profile.json"),
+    )
+    for tokens, count in dict.fromkeys(
+        (row["tokens"], row["sequences"]) for row in rows
+    ):
+        some = [
+            row for row in rows if (row["tokens"], row["sequences"]) == (tokens, count)
+        ]
         whole = some[0]
         for row in some:
             name, kind = row["name"].replace(": ", ", "), row["name"].split(":")[0]
             predicted = [""] * 2
             if kind in ("planned", "composed"):
-                plan = read_plan(FILES / "plans" / f"slices-{tokens}-{count}-{kind}.json")
-                foretold = simulate(plan.schedule, ProfileCost(profile, tokens)).makespan
-                predicted = [f"{1e3 * foretold:.0f}", f"{foretold / row['makespan'] - 1:+.1%}"]
-            lines.append([name, f"{tokens:,}", str(count), f"{1e3 * row['seconds']:.0f}",
-                          f"{whole['seconds'] / row['seconds']:.2f}", f"{(count + 7) / count:.1f}",
-                          most(row["memory"]), percent(row.get("bubble")),
-                          f"{1e3 * row['makespan']:.0f}" if "makespan" in row else "", *predicted])  # fmt: skip
-    heads = ["slices", "tokens", "sequences", "step, ms", "speed-up", "bound", "memory, GB", "idle", "makespan, ms",
-             "predicted", "error"]  # fmt: skip
+                plan = read_plan(
+                    FILES / "plans" / f"slices-{tokens}-{count}-{kind}.json"
+                )
+                foretold = simulate(
+                    plan.schedule, ProfileCost(profile, tokens)
+                ).makespan
+                predicted = [
+                    f"{1e3 * foretold:.0f}",
+                    f"{foretold / row['makespan'] - 1:+.1%}",
+                ]
+            lines.append(
+                [
+                    name,
+                    f"{tokens:,}",
+                    str(count),
+                    f"{1e3 * row['seconds']:.0f}",
+                    f"{whole['seconds'] / row['seconds']:.2f}",
+                    f"{(count + 7) / count:.1f}",
+                    most(row["memory"]),
+                    percent(row.get("bubble")),
+                    f"{1e3 * row['makespan']:.0f}" if "makespan" in row else "",
+                    *predicted,
+                ]
+            )
+    heads = [
+        "slices",
+        "tokens",
+        "sequences",
+        "step, ms",
+        "speed-up",
+        "bound",
+        "memory, GB",
+        "idle",
+        "makespan, ms",
+        "predicted",
+        "error",
+    ]
     return table(heads, lines)
 
 
 def training_table() -> str:
     lines = []
     for row in rows_of("training.json"):
-        who = "one process" if row["ranks"] == 1 else f"{row['ranks']} side by side, {row['schedule']}"
+        who = (
+            "one process"
+            if row["ranks"] == 1
+            else f"{row['ranks']} side by side, {row['schedule']}"
+        )
         told = row["predicted"]
-        lines.append([f"{who}{', recorded' if row['graphs'] else ''}", f"{1e3 * row['seconds']:.0f}",
-                      "" if told is None else f"{1e3 * told:.0f}", f"{row['tokens'] / row['seconds']:,.0f}",
-                      f"{row['memory'] / 1e9:.2f}", percent(row["bubble"]),
-                      percent(row["predicted_bubble"])])  # fmt: skip
-    return table(["", "step, ms", "predicted", "tokens/s", "memory, GB", "bubble", "predicted"], lines)
+        lines.append(
+            [
+                f"{who}{', recorded' if row['graphs'] else ''}",
+                f"{1e3 * row['seconds']:.0f}",
+                "" if told is None else f"{1e3 * told:.0f}",
+                f"{row['tokens'] / row['seconds']:,.0f}",
+                f"{row['memory'] / 1e9:.2f}",
+                percent(row["bubble"]),
+                percent(row["predicted_bubble"]),
+            ]
+        )
+    return table(
+        ["", "step, ms", "predicted", "tokens/s", "memory, GB", "bubble", "predicted"],
+        lines,
+    )
 
 
 def percent(share: float | None) -> str:
@@ -244,17 +408,27 @@ def percent(share: float | None) -> str:
 
 
 def transport_table(found: Row) -> str:
-    lines = [[f"{1e3 * one['seconds']:.2f} ms", f"{one['efficiency']:.3f}", f"{one['spread'][0]:.3f}-"
-              f"{one['spread'][1]:.3f}"] for one in found["chunks"]]  # fmt: skip
+    lines = [
+        [
+            f"{1e3 * one['seconds']:.2f} ms",
+            f"{one['efficiency']:.3f}",
+            f"{one['spread'][0]:.3f}-{one['spread'][1]:.3f}",
+        ]
+        for one in found["chunks"]
+    ]
     return table(["chunk", "ideal / measured", "quartiles"], lines)
 
 
 def pictures(model: Model) -> None:
-    row = next(row for row in rows_of("schedules-8.json") if row["name"] == "hanayo W=2")
+    row = next(
+        row for row in rows_of("schedules-8.json") if row["name"] == "hanayo W=2"
+    )
     predicted = model.timeline(schedule_of(row, 8))
     measured = measured_timeline(row, predicted)
     for name, one in (("predicted", predicted), ("measured", measured)):
-        (IMAGES / f"h200-{name}.svg").write_text(svg(one, f"Hanayo W=2, eight workers of one H200, {name}"))
+        (IMAGES / f"h200-{name}.svg").write_text(
+            svg(one, f"Hanayo W=2, eight workers of one H200, {name}")
+        )
 
 
 def page() -> tuple[str, Model]:
@@ -263,14 +437,27 @@ def page() -> tuple[str, Model]:
     model = Model(rows_of("schedules-8.json"), transport, 2048)
     schedules, errors = schedules_table(model)
     text = (Path(__file__).parent / "page.md").read_text()
-    hops = ", ".join(f"{1e6 * took:.0f} us for {int(size) >> 10:,} KiB" for size, took in transport["hops"].items())
+    hops = ", ".join(
+        f"{1e6 * took:.0f} us for {int(size) >> 10:,} KiB"
+        for size, took in transport["hops"].items()
+    )
     return text.format(
-        transport=transport_table(transport), hops=hops, waiting=f"{transport['waiting']:.1%}", schedules=schedules,
-        median=f"{statistics.median(errors):.1%}", worst=f"{max(errors):.1%}", count=len(errors),
-        crowding=f"{model.crowding:.2f}", torch=torch_table(), profiles=profiles_table(),
-        published=published_table(), gain_8=wave_gain(8), gain_4=wave_gain(4), slices=slices_table(),
+        transport=transport_table(transport),
+        hops=hops,
+        waiting=f"{transport['waiting']:.1%}",
+        schedules=schedules,
+        median=f"{statistics.median(errors):.1%}",
+        worst=f"{max(errors):.1%}",
+        count=len(errors),
+        crowding=f"{model.crowding:.2f}",
+        torch=torch_table(),
+        profiles=profiles_table(),
+        published=published_table(),
+        gain_8=wave_gain(8),
+        gain_4=wave_gain(4),
+        slices=slices_table(),
         training=training_table(),
-    ), model  # fmt: skip
+    ), model
 
 
 def main() -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 from bench import DRY, Size, arguments, note, profile_of, write
 
-from penstock.cost import dump_profile
+from penstock.formats import dump_profile
 from penstock.ir import Op
 from penstock.models import LlamaConfig
 from penstock.runtime import Comm, spawn
@@ -36,7 +36,14 @@ class Setting:
 def wide(width: int, tokens: int) -> Size:
     """A Llama of this width; a head as small as that of the schedules' benchmark."""
     heads = width // HEAD
-    config = LlamaConfig(vocab=2048, width=width, layers=16, heads=heads, kv_heads=heads, inner=width * 11 // 4)
+    config = LlamaConfig(
+        vocab=2048,
+        width=width,
+        layers=16,
+        heads=heads,
+        kv_heads=heads,
+        inner=width * 11 // 4,
+    )
     return Size(config, tokens)
 
 
@@ -47,10 +54,20 @@ def work(comm: Comm, setting: Setting) -> dict[str, Any]:
         begin = time.perf_counter()
         profile = profile_of(comm, size, setting.rounds)
         layer = profile.layer
-        worst = {op.value: (layer.fit(op).worst, layer.fit(op).median, layer.fit(op).form) for op in Op}
+        worst = {
+            op.value: (layer.fit(op).worst, layer.fit(op).median, layer.fit(op).form)
+            for op in Op
+        }
         took = time.perf_counter() - begin
-        rows.append({"width": size.config.width, "tokens": size.tokens, "worst": worst, "seconds": took,
-                     "profile": json.loads(dump_profile(profile))})  # fmt: skip
+        rows.append(
+            {
+                "width": size.config.width,
+                "tokens": size.tokens,
+                "worst": worst,
+                "seconds": took,
+                "profile": json.loads(dump_profile(profile)),
+            }
+        )
         if comm.rank == 0:
             write(setting.out, {"ranks": comm.ranks, "rows": rows})
         errors = ", ".join(f"{op} {one[0]:.1%} ({one[2]})" for op, one in worst.items())
@@ -65,12 +82,23 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=TOKENS)
     parser.add_argument("--rounds", type=int, default=2)
     given = parser.parse_args()
-    sizes = tuple(wide(width, given.tokens) for width in map(int, given.widths.split(",")))
+    sizes = tuple(
+        wide(width, given.tokens) for width in map(int, given.widths.split(","))
+    )
     if given.dry:
         sizes = (DRY,)
     setting = Setting(sizes, given.rounds, given.out.absolute() if given.out else None)
     backend = "gloo" if given.dry else "penstock_ipc"
-    write(given.out, spawn(2 if given.dry else given.ranks, work, setting, patience=120.0, backend=backend)[0])
+    write(
+        given.out,
+        spawn(
+            2 if given.dry else given.ranks,
+            work,
+            setting,
+            patience=120.0,
+            backend=backend,
+        )[0],
+    )
 
 
 if __name__ == "__main__":

@@ -36,21 +36,26 @@ from bench import (
 
 from penstock import Schedule, make, simulate
 from penstock.cost.network import Network
-from penstock.ir import read_plan
+from penstock.formats import read_plan
 from penstock.ir.idle import idle
+from penstock.measure.links import network_of
 from penstock.runtime import Comm, spawn
-from penstock.runtime.links import network_of
-from penstock.session import own_cost
+from penstock.train.session import own_cost
 
 NAMES: dict[str, tuple[str, dict[str, int]]] = {
-    "gpipe": ("gpipe", {}), "1f1b": ("1f1b", {}),
-    "interleaved v=2": ("interleaved", {"chunks": 2}), "interleaved v=4": ("interleaved", {"chunks": 4}),
+    "gpipe": ("gpipe", {}),
+    "1f1b": ("1f1b", {}),
+    "interleaved v=2": ("interleaved", {"chunks": 2}),
+    "interleaved v=4": ("interleaved", {"chunks": 4}),
     "chimera": ("chimera", {}),
-    "hanayo W=1": ("hanayo", {"waves": 1}), "hanayo W=2": ("hanayo", {"waves": 2}),
+    "hanayo W=1": ("hanayo", {"waves": 1}),
+    "hanayo W=2": ("hanayo", {"waves": 2}),
     "hanayo W=4": ("hanayo", {"waves": 4}),
-    "zb-h1": ("zb-h1", {}), "zb-v": ("zb-v", {}), "interleaved-zb v=2": ("interleaved-zb", {"chunks": 2}),
+    "zb-h1": ("zb-h1", {}),
+    "zb-v": ("zb-v", {}),
+    "interleaved-zb v=2": ("interleaved-zb", {"chunks": 2}),
     "interleaved-zb v=4": ("interleaved-zb", {"chunks": 4}),
-}  # fmt: skip
+}
 DEPTH = 8  # layers of a rank
 
 
@@ -81,7 +86,11 @@ def schedules(setting: Setting, ranks: int, count: int) -> dict[str, Schedule]:
             found[f"planned: {plan.name}"] = plan.schedule
     if count > ranks and "gpipe" in found:
         found["gpipe"] = found.pop("gpipe")  # needs most memory, so it comes last
-    return {label: one for label, one in found.items() if one.parts <= setting.size.config.layers}
+    return {
+        label: one
+        for label, one in found.items()
+        if one.parts <= setting.size.config.layers
+    }
 
 
 def work(comm: Comm, setting: Setting) -> dict[str, Any]:
@@ -100,13 +109,24 @@ def work(comm: Comm, setting: Setting) -> dict[str, Any]:
             row = one(comm, setting, network, label, schedule)
             rows.append(row)
             if comm.rank == 0:
-                write(setting.out, {"ranks": comm.ranks, "rows": rows})  # what there is, should the time run out
-            note(comm, f"{label} M={count}: {1e3 * row['ours']:.1f} ms, its actions alone {1e3 * row['own']:.1f}"
-                       f", torch {1e3 * (row['torch'] or 0):.1f}  [{time.perf_counter() - begin:.0f} s]")  # fmt: skip
-    return {"ranks": comm.ranks, "size": {**asdict(size.config), "tokens": size.tokens}, "rows": rows}
+                write(
+                    setting.out, {"ranks": comm.ranks, "rows": rows}
+                )  # what there is, should the time run out
+            note(
+                comm,
+                f"{label} M={count}: {1e3 * row['ours']:.1f} ms, its actions alone {1e3 * row['own']:.1f}"
+                f", torch {1e3 * (row['torch'] or 0):.1f}  [{time.perf_counter() - begin:.0f} s]",
+            )
+    return {
+        "ranks": comm.ranks,
+        "size": {**asdict(size.config), "tokens": size.tokens},
+        "rows": rows,
+    }
 
 
-def one(comm: Comm, setting: Setting, network: Network, label: str, schedule: Schedule) -> dict[str, Any]:
+def one(
+    comm: Comm, setting: Setting, network: Network, label: str, schedule: Schedule
+) -> dict[str, Any]:
     """A schedule: steps of all runtimes by turns, then one of ours with its timeline."""
     size = setting.size
     stages = stages_of(schedule, comm, size)
@@ -136,22 +156,41 @@ def one(comm: Comm, setting: Setting, network: Network, label: str, schedule: Sc
     message = size.tokens * size.config.width * size.dtype.itemsize
     hop = float(network.latency) + message / float(network.bandwidth)  # type: ignore[arg-type]
     row: dict[str, Any] = {
-        "name": label, "microbatches": len(schedule.microbatches), "actions": schedule.actions,
-        "ours": quartiles(times["ours"])[0], "ours_spread": quartiles(times["ours"])[1:],
-        "makespan": timeline.makespan, "own": simulate(schedule, own_cost(timeline)).makespan,
-        "bubble": timeline.bubble, "work": timeline.busy.tolist(), "idle": idle(timeline, hop)._asdict(),
-        "hop": hop, "memory": peaks["ours"], "loss": losses,
+        "name": label,
+        "microbatches": len(schedule.microbatches),
+        "actions": schedule.actions,
+        "ours": quartiles(times["ours"])[0],
+        "ours_spread": quartiles(times["ours"])[1:],
+        "makespan": timeline.makespan,
+        "own": simulate(schedule, own_cost(timeline)).makespan,
+        "bubble": timeline.bubble,
+        "work": timeline.busy.tolist(),
+        "idle": idle(timeline, hop)._asdict(),
+        "hop": hop,
+        "memory": peaks["ours"],
+        "loss": losses,
         "chunk": float((timeline.end - timeline.start).mean()),
-        "torch": None, "over": None, "torch_memory": peaks.get("torch"),
-    }  # fmt: skip
+        "torch": None,
+        "over": None,
+        "torch_memory": peaks.get("torch"),
+    }
     if theirs is not None:
-        over = quartiles([b / a for a, b in zip(times["ours"], times["torch"], strict=True)])
-        row |= {"torch": quartiles(times["torch"])[0], "over": over[0], "over_spread": over[1:]}
+        over = quartiles(
+            [b / a for a, b in zip(times["ours"], times["torch"], strict=True)]
+        )
+        row |= {
+            "torch": quartiles(times["torch"])[0],
+            "over": over[0],
+            "over_spread": over[1:],
+        }
     if setting.recorded:
         row["recorded"] = quartiles(times["recorded"])
         row["recorded_memory"] = peaks["recorded"]
         again = machines["recorded"].timeline()  # type: ignore[attr-defined]
-        row["recorded_bubble"], row["recorded_idle"] = again.bubble, idle(again, hop)._asdict()
+        row["recorded_bubble"], row["recorded_idle"] = (
+            again.bubble,
+            idle(again, hop)._asdict(),
+        )
         for who in machines:
             over = [b / a for a, b in zip(times["recorded"], times[who], strict=True)]
             row[f"{who}_over_recorded"] = quartiles(over)
@@ -174,23 +213,52 @@ def peer_of(schedule: Schedule, stages: Any, size: Size, label: str) -> Torchs |
 def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--ranks", type=int, default=8)
-    parser.add_argument("--microbatches", default="", help="comma-separated; P and 2P unless given")
+    parser.add_argument(
+        "--microbatches", default="", help="comma-separated; P and 2P unless given"
+    )
     parser.add_argument("--tokens", type=int, default=REAL.tokens, help="of a sequence")
     parser.add_argument("--depth", type=int, default=DEPTH, help="layers of a rank")
     parser.add_argument("--rounds", type=int, default=8)
-    parser.add_argument("--plans", nargs="*", default=[], help="plan.json files to run too")
+    parser.add_argument(
+        "--plans", nargs="*", default=[], help="plan.json files to run too"
+    )
     parser.add_argument("--only", default="", help="comma-separated names")
     parser.add_argument("--seconds", type=float, default=500.0)
     parser.add_argument("--no-torch", action="store_true", help="ours alone")
-    parser.add_argument("--graphs", action="store_true", help="ours with recorded actions too")
+    parser.add_argument(
+        "--graphs", action="store_true", help="ours with recorded actions too"
+    )
     given = parser.parse_args()
     ranks = 2 if given.dry else given.ranks
-    size = DRY if given.dry else replace(REAL.with_layers(given.depth * ranks), tokens=given.tokens)
-    counts = tuple(map(int, given.microbatches.split(","))) if given.microbatches else (ranks, 2 * ranks)
+    size = (
+        DRY
+        if given.dry
+        else replace(REAL.with_layers(given.depth * ranks), tokens=given.tokens)
+    )
+    counts = (
+        tuple(map(int, given.microbatches.split(",")))
+        if given.microbatches
+        else (ranks, 2 * ranks)
+    )
     only = tuple(filter(None, given.only.split(",")))
-    setting = Setting(size, counts, given.rounds, tuple(given.plans), only, given.seconds,
-                      given.out.absolute() if given.out else None, not given.no_torch, given.graphs)  # fmt: skip
-    found = spawn(ranks, work, setting, patience=60.0, backend="gloo" if given.dry else "penstock_ipc")[0]
+    setting = Setting(
+        size,
+        counts,
+        given.rounds,
+        tuple(given.plans),
+        only,
+        given.seconds,
+        given.out.absolute() if given.out else None,
+        not given.no_torch,
+        given.graphs,
+    )
+    found = spawn(
+        ranks,
+        work,
+        setting,
+        patience=60.0,
+        backend="gloo" if given.dry else "penstock_ipc",
+    )[0]
     write(given.out, found)
 
 

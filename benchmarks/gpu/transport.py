@@ -128,9 +128,15 @@ def chunks(comm: Comm, size: Size, products: int) -> dict[str, Any]:
         took = time.perf_counter() - begin
         through.append(max(gathered(comm, took, size)))
         share.append(max(gathered(comm, (time.process_time() - used) / took, size)))
-    ratios = [(count + ranks - 1) * a / t for a, t in zip(alone[1:], through[1:], strict=True)]
-    return {"seconds": quartiles(alone[1:])[0], "efficiency": quartiles(ratios)[0], "spread": quartiles(ratios)[1:],
-            "host": quartiles(share[1:])[0]}  # fmt: skip
+    ratios = [
+        (count + ranks - 1) * a / t for a, t in zip(alone[1:], through[1:], strict=True)
+    ]
+    return {
+        "seconds": quartiles(alone[1:])[0],
+        "efficiency": quartiles(ratios)[0],
+        "spread": quartiles(ratios)[1:],
+        "host": quartiles(share[1:])[0],
+    }
 
 
 def waiting(comm: Comm, size: Size) -> float:
@@ -153,7 +159,17 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=8)
     given = parser.parse_args()
     ranks, size = (2, DRY) if given.dry else (given.ranks, REAL)
-    write(given.out, spawn(ranks, work, size, ranks, patience=60.0, backend="gloo" if given.dry else "penstock_ipc")[0])
+    write(
+        given.out,
+        spawn(
+            ranks,
+            work,
+            size,
+            ranks,
+            patience=60.0,
+            backend="gloo" if given.dry else "penstock_ipc",
+        )[0],
+    )
 
 
 if __name__ == "__main__":

@@ -8,8 +8,18 @@ from __future__ import annotations
 
 TYPE_CHECKING = False  # as in typing, which takes time to import
 if TYPE_CHECKING:
-    from penstock.cost import Cost, ModelCost, Network, PartCost, Profile, ProfileCost, Seconds, UnitCost, read_profile
+    from penstock.cost import (
+        Cost,
+        ModelCost,
+        Network,
+        PartCost,
+        Profile,
+        ProfileCost,
+        Seconds,
+        UnitCost,
+    )
     from penstock.errors import PenstockError
+    from penstock.formats import read_plan, read_profile, write_plan
     from penstock.ir import (
         Action,
         MicroBatch,
@@ -23,9 +33,7 @@ if TYPE_CHECKING:
         check,
         lower,
         needs,
-        read_plan,
         verify,
-        write_plan,
     )
     from penstock.plan import lower_bound, portfolio
     from penstock.schedules import REGISTRY, make
@@ -65,7 +73,7 @@ __all__ = [
 ]
 
 
-_ROOMS = ("cost", "ir", "plan", "schedules", "sim", "errors", "partition")
+_ROOMS = ("cost", "formats", "ir", "plan", "schedules", "sim", "errors", "partition")
 
 
 def __getattr__(name: str) -> object:

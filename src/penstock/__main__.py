@@ -23,7 +23,7 @@ def main() -> None:
     """Runs the command line."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, interrupt)
-    from penstock.cli import main as run  # noqa: PLC0415  # not before Ctrl-C is taken care of
+    from penstock.cli.app import main as run  # noqa: PLC0415  # not before Ctrl-C is taken care of
 
     try:
         run()

@@ -32,7 +32,16 @@ class Carry:
     `starts` is for packed documents: of each token the first one of its document, (rows, tokens).
     """
 
-    __slots__ = ("gradients", "left", "reached", "rows", "starts", "state_gradients", "states", "tokens")
+    __slots__ = (
+        "gradients",
+        "left",
+        "reached",
+        "rows",
+        "starts",
+        "state_gradients",
+        "states",
+        "tokens",
+    )
 
     def __init__(self, tokens: int, starts: Tensor | None = None) -> None:
         self.tokens, self.starts = tokens, starts
@@ -41,12 +50,16 @@ class Carry:
         self.rows: dict[Key, Tensor] = {}
         self.gradients: dict[Key, Tensor] = {}
         self.states: dict[Key, Tensor] = {}  # what the last slice left
-        self.state_gradients: dict[Key, Tensor] = {}  # what the slice that came back last has to say of it
+        self.state_gradients: dict[
+            Key, Tensor
+        ] = {}  # what the slice that came back last has to say of it
 
     def open(self, begin: int, end: int) -> Slice:
         """The next slice, on its way forward."""
         if begin != self.reached or not begin < end <= self.tokens:
-            raise RunError(f"tokens {begin}:{end} of {self.tokens} go forward, but the next one is {self.reached}")
+            raise RunError(
+                f"tokens {begin}:{end} of {self.tokens} go forward, but the next one is {self.reached}"
+            )
         self.reached = end
         return Slice(self, begin, end)
 
@@ -54,15 +67,27 @@ class Carry:
         """A slice is about to go back: states it left from which the backward must also begin, with their gradients."""
         if self.reached != self.tokens or piece.end != self.left:
             forward = f"the forward of token {self.reached}"
-            due = f"the backward of token {self.left - 1}" if self.reached == self.tokens else forward
-            raise RunError(f"the backward of tokens {piece.begin}:{piece.end} comes out of order: {due} is due")
-        roots = [(left, self.state_gradients[key]) for key, left in piece.gave.items() if key in self.state_gradients]
+            due = (
+                f"the backward of token {self.left - 1}"
+                if self.reached == self.tokens
+                else forward
+            )
+            raise RunError(
+                f"the backward of tokens {piece.begin}:{piece.end} comes out of order: {due} is due"
+            )
+        roots = [
+            (left, self.state_gradients[key])
+            for key, left in piece.gave.items()
+            if key in self.state_gradients
+        ]
         return [left for left, _ in roots], [gradient for _, gradient in roots]
 
     def close(self, piece: Slice) -> None:
         """A slice came back: keeps what the slice before it needs to know."""
         self.left = piece.begin
-        self.state_gradients = {key: one.grad for key, one in piece.taken.items() if one.grad is not None}
+        self.state_gradients = {
+            key: one.grad for key, one in piece.taken.items() if one.grad is not None
+        }
         piece.taken.clear()
         piece.gave.clear()
 
@@ -98,12 +123,18 @@ class Slice:
         """Of each token its place in its document: (tokens), or (rows, tokens) if there are several."""
         place = torch.arange(self.begin, self.end, device=device)
         starts = self.carry.starts
-        return place if starts is None else place - starts[:, self.begin : self.end].to(device)
+        return (
+            place
+            if starts is None
+            else place - starts[:, self.begin : self.end].to(device)
+        )
 
     def all_positions(self, device: torch.device) -> Tensor:
         """The positions of the whole sequence, of which `positions` are those from `begin` to `end`."""
         place = torch.arange(self.tokens, device=device)
-        return place if self.carry.starts is None else place - self.carry.starts.to(device)
+        return (
+            place if self.carry.starts is None else place - self.carry.starts.to(device)
+        )
 
     def mask(self, device: torch.device, dtype: torch.dtype) -> Tensor:
         """`seen` as attention takes it: on a GPU what the flash kernels know, else one tensor for all layers."""
@@ -114,7 +145,9 @@ class Slice:
             return causal_lower_right(self.end - self.begin, self.end)
         if self.added is None or self.added.dtype != dtype:
             seen = self.seen(device)
-            self.added = torch.zeros(seen.shape, device=device, dtype=dtype).masked_fill_(~seen, -torch.inf)
+            self.added = torch.zeros(
+                seen.shape, device=device, dtype=dtype
+            ).masked_fill_(~seen, -torch.inf)
         return self.added
 
     def seen(self, device: torch.device) -> Tensor:
@@ -164,7 +197,9 @@ class _Extend(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, piece: Slice, key: Key, dim: int) -> Tensor:
         rows = piece.carry.rows.get(key)
         if rows is None:
-            rows = piece.carry.rows[key] = x.new_empty(*x.shape[:dim], piece.tokens, *x.shape[dim + 1 :])
+            rows = piece.carry.rows[key] = x.new_empty(
+                *x.shape[:dim], piece.tokens, *x.shape[dim + 1 :]
+            )
         rows.data.narrow(dim, piece.begin, piece.end - piece.begin).copy_(x)
         ctx.piece, ctx.key, ctx.dim = piece, key, dim
         return rows.data.narrow(dim, 0, piece.end)

@@ -50,7 +50,9 @@ class UnknownNameError(PenstockError):
         names = sorted(known)
         near = get_close_matches(name, names, n=1, cutoff=0.4)
         hint = f"; did you mean {near[0]!r}?" if near else ""
-        super().__init__(f"there is no {kind} {name!r}{hint}\nknown: {', '.join(names)}")
+        super().__init__(
+            f"there is no {kind} {name!r}{hint}\nknown: {', '.join(names)}"
+        )
 
 
 class FileError(PenstockError):

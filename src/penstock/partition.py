@@ -15,5 +15,7 @@ def even_partition(layers: int, parts: int) -> tuple[int, ...]:
         if count < 1:
             raise ShapeError(f"{word} must be at least 1, not {count}")
     if parts > layers:
-        raise ShapeError(f"{layers} layers cannot fill {parts} parts: at most {layers}, so that none is empty")
+        raise ShapeError(
+            f"{layers} layers cannot fill {parts} parts: at most {layers}, so that none is empty"
+        )
     return tuple(layers // parts + (part < layers % parts) for part in range(parts))

@@ -3,20 +3,19 @@
 from penstock.cost.around import CostAround, PausingCost
 from penstock.cost.cities import City
 from penstock.cost.cluster import Cluster, Node
-from penstock.cost.cluster_file import dump_cluster, load_cluster, read_cluster, write_cluster
 from penstock.cost.cost import Cost
-from penstock.cost.curve import Curve, Seconds, Table
+from penstock.cost.curve import CorrectedCurve, Curve, Seconds
 from penstock.cost.model import ModelCost, PartCost, finer
 from penstock.cost.network import Network
 from penstock.cost.noisy import NoisyCost
 from penstock.cost.paused import PausedCost
 from penstock.cost.profile import Profile, ProfileCost
-from penstock.cost.profile_file import dump_profile, load_profile, read_profile, write_profile
 from penstock.cost.unit import UnitCost
 
 __all__ = [
     "City",
     "Cluster",
+    "CorrectedCurve",
     "Cost",
     "CostAround",
     "Curve",
@@ -30,15 +29,6 @@ __all__ = [
     "Profile",
     "ProfileCost",
     "Seconds",
-    "Table",
     "UnitCost",
-    "dump_cluster",
-    "dump_profile",
     "finer",
-    "load_cluster",
-    "load_profile",
-    "read_cluster",
-    "read_profile",
-    "write_cluster",
-    "write_profile",
 ]

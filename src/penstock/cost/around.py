@@ -54,7 +54,11 @@ class CostAround:
 
     def pause(self, schedule: Schedule, action: Action) -> float:
         """How long a rank rests after it."""
-        return self.cost.pause(schedule, action) if isinstance(self.cost, PausingCost) else 0.0
+        return (
+            self.cost.pause(schedule, action)
+            if isinstance(self.cost, PausingCost)
+            else 0.0
+        )
 
     def held(self, schedule: Schedule, action: Action) -> float:
         """Bytes a forward leaves."""
@@ -66,7 +70,11 @@ class CostAround:
 
     def rebuilt(self, schedule: Schedule, action: Action) -> float:
         """Bytes that are computed again."""
-        return self.cost.rebuilt(schedule, action) if isinstance(self.cost, RebuildingCost) else 0.0
+        return (
+            self.cost.rebuilt(schedule, action)
+            if isinstance(self.cost, RebuildingCost)
+            else 0.0
+        )
 
     def message(self, schedule: Schedule, action: Action) -> float:
         """Bytes of a result."""

@@ -1,7 +1,7 @@
 """Where cities are, and what a fibre between two places can do.
 
-    latency    one way: the great circle, half as long again for the way fibres take, at two thirds of light's speed
-    bandwidth  one stream that has `WINDOW` bytes on their way at most: it falls with the round-trip time
+latency    one way: the great circle, half as long again for the way fibres take, at two thirds of light's speed
+bandwidth  one stream that has `WINDOW` bytes on their way at most: it falls with the round-trip time
 """
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ from __future__ import annotations
 from math import asin, cos, radians, sin, sqrt
 from typing import NamedTuple
 
-EARTH = 6371.0  # kilometres
-FIBRE = 200_000.0  # kilometres a second
-DETOUR = 1.5
-AT_LEAST = 0.0005  # seconds: routers and cards
-WINDOW = 2.5e6  # bytes
-WIDE = 250e6  # bytes a second between cities, at most
-LOCAL = 2e9  # bytes a second within a city
+EARTH_RADIUS_KM = 6371.0  # kilometres
+FIBRE_KM_PER_SECOND = 200_000.0  # kilometres a second
+CABLE_DETOUR = 1.5
+MIN_LATENCY = 0.0005  # seconds: routers and cards
+TCP_WINDOW_BYTES = 2.5e6  # bytes
+MAX_BANDWIDTH_BETWEEN_CITIES = 250e6  # bytes a second between cities, at most
+BANDWIDTH_WITHIN_CITY = 2e9  # bytes a second within a city
 
 
 class City(NamedTuple):
@@ -29,46 +29,95 @@ class City(NamedTuple):
 def distance(one: City, other: City) -> float:
     """Kilometres along the great circle."""
     a, b = radians(one.north), radians(other.north)
-    across = sin((a - b) / 2) ** 2 + cos(a) * cos(b) * sin(radians(one.east - other.east) / 2) ** 2
-    return 2 * EARTH * asin(sqrt(across))
+    across = (
+        sin((a - b) / 2) ** 2
+        + cos(a) * cos(b) * sin(radians(one.east - other.east) / 2) ** 2
+    )
+    return 2 * EARTH_RADIUS_KM * asin(sqrt(across))
 
 
 def latency(one: City, other: City) -> float:
     """Seconds, one way."""
-    return AT_LEAST + DETOUR * distance(one, other) / FIBRE
+    return MIN_LATENCY + CABLE_DETOUR * distance(one, other) / FIBRE_KM_PER_SECOND
 
 
 def bandwidth(one: City, other: City) -> float:
     """Bytes a second of one stream."""
     if one.name == other.name:
-        return LOCAL
-    return min(WIDE, WINDOW / (2 * latency(one, other)))
+        return BANDWIDTH_WITHIN_CITY
+    return min(
+        MAX_BANDWIDTH_BETWEEN_CITIES, TCP_WINDOW_BYTES / (2 * latency(one, other))
+    )
 
 
 CITIES = {
     city.name: city
     for city in (
-        City("Amsterdam", 52.4, 4.9), City("Athens", 38.0, 23.7), City("Atlanta", 33.7, -84.4),
-        City("Auckland", -36.9, 174.8), City("Bangkok", 13.8, 100.5), City("Beijing", 39.9, 116.4),
-        City("Berlin", 52.5, 13.4), City("Bogota", 4.7, -74.1), City("Boston", 42.4, -71.1),
-        City("Brussels", 50.8, 4.4), City("Buenos Aires", -34.6, -58.4), City("Cairo", 30.0, 31.2),
-        City("Cape Town", -33.9, 18.4), City("Chicago", 41.9, -87.6), City("Dallas", 32.8, -96.8),
-        City("Delhi", 28.6, 77.2), City("Denver", 39.7, -105.0), City("Dubai", 25.2, 55.3),
-        City("Dublin", 53.3, -6.3), City("Frankfurt", 50.1, 8.7), City("Geneva", 46.2, 6.1),
-        City("Helsinki", 60.2, 24.9), City("Hong Kong", 22.3, 114.2), City("Istanbul", 41.0, 29.0),
-        City("Jakarta", -6.2, 106.8), City("Johannesburg", -26.2, 28.0), City("Lagos", 6.5, 3.4),
-        City("Lima", -12.0, -77.0), City("Lisbon", 38.7, -9.1), City("London", 51.5, -0.1),
-        City("Los Angeles", 34.1, -118.2), City("Madrid", 40.4, -3.7), City("Melbourne", -37.8, 145.0),
-        City("Mexico City", 19.4, -99.1), City("Miami", 25.8, -80.2), City("Milan", 45.5, 9.2),
-        City("Montreal", 45.5, -73.6), City("Mumbai", 19.1, 72.9), City("Munich", 48.1, 11.6),
-        City("Nairobi", -1.3, 36.8), City("New York", 40.7, -74.0), City("Osaka", 34.7, 135.5),
-        City("Oslo", 59.9, 10.8), City("Paris", 48.9, 2.4), City("Portland", 45.5, -122.7),
-        City("Prague", 50.1, 14.4), City("Rome", 41.9, 12.5), City("San Francisco", 37.8, -122.4),
-        City("Santiago", -33.4, -70.7), City("Sao Paulo", -23.6, -46.6), City("Seattle", 47.6, -122.3),
-        City("Seoul", 37.6, 127.0), City("Shanghai", 31.2, 121.5), City("Singapore", 1.4, 103.8),
-        City("Sofia", 42.7, 23.3), City("Stockholm", 59.3, 18.1), City("Sydney", -33.9, 151.2),
-        City("Taipei", 25.0, 121.6), City("Tel Aviv", 32.1, 34.8), City("Tokyo", 35.7, 139.7),
-        City("Toronto", 43.7, -79.4), City("Vancouver", 49.3, -123.1), City("Vienna", 48.2, 16.4),
-        City("Warsaw", 52.2, 21.0), City("Washington", 38.9, -77.0), City("Zurich", 47.4, 8.5),
+        City("Amsterdam", 52.4, 4.9),
+        City("Athens", 38.0, 23.7),
+        City("Atlanta", 33.7, -84.4),
+        City("Auckland", -36.9, 174.8),
+        City("Bangkok", 13.8, 100.5),
+        City("Beijing", 39.9, 116.4),
+        City("Berlin", 52.5, 13.4),
+        City("Bogota", 4.7, -74.1),
+        City("Boston", 42.4, -71.1),
+        City("Brussels", 50.8, 4.4),
+        City("Buenos Aires", -34.6, -58.4),
+        City("Cairo", 30.0, 31.2),
+        City("Cape Town", -33.9, 18.4),
+        City("Chicago", 41.9, -87.6),
+        City("Dallas", 32.8, -96.8),
+        City("Delhi", 28.6, 77.2),
+        City("Denver", 39.7, -105.0),
+        City("Dubai", 25.2, 55.3),
+        City("Dublin", 53.3, -6.3),
+        City("Frankfurt", 50.1, 8.7),
+        City("Geneva", 46.2, 6.1),
+        City("Helsinki", 60.2, 24.9),
+        City("Hong Kong", 22.3, 114.2),
+        City("Istanbul", 41.0, 29.0),
+        City("Jakarta", -6.2, 106.8),
+        City("Johannesburg", -26.2, 28.0),
+        City("Lagos", 6.5, 3.4),
+        City("Lima", -12.0, -77.0),
+        City("Lisbon", 38.7, -9.1),
+        City("London", 51.5, -0.1),
+        City("Los Angeles", 34.1, -118.2),
+        City("Madrid", 40.4, -3.7),
+        City("Melbourne", -37.8, 145.0),
+        City("Mexico City", 19.4, -99.1),
+        City("Miami", 25.8, -80.2),
+        City("Milan", 45.5, 9.2),
+        City("Montreal", 45.5, -73.6),
+        City("Mumbai", 19.1, 72.9),
+        City("Munich", 48.1, 11.6),
+        City("Nairobi", -1.3, 36.8),
+        City("New York", 40.7, -74.0),
+        City("Osaka", 34.7, 135.5),
+        City("Oslo", 59.9, 10.8),
+        City("Paris", 48.9, 2.4),
+        City("Portland", 45.5, -122.7),
+        City("Prague", 50.1, 14.4),
+        City("Rome", 41.9, 12.5),
+        City("San Francisco", 37.8, -122.4),
+        City("Santiago", -33.4, -70.7),
+        City("Sao Paulo", -23.6, -46.6),
+        City("Seattle", 47.6, -122.3),
+        City("Seoul", 37.6, 127.0),
+        City("Shanghai", 31.2, 121.5),
+        City("Singapore", 1.4, 103.8),
+        City("Sofia", 42.7, 23.3),
+        City("Stockholm", 59.3, 18.1),
+        City("Sydney", -33.9, 151.2),
+        City("Taipei", 25.0, 121.6),
+        City("Tel Aviv", 32.1, 34.8),
+        City("Tokyo", 35.7, 139.7),
+        City("Toronto", 43.7, -79.4),
+        City("Vancouver", 49.3, -123.1),
+        City("Vienna", 48.2, 16.4),
+        City("Warsaw", 52.2, 21.0),
+        City("Washington", 38.9, -77.0),
+        City("Zurich", 47.4, 8.5),
     )
-}  # fmt: skip
+}

@@ -35,10 +35,20 @@ def columns(schedule: Schedule, cost: Cost) -> Columns:
     """All of a cost for all of a schedule."""
     table, codes = schedule.table, _codes(schedule)
     target = table.target()
-    size = np.where(target >= 0, _each(schedule, _codes_by_path(schedule, codes), cost.message), 0.0)
+    size = np.where(
+        target >= 0, _each(schedule, _codes_by_path(schedule, codes), cost.message), 0.0
+    )
     held, kept = _each(schedule, codes, cost.held), _each(schedule, codes, cost.kept)
-    pause = _each(schedule, codes, cost.pause) if isinstance(cost, PausingCost) else np.zeros(len(table))
-    again = _each(schedule, codes, cost.rebuilt) if isinstance(cost, RebuildingCost) else np.zeros(len(table))
+    pause = (
+        _each(schedule, codes, cost.pause)
+        if isinstance(cost, PausingCost)
+        else np.zeros(len(table))
+    )
+    again = (
+        _each(schedule, codes, cost.rebuilt)
+        if isinstance(cost, RebuildingCost)
+        else np.zeros(len(table))
+    )
     loss = _losses(table, held, kept)
     more = np.maximum(-loss, 0.0)  # an I may keep more for its W than its F had left
     spike = np.maximum(again - more, 0.0)  # there while it runs alone
@@ -75,7 +85,9 @@ def _codes(schedule: Schedule) -> tuple[Ints, Ints]:
             total += microbatch.slices
         base[number] = spans[key]
     span = base[table.microbatch] + table.slice
-    code = (table.op.astype(np.int64) * len(schedule.stages) + table.stage) * total + span
+    code = (
+        table.op.astype(np.int64) * len(schedule.stages) + table.stage
+    ) * total + span
     size = len(CODE) * len(schedule.stages) * total
     if size > 4 * len(table) + 1024:
         _, examples, numbers = np.unique(code, return_index=True, return_inverse=True)
@@ -96,7 +108,9 @@ def _codes_by_path(schedule: Schedule, codes: tuple[Ints, Ints]) -> tuple[Ints, 
     for number, microbatch in enumerate(schedule.microbatches):
         row = seen.get(id(microbatch.path))
         if row is None:
-            row = seen[id(microbatch.path)] = rows.setdefault(microbatch.path, len(rows))
+            row = seen[id(microbatch.path)] = rows.setdefault(
+                microbatch.path, len(rows)
+            )
         mine[number] = row
     before = np.full((len(rows), len(schedule.stages)), ABSENT, dtype=np.int64)
     for path, row in rows.items():
@@ -105,12 +119,20 @@ def _codes_by_path(schedule: Schedule, codes: tuple[Ints, Ints]) -> tuple[Ints, 
     if (before.max(axis=0) <= least).all():  # one and the same on all paths
         return codes
     table, (_, numbers) = schedule.table, codes
-    code = numbers * (len(schedule.stages) + 1) + 1 + before[mine[table.microbatch], table.stage]
+    code = (
+        numbers * (len(schedule.stages) + 1)
+        + 1
+        + before[mine[table.microbatch], table.stage]
+    )
     _, examples, renumbered = np.unique(code, return_index=True, return_inverse=True)
     return examples, renumbered
 
 
-def _each(schedule: Schedule, codes: tuple[Ints, Ints], ask: Callable[[Schedule, Action], float]) -> Floats:
+def _each(
+    schedule: Schedule,
+    codes: tuple[Ints, Ints],
+    ask: Callable[[Schedule, Action], float],
+) -> Floats:
     """A cost for every action, asked once for each combination."""
     example, number = codes
     answers = [ask(schedule, schedule.table.action(int(action))) for action in example]
@@ -118,15 +140,24 @@ def _each(schedule: Schedule, codes: tuple[Ints, Ints], ask: Callable[[Schedule,
     return column
 
 
-def _links(schedule: Schedule, cost: Cost, target: Ints, size: Floats) -> tuple[Ints, Floats, Floats]:
+def _links(
+    schedule: Schedule, cost: Cost, target: Ints, size: Floats
+) -> tuple[Ints, Floats, Floats]:
     ranks, leaves = schedule.ranks, np.flatnonzero(target >= 0)
-    pairs, where = np.unique(schedule.table.rank[leaves] * ranks + target[leaves], return_inverse=True)
+    pairs, where = np.unique(
+        schedule.table.rank[leaves] * ranks + target[leaves], return_inverse=True
+    )
     ends = [(int(pair) // ranks, int(pair) % ranks) for pair in pairs]
     link = np.full(len(target), -1, dtype=np.int64)
     latency, wire = np.zeros(len(target)), np.zeros(len(target))
     link[leaves] = where
-    latency[leaves] = np.array([cost.latency(*pair) for pair in ends], dtype=np.float64)[where]
-    wire[leaves] = size[leaves] / np.array([cost.bandwidth(*pair) for pair in ends], dtype=np.float64)[where]
+    latency[leaves] = np.array(
+        [cost.latency(*pair) for pair in ends], dtype=np.float64
+    )[where]
+    wire[leaves] = (
+        size[leaves]
+        / np.array([cost.bandwidth(*pair) for pair in ends], dtype=np.float64)[where]
+    )
     return link, latency, wire
 
 

@@ -15,11 +15,11 @@ from itertools import chain, combinations
 
 import numpy as np
 
-from penstock.cost.curve import Curve, Measured, Seconds, Table
+from penstock.cost.curve import CorrectedCurve, Curve, Measured, Seconds
 from penstock.errors import ShapeError
 from penstock.ir.table import Floats
 
-GOOD = 0.05  # the worst error with which a formula, which smooths and reaches beyond what was measured, is kept
+GOOD_ERROR = 0.05  # the worst error with which a formula, which smooths and reaches beyond what was measured, is kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,10 +33,12 @@ class Fit:
     @property
     def form(self) -> str:
         """Formula or table."""
-        return "table" if isinstance(self.curve, Table) else "formula"
+        return "table" if isinstance(self.curve, CorrectedCurve) else "formula"
 
 
-def fit(points: Sequence[Measured], held_out: Sequence[Measured], good: float = GOOD) -> Fit:
+def fit(
+    points: Sequence[Measured], held_out: Sequence[Measured], good: float = GOOD_ERROR
+) -> Fit:
     """The formula if its worst error on the points held out is no more than `good`; else what foretells them better.
 
     Better is the lower median, not the lower maximum: one point that was disturbed must not choose.
@@ -48,16 +50,20 @@ def fit(points: Sequence[Measured], held_out: Sequence[Measured], good: float = 
     """
     formula = fit_formula(points)
     plain = _judged(formula, held_out or points)
-    if plain.worst <= good or any(formula.of(tokens, prefix) <= 0 for tokens, prefix, _ in points):
+    if plain.worst <= good or any(
+        formula.of(tokens, prefix) <= 0 for tokens, prefix, _ in points
+    ):
         return plain  # or a table could not correct it
-    table = _judged(Table(formula, tuple(points)), held_out or points)
+    table = _judged(CorrectedCurve(formula, tuple(points)), held_out or points)
     return table if table.median < plain.median else plain
 
 
 def fit_formula(points: Sequence[Measured]) -> Seconds:
     """The formula with the least relative errors, squared; terms of points that have no prefix are left out."""
     if not points or min(seconds for _, _, seconds in points) <= 0:
-        raise ShapeError("a formula is fitted to measured points, each of more than 0 seconds")
+        raise ShapeError(
+            "a formula is fitted to measured points, each of more than 0 seconds"
+        )
     rows = [(1.0, i, j, i * j + i * i / 2) for i, j, _ in points]
     seconds = np.array([s for _, _, s in points])
     found = least_squares(np.array(rows) / seconds[:, None], np.ones(len(points)))
@@ -73,7 +79,9 @@ def least_squares(a: Floats, b: Floats) -> Floats:
     size[size == 0] = 1.0
     columns = range(a.shape[1])
     best, least = np.zeros(a.shape[1]), float(np.linalg.norm(b))
-    for some in chain.from_iterable(combinations(columns, count) for count in range(1, len(columns) + 1)):
+    for some in chain.from_iterable(
+        combinations(columns, count) for count in range(1, len(columns) + 1)
+    ):
         used = list(some)
         x = np.linalg.lstsq(a[:, used] / size[used], b, rcond=None)[0]
         left = float(np.linalg.norm(a[:, used] / size[used] @ x - b))
@@ -84,5 +92,8 @@ def least_squares(a: Floats, b: Floats) -> Floats:
 
 
 def _judged(curve: Curve, points: Sequence[Measured]) -> Fit:
-    errors = [abs(curve.of(tokens, prefix) / seconds - 1.0) for tokens, prefix, seconds in points]
+    errors = [
+        abs(curve.of(tokens, prefix) / seconds - 1.0)
+        for tokens, prefix, seconds in points
+    ]
     return Fit(curve, max(errors), float(np.median(errors)))

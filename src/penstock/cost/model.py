@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from penstock.cost.curve import Curve, total
+from penstock.cost.curve import Curve, sum_curves
 from penstock.cost.network import Network, of_pair
 from penstock.errors import ShapeError
 from penstock.ir.action import Action, Op
@@ -27,7 +27,9 @@ class PartCost:
     message: float = 0.0  # the result that goes to the next part, and its gradient back
     weights: float = 0.0  # weights, gradients and optimizer state, not for each token
     recompute: bool = False  # keep the input alone (as large as a message), and run F again before the backward
-    tied: float = 0.0  # of the weights, those that the first and the last part have in common
+    tied: float = (
+        0.0  # of the weights, those that the first and the last part have in common
+    )
 
     @property
     def left(self) -> float:
@@ -61,47 +63,70 @@ class ModelCost:
         """The part that a stage holds."""
         number = schedule.stages[stage].part
         if number >= len(self.parts):
-            raise ShapeError(f"the schedule has {schedule.parts} parts, the cost {len(self.parts)}")
+            raise ShapeError(
+                f"the schedule has {schedule.parts} parts, the cost {len(self.parts)}"
+            )
         return self.parts[number]
 
     def span(self, schedule: Schedule, action: Action) -> tuple[int, int]:
         """The tokens an action works on."""
         microbatch = schedule.microbatches[action.microbatch]
-        return (microbatch if self.tokens is None else stretch(microbatch, self.tokens)).span(action.slice)
+        return (
+            microbatch if self.tokens is None else stretch(microbatch, self.tokens)
+        ).span(action.slice)
 
     def seconds(self, schedule: Schedule, action: Action) -> float:
         """How long an action computes, on its rank."""
         part, rank = self.part(schedule, action.stage), schedule.rank_of(action)
         begin, end = self.span(schedule, action)
         if self.speeds and rank >= len(self.speeds):
-            raise ShapeError(f"the schedule has {schedule.ranks} ranks, the cost the speeds of {len(self.speeds)}")
+            raise ShapeError(
+                f"the schedule has {schedule.ranks} ranks, the cost the speeds of {len(self.speeds)}"
+            )
         speed = self.speeds[rank] if self.speeds else 1.0
         again = (part.F,) if part.recompute and action.op in (Op.B, Op.I) else ()
         whole = (part.I, part.W) if part.B is None else (part.B,)
-        curves = {Op.F: (part.F,), Op.B: whole, Op.I: (part.I,), Op.W: (part.W,)}[action.op]
-        seconds: float = sum(curve.of(end - begin, begin) for curve in (*again, *curves))
+        curves = {Op.F: (part.F,), Op.B: whole, Op.I: (part.I,), Op.W: (part.W,)}[
+            action.op
+        ]
+        seconds: float = sum(
+            curve.of(end - begin, begin) for curve in (*again, *curves)
+        )
         return seconds / speed
 
     def held(self, schedule: Schedule, action: Action) -> float:
         """Bytes a forward leaves on its rank."""
-        part, (begin, end) = self.part(schedule, action.stage), self.span(schedule, action)
+        part, (begin, end) = (
+            self.part(schedule, action.stage),
+            self.span(schedule, action),
+        )
         return part.left * (end - begin)
 
     def kept(self, schedule: Schedule, action: Action) -> float:
         """Bytes an I leaves for its W."""
-        part, (begin, end) = self.part(schedule, action.stage), self.span(schedule, action)
+        part, (begin, end) = (
+            self.part(schedule, action.stage),
+            self.span(schedule, action),
+        )
         return (part.held if part.kept is None else part.kept) * (end - begin)
 
     def rebuilt(self, schedule: Schedule, action: Action) -> float:
         """Bytes of a part that kept its input alone, while its backward runs."""
-        part, (begin, end) = self.part(schedule, action.stage), self.span(schedule, action)
+        part, (begin, end) = (
+            self.part(schedule, action.stage),
+            self.span(schedule, action),
+        )
         return part.rebuilt * (end - begin) if action.op in (Op.B, Op.I) else 0.0
 
     def message(self, schedule: Schedule, action: Action) -> float:
         """Bytes of a result on its way: a gradient is as large as the input it belongs to."""
         begin, end = self.span(schedule, action)
         path = schedule.microbatches[action.microbatch].path
-        sender = action.stage if action.op is Op.F else path[max(path.index(action.stage) - 1, 0)]
+        sender = (
+            action.stage
+            if action.op is Op.F
+            else path[max(path.index(action.stage) - 1, 0)]
+        )
         return self.part(schedule, sender).message * (end - begin)
 
     def weights(self, schedule: Schedule, stage: int) -> float:
@@ -110,7 +135,9 @@ class ModelCost:
 
     def tied(self, schedule: Schedule) -> float:
         """Bytes of weights that the first and the last part have in common."""
-        return min(self.parts[0].tied, self.parts[-1].tied) if len(self.parts) > 1 else 0.0
+        return (
+            min(self.parts[0].tied, self.parts[-1].tied) if len(self.parts) > 1 else 0.0
+        )
 
     def latency(self, source: int, target: int) -> float:
         """Seconds until the first byte is there."""
@@ -134,9 +161,15 @@ def share_of(part: PartCost, share: float) -> PartCost:
     """A piece of a part: its share of the work, of what is held and of the weights; a message stays as large."""
 
     def less(curve: Curve) -> Curve:
-        return total([(share, curve)])
+        return sum_curves([(share, curve)])
 
     return replace(
-        part, F=less(part.F), I=less(part.I), W=less(part.W), B=None if part.B is None else less(part.B),
-        held=part.held * share, kept=None if part.kept is None else part.kept * share, weights=part.weights * share,
-    )  # fmt: skip
+        part,
+        F=less(part.F),
+        I=less(part.I),
+        W=less(part.W),
+        B=None if part.B is None else less(part.B),
+        held=part.held * share,
+        kept=None if part.kept is None else part.kept * share,
+        weights=part.weights * share,
+    )

@@ -19,17 +19,27 @@ class NoisyCost(CostAround):
 
     def factor(self, *what: object) -> float:
         """1 give or take the spread."""
-        return 1.0 + self.spread * (2.0 * random.Random(f"{self.seed} {what}").random() - 1.0)
+        return 1.0 + self.spread * (
+            2.0 * random.Random(f"{self.seed} {what}").random() - 1.0
+        )
 
     def seconds(self, schedule: Schedule, action: Action) -> float:
         """With noise."""
-        noise = self.factor(action.op.value, schedule.stages[action.stage].part, schedule.rank_of(action))
+        noise = self.factor(
+            action.op.value,
+            schedule.stages[action.stage].part,
+            schedule.rank_of(action),
+        )
         return self.cost.seconds(schedule, action) * noise
 
     def latency(self, source: int, target: int) -> float:
         """With noise."""
-        return self.cost.latency(source, target) * self.factor("latency", source, target)
+        return self.cost.latency(source, target) * self.factor(
+            "latency", source, target
+        )
 
     def bandwidth(self, source: int, target: int) -> float:
         """With noise."""
-        return self.cost.bandwidth(source, target) / self.factor("bandwidth", source, target)
+        return self.cost.bandwidth(source, target) / self.factor(
+            "bandwidth", source, target
+        )

@@ -16,8 +16,7 @@ from penstock.ir.schedule import Schedule
 
 @dataclass(frozen=True, slots=True)
 class PausedCost(CostAround):
-    """Another cost, with rests: `gap` after an action, `first` after a forward of part 0, `head` after one of the head.
-    """
+    """Another cost, with rests: `gap` after an action, `first` after a forward of part 0, `head` after one of the head."""
 
     gap: float = 0.0
     first: float = 0.0

@@ -12,13 +12,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from penstock.cost.curve import Curve, Seconds, total
+from penstock.cost.curve import Curve, Seconds, sum_curves
 from penstock.cost.fit import Fit, fit
 from penstock.cost.model import ModelCost, PartCost
 from penstock.cost.network import Network, of_pair
 from penstock.errors import ShapeError
 from penstock.ir.action import Action, Op
-from penstock.ir.fields import Facts
+from penstock.ir.plan import Facts
 from penstock.ir.schedule import Schedule
 from penstock.partition import even_partition
 
@@ -78,8 +78,12 @@ def error_warning(profile: Profile) -> str:
 
 
 def block(
-    points: Sequence[Point], held: float = 0.0, kept: float = 0.0, weights: float = 0.0, update: float = 0.0
-) -> Block:  # fmt: skip
+    points: Sequence[Point],
+    held: float = 0.0,
+    kept: float = 0.0,
+    weights: float = 0.0,
+    update: float = 0.0,
+) -> Block:
     """A block with curves fitted to its points."""
     f, b, i, w = (fit_op(points, op) for op in (Op.F, Op.B, Op.I, Op.W))
     return Block(tuple(points), f, b, i, w, held, kept, weights, update)
@@ -89,7 +93,10 @@ def fit_op(points: Sequence[Point], op: Op) -> Fit:
     """The curve of one op; of an op that does nothing (the W of an embedding), nothing."""
     if not any(point.of(op) for point in points):
         return Fit(Seconds(), 0.0, 0.0)
-    seen, unseen = ([(p.tokens, p.prefix, p.of(op)) for p in points if p.held_out is out] for out in (False, True))
+    seen, unseen = (
+        [(p.tokens, p.prefix, p.of(op)) for p in points if p.held_out is out]
+        for out in (False, True)
+    )
     return fit(seen, unseen)
 
 
@@ -111,14 +118,20 @@ class Profile:
     tied: float = 0.0  # bytes of weights, gradients and AdamW's state that embedding and head have in common
 
     def cost(
-        self, partition: Sequence[int], ranks: int | None = None, recompute: bool = False, tokens: int | None = None
-    ) -> ModelCost:  # fmt: skip
+        self,
+        partition: Sequence[int],
+        ranks: int | None = None,
+        recompute: bool = False,
+        tokens: int | None = None,
+    ) -> ModelCost:
         """Of parts of so many layers each; for so many `ranks`, if the links are to be checked for them.
 
         With `tokens` every sequence has so many and a schedule's cuts are shares, else they are tokens.
         """
         if sum(partition) != self.layers or min(partition, default=-1) < 0:
-            raise ShapeError(f"the partition {tuple(partition)} has {sum(partition)} layers, the model {self.layers}")
+            raise ShapeError(
+                f"the partition {tuple(partition)} has {sum(partition)} layers, the model {self.layers}"
+            )
         links = self.network.latency
         if ranks is not None and isinstance(links, tuple) and len(links) < ranks:
             raise ShapeError(
@@ -127,24 +140,39 @@ class Profile:
             )
         last = len(partition) - 1
         parts = tuple(
-            self.part(count, number == 0, number == last, recompute) for number, count in enumerate(partition)
+            self.part(count, number == 0, number == last, recompute)
+            for number, count in enumerate(partition)
         )
         return ModelCost(parts, self.network, tokens=tokens)
 
-    def part(self, layers: int, first: bool, last: bool, recompute: bool = False) -> PartCost:
+    def part(
+        self, layers: int, first: bool, last: bool, recompute: bool = False
+    ) -> PartCost:
         """The cost of one part."""
         blocks = self.blocks(layers, first, last)
 
         def curve(op: Op) -> Curve:
-            return total([(1, Seconds(self.turn)), *((count, one.fit(op).curve) for count, one in blocks)])
+            return sum_curves(
+                [
+                    (1, Seconds(self.turn)),
+                    *((count, one.fit(op).curve) for count, one in blocks),
+                ]
+            )
 
         return PartCost(
-            F=curve(Op.F), I=curve(Op.I), W=curve(Op.W), B=curve(Op.B),
-            held=sum(count * one.held for count, one in blocks) + (0.0 if last else self.message),  # and its result
+            F=curve(Op.F),
+            I=curve(Op.I),
+            W=curve(Op.W),
+            B=curve(Op.B),
+            held=sum(count * one.held for count, one in blocks)
+            + (0.0 if last else self.message),  # and its result
             kept=sum(count * one.kept for count, one in blocks),
-            message=self.message, recompute=recompute, tied=self.tied if first != last else 0.0,
-            weights=sum(count * one.weights for count, one in blocks) - (self.tied if first and last else 0.0),
-        )  # fmt: skip
+            message=self.message,
+            recompute=recompute,
+            tied=self.tied if first != last else 0.0,
+            weights=sum(count * one.weights for count, one in blocks)
+            - (self.tied if first and last else 0.0),
+        )
 
     def blocks(self, layers: int, first: bool, last: bool) -> list[tuple[int, Block]]:
         """What a part is made of, each so many times."""
@@ -159,7 +187,9 @@ class Profile:
         blocks = self.blocks(self.layers, first=True, last=True)
         errors = [0.0]
         for op in (Op.F, Op.B, Op.I, Op.W):
-            times = [count * one.fit(op).curve.of(self.tokens, 0) for count, one in blocks]
+            times = [
+                count * one.fit(op).curve.of(self.tokens, 0) for count, one in blocks
+            ]
             errors += [
                 one.fit(op).worst
                 for (_, one), seconds in zip(blocks, times, strict=True)
@@ -171,7 +201,10 @@ class Profile:
         """Seconds of AdamW's step for each part. No action of a schedule: it comes after the last one of a rank."""
         last = len(partition) - 1
         return tuple(
-            sum(count * one.update for count, one in self.blocks(layers, number == 0, number == last))
+            sum(
+                count * one.update
+                for count, one in self.blocks(layers, number == 0, number == last)
+            )
             for number, layers in enumerate(partition)
         )
 
@@ -180,20 +213,35 @@ def enlarged(profile: Profile, rows: int, tokens: int) -> Profile:
     """A profile of fewer rows and shorter sequences, taken in proportion: for what would take too long to measure."""
     wide, long_ = rows / profile.rows, tokens // profile.tokens
     if tokens % profile.tokens:
-        raise ShapeError(f"sequences of {tokens} tokens are no multiple of the {profile.tokens} that were measured")
+        raise ShapeError(
+            f"sequences of {tokens} tokens are no multiple of the {profile.tokens} that were measured"
+        )
 
     def larger(one: Block) -> Block:
         share = wide * long_
         points = [
-            Point(p.tokens * long_, p.prefix * long_, p.F * share, p.B * share, p.I * share, p.W * share, p.held_out)
+            Point(
+                p.tokens * long_,
+                p.prefix * long_,
+                p.F * share,
+                p.B * share,
+                p.I * share,
+                p.W * share,
+                p.held_out,
+            )
             for p in one.points
         ]
         return block(points, one.held * wide, one.kept * wide, one.weights, one.update)
 
     return replace(
-        profile, tokens=tokens, rows=rows, message=profile.message * wide, embed=larger(profile.embed),
-        layer=larger(profile.layer), head=larger(profile.head),
-    )  # fmt: skip
+        profile,
+        tokens=tokens,
+        rows=rows,
+        message=profile.message * wide,
+        embed=larger(profile.embed),
+        layer=larger(profile.layer),
+        head=larger(profile.head),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +255,9 @@ class ProfileCost:
     profile: Profile
     tokens: int | None = None
     recompute: bool = False
-    made: dict[int, ModelCost] = field(default_factory=dict, init=False, repr=False, compare=False)  # by parts
+    made: dict[int, ModelCost] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )  # by parts
 
     def of(self, schedule: Schedule) -> ModelCost:
         """The cost of a schedule's own parts."""
@@ -215,7 +265,9 @@ class ProfileCost:
         if parts not in self.made:
             partition = even_partition(self.profile.layers, parts)
             length = self.profile.tokens if self.tokens is None else self.tokens
-            self.made[parts] = self.profile.cost(partition, None, self.recompute, length)
+            self.made[parts] = self.profile.cost(
+                partition, None, self.recompute, length
+            )
         return self.made[parts]
 
     @property

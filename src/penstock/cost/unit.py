@@ -1,9 +1,9 @@
 """Costs in units of one rank's work for one micro-batch: the arithmetic of the papers' figures.
 
-    F = 1    forward of all that a micro-batch does on a rank: with k stages of its path there, each takes 1/k
-    B = 2    its backward; split, I = W = B/2
-    comm     latency of a hop between two ranks
-    bytes    1 = the activations of one micro-batch on one rank
+F = 1    forward of all that a micro-batch does on a rank: with k stages of its path there, each takes 1/k
+B = 2    its backward; split, I = W = B/2
+comm     latency of a hop between two ranks
+bytes    1 = the activations of one micro-batch on one rank
 """
 
 from __future__ import annotations
@@ -33,7 +33,11 @@ class UnitCost:
     def share(self, schedule: Schedule, action: Action) -> float:
         """Of one rank's work for the micro-batch: by stages on that rank, and by tokens."""
         begin, end = schedule.span(action)
-        return (end - begin) / schedule.microbatches[action.microbatch].tokens / int(schedule.table.crowd[action.stage])
+        return (
+            (end - begin)
+            / schedule.microbatches[action.microbatch].tokens
+            / int(schedule.table.crowd[action.stage])
+        )
 
     def seconds(self, schedule: Schedule, action: Action) -> float:
         """How long an action computes."""

@@ -1,8 +1,8 @@
 """One thing a rank does: an op on a stage, for a slice of a micro-batch.
 
-    2F0      forward of micro-batch 0 on stage 2
-    2B0.1    backward of its slice 1
-    2I0 2W0  the two halves of a split backward: input gradient, weight gradient
+2F0      forward of micro-batch 0 on stage 2
+2B0.1    backward of its slice 1
+2I0 2W0  the two halves of a split backward: input gradient, weight gradient
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ class Op(StrEnum):
 
 
 OPS = tuple(Op)
-CODE = {op: code for code, op in enumerate(OPS)}  # F 0, B 1, I 2, W 3: how tables of numbers write an op
+CODE = {
+    op: code for code, op in enumerate(OPS)
+}  # F 0, B 1, I 2, W 3: how tables of numbers write an op
 
 _TEXT = re.compile(r"([0-9]{1,9})([FBIW])([0-9]{1,9})(?:\.([0-9]{1,9}))?")
 
@@ -53,6 +55,8 @@ def parse_action(text: str) -> Action:
     """
     found = _TEXT.fullmatch(text)
     if found is None:
-        raise FileError(f"{text!r} is not an action: stage, op F B I or W, micro-batch, as in 2F0; 2F0.1 for a slice")
+        raise FileError(
+            f"{text!r} is not an action: stage, op F B I or W, micro-batch, as in 2F0; 2F0.1 for a slice"
+        )
     stage, op, microbatch, piece = found.groups()
     return Action(Op(op), int(stage), int(microbatch), int(piece or 0))

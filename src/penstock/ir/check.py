@@ -1,10 +1,10 @@
 """What makes three tables a schedule. Collects every fault and raises once, each drawn with a caret under the action:
 
-    2B0 needs 2F0, which no rank ever runs
+2B0 needs 2F0, which no rank ever runs
 
-      rank 2 | 2F1 2B0 2F2 2B1 2F3 2B2
-                   ^^^
-      every micro-batch needs one F on every stage of its path
+  rank 2 | 2F1 2B0 2F2 2B1 2F3 2B2
+               ^^^
+  every micro-batch needs one F on every stage of its path
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def check(schedule: Schedule) -> Table:
     return table
 
 
-def draw(lanes: Sequence[Sequence[object]], rank: int, index: int) -> str:
+def draw_lane(lanes: Sequence[Sequence[object]], rank: int, index: int) -> str:
     """A lane around one of its entries, with a caret under it."""
     lane, head = lanes[rank], f"  rank {rank} | "
     begin, end = max(index - AROUND, 0), min(index + AROUND + 1, len(lane))
@@ -56,9 +56,11 @@ def draw(lanes: Sequence[Sequence[object]], rank: int, index: int) -> str:
     return f"{line}\n{' ' * before}{'^' * len(words[index - begin])}"
 
 
-def _fault(schedule: Schedule, table: Table, number: int, what: str, advice: str) -> str:
+def _fault(
+    schedule: Schedule, table: Table, number: int, what: str, advice: str
+) -> str:
     rank = int(table.rank[number])
-    return f"{what}\n\n{draw(schedule.lanes, rank, number - int(table.first[rank]))}\n  {advice}"
+    return f"{what}\n\n{draw_lane(schedule.lanes, rank, number - int(table.first[rank]))}\n  {advice}"
 
 
 def _some(numbers: Ints) -> Iterator[int]:
@@ -87,7 +89,9 @@ def _table_faults(schedule: Schedule) -> Iterator[str]:
         yield from _cut_faults(number, microbatch)
 
 
-def _path_faults(schedule: Schedule, number: int, microbatch: MicroBatch) -> Iterator[str]:
+def _path_faults(
+    schedule: Schedule, number: int, microbatch: MicroBatch
+) -> Iterator[str]:
     drawn = f"\n\n  micro-batch {number} | path {' '.join(map(str, microbatch.path))}\n"
     if not microbatch.path:
         yield f"micro-batch {number} visits no stage{drawn}  a path needs at least one stage"
@@ -120,7 +124,9 @@ def _cut_faults(number: int, microbatch: MicroBatch) -> Iterator[str]:
 # ---------------------------------------------------------------- each action for itself
 def _unsound(schedule: Schedule, table: Table) -> list[str]:
     bad = np.flatnonzero(~table.sound)
-    return [_unsound_one(schedule, table, number) for number in _some(bad)] + _rest(bad, "actions like these")
+    return [_unsound_one(schedule, table, number) for number in _some(bad)] + _rest(
+        bad, "actions like these"
+    )
 
 
 def _unsound_one(schedule: Schedule, table: Table, number: int) -> str:
@@ -132,17 +138,27 @@ def _unsound_one(schedule: Schedule, table: Table, number: int) -> str:
     if not 0 <= action.microbatch < len(microbatches):
         last = len(microbatches) - 1
         what = f"{action} is for micro-batch {action.microbatch}, which does not exist (micro-batches 0..{last})"
-        return _fault(schedule, table, number, what, "are the micro-batches of this lane off by one?")
+        return _fault(
+            schedule,
+            table,
+            number,
+            what,
+            "are the micro-batches of this lane off by one?",
+        )
     microbatch = microbatches[action.microbatch]
     if action.stage not in microbatch.path:
         path = " ".join(map(str, microbatch.path))
         what = f"{action} is off the path of micro-batch {action.microbatch}, which is {path}"
-        return _fault(schedule, table, number, what, "take it out, or put the stage on the path")
+        return _fault(
+            schedule, table, number, what, "take it out, or put the stage on the path"
+        )
     if not 0 <= action.slice < microbatch.slices:
         what = f"{action} is for slice {action.slice}, but micro-batch {action.microbatch} has {microbatch.slices}"
         return _fault(schedule, table, number, what, "slices are counted from 0")
     home = stages[action.stage].rank
-    what = f"{action} stands on rank {rank}, but stage {action.stage} lives on rank {home}"
+    what = (
+        f"{action} stands on rank {rank}, but stage {action.stage} lives on rank {home}"
+    )
     return _fault(schedule, table, number, what, f"move it to the lane of rank {home}")
 
 
@@ -151,11 +167,17 @@ def _doubled(schedule: Schedule, table: Table) -> list[str]:
     twice = sound[table.at[table.slots[sound]] != sound]
     found = []
     for number in _some(twice):
-        action, other = table.action(number), table.action(int(table.at[table.slots[number]]))
+        action, other = (
+            table.action(number),
+            table.action(int(table.at[table.slots[number]])),
+        )
         if action == other:
             what, advice = f"{action} stands twice", "each action runs once"
         else:
-            what, advice = f"{action} stands beside {other}", "a backward is either B alone, or I and W"
+            what, advice = (
+                f"{action} stands beside {other}",
+                "a backward is either B alone, or I and W",
+            )
         found.append(_fault(schedule, table, number, what, advice))
     return found + _rest(twice, "doubled actions")
 
@@ -171,19 +193,32 @@ def _missing(schedule: Schedule, table: Table, slots: Ints) -> list[str]:
     found = []
     if len(missing):
         users = _users(slots, missing)
-        found = [_missing_one(schedule, table, slot, users.get(slot, -1)) for slot in _some(missing)]
+        found = [
+            _missing_one(schedule, table, slot, users.get(slot, -1))
+            for slot in _some(missing)
+        ]
     alone = table.at[WEIGHTS::3][~split & ~empty[WEIGHTS::3] & ~empty[BACKWARD::3]]
     for number in _some(alone):
         action = table.action(number)
         whole = action._replace(op=Op.B)
         what = f"{action} has no {action._replace(op=Op.I)}: its backward is {whole}"
-        found.append(_fault(schedule, table, number, what, "a backward is either B alone, or I and W"))
+        found.append(
+            _fault(
+                schedule,
+                table,
+                number,
+                what,
+                "a backward is either B alone, or I and W",
+            )
+        )
     return found + _rest(missing, "missing actions") + _rest(alone, "W without I")
 
 
 def _users(slots: Ints, missing: Ints) -> dict[int, int]:
     row, column = np.nonzero(np.isin(slots, missing))
-    return {int(slots[r, c]): int(r) for r, c in zip(row[::-1], column[::-1], strict=True)}
+    return {
+        int(slots[r, c]): int(r) for r, c in zip(row[::-1], column[::-1], strict=True)
+    }
 
 
 def _missing_one(schedule: Schedule, table: Table, slot: int, user: int) -> str:
@@ -197,12 +232,18 @@ def _missing_one(schedule: Schedule, table: Table, slot: int, user: int) -> str:
     beside = int(table.at[slot - 1]) if kind != FORWARD else -1
     if kind == WEIGHTS:
         what = f"{table.action(beside)} has no {action}: the weight gradient is never computed"
-        return _fault(schedule, table, beside, what, "a backward is either B alone, or I and W")
+        return _fault(
+            schedule, table, beside, what, "a backward is either B alone, or I and W"
+        )
     what = f"no rank ever runs {action}"
     if beside >= 0:
-        return _fault(schedule, table, beside, what, "every F needs its backward: B, or I and W")
+        return _fault(
+            schedule, table, beside, what, "every F needs its backward: B, or I and W"
+        )
     rank = schedule.rank_of(action)
-    return f"{what}\n\n  it belongs to the lane of rank {rank}, with stage {action.stage}"
+    return (
+        f"{what}\n\n  it belongs to the lane of rank {rank}, with stage {action.stage}"
+    )
 
 
 def _action_in(schedule: Schedule, table: Table, slot: int) -> Action:
@@ -210,7 +251,9 @@ def _action_in(schedule: Schedule, table: Table, slot: int) -> Action:
     place, kind = divmod(slot - int(table.base[microbatch]), 3)
     position, piece = divmod(place, int(table.slices[microbatch]))
     op = (Op.F, Op.B, Op.W)[kind]
-    return Action(op, schedule.microbatches[microbatch].path[position], microbatch, piece)
+    return Action(
+        op, schedule.microbatches[microbatch].path[position], microbatch, piece
+    )
 
 
 # ---------------------------------------------------------------- can the lanes run?
@@ -218,7 +261,9 @@ def _order(schedule: Schedule, table: Table) -> list[str]:
     """Walks the lanes; fills `order` and `tick`. What is left when nobody can go on waits in a circle."""
     table.tick = np.zeros(len(table), dtype=np.int32)
     cursor = table.first[:-1].copy()
-    at_speed(_walk, len(table))(table.first, table.rank, table.needs, table.tick, cursor)
+    at_speed(_walk, len(table))(
+        table.first, table.rank, table.needs, table.tick, cursor
+    )
     if (cursor < table.first[1:]).any():
         return [_cycle(schedule, table, cursor)]
     table.order = np.argsort(table.tick, kind="stable").astype(np.int32)
@@ -228,7 +273,9 @@ def _order(schedule: Schedule, table: Table) -> list[str]:
 def _walk(first: Ints, rank: Ints, needs: Ints, tick: Ints, cursor: Ints) -> None:
     """Each rank runs as far as it can; who waits is woken by what it waits for. Numbers each action with its tick."""
     ranks = len(first) - 1
-    sleeper = np.full(len(rank), -1, np.int32)  # the rank that was last to fall asleep waiting for an action
+    sleeper = np.full(
+        len(rank), -1, np.int32
+    )  # the rank that was last to fall asleep waiting for an action
     under = np.full(ranks, -1, np.int32)  # the rank that fell asleep there before it
     awake = np.arange(ranks)[::-1].copy()
     count = ranks
@@ -275,10 +322,23 @@ def _cycle(schedule: Schedule, table: Table, cursor: Ints) -> str:
         waits, needed = table.action(int(cursor[member])), blocker(member)
         other = int(table.rank[needed])
         head = table.action(int(cursor[other]))
-        after = "" if needed == cursor[other] else f", which rank {other} runs after {head}"
-        lines.append(f"  rank {member} waits at {waits} for {table.action(needed)}{after}")
-    drawn = [draw(schedule.lanes, member, int(cursor[member] - table.first[member])) for member in circle]
+        after = (
+            "" if needed == cursor[other] else f", which rank {other} runs after {head}"
+        )
+        lines.append(
+            f"  rank {member} waits at {waits} for {table.action(needed)}{after}"
+        )
+    drawn = [
+        draw_lane(schedule.lanes, member, int(cursor[member] - table.first[member]))
+        for member in circle
+    ]
     return "\n".join(
-        ["this order can never run: each waits for the next, in a circle", "", *lines, "", *drawn,
-         "  put what is needed before what needs it"]
-    )  # fmt: skip
+        [
+            "this order can never run: each waits for the next, in a circle",
+            "",
+            *lines,
+            "",
+            *drawn,
+            "  put what is needed before what needs it",
+        ]
+    )

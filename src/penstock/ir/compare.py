@@ -39,7 +39,9 @@ class Comparison:
 def compare(expected: Timeline, actual: Timeline, most: int = 5) -> Comparison:
     """Both timelines in figures, with the actions that differ most."""
     if expected.schedule != actual.schedule:
-        raise ShapeError("only timelines of one schedule can be compared action by action")
+        raise ShapeError(
+            "only timelines of one schedule can be compared action by action"
+        )
     table = expected.schedule.table
     first, second = expected.end - expected.start, actual.end - actual.start
     largest = np.argsort(-np.abs(second - first), kind="stable")[:most].tolist()
@@ -47,5 +49,10 @@ def compare(expected: Timeline, actual: Timeline, most: int = 5) -> Comparison:
         (expected.makespan, actual.makespan),
         (expected.bubble, actual.bubble),
         (float(expected.peak_activations.max()), float(actual.peak_activations.max())),
-        tuple(Difference(table.action(n), int(table.rank[n]), float(first[n]), float(second[n])) for n in largest),
+        tuple(
+            Difference(
+                table.action(n), int(table.rank[n]), float(first[n]), float(second[n])
+            )
+            for n in largest
+        ),
     )

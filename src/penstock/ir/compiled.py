@@ -12,7 +12,7 @@ from typing import ParamSpec, TypeVar
 P = ParamSpec("P")
 R = TypeVar("R")
 
-LARGE = 20_000  # actions; plain Python takes about as long for these as loading the compiled loop does
+COMPILE_FROM = 20_000  # actions; plain Python takes about as long for these as loading the compiled loop does
 
 
 @cache
@@ -25,4 +25,4 @@ def _compile(loop: Callable[P, R]) -> Callable[P, R]:
 
 def at_speed(loop: Callable[P, R], size: int) -> Callable[P, R]:
     """`loop` itself for a small `size`, its compiled twin for a large one."""
-    return _compile(loop) if size >= LARGE else loop
+    return _compile(loop) if size >= COMPILE_FROM else loop

@@ -35,7 +35,9 @@ def idle(timeline: Timeline, hop: float) -> Idle:
         for number in range(int(table.first[rank]), int(table.first[rank + 1])):
             needed = [int(n) for n in table.needs[number] if n >= 0]
             ready = max((float(timeline.end[n]) for n in needed), default=0.0)
-            abroad = any(table.rank[n] != rank and timeline.end[n] >= free - hop for n in needed)
+            abroad = any(
+                table.rank[n] != rank and timeline.end[n] >= free - hop for n in needed
+            )
             begin = float(timeline.start[number])
             waited = min(max(ready - free, 0.0), max(begin - free, 0.0))
             rest = max(begin - max(ready, free), 0.0)

@@ -47,7 +47,7 @@ RULES = (
     Rule(BACKWARD, BACKWARD, 0, +1),
     Rule(WEIGHTS, BACKWARD, 0, 0),
 )
-MOST = 3  # rules a kind has at most
+MAX_RULES_PER_KIND = 3  # rules a kind has at most
 
 
 def needs(schedule: Schedule, action: Action) -> tuple[Action, ...]:
@@ -63,7 +63,11 @@ def needs(schedule: Schedule, action: Action) -> tuple[Action, ...]:
     found = []
     for rule in RULES:
         there, piece = position + rule.path, action.slice + rule.slice
-        if rule.kind == KIND[action.op] and 0 <= there < len(microbatch.path) and 0 <= piece < microbatch.slices:
+        if (
+            rule.kind == KIND[action.op]
+            and 0 <= there < len(microbatch.path)
+            and 0 <= piece < microbatch.slices
+        ):
             at = table.at[table.slot(rule.needed, action.microbatch, there, piece)]
             found.append(table.action(int(at)))
     return tuple(found)
@@ -71,13 +75,18 @@ def needs(schedule: Schedule, action: Action) -> tuple[Action, ...]:
 
 def needed_slots(table: Table) -> Ints:
     """The rules for all actions at once: row i holds the slots that action i needs, -1 where a rule does not apply."""
-    slots = np.full((len(table.kind), MOST), -1, dtype=np.int64)
+    slots = np.full((len(table.kind), MAX_RULES_PER_KIND), -1, dtype=np.int64)
     taken = np.zeros(3, dtype=np.int64)
     for rule in RULES:
         mine = np.flatnonzero((table.kind == rule.kind) & table.sound)
         microbatch = table.microbatch[mine]
         there, piece = table.position[mine] + rule.path, table.slice[mine] + rule.slice
-        inside = (there >= 0) & (there < table.length[microbatch]) & (piece >= 0) & (piece < table.slices[microbatch])
+        inside = (
+            (there >= 0)
+            & (there < table.length[microbatch])
+            & (piece >= 0)
+            & (piece < table.slices[microbatch])
+        )
         slot = table.slot(rule.needed, microbatch[inside], there[inside], piece[inside])
         slots[mine[inside], taken[rule.kind]] = slot
         taken[rule.kind] += 1

@@ -37,7 +37,7 @@ from penstock.ir.table import Ints, Table
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class RunAction:
     """Do an action; what it makes stays on the rank until freed."""
 
     action: Action
@@ -78,8 +78,8 @@ class Free:
         return f"~{self.action}"
 
 
-Instruction: TypeAlias = Run | Send | Receive | Free
-Lane: TypeAlias = tuple[Instruction, ...]
+Instruction: TypeAlias = RunAction | Send | Receive | Free
+InstructionLane: TypeAlias = tuple[Instruction, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,10 +87,13 @@ class Program:
     """A schedule, and what each rank does to run it, communication and memory included."""
 
     schedule: Schedule
-    lanes: tuple[Lane, ...]
+    lanes: tuple[InstructionLane, ...]
 
     def __str__(self) -> str:
-        return "\n".join(f"rank {rank} | {' '.join(map(str, lane))}" for rank, lane in enumerate(self.lanes))
+        return "\n".join(
+            f"rank {rank} | {' '.join(map(str, lane))}"
+            for rank, lane in enumerate(self.lanes)
+        )
 
 
 class Transfer(NamedTuple):
@@ -115,15 +118,25 @@ def lower(schedule: Schedule) -> Program:
     """
     table = schedule.table
     actions = tuple(chain.from_iterable(schedule.lanes))
-    rank, needed, target = table.rank.tolist(), table.needs.tolist(), table.target().tolist()
+    rank, needed, target = (
+        table.rank.tolist(),
+        table.needs.tolist(),
+        table.target().tolist(),
+    )
     home, abroad = (last.tolist() for last in _last_uses(table))
     lanes: list[list[Instruction]] = [[] for _ in schedule.lanes]
     for _, tick in groupby(table.order.tolist(), table.tick.tolist().__getitem__):
         leaving = []
         for number in tick:
             lane = lanes[rank[number]]
-            lane.append(Run(actions[number]))
-            lane.extend([Free(actions[n]) for n in needed[number] if n >= 0 and number in (home[n], abroad[n])])
+            lane.append(RunAction(actions[number]))
+            lane.extend(
+                [
+                    Free(actions[n])
+                    for n in needed[number]
+                    if n >= 0 and number in (home[n], abroad[n])
+                ]
+            )
             if target[number] >= 0:
                 leaving.append(number)
             elif home[number] == number:

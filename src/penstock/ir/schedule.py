@@ -61,9 +61,14 @@ def stretch(microbatch: MicroBatch, tokens: int) -> MicroBatch:
     """
     if tokens == microbatch.tokens:
         return microbatch
-    cuts = tuple((cut * tokens + microbatch.tokens // 2) // microbatch.tokens for cut in microbatch.cuts)
+    cuts = tuple(
+        (cut * tokens + microbatch.tokens // 2) // microbatch.tokens
+        for cut in microbatch.cuts
+    )
     if tokens < microbatch.slices:
-        raise ShapeError(f"{tokens} tokens cannot be cut into {microbatch.slices} slices; the most is {tokens}")
+        raise ShapeError(
+            f"{tokens} tokens cannot be cut into {microbatch.slices} slices; the most is {tokens}"
+        )
     if any(begin >= end for begin, end in pairwise(cuts)):
         raise ShapeError(
             f"a sequence of {tokens} tokens leaves a slice empty when cut in the shares of {microbatch.cuts}; "
@@ -85,7 +90,9 @@ class Schedule:
     stages: tuple[Stage, ...]
     microbatches: tuple[MicroBatch, ...]
     lanes: tuple[tuple[Action, ...], ...]
-    table: Table = field(init=False, repr=False, compare=False)  # the same, as columns of numbers
+    table: Table = field(
+        init=False, repr=False, compare=False
+    )  # the same, as columns of numbers
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "table", check(self))
@@ -120,7 +127,9 @@ class Schedule:
 
 
 def schedule_of(
-    stages: Sequence[Stage], microbatches: Sequence[MicroBatch], lanes: Sequence[Sequence[Action]]
+    stages: Sequence[Stage],
+    microbatches: Sequence[MicroBatch],
+    lanes: Sequence[Sequence[Action]],
 ) -> Schedule:
     """A schedule from lists."""
     return Schedule(tuple(stages), tuple(microbatches), tuple(map(tuple, lanes)))

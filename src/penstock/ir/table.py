@@ -53,19 +53,34 @@ class Table:
     slots: Ints  # of each action; -1 where not sound
     at: Ints  # the action in a slot; -1: none
     crowd: Ints  # of each stage: how many stages of one path share its rank, at most
-    needs: Ints = field(default_factory=lambda: np.empty((0, 3), dtype=np.int32))  # actions needed, -1: none
-    order: Ints = field(default_factory=lambda: np.empty(0, dtype=np.int32))  # all actions, each after its needs
-    tick: Ints = field(default_factory=lambda: np.empty(0, dtype=np.int32))  # when each could run if all took one tick
+    needs: Ints = field(
+        default_factory=lambda: np.empty((0, 3), dtype=np.int32)
+    )  # actions needed, -1: none
+    order: Ints = field(
+        default_factory=lambda: np.empty(0, dtype=np.int32)
+    )  # all actions, each after its needs
+    tick: Ints = field(
+        default_factory=lambda: np.empty(0, dtype=np.int32)
+    )  # when each could run if all took one tick
 
-    def slot(self, kind: int, microbatch: Number, position: Number, piece: Number) -> Number:
+    def slot(
+        self, kind: int, microbatch: Number, position: Number, piece: Number
+    ) -> Number:
         """Where the action of that kind lies among all that could exist."""
-        found: Number = self.base[microbatch] + (position * self.slices[microbatch] + piece) * 3 + kind
+        found: Number = (
+            self.base[microbatch]
+            + (position * self.slices[microbatch] + piece) * 3
+            + kind
+        )
         return found
 
     def action(self, number: int) -> Action:
         """The action with that number."""
         return Action(
-            OPS[self.op[number]], int(self.stage[number]), int(self.microbatch[number]), int(self.slice[number])
+            OPS[self.op[number]],
+            int(self.stage[number]),
+            int(self.microbatch[number]),
+            int(self.slice[number]),
         )
 
     def __len__(self) -> int:
@@ -82,45 +97,85 @@ class Table:
         return user
 
 
-def tabulate(stages: Sequence[Stage], microbatches: Sequence[MicroBatch], lanes: Sequence[Sequence[Action]]) -> Table:
+def tabulate(
+    stages: Sequence[Stage],
+    microbatches: Sequence[MicroBatch],
+    lanes: Sequence[Sequence[Action]],
+) -> Table:
     """Columns of the actions as they are, faults included: what does not exist gets `sound` false."""
     lengths = [len(lane) for lane in lanes]
     total = sum(lengths)
 
     def column(name: int) -> Ints:
-        return np.fromiter((action[name] for action in chain.from_iterable(lanes)), np.int64, total)
+        return np.fromiter(
+            (action[name] for action in chain.from_iterable(lanes)), np.int64, total
+        )
 
-    op = np.fromiter((CODE[action[0]] for action in chain.from_iterable(lanes)), np.int8, total)
+    op = np.fromiter(
+        (CODE[action[0]] for action in chain.from_iterable(lanes)), np.int8, total
+    )
     stage, microbatch, piece = column(1), column(2), column(3)
     rank = np.repeat(np.arange(len(lanes)), lengths)
     length = np.array([len(m.path) for m in microbatches], dtype=np.int64)
     slices = np.array([m.slices for m in microbatches], dtype=np.int64)
     base = np.concatenate([[0], np.cumsum(length * slices * 3)]).astype(np.int64)
 
-    exists = (stage >= 0) & (stage < len(stages)) & (microbatch >= 0) & (microbatch < len(microbatches))
+    exists = (
+        (stage >= 0)
+        & (stage < len(stages))
+        & (microbatch >= 0)
+        & (microbatch < len(microbatches))
+    )
     position = np.full(total, -1, dtype=np.int64)
-    position[exists] = _positions(stages, microbatches, stage[exists], microbatch[exists])
+    position[exists] = _positions(
+        stages, microbatches, stage[exists], microbatch[exists]
+    )
     home = np.array([s.rank for s in stages], dtype=np.int64)
     sound = exists & (position >= 0) & (piece >= 0)
-    sound[sound] = (piece[sound] < slices[microbatch[sound]]) & (home[stage[sound]] == rank[sound])
+    sound[sound] = (piece[sound] < slices[microbatch[sound]]) & (
+        home[stage[sound]] == rank[sound]
+    )
     kind = _KIND_OF_CODE[op]
     table = Table(
-        np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64), rank, op, kind, stage, microbatch, piece, position,
-        length, slices, base, sound, np.full(total, -1, dtype=np.int64), np.full(int(base[-1]), -1, dtype=np.int64),
+        np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
+        rank,
+        op,
+        kind,
+        stage,
+        microbatch,
+        piece,
+        position,
+        length,
+        slices,
+        base,
+        sound,
+        np.full(total, -1, dtype=np.int64),
+        np.full(int(base[-1]), -1, dtype=np.int64),
         _crowd(stages, microbatches),
-    )  # fmt: skip
+    )
     where = np.flatnonzero(sound)
     table.slots[where] = (
-        base[microbatch[where]] + (position[where] * slices[microbatch[where]] + piece[where]) * 3 + kind[where]
+        base[microbatch[where]]
+        + (position[where] * slices[microbatch[where]] + piece[where]) * 3
+        + kind[where]
     )
-    table.at[table.slots[where][::-1]] = where[::-1]  # of two in one slot the first stays
+    table.at[table.slots[where][::-1]] = where[
+        ::-1
+    ]  # of two in one slot the first stays
     return table
 
 
-def _positions(stages: Sequence[Stage], microbatches: Sequence[MicroBatch], stage: Ints, microbatch: Ints) -> Ints:
+def _positions(
+    stages: Sequence[Stage],
+    microbatches: Sequence[MicroBatch],
+    stage: Ints,
+    microbatch: Ints,
+) -> Ints:
     """Where each stage stands on the path of its micro-batch; -1: nowhere. One row a distinct path."""
     rows: dict[tuple[int, ...], int] = {}
-    row = np.array([rows.setdefault(m.path, len(rows)) for m in microbatches], dtype=np.int64)
+    row = np.array(
+        [rows.setdefault(m.path, len(rows)) for m in microbatches], dtype=np.int64
+    )
     where = np.full((len(rows), len(stages)), -1, dtype=np.int64)
     for path, number in rows.items():
         for position, visited in enumerate(path):

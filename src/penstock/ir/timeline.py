@@ -92,7 +92,9 @@ class Timeline:
         """Every action with its times, rank by rank."""
         for rank, lane in enumerate(self.schedule.lanes):
             here = self.lane(rank)
-            for action, start, end in zip(lane, self.start[here].tolist(), self.end[here].tolist(), strict=True):
+            for action, start, end in zip(
+                lane, self.start[here].tolist(), self.end[here].tolist(), strict=True
+            ):
                 yield Span(rank, action, start, end)
 
     def messages(self) -> Iterator[Message]:
@@ -100,9 +102,13 @@ class Timeline:
         table, target = self.schedule.table, self.schedule.table.target()
         for number in np.flatnonzero(target >= 0).tolist():
             yield Message(
-                table.action(number), int(table.rank[number]), int(target[number]),
-                float(self.sent[number]), float(self.arrived[number]), float(self.bytes[number]),
-            )  # fmt: skip
+                table.action(number),
+                int(table.rank[number]),
+                int(target[number]),
+                float(self.sent[number]),
+                float(self.arrived[number]),
+                float(self.bytes[number]),
+            )
 
     def link_bytes(self) -> dict[tuple[int, int], float]:
         """Bytes over each link, by (source rank, target rank)."""
@@ -112,7 +118,10 @@ class Timeline:
         pairs, where = np.unique(link, return_inverse=True)
         total = np.bincount(where, self.bytes[leaves], minlength=len(pairs))
         ranks = self.schedule.ranks
-        return {(int(p) // ranks, int(p) % ranks): float(b) for p, b in zip(pairs, total, strict=True)}
+        return {
+            (int(p) // ranks, int(p) % ranks): float(b)
+            for p, b in zip(pairs, total, strict=True)
+        }
 
     def critical_path(self) -> tuple[Action, ...]:
         """The chain of actions, each held up by the one before it, that ends with the last: shorten it to be faster."""

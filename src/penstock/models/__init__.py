@@ -23,7 +23,7 @@ from penstock.partition import even_partition
 
 __all__ = [
     "GPT",
-    "IGNORED",
+    "IGNORED_LABEL",
     "Bert",
     "BertConfig",
     "Decoder",
@@ -44,7 +44,7 @@ __all__ = [
     "valid_tokens",
 ]
 
-IGNORED = -100
+IGNORED_LABEL = -100
 """The label of a token that has nothing to guess."""
 
 
@@ -52,12 +52,17 @@ def token_loss(logits: Tensor, labels: Tensor) -> Tensor:
     """Cross entropy SUMMED over the labels that count: losses of micro-batches and slices then add up, whatever their
     sizes, and one division by the `valid_tokens` of the whole batch makes the mean."""
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return F.cross_entropy(wide.flatten(0, -2), labels.flatten(), ignore_index=IGNORED, reduction="sum")
+    return F.cross_entropy(
+        wide.flatten(0, -2),
+        labels.flatten(),
+        ignore_index=IGNORED_LABEL,
+        reduction="sum",
+    )
 
 
 def valid_tokens(labels: Tensor) -> int:
     """Labels that count."""
-    return int((labels != IGNORED).sum())
+    return int((labels != IGNORED_LABEL).sum())
 
 
 def shift_labels(tokens: Tensor, starts: Tensor | None = None) -> Tensor:
@@ -70,10 +75,12 @@ def shift_labels(tokens: Tensor, starts: Tensor | None = None) -> Tensor:
     >>> shift_labels(torch.tensor([[5, 6, 7]]), document_starts(torch.tensor([2, 1]))[None]).tolist()
     [[6, -100, -100]]
     """
-    labels = F.pad(tokens[:, 1:], (0, 1), value=IGNORED)
+    labels = F.pad(tokens[:, 1:], (0, 1), value=IGNORED_LABEL)
     if starts is None:
         return labels
-    return labels.masked_fill(F.pad(starts[:, 1:] != starts[:, :-1], (0, 1), value=True), IGNORED)
+    return labels.masked_fill(
+        F.pad(starts[:, 1:] != starts[:, :-1], (0, 1), value=True), IGNORED_LABEL
+    )
 
 
 def document_starts(lengths: Tensor) -> Tensor:

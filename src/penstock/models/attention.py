@@ -8,7 +8,14 @@ from torch import Tensor, nn
 from penstock.carry import Slice
 
 
-def attend(owner: nn.Module, q: Tensor, k: Tensor, v: Tensor, piece: Slice | None, grouped: bool = False) -> Tensor:
+def attend(
+    owner: nn.Module,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    piece: Slice | None,
+    grouped: bool = False,
+) -> Tensor:
     """Mixes values: (batch, heads, tokens, head width) to (batch, tokens, width).
 
     A slice puts its keys and values after those of the slices before it. Then there are fewer queries than keys, and
@@ -17,5 +24,7 @@ def attend(owner: nn.Module, q: Tensor, k: Tensor, v: Tensor, piece: Slice | Non
     if piece is not None and piece.partial:
         k, v = piece.extend(owner, "keys", k), piece.extend(owner, "values", v)
     mask = None if piece is None or piece.causal else piece.mask(q.device, q.dtype)
-    mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped)
+    mixed = F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped
+    )
     return mixed.transpose(1, 2).flatten(2)

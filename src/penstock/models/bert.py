@@ -1,7 +1,7 @@
 """Bert: an encoder that sees both ways and guesses masked words. One device, no dropout, nothing of pipelines.
 
-    x ──┬─ attention ─(+)─ norm ─┬─ mlp ─(+)─ norm ─►        one layer, normed after each sum
-        └────────────┘           └───────┘
+x ──┬─ attention ─(+)─ norm ─┬─ mlp ─(+)─ norm ─►        one layer, normed after each sum
+    └────────────┘           └───────┘
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from penstock.errors import ShapeError
-from penstock.models.hf import rename, turned
-from penstock.models.split import Stack, at_least, draw_weights, multiple
+from penstock.models.hf import inverse_names, rename
+from penstock.models.split import Stack, draw_weights, require_multiple, require_sizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,21 +38,27 @@ class BertConfig:
     padding: int | None = 0
 
     def __post_init__(self) -> None:
-        at_least(1, vocab=self.vocab, width=self.width, layers=self.layers, heads=self.heads)
-        at_least(1, inner=self.inner, positions=self.positions, types=self.types)
-        multiple("width", self.width, "heads", self.heads)
+        require_sizes(
+            1, vocab=self.vocab, width=self.width, layers=self.layers, heads=self.heads
+        )
+        require_sizes(1, inner=self.inner, positions=self.positions, types=self.types)
+        require_multiple("width", self.width, "heads", self.heads)
         if self.eps <= 0:
             raise ShapeError(f"eps must be above 0, not {self.eps}")
         if self.padding is not None and not 0 <= self.padding < self.vocab:
-            raise ShapeError(f"padding must be a token, 0 to {self.vocab - 1}, or None, not {self.padding}")
+            raise ShapeError(
+                f"padding must be a token, 0 to {self.vocab - 1}, or None, not {self.padding}"
+            )
 
 
-class Embedding(nn.Module):
+class BertEmbedding(nn.Module):
     """The vectors of a token, of its position and of its segment's type, summed and normed."""
 
     def __init__(self, config: BertConfig) -> None:
         super().__init__()
-        self.tokens = nn.Embedding(config.vocab, config.width, padding_idx=config.padding)
+        self.tokens = nn.Embedding(
+            config.vocab, config.width, padding_idx=config.padding
+        )
         self.positions = nn.Embedding(config.positions, config.width)
         self.types = nn.Embedding(config.types, config.width)
         self.norm = nn.LayerNorm(config.width, eps=config.eps)
@@ -60,14 +66,18 @@ class Embedding(nn.Module):
     def forward(self, tokens: Tensor, types: Tensor | None = None) -> Tensor:
         """Token ids to hidden state; without types all is of type 0."""
         if tokens.shape[1] > self.positions.num_embeddings:
-            raise ShapeError(f"{tokens.shape[1]} tokens, but only {self.positions.num_embeddings} positions")
+            raise ShapeError(
+                f"{tokens.shape[1]} tokens, but only {self.positions.num_embeddings} positions"
+            )
         place = torch.arange(tokens.shape[1], device=tokens.device)
         kinds = torch.zeros_like(tokens) if types is None else types
-        x: Tensor = self.norm(self.tokens(tokens) + self.types(kinds) + self.positions(place))
+        x: Tensor = self.norm(
+            self.tokens(tokens) + self.types(kinds) + self.positions(place)
+        )
         return x
 
 
-class Attention(nn.Module):
+class BertAttention(nn.Module):
     """Every token sees every token that `real` allows."""
 
     def __init__(self, config: BertConfig) -> None:
@@ -91,7 +101,7 @@ class Attention(nn.Module):
         return x.view(*x.shape[:-1], -1, self.head_width).transpose(1, 2)
 
 
-class MLP(nn.Module):
+class BertMLP(nn.Module):
     """down(gelu(up(x)))."""
 
     def __init__(self, config: BertConfig) -> None:
@@ -105,14 +115,14 @@ class MLP(nn.Module):
         return y
 
 
-class Layer(nn.Module):
+class BertLayer(nn.Module):
     """Attention, then MLP, each added to x and normed after."""
 
     def __init__(self, config: BertConfig) -> None:
         super().__init__()
-        self.attention = Attention(config)
+        self.attention = BertAttention(config)
         self.attention_norm = nn.LayerNorm(config.width, eps=config.eps)
-        self.mlp = MLP(config)
+        self.mlp = BertMLP(config)
         self.mlp_norm = nn.LayerNorm(config.width, eps=config.eps)
 
     def forward(self, x: Tensor, real: Tensor | None = None) -> Tensor:
@@ -122,7 +132,7 @@ class Layer(nn.Module):
         return y
 
 
-class Head(nn.Module):
+class BertHead(nn.Module):
     """One more dense layer and norm, then a score for every word."""
 
     def __init__(self, config: BertConfig) -> None:
@@ -144,14 +154,18 @@ class Bert(Stack):
     """
 
     def __init__(self, config: BertConfig) -> None:
-        embed, head = Embedding(config), Head(config)
+        embed, head = BertEmbedding(config), BertHead(config)
         if config.tied:
             head.output.weight = embed.tokens.weight
-        super().__init__(config.width, embed, (Layer(config) for _ in range(config.layers)), head)
+        super().__init__(
+            config.width, embed, (BertLayer(config) for _ in range(config.layers)), head
+        )
         self.config = config
         draw_weights(self)
 
-    def forward(self, tokens: Tensor, types: Tensor | None = None, real: Tensor | None = None) -> Tensor:
+    def forward(
+        self, tokens: Tensor, types: Tensor | None = None, real: Tensor | None = None
+    ) -> Tensor:
         """Token ids to logits; `types` of the segments; `real` is True where a token is no padding."""
         x = self.embed(tokens, types)
         for layer in self.layers:
@@ -161,7 +175,7 @@ class Bert(Stack):
 
 
 # ---------------------------------------------------------------- names, ours and Hugging Face's
-NAMES = {
+BERT_NAMES = {
     "embed.tokens": "bert.embeddings.word_embeddings",
     "embed.positions": "bert.embeddings.position_embeddings",
     "embed.types": "bert.embeddings.token_type_embeddings",
@@ -182,20 +196,39 @@ NAMES = {
 OTHER_HEADS = ("bert.pooler.", "cls.seq_relationship.", "bert.embeddings.position_ids")
 
 
-def from_hf_state(state: Mapping[str, Tensor], config: BertConfig) -> dict[str, Tensor]:
+def bert_from_hf(state: Mapping[str, Tensor], config: BertConfig) -> dict[str, Tensor]:
     """The weights of a BertForMaskedLM (a BertForPreTraining's other head is left out) for `Bert.load_state_dict`."""
     names, double = _names(config)
-    ours = rename({name: w for name, w in state.items() if not name.startswith((*OTHER_HEADS, double))}, turned(names))
-    return ours | {"head.output.weight": ours["embed.tokens.weight"]} if config.tied else ours
+    ours = rename(
+        {
+            name: w
+            for name, w in state.items()
+            if not name.startswith((*OTHER_HEADS, double))
+        },
+        inverse_names(names),
+    )
+    return (
+        ours | {"head.output.weight": ours["embed.tokens.weight"]}
+        if config.tied
+        else ours
+    )
 
 
-def to_hf_state(state: Mapping[str, Tensor], config: BertConfig) -> dict[str, Tensor]:
+def bert_to_hf(state: Mapping[str, Tensor], config: BertConfig) -> dict[str, Tensor]:
     """The way back: the names that Hugging Face saves, a tied weight once."""
-    once = {name: w for name, w in state.items() if name != "head.output.weight" or not config.tied}
+    once = {
+        name: w
+        for name, w in state.items()
+        if name != "head.output.weight" or not config.tied
+    }
     return rename(once, _names(config)[0])
 
 
 def _names(config: BertConfig) -> tuple[dict[str, str], str]:
     """Hugging Face has the last bias twice: tied with the weight they are one, else only the decoder's is used."""
     used, double = "cls.predictions.bias", "cls.predictions.decoder.bias"
-    return (NAMES, double) if config.tied else (NAMES | {"head.output.bias": double}, used)
+    return (
+        (BERT_NAMES, double)
+        if config.tied
+        else (BERT_NAMES | {"head.output.bias": double}, used)
+    )

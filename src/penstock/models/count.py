@@ -22,12 +22,22 @@ def parameters_of(sizes: LlamaConfig | GPTConfig) -> Counts:
     """Counts the embedding, one layer, the head, and the whole model."""
     width, inner, words = sizes.width, sizes.inner, sizes.vocab * sizes.width
     if isinstance(sizes, GPTConfig):
-        attention = 4 * width**2 + 4 * width  # query, key, value and output, each with a bias
+        attention = (
+            4 * width**2 + 4 * width
+        )  # query, key, value and output, each with a bias
         mlp = 2 * width * inner + inner + width
-        embed, layer, head = words + sizes.positions * width, attention + mlp + 4 * width, words + 2 * width
+        embed, layer, head = (
+            words + sizes.positions * width,
+            attention + mlp + 4 * width,
+            words + 2 * width,
+        )
     else:
         keys = sizes.kv_heads * sizes.head_width
         attention = 2 * width**2 + 2 * width * keys
-        embed, layer, head = words, attention + 3 * width * inner + 2 * width, words + width
+        embed, layer, head = (
+            words,
+            attention + 3 * width * inner + 2 * width,
+            words + width,
+        )
     total = embed + sizes.layers * layer + head - (words if sizes.tied else 0)
     return Counts(embed, layer, head, total)

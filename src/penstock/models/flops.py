@@ -14,11 +14,30 @@ from penstock.models.gpt import GPTConfig
 from penstock.models.llama import LlamaConfig
 
 PEAKS = {  # by the name that torch gives a device; dense bf16, from the makers' data sheets; first match counts
-    "GB200": 2500e12, "B200": 2250e12, "B100": 1750e12, "GH200": 989e12, "H200": 989e12, "H100 NVL": 835e12,
-    "H100 PCIe": 756e12, "H100": 989e12, "H800": 989e12, "H20": 148e12, "A100": 312e12, "A800": 312e12,
-    "L40S": 362e12, "L40": 181e12, "L4": 121e12, "A40": 150e12, "A30": 165e12, "A10G": 70e12, "A10": 125e12,
-    "RTX 4090": 165e12, "RTX 3090": 71e12, "MI300X": 1307e12, "MI250X": 383e12,
-}  # fmt: skip
+    "GB200": 2500e12,
+    "B200": 2250e12,
+    "B100": 1750e12,
+    "GH200": 989e12,
+    "H200": 989e12,
+    "H100 NVL": 835e12,
+    "H100 PCIe": 756e12,
+    "H100": 989e12,
+    "H800": 989e12,
+    "H20": 148e12,
+    "A100": 312e12,
+    "A800": 312e12,
+    "L40S": 362e12,
+    "L40": 181e12,
+    "L4": 121e12,
+    "A40": 150e12,
+    "A30": 165e12,
+    "A10G": 70e12,
+    "A10": 125e12,
+    "RTX 4090": 165e12,
+    "RTX 3090": 71e12,
+    "MI300X": 1307e12,
+    "MI250X": 383e12,
+}
 
 
 def peak_flops(device: str) -> float | None:
@@ -39,7 +58,9 @@ def _multiplied(sizes: LlamaConfig | GPTConfig) -> int:
     """Weights of the matrices that every token goes through."""
     head = sizes.vocab * sizes.width
     if isinstance(sizes, GPTConfig):
-        return sizes.layers * (4 * sizes.width**2 + 2 * sizes.width * sizes.inner) + head
+        return (
+            sizes.layers * (4 * sizes.width**2 + 2 * sizes.width * sizes.inner) + head
+        )
     keys = sizes.kv_heads * sizes.head_width
     layer = 2 * sizes.width**2 + 2 * sizes.width * keys + 3 * sizes.width * sizes.inner
     return sizes.layers * layer + head

@@ -21,7 +21,13 @@ from torch import Tensor, nn
 from penstock.carry import Slice
 from penstock.errors import PenstockError, ShapeError
 
-KERNELS = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4")
+KERNELS = (
+    "eager",
+    "sdpa",
+    "flash_attention_2",
+    "flash_attention_3",
+    "flash_attention_4",
+)
 
 
 # ---------------------------------------------------------------- anatomy
@@ -42,7 +48,7 @@ class Anatomy:
     unsliceable: str = ""  # why it cannot be run slice by slice, if it cannot
 
 
-FAMILIES = {
+HF_FAMILIES = {
     "LlamaForCausalLM": "model.layers",
     "MistralForCausalLM": "model.layers",
     "Qwen2ForCausalLM": "model.layers",
@@ -50,19 +56,42 @@ FAMILIES = {
 }
 
 
-def anatomy_of(model: nn.Module) -> Anatomy:
+def hf_anatomy(model: nn.Module) -> Anatomy:
     """Where the pieces of a Hugging Face decoder are; an error that says what was looked for if it is none."""
     config: Any = getattr(model, "config", None)
-    family = next((cls.__name__ for cls in type(model).__mro__ if cls.__name__ in FAMILIES and _is_theirs(cls)), None)
+    family = next(
+        (
+            cls.__name__
+            for cls in type(model).__mro__
+            if cls.__name__ in HF_FAMILIES and _is_theirs(cls)
+        ),
+        None,
+    )
     if family is None or config is None:
-        raise PenstockError(_unknown(type(model).__name__, bool(getattr(config, "is_encoder_decoder", False))))
+        raise PenstockError(
+            _unknown(
+                type(model).__name__, bool(getattr(config, "is_encoder_decoder", False))
+            )
+        )
     _refuse_extras(family, config)
-    layers = tuple(f"{FAMILIES[family]}.{i}" for i in range(config.num_hidden_layers))
-    anatomy = (_gpt2 if family == "GPT2LMHeadModel" else _llama)(config.hidden_size, layers)
-    _look_for(model, family, (*anatomy.embed, *anatomy.everywhere, *anatomy.layers, *anatomy.head))
+    layers = tuple(
+        f"{HF_FAMILIES[family]}.{i}" for i in range(config.num_hidden_layers)
+    )
+    anatomy = (_gpt2 if family == "GPT2LMHeadModel" else _llama)(
+        config.hidden_size, layers
+    )
+    _look_for(
+        model,
+        family,
+        (*anatomy.embed, *anatomy.everywhere, *anatomy.layers, *anatomy.head),
+    )
     _refuse_own_forward(model, family)
     for path in layers:
-        _sight(model.get_submodule(f"{path}.{'attn' if family == 'GPT2LMHeadModel' else 'self_attn'}"))
+        _sight(
+            model.get_submodule(
+                f"{path}.{'attn' if family == 'GPT2LMHeadModel' else 'self_attn'}"
+            )
+        )
     return anatomy
 
 
@@ -72,7 +101,9 @@ def _llama(width: int, layers: tuple[str, ...]) -> Anatomy:
     def enter(root: nn.Module, tokens: Tensor, piece: Slice | None) -> Tensor:
         return cast(Tensor, root.get_submodule("model.embed_tokens")(tokens))
 
-    def through(root: nn.Module, layers: Iterable[nn.Module], x: Tensor, piece: Slice | None) -> Tensor:
+    def through(
+        root: nn.Module, layers: Iterable[nn.Module], x: Tensor, piece: Slice | None
+    ) -> Tensor:
         angles = _angles(root.get_submodule("model.rotary_emb"), x, piece)
         return _masked(layers, "self_attn", x, piece, position_embeddings=angles)
 
@@ -88,18 +119,28 @@ def _gpt2(width: int, layers: tuple[str, ...]) -> Anatomy:
         words, positions, drop = (root.get_submodule(path) for path in embed)
         length = tokens.shape[1] if piece is None else piece.tokens
         if length > cast(nn.Embedding, positions).num_embeddings:
-            raise ShapeError(f"{length} tokens, but only {positions.num_embeddings} positions")
+            raise ShapeError(
+                f"{length} tokens, but only {positions.num_embeddings} positions"
+            )
         return cast(Tensor, drop(words(tokens) + positions(_places(tokens, piece))))
 
-    def through(root: nn.Module, layers: Iterable[nn.Module], x: Tensor, piece: Slice | None) -> Tensor:
+    def through(
+        root: nn.Module, layers: Iterable[nn.Module], x: Tensor, piece: Slice | None
+    ) -> Tensor:
         return _masked(layers, "attn", x, piece)
 
-    return Anatomy(width, embed, layers, ("transformer.ln_f", "lm_head"), (), enter, through)
+    return Anatomy(
+        width, embed, layers, ("transformer.ln_f", "lm_head"), (), enter, through
+    )
 
 
 def _places(x: Tensor, piece: Slice | None) -> Tensor:
     """The position of each token, (1 or rows, tokens)."""
-    place = torch.arange(x.shape[1], device=x.device) if piece is None else piece.positions(x.device)
+    place = (
+        torch.arange(x.shape[1], device=x.device)
+        if piece is None
+        else piece.positions(x.device)
+    )
     return place if place.dim() == 2 else place[None]
 
 
@@ -116,7 +157,9 @@ def _angles(rotary: Any, x: Tensor, piece: Slice | None) -> tuple[Tensor, Tensor
     whole = _places(x, None) if piece is None else piece.all_positions(x.device)
     if "dynamic" in kind:
         packed = piece is not None and piece.carry.starts is not None
-        _forget_lengths(rotary, int(whole.max()) + 1 if packed else whole.shape[-1], x.device)
+        _forget_lengths(
+            rotary, int(whole.max()) + 1 if packed else whole.shape[-1], x.device
+        )
     cos, sin = rotary(x, whole if whole.dim() == 2 else whole[None])
     if piece is None:
         return cos, sin
@@ -126,7 +169,9 @@ def _angles(rotary: Any, x: Tensor, piece: Slice | None) -> tuple[Tensor, Tensor
 def _forget_lengths(rotary: Any, length: int, device: torch.device) -> None:
     """Makes a `dynamic` rotary module choose its frequencies by this sequence alone."""
     refuse_lengths(rotary, [length])
-    rotary.register_buffer("inv_freq", rotary.original_inv_freq.to(device), persistent=False)
+    rotary.register_buffer(
+        "inv_freq", rotary.original_inv_freq.to(device), persistent=False
+    )
     rotary.max_seq_len_cached = int(rotary.original_max_seq_len)
 
 
@@ -160,18 +205,28 @@ def refuse_lengths(rotary: Any, lengths: Iterable[int]) -> None:
 
 
 def _unknown(name: str, encoder_decoder: bool) -> str:
-    reason = "its layers are two stacks, an encoder and a decoder" if encoder_decoder else "it is of no family known"
+    reason = (
+        "its layers are two stacks, an encoder and a decoder"
+        if encoder_decoder
+        else "it is of no family known"
+    )
     return (
         f"cannot split a {name}: {reason}\n"
-        f"looked for a model of penstock.models, or a Hugging Face {', '.join(FAMILIES)} (or a subclass)"
+        f"looked for a model of penstock.models, or a Hugging Face {', '.join(HF_FAMILIES)} (or a subclass)"
     )
 
 
 def _refuse_extras(family: str, config: Any) -> None:
     """What the forward of a family can do that parts do not."""
-    for word, plain in (("is_encoder_decoder", False), ("add_cross_attention", False), ("is_causal", True)):
+    for word, plain in (
+        ("is_encoder_decoder", False),
+        ("add_cross_attention", False),
+        ("is_causal", True),
+    ):
         if getattr(config, word, plain) is not plain:
-            raise PenstockError(f"cannot split a {family} with {word}={not plain}: only plain causal decoders")
+            raise PenstockError(
+                f"cannot split a {family} with {word}={not plain}: only plain causal decoders"
+            )
 
 
 def _is_theirs(cls: type) -> bool:
@@ -181,9 +236,11 @@ def _is_theirs(cls: type) -> bool:
 
 def _refuse_own_forward(model: nn.Module, family: str) -> None:
     """Parts run the modules inside a model, not the forward of the model: one that was overridden would be ignored."""
-    for module in (model, model.get_submodule(FAMILIES[family].partition(".")[0])):
+    for module in (model, model.get_submodule(HF_FAMILIES[family].partition(".")[0])):
         theirs = next((cls for cls in type(module).__mro__ if _is_theirs(cls)), None)
-        if theirs is None or type(module).forward is not getattr(theirs, "forward", None):
+        if theirs is None or type(module).forward is not getattr(
+            theirs, "forward", None
+        ):
             name = type(module).__name__
             raise PenstockError(
                 f"cannot split this {family}: {name} has a forward of its own, which parts would not run\n"
@@ -195,7 +252,9 @@ def _look_for(model: nn.Module, family: str, paths: Iterable[str]) -> None:
     held = {name for name, _ in model.named_modules(remove_duplicate=False)}
     missing = [path for path in paths if path not in held]
     if missing:
-        raise PenstockError(f"cannot split this {family}: looked for {', '.join(missing)}, which it does not have")
+        raise PenstockError(
+            f"cannot split this {family}: looked for {', '.join(missing)}, which it does not have"
+        )
 
 
 # ---------------------------------------------------------------- slices and masks
@@ -213,12 +272,22 @@ class PastKeys:
     def __init__(self, piece: Slice) -> None:
         self.piece = piece
 
-    def update(self, k: Tensor, v: Tensor, layer_idx: int, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
+    def update(
+        self, k: Tensor, v: Tensor, layer_idx: int, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
         """All so far."""
-        return self.piece.extend(layer_idx, "keys", k), self.piece.extend(layer_idx, "values", v)
+        return self.piece.extend(layer_idx, "keys", k), self.piece.extend(
+            layer_idx, "values", v
+        )
 
 
-def _masked(layers: Iterable[nn.Module], attention: str, x: Tensor, piece: Slice | None, **beside: Any) -> Tensor:
+def _masked(
+    layers: Iterable[nn.Module],
+    attention: str,
+    x: Tensor,
+    piece: Slice | None,
+    **beside: Any,
+) -> Tensor:
     """Through the layers, with one mask for all that see alike; none at all where the kernel knows what is causal."""
     masks: dict[tuple[str, int | None], Tensor | None] = {}
     if piece is not None and piece.partial:
@@ -231,7 +300,9 @@ def _masked(layers: Iterable[nn.Module], attention: str, x: Tensor, piece: Slice
     return x
 
 
-def causal_mask(kernel: str, window: int | None, x: Tensor, piece: Slice | None = None) -> Tensor | None:
+def causal_mask(
+    kernel: str, window: int | None, x: Tensor, piece: Slice | None = None
+) -> Tensor | None:
     """What a layer must be told to see only the past, `window` tokens of it. None: it knows by itself.
 
     tokens   window 3
@@ -243,16 +314,28 @@ def causal_mask(kernel: str, window: int | None, x: Tensor, piece: Slice | None 
     """
     if kernel.startswith("flash"):
         if piece is not None and piece.carry.starts is not None:
-            raise PenstockError(f"{kernel} looks across packed documents; model.set_attn_implementation('sdpa')")
+            raise PenstockError(
+                f"{kernel} looks across packed documents; model.set_attn_implementation('sdpa')"
+            )
         return None
     begin, end = (0, x.shape[1]) if piece is None else (piece.begin, piece.end)
-    if kernel == "sdpa" and (piece is None or piece.causal) and (window is None or end <= window):
+    if (
+        kernel == "sdpa"
+        and (piece is None or piece.causal)
+        and (window is None or end <= window)
+    ):
         return None
-    back = torch.arange(begin, end, device=x.device)[:, None] - torch.arange(end, device=x.device)
-    seen = (back >= 0 if piece is None else piece.seen(x.device)) & (back < (end if window is None else window))
+    back = torch.arange(begin, end, device=x.device)[:, None] - torch.arange(
+        end, device=x.device
+    )
+    seen = (back >= 0 if piece is None else piece.seen(x.device)) & (
+        back < (end if window is None else window)
+    )
     seen = seen if seen.dim() == 4 else seen[None, None]
     if kernel == "eager":
-        return torch.zeros_like(seen, dtype=x.dtype).masked_fill(~seen, torch.finfo(x.dtype).min)
+        return torch.zeros_like(seen, dtype=x.dtype).masked_fill(
+            ~seen, torch.finfo(x.dtype).min
+        )
     return seen
 
 
@@ -260,7 +343,9 @@ def _sight(attention: Any) -> tuple[str, int | None]:
     """Which kernel, and how far back: Mistral has one window for all layers, Qwen2 one a layer, the others none."""
     kernel = str(attention.config._attn_implementation)
     if kernel not in KERNELS:
-        raise PenstockError(f"attention {kernel!r} cannot run in parts; model.set_attn_implementation('sdpa') can")
+        raise PenstockError(
+            f"attention {kernel!r} cannot run in parts; model.set_attn_implementation('sdpa') can"
+        )
     mistral = any(cls.__name__ == "MistralAttention" for cls in type(attention).__mro__)
     holder = attention.config if mistral else attention
     return kernel, getattr(holder, "sliding_window", None)
@@ -272,7 +357,7 @@ def rename(state: Mapping[str, Tensor], names: Mapping[str, str]) -> dict[str, T
     return {_translate(name, names): tensor for name, tensor in state.items()}
 
 
-def turned(names: Mapping[str, str]) -> dict[str, str]:
+def inverse_names(names: Mapping[str, str]) -> dict[str, str]:
     """The way back."""
     return {theirs: ours for ours, theirs in names.items()}
 
@@ -286,4 +371,6 @@ def _translate(name: str, names: Mapping[str, str]) -> str:
         return names[pattern].replace("*", number)
     if module in names:
         return f"{names[module].replace('*', number)}.{leaf}"
-    raise PenstockError(f"there is no place for {name!r}; known: {', '.join(sorted(names))}")
+    raise PenstockError(
+        f"there is no place for {name!r}; known: {', '.join(sorted(names))}"
+    )

@@ -1,9 +1,9 @@
 """Llama: rotary positions, grouped queries, RMS norms, a gated MLP. One device, no dropout, nothing of pipelines.
 
-    x ──┬─ norm ─ attention ─(+)─┬─ norm ─ mlp ─(+)─►        one layer
-        └───────────────────────┘└──────────────┘
-    q = turn(Wq x)   k = turn(Wk x)   v = Wv x               turn: rotate pairs of features by position * frequency
-    heads share keys and values in groups of heads / kv_heads
+x ──┬─ norm ─ attention ─(+)─┬─ norm ─ mlp ─(+)─►        one layer
+    └───────────────────────┘└──────────────┘
+q = turn(Wq x)   k = turn(Wk x)   v = Wv x               turn: rotate pairs of features by position * frequency
+heads share keys and values in groups of heads / kv_heads
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from penstock.carry import Slice
 from penstock.errors import ShapeError
 from penstock.models.attention import attend
-from penstock.models.hf import rename, turned
-from penstock.models.split import Decoder, at_least, draw_weights, multiple
+from penstock.models.hf import inverse_names, rename
+from penstock.models.split import Decoder, draw_weights, require_multiple, require_sizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,13 +38,17 @@ class LlamaConfig:
     tied: bool = False
 
     def __post_init__(self) -> None:
-        at_least(1, vocab=self.vocab, width=self.width, layers=self.layers, heads=self.heads)
-        at_least(1, kv_heads=self.kv_heads, inner=self.inner)
-        multiple("width", self.width, "heads", self.heads)
-        multiple("heads", self.heads, "kv_heads", self.kv_heads)
-        multiple("width / heads", self.head_width, "2 (rotary turns pairs)", 2)
+        require_sizes(
+            1, vocab=self.vocab, width=self.width, layers=self.layers, heads=self.heads
+        )
+        require_sizes(1, kv_heads=self.kv_heads, inner=self.inner)
+        require_multiple("width", self.width, "heads", self.heads)
+        require_multiple("heads", self.heads, "kv_heads", self.kv_heads)
+        require_multiple("width / heads", self.head_width, "2 (rotary turns pairs)", 2)
         if self.theta <= 0 or self.eps <= 0:
-            raise ShapeError(f"theta and eps must be above 0, not {self.theta} and {self.eps}")
+            raise ShapeError(
+                f"theta and eps must be above 0, not {self.theta} and {self.eps}"
+            )
 
     @property
     def head_width(self) -> int:
@@ -67,9 +71,15 @@ class Rotary(nn.Module):
         """Cosines, and sines whose first half is negative: (tokens, head_width) each, or (rows, 1, tokens, head_width)
         if rows differ."""
         pair = torch.arange(0, self.head_width, 2, device=x.device, dtype=torch.float32)
-        token = torch.arange(x.shape[1], device=x.device) if piece is None else piece.positions(x.device)
+        token = (
+            torch.arange(x.shape[1], device=x.device)
+            if piece is None
+            else piece.positions(x.device)
+        )
         token = token if token.dim() == 1 else token[:, None]
-        angles = token[..., None].float() * (1.0 / self.theta ** (pair / self.head_width))
+        angles = token[..., None].float() * (
+            1.0 / self.theta ** (pair / self.head_width)
+        )
         kept = torch.promote_types(x.dtype, torch.float32)
         cos, sin = angles.cos().to(kept), angles.sin().to(kept)
         return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
@@ -90,10 +100,12 @@ class _Turn(torch.autograd.Function):
 
 
 def _turned(x: Tensor, cos: Tensor, sin: Tensor, way: float) -> Tensor:
-    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin, value=way).to(x.dtype)
+    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin, value=way).to(
+        x.dtype
+    )
 
 
-def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotate_half(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotates feature i with feature i + half, in float32 at least."""
     if torch.compiler.is_compiling():  # which makes one kernel of it anyway
         return _turned(x, cos, sin, 1.0)
@@ -101,21 +113,39 @@ def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return y
 
 
-class Attention(nn.Module):
+class LlamaAttention(nn.Module):
     """Causal, with groups of heads on the same keys and values."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
-        self.head_width, self.grouped = config.head_width, config.kv_heads != config.heads
+        self.head_width, self.grouped = (
+            config.head_width,
+            config.kv_heads != config.heads,
+        )
         self.query = nn.Linear(config.width, config.width, bias=False)
-        self.key = nn.Linear(config.width, config.kv_heads * config.head_width, bias=False)
-        self.value = nn.Linear(config.width, config.kv_heads * config.head_width, bias=False)
+        self.key = nn.Linear(
+            config.width, config.kv_heads * config.head_width, bias=False
+        )
+        self.value = nn.Linear(
+            config.width, config.kv_heads * config.head_width, bias=False
+        )
         self.output = nn.Linear(config.width, config.width, bias=False)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, piece: Slice | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, piece: Slice | None = None
+    ) -> Tensor:
         """Of all of x, or of a slice."""
         q, k, v = (self.heads(to(x)) for to in (self.query, self.key, self.value))
-        y: Tensor = self.output(attend(self, turn(q, cos, sin), turn(k, cos, sin), v, piece, self.grouped))
+        y: Tensor = self.output(
+            attend(
+                self,
+                rotate_half(q, cos, sin),
+                rotate_half(k, cos, sin),
+                v,
+                piece,
+                self.grouped,
+            )
+        )
         return y
 
     def heads(self, x: Tensor) -> Tensor:
@@ -123,7 +153,7 @@ class Attention(nn.Module):
         return x.view(*x.shape[:-1], -1, self.head_width).transpose(1, 2)
 
 
-class MLP(nn.Module):
+class LlamaMLP(nn.Module):
     """down(silu(gate(x)) * up(x))."""
 
     def __init__(self, config: LlamaConfig) -> None:
@@ -138,24 +168,26 @@ class MLP(nn.Module):
         return y
 
 
-class Layer(nn.Module):
+class LlamaLayer(nn.Module):
     """Attention, then MLP, each on a normed x and added to it."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         self.attention_norm = nn.RMSNorm(config.width, eps=config.eps)
-        self.attention = Attention(config)
+        self.attention = LlamaAttention(config)
         self.mlp_norm = nn.RMSNorm(config.width, eps=config.eps)
-        self.mlp = MLP(config)
+        self.mlp = LlamaMLP(config)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, piece: Slice | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, piece: Slice | None = None
+    ) -> Tensor:
         """Hidden state to hidden state."""
         x = x + self.attention(self.attention_norm(x), cos, sin, piece)
         y: Tensor = x + self.mlp(self.mlp_norm(x))
         return y
 
 
-class Head(nn.Module):
+class LlamaHead(nn.Module):
     """Last norm, then a score for every word."""
 
     def __init__(self, config: LlamaConfig) -> None:
@@ -173,17 +205,19 @@ class Llama(Decoder):
     """A Llama with weights drawn at random from torch's generator."""
 
     def __init__(self, config: LlamaConfig) -> None:
-        embed, head = nn.Embedding(config.vocab, config.width), Head(config)
+        embed, head = nn.Embedding(config.vocab, config.width), LlamaHead(config)
         if config.tied:
             head.output.weight = embed.weight
-        layers = (Layer(config) for _ in range(config.layers))
-        super().__init__(config.width, embed, layers, head, Rotary(config.head_width, config.theta))
+        layers = (LlamaLayer(config) for _ in range(config.layers))
+        super().__init__(
+            config.width, embed, layers, head, Rotary(config.head_width, config.theta)
+        )
         self.config = config
         draw_weights(self)
 
 
 # ---------------------------------------------------------------- names, ours and Hugging Face's
-NAMES = {
+LLAMA_NAMES = {
     "embed": "model.embed_tokens",
     "layers.*.attention_norm": "model.layers.*.input_layernorm",
     "layers.*.attention.query": "model.layers.*.self_attn.q_proj",
@@ -199,12 +233,24 @@ NAMES = {
 }
 
 
-def from_hf_state(state: Mapping[str, Tensor], config: LlamaConfig) -> dict[str, Tensor]:
+def llama_from_hf(
+    state: Mapping[str, Tensor], config: LlamaConfig
+) -> dict[str, Tensor]:
     """The weights of a LlamaForCausalLM, in memory or as saved, as `Llama.load_state_dict` takes them."""
-    ours = rename({name: w for name, w in state.items() if not name.endswith("inv_freq")}, turned(NAMES))
+    ours = rename(
+        {name: w for name, w in state.items() if not name.endswith("inv_freq")},
+        inverse_names(LLAMA_NAMES),
+    )
     return ours | {"head.output.weight": ours["embed.weight"]} if config.tied else ours
 
 
-def to_hf_state(state: Mapping[str, Tensor], config: LlamaConfig) -> dict[str, Tensor]:
+def llama_to_hf(state: Mapping[str, Tensor], config: LlamaConfig) -> dict[str, Tensor]:
     """The way back: the names that Hugging Face saves, a tied weight once."""
-    return rename({name: w for name, w in state.items() if name != "head.output.weight" or not config.tied}, NAMES)
+    return rename(
+        {
+            name: w
+            for name, w in state.items()
+            if name != "head.output.weight" or not config.tied
+        },
+        LLAMA_NAMES,
+    )

@@ -24,18 +24,22 @@ from penstock.models import hf
 
 
 # ---------------------------------------------------------------- sizes
-def at_least(least: int, **sizes: int) -> None:
+def require_sizes(least: int, **sizes: int) -> None:
     """Refuses any size under `least`, by its name."""
     for name, size in sizes.items():
         if size < least:
             raise ShapeError(f"{name} must be at least {least}, not {size}")
 
 
-def multiple(whole: str, size: int, by: str, of: int) -> None:
+def require_multiple(whole: str, size: int, by: str, of: int) -> None:
     """Refuses a `size` that does not cut into `of` equal pieces; says which ones near it do."""
     if size % of:
-        near = " or ".join(str(fit) for fit in (size // of * of, -(-size // of) * of) if fit)
-        raise ShapeError(f"{whole} must be a multiple of {by}: {size} is not one of {of}; {near} is")
+        near = " or ".join(
+            str(fit) for fit in (size // of * of, -(-size // of) * of) if fit
+        )
+        raise ShapeError(
+            f"{whole} must be a multiple of {by}: {size} is not one of {of}; {near} is"
+        )
 
 
 # ---------------------------------------------------------------- the stack
@@ -71,7 +75,9 @@ class Decoder(Stack):
 
     def forward(self, tokens: Tensor, piece: Slice | None = None) -> Tensor:
         """(batch, tokens) of token ids to (batch, tokens, vocab) of logits; of a slice, if `piece` says so."""
-        logits: Tensor = self.head(_through(self, self.layers, _enter(self, tokens, piece), piece))
+        logits: Tensor = self.head(
+            _through(self, self.layers, _enter(self, tokens, piece), piece)
+        )
         return logits
 
 
@@ -82,31 +88,55 @@ def draw_weights(model: nn.Module, std: float = 0.02) -> None:
             nn.init.normal_(module.weight, std=std)
         if isinstance(module, nn.Linear) and module.bias is not None:
             nn.init.zeros_(module.bias)
-    for module in model.modules():  # last: the weight of a tied head is drawn again above
+    for (
+        module
+    ) in model.modules():  # last: the weight of a tied head is drawn again above
         if isinstance(module, nn.Embedding) and module.padding_idx is not None:
             nn.init.zeros_(module.weight.data[module.padding_idx])
 
 
-def anatomy_of(model: nn.Module) -> hf.Anatomy:
+def find_anatomy(model: nn.Module) -> hf.Anatomy:
     """Of one of our models, a part that is all of one, or a Hugging Face decoder; refuses what it does not know."""
     if isinstance(model, Part):
         if not (model.first and model.last):
-            raise ShapeError(f"a part of the layers {model.begin}:{model.end} is no whole model: it cannot be split")
+            raise ShapeError(
+                f"a part of the layers {model.begin}:{model.end} is no whole model: it cannot be split"
+            )
         return model.anatomy
     if not isinstance(model, Stack):
-        return hf.anatomy_of(model)
+        return hf.hf_anatomy(model)
     layers = tuple(f"layers.{i}" for i in range(len(model.layers)))
     rotary = ("rotary",) if hasattr(model, "rotary") else ()
-    return hf.Anatomy(model.width, ("embed",), layers, ("head",), rotary, _enter, _through, model.unsliceable)
+    return hf.Anatomy(
+        model.width,
+        ("embed",),
+        layers,
+        ("head",),
+        rotary,
+        _enter,
+        _through,
+        model.unsliceable,
+    )
 
 
 def _enter(root: nn.Module, tokens: Tensor, piece: Slice | None) -> Tensor:
     embed = root.get_submodule("embed")
-    return cast(Tensor, embed(tokens) if isinstance(embed, nn.Embedding) else embed(tokens, *_beside(piece)))
+    return cast(
+        Tensor,
+        embed(tokens)
+        if isinstance(embed, nn.Embedding)
+        else embed(tokens, *_beside(piece)),
+    )
 
 
-def _through(root: nn.Module, layers: Iterable[nn.Module], x: Tensor, piece: Slice | None) -> Tensor:
-    angles = root.get_submodule("rotary")(x, *_beside(piece)) if hasattr(root, "rotary") else ()
+def _through(
+    root: nn.Module, layers: Iterable[nn.Module], x: Tensor, piece: Slice | None
+) -> Tensor:
+    angles = (
+        root.get_submodule("rotary")(x, *_beside(piece))
+        if hasattr(root, "rotary")
+        else ()
+    )
     for layer in layers:
         x = layer(x, *angles, *_beside(piece))
     return x
@@ -119,25 +149,33 @@ def _beside(piece: Slice | None) -> tuple[Slice, ...]:
 
 def model_width(model: nn.Module) -> int:
     """Features of the hidden state that flows from part to part."""
-    return anatomy_of(model).width
+    return find_anatomy(model).width
 
 
 def layer_count(model: nn.Module) -> int:
     """Layers that a partition of the model must add up to."""
-    return len(anatomy_of(model).layers)
+    return len(find_anatomy(model).layers)
 
 
 # ---------------------------------------------------------------- the parts
 class Part(nn.Module):
     """The layers `begin` to `end` of a model, after the embedding if `first`, before the head if `last`."""
 
-    def __init__(self, anatomy: hf.Anatomy, layers: tuple[int, int], ends: tuple[bool, bool], tied: dict[str, str]):
+    def __init__(
+        self,
+        anatomy: hf.Anatomy,
+        layers: tuple[int, int],
+        ends: tuple[bool, bool],
+        tied: dict[str, str],
+    ):
         super().__init__()
         self.anatomy = anatomy
         self.begin, self.end = layers
         self.first, self.last = ends
         self.tied = tied
-        self.shared: dict[str, tuple[int, ...]] = {}  # tied parameters that several parts hold; filled by `split`
+        self.shared: dict[
+            str, tuple[int, ...]
+        ] = {}  # tied parameters that several parts hold; filled by `split`
 
     @property
     def paths(self) -> tuple[str, ...]:
@@ -149,14 +187,22 @@ class Part(nn.Module):
     @property
     def unsliceable(self) -> str:
         """Why it cannot be run slice by slice; empty if it can."""
-        layers = (self.get_submodule(path) for path in self.anatomy.layers[self.begin : self.end])
-        checkpointed = any(getattr(layer, "gradient_checkpointing", False) for layer in layers)
+        layers = (
+            self.get_submodule(path)
+            for path in self.anatomy.layers[self.begin : self.end]
+        )
+        checkpointed = any(
+            getattr(layer, "gradient_checkpointing", False) for layer in layers
+        )
         return self.anatomy.unsliceable or (hf.CHECKPOINTED if checkpointed else "")
 
     @property
     def remembers_lengths(self) -> bool:
         """Whether the length of one sequence changes what the part computes for another."""
-        return any(hf.remembers_lengths(self.get_submodule(path)) for path in self.anatomy.everywhere)
+        return any(
+            hf.remembers_lengths(self.get_submodule(path))
+            for path in self.anatomy.everywhere
+        )
 
     def refuse_lengths(self, lengths: Sequence[int]) -> None:
         """Raises if a batch with these longest sequences (of packed rows: documents), one a micro-batch, cannot be run.
@@ -168,12 +214,19 @@ class Part(nn.Module):
 
     def forward(self, x: Tensor, piece: Slice | None = None) -> Tensor:
         """Token ids in if `first`, logits out if `last`, hidden states else; of a slice, if `piece` says so."""
-        if piece is not None and (piece.partial or self.anatomy.unsliceable) and self.unsliceable:
+        if (
+            piece is not None
+            and (piece.partial or self.anatomy.unsliceable)
+            and self.unsliceable
+        ):
             raise ShapeError(f"cannot run a slice: {self.unsliceable}")
         if self.first:
             x = self.anatomy.enter(self, x, piece)
         if self.begin < self.end:
-            layers = [self.get_submodule(path) for path in self.anatomy.layers[self.begin : self.end]]
+            layers = [
+                self.get_submodule(path)
+                for path in self.anatomy.layers[self.begin : self.end]
+            ]
             x = self.anatomy.through(self, layers, x, piece)
         for path in self.anatomy.head if self.last else ():
             x = self.get_submodule(path)(x)
@@ -181,11 +234,18 @@ class Part(nn.Module):
 
     def whole_names(self) -> dict[str, nn.Parameter]:
         """Its parameters under their names in the whole model, a tied one under its first name there."""
-        return {self.tied.get(name, name): parameter for name, parameter in self.named_parameters()}
+        return {
+            self.tied.get(name, name): parameter
+            for name, parameter in self.named_parameters()
+        }
 
     def extra_repr(self) -> str:
         """Which layers, and what else."""
-        ends = [word for word, there in (("embedding", self.first), ("head", self.last)) if there]
+        ends = [
+            word
+            for word, there in (("embedding", self.first), ("head", self.last))
+            if there
+        ]
         return ", ".join([f"layers {self.begin}:{self.end}", *ends])
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Part:
@@ -209,7 +269,7 @@ def split(model: nn.Module, partition: Sequence[int]) -> list[Part]:
     embed  0 1 2 │ 3 4 │ 5 6 7  head
           part 0    1       2
     """
-    anatomy = anatomy_of(model)
+    anatomy = find_anatomy(model)
     _check(tuple(partition), len(anatomy.layers))
     tied, bounds = _tied(model), pairwise(accumulate(partition, initial=0))
     parts = [
@@ -239,20 +299,30 @@ def shared_names(parts: Sequence[Part]) -> dict[str, tuple[int, ...]]:
 
 
 def _check(partition: tuple[int, ...], layers: int) -> None:
-    at_least(1, parts=len(partition))
-    at_least(0, **{f"layers of part {part}": count for part, count in enumerate(partition)})
+    require_sizes(1, parts=len(partition))
+    require_sizes(
+        0, **{f"layers of part {part}": count for part, count in enumerate(partition)}
+    )
     for part in range(1, len(partition) - 1):
         if not partition[part]:
-            raise ShapeError(f"part {part} of {partition} is empty: only the first and the last may have 0 layers")
+            raise ShapeError(
+                f"part {part} of {partition} is empty: only the first and the last may have 0 layers"
+            )
     if sum(partition) != layers:
-        raise ShapeError(f"the partition {partition} has {sum(partition)} layers, the model {layers}")
+        raise ShapeError(
+            f"the partition {partition} has {sum(partition)} layers, the model {layers}"
+        )
 
 
 def _tied(model: nn.Module) -> dict[str, str]:
     """Every further name of a parameter, with its first one."""
     first = {id(parameter): name for name, parameter in model.named_parameters()}
     names = model.named_parameters(remove_duplicate=False)
-    return {name: first[id(parameter)] for name, parameter in names if first[id(parameter)] != name}
+    return {
+        name: first[id(parameter)]
+        for name, parameter in names
+        if first[id(parameter)] != name
+    }
 
 
 def _fill(part: Part, model: nn.Module) -> None:
@@ -271,4 +341,3 @@ def _graft(root: nn.Module, path: str, module: nn.Module) -> None:
             root.add_module(name, nn.Module())
         root = root.get_submodule(name)
     root.add_module(leaf, module)
-

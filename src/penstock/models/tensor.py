@@ -16,16 +16,34 @@ from typing import Any
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+from torch.distributed.tensor import (
+    DTensor,
+    Partial,
+    Replicate,
+    Shard,
+    distribute_tensor,
+)
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    parallelize_module,
+)
 
 from penstock.errors import ShapeError
 from penstock.models.gpt import GPTConfig
 from penstock.models.llama import LlamaConfig
 from penstock.models.split import Part
 
-ROWS = ("attention.query", "attention.key", "attention.value", "attention.qkv", "mlp.gate", "mlp.up")
-COLUMNS = ("attention.output", "mlp.down")
+ROW_SHARED = (
+    "attention.query",
+    "attention.key",
+    "attention.value",
+    "attention.qkv",
+    "mlp.gate",
+    "mlp.up",
+)
+COLUMN_SHARED = ("attention.output", "mlp.down")
 DOORS = ("attention", "mlp")
 
 
@@ -34,7 +52,12 @@ class Door(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def enter(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-            return (DTensor.from_local(args[0], device_mesh, (Replicate(),), run_check=False), *args[1:])
+            return (
+                DTensor.from_local(
+                    args[0], device_mesh, (Replicate(),), run_check=False
+                ),
+                *args[1:],
+            )
 
         module.register_forward_pre_hook(enter)
         return module
@@ -48,15 +71,23 @@ class Words(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         assert isinstance(module, nn.Embedding)
-        module.weight = nn.Parameter(distribute_tensor(module.weight, device_mesh, [Shard(0)], src_data_rank=None))
-        first = device_mesh.get_local_rank() * _share(module.num_embeddings, device_mesh.size())
+        module.weight = nn.Parameter(
+            distribute_tensor(
+                module.weight, device_mesh, [Shard(0)], src_data_rank=None
+            )
+        )
+        first = device_mesh.get_local_rank() * _share(
+            module.num_embeddings, device_mesh.size()
+        )
 
         def forward(self: nn.Embedding, tokens: Tensor) -> Tensor:
             assert isinstance(self.weight, DTensor)
             rows = self.weight.to_local()
             places = tokens - first
             others = (places < 0) | (places >= len(rows))
-            mine = F.embedding(places.masked_fill(others, 0), rows).masked_fill(others[..., None], 0.0)
+            mine = F.embedding(places.masked_fill(others, 0), rows).masked_fill(
+                others[..., None], 0.0
+            )
             shares = DTensor.from_local(mine, device_mesh, (Partial(),))
             return shares.redistribute(placements=(Replicate(),)).to_local()
 
@@ -71,7 +102,11 @@ def _share(words: int, shares: int) -> int:
 
 def share_layers(part: Part, mesh: DeviceMesh) -> None:
     """Leaves this process its share of a part; parameters may still be without memory."""
-    styles = {path: style for path, module in part.named_modules() if (style := _style(path, module)) is not None}
+    styles = {
+        path: style
+        for path, module in part.named_modules()
+        if (style := _style(path, module)) is not None
+    }
     parallelize_module(part, mesh, styles, src_data_rank=None)
     part.tie()
 
@@ -84,9 +119,9 @@ def _style(path: str, module: nn.Module) -> ParallelStyle | None:
     inner = ".".join(path.split(".")[2:]) if path.startswith("layers.") else ""
     if inner in DOORS:
         return Door()
-    if inner in ROWS:
+    if inner in ROW_SHARED:
         return ColwiseParallel()
-    return RowwiseParallel() if inner in COLUMNS else None
+    return RowwiseParallel() if inner in COLUMN_SHARED else None
 
 
 def largest_share(piece: nn.Module, path: str, tensor: int) -> int:
@@ -95,10 +130,16 @@ def largest_share(piece: nn.Module, path: str, tensor: int) -> int:
     for inner, module in piece.named_modules():
         style = _style(f"{path}.{inner}".removesuffix("."), module)
         for leaf, parameter in module.named_parameters(recurse=False):
-            whole = style is None or (isinstance(style, RowwiseParallel) and leaf == "bias")
+            whole = style is None or (
+                isinstance(style, RowwiseParallel) and leaf == "bias"
+            )
             cut = 1 if isinstance(style, RowwiseParallel) else 0  # dimension
-            found += parameter.numel() if whole else parameter.numel() // parameter.shape[cut] * _share(
-                parameter.shape[cut], tensor
+            found += (
+                parameter.numel()
+                if whole
+                else parameter.numel()
+                // parameter.shape[cut]
+                * _share(parameter.shape[cut], tensor)
             )
     return found
 
@@ -110,7 +151,13 @@ def check_shares(sizes: LlamaConfig | GPTConfig, tensor: int) -> None:
         counts["kv_heads"] = sizes.kv_heads
     for name, count in counts.items():
         if count % tensor:
-            fits = [n for n in range(1, tensor) if all(c % n == 0 for c in counts.values())]
-            raise ShapeError(f"mesh.tensor = {tensor} does not divide {name} = {count} of the model; {fits[-1]} does")
+            fits = [
+                n for n in range(1, tensor) if all(c % n == 0 for c in counts.values())
+            ]
+            raise ShapeError(
+                f"mesh.tensor = {tensor} does not divide {name} = {count} of the model; {fits[-1]} does"
+            )
     if (tensor - 1) * _share(sizes.vocab, tensor) >= sizes.vocab:
-        raise ShapeError(f"mesh.tensor = {tensor} leaves a process without any of the {sizes.vocab} words")
+        raise ShapeError(
+            f"mesh.tensor = {tensor} leaves a process without any of the {sizes.vocab} words"
+        )

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from penstock.errors import RunError, ShapeError
 from penstock.ir.schedule import Schedule
 from penstock.runtime.comm.comm import Comm
-from penstock.runtime.replicas import Shared, Tied, ranks_of
-from penstock.runtime.share import local
+from penstock.runtime.gradients import SharedParameters, Tied, ranks_of
+from penstock.runtime.share import local_share
 
 _PROCESS = secrets.randbits(60)  # tells the memory of this process from that of others
 _BITS = (1 << 62) - 1
@@ -34,51 +34,77 @@ _CODES = 100_003  # so that sums of squares stay exact
 class Agreement:
     """What all ranks know."""
 
-    trains: tuple[bool, ...]  # by stage: whether any of its parameters does; also one that has no parameters
+    trains: tuple[
+        bool, ...
+    ]  # by stage: whether any of its parameters does; also one that has no parameters
     recomputes: bool  # some stage of some rank
     one: frozenset[str]  # sums (by name) over ranks that hold one and the same tensor
 
 
 def agree(
-    schedule: Schedule, modules: Mapping[int, nn.Module], comm: Comm, sums: Sequence[Shared],
-    tied: Mapping[str, Tied], recompute: Collection[int],
-) -> Agreement:  # fmt: skip
+    schedule: Schedule,
+    modules: Mapping[int, nn.Module],
+    comm: Comm,
+    sums: Sequence[SharedParameters],
+    tied: Mapping[str, Tied],
+    recompute: Collection[int],
+) -> Agreement:
     """All ranks call it at the same time."""
-    groups = {f"part {part}": ranks_of(schedule, (part,)) for part in range(schedule.parts)}
-    groups |= {f"tied {name}": ranks_of(schedule, one.parts) for name, one in tied.items()}
+    groups = {
+        f"part {part}": ranks_of(schedule, (part,)) for part in range(schedule.parts)
+    }
+    groups |= {
+        f"tied {name}": ranks_of(schedule, one.parts) for name, one in tied.items()
+    }
     groups = {name: group for name, group in groups.items() if len(group) > 1}
     _refuse_other_ties(comm, sorted(groups), sorted(tied))
     stages = torch.zeros(3, len(schedule.stages), dtype=torch.int64)
     for stage, module in modules.items():
         parameters = list(module.parameters())
         trained = sum(p.numel() for p in parameters if p.requires_grad)
-        stages[:, stage] = torch.tensor([trained, not parameters or trained > 0, stage in recompute])
+        stages[:, stage] = torch.tensor(
+            [trained, not parameters or trained > 0, stage in recompute]
+        )
     marks = torch.zeros(2, len(groups), comm.ranks, dtype=torch.int64)
     mine = {one.name: one.parameters for one in sums}
     for row, name in enumerate(sorted(groups)):
         if name in mine:
-            marks[:, row, comm.rank] = torch.tensor([memory_mark(mine[name][0], comm.rank), checksum(mine[name])])
+            marks[:, row, comm.rank] = torch.tensor(
+                [memory_mark(mine[name][0], comm.rank), checksum(mine[name])]
+            )
     everything = torch.cat([stages.flatten(), marks.flatten()])
     comm.add(everything, tuple(range(comm.ranks))).wait()
-    stages, marks = everything[: stages.numel()].view_as(stages), everything[stages.numel() :].view_as(marks)
+    stages, marks = (
+        everything[: stages.numel()].view_as(stages),
+        everything[stages.numel() :].view_as(marks),
+    )
     _refuse_unequal_parts(schedule, stages[0].tolist())
     one = frozenset(
-        name for row, name in enumerate(sorted(groups))
+        name
+        for row, name in enumerate(sorted(groups))
         if _is_one(name, groups[name], marks[0, row].tolist(), marks[1, row].tolist())
-    )  # fmt: skip
+    )
     return Agreement(tuple(map(bool, stages[1].tolist())), bool(stages[2].any()), one)
 
 
 def memory_mark(parameter: Tensor, rank: int) -> int:
     """A number that only the same memory of the same process has; not 0."""
-    place = local(parameter).data_ptr() or -1 - rank  # an empty share lies nowhere
+    place = (
+        local_share(parameter).data_ptr() or -1 - rank
+    )  # an empty share lies nowhere
     return (hash((_PROCESS, os.getpid(), place)) & _BITS) or 1
 
 
 def checksum(parameters: Sequence[Tensor]) -> int:
     """A number that equal parameters have on any machine, whatever the order in which it adds."""
-    sums = [_bits(local(parameter).detach()).sum(dtype=torch.int64) for parameter in parameters]
-    total = sum((place + 1) * number for place, number in enumerate(torch.stack([s.cpu() for s in sums]).tolist()))
+    sums = [
+        _bits(local_share(parameter).detach()).sum(dtype=torch.int64)
+        for parameter in parameters
+    ]
+    total = sum(
+        (place + 1) * number
+        for place, number in enumerate(torch.stack([s.cpu() for s in sums]).tolist())
+    )
     return int(total) & _BITS
 
 
@@ -111,7 +137,9 @@ def _refuse_unequal_parts(schedule: Schedule, trained: list[int]) -> None:
             )
 
 
-def _is_one(name: str, group: tuple[int, ...], marks: list[int], sums: list[int]) -> bool:
+def _is_one(
+    name: str, group: tuple[int, ...], marks: list[int], sums: list[int]
+) -> bool:
     """Whether all ranks of a group hold one tensor; raises if only some do, or if their copies differ."""
     found = [marks[rank] for rank in group]
     what, ranks = name.removeprefix("tied "), " and ".join(map(str, group))
@@ -119,7 +147,9 @@ def _is_one(name: str, group: tuple[int, ...], marks: list[int], sums: list[int]
         return False
     if not all(found):
         frozen = next(rank for rank in group if not marks[rank])
-        raise ShapeError(f"{what} is frozen on rank {frozen}, but not on all of the ranks {ranks}, which share it")
+        raise ShapeError(
+            f"{what} is frozen on rank {frozen}, but not on all of the ranks {ranks}, which share it"
+        )
     if 1 < len(set(found)) < len(group):
         raise ShapeError(
             f"of the ranks {ranks}, which share {what}, some hold the same tensor and some a copy\n"

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-Work = Callable[[], None]
+DeferredWork = Callable[[], None]
 _here = threading.local()  # the ledger of the forward that runs on this thread
 
 
@@ -30,7 +30,7 @@ class Ledger:
     __slots__ = ("common", "due", "open")
 
     def __init__(self, common: frozenset[int] = frozenset()) -> None:
-        self.due: list[Work] = []
+        self.due: list[DeferredWork] = []
         self.open = False  # whether the backward that runs now may leave work
         self.common = common  # ids of parameters that other threads add to as well: only autograd does that safely
 
@@ -47,7 +47,7 @@ def current_ledger() -> Ledger | None:
     return getattr(_here, "ledger", None)
 
 
-def defer(ledger: Ledger | None, work: Work) -> None:
+def defer(ledger: Ledger | None, work: DeferredWork) -> None:
     """Leaves work for W if this backward is split, else does it now."""
     if ledger is not None and ledger.open:
         ledger.due.append(work)
@@ -62,7 +62,15 @@ def record_in(ledger: Ledger | None) -> None:
 
 def walk_back(roots: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
     """`torch.autograd.backward` less its argument handling, which costs as much as a small graph does."""
-    _ENGINE.run_backward(tuple(roots), tuple(gradients), False, False, (), allow_unreachable=True, accumulate_grad=True)
+    _ENGINE.run_backward(
+        tuple(roots),
+        tuple(gradients),
+        False,
+        False,
+        (),
+        allow_unreachable=True,
+        accumulate_grad=True,
+    )
 
 
 _ENGINE = torch.autograd.Variable._execution_engine
@@ -76,7 +84,12 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, turned: bool, dtype: torch.dtype | None
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        turned: bool,
+        dtype: torch.dtype | None,
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.weight = weight  # activation checkpointing hands the backward a detached copy, which gathers no gradient
@@ -86,7 +99,9 @@ class _Linear(torch.autograd.Function):
         return (_turned if turned else nn.functional.linear)(x, weight, bias)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, None, None]:
+    def backward(
+        ctx: Any, grad: Tensor
+    ) -> tuple[Tensor | None, None, None, None, None]:
         x, _ = ctx.saved_tensors
         weight, bias, turned = ctx.weight, ctx.bias, ctx.turned
         grad_x = None
@@ -98,7 +113,9 @@ class _Linear(torch.autograd.Function):
             rows = grad.reshape(-1, grad.shape[-1])
             if weight.requires_grad:
                 taken = x.reshape(-1, x.shape[-1]).to(rows.dtype)
-                accumulate_product(weight, *((taken, rows) if turned else (rows, taken)))
+                accumulate_product(
+                    weight, *((taken, rows) if turned else (rows, taken))
+                )
             if bias is not None and bias.requires_grad:
                 accumulate(bias, rows.sum(0))
 
@@ -130,7 +147,9 @@ def accumulate(parameter: Tensor, grad: Tensor) -> None:
         parameter.grad += grad
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None, turned: bool = False) -> Tensor:
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, turned: bool = False
+) -> Tensor:
     """`nn.functional.linear` whose weight gradient can wait; under autocast in its type."""
     if torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
@@ -146,7 +165,9 @@ def make_deferrable(module: nn.Module) -> None:
     """Lets the linear layers inside a module leave their weight gradients. Once is enough; nothing else changes."""
     if is_compiled(module):  # one piece
         return
-    if "forward" not in module.__dict__:  # else it is done already, or has a forward of its own
+    if (
+        "forward" not in module.__dict__
+    ):  # else it is done already, or has a forward of its own
         if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward:
             module.forward = MethodType(_linear_forward, module)  # type: ignore[method-assign]
         elif _is_turned(module):
@@ -157,16 +178,24 @@ def make_deferrable(module: nn.Module) -> None:
 
 def is_compiled(module: nn.Module) -> bool:
     """Whether torch.compile made it, or `module.compile()` did."""
-    return hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
+    return (
+        hasattr(module, "_orig_mod")
+        or getattr(module, "_compiled_call_impl", None) is not None
+    )
 
 
 def _is_turned(module: nn.Module) -> bool:
     """Whether this is the linear layer of transformers' GPT-2, known by its name, its shapes and its forward."""
-    if type(module).__name__ != "Conv1D" or "addmm" not in type(module).forward.__code__.co_names:
+    if (
+        type(module).__name__ != "Conv1D"
+        or "addmm" not in type(module).forward.__code__.co_names
+    ):
         return False
     weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
     shapes = [x.shape if isinstance(x, Tensor) else () for x in (weight, bias)]
-    return len(shapes[0]) == 2 and tuple(shapes[1]) == (getattr(module, "nf", None),) == tuple(shapes[0][1:])
+    return len(shapes[0]) == 2 and tuple(shapes[1]) == (
+        getattr(module, "nf", None),
+    ) == tuple(shapes[0][1:])
 
 
 def _linear_forward(self: nn.Linear, x: Tensor) -> Tensor:
@@ -190,10 +219,18 @@ def _can_wait(ledger: Ledger, weight: Tensor, bias: Tensor | None) -> bool:
 
     A parametrized weight is computed anew each time, and what it is computed from gets its gradient in I.
     """
-    if not weight.requires_grad or not torch.is_grad_enabled() or id(weight) in ledger.common:
+    if (
+        not weight.requires_grad
+        or not torch.is_grad_enabled()
+        or id(weight) in ledger.common
+    ):
         return False
     return _is_plain(weight) and (bias is None or _is_plain(bias))
 
 
 def _is_plain(parameter: Tensor) -> bool:
-    return parameter.is_leaf and not parameter._backward_hooks and not parameter._post_accumulate_grad_hooks
+    return (
+        parameter.is_leaf
+        and not parameter._backward_hooks
+        and not parameter._post_accumulate_grad_hooks
+    )

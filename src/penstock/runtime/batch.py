@@ -15,7 +15,7 @@ from torch import Tensor
 
 from penstock.errors import ShapeError
 
-IGNORED = -100  # the label of a token that does not count
+IGNORED_LABEL = -100  # the label of a token that does not count
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,22 +45,38 @@ class Batch:
 
 
 def batch_of(
-    inputs: Sequence[Tensor], labels: Sequence[Tensor], valid: int | None = None, starts: Sequence[Tensor] = ()
+    inputs: Sequence[Tensor],
+    labels: Sequence[Tensor],
+    valid: int | None = None,
+    starts: Sequence[Tensor] = (),
 ) -> Batch:
     """A batch from micro-batches; without `valid` the labels that count are counted here."""
     for word, others in (("labels", labels), ("starts", starts or inputs)):
         if len(inputs) != len(others):
-            raise ShapeError(f"{len(inputs)} micro-batches have {len(others)} {word}: give each its own")
+            raise ShapeError(
+                f"{len(inputs)} micro-batches have {len(others)} {word}: give each its own"
+            )
         for number, (x, y) in enumerate(zip(inputs, others, strict=True)):
             if x.shape[:2] != y.shape[:2]:
-                raise ShapeError(f"micro-batch {number} has tokens {tuple(x.shape)} and {word} {tuple(y.shape)}")
-    count = sum(int((y != IGNORED).sum()) for y in labels) if valid is None else valid
+                raise ShapeError(
+                    f"micro-batch {number} has tokens {tuple(x.shape)} and {word} {tuple(y.shape)}"
+                )
+    count = (
+        sum(int((y != IGNORED_LABEL).sum()) for y in labels) if valid is None else valid
+    )
     return Batch(tuple(inputs), tuple(labels), max(count, 1), tuple(starts))
 
 
-def cut_batch(inputs: Tensor, labels: Tensor, microbatches: int, starts: Tensor | None = None) -> Batch:
+def cut_batch(
+    inputs: Tensor, labels: Tensor, microbatches: int, starts: Tensor | None = None
+) -> Batch:
     """Rows dealt out to so many micro-batches, the first ones one row larger where they do not divide."""
     if microbatches > len(inputs):
-        raise ShapeError(f"{len(inputs)} rows cannot make {microbatches} micro-batches; the most is {len(inputs)}")
-    dealt = [torch.tensor_split(one, microbatches) for one in (inputs, labels, *([] if starts is None else [starts]))]
+        raise ShapeError(
+            f"{len(inputs)} rows cannot make {microbatches} micro-batches; the most is {len(inputs)}"
+        )
+    dealt = [
+        torch.tensor_split(one, microbatches)
+        for one in (inputs, labels, *([] if starts is None else [starts]))
+    ]
     return batch_of(dealt[0], dealt[1], starts=dealt[2] if starts is not None else ())

@@ -7,7 +7,8 @@ user's modules and loss do is compared with what they should.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,16 +21,16 @@ from penstock.runtime.batch import Batch
 from penstock.runtime.comm.comm import Comm
 from penstock.runtime.faults import changed, stages_of
 from penstock.runtime.frozen import Rests, at_rest
+from penstock.runtime.gradients import Replicas, Tied, groups_of, ties_of
+from penstock.runtime.lane import lane_turns, receives_of
 from penstock.runtime.losses import Loss, reduction_of
-from penstock.runtime.memory import keep_freed_memory
 from penstock.runtime.passes import Pass
+from penstock.runtime.process.malloc import keep_freed_memory
 from penstock.runtime.recorder import Clock, Recorder
 from penstock.runtime.replay import Replays, Tape, refuse_shares
-from penstock.runtime.replicas import Replicas, Tied, groups_of, ties_of
 from penstock.runtime.result import Result
 from penstock.runtime.shards import Shards
 from penstock.runtime.slices import refuse_whole
-from penstock.runtime.steps import receives_of, turns_of
 from penstock.runtime.visits import Mean, Visits
 from penstock.runtime.watch import Watch
 
@@ -61,36 +62,51 @@ class Executor:
         reduction: str = "sum",
     ) -> None:
         self.program, self.comm, self.loss = program, comm, loss
-        self.reduction, self.knows_loss = reduction_of(reduction), False  # whether the loss was found to be that
-        self.modules, self.width, self.dtype = stages_of(program.schedule, stages, comm), width, dtype
+        self.reduction, self.knows_loss = (
+            reduction_of(reduction),
+            False,
+        )  # whether the loss was found to be that
+        self.modules, self.width, self.dtype = (
+            stages_of(program.schedule, stages, comm),
+            width,
+            dtype,
+        )
         self.recompute, self.autocast, self.tape = recompute, autocast, tape
         self.replays: Replays | None = None  # of the first batch's shape
         refuse_whole(program.schedule, self.modules)
         if tape is not None:
             refuse_shares(self.modules)
-        self.turns = turns_of(program, comm.rank)
+        self.turns = lane_turns(program, comm.rank)
         self.receives = receives_of(self.turns)
         tied = ties_of(program.schedule, self.modules) if tied is None else tied
         self.tied = tied
         comm.prepare(groups_of(program.schedule, tied))
         self.replicas = Replicas(program.schedule, self.modules, comm, tied)
         self.shards = Shards(program.schedule, self.modules, comm.rank, tied)
-        if not self.shards.parts:  # they save memory, which what is kept would cost again
+        if (
+            not self.shards.parts
+        ):  # they save memory, which what is kept would cost again
             keep_freed_memory()
         self.visits = Visits(program.schedule, self.modules, mean, tied)
         self.world = tuple(range(comm.ranks))
-        self.recorder, self.clock = Recorder(program.schedule, comm), Clock(self.modules.values())
+        self.recorder, self.clock = (
+            Recorder(program.schedule, comm),
+            Clock(self.modules.values()),
+        )
         self.at = 0  # the turn that runs now
-        self.room: Sequence[tuple[int, ...]] = ()  # shapes of messages that there is room for
-        self.named = [(f"{name} of stage {n}", p) for n, m in self.modules.items() for name, p in m.named_parameters()]
+        self.room: Sequence[
+            tuple[int, ...]
+        ] = ()  # shapes of messages that there is room for
+        self.named = [
+            (f"{name} of stage {n}", p)
+            for n, m in self.modules.items()
+            for name, p in m.named_parameters()
+        ]
         self.trainable = [p.requires_grad for _, p in self.named]
         self.agreed: Agreement | None = None  # before the first step
         self.rests, self.common, self.takes_turns = Rests(), frozenset[int](), False
         self.watch = Watch(self.modules)
-        plain = [getattr(module, "_orig_mod", module) for module in self.modules.values()]
-        self.length_checks: list[Callable[[Sequence[int]], None]] = [
-            one.refuse_lengths for one in plain if getattr(one, "remembers_lengths", False)
-        ]
+        self.length_checks = _length_checks(self.modules.values())
         if any(turn.step is not None and turn.step.split for turn in self.turns):
             for module in self.modules.values():
                 make_deferrable(module)
@@ -106,7 +122,13 @@ class Executor:
         self.check_lengths(batch)
         run = Pass(self, batch, timed)
         if [p.requires_grad for _, p in self.named] != self.trainable:
-            raise changed([n for (n, p), was in zip(self.named, self.trainable, strict=True) if p.requires_grad != was])
+            raise changed(
+                [
+                    n
+                    for (n, p), was in zip(self.named, self.trainable, strict=True)
+                    if p.requires_grad != was
+                ]
+            )
         if self.agreed is None:
             self.agreed = self.agree()
             run.checks = True
@@ -129,14 +151,32 @@ class Executor:
     def agree(self) -> Agreement:
         """What only all ranks together know; then what follows from it here."""
         schedule = self.program.schedule
-        found = agree(schedule, self.modules, self.comm, self.replicas.order, self.tied, self.recompute)
-        if not any(found.trains[stage] for m in schedule.microbatches for stage in m.path):
-            raise ShapeError("no stage has a parameter that trains: requires_grad is False for all of them\n"
-                             "  unfreeze some and make a new Executor, or call evaluate instead of step")  # fmt: skip
-        self.common = frozenset(id(p) for one in self.replicas.order if one.name in found.one for p in one.parameters)
+        found = agree(
+            schedule,
+            self.modules,
+            self.comm,
+            self.replicas.order,
+            self.tied,
+            self.recompute,
+        )
+        if not any(
+            found.trains[stage] for m in schedule.microbatches for stage in m.path
+        ):
+            raise ShapeError(
+                "no stage has a parameter that trains: requires_grad is False for all of them\n"
+                "  unfreeze some and make a new Executor, or call evaluate instead of step"
+            )
+        self.common = frozenset(
+            id(p)
+            for one in self.replicas.order
+            if one.name in found.one
+            for p in one.parameters
+        )
         if self.common.intersection(map(id, self.visits.owners)):
-            raise ShapeError("ranks that are threads share the memory of a part that some micro-batches skip: for "
-                             "Mean.VISITS give each rank a copy of its own (copy.deepcopy of the model)")  # fmt: skip
+            raise ShapeError(
+                "ranks that are threads share the memory of a part that some micro-batches skip: for "
+                "Mean.VISITS give each rank a copy of its own (copy.deepcopy of the model)"
+            )
         self.replicas.leave_out(found.one)
         self.turns, self.rests = at_rest(schedule, found.trains, self.turns)
         self.receives, self.takes_turns = receives_of(self.turns), found.recomputes
@@ -148,9 +188,26 @@ class Executor:
         return Pass(self, batch, timed=False, training=False).run().loss
 
 
+def _length_checks(
+    modules: Iterable[nn.Module],
+) -> list[Callable[[Sequence[int]], None]]:
+    """The checks of stages for which one sequence's length changes another's result."""
+    checks: list[Callable[[Sequence[int]], None]] = []
+    for module in modules:
+        plain: Any = getattr(module, "_orig_mod", module)
+        if getattr(plain, "remembers_lengths", False):
+            checks.append(plain.refuse_lengths)
+    return checks
+
+
 def execute(
-    program: Program, stages: Mapping[int, nn.Module], batch: Batch, comm: Comm, loss: Loss, width: int,
+    program: Program,
+    stages: Mapping[int, nn.Module],
+    batch: Batch,
+    comm: Comm,
+    loss: Loss,
+    width: int,
     dtype: torch.dtype = torch.float32,
-) -> Result:  # fmt: skip
+) -> Result:
     """One timed step of one rank, without keeping the executor."""
     return Executor(program, stages, comm, loss, width, dtype).step(batch, timed=True)

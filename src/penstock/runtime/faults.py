@@ -10,11 +10,13 @@ from torch import Tensor, nn
 from penstock.errors import RunError, ShapeError
 from penstock.ir.schedule import Schedule
 from penstock.runtime.comm.comm import Comm
+from penstock.runtime.lane import Step
 from penstock.runtime.losses import described
-from penstock.runtime.steps import Step
 
 
-def stages_of(schedule: Schedule, stages: Mapping[int, nn.Module], comm: Comm) -> dict[int, nn.Module]:
+def stages_of(
+    schedule: Schedule, stages: Mapping[int, nn.Module], comm: Comm
+) -> dict[int, nn.Module]:
     """The modules of this rank's stages; raises if one is missing, or no module."""
     if comm.ranks != schedule.ranks:
         raise ShapeError(
@@ -22,12 +24,20 @@ def stages_of(schedule: Schedule, stages: Mapping[int, nn.Module], comm: Comm) -
             f"  start {schedule.ranks} processes (torchrun --nproc-per-node {schedule.ranks}), or make the schedule "
             f"with ranks={comm.ranks}"
         )
-    due = [number for number, stage in enumerate(schedule.stages) if stage.rank == comm.rank]
+    due = [
+        number
+        for number, stage in enumerate(schedule.stages)
+        if stage.rank == comm.rank
+    ]
     given = ", ".join(map(str, sorted(stages))) or "none"
     unknown = [number for number in stages if number not in range(len(schedule.stages))]
     missing = [number for number in due if number not in stages]
     if unknown or missing:
-        what = f"has no stage {unknown[0]}" if unknown else f"puts stage {missing[0]} on rank {comm.rank}"
+        what = (
+            f"has no stage {unknown[0]}"
+            if unknown
+            else f"puts stage {missing[0]} on rank {comm.rank}"
+        )
         raise ShapeError(
             f"the schedule {what}, but the stages given to the Executor are: {given}\n"
             f"  rank {comm.rank} needs a module for each of: {', '.join(map(str, due)) or 'none'}; "
@@ -35,13 +45,19 @@ def stages_of(schedule: Schedule, stages: Mapping[int, nn.Module], comm: Comm) -
         )
     for number in due:
         if not isinstance(stages[number], nn.Module):
-            raise ShapeError(f"stage {number} is {described(stages[number])}, but a stage must be an nn.Module")
+            raise ShapeError(
+                f"stage {number} is {described(stages[number])}, but a stage must be an nn.Module"
+            )
     return {number: stages[number] for number in due}
 
 
 def not_a_tensor(step: Step, module: nn.Module, y: object) -> ShapeError:
     """A stage that returned something else."""
-    want = "the logits, for the loss" if step.last else "the hidden state, of shape (rows, tokens, width)"
+    want = (
+        "the logits, for the loss"
+        if step.last
+        else "the hidden state, of shape (rows, tokens, width)"
+    )
     return ShapeError(
         f"stage {step.stage} ({type(module).__name__}) returned {described(y)}, but it must return one tensor: {want}\n"
         "  wrap the module so that its forward returns that tensor alone"
@@ -60,14 +76,16 @@ def unfit_message(
             "rows, tokens, width\n  a stage takes and returns a hidden state of the width that the Executor was given "
             f"({shape[-1]}), and keeps rows and tokens as they are"
         )
-    if not x.is_floating_point() or (not autocast and torch.promote_types(x.dtype, dtype) is not dtype):
+    if not x.is_floating_point() or (
+        not autocast and torch.promote_types(x.dtype, dtype) is not dtype
+    ):
         name = str(dtype).removeprefix("torch.")
         return ShapeError(
             f"stage {action.stage} {what} {got} in {action}, but messages are {name}, which cannot hold its numbers\n"
             f"  give the Executor dtype={x.dtype}, or let the stage return {name}"
-            if x.is_floating_point() else
-            f"stage {action.stage} {what} {got} in {action}, but messages are {name}, as hidden states are"
-        )  # fmt: skip
+            if x.is_floating_point()
+            else f"stage {action.stage} {what} {got} in {action}, but messages are {name}, as hidden states are"
+        )
     return None
 
 
@@ -83,7 +101,9 @@ def detached(step: Step, module: nn.Module) -> RunError:
 
 def changed(names: list[str]) -> ShapeError:
     """Parameters that were frozen or thawed after the ranks agreed on what trains."""
-    some = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    some = ", ".join(names[:3]) + (
+        f" and {len(names) - 3} more" if len(names) > 3 else ""
+    )
     return ShapeError(
         f"requires_grad of {some} has changed since the Executor was made, and the other ranks do not know\n"
         "  make a new Executor on every rank after freezing or unfreezing parameters"

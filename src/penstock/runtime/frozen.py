@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 from penstock.ir.action import Action
 from penstock.ir.schedule import Schedule
-from penstock.runtime.steps import Do, Turn
+from penstock.runtime.lane import Do, Turn
 
 Place = tuple[int, int]  # a stage and a micro-batch
 
@@ -24,11 +24,17 @@ Place = tuple[int, int]  # a stage and a micro-batch
 class Rests:
     """Of one rank, by the numbers of actions: what is not done."""
 
-    idle: frozenset[int] = frozenset()  # nothing trains on this stage or before it: no graph, no backward
-    closed: frozenset[int] = frozenset()  # forwards before which nothing trains: their input needs no gradient
+    idle: frozenset[int] = (
+        frozenset()
+    )  # nothing trains on this stage or before it: no graph, no backward
+    closed: frozenset[int] = (
+        frozenset()
+    )  # forwards before which nothing trains: their input needs no gradient
 
 
-def places_at_rest(schedule: Schedule, trains: Sequence[bool]) -> tuple[frozenset[Place], frozenset[Place]]:
+def places_at_rest(
+    schedule: Schedule, trains: Sequence[bool]
+) -> tuple[frozenset[Place], frozenset[Place]]:
     """Where nothing has to be done in the backward, and where no gradient has to come out."""
     idle, closed = set(), set()
     for number, microbatch in enumerate(schedule.microbatches):
@@ -42,17 +48,27 @@ def places_at_rest(schedule: Schedule, trains: Sequence[bool]) -> tuple[frozense
     return frozenset(idle), frozenset(closed)
 
 
-def at_rest(schedule: Schedule, trains: Sequence[bool], turns: Iterable[Turn]) -> tuple[list[Turn], Rests]:
+def at_rest(
+    schedule: Schedule, trains: Sequence[bool], turns: Iterable[Turn]
+) -> tuple[list[Turn], Rests]:
     """A rank's turns without the messages that nobody needs, and what else is not done."""
     idle, closed = places_at_rest(schedule, trains)
     kept, still, shut = [], set(), set()
     for turn in turns:
         step = turn.step
-        messages = [m for m in turn.messages if not (m.goes_back and _place(m.instruction.action) in closed)]
+        messages = [
+            m
+            for m in turn.messages
+            if not (m.goes_back and _place(m.instruction.action) in closed)
+        ]
         kept.append(replace(turn, messages=tuple(messages)))
         if step is not None and (step.stage, step.microbatch) in idle:
             still.add(step.value)
-        if step is not None and step.do is Do.FORWARD and (step.stage, step.microbatch) in closed:
+        if (
+            step is not None
+            and step.do is Do.FORWARD
+            and (step.stage, step.microbatch) in closed
+        ):
             shut.add(step.value)
     return kept, Rests(frozenset(still), frozenset(shut))
 

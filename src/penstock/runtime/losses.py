@@ -17,10 +17,12 @@ import torch
 from torch import Tensor
 
 from penstock.errors import ShapeError
-from penstock.runtime.batch import IGNORED
+from penstock.runtime.batch import IGNORED_LABEL
 from penstock.runtime.randomness import undrawn
 
-Loss: TypeAlias = Callable[[Tensor, Tensor], Tensor]  # logits and labels to the sum of the losses, or to their mean
+Loss: TypeAlias = Callable[
+    [Tensor, Tensor], Tensor
+]  # logits and labels to the sum of the losses, or to their mean
 LABELS = 32  # that are looked at
 Pieces: TypeAlias = tuple[Tensor, Tensor]
 
@@ -35,17 +37,21 @@ class Reduction(StrEnum):
 def reduction_of(word: str) -> Reduction:
     """By its name."""
     if word not in list(Reduction):
-        raise ShapeError(f"reduction must be 'sum' or 'mean', not {word!r}: what the loss makes of its labels' losses")
+        raise ShapeError(
+            f"reduction must be 'sum' or 'mean', not {word!r}: what the loss makes of its labels' losses"
+        )
     return Reduction(word)
 
 
 def as_sum(mean: Tensor, labels: Tensor) -> Tensor:
     """The sum over labels whose mean is known; zero if none of them counts."""
-    count = (labels != IGNORED).sum()
+    count = (labels != IGNORED_LABEL).sum()
     return torch.where(count > 0, mean, torch.zeros_like(mean)) * count
 
 
-def refuse_other_loss(loss: Loss, y: Tensor, labels: Tensor, said: Reduction, stage: int, sliced: bool) -> bool:
+def refuse_other_loss(
+    loss: Loss, y: Tensor, labels: Tensor, said: Reduction, stage: int, sliced: bool
+) -> bool:
     """Raises if a loss is not what was said of it. False: these labels do not show it.
 
     `sliced`: the labels of one row come in several calls, so that the loss must be a sum over them.
@@ -58,21 +64,47 @@ def refuse_other_loss(loss: Loss, y: Tensor, labels: Tensor, said: Reduction, st
                 f"the loss on stage {stage} returned {described(whole)}, but it must return one number, the sum of the "
                 "losses of all labels that count (or their mean, with reduction='mean')"
             )
-        found = [_refuse(loss, y, labels, said, pair, sliced and along == 1) for along, pair in _cuts(labels)]
+        found = [
+            _refuse(loss, y, labels, said, pair, sliced and along == 1)
+            for along, pair in _cuts(labels)
+        ]
         return any(found)
 
 
-def _refuse(loss: Loss, y: Tensor, labels: Tensor, said: Reduction, cut: tuple[Pieces, Pieces], strict: bool) -> bool:
+def _refuse(
+    loss: Loss,
+    y: Tensor,
+    labels: Tensor,
+    said: Reduction,
+    cut: tuple[Pieces, Pieces],
+    strict: bool,
+) -> bool:
     try:
-        first, second = (float(loss(_at(y, piece), _at(labels, piece))) for piece in cut)
-        both = float(loss(*(torch.cat([_at(one, piece) for piece in cut], dim=_side(cut)) for one in (y, labels))))
-    except (RuntimeError, ValueError, IndexError, TypeError):  # a loss that takes whole micro-batches only
+        first, second = (
+            float(loss(_at(y, piece), _at(labels, piece))) for piece in cut
+        )
+        both = float(
+            loss(
+                *(
+                    torch.cat([_at(one, piece) for piece in cut], dim=_side(cut))
+                    for one in (y, labels)
+                )
+            )
+        )
+    except (
+        RuntimeError,
+        ValueError,
+        IndexError,
+        TypeError,
+    ):  # a loss that takes whole micro-batches only
         return False
     total = abs(first) + abs(second)
     if not total < float("inf") or not abs(both) < float("inf") or total == 0.0:
         return False
     is_sum = abs(both - first - second) < 0.02 * total
-    off = abs(both - (first + second) / 2)  # of a mean that counts the same labels as we do
+    off = abs(
+        both - (first + second) / 2
+    )  # of a mean that counts the same labels as we do
     is_mean = off < (0.2 if said is Reduction.SUM else 0.02) * total and not is_sum
     if said is Reduction.SUM and is_mean:
         raise ShapeError(
@@ -84,7 +116,7 @@ def _refuse(loss: Loss, y: Tensor, labels: Tensor, said: Reduction, cut: tuple[P
         raise ShapeError(
             f"reduction='mean', but the loss is no mean over labels: {both:.4g} of some labels, {first:.4g} and "
             f"{second:.4g} of their halves\n  leave out `reduction` if it is a sum; labels that do not count must be "
-            f"{IGNORED}"
+            f"{IGNORED_LABEL}"
         )
     if strict and not is_sum and said is Reduction.SUM:
         raise ShapeError(
@@ -97,14 +129,21 @@ def _refuse(loss: Loss, y: Tensor, labels: Tensor, said: Reduction, cut: tuple[P
 
 def _cuts(labels: Tensor) -> Iterator[tuple[int, tuple[Pieces, Pieces]]]:
     """Rows and tokens of two pieces with equally many labels that count: in one row, and in two rows."""
-    counts = (labels.detach() != IGNORED).cpu()
+    counts = (labels.detach() != IGNORED_LABEL).cpu()
     if counts.dim() > 2:  # further dimensions belong to a label
         counts = counts.flatten(2).all(2)
-    row, column = int(counts.sum(1).argmax()), int(counts.sum(0).argmax())  # with the most of them
+    row, column = (
+        int(counts.sum(1).argmax()),
+        int(counts.sum(0).argmax()),
+    )  # with the most of them
     places = counts[row].nonzero().flatten()[:LABELS]
     half = len(places) // 2
     if half:
-        begin, middle, end = int(places[0]), int(places[half]), int(places[2 * half - 1]) + 1
+        begin, middle, end = (
+            int(places[0]),
+            int(places[half]),
+            int(places[2 * half - 1]) + 1,
+        )
         one = torch.tensor([row])
         yield 1, ((one, torch.arange(begin, middle)), (one, torch.arange(middle, end)))
     rows = counts[:, column].nonzero().flatten()[:2]

@@ -29,13 +29,13 @@ from penstock.runtime.backward import Ledger, record_in, walk_back
 from penstock.runtime.batch import Batch
 from penstock.runtime.comm.comm import Arriving, Pending
 from penstock.runtime.faults import detached, not_a_tensor, unfit_message
+from penstock.runtime.lane import Do, Step
 from penstock.runtime.losses import Reduction, as_sum, refuse_other_loss
 from penstock.runtime.randomness import TURN, Drawn, drawing_again, drawn_since, states
 from penstock.runtime.recorder import Moment, Recording
 from penstock.runtime.replay import Replays
 from penstock.runtime.result import Result
 from penstock.runtime.slices import Carries, spans_of
-from penstock.runtime.steps import Do, Step
 
 if TYPE_CHECKING:
     from penstock.runtime.executor import Executor
@@ -58,14 +58,20 @@ class Kept:
 class Pass:
     """One step in the making: what is held here, what is on its way."""
 
-    def __init__(self, executor: Executor, batch: Batch, timed: bool, training: bool = True) -> None:
+    def __init__(
+        self, executor: Executor, batch: Batch, timed: bool, training: bool = True
+    ) -> None:
         self.e, self.batch, self.timed, self.training = executor, batch, timed, training
         self.held: dict[int, Tensor | Arriving] = {}
         self.kept: dict[int, Kept | None] = {}  # None: a recording keeps it
         self.out: deque[Pending] = deque()
-        self.received = False  # whether what the next action takes lies in a buffer of ours
+        self.received = (
+            False  # whether what the next action takes lies in a buffer of ours
+        )
         self.posted = self.reached = 0  # receives
-        self.drawn: dict[int, Drawn] = {}  # random numbers that a recording draws again in the backward
+        self.drawn: dict[
+            int, Drawn
+        ] = {}  # random numbers that a recording draws again in the backward
         self.checks = False  # whether to look at what a user's modules and loss do: in the first step
         self.draws = True  # whether generators are set back here; not while recording, where a replay does it
         schedule = executor.program.schedule
@@ -79,7 +85,9 @@ class Pass:
         self.carries: Carries | None = None  # None: whole sequences of one document
         if schedule.slices > 1 or batch.starts:
             self.cut(schedule, batch)
-        self.ahead = _ahead(executor.comm.window, max(map(prod, self.shapes)) * executor.dtype.itemsize)
+        self.ahead = _ahead(
+            executor.comm.window, max(map(prod, self.shapes)) * executor.dtype.itemsize
+        )
         self.losses: list[Tensor] = []
         self.start: list[Moment] = []
         self.end: list[Moment] = []
@@ -96,13 +104,26 @@ class Pass:
         made = self.replays
         if made is None:
             return self.forward, self.backward, self.weights
-        return tuple(partial(play, self) for play in (made.forward, made.backward, made.weights))
+        return tuple(
+            partial(play, self) for play in (made.forward, made.backward, made.weights)
+        )
 
     def cut(self, schedule: Schedule, batch: Batch) -> None:
         """Tokens, labels and shapes of every slice."""
-        spans = [spans_of(m, shape[1]) for m, shape in zip(schedule.microbatches, batch.shapes, strict=True)]
-        self.inputs = tuple(x[:, a:b] for x, some in zip(batch.inputs, spans, strict=True) for a, b in some)
-        self.labels = tuple(y[:, a:b] for y, some in zip(batch.labels, spans, strict=True) for a, b in some)
+        spans = [
+            spans_of(m, shape[1])
+            for m, shape in zip(schedule.microbatches, batch.shapes, strict=True)
+        ]
+        self.inputs = tuple(
+            x[:, a:b]
+            for x, some in zip(batch.inputs, spans, strict=True)
+            for a, b in some
+        )
+        self.labels = tuple(
+            y[:, a:b]
+            for y, some in zip(batch.labels, spans, strict=True)
+            for a, b in some
+        )
         self.shapes = [(x.shape[0], x.shape[1], self.e.width) for x in self.inputs]
         self.carries = Carries(batch, spans)
 
@@ -117,7 +138,11 @@ class Pass:
             record_in(None)
             if collects:
                 gc.enable()
-        loss = torch.zeros((), dtype=torch.float64, device=self.losses[0].device if self.losses else None)
+        loss = torch.zeros(
+            (),
+            dtype=torch.float64,
+            device=self.losses[0].device if self.losses else None,
+        )
         for one in self.losses:
             loss += one
         summed = self.e.comm.add(loss, self.e.world)
@@ -128,11 +153,19 @@ class Pass:
     def recording(self) -> Recording:
         """Times of this rank, on their way to all."""
         clock = self.e.clock
-        return self.e.recorder.gather(clock.seconds(self.start), clock.seconds(self.end), self.level)
+        return self.e.recorder.gather(
+            clock.seconds(self.start), clock.seconds(self.end), self.level
+        )
 
     def walk(self) -> None:  # noqa: PLR0912  # the hot loop
         """Turn after turn: an action once its input is there, then the messages that are due, then what is dropped."""
-        act, e, held, training, replicas = self.act, self.e, self.held, self.training, self.e.replicas
+        act, e, held, training, replicas = (
+            self.act,
+            self.e,
+            self.held,
+            self.training,
+            self.e.replicas,
+        )
         if self.timed:
             e.clock.begin()
         if training:
@@ -186,7 +219,10 @@ class Pass:
         self.start.append(now())
         act(step)
         self.end.append(now())
-        self.level.append(len(self.kept) + (step.do is not Do.FORWARD and step.forward not in self.kept))
+        self.level.append(
+            len(self.kept)
+            + (step.do is not Do.FORWARD and step.forward not in self.kept)
+        )
 
     # ------------------------------------------------------------ messages
     def reach(self) -> None:
@@ -202,7 +238,9 @@ class Pass:
             step = receives[self.posted]
             self.posted += 1
             if self.training or not step.goes_back:
-                self.held[step.value] = self.e.comm.receive(self.shapes[step.unit], self.e.dtype, step.peer)
+                self.held[step.value] = self.e.comm.receive(
+                    self.shapes[step.unit], self.e.dtype, step.peer
+                )
 
     def send(self, step: Step) -> None:
         """Sends without waiting, unless many are on their way: then for the oldest, as a send that blocks would."""
@@ -210,7 +248,13 @@ class Pass:
             self.out.popleft().wait()
         x = self.tensor(step.value).detach()
         if x.dtype is not self.e.dtype or x.shape != self.shapes[step.unit]:
-            fault = unfit_message(step, x, self.shapes[step.unit], self.e.dtype, self.e.autocast is not None)
+            fault = unfit_message(
+                step,
+                x,
+                self.shapes[step.unit],
+                self.e.dtype,
+                self.e.autocast is not None,
+            )
             if fault is not None:
                 raise fault
             x = x.to(self.e.dtype)
@@ -233,7 +277,11 @@ class Pass:
         piece = None if self.carries is None else self.carries.open(step)
         if not self.training:
             self.give(step, self.apply(step, x, piece))
-            if self.carries is not None and piece is not None and piece.end == piece.tokens:
+            if (
+                self.carries is not None
+                and piece is not None
+                and piece.end == piece.tokens
+            ):
                 self.carries.drop(step)
         elif step.value in e.rests.idle:
             with torch.no_grad():
@@ -243,7 +291,9 @@ class Pass:
             y, drawn = self.apply_once(step, x, piece)
             self.give(step, y)
             ledger = Ledger(e.common) if step.split else None
-            self.kept[step.value] = Kept(x, None, ledger, self.borrow(step), piece, drawn)
+            self.kept[step.value] = Kept(
+                x, None, ledger, self.borrow(step), piece, drawn
+            )
         else:
             ledger = Ledger(e.common) if step.split else None
             record_in(ledger)
@@ -251,7 +301,9 @@ class Pass:
             self.kept[step.value] = Kept(x, y, ledger, self.borrow(step), piece)
             self.give(step, y)
 
-    def apply_once(self, step: Step, x: Tensor, piece: Slice | None) -> tuple[Tensor, Drawn | None]:
+    def apply_once(
+        self, step: Step, x: Tensor, piece: Slice | None
+    ) -> tuple[Tensor, Drawn | None]:
         """A forward that will be computed again: without a graph, and with the random numbers it drew."""
         with torch.no_grad():
             if not self.draws:
@@ -291,8 +343,12 @@ class Pass:
             return y
         labels = self.labels[step.unit]
         if self.checks and not e.knows_loss:
-            sliced = self.carries is not None and len(self.carries.spans) > len(self.batch.inputs)
-            e.knows_loss = refuse_other_loss(e.loss, y, labels, e.reduction, step.stage, sliced)
+            sliced = self.carries is not None and len(self.carries.spans) > len(
+                self.batch.inputs
+            )
+            e.knows_loss = refuse_other_loss(
+                e.loss, y, labels, e.reduction, step.stage, sliced
+            )
         loss = e.loss(y, labels)
         if e.reduction is Reduction.MEAN:
             loss = as_sum(loss, labels)
@@ -315,8 +371,14 @@ class Pass:
             self.rest(step, kept)
             return
         watched = self.e.watch.begin(step.stage) if self.checks and step.split else None
-        gradient = torch.ones_like(kept.y) if step.last else self.tensor(step.source).to(kept.y.dtype)
-        record_in(kept.ledger)  # activation checkpointing inside a stage runs forwards during this walk
+        gradient = (
+            torch.ones_like(kept.y)
+            if step.last
+            else self.tensor(step.source).to(kept.y.dtype)
+        )
+        record_in(
+            kept.ledger
+        )  # activation checkpointing inside a stage runs forwards during this walk
         if kept.piece is None:
             walk_back((kept.y,), (gradient,))
         else:
@@ -328,7 +390,9 @@ class Pass:
         kept.borrowed += self.borrow(step)
         if made is not None:
             self.held[step.value] = made
-            kept.borrowed = [one for one in kept.borrowed if one.data_ptr() != made.data_ptr()]  # it is sent on
+            kept.borrowed = [
+                one for one in kept.borrowed if one.data_ptr() != made.data_ptr()
+            ]  # it is sent on
         if not step.split:
             self.give_back(kept)
 
@@ -342,7 +406,9 @@ class Pass:
 
     def refuse_detached(self, step: Step, kept: Kept) -> None:
         """Raises if a stage that has something to train made a result that does not depend on it."""
-        if kept.x.requires_grad or any(p.requires_grad for p in self.e.modules[step.stage].parameters()):
+        if kept.x.requires_grad or any(
+            p.requires_grad for p in self.e.modules[step.stage].parameters()
+        ):
             raise detached(step, self.e.modules[step.stage])
 
     def rest(self, step: Step, kept: Kept) -> None:
@@ -390,5 +456,3 @@ class Pass:
 def _ahead(window: int, size: int) -> int:
     """How many receives may be posted before the program has them: as many as the window holds, if there is one."""
     return min(max(window // max(size, 1), 4), 256) if window else 0
-
-

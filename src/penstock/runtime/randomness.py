@@ -19,7 +19,9 @@ from torch import Tensor
 
 from penstock.errors import RunError
 
-States: TypeAlias = tuple[Tensor, ...]  # of the CPU's generator and, on a GPU, of that GPU's
+States: TypeAlias = tuple[
+    Tensor, ...
+]  # of the CPU's generator and, on a GPU, of that GPU's
 TURN = threading.RLock()
 
 
@@ -33,7 +35,11 @@ class Drawn(NamedTuple):
 def states(device: torch.device) -> States:
     """The generators that a forward on this device may draw from; a few microseconds."""
     cpu = torch.get_rng_state()
-    return (cpu,) if device.type == "cpu" else (cpu, torch.get_device_module(device).get_rng_state(device))
+    return (
+        (cpu,)
+        if device.type == "cpu"
+        else (cpu, torch.get_device_module(device).get_rng_state(device))
+    )
 
 
 def drawn_since(before: States, device: torch.device) -> Drawn | None:
@@ -55,7 +61,9 @@ def set_back(to: States, device: torch.device) -> None:
 
 
 @contextmanager
-def drawing_again(drawn: Drawn | None, device: torch.device, what: object) -> Iterator[None]:
+def drawing_again(
+    drawn: Drawn | None, device: torch.device, what: object
+) -> Iterator[None]:
     """Inside, the numbers of the first time are drawn once more; afterwards it goes on as if nothing had been drawn."""
     if drawn is None:
         yield

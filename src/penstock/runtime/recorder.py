@@ -23,7 +23,7 @@ from penstock.ir.schedule import Schedule
 from penstock.ir.timeline import Timeline
 from penstock.runtime.comm.comm import Comm, Pending
 
-PINGS = 8
+CLOCK_PINGS = 8
 Moment = float | torch.cuda.Event
 
 
@@ -31,7 +31,9 @@ class Clock:
     """Moments of the device on which a rank's modules are, in seconds of this machine's clock."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self.on_gpu = any(p.device.type == "cuda" for module in modules for p in module.parameters())
+        self.on_gpu = any(
+            p.device.type == "cuda" for module in modules for p in module.parameters()
+        )
         self.now: Callable[[], Moment] = _event if self.on_gpu else time.perf_counter
         self.zero: Moment = 0.0
         self.zero_seconds = 0.0
@@ -70,7 +72,9 @@ class Recorder:
         self.schedule, self.comm = schedule, comm
         self.offset: float | None = None  # of this rank's clock against rank 0's
 
-    def gather(self, start: Sequence[float], end: Sequence[float], level: Sequence[int]) -> Recording:
+    def gather(
+        self, start: Sequence[float], end: Sequence[float], level: Sequence[int]
+    ) -> Recording:
         """Begins to bring together what the ranks have recorded. All ranks call it, each with its own."""
         if self.offset is None:
             self.offset = clock_offset(self.comm)
@@ -80,8 +84,14 @@ class Recorder:
         share = 1.0 / table.crowd[table.stage[here]]
         columns[0, here] = torch.tensor(start, dtype=torch.float64) - self.offset
         columns[1, here] = torch.tensor(end, dtype=torch.float64) - self.offset
-        columns[2, here] = torch.tensor(level, dtype=torch.float64) * torch.from_numpy(share)
-        return Recording(self.schedule, columns, self.comm.add(columns, tuple(range(self.comm.ranks))))
+        columns[2, here] = torch.tensor(level, dtype=torch.float64) * torch.from_numpy(
+            share
+        )
+        return Recording(
+            self.schedule,
+            columns,
+            self.comm.add(columns, tuple(range(self.comm.ranks))),
+        )
 
 
 class Recording:
@@ -111,9 +121,16 @@ def _timeline(schedule: Schedule, columns: Tensor) -> Timeline:
         abroad = user[table.rank[column[user]] != table.rank[user]]
         arrived[column[abroad]] = begin[abroad]
     return Timeline(
-        schedule, begin, end, held, np.zeros(schedule.ranks), sent, arrived,
-        np.where(leaves, 1.0, 0.0), np.full(len(table), -1, dtype=np.int32),
-    )  # fmt: skip
+        schedule,
+        begin,
+        end,
+        held,
+        np.zeros(schedule.ranks),
+        sent,
+        arrived,
+        np.where(leaves, 1.0, 0.0),
+        np.full(len(table), -1, dtype=np.int32),
+    )
 
 
 def clock_offset(comm: Comm) -> float:
@@ -121,10 +138,12 @@ def clock_offset(comm: Comm) -> float:
     found = 0.0
     for other in range(1, comm.ranks):
         if comm.rank == 0:
-            for _ in range(PINGS):
+            for _ in range(CLOCK_PINGS):
                 _echo(comm, other)
         elif comm.rank == other:
-            found = min((_ping(comm) for _ in range(PINGS)), key=lambda pair: pair[0])[1]
+            found = min(
+                (_ping(comm) for _ in range(CLOCK_PINGS)), key=lambda pair: pair[0]
+            )[1]
     return found
 
 

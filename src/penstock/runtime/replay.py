@@ -27,17 +27,17 @@ from penstock.errors import RunError, ShapeError
 from penstock.runtime.backward import record_in
 from penstock.runtime.batch import Batch
 from penstock.runtime.frozen import Rests
+from penstock.runtime.lane import Do, Step, Turn
 from penstock.runtime.randomness import TURN, drawing_again, drawn_since, states
-from penstock.runtime.share import local
-from penstock.runtime.steps import Do, Step, Turn
+from penstock.runtime.share import local_share
 
 if TYPE_CHECKING:
     from penstock.runtime.passes import Pass
 
-Work = Callable[[], Tensor | None]
-Place = tuple[int, int]  # a stage and a micro-batch
-Shape = tuple[int, ...]  # of a micro-batch: rows, tokens, where it is cut
-Moment = tuple[Do, int]  # an action of a take: what it does, and on which slice
+RecordedWork = Callable[[], Tensor | None]
+StageVisit = tuple[int, int]  # a stage and a micro-batch
+MicroBatchShape = tuple[int, ...]  # of a micro-batch: rows, tokens, where it is cut
+TakeMoment = tuple[Do, int]  # an action of a take: what it does, and on which slice
 
 
 class Tape(Protocol):
@@ -47,11 +47,11 @@ class Tape(Protocol):
         """A new take: what it records is played in the order of recording, and then from the start again."""
         ...
 
-    def rehearse(self, work: Work) -> None:
+    def rehearse(self, work: RecordedWork) -> None:
         """Does work that is not recorded, where the recordings will be made."""
         ...
 
-    def record(self, work: Work) -> tuple[Tensor | None, Callable[[], None]]:
+    def record(self, work: RecordedWork) -> tuple[Tensor | None, Callable[[], None]]:
         """What it makes, and what plays it. It is not said to be made before it is played."""
         ...
 
@@ -67,14 +67,14 @@ class CudaTape:
         """A new take."""
         self.pool = torch.cuda.graph_pool_handle()
 
-    def rehearse(self, work: Work) -> None:
+    def rehearse(self, work: RecordedWork) -> None:
         """Loads kernels, and lets libraries take their memory."""
         self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):
             work()
         torch.cuda.current_stream().wait_stream(self.stream)
 
-    def record(self, work: Work) -> tuple[Tensor | None, Callable[[], None]]:
+    def record(self, work: RecordedWork) -> tuple[Tensor | None, Callable[[], None]]:
         """One graph. It is played at once, so that it lies on the GPU before any stream waits for another rank."""
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
@@ -83,7 +83,9 @@ class CudaTape:
             try:
                 made = work()
             except BaseException:
-                with suppress(RuntimeError):  # it would only say that the recording was broken off
+                with suppress(
+                    RuntimeError
+                ):  # it would only say that the recording was broken off
                     graph.capture_end()
                 raise
             graph.capture_end()
@@ -91,7 +93,7 @@ class CudaTape:
         return made, graph.replay
 
 
-def kept_aside() -> int:
+def recording_bytes() -> int:
     """Bytes of the GPU that recordings of this process have for themselves and no tensor holds now."""
     segments = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
     mine = (one for one in segments if tuple(one["segment_pool_id"]) != (0, 0))
@@ -99,7 +101,7 @@ def kept_aside() -> int:
 
 
 @dataclass(slots=True)
-class Part:
+class RecordedAction:
     """One action of a take."""
 
     into: tuple[Tensor, ...]  # where to copy what it takes
@@ -114,15 +116,17 @@ class Part:
         return self.made
 
 
-Take = Mapping[Moment, Part]
+Take = Mapping[TakeMoment, RecordedAction]
 
 
 class Kind(NamedTuple):
     """Micro-batches of one kind can follow each other in a take of a stage."""
 
     stage: int
-    shape: Shape
-    steps: tuple[tuple[Do, int, bool, bool], ...]  # what is done, on which slice; split, last
+    shape: MicroBatchShape
+    steps: tuple[
+        tuple[Do, int, bool, bool], ...
+    ]  # what is done, on which slice; split, last
     idle: bool = False  # nothing trains up to here: the forward keeps nothing, and there is no backward
     closed: bool = False  # nothing trains before it: its input gets no gradient
 
@@ -132,23 +136,29 @@ class Replays:
 
     def __init__(self, run: Pass, tape: Tape) -> None:
         self.shapes = run.batch.shapes
-        places = places_of(run.e.turns)
-        self.rest = Rest(run.e.modules[stage] for stage in {stage for stage, _ in places})
+        places = stage_visits(run.e.turns)
+        self.rest = Rest(
+            run.e.modules[stage] for stage in {stage for stage, _ in places}
+        )
         self.valid = torch.ones((), device=run.batch.inputs[0].device)
-        self.takes: dict[Place, Take] = {}
-        self.drawing: set[Place] = set()  # whose recorded backward must draw the random numbers of its forward again
+        self.takes: dict[StageVisit, Take] = {}
+        self.drawing: set[StageVisit] = (
+            set()
+        )  # whose recorded backward must draw the random numbers of its forward again
         made: dict[tuple[Kind, int], Take] = {}
         cuts = [microbatch.cuts for microbatch in run.e.program.schedule.microbatches]
         alike = [(*shape, *cut) for shape, cut in zip(self.shapes, cuts, strict=True)]
         device, drawing = run.batch.inputs[0].device, set[Kind]()
-        for place, (kind, number) in assign(places, alike, run.e.rests).items():
+        for place, (kind, number) in assign_takes(places, alike, run.e.rests).items():
             if (kind, number) not in made:
                 steps = places[place]
                 if number == 0:
                     before, other = states(device), self.stand_in(run, steps)
                     other.checks = run.checks
                     tape.rehearse(partial(_walk, other, steps))
-                    drawing |= {kind} if drawn_since(before, device) is not None else set()
+                    drawing |= (
+                        {kind} if drawn_since(before, device) is not None else set()
+                    )
                 made[kind, number] = self.take(run, steps, tape)
             self.takes[place] = made[kind, number]
             if kind in drawing and kind.stage in run.e.recompute:
@@ -158,7 +168,7 @@ class Replays:
     @cached_property
     def aside(self) -> int:
         """Bytes that all recordings have for themselves. Asked for once: a look at all of the GPU's memory is long."""
-        return kept_aside() if self.valid.is_cuda else 0
+        return recording_bytes() if self.valid.is_cuda else 0
 
     def begin(self, valid: int) -> None:
         """A new step, over so many valid tokens."""
@@ -175,23 +185,31 @@ class Replays:
         other = run.like(replace(run.batch, valid=valid))
         other.draws = False
         mine = {step.unit for step in steps}
-        other.inputs = tuple(x.clone() if unit in mine else x for unit, x in enumerate(run.inputs))
-        other.labels = tuple(y.clone() if unit in mine else y for unit, y in enumerate(run.labels))
+        other.inputs = tuple(
+            x.clone() if unit in mine else x for unit, x in enumerate(run.inputs)
+        )
+        other.labels = tuple(
+            y.clone() if unit in mine else y for unit, y in enumerate(run.labels)
+        )
         for step in steps:
             if step.source >= 0:
                 shape, device = run.shapes[step.unit], run.inputs[step.unit].device
-                other.held[step.source] = torch.zeros(shape, dtype=run.e.dtype, device=device)
+                other.held[step.source] = torch.zeros(
+                    shape, dtype=run.e.dtype, device=device
+                )
         return other
 
     def take(self, run: Pass, steps: Sequence[Step], tape: Tape) -> Take:
         """Records all that is done with one micro-batch."""
         tape.begin()
         other = self.stand_in(run, steps)
-        found: dict[Moment, Part] = {}
+        found: dict[TakeMoment, RecordedAction] = {}
         for step in steps:
             if _does_nothing(other, step):
-                _act(other, step)  # an empty graph cannot be recorded, but slices must have come back
-                found[moment(step)] = Part((), None, _nothing)
+                _act(
+                    other, step
+                )  # an empty graph cannot be recorded, but slices must have come back
+                found[take_moment(step)] = RecordedAction((), None, _nothing)
                 continue
             try:
                 made, play = tape.record(partial(_act, other, step))
@@ -200,8 +218,10 @@ class Replays:
             except RuntimeError as error:
                 why = str(error).strip().partition("\n")[0]
                 hint = "without recordings it may run: run.graphs = false, or no tape"
-                raise RunError(f"{step.instruction} cannot be recorded: {why}\n  {hint}") from error
-            found[moment(step)] = Part(_into(other, step), made, play)
+                raise RunError(
+                    f"{step.instruction} cannot be recorded: {why}\n  {hint}"
+                ) from error
+            found[take_moment(step)] = RecordedAction(_into(other, step), made, play)
         _forget(other)
         return found
 
@@ -235,8 +255,14 @@ class Replays:
         """Plays a backward. What it makes is copied: it may still be on its way when the take is played again."""
         if step.value not in run.e.rests.idle:
             drawn = run.drawn.pop(step.forward, None)
-            with drawing_again(drawn, self.valid.device, step.instruction) if drawn is not None else nullcontext():
-                made = self.part(step)(*([] if step.last else [run.tensor(step.source)]))
+            with (
+                drawing_again(drawn, self.valid.device, step.instruction)
+                if drawn is not None
+                else nullcontext()
+            ):
+                made = self.part(step)(
+                    *([] if step.last else [run.tensor(step.source)])
+                )
             if made is not None:
                 run.held[step.value] = made.clone()
         if not step.split:
@@ -248,9 +274,9 @@ class Replays:
         self.part(step)()
         del run.kept[step.forward]
 
-    def part(self, step: Step) -> Part:
+    def part(self, step: Step) -> RecordedAction:
         """The recording of an action."""
-        return self.takes[step.stage, step.microbatch][moment(step)]
+        return self.takes[step.stage, step.microbatch][take_moment(step)]
 
     def give_back(self, run: Pass, step: Step) -> None:
         """What was received has been copied."""
@@ -262,7 +288,12 @@ class Rest:
     """Gradients that stay where they are, since recordings add to them there."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
-        parameters = {id(p): p for module in modules for p in module.parameters() if p.requires_grad}
+        parameters = {
+            id(p): p
+            for module in modules
+            for p in module.parameters()
+            if p.requires_grad
+        }
         self.parameters = list(parameters.values())
         self.before = [p.grad for p in self.parameters]
         self.places = [torch.zeros_like(p) for p in self.parameters]
@@ -281,7 +312,9 @@ class Rest:
 
     def lift(self, laid: Iterable[nn.Parameter]) -> None:
         """Gradients of earlier steps that others will lay aside must not lie where this step's will be."""
-        mine = {id(p): place for p, place in zip(self.parameters, self.places, strict=True)}
+        mine = {
+            id(p): place for p, place in zip(self.parameters, self.places, strict=True)
+        }
         for parameter in laid:
             if parameter.grad is not None and parameter.grad is mine.get(id(parameter)):
                 parameter.grad = parameter.grad.clone()
@@ -304,45 +337,55 @@ def refuse_shares(modules: Mapping[int, nn.Module]) -> None:
     """Raises if a stage cannot be recorded: its weights are shared out over processes, which talk within an action."""
     for stage, module in modules.items():
         for name, parameter in module.named_parameters():
-            if local(parameter) is not parameter:
-                raise ShapeError(f"stage {stage} cannot be recorded: {name} is shared out over processes; "
-                                 "use no mesh, or no tape")  # fmt: skip
+            if local_share(parameter) is not parameter:
+                raise ShapeError(
+                    f"stage {stage} cannot be recorded: {name} is shared out over processes; "
+                    "use no mesh, or no tape"
+                )
 
 
-def places_of(turns: Sequence[Turn]) -> dict[Place, list[Step]]:
+def stage_visits(turns: Sequence[Turn]) -> dict[StageVisit, list[Step]]:
     """All that each stage of a lane does with each micro-batch, in its order; places in the order of their first."""
-    found: dict[Place, list[Step]] = {}
+    found: dict[StageVisit, list[Step]] = {}
     for turn in turns:
         if turn.step is not None:
-            found.setdefault((turn.step.stage, turn.step.microbatch), []).append(turn.step)
+            found.setdefault((turn.step.stage, turn.step.microbatch), []).append(
+                turn.step
+            )
     return found
 
 
-def assign(
-    places: Mapping[Place, Sequence[Step]], shapes: Sequence[Shape], rests: Rests | None = None
-) -> dict[Place, tuple[Kind, int]]:
+def assign_takes(
+    places: Mapping[StageVisit, Sequence[Step]],
+    shapes: Sequence[MicroBatchShape],
+    rests: Rests | None = None,
+) -> dict[StageVisit, tuple[Kind, int]]:
     """For every place its kind, and which take of that kind: the first that is free."""
-    found: dict[Place, tuple[Kind, int]] = {}
-    until: dict[Kind, list[int]] = {}  # of each take, the last action of the place that has it now
+    found: dict[StageVisit, tuple[Kind, int]] = {}
+    until: dict[
+        Kind, list[int]
+    ] = {}  # of each take, the last action of the place that has it now
     for place, steps in places.items():
-        kind = kind_of(steps, shapes[place[1]])
+        kind = recording_kind(steps, shapes[place[1]])
         if rests is not None and (rests.idle or rests.closed):
             first = steps[0].value
             kind = kind._replace(idle=first in rests.idle, closed=first in rests.closed)
         takes = until.setdefault(kind, [])
-        number = next((n for n, last in enumerate(takes) if last < steps[0].value), len(takes))
+        number = next(
+            (n for n, last in enumerate(takes) if last < steps[0].value), len(takes)
+        )
         takes[number : number + 1] = [steps[-1].value]
         found[place] = kind, number
     return found
 
 
-def kind_of(steps: Sequence[Step], shape: Shape) -> Kind:
+def recording_kind(steps: Sequence[Step], shape: MicroBatchShape) -> Kind:
     """What must be alike for one recording to serve."""
-    done = tuple((*moment(step), step.split, step.last) for step in steps)
+    done = tuple((*take_moment(step), step.split, step.last) for step in steps)
     return Kind(steps[0].stage, shape, done)
 
 
-def moment(step: Step) -> Moment:
+def take_moment(step: Step) -> TakeMoment:
     """Where in its take a step is."""
     return step.do, step.instruction.action.slice
 
@@ -370,7 +413,9 @@ def _nothing() -> None:
 
 def _forget(run: Pass) -> None:
     """Where results came from: it would keep autograd's nodes alive, which belong to the stream of the recording."""
-    run.held.update({key: x.detach() for key, x in run.held.items() if isinstance(x, Tensor)})
+    run.held.update(
+        {key: x.detach() for key, x in run.held.items() if isinstance(x, Tensor)}
+    )
 
 
 def _act(run: Pass, step: Step) -> Tensor | None:

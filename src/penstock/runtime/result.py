@@ -17,7 +17,9 @@ class Result:
 
     __slots__ = ("_loss", "_recording", "_sum")
 
-    def __init__(self, loss: Tensor, summed: Pending, recording: Recording | None = None) -> None:
+    def __init__(
+        self, loss: Tensor, summed: Pending, recording: Recording | None = None
+    ) -> None:
         self._loss, self._sum, self._recording = loss, summed, recording
 
     @property

@@ -5,7 +5,7 @@
 
 FSDP would gather and sum around every forward and backward. A pipeline has many of them, and a split backward adds to
 the weights outside of autograd; so here the sum of a part is made when its last action on this rank is done. Gathers
-and sums take memory for whole layers, once a step: it is given back (`penstock.runtime.memory`).
+and sums take memory for whole layers, once a step: it is given back (`penstock.runtime.process.malloc`).
 """
 
 from __future__ import annotations
@@ -20,19 +20,25 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from penstock.ir.schedule import Schedule
 from penstock.runtime.backward import accumulate
-from penstock.runtime.memory import ONCE, USED, keep_freed_memory, taken_once
-from penstock.runtime.replicas import Tied, completion
-from penstock.runtime.share import local
+from penstock.runtime.gradients import Tied, completion
+from penstock.runtime.process.malloc import ONCE, USED, keep_freed_memory, taken_once
+from penstock.runtime.share import local_share
 
 
 def shard_layers(part: nn.Module, layers: list[nn.Module], mesh: DeviceMesh) -> None:
     """Leaves this process its share of each layer of a part, and of the rest of it."""
-    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")  # nobody writes into it
+    warnings.filterwarnings(
+        "ignore", message="FSDP2-wrapped module .* returned a view"
+    )  # nobody writes into it
     for module in (*layers, part):
         made: FSDPModule = fully_shard(module, mesh=mesh, reshard_after_forward=False)
-        made.set_gradient_divide_factor(1.0)  # a sum: losses are divided by the tokens of all already
+        made.set_gradient_divide_factor(
+            1.0
+        )  # a sum: losses are divided by the tokens of all already
         made.set_force_sum_reduction_for_comms(True)
-        module.register_forward_pre_hook(_gathers, prepend=True)  # before FSDP's own, and
+        module.register_forward_pre_hook(
+            _gathers, prepend=True
+        )  # before FSDP's own, and
         module.register_forward_pre_hook(_has_gathered)  # after it
 
 
@@ -48,24 +54,35 @@ class Shards:
     """One rank's parts that are shared so; none, and nothing is done."""
 
     def __init__(
-        self, schedule: Schedule, modules: Mapping[int, nn.Module], rank: int, tied: Mapping[str, Tied] | None = None
+        self,
+        schedule: Schedule,
+        modules: Mapping[int, nn.Module],
+        rank: int,
+        tied: Mapping[str, Tied] | None = None,
     ) -> None:
         self.parts: dict[int, FSDPModule] = {}  # by the last action of this rank on it
         self.all: list[FSDPModule] = []
         for part in sorted({schedule.stages[stage].part for stage in modules}):
-            module = next(m for stage, m in modules.items() if schedule.stages[stage].part == part)
+            module = next(
+                m for stage, m in modules.items() if schedule.stages[stage].part == part
+            )
             if isinstance(module, FSDPModule):
                 self.parts[completion(schedule, (part,), rank)[0]] = module
-                self.all += [inner for inner in module.modules() if isinstance(inner, FSDPModule)]
+                self.all += [
+                    inner for inner in module.modules() if isinstance(inner, FSDPModule)
+                ]
         self.twins = [
-            (one.parameter, twin) for one in (tied or {}).values() for twin in one.twins if one.parameter is not None
+            (one.parameter, twin)
+            for one in (tied or {}).values()
+            for twin in one.twins
+            if one.parameter is not None
         ]
 
     def begin(self) -> None:
         """A new pass: each layer is gathered by its first forward, and stays."""
         with torch.no_grad():
             for first, twin in self.twins:
-                local(twin).copy_(local(first))
+                local_share(twin).copy_(local_share(first))
         for part in self.parts.values():
             _last(part, False)
 

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 
 from penstock.errors import ShapeError
 from penstock.ir.schedule import Schedule
-from penstock.runtime.batch import IGNORED, Batch
-from penstock.runtime.replicas import Tied
+from penstock.runtime.batch import IGNORED_LABEL, Batch
+from penstock.runtime.gradients import Tied
 
 
 class Mean(StrEnum):
@@ -37,18 +37,31 @@ class Visits:
     """The weights of one rank's parts; gradients of earlier steps are laid aside meanwhile."""
 
     def __init__(
-        self, schedule: Schedule, modules: Mapping[int, nn.Module], mean: Mean, tied: Mapping[str, Tied] | None = None
+        self,
+        schedule: Schedule,
+        modules: Mapping[int, nn.Module],
+        mean: Mean,
+        tied: Mapping[str, Tied] | None = None,
     ) -> None:
         self.parts = schedule.parts
-        self.paths = [[schedule.stages[stage].part for stage in m.path] for m in schedule.microbatches]
+        self.paths = [
+            [schedule.stages[stage].part for stage in m.path]
+            for m in schedule.microbatches
+        ]
         self.owners: dict[nn.Parameter, int] = {}  # of the parts that some skip
         self.before: list[tuple[nn.Parameter, Tensor | None]] = []
         if mean is Mean.VISITS:
-            partial = {part for part in range(schedule.parts) if any(part not in path for path in self.paths)}
+            partial = {
+                part
+                for part in range(schedule.parts)
+                if any(part not in path for path in self.paths)
+            }
             _refuse_tied(tied or {}, partial)
             for stage, module in modules.items():
                 part = schedule.stages[stage].part
-                self.owners |= dict.fromkeys(module.parameters() if part in partial else (), part)
+                self.owners |= dict.fromkeys(
+                    module.parameters() if part in partial else (), part
+                )
 
     def begin(self) -> None:
         """A new step."""
@@ -60,7 +73,7 @@ class Visits:
         """Weighs the gradients of this step and adds them to those of earlier ones."""
         if not self.owners:
             return
-        counts = [int((labels != IGNORED).sum()) for labels in batch.labels]
+        counts = [int((labels != IGNORED_LABEL).sum()) for labels in batch.labels]
         scales = visit_scales(self.parts, self.paths, counts)
         for parameter, earlier in self.before:
             if parameter.grad is not None:
@@ -76,10 +89,14 @@ def _refuse_tied(tied: Mapping[str, Tied], partial: set[int]) -> None:
     for name, shared in tied.items():
         if len(shared.parts) > 1 and partial.intersection(shared.parts):
             parts = " and ".join(map(str, shared.parts))
-            raise ShapeError(f"{name} is in parts {parts}, of which some are skipped: take the mean over all tokens")
+            raise ShapeError(
+                f"{name} is in parts {parts}, of which some are skipped: take the mean over all tokens"
+            )
 
 
-def visit_scales(parts: int, paths: Sequence[Sequence[int]], tokens: Sequence[int]) -> tuple[float, ...]:
+def visit_scales(
+    parts: int, paths: Sequence[Sequence[int]], tokens: Sequence[int]
+) -> tuple[float, ...]:
     """By what each part's gradient is multiplied to be a mean over its visitors, given each micro-batch's valid tokens.
 
     A part that nobody visited, and one that is on no path because all end there (the head), keeps its gradient.
@@ -88,12 +105,17 @@ def visit_scales(parts: int, paths: Sequence[Sequence[int]], tokens: Sequence[in
     (1.0, 3.0, 1.5)
     """
     if len(paths) != len(tokens):
-        raise ShapeError(f"{len(paths)} paths have {len(tokens)} counts of tokens: give each micro-batch its own")
-    met = [sum(count for path, count in zip(paths, tokens, strict=True) if part in path) for part in range(parts)]
+        raise ShapeError(
+            f"{len(paths)} paths have {len(tokens)} counts of tokens: give each micro-batch its own"
+        )
+    met = [
+        sum(count for path, count in zip(paths, tokens, strict=True) if part in path)
+        for part in range(parts)
+    ]
     return tuple(sum(tokens) / visited if visited else 1.0 for visited in met)
 
 
-def weigh(parts: Sequence[nn.Module], scales: Sequence[float]) -> None:
+def scale_gradients(parts: Sequence[nn.Module], scales: Sequence[float]) -> None:
     """Multiplies the gradients of each part by its scale, in place: after the backwards, before any clipping."""
     scale_of: dict[int, float] = {}
     for number, (part, scale) in enumerate(zip(parts, scales, strict=True)):

@@ -17,7 +17,12 @@ from penstock.schedules.one_f_one_b import one_f_one_b
 from penstock.schedules.size import count_actions, refuse_size
 from penstock.schedules.skip_paths import skip
 from penstock.schedules.token_sliced import seq1f1b, terapipe
-from penstock.schedules.transforms import even_cuts, replicate, slice_tokens, split_backward
+from penstock.schedules.transforms import (
+    even_cuts,
+    replicate,
+    slice_tokens,
+    split_backward,
+)
 from penstock.schedules.zero_bubble import interleaved_zb, zb_h1, zb_v
 
 REGISTRY: dict[str, Callable[..., Schedule]] = {
@@ -45,7 +50,11 @@ def shape_of(name: str) -> tuple[str, ...]:
     return tuple(signature(REGISTRY[name]).parameters)
 
 
-FOR_ALL = ("slices", "split", "copies")  # words of shape that any schedule takes: see `make`
+FOR_ALL = (
+    "slices",
+    "split",
+    "copies",
+)  # words of shape that any schedule takes: see `make`
 
 
 def most_actions(name: str, **shape: int) -> int:
@@ -74,12 +83,19 @@ def make(name: str, **shape: int) -> Schedule:
     own = shape_of(name)
     for word in shape:
         if word not in (*own, *FOR_ALL):
-            raise ShapeError(f"{name} has no {word}; its shape is {', '.join(own)}, and for all: {', '.join(FOR_ALL)}")
+            raise ShapeError(
+                f"{name} has no {word}; its shape is {', '.join(own)}, and for all: {', '.join(FOR_ALL)}"
+            )
     missing = [word for word in ("ranks", "microbatches") if word not in shape]
     if missing:
         raise ShapeError(f"{name} needs {' and '.join(missing)}")
-    refuse_size(most_actions(name, **shape), " ".join([name, *(f"{word}={value}" for word, value in shape.items())]))
-    schedule = REGISTRY[name](**{word: value for word, value in shape.items() if word in own})
+    refuse_size(
+        most_actions(name, **shape),
+        " ".join([name, *(f"{word}={value}" for word, value in shape.items())]),
+    )
+    schedule = REGISTRY[name](
+        **{word: value for word, value in shape.items() if word in own}
+    )
     if "slices" in shape and "slices" not in own:
         schedule = slice_tokens(schedule, even_cuts(shape["slices"]))
     if shape.get("split"):

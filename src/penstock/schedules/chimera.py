@@ -7,7 +7,7 @@ from penstock.errors import ShapeError
 from penstock.ir.action import Action, Op
 from penstock.ir.schedule import MicroBatch, Schedule, Stage
 from penstock.schedules.listing import list_schedule
-from penstock.schedules.orders import at_least
+from penstock.schedules.orders import require_at_least
 
 
 def chimera(ranks: int, microbatches: int) -> Schedule:
@@ -23,9 +23,11 @@ def chimera(ranks: int, microbatches: int) -> Schedule:
     More micro-batches than ranks do not come in units, one after the other, but in a stream: 3 * microbatches +
     2 * (ranks - 2) in all. No rank holds more than `ranks` of them.
     """
-    at_least(1, ranks=ranks, microbatches=microbatches)
+    require_at_least(1, ranks=ranks, microbatches=microbatches)
     if ranks % 2:
-        raise ShapeError(f"chimera needs an even number of ranks, not {ranks}; the nearest is {ranks + 1}")
+        raise ShapeError(
+            f"chimera needs an even number of ranks, not {ranks}; the nearest is {ranks + 1}"
+        )
     down = [Stage(part, part) for part in range(ranks)]
     up = [Stage(ranks - 1 - part, part) for part in range(ranks)]
     paths = (tuple(range(ranks)), tuple(range(ranks, 2 * ranks)))

@@ -19,10 +19,10 @@ from penstock.cost.unit import UnitCost
 from penstock.ir.action import Action, Op
 from penstock.ir.schedule import Schedule, schedule_of
 from penstock.schedules.listing import defer_weights
-from penstock.schedules.orders import at_least, through, waves_of
+from penstock.schedules.orders import paths_through, require_at_least, wave_placement
 
 PERIOD = 6  # slots: F, I, W on two stages
-Block = list[tuple[int, Op, int]]  # of one rank: slot, op, stage
+BuildingBlock = list[tuple[int, Op, int]]  # of one rank: slot, op, stage
 
 
 def v_half(ranks: int, microbatches: int) -> Schedule:
@@ -45,25 +45,37 @@ def v_min(ranks: int, microbatches: int) -> Schedule:
     return _repeated(ranks, microbatches, hops=(1, 1, 1, 1))
 
 
-def _repeated(ranks: int, microbatches: int, hops: tuple[int, int, int, int]) -> Schedule:
-    at_least(1, ranks=ranks, microbatches=microbatches)
-    stages, lanes = waves_of(ranks, 1), []
+def _repeated(
+    ranks: int, microbatches: int, hops: tuple[int, int, int, int]
+) -> Schedule:
+    require_at_least(1, ranks=ranks, microbatches=microbatches)
+    stages, lanes = wave_placement(ranks, 1), []
     for block in _blocks(ranks, hops):
-        turns = [(slot + PERIOD * m, op, stage, m) for slot, op, stage in block for m in range(microbatches)]
+        turns = [
+            (slot + PERIOD * m, op, stage, m)
+            for slot, op, stage in block
+            for m in range(microbatches)
+        ]
         lanes.append([Action(op, stage, m) for _, op, stage, m in sorted(turns)])
-    return defer_weights(schedule_of(stages, through(stages, microbatches), lanes), UnitCost())
+    return defer_weights(
+        schedule_of(stages, paths_through(stages, microbatches), lanes), UnitCost()
+    )
 
 
-def _blocks(ranks: int, hops: tuple[int, int, int, int]) -> list[Block]:
+def _blocks(ranks: int, hops: tuple[int, int, int, int]) -> list[BuildingBlock]:
     """The block with the fewest slots waited at the three turns in which no two actions of a rank fall on one slot."""
-    for waits in sorted(product(range(PERIOD), repeat=3), key=lambda waits: (sum(waits), waits)):
+    for waits in sorted(
+        product(range(PERIOD), repeat=3), key=lambda waits: (sum(waits), waits)
+    ):
         slots = list(_slots(ranks, hops, waits))
         if all(len({slot % PERIOD for slot in rank}) == 4 for rank in slots):
             return [_with_weights(rank, ranks, slots[rank]) for rank in range(ranks)]
     raise AssertionError(f"no block of hops {hops} for {ranks} ranks")
 
 
-def _slots(ranks: int, hops: tuple[int, int, int, int], waits: tuple[int, ...]) -> Iterator[tuple[int, int, int, int]]:
+def _slots(
+    ranks: int, hops: tuple[int, int, int, int], waits: tuple[int, ...]
+) -> Iterator[tuple[int, int, int, int]]:
     """Of each rank: the slots of its F there, F back, I there, I back."""
     last = ranks - 1
     first = hops[0] * last + 1 + waits[0]
@@ -71,10 +83,17 @@ def _slots(ranks: int, hops: tuple[int, int, int, int], waits: tuple[int, ...]) 
     third = second + hops[2] * last + 1 + waits[2]
     for rank in range(ranks):
         up = last - rank
-        yield hops[0] * rank, first + hops[1] * up, second + hops[2] * rank, third + hops[3] * up
+        yield (
+            hops[0] * rank,
+            first + hops[1] * up,
+            second + hops[2] * rank,
+            third + hops[3] * up,
+        )
 
 
-def _with_weights(rank: int, ranks: int, slots: tuple[int, int, int, int]) -> Block:
+def _with_weights(
+    rank: int, ranks: int, slots: tuple[int, int, int, int]
+) -> BuildingBlock:
     """The two W in the two slots that are left, so that they come as early as they can."""
     there, back = rank, 2 * ranks - 1 - rank
     one, other = sorted(set(range(PERIOD)) - {slot % PERIOD for slot in slots})
@@ -82,9 +101,16 @@ def _with_weights(rank: int, ranks: int, slots: tuple[int, int, int, int]) -> Bl
     def after(slot: int, residue: int) -> int:
         return slot + 1 + (residue - slot - 1) % PERIOD
 
-    pairs = [(after(slots[2], x), after(slots[3], y)) for x, y in ((one, other), (other, one))]
+    pairs = [
+        (after(slots[2], x), after(slots[3], y))
+        for x, y in ((one, other), (other, one))
+    ]
     weights = min(pairs, key=sum)
     return [
-        (slots[0], Op.F, there), (slots[1], Op.F, back), (slots[2], Op.I, back), (slots[3], Op.I, there),
-        (weights[0], Op.W, back), (weights[1], Op.W, there),
-    ]  # fmt: skip
+        (slots[0], Op.F, there),
+        (slots[1], Op.F, back),
+        (slots[2], Op.I, back),
+        (slots[3], Op.I, there),
+        (weights[0], Op.W, back),
+        (weights[1], Op.W, there),
+    ]

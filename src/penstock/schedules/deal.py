@@ -23,7 +23,7 @@ Ahead   with `ahead`, no step goes further beyond the frontier: so many parts in
         go further; where a path might, as over 12 parts of which six are left out, hands that do are not dealt. Without
         it nothing bounds a step: that is how the paths of `benchmarks/convergence.py` are dealt.
 
-A path names parts; the head comes after it and is not among them. `penstock.plan.rules` has the same rules for planned
+A path names parts; the head comes after it and is not among them. `penstock.plan.paths.rules` has the same rules for planned
 paths.
 """
 
@@ -38,18 +38,25 @@ from math import comb
 from random import Random
 
 from penstock.errors import ShapeError
-from penstock.schedules.orders import at_least
+from penstock.schedules.orders import require_at_least
 
-Path = tuple[int, ...]
-Paths = tuple[Path, ...]  # of a step's micro-batches
+PartPath = tuple[int, ...]
+Paths = tuple[PartPath, ...]  # of a step's micro-batches
 Hand = frozenset[int]
 
-HANDS = 20_000  # more subsets than so many are not counted: hands are then drawn blindly
-TRIES = 200  # hands drawn blindly of which one must keep to `ahead`
+MAX_HANDS = (
+    20_000  # more subsets than so many are not counted: hands are then drawn blindly
+)
+MAX_DRAWS = 200  # hands drawn blindly of which one must keep to `ahead`
 
 
 def deals(
-    parts: int, microbatches: int, skips: int, swaps: int = 0, seed: int = 0, ahead: int | None = None
+    parts: int,
+    microbatches: int,
+    skips: int,
+    swaps: int = 0,
+    seed: int = 0,
+    ahead: int | None = None,
 ) -> Iterator[Paths]:
     """Paths of step after step, without end, other ones every step.
 
@@ -57,12 +64,14 @@ def deals(
     >>> sorted(next(steps))
     [(0, 1, 2), (0, 1, 3), (0, 2, 3)]
     """
-    at_least(1, parts=parts, microbatches=microbatches)
-    at_least(0, skips=skips, swaps=swaps)
+    require_at_least(1, parts=parts, microbatches=microbatches)
+    require_at_least(0, skips=skips, swaps=swaps)
     if ahead is not None:
-        at_least(1, ahead=ahead)
+        require_at_least(1, ahead=ahead)
     if skips > parts - 1:
-        raise ShapeError(f"of {parts} parts at most {parts - 1} can be left out, for the first runs; not {skips}")
+        raise ShapeError(
+            f"of {parts} parts at most {parts - 1} can be left out, for the first runs; not {skips}"
+        )
     deck = Deck(parts, skips, ahead or parts)
     if not deck.any_hand:  # a trial deal: who cannot go on, says so here
         for _ in islice(_hands(deck, Random(f"paths {seed}")), 4 * parts):
@@ -71,7 +80,12 @@ def deals(
 
 
 def fixed(
-    parts: int, microbatches: int, skips: int, swaps: int = 0, seed: int = 0, ahead: int | None = None
+    parts: int,
+    microbatches: int,
+    skips: int,
+    swaps: int = 0,
+    seed: int = 0,
+    ahead: int | None = None,
 ) -> Iterator[Paths]:
     """The first step of `deals` for ever: each micro-batch, and so each shard of the data, keeps its path."""
     return repeat(next(deals(parts, microbatches, skips, swaps, seed, ahead)))
@@ -83,7 +97,7 @@ def with_full(steps: Iterable[Paths], parts: int, every: int) -> Iterator[Paths]
     >>> list(with_full([((0, 1),), ((0, 2),), ((0, 1),)], parts=3, every=3))
     [((0, 1),), ((0, 2),), ((0, 1, 2),), ((0, 1),)]
     """
-    at_least(1, parts=parts, every=every)
+    require_at_least(1, parts=parts, every=every)
     for number, paths in enumerate(steps):
         if every == 1 or (number and number % (every - 1) == 0):
             yield (tuple(range(parts)),) * len(paths)
@@ -97,7 +111,14 @@ def _steps(deck: Deck, microbatches: int, swaps: int, draw: Random) -> Iterator[
         step = []
         for _ in range(microbatches):
             hand = next(hands)
-            step.append(_swapped([part for part in range(deck.parts) if part not in hand], swaps, draw, deck.ahead))
+            step.append(
+                _swapped(
+                    [part for part in range(deck.parts) if part not in hand],
+                    swaps,
+                    draw,
+                    deck.ahead,
+                )
+            )
         draw.shuffle(step)
         yield tuple(step)
 
@@ -140,24 +161,40 @@ def _hands(deck: Deck, draw: Random) -> Iterator[Hand]:
     dealt: Counter[Hand] = Counter()
     left = deck.cards
     while True:
-        taken, pool = (frozenset[int](), left) if len(left) > deck.skips else (left, deck.cards - left)
+        taken, pool = (
+            (frozenset[int](), left)
+            if len(left) > deck.skips
+            else (left, deck.cards - left)
+        )
         hand = _least_dealt(deck, taken, pool, dealt, draw)
         dealt[hand] += 1
         left = (deck.cards if taken else left) - (hand - taken)
         yield hand
 
 
-def _least_dealt(deck: Deck, taken: Hand, pool: Hand, dealt: Counter[Hand], draw: Random) -> Hand:
+def _least_dealt(
+    deck: Deck, taken: Hand, pool: Hand, dealt: Counter[Hand], draw: Random
+) -> Hand:
     """Of all hands with `taken` and others of the pool one that was dealt least, at random."""
     more, cards = deck.skips - len(taken), sorted(pool)
-    many = comb(len(pool), more) > HANDS
+    many = comb(len(pool), more) > MAX_HANDS
     if many and deck.any_hand:
         return taken | frozenset(draw.sample(cards, more))
-    drawn = (tuple(draw.sample(cards, more)) for _ in range(TRIES)) if many else combinations(cards, more)
-    hands = [hand for hand in (taken | frozenset(some) for some in drawn) if deck.any_hand or deck.may(hand)]
+    drawn = (
+        (tuple(draw.sample(cards, more)) for _ in range(MAX_DRAWS))
+        if many
+        else combinations(cards, more)
+    )
+    hands = [
+        hand
+        for hand in (taken | frozenset(some) for some in drawn)
+        if deck.any_hand or deck.may(hand)
+    ]
     if not deck.any_hand:
         left = deck.cards if taken else pool
-        hands = [hand for hand in hands if _goes_on(deck, left - (hand - taken))] or hands
+        hands = [
+            hand for hand in hands if _goes_on(deck, left - (hand - taken))
+        ] or hands
     if not hands:
         raise deck.refusal
     least = min(dealt[hand] for hand in hands)
@@ -170,13 +207,15 @@ def _goes_on(deck: Deck, left: Hand) -> bool:
     missing = deck.skips - len(left)
     if missing >= 0:
         others = sorted(deck.cards - left)
-        return not left or any(deck.may(left | frozenset(some)) for some in combinations(others, missing))
+        return not left or any(
+            deck.may(left | frozenset(some)) for some in combinations(others, missing)
+        )
     hands = (frozenset(some) for some in combinations(sorted(left), deck.skips))
     return any(deck.may(hand) and _goes_on(deck, left - hand) for hand in hands)
 
 
 # ---------------------------------------------------------------- in which order
-def _swapped(path: list[int], swaps: int, draw: Random, ahead: int) -> Path:
+def _swapped(path: list[int], swaps: int, draw: Random, ahead: int) -> PartPath:
     """None to `swaps` pairs of neighbours, a and a + 1, change places; the first part stays.
 
     No part moves twice: where a and a + 1 have changed places, neither is followed by the next larger one any more.

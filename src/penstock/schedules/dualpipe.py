@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from penstock.ir.action import Action, Op
 from penstock.ir.schedule import Schedule, schedule_of
-from penstock.schedules.orders import Lane, at_least, only, through, waves_of
+from penstock.schedules.orders import (
+    ActionList,
+    only_first,
+    paths_through,
+    require_at_least,
+    wave_placement,
+)
 
 
 def dualpipe_v(ranks: int, microbatches: int) -> Schedule:
@@ -15,13 +21,15 @@ def dualpipe_v(ranks: int, microbatches: int) -> Schedule:
     rank 0 | F0 F1 F2 F0 I0 W0 F1 F3 B1 -- F2 B0 -- B2 -- F3 .  B1 -- B3 -- I2 W2 I3 W3
     rank 1 | .  F0 F0 F1 F1 F2 B0 -- F2 B0 -- F3 B1 -- F3 B1 -- B2 -- B2 -- I3 I3 W3 W3
     """
-    at_least(1, ranks=ranks, microbatches=microbatches)
-    stages, full = waves_of(ranks, 1), max(microbatches, 2 * ranks)
-    lanes = [only(_spelled(rank, ranks, full), microbatches) for rank in range(ranks)]
-    return schedule_of(stages, through(stages, microbatches), lanes)
+    require_at_least(1, ranks=ranks, microbatches=microbatches)
+    stages, full = wave_placement(ranks, 1), max(microbatches, 2 * ranks)
+    lanes = [
+        only_first(_spelled(rank, ranks, full), microbatches) for rank in range(ranks)
+    ]
+    return schedule_of(stages, paths_through(stages, microbatches), lanes)
 
 
-def _spelled(rank: int, ranks: int, microbatches: int) -> Lane:
+def _spelled(rank: int, ranks: int, microbatches: int) -> ActionList:
     """Small letters for the way there, capitals for the way back, w for the oldest weight gradient that is due."""
     near, deep = rank + 1, ranks - rank - 1
     turn = "Bb" * near  # its second half is split
@@ -36,8 +44,8 @@ def _spelled(rank: int, ranks: int, microbatches: int) -> Lane:
         + "wi" * deep
         + "w" * near
     )
-    lane: Lane = []
-    due: Lane = []
+    lane: ActionList = []
+    due: ActionList = []
     count = {"f": 0, "F": 0, "b": 0, "B": 0}
     for letter in word:
         if letter == "w":

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
+class ScheduleFacts:
     """Of one schedule. `idle` and `peak` are arithmetic; with `exact` false they are not to be exceeded."""
 
     paper: str
@@ -22,21 +22,61 @@ class Facts:
     exact: bool = True
 
 
-FACTS: dict[str, Facts] = {
-    "gpipe": Facts("Huang et al. 2019, arXiv 1811.06965", "3*(P-1)", "M"),
-    "1f1b": Facts("Narayanan et al. 2019 (PipeDream); Fan et al. 2021 (DAPPLE)", "3*(P-1)", "min(P, M)"),
-    "interleaved": Facts(
-        "Narayanan et al. 2021, arXiv 2104.04473", "3*(P-1)/v", "min(M, P + (P-1)/v)", "M % P == 0"
+FACTS: dict[str, ScheduleFacts] = {
+    "gpipe": ScheduleFacts("Huang et al. 2019, arXiv 1811.06965", "3*(P-1)", "M"),
+    "1f1b": ScheduleFacts(
+        "Narayanan et al. 2019 (PipeDream); Fan et al. 2021 (DAPPLE)",
+        "3*(P-1)",
+        "min(P, M)",
     ),
-    "chimera": Facts("Li and Hoefler 2021, arXiv 2107.06925", "2*(P-2)", "P", "M >= P and M % 2 == 0", weights=2),
-    "hanayo": Facts("Liu et al. 2023, arXiv 2308.15762", "2*(P-1)/W", "P", "M == P or (W == 1 and M > P)"),
-    "zb-h1": Facts("Qi et al. 2024, arXiv 2401.10241", "P-1", "P", "M >= P"),
-    "interleaved-zb": Facts("Qi et al. 2024, arXiv 2401.10241 (ZB1P)", "(P-1)/v", "P", "M % P == 0"),
-    "zb-v": Facts("Qi et al. 2024, arXiv 2401.10241", "(P-1)/2", "P", "M >= 2*P - 1"),
-    "v-half": Facts("Qi et al. 2024, arXiv 2405.15362", "1.5*P - 2", "P/2 + 1.5", "M >= P and P > 2", exact=False),
-    "v-min": Facts("Qi et al. 2024, arXiv 2405.15362", "2*P - 1.5", "P/3 + 1.5", "M >= P and P > 2", exact=False),
-    "dualpipe-v": Facts("DeepSeek-AI 2024, arXiv 2412.19437", "(P-1)/2", "P + 0.5", "M >= 2*P and P > 1"),
-    "terapipe": Facts("Li et al. 2021, arXiv 2102.07988", "3*(P-1)/s", "M"),
-    "seq1f1b": Facts("Sun et al. 2024, arXiv 2406.03488", "3*(P-1)/s", "min(M, (s+P-1)/s)"),
-    "skip": Facts("Blagoev et al. 2025, arXiv 2502.19913", "", "P", exact=False),
+    "interleaved": ScheduleFacts(
+        "Narayanan et al. 2021, arXiv 2104.04473",
+        "3*(P-1)/v",
+        "min(M, P + (P-1)/v)",
+        "M % P == 0",
+    ),
+    "chimera": ScheduleFacts(
+        "Li and Hoefler 2021, arXiv 2107.06925",
+        "2*(P-2)",
+        "P",
+        "M >= P and M % 2 == 0",
+        weights=2,
+    ),
+    "hanayo": ScheduleFacts(
+        "Liu et al. 2023, arXiv 2308.15762",
+        "2*(P-1)/W",
+        "P",
+        "M == P or (W == 1 and M > P)",
+    ),
+    "zb-h1": ScheduleFacts("Qi et al. 2024, arXiv 2401.10241", "P-1", "P", "M >= P"),
+    "interleaved-zb": ScheduleFacts(
+        "Qi et al. 2024, arXiv 2401.10241 (ZB1P)", "(P-1)/v", "P", "M % P == 0"
+    ),
+    "zb-v": ScheduleFacts(
+        "Qi et al. 2024, arXiv 2401.10241", "(P-1)/2", "P", "M >= 2*P - 1"
+    ),
+    "v-half": ScheduleFacts(
+        "Qi et al. 2024, arXiv 2405.15362",
+        "1.5*P - 2",
+        "P/2 + 1.5",
+        "M >= P and P > 2",
+        exact=False,
+    ),
+    "v-min": ScheduleFacts(
+        "Qi et al. 2024, arXiv 2405.15362",
+        "2*P - 1.5",
+        "P/3 + 1.5",
+        "M >= P and P > 2",
+        exact=False,
+    ),
+    "dualpipe-v": ScheduleFacts(
+        "DeepSeek-AI 2024, arXiv 2412.19437", "(P-1)/2", "P + 0.5", "M >= 2*P and P > 1"
+    ),
+    "terapipe": ScheduleFacts("Li et al. 2021, arXiv 2102.07988", "3*(P-1)/s", "M"),
+    "seq1f1b": ScheduleFacts(
+        "Sun et al. 2024, arXiv 2406.03488", "3*(P-1)/s", "min(M, (s+P-1)/s)"
+    ),
+    "skip": ScheduleFacts(
+        "Blagoev et al. 2025, arXiv 2502.19913", "", "P", exact=False
+    ),
 }

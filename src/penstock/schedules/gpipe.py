@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 from penstock.ir.schedule import Schedule, schedule_of
-from penstock.schedules.orders import at_least, backwards, forwards, looped, through
+from penstock.schedules.orders import (
+    backwards,
+    forwards,
+    loop_placement,
+    paths_through,
+    require_at_least,
+)
 
 
 def gpipe(ranks: int, microbatches: int) -> Schedule:
@@ -13,7 +19,10 @@ def gpipe(ranks: int, microbatches: int) -> Schedule:
     rank 1 | .  F0 F1 F2 F3 .  .  .  B0 -- B1 -- B2 -- B3 -- .  .
     rank 2 | .  .  F0 F1 F2 F3 B0 -- B1 -- B2 -- B3 -- .  .  .  .
     """
-    at_least(1, ranks=ranks, microbatches=microbatches)
-    stages = looped(ranks)
-    lanes = [forwards(rank, microbatches) + backwards(rank, microbatches) for rank in range(ranks)]
-    return schedule_of(stages, through(stages, microbatches), lanes)
+    require_at_least(1, ranks=ranks, microbatches=microbatches)
+    stages = loop_placement(ranks)
+    lanes = [
+        forwards(rank, microbatches) + backwards(rank, microbatches)
+        for rank in range(ranks)
+    ]
+    return schedule_of(stages, paths_through(stages, microbatches), lanes)

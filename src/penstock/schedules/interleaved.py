@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from penstock.ir.action import Op
 from penstock.ir.schedule import Schedule, schedule_of
-from penstock.schedules.orders import at_least, looped, only, rounds, through, weave, whole
+from penstock.schedules.orders import (
+    in_rounds,
+    loop_placement,
+    only_first,
+    paths_through,
+    require_at_least,
+    weave,
+    whole_backwards,
+)
 
 
 def interleaved(ranks: int, microbatches: int, chunks: int = 2) -> Schedule:
@@ -16,11 +24,15 @@ def interleaved(ranks: int, microbatches: int, chunks: int = 2) -> Schedule:
     rank 0 | F0 F1 F0 F1 F2 .  B0 -- F3 B1 -- F2 B0 -- F3 B1 -- .  B2 -- .  B3 -- B2 -- B3 --
     rank 1 | .  F0 F1 F0 B0 -- F1 B1 -- F2 B0 -- F3 B1 -- F2 B2 -- F3 B3 -- B2 -- B3 -- .  .
     """
-    at_least(1, ranks=ranks, microbatches=microbatches, chunks=chunks)
-    stages = looped(ranks, chunks)
+    require_at_least(1, ranks=ranks, microbatches=microbatches, chunks=chunks)
+    stages = loop_placement(ranks, chunks)
     lanes = []
     for rank in range(ranks):
-        there, back = (rounds(op, rank, ranks, chunks, microbatches) for op in (Op.F, Op.B))
+        there, back = (
+            in_rounds(op, rank, ranks, chunks, microbatches) for op in (Op.F, Op.B)
+        )
         ahead = (chunks - 1) * ranks + 2 * (ranks - 1 - rank) + 1
-        lanes.append(only(weave(ahead, there, whole(back)), microbatches))
-    return schedule_of(stages, through(stages, microbatches), lanes)
+        lanes.append(
+            only_first(weave(ahead, there, whole_backwards(back)), microbatches)
+        )
+    return schedule_of(stages, paths_through(stages, microbatches), lanes)

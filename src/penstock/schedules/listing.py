@@ -29,7 +29,7 @@ from penstock.ir.schedule import MicroBatch, Schedule, Stage, schedule_of
 from penstock.ir.table import Floats, Ints
 
 Priority = Callable[[Schedule, Action], tuple[int, ...]]
-ROUND = 1e-9  # times, and shares of bytes, closer than this are the same
+TOLERANCE = 1e-9  # times, and shares of bytes, closer than this are the same
 
 
 class Gate(NamedTuple):
@@ -46,14 +46,25 @@ def backward_first(schedule: Schedule, action: Action) -> tuple[int, ...]:
     """Backwards before forwards before weights; deep forwards and shallow backwards first; then the oldest."""
     kind = (1, 0, 2)[KIND[action.op]]
     depth = schedule.microbatches[action.microbatch].path.index(action.stage)
-    return kind, depth if kind == 0 else -depth, action.microbatch, action.slice if kind else -action.slice
+    return (
+        kind,
+        depth if kind == 0 else -depth,
+        action.microbatch,
+        action.slice if kind else -action.slice,
+    )
 
 
 def oldest_first(schedule: Schedule, action: Action) -> tuple[int, ...]:
     """The oldest micro-batch first, its weights last of all."""
     kind = (1, 0, 2)[KIND[action.op]]
     depth = schedule.microbatches[action.microbatch].path.index(action.stage)
-    return kind // 2, action.microbatch, kind, -depth, action.slice if kind else -action.slice
+    return (
+        kind // 2,
+        action.microbatch,
+        kind,
+        -depth,
+        action.slice if kind else -action.slice,
+    )
 
 
 def list_schedule(
@@ -68,19 +79,29 @@ def list_schedule(
     """Lanes for these stages and micro-batches: no rank idles while it could act, none holds more than its cap.
 
     >>> from penstock import UnitCost, simulate
-    >>> from penstock.schedules.orders import through, waves_of
-    >>> stages = waves_of(4, 1)
-    >>> wave = list_schedule(stages, through(stages, 8), UnitCost(), cap=3, split=True)
+    >>> from penstock.schedules.orders import paths_through, wave_placement
+    >>> stages = wave_placement(4, 1)
+    >>> wave = list_schedule(stages, paths_through(stages, 8), UnitCost(), cap=3, split=True)
     >>> float(max(simulate(wave, UnitCost()).peak_activations))
     3.0
     """
     draft = in_turn(stages, microbatches, split)
     costs = columns(draft, cost)
     caps = _caps(draft, costs, cap)
-    return _listed(draft, costs, caps, draft.table.needs, _ordinals(draft, priority), gates, banker=True)
+    return _listed(
+        draft,
+        costs,
+        caps,
+        draft.table.needs,
+        _ordinals(draft, priority),
+        gates,
+        banker=True,
+    )
 
 
-def defer_weights(schedule: Schedule, cost: Cost, cap: float | Sequence[float] | None = None) -> Schedule:
+def defer_weights(
+    schedule: Schedule, cost: Cost, cap: float | Sequence[float] | None = None
+) -> Schedule:
     """Moves each W to where its rank would idle; the order of all else, and the memory held, stay (or grow to `cap`).
 
     before | I0 W0 .  I1 W1 .  I2 W2
@@ -94,37 +115,71 @@ def defer_weights(schedule: Schedule, cost: Cost, cap: float | Sequence[float] |
     same = table.rank[others[1:]] == table.rank[others[:-1]]
     chain[others[1:][same], 0] = others[:-1][same]
     place = np.arange(len(table)) + np.where(table.kind == WEIGHTS, len(table), 0)
-    return _listed(schedule, costs, caps, np.hstack([table.needs, chain]), place, (), banker=False)
+    return _listed(
+        schedule, costs, caps, np.hstack([table.needs, chain]), place, (), banker=False
+    )
 
 
 def _listed(
-    draft: Schedule, costs: Columns, caps: Floats, needs: Ints, place: Ints, gates: Sequence[Gate], banker: bool
+    draft: Schedule,
+    costs: Columns,
+    caps: Floats,
+    needs: Ints,
+    place: Ints,
+    gates: Sequence[Gate],
+    banker: bool,
 ) -> Schedule:
     table, queues = draft.table, _queues(draft)
     home = np.full(3 * len(draft.stages), -1, dtype=np.int64)
     home[queues] = table.rank
-    unit = float(costs.gain.max(initial=0.0)) or 1.0  # sums of bytes are rounded: shares are compared
+    unit = (
+        float(costs.gain.max(initial=0.0)) or 1.0
+    )  # sums of bytes are rounded: shares are compared
     gain, loss, lent = costs.gain / unit, costs.loss / unit, _lent(draft, costs) / unit
     begun = at_speed(_list, len(table))(
-        table.rank, table.microbatch, (needs >= 0).sum(axis=1), *_users(needs), costs.seconds,
-        np.where(costs.link >= 0, costs.latency + costs.wire, 0.0), gain, loss, lent, caps / unit,
-        _by_rank(draft, gain - lent), _most(draft, lent), _by_rank(draft, np.ones(len(table))), queues, home, place,
-        *_gates(draft, gates), banker,
-    )  # fmt: skip
+        table.rank,
+        table.microbatch,
+        (needs >= 0).sum(axis=1),
+        *_users(needs),
+        costs.seconds,
+        np.where(costs.link >= 0, costs.latency + costs.wire, 0.0),
+        gain,
+        loss,
+        lent,
+        caps / unit,
+        _by_rank(draft, gain - lent),
+        _most(draft, lent),
+        _by_rank(draft, np.ones(len(table))),
+        queues,
+        home,
+        place,
+        *_gates(draft, gates),
+        banker,
+    )
     assert (begun >= 0).all(), "the list scheduler stalled"
     return _in_order(draft, begun)
 
 
-def in_turn(stages: Sequence[Stage], microbatches: Sequence[MicroBatch], split: bool = False) -> Schedule:
+def in_turn(
+    stages: Sequence[Stage], microbatches: Sequence[MicroBatch], split: bool = False
+) -> Schedule:
     """The plainest order there is: one micro-batch after the other, there and back."""
-    lanes: list[list[Action]] = [[] for _ in range(1 + max(stage.rank for stage in stages))]
+    lanes: list[list[Action]] = [
+        [] for _ in range(1 + max(stage.rank for stage in stages))
+    ]
     back = (Op.I, Op.W) if split else (Op.B,)
     for number, microbatch in enumerate(microbatches):
         pieces = range(microbatch.slices)
         for stage in microbatch.path:
-            lanes[stages[stage].rank] += [Action(Op.F, stage, number, piece) for piece in pieces]
+            lanes[stages[stage].rank] += [
+                Action(Op.F, stage, number, piece) for piece in pieces
+            ]
         for stage in reversed(microbatch.path):
-            lanes[stages[stage].rank] += [Action(op, stage, number, piece) for piece in reversed(pieces) for op in back]
+            lanes[stages[stage].rank] += [
+                Action(op, stage, number, piece)
+                for piece in reversed(pieces)
+                for op in back
+            ]
     return schedule_of(stages, microbatches, lanes)
 
 
@@ -138,15 +193,19 @@ def _in_order(draft: Schedule, begun: Ints) -> Schedule:
 
 
 # ---------------------------------------------------------------- what the loop runs on
-def _caps(draft: Schedule, costs: Columns, cap: float | Sequence[float] | None) -> Floats:
+def _caps(
+    draft: Schedule, costs: Columns, cap: float | Sequence[float] | None
+) -> Floats:
     """A cap for each rank, which must hold one whole micro-batch."""
     given = np.asarray(np.inf if cap is None else cap, dtype=np.float64)
     if given.ndim and len(given) != draft.ranks:
-        raise ShapeError(f"there are caps for {len(given)} ranks, but stages on {draft.ranks}")
+        raise ShapeError(
+            f"there are caps for {len(given)} ranks, but stages on {draft.ranks}"
+        )
     caps = np.broadcast_to(given, (draft.ranks,)).copy()
     lent = _lent(draft, costs)
     least = _by_rank(draft, costs.gain - lent).max(axis=1) + _most(draft, lent)
-    for rank in np.flatnonzero(caps < least * (1 - ROUND)).tolist():
+    for rank in np.flatnonzero(caps < least * (1 - TOLERANCE)).tolist():
         raise ShapeError(
             f"a cap of {caps[rank]:g} on rank {rank} does not hold one micro-batch, which takes {least[rank]:g}; "
             f"the least cap that works there is {least[rank]:g}"
@@ -164,12 +223,16 @@ def _users(needs: Ints) -> tuple[Ints, Ints]:
     user, column = np.nonzero(needs >= 0)
     source = needs[user, column]
     start = np.concatenate([[0], np.cumsum(np.bincount(source, minlength=len(needs)))])
-    return start.astype(np.int64), user[np.argsort(source, kind="stable")].astype(np.int64)
+    return start.astype(np.int64), user[np.argsort(source, kind="stable")].astype(
+        np.int64
+    )
 
 
 def _queues(draft: Schedule) -> Ints:
     """Actions of one kind on one stage wait in one queue."""
-    queues: Ints = draft.table.kind.astype(np.int64) * len(draft.stages) + draft.table.stage
+    queues: Ints = (
+        draft.table.kind.astype(np.int64) * len(draft.stages) + draft.table.stage
+    )
     return queues
 
 
@@ -213,10 +276,28 @@ def _most(draft: Schedule, values: Floats) -> Floats:
 
 
 def _list(  # noqa: PLR0912, PLR0915
-    rank: Ints, microbatch: Ints, waiting: Ints, user_start: Ints, users: Ints, seconds: Floats, hop: Floats,
-    gain: Floats, loss: Floats, lent: Floats, free: Floats, claim: Floats, spare: Floats, left: Floats, queue: Ints,
-    queue_rank: Ints, place: Ints, gate: Ints, gate_other: Ints, gate_limit: Ints, banker: bool,
-) -> Ints:  # fmt: skip
+    rank: Ints,
+    microbatch: Ints,
+    waiting: Ints,
+    user_start: Ints,
+    users: Ints,
+    seconds: Floats,
+    hop: Floats,
+    gain: Floats,
+    loss: Floats,
+    lent: Floats,
+    free: Floats,
+    claim: Floats,
+    spare: Floats,
+    left: Floats,
+    queue: Ints,
+    queue_rank: Ints,
+    place: Ints,
+    gate: Ints,
+    gate_other: Ints,
+    gate_limit: Ints,
+    banker: bool,
+) -> Ints:
     """When, counted in starts, each action begins. Uses up `waiting`, `free`, `claim` and `left`.
 
     waiting: how many of its needs each action still lacks    free: bytes, by rank
@@ -224,9 +305,15 @@ def _list(  # noqa: PLR0912, PLR0915
     lent: bytes an action takes that come back by themselves  spare: the most of these, by rank
     """
     ranks, microbatches = claim.shape
-    ready = [[(np.int64(0), np.int64(0)) for _ in range(0)] for _ in range(len(queue_rank))]  # heaps of (place, action)
-    events = [(0.0, np.int64(0), np.int64(0)) for _ in range(0)]  # heap of (time, action, 1: it ended, 0: a need came)
-    mine = [[np.int64(0) for _ in range(0)] for _ in range(ranks)]  # the queues of each rank
+    ready = [
+        [(np.int64(0), np.int64(0)) for _ in range(0)] for _ in range(len(queue_rank))
+    ]  # heaps of (place, action)
+    events = [
+        (0.0, np.int64(0), np.int64(0)) for _ in range(0)
+    ]  # heap of (time, action, 1: it ended, 0: a need came)
+    mine = [
+        [np.int64(0) for _ in range(0)] for _ in range(ranks)
+    ]  # the queues of each rank
     for q in np.arange(len(queue_rank)):
         if queue_rank[q] >= 0:
             mine[queue_rank[q]].append(q)
@@ -234,7 +321,10 @@ def _list(  # noqa: PLR0912, PLR0915
         if waiting[number] == 0:
             heapq.heappush(ready[queue[number]], (place[number], number))
     held = np.zeros_like(claim)
-    oldest, newest = np.zeros(ranks, np.int64), np.full(ranks, -1, np.int64)  # micro-batches unfinished, and begun
+    oldest, newest = (
+        np.zeros(ranks, np.int64),
+        np.full(ranks, -1, np.int64),
+    )  # micro-batches unfinished, and begun
     started = np.zeros(len(queue_rank), np.int64)
     busy, changed = np.zeros(ranks, np.bool_), np.ones(ranks, np.bool_)
     begun = np.full(len(rank), -1, np.int64)
@@ -248,12 +338,12 @@ def _list(  # noqa: PLR0912, PLR0915
 
     def is_safe(here: int, action: np.int64) -> bool:
         cash, stays = free[here] - gain[action], gain[action] - lent[action]
-        if not banker or cash < -ROUND:
-            return bool(cash >= -ROUND)
+        if not banker or cash < -TOLERANCE:
+            return bool(cash >= -TOLERANCE)
         cash += lent[action]
         for m in range(oldest[here], max(newest[here], microbatch[action]) + 1):
             taken = stays if m == microbatch[action] else 0.0
-            if claim[here, m] - taken + spare[here] > cash + ROUND:
+            if claim[here, m] - taken + spare[here] > cash + TOLERANCE:
                 return False
             cash += held[here, m] + taken
         return True
@@ -265,7 +355,9 @@ def _list(  # noqa: PLR0912, PLR0915
         if gain[ready[q][0][1]] <= 0.0 or is_safe(here, ready[q][0][1]):
             return 0
         for k in range(1, len(ready[q])):
-            if microbatch[ready[q][k][1]] == oldest[here] and is_safe(here, ready[q][k][1]):
+            if microbatch[ready[q][k][1]] == oldest[here] and is_safe(
+                here, ready[q][k][1]
+            ):
                 return k
         return -1
 
@@ -296,7 +388,7 @@ def _list(  # noqa: PLR0912, PLR0915
         if len(events) == 0:
             return begun
         now = events[0][0]
-        while len(events) > 0 and events[0][0] <= now + ROUND:
+        while len(events) > 0 and events[0][0] <= now + TOLERANCE:
             _, number, ended = heapq.heappop(events)
             here, its = rank[number], microbatch[number]
             changed[here] = True

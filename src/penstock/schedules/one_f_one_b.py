@@ -3,7 +3,15 @@
 from __future__ import annotations
 
 from penstock.ir.schedule import Schedule, schedule_of
-from penstock.schedules.orders import at_least, backwards, forwards, looped, through, weave, whole
+from penstock.schedules.orders import (
+    backwards,
+    forwards,
+    loop_placement,
+    paths_through,
+    require_at_least,
+    weave,
+    whole_backwards,
+)
 
 
 def one_f_one_b(ranks: int, microbatches: int) -> Schedule:
@@ -13,10 +21,14 @@ def one_f_one_b(ranks: int, microbatches: int) -> Schedule:
     rank 1 | .  F0 F1 .  .  B0 -- F2 B1 -- F3 B2 -- .  B3 -- .  .
     rank 2 | .  .  F0 B0 -- F1 B1 -- F2 B2 -- F3 B3 -- .  .  .  .
     """
-    at_least(1, ranks=ranks, microbatches=microbatches)
-    stages = looped(ranks)
+    require_at_least(1, ranks=ranks, microbatches=microbatches)
+    stages = loop_placement(ranks)
     lanes = [
-        weave(ranks - rank, forwards(rank, microbatches), whole(backwards(rank, microbatches)))
+        weave(
+            ranks - rank,
+            forwards(rank, microbatches),
+            whole_backwards(backwards(rank, microbatches)),
+        )
         for rank in range(ranks)
     ]
-    return schedule_of(stages, through(stages, microbatches), lanes)
+    return schedule_of(stages, paths_through(stages, microbatches), lanes)

@@ -34,11 +34,20 @@ def count_actions(name: str, shape: Mapping[str, int]) -> int:
     ranks, microbatches = shape.get("ranks", 0), shape.get("microbatches", 0)
     stages = ranks * shape.get("chunks", 1)
     if name == "hanayo":
-        stages, microbatches = 2 * ranks * shape.get("waves", 1), max(microbatches, ranks)
+        stages, microbatches = (
+            2 * ranks * shape.get("waves", 1),
+            max(microbatches, ranks),
+        )
     elif name in TWO_STAGES:
         stages, microbatches = 2 * ranks, max(microbatches, 2 * ranks)
     pieces = 3 if name in SPLIT or shape.get("split") else 2
-    numbers = (stages, microbatches, pieces, shape.get("slices", 1), shape.get("copies", 1))
+    numbers = (
+        stages,
+        microbatches,
+        pieces,
+        shape.get("slices", 1),
+        shape.get("copies", 1),
+    )
     if min(numbers) < 1:
         return 0
     product = 1

@@ -8,7 +8,7 @@ from penstock.cost.unit import UnitCost
 from penstock.errors import ShapeError
 from penstock.ir.schedule import MicroBatch, Schedule, Stage
 from penstock.schedules.listing import list_schedule, oldest_first
-from penstock.schedules.orders import at_least
+from penstock.schedules.orders import require_at_least
 
 
 def skip(ranks: int, microbatches: int, skips: int | None = None) -> Schedule:
@@ -24,20 +24,24 @@ def skip(ranks: int, microbatches: int, skips: int | None = None) -> Schedule:
 
     Rank 0 holds part 0 and the head, the last part; the lanes are a list schedule that holds `ranks` micro-batches.
     """
-    at_least(1, ranks=ranks, microbatches=microbatches)
+    require_at_least(1, ranks=ranks, microbatches=microbatches)
     skips = default_skips(ranks) if skips is None else skips
     most = max(ranks - 2, 0)
     if not 0 <= skips <= most:
-        raise ShapeError(f"of {ranks} ranks at most {most} can be left out on a path, not {skips}")
-    return along(ranks, [_path(ranks, skips, number) for number in range(microbatches)])
+        raise ShapeError(
+            f"of {ranks} ranks at most {most} can be left out on a path, not {skips}"
+        )
+    return schedule_along(
+        ranks, [_path(ranks, skips, number) for number in range(microbatches)]
+    )
 
 
-def along(ranks: int, paths: Sequence[Sequence[int]]) -> Schedule:
+def schedule_along(ranks: int, paths: Sequence[Sequence[int]]) -> Schedule:
     """Micro-batches along any paths over part 0 to part ranks - 1, one a rank, and then to the head on rank 0.
 
     `deal.deals` gives such paths, of step after step.
     """
-    at_least(1, ranks=ranks, microbatches=len(paths))
+    require_at_least(1, ranks=ranks, microbatches=len(paths))
     stages = [Stage(rank, rank) for rank in range(ranks)] + [Stage(0, ranks)]
     table = [MicroBatch((*path, ranks)) for path in paths]
     return list_schedule(stages, table, UnitCost(), cap=ranks, priority=oldest_first)

@@ -3,7 +3,15 @@
 from __future__ import annotations
 
 from penstock.ir.schedule import Schedule, schedule_of
-from penstock.schedules.orders import at_least, backwards, forwards, looped, through, weave, whole
+from penstock.schedules.orders import (
+    backwards,
+    forwards,
+    loop_placement,
+    paths_through,
+    require_at_least,
+    weave,
+    whole_backwards,
+)
 
 
 def terapipe(ranks: int, microbatches: int, slices: int = 4) -> Schedule:
@@ -15,10 +23,13 @@ def terapipe(ranks: int, microbatches: int, slices: int = 4) -> Schedule:
     rank 1 | .    F0   F0.1 F0.2 .    .    .    B0.2 --   B0.1 --   B0   --   .    .
     rank 2 | .    .    F0   F0.1 F0.2 B0.2 --   B0.1 --   B0   --   .    .    .    .
     """
-    at_least(1, ranks=ranks, microbatches=microbatches, slices=slices)
-    stages = looped(ranks)
-    lanes = [forwards(r, microbatches, slices) + backwards(r, microbatches, slices) for r in range(ranks)]
-    return schedule_of(stages, through(stages, microbatches, slices), lanes)
+    require_at_least(1, ranks=ranks, microbatches=microbatches, slices=slices)
+    stages = loop_placement(ranks)
+    lanes = [
+        forwards(r, microbatches, slices) + backwards(r, microbatches, slices)
+        for r in range(ranks)
+    ]
+    return schedule_of(stages, paths_through(stages, microbatches, slices), lanes)
 
 
 def seq1f1b(ranks: int, microbatches: int, slices: int = 4) -> Schedule:
@@ -30,9 +41,12 @@ def seq1f1b(ranks: int, microbatches: int, slices: int = 4) -> Schedule:
     rank 1 | .    F0   F0.1 F1   .    .    B0.1 --   F1.1 B0   --   .    B1.1 --   B1   --   .    .
     rank 2 | .    .    F0   F0.1 B0.1 --   F1   B0   --   F1.1 B1.1 --   B1   --   .    .    .    .
     """
-    at_least(1, ranks=ranks, microbatches=microbatches, slices=slices)
-    stages, lanes = looped(ranks), []
+    require_at_least(1, ranks=ranks, microbatches=microbatches, slices=slices)
+    stages, lanes = loop_placement(ranks), []
     for rank in range(ranks):
-        there, back = forwards(rank, microbatches, slices), backwards(rank, microbatches, slices)
-        lanes.append(weave(slices + ranks - 1 - rank, there, whole(back)))
-    return schedule_of(stages, through(stages, microbatches, slices), lanes)
+        there, back = (
+            forwards(rank, microbatches, slices),
+            backwards(rank, microbatches, slices),
+        )
+        lanes.append(weave(slices + ranks - 1 - rank, there, whole_backwards(back)))
+    return schedule_of(stages, paths_through(stages, microbatches, slices), lanes)

@@ -24,7 +24,9 @@ SOON = 1e-12  # of the work of an action: done
 TURN = 4e-3  # seconds that a process keeps a core while others wait for it: a tick of most Linux kernels
 
 
-def simulate_shared(schedule: Schedule, cost: Cost, processors: int, turn: float = TURN) -> Timeline:
+def simulate_shared(
+    schedule: Schedule, cost: Cost, processors: int, turn: float = TURN
+) -> Timeline:
     """The timeline of a schedule whose ranks share so many processors; of as many as ranks, the one of `simulate`.
 
     >>> from penstock import UnitCost, make
@@ -37,25 +39,50 @@ def simulate_shared(schedule: Schedule, cost: Cost, processors: int, turn: float
     while found.waiting or found.queue or found.running:
         found.admit()
         found.advance()
-    return timeline_of(schedule, cost, found.costs, found.start, found.end, found.sent, found.arrived, found.cause)
+    return timeline_of(
+        schedule,
+        cost,
+        found.costs,
+        found.start,
+        found.end,
+        found.sent,
+        found.arrived,
+        found.cause,
+    )
 
 
 class _Sharing:
     """Who runs, who waits for a processor, who waits for what it needs; now."""
 
-    def __init__(self, schedule: Schedule, cost: Cost, processors: int, turn: float) -> None:
+    def __init__(
+        self, schedule: Schedule, cost: Cost, processors: int, turn: float
+    ) -> None:
         self.table, self.costs = schedule.table, columns(schedule, cost)
-        self.serial, self.processors, self.turn, self.now = cost.serial, processors, turn, 0.0
+        self.serial, self.processors, self.turn, self.now = (
+            cost.serial,
+            processors,
+            turn,
+            0.0,
+        )
         count, table = len(self.table), self.table
-        self.start, self.end, self.sent, self.arrived = (np.full(count, np.nan) for _ in range(4))
+        self.start, self.end, self.sent, self.arrived = (
+            np.full(count, np.nan) for _ in range(4)
+        )
         self.cause = np.full(count, -1, dtype=np.int32)
-        self.due, self.last = table.first[:-1].copy(), table.first[1:]  # next action of each rank, end of its lane
+        self.due, self.last = (
+            table.first[:-1].copy(),
+            table.first[1:],
+        )  # next action of each rank, end of its lane
         self.free = np.zeros(self.costs.link.max(initial=0) + 1)
         self.left = self.costs.seconds.astype(float)  # seconds of work, by action
-        self.waiting = {rank for rank in range(schedule.ranks) if self.due[rank] < self.last[rank]}
+        self.waiting = {
+            rank for rank in range(schedule.ranks) if self.due[rank] < self.last[rank]
+        }
         self.queue: deque[int] = deque()
         self.running: dict[int, float] = {}  # rank: when its turn is over
-        self.resting: dict[int, float] = {}  # of those, seconds of a pause that are left
+        self.resting: dict[
+            int, float
+        ] = {}  # of those, seconds of a pause that are left
 
     def ready(self, rank: int) -> float:
         """When the next action of a rank has all that it needs; infinite if that is not known yet."""
@@ -64,7 +91,11 @@ class _Sharing:
             when, self.cause[number] = self.end[number - 1], number - 1
         for needed in self.table.needs[number]:
             if needed >= 0:
-                there = self.end[needed] if self.table.rank[needed] == rank else self.arrived[needed]
+                there = (
+                    self.end[needed]
+                    if self.table.rank[needed] == rank
+                    else self.arrived[needed]
+                )
                 if np.isnan(there):
                     return np.inf
                 if there > when:
@@ -74,7 +105,9 @@ class _Sharing:
     def admit(self) -> None:
         """Who has what it needs waits for a processor; who is first gets one that is free, or whose turn is over."""
         now, queue, running = self.now, self.queue, self.running
-        queue += sorted((rank for rank in self.waiting if self.ready(rank) <= now), key=self.ready)
+        queue += sorted(
+            (rank for rank in self.waiting if self.ready(rank) <= now), key=self.ready
+        )
         self.waiting.difference_update(queue)
         for rank in [rank for rank, until in running.items() if until <= now]:
             if queue:
@@ -103,7 +136,9 @@ class _Sharing:
                     self.go_on(rank)
             else:
                 self.left[due[rank]] -= then - now
-                if self.left[due[rank]] <= SOON * max(self.costs.seconds[due[rank]], then):
+                if self.left[due[rank]] <= SOON * max(
+                    self.costs.seconds[due[rank]], then
+                ):
                     self.finish(rank)
 
     def finish(self, rank: int) -> None:
@@ -111,9 +146,16 @@ class _Sharing:
         number, costs = self.due[rank], self.costs
         self.end[number] = self.now
         if costs.link[number] >= 0:
-            leave = max(self.now, self.free[costs.link[number]]) if self.serial else self.now
+            leave = (
+                max(self.now, self.free[costs.link[number]])
+                if self.serial
+                else self.now
+            )
             self.free[costs.link[number]] = leave + costs.wire[number]
-            self.sent[number], self.arrived[number] = leave, leave + costs.wire[number] + costs.latency[number]
+            self.sent[number], self.arrived[number] = (
+                leave,
+                leave + costs.wire[number] + costs.latency[number],
+            )
         self.due[rank] += 1
         if costs.pause[number] and self.due[rank] < self.last[rank]:
             self.resting[rank] = costs.pause[number]

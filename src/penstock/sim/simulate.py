@@ -32,24 +32,47 @@ def simulate(schedule: Schedule, cost: Cost) -> Timeline:
     sent, arrived = np.full(len(table), np.nan), np.full(len(table), np.nan)
     cause = np.full(len(table), -1, dtype=np.int32)
     at_speed(_run, len(table))(
-        table.order, table.rank, table.needs, costs.seconds, costs.pause, costs.link, costs.latency, costs.wire,
-        cost.serial, start, end, sent, arrived, cause, schedule.ranks,
-    )  # fmt: skip
+        table.order,
+        table.rank,
+        table.needs,
+        costs.seconds,
+        costs.pause,
+        costs.link,
+        costs.latency,
+        costs.wire,
+        cost.serial,
+        start,
+        end,
+        sent,
+        arrived,
+        cause,
+        schedule.ranks,
+    )
     return timeline_of(schedule, cost, costs, start, end, sent, arrived, cause)
 
 
 def timeline_of(
-    schedule: Schedule, cost: Cost, costs: Columns, start: Floats, end: Floats, sent: Floats, arrived: Floats,
+    schedule: Schedule,
+    cost: Cost,
+    costs: Columns,
+    start: Floats,
+    end: Floats,
+    sent: Floats,
+    arrived: Floats,
     cause: Ints,
-) -> Timeline:  # fmt: skip
+) -> Timeline:
     """Times with what is held meanwhile."""
     held, weights = levels(schedule, costs), weights_of(schedule, cost)
-    return Timeline(schedule, start, end, held, weights, sent, arrived, costs.bytes, cause)
+    return Timeline(
+        schedule, start, end, held, weights, sent, arrived, costs.bytes, cause
+    )
 
 
 def weights_of(schedule: Schedule, cost: Cost) -> Floats:
     """Bytes of weights on each rank. Stages of one part share them, as do the first and the last part a tied weight."""
-    held = {(stage.rank, stage.part): number for number, stage in enumerate(schedule.stages)}
+    held = {
+        (stage.rank, stage.part): number for number, stage in enumerate(schedule.stages)
+    }
     weights = np.zeros(schedule.ranks)
     for (rank, _), number in held.items():
         weights[rank] += cost.weights(schedule, number)
@@ -62,9 +85,22 @@ def weights_of(schedule: Schedule, cost: Cost) -> Floats:
 
 
 def _run(
-    order: Ints, rank: Ints, needs: Ints, seconds: Floats, pause: Floats, link: Ints, latency: Floats, wire: Floats,
-    serial: bool, start: Floats, end: Floats, sent: Floats, arrived: Floats, cause: Ints, ranks: int,
-) -> None:  # fmt: skip
+    order: Ints,
+    rank: Ints,
+    needs: Ints,
+    seconds: Floats,
+    pause: Floats,
+    link: Ints,
+    latency: Floats,
+    wire: Floats,
+    serial: bool,
+    start: Floats,
+    end: Floats,
+    sent: Floats,
+    arrived: Floats,
+    cause: Ints,
+    ranks: int,
+) -> None:
     last = np.full(ranks, -1, np.int64)
     free = np.zeros(link.max() + 1 if len(link) else 1)
     for number in order:

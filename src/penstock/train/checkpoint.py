@@ -35,18 +35,21 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.hf_storage import (
+    HuggingFaceStorageReader,
+    HuggingFaceStorageWriter,
+)
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from penstock.errors import FileError, RunError
-from penstock.runtime import Comm, corner, local
+from penstock.runtime import Comm, local_share, share_offset
 
-Facts: TypeAlias = dict[str, Any]  # JSON
+CheckpointFacts: TypeAlias = dict[str, Any]  # JSON
 NOTE = "checkpoint.json"
 SAVING = ".saving"
-VERSION = 1
+CHECKPOINT_VERSION = 1
 _log = logging.getLogger(__name__)
 
 
@@ -54,21 +57,39 @@ _log = logging.getLogger(__name__)
 class Saver:
     """One rank's share of saving, step after step. `begin` copies and returns; `commit` when all ranks are done."""
 
-    def __init__(self, folder: Path, rank: int, ranks: int, keep: int, names: Collection[str] = ()) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        rank: int,
+        ranks: int,
+        keep: int,
+        names: Collection[str] = (),
+    ) -> None:
         self.folder, self.rank, self.ranks, self.keep = folder, rank, ranks, keep
-        self.names = names  # of the model's parameters: a complete checkpoint has them all
+        self.names = (
+            names  # of the model's parameters: a complete checkpoint has them all
+        )
         self.step: int | None = None  # what is on its way; the same on all ranks
-        self.facts: Facts = {}
+        self.facts: CheckpointFacts = {}
         self.thread: threading.Thread | None = None
         self.failure: str = ""
 
-    def begin(self, step: int, tensors: Mapping[str, Tensor], facts: Facts) -> None:
+    def begin(
+        self, step: int, tensors: Mapping[str, Tensor], facts: CheckpointFacts
+    ) -> None:
         """Copies what is to be saved, and begins to write it."""
         assert self.step is None, f"step {self.step} is still on its way"
         self.step, self.facts, self.failure = step, facts, ""
-        copies = {name: local(one).detach().to("cpu", copy=True).contiguous() for name, one in tensors.items()}
-        corners = {name: corner(one) for name, one in tensors.items()}
-        self.thread = threading.Thread(target=self._write, args=(self.path, copies, corners), name=f"saves step {step}")
+        copies = {
+            name: local_share(one).detach().to("cpu", copy=True).contiguous()
+            for name, one in tensors.items()
+        }
+        corners = {name: share_offset(one) for name, one in tensors.items()}
+        self.thread = threading.Thread(
+            target=self._write,
+            args=(self.path, copies, corners),
+            name=f"saves step {step}",
+        )
         self.thread.start()
 
     @property
@@ -76,7 +97,12 @@ class Saver:
         """Where the step that is on its way goes meanwhile."""
         return self.folder / f"step-{self.step:08d}{SAVING}"
 
-    def _write(self, path: Path, tensors: dict[str, Tensor], corners: dict[str, tuple[int, ...]]) -> None:
+    def _write(
+        self,
+        path: Path,
+        tensors: dict[str, Tensor],
+        corners: dict[str, tuple[int, ...]],
+    ) -> None:
         """On its own thread: this rank's file, and a note on it."""
         try:
             path.mkdir(parents=True, exist_ok=True)
@@ -84,7 +110,9 @@ class Saver:
                 _save(path, tensors, corners, self.rank, self.ranks)
             mine = path.glob(f"*-{self.rank + 1:05d}-of-{self.ranks:05d}.safetensors")
             note = path / f"rank-{self.rank:05d}.json"
-            _write_synced(note, json.dumps({file.name: _fingerprint(file) for file in mine}))
+            _write_synced(
+                note, json.dumps({file.name: _fingerprint(file) for file in mine})
+            )
         except OSError as error:
             self.failure = f"cannot write {path}: {error.strerror or error}"
         except BaseException as error:
@@ -97,8 +125,11 @@ class Saver:
         self.thread.join()
         if self.failure:
             good = newest(self.folder)
-            last = (f"the last good checkpoint is {good[0]}; make room, then go on with --resume" if good else
-                    "there is no checkpoint yet; make room, then start again, without --resume")  # fmt: skip
+            last = (
+                f"the last good checkpoint is {good[0]}; make room, then go on with --resume"
+                if good
+                else "there is no checkpoint yet; make room, then start again, without --resume"
+            )
             raise RunError(f"{self.failure}\n  {last}")
         return True
 
@@ -111,7 +142,9 @@ class Saver:
                 _publish(path, final, self.facts | {"step": self.step})
                 prune(self.folder, self.keep, self.names, self.step)
             except OSError as error:
-                raise RunError(f"cannot finish the checkpoint {final}: {error.strerror or error}") from None
+                raise RunError(
+                    f"cannot finish the checkpoint {final}: {error.strerror or error}"
+                ) from None
         self.step = self.thread = None
         return final
 
@@ -140,42 +173,64 @@ class _Planner(DefaultSavePlanner):
 
     def _moved(self, item: WriteItem) -> WriteItem:
         assert item.tensor_data is not None
-        chunk = replace(item.tensor_data.chunk, offsets=torch.Size(self.corners[item.index.fqn]))
+        chunk = replace(
+            item.tensor_data.chunk, offsets=torch.Size(self.corners[item.index.fqn])
+        )
         return replace(item, tensor_data=replace(item.tensor_data, chunk=chunk))
 
 
 def _save(
-    path: Path, tensors: dict[str, Tensor], corners: Mapping[str, tuple[int, ...]], rank: int, ranks: int
+    path: Path,
+    tensors: dict[str, Tensor],
+    corners: Mapping[str, tuple[int, ...]],
+    rank: int,
+    ranks: int,
 ) -> None:
     """This rank's tensors as one file, by DCP; the last entry of the mapping only says how many files there are."""
-    warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # it says so, since we ask for it
+    warnings.filterwarnings(
+        "ignore", message="torch.distributed is disabled"
+    )  # it says so, since we ask for it
     places = dict.fromkeys(tensors, rank + 1) | {"": ranks}
     writer = HuggingFaceStorageWriter(str(path), places, save_distributed=True)
-    dcp_save(dict(tensors), storage_writer=writer, planner=_Planner(corners), no_dist=True)
+    dcp_save(
+        dict(tensors), storage_writer=writer, planner=_Planner(corners), no_dist=True
+    )
 
 
-def _publish(path: Path, final: Path, facts: Facts) -> None:
+def _publish(path: Path, final: Path, facts: CheckpointFacts) -> None:
     """One note out of all ranks' notes, then the rename, after which the checkpoint is there."""
     files: dict[str, Any] = {}
     for note in sorted(path.glob("rank-*.json")):
         files |= json.loads(note.read_text(encoding="utf-8"))
         note.unlink()
-    whole = {"penstock": "checkpoint", "version": VERSION, **facts, "files": files}
+    whole = {
+        "penstock": "checkpoint",
+        "version": CHECKPOINT_VERSION,
+        **facts,
+        "files": files,
+    }
     _write_synced(path / NOTE, json.dumps(whole, indent=1) + "\n")
-    if final.exists():  # a damaged one, or one of a run that went on from an earlier step
+    if (
+        final.exists()
+    ):  # a damaged one, or one of a run that went on from an earlier step
         shutil.rmtree(final)
     path.rename(final)
     _sync_folder(final.parent)
     _log.info("saved %s", final)
 
 
-def prune(folder: Path, keep: int, names: Collection[str] = (), step: int | None = None) -> None:
+def prune(
+    folder: Path, keep: int, names: Collection[str] = (), step: int | None = None
+) -> None:
     """Keeps the newest ones, and nothing that a crash has left. The newest complete one stays in any case.
 
     With `step`, nothing of a later step is touched: other ranks may have begun to save it already.
     """
     found = newest(folder)
-    kept = next((number for number, path in enumerate(found) if is_complete(path, names)), len(found))
+    kept = next(
+        (number for number, path in enumerate(found) if is_complete(path, names)),
+        len(found),
+    )
     for number, old in enumerate(found):
         if number >= keep and number != kept:
             shutil.rmtree(old, ignore_errors=True)
@@ -186,7 +241,10 @@ def is_complete(path: Path, names: Collection[str] = ()) -> bool:
     """Whether a checkpoint has its note, all of its files in their sizes, and these tensors; checksums are not read."""
     try:
         files = read_facts(path)["files"]
-        sizes = all((path / name).stat().st_size == known["bytes"] for name, known in files.items())
+        sizes = all(
+            (path / name).stat().st_size == known["bytes"]
+            for name, known in files.items()
+        )
         return sizes and not missing_tensors(path, names)
     except (FileError, OSError):
         return False
@@ -215,18 +273,24 @@ def sweep(folder: Path, step: int | None = None) -> None:
 # ---------------------------------------------------------------- finding
 def newest(folder: Path) -> list[Path]:
     """Checkpoints by their steps, the last first, good or not."""
-    found = [path for path in folder.glob("step-*") if path.name[5:].isdigit() and path.is_dir()]
+    found = [
+        path
+        for path in folder.glob("step-*")
+        if path.name[5:].isdigit() and path.is_dir()
+    ]
     return sorted(found, key=lambda path: int(path.name[5:]), reverse=True)
 
 
-def newest_good(folder: Path, comm: Comm | None = None, names: Collection[str] = ()) -> Path | None:
+def newest_good(
+    folder: Path, comm: Comm | None = None, names: Collection[str] = ()
+) -> Path | None:
     """The last checkpoint that is whole; each rank reads its share of every file through, and all agree.
 
     With `names`, the model's parameters, one that lacks some of them is not whole.
     """
     rank, ranks = (comm.rank, comm.ranks) if comm else (0, 1)
     for path in newest(folder):
-        found = list(faults(path, rank, ranks))
+        found = list(checkpoint_faults(path, rank, ranks))
         if not found and rank == 0:
             found += _lost(path, names)
         for fault in found:
@@ -246,10 +310,17 @@ def _lost(path: Path, names: Collection[str]) -> list[str]:
         lost = missing_tensors(path, names)
     except FileError as error:  # a file that another rank reads through
         return [str(error)]
-    return [f"it has no {lost[0]}" + (f" and {len(lost) - 1} other weights" if lost[1:] else "")] if lost else []
+    return (
+        [
+            f"it has no {lost[0]}"
+            + (f" and {len(lost) - 1} other weights" if lost[1:] else "")
+        ]
+        if lost
+        else []
+    )
 
 
-def faults(path: Path, rank: int = 0, ranks: int = 1) -> Iterator[str]:
+def checkpoint_faults(path: Path, rank: int = 0, ranks: int = 1) -> Iterator[str]:
     """What is wrong with a checkpoint: the note, and of every ranks-th file size and checksum."""
     try:
         files = read_facts(path)["files"]
@@ -268,24 +339,39 @@ def faults(path: Path, rank: int = 0, ranks: int = 1) -> Iterator[str]:
             yield f"{name} does not have its checksum"
 
 
-def read_facts(path: Path) -> Facts:
+def read_facts(path: Path) -> CheckpointFacts:
     """What the note says: step, data, model, files."""
     try:
         facts = json.loads((path / NOTE).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         why = getattr(error, "strerror", None) or error
         raise FileError(f"{NOTE} cannot be read: {why}") from None
-    if not isinstance(facts, dict) or facts.get("penstock") != "checkpoint" or not isinstance(facts.get("files"), dict):
+    if (
+        not isinstance(facts, dict)
+        or facts.get("penstock") != "checkpoint"
+        or not isinstance(facts.get("files"), dict)
+    ):
         raise FileError(f"{NOTE} is not the note of a checkpoint")
-    version = facts.get("version", VERSION)
-    if isinstance(version, int) and version > VERSION:
-        raise FileError(f"{path} is of version {version}; this Penstock reads up to {VERSION}: upgrade it")
-    facts = {"version": VERSION, "model": dict[str, Any](), "data": dict[str, Any](), **facts}
+    version = facts.get("version", CHECKPOINT_VERSION)
+    if isinstance(version, int) and version > CHECKPOINT_VERSION:
+        raise FileError(
+            f"{path} is of version {version}; this Penstock reads up to {CHECKPOINT_VERSION}: upgrade it"
+        )
+    facts = {
+        "version": CHECKPOINT_VERSION,
+        "model": dict[str, Any](),
+        "data": dict[str, Any](),
+        **facts,
+    }
     kinds = {"version": int, "step": int, "model": dict, "data": dict}
     wrong = [key for key, kind in kinds.items() if not isinstance(facts.get(key), kind)]
     files = facts["files"].values()
-    if wrong or not all(isinstance(one, dict) and {"bytes", "crc32"} <= one.keys() for one in files):
-        raise FileError(f"{NOTE} is not the note of a checkpoint: {' and '.join(wrong) or 'files'} cannot be that")
+    if wrong or not all(
+        isinstance(one, dict) and {"bytes", "crc32"} <= one.keys() for one in files
+    ):
+        raise FileError(
+            f"{NOTE} is not the note of a checkpoint: {' and '.join(wrong) or 'files'} cannot be that"
+        )
     return facts
 
 
@@ -293,11 +379,17 @@ def load(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """Fills tensors by their names, whoever has saved them."""
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")
     try:
-        dcp_load(dict(tensors), storage_reader=HuggingFaceStorageReader(str(path)), no_dist=True)
+        dcp_load(
+            dict(tensors),
+            storage_reader=HuggingFaceStorageReader(str(path)),
+            no_dist=True,
+        )
     except BaseException as error:
         if isinstance(error, KeyboardInterrupt):
             raise
-        raise FileError(f"{path} does not have what this model needs: {_cause(error)}") from None
+        raise FileError(
+            f"{path} does not have what this model needs: {_cause(error)}"
+        ) from None
 
 
 # ---------------------------------------------------------------- bytes

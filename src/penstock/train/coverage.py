@@ -27,13 +27,18 @@ def hold_every_part(schedule: Schedule) -> Schedule:
     missing = [part for part in range(schedule.parts) if part not in held]
     if not missing:
         return schedule
-    counts = [sum(stage.rank == rank for stage in schedule.stages) for rank in range(schedule.ranks)]
+    counts = [
+        sum(stage.rank == rank for stage in schedule.stages)
+        for rank in range(schedule.ranks)
+    ]
     added = []
     for part in missing:
         rank = counts.index(min(counts))
         counts[rank] += 1
         added.append(Stage(rank, part))
-    return schedule_of([*schedule.stages, *added], schedule.microbatches, schedule.lanes)
+    return schedule_of(
+        [*schedule.stages, *added], schedule.microbatches, schedule.lanes
+    )
 
 
 def _check_ends(schedule: Schedule) -> None:
@@ -50,7 +55,11 @@ def _check_ends(schedule: Schedule) -> None:
 
 def visited_parts(schedule: Schedule) -> frozenset[int]:
     """The parts that some micro-batch visits: the others are never trained."""
-    return frozenset(schedule.stages[stage].part for one in set(schedule.microbatches) for stage in one.path)
+    return frozenset(
+        schedule.stages[stage].part
+        for one in set(schedule.microbatches)
+        for stage in one.path
+    )
 
 
 def through_all_parts(schedule: Schedule) -> Schedule:
@@ -61,15 +70,22 @@ def through_all_parts(schedule: Schedule) -> Schedule:
     micro-batches take turns where there are several.
     """
     everything = tuple(range(schedule.parts))
-    if all(tuple(schedule.stages[stage].part for stage in m.path) == everything for m in set(schedule.microbatches)):
+    if all(
+        tuple(schedule.stages[stage].part for stage in m.path) == everything
+        for m in set(schedule.microbatches)
+    ):
         return schedule
     pipelines = _pipelines(schedule)
     table = []
     for number, microbatch in enumerate(schedule.microbatches):
         own = {schedule.stages[stage].part: stage for stage in microbatch.path}
         pipeline = pipelines[microbatch.path[0]]
-        path = [own[part] if part in own else _stage_of(schedule, part, pipelines, pipeline, number)
-                for part in everything]  # fmt: skip
+        path = [
+            own[part]
+            if part in own
+            else _stage_of(schedule, part, pipelines, pipeline, number)
+            for part in everything
+        ]
         table.append(replace(microbatch, path=tuple(path)))
     return schedule_of(schedule.stages, table, _wavefronts(schedule, table))
 
@@ -95,12 +111,22 @@ def _pipelines(schedule: Schedule) -> list[int]:
     return [root(stage) for stage in range(len(group))]
 
 
-def _stage_of(schedule: Schedule, part: int, pipelines: Sequence[int], pipeline: int, turn: int) -> int:
+def _stage_of(
+    schedule: Schedule, part: int, pipelines: Sequence[int], pipeline: int, turn: int
+) -> int:
     """A stage of a part: one of this pipeline, or one on a rank of this pipeline, or any."""
-    ranks = {stage.rank for number, stage in enumerate(schedule.stages) if pipelines[number] == pipeline}
-    found = [number for number, stage in enumerate(schedule.stages) if stage.part == part]
-    for near in ([one for one in found if pipelines[one] == pipeline],
-                 [one for one in found if schedule.stages[one].rank in ranks]):  # fmt: skip
+    ranks = {
+        stage.rank
+        for number, stage in enumerate(schedule.stages)
+        if pipelines[number] == pipeline
+    }
+    found = [
+        number for number, stage in enumerate(schedule.stages) if stage.part == part
+    ]
+    for near in (
+        [one for one in found if pipelines[one] == pipeline],
+        [one for one in found if schedule.stages[one].rank in ranks],
+    ):
         if near:
             return near[turn % len(near)]
     return found[turn % len(found)]

@@ -1,9 +1,9 @@
 """What a run leaves behind, line by line: for people, for TensorBoard, for the report.
 
-    RUN/metrics.jsonl      a line a step, written at once: a crash loses none
-    RUN/timeline.json      the last step that was timed, every action with start and end
-    RUN/tensorboard/       the same figures, if TensorBoard is there
-    Weights & Biases       if it is installed and WANDB_MODE or WANDB_API_KEY say so; RUN/wandb.id is its name there
+RUN/metrics.jsonl      a line a step, written at once: a crash loses none
+RUN/timeline.json      the last step that was timed, every action with start and end
+RUN/tensorboard/       the same figures, if TensorBoard is there
+Weights & Biases       if it is installed and WANDB_MODE or WANDB_API_KEY say so; RUN/wandb.id is its name there
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ ROOM = "make room, then go on from the last checkpoint with --resume, or without
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class StepRow:
     """One optimizer step, counted from 1.
 
     `bubble` where the step was timed, `evaluation` where one followed, `mfu` where the device is known: the share of
@@ -73,7 +73,9 @@ class History:
 
     def __init__(self, folder: Path, begin: int, name: str = "") -> None:
         self.folder = folder
-        self.rows = [row for row in read_rows(folder) if row.step <= begin] if begin else []
+        self.rows = (
+            [row for row in read_rows(folder) if row.step <= begin] if begin else []
+        )
         part = folder / f"{METRICS}.part"
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -81,22 +83,40 @@ class History:
             part.replace(folder / METRICS)
             self.file = (folder / METRICS).open("a", encoding="utf-8")
         except OSError as error:
-            raise FileError(f"cannot write {folder / METRICS}: {error.strerror}") from None
-        self.sinks = [sink for sink in (_tensorboard(folder, begin), _wandb(folder, name)) if sink is not None]
+            raise FileError(
+                f"cannot write {folder / METRICS}: {error.strerror}"
+            ) from None
+        self.sinks = [
+            sink
+            for sink in (_tensorboard(folder, begin), _wandb(folder, name))
+            if sink is not None
+        ]
 
-    def put(self, row: Row) -> None:
+    def put(self, row: StepRow) -> None:
         """A step is done."""
         self.rows.append(row)
         try:
             self.file.write(_line(row))
             self.file.flush()
         except OSError as error:
-            raise RunError(f"cannot write {self.folder / METRICS}: {error.strerror}\n  {ROOM}") from None
-        figures = {"loss": row.loss, "gradient norm": row.norm, "rate": row.rate, "tokens a second": row.speed,
-                   "memory": row.memory, "bubble": row.bubble, "evaluation": row.evaluation,
-                   "MFU": row.mfu}  # fmt: skip
+            raise RunError(
+                f"cannot write {self.folder / METRICS}: {error.strerror}\n  {ROOM}"
+            ) from None
+        figures = {
+            "loss": row.loss,
+            "gradient norm": row.norm,
+            "rate": row.rate,
+            "tokens a second": row.speed,
+            "memory": row.memory,
+            "bubble": row.bubble,
+            "evaluation": row.evaluation,
+            "MFU": row.mfu,
+        }
         for sink in self.sinks:
-            sink.put(row.step, {key: value for key, value in figures.items() if value is not None})
+            sink.put(
+                row.step,
+                {key: value for key, value in figures.items() if value is not None},
+            )
 
     def close(self) -> None:
         """No more will come."""
@@ -105,11 +125,16 @@ class History:
             sink.close()
 
 
-def _line(row: Row) -> str:
-    return json.dumps({key: value for key, value in asdict(row).items() if value is not None}) + "\n"
+def _line(row: StepRow) -> str:
+    return (
+        json.dumps(
+            {key: value for key, value in asdict(row).items() if value is not None}
+        )
+        + "\n"
+    )
 
 
-def read_rows(folder: Path) -> list[Row]:
+def read_rows(folder: Path) -> list[StepRow]:
     """The steps that a run has written down; a last line that a crash has cut off is left out."""
     try:
         lines = (folder / METRICS).read_text(encoding="utf-8").splitlines()
@@ -123,14 +148,18 @@ def read_rows(folder: Path) -> list[Row]:
             rows.append(_row(json.loads(line)))
         except (ValueError, TypeError, RecursionError):
             if number < len(lines):
-                raise FileError(f"{folder / METRICS}:{number}: this line is no step of a run") from None
+                raise FileError(
+                    f"{folder / METRICS}:{number}: this line is no step of a run"
+                ) from None
     return rows
 
 
-def _row(said: object) -> Row:
-    if not isinstance(said, dict) or not all(isinstance(value, int | float) for value in said.values()):
+def _row(said: object) -> StepRow:
+    if not isinstance(said, dict) or not all(
+        isinstance(value, int | float) for value in said.values()
+    ):
         raise TypeError("a figure is no number")
-    return Row(**said)
+    return StepRow(**said)
 
 
 # ---------------------------------------------------------------- elsewhere
@@ -154,7 +183,11 @@ def _tensorboard(folder: Path, begin: int) -> Sink | None:
     except ImportError:
         _log.info("no TensorBoard here: pip install tensorboard")
         return None
-    return _Board(SummaryWriter(str(folder / "tensorboard"), purge_step=begin + 1 if begin else None))
+    return _Board(
+        SummaryWriter(
+            str(folder / "tensorboard"), purge_step=begin + 1 if begin else None
+        )
+    )
 
 
 class _Wandb:
@@ -178,19 +211,29 @@ def _wandb(folder: Path, name: str) -> Sink | None:
     try:
         import wandb  # noqa: PLC0415  # optional
     except ImportError:
-        _log.warning("WANDB_MODE or WANDB_API_KEY is set, but wandb is not installed: pip install wandb")
+        _log.warning(
+            "WANDB_MODE or WANDB_API_KEY is set, but wandb is not installed: pip install wandb"
+        )
         return None
     known, told = folder / WANDB, folder / "config.toml"
     try:
         run = wandb.init(
-            project=os.environ.get("WANDB_PROJECT", "penstock"), name=name or folder.resolve().name, dir=str(folder),
-            id=known.read_text().strip() if known.is_file() else None, resume="allow",
-            config=tomllib.loads(told.read_text(encoding="utf-8")) if told.is_file() else None,
+            project=os.environ.get("WANDB_PROJECT", "penstock"),
+            name=name or folder.resolve().name,
+            dir=str(folder),
+            id=known.read_text().strip() if known.is_file() else None,
+            resume="allow",
+            config=tomllib.loads(told.read_text(encoding="utf-8"))
+            if told.is_file()
+            else None,
             settings=wandb.Settings(silent=True, console="off"),
-        )  # fmt: skip
+        )
         known.write_text(f"{run.id}\n")
     except Exception as error:  # it has many of its own
-        _log.warning("no Weights & Biases: %s", str(error).strip().splitlines()[0] if str(error).strip() else error)
+        _log.warning(
+            "no Weights & Biases: %s",
+            str(error).strip().splitlines()[0] if str(error).strip() else error,
+        )
         return None
     _log.info("Weights & Biases: %s", run.url or run.dir)
     return _Wandb(run)
@@ -199,17 +242,28 @@ def _wandb(folder: Path, name: str) -> Sink | None:
 # ---------------------------------------------------------------- timelines
 def write_timeline(folder: Path, step: int, timeline: Timeline) -> None:
     """Keeps a measured timeline: its columns as lists, what is not known as null."""
-    columns = {item.name: _listed(getattr(timeline, item.name)) for item in fields(timeline) if item.name != "schedule"}
+    columns = {
+        item.name: _listed(getattr(timeline, item.name))
+        for item in fields(timeline)
+        if item.name != "schedule"
+    }
     part = folder / f"{TIMELINE}.part"
     try:
         part.write_text(json.dumps({"step": step, **columns}), encoding="utf-8")
         part.replace(folder / TIMELINE)
     except OSError as error:
-        raise RunError(f"cannot write {folder / TIMELINE}: {error.strerror}\n  {ROOM}") from None
+        raise RunError(
+            f"cannot write {folder / TIMELINE}: {error.strerror}\n  {ROOM}"
+        ) from None
 
 
-def _listed(column: np.ndarray[tuple[int, ...], np.dtype[np.float64]]) -> list[float | None]:
-    return [None if isinstance(value, float) and math.isnan(value) else value for value in column.tolist()]
+def _listed(
+    column: np.ndarray[tuple[int, ...], np.dtype[np.float64]],
+) -> list[float | None]:
+    return [
+        None if isinstance(value, float) and math.isnan(value) else value
+        for value in column.tolist()
+    ]
 
 
 def read_timeline(folder: Path, schedule: Schedule) -> tuple[int, Timeline] | None:
@@ -217,13 +271,32 @@ def read_timeline(folder: Path, schedule: Schedule) -> tuple[int, Timeline] | No
     try:
         columns = json.loads((folder / TIMELINE).read_text(encoding="utf-8"))
         step = int(columns.pop("step"))
-        made = {name: np.array([math.nan if v is None else float(v) for v in column])
-                for name, column in columns.items()}  # fmt: skip
+        made = {
+            name: np.array([math.nan if v is None else float(v) for v in column])
+            for name, column in columns.items()
+        }
         made["cause"] = made["cause"].astype(np.int32)
-        if len({len(made[name]) for name in ("start", "end", "cause")} | {schedule.actions}) > 1:
-            raise ValueError(f"the schedule has {schedule.actions} actions, the timeline {len(made['start'])}")
+        if (
+            len(
+                {len(made[name]) for name in ("start", "end", "cause")}
+                | {schedule.actions}
+            )
+            > 1
+        ):
+            raise ValueError(
+                f"the schedule has {schedule.actions} actions, the timeline {len(made['start'])}"
+            )
         return step, Timeline(schedule, **made)
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise FileError(f"{folder / TIMELINE} is no timeline of this run: {error}") from None
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        RecursionError,
+    ) as error:
+        raise FileError(
+            f"{folder / TIMELINE} is no timeline of this run: {error}"
+        ) from None

@@ -26,23 +26,50 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from penstock.errors import ConfigError, FileError, PenstockError, ProofError, RunError, ShapeError
-from penstock.runtime.kernels import tame
-from penstock.runtime.launch import ENDING, after_first, serve_forks, under_launcher
+from penstock.errors import (
+    ConfigError,
+    FileError,
+    PenstockError,
+    ProofError,
+    RunError,
+    ShapeError,
+)
+from penstock.runtime.process.amx import avoid_broken_amx
+from penstock.runtime.process.launch import (
+    ENDING,
+    after_first,
+    serve_forks,
+    under_launcher,
+)
 from penstock.train.checkpoint import newest
-from penstock.train.worker import FAILURE, FULL, PIDS, STOP, Verdict, failure
+from penstock.train.worker import (
+    FAILURE_FILE,
+    FULL_FILE,
+    PIDS_FOLDER,
+    STOP_FILE,
+    Verdict,
+    read_failure,
+)
 
-__all__ = ["after_first", "ended_by_signals", "launch", "restarted", "tame", "under_launcher", "way_on"]
+__all__ = [
+    "after_first",
+    "avoid_broken_amx",
+    "ended_by_signals",
+    "launch",
+    "restarted",
+    "under_launcher",
+    "way_on",
+]
 
-HERE = "127.0.0.1"
-MERCY = 60  # seconds for workers to save, once asked
+LOCALHOST = "127.0.0.1"
+SECONDS_TO_SAVE = 60  # seconds for workers to save, once asked
 ERRORS = (ConfigError, FileError, ProofError, ShapeError)
 KINDS: dict[str, type[PenstockError]] = {kind.__name__: kind for kind in ERRORS}
 HINTS = {  # by what a worker was killed with
     -signal.SIGKILL: "\n  often the system, out of memory: fewer data.tokens or a smaller batch; run.recompute=true",
     -signal.SIGILL: "\n  an instruction that this processor does not have: run.precision=float32 may do without it",
 }
-Entry = Callable[[str, bool], Verdict]
+WorkerEntry = Callable[[str, bool], Verdict]
 Say = Callable[[str], None]  # shows the user a line
 
 
@@ -51,47 +78,76 @@ def restarted() -> bool:
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
 
 
-def forget(folder: Path) -> None:
+def forget_previous_end(folder: Path) -> None:
     """What an earlier run has left for its workers is not for those of this one."""
-    for left in (folder / STOP, folder / FAILURE, folder / FULL, *(folder / PIDS).glob("*.pid")):
+    for left in (
+        folder / STOP_FILE,
+        folder / FAILURE_FILE,
+        folder / FULL_FILE,
+        *(folder / PIDS_FOLDER).glob("*.pid"),
+    ):
         left.unlink(missing_ok=True)
 
 
 def launch(
-    entry: Entry, folder: Path, ranks: int, restarts: int, resume: bool, say: Say = lambda words: None
-) -> Verdict:  # fmt: skip
+    entry: WorkerEntry,
+    folder: Path,
+    ranks: int,
+    restarts: int,
+    resume: bool,
+    say: Say = lambda words: None,
+) -> Verdict:
     """Runs `entry(folder, resume)` in so many processes; how rank 0 ended, or an error in words.
 
     `entry` is a function of a module; it is pickled for our own children.
     """
     _quiet()
-    forget(folder)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+    forget_previous_end(folder)
+    os.environ.setdefault(
+        "GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo"
+    )
     # torch 2.13 keeps one store over all restarts, and new ranks find the addresses of dead ones in it: a new one each
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(MERCY))
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SECONDS_TO_SAVE))
     linux = sys.platform == "linux"
     if linux:
         serve_forks([entry.__module__, "penstock.train.worker"])
     config = LaunchConfig(
-        min_nodes=1, max_nodes=1, nproc_per_node=ranks, run_id=uuid.uuid4().hex, rdzv_backend="c10d",
-        rdzv_endpoint=f"{HERE}:0", local_addr=HERE, max_restarts=restarts, monitor_interval=0.1,
-        start_method="forkserver" if linux else "spawn", signals_to_handle="SIGQUIT",
-    )  # fmt: skip
-    with _stopping(folder / STOP, say):
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=ranks,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint=f"{LOCALHOST}:0",
+        local_addr=LOCALHOST,
+        max_restarts=restarts,
+        monitor_interval=0.1,
+        start_method="forkserver" if linux else "spawn",
+        signals_to_handle="SIGQUIT",
+    )
+    with _stopping(folder / STOP_FILE, say):
         try:
-            verdicts: dict[int, Verdict] = elastic_launch(config, entry)(str(folder), resume)
+            verdicts: dict[int, Verdict] = elastic_launch(config, entry)(
+                str(folder), resume
+            )
         except ChildFailedError as error:
-            said = failure(folder)
+            said = read_failure(folder)
             if said is None:
                 raise RunError(_story(error, restarts, folder)) from None
             verdicts = {0: said}
         except (EOFError, ConnectionError):  # multiprocessing has lost its server
-            raise RunError("the process that starts the workers is gone: somebody or the system has killed it\n"
-                           f"  {way_on(folder)}") from None  # fmt: skip
+            raise RunError(
+                "the process that starts the workers is gone: somebody or the system has killed it\n"
+                f"  {way_on(folder)}"
+            ) from None
         except SignalException as error:
-            raise RunError(f"the run was ended by {error.sigval.name}\n  {way_on(folder)}") from None
-    worst = next((one for one in verdicts.values() if one.error and one.error != "RunError"), None)
+            raise RunError(
+                f"the run was ended by {error.sigval.name}\n  {way_on(folder)}"
+            ) from None
+    worst = next(
+        (one for one in verdicts.values() if one.error and one.error != "RunError"),
+        None,
+    )
     found = worst or next((one for one in verdicts.values() if one.error), verdicts[0])
     if found.error:
         raise KINDS.get(found.error, RunError)(found.text)
@@ -104,7 +160,7 @@ def _stopping(stop: Path, say: Say) -> Iterator[None]:
 
     def ask(number: int, frame: FrameType | None) -> None:
         if stop.exists():
-            _end(stop.parent / PIDS)
+            _end(stop.parent / PIDS_FOLDER)
             raise KeyboardInterrupt
         stop.touch()
         say("this step is finished and saved first; Ctrl-C ends all at once")
@@ -112,7 +168,14 @@ def _stopping(stop: Path, say: Say) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    heard = [signal.SIGINT, *(number for number in ENDING if signal.getsignal(number) is not signal.SIG_IGN)]
+    heard = [
+        signal.SIGINT,
+        *(
+            number
+            for number in ENDING
+            if signal.getsignal(number) is not signal.SIG_IGN
+        ),
+    ]
     before = {number: signal.signal(number, ask) for number in heard}
     try:
         yield
@@ -133,7 +196,9 @@ def ended_by_signals(say: Say) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    heard = [number for number in ENDING if signal.getsignal(number) is not signal.SIG_IGN]
+    heard = [
+        number for number in ENDING if signal.getsignal(number) is not signal.SIG_IGN
+    ]
     before = {number: signal.signal(number, end) for number in heard}
     try:
         yield
@@ -158,7 +223,11 @@ def _quiet() -> None:
 
 def _story(error: ChildFailedError, restarts: int, folder: Path) -> str:
     rank, failure = error.get_first_failure()
-    what = f"was killed by {failure.signal_name()}" if failure.exitcode < 0 else f"failed: {_said(failure.message)}"
+    what = (
+        f"was killed by {failure.signal_name()}"
+        if failure.exitcode < 0
+        else f"failed: {_said(failure.message)}"
+    )
     tried = f", {restarts} restarts did not help" if restarts else ""
     return f"rank {rank} {what}{tried}\n  {way_on(folder)}{HINTS.get(failure.exitcode, '')}"
 
@@ -173,5 +242,9 @@ def way_on(folder: Path) -> str:
 
 def _said(message: object) -> str:
     """Of what a worker has left behind, the words: its last line, without the trace."""
-    text = message.get("message", str(message)) if isinstance(message, dict) else str(message)
+    text = (
+        message.get("message", str(message))
+        if isinstance(message, dict)
+        else str(message)
+    )
     return text.strip().splitlines()[-1] if text.strip() else "it did not say why"

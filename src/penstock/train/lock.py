@@ -16,7 +16,10 @@ from penstock.errors import ConfigError
 from penstock.train.history import METRICS
 
 LOCK = "lock"  # in the folder of a run
-PROGRESS = (METRICS, "checkpoints/step-*")  # a folder with one of these holds something worth keeping
+PROGRESS = (
+    METRICS,
+    "checkpoints/step-*",
+)  # a folder with one of these holds something worth keeping
 
 
 class Lock:
@@ -35,8 +38,10 @@ class Lock:
             fcntl.flock(self.handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             self.free()
-            raise ConfigError(f"another process trains in {folder}\n  wait until it has ended, or name another "
-                              "run.folder") from None  # fmt: skip
+            raise ConfigError(
+                f"another process trains in {folder}\n  wait until it has ended, or name another "
+                "run.folder"
+            ) from None
         except OSError:  # a file system that has no locks
             self.free()
         else:
@@ -47,7 +52,11 @@ class Lock:
         if not self.made or self.handle < 0:
             return
         folder, *parents = self.made
-        if any(file.is_dir() or file.stat().st_size for name in PROGRESS for file in folder.glob(name)):
+        if any(
+            file.is_dir() or file.stat().st_size
+            for name in PROGRESS
+            for file in folder.glob(name)
+        ):
             return
         shutil.rmtree(folder, ignore_errors=True)
         for parent in parents:

@@ -22,18 +22,18 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
+from penstock.config import Config, MeshConfig
 from penstock.errors import ConfigError, RunError
 from penstock.models import GPTConfig, Part
 from penstock.models.tensor import largest_share, share_layers
 from penstock.runtime import Comm, ProcessComm, shard_layers
-from penstock.train.config import Config, Mesh
 from penstock.train.weights import Sizes, blueprint
 
 AXES = ("rank", "shard", "tensor")
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class MeshPlace:
     """One process among all."""
 
     world: Comm  # all processes
@@ -54,7 +54,10 @@ class Place:
         if self.mesh["tensor"].size() > 1:
             share_layers(part, self.mesh["tensor"])
         if self.mesh["shard"].size() > 1:
-            layers = [part.get_submodule(path) for path in part.anatomy.layers[part.begin : part.end]]
+            layers = [
+                part.get_submodule(path)
+                for path in part.anatomy.layers[part.begin : part.end]
+            ]
             shard_layers(part, layers, self.mesh["shard"])
 
     def counts(self, parameter: nn.Parameter) -> bool:
@@ -68,30 +71,42 @@ class Place:
         return "tensor" in placed and not placed["tensor"].is_replicate()
 
 
-def place_of(comm: Comm, mesh: Mesh, ranks: int, device: torch.device) -> Place:
+def place_of(
+    comm: Comm, mesh: MeshConfig, ranks: int, device: torch.device
+) -> MeshPlace:
     """The place of this process, for a schedule of so many ranks. All processes call it."""
     if comm.ranks != ranks * mesh.size:
-        raise ConfigError(f"the schedule has {mesh.over(ranks)}, but {comm.ranks} were launched")
+        raise ConfigError(
+            f"the schedule has {mesh.over(ranks)}, but {comm.ranks} were launched"
+        )
     if mesh.size == 1:
-        return Place(comm, comm)
+        return MeshPlace(comm, comm)
     if not isinstance(comm, ProcessComm):
-        raise RunError("mesh.shard and mesh.tensor need a process for each share; threads have none")
+        raise RunError(
+            "mesh.shard and mesh.tensor need a process for each share; threads have none"
+        )
     if device.type != comm.wire.type or dist.get_backend() not in ("gloo", "nccl"):
-        raise RunError(f"mesh.shard and mesh.tensor need a GPU for each process; {comm.ranks} processes share too few\n"
-                       "  say run.device = cpu, or take fewer processes")  # fmt: skip
-    made = init_device_mesh(device.type, (ranks, mesh.shard, mesh.tensor), mesh_dim_names=AXES)
+        raise RunError(
+            f"mesh.shard and mesh.tensor need a GPU for each process; {comm.ranks} processes share too few\n"
+            "  say run.device = cpu, or take fewer processes"
+        )
+    made = init_device_mesh(
+        device.type, (ranks, mesh.shard, mesh.tensor), mesh_dim_names=AXES
+    )
     shard, tensor = made.get_local_rank("shard"), made.get_local_rank("tensor")
     name = f"shard {shard}, tensor {tensor}"
     pipeline = ProcessComm(comm.patience, comm.device, made.get_group("rank"), name)
     pipeline.beside = [comm.world, made.get_group("shard"), made.get_group("tensor")]
-    return Place(comm, pipeline, shard, tensor, made)
+    return MeshPlace(comm, pipeline, shard, tensor, made)
 
 
 def check_gpus(config: Config, ranks: int) -> None:
     """Refuses fewer GPUs than processes: those of a rank talk GPU to GPU; other processes can go through the CPU."""
     gpus, mesh = torch.cuda.device_count(), config.mesh
     if config.run.device == "cuda" and mesh.size > 1 and gpus < ranks * mesh.size:
-        raise ConfigError(f"{mesh.over(ranks)}, a GPU each, but there are {gpus}\n  take fewer, or run.device=cpu")
+        raise ConfigError(
+            f"{mesh.over(ranks)}, a GPU each, but there are {gpus}\n  take fewer, or run.device=cpu"
+        )
 
 
 # ---------------------------------------------------------------- how much that is
@@ -105,7 +120,7 @@ class Share:
     memory: float  # weights, gradients and optimizer at most
 
 
-def shares_of(sizes: Sizes, mesh: Mesh) -> tuple[Share, Share, Share]:
+def shares_of(sizes: Sizes, mesh: MeshConfig) -> tuple[Share, Share, Share]:
     """Of embedding, layer and head, in the fullest process. Hidden states and logits are whole in each.
 
     A sharded parameter is one of `shard` shares of four numbers (itself, its gradient, two means) and, during a pass,
@@ -119,9 +134,13 @@ def shares_of(sizes: Sizes, mesh: Mesh) -> tuple[Share, Share, Share]:
     found = []
     for path, work, held in zip(paths, works, helds, strict=True):
         piece = model.get_submodule(path)
-        numbers = largest_share(piece, path, tensor) / sum(p.numel() for p in piece.parameters())
+        numbers = largest_share(piece, path, tensor) / sum(
+            p.numel() for p in piece.parameters()
+        )
         copies = 0 if shard == 1 else 2 if path == "layers.0" else 3
-        found.append(Share(work, held, numbers / shard, numbers * (1 / shard + copies / 4)))
+        found.append(
+            Share(work, held, numbers / shard, numbers * (1 / shard + copies / 4))
+        )
     return found[0], found[1], found[2]
 
 

@@ -1,7 +1,7 @@
 """A small Llama through a schedule, on threads, beside the same model in one piece: are all gradients the same?
 
-    schedule ──► part 0 ─ part 1 ─ ... on threads ──► gradients ─┐
-    the same weights and tokens, one piece         ──► gradients ─┴─ the largest difference, by name
+schedule ──► part 0 ─ part 1 ─ ... on threads ──► gradients ─┐
+the same weights and tokens, one piece         ──► gradients ─┴─ the largest difference, by name
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from penstock.ir.timeline import Timeline
 from penstock.models import Llama, LlamaConfig, part_parameters, split, token_loss
 from penstock.runtime import Batch, Comm, Executor, Result, batch_of, run_threads
 
-VOCAB, WIDTH = 61, 16
+TRIAL_VOCAB, TRIAL_WIDTH = 61, 16
 # Both ways compute in float64, but they may add in another order, and which kernels run depends on the CPU. That moves
 # gradients near 1 by some 1e-16 for each addition; a wrong schedule moves them by far more than this.
 TOLERANCE = 1e-10
@@ -45,7 +45,14 @@ class Trial:
 def trial(schedule: Schedule, seed: int = 0) -> Trial:
     """Runs one step both ways, in float64, with micro-batches of different sizes."""
     torch.manual_seed(seed)
-    config = LlamaConfig(vocab=VOCAB, width=WIDTH, layers=schedule.parts, heads=4, kv_heads=2, inner=24)
+    config = LlamaConfig(
+        vocab=TRIAL_VOCAB,
+        width=TRIAL_WIDTH,
+        layers=schedule.parts,
+        heads=4,
+        kv_heads=2,
+        inner=24,
+    )
     model, batch = Llama(config).double(), _batch(schedule)
     whole = copy.deepcopy(model)
     whole_loss = _in_one_piece(schedule, whole, batch)
@@ -54,8 +61,14 @@ def trial(schedule: Schedule, seed: int = 0) -> Trial:
 
     def work(comm: Comm) -> Result:
         parts = split(copies[comm.rank], [1] * schedule.parts)
-        mine = {n: parts[stage.part] for n, stage in enumerate(schedule.stages) if stage.rank == comm.rank}
-        return Executor(program, mine, comm, token_loss, WIDTH, torch.float64).step(batch, timed=True)
+        mine = {
+            n: parts[stage.part]
+            for n, stage in enumerate(schedule.stages)
+            if stage.rank == comm.rank
+        }
+        return Executor(
+            program, mine, comm, token_loss, TRIAL_WIDTH, torch.float64
+        ).step(batch, timed=True)
 
     results = run_threads(schedule.ranks, work)
     return _compared(schedule, copies, whole, results[0], whole_loss)
@@ -64,8 +77,11 @@ def trial(schedule: Schedule, seed: int = 0) -> Trial:
 def _batch(schedule: Schedule) -> Batch:
     """Sequences as long as they were planned, or a few tokens where only shares matter."""
     tokens = [m.tokens * max(1, 8 // m.tokens) for m in schedule.microbatches]
-    inputs = [torch.randint(0, VOCAB, (1 + m % 2, length)) for m, length in enumerate(tokens)]
-    return batch_of(inputs, [torch.randint(0, VOCAB, x.shape) for x in inputs])
+    inputs = [
+        torch.randint(0, TRIAL_VOCAB, (1 + m % 2, length))
+        for m, length in enumerate(tokens)
+    ]
+    return batch_of(inputs, [torch.randint(0, TRIAL_VOCAB, x.shape) for x in inputs])
 
 
 def _in_one_piece(schedule: Schedule, model: nn.Module, batch: Batch) -> float:
@@ -82,14 +98,23 @@ def _in_one_piece(schedule: Schedule, model: nn.Module, batch: Batch) -> float:
 
 
 def _compared(
-    schedule: Schedule, copies: Sequence[nn.Module], whole: nn.Module, result: Result, whole_loss: float
+    schedule: Schedule,
+    copies: Sequence[nn.Module],
+    whole: nn.Module,
+    result: Result,
+    whole_loss: float,
 ) -> Trial:
     expected = {name: parameter.grad for name, parameter in whole.named_parameters()}
     found: list[tuple[float, str]] = []
     for stage in schedule.stages:
         part = split(copies[stage.rank], [1] * schedule.parts)[stage.part]
         for name, parameter in part_parameters(part).items():
-            found.append((_difference(parameter.grad, expected[name]), f"{name} on rank {stage.rank}"))
+            found.append(
+                (
+                    _difference(parameter.grad, expected[name]),
+                    f"{name} on rank {stage.rank}",
+                )
+            )
     worst, name = max(found)
     return Trial(result.loss, whole_loss, len(found), worst, name, result.timeline)
 

@@ -22,11 +22,21 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from penstock.config import ModelConfig
 from penstock.errors import ConfigError, ShapeError
 from penstock.ir.schedule import Schedule
-from penstock.models import GPT, GPTConfig, Llama, LlamaConfig, Part, Stack, part_parameters, shared_names, split
-from penstock.runtime import Tied, cut, local
-from penstock.train.config import Model
+from penstock.models import (
+    GPT,
+    GPTConfig,
+    Llama,
+    LlamaConfig,
+    Part,
+    Stack,
+    part_parameters,
+    shared_names,
+    split,
+)
+from penstock.runtime import Tied, cut_share, local_share
 from penstock.train.coverage import visited_parts
 
 Sizes = LlamaConfig | GPTConfig
@@ -52,22 +62,43 @@ class Holding:
     stages: Mapping[int, Part]
     parameters: Mapping[str, nn.Parameter]
     tied: Mapping[str, Tied]
-    owned: frozenset[str]  # of its parameters, those that it counts and saves; replicas elsewhere do not
+    owned: frozenset[
+        str
+    ]  # of its parameters, those that it counts and saves; replicas elsewhere do not
     names: tuple[str, ...]  # of all parameters of the model, in one order on all ranks
     width: int
-    trained: Mapping[str, nn.Parameter]  # of its parameters, those of parts that some path visits
+    trained: Mapping[
+        str, nn.Parameter
+    ]  # of its parameters, those of parts that some path visits
 
 
-def sizes_of(model: Model, vocab: int, tokens: int) -> Sizes:
+def sizes_of(model: ModelConfig, vocab: int, tokens: int) -> Sizes:
     """The sizes that a config asks for, with what the tokenizer and the data decide."""
     words = model.vocab or vocab
     if words < vocab:
-        raise ConfigError(f"model.vocab = {words} is less than the tokenizer's {vocab} words; 0 takes as many")
+        raise ConfigError(
+            f"model.vocab = {words} is less than the tokenizer's {vocab} words; 0 takes as many"
+        )
     if model.family == "gpt":
-        return GPTConfig(words, model.width, model.layers, model.heads, model.inner, model.positions or tokens,
-                         tied=model.tied)  # fmt: skip
-    return LlamaConfig(words, model.width, model.layers, model.heads, model.kv_heads, model.inner, theta=model.theta,
-                       tied=model.tied)  # fmt: skip
+        return GPTConfig(
+            words,
+            model.width,
+            model.layers,
+            model.heads,
+            model.inner,
+            model.positions or tokens,
+            tied=model.tied,
+        )
+    return LlamaConfig(
+        words,
+        model.width,
+        model.layers,
+        model.heads,
+        model.kv_heads,
+        model.inner,
+        theta=model.theta,
+        tied=model.tied,
+    )
 
 
 def blueprint(sizes: Sizes) -> Stack:
@@ -78,14 +109,22 @@ def blueprint(sizes: Sizes) -> Stack:
 
 # ---------------------------------------------------------------- a rank's share
 def hold(
-    sizes: Sizes, schedule: Schedule, partition: Sequence[int], rank: int, device: torch.device | None = None,
+    sizes: Sizes,
+    schedule: Schedule,
+    partition: Sequence[int],
+    rank: int,
+    device: torch.device | None = None,
     place: Sharing | None = None,
-) -> Holding:  # fmt: skip
+) -> Holding:
     """The parts of a rank, or this process's share of them, with memory for their weights, not yet filled."""
     model = blueprint(sizes)
-    names = tuple(name for name, _ in model.named_parameters())  # now, while tied ones are still one
+    names = tuple(
+        name for name, _ in model.named_parameters()
+    )  # now, while tied ones are still one
     if len(partition) != schedule.parts:
-        raise ShapeError(f"the partition is for {len(partition)} parts, but the schedule has {schedule.parts}")
+        raise ShapeError(
+            f"the partition is for {len(partition)} parts, but the schedule has {schedule.parts}"
+        )
     parts = split(model, partition)
     mine = sorted({stage.part for stage in schedule.stages if stage.rank == rank})
     shared = shared_names(parts)
@@ -97,18 +136,31 @@ def hold(
     twins: dict[str, tuple[nn.Parameter, ...]] = {}
     for number in mine:
         _tie(parts[number], held, twins)
-    tied = {name: Tied(where, held.get(name), twins.get(name, ())) for name, where in shared.items()}
-    stages = {n: parts[stage.part] for n, stage in enumerate(schedule.stages) if stage.rank == rank}
+    tied = {
+        name: Tied(where, held.get(name), twins.get(name, ()))
+        for name, where in shared.items()
+    }
+    stages = {
+        n: parts[stage.part]
+        for n, stage in enumerate(schedule.stages)
+        if stage.rank == rank
+    }
     owners = _owners(schedule, parts)
     owned = frozenset(
-        name for name, one in held.items() if owners[name] == rank and (place is None or place.counts(one))
+        name
+        for name, one in held.items()
+        if owners[name] == rank and (place is None or place.counts(one))
     )
-    moved = {name for part in visited_parts(schedule) for name in part_parameters(parts[part])}
+    moved = {
+        name
+        for part in visited_parts(schedule)
+        for name in part_parameters(parts[part])
+    }
     trained = {name: one for name, one in held.items() if name in moved}
     return Holding(stages, held, tied, owned, names, model.width, trained)
 
 
-def whole(sizes: Sizes, device: torch.device | None = None) -> Holding:
+def hold_whole(sizes: Sizes, device: torch.device | None = None) -> Holding:
     """The model in one piece, as a rank that holds everything."""
     from penstock.ir.action import Action, Op  # noqa: PLC0415
     from penstock.ir.schedule import MicroBatch, Stage, schedule_of  # noqa: PLC0415
@@ -118,7 +170,11 @@ def whole(sizes: Sizes, device: torch.device | None = None) -> Holding:
     return hold(sizes, alone, (sizes.layers,), 0, device)
 
 
-def _tie(part: Part, held: dict[str, nn.Parameter], twins: dict[str, tuple[nn.Parameter, ...]]) -> None:
+def _tie(
+    part: Part,
+    held: dict[str, nn.Parameter],
+    twins: dict[str, tuple[nn.Parameter, ...]],
+) -> None:
     """Notes a part's parameters; one that another part of this rank has too becomes the same one.
 
     Not so where FSDP looks after the part: it has its own idea of which parameters are its. Then they are twins.
@@ -128,7 +184,10 @@ def _tie(part: Part, held: dict[str, nn.Parameter], twins: dict[str, tuple[nn.Pa
             if held.setdefault(name, parameter) is not parameter:
                 twins[name] = (*twins.get(name, ()), parameter)
         return
-    names = {name: part.tied.get(name, name) for name, _ in part.named_parameters(remove_duplicate=False)}
+    names = {
+        name: part.tied.get(name, name)
+        for name, _ in part.named_parameters(remove_duplicate=False)
+    }
     for name, first in names.items():
         path, _, leaf = name.rpartition(".")
         module = part.get_submodule(path)
@@ -145,15 +204,23 @@ def _owners(schedule: Schedule, parts: Sequence[Part]) -> dict[str, int]:
 
 
 # ---------------------------------------------------------------- numbers
-def draw(holding: Holding, seed: int) -> None:
+def draw_parameters(holding: Holding, seed: int) -> None:
     """Fills a rank's weights: normal matrices, zero biases, norms that are the identity."""
     drawn: set[str] = set()
     for part in holding.stages.values():
         for path, module in part.named_modules():
-            here = {f"{path}.{leaf}": leaf for leaf, _ in module.named_parameters(recurse=False)}
+            here = {
+                f"{path}.{leaf}": leaf
+                for leaf, _ in module.named_parameters(recurse=False)
+            }
             if isinstance(module, nn.Linear | nn.Embedding):
                 for name, leaf in here.items():
-                    _fill(getattr(module, leaf), part.tied.get(name, name), seed, leaf == "weight")
+                    _fill(
+                        getattr(module, leaf),
+                        part.tied.get(name, name),
+                        seed,
+                        leaf == "weight",
+                    )
             elif here:
                 module.reset_parameters()  # norms have nothing to draw
             drawn |= {part.tied.get(name, name) for name in here}
@@ -164,20 +231,30 @@ def _fill(parameter: nn.Parameter, name: str, seed: int, matrix: bool) -> None:
     with torch.no_grad():
         if matrix:
             numbers = torch.Generator().manual_seed(_seed_of(seed, name))
-            local(parameter).copy_(cut(torch.normal(0.0, STD, parameter.shape, generator=numbers), parameter))
+            local_share(parameter).copy_(
+                cut_share(
+                    torch.normal(0.0, STD, parameter.shape, generator=numbers),
+                    parameter,
+                )
+            )
         else:
             parameter.zero_()
 
 
 def _seed_of(seed: int, name: str) -> int:
-    return int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:8], "big") >> 1
+    return (
+        int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:8], "big")
+        >> 1
+    )
 
 
-def put(holding: Holding, tensors: Iterable[tuple[str, Tensor]]) -> None:
+def copy_weights(holding: Holding, tensors: Iterable[tuple[str, Tensor]]) -> None:
     """Copies weights into a rank's parameters."""
     with torch.no_grad():
         for name, tensor in tensors:
             parameter = holding.parameters[name]
             if parameter.shape != tensor.shape:
-                raise ShapeError(f"{name} is {tuple(tensor.shape)}, but the model has {tuple(parameter.shape)}")
-            local(parameter).copy_(cut(tensor, parameter))
+                raise ShapeError(
+                    f"{name} is {tuple(tensor.shape)}, but the model has {tuple(parameter.shape)}"
+                )
+            local_share(parameter).copy_(cut_share(tensor, parameter))

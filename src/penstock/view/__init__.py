@@ -1,19 +1,19 @@
 """A timeline for the eye: in the terminal, as a figure, as a page to explore, as a trace for Perfetto.
 
-    Timeline ──┬── gantt, plain   text.py    letters and colours
-               ├── svg            svg.py     a figure as in the papers
-               ├── page           html.py    zoom, hover, memory, critical path; predicted above measured
-               ├── trace          trace.py   Perfetto, chrome://tracing
-               └── report         report.py  a run: curves, timelines, a sample
-                                  chart.py   lines over an axis
-                                  palette.py what they share: colours, and how numbers are written
+Timeline ──┬── gantt, plain   text.py    letters and colours
+           ├── svg            svg.py     a figure as in the papers
+           ├── page           html.py    zoom, hover, memory, critical path; predicted above measured
+           ├── trace          trace.py   Perfetto, chrome://tracing
+           └── report         report.py  a run: curves, timelines, a sample
+                              chart.py   lines over an axis
+                              palette.py what they share: colours, and how numbers are written
 """
 
-from penstock.view.chart import Line, chart
+from penstock.view.chart import Series, chart
 from penstock.view.html import page
-from penstock.view.report import report
+from penstock.view.report import report_page
 from penstock.view.svg import svg
 from penstock.view.text import gantt, plain
 from penstock.view.trace import trace
 
-__all__ = ["Line", "chart", "gantt", "page", "plain", "report", "svg", "trace"]
+__all__ = ["Series", "chart", "gantt", "page", "plain", "report_page", "svg", "trace"]

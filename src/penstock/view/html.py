@@ -25,7 +25,7 @@ from penstock.errors import ShapeError
 from penstock.ir.action import OPS
 from penstock.ir.timeline import Timeline
 from penstock.view.frame import framed
-from penstock.view.palette import NAMES, PAINTS, TONES, is_real, paints, places
+from penstock.view.palette import OP_NAMES, PAINTS, TONES, is_real, paints, places
 
 Column = dict[str, str]
 
@@ -71,7 +71,9 @@ Critical path</button></span>
 """
 
 
-def page(timelines: Sequence[tuple[str, Timeline]], title: str = "", seconds: bool = False) -> str:
+def page(
+    timelines: Sequence[tuple[str, Timeline]], title: str = "", seconds: bool = False
+) -> str:
     """The text of the page for one timeline or several, each with its name; `seconds`: times are, whatever sizes are.
 
     >>> from penstock import UnitCost, make, simulate
@@ -88,14 +90,16 @@ def page(timelines: Sequence[tuple[str, Timeline]], title: str = "", seconds: bo
         "alike": _alike([timeline for _, timeline in timelines]),
         "paints": PAINTS,
         "tones": TONES,
-        "ops": [{"letter": op.value, "name": NAMES[op]} for op in OPS],
+        "ops": [{"letter": op.value, "name": OP_NAMES[op]} for op in OPS],
     }
     words = title or " and ".join(name for name, _ in timelines) or "Pipeline schedule"
     script = SCRIPT.format(
         data=json.dumps(data, separators=(",", ":")).replace("<", "\\u003c"),
         js="".join(_near(name) for name in ("columns.js", "plot.js", "page.js")),
     )
-    return framed(words, _near("page.css"), f"{BODY.format(title=escape(words))}\n{script}")
+    return framed(
+        words, _near("page.css"), f"{BODY.format(title=escape(words))}\n{script}"
+    )
 
 
 def _near(name: str) -> str:
@@ -127,7 +131,11 @@ def _timeline(name: str, timeline: Timeline) -> dict[str, object]:
             "first": _ints(table.first),
             "home": _ints(np.array([stage.rank for stage in schedule.stages])),
             "part": _ints(np.array([stage.part for stage in schedule.stages])),
-            "cut": _ints(np.array([number[microbatch.cuts] for microbatch in schedule.microbatches])),
+            "cut": _ints(
+                np.array(
+                    [number[microbatch.cuts] for microbatch in schedule.microbatches]
+                )
+            ),
             "paint": _ints(paints(timeline)),
             "stage": _ints(table.stage),
             "microbatch": _ints(table.microbatch),
@@ -136,7 +144,9 @@ def _timeline(name: str, timeline: Timeline) -> dict[str, object]:
             "cause": _ints(timeline.cause.astype(np.int64) + 1),  # 0: none
             "start": _floats(timeline.start),
             "end": _floats(timeline.end),
-            "lasts": _floats(timeline.end - timeline.start),  # exact, where the difference of two large times is not
+            "lasts": _floats(
+                timeline.end - timeline.start
+            ),  # exact, where the difference of two large times is not
             "held": _floats(timeline.activations),
             "sent": _floats(timeline.sent),
             "arrived": _floats(timeline.arrived),
@@ -148,7 +158,11 @@ def _timeline(name: str, timeline: Timeline) -> dict[str, object]:
 def _ints(values: NDArray[Any]) -> Column:
     """In as few bytes as they need."""
     most = int(values.max()) if len(values) else 0
-    kind = next(kind for kind, limit in (("u1", 2**8), ("u2", 2**16), ("u4", 2**32)) if most < limit)
+    kind = next(
+        kind
+        for kind, limit in (("u1", 2**8), ("u2", 2**16), ("u4", 2**32))
+        if most < limit
+    )
     return _column(values, kind)
 
 

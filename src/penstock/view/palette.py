@@ -26,7 +26,12 @@ SHADES = {
     Op.I: ("#c3efea", "#3fbdb2", "#0b6e69"),
     Op.W: ("#fde3be", "#f2a33c", "#a85005"),
 }  # the lightest, the middle and the darkest of each op
-NAMES = {Op.F: "forward", Op.B: "backward", Op.I: "input gradient", Op.W: "weight gradient"}
+OP_NAMES = {
+    Op.F: "forward",
+    Op.B: "backward",
+    Op.I: "input gradient",
+    Op.W: "weight gradient",
+}
 IDLE, INK, PALE = "#ffffff", "#101823", "#ffffff"
 
 
@@ -45,7 +50,10 @@ def mix(light: str, dark: str, share: float) -> str:
 
 def luminance(colour: str) -> float:
     """How bright the eye finds it, 0 to 1 (WCAG)."""
-    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in _fractions(colour)]
+    linear = [
+        c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4
+        for c in _fractions(colour)
+    ]
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
 
@@ -93,7 +101,9 @@ def paint_of(op: Op, level: float = 0.5) -> Paint:
     return PAINTS[OPS.index(op) * TONES + min(int(level * TONES), TONES - 1)]
 
 
-def means(timeline: Timeline, rank: int, columns: int, paint: Ints) -> tuple[Floats, Floats]:
+def means(
+    timeline: Timeline, rank: int, columns: int, paint: Ints
+) -> tuple[Floats, Floats]:
     """For boxes too narrow to see: of each column of time, the share at work and the mean colour of that work.
 
     Sums of colour over time grow in straight lines, so their values at the edges of columns tell all.
@@ -105,14 +115,22 @@ def means(timeline: Timeline, rank: int, columns: int, paint: Ints) -> tuple[Flo
     sums = np.concatenate([np.zeros((1, 4)), np.cumsum(weighed, axis=0)])
     times = np.column_stack([timeline.start[here], timeline.end[here]]).ravel()
     knots = np.repeat(sums, 2, axis=0)[1:-1]
-    at = np.stack([np.interp(edges, times, column) if len(times) else edges * 0 for column in knots.T], axis=1)
+    at = np.stack(
+        [
+            np.interp(edges, times, column) if len(times) else edges * 0
+            for column in knots.T
+        ],
+        axis=1,
+    )
     inside = np.diff(at, axis=0)
     work = inside[:, 0]
     colour = inside[:, 1:] / np.maximum(work, 1e-300)[:, None]
     return work * (columns / timeline.makespan), colour
 
 
-_RGB = np.array([list(bytes.fromhex(paint.fill[1:])) for paint in PAINTS], dtype=np.float64)
+_RGB = np.array(
+    [list(bytes.fromhex(paint.fill[1:])) for paint in PAINTS], dtype=np.float64
+)
 
 
 def ops_of(timeline: Timeline) -> tuple[Op, ...]:
@@ -145,7 +163,9 @@ def write_seconds(value: float, real: bool) -> str:
     """`33` in units; `1.2 s`, `31.5 ms` in seconds."""
     if not real:
         return short(value)
-    unit, size = next(((u, s) for u, s in (("s", 1.0), ("ms", 1e-3)) if abs(value) >= s), ("µs", 1e-6))
+    unit, size = next(
+        ((u, s) for u, s in (("s", 1.0), ("ms", 1e-3)) if abs(value) >= s), ("µs", 1e-6)
+    )
     return f"{short(value / size)} {unit}"
 
 
@@ -178,12 +198,18 @@ def round_step(extent: float, most: int) -> float:
     """A step of 1, 2 or 5 times a power of ten that divides an extent into at most so many."""
     raw = extent / max(most, 1)
     power: float = 10.0 ** math.floor(math.log10(raw))
-    return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= raw * (1 - 1e-9))
+    return next(
+        factor * power for factor in (1, 2, 5, 10) if factor * power >= raw * (1 - 1e-9)
+    )
 
 
 def activation_steps(timeline: Timeline, rank: int) -> tuple[Floats, Floats]:
     """Times and bytes of a rank's activations as steps. Between two actions: the lesser of theirs; in the end, none."""
     here = timeline.lane(rank)
-    start, end, held = timeline.start[here], timeline.end[here], timeline.activations[here]
+    start, end, held = (
+        timeline.start[here],
+        timeline.end[here],
+        timeline.activations[here],
+    )
     after = np.minimum(held, np.append(held[1:], 0.0))
     return np.column_stack([start, end]).ravel(), np.column_stack([held, after]).ravel()

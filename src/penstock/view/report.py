@@ -1,15 +1,15 @@
 """A run on one page: figures, curves, the timelines, a sample of text. One HTML file that needs nothing else.
 
-    ┌──────────────────────────────┐
-    │ facts                        │
-    │ loss ╲__    norm ~~  speed ‾ │   `chart`
-    │ ┌──────────────────────────┐ │
-    │ │ predicted over measured  │ │   `page`, in a frame of its own
-    │ └──────────────────────────┘ │
-    │ why this plan                │   sentences and a table
-    │ memory, differences          │   lists
-    │ sample                       │
-    └──────────────────────────────┘
+┌──────────────────────────────┐
+│ facts                        │
+│ loss ╲__    norm ~~  speed ‾ │   `chart`
+│ ┌──────────────────────────┐ │
+│ │ predicted over measured  │ │   `page`, in a frame of its own
+│ └──────────────────────────┘ │
+│ why this plan                │   sentences and a table
+│ memory, differences          │   lists
+│ sample                       │
+└──────────────────────────────┘
 """
 
 from __future__ import annotations
@@ -19,12 +19,14 @@ from html import escape
 from math import isfinite
 
 from penstock.ir.timeline import Timeline
-from penstock.view.chart import Line, chart
+from penstock.view.chart import Series, chart
 from penstock.view.frame import framed
 from penstock.view.html import page
 
-Why = tuple[Sequence[str], Sequence[str], Sequence[Sequence[str]]]  # sentences; heads and rows of a table
-Figure = tuple[str, Sequence[Line]]  # a title, and curves over the steps
+Why = tuple[
+    Sequence[str], Sequence[str], Sequence[Sequence[str]]
+]  # sentences; heads and rows of a table
+Figure = tuple[str, Sequence[Series]]  # a title, and curves over the steps
 
 CSS = """\
 :root { color-scheme: light dark; --page: #f5f6f8; --card: #fff; --ink: #1b2430; --soft: #5b6675; --line: #dde2e9; }
@@ -57,17 +59,24 @@ pre { background: var(--card); border: 1px solid var(--line); border-radius: 8px
 """
 
 
-def report(
-    title: str, facts: Sequence[tuple[str, str]], figures: Sequence[Figure],
-    timelines: Sequence[tuple[str, Timeline]], sample: str = "", lists: Sequence[tuple[str, Sequence[str]]] = (),
+def report_page(
+    title: str,
+    facts: Sequence[tuple[str, str]],
+    figures: Sequence[Figure],
+    timelines: Sequence[tuple[str, Timeline]],
+    sample: str = "",
+    lists: Sequence[tuple[str, Sequence[str]]] = (),
     why: Why = ((), (), ()),
-) -> str:  # fmt: skip
+) -> str:
     """The text of the page; empty sections are left out. `lists`: lines under a heading each; `why`: why this plan.
 
-    >>> "<svg" in report("A run", [("steps", "3")], [("loss", [Line("train", (1, 2), (2.0, 1.0))])], [])
+    >>> "<svg" in report_page("A run", [("steps", "3")], [("loss", [Series("train", (1, 2), (2.0, 1.0))])], [])
     True
     """
-    cells = "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in facts)
+    cells = "".join(
+        f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>"
+        for name, value in facts
+    )
     body = [f"<dl>{cells}</dl>"]
     drawn = "".join(_figure(*figure) for figure in figures)
     if drawn:
@@ -87,21 +96,30 @@ def report(
     return framed(title, CSS, "\n".join([f"<h1>{escape(title)}</h1>", *body]))
 
 
-def _reasons(sentences: Sequence[str], heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def _reasons(
+    sentences: Sequence[str], heads: Sequence[str], rows: Sequence[Sequence[str]]
+) -> str:
     """Paragraphs, and a table if there are rows."""
     words = "".join(f"<p>{escape(sentence)}</p>" for sentence in sentences)
     if not rows:
         return words
     top = "".join(f"<th>{escape(head)}</th>" for head in heads)
-    lines = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
+    lines = "".join(
+        f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>"
+        for row in rows
+    )
     return f"{words}<table><thead><tr>{top}</tr></thead><tbody>{lines}</tbody></table>"
 
 
-def _figure(title: str, lines: Sequence[Line]) -> str:
+def _figure(title: str, lines: Sequence[Series]) -> str:
     """Of each line the points that are numbers."""
     shown = []
     for line in lines:
         points = [(x, y) for x, y in zip(line.x, line.y, strict=True) if isfinite(y)]
         if points:
-            shown.append(Line(line.name, tuple(x for x, _ in points), tuple(y for _, y in points)))
+            shown.append(
+                Series(
+                    line.name, tuple(x for x, _ in points), tuple(y for _, y in points)
+                )
+            )
     return f"<figure>{chart(shown, title, 'step', '')}</figure>" if shown else ""

@@ -57,7 +57,9 @@ class Comm(Protocol):
         """Sends a tensor."""
         ...
 
-    def receive(self, shape: tuple[int, ...], dtype: torch.dtype, source: int) -> Arriving:
+    def receive(
+        self, shape: tuple[int, ...], dtype: torch.dtype, source: int
+    ) -> Arriving:
         """Receives the next tensor of a rank, which has that shape and type."""
         ...
 
@@ -69,7 +71,9 @@ class Comm(Protocol):
         """Makes ready the groups that `add` will be asked for; all ranks call it with the same list."""
         ...
 
-    def reserve(self, program: Program, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> None:
+    def reserve(
+        self, program: Program, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype
+    ) -> None:
         """Makes room for the messages of a program, a shape for each unit; all ranks call it with the same."""
         ...
 

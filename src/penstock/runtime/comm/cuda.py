@@ -8,7 +8,7 @@ from typing import Any
 
 from penstock.errors import RunError
 
-AT_LEAST = 0  # CU_STREAM_WAIT_VALUE_GEQ: a cyclic comparison
+WAIT_VALUE_GEQ = 0  # CU_STREAM_WAIT_VALUE_GEQ: a cyclic comparison
 HANDLE = 64  # bytes of a CUDA IPC handle
 BLOCKING = 4  # CU_CTX_SCHED_BLOCKING_SYNC: a host that waits sleeps
 
@@ -20,11 +20,19 @@ class CudaDriver:
         try:
             self.cuda = ctypes.CDLL("libcuda.so.1")
         except OSError as error:
-            raise RunError(f"ranks that share a GPU need the CUDA driver: {error}") from None
+            raise RunError(
+                f"ranks that share a GPU need the CUDA driver: {error}"
+            ) from None
         place, number, stream = ctypes.c_uint64, ctypes.c_uint32, ctypes.c_void_p
-        self.raw_copy = _typed(self.cuda.cuMemcpyDtoDAsync_v2, place, place, ctypes.c_size_t, stream)
-        self.raw_wait = _typed(self.cuda.cuStreamWaitValue32_v2, stream, place, number, number)
-        self.raw_write = _typed(self.cuda.cuStreamWriteValue32_v2, stream, place, number, number)
+        self.raw_copy = _typed(
+            self.cuda.cuMemcpyDtoDAsync_v2, place, place, ctypes.c_size_t, stream
+        )
+        self.raw_wait = _typed(
+            self.cuda.cuStreamWaitValue32_v2, stream, place, number, number
+        )
+        self.raw_write = _typed(
+            self.cuda.cuStreamWriteValue32_v2, stream, place, number, number
+        )
 
     def call(self, name: str, *arguments: object) -> None:
         """Calls it, or says what is wrong."""
@@ -39,14 +47,18 @@ class CudaDriver:
 
     def sleep_while_waiting(self, device: int) -> None:
         """A host that waits for the GPU leaves its core to others. Only before the GPU is used for the first time."""
-        self.cuda.cuDevicePrimaryCtxSetFlags_v2(ctypes.c_int(device), ctypes.c_uint(BLOCKING))
+        self.cuda.cuDevicePrimaryCtxSetFlags_v2(
+            ctypes.c_int(device), ctypes.c_uint(BLOCKING)
+        )
 
     def allocate(self, size: int) -> int:
         """Memory that can be opened by others (torch's own may share a block with something else), all zeros."""
         place = ctypes.c_uint64()
         self.call("cuMemAlloc_v2", ctypes.byref(place), ctypes.c_size_t(size))
         self.call("cuMemsetD8_v2", place, ctypes.c_ubyte(0), ctypes.c_size_t(size))
-        self.call("cuStreamSynchronize", ctypes.c_void_p(None))  # a memset returns early; others would write before it
+        self.call(
+            "cuStreamSynchronize", ctypes.c_void_p(None)
+        )  # a memset returns early; others would write before it
         return place.value
 
     def handle(self, place: int) -> bytes:
@@ -68,11 +80,16 @@ class CudaDriver:
 
     def wait(self, place: int, value: int, stream: int) -> None:
         """The stream waits until that place has at least that value."""
-        self.check(self.raw_wait(stream, place, value & 0xFFFFFFFF, AT_LEAST), "cuStreamWaitValue32")
+        self.check(
+            self.raw_wait(stream, place, value & 0xFFFFFFFF, WAIT_VALUE_GEQ),
+            "cuStreamWaitValue32",
+        )
 
     def write(self, place: int, value: int, stream: int) -> None:
         """The stream writes a value there, after all before it is done and visible."""
-        self.check(self.raw_write(stream, place, value & 0xFFFFFFFF, 0), "cuStreamWriteValue32")
+        self.check(
+            self.raw_write(stream, place, value & 0xFFFFFFFF, 0), "cuStreamWriteValue32"
+        )
 
 
 class _Handle(ctypes.Structure):

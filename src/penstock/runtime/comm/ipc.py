@@ -40,18 +40,21 @@ from torch._C._distributed_c10d import (
 
 from penstock.errors import RunError
 from penstock.runtime.comm.cuda import CudaDriver
-from penstock.runtime.comm.ring import Due, Ring, room
-from penstock.runtime.comm.room import Shape
+from penstock.runtime.comm.ring import Due, Ring, ring_bytes
+from penstock.runtime.comm.room import RingShape
 
-NAME = "penstock_ipc"
-SLOTS, SLOT = 16, 2 << 20  # of a ring for messages, and the bytes of one
+BACKEND_NAME = "penstock_ipc"
+RING_SLOTS, RING_SLOT_BYTES = (
+    16,
+    2 << 20,
+)  # of a ring for messages, and the bytes of one
 SUM_SLOTS, SUM_SLOT = 2, 4 << 20  # of a ring for sums
 
 
-class Shared:
+class SharedState:
     """What all groups of a process share."""
 
-    here: Shared | None = None
+    here: SharedState | None = None
 
     def __init__(self) -> None:
         self.driver = CudaDriver()
@@ -60,7 +63,7 @@ class Shared:
         self.sums = torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
     @classmethod
-    def get(cls) -> Shared:
+    def get(cls) -> SharedState:
         """Made when it is first needed."""
         if cls.here is None:
             cls.here = cls()
@@ -73,28 +76,46 @@ class IpcGroup(ProcessGroup):
     def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]
         self.store, self.mine, self.count = store, rank, size
-        shared = Shared.get()
+        shared = SharedState.get()
         self.driver, self.sums = shared.driver, shared.sums
         self.watched = False  # whether somebody asks if a message is there
         self.others = [other for other in range(size) if other != rank]
-        self.into = {source: self.own("ring", source, SLOTS, SLOT) for source in range(size)}  # itself too, as in MPI
-        self.sums_into = {source: self.own("sum", source, SUM_SLOTS, SUM_SLOT) for source in self.others}
+        self.into = {
+            source: self.own("ring", source, RING_SLOTS, RING_SLOT_BYTES)
+            for source in range(size)
+        }  # itself too, as in MPI
+        self.sums_into = {
+            source: self.own("sum", source, SUM_SLOTS, SUM_SLOT)
+            for source in self.others
+        }
         self.out: dict[int, Ring] = {}
         self.sums_out: dict[int, Ring] = {}
         self.open: deque[IpcWork] = deque()  # sums that nobody has waited for yet
 
-    def shape(self, source: int, target: int) -> Shape:
+    def shape(self, source: int, target: int) -> RingShape:
         """Of a ring for messages from this rank or to it; one that was not opened yet is as all are at first."""
         ring = self.into[source] if target == self.mine else self.out.get(target)
-        return Shape(SLOTS, SLOT) if ring is None else Shape(ring.slots, ring.size)
+        return (
+            RingShape(RING_SLOTS, RING_SLOT_BYTES)
+            if ring is None
+            else RingShape(ring.slots, ring.size)
+        )
 
-    def reserve(self, into: Mapping[int, Shape], out: Mapping[int, Shape]) -> None:
+    def reserve(
+        self, into: Mapping[int, RingShape], out: Mapping[int, RingShape]
+    ) -> None:
         """New rings where larger ones are needed, between two steps: nothing is on its way. First this rank's own are
         there for the others, then those of the others are opened."""
-        grown = [target for target, shape in out.items() if shape != self.shape(self.mine, target)]
+        grown = [
+            target
+            for target, shape in out.items()
+            if shape != self.shape(self.mine, target)
+        ]
         for source, shape in into.items():
             if shape != self.shape(source, self.mine):
-                self.into[source] = self.own(f"ring {shape.slots} {shape.size}", source, *shape)
+                self.into[source] = self.own(
+                    f"ring {shape.slots} {shape.size}", source, *shape
+                )
         for target in grown:
             shape = out[target]
             self.out.pop(target, None)
@@ -103,41 +124,62 @@ class IpcGroup(ProcessGroup):
     @property
     def held(self) -> int:
         """Bytes that this rank's rings take of the GPU, which torch does not count; not those that grew."""
-        return sum(room(ring.slots, ring.size) for ring in (*self.into.values(), *self.sums_into.values()))
+        return sum(
+            ring_bytes(ring.slots, ring.size)
+            for ring in (*self.into.values(), *self.sums_into.values())
+        )
 
     def own(self, kind: str, source: int, slots: int, size: int) -> Ring:
         """A ring from a rank to this one."""
-        base = self.driver.allocate(room(slots, size))
+        base = self.driver.allocate(ring_bytes(slots, size))
         self.store.set(f"{kind} {source} {self.mine}", self.driver.handle(base).hex())
         return Ring(self.driver, base, slots, size)
 
-    def other(self, rings: dict[int, Ring], kind: str, target: int, slots: int, size: int) -> Ring:
+    def other(
+        self, rings: dict[int, Ring], kind: str, target: int, slots: int, size: int
+    ) -> Ring:
         """A ring to a rank, which that rank owns."""
-        if target not in rings and target == self.mine:  # a process cannot open what is its own
+        if (
+            target not in rings and target == self.mine
+        ):  # a process cannot open what is its own
             rings[target] = Ring(self.driver, self.into[target].base, slots, size)
         elif target not in rings:
-            handle = bytes.fromhex(self.store.get(f"{kind} {self.mine} {target}").decode())
+            handle = bytes.fromhex(
+                self.store.get(f"{kind} {self.mine} {target}").decode()
+            )
             rings[target] = Ring(self.driver, self.driver.open(handle), slots, size)
         return rings[target]
 
     def getBackendName(self) -> str:  # noqa: N802
         """Its name."""
-        return NAME
+        return BACKEND_NAME
 
     # ------------------------------------------------------------ messages
-    def send(self, tensors: Sequence[Tensor], dst: int, tag: int = 0) -> Message:
+    def send(self, tensors: Sequence[Tensor], dst: int, tag: int = 0) -> IpcMessage:
         """Sends one tensor: when the current stream comes to it."""
         x, stream = one_of(tensors), torch.cuda.current_stream()
-        self.other(self.out, "ring", dst, SLOTS, SLOT).put(x.data_ptr(), x.nbytes, stream.cuda_stream)
-        return Message(self, None, event=stream.record_event() if self.watched else None)
+        self.other(self.out, "ring", dst, RING_SLOTS, RING_SLOT_BYTES).put(
+            x.data_ptr(), x.nbytes, stream.cuda_stream
+        )
+        return IpcMessage(
+            self, None, event=stream.record_event() if self.watched else None
+        )
 
-    def recv(self, tensors: Sequence[Tensor], src: int, tag: int = 0) -> Message:
+    def recv(self, tensors: Sequence[Tensor], src: int, tag: int = 0) -> IpcMessage:
         """Receives one tensor: when the stream that waits for it comes to that."""
-        x, ring, line = one_of(tensors), self.into[src], torch.cuda.current_stream().cuda_stream
-        return Message(self, (ring, ring.ask(x.data_ptr(), x.nbytes, line, owner=x)), x)
+        x, ring, line = (
+            one_of(tensors),
+            self.into[src],
+            torch.cuda.current_stream().cuda_stream,
+        )
+        return IpcMessage(
+            self, (ring, ring.ask(x.data_ptr(), x.nbytes, line, owner=x)), x
+        )
 
     # ------------------------------------------------------------ all together
-    def exchange(self, x: Tensor, use: Callable[[int, int, int], None]) -> torch.cuda.Stream:
+    def exchange(
+        self, x: Tensor, use: Callable[[int, int, int], None]
+    ) -> torch.cuda.Stream:
         """Everybody's bytes to everybody, piece by piece; `use(rank, begin, end)` with bytes that are there."""
         stream, line = self.sums, self.sums.cuda_stream
         stream.wait_stream(torch.cuda.current_stream())
@@ -145,7 +187,9 @@ class IpcGroup(ProcessGroup):
             for begin in range(0, x.nbytes, SUM_SLOT):
                 size = min(SUM_SLOT, x.nbytes - begin)
                 for target in self.others:
-                    self.other(self.sums_out, "sum", target, SUM_SLOTS, SUM_SLOT).put(x.data_ptr() + begin, size, line)
+                    self.other(self.sums_out, "sum", target, SUM_SLOTS, SUM_SLOT).put(
+                        x.data_ptr() + begin, size, line
+                    )
                 for rank in range(self.count):
                     use(rank, begin, size)
         return stream
@@ -167,7 +211,7 @@ class IpcGroup(ProcessGroup):
             else:
                 self.sums_into[rank].take(came[rank].data_ptr(), size, line)
             if rank == self.count - 1:
-                flat[first : first + numbers] = reduced(came[:, :numbers], op)
+                flat[first : first + numbers] = reduce_tensors(came[:, :numbers], op)
 
         return self.work(self.exchange(x, use), x)
 
@@ -180,16 +224,23 @@ class IpcGroup(ProcessGroup):
         return work
 
     def allgather(  # type: ignore[override]
-        self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: object = None
+        self,
+        outputs: Sequence[Sequence[Tensor]],
+        inputs: Sequence[Tensor],
+        opts: object = None,
     ) -> IpcWork:
         """Everybody's tensor to everybody."""
         x, out, line = one_of(inputs), outputs[0], self.sums.cuda_stream
 
         def use(rank: int, begin: int, size: int) -> None:
             if rank == self.mine:
-                self.driver.copy(out[rank].data_ptr() + begin, x.data_ptr() + begin, size, line)
+                self.driver.copy(
+                    out[rank].data_ptr() + begin, x.data_ptr() + begin, size, line
+                )
             else:
-                self.sums_into[rank].take(one_of([out[rank]]).data_ptr() + begin, size, line)
+                self.sums_into[rank].take(
+                    one_of([out[rank]]).data_ptr() + begin, size, line
+                )
 
         return self.work(self.exchange(x, use), x, *out)
 
@@ -212,7 +263,7 @@ class IpcGroup(ProcessGroup):
         return work
 
 
-class Message(Work):
+class IpcMessage(Work):
     """A message on the stream that computes: sent already, or taken out of its ring when it is waited for.
 
     From then on it holds no tensor: memory is used again in the order of that stream, and the watchdog, which keeps
@@ -220,9 +271,12 @@ class Message(Work):
     """
 
     def __init__(
-        self, group: IpcGroup, due: tuple[Ring, Due] | None, tensor: Tensor | None = None,
+        self,
+        group: IpcGroup,
+        due: tuple[Ring, Due] | None,
+        tensor: Tensor | None = None,
         event: torch.cuda.Event | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__()
         self.group, self.due, self.tensor, self.event = group, due, tensor, event
 
@@ -275,7 +329,9 @@ class IpcWork(Work):
 
 
 def _future(tensors: list[Tensor]) -> Any:
-    future: Any = torch.futures.Future(devices=[torch.device("cuda", torch.cuda.current_device())])
+    future: Any = torch.futures.Future(
+        devices=[torch.device("cuda", torch.cuda.current_device())]
+    )
     future.set_result(tensors)
     return future
 
@@ -284,11 +340,13 @@ def one_of(tensors: Sequence[Tensor]) -> Tensor:
     """The only one, which must lie on the GPU in one piece."""
     (x,) = tensors
     if x.device.type != "cuda" or not x.is_contiguous():
-        raise RunError(f"{NAME} sends contiguous CUDA tensors, not one of {x.device} with strides {x.stride()}")
+        raise RunError(
+            f"{BACKEND_NAME} sends contiguous CUDA tensors, not one of {x.device} with strides {x.stride()}"
+        )
     return x
 
 
-def reduced(stacked: Tensor, op: Any) -> Tensor:
+def reduce_tensors(stacked: Tensor, op: Any) -> Tensor:
     """Rows brought together."""
     if op == ReduceOp.SUM:
         return stacked.sum(0, dtype=stacked.dtype)
@@ -298,10 +356,12 @@ def reduced(stacked: Tensor, op: Any) -> Tensor:
         return stacked.amax(0)
     if op == ReduceOp.MIN:
         return stacked.amin(0)
-    raise RunError(f"{NAME} sums, and takes mean, max and min, but knows no {op}")
+    raise RunError(
+        f"{BACKEND_NAME} sums, and takes mean, max and min, but knows no {op}"
+    )
 
 
 def register() -> None:
     """Makes the backend known to torch.distributed, once."""
-    if NAME not in dist.Backend.backend_list:
-        dist.Backend.register_backend(NAME, IpcGroup, devices=["cuda"])
+    if BACKEND_NAME not in dist.Backend.backend_list:
+        dist.Backend.register_backend(BACKEND_NAME, IpcGroup, devices=["cuda"])

@@ -24,22 +24,24 @@ from torch import Tensor
 
 from penstock.errors import PeerLostError, RunError, StuckError
 from penstock.ir.program import Program
-from penstock.runtime.comm.ipc import NAME, IpcGroup
-from penstock.runtime.comm.room import fitting
-from penstock.runtime.steps import turns_of
+from penstock.runtime.comm.ipc import BACKEND_NAME, IpcGroup
+from penstock.runtime.comm.room import fit_ring
+from penstock.runtime.lane import lane_turns
 
-TURNS = 0xFFF  # turns are counted round and round, so that there are only so many tags
-STRIDE = 0x7FFFF  # between the tags of two turns; a prime number
-NOBODY = 0x7FFFFFFE  # a tag under which nobody sends; the others are below
-KEPT = 8  # messages to each rank whose shape is kept for the watchdog
+TAG_TURNS = (
+    0xFFF  # turns are counted round and round, so that there are only so many tags
+)
+TAG_STRIDE = 0x7FFFF  # between the tags of two turns; a prime number
+UNUSED_TAG = 0x7FFFFFFE  # a tag under which nobody sends; the others are below
+SHAPES_KEPT = 8  # messages to each rank whose shape is kept for the watchdog
 
-WINDOW = 64 << 20  # bytes of receives posted ahead
+RECEIVE_WINDOW_BYTES = 64 << 20  # bytes of receives posted ahead
 
 
 Sent: TypeAlias = tuple[int, tuple[int, ...], torch.dtype]  # turn, shape, type
 
 
-class Message(NamedTuple):
+class PendingMessage(NamedTuple):
     """What is on its way, for the words of an error."""
 
     kind: str  # "receive", "send", "sum" or "barrier"
@@ -64,7 +66,7 @@ class Message(NamedTuple):
 class Guard(Protocol):
     """Knows more about the other ranks than a broken connection tells: the watchdog."""
 
-    def explain(self, message: Message, late: bool, cause: str) -> RunError:
+    def explain(self, message: PendingMessage, late: bool, cause: str) -> RunError:
         """Why a wait has failed: `late`, it took too long; else the connection broke; in torch's words, `cause`."""
         ...
 
@@ -77,28 +79,59 @@ class ProcessComm:
     """
 
     def __init__(
-        self, patience: float = 300.0, device: torch.device | str | None = None,
-        group: dist.ProcessGroup | None = None, name: str = "",
-    ) -> None:  # fmt: skip
-        self._rank, self._ranks, self.name = dist.get_rank(group), dist.get_world_size(group), name
-        self.patience, self.on_gpu = patience, dist.get_backend() in ("nccl", NAME)
-        self.wire = torch.device("cuda", torch.cuda.current_device()) if self.on_gpu else torch.device("cpu")
+        self,
+        patience: float = 300.0,
+        device: torch.device | str | None = None,
+        group: dist.ProcessGroup | None = None,
+        name: str = "",
+    ) -> None:
+        self._rank, self._ranks, self.name = (
+            dist.get_rank(group),
+            dist.get_world_size(group),
+            name,
+        )
+        self.patience, self.on_gpu = (
+            patience,
+            dist.get_backend() in ("nccl", BACKEND_NAME),
+        )
+        self.wire = (
+            torch.device("cuda", torch.cuda.current_device())
+            if self.on_gpu
+            else torch.device("cpu")
+        )
         self.device = self.wire if device is None else torch.device(device)
         world = group or dist.group.WORLD
         assert world is not None
         self.world = world  # asked directly: dist.isend and irecv look it up and check it anew each time
         self.everyone = tuple(range(self._ranks))
-        self.members = dist.get_process_group_ranks(world)  # of the default group, by rank of this one
+        self.members = dist.get_process_group_ranks(
+            world
+        )  # of the default group, by rank of this one
         self.part = group is not None
-        self.beside: list[dist.ProcessGroup] = []  # others that this rank may wait in, with no word to us
-        self.groups: dict[tuple[int, ...], dist.ProcessGroup] = {self.everyone: world}  # those this rank is in
+        self.beside: list[
+            dist.ProcessGroup
+        ] = []  # others that this rank may wait in, with no word to us
+        self.groups: dict[tuple[int, ...], dist.ProcessGroup] = {
+            self.everyone: world
+        }  # those this rank is in
         self.prepared = {self.everyone}  # all
-        self.sent, self.asked = [0] * self._ranks, [0] * self._ranks  # turns so far, by rank
+        self.sent, self.asked = (
+            [0] * self._ranks,
+            [0] * self._ranks,
+        )  # turns so far, by rank
         self.sums = 0
-        self.tags: dict[tuple[tuple[int, ...], torch.dtype], int] = {}  # of a shape, to which the turn is added
-        self.recent: list[deque[Sent]] = [deque(maxlen=KEPT) for _ in self.everyone]  # by rank
-        self.flying: deque[tuple[dist.Work, Message]] = deque()  # NCCL: given to the GPU; the watchdog takes them out
-        self.spare: dict[tuple[tuple[int, ...], torch.dtype], list[Tensor]] = {}  # buffers to receive into again
+        self.tags: dict[
+            tuple[tuple[int, ...], torch.dtype], int
+        ] = {}  # of a shape, to which the turn is added
+        self.recent: list[deque[Sent]] = [
+            deque(maxlen=SHAPES_KEPT) for _ in self.everyone
+        ]  # by rank
+        self.flying: deque[tuple[dist.Work, PendingMessage]] = (
+            deque()
+        )  # NCCL: given to the GPU; the watchdog takes them out
+        self.spare: dict[
+            tuple[tuple[int, ...], torch.dtype], list[Tensor]
+        ] = {}  # buffers to receive into again
         self.waiting: _Work | None = None  # what this rank waits for now
         self.listen_to(None)
 
@@ -115,7 +148,7 @@ class ProcessComm:
     @property
     def window(self) -> int:
         """Bytes of receives that may be posted before the program has them."""
-        return 0 if self.on_gpu else WINDOW
+        return 0 if self.on_gpu else RECEIVE_WINDOW_BYTES
 
     def listen_to(self, guard: Guard | None, spare: float = 0.0) -> None:
         """Asks that guard when a wait fails. It has so many seconds more than the patience to end a wait itself."""
@@ -131,7 +164,10 @@ class ProcessComm:
         due = [group for group in groups if group not in self.prepared]
         self._agree(due)
         for group in due:
-            made = dist.new_group([self.members[rank] for rank in group], use_local_synchronization=self.part)
+            made = dist.new_group(
+                [self.members[rank] for rank in group],
+                use_local_synchronization=self.part,
+            )
             if isinstance(made, dist.ProcessGroup):  # else this rank is not in it
                 self.groups[group] = made
             self.prepared.add(group)
@@ -142,42 +178,62 @@ class ProcessComm:
         sums = torch.tensor([code, code * code], dtype=torch.int64)
         self.add(sums, self.everyone).wait()
         if int(sums[1]) * self._ranks != int(sums[0]) ** 2:
-            raise RunError(f"the ranks prepare different groups; rank {self._rank} prepares {groups}")
+            raise RunError(
+                f"the ranks prepare different groups; rank {self._rank} prepares {groups}"
+            )
 
-    def reserve(self, program: Program, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> None:
+    def reserve(
+        self, program: Program, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype
+    ) -> None:
         """Rings of our own backend, as large as a program needs them; others make room themselves."""
         group = self.world
         if not isinstance(group, IpcGroup):
             return
         sizes = [prod(shape) * dtype.itemsize for shape in shapes]
-        lanes = [turns_of(program, rank) for rank in self.everyone]
-        into = {source: fitting(lanes[self._rank], source, sizes, group.shape(source, self._rank))
-                for source in self.everyone}  # fmt: skip
-        out = {target: fitting(lanes[target], self._rank, sizes, group.shape(self._rank, target))
-               for target in self.everyone}  # fmt: skip
+        lanes = [lane_turns(program, rank) for rank in self.everyone]
+        into = {
+            source: fit_ring(
+                lanes[self._rank], source, sizes, group.shape(source, self._rank)
+            )
+            for source in self.everyone
+        }
+        out = {
+            target: fit_ring(
+                lanes[target], self._rank, sizes, group.shape(self._rank, target)
+            )
+            for target in self.everyone
+        }
         group.reserve(into, out)
 
     def send(self, tensor: Tensor, target: int) -> _Work:
         """Sends a tensor."""
-        turn = self.sent[target] = (self.sent[target] + 1) & TURNS
+        turn = self.sent[target] = (self.sent[target] + 1) & TAG_TURNS
         raw = tensor.to(self.wire).contiguous()
         shape, dtype = raw.shape, raw.dtype
         self.recent[target].append((turn, shape, dtype))
         try:
             work = self.world.send([raw], target, self.tag(turn, shape, dtype))
         except RuntimeError as error:
-            raise self.trouble(Message("send", (target,), turn, shape, dtype), error) from None
+            raise self.trouble(
+                PendingMessage("send", (target,), turn, shape, dtype), error
+            ) from None
         return _Work(self, work, "send", (target,), turn, raw)
 
-    def receive(self, shape: tuple[int, ...], dtype: torch.dtype, source: int) -> _Landing:
+    def receive(
+        self, shape: tuple[int, ...], dtype: torch.dtype, source: int
+    ) -> _Landing:
         """Receives the next tensor of a rank."""
-        turn = self.asked[source] = (self.asked[source] + 1) & TURNS
+        turn = self.asked[source] = (self.asked[source] + 1) & TAG_TURNS
         spare = self.spare.get((shape, dtype))
-        buffer = spare.pop() if spare else torch.empty(shape, dtype=dtype, device=self.wire)
+        buffer = (
+            spare.pop() if spare else torch.empty(shape, dtype=dtype, device=self.wire)
+        )
         try:
             work = self.world.recv([buffer], source, self.tag(turn, shape, dtype))
         except RuntimeError as error:
-            raise self.trouble(Message("receive", (source,), turn, shape, dtype), error) from None
+            raise self.trouble(
+                PendingMessage("receive", (source,), turn, shape, dtype), error
+            ) from None
         return _Landing(_Work(self, work, "receive", (source,), turn, buffer))
 
     def tag(self, turn: int, shape: tuple[int, ...], dtype: torch.dtype) -> int:
@@ -185,25 +241,31 @@ class ProcessComm:
         tag = self.tags.get((shape, dtype))
         if tag is None:
             tag = self.tags[shape, dtype] = fold(dtype.itemsize, shape)
-        return (tag + turn * STRIDE) % NOBODY
+        return (tag + turn * TAG_STRIDE) % UNUSED_TAG
 
     def give_back(self, tensor: Tensor) -> None:
         """A received tensor that nobody looks at any more: its memory takes the next one of its shape."""
         if tensor.device == self.wire:
-            self.spare.setdefault((tuple(tensor.shape), tensor.dtype), []).append(tensor)
+            self.spare.setdefault((tuple(tensor.shape), tensor.dtype), []).append(
+                tensor
+            )
 
     def add(self, tensor: Tensor, group: tuple[int, ...]) -> _Work:
         """Sums a tensor over a group of ranks, in place."""
         if group not in self.groups:
-            raise RunError(f"no group of ranks {group} yet: all ranks first call comm.prepare(groups_of(schedule))")
+            raise RunError(
+                f"no group of ranks {group} yet: all ranks first call comm.prepare(groups_of(schedule))"
+            )
         self.sums += 1
         raw = tensor.to(self.wire).contiguous()
         try:
             work = dist.all_reduce(raw, group=self.groups[group], async_op=True)
         except RuntimeError as error:
-            raise self.trouble(Message("sum", group, self.sums), error) from None
+            raise self.trouble(PendingMessage("sum", group, self.sums), error) from None
         assert work is not None
-        return _Work(self, work, "sum", group, self.sums, raw, None if raw is tensor else tensor)
+        return _Work(
+            self, work, "sum", group, self.sums, raw, None if raw is tensor else tensor
+        )
 
     def barrier(self) -> None:
         """Waits for all ranks."""
@@ -211,11 +273,13 @@ class ProcessComm:
         try:
             work = dist.barrier(self.world, async_op=True)
         except RuntimeError as error:
-            raise self.trouble(Message("barrier", self.everyone, self.sums), error) from None
+            raise self.trouble(
+                PendingMessage("barrier", self.everyone, self.sums), error
+            ) from None
         assert work is not None
         _Work(self, work, "barrier", self.everyone, self.sums, torch.empty(0)).wait()
 
-    def pending(self) -> Message | None:
+    def pending(self) -> PendingMessage | None:
         """What this rank waits for: on gloo in a call, on NCCL the oldest that the GPU has not done."""
         waiting = self.waiting
         if waiting is not None:
@@ -238,25 +302,31 @@ class ProcessComm:
             if made.size() > 1 and not self.on_gpu:
                 someone = 1 if made.rank() == 0 else 0
                 try:
-                    made.recv([torch.empty(1)], someone, NOBODY).wait(timedelta(milliseconds=1))
+                    made.recv([torch.empty(1)], someone, UNUSED_TAG).wait(
+                        timedelta(milliseconds=1)
+                    )
                 except RuntimeError:
                     continue
 
-    def trouble(self, message: Message, error: RuntimeError) -> RunError:
+    def trouble(self, message: PendingMessage, error: RuntimeError) -> RunError:
         """A failed wait in words."""
         cause = str(error)
         late = "Timed out waiting" in cause or "Operation timed out" in cause
         if self.guard is not None:
             return self.guard.explain(message, late, cause)
         if late:
-            return StuckError(f"rank {self._rank} waits {message} for more than {self.patience:g} s")
-        return PeerLostError(f"rank {self._rank} waits {message}, but the connection is lost\n\n{cause}")
+            return StuckError(
+                f"rank {self._rank} waits {message} for more than {self.patience:g} s"
+            )
+        return PeerLostError(
+            f"rank {self._rank} waits {message}, but the connection is lost\n\n{cause}"
+        )
 
 
 def fold(number: int, sizes: Iterable[int]) -> int:
     """One number of many: alike for alike ones on every machine, different for almost all others."""
     for size in sizes:
-        number = (number * 1_000_003 + size + 1) % NOBODY
+        number = (number * 1_000_003 + size + 1) % UNUSED_TAG
     return number
 
 
@@ -266,18 +336,36 @@ class _Work:
     __slots__ = ("comm", "home", "kind", "peers", "tensor", "turn", "work")
 
     def __init__(
-        self, comm: ProcessComm, work: dist.Work, kind: str, peers: tuple[int, ...], turn: int, tensor: Tensor,
+        self,
+        comm: ProcessComm,
+        work: dist.Work,
+        kind: str,
+        peers: tuple[int, ...],
+        turn: int,
+        tensor: Tensor,
         home: Tensor | None = None,
-    ) -> None:  # fmt: skip
-        self.comm, self.work, self.kind, self.peers, self.turn = comm, work, kind, peers, turn
+    ) -> None:
+        self.comm, self.work, self.kind, self.peers, self.turn = (
+            comm,
+            work,
+            kind,
+            peers,
+            turn,
+        )
         self.tensor, self.home = tensor, home
         if comm.on_gpu and comm.guard is not None:
             comm.flying.append((work, self.message))
 
     @property
-    def message(self) -> Message:
+    def message(self) -> PendingMessage:
         """In words, which only an error needs."""
-        return Message(self.kind, self.peers, self.turn, tuple(self.tensor.shape), self.tensor.dtype)
+        return PendingMessage(
+            self.kind,
+            self.peers,
+            self.turn,
+            tuple(self.tensor.shape),
+            self.tensor.dtype,
+        )
 
     def wait(self) -> None:
         """Until it is over."""

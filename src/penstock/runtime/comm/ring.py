@@ -18,7 +18,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Protocol
 
-FLAG = 256  # bytes between the two numbers, which lie behind the slots
+FLAG_BYTES = 256  # bytes between the two numbers, which lie behind the slots
 
 
 class Driver(Protocol):
@@ -54,18 +54,27 @@ class Ring:
 
     def __init__(self, driver: Driver, base: int, slots: int, size: int) -> None:
         self.driver, self.base, self.slots, self.size = driver, base, slots, size
-        self.head = base + slots * size  # where the sender writes how many slots it has filled
-        self.tail = self.head + FLAG  # where the receiver writes how many it has emptied
+        self.head = (
+            base + slots * size
+        )  # where the sender writes how many slots it has filled
+        self.tail = (
+            self.head + FLAG_BYTES
+        )  # where the receiver writes how many it has emptied
         self.turn = 0  # slots used so far
         self.due: deque[Due] = deque()  # messages asked for, not yet taken out
 
     def put(self, place: int, size: int, stream: int) -> None:
         """Fills slots from there."""
         driver = self.driver
-        for begin, length in pieces(size, self.size):
+        for begin, length in cut_into_slots(size, self.size):
             if self.turn >= self.slots:
                 driver.wait(self.tail, self.turn - self.slots + 1, stream)
-            driver.copy(self.base + self.turn % self.slots * self.size, place + begin, length, stream)
+            driver.copy(
+                self.base + self.turn % self.slots * self.size,
+                place + begin,
+                length,
+                stream,
+            )
             self.turn += 1
             driver.write(self.head, self.turn, stream)
 
@@ -73,7 +82,10 @@ class Ring:
         """Asks for the next message, to be taken to there."""
         due = Due(place, size, owner)
         self.due.append(due)
-        while self.due and sum(slots_of(one.size, self.size) for one in self.due) > self.slots // 2:
+        while (
+            self.due
+            and sum(slots_of(one.size, self.size) for one in self.due) > self.slots // 2
+        ):
             self.next(stream)
         return due
 
@@ -91,16 +103,21 @@ class Ring:
     def take(self, place: int, size: int, stream: int) -> None:
         """Empties slots to there."""
         driver = self.driver
-        for begin, length in pieces(size, self.size):
+        for begin, length in cut_into_slots(size, self.size):
             driver.wait(self.head, self.turn + 1, stream)
-            driver.copy(place + begin, self.base + self.turn % self.slots * self.size, length, stream)
+            driver.copy(
+                place + begin,
+                self.base + self.turn % self.slots * self.size,
+                length,
+                stream,
+            )
             self.turn += 1
             driver.write(self.tail, self.turn, stream)
 
 
-def room(slots: int, size: int) -> int:
+def ring_bytes(slots: int, size: int) -> int:
     """Bytes of a ring: its slots and its two numbers."""
-    return slots * size + 2 * FLAG
+    return slots * size + 2 * FLAG_BYTES
 
 
 def slots_of(size: int, most: int) -> int:
@@ -108,10 +125,10 @@ def slots_of(size: int, most: int) -> int:
     return -(-size // most)
 
 
-def pieces(size: int, most: int) -> list[tuple[int, int]]:
+def cut_into_slots(size: int, most: int) -> list[tuple[int, int]]:
     """A message cut into slots: where each piece begins, and its bytes.
 
-    >>> pieces(11, 4)
+    >>> cut_into_slots(11, 4)
     [(0, 4), (4, 4), (8, 3)]
     """
     return [(begin, min(most, size - begin)) for begin in range(0, size, most)]

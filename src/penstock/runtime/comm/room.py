@@ -15,38 +15,51 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from penstock.runtime.comm.ring import slots_of
-from penstock.runtime.steps import Do, Step, Turn
+from penstock.runtime.lane import Do, Step, Turn
 
-PAGE = 4096  # bytes that a slot is a multiple of
-MOST = 1 << 30  # bytes of a ring, at most: with less than it needs a program runs all the same
+SLOT_ALIGNMENT = 4096  # bytes that a slot is a multiple of
+MAX_RING_BYTES = (
+    1 << 30
+)  # bytes of a ring, at most: with less than it needs a program runs all the same
 
 
-class Shape(NamedTuple):
+class RingShape(NamedTuple):
     """Of a ring: so many slots, of so many bytes each."""
 
     slots: int
     size: int
 
 
-def fitting(turns: Sequence[Turn], source: int, sizes: Sequence[int], now: Shape) -> Shape:
+def fit_ring(
+    turns: Sequence[Turn], source: int, sizes: Sequence[int], now: RingShape
+) -> RingShape:
     """The ring from a rank to the one with these turns: as it is now, or a larger one. `sizes`: bytes of each unit.
 
     Both ends ask, and get the same answer. Slots are powers of two, so that a ring seldom grows.
     """
     if 2 * most_asked(turns, source, sizes, now.size) <= now.slots:
         return now
-    largest = max(sizes[step.unit] for turn in turns for step in turn.messages if _from(step, source))
-    size = min(now.size, -(-largest // PAGE) * PAGE)
+    largest = max(
+        sizes[step.unit]
+        for turn in turns
+        for step in turn.messages
+        if _from(step, source)
+    )
+    size = min(now.size, -(-largest // SLOT_ALIGNMENT) * SLOT_ALIGNMENT)
     slots = 1 << (2 * most_asked(turns, source, sizes, size) - 1).bit_length()
-    return Shape(min(slots, max(MOST // size, now.slots)), size)
+    return RingShape(min(slots, max(MAX_RING_BYTES // size, now.slots)), size)
 
 
-def most_asked(turns: Sequence[Turn], source: int, sizes: Sequence[int], size: int) -> int:
+def most_asked(
+    turns: Sequence[Turn], source: int, sizes: Sequence[int], size: int
+) -> int:
     """Slots of that size that hold what is asked for and not yet used, at the fullest moment."""
     asked: deque[tuple[int, int]] = deque()  # values, with their slots
     level = most = 0
     for turn in turns:
-        if turn.step is not None and any(value == turn.step.source for value, _ in asked):
+        if turn.step is not None and any(
+            value == turn.step.source for value, _ in asked
+        ):
             taken = -1
             while taken != turn.step.source:  # and all that came before it
                 taken, slots = asked.popleft()

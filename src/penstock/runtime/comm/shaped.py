@@ -21,14 +21,21 @@ from penstock.cost.network import Network, of_pair
 from penstock.ir.program import Program
 from penstock.runtime.comm.comm import Arriving, Comm, Pending
 
-MOMENT = ((1,), torch.float64)
+SPIN_SECONDS = ((1,), torch.float64)
 
 
 class ShapedComm:
     """A `Comm` whose links are as slow as you say. All ranks must be on one machine."""
 
-    def __init__(self, inner: Comm, network: Network, scale: float = 1.0, inflate: float = 1.0) -> None:
-        self.inner, self.network, self.scale, self.inflate = inner, network, scale, inflate
+    def __init__(
+        self, inner: Comm, network: Network, scale: float = 1.0, inflate: float = 1.0
+    ) -> None:
+        self.inner, self.network, self.scale, self.inflate = (
+            inner,
+            network,
+            scale,
+            inflate,
+        )
         self.free = [0.0] * inner.ranks  # when the link to each rank is
 
     @property
@@ -49,7 +56,11 @@ class ShapedComm:
     def wire(self, tensor: Tensor, target: int) -> float:
         """Seconds that a tensor keeps the link to a rank busy."""
         size = tensor.nbytes * self.inflate
-        return self.scale * size / of_pair(self.network.bandwidth, self.rank, target, "bandwidth")
+        return (
+            self.scale
+            * size
+            / of_pair(self.network.bandwidth, self.rank, target, "bandwidth")
+        )
 
     def send(self, tensor: Tensor, target: int) -> Pending:
         """Sends a tensor, and before it the moment at which it is due."""
@@ -57,13 +68,23 @@ class ShapedComm:
         if self.network.serial:
             leaves = max(leaves, self.free[target])
             self.free[target] = leaves + wire
-        due = leaves + wire + self.scale * of_pair(self.network.latency, self.rank, target, "latency")
+        due = (
+            leaves
+            + wire
+            + self.scale * of_pair(self.network.latency, self.rank, target, "latency")
+        )
         moment = self.inner.send(torch.tensor([due], dtype=torch.float64), target)
         return _Both(moment, self.inner.send(tensor, target))
 
-    def receive(self, shape: tuple[int, ...], dtype: torch.dtype, source: int) -> Arriving:
+    def receive(
+        self, shape: tuple[int, ...], dtype: torch.dtype, source: int
+    ) -> Arriving:
         """Receives the next tensor of a rank, once it is due."""
-        return _Due(self.inner, self.inner.receive(*MOMENT, source), self.inner.receive(shape, dtype, source))
+        return _Due(
+            self.inner,
+            self.inner.receive(*SPIN_SECONDS, source),
+            self.inner.receive(shape, dtype, source),
+        )
 
     def give_back(self, tensor: Tensor) -> None:
         """As the real one."""
@@ -73,7 +94,9 @@ class ShapedComm:
         """As the real one."""
         self.inner.prepare(groups)
 
-    def reserve(self, program: Program, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> None:
+    def reserve(
+        self, program: Program, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype
+    ) -> None:
         """As the real one."""
         self.inner.reserve(program, shapes, dtype)
 
@@ -81,10 +104,15 @@ class ShapedComm:
         """Sums over a group; from when the last has come it takes what a ring over its slowest link does."""
         pairs = list(zip(group, (*group[1:], group[0]), strict=True))
         latency = max(of_pair(self.network.latency, *pair, "latency") for pair in pairs)
-        bandwidth = min(of_pair(self.network.bandwidth, *pair, "bandwidth") for pair in pairs)
+        bandwidth = min(
+            of_pair(self.network.bandwidth, *pair, "bandwidth") for pair in pairs
+        )
         turns = 2 * (len(group) - 1)
         size = tensor.nbytes * self.inflate / len(group)
-        return _Ring(self.inner.add(tensor, group), self.scale * turns * (latency + size / bandwidth))
+        return _Ring(
+            self.inner.add(tensor, group),
+            self.scale * turns * (latency + size / bandwidth),
+        )
 
     def barrier(self) -> None:
         """As the real one: it is no part of a step."""

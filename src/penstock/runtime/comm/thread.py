@@ -14,7 +14,7 @@ from torch import Tensor
 from penstock.errors import PeerLostError, StuckError
 from penstock.ir.program import Program
 
-T = TypeVar("T")
+Returned = TypeVar("Returned")
 
 
 @dataclass(slots=True)
@@ -31,7 +31,12 @@ class Hub:
     def __init__(self, ranks: int, patience: float = 60.0) -> None:
         self.ranks, self.patience = ranks, patience
         self.lock = threading.Lock()
-        self.mail = {(s, t): queue.SimpleQueue[Tensor]() for s in range(ranks) for t in range(ranks) if s != t}
+        self.mail = {
+            (s, t): queue.SimpleQueue[Tensor]()
+            for s in range(ranks)
+            for t in range(ranks)
+            if s != t
+        }
         self.sums: dict[tuple[tuple[int, ...], int], _Sum] = {}
         self.gate = threading.Barrier(ranks)
         self.lost: int | None = None  # a rank that has died
@@ -43,7 +48,9 @@ class ThreadComm:
     def __init__(self, hub: Hub, rank: int) -> None:
         self.hub, self._rank = hub, rank
         self.turns: dict[tuple[int, ...], int] = {}  # sums so far, by group
-        self.asked = [0] * hub.ranks  # receives so far, by source: messages go to them in this order
+        self.asked = [
+            0
+        ] * hub.ranks  # receives so far, by source: messages go to them in this order
         self.taken = [0] * hub.ranks
         self.here: dict[tuple[int, int], Tensor] = {}  # taken, not yet asked for
 
@@ -75,7 +82,9 @@ class ThreadComm:
     def prepare(self, groups: list[tuple[int, ...]]) -> None:
         """Nothing to do."""
 
-    def reserve(self, program: Program, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> None:
+    def reserve(
+        self, program: Program, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype
+    ) -> None:
         """Nothing to do: boxes hold all that comes."""
 
     def give_back(self, tensor: Tensor) -> None:
@@ -105,8 +114,12 @@ class ThreadComm:
     def trouble(self, what: str) -> PeerLostError | StuckError:
         """Why a wait did not end."""
         if self.hub.lost is not None:
-            return PeerLostError(f"rank {self._rank} waits for {what}, but rank {self.hub.lost} has failed")
-        return StuckError(f"rank {self._rank} waits for {what} for more than {self.hub.patience:g} s")
+            return PeerLostError(
+                f"rank {self._rank} waits for {what}, but rank {self.hub.lost} has failed"
+            )
+        return StuckError(
+            f"rank {self._rank} waits for {what} for more than {self.hub.patience:g} s"
+        )
 
 
 class _Done:
@@ -129,7 +142,9 @@ class _Mail:
         left = comm.hub.patience
         while (self.source, self.turn) not in comm.here:
             try:
-                tensor = comm.hub.mail[self.source, comm.rank].get(timeout=min(0.1, left))
+                tensor = comm.hub.mail[self.source, comm.rank].get(
+                    timeout=min(0.1, left)
+                )
             except queue.Empty:
                 left = left - 0.1 if comm.hub.lost is None else 0.0
                 if left <= 0:
@@ -138,7 +153,9 @@ class _Mail:
             comm.taken[self.source] += 1
             comm.here[self.source, comm.taken[self.source]] = tensor
         tensor = comm.here.pop((self.source, self.turn))
-        assert tuple(tensor.shape) == self.shape, f"{tuple(tensor.shape)} came where {self.shape} was due"
+        assert tuple(tensor.shape) == self.shape, (
+            f"{tuple(tensor.shape)} came where {self.shape} was due"
+        )
         return tensor
 
 
@@ -156,14 +173,16 @@ class _Summing:
                 raise self.comm.trouble("a sum over replicas")
 
 
-def run_threads(ranks: int, work: Callable[[ThreadComm], T], patience: float = 60.0) -> list[T]:
+def run_threads(
+    ranks: int, work: Callable[[ThreadComm], Returned], patience: float = 60.0
+) -> list[Returned]:
     """Runs `work` on so many threads, each with its `Comm`; their results by rank, or the first error.
 
     >>> run_threads(3, lambda comm: comm.rank)
     [0, 1, 2]
     """
     hub = Hub(ranks, patience)
-    results: dict[int, T] = {}
+    results: dict[int, Returned] = {}
     errors: list[BaseException] = []
 
     def one(rank: int) -> None:
@@ -175,7 +194,10 @@ def run_threads(ranks: int, work: Callable[[ThreadComm], T], patience: float = 6
                 hub.lost = rank if hub.lost is None else hub.lost
             hub.gate.abort()
 
-    threads = [threading.Thread(target=one, args=(rank,), name=f"rank {rank}") for rank in range(ranks)]
+    threads = [
+        threading.Thread(target=one, args=(rank,), name=f"rank {rank}")
+        for rank in range(ranks)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:

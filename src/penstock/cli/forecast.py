@@ -1,0 +1,137 @@
+"""What a run will take, in words: where its processes are, seconds of a step, memory of a rank."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from penstock.cli.tables import print_table, progress, tell
+from penstock.errors import PenstockError
+from penstock.train.screen import in_bytes, in_seconds
+
+if TYPE_CHECKING:
+    from penstock.config import Config
+    from penstock.ir import Plan
+    from penstock.train.forecast import Forecast
+
+SLOW = 1.1  # times longer than the kernels alone: worth a word
+
+
+def devices_are_cpus(config: Config) -> bool:
+    """Whether a run has no GPU, by wish or because there is none."""
+    import torch
+
+    return config.run.device == "cpu" or not torch.cuda.is_available()
+
+
+def describe_devices(config: Config, processes: int) -> str:
+    """Where the processes of a run will be."""
+    import os
+
+    import torch
+
+    from penstock.runtime.process.mps import workers_of_a_gpu
+
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if (
+        config.run.device == "cpu"
+        or gpus == 0
+        or (config.mesh.size > 1 and gpus < processes)
+    ):
+        why = (
+            f" ({gpus} GPUs are too few)"
+            if gpus and config.run.device == "auto"
+            else ""
+        )
+        if config.run.device == "cuda":  # in a dry run
+            why = "; run.device = cuda, but torch sees no GPU here: times are of these cores"
+        return f"{processes} processes on {os.cpu_count()} CPU cores, gloo{why}"
+    if gpus >= processes:
+        return f"{processes} processes on {gpus} GPUs, NCCL"
+    beside = gpus * workers_of_a_gpu() >= processes
+    how = (
+        "side by side"
+        if beside
+        else f"by turns (penstock testbed --workers {-(-processes // gpus)}: side by side)"
+    )
+    return f"{processes} processes on {gpus} GPUs, penstock_ipc, {how}"
+
+
+def forecast_of(config: Config, plan: Plan, folder: Path | None = None) -> Forecast:
+    """Times the pieces of the model, and keeps what was found in a folder, if there is one."""
+    from penstock.formats import write_profile
+    from penstock.train.forecast import PROFILE, forecast, machine_of, profile_run
+
+    machine = machine_of(config, plan.schedule.ranks)
+    with progress("timing a layer"):
+        found = profile_run(config, plan, machine)
+    if folder is not None:
+        write_profile(found, folder / PROFILE)
+    return forecast(config, plan, found, machine.processors)
+
+
+def prediction(config: Config, plan: Plan, folder: Path) -> str:
+    """The forecast of a run in words; that there is none stops no run."""
+    from penstock.train.forecast import known_forecast
+
+    try:
+        found = known_forecast(folder, config, plan) or forecast_of(
+            config, plan, folder
+        )
+        return describe_step(found, config) + hint(found, config)
+    except PenstockError as error:
+        return f"not known: {str(error).splitlines()[0]}"
+
+
+def print_memory(found: Forecast, config: Config) -> None:
+    """A line a rank: of its one process, or of the fullest of several."""
+    who = "rank" if config.mesh.size == 1 else "process of rank"
+    heads = (who, "weights, gradients, optimizer", "activations at most", "together")
+    each = enumerate(zip(found.weights, found.activations, strict=True))
+    print_table(
+        heads,
+        [
+            (str(rank), *map(in_bytes, (own, held, own + held)))
+            for rank, (own, held) in each
+        ],
+    )
+
+
+def tell_if_too_large(config: Config, plan: Plan) -> None:
+    """Says so if a run that is only planned here would not fit here."""
+    from penstock.train.capacity import why_too_large
+    from penstock.train.worker import model_sizes
+
+    refusal = why_too_large(config, plan, model_sizes(config))
+    if refusal:
+        tell("memory", refusal)
+
+
+def describe_step(found: Forecast, config: Config) -> str:
+    """A step in words."""
+    passes = f"{found.passes} passes of " if found.passes > 1 else "a pass of "
+    processes, size = found.timeline.schedule.ranks * config.mesh.size, config.mesh.size
+    who = "ranks" if size == 1 else "processes"
+    shared = (
+        f", {processes} {who} on {found.processors} processors"
+        if found.processors < processes
+        else ""
+    )
+    shared += ", without the sums inside a rank" if size > 1 else ""
+    return (
+        f"{found.speed:,.0f} tokens/s, {in_seconds(found.seconds)} a step: {passes}"
+        f"{in_seconds(found.timeline.makespan)} (bubble {found.timeline.bubble:.1%}{shared}), optimizer "
+        f"{in_seconds(found.optimizer)}"
+    )
+
+
+def hint(found: Forecast, config: Config) -> str:
+    """What would make a step shorter, in words: on a GPU its launches, where they take longer than the work."""
+    from penstock.config import reasons_against_recording
+
+    if found.launch < SLOW or config.run.graphs or reasons_against_recording(config):
+        return ""
+    return (
+        f"\n          launches take longer than kernels: without them {found.launch:.1f} times as fast; "
+        "--set run.graphs=true, if there is memory for it"
+    )

@@ -1,0 +1,33 @@
+"""Files that people and programs read and edit: one reader for all, with line and column in every error."""
+
+from penstock.formats.cluster_toml import (
+    dump_cluster,
+    load_cluster,
+    read_cluster,
+    write_cluster,
+)
+from penstock.formats.plan_json import dump_plan, load_plan, read_plan, write_plan
+from penstock.formats.profile_json import (
+    dump_profile,
+    load_profile,
+    read_profile,
+    write_profile,
+)
+from penstock.formats.torch_csv import dump_torch_csv, load_torch_csv
+
+__all__ = [
+    "dump_cluster",
+    "dump_plan",
+    "dump_profile",
+    "dump_torch_csv",
+    "load_cluster",
+    "load_plan",
+    "load_profile",
+    "load_torch_csv",
+    "read_cluster",
+    "read_plan",
+    "read_profile",
+    "write_cluster",
+    "write_plan",
+    "write_profile",
+]

@@ -1,0 +1,1 @@
+"""Everything that times things: layers, links, actions, memory."""

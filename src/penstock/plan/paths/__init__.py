@@ -1,0 +1,32 @@
+"""SkipPipe's question: which nodes each micro-batch visits."""
+
+from penstock.plan.paths.bound import path_bound
+from penstock.plan.paths.planner import PathPlan, paths_plan, plan_paths, rule_faults
+from penstock.plan.paths.problem import PLANNED, PUBLISHED, Policy, even_parts
+from penstock.plan.paths.recovery import replan
+from penstock.plan.paths.rotation import Rotation, rotate
+from penstock.plan.paths.rules import (
+    RuleFault,
+    Rules,
+    check_schedule_rules,
+    find_rule_faults,
+)
+
+__all__ = [
+    "PLANNED",
+    "PUBLISHED",
+    "PathPlan",
+    "Policy",
+    "Rotation",
+    "RuleFault",
+    "Rules",
+    "check_schedule_rules",
+    "even_parts",
+    "find_rule_faults",
+    "path_bound",
+    "paths_plan",
+    "plan_paths",
+    "replan",
+    "rotate",
+    "rule_faults",
+]

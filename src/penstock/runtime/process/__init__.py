@@ -1,0 +1,1 @@
+"""Ranks as processes: how they start, how they watch each other, and what the operating system must be told."""

@@ -1,0 +1,83 @@
+"""A run's model on the text that was held out from it, whole and with parts left out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from penstock.errors import FileError, ShapeError
+from penstock.formats.config_toml import read_config
+from penstock.train.after.ablation import Rows, evaluate_ablation
+from penstock.train.after.generate import open_trained
+from penstock.train.data.corpus import open_corpus
+from penstock.train.data.loader import Deal, Loader
+from penstock.train.worker import CONFIG_FILE, cache_of, with_kept_files
+
+
+@dataclass(frozen=True, slots=True)
+class Examination:
+    """The perplexities of a run's model, and how many of its held-out sequences they were measured on."""
+
+    rows: Rows
+    sequences: int
+    held_out: int
+    tokens: int  # of a sequence
+    searched: int  # further sequences, on which the best subsets were looked for; 0: on the measured ones
+
+    @property
+    def text(self) -> str:
+        """What was measured on, in words."""
+        count = (
+            f"all {self.sequences:,}"
+            if self.sequences == self.held_out
+            else f"{self.sequences:,}"
+        )
+        of = "" if self.sequences == self.held_out else f" of {self.held_out:,}"
+        words = f"{count}{of} held-out sequences of {self.tokens} tokens, each once"
+        if any(row.way == "best" for row in self.rows):
+            words += (
+                f"; best subsets were searched on {self.searched:,} others"
+                if self.searched
+                else "; best subsets were searched on the same ones, which flatters them"
+            )
+        return words
+
+
+def evaluate_run(
+    run: Path, omit: Sequence[float], draws: int = 8, batches: int = 2, seed: int = 0
+) -> Examination:
+    """Perplexity of a run's last checkpoint, on as many held-out sequences as so many batches have, each at most once.
+
+    Best subsets are looked for on other held-out text than they are measured on, if there is any left.
+    """
+    for share in omit:
+        if not 0 <= share < 1:
+            raise ShapeError(
+                f"a share of {share:g} cannot be left out: 0 is nothing, and 1 would be all"
+            )
+    if batches < 1 or draws < 1:
+        raise ShapeError(f"{batches} batches and {draws} draws; the least is 1 of each")
+    if not (run / CONFIG_FILE).is_file():
+        raise FileError(
+            f"{run} has no {CONFIG_FILE}, which says what text was held out\n  name the folder of a run"
+        )
+    config = with_kept_files(read_config(run / CONFIG_FILE), run)
+    corpus = open_corpus(config.data, cache_of(config, run))
+    loader = Loader(corpus, Deal(config.rows, config.passages), config.run.seed)
+    held = loader.evaluation(2 * batches)
+    if not held:
+        raise FileError(
+            f"{run} held out no text: its data.held_out is {config.data.held_out:g}"
+        )
+    rows = evaluate_ablation(
+        open_trained(run).model, held[:batches], omit, draws, seed, held[batches:]
+    )
+    measured = loader.examined(batches)
+    return Examination(
+        rows,
+        measured,
+        corpus.held_out,
+        corpus.length,
+        loader.examined(2 * batches) - measured,
+    )

@@ -1,0 +1,203 @@
+"""Text from a trained model: the last checkpoint of a run, or a Hugging Face folder, in one piece on this machine.
+
+prompt ──► words ──► model ──► logits of the last ──► a word, drawn at a temperature ──┐
+                     ▲   keys and values of all words stay: each goes through it once  │
+                     └─────────────────────────────────────────────────────────────────┘
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.carry import Carry
+from penstock.config import BYTE_TOKENIZER
+from penstock.errors import FileError, RunError, ShapeError
+from penstock.models import GPTConfig, LlamaConfig, Part
+from penstock.models.count import parameters_of
+from penstock.train.checkpoint import (
+    CheckpointFacts,
+    checkpoint_faults,
+    load,
+    newest_good,
+    read_facts,
+)
+from penstock.train.data.tokenizer import (
+    TOKENIZER,
+    Tokenizer,
+    kept_tokenizer,
+    tokenizer_of,
+)
+from penstock.train.hub import read_sizes, read_weights, write_folder
+from penstock.train.weights import Holding, Sizes, copy_weights, hold_whole
+
+SMALL_WIDTH = 1024  # features
+MAX_SEED = 1 << 63
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """A model in one piece, with its words; `step` -1 where nobody has counted."""
+
+    model: Part
+    sizes: Sizes
+    holding: Holding
+    tokenizer: str
+    path: Path
+    step: int = -1
+
+
+def open_trained(path: Path) -> Trained:
+    """The model of a run's folder, of one checkpoint, or of a Hugging Face folder."""
+    if (path / "config.json").is_file():
+        sizes = read_sizes(path)
+        holding = hold_whole(sizes)
+        copy_weights(holding, read_weights(path, holding.parameters, sizes))
+        beside = path / TOKENIZER
+        return Trained(
+            holding.stages[0],
+            sizes,
+            holding,
+            str(beside) if beside.is_file() else BYTE_TOKENIZER,
+            path,
+        )
+    found = (
+        path
+        if (path / "checkpoint.json").is_file()
+        else newest_good(path / "checkpoints")
+    )
+    if found is None:
+        raise FileError(
+            f"{path} has no checkpoint\n  name the folder of a run, a checkpoint, or a Hugging Face folder"
+        )
+    wrong = list(checkpoint_faults(found))
+    if wrong:
+        raise FileError(f"{found} is damaged: {wrong[0]}")
+    facts = read_facts(found)
+    sizes = trained_sizes(facts["model"])
+    holding = hold_whole(sizes)
+    load(
+        found,
+        {name: parameter.detach() for name, parameter in holding.parameters.items()},
+    )
+    return Trained(
+        holding.stages[0],
+        sizes,
+        holding,
+        _tokenizer(found, facts),
+        found,
+        int(facts["step"]),
+    )
+
+
+def _tokenizer(checkpoint: Path, facts: CheckpointFacts) -> str:
+    """The one that a checkpoint names, as its run's folder has it, wherever that has gone."""
+    return kept_tokenizer(
+        str(facts.get("tokenizer", BYTE_TOKENIZER)), checkpoint.parent.parent
+    )
+
+
+def parameter_count(sizes: Sizes) -> int:
+    """How many numbers are trained."""
+    return parameters_of(sizes).total
+
+
+def trained_sizes(said: dict[str, Any]) -> Sizes:
+    """What `describe` has written."""
+    kind: type[LlamaConfig] | type[GPTConfig] = (
+        GPTConfig if said.get("family") == "gpt" else LlamaConfig
+    )
+    known = {item.name for item in fields(kind)}
+    try:
+        return kind(**{key: value for key, value in said.items() if key in known})
+    except (TypeError, ShapeError, ZeroDivisionError) as error:
+        raise FileError(
+            f"the checkpoint does not say the sizes of its model: {error}"
+        ) from None
+
+
+def export_run(path: Path, folder: Path) -> Trained:
+    """Writes a run's model as a Hugging Face folder."""
+    if folder.exists() and not folder.is_dir():
+        raise FileError(f"{folder} is a file\n  name a new folder")
+    if folder.exists() and any(folder.iterdir()):
+        raise FileError(f"{folder} is not empty\n  name a new folder")
+    trained = open_trained(path)
+    write_folder(
+        folder,
+        {name: p.detach() for name, p in trained.holding.parameters.items()},
+        trained.sizes,
+        trained.tokenizer,
+    )
+    return trained
+
+
+# ---------------------------------------------------------------- word by word
+class Reader:
+    """Reads a row of words as it grows, each word once: the next slice of a sequence that carries keys and values.
+
+    row    d e f _ m a i n        the prompt is one slice, every word after it another
+           └─────┘ ' ' ' '
+    """
+
+    def __init__(self, model: Part, longest: int, room: int) -> None:
+        self.model, self.longest, self.room = model, longest, room
+        self.first = 0  # word that the window begins with
+        self.carry = Carry(min(room, longest))
+
+    def last(self, row: Sequence[int]) -> Tensor:
+        """Logits after the last word. Where positions are used up, their last half begins a new window."""
+        if len(row) - self.first > self.longest:
+            self.first = len(row) - max(self.longest // 2, 1)
+            self.carry = Carry(min(self.room - self.first, self.longest))
+        begin, end = self.carry.reached, len(row) - self.first
+        words = torch.tensor([row[self.first + begin :]])
+        logits: Tensor = self.model(words, self.carry.open(begin, end))[0, -1]
+        return logits
+
+
+@torch.no_grad()
+def generate_text(
+    trained: Trained, prompt: str, tokens: int, temperature: float = 0.8, seed: int = 0
+) -> str:
+    """The prompt and what follows it; temperature 0 takes the likeliest word each time."""
+    if tokens < 0:
+        raise ShapeError(f"{tokens} tokens cannot be added; the least is 0")
+    if not 0 <= temperature < math.inf:
+        raise ShapeError(
+            f"{temperature:g} is no temperature; 0 takes the likeliest word, 1 draws as trained"
+        )
+    if not 0 <= seed < MAX_SEED:
+        raise ShapeError(f"{seed} is no seed; it must be 0 or more, and less than 2^63")
+    words: Tokenizer = tokenizer_of(trained.tokenizer)
+    row = words.encode(
+        prompt.encode("utf-8", "surrogateescape"), "the prompt"
+    ).tolist() or [words.end or 0]
+    draw = torch.Generator().manual_seed(seed)
+    if trained.sizes.width < SMALL_WIDTH:
+        torch.set_num_threads(1)  # more would mostly wait for each other
+    room = len(row) + tokens
+    longest = trained.sizes.positions if isinstance(trained.sizes, GPTConfig) else room
+    reader = Reader(trained.model, longest, room)
+    for _ in range(tokens):
+        logits = reader.last(row)[
+            : words.vocab
+        ]  # a model may have room for more than there are
+        if not torch.isfinite(logits).all():
+            raise RunError(
+                f"the model in {trained.path} gives no numbers\n  it was not trained well; see its loss"
+            )
+        if temperature == 0:
+            row.append(int(logits.argmax()))
+        else:
+            likely = ((logits - logits.max()).double() / temperature).softmax(-1)
+            row.append(int(torch.multinomial(likely, 1, generator=draw)))
+        if row[-1] == words.end and words.end is not None:
+            break
+    return words.decode(row)

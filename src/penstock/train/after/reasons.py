@@ -1,0 +1,155 @@
+"""Why a run has the plan that it has, in sentences and a table: from what the planner has written into plan.json."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from penstock.ir import Plan
+from penstock.ir.plan import Fact
+from penstock.train.screen import in_bytes, in_seconds
+
+AUTO = "auto"
+MAKESPAN, PEAK = (
+    "makespan of ",
+    "peak_activations of ",
+)  # with the name of another candidate behind it
+HEADS = ("schedule", "predicted time", "compared with the chosen", "peak activations")
+SHARES = ("bubble", "gap")
+TIMES = ("makespan", "lower_bound", "noisy_makespan")
+TOLD = (*TIMES, *SHARES, "peak_activations", "candidates", "too_large", "memory", "memory_mib", "order", "shape",
+        "forward", "backward", "comm", "profile")  # fmt: skip  # in the sentences or in the table
+
+
+@dataclass(frozen=True, slots=True)
+class Reasons:
+    """Sentences, and the candidates that were compared, if any: a row each, the chosen one first."""
+
+    sentences: tuple[str, ...]
+    heads: tuple[str, ...] = ()
+    rows: tuple[tuple[str, ...], ...] = ()
+
+
+def reasons_of(plan: Plan, named: str = "") -> Reasons:
+    """Why this plan; `named` is what the config says in schedule.name, empty if that is not known."""
+    facts = dict(plan.why)
+    if "makespan" not in facts:
+        return Reasons((*_origin(plan, named), *_others(facts)))
+    rows = _rows(plan, facts)
+    sentences = [*_origin(plan, named), *_figures(facts), *_others(facts)]
+    return Reasons(tuple(sentences), HEADS, rows)
+
+
+def _origin(plan: Plan, named: str) -> list[str]:
+    """Who has chosen it, and from what."""
+    facts, size = (
+        dict(plan.why),
+        f"{plan.schedule.ranks} ranks and {len(plan.schedule.microbatches)} micro-batches",
+    )
+    if named == AUTO and "candidates" in facts:
+        left = int(facts.get("too_large") or 0)
+        more = (
+            f" {left} more would hold more than that and were left out." if left else ""
+        )
+        return [
+            f"schedule.name = auto compared {facts['candidates']} schedules for {size}. It took the one with the "
+            f"least predicted time among those whose ranks hold no more activations than 1f1b does.{more}"
+        ]
+    if named == AUTO:
+        return [
+            "schedule.name = auto had nothing to compare: a single rank runs one micro-batch after the other."
+        ]
+    if Path(named).suffix in (".json", ".csv"):
+        return [
+            f"The plan was read from a file, for {size}. Nothing was compared with it here."
+        ]
+    if named:
+        return [
+            f"schedule.name = {named} names this schedule, for {size}, so no others were compared with it."
+        ]
+    return [f"{plan.name}: {size}."]
+
+
+def _figures(facts: dict[str, Fact]) -> list[str]:
+    """Its time, and how far that is from what any order could reach."""
+    lines = []
+    if "profile" not in facts and "backward" in facts:
+        lines.append(
+            f"Times are in forward passes of one micro-batch through one rank. A backward pass counts "
+            f"{_plain(facts['backward'])}, a message between ranks {_plain(facts.get('comm'))}."
+        )
+    bound, gap = facts.get("lower_bound"), facts.get("gap")
+    if isinstance(bound, int | float) and isinstance(gap, int | float):
+        least = f"With this placement of the stages and these cuts, no order takes less than {time_of(facts, bound)}"
+        tail = "The bound says nothing about other placements or other cuts."
+        lines.append(
+            f"{least}; this one is {gap:.1%} above that. {tail}"
+            if gap > 5e-4
+            else f"{least}, which this one reaches. {tail}"
+        )
+    noisy = facts.get("noisy_makespan")
+    if isinstance(noisy, int | float):
+        lines.append(
+            f"If every time varies by a tenth at random, it takes {time_of(facts, noisy)} on average."
+        )
+    return lines
+
+
+def _rows(plan: Plan, facts: dict[str, Fact]) -> tuple[tuple[str, ...], ...]:
+    """The chosen one and its rivals, the fastest first."""
+    own, found = facts["makespan"], []
+    for key, value in facts.items():
+        if key.startswith(MAKESPAN) and isinstance(value, int | float):
+            name = key.removeprefix(MAKESPAN)
+            found.append((name, float(value), facts.get(PEAK + name)))
+    if not isinstance(own, int | float):
+        return ()
+    rows = [
+        (
+            f"{plan.name} (chosen)",
+            time_of(facts, own),
+            "",
+            size_of(facts, facts.get("peak_activations")),
+        )
+    ]
+    for name, time, peak in sorted(found, key=lambda row: row[1]):
+        share = time / own - 1.0 if own else 0.0
+        beside = (
+            "as long"
+            if abs(share) < 5e-4
+            else f"{abs(share):.1%} {'longer' if share > 0 else 'shorter'}"
+        )
+        rows.append((name, time_of(facts, time), beside, size_of(facts, peak)))
+    return tuple(rows)
+
+
+def _others(facts: dict[str, Fact]) -> list[str]:
+    """Facts of a planner that have no sentence of their own."""
+    return [
+        f"{key.replace('_', ' ')}: {_plain(value)}"
+        for key, value in facts.items()
+        if key not in TOLD
+        and not key.startswith((MAKESPAN, PEAK))
+        and value is not None
+    ]
+
+
+# ---------------------------------------------------------------- numbers with their units
+def time_of(facts: dict[str, Fact], value: float) -> str:
+    """A time of a plan: in seconds if it was planned with measured times, else in forward passes."""
+    return f"{value:,.2f}" if "backward" in facts else in_seconds(value)
+
+
+def size_of(facts: dict[str, Fact], value: Fact) -> str:
+    """The activations of a rank: bytes if they were measured, else micro-batches."""
+    if not isinstance(value, int | float):
+        return ""
+    if "profile" in facts:
+        return in_bytes(value)
+    return f"{value:.3g} micro-batch{'' if value == 1 else 'es'}"
+
+
+def _plain(value: Fact) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return f"{value:,.4g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,324 @@
+"""The command line as a new user meets it, mistakes included."""
+
+from __future__ import annotations
+
+import copy
+import json
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from xml.etree import ElementTree
+
+import pytest
+
+from commands import called
+from penstock import REGISTRY, make
+from penstock.cli.app import app
+from penstock.formats import load_torch_csv, read_plan
+
+
+@pytest.fixture
+def run(monkeypatch, capsys, tmp_path):
+    """Runs a command line in an empty folder; gives exit code, stdout, stderr."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "100")
+
+    return partial(called, monkeypatch, capsys)
+
+
+HANAYO = "hanayo --ranks 4 --microbatches 4 --waves 2"
+
+
+def test_simulate_prints_one_json_object(run):
+    code, out, err = run(
+        "simulate hanayo --ranks 8 --microbatches 8 --waves 2 --comm 0.05 --json"
+    )
+    facts = json.loads(out)
+    assert (code, err) == (0, "")
+    assert facts["makespan"] == pytest.approx(34.4)
+    assert facts["bubble"] == pytest.approx(0.3023, abs=1e-4)
+    assert facts["peak_activations"] == [6.25, 6.5, 6.75, 7.0, 7.25, 7.5, 7.75, 8.0]
+    assert facts["actions"] == 512
+    assert facts["lower_bound"] <= facts["makespan"]
+
+
+def test_costs_are_options(run):
+    _, out, _ = run(
+        "simulate 1f1b --ranks 4 --microbatches 8 --forward 2 --backward 3 --json"
+    )
+    assert json.loads(out)["makespan"] == pytest.approx(5 * (8 + 3))
+
+
+@pytest.mark.parametrize("ending", ["svg", "html", "json", "csv", "trace.json"])
+def test_draw_writes_by_the_ending(run, ending):
+    code, out, err = run(f"draw {HANAYO} -o x.{ending}")
+    assert (code, out) == (0, "")
+    assert err == f"wrote x.{ending}\n"
+    text = Path(f"x.{ending}").read_text()
+    if ending == "svg":
+        assert ElementTree.fromstring(text).tag.endswith("svg")
+    elif ending == "html":
+        assert text.lower().startswith("<!doctype html>")
+    elif ending == "csv":
+        assert (
+            load_torch_csv(text).lanes
+            == make("hanayo", ranks=4, microbatches=4, waves=2).lanes
+        )
+    elif ending == "json":
+        assert read_plan(f"x.{ending}").schedule == make(
+            "hanayo", ranks=4, microbatches=4, waves=2
+        )
+    else:
+        assert json.loads(text)["traceEvents"]
+
+
+def test_draw_shows_a_line_a_rank_in_the_terminal(run):
+    code, out, _ = run(f"draw {HANAYO}")
+    assert code == 0
+    assert sum(line.startswith("rank") for line in out.splitlines()) == 4
+    assert all(len(line) <= 100 for line in out.splitlines())
+
+
+@pytest.mark.parametrize("ending", ["json", "csv"])
+def test_a_file_stands_in_for_a_name(run, ending):
+    run(f"draw {HANAYO} -o x.{ending}")
+    _, by_name, _ = run(f"simulate {HANAYO} --comm 0.1 --json")
+    _, by_file, _ = run(f"simulate x.{ending} --comm 0.1 --json")
+    assert json.loads(by_file)["makespan"] == json.loads(by_name)["makespan"]
+    code, _, _ = run(f"draw x.{ending} -o y.svg")
+    assert code == 0
+
+
+def test_plan_ranks_and_writes_the_best(run):
+    code, out, _ = run(
+        "plan --ranks 4 --microbatches 8 --comm 0.05 --memory 4 -o plan.json --json"
+    )
+    rows = json.loads(out)["schedules"]
+    assert code == 0
+    assert rows[0]["makespan"] == min(row["makespan"] for row in rows)
+    assert all(row["peak"] <= 4 + 1e-9 for row in rows)
+    plan = read_plan("plan.json")
+    assert plan.facts["makespan"] == rows[0]["makespan"]
+    code, out, _ = run("check plan.json")
+    assert (code, "is a schedule" in out) == (0, True)
+    code, out, _ = run("check plan.json --json")
+    assert json.loads(out)["ok"] is True
+
+
+@pytest.mark.parametrize("source", ["plan.json", "x.csv"])
+def test_check_run_compares_every_gradient_with_the_unsplit_model(run, source):
+    pytest.importorskip("torch")
+    run(
+        "plan --ranks 2 --microbatches 4 --comm 0.05 --memory 2 --slices 1 -o plan.json"
+    )
+    run("draw interleaved-zb --ranks 2 --microbatches 3 -o x.csv")
+    code, out, err = run(f"check {source} --run --json")
+    assert (code, err) == (0, "")
+    facts = json.loads(out)
+    assert facts["gradients"] > 10
+    assert facts["worst"] < 1e-10
+
+
+def test_check_run_takes_sliced_schedules(run):
+    pytest.importorskip("torch")
+    run("draw seq1f1b --ranks 2 --microbatches 2 --slices 3 -o x.json")
+    code, out, err = run("check x.json --run")
+    assert (code, err) == (0, "")
+    assert "are those of the model in one piece" in " ".join(out.split())
+
+
+def test_check_run_tells_a_wrong_gradient_from_rounding(run, monkeypatch):
+    """The ranks get weights that are off by 1e-7: far more than what float64 rounds, and still hard to see."""
+    trial = pytest.importorskip("penstock.train.trial")
+    shifts = iter(
+        [0.0, 1e-7, 1e-7]
+    )  # of the model in one piece, then of each rank's copy
+
+    def copied(model):
+        twin, shift = copy.deepcopy(model), next(shifts)
+        for parameter in twin.parameters():
+            parameter.data += shift
+        return twin
+
+    run("draw 1f1b --ranks 2 --microbatches 2 -o x.json")
+    code, out, _ = run("check x.json --run")
+    assert (
+        code,
+        "within rounding of float64 (no difference reaches 1e-10)"
+        in " ".join(out.split()),
+    ) == (0, True)
+    monkeypatch.setattr(trial, "copy", SimpleNamespace(deepcopy=copied))
+    code, _, err = run("check x.json --run")
+    assert code == 2
+    assert "differs from that of the model in one piece by" in err
+
+
+def test_plan_prints_a_table_that_fits(run):
+    code, out, _ = run("plan --ranks 4 --microbatches 8 --comm 0.05 --memory 4 --top 5")
+    assert code == 0
+    assert "makespan" in out
+    assert "not tried: skip" in out
+    assert all(len(line) <= 100 for line in out.splitlines())
+
+
+def test_compare_lays_two_over_each_other(run):
+    run(f"draw {HANAYO} -o x.json")
+    code, _, err = run(
+        "compare 1f1b x.json --ranks 4 --microbatches 4 --comm 0.05 -o report.html"
+    )
+    assert (code, err) == (0, "wrote report.html\n")
+    assert "1f1b" in Path("report.html").read_text()
+
+
+def test_list_knows_every_schedule(run):
+    code, out, _ = run("list --json")
+    assert code == 0
+    assert [row["name"] for row in json.loads(out)["schedules"]] == list(REGISTRY)
+    _, out, _ = run("list")
+    assert all(name in out for name in REGISTRY)
+
+
+def test_every_verb_has_help_with_an_example(run):
+    for command in app.registered_commands:
+        name = command.name or command.callback.__name__.rstrip("_")
+        code, out, _ = run(f"{name} --help")
+        assert code == 0
+        assert f"Example: penstock {name}" in out
+
+
+# ---------------------------------------------------------------- mistakes
+MISTAKES = {
+    "simulate hanyo --ranks 4 --microbatches 4": "did you mean 'hanayo'?",
+    "simulate chimera --ranks 5 --microbatches 4": "the nearest is 6",
+    "simulate 1f1b --ranks 4": "1f1b needs microbatches",
+    "simulate 1f1b --ranks 0 --microbatches 4": "ranks 0 is too few; the least is 1",
+    "simulate 1f1b --ranks 4 --microbatches 4 --waves 2": "1f1b has no waves",
+    "simulate 1f1b --ranks 4 --microbatches 4 --slices 0": "slices 0 is too few",
+    "simulate 1f1b --ranks 4 --microbatches 4 --copies 0": "copies 0 is too few",
+    "simulate 1f1b --ranks 4 --microbatches 4 --comm -1": "--comm -1 is no time",
+    "simulate 1f1b --ranks 4 --microbatches 4 --forward nan": "--forward nan is no time",
+    "simulate skip --ranks 4 --microbatches 4 --skips 3": "at most 2 can be left out",
+    "simulate missing.json": "cannot read missing.json",
+    "simulate missing.csv": "cannot read missing.csv",
+    "draw 1f1b --ranks 2 --microbatches 2 -o x.pdf": "its ending must be one of",
+    "draw 1f1b --ranks 2 --microbatches 2 -o no/such/folder/x.svg": "cannot write",
+    "draw seq1f1b --ranks 2 --microbatches 2 -o x.csv": "torch's CSV cannot hold this schedule",
+    "check missing.json": "cannot read missing.json",
+    "check .": "cannot read .",
+    "plan --ranks 4 --microbatches 4 --memory 0.01": "nothing fits into a memory of 0.01",
+    "plan --ranks 0 --microbatches 4": "ranks 0 is too few",
+    "plan --ranks 2 --microbatches 2 --memory nan": "--memory nan is no memory",
+    "plan --ranks 2 --microbatches 2 --memory -1": "--memory -1 is no memory",
+    "draw 1f1b --ranks 2 --microbatches 2 --comm 1e308": "--comm 1e+308 is no time",
+    "compare 1f1b gpipe --ranks 2 --microbatches 2 -o x.png": "a comparison is an .html page",
+    "simulate 1f1b --ranks four --microbatches 4": "Invalid value for '--ranks'",
+    "nonsense": "No such command",
+}
+
+
+@pytest.mark.parametrize("line", MISTAKES)
+def test_a_mistake_is_one_message_and_exit_code_2(run, line):
+    code, out, err = run(line)
+    assert code == 2
+    assert out == ""
+    assert MISTAKES[line] in " ".join(err.split())
+    assert "Traceback" not in err
+
+
+def test_a_broken_plan_is_shown_with_its_place(run):
+    run(f"draw {HANAYO} -o x.json")
+    text = Path("x.json").read_text()
+    Path("cut.json").write_text(text[: len(text) // 2])
+    code, _, err = run("check cut.json")
+    assert code == 2
+    assert "cut.json:" in err
+    assert "ends too early" in err
+    Path("order.json").write_text(text.replace("0F0 0F1", "0F1 0F1"))
+    code, _, err = run("check order.json")
+    assert code == 2
+    assert "0F1 stands twice" in err
+    assert "^^^" in err
+
+
+def test_a_file_and_a_shape_do_not_go_together(run):
+    run(f"draw {HANAYO} -o x.json")
+    code, _, err = run("simulate x.json --ranks 4")
+    assert code == 2
+    assert "has its shape" in err
+
+
+def test_it_runs_as_a_program():
+    done = subprocess.run(
+        [
+            Path(sys.executable).parent / "penstock",
+            "simulate",
+            "nope",
+            "--ranks",
+            "2",
+            "--microbatches",
+            "2",
+        ],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith("UnknownNameError: there is no schedule 'nope'")
+
+
+# ---------------------------------------------------------------- sizes of schedules, and of terminals
+@pytest.mark.parametrize(
+    "line",
+    [
+        "simulate hanayo --ranks 4 --microbatches 4 --waves 100000",
+        "draw gpipe --ranks 4 --microbatches 99999999",
+        "simulate 1f1b --ranks 4 --microbatches 4 --slices 99999999",
+        "plan --ranks 4 --microbatches 99999999",
+        "plan --ranks 99999999 --microbatches 4",
+        "compare 1f1b gpipe --ranks 4 --microbatches 99999999 -o x.html",
+        "simulate 1f1b --ranks 4 --microbatches 4 --copies 99999999",
+    ],
+)
+def test_an_absurd_size_is_refused_with_the_number_of_actions(run, line):
+    code, out, err = run(line)
+    assert (code, out) == (2, "")
+    assert "actions; the most is 4,000,000" in err
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize("width", [80, 60, 40, 20])
+def test_no_number_of_a_table_is_cut(run, monkeypatch, width):
+    line = "plan --ranks 2 --microbatches 4 --comm 0.05 --forward 33.777"
+    rows = json.loads(run(f"{line} --json")[1])["schedules"]
+    monkeypatch.setenv("COLUMNS", str(width))
+    code, out, _ = run(f"{line} --top 100")
+    assert code == 0
+    assert all(len(text) <= width for text in out.splitlines())
+    assert "…" not in out
+    words = out.split()
+    for row in rows:
+        for key in (
+            "makespan",
+            *(("lower_bound", "noisy_makespan") if width != 60 else ()),
+        ):
+            assert f"{row[key]:.4g}" in words
+    if width == 60:
+        assert (
+            "no room for bound, order, ±10%: widen the terminal, or use --json"
+            in " ".join(words)
+        )
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["list", "simulate hanayo --ranks 16 --microbatches 32 --waves 2 --comm 0.0512345"],
+)
+def test_tables_fit_into_a_narrow_terminal(run, monkeypatch, line):
+    for width in (80, 60):
+        monkeypatch.setenv("COLUMNS", str(width))
+        code, out, _ = run(line)
+        assert code == 0
+        assert all(len(text) <= width for text in out.splitlines())
+        assert "…" not in out

@@ -1,0 +1,263 @@
+"""`penstock paths` and what a user may get wrong: one clear line each; Ctrl-C shows the best plan so far."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from commands import called
+from penstock import make
+from penstock.cost import Cluster
+from penstock.formats import dump_plan, read_cluster, read_plan, write_cluster
+from penstock.ir import Plan
+from penstock.plan.paths.rules import Rules, rules_from, rules_text
+
+CITIES = ["Paris", "London", "Tokyo", "Osaka", "Lisbon", "Rome", "Boston", "Madrid"]
+SIZES = "--parts 4 --microbatches 3 --forward 0.5 --message 8e6 --iterations 500"
+TWO = 'penstock = "cluster"\n[[nodes]]\nsite = "Tokyo"\nslots = 3\n[[nodes]]\nsite = "Osaka"\nslots = 3\n'
+
+
+@pytest.fixture
+def run(monkeypatch, capsys, tmp_path):
+    """Runs a command line in a folder with a cluster.toml; gives exit code, stdout, stderr."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "120")
+    write_cluster(Cluster.geo(CITIES), "cluster.toml")
+    return partial(called, monkeypatch, capsys)
+
+
+def test_a_plan_is_shown_with_its_bound_and_written(run):
+    code, out, err = run(f"paths cluster.toml {SIZES} --share 0.25 -o plan.json")
+    assert (code, err) == (0, "wrote plan.json\n")
+    for word in (
+        "no plan takes less than",
+        "gap",
+        "nothing left out",
+        "with all parts every 10 steps",
+        "part 3",
+    ):
+        assert word in out
+    assert (
+        read_plan("plan.json").facts["bound_holds_for"]
+        == "every plan under these rules"
+    )
+    assert run("check plan.json")[1].endswith("Its paths keep to the rules.\n")
+    code, out, _ = run(f"paths cluster.toml {SIZES} --share 0.25 --json")
+    found = json.loads(out)
+    assert found["makespan"] >= found["lower_bound"] > 0
+    assert (
+        found["stopped"]
+        is found["cut_short"]
+        is found["full_pipeline_cut_short"]
+        is False
+    )
+    assert found["simulations"] == 500
+
+
+def test_the_same_command_writes_the_same_plan(run):
+    for name in ("one", "other"):
+        run(f"paths cluster.toml {SIZES} --share 0.25 --seed 3 -o {name}.json")
+    assert Path("one.json").read_bytes() == Path("other.json").read_bytes()
+
+
+def test_a_time_limit_that_cuts_a_search_short_is_said(run):
+    code, out, _ = run(
+        f"paths cluster.toml {SIZES} --share 0.25 --seconds 1e-9 -o plan.json"
+    )
+    assert code == 0
+    assert (
+        out.count("0 moves") == out.count("cut short") == 2
+    )  # the paths' search, and the full pipeline's
+    assert read_plan("plan.json").facts["cut_short"] is True
+    found = json.loads(
+        run(f"paths cluster.toml {SIZES} --share 0.25 --seconds 1e-9 --json")[1]
+    )
+    assert found["cut_short"] is found["full_pipeline_cut_short"] is True
+    assert found["stopped"] is False
+    assert (
+        "cut short"
+        not in run(f"paths cluster.toml {SIZES} --share 0.25 --seconds 3600")[1]
+    )
+
+
+def test_the_full_pipeline_is_planned_as_the_paths_are(run):
+    found = json.loads(run(f"paths cluster.toml {SIZES} --share 0.25 --json")[1])
+    data = len(found["nodes"][0])
+    alone = json.loads(
+        run(
+            f"paths cluster.toml {SIZES} --share 0 --rule swaps=0 --rule behind=0 --rule distance=0 "
+            f"--data-nodes {data} --json"
+        )[1]
+    )
+    assert found["full_pipeline"] == alone["makespan"]
+    waved = json.loads(
+        run(f"paths cluster.toml {SIZES} --share 0.25 --waves --json")[1]
+    )
+    assert waved["full_pipeline"] > 0
+
+
+def test_rules_are_data(run):
+    code, _, _ = run(
+        f"paths cluster.toml {SIZES} --rule share=1/4 --rule swaps=0 --rule full=5 --slots 2 -o plan.json"
+    )
+    assert code == 0
+    facts = read_plan("plan.json").facts
+    assert rules_from(str(facts["rules"]).split()) == Rules(share=0.25, swaps=0, full=5)
+    assert facts["slots"] == " ".join(["2"] * 8)
+    schedule = read_plan("plan.json").schedule
+    paths = [
+        [schedule.stages[stage].part for stage in microbatch.path]
+        for microbatch in schedule.microbatches
+    ]
+    assert all(sorted(path) == path for path in paths)  # no steps back
+    code, out, _ = run(
+        f"paths cluster.toml {SIZES} --rule share=1/4 --rule full=0 --data-nodes 3"
+    )
+    assert code == 0
+    assert "every" not in out
+
+
+def test_rules_read_back_what_they_write():
+    for rules in (Rules(), Rules(share=0.5, swaps=0, ahead=2, full=0, wait=1.5)):
+        assert rules_from(rules_text(rules).split()) == rules
+
+
+def test_a_broken_rule_is_named_with_its_micro_batches(run):
+    run(f"paths cluster.toml {SIZES} --share 0.25 -o plan.json")
+    code, out, err = run("check plan.json --rule share=0")
+    assert (code, out) == (2, "")
+    assert "share: the path over parts" in err
+    assert "meets 3 of 4 parts, not 4" in err
+    assert "micro-batches: " in err
+    assert run("check plan.json --rule share=1/4")[0] == 0
+    code, _, err = run(f"paths cluster.toml {SIZES} --share 0.25 --rule wait=0")
+    assert code == 2
+    assert "collision: " in err
+    assert "waits" in err
+    Path("other.json").write_text(
+        dump_plan(Plan(make("1f1b", ranks=2, microbatches=2), "1f1b"))
+    )
+    code, out, _ = run("check other.json")
+    assert code == 0
+    assert "rules" not in out  # it was made by none
+
+
+def test_a_plan_that_was_changed_by_hand_is_held_to_its_rules(run):
+    run(f"paths cluster.toml {SIZES} --share 0.25 -o plan.json")
+    plan = read_plan("plan.json")
+    text = dump_plan(plan).replace(str(plan.facts["slots"]), " ".join(["1"] * 8))
+    Path("plan.json").write_text(text)
+    code, _, err = run("check plan.json")
+    assert code == 2
+    assert "it has 1 slots" in err
+
+
+@pytest.fixture
+def interruptible():
+    """As on a terminal, wherever the tests run."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
+def test_a_first_ctrl_c_shows_the_best_so_far(run):
+    run(f"paths cluster.toml {SIZES} --share 0.25")  # loads the compiled loops
+    timer = threading.Timer(1.5, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    code, out, err = run(
+        f"paths cluster.toml {SIZES.replace('500', '1000000000')} --share 0.25 -o plan.json"
+    )
+    timer.cancel()
+    assert (code, err) == (130, "wrote plan.json\n")
+    assert "stopped: the best so far" in out
+    assert "a step" in out
+    assert read_plan("plan.json").facts["makespan"] > 0
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_sites_that_are_cities_need_no_links(run):
+    Path("cities.toml").write_text(TWO + "[links]\ncities = true\n")
+    assert read_cluster("cities.toml") == Cluster.geo(["Tokyo", "Osaka"])
+
+
+# ---------------------------------------------------------------- mistakes
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (None, "cannot read broken.toml: No such file"),
+        ("penstock = ", "broken.toml: this is not TOML"),
+        (
+            TWO + "[links]\nlatency = [[0, 1]]\n",
+            "the latency matrix has 1 rows, but there are 2 nodes",
+        ),
+        (
+            TWO + "[links]\nlatency = [[0, 1], [1]]\n",
+            "row 1 of the latency matrix has 1 numbers",
+        ),
+        (
+            TWO + "[links]\nbandwidth = [[0, -1], [1, 0]]\n",
+            "a bandwidth of -1 from rank 0 to 1",
+        ),
+        (
+            TWO.replace("Osaka", "Osoka") + "[links]\ncities = true\n",
+            "there is no city 'Osoka'; did you mean 'Osaka'",
+        ),
+        (
+            TWO + '[[link]]\nbetween = ["Tokyo", "Osoka"]\nlatency = 1\n',
+            "names the site 'Osoka', where no node is",
+        ),
+        (TWO.replace("slots = 3", ""), "node 0 has neither slots nor memory"),
+        (
+            TWO.replace("slots = 3", "memory = 1e9"),
+            "node 0 has a memory, but no bytes a micro-batch are given",
+        ),
+    ],
+)
+def test_a_broken_cluster_is_one_clear_message(run, text, says):
+    if text is not None:
+        Path("broken.toml").write_text(text)
+    code, out, err = run(
+        "paths broken.toml --parts 2 --microbatches 2 --forward 1 --share 0"
+    )
+    assert (code, out) == (2, "")
+    assert says in err
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("--share 1.5", "a share of 1.5 of the parts cannot be left out"),
+        ("--share 0.9", "a path over 0 of 4 parts; leave out less"),
+        ("--parts 9", "8 nodes cannot hold 9 parts; the least is 9 nodes"),
+        ("--microbatches 0", "microbatches"),
+        ("--forward 0", "--forward 0 is too little; give more than 0"),
+        ("--message -1", "--message -1 is too little; give 0 or more"),
+        ("--seconds 0", "--seconds 0 is too little"),
+        ("--iterations 0", "--iterations 0 is too little; give 1 or more"),
+        ("--slices 0", "slices"),
+        ("--slices 99999999", "actions; the most is 4,000,000"),
+        ("--microbatches 99999999", "actions; the most is 4,000,000"),
+        ("--parts 99999999", "actions; the most is 4,000,000"),
+        ("--slots 0", "0 slots; the least is 1"),
+        ("--data-nodes 7", "7 data nodes of 8 nodes and 4 parts; from 1 to 5 fit"),
+        ("--rule ahaed=3", "there is no rule 'ahaed'; did you mean 'ahead'"),
+        ("--rule ahead", "a rule is NAME=VALUE, like ahead=4; not 'ahead'"),
+        ("--rule ahead=x", "the rule ahead is 'x', not a number"),
+        ("--rule swaps=1.5", "the rule swaps is 1.5, not a whole number"),
+        ("--rule ahead=0", "ahead is 0: no path could go on"),
+        ("--rule wait=-1", "wait is -1.0 seconds"),
+    ],
+)
+def test_what_cannot_be_planned_is_one_clear_message(run, words, says):
+    code, out, err = run(f"paths cluster.toml {SIZES} {words}")
+    assert (code, out) == (2, "")
+    assert says in err
+    assert "Traceback" not in err

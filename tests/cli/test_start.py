@@ -1,0 +1,75 @@
+"""Ctrl-C while a command is still starting: whatever is being imported, it ends with one line and exit code 130."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from commands import environment
+
+PRESSED = "import os, signal; os.kill(os.getpid(), signal.SIGINT); raise SystemExit('the interrupt was lost')\n"
+AS_MODULE, AS_SCRIPT = (
+    ["-m", "penstock"],
+    ["-c", "from penstock.__main__ import main; main()"],
+)
+
+
+def interrupted_in(
+    module: str, folder: Path, begin: list[str], line: str
+) -> subprocess.CompletedProcess[str]:
+    """Runs a command line that is interrupted while it imports a module: a stand-in presses Ctrl-C."""
+    (folder / f"{module}.py").write_text(PRESSED)
+    env = environment()
+    env["PYTHONPATH"] = os.pathsep.join([str(folder), env["PYTHONPATH"]])
+    command = [sys.executable, *begin, *line.split()]
+    return subprocess.run(
+        command,
+        cwd=folder,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize(
+    ("module", "line"),
+    [
+        ("typer", "list"),
+        ("numpy", "draw 1f1b --ranks 2 --microbatches 2"),
+        ("torch", "train"),
+        ("rich", "list"),
+    ],
+)
+@pytest.mark.parametrize("begin", [AS_MODULE, AS_SCRIPT], ids=["module", "script"])
+def test_ctrl_c_during_an_import_is_one_line(tmp_path, module, line, begin):
+    done = interrupted_in(module, tmp_path, begin, line)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "Interrupted.\n")
+
+
+def test_ctrl_c_after_the_imports_is_one_line(tmp_path):
+    code = (
+        "import os, signal, penstock.cli.tables as screen; from penstock.__main__ import main\n"
+        "screen.print_table = lambda *_: os.kill(os.getpid(), signal.SIGINT)\nmain()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, "list"],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (130, "Interrupted.\n")
+
+
+def test_importing_the_package_loads_none_of_its_rooms():
+    code = "import sys, penstock; assert not [name for name in sys.modules if name.startswith('penstock.')]"
+    subprocess.run(
+        [sys.executable, "-c", code], env=environment(), check=True, timeout=60
+    )

@@ -1,0 +1,972 @@
+"""Training as a user meets it: real processes, killed, stopped, resumed; and what is said when it cannot be."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import math
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.distributed.elastic.multiprocessing.errors import (
+    ChildFailedError,
+    ProcessFailure,
+)
+
+from commands import called, ended, environment
+from penstock import MicroBatch, Plan, Schedule, Stage, make
+from penstock.config import PRESETS, Config
+from penstock.errors import RunError
+from penstock.formats import read_plan, write_plan
+from penstock.formats.config_toml import (
+    apply_changes,
+    load_config,
+    read_config,
+    written_keys,
+)
+from penstock.ir import parse_action
+from penstock.runtime import run_threads
+from penstock.schedules.transforms import replicate
+from penstock.train.data.corpus import open_corpus
+from penstock.train.history import StepRow, read_rows
+from penstock.train.hub import settle_tokenizer
+from penstock.train.launcher import _story
+from penstock.train.loop import Trainer, describe
+from penstock.train.session import plan_run
+from penstock.train.worker import Verdict, job_of, model_sizes, read_failure
+
+SMALL = """
+[model]
+layers = 4
+width = 32
+heads = 4
+inner = 64
+[data]
+tokens = 32
+batch = 8
+[schedule]
+name = "hanayo"
+ranks = 2
+microbatches = 4
+[optimizer]
+warmup = 5
+[run]
+steps = 12
+evaluate = 0
+save = 3
+timed = 5
+threads = 1
+forecast = false
+"""
+
+
+@pytest.fixture
+def text(tmp_path):
+    """A folder with some text and a config."""
+    lines = [
+        f"the {n % 7} cats sat on {n % 5} mats and said {n % 3}\n" for n in range(3000)
+    ]
+    (tmp_path / "text.txt").write_text("".join(lines))
+    (tmp_path / "config.toml").write_text(
+        SMALL.replace("[data]", '[data]\nsources = ["text.txt"]')
+    )
+    return tmp_path
+
+
+@dataclass
+class Done:
+    code: int
+    out: str
+    err: str
+
+
+def run(folder: Path, line: str, **more: str) -> Done:
+    """A command line of its own process, as from a shell."""
+    command, env = (
+        [sys.executable, "-W", "error", "-m", "penstock", *line.split()],
+        environment(**more),
+    )
+    done = subprocess.run(
+        command,
+        cwd=folder,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    return Done(done.returncode, done.stdout, done.stderr)
+
+
+def start(folder: Path, line: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "penstock", *line.split()]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(
+        command, cwd=folder, env=environment(), stdout=pipe, stderr=pipe, text=True
+    )
+
+
+def weights(run_folder: Path, step: int) -> dict[str, torch.Tensor]:
+    """Everything that a checkpoint holds, read without our code."""
+    files = (run_folder / "checkpoints" / f"step-{step:08d}").glob("*.safetensors")
+    return {name: tensor for file in files for name, tensor in load_file(file).items()}
+
+
+def wait_for(folder: Path, steps: int, seconds: float = 600.0) -> None:
+    late = time.monotonic() + seconds
+    while len(read_rows(folder)) < steps:
+        assert time.monotonic() < late, "it does not train"
+        time.sleep(0.02)
+
+
+@pytest.fixture
+def here(monkeypatch, capsys, text):
+    """Runs a command line in this process; gives exit code, stdout, stderr."""
+    monkeypatch.chdir(text)
+    monkeypatch.setenv("COLUMNS", "200")
+
+    return lambda line: Done(*called(monkeypatch, capsys, line))
+
+
+# ---------------------------------------------------------------- a whole run
+def test_a_run_ends_with_a_curve_a_report_a_checkpoint_and_a_sample(
+    text, here, monkeypatch, capsys
+):
+    done = run(text, "train config.toml --sample 20 --set run.forecast=true")
+    assert done.code == 0, done.err
+    folder = text / "runs" / "config"
+    rows = read_rows(folder)
+    assert [row.step for row in rows] == list(range(1, 13))
+    assert rows[-1].loss < rows[0].loss - 0.3
+    for words in (
+        "model ",
+        "schedule ",
+        "2 processes on",
+        "gloo",
+        "step 12/12",
+        "tokens/s",
+        "norm ",
+        "bubble ",
+        " MB",
+    ):
+        assert words in done.err, words
+    assert re.search(
+        r"predicted [\d,]+ tokens/s, [\d.,]+ ms a step: a pass of .*, optimizer [\d.]+ ms",
+        done.err,
+    )
+    assert re.search(r"a step took [\d.,]+ ms, predicted [\d.,]+ ms", done.out)
+    for words in ("trained 12 steps", "report ", "checkpoint ", "a sample", "def "):
+        assert words in done.out, words
+    page = (folder / "report.html").read_text()
+    assert page.count("<svg") == 4
+    assert "predicted" in page
+    assert "measured, step 12" in page
+    for words in (
+        "Largest differences",
+        "rank 1: parts ",
+        "of weights and optimizer",
+        "hanayo: 2 ranks",
+    ):
+        assert words in page, words
+    assert (folder / "checkpoints" / "step-00000012" / "checkpoint.json").is_file()
+    assert read_plan(folder / "plan.json").schedule.ranks == 2
+    assert list((folder / "tensorboard").iterdir())
+    assert "Traceback" not in done.err
+    assert here("report runs/config -o again.html").code == 0
+    assert (folder / "sample.txt").read_text()[:4] == "def "
+    assert "<h2>Sample</h2>" in (text / "again.html").read_text()
+    assert (text / "again.html").read_text().count("<svg") == 4
+    drawn = here("generate runs/config --prompt the --tokens 15 --temperature 0")
+    assert drawn.out.startswith("the")
+    assert here("export runs/config -o hub").code == 0
+    assert (
+        json.loads((text / "hub" / "config.json").read_text())["model_type"] == "llama"
+    )
+    assert (
+        here("generate hub --prompt the --tokens 15 --temperature 0").out == drawn.out
+    )
+    tried = here("eval runs/config --omit 0.5 --draws 2 --batches 1")
+    assert tried.code == 0, tried.err
+    whole, drawn_parts, best = tried.out.splitlines()
+    assert re.match(r"all +4/4 parts  perplexity [\d.]+  1\.000 of the whole", whole)
+    assert re.match(r"random +2/4 parts  perplexity [\d.]+ ± ", drawn_parts)
+    assert re.search(r"^best +2/4 parts .* parts 0 [123]$", best)
+    assert (
+        ended(text, "eval runs/config --omit 0.5 --draws 2000 --batches 80", 2.0)[0]
+        == 130
+    )
+    assert "-5 tokens cannot be added" in here("generate runs/config --tokens -5").err
+    assert "name the folder of a run" in here("eval hub --omit 0.5").err
+    assert "a share of 1 cannot be left out" in here("eval runs/config --omit 1").err
+
+
+# ---------------------------------------------------------------- trouble
+def undisturbed(folder: Path, other: Path) -> list[StepRow]:
+    """The run of a folder once more, in another, with threads for ranks."""
+    job = replace(job_of(folder, read_config(folder / "config.toml")), folder=other)
+    run_threads(job.plan.schedule.ranks, lambda comm: Trainer(job, comm).run())
+    return read_rows(other)
+
+
+def test_a_killed_worker_is_replaced_and_the_weights_are_those_of_an_undisturbed_run(
+    text, here
+):
+    process = start(
+        text,
+        "train config.toml --set run.steps=40 --set run.save=5 --set run.timed=0 --sample 0",
+    )
+    folder = text / "runs" / "config"
+    wait_for(folder, 12)
+    os.kill(int((folder / "ranks" / "1.pid").read_text()), signal.SIGKILL)
+    out, err = process.communicate(timeout=600)
+    assert process.returncode == 0, err
+    assert "a worker was lost; restart 1 of 3" in err
+    assert re.search(r"going on from runs/config/checkpoints/step-000000\d\d", err)
+    assert "trained 40 steps" in out
+    quiet = undisturbed(folder, text / "quiet")
+    assert [row.loss for row in read_rows(folder)] == [row.loss for row in quiet]
+    one, other = weights(text / "quiet", 40), weights(folder, 40)
+    assert set(one) == set(other)
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_ctrl_c_saves_and_ends_and_the_run_goes_on_from_there(text, here):
+    process = start(
+        text,
+        "train config.toml --set run.steps=400 --set run.save=0 --set run.timed=0 --sample 0",
+    )
+    folder = text / "runs" / "config"
+    wait_for(folder, 4)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=600)
+    assert process.returncode == 0, err
+    stopped = int(re.search(r"stopped after (\d+) steps", out)[1])
+    assert 4 <= stopped < 400
+    assert "go on with  penstock train runs/config --resume" in out
+    assert not (folder / "stop").exists()
+    more = here(
+        f"train runs/config --resume --sample 0 --set run.steps={stopped + 3} --set schedule.name=1f1b"
+    )
+    assert more.code == 0, more.err
+    assert [row.step for row in read_rows(folder)] == list(range(1, stopped + 4))
+
+
+def test_under_torchrun_it_is_the_same_run(text, here):
+    line = (
+        "train config.toml --sample 0 --set run.steps=4 --set run.folder=runs/torchrun"
+    )
+    launcher = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+    ]
+    env = environment(GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1")
+    command = [*launcher, "-m", "penstock", *line.split()]
+    done = subprocess.run(
+        command,
+        cwd=text,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    folder = text / "runs" / "torchrun"
+    assert "trained 4 steps" in done.stdout
+    assert [row.loss for row in read_rows(folder)] == [
+        row.loss for row in undisturbed(folder, text / "quiet")
+    ]
+
+
+def test_under_a_launcher_the_folder_must_be_named(here, monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    done = here("train config.toml")
+    assert (
+        "under a launcher all ranks must know the folder: --set run.folder=runs/NAME"
+        in done.err
+    )
+
+
+def test_what_one_rank_cannot_begin_with_is_said_once_and_not_tried_again_and_again(
+    text, here
+):
+    folder = text / "runs" / "lost"
+    folder.mkdir(parents=True)
+    (folder / "config.toml").write_text(
+        SMALL.replace("[data]", '[data]\nsources = ["gone.txt"]')
+    )
+    assert (
+        here("draw hanayo --ranks 2 --microbatches 4 -o runs/lost/plan.json").code == 0
+    )
+    code = (
+        "from pathlib import Path; from penstock.cli.train import rank; "
+        "from penstock.train.launcher import launch; launch(rank, Path('runs/lost'), 2, 1, False)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=text,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert "FileError: cannot read gone.txt" in done.stderr
+
+
+def test_two_processes_do_not_train_in_one_folder(text, here):
+    process = start(
+        text, "train config.toml --set run.steps=4000 --set run.save=0 --sample 0"
+    )
+    wait_for(text / "runs" / "config", 2)
+    done = here("train config.toml --set run.folder=runs/config")
+    process.kill()
+    process.communicate()
+    assert done.code == 2
+    assert "another process trains in runs/config" in done.err
+
+
+def test_a_second_ctrl_c_ends_all_at_once(text):
+    process = start(
+        text, "train config.toml --set run.steps=10000000 --set run.save=0 --sample 0"
+    )
+    folder = text / "runs" / "config"
+    wait_for(folder, 2)
+    pids = [int(file.read_text()) for file in (folder / "ranks").glob("*.pid")]
+    assert len(pids) == 2
+    process.send_signal(signal.SIGINT)
+    late = time.monotonic() + 600
+    while not (folder / "stop").exists() and time.monotonic() < late:
+        time.sleep(0.001)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(
+        timeout=600
+    )  # the steps that are left would take hours
+    assert process.returncode in (0, 130), err
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+def test_a_folder_may_have_brackets_in_its_name(text, here):
+    done = here(
+        "train config.toml --set run.steps=2 --set 'run.folder=a[/b] [red]x' --sample 0"
+    )
+    assert done.code == 0, done.err
+    assert "report      a[/b] [red]x/report.html" in done.out
+
+
+def test_words_of_a_shape_that_would_change_nothing_are_refused(text, here):
+    done = here(
+        "train config.toml --dry-run --set schedule.name=auto --set schedule.waves=3 --set schedule.split=true"
+    )
+    assert done.code == 2
+    assert (
+        "auto picks the shape, so schedule.waves and schedule.split would change nothing"
+        in done.err
+    )
+    assert here("draw 1f1b --ranks 2 --microbatches 4 -o own.json").code == 0
+    done = here(
+        "train config.toml --dry-run --set schedule.name=own.json --set schedule.slices=3"
+    )
+    assert "schedule.slices = 3, but own.json has 1" in done.err
+
+
+def test_a_run_goes_on_with_its_own_copy_of_a_tokenizer(text, here):
+    tokenizers = pytest.importorskip("tokenizers")
+    words = {
+        "<unk>": 0,
+        "the": 1,
+        "cats": 2,
+        "sat": 3,
+        "on": 4,
+        "mats": 5,
+        "and": 6,
+        "said": 7,
+    }
+    theirs = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<unk>"))
+    theirs.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    theirs.save(str(text / "own.json"))
+    line = "train config.toml --set data.tokenizer=own.json --set run.folder=runs/words --set run.steps=3 --sample 3"
+    assert here(line).code == 0
+    (text / "own.json").unlink()
+    assert here("eval runs/words --batches 1").code == 0
+    more = here("train runs/words --resume --set run.steps=5 --sample 0")
+    assert more.code == 0, more.err
+    assert "trained 5 steps" in more.out
+
+
+def test_a_full_disk_is_said_though_nothing_can_be_written(tmp_path):
+    (tmp_path / "failure.json").touch()
+    found = read_failure(tmp_path)
+    assert found is not None
+    assert "No space left on device" in found.text
+
+
+def test_a_rank_without_memory_for_the_first_step_says_so_and_is_not_started_again(
+    text, here
+):
+    assert here("train config.toml --set run.steps=1 --sample 0").code == 0
+    shutil.rmtree(text / "runs" / "config" / "checkpoints")
+    tests = str(Path(__file__).parents[1])
+    both = os.pathsep.join([tests, environment()["PYTHONPATH"]])
+    done = subprocess.run(
+        [sys.executable, f"{tests}/starved_workers.py", "runs/config"],
+        cwd=text,
+        capture_output=True,
+        env=environment(PYTHONPATH=both),
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert (
+        "rank 1 has no memory left: CUDA out of memory. Tried to allocate 3.00 GiB\n  fewer"
+        in done.stderr
+    )
+    assert "restart 1 of 3" not in done.stderr
+
+
+# ---------------------------------------------------------------- starts that come to nothing
+KILLED = """
+import os, signal, sys
+if any("forkserver" in word for word in sys.orig_argv):
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_that_the_process_which_starts_workers_was_killed_is_said_and_nothing_is_left(
+    text,
+):
+    (text / "sitecustomize.py").write_text(KILLED)
+    done = run(
+        text,
+        "train config.toml",
+        PYTHONPATH=os.pathsep.join([str(text), environment()["PYTHONPATH"]]),
+    )
+    assert done.code == 2
+    assert "RunError: the process that starts the workers is gone" in done.err
+    assert "there is no checkpoint yet; start again with the same command" in done.err
+    assert "Aborted" not in done.err
+    assert [path.name for path in (text / "runs").iterdir()] == ["cache"]
+
+
+def test_a_run_that_is_stopped_before_its_first_step_says_so_and_leaves_nothing(
+    text, here, monkeypatch
+):
+    monkeypatch.setattr(
+        "penstock.train.launcher.launch", lambda *_: Verdict(0, stopped=True)
+    )
+    done = here("train config.toml")
+    assert (done.code, done.out.splitlines()[0]) == (0, "stopped before the first step")
+    assert "start again with the same command" in done.out
+    assert not (text / "runs" / "config").exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_before_workers_start_leaves_nothing(number, text, here, monkeypatch):
+    monkeypatch.setattr(
+        "penstock.train.launcher.launch", lambda *_: os.kill(os.getpid(), number)
+    )
+    done = here("train config.toml")
+    assert done.code == 128 + number
+    assert f"ended     by {number.name}" in done.err
+    assert not (text / "runs" / "config").exists()
+
+
+def test_a_failed_start_leaves_what_was_there_before(text, here, monkeypatch):
+    def fail(*_: object) -> None:
+        raise RunError("no")
+
+    monkeypatch.setattr("penstock.train.launcher.launch", fail)
+    mine = text / "deep" / "mine"
+    assert (
+        here("train config.toml --set data.cache=cache --set run.folder=deep/mine").code
+        == 2
+    )
+    assert not mine.parent.exists()
+    mine.mkdir(parents=True)
+    (mine / "notes.txt").write_text("kept")
+    assert (
+        here("train config.toml --set data.cache=cache --set run.folder=deep/mine").code
+        == 2
+    )
+    assert (mine / "notes.txt").read_text() == "kept"
+    assert (mine / "config.toml").is_file()
+
+
+@pytest.mark.skipif(
+    sys.platform != "linux", reason="workers are forks of one process only there"
+)
+def test_sigterm_to_every_process_of_a_run_saves_and_ends(text):
+    line = "train config.toml --set run.steps=4000 --set run.save=0 --set run.timed=0 --sample 0"
+    process = subprocess.Popen(
+        [sys.executable, "-m", "penstock", *line.split()],
+        cwd=text,
+        env=environment(),
+        stdout=-1,
+        stderr=-1,
+        text=True,
+        start_new_session=True,
+    )
+    wait_for(text / "runs" / "config", 2)
+    os.killpg(process.pid, signal.SIGTERM)
+    out, err = process.communicate(timeout=150)
+    assert process.returncode == 0, err
+    assert "stopping  this step is finished and saved first" in err
+    assert "a worker was lost" not in err
+    stopped = int(re.search(r"stopped after (\d+) steps", out)[1])
+    assert (
+        text
+        / "runs"
+        / "config"
+        / "checkpoints"
+        / f"step-{stopped:08d}"
+        / "checkpoint.json"
+    ).is_file()
+
+
+# ---------------------------------------------------------------- before anything starts
+def test_a_dry_run_shows_plan_memory_and_speed_and_leaves_nothing(here, text):
+    done = here("train config.toml --dry-run")
+    assert done.code == 0, done.err
+    assert re.search(
+        r"predicted: [\d,]+ tokens/s, [\d.,]+ ms a step: a pass of [\d.,]+ ms \(bubble \d",
+        done.out,
+    )
+    assert len(re.findall(r"^ \d +[\d.]+ MB", done.out, re.M)) == 2
+    assert "hanayo: 2 ranks" in done.err
+    assert not (text / "runs").exists()
+
+
+def test_auto_picks_a_schedule_that_fits_the_layers(here):
+    done = here(
+        "train --dry-run --set model.layers=6 --set model.width=32 --set model.inner=32"
+    )
+    assert done.code == 0, done.err
+    assert "4 ranks, 8 micro-batches of 2 x 128 tokens" in done.err
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-v", "interleaved"])
+def test_a_plan_from_a_file_brings_its_own_ranks(here, name):
+    assert here(f"draw {name} --ranks 2 --microbatches 8 -o plan.json").code == 0
+    done = here(
+        "train config.toml --dry-run --set schedule.name=plan.json --set schedule.microbatches=8"
+    )
+    assert done.code == 0, done.err
+    assert "2 ranks, 8 micro-batches of 1 x 32 tokens" in done.err
+
+
+def test_init_writes_a_config_that_is_read_back(here, text):
+    assert here("init mine.toml --preset gpt2 --set run.steps=7").code == 0
+    config = read_config(text / "mine.toml")
+    assert config.run.steps == 7
+    assert config.model == PRESETS["gpt2"].model
+    assert "is there already" in here("init mine.toml").err
+    assert here("init other.toml").code == 0
+    assert load_config((text / "other.toml").read_text()) == Config()
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("train none.toml", "cannot read none.toml"),
+        ("train config.toml --set run.steps=0", "run.steps = 0 must be at least 1"),
+        (
+            "train config.toml --set schedule.name=hanay",
+            "there is no schedule 'hanay'; did you mean 'hanayo'?",
+        ),
+        (
+            "train config.toml --set schedule.waves=4",
+            "16 parts, but the model has only 4 layers",
+        ),
+        (
+            "train config.toml --set schedule.name=1f1b --set schedule.waves=2",
+            "1f1b has no waves",
+        ),
+        (
+            "train config.toml --set schedule.name=auto --set schedule.ranks=8",
+            "4 layers cannot fill 8 ranks",
+        ),
+        ('train config.toml --set data.sources=["gone.txt"]', "cannot read gone.txt"),
+        (
+            "train config.toml --set model.weights=nowhere",
+            "cannot read nowhere/config.json",
+        ),
+        ("train config.toml --set model.heads=5", "width must be a multiple of heads"),
+        ("train --preset huge", "there is no preset 'huge'"),
+        (
+            "train config.toml --set schedule.partition=[1,1,1,1,1]",
+            "schedule.partition has 5 layers",
+        ),
+        (
+            "train config.toml --set schedule.partition=[2,2]",
+            "is for 2 parts and 4 layers, but there are 4 parts",
+        ),
+        ("generate nowhere", "nowhere has no checkpoint"),
+        ("export nowhere", "nowhere has no checkpoint"),
+        ("report nowhere", "has no steps of a run"),
+        ("report text.txt", "has no steps of a run"),
+        ("export nowhere -o text.txt", "text.txt is a file"),
+        ("init x.toml --set run.steps=0", "run.steps = 0 must be at least 1"),
+        ("train text.txt", "text.txt is no TOML"),
+        (
+            "train config.toml --set run.folder=text.txt",
+            "cannot write to text.txt: File exists",
+        ),
+        (
+            "train config.toml --set data.cache=text.txt",
+            "cannot write the token cache text.txt/tokens-",
+        ),
+        (
+            "train config.toml --set model.weights=text.txt",
+            "cannot read text.txt/config.json: Not a directory",
+        ),
+        (
+            "train config.toml --set schedule.name=text.txt",
+            "there is no schedule 'text.txt'",
+        ),
+        (
+            "train config.toml --set data.sources=3",
+            "data.sources must be a list of texts",
+        ),
+        (
+            "train config.toml --set run.steps=1e3",
+            "run.steps must be a whole number, not 1000.0",
+        ),
+        (
+            "train config.toml --preset gpt2",
+            "--preset gpt2 is for a run without a config; config.toml says its own",
+        ),
+        (
+            "train config.toml --dry-run --set data.sources=gone.txt",
+            "cannot read gone.txt",
+        ),
+    ],
+)
+def test_a_mistake_is_one_message_before_anything_starts(here, text, line, words):
+    done = here(line)
+    assert done.code == 2
+    assert words in done.err
+    assert "Traceback" not in done.err
+    assert not (text / "runs").exists() or not list(
+        (text / "runs").glob("*/metrics.jsonl")
+    )
+
+
+def test_a_folder_that_is_no_run_is_said_so(here, text):
+    (text / "folder").mkdir()
+    assert (
+        "folder is not the folder of a run: it has no config.toml"
+        in here("train folder").err
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ("model.inner=96", "is of another model: its inner is 64, here it is 96"),
+        ("run.seed=3", "its seed is 0, here"),
+        ("data.tokens=16", "its length is 32, here it is 16"),
+    ],
+)
+def test_a_resume_that_cannot_be_leaves_the_run_as_it_was(change, words, here, text):
+    config = read_config(text / "config.toml")
+    corpus = open_corpus(config.data, text / "runs" / "cache")
+    saved = text / "runs" / "mine" / "checkpoints" / "step-00000003"
+    saved.mkdir(parents=True)
+    facts = {
+        "penstock": "checkpoint",
+        "step": 3,
+        "files": {},
+        "model": describe(model_sizes(config)),
+        "data": {"seen": 24, "seed": 0, "length": 32, "digest": corpus.digest},
+    }
+    (saved / "checkpoint.json").write_text(json.dumps(facts))
+    told = text / "runs" / "mine" / "config.toml"
+    told.write_text((text / "config.toml").read_text())
+    done = here(f"train runs/mine --resume --set {change}")
+    assert (done.code, words in done.err) == (2, True), done.err
+    assert told.read_text() == (text / "config.toml").read_text()
+    assert sorted(file.name for file in told.parent.iterdir()) == [
+        "checkpoints",
+        "config.toml",
+    ]
+
+
+def test_how_a_killed_worker_is_told_depends_on_the_signal_and_on_what_is_saved(
+    tmp_path,
+):
+    killed = {0: ProcessFailure(0, 1, -signal.SIGILL, "<N/A>")}
+    story = _story(ChildFailedError("penstock", killed), 3, tmp_path)
+    assert (
+        "rank 0 was killed by SIGILL, 3 restarts did not help\n  there is no checkpoint yet"
+        in story
+    )
+    assert "run.precision=float32" in story
+    (tmp_path / "checkpoints" / "step-00000007").mkdir(parents=True)
+    assert "the last checkpoint is " in _story(
+        ChildFailedError("penstock", killed), 0, tmp_path
+    )
+
+
+def test_a_run_is_not_overwritten_and_nothing_to_resume_is_said(text, here):
+    (text / "runs" / "config" / "checkpoints" / "step-00000003").mkdir(parents=True)
+    done = here("train config.toml --set run.folder=runs/config")
+    assert done.code == 2
+    assert "has a run already" in done.err
+    lost = here("train config.toml --resume --set run.folder=runs/empty")
+    assert lost.code == 2
+    assert "there is no good checkpoint in runs/empty/checkpoints" in lost.err
+    assert "Traceback" not in lost.err
+
+
+def test_a_folder_in_which_nothing_was_saved_may_be_started_in_and_not_resumed(
+    text, here
+):
+    left = (
+        text / "runs" / "mine" / "checkpoints" / "step-00000003.saving"
+    )  # as a full disk leaves it
+    left.mkdir(parents=True)
+    resumed = here("train config.toml --resume --set run.folder=runs/mine")
+    assert (resumed.code, "start anew, without --resume" in resumed.err) == (2, True), (
+        resumed.err
+    )
+    started = here(
+        "train config.toml --set run.folder=runs/mine --set run.steps=2 --sample 0"
+    )
+    assert started.code == 0, started.err
+    assert [path.name for path in left.parent.iterdir()] == ["step-00000002"]
+    assert (
+        "runs/mine has a run already"
+        in here("train config.toml --set run.folder=runs/mine").err
+    )
+
+
+# ---------------------------------------------------------------- a plan file has its own shape
+def test_a_plan_file_decides_its_shape_and_a_value_that_says_otherwise_is_refused(
+    text, here
+):
+    (text / "bare.toml").write_text(
+        '[data]\nsources = ["text.txt"]\n[model]\nlayers = 4\n'
+    )
+    assert here("draw 1f1b --ranks 4 --microbatches 1 -o p.json").code == 0
+    assert (
+        here("draw seq1f1b --ranks 2 --microbatches 4 --slices 2 -o cut.json").code == 0
+    )
+    line = "train bare.toml --dry-run --set schedule.name=p.json --set data.batch=1 --set data.tokens=16"
+    done = here(
+        f"{line} --set schedule.ranks=4 --set schedule.slices=1 --set schedule.copies=1"
+    )
+    assert done.code == 0, done.err
+    assert "4 ranks, 1 micro-batches of 1 x 16 tokens" in done.err
+    for change, words in (
+        ("schedule.ranks=2", "schedule.ranks = 2, but p.json has 4"),
+        ("schedule.microbatches=8", "schedule.microbatches = 8, but p.json has 1"),
+        ("schedule.slices=3", "schedule.slices = 3, but p.json has 1"),
+        ("schedule.copies=2", "schedule.copies = 2, but p.json has 1"),
+        ("schedule.split=true", "schedule.split = true, but p.json has false"),
+        ("schedule.waves=2", "schedule.waves = 2, but p.json has 0.5"),
+        ("data.batch=2 --set schedule.skips=1", "schedule.skips = 1, but p.json has 0"),
+    ):
+        refused = here(f"{line} --set {change}")
+        assert (refused.code, words in refused.err) == (2, True), refused.err
+    assert "schedule.microbatches = 8" not in here(f"{line} --set schedule.ranks=2").err
+    changes = ["schedule.name=cut.json", "schedule.slices=2"]
+    written = written_keys(Path("config.toml"), changes)
+    assert {
+        "schedule.ranks",
+        "schedule.microbatches",
+        "schedule.slices",
+        "data.batch",
+    } < written
+    config, plan = plan_run(
+        read_config("config.toml", changes), 4, written
+    )  # what is written agrees
+    assert (config.schedule.slices, plan.schedule.slices, config.rows) == (0, 2, 2)
+    preset = apply_changes(
+        PRESETS["llama-150m"], ["schedule.name=p.json"]
+    )  # which has 16 micro-batches
+    assert plan_run(preset, 12, {"schedule.name"})[0].rows == 64
+    refused = here("train config.toml --dry-run --set schedule.name=p.json")
+    assert refused.code == 2
+    for words in (
+        "schedule.ranks = 2, but p.json has 4",
+        "schedule.microbatches = 4, but p.json has 1",
+        "leave these",
+    ):
+        assert words in refused.err
+    odd = here(
+        "train bare.toml --dry-run --set schedule.name=p.json --set data.batch=1 --set schedule.partition=[4]"
+    )
+    assert (
+        "the partition [4] is for 1 parts and 4 layers, but there are 4 parts"
+        in odd.err
+    )
+
+
+def test_copies_in_a_plan_file_agree_with_ranks_times_copies(text, here):
+    (text / "bare.toml").write_text(
+        '[data]\nsources = ["text.txt"]\n[model]\nlayers = 4\n'
+    )
+    write_plan(
+        Plan(replicate(make("1f1b", ranks=2, microbatches=4), 2), "two", (1, 3)),
+        text / "two.json",
+    )
+    line = (
+        "train bare.toml --dry-run --set schedule.name=two.json --set schedule.copies=2"
+    )
+    told = [
+        "schedule.name=two.json",
+        "schedule.copies=2",
+        "schedule.ranks=2",
+        "schedule.microbatches=4",
+        "schedule.partition=[1,3]",
+    ]
+    config, plan = plan_run(read_config("bare.toml", told), 4, written_keys(None, told))
+    assert (
+        plan.schedule.ranks,
+        config.schedule.copies,
+        config.rows,
+        plan.partition,
+    ) == (4, 1, 2, (1, 3))
+    refused = here(f"{line} --set schedule.ranks=4 --set schedule.partition=[2,2]")
+    assert "schedule.ranks = 4 x schedule.copies = 2, but two.json has 4" in refused.err
+    assert "schedule.partition = [2, 2], but two.json has [1, 3]" in refused.err
+
+
+def test_a_run_takes_up_another_plan_file_without_saying_its_shape(text, here):
+    assert here("train config.toml --set run.steps=2 --sample 0").code == 0
+    assert here("draw 1f1b --ranks 1 --microbatches 2 -o one.json").code == 0
+    more = here(
+        "train runs/config --resume --set schedule.name=one.json --set run.steps=3 --sample 0"
+    )
+    assert more.code == 0, more.err
+    assert read_plan(text / "runs" / "config" / "plan.json").schedule.ranks == 1
+    assert here("train runs/config --resume --set run.steps=4 --sample 0").code == 0
+
+
+def test_a_plan_that_leaves_out_a_part_trains_resumes_evaluates_and_exports(text, here):
+    stages = (Stage(0, 0), Stage(1, 1), Stage(0, 3))
+    words = ("0F0 2F0 2B0 0B0 0F1 2F1 2B1 0B1", "1F0 1B0 1F1 1B1")
+    lanes = tuple(tuple(map(parse_action, lane.split())) for lane in words)
+    write_plan(
+        Plan(Schedule(stages, (MicroBatch((0, 1, 2)),) * 2, lanes), "partial"),
+        text / "partial.json",
+    )
+    config = text / "config.toml"
+    told = config.read_text().replace(
+        'name = "hanayo"\nranks = 2\nmicrobatches = 4', 'name = "partial.json"'
+    )
+    config.write_text(told)
+    done = here("train config.toml --set run.steps=3 --set run.keep=1 --sample 2")
+    assert done.code == 0, done.err
+    assert here("train runs/config --resume --set run.steps=5 --sample 0").code == 0
+    shown = here("eval runs/config --batches 1000")
+    assert shown.code == 0, shown.err
+    assert re.search(
+        r"all \d+ held-out sequences of 32 tokens, each once$", shown.err, re.M
+    )
+    held_out = here("eval runs/config --batches 2")
+    found = re.search(r"perplexity ([\d.]+)", held_out.out)
+    assert math.log(float(found[1])) == pytest.approx(
+        read_rows(text / "runs" / "config")[-1].evaluation, abs=1e-3
+    )
+    assert here("export runs/config -o hub").code == 0
+    assert here("generate hub --prompt the --tokens 3").code == 0
+
+
+# ---------------------------------------------------------------- fine-tuning
+def test_the_tokenizer_of_the_folder_that_training_starts_from_is_taken(text, here):
+    tokenizers = pytest.importorskip("tokenizers")
+    words = {
+        "<unk>": 0,
+        "the": 1,
+        "cats": 2,
+        "sat": 3,
+        "on": 4,
+        "mats": 5,
+        "and": 6,
+        "said": 7,
+    }
+    theirs = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<unk>"))
+    theirs.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    theirs.save(str(text / "own.json"))
+    line = "train config.toml --set data.tokenizer=own.json --set run.folder=runs/words --set run.steps=1 --sample 0"
+    assert here(line).code == 0
+    assert here("export runs/words -o hub").code == 0
+    tuned = here(
+        "train config.toml --set model.weights=hub --set run.folder=runs/more --set run.steps=1 --sample 0"
+    )
+    assert tuned.code == 0, tuned.err
+    assert f"tokenizer {text}/hub/tokenizer.json" in tuned.err
+    assert read_config(text / "runs" / "more" / "config.toml").data.tokenizer == str(
+        text / "hub" / "tokenizer.json"
+    )
+    rows = [read_rows(text / "runs" / run)[0].loss for run in ("words", "more")]
+    assert rows[1] < rows[0]  # of the same words
+    said = load_config(
+        (text / "config.toml").read_text(),
+        changes=["model.weights=hub", "data.tokenizer=bytes"],
+    )
+    assert settle_tokenizer(said).data.tokenizer == "bytes"  # what is said wins
+    (text / "hub" / "tokenizer.json").unlink()
+    lost = here("train config.toml --dry-run --set model.weights=hub")
+    assert (lost.code, "has 8 words, so it was not trained on bytes" in lost.err) == (
+        2,
+        True,
+    ), lost.err
+
+
+# ---------------------------------------------------------------- text that is none
+def test_no_sources_are_the_default_and_never_the_folder_at_hand(text, here):
+    assert (
+        load_config(
+            (text / "config.toml").read_text(), changes=["data.sources="]
+        ).data.sources
+        == ()
+    )
+    assert load_config('[data]\nsources = ""').data.sources == ()
+    (text / "odd.toml").write_text('[data]\nsources = [""]\n')
+    done = here("train odd.toml --dry-run")
+    assert (done.code, "data.sources has a source without a name" in done.err) == (
+        2,
+        True,
+    ), done.err
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        (
+            "a.parquet",
+            b"PAR1",
+            "a.parquet is a table: write its texts as lines of JSON",
+        ),
+        ("a.jsonl.zst", b"x", "a.jsonl.zst is an archive: unpack it first"),
+        ("a.tar.gz", b"x", "is an archive"),
+        ("a.bin", b"some text", "a.bin is no text: penstock reads"),
+        ("a.txt", b"text\0text", "a.txt is not text: byte 4 is zero"),
+        ("a.txt", b"\x1f\x8b8", "a.txt is compressed by gzip, whatever its name says"),
+        ("a.txt.gz", b"some text", "cannot read a.txt.gz: Not a gzipped file"),
+        ("a.txt.gz", gzip.compress(b"some text" * 99)[:-9], "cannot unpack a.txt.gz: "),
+    ],
+)
+def test_a_source_that_is_no_text_is_refused(name, content, words, text, here):
+    (text / name).write_bytes(content)
+    done = here(f"train config.toml --set data.sources={name}")
+    assert (done.code, words in done.err) == (2, True), done.err

@@ -1,0 +1,64 @@
+"""The benchmarks for a GPU, tried without one; and the page of their results is made of these results."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).resolve().parents[2] / "benchmarks" / "gpu"
+
+
+def run(line: str) -> None:
+    done = subprocess.run(
+        [sys.executable, *line.split()],
+        cwd=FOLDER,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_both_runtimes_run_the_same_schedules_and_find_the_same_loss(tmp_path):
+    run(
+        f"schedules.py --dry --rounds 1 --microbatches 2 --only 1f1b,zb-v --out {tmp_path}/found.json"
+    )
+    one, v = json.loads((tmp_path / "found.json").read_text())["rows"]
+    assert one["name"] == "1f1b"
+    assert one["torch"] > 0
+    assert v["loss"]["torch"] == pytest.approx(v["loss"]["ours"], rel=1e-5)
+    for row in (one, v):
+        parts = [
+            sum(row["idle"][cause]) for cause in ("schedule", "hop", "host", "end")
+        ]
+        assert sum(parts) + sum(row["work"]) == pytest.approx(
+            2 * row["makespan"], rel=1e-6
+        )
+
+
+def test_the_page_is_made_of_the_results(monkeypatch):
+    monkeypatch.syspath_prepend(str(FOLDER))
+    import page  # noqa: PLC0415
+
+    assert page.page()[0] == page.PAGE.read_text()
+
+
+def test_profiles_come_with_how_far_their_fits_are_off(tmp_path):
+    run(f"profiles.py --dry --rounds 1 --out {tmp_path}/found.json")
+    (first,) = json.loads((tmp_path / "found.json").read_text())["rows"]
+    assert set(first["worst"]) == set("FBIW")
+    assert any(
+        "held_out" in point for point in first["profile"]["blocks"]["layer"]["points"]
+    )
+
+
+def test_runs_of_the_trainer_come_with_what_they_forecast(tmp_path):
+    run(f"training.py --dry --steps 8 --out {tmp_path}/found.json")
+    (row,) = json.loads((tmp_path / "found.json").read_text())["rows"]
+    assert 0 < row["predicted"] < 10
+    assert row["spread"][0] <= row["seconds"] <= row["spread"][1]
+    assert row["memory"] >= row["memory_early"] > 0

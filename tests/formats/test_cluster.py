@@ -1,0 +1,218 @@
+"""Clusters: what a cluster.toml can say, what it is refused for, and what it means to the simulator."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import numpy as np
+import pytest
+
+from commands import called
+from penstock import make, simulate
+from penstock.cost import City, Cluster, Node, NoisyCost, PartCost, PausedCost, Seconds
+from penstock.errors import FileError, ShapeError, UnknownNameError
+from penstock.formats import dump_cluster, load_cluster, read_cluster, write_cluster
+
+HEAD = 'penstock = "cluster"\nversion = 1\n'
+TWO = (
+    HEAD
+    + '[[nodes]]\nsite = "Tokyo"\ncount = 2\nslots = 3\n[[nodes]]\nsite = "Paris"\nspeed = 0.5\nmemory = 16e9\n'
+)
+
+
+def test_nodes_and_links_are_read_pair_by_pair_site_by_site_and_as_a_matrix():
+    text = TWO + (
+        "[links]\nlatency = 0.1\nbandwidth = 1e8\n"
+        '[[link]]\nbetween = ["Tokyo", "Paris"]\nlatency = 0.2\n'
+        '[[link]]\nbetween = ["Tokyo", "Tokyo"]\nbandwidth = inf\n'
+        "[[link]]\nbetween = [0, 2]\nlatency = 0.3\noneway = true\n"
+    )
+    found = load_cluster(text)
+    assert found.nodes == (
+        Node("Tokyo", 1.0, 3),
+        Node("Tokyo", 1.0, 3),
+        Node("Paris", 0.5, None, 16e9),
+    )
+    assert found.latency == ((0.0, 0.1, 0.3), (0.1, 0.0, 0.2), (0.2, 0.2, 0.0))
+    assert found.bandwidth == (
+        (math.inf, math.inf, 1e8),
+        (math.inf, math.inf, 1e8),
+        (1e8, 1e8, math.inf),
+    )
+    matrix = load_cluster(
+        TWO + "[links]\nlatency = [[0, 1, 2], [3, 0, 4], [5, 6, 0]]\n"
+    )
+    assert matrix.latency[2] == (5.0, 6.0, 0.0)
+
+
+def test_what_is_dumped_is_loaded_again():
+    rng = np.random.default_rng(0)
+    for serial in (False, True):
+        slots = [int(rng.integers(1, 9)) if n % 2 else None for n in range(5)]
+        nodes = tuple(
+            Node(f'"si\\te" {n}\n', float(rng.uniform(0.1, 3)), slots[n], 1e9 * (n + 1))
+            for n in range(5)
+        )
+        latency, bandwidth = (
+            tuple(map(tuple, rng.uniform(0.1, 9, (5, 5)).tolist())) for _ in range(2)
+        )
+        cluster = Cluster((*nodes, nodes[-1])[:5], latency, bandwidth, serial)
+        assert load_cluster(dump_cluster(cluster)) == cluster
+    geo = Cluster.geo(["Tokyo", "Tokyo", "Paris"])
+    assert load_cluster(dump_cluster(geo)) == geo
+
+
+def test_a_file_is_written_and_read(tmp_path):
+    cluster = Cluster.even(3, 0.1, 1e9)
+    write_cluster(cluster, tmp_path / "cluster.toml")
+    assert read_cluster(tmp_path / "cluster.toml") == cluster
+    with pytest.raises(FileError, match=r"cannot read .*none\.toml"):
+        read_cluster(tmp_path / "none.toml")
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (
+            TWO.replace("slots", "slot"),
+            r"cluster.toml:6: nodes\[0\] has no key 'slot'\n  did you mean 'slots'",
+        ),
+        (TWO + "[link]\nlatency = 1\n", r"write \[\[link\]\] with two brackets"),
+        (
+            TWO + "[links]\nlatencies = 1\n",
+            "links has no key 'latencies'\n  did you mean 'latency'",
+        ),
+        (
+            TWO + "[links]\nlatency = [[0, 1], [1, 0]]\n",
+            "latency matrix has 2 rows, but there are 3 nodes",
+        ),
+        (
+            TWO + "[links]\nlatency = [[0, 1, 1], [1, 0], [1, 1, 0]]\n",
+            "row 1 of the latency matrix has 2 numbers.* 3",
+        ),
+        (
+            TWO + '[[link]]\nbetween = ["Tokio", "Paris"]\nlatency = 1\n',
+            "'Tokio', where no node is\n.*'Tokyo'",
+        ),
+        (
+            TWO + "[[link]]\nbetween = [0, 3]\nlatency = 1\n",
+            r"node 3, but there are nodes 0\.\.2",
+        ),
+        (TWO + "[[link]]\nlatency = 1\n", "does not say between what"),
+        (TWO + "[links]\nlatency = inf\n", "links.latency is too large"),
+        (TWO + "[[link]]\nbetween = [0, 1]\nlatency = 1e308\n", "latency is too large"),
+        (TWO + "[links]\nlatency = -1\n", "latency of -1 from rank 0 to 1"),
+        (
+            TWO + "[links]\nbandwidth = 'much'\n",
+            "links.bandwidth is 'much', not a number",
+        ),
+        (TWO.replace("speed = 0.5", "speed = 0"), "speed 0; a speed is more than 0"),
+        (
+            TWO.replace("slots = 3", "slots = 0"),
+            r"nodes\[0\].slots is 0; the least is 1",
+        ),
+        (TWO.replace("count = 2", "count = 1.5"), "not a whole number"),
+        (
+            TWO.replace("version = 1", "version = 2"),
+            "version 2, and this Penstock reads versions up to 1",
+        ),
+        (TWO.replace('"cluster"', '"plan"'), "not a cluster of Penstock's"),
+        (HEAD, "no nodes"),
+        (TWO + "serial = \n", "not TOML"),
+        ("serial = 1\n" + TWO, "serial is 1\n  write true or false"),
+    ],
+)
+def test_a_bad_file_is_refused_with_what_to_do(text, says):
+    with pytest.raises(FileError, match=says):
+        load_cluster(text)
+
+
+def test_latency_grows_with_distance_and_bandwidth_falls():
+    near, far = Cluster.geo(["Paris", "Brussels"]), Cluster.geo(["Paris", "Sydney"])
+    assert 0 < near.latency[0][1] < 0.01
+    assert 0.1 < far.latency[0][1] < 0.2
+    assert near.bandwidth[0][1] > 5 * far.bandwidth[0][1]
+    assert Cluster.geo(["Paris", "Paris"]).bandwidth[0][1] > near.bandwidth[0][1]
+    assert Cluster.geo([City("Moon base", 0, 0), "Paris"]).latency[0][1] > 0
+    with pytest.raises(UnknownNameError, match="did you mean 'Paris'"):
+        Cluster.geo(["Pariss"])
+
+
+def test_slots_come_from_bytes_where_they_are_not_given():
+    cluster = Cluster(
+        (Node(slots=2), Node(memory=10.0)), ((0.0, 1.0),) * 2, ((1.0, 1.0),) * 2
+    )
+    assert cluster.slots(held=3.0, weights=1.0) == (2, 3)
+    assert (
+        Cluster((Node(memory=math.inf),), ((0.0,),), ((1.0,),)).slots(held=3.0)[0] > 1e9
+    )
+    with pytest.raises(
+        ShapeError, match="node 1 holds no micro-batch, which takes 20 bytes: it has 10"
+    ):
+        cluster.slots(held=20.0)
+    with pytest.raises(
+        ShapeError, match="latency matrix is for 2 nodes, but there are 1"
+    ):
+        Cluster((Node(),), cluster.latency, cluster.bandwidth)
+
+
+def test_a_slow_node_and_a_long_link_slow_the_simulation_down():
+    one = Seconds(token=1.0)
+    parts = [PartCost(one, one, Seconds(), message=1.0)] * 2
+    pipe = make("1f1b", ranks=2, microbatches=1)
+    plain = Cluster.even(2)
+    assert simulate(pipe, plain.cost(parts)).makespan == 4
+    slow = Cluster((Node(), Node(speed=0.5)), plain.latency, plain.bandwidth)
+    assert simulate(pipe, slow.cost(parts)).makespan == 6
+    assert simulate(
+        pipe, Cluster.even(2, latency=1.0, bandwidth=0.5).cost(parts)
+    ).makespan == 4 + 2 * (1 + 2)
+
+
+def test_a_rank_rests_after_an_action_while_its_message_is_on_its_way():
+    one = Seconds(token=1.0)
+    cost = Cluster.even(2, latency=1.0).cost([PartCost(one, one, Seconds())] * 2)
+    pipe = make("gpipe", ranks=2, microbatches=2)
+    rested = simulate(pipe, PausedCost(cost, gap=0.5, first=0.25))
+    assert rested.lane(0)
+    starts = dict(
+        zip(map(str, pipe.lanes[0]), rested.start[rested.lane(0)].tolist(), strict=True)
+    )
+    assert starts["0F1"] == 1.25  # the first forward's rest
+    assert (
+        dict(
+            zip(
+                map(str, pipe.lanes[1]),
+                rested.start[rested.lane(1)].tolist(),
+                strict=True,
+            )
+        )["1F0"]
+        == 2.0
+    )
+    assert simulate(pipe, PausedCost(cost)).makespan == simulate(pipe, cost).makespan
+    assert (
+        simulate(pipe, NoisyCost(PausedCost(cost, 5.0, 5.0), spread=0.0)).makespan
+        > simulate(pipe, cost).makespan
+    )
+
+
+def test_the_command_plans_paths_for_a_cluster(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    write_cluster(
+        Cluster.geo(
+            ["London", "Paris", "Tokyo", "Osaka", "Sydney", "Milan", "Seoul", "Madrid"]
+        ),
+        "c.toml",
+    )
+    line = "paths c.toml --parts 4 --microbatches 3 --forward 0.5 --share 0.25 --message 1e6 --iterations 1500"
+    out = ""
+    for words in (f"{line} -o plan.json", "check plan.json", f"{line} --json"):
+        code, said, _ = called(monkeypatch, capsys, words)
+        assert code == 0
+        out += said
+    assert "no plan takes less than" in out
+    assert "is a schedule: 8 ranks" in " ".join(out.split())
+    facts = json.loads(out.splitlines()[-1])
+    assert facts["lower_bound"] <= facts["makespan"] < facts["full_pipeline"]
+    assert sorted(node for nodes in facts["nodes"] for node in nodes) == list(range(8))

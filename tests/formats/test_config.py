@@ -1,0 +1,202 @@
+"""A config says what is wrong with it before anything starts."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from pathlib import Path
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from penstock.config import PRESETS, Config, DataConfig, ModelConfig, check_config
+from penstock.errors import ConfigError, FileError, UnknownNameError
+from penstock.formats.config_toml import (
+    apply_changes,
+    dump_config,
+    load_config,
+    preset,
+    read_config,
+    with_absolute_paths,
+)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_is_in_range_and_comes_back_from_its_file(name):
+    config = preset(name)
+    assert check_config(config) is config
+    assert load_config(dump_config(config)) == config
+
+
+def test_every_value_says_what_it_is_for():
+    text = dump_config(Config())
+    values = sum(
+        len(fields(getattr(Config(), section.name))) for section in fields(Config)
+    )
+    lines = [line for line in text.splitlines() if " = " in line]
+    assert len(lines) == values
+    assert all("# " in line for line in lines)
+
+
+@given(st.text(max_size=20), st.lists(st.text(max_size=8), max_size=3))
+@settings(max_examples=50, deadline=None)
+def test_any_text_comes_back_from_a_file(folder, sources):
+    assume(
+        not any(text.startswith("~/") for text in (folder, *sources))
+    )  # that is a place at home
+    config = replace(
+        Config(),
+        model=replace(ModelConfig(), weights=folder),
+        data=replace(DataConfig(), sources=tuple(sources)),
+    )
+    assert load_config(dump_config(config)) == config
+
+
+def test_what_a_file_leaves_out_is_as_in_its_preset():
+    config = load_config('preset = "gpt2"\n[run]\nsteps = 7\n')
+    assert config == replace(PRESETS["gpt2"], run=replace(PRESETS["gpt2"].run, steps=7))
+
+
+def test_set_changes_one_value_of_any_kind():
+    config = apply_changes(
+        Config(),
+        [
+            "model.layers=24",
+            "schedule.name=hanayo",
+            "optimizer.rate=1",
+            "run.recompute=true",
+            'data.sources=["a", "b"]',
+            "schedule.partition=[4, 4]",
+            "data.tokenizer=some/tokenizer.json",
+        ],
+    )
+    assert (config.model.layers, config.schedule.name, config.optimizer.rate) == (
+        24,
+        "hanayo",
+        1.0,
+    )
+    assert (config.run.recompute, config.data.sources, config.schedule.partition) == (
+        True,
+        ("a", "b"),
+        (4, 4),
+    )
+    assert config.data.tokenizer == "some/tokenizer.json"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (
+            "[model]\nlayer = 3",
+            "there is no key in [model] 'layer'; did you mean 'layers'?",
+        ),
+        ("[modell]\nlayers = 3", "there is no section 'modell'; did you mean 'model'?"),
+        ("model = 3", "model is a section"),
+        ('[model]\nlayers = "3"', "model.layers must be a whole number, not '3'"),
+        ("[model]\ntied = 1", "model.tied must be true or false"),
+        ("[run]\nsteps = 0", "run.steps = 0 must be at least 1"),
+        ("[optimizer]\nrate = -1.0", "optimizer.rate = -1 must be above 0"),
+        ("[optimizer]\nrate = inf", "optimizer.rate = inf must be a finite number"),
+        ("[optimizer]\nfinal = 2", "optimizer.final = 2 must be at most 1"),
+        (
+            '[model]\nfamily = "lama"',
+            "there is no model.family 'lama'; did you mean 'llama'?",
+        ),
+        ("[data]\nsources = [1]", "data.sources must be a list of texts"),
+        ("[data]\nbatch = 12", "12 sequences do not deal out to 8 micro-batches"),
+        (
+            '[model]\nfamily = "gpt"\npositions = 8',
+            "data.tokens = 128 is more than model.positions = 8",
+        ),
+        (
+            "[schedule]\npartition = [1, 2]",
+            "schedule.partition has 3 layers, but model.layers = 8",
+        ),
+        (
+            "[run]\ngraphs = true\n[data]\nseparate = true",
+            "does not go with data.separate = true: documents differ",
+        ),
+        (
+            "[run]\ngraphs = true\n[mesh]\nshard = 2",
+            "run.graphs = true does not go with mesh.shard = 2 and mesh.ten",
+        ),
+        (
+            '[run]\ngraphs = true\ndevice = "cpu"',
+            "run.graphs = true does not go with run.device = cpu",
+        ),
+        ("preset = 3", "preset must be a name in quotes"),
+        (f"[run]\nsteps = {10**400}", "must be between -2^63 and 2^63"),
+        (
+            f"[optimizer]\nrate = {10**400}",
+            "optimizer.rate = inf must be a finite number",
+        ),
+    ],
+)
+def test_a_wrong_value_is_named_with_what_would_be_right(text, words):
+    with pytest.raises(ConfigError) as caught:
+        load_config(text)
+    assert words in str(caught.value)
+
+
+def test_everything_wrong_is_said_at_once():
+    with pytest.raises(ConfigError) as caught:
+        load_config("[run]\nsteps = 0\nkeep = 0\n[model]\nwidth = 0")
+    assert len(str(caught.value).splitlines()) == 3
+
+
+@pytest.mark.parametrize(
+    "change",
+    ["model.layers", "layers=3", "modle.layers=3", "model.layrs=3", "model.layers=x"],
+)
+def test_a_wrong_set_is_named(change):
+    with pytest.raises(ConfigError, match="--set"):
+        apply_changes(Config(), [change])
+
+
+def test_a_file_that_cannot_be_read_is_said_so(tmp_path):
+    with pytest.raises(FileError, match="penstock init"):
+        read_config(tmp_path / "none.toml")
+    broken = tmp_path / "broken.toml"
+    broken.write_bytes(b"\xff\xfe")
+    with pytest.raises(FileError, match="UTF-8"):
+        read_config(broken)
+    with pytest.raises(FileError, match="is no TOML"):
+        load_config("[model\n")
+    with pytest.raises(UnknownNameError, match="llama-1b"):
+        preset("llama-1bb")
+
+
+def test_what_a_run_names_is_found_from_anywhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    changes = (
+        'data.sources=["text", "~/more.txt"]',
+        "data.tokenizer=words.json",
+        "schedule.name=plan.json",
+        "model.weights=w",
+    )
+    found = with_absolute_paths(apply_changes(Config(), changes))
+    assert found.data.sources == (str(tmp_path / "text"), str(Path.home() / "more.txt"))
+    assert found.data.tokenizer == str(tmp_path / "words.json")
+    assert found.schedule.name == str(tmp_path / "plan.json")
+    assert found.model.weights == str(tmp_path / "w")
+    assert with_absolute_paths(Config()) == Config()
+    assert with_absolute_paths(found) == found
+
+
+def test_a_place_at_home_is_found_there(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    config = apply_changes(
+        Config(),
+        ["run.folder=~/run", "data.sources=[~/a, b]", "run.precision=~bfloat16"],
+    )
+    assert (config.run.folder, config.data.sources) == (
+        "/home/me/run",
+        ("/home/me/a", "b"),
+    )
+    assert config.run.precision == "~bfloat16"
+
+
+@pytest.mark.parametrize("text", ["x = " + "[" * 5000, "[run]\nsteps = " + "1" * 5000])
+def test_what_no_reader_can_take_is_no_toml(text):
+    with pytest.raises(FileError, match="is no TOML"):
+        load_config(text)

@@ -1,0 +1,493 @@
+"""plan.json comes back as it went, and every way to break it gives one clear error."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.errors import FileError, ScheduleError, ShapeError
+from penstock.formats.plan_json import dump_plan, load_plan, read_plan, write_plan
+from penstock.ir import MicroBatch, Stage, parse_action, schedule_of
+from penstock.ir.plan import Plan
+from penstock.schedules import REGISTRY, make
+from random_schedules import named_schedules, random_schedule
+
+PICTURE = """\
+{
+  "penstock": "plan",
+  "version": 1,
+  "name": "1f1b",
+  "partition": [8, 7],
+  "why": {
+    "makespan": 33.0,
+    "seed": 7,
+    "exact": true,
+    "note": null
+  },
+  "stages": [
+    {"rank": 0, "part": 0},
+    {"rank": 1, "part": 1}
+  ],
+  "microbatches": [
+    {"path": [0, 1], "tokens": 1, "count": 2}
+  ],
+  "lanes": [
+    "0F0 0F1 0B0 0B1",
+    "1F0 1B0 1F1 1B1"
+  ]
+}
+"""
+
+
+@pytest.fixture
+def plan() -> Plan:
+    why = (("makespan", 33.0), ("seed", 7), ("exact", True), ("note", None))
+    return Plan(make("1f1b", ranks=2, microbatches=2), "1f1b", (8, 7), why)
+
+
+def refusal(text: str) -> str:
+    with pytest.raises(FileError) as caught:
+        load_plan(text, "my.json")
+    return str(caught.value)
+
+
+# ---------------------------------------------------------------- there and back
+def test_a_plan_reads_as_its_picture(plan: Plan) -> None:
+    assert dump_plan(plan) == PICTURE
+    assert load_plan(PICTURE) == plan
+
+
+def test_a_plan_is_json(plan: Plan) -> None:
+    assert json.loads(dump_plan(plan))["lanes"] == [
+        "0F0 0F1 0B0 0B1",
+        "1F0 1B0 1F1 1B1",
+    ]
+
+
+def test_facts_are_found_by_name(plan: Plan) -> None:
+    assert plan.facts["seed"] == 7
+    assert hash(plan) == hash(load_plan(PICTURE))
+
+
+def test_a_bare_plan_comes_back() -> None:
+    plan = Plan(make("gpipe", ranks=1, microbatches=1))
+    assert load_plan(dump_plan(plan)) == plan
+
+
+def test_layout_does_not_matter(plan: Plan) -> None:
+    assert load_plan(json.dumps(json.loads(PICTURE))) == plan
+    assert load_plan(json.dumps(json.loads(PICTURE), indent=7)) == plan
+
+
+@pytest.mark.parametrize("name", REGISTRY)
+def test_every_named_schedule_comes_back(name: str) -> None:
+    for schedule in named_schedules(name):
+        plan = Plan(schedule, name)
+        assert load_plan(dump_plan(plan)) == plan
+
+
+FACTS = st.one_of(
+    st.text(),
+    st.floats(allow_nan=False, allow_infinity=False),
+    st.integers(),
+    st.booleans(),
+    st.none(),
+)
+
+
+@given(st.integers(0, 2**32 - 1), st.text(), st.dictionaries(st.text(), FACTS))
+@settings(max_examples=200, deadline=None)
+def test_any_plan_comes_back(
+    seed: int, name: str, why: dict[str, str | float | int | bool | None]
+) -> None:
+    rng = np.random.default_rng(seed)
+    schedule = random_schedule(rng)
+    partition = (
+        tuple(rng.integers(0, 50, size=schedule.parts).tolist())
+        if rng.random() < 0.5
+        else ()
+    )
+    plan = Plan(schedule, name, partition, tuple(why.items()))
+    again = load_plan(dump_plan(plan))
+    assert again == plan
+    assert [(key, type(fact)) for key, fact in again.why] == [
+        (key, type(fact)) for key, fact in plan.why
+    ]
+    assert dump_plan(again) == dump_plan(plan)
+
+
+def test_a_file_comes_back(plan: Plan, tmp_path: Path) -> None:
+    write_plan(plan, tmp_path / "plan.json")
+    assert read_plan(tmp_path / "plan.json") == plan
+    (tmp_path / "bom.json").write_text(PICTURE, encoding="utf-8-sig")
+    assert read_plan(str(tmp_path / "bom.json")) == plan
+
+
+# ---------------------------------------------------------------- plans that make no sense
+def test_a_partition_must_fit_the_parts(plan: Plan) -> None:
+    with pytest.raises(ShapeError, match="for 3 parts, but the schedule has 2"):
+        Plan(plan.schedule, partition=(1, 2, 3))
+    with pytest.raises(ShapeError, match="-1 layers"):
+        Plan(plan.schedule, partition=(1, -1))
+
+
+@pytest.mark.parametrize(
+    "fact",
+    [float("nan"), float("inf"), 10**5000, [1]],
+    ids=["nan", "inf", "long", "list"],
+)
+def test_a_fact_that_json_cannot_hold_is_refused(plan: Plan, fact: float) -> None:
+    with pytest.raises(FileError, match="cannot hold the fact 'bubble'"):
+        dump_plan(Plan(plan.schedule, why=(("bubble", fact),)))
+
+
+# ---------------------------------------------------------------- files
+@pytest.mark.parametrize(
+    ("make_file", "words"),
+    [
+        (lambda path: None, "No such file"),
+        (lambda path: path.mkdir(), "Is a directory"),
+        (lambda path: path.write_bytes(b""), "is empty"),
+        (lambda path: path.write_bytes(b" \n\t "), "is empty"),
+        (
+            lambda path: path.write_bytes(b"\x93NUMPY\x01\x00"),
+            "is not text: byte 0 is no UTF-8",
+        ),
+        (lambda path: path.write_bytes(b"\x00\x01\x02"), "this is not JSON"),
+        (lambda path: path.write_bytes(PICTURE.encode("utf-16")), "is not text"),
+    ],
+)
+def test_a_file_that_is_no_plan_is_named(
+    tmp_path: Path, make_file: Callable[[Path], object], words: str
+) -> None:
+    path = tmp_path / "plan.json"
+    make_file(path)
+    with pytest.raises(FileError, match=words) as caught:
+        read_plan(path)
+    assert str(path) in str(caught.value)
+
+
+def test_a_path_that_cannot_be_one_is_refused(plan: Plan, tmp_path: Path) -> None:
+    with pytest.raises(FileError, match="cannot read"):
+        read_plan("a\0b")
+    with pytest.raises(FileError, match="cannot write"):
+        write_plan(plan, tmp_path / "nowhere" / "plan.json")
+
+
+# ---------------------------------------------------------------- texts that are no plan
+def test_a_text_that_is_cut_off_says_where_it_ends() -> None:
+    cut = PICTURE[: PICTURE.index("0B0 0B1")]
+    assert refusal(cut) == (
+        "my.json:20:5: the file ends too early\n\n"
+        '  20 |     "0F0 0F1\n'
+        "           ^\n"
+        "  it was cut off while it was written or copied: write or copy it again"
+    )
+
+
+def test_every_cut_says_that_it_ends_too_early() -> None:
+    whole = (
+        PICTURE.replace('"1f1b"', '"1f1b \\u00e9"').replace("33.0", "-3.5e-07").rstrip()
+    )
+    for length in range(1, len(whole)):
+        text = refusal(whole[:length])
+        assert "ends too early" in text or "is empty" in text, text
+
+
+def test_what_is_not_json_is_drawn() -> None:
+    assert refusal(PICTURE.replace('"tokens": 1,', '"tokens": 1;')) == (
+        "my.json:17:33: this is not JSON: Expecting ',' delimiter\n\n"
+        '  17 |     {"path": [0, 1], "tokens": 1; "count": 2}\n'
+        "                                       ^\n"
+        "  mend this line, or write the plan again"
+    )
+
+
+def test_nesting_and_digits_past_all_bounds_are_refused() -> None:
+    assert "nested too deep" in refusal("[" * 100_000)
+    assert "too long" in refusal(PICTURE.replace("33.0", "3" * 5000))
+
+
+@pytest.mark.parametrize("text", ["[]", "3", '"plan"', "{}", '{"schedule": 1}'])
+def test_json_that_is_no_plan_is_refused(text: str) -> None:
+    assert "my.json:1:1: this is not a plan of Penstock's" in refusal(text)
+
+
+def test_another_kind_of_file_is_refused() -> None:
+    text = refusal(PICTURE.replace('"plan"', '"profile"'))
+    assert (
+        'my.json:2:15: this is a file of Penstock\'s, but its kind is "profile", not "plan"'
+        in text
+    )
+
+
+def test_a_newer_version_asks_for_an_upgrade() -> None:
+    text = refusal(
+        PICTURE.replace('"version": 1', '"version": 2').replace('"lanes"', '"rails"')
+    )
+    assert (
+        "my.json:3:14: this plan is of version 2, and this Penstock reads versions up to 1"
+        in text
+    )
+    assert "upgrade Penstock" in text
+
+
+CHANGES = [
+    (
+        '"lanes"',
+        '"lames"',
+        "my.json:19:3: the plan has no key 'lames'",
+        "did you mean 'lanes'?",
+    ),
+    (
+        '"version": 1,',
+        "",
+        "my.json:1:1: the plan lacks the key 'version'",
+        "it needs penstock, version, stages",
+    ),
+    (
+        '"part": 1}',
+        '"pasrt": 1}',
+        "my.json:14:17: stages[1] has no key 'pasrt'",
+        "did you mean 'part'?",
+    ),
+    (
+        ', "part": 1',
+        "",
+        "my.json:14:5: stages[1] lacks the key 'part'",
+        "it needs rank, part",
+    ),
+    (
+        '"rank": 1',
+        '"rank": "1"',
+        'my.json:14:14: stages[1].rank is "1", not a whole number',
+        "from 0 on",
+    ),
+    (
+        '"rank": 1',
+        '"rank": -1',
+        "stages[1].rank is out of range",
+        "from 0 to 2147483647",
+    ),
+    ('"rank": 1', '"rank": 1.0', "stages[1].rank is 1.0, not a whole number", ""),
+    ('"rank": 1', '"rank": true', "stages[1].rank is true, not a whole number", ""),
+    (
+        '"rank": 1',
+        '"rank": 1e999',
+        "stages[1].rank is Infinity, not a whole number",
+        "",
+    ),
+    (
+        "[0, 1]",
+        "[0, null]",
+        "my.json:17:18: microbatches[0].path[1] is null, not a whole number",
+        "",
+    ),
+    ("[0, 1]", "7", "microbatches[0].path is 7, not a list", "write it in [ and ]"),
+    ('"count": 2', '"count": 0', "microbatches[0].count is out of range", "from 1 to"),
+    (
+        '"count": 2',
+        '"count": 2000000000',
+        "my.json:16:19: the micro-batches ask for 8000000000",
+        "a count too large",
+    ),
+    ('"1f1b"', "[]", "my.json:4:11: name is a list, not a text", ""),
+    (
+        "[8, 7]",
+        "[8, 7, 6]",
+        "my.json:5:16: the partition is for 3 parts, but the schedule has 2",
+        "every part",
+    ),
+    ("33.0", "[33.0]", "my.json:7:17: the fact 'makespan' is a list", "facts are text"),
+    ("33.0", "NaN", "the fact 'makespan' is NaN", "finite"),
+    (
+        '"seed": 7',
+        '"makespan": 7',
+        "my.json:8:5: the key 'makespan' stands twice",
+        "take one of them out",
+    ),
+    ('"seed": 7', '"é": 7, "é": 8', "the key 'é' stands twice", ""),
+    (
+        "1B0 1F1",
+        "1B0 1X1",
+        "my.json:21:14: word 2 of lane 1, '1X1', is not an action",
+        "2F0, or sliced 2F0.1",
+    ),
+    ("1B0 1F1", "1B0 1F99999999999", "is not an action", "an action is stage, op"),
+    ("1B0 1F1", "1B0 1F" + "9" * 5000, "is not an action", "an action is stage, op"),
+    ('"0F0 0F1 0B0 0B1"', "{}", "my.json:20:5: lanes[0] is an object, not a text", ""),
+]
+
+
+@pytest.mark.parametrize(("old", "new", "what", "advice"), CHANGES)
+def test_a_change_for_the_worse_is_named_with_its_place(
+    old: str, new: str, what: str, advice: str
+) -> None:
+    assert PICTURE.count(old) == 1
+    text = refusal(PICTURE.replace(old, new))
+    assert what in text
+    assert advice in text
+
+
+def test_a_word_that_is_no_action_has_a_caret_under_it() -> None:
+    assert refusal(PICTURE.replace("1B0 1F1", "1B0 1X1")) == (
+        "my.json:21:14: word 2 of lane 1, '1X1', is not an action\n\n"
+        '  21 |     "1F0 1B0 1X1 1B1"\n'
+        "                    ^^^\n"
+        "  an action is stage, op F B I or W, micro-batch: 2F0, or sliced 2F0.1"
+    )
+
+
+def test_a_long_line_is_drawn_around_the_fault() -> None:
+    lane = " ".join(["0F0"] * 100 + ["zero"] + ["0F0"] * 100)
+    drawn = refusal(PICTURE.replace("0F0 0F1 0B0 0B1", lane)).splitlines()[2:4]
+    assert drawn[0].startswith("  20 | ...")
+    assert drawn[0][drawn[1].index("^") :].startswith("zero 0F0")
+    assert drawn[1].count("^") == 4
+
+
+def test_a_schedule_that_cannot_run_is_drawn_under_the_name_of_the_file() -> None:
+    with pytest.raises(
+        ScheduleError, match=r"^my.json: 0B0 needs 0F0, which no rank ever runs"
+    ) as caught:
+        load_plan(PICTURE.replace("0F0 0F1 0B0", "0F1 0B0"), "my.json")
+    assert caught.value.faults
+
+
+@pytest.mark.parametrize("lanes", ["[]", '[""]', '["", "", ""]'])
+def test_lanes_without_an_action_are_refused(lanes: str) -> None:
+    start = PICTURE.index('"lanes"')
+    assert (
+        "the micro-batches ask for 8 actions at least, but the lanes hold 0"
+        in refusal(f'{PICTURE[:start]}"lanes": {lanes}}}')
+    )
+
+
+def test_equal_neighbours_share_a_line_and_others_do_not() -> None:
+    sliced = MicroBatch((0,), 4, (0, 1, 4))
+    whole = MicroBatch((0,), 4)
+    words = "0F0 0F1 0F1.1 0F2 0F2.1 0F3 0B0 0B1.1 0B1 0B2.1 0B2 0B3"
+    schedule = schedule_of(
+        [Stage(0, 0)],
+        [whole, sliced, sliced, whole],
+        [[*map(parse_action, words.split())]],
+    )
+    plan = Plan(schedule)
+    lines = [line for line in dump_plan(plan).splitlines() if '"path"' in line]
+    assert lines == [
+        '    {"path": [0], "tokens": 4},',
+        '    {"path": [0], "tokens": 4, "cuts": [0, 1, 4], "count": 2},',
+        '    {"path": [0], "tokens": 4}',
+    ]
+    assert load_plan(dump_plan(plan)) == plan
+
+
+# ---------------------------------------------------------------- any damage
+def damaged(rng: np.random.Generator, good: bytes) -> bytes:
+    """A few bytes changed, doubled, lost or swapped, or the end cut off."""
+    bad = bytearray(good)
+    for _ in range(rng.integers(1, 4)):
+        at = int(rng.integers(len(bad)))
+        match rng.integers(6):
+            case 0:
+                bad[at] = int(rng.integers(256))
+            case 1:
+                bad[at] = int(rng.choice(list(b'0123456789FBIW".,:[]{}- \neE')))
+            case 2:
+                del bad[at : at + int(rng.integers(1, 20))]
+            case 3:
+                bad[at:at] = bad[at : at + int(rng.integers(1, 20))]
+            case 4:
+                bad[at:at] = bytes(
+                    rng.choice(list(b'0123456789FBIW".,:[]{}- \n'), size=3).tolist()
+                )
+            case _:
+                del bad[at:]
+        if not bad:
+            break
+    return bytes(bad)
+
+
+@pytest.mark.parametrize("block", range(4))
+def test_any_damage_gives_a_plan_or_one_clear_error(tmp_path: Path, block: int) -> None:
+    path = tmp_path / "plan.json"
+    errors = []
+    for seed in range(block * 500, block * 500 + 500):
+        rng = np.random.default_rng([3, seed])
+        schedule = random_schedule(rng, microbatches=2, slices=2)
+        good = dump_plan(
+            Plan(
+                schedule,
+                "a plan",
+                tuple(range(schedule.parts)),
+                (("bubble", 0.25), ("mad", True)),
+            )
+        )
+        path.write_bytes(damaged(rng, good.encode()))
+        try:
+            read_plan(path)
+        except (FileError, ScheduleError) as error:
+            errors.append(str(error))
+    assert all(str(path) in error for error in errors)
+    assert 250 < len(errors) < 500
+
+
+JSON = st.recursive(
+    st.one_of(FACTS, st.sampled_from(["0F0 0B0", "0F0", "plan"]), st.integers(-2, 3)),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3),
+        st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    ),
+    max_leaves=4,
+)
+PLACES = [
+    (),
+    ("penstock",),
+    ("version",),
+    ("name",),
+    ("partition",),
+    ("partition", 1),
+    ("why",),
+    ("why", "seed"),
+    ("stages",),
+    ("stages", 1),
+    ("stages", 1, "rank"),
+    ("stages", 1, "part"),
+    ("microbatches",),
+    ("microbatches", 0),
+    ("microbatches", 0, "path"),
+    ("microbatches", 0, "path", 1),
+    ("microbatches", 0, "tokens"),
+    ("microbatches", 0, "count"),
+    ("lanes",),
+    ("lanes", 0),
+]
+
+
+@given(st.sampled_from(PLACES), JSON, st.sampled_from([None, 2]))
+@settings(max_examples=500, deadline=None)
+def test_any_value_anywhere_gives_a_plan_or_one_clear_error(
+    place: tuple[str | int, ...], value: object, indent: int | None
+) -> None:
+    top = {"": json.loads(PICTURE)}
+    spot: dict[str | int, Any] = top  # type: ignore[assignment]
+    last: str | int = ""
+    for step in place:
+        spot, last = spot[last], step
+    spot[last] = value
+    text = json.dumps(top[""], indent=indent)
+    try:
+        plan = load_plan(text, "my.json")
+    except (FileError, ScheduleError) as error:
+        message = str(error)
+    else:
+        message = "my.json"
+        assert load_plan(dump_plan(plan)) == plan
+    assert message.startswith("my.json")

@@ -1,0 +1,37 @@
+"""Where idle time goes: on a simulated timeline nothing is the host's, and all of it adds up."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from penstock import UnitCost, make, simulate
+from penstock.ir.idle import idle
+
+NAMES = ["gpipe", "1f1b", "hanayo", "zb-v", "interleaved"]
+
+
+@pytest.mark.parametrize("comm", [0.0, 0.1])
+@pytest.mark.parametrize("name", NAMES)
+def test_idle_time_adds_up_and_a_simulated_host_has_none(name, comm):
+    timeline = simulate(make(name, ranks=4, microbatches=8), UnitCost(comm=comm))
+    found = idle(timeline, comm)
+    total = (
+        np.sum([found.schedule, found.hop, found.host, found.end], axis=0)
+        + timeline.busy
+    )
+    assert total == pytest.approx(np.full(4, timeline.makespan))
+    assert found.host == pytest.approx([0.0] * 4, abs=1e-9)
+    assert (sum(found.hop) > 0) == (comm > 0)
+
+
+def test_a_rank_that_begins_late_is_the_hosts():
+    timeline = simulate(make("1f1b", ranks=2, microbatches=2), UnitCost())
+    late = np.full(len(timeline.start), 0.5)
+    late[0] = 0.0
+    found = idle(
+        replace(timeline, start=timeline.start + late, end=timeline.end + late), 0.0
+    )
+    assert found.host[0] == pytest.approx(0.5)

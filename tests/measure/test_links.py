@@ -1,0 +1,164 @@
+"""Links that are measured: an emulated network and a limited cable are found again, and a cluster.toml keeps them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from functools import partial
+
+import pytest
+
+from commands import called
+from machines import limit, two_machines
+from penstock import Network
+from penstock.formats import dump_cluster, load_cluster, read_cluster
+from penstock.measure.links import disjoint_pairs, network_of
+from penstock.measure.survey import cluster_of
+from penstock.runtime import ShapedComm, run_threads
+from penstock.runtime.comm import ThreadComm
+
+MILLISECOND, MEGABYTE = 1e-3, 1e6
+LATENCY = ((0.0, 5e-3, 15e-3), (5e-3, 0.0, 10e-3), (15e-3, 10e-3, 0.0))
+BANDWIDTH = (
+    (1e9, 40e6, 80e6),
+    (20e6, 1e9, 60e6),
+    (80e6, 30e6, 1e9),
+)  # not the same both ways
+PAIRS = [(a, b) for a in range(3) for b in range(3) if a != b]
+
+
+def close(found, latency: float, bandwidth: float, source: int, target: int) -> bool:
+    """Within a millisecond and within 10%: a thread that sleeps wakes up a little late, and never early."""
+    late = found.latency[source][target] - latency
+    return -0.2 * MILLISECOND < late < MILLISECOND and found.bandwidth[source][
+        target
+    ] == pytest.approx(bandwidth, rel=0.1)
+
+
+def test_the_links_of_an_emulated_network_are_found_both_ways_and_kept_in_a_file():
+    def work(comm: ThreadComm):
+        return cluster_of(ShapedComm(comm, Network(LATENCY, BANDWIDTH)), slots=2)
+
+    for _ in range(4):  # others use this machine
+        found = run_threads(3, work, patience=60)[0]
+        good = [close(found, LATENCY[a][b], BANDWIDTH[a][b], a, b) for a, b in PAIRS]
+        if all(good):
+            break
+    if not all(good) and os.getloadavg()[0] > 1.5 * (os.cpu_count() or 1):
+        pytest.skip(f"this machine is too busy to sleep on time: {found.latency}")
+    assert all(good), (found.latency, found.bandwidth)
+    assert load_cluster(dump_cluster(found)) == found
+    assert found.serial
+    assert {node.slots for node in found.nodes} == {2}
+    assert len({node.site for node in found.nodes}) == 1
+    assert max(node.speed for node in found.nodes) == 1.0
+    assert all(node.memory > 1e6 for node in found.nodes)
+
+
+def test_one_number_for_all_is_the_median_of_neighbours():
+    network = Network(((0.0, 2e-3, 0.1), (2e-3, 0.0, 2e-3), (0.1, 2e-3, 0.0)), 100e6)
+
+    def work(comm: ThreadComm) -> Network:
+        return network_of(ShapedComm(comm, network))
+
+    found = run_threads(3, work, patience=60)[
+        0
+    ]  # the slow pair, 0 and 2, are no neighbours
+    assert 1.8e-3 < found.latency < 10e-3
+    assert found.serial
+
+
+def test_pairs_share_no_host_while_they_are_measured():
+    pairs = [(a, b) for a in range(6) for b in range(a + 1, 6)]
+    apart = disjoint_pairs(pairs, ["a", "b", "c", "d", "e", "f"])
+    assert sorted(pair for turn in apart for pair in turn) == pairs
+    assert all(
+        len({rank for pair in turn for rank in pair}) == 2 * len(turn) for turn in apart
+    )
+    assert len(apart) <= 9
+    assert len(disjoint_pairs(pairs, ["a"] * 6)) == len(
+        pairs
+    )  # one machine: one after the other
+    halls = disjoint_pairs(pairs, ["a", "a", "a", "b", "b", "b"])
+    assert all(
+        len(turn) == 1 or all((a < 3) == (b < 3) for a, b in turn) for turn in halls
+    )
+
+
+# ---------------------------------------------------------------- as a user does it
+@pytest.fixture
+def run(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    return partial(called, monkeypatch, capsys)
+
+
+def test_profile_links_writes_a_cluster_that_paths_plans_for(run):
+    code, out, err = run("profile --links --ranks 3 --slots 2")
+    assert (code, err) == (0, "wrote cluster.toml\n")
+    assert "MB/s" in out
+    found = read_cluster("cluster.toml")
+    assert [node.slots for node in found.nodes] == [2, 2, 2]
+    assert all(0 < found.latency[a][b] < 1 < found.bandwidth[a][b] for a, b in PAIRS)
+    code, out, _ = run(
+        "paths cluster.toml --parts 3 --microbatches 2 --forward 0.01 --iterations 500"
+    )
+    assert code == 0
+    assert "no plan takes less than" in out
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("profile --links", "one rank has no links; measure between two at least"),
+        ("profile --links --ranks 2 --slots 0", "--slots 0 is too few"),
+        ("profile --slots 2", "--slots is for a cluster.toml, which --links writes"),
+    ],
+)
+def test_links_that_cannot_be_measured_are_refused(run, words, says):
+    code, out, err = run(words)
+    assert (code, out) == (2, "")
+    assert says in err
+
+
+def test_two_machines_find_the_limit_of_the_cable_between_them(tmp_path):
+    """As torchrun starts it, one rank on each of two machines, on a cable limited by the kernel's token bucket."""
+    megabits = 80
+    with two_machines() as machines:
+        limit(machines, megabits)
+        meeting = {
+            "WORLD_SIZE": "2",
+            "MASTER_ADDR": machines[0][2],
+            "MASTER_PORT": "29572",
+        }
+        line = [
+            sys.executable,
+            "-m",
+            "penstock",
+            "profile",
+            "--links",
+            "-o",
+            str(tmp_path / "cluster.toml"),
+        ]
+        started = [
+            subprocess.Popen(
+                ["ip", "netns", "exec", name, *line],
+                stdout=-1,
+                stderr=-1,
+                text=True,
+                env={
+                    **os.environ,
+                    **meeting,
+                    "RANK": str(rank),
+                    "GLOO_SOCKET_IFNAME": card,
+                },
+            )
+            for rank, (name, card, _) in enumerate(machines)
+        ]
+        said = [one.communicate(timeout=600) for one in started]
+    assert [one.returncode for one in started] == [0, 0], said
+    assert said[1][0] == ""  # the first rank speaks
+    found = read_cluster(tmp_path / "cluster.toml")
+    for a, b in ((0, 1), (1, 0)):
+        assert found.bandwidth[a][b] == pytest.approx(megabits * MEGABYTE / 8, rel=0.15)
+        assert found.latency[a][b] < 0.05

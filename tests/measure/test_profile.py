@@ -1,0 +1,767 @@
+"""Measuring a model, fitting curves to it, keeping them in a file, and simulating by them."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from commands import called
+from penstock import Network, Seconds, make, portfolio, simulate
+from penstock.cost import CorrectedCurve, Profile, ProfileCost
+from penstock.cost.fit import Fit, fit, fit_formula, least_squares
+from penstock.cost.profile import Point, block
+from penstock.errors import FileError, ShapeError
+from penstock.formats import (
+    dump_profile,
+    load_profile,
+    read_plan,
+    read_profile,
+    write_profile,
+)
+from penstock.ir import Action, MicroBatch, Op, stretch
+from penstock.measure.points import measuring_points
+from penstock.measure.probe import Probe, Subject
+from penstock.models import Llama, LlamaConfig, split, token_loss
+from penstock.partition import even_partition
+from penstock.schedules.transforms import slice_tokens
+
+LAYER = {
+    Op.F: Seconds(1e-3, 2e-5, 3e-7, 2e-8),
+    Op.B: Seconds(2e-3, 4e-5, 9e-7, 4e-8),
+    Op.I: Seconds(1e-3, 2.5e-5, 8e-7, 4e-8),
+    Op.W: Seconds(1e-3, 1.5e-5),
+}
+
+
+def noisy(curve, where, rng, spread=0.02):
+    return [
+        (i, j, curve.of(i, j) * (1 + spread * (2 * rng.random() - 1))) for i, j in where
+    ]
+
+
+def points(curves, tokens=1024, prefixes=True, spread=0.0, seed=0):
+    rng = np.random.default_rng(seed)
+    seen, unseen = measuring_points(tokens, prefixes)
+    return [
+        Point(
+            i,
+            j,
+            *(curves[op].of(i, j) * (1 + spread * rng.normal()) for op in LAYER),
+            held_out=(i, j) in unseen,
+        )
+        for i, j in [*seen, *unseen]
+    ]
+
+
+def flat(factor):
+    """What depends on the tokens of a slice alone."""
+    return {
+        op: Seconds(factor * curve.base, factor * curve.token)
+        for op, curve in LAYER.items()
+    }
+
+
+def profile(layers=8, network=Network(1e-4, 1e9, serial=True), tokens=1024) -> Profile:  # noqa: B008  # frozen
+    return Profile(
+        layers,
+        tokens,
+        1,
+        2048.0,
+        embed=block(points(flat(0.5), tokens, False), 8.0, 0.0, 5e6, 1e-3),
+        layer=block(points(LAYER, tokens), 20_000.0, 16_000.0, 12e6, 2e-3),
+        head=block(points(flat(3.0), tokens, False), 9_000.0, 7_000.0, 6e6, 1.5e-3),
+        network=network,
+        model=(("family", "llama"), ("width", 256)),
+        device=(("device", "cpu"), ("autocast", None)),
+    )
+
+
+# ---------------------------------------------------------------- points
+@pytest.mark.parametrize("tokens", [16, 17, 100, 512, 1000, 1024, 4096, 131_072])
+def test_points_lie_in_the_sequence_and_those_held_out_are_no_others(tokens):
+    fitted, held_out = measuring_points(tokens)
+    assert all(i >= 1 and j >= 0 and i + j <= tokens for i, j in [*fitted, *held_out])
+    assert len({*fitted, *held_out}) == len(fitted) + len(held_out)
+    assert (tokens, 0) in fitted
+    assert held_out
+    assert len(fitted) + len(held_out) <= 50
+    assert any(i + j == tokens for i, j in fitted if j)
+    whole, unseen = measuring_points(tokens, sliceable=False)
+    assert all(j == 0 for _, j in [*whole, *unseen])
+
+
+@pytest.mark.parametrize("tokens", [128, 200, 1024, 4096, 16_384, 131_072])
+def test_points_of_a_gpu_lie_on_its_tiles(tokens):
+    fitted, held_out = measuring_points(tokens, tile=128)
+    for i, j in [*fitted, *held_out]:
+        assert i % 128 == 0 or i == tokens
+        assert j % 128 == 0 or i + j == tokens
+    assert len({*fitted, *held_out}) == len(fitted) + len(held_out)
+    assert (tokens, 0) in fitted
+    assert bool(held_out) is (tokens >= 1024)
+
+
+def test_too_short_a_sequence_is_refused():
+    with pytest.raises(
+        ShapeError, match="3 tokens are too few to measure slices of; the least is 16"
+    ):
+        measuring_points(3)
+
+
+# ---------------------------------------------------------------- fits
+@pytest.mark.parametrize("op", LAYER)
+def test_the_fit_recovers_known_coefficients_from_noisy_points(op):
+    rng, curve = np.random.default_rng(1), LAYER[op]
+    seen, unseen = measuring_points(2048)
+    found = fit(noisy(curve, seen, rng), noisy(curve, unseen, rng))
+    assert found.form == "formula"
+    assert found.worst < 0.05
+    for i, j in ((16, 0), (100, 1900), (700, 1000), (2000, 0)):
+        assert found.curve.of(i, j) == pytest.approx(curve.of(i, j), rel=0.03)
+    assert found.curve.token == pytest.approx(curve.token, rel=0.1)
+    assert found.curve.pair == pytest.approx(curve.pair, rel=0.15, abs=1e-9)
+
+
+def test_no_coefficient_is_negative_and_none_would_fit_better():
+    rng = np.random.default_rng(2)
+    for _ in range(50):
+        a, b = rng.normal(size=(9, 4)), rng.normal(size=9)
+        x = least_squares(a, b)
+        assert (x >= 0).all()
+        slope = (
+            a.T @ (a @ x - b)
+        )  # of the squares: nowhere to go, except where a coefficient would become negative
+        assert (np.abs(slope[x > 0]) < 1e-9).all()
+        assert (slope[x == 0] > -1e-9).all()
+
+
+def stepped(i, j):
+    """A kernel that works in tiles of 128 rows, and without a mask when there is no prefix."""
+    return (1e-3 + 4e-5 * 128 * math.ceil(i / 128)) * (1.0 if j == 0 else 1.6)
+
+
+def test_the_whole_sequence_is_a_case_of_its_own_in_a_table():
+    """It goes without a piece: nothing is kept for later slices."""
+    lengths = (128, 256, 512, 1024)
+    seen = [
+        (i, j, 1e-6 * i * (1.3 if j else 1.0))
+        for i in lengths
+        for j in (0, 512)
+        if i + j <= 1024
+    ]
+    seen = [(i, j, 0.5 * s if i == 1024 else s) for i, j, s in seen]
+    table = CorrectedCurve(fit_formula(seen), tuple(seen))
+    for i, j, seconds in seen:
+        assert table.of(i, j) == pytest.approx(seconds)
+    plain = CorrectedCurve(table.formula, tuple(one for one in seen if one[0] < 1024))
+    assert table.of(896, 0) / table.of(512, 0) == pytest.approx(
+        plain.formula.of(896, 0) / plain.formula.of(512, 0)
+    )
+
+
+def test_steps_choose_the_table_and_it_is_what_was_measured():
+    lengths = (64, 128, 192, 256, 384, 512, 640, 1024)
+    seen = [
+        (i, j, stepped(i, j)) for i in lengths for j in (0, 100, 512) if i + j <= 1024
+    ]
+    unseen = [
+        (i, j, stepped(i, j))
+        for i in (96, 224, 352, 500, 600)
+        for j in (0, 300)
+        if i + j <= 1024
+    ]
+    found = fit(seen, unseen)
+    assert found.form == "table"
+    assert isinstance(found.curve, CorrectedCurve)
+    for i, j, seconds in seen:
+        assert found.curve.of(i, j) == pytest.approx(seconds)
+    plain = fit_formula(seen)
+    errors = [
+        [abs(curve.of(i, j) / s - 1) for i, j, s in unseen]
+        for curve in (plain, found.curve)
+    ]
+    assert np.median(errors[1]) < np.median(errors[0])
+
+
+def test_a_table_goes_between_its_points_and_carries_on_beyond_them():
+    formula = Seconds(1.0, 1.0)
+    table = CorrectedCurve(
+        formula,
+        tuple(
+            (i, j, 2.0 * formula.of(i, j))
+            for i, j in ((8, 0), (32, 0), (8, 8), (32, 32))
+        ),
+    )
+    for i, j in ((8, 0), (16, 0), (100, 0), (16, 16), (1000, 4000), (1, 1)):
+        assert table.of(i, j) == pytest.approx(2.0 * formula.of(i, j))
+    uneven = CorrectedCurve(
+        formula, ((8, 0, formula.of(8, 0)), (32, 0, 3.0 * formula.of(32, 0)))
+    )
+    assert uneven.of(16, 0) == pytest.approx(
+        2.0 * formula.of(16, 0)
+    )  # half way, by the logarithm
+    assert uneven.of(16, 50) == pytest.approx(
+        2.0 * formula.of(16, 50)
+    )  # no prefix was measured: none matters
+
+
+def test_errors_are_those_of_points_that_took_no_part():
+    curve = LAYER[Op.F]
+    seen = [(i, 0, curve.of(i, 0)) for i in (16, 64, 256, 1024)]
+    twice = [(100, 0, 2.0 * curve.of(100, 0)), (500, 0, curve.of(500, 0))]
+    found = fit(seen, twice)
+    assert found.worst == pytest.approx(0.5, abs=1e-6)
+    assert found.median == pytest.approx(0.25, abs=1e-6)
+    assert found.curve.of(100, 0) == pytest.approx(
+        curve.of(100, 0), rel=1e-6
+    )  # nor did they pull at it
+
+
+def test_an_op_that_does_nothing_costs_nothing():
+    idle = block([replace(point, W=0.0) for point in points(LAYER)])
+    assert idle.W.curve == Seconds()
+
+
+# ---------------------------------------------------------------- the cost of a partition
+def test_the_cost_is_what_the_curves_say_with_embedding_first_and_head_last():
+    known, schedule = profile(), make("seq1f1b", ranks=4, microbatches=2, slices=4)
+    cost = known.cost((3, 2, 2, 1), tokens=1024)
+    ends = {0: flat(0.5), 3: flat(3.0)}
+    for part, layers in enumerate((3, 2, 2, 1)):
+        for op in (Op.F, Op.B, Op.I, Op.W):
+            for piece in range(4):
+                expected = layers * LAYER[op].of(256, 256 * piece)
+                expected += ends[part][op].of(256, 0) if part in ends else 0.0
+                assert cost.seconds(
+                    schedule, Action(op, part, 0, piece)
+                ) == pytest.approx(expected, rel=1e-6)
+        first = Action(Op.F, part, 0, 0)
+        held = (
+            20_000 * layers
+            + (8.0 if part == 0 else 0.0)
+            + (9_000.0 if part == 3 else 2048.0)
+        )
+        assert cost.held(schedule, first) == pytest.approx(256 * held)
+        assert cost.message(schedule, first) == 256 * 2048
+    assert [cost.weights(schedule, stage) for stage in range(4)] == [
+        41e6,
+        24e6,
+        24e6,
+        18e6,
+    ]
+    assert known.update((3, 2, 2, 1)) == pytest.approx((7e-3, 4e-3, 4e-3, 3.5e-3))
+    assert (cost.latency(0, 1), cost.bandwidth(0, 1), cost.serial) == (1e-4, 1e9, True)
+
+
+def test_recomputing_keeps_the_input_alone_and_runs_the_forward_again():
+    known, schedule = profile(), make("1f1b", ranks=2, microbatches=1)
+    plain, again = (
+        known.cost((4, 4), recompute=flag, tokens=1024) for flag in (False, True)
+    )
+    back, there = Action(Op.B, 0, 0), Action(Op.F, 0, 0)
+    assert again.held(schedule, there) == 1024 * 2048
+    more = again.seconds(schedule, back) - plain.seconds(schedule, back)
+    assert more == pytest.approx(plain.seconds(schedule, there))
+
+
+def test_one_profile_costs_schedules_with_any_number_of_parts_and_all_do_the_same_work():
+    cost = ProfileCost(profile())
+    work = []
+    for name, shape in (
+        ("1f1b", {}),
+        ("interleaved", {"chunks": 2}),
+        ("hanayo", {"waves": 2}),
+        ("zb-v", {}),
+    ):
+        schedule = make(name, ranks=2, microbatches=2, **shape)
+        own = profile().cost(even_partition(8, schedule.parts), tokens=1024)
+        assert simulate(schedule, cost).makespan == simulate(schedule, own).makespan
+        if name != "zb-v":  # split: I and W together are not quite B
+            work.append(float(simulate(schedule, cost).busy.sum()))
+    assert work == pytest.approx([work[0]] * 3)
+
+
+def test_cuts_are_shares_of_the_tokens():
+    cost = ProfileCost(profile(), tokens=512)
+    shares = make("terapipe", ranks=2, microbatches=1, slices=4)
+    tokens = slice_tokens(
+        make("gpipe", ranks=2, microbatches=1), (0, 128, 256, 384, 512)
+    )
+    assert (
+        simulate(shares, cost).makespan
+        == simulate(tokens, profile().cost((4, 4))).makespan
+    )
+    assert stretch(MicroBatch((0,), 4, (0, 1, 4)), 512).cuts == (0, 128, 512)
+    with pytest.raises(ShapeError, match="cannot be cut into 4 slices"):
+        simulate(
+            make("terapipe", ranks=2, microbatches=1, slices=4),
+            ProfileCost(profile(), tokens=2),
+        )
+
+
+def test_a_planner_ranks_schedules_with_different_parts_and_leaves_out_those_with_too_many():
+    found = portfolio(2, 4, ProfileCost(profile(layers=4)), memory=1e9)
+    parts = {candidate.schedule.parts for candidate in found.candidates}
+    assert {2, 4} <= parts
+    assert max(parts) <= 4
+    with pytest.raises(
+        ShapeError, match="no schedule can be built: 4 layers cannot fill 8 parts"
+    ):
+        portfolio(8, 4, ProfileCost(profile(layers=4)))
+
+
+def test_a_partition_or_links_that_do_not_fit_are_refused():
+    with pytest.raises(
+        ShapeError, match=r"the partition \(4, 3\) has 7 layers, the model 8"
+    ):
+        profile().cost((4, 3))
+    matrix = Network(
+        ((0.0, 1e-4), (1e-4, 0.0)), ((math.inf, 1e9), (1e9, math.inf)), serial=True
+    )
+    assert profile(network=matrix).cost((4, 4), ranks=2).bandwidth(1, 0) == 1e9
+    with pytest.raises(ShapeError, match="the links of 2 ranks, the schedule 4 ranks"):
+        profile(network=matrix).cost((2, 2, 2, 2), ranks=4)
+
+
+# ---------------------------------------------------------------- the file
+MATRIX = Network(
+    ((0.0, 1e-4), (2e-4, 0.0)), ((math.inf, 1e9), (2e9, math.inf)), serial=True
+)
+
+
+@pytest.mark.parametrize(
+    "network",
+    [Network(), Network(1e-4, 1e9, serial=True), MATRIX],
+    ids=["none", "one", "pairs"],
+)
+def test_a_profile_comes_back_from_its_file(tmp_path, network):
+    made = replace(
+        profile(network=network), layer=block(points(LAYER, spread=0.1, seed=3))
+    )
+    write_profile(made, tmp_path / "p.json")
+    assert read_profile(tmp_path / "p.json") == made
+    tabled = replace(
+        made,
+        layer=block([replace(p, F=stepped(p.tokens, p.prefix)) for p in points(LAYER)]),
+    )
+    assert tabled.layer.F.form == "table"
+    back = load_profile(dump_profile(tabled))
+    assert back == tabled
+    assert back.layer.F.curve.of(300, 77) == tabled.layer.F.curve.of(300, 77)
+
+
+BROKEN = [
+    (
+        '"version": 1',
+        '"version": 2',
+        "p.json:3:14: this profile is of version 2",
+        "upgrade Penstock",
+    ),
+    (
+        '"penstock": "profile"',
+        '"penstock": "plan"',
+        'its kind is "plan", not "profile"',
+        "give a profile.json",
+    ),
+    ('"layers": 8', '"layers": 0', "layers is out of range", "write a number from 1"),
+    (
+        '"layers": 8',
+        '"layers": "8"',
+        'layers is "8", not a whole number',
+        "write a number",
+    ),
+    (
+        '"layers": 8',
+        '"lawyers": 8',
+        "the profile has no key 'lawyers'",
+        "did you mean 'layers'?",
+    ),
+    (
+        '"form": "formula"',
+        '"form": "spline"',
+        'blocks.embed.fits.F.form is "spline"',
+        'a "formula" or a "table"',
+    ),
+    (
+        '"base": ',
+        '"base": -',
+        "blocks.embed.fits.F.base is out of range",
+        "from 0 to 1e+18",
+    ),
+    ('"held_out": true', '"held_out": 1', "held_out is 1", "true or false"),
+    (
+        '"tokens": 16,',
+        '"tokens": 16.5,',
+        "tokens is 16.5, not a whole number",
+        "write a number",
+    ),
+    (
+        '"bandwidth": 1000000000.0',
+        '"bandwidth": "fast"',
+        'network.bandwidth is "fast", not a number',
+        "from 0 on",
+    ),
+    (
+        '"bandwidth": 1000000000.0',
+        '"bandwidth": [[1, 2], [3]]',
+        "the bandwidth matrix has 2 rows",
+        "a row of numbers",
+    ),
+    (
+        '"message": 2048.0',
+        f'"message": {10**400}',
+        "message is out of range",
+        "from 0 to 1e+18",
+    ),
+    (
+        '"latency": 0.0001',
+        '"latency": null',
+        "network.latency is null, not a number",
+        "from 0 on",
+    ),
+    (
+        '"serial": true}\n}',
+        '"serial": true',
+        "the file ends too early",
+        "write or copy it again",
+    ),
+]
+
+
+@pytest.mark.parametrize(("old", "new", "what", "advice"), BROKEN)
+def test_a_broken_profile_is_one_clear_error_at_its_place(
+    tmp_path, old, new, what, advice
+):
+    text = dump_profile(profile())
+    assert old in text
+    (tmp_path / "p.json").write_text(text.replace(old, new, 1))
+    with pytest.raises(FileError) as caught:
+        read_profile(tmp_path / "p.json")
+    assert what in str(caught.value)
+    assert advice in str(caught.value)
+    assert "^" in str(caught.value)
+
+
+def test_a_plan_is_no_profile_and_an_empty_file_neither(tmp_path):
+    for text, what in (
+        ("", "is empty"),
+        ("[]", "this is not a profile"),
+        ("{}", 'begins with {"penstock": "profile"'),
+    ):
+        (tmp_path / "p.json").write_text(text)
+        with pytest.raises(FileError, match=what):
+            read_profile(tmp_path / "p.json")
+    with pytest.raises(FileError, match=r"name a profile\.json that exists"):
+        read_profile(tmp_path / "none.json")
+
+
+# ---------------------------------------------------------------- on the command line, without torch
+@pytest.fixture
+def run(monkeypatch, capsys, tmp_path):
+    """Runs a command line in a folder with a profile; gives exit code, stdout, stderr."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "100")
+    write_profile(profile(), "p.json")
+
+    return partial(called, monkeypatch, capsys)
+
+
+def test_simulate_takes_a_profile_and_shows_ms_and_mib(run):
+    line = "simulate seq1f1b --ranks 2 --microbatches 2 --slices 4 --profile p.json"
+    code, out, err = run(f"{line} --json")
+    assert (code, err) == (0, "")
+    facts = json.loads(out)
+    timeline = simulate(
+        make("seq1f1b", ranks=2, microbatches=2, slices=4),
+        profile().cost((4, 4), tokens=1024),
+    )
+    assert facts["makespan"] == timeline.makespan
+    assert facts["peak_activations"] == timeline.peak_activations.tolist()
+    assert facts["optimizer"] == pytest.approx(9.5e-3)
+    assert facts["tokens_per_second"] == pytest.approx(
+        2048 / (timeline.makespan + 9.5e-3)
+    )
+    _, out, _ = run(line)
+    assert f"{1e3 * timeline.makespan:.6g} ms" in out
+    assert out.count("MiB") == 2
+    _, out, _ = run(f"{line} --tokens 2048")
+    assert "2048 (measured up to 1024)" in out
+
+
+def test_plan_takes_a_profile_and_writes_the_layers_of_each_part(run):
+    code, out, _ = run(
+        "plan --ranks 2 --microbatches 4 --profile p.json --memory 600 --json -o plan.json"
+    )
+    assert code == 0
+    rows = json.loads(out)["schedules"]
+    assert all(row["peak"] <= 600 * 2**20 for row in rows)
+    plan = read_plan("plan.json")
+    assert plan.partition == even_partition(8, plan.schedule.parts)
+    assert plan.facts["profile"] == "p.json"
+    _, out, _ = run("simulate plan.json --profile p.json --json")
+    assert json.loads(out)["makespan"] == pytest.approx(rows[0]["makespan"])
+    _, out, _ = run("plan --ranks 2 --microbatches 4 --profile p.json --top 3")
+    assert "in MiB; times in ms" in " ".join(out.split())
+    assert all(len(line) <= 100 for line in out.splitlines())
+
+
+@pytest.mark.parametrize(
+    ("device", "tokens", "step"),
+    [("cpu", 1024, 16), ("cuda", 1024, 128), ("cuda", 1000, 8)],
+)
+def test_cuts_lie_on_the_tiles_of_the_device_that_was_measured(
+    run, device, tokens, step
+):
+    write_profile(replace(profile(), device=(("device", device),)), "p.json")
+    code, out, _ = run(
+        f"plan --ranks 4 --microbatches 1 --profile p.json --tokens {tokens} --json"
+    )
+    assert code == 0
+    cuts = [cut for row in json.loads(out)["sliced"] for cut in row["cuts"]]
+    assert math.gcd(*cuts, tokens) == step
+
+
+def off_by(error: float) -> Profile:
+    """A profile whose layer is off by so much on the points held out."""
+    fitted = profile()
+    return replace(
+        fitted, layer=replace(fitted.layer, B=replace(fitted.layer.B, worst=error))
+    )
+
+
+@pytest.mark.parametrize("line", ["plan", "simulate 1f1b"])
+def test_a_profile_that_is_far_off_is_refused_unless_accepted(run, line):
+    line += " --ranks 2 --microbatches 2 --profile p.json"
+    write_profile(off_by(18.65), "p.json")
+    code, out, err = run(line)
+    assert (code, out) == (2, "")
+    words = " ".join(err.split())
+    assert (
+        "p.json: the measured times are off by up to 1,865% on points held out of the fit"
+        in words
+    )
+    assert "the most to plan with is 50%" in words
+    assert "on a quiet machine, with more --rounds" in words
+    assert run(f"{line} --accept-error")[0] == 0
+    write_profile(off_by(0.4), "p.json")
+    assert run(line)[0] == 0
+
+
+def test_an_error_of_what_takes_no_time_does_not_matter():
+    fitted = profile()
+    assert off_by(18.65).worst_error == 18.65
+    tiny = Fit(Seconds(1e-9), 18.65, 18.65)
+    assert (
+        replace(fitted, embed=replace(fitted.embed, F=tiny)).worst_error
+        == fitted.worst_error
+        < 0.5
+    )
+
+
+def test_profile_warns_of_what_it_writes_if_it_is_far_off(run, monkeypatch):
+    from penstock.train import profile as measuring  # noqa: PLC0415
+
+    for error, warned in ((18.65, True), (0.2, False)):
+        monkeypatch.setattr(
+            measuring, "profile_model", lambda *_, error=error: off_by(error)
+        )
+        code, out, err = run("profile --tokens 64 -o p.json --json")
+        assert code == 0
+        assert json.loads(out)["worst_error"] == pytest.approx(
+            max(error, profile().worst_error)
+        )
+        assert ("WARNING" in err) is warned
+        assert ("off by up to 1,865%" in err) is warned
+
+
+MISTAKES = {
+    "simulate 1f1b --ranks 2 --microbatches 2 --accept-error": "--accept-error is for costs of a profile",
+    "simulate 1f1b --ranks 2 --microbatches 2 --profile none.json": "cannot read none.json",
+    "simulate 1f1b --ranks 2 --microbatches 2 --profile p.json --comm 0.1": "does not go together with --comm",
+    "plan --ranks 2 --microbatches 2 --profile p.json --forward 1 --backward 3": "with --forward and --backward",
+    "simulate 1f1b --ranks 9 --microbatches 2 --profile p.json": "8 layers cannot fill 9 parts",
+    "plan --ranks 9 --microbatches 2 --profile p.json": "8 layers cannot fill 9 parts",
+    "plan --ranks 2 --microbatches 2 --profile p.json --memory 1": "nothing fits into a memory of 1 MiB",
+    "simulate 1f1b --ranks 2 --microbatches 2 --tokens 64": "--tokens is for costs of a profile",
+    "simulate 1f1b --ranks 2 --microbatches 2 --profile p.json --tokens 0": "--tokens 0 is no length",
+    "profile --preset huge": "there is no preset 'huge'",
+    "profile --tokens 4": "4 tokens are too few to measure slices of",
+    "profile --width 30 --heads 4": "width must be a multiple of heads",
+    "profile --preset gpt2 --kv-heads 2": "gpt2 has no kv_heads",
+    "profile --hf none": "there is no config.json in none",
+    "profile --hf none --kv-heads 4": "does not go together with --kv-heads",
+    "profile --device abacus": "there is no device 'abacus'",
+    "profile --dtype int3": "there is no type 'int3'",
+    "profile --threads 0": "--threads 0 is too few",
+}
+
+
+@pytest.mark.parametrize("line", MISTAKES)
+def test_a_mistake_is_one_message(run, line):
+    code, out, err = run(line)
+    assert (code, out) == (2, "")
+    assert MISTAKES[line] in " ".join(err.split())
+    assert "Traceback" not in err
+
+
+# ---------------------------------------------------------------- real measurements, of tiny models
+TINY = "--width 32 --layers 3 --heads 4 --kv-heads 2 --inner 48 --vocab 64"
+
+
+def test_a_real_profile_of_a_tiny_model_is_whole_and_i_and_w_are_about_b(run):
+    code, out, err = run(
+        f"profile {TINY} --tokens 32 --rows 2 --threads 1 --rounds 1 -o mine.json --json"
+    )
+    assert (code, err) == (0, "")
+    assert {fit["form"] for fit in json.loads(out)["fits"]} <= {"formula", "table"}
+    found = read_profile("mine.json")
+    assert (found.layers, found.tokens, found.rows) == (3, 32, 2)
+    assert dict(found.device)["threads"] == 1
+    assert found.message == 2 * 32 * 4
+    layer = found.layer
+    assert sum(p.held_out for p in layer.points) >= 8
+    assert 0.5 < np.median([(p.I + p.W) / p.B for p in layer.points]) < 2.0
+    assert found.embed.W.curve == Seconds()
+    assert all(p.prefix == 0 for p in (*found.embed.points, *found.head.points))
+    numbers = 32 * (32 + 16 + 16 + 32) + 3 * 32 * 48 + 2 * 32
+    assert layer.weights == pytest.approx(
+        4 * 4 * numbers, rel=0.01
+    )  # weights, gradients and two states
+    assert layer.held > layer.kept > found.message
+    assert (
+        run(
+            "simulate terapipe --ranks 3 --microbatches 1 --slices 4 --profile mine.json"
+        )[0]
+        == 0
+    )
+
+
+def test_several_ranks_measure_together_and_then_their_links(run):
+    code, out, err = run(
+        f"profile {TINY} --tokens 16 --threads 1 --rounds 1 --ranks 2 --links -o mine.json"
+    )
+    assert (code, err) == (0, "wrote mine.json\n")
+    assert "errors on" in out
+    network = read_profile("mine.json").network
+    assert isinstance(network.latency, tuple)
+    assert len(network.latency) == 2
+    assert 0 < network.latency[0][1] < 1
+    assert network.bandwidth[0][1] > 1e5
+
+
+def test_a_hugging_face_folder_is_measured_by_its_config(run):
+    config = transformers.LlamaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        num_hidden_layers=5,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=48,
+        max_position_embeddings=64,
+    )
+    config.architectures = ["LlamaForCausalLM"]
+    config.save_pretrained("folder")
+    code, _, err = run(
+        "profile --hf folder --tokens 16 --rounds 1 --threads 1 -o mine.json"
+    )
+    assert (code, err) == (0, "wrote mine.json\n")
+    assert read_profile("mine.json").layers == 5
+    assert run("profile --hf folder --tokens 100")[2].startswith(
+        "ShapeError: 100 tokens, but folder is for 64 at most"
+    )
+
+
+def test_a_probe_leaves_gradients_as_the_executor_would():
+    torch.manual_seed(0)
+    model = Llama(LlamaConfig(64, 32, 2, 4, 2, 48)).double()
+    _, middle, head = split(model, (0, 2, 0))
+    x = torch.randn(1, 24, 32, dtype=torch.float64)
+    probe = Probe(Subject(middle, x, layers=2, prefixes=True))
+    assert {tuple(rows.shape) for rows in probe.carry.rows.values()} == {(1, 2, 24, 8)}
+    with torch.no_grad():
+        whole = middle(x)
+    last, all_of_it = probe.open(8, 16), probe.open(24, 0)
+    probe.forward(last)
+    assert torch.allclose(
+        probe.made[last], whole[:, 16:], atol=1e-12
+    )  # it sees the prefix
+    probe.forward(all_of_it)
+    assert torch.allclose(probe.made[all_of_it], whole, atol=1e-12)
+    labels = torch.randint(0, 64, (1, 24))
+    times = Probe(Subject(head, x, loss=token_loss, labels=labels)).times(24, 0)[0]
+    assert min(times) > 0
+    expected = torch.autograd.grad(
+        token_loss(head(x), labels) / 24, list(head.parameters())
+    )
+    for parameter, gradient in zip(head.parameters(), expected, strict=True):
+        assert torch.allclose(
+            parameter.grad, 2 * gradient, atol=1e-12
+        )  # once whole, once split
+
+
+@pytest.mark.parametrize(("tokens", "prefix"), [(24, 0), (8, 8)])
+def test_passes_are_in_flight_together_as_micro_batches_are(
+    tokens, prefix, monkeypatch
+):
+    whole = Llama(
+        LlamaConfig(vocab=11, width=16, layers=2, heads=2, kv_heads=2, inner=16)
+    ).double()
+    _, middle, _ = split(whole, (0, 2, 0))
+    probe, alive = (
+        Probe(
+            Subject(
+                middle, torch.randn(1, 24, 16, dtype=torch.float64), 2, prefixes=True
+            )
+        ),
+        [],
+    )
+
+    def clock(act) -> float:
+        act()
+        alive.append(len(probe.made))
+        return float(len(alive))
+
+    monkeypatch.setattr(probe, "clock", clock)
+    found = probe.times(tokens, prefix, passes=3)
+    assert alive == [
+        1,
+        2,
+        3,
+        2,
+        1,
+        0,
+        1,
+        2,
+        3,
+        2,
+        1,
+        0,
+        0,
+        0,
+        0,
+    ]  # F, B, F again, I, W; three of each
+    assert [(one.F, one.B, one.I, one.W) for one in found] == [
+        (n, n + 3, n + 9, n + 12) for n in (1, 2, 3)
+    ]
+
+
+def test_a_layer_that_takes_no_time_was_not_measured():
+    terms = r'"base": [^,]+, "token": [^,]+, "prefix": [^,]+, "pair": [^,]+,'
+    text = re.sub(
+        terms, '"base": 0, "token": 0, "prefix": 0, "pair": 0,', dump_profile(profile())
+    )
+    with pytest.raises(FileError, match="F of a layer takes no time"):
+        load_profile(text)
+
+
+def test_a_formula_that_is_nothing_at_a_point_is_not_corrected_by_a_table():
+    noisy = [(4, 5, 0.9728), (12, 0, 718.4), (16, 1, 0.13388)]
+    assert fit(noisy, [(6, 9, 0.4), (1, 0, 0.5345)]).form == "formula"

@@ -1,0 +1,92 @@
+"""What a token costs is what torch counts, and a share of a peak is shown only where the peak is known."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+import torch
+from rich.console import Console
+from torch.utils.flop_counter import FlopCounterMode
+
+from penstock.models import GPT, GPTConfig, Llama, LlamaConfig, token_loss
+from penstock.models.flops import flops_per_token, peak_flops
+from penstock.train.history import StepRow
+from penstock.train.loop import flops_utilization
+from penstock.train.screen import Screen
+
+MODELS = [
+    LlamaConfig(96, 32, 3, 4, 2, 48),
+    LlamaConfig(512, 64, 2, 8, 8, 176, tied=True),
+    GPTConfig(96, 32, 3, 4, 128, positions=24),
+]
+
+
+@pytest.mark.parametrize("sizes", MODELS, ids=["grouped", "tied", "gpt"])
+@pytest.mark.parametrize("tokens", [8, 24])
+def test_the_count_is_torchs_own(sizes, tokens):
+    model = GPT(sizes) if isinstance(sizes, GPTConfig) else Llama(sizes)
+    words = torch.zeros(2, tokens, dtype=torch.long)
+    with (
+        FlopCounterMode(display=False) as counter,
+        torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH),
+    ):
+        token_loss(model(words), words).backward()
+    assert flops_per_token(sizes, tokens) == pytest.approx(
+        counter.get_total_flops() / (2 * tokens), rel=1e-6
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("NVIDIA H200", 989e12),
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA L40S", 362e12),
+        ("NVIDIA A100-SXM4-40GB", 312e12),
+        ("NVIDIA A10G", 70e12),
+        ("NVIDIA GH200 480GB", 989e12),
+        ("Tesla T4", None),
+    ],
+)
+def test_devices_are_known_by_their_names(name, peak):
+    assert peak_flops(name) == peak
+
+
+def test_utilization_is_the_share_of_all_devices_peaks(monkeypatch):
+    sizes, gpu = MODELS[0], torch.device("cuda", 0)
+    monkeypatch.setattr(
+        torch.cuda, "get_device_name", lambda device: "NVIDIA A100-SXM4-80GB"
+    )
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    share = flops_utilization(sizes, 128, 4, gpu)
+    assert share(1e6) == pytest.approx(1e6 * flops_per_token(sizes, 128) / (4 * 312e12))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)  # four ranks on one GPU
+    assert flops_utilization(sizes, 128, 4, gpu)(1e6) == pytest.approx(4 * share(1e6))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA Tomorrow")
+    assert flops_utilization(sizes, 128, 4, gpu)(1e6) is None
+    assert flops_utilization(sizes, 128, 4, torch.device("cpu"))(1e6) is None
+
+
+@pytest.mark.parametrize(("mfu", "words"), [(0.4321, "  MFU 43.2%"), (None, "")])
+def test_the_line_of_a_step_shows_it_where_it_is_known(mfu, words):
+    told = io.StringIO()
+    with Screen(2, 1, Console(file=told, width=200)) as screen:
+        screen.put(StepRow(1, 2.0, 1.0, 0.1, 0.5, 100, 1000, 0.1, mfu=mfu))
+    assert ("MFU" in told.getvalue()) is bool(words)
+    assert words in told.getvalue()
+
+
+@pytest.mark.parametrize("width", [80, 160])
+def test_the_live_line_says_how_long_it_will_take_also_where_it_is_narrow(width):
+    told = io.StringIO()
+    with Screen(
+        5000,
+        10,
+        Console(file=told, width=width, force_terminal=True, color_system=None),
+    ) as screen:
+        screen.put(StepRow(853, 2.56, 0.969, 1e-3, 0.1, 2048, 324_800_000, 0.1, 0.431))
+    assert "-:--:--" in told.getvalue()  # after one step nobody knows
+    assert "step  853/5000  loss 2.5600" in told.getvalue()

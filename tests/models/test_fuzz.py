@@ -1,0 +1,133 @@
+"""Some cases of the fuzzer, chosen so that every kind of model, schedule and option occurs. `make fuzz` runs more."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import fuzz
+from fuzz import FAMILIES, FROZEN, ROPES, Verdict, draw_case, run_case, run_many
+from penstock import REGISTRY
+from penstock.models import hf
+
+SEEDS = (
+    0,
+    21,
+    25,
+    47,
+    100,
+    150,
+    152,
+    153,
+    203,
+    250,
+    321,
+    379,
+    467,
+    670,
+    880,
+    900,
+    1018,
+    1150,
+    1196,
+    1197,
+    1256,
+    1276,
+    1328,
+    1530,
+    1591,
+    1635,
+    1742,
+    1931,
+    2141,
+    2418,
+    2465,
+    2497,
+)
+SLICED_DYNAMIC, SLICED_CHECKPOINTING, PLAIN = 386, 81, 0
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Ranks are threads already; tensors this small only wait for more of them."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_pipeline_computes_what_hugging_faces_model_computes_or_is_refused(seed):
+    case = draw_case(seed)
+    verdict = run_case(case)
+    assert verdict.word != "failed", f"{case}\n{verdict.why}"
+
+
+def test_the_seeds_cover_every_kind_of_model_schedule_and_option():
+    cases = [draw_case(seed) for seed in SEEDS]
+    seen = {(word, value) for case in cases for word, value in case.marks.items()}
+    assert {name for word, name in seen if word == "schedule"} == {*REGISTRY, "random"}
+    assert {(case.family, case.kernel) for case in cases} == {
+        (f, k) for f in FAMILIES for k in ("eager", "sdpa")
+    }
+    ropes = {
+        (case.marks["rope"], case.schedule.slices > 1)
+        for case in cases
+        if case.marks["rope"]
+    }
+    assert ropes == {(kind, sliced) for kind in ROPES for sliced in (True, False)}
+    assert {case.frozen for case in cases} == {"", *FROZEN}
+    for option in (
+        "window",
+        "tied",
+        "packed",
+        "split",
+        "replicas",
+        "recompute",
+        "dropout",
+        "checkpointing",
+    ):
+        for sliced in (True, False):
+            assert any(
+                case.marks[option] and (case.schedule.slices > 1) is sliced
+                for case in cases
+            ), option
+    assert any(case.dropout and case.recompute for case in cases)
+    assert any(len(set(case.lengths)) > 1 for case in cases)
+
+
+def test_a_seed_is_a_case():
+    assert draw_case(3) == draw_case(3)
+    assert draw_case(3) != draw_case(4)
+
+
+def test_a_wrong_gradient_is_a_failure_and_is_printed_with_its_seed(
+    monkeypatch, capsys
+):
+    """The rotary module of a slice that sees only its own positions, as it once was."""
+    assert run_case(draw_case(SLICED_DYNAMIC)) == Verdict("exact")
+    monkeypatch.setattr(
+        hf, "_angles", lambda rotary, x, piece: rotary(x, hf._places(x, piece))
+    )
+    assert run_many([SLICED_DYNAMIC])["failed"] == 1
+    printed = capsys.readouterr().out
+    assert f"FAILED seed={SLICED_DYNAMIC} " in printed
+    assert "0 exact, 0 refused, 1 failed" in printed
+
+
+def test_a_refusal_is_counted_with_its_reason(capsys):
+    assert run_many([SLICED_CHECKPOINTING, PLAIN])["refused"] == 1
+    assert (
+        "refused 1 times: stage # cannot be sliced: its layers use"
+        in capsys.readouterr().out
+    )
+
+
+def test_any_other_exception_is_a_failure(monkeypatch):
+    def broken(*_: object, **__: object) -> None:
+        raise RuntimeError("out of order")
+
+    monkeypatch.setattr(fuzz, "piped", broken)
+    verdict = run_case(draw_case(PLAIN))
+    assert verdict.word == "failed"
+    assert "RuntimeError: out of order" in verdict.why

@@ -1,0 +1,828 @@
+"""Our models against Hugging Face's; parts against the whole, for ours and for theirs."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from penstock.errors import PenstockError, ShapeError
+from penstock.models import (
+    GPT,
+    Bert,
+    BertConfig,
+    GPTConfig,
+    Llama,
+    LlamaConfig,
+    bert,
+    even_partition,
+    gpt,
+    layer_count,
+    llama,
+    model_width,
+    part_parameters,
+    shared_names,
+    shift_labels,
+    split,
+    token_loss,
+    valid_tokens,
+)
+from pipelines import without_float32
+
+pytestmark = pytest.mark.numerics  # run once more with other kernels by .ci/run
+
+PARTITIONS = [
+    (4,),
+    (2, 2),
+    (1, 1, 1, 1),
+    (1, 3),
+    (3, 1),
+    (0, 2, 2),
+    (2, 2, 0),
+    (0, 4, 0),
+]
+TOKENS = 16
+SIZES = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+}
+QUIET = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+GATED = {**SIZES, **QUIET, "intermediate_size": 64, "num_key_value_heads": 2}
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def plain_kernels():
+    """Some virtual machines announce AMX and then forbid it: oneDNN's bf16 kernels would end the process."""
+    enabled, *_ = torch.backends.mkldnn.set_flags(False)
+    yield
+    torch.backends.mkldnn.set_flags(enabled)
+
+
+def some_tokens(batch: int = 2) -> Tensor:
+    return torch.randint(0, 96, (batch, TOKENS))
+
+
+def some_labels(tokens: Tensor) -> Tensor:
+    """Shifted, and some more left out: the sum over what counts is not the mean over all."""
+    return shift_labels(tokens).masked_fill(torch.rand(tokens.shape) < 0.2, -100)
+
+
+def shaken(model: nn.Module, dtype: torch.dtype = torch.float64) -> nn.Module:
+    """Every weight, norms and biases too, far enough from its birth to matter."""
+    for parameter in model.parameters():
+        parameter.data.add_(0.2 * torch.randn(parameter.shape))
+    return model.to(dtype).eval()
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def unused(theirs: nn.Module) -> set[str]:
+    """A BertForMaskedLM whose weights are not tied has a second bias that nothing reads."""
+    return set() if theirs.config.tie_word_embeddings else {"cls.predictions.bias"}
+
+
+def assert_near(
+    ours: dict[str, Tensor], theirs: dict[str, Tensor], tolerance: float
+) -> None:
+    assert ours.keys() == theirs.keys()
+    for name, grad in ours.items():
+        assert (grad - theirs[name]).abs().max() <= tolerance, name
+        # (the same added to all keys changes no softmax: the gradient of their bias is 0)
+        assert name.endswith("key.bias") or grad.abs().max() > 1e-6, (
+            f"{name}: nothing was tested"
+        )
+
+
+# ---------------------------------------------------------------- a zoo: ours, theirs, the names between them
+def llama_pair(kv_heads: int = 2, tied: bool = False):
+    theirs = transformers.LlamaConfig(
+        **GATED | {"num_key_value_heads": kv_heads, "tie_word_embeddings": tied}
+    )
+    config = LlamaConfig(96, 32, 4, 4, kv_heads, 64, eps=theirs.rms_norm_eps, tied=tied)
+    return Llama(config), transformers.LlamaForCausalLM(theirs), llama
+
+
+def gpt_pair(tied: bool = True):
+    theirs = transformers.GPT2Config(
+        **SIZES, **QUIET, n_inner=64, n_positions=TOKENS, tie_word_embeddings=tied
+    )
+    return (
+        GPT(GPTConfig(96, 32, 4, 4, 64, TOKENS, tied=tied)),
+        transformers.GPT2LMHeadModel(theirs),
+        gpt,
+    )
+
+
+def bert_pair(tied: bool = True):
+    theirs = transformers.BertConfig(
+        **SIZES | QUIET | {"pad_token_id": 0},
+        intermediate_size=64,
+        max_position_embeddings=TOKENS,
+        tie_word_embeddings=tied,
+    )
+    return (
+        Bert(BertConfig(96, 32, 4, 4, 64, TOKENS, tied=tied)),
+        transformers.BertForMaskedLM(theirs),
+        bert,
+    )
+
+
+PAIRS = {
+    "llama": llama_pair,
+    "llama, tied": lambda: llama_pair(tied=True),
+    "llama, no groups": lambda: llama_pair(kv_heads=4),
+    "llama, one group": lambda: llama_pair(kv_heads=1),
+    "gpt": gpt_pair,
+    "gpt, untied": lambda: gpt_pair(tied=False),
+    "bert": bert_pair,
+    "bert, untied": lambda: bert_pair(tied=False),
+}
+OURS = {name: lambda pair=pair: pair()[0] for name, pair in PAIRS.items()}
+THEIRS = {
+    "LlamaForCausalLM": lambda: llama_pair()[1],
+    "LlamaForCausalLM, tied": lambda: llama_pair(tied=True)[1],
+    "MistralForCausalLM": lambda: transformers.MistralForCausalLM(
+        transformers.MistralConfig(**GATED)
+    ),
+    "MistralForCausalLM, window": lambda: transformers.MistralForCausalLM(
+        transformers.MistralConfig(**GATED, sliding_window=5)
+    ),
+    "Qwen2ForCausalLM": lambda: transformers.Qwen2ForCausalLM(
+        transformers.Qwen2Config(**GATED)
+    ),
+    "Qwen2ForCausalLM, tied, windows": lambda: transformers.Qwen2ForCausalLM(
+        transformers.Qwen2Config(
+            **GATED,
+            tie_word_embeddings=True,
+            use_sliding_window=True,
+            sliding_window=5,
+            max_window_layers=1,
+        )
+    ),
+    "GPT2LMHeadModel": lambda: gpt_pair()[1],
+    "GPT2LMHeadModel, untied": lambda: gpt_pair(tied=False)[1],
+}
+
+
+# ---------------------------------------------------------------- ours are theirs
+@pytest.mark.parametrize("name", PAIRS)
+def test_logits_loss_and_every_gradient_are_those_of_hugging_face(name):
+    ours, theirs, names = PAIRS[name]()
+    without_float32(shaken(theirs))
+    ours.double().load_state_dict(names.from_hf_state(theirs.state_dict(), ours.config))
+    tokens = some_tokens()
+    labels = some_labels(tokens)
+
+    logits, expected = ours(tokens), theirs(tokens).logits
+    loss = token_loss(logits, labels)
+    wanted = F.cross_entropy(expected.view(-1, 96), labels.view(-1), reduction="sum")
+    loss.backward()
+    wanted.backward()
+
+    assert (logits - expected).abs().max() < 1e-9
+    assert abs(loss - wanted) < 1e-9
+    wanted = {
+        name: grad
+        for name, grad in gradients(theirs).items()
+        if name not in unused(theirs)
+    }
+    assert_near(names.to_hf_state(gradients(ours), ours.config), wanted, 1e-9)
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_in_float32_nothing_of_hugging_face_needs_changing(name):
+    ours, theirs, names = PAIRS[name]()
+    shaken(theirs, torch.float32)
+    ours.load_state_dict(names.from_hf_state(theirs.state_dict(), ours.config))
+    tokens = some_tokens()
+    assert torch.allclose(ours(tokens), theirs(tokens).logits, atol=2e-4)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt", "bert"])
+def test_the_sum_of_losses_over_valid_tokens_is_the_mean_that_hugging_face_reports(
+    name,
+):
+    ours, theirs, names = PAIRS[name]()
+    shaken(theirs, torch.float32)
+    ours.load_state_dict(names.from_hf_state(theirs.state_dict(), ours.config))
+    tokens = some_tokens()
+    labels = tokens if name == "bert" else shift_labels(tokens)
+    mean = token_loss(ours(tokens), labels) / valid_tokens(labels)
+    assert abs(mean - theirs(tokens, labels=tokens).loss) < 1e-5
+
+
+def test_bert_takes_token_types_and_padding_as_hugging_face_does():
+    ours, theirs, names = bert_pair()
+    shaken(theirs)
+    ours.double().load_state_dict(names.from_hf_state(theirs.state_dict(), ours.config))
+    tokens, types, real = (
+        some_tokens(),
+        torch.randint(0, 2, (2, TOKENS)),
+        torch.ones(2, TOKENS, dtype=torch.bool),
+    )
+    real[1, 11:] = False
+    expected = theirs(tokens, token_type_ids=types, attention_mask=real.long()).logits
+    assert (ours(tokens, types, real) - expected)[real].abs().max() < 1e-9
+    assert (ours(tokens, types) - expected)[real].abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_bert_takes_the_optimizer_steps_of_hugging_face_when_padding_occurs(tied):
+    ours, theirs, names = bert_pair(tied)
+    shaken(theirs)
+    ours.double().load_state_dict(names.from_hf_state(theirs.state_dict(), ours.config))
+    tokens = some_tokens().masked_fill(torch.rand(2, TOKENS) < 0.3, 0)
+    losses = []
+    for model in (ours, theirs):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+        losses.append([])
+        for step in range(4):
+            out = model(tokens.roll(step, 1))
+            loss = token_loss(getattr(out, "logits", out), tokens) / tokens.numel()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses[-1].append(loss.item())
+    assert losses[0] == pytest.approx(losses[1], abs=1e-9)
+
+
+def test_the_vector_of_berts_padding_begins_at_zero_as_in_hugging_face():
+    for tied in (True, False):
+        ours, theirs, _ = bert_pair(tied)
+        assert theirs.bert.embeddings.word_embeddings.weight[0].abs().max() == 0
+        assert ours.embed.tokens.weight[0].abs().max() == 0
+        assert ours.embed.tokens.weight[1:].abs().min(1).values.max() > 0
+    assert (
+        Bert(BertConfig(96, 32, 1, 4, 64, TOKENS, padding=None))
+        .embed.tokens.weight[0]
+        .abs()
+        .max()
+        > 0
+    )
+    with pytest.raises(
+        ShapeError, match="padding must be a token, 0 to 95, or None, not 96"
+    ):
+        BertConfig(96, 32, 1, 4, 64, TOKENS, padding=96)
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_what_hugging_face_saves_is_read_and_what_we_save_it_reads(name, tmp_path):
+    ours, theirs, names = PAIRS[name]()
+    shaken(theirs, torch.float32)
+    theirs.save_pretrained(tmp_path / "theirs")
+    saved = load_file(tmp_path / "theirs" / "model.safetensors")
+    ours.load_state_dict(names.from_hf_state(saved, ours.config))
+
+    exported = names.to_hf_state(ours.state_dict(), ours.config)
+    assert exported.keys() == saved.keys() - unused(theirs)
+    assert all(torch.equal(tensor, saved[name]) for name, tensor in exported.items())
+
+    theirs.config.save_pretrained(tmp_path / "ours")
+    save_file(exported, tmp_path / "ours" / "model.safetensors", {"format": "pt"})
+    again = type(theirs).from_pretrained(tmp_path / "ours").eval()
+    tokens = some_tokens()
+    assert torch.equal(again(tokens).logits, theirs(tokens).logits)
+
+
+def test_older_files_are_read_too():
+    ours, theirs, names = gpt_pair()
+    bare = {
+        f"h.0.attn.{name}": torch.ones(1) for name in ("bias", "masked_bias")
+    } | theirs.transformer.state_dict()
+    ours.load_state_dict(names.from_hf_state(bare, ours.config))
+    with pytest.raises(
+        PenstockError, match=r"no place for 'transformer.h.0.attn.c_other.weight'"
+    ):
+        names.from_hf_state(
+            {"transformer.h.0.attn.c_other.weight": torch.ones(1)}, ours.config
+        )
+
+
+# ---------------------------------------------------------------- parts are the whole
+def run_whole(
+    model: nn.Module, tokens: Tensor, labels: Tensor
+) -> tuple[Tensor, dict[str, Tensor]]:
+    model.zero_grad()
+    beside = (
+        {"use_cache": False}
+        if hasattr(model, "transformer") or hasattr(model, "model")
+        else {}
+    )
+    out = model(
+        tokens, **beside
+    )  # a cache copies the keys: another layout, for which some CPUs take another kernel
+    logits = getattr(out, "logits", out)
+    token_loss(logits, labels).backward()
+    return logits.detach(), gradients(model)
+
+
+def run_parts(
+    parts, tokens: Tensor, labels: Tensor
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """As a pipeline does: every part has a graph of its own, and only x and its gradient pass between them."""
+    entries, exits = [], []
+    for part in parts:
+        part.zero_grad()
+    x = tokens
+    for part in parts:
+        entries.append(x)
+        exits.append(part(x))
+        assert part.last or exits[-1].shape == (*tokens.shape, 32)
+        x = exits[-1].detach().requires_grad_()
+    token_loss(exits[-1], labels).backward()
+    for at in reversed(range(len(parts) - 1)):
+        exits[at].backward(entries[at + 1].grad)
+    named = {
+        name: parameter
+        for part in parts
+        for name, parameter in part_parameters(part).items()
+    }
+    return exits[-1].detach(), {
+        name: parameter.grad for name, parameter in named.items()
+    }
+
+
+def assert_same(parts_say, whole_says) -> None:
+    assert torch.equal(parts_say[0], whole_says[0])
+    assert parts_say[1].keys() == whole_says[1].keys()
+    for name, grad in whole_says[1].items():
+        assert torch.equal(parts_say[1][name], grad), name
+
+
+# About 20 operations a layer, there and back, lie between the loss and the first weight of four layers. Each rounds to
+# float32, by at most half of its epsilon of the largest number it makes.
+ROUNDED = 2 * 20 * 4 * torch.finfo(torch.float32).eps / 2
+
+
+def assert_same_but_for_rounding(parts_say, whole_says) -> None:
+    assert parts_say[1].keys() == whole_says[1].keys()
+    ours, theirs = (
+        {"logits": logits, **grads} for logits, grads in (parts_say, whole_says)
+    )
+    for name, tensor in theirs.items():
+        assert (ours[name] - tensor).abs().max() <= ROUNDED * tensor.abs().max(), name
+
+
+def assert_parts_are_the_whole(model: nn.Module, compare=assert_same) -> None:
+    tokens = some_tokens()
+    labels = some_labels(tokens)
+    logits, grads = run_whole(model, tokens, labels)
+    whole = logits, {name: grad.clone() for name, grad in grads.items()}
+    for partition in PARTITIONS:
+        compare(run_parts(split(model, partition), tokens, labels), whole)
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_parts_of_our_models_give_the_bits_of_the_whole(name):
+    assert_parts_are_the_whole(shaken(OURS[name](), torch.float32))
+
+
+@pytest.mark.parametrize("name", [name for name in THEIRS if "window" not in name])
+def test_parts_of_hugging_face_models_give_the_bits_of_the_whole(name):
+    model = shaken(THEIRS[name](), torch.float32)
+    model.set_attn_implementation("sdpa")
+    assert_parts_are_the_whole(model)
+
+
+@pytest.mark.parametrize(
+    ("name", "attention"),
+    [
+        *((name, "eager") for name in THEIRS),
+        *((name, "sdpa") for name in THEIRS if "window" in name),
+    ],
+)
+def test_parts_of_hugging_face_models_that_take_a_mask_differ_from_the_whole_by_rounding_alone(
+    name, attention
+):
+    """Hugging Face makes a mask for every row, parts make one for all rows. Sums with it then lie in memory in another
+    order, and torch may use other kernels for them, which round differently."""
+    model = shaken(THEIRS[name](), torch.float32)
+    model.set_attn_implementation(attention)
+    assert_parts_are_the_whole(model, assert_same_but_for_rounding)
+
+
+ROPES = {
+    "dynamic": {"rope_type": "dynamic", "factor": 4.0},
+    "longrope": {
+        "rope_type": "longrope",
+        "factor": 4.0,
+        "original_max_position_embeddings": 8,
+        "long_factor": [3.0] * 4,
+        "short_factor": [1.0] * 4,
+    },
+}
+
+
+def rotary_model(kind: str) -> nn.Module:
+    """Sequences of more than 8 tokens have frequencies of their own."""
+    longest = 8 if kind == "dynamic" else 32
+    rope = {"rope_parameters": {**ROPES[kind], "rope_theta": 100.0}}
+    return transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(**GATED, **rope, max_position_embeddings=longest)
+    )
+
+
+@pytest.mark.parametrize("kind", ROPES)
+def test_frequencies_that_depend_on_the_length_are_those_of_the_whole_model(kind):
+    model = shaken(rotary_model(kind), torch.float32)
+    parts = split(model, (2, 2))
+    for length in (5, 16, 7, 16):
+        tokens = some_tokens()[:, :length]
+        expected = model(tokens).logits
+        assert torch.equal(parts[1](parts[0](tokens)), expected)
+    assert not torch.equal(model(tokens[:, :8]).logits, model(tokens).logits[:, :8]), (
+        "nothing was tested"
+    )
+
+
+def test_a_dynamic_rotary_module_takes_one_long_length_as_order_would_matter_otherwise():
+    model = shaken(rotary_model("dynamic"))
+    part = split(model, (4,))[0]
+    for length in (16, 7, 16):
+        part(some_tokens()[:, :length])
+    for length in (8, 12):
+        with pytest.raises(
+            ShapeError,
+            match=rf"sequences of 16 and of {length} tokens cannot be mixed .*'dynamic'",
+        ):
+            part(some_tokens()[:, :length])
+    with pytest.raises(ShapeError, match="sequences of 16 and of 12 tokens"):
+        part.refuse_lengths(
+            [16, 7, 12]
+        )  # another replica may be the one that sees them
+    for other in (
+        split(model, (4,))[0],
+        split(OURS["llama"](), (4,))[0],
+        split(THEIRS["GPT2LMHeadModel"](), (4,))[0],
+    ):
+        other.refuse_lengths([12, 12, 5])
+    model(some_tokens()[:, :12])  # the whole model has grown already
+    with pytest.raises(ShapeError, match="sequences of 12 and of 16 tokens"):
+        split(model, (4,))[0](some_tokens())
+
+
+def test_parts_of_a_model_with_dropout_draw_the_numbers_of_the_whole():
+    model = shaken(THEIRS["GPT2LMHeadModel"](), torch.float32).train()
+    tokens = some_tokens()
+    torch.manual_seed(1)
+    expected = model(tokens).logits
+    torch.manual_seed(1)
+    x = tokens
+    for part in split(model, (1, 3)):
+        assert part.training
+        x = part(x)
+    assert torch.equal(x, expected)
+    assert not torch.equal(model(tokens).logits, expected)
+
+
+def test_recomputing_layers_as_hugging_face_does_changes_nothing():
+    model = shaken(THEIRS["LlamaForCausalLM"](), torch.float32).train()
+    tokens = some_tokens()
+    whole = run_whole(model, tokens, shift_labels(tokens))
+    whole = whole[0], {name: grad.clone() for name, grad in whole[1].items()}
+    model.gradient_checkpointing_enable()
+    assert_same(run_parts(split(model, (2, 2)), tokens, shift_labels(tokens)), whole)
+
+
+def test_an_sdpa_layer_is_given_no_mask_unless_a_window_is_shorter_than_the_sequence():
+    for name, masks in {
+        "LlamaForCausalLM": 0,
+        "GPT2LMHeadModel": 0,
+        "MistralForCausalLM, window": 4,
+    }.items():
+        model, seen = THEIRS[name](), []
+        layers = model.get_submodule(
+            "transformer.h" if name.startswith("GPT2") else "model.layers"
+        )
+        for layer in layers:
+            look = lambda layer, args, beside, seen=seen: seen.append(
+                beside["attention_mask"]
+            )
+            layer.register_forward_pre_hook(look, with_kwargs=True)
+        for part in split(model, (4,)):
+            part(some_tokens())
+        assert sum(mask is not None for mask in seen) == masks
+        assert all(
+            mask is None or mask.shape == (1, 1, TOKENS, TOKENS) for mask in seen
+        )
+
+
+# ---------------------------------------------------------------- names
+@pytest.mark.parametrize("name", [*OURS, *THEIRS])
+def test_a_part_holds_the_models_own_parameters_under_the_models_names(name):
+    model = (OURS | THEIRS)[name]()
+    whole = dict(model.named_parameters())
+    for partition in PARTITIONS:
+        parts = split(model, partition)
+        held = {name for part in parts for name in part_parameters(part)}
+        assert held == whole.keys()
+        for part in parts:
+            assert all(
+                parameter is whole[name]
+                for name, parameter in part_parameters(part).items()
+            )
+            assert len(part_parameters(part)) == len(list(part.parameters()))
+
+
+TIED = {
+    "llama, tied": "embed.weight",
+    "gpt": "embed.tokens.weight",
+    "bert": "embed.tokens.weight",
+    "LlamaForCausalLM, tied": "model.embed_tokens.weight",
+    "Qwen2ForCausalLM, tied, windows": "model.embed_tokens.weight",
+    "GPT2LMHeadModel": "transformer.wte.weight",
+}
+
+
+@pytest.mark.parametrize("name", [*OURS, *THEIRS])
+def test_a_tied_weight_is_said_to_live_in_the_first_and_last_part_and_nothing_else_in_two(
+    name,
+):
+    parts = split((OURS | THEIRS)[name](), (1, 2, 1))
+    assert shared_names(parts) == ({TIED[name]: (0, 2)} if name in TIED else {})
+    assert shared_names(split((OURS | THEIRS)[name](), (4,))) == {}
+
+
+def test_a_part_made_without_memory_and_then_given_some_keeps_its_tie():
+    with torch.device("meta"):
+        model = OURS["gpt"]()
+    part = split(model, (4,))[0]
+    names = part_parameters(part).keys()
+    part.to_empty(device="cpu")
+    assert part.head.output.weight is part.embed.tokens.weight
+    assert part_parameters(part).keys() == names
+
+
+def test_a_replica_of_a_part_is_a_part_of_its_own():
+    part = split(shaken(OURS["llama"](), torch.float32), (2, 2))[1]
+    replica, x = copy.deepcopy(part), torch.randn(2, TOKENS, 32)
+    assert torch.equal(replica(x), part(x))
+    assert part_parameters(replica).keys() == part_parameters(part).keys()
+    assert not {id(p) for p in replica.parameters()} & {
+        id(p) for p in part.parameters()
+    }
+
+
+def test_parts_share_nothing_that_a_device_or_a_thread_could_change():
+    first, last = split(THEIRS["LlamaForCausalLM"](), (2, 2))
+    assert not {id(module) for module in first.modules()} & {
+        id(module) for module in last.modules()
+    }
+    assert not {id(buffer) for buffer in first.buffers()} & {
+        id(buffer) for buffer in last.buffers()
+    }
+
+
+def test_a_part_says_what_it_is():
+    first, last = split(OURS["llama"]().eval(), (3, 1))
+    assert not first.training
+    assert first.extra_repr() == "layers 0:3, embedding"
+    assert last.extra_repr() == "layers 3:4, head"
+
+
+@pytest.mark.parametrize("name", [*OURS, *THEIRS])
+def test_width_and_layers_of_a_model_are_known(name):
+    model = (OURS | THEIRS)[name]()
+    assert (model_width(model), layer_count(model)) == (32, 4)
+
+
+# ---------------------------------------------------------------- types of numbers, compilers
+@pytest.mark.usefixtures("plain_kernels")
+@pytest.mark.parametrize("name", [*OURS, *THEIRS])
+def test_bf16_autocast_runs_and_hidden_states_stay_float32_between_parts(name):
+    model = shaken((OURS | THEIRS)[name](), torch.float32)
+    tokens = some_tokens()
+    with torch.autocast("cpu", torch.bfloat16):
+        first, last = split(model, (2, 2))
+        x = first(tokens)
+        loss = token_loss(last(x), shift_labels(tokens))
+    loss.backward()
+    assert (x.dtype, loss.dtype) == (torch.float32, torch.float32)
+    assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
+
+
+@pytest.mark.usefixtures("plain_kernels")
+@pytest.mark.parametrize("name", ["llama", "gpt", "bert"])
+def test_a_model_in_bf16_alone_runs(name):
+    model, tokens = OURS[name]().bfloat16(), some_tokens()
+    logits = model(tokens)
+    loss = token_loss(logits, shift_labels(tokens))
+    loss.backward()
+    assert (logits.dtype, loss.dtype) == (torch.bfloat16, torch.float32)
+
+
+def test_the_loss_is_a_sum_that_slices_and_micro_batches_add_up_to():
+    logits, tokens = torch.randn(4, TOKENS, 96, dtype=torch.float64), some_tokens(4)
+    labels = some_labels(tokens)
+    pieces = [
+        token_loss(logits[rows, cut], labels[rows, cut])
+        for rows in (slice(0, 1), slice(1, 4))
+        for cut in (slice(0, 5), slice(5, None))
+    ]
+    assert abs(sum(pieces) - token_loss(logits, labels)) < 1e-9
+    assert valid_tokens(labels) == (labels >= 0).sum()
+    assert token_loss(logits, torch.full_like(labels, -100)) == 0
+
+
+@pytest.mark.parametrize("name", ["llama", "bert", "GPT2LMHeadModel"])
+def test_a_compiled_part_is_one_graph_there_and_one_back_and_computes_the_same(name):
+    """Everything of torch.compile but its code generator, which takes half a minute of C++ compiler."""
+    torch.compiler.reset()
+    model, tokens = shaken((OURS | THEIRS)[name](), torch.float32), some_tokens()
+    for part, x in zip(
+        split(model, (1, 2, 1))[::2], (tokens, torch.randn(2, TOKENS, 32)), strict=True
+    ):
+        compiled = torch.compile(part, backend="aot_eager", fullgraph=True)
+        results = []
+        for run in (part, compiled):
+            part.zero_grad()
+            y = run(x)
+            y.pow(2).sum().backward()
+            results.append([y, *(parameter.grad for parameter in part.parameters())])
+        assert all(
+            torch.allclose(a, b, rtol=1e-4, atol=1e-3)
+            for a, b in zip(*results, strict=True)
+        )
+
+
+# ---------------------------------------------------------------- errors
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"width": 0}, "width must be at least 1, not 0"),
+        ({"layers": -1}, "layers must be at least 1, not -1"),
+        (
+            {"width": 30},
+            "width must be a multiple of heads: 30 is not one of 4; 28 or 32 is",
+        ),
+        (
+            {"kv_heads": 3},
+            "heads must be a multiple of kv_heads: 4 is not one of 3; 3 or 6 is",
+        ),
+        ({"width": 36}, "width / heads must be a multiple of 2 .*: 9 is not"),
+        ({"eps": 0.0}, "above 0, not 10000.0 and 0.0"),
+    ],
+)
+def test_sizes_that_make_no_llama_are_named(change, words):
+    with pytest.raises(ShapeError, match=words):
+        LlamaConfig(
+            **{
+                "vocab": 96,
+                "width": 32,
+                "layers": 4,
+                "heads": 4,
+                "kv_heads": 2,
+                "inner": 64,
+            }
+            | change
+        )
+
+
+@pytest.mark.parametrize("kind", [GPTConfig, BertConfig])
+def test_sizes_that_make_no_gpt_or_bert_are_named(kind):
+    sizes = {
+        "vocab": 96,
+        "width": 32,
+        "layers": 4,
+        "heads": 4,
+        "inner": 64,
+        "positions": 16,
+    }
+    with pytest.raises(ShapeError, match="positions must be at least 1, not 0"):
+        kind(**sizes | {"positions": 0})
+    with pytest.raises(ShapeError, match="30 is not one of 4"):
+        kind(**sizes | {"width": 30})
+    with pytest.raises(ShapeError, match="above 0"):
+        kind(**sizes | {"eps": -1.0})
+
+
+@pytest.mark.parametrize("name", ["gpt", "bert", "GPT2LMHeadModel"])
+def test_a_sequence_longer_than_the_positions_is_refused_with_both_numbers(name):
+    part = split((OURS | THEIRS)[name](), (4,))[0]
+    with pytest.raises(ShapeError, match="17 tokens, but only 16 positions"):
+        part(torch.zeros(1, 17, dtype=torch.long))
+
+
+@pytest.mark.parametrize(
+    ("partition", "words"),
+    [
+        ((3, 2), r"\(3, 2\) has 5 layers, the model 4"),
+        ((2, 0, 2), r"part 1 of \(2, 0, 2\) is empty"),
+        ((5, -1), "layers of part 1 must be at least 0, not -1"),
+        ((), "parts must be at least 1, not 0"),
+    ],
+)
+def test_a_partition_that_does_not_fit_is_refused_with_the_numbers(partition, words):
+    with pytest.raises(ShapeError, match=words):
+        split(OURS["gpt"](), partition)
+
+
+def test_an_even_partition_differs_by_one_layer_at_most():
+    for layers in range(1, 20):
+        for parts in range(1, layers + 1):
+            cut = even_partition(layers, parts)
+            assert (len(cut), sum(cut)) == (parts, layers)
+            assert max(cut) - min(cut) <= 1
+    with pytest.raises(ShapeError, match="3 layers cannot fill 4 parts"):
+        even_partition(3, 4)
+
+
+def test_a_model_of_no_known_family_is_refused_with_what_was_looked_for():
+    gemma = transformers.GemmaForCausalLM(transformers.GemmaConfig(**GATED, head_dim=8))
+    for model in (gemma, nn.Linear(2, 2)):
+        with pytest.raises(
+            PenstockError,
+            match=r"(?s)cannot split a .*LlamaForCausalLM, .*GPT2LMHeadModel",
+        ):
+            split(model, (2, 2))
+
+
+def test_an_encoder_decoder_is_refused():
+    sizes = {
+        "d_model": 32,
+        "d_kv": 8,
+        "d_ff": 64,
+        "num_layers": 2,
+        "num_heads": 4,
+        "vocab_size": 96,
+    }
+    model = transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes))
+    with pytest.raises(PenstockError, match="two stacks, an encoder and a decoder"):
+        split(model, (2, 2))
+
+
+def test_a_decoder_that_does_more_than_parts_do_is_refused():
+    model = transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(**SIZES, **QUIET, add_cross_attention=True)
+    )
+    with pytest.raises(PenstockError, match="add_cross_attention=True"):
+        split(model, (2, 2))
+    model = THEIRS["LlamaForCausalLM"]()
+    del model.model.norm
+    with pytest.raises(PenstockError, match=r"looked for model\.norm"):
+        split(model, (2, 2))
+
+
+def test_an_attention_that_needs_more_than_a_mask_is_refused():
+    for name in ("LlamaForCausalLM", "GPT2LMHeadModel"):
+        model = THEIRS[name]()
+        model.config._attn_implementation = "flex_attention"
+        with pytest.raises(PenstockError, match="'flex_attention' cannot run in parts"):
+            split(model, (4,))
+
+
+def test_a_subclass_is_split_unless_it_has_a_forward_of_its_own():
+    config = transformers.LlamaConfig(**GATED)
+
+    class Plain(transformers.LlamaForCausalLM):
+        pass
+
+    class Scaled(transformers.LlamaForCausalLM):
+        def forward(self, *args, **kwargs):
+            return super().forward(*args, **kwargs)
+
+    class Inner(transformers.LlamaModel):
+        def forward(self, *args, **kwargs):
+            return super().forward(*args, **kwargs)
+
+    assert len(split(Plain(config), (2, 2))) == 2
+    with pytest.raises(
+        PenstockError,
+        match="Scaled has a forward of its own, which parts would not run",
+    ):
+        split(Scaled(config), (2, 2))
+    model = Plain(config)
+    model.model = Inner(config)
+    with pytest.raises(PenstockError, match="Inner has a forward of its own"):
+        split(model, (2, 2))
+
+
+def test_a_class_that_only_has_the_name_of_a_known_one_is_refused():
+    impostor = type(
+        "LlamaForCausalLM", (nn.Module,), {"config": transformers.LlamaConfig(**GATED)}
+    )()
+    with pytest.raises(
+        PenstockError, match="cannot split a LlamaForCausalLM: it is of no family known"
+    ):
+        split(impostor, (2, 2))
+
+
+def test_a_subclass_of_mistrals_attention_keeps_its_window():
+    model = shaken(THEIRS["MistralForCausalLM, window"](), torch.float32)
+    for layer in model.model.layers:
+        layer.self_attn.__class__ = type("Own", (type(layer.self_attn),), {})
+    assert_parts_are_the_whole(model)

@@ -1,0 +1,116 @@
+"""The first portfolio, and the bound it states."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from test_simulate import random_cost
+
+from penstock import UnitCost, lower_bound, make, portfolio, simulate
+from penstock.errors import ShapeError
+from penstock.formats import dump_plan, load_plan
+from penstock.plan import candidate_plan
+from penstock.schedules.transforms import split_backward
+from random_schedules import random_schedule
+
+
+@pytest.mark.parametrize("serial", [False, True])
+def test_no_schedule_beats_its_bound(serial):
+    rng = np.random.default_rng(3)
+    for _ in range(150):
+        schedule = random_schedule(rng)
+        cost = random_cost(rng, schedule.ranks, schedule.parts, serial)
+        assert simulate(schedule, cost).makespan >= lower_bound(schedule, cost) - 1e-9
+
+
+@pytest.mark.parametrize("waves", [1, 2, 4])
+@pytest.mark.parametrize("comm", [0.0, 0.05, 0.25])
+def test_the_bound_for_waves_is_the_known_one(waves, comm):
+    for ranks in (2, 4, 8):
+        for microbatches in (ranks, 2 * ranks):
+            whole = make("hanayo", ranks=ranks, microbatches=microbatches, waves=waves)
+            cost = UnitCost(comm=comm)
+            fused = (
+                3 * microbatches
+                + 3 * (ranks - 1) / (2 * waves)
+                + 2 * (ranks - 1) * comm
+            )
+            split = 3 * microbatches + (ranks - 1) / (2 * waves) + (ranks - 1) * comm
+            alone = 2 * (2 * waves * (ranks - 1)) * comm  # hops of one micro-batch
+            assert lower_bound(whole, cost) == pytest.approx(
+                max(fused, 3 * ranks + alone)
+            )
+            assert lower_bound(split_backward(whole), cost) >= split - 1e-9
+
+
+def test_the_bound_is_met_where_nothing_is_lost():
+    one = make("1f1b", ranks=1, microbatches=5)
+    assert lower_bound(one, UnitCost()) == simulate(one, UnitCost()).makespan == 15
+
+
+def test_all_that_fits_is_ranked_by_makespan_within_the_memory():
+    found = portfolio(4, 8, UnitCost(comm=0.05), memory=4)
+    spans = [c.makespan for c in found.candidates]
+    assert spans == sorted(spans)
+    assert all(c.peak <= 4 + 1e-9 for c in found.candidates)
+    assert all(peak > 4 for _, peak in found.too_large)
+    assert all(c.makespan >= c.bound - 1e-9 for c in found.candidates)
+    names = {c.name for c in found.candidates}
+    assert {
+        "1f1b",
+        "hanayo",
+        "zb-h1",
+        "zb-v",
+        "interleaved-zb",
+        "v-half",
+        "v-min",
+        "seq1f1b",
+    } <= names
+    assert "skip" not in names
+    assert "chimera" not in names
+    for c in found.candidates:
+        again = simulate(c.schedule, UnitCost(comm=0.05))
+        assert (again.makespan, again.bubble) == (c.makespan, c.bubble)
+
+
+def test_two_copies_of_the_weights_admit_chimera():
+    found = portfolio(4, 4, UnitCost(), weights=2, slices=1, stages=2)
+    assert "chimera" in {c.name for c in found.candidates}
+    assert not {"terapipe", "seq1f1b"} & {c.name for c in found.candidates}
+    assert all(len(c.schedule.stages) <= 2 * 4 for c in found.candidates)
+
+
+def test_the_portfolio_is_no_slower_than_the_best_fixed_order_nor_under_noise():
+    for ranks, microbatches, comm in ((8, 8, 0.1), (4, 16, 0.05), (4, 8, 0.0)):
+        found = portfolio(
+            ranks, microbatches, UnitCost(comm=comm), memory=ranks, slices=1
+        )
+        fixed = min(
+            (c for c in found.candidates if c.sort == "fixed"), key=lambda c: c.makespan
+        )
+        assert found.best.makespan <= fixed.makespan
+        assert found.best.noisy <= fixed.noisy * 1.01
+
+
+def test_a_memory_in_which_nothing_fits_says_what_would():
+    with pytest.raises(
+        ShapeError, match=r"nothing fits into a memory of 0\.1; the least is"
+    ):
+        portfolio(4, 8, UnitCost(), memory=0.1)
+
+
+def test_the_best_survives_a_plan_file():
+    best = portfolio(4, 4, UnitCost(comm=0.1), memory=4).best
+    plan = load_plan(dump_plan(candidate_plan(best, (("memory", 4.0),))))
+    assert plan.schedule == best.schedule
+    assert plan.facts["makespan"] == best.makespan
+    assert plan.facts["memory"] == 4.0
+
+
+def test_no_limit_is_as_good_as_a_huge_one():
+    for ranks, count in ((4, 4), (4, 8), (8, 8)):
+        free, huge = (
+            portfolio(ranks, count, UnitCost(comm=0.1), memory, slices=1, stages=2)
+            for memory in (None, 1e9)
+        )
+        assert free.best.makespan == pytest.approx(huge.best.makespan)

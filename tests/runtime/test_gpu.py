@@ -1,0 +1,328 @@
+"""On a GPU: slices through flash attention, and what the executor measures there. Skipped, and said so, without one."""
+
+from __future__ import annotations
+
+import copy
+import time
+from itertools import pairwise
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from gpu_workers import kind_of, memory_of_steps, trains_like_one_piece
+from penstock import lower, make
+from penstock.carry import Carry
+from penstock.errors import RunError
+from penstock.measure.probe import Probe, Subject
+from penstock.models import (
+    GPT,
+    GPTConfig,
+    Llama,
+    LlamaConfig,
+    document_starts,
+    model_width,
+    shift_labels,
+    split,
+    token_loss,
+)
+from penstock.runtime import CudaTape, Executor, batch_of, run_threads, spawn
+from penstock.runtime.recorder import Clock
+from penstock.schedules.transforms import slice_tokens
+
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="no GPU on this machine"
+)
+CUTS = (0, 192, 256, 448, 512)
+
+
+def models() -> dict[str, torch.nn.Module]:
+    torch.manual_seed(0)
+    gated = LlamaConfig(vocab=512, width=256, layers=2, heads=4, kv_heads=2, inner=512)
+    return {
+        "llama": Llama(gated).cuda(),
+        "gpt": GPT(GPTConfig(512, 256, 2, 4, 512, 512, tied=False)).cuda(),
+    }
+
+
+def gradients(model, schedule, batch, autocast):
+    model = copy.deepcopy(model)
+    stages = dict(enumerate(split(model, [2])))
+
+    def work(comm):
+        executor = Executor(
+            lower(schedule),
+            stages,
+            comm,
+            token_loss,
+            model_width(model),
+            autocast=autocast,
+        )
+        return executor.step(batch).loss
+
+    (loss,) = run_threads(1, work)
+    return loss, {name: p.grad for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-h1", "seq1f1b"])
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16])
+def test_recorded_actions_train_as_others_do(name, autocast, recompute):
+    """Over steps of an optimizer, which sets gradients to None in between; alone, so without any transport."""
+    shape = {"slices": 4} if name == "seq1f1b" else {}
+    program = lower(make(name, ranks=1, microbatches=4, **shape))
+    stages = frozenset([0]) if recompute else frozenset()
+    found = []
+    for tape in (None, CudaTape()):
+        model = models()["llama"]
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+
+        def work(comm, model=model, optimizer=optimizer, tape=tape):
+            executor = Executor(
+                program,
+                {0: split(model, [2])[0]},
+                comm,
+                token_loss,
+                256,
+                recompute=stages,
+                autocast=autocast,
+                tape=tape,
+            )
+            losses = []
+            for seed in range(4):
+                dice = torch.Generator("cuda").manual_seed(seed)
+                tokens = [
+                    torch.randint(0, 512, (2, 256), device="cuda", generator=dice)
+                    for _ in range(4)
+                ]
+                losses.append(executor.step(batch_of(tokens, tokens)).loss)
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
+            return losses
+
+        found.append(
+            (run_threads(1, work)[0], [p.detach() for p in model.parameters()])
+        )
+    (losses, weights), (others, theirs) = found
+    assert others == pytest.approx(losses, rel=1e-4 if autocast is None else 1e-2)
+    assert losses[-1] < losses[0]
+    for one, other in zip(weights, theirs, strict=True):
+        assert float((one - other).norm() / one.norm()) < (
+            1e-3 if autocast is None else 2e-2
+        )
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "sliced"])
+@pytest.mark.parametrize("recorded", [False, True])
+def test_recomputed_dropout_drops_the_same_values(name, recorded):
+    """A recorded backward draws from where the generator stands when it is played; it is set back for that."""
+    schedule = make("1f1b" if name == "sliced" else name, ranks=1, microbatches=4)
+    program = lower(
+        slice_tokens(schedule, (0, 64, 256)) if name == "sliced" else schedule
+    )
+
+    class Dropping(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.part = split(models()["llama"], [2])[0]
+
+        def forward(self, x, piece=None):
+            return torch.nn.functional.dropout(self.part(x, piece), 0.3)
+
+    found = []
+    for again in (False, True):
+        stage = Dropping()
+
+        def work(comm, stage=stage, again=again):
+            executor = Executor(
+                program,
+                {0: stage},
+                comm,
+                token_loss,
+                256,
+                tape=CudaTape() if recorded else None,
+                recompute=frozenset([0]) if again else frozenset(),
+            )
+            dice = torch.Generator("cuda").manual_seed(3)
+            tokens = [
+                torch.randint(0, 512, (2, 256), device="cuda", generator=dice)
+                for _ in range(4)
+            ]
+            for _ in range(2):
+                stage.zero_grad()
+                torch.manual_seed(7)
+                loss = executor.step(batch_of(tokens, tokens)).loss
+            return loss
+
+        found.append((run_threads(1, work)[0], [p.grad for p in stage.parameters()]))
+    (loss, gradients), (other, theirs) = found
+    assert other == pytest.approx(loss, rel=1e-5)
+    for one, two in zip(gradients, theirs, strict=True):
+        assert float((one - two).norm() / one.norm()) < 1e-4
+
+
+class Looks(torch.nn.Module):
+    """A stage that asks the GPU for a number, which no recording can."""
+
+    def __init__(self, inner: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.inner(x)
+        return y if float(y.detach().abs().max()) < 1e9 else y * 0
+
+
+def test_what_cannot_be_recorded_is_said_and_runs_without():
+    """A recording that breaks off half-way leaves nothing behind that others stumble over."""
+    program = lower(make("1f1b", ranks=1, microbatches=2))
+    tokens = [torch.randint(0, 512, (2, 256), device="cuda") for _ in range(2)]
+
+    def work(comm, tape=None, wrap=Looks):
+        stage = wrap(split(models()["llama"], [2])[0])
+        return (
+            Executor(program, {0: stage}, comm, token_loss, 256, tape=tape)
+            .step(batch_of(tokens, tokens))
+            .loss
+        )
+
+    with pytest.raises(
+        RunError, match=r"F0 cannot be recorded: .*\n  without recordings it may run"
+    ):
+        run_threads(1, lambda comm: work(comm, CudaTape()))
+    plain, again = (
+        run_threads(1, lambda comm, tape=tape: work(comm, tape, lambda stage: stage))[0]
+        for tape in (None, CudaTape())
+    )
+    assert run_threads(1, work)[0] == pytest.approx(plain, rel=1e-5)
+    assert again == pytest.approx(plain, rel=1e-5)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16])
+@pytest.mark.parametrize("name", ["llama", "gpt"])
+def test_slices_train_like_the_whole_sequence(name, autocast, packed):
+    model = models()[name]
+    tokens = torch.randint(0, 512, (2, 512), device="cuda")
+    starts = (
+        document_starts(torch.tensor([200, 312]))[None].expand(2, 512)
+        if packed
+        else None
+    )
+    labels = shift_labels(tokens, None if starts is None else starts.cuda())
+    batch = batch_of([tokens], [labels], starts=() if starts is None else [starts])
+    plain = make("1f1b", ranks=1, microbatches=1)
+    loss, whole = gradients(model, plain, batch, autocast)
+    other, ours = gradients(model, slice_tokens(plain, CUTS), batch, autocast)
+    assert other == pytest.approx(loss, rel=1e-5 if autocast is None else 1e-2)
+    for key, gradient in ours.items():
+        assert float((gradient - whole[key]).norm() / whole[key].norm()) < (
+            1e-4 if autocast is None else 3e-2
+        ), key
+
+
+def test_a_slice_in_half_precision_uses_a_flash_kernel():
+    q = torch.randn(
+        1, 4, 64, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True
+    )
+    k, v = (
+        torch.randn(
+            1, 2, 256, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True
+        )
+        for _ in range(2)
+    )
+    carry = Carry(256)
+    carry.open(0, 192)
+    mask = carry.open(192, 256).mask(q.device, q.dtype)
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):  # an error if it cannot
+        y = torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, enable_gqa=True
+        )
+    seen = (
+        torch.arange(256, device="cuda")
+        <= torch.arange(192, 256, device="cuda")[:, None]
+    )
+    wide = [
+        x.float().repeat_interleave(2, 1) if x is not q else x.float()
+        for x in (q, k, v)
+    ]
+    right = torch.nn.functional.scaled_dot_product_attention(*wide, attn_mask=seen)
+    assert float((y.detach().float() - right.detach()).abs().max()) < 2e-2
+    y.sum().backward()
+    assert k.grad is not None
+
+
+def test_times_on_a_gpu_are_those_of_its_kernels():
+    model = models()["llama"]
+    tokens = torch.randint(0, 512, (2, 512), device="cuda")
+    schedule = make("seq1f1b", ranks=1, microbatches=2, slices=2)
+
+    def work(comm):
+        executor = Executor(
+            lower(schedule), dict(enumerate(split(model, [2]))), comm, token_loss, 256
+        )
+        for _ in range(2):
+            result = executor.step(
+                batch_of([tokens] * 2, [shift_labels(tokens)] * 2), timed=True
+            )
+        return result.timeline
+
+    (timeline,) = run_threads(1, work)
+    spans = list(timeline.spans())
+    assert len(spans) == 8
+    for before, after in pairwise(spans):
+        assert before.start < before.end <= after.start
+
+
+def test_a_span_on_a_gpu_is_its_kernels_not_their_launch():
+    clock = Clock([torch.nn.Linear(2, 2).cuda()])
+    x = torch.randn(4096, 4096, device="cuda")
+    clock.begin()
+    launch = time.perf_counter()
+    moments = [clock.now()]
+    for _ in range(50):
+        x = x @ x * 1e-3
+    moments.append(clock.now())
+    launched = time.perf_counter() - launch
+    start, end = clock.seconds(moments)
+    done = time.perf_counter()
+    assert end - start > 2 * launched
+    assert launch - 1e-3 < start < end < done + 1e-3
+
+
+def test_a_profile_can_be_taken_in_half_precision():
+    model = models()["llama"]
+    rotary, layer = model.rotary, model.layers[0]
+
+    class One(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = layer
+
+        def forward(self, x, piece=None):
+            return self.layer(x, *rotary(x, piece), piece)
+
+    x = torch.randn(1, 256, 256, device="cuda")
+    for tape in (None, CudaTape()):
+        probe = Probe(Subject(One(), x, prefixes=True, autocast=torch.bfloat16), tape)
+        for times in probe.times(64, 128, passes=3):
+            assert all(seconds > 0 for seconds in times)
+
+
+def test_ranks_that_share_a_gpu_find_their_backend():
+    assert spawn(2, kind_of, backend=None) == ["penstock_ipc"] * 2
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_that_share_a_gpu_train_like_one_piece(ranks, recorded):
+    for worst in spawn(
+        ranks, trains_like_one_piece, recorded, backend="penstock_ipc", patience=60
+    ):
+        assert max(worst.values()) < 1e-4, worst
+
+
+def test_messages_keep_no_memory_once_they_are_on_their_way():
+    """A message has 1 MiB, a step 8 of them each way."""
+    for found in spawn(2, memory_of_steps, backend="penstock_ipc", patience=60):
+        assert max(found[3:]) - min(found[3:]) < 2 << 20, found

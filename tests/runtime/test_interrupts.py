@@ -1,0 +1,85 @@
+"""Ctrl-C ends a verb at once: exit code 130, nothing printed of where it was, nobody left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from commands import ended, environment
+from penstock.cost.cluster import Cluster, Node
+from penstock.formats import dump_cluster
+
+
+@pytest.fixture
+def cluster(tmp_path):
+    apart = tuple(tuple(0.0 if a == b else 0.01 for b in range(8)) for a in range(8))
+    wide = tuple((1e8,) * 8 for _ in range(8))
+    nodes = tuple(Node("here", slots=3) for _ in range(8))
+    (tmp_path / "cluster.toml").write_text(dump_cluster(Cluster(nodes, apart, wide)))
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "plan --ranks 16 --microbatches 128 --comm 0.05",
+        "profile --preset tiny --tokens 256 --rounds 500 -o p.json",
+        "paths cluster.toml --parts 4 --microbatches 6 --forward 0.05 --message 4e6 --iterations 1000000000",
+    ],
+    ids=["plan", "profile", "paths"],
+)
+def test_ctrl_c_ends_a_verb_without_a_word(line, cluster, tmp_path):
+    code, err = ended(tmp_path, line, 0.7)
+    assert code == 130
+    assert "Traceback" not in err
+    assert not (tmp_path / "p.json").exists()
+
+
+def members(group: int) -> list[int]:
+    """Processes of a group that still run."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                fields = (entry / "stat").read_text().rpartition(")")[2].split()
+            except OSError:
+                continue
+            if int(fields[2]) == group and fields[0] != "Z":
+                found.append(int(entry.name))
+    return found
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize(
+    "line", ["profile --preset tiny --tokens 256 --rounds 500 --ranks 2 -o p.json"]
+)
+def test_ctrl_c_in_a_terminal_reaches_all_ranks_and_none_stays(line, tmp_path):
+    command = [sys.executable, "-m", "penstock", *line.split()]
+    process = subprocess.Popen(
+        command,
+        cwd=tmp_path,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    late = time.monotonic() + 600
+    while (
+        len(members(process.pid)) < 5 and time.monotonic() < late
+    ):  # it, two servants of multiprocessing, two ranks
+        time.sleep(0.1)
+    time.sleep(1.0)
+    os.killpg(process.pid, signal.SIGINT)
+    out, err = process.communicate(timeout=600)
+    assert process.returncode == 130, out + err
+    assert "Traceback" not in err
+    late = time.monotonic() + 120
+    while members(process.pid) and time.monotonic() < late:
+        time.sleep(0.1)
+    assert not members(process.pid)

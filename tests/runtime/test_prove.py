@@ -1,0 +1,771 @@
+"""A plan that changes what a stage computes is refused before the first step, with the reason; all others are not."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from test_replay import Again
+from torch import Tensor, nn
+
+import leaking_workers
+from commands import called
+from penstock import REGISTRY, Schedule, lower, make
+from penstock.carry import Slice
+from penstock.cli import train as cli_train
+from penstock.errors import ProofError
+from penstock.models import document_starts, model_width, split, token_loss
+from penstock.runtime import (
+    Batch,
+    Executor,
+    Proof,
+    batch_of,
+    current_ledger,
+    defer,
+    prove,
+    run_threads,
+)
+from penstock.runtime.backward import accumulate
+from penstock.schedules.transforms import slice_tokens, split_backward
+from penstock.train.history import read_rows
+from pipelines import VOCAB, data, gpt, layers_of, llama
+from trainings import job_of, losses, train
+
+CUTS = (0, 3, 4, 7)
+ALL = frozenset(range(16))
+Prepare = Callable[[nn.Module], nn.Module]
+
+
+def proven(
+    schedule: Schedule,
+    whole: nn.Module,
+    batch: Batch | None = None,
+    prepare: Prepare = lambda part: part,
+    **options,
+) -> Proof:
+    """A model of ours or of Hugging Face's, cut into stages."""
+    copies = [
+        split(copy.deepcopy(whole), layers_of(schedule)) for _ in range(schedule.ranks)
+    ]
+    stages = [prepare(copies[stage.rank][stage.part]) for stage in schedule.stages]
+    return prove_stages(
+        schedule,
+        stages,
+        model_width(whole),
+        next(whole.parameters()).dtype,
+        batch,
+        **options,
+    )
+
+
+def prove_stages(
+    schedule: Schedule,
+    stages: Sequence[nn.Module],
+    width: int,
+    dtype: torch.dtype,
+    batch: Batch | None = None,
+    each: Callable[[int], dict[str, object]] = lambda rank: {},
+    loss: Callable[[Tensor, Tensor], Tensor] = token_loss,
+    **options: object,
+) -> Proof:
+    """What all ranks, threads, have proven, which is the same."""
+    batch = batch or data(len(schedule.microbatches))
+    program = lower(schedule)
+
+    def work(comm):
+        mine = {
+            n: stages[n]
+            for n, stage in enumerate(schedule.stages)
+            if stage.rank == comm.rank
+        }
+        return prove(
+            Executor(
+                program, mine, comm, loss, width, dtype, **options, **each(comm.rank)
+            ),
+            batch,
+        )
+
+    proofs = run_threads(schedule.ranks, work, patience=60)
+    assert all(
+        replace(one, seconds=0) == replace(proofs[0], seconds=0) for one in proofs
+    )
+    return proofs[0]
+
+
+@pytest.fixture
+def no_onednn():
+    """Some processors announce instructions for bf16 that their machine forbids; torch's own kernels do without."""
+    before = torch.backends.mkldnn.is_available() and torch.backends.mkldnn.set_flags(
+        False
+    )
+    yield
+    if before:
+        torch.backends.mkldnn.set_flags(*before)
+
+
+def shaped(
+    name: str, ranks: int = 2, microbatches: int = 3, sliced: bool = False
+) -> Schedule:
+    extra = {"slices": 1} if name in ("terapipe", "seq1f1b") else {}
+    schedule = make(name, ranks=ranks, microbatches=microbatches, **extra)
+    return slice_tokens(schedule, CUTS) if sliced else schedule
+
+
+def hugging_face(kind: str = "Llama", **more: object) -> nn.Module:
+    torch.manual_seed(3)
+    if kind == "GPT2":
+        sizes = {
+            "vocab_size": VOCAB,
+            "n_embd": 16,
+            "n_layer": 2,
+            "n_head": 4,
+            "n_positions": 16,
+        }
+        sizes |= {"bos_token_id": None, "eos_token_id": None}
+    else:
+        sizes = {
+            "vocab_size": VOCAB,
+            "hidden_size": 16,
+            "intermediate_size": 24,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 16,
+            "initializer_range": 0.3,
+        }
+    config = getattr(transformers, f"{kind}Config")(**sizes | more)
+    return getattr(
+        transformers, f"{kind}ForCausalLM" if kind != "GPT2" else "GPT2LMHeadModel"
+    )(config).train()
+
+
+# ---------------------------------------------------------------- what is right passes
+@pytest.mark.parametrize("model", [llama, gpt])
+@pytest.mark.parametrize("name", REGISTRY)
+def test_every_schedule_is_proven_sliced_and_not(name, model):
+    for sliced in (False, True):
+        schedule = shaped(name, sliced=sliced)
+        whole = model(sum(layers_of(schedule)))
+        for dtype, options in (
+            (torch.float64, {"recompute": ALL}),
+            (torch.float32, {}),
+        ):
+            found = proven(schedule, whole.to(dtype), **options)
+            visited = {stage for m in schedule.microbatches for stage in m.path}
+            assert found.stages == len(visited)
+            assert found.worst < 0.5
+            assert not found.warnings
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "chimera"])
+@pytest.mark.parametrize("sliced", [False, True])
+def test_half_precision_recordings_and_copies_are_proven(name, sliced, no_onednn):
+    schedule = shaped(name, sliced=sliced)
+    whole = llama(2).float()
+    tapes = [Again(), Again()]
+    proven(schedule, whole, autocast=torch.bfloat16)
+    proven(schedule, copy.deepcopy(whole).bfloat16())
+    found = proven(schedule, whole, each=lambda rank: {"tape": tapes[rank]})
+    assert found.stages == len(schedule.stages)
+    assert all(tape.plays for tape in tapes)
+
+
+@pytest.mark.parametrize("kind", ["Llama", "Mistral", "Qwen2", "GPT2"])
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
+def test_models_of_hugging_face_are_proven_with_dropout(kind, name):
+    """Sliced ones without it: slices draw other numbers than the whole."""
+    whole = hugging_face(kind, **({} if kind == "GPT2" else {"attention_dropout": 0.3}))
+    for sliced in (False, True):
+        found = proven(shaped(name, sliced=sliced), whole, data(3))
+        assert found.stages == 2
+
+
+def test_packed_documents_are_proven():
+    batch = data(3)
+    starts = tuple(
+        document_starts(torch.tensor([3, 4])).expand(*x.shape) for x in batch.inputs
+    )
+    for sliced in (False, True):
+        assert (
+            proven(
+                shaped("zb-h1", sliced=sliced), llama(2), replace(batch, starts=starts)
+            ).stages
+            == 2
+        )
+
+
+# ---------------------------------------------------------------- a user's own stages, some of them wrong
+WIDTH = 8
+
+
+class Entry(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.mix = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, piece: Slice | None = None) -> Tensor:
+        return self.mix(self.words(x))
+
+
+class Exit(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scores = nn.Linear(WIDTH, VOCAB)
+
+    def forward(self, x: Tensor, piece: Slice | None = None) -> Tensor:
+        return self.scores(x)
+
+
+class Inner(nn.Module):
+    """The stage between them: a linear layer, and `twist`, which is right here."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.plain = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, piece: Slice | None = None) -> Tensor:
+        return self.twist(self.plain(x), piece)
+
+    def twist(self, x: Tensor, piece: Slice | None) -> Tensor:
+        return x.tanh()
+
+
+def own(
+    inner: nn.Module,
+    schedule: Schedule | None = None,
+    sliced: bool = False,
+    **more: object,
+) -> Proof:
+    """Three ranks, the middle one with a stage of one's own."""
+    torch.manual_seed(5)
+    schedule = schedule or make("1f1b", ranks=3, microbatches=3)
+    stages = [Entry().double(), inner.double(), Exit().double()]
+    return prove_stages(
+        slice_tokens(schedule, CUTS) if sliced else schedule,
+        stages,
+        WIDTH,
+        torch.float64,
+        **more,
+    )
+
+
+def refused(inner: nn.Module, *words: str, **more: object) -> str:
+    """The error, which is the same on all ranks and names the stage and these words."""
+    with pytest.raises(ProofError) as caught:
+        own(inner, **more)
+    text = str(caught.value)
+    for word in ("stage 1 on rank 1", *words, "run.prove=false"):
+        assert word in text, text
+    return text
+
+
+class Leaky(Inner):
+    def twist(self, x: Tensor, piece: Slice | None) -> Tensor:
+        return x + x.mean(1, keepdim=True)  # of tokens that a slice does not have
+
+
+class Stretched(Inner):
+    """Positions whose scale depends on how long the sequence is so far, as in rotary embeddings of type dynamic."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        kind = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+        config = transformers.LlamaConfig(
+            hidden_size=WIDTH,
+            num_attention_heads=1,
+            max_position_embeddings=4,
+            rope_parameters=kind,
+        )
+        self.rotary = transformers.models.llama.modeling_llama.LlamaRotaryEmbedding(
+            config
+        )
+
+    def twist(self, x: Tensor, piece: Slice | None) -> Tensor:
+        place = torch.arange(x.shape[1]) if piece is None else piece.positions(x.device)
+        cos, sin = self.rotary(x, place[None])
+        return x * cos + x.roll(1, -1) * sin
+
+
+class Counting(Inner):
+    """Its forward changes what the next one does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def twist(self, x: Tensor, piece: Slice | None) -> Tensor:
+        self.calls += 1
+        return x * (1 + self.calls)
+
+
+class Masked(Inner):
+    """A dropout of its own, with random numbers that nobody puts back for a second forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers = torch.Generator().manual_seed(1)
+
+    def twist(self, x: Tensor, piece: Slice | None) -> Tensor:
+        return x * torch.randint(0, 2, x.shape, generator=self.numbers)
+
+
+class Recurrent(Inner):
+    """A running sum; its checkpoint takes the state of the last slice, not its own, when it runs again."""
+
+    def __init__(self, checkpointed: bool) -> None:
+        super().__init__()
+        self.checkpointed = checkpointed
+
+    def twist(self, x: Tensor, piece: Slice | None) -> Tensor:
+        if self.checkpointed:
+            return torch.utils.checkpoint.checkpoint(
+                self.run, x, piece, use_reentrant=False
+            )
+        return self.run(x, piece)
+
+    def run(self, x: Tensor, piece: Slice | None) -> Tensor:
+        before = None if piece is None else piece.take("sum", "state")
+        total = x.cumsum(1) if before is None else x.cumsum(1) + before
+        if piece is not None:
+            piece.leave("sum", "state", total[:, -1:])
+        return total.sin()
+
+
+class Loses(torch.autograd.Function):
+    """A scale whose gradient is left to W; `lost` there, always or only under autocast."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, scale: Tensor, lost: str) -> Tensor:
+        ctx.save_for_backward(x, scale)
+        ctx.ledger = current_ledger()
+        ctx.lost = lost == "split" or (
+            lost == "both" and torch.is_autocast_enabled("cpu")
+        )
+        return x * scale
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        x, scale = ctx.saved_tensors
+        split = ctx.ledger is not None and ctx.ledger.open
+        if not (split and ctx.lost):
+            defer(ctx.ledger, lambda: accumulate(scale, (grad * x).sum((0, 1))))
+        return grad * scale, None, None
+
+
+class Losing(Inner):
+    def __init__(self, lost: str) -> None:
+        super().__init__()
+        self.lost, self.scale = lost, nn.Parameter(torch.ones(WIDTH))
+
+    def twist(self, x: Tensor, piece: Slice | None) -> Tensor:
+        return Loses.apply(x, self.scale, self.lost)
+
+
+class Keeps(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, owner: nn.Module) -> Tensor:
+        ctx.owner, owner.kept = owner, x.detach()
+        return x**2
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        return grad * 2 * ctx.owner.kept, None
+
+
+class Keeping(Inner):
+    """Keeps on itself what its backward needs: right for as long as one micro-batch is there."""
+
+    def twist(self, x: Tensor, piece: Slice | None) -> Tensor:
+        return Keeps.apply(x, self)
+
+
+class Stale(Again):
+    """A tape that plays what it has recorded, whatever it is given."""
+
+    def record(self, work):
+        return work(), lambda: None
+
+
+ZB = split_backward(make("1f1b", ranks=3, microbatches=3))
+REC = {"recompute": ALL}
+
+
+def test_slices_that_need_all_tokens_are_refused():
+    own(Leaky(), schedule=ZB, **REC)
+    text = refused(
+        Leaky(),
+        "the output differs by",
+        "cause: token slices\n",
+        "schedule.slices=0",
+        sliced=True,
+    )
+    assert "rounding explains at most" in text
+    refused(Leaky(), "cause: token slices\n", schedule=ZB, sliced=True, **REC)
+
+
+def test_rotary_embeddings_that_depend_on_the_length_are_refused_in_slices():
+    own(Stretched())
+    refused(Stretched(), "cause: token slices\n", sliced=True)
+
+
+def test_a_forward_that_changes_its_module_is_refused_where_it_runs_again():
+    own(Counting(), schedule=ZB)
+    refused(
+        Counting(),
+        "the gradient of plain.weight",
+        "cause: recomputation\n",
+        "run.recompute=false",
+        **REC,
+    )
+    refused(Counting(), "cause: token slices\n", schedule=ZB, sliced=True)
+    own(Masked(), schedule=ZB)
+    refused(
+        Masked(),
+        "the gradient of plain.weight",
+        "cause: recomputation\n",
+        schedule=ZB,
+        **REC,
+    )
+
+
+def test_checkpoints_in_slices_are_refused():
+    own(Recurrent(False), sliced=True, **REC)
+    own(Recurrent(True))
+    refused(Recurrent(True), "cause: token slices\n", sliced=True)
+
+
+def test_a_weight_gradient_that_w_forgets_is_refused():
+    own(Losing("no"), schedule=ZB)
+    own(Losing("split"))
+    text = refused(
+        Losing("split"), "the gradient of scale differs by 1 of its norm", schedule=ZB
+    )
+    assert "cause: the split backward\n" in text
+    assert "schedule.split=false" in text
+
+
+def test_options_that_are_wrong_only_together_are_named_together(no_onednn):
+    own(Losing("both"), autocast=torch.bfloat16)
+    own(Losing("both"), schedule=ZB)
+    refused(
+        Losing("both"),
+        "the gradient of scale",
+        "cause: the split backward together with autocast\n",
+        schedule=ZB,
+        sliced=True,
+        autocast=torch.bfloat16,
+        **REC,
+    )
+
+
+def test_state_that_the_next_micro_batch_overwrites_is_refused():
+    own(Keeping(), schedule=make("1f1b", ranks=3, microbatches=1))
+    refused(
+        Keeping(),
+        "the gradient of plain.weight",
+        "cause: several micro-batches in flight\n",
+    )
+
+
+def test_recordings_that_play_something_else_are_refused():
+    own(Inner(), each=lambda rank: {"tape": Again()})
+    refused(
+        Inner(),
+        "the output differs",
+        "cause: recorded actions\n",
+        "run.graphs=false",
+        each=lambda rank: {"tape": Stale() if rank == 1 else Again()},
+    )
+
+
+def test_a_compiler_that_changes_the_results_is_refused():
+    def wrong(graph, inputs):
+        return lambda *args: tuple(2 * one for one in graph(*args))
+
+    def compiled(backend) -> Inner:
+        inner = Inner()
+        inner.plain = torch.compile(inner.plain, backend=backend)
+        return inner
+
+    only = make("1f1b", ranks=1, microbatches=2)
+    stages = lambda backend: [nn.Sequential(compiled(backend).double())]  # noqa: E731
+    draw = [torch.randn(2, 7, WIDTH, dtype=torch.float64) for _ in range(2)]
+    batch = Batch(tuple(draw), tuple(draw), 1)
+    weighed = lambda y, target: (y * target).sum()  # noqa: E731
+    prove_stages(only, stages("aot_eager"), WIDTH, torch.float64, batch, loss=weighed)
+    with pytest.raises(
+        ProofError, match=r"(?s)the loss differs.*cause: torch.compile\n"
+    ):
+        prove_stages(only, stages(wrong), WIDTH, torch.float64, batch, loss=weighed)
+
+
+def test_a_stage_that_cannot_run_as_planned_is_refused_with_what_it_raised():
+    class Picky(Inner):
+        def twist(self, x: Tensor, piece: Slice | None) -> Tensor:
+            if x.shape[1] < 7:
+                raise ValueError("seven tokens, please")
+            return x
+
+    refused(
+        Picky(),
+        "ValueError: seven tokens, please",
+        "cause: token slices\n",
+        sliced=True,
+    )
+
+
+def test_an_error_of_the_model_itself_is_raised_as_it_is():
+    class Broken(Inner):
+        def twist(self, x: Tensor, piece: Slice | None) -> Tensor:
+            raise ValueError("a layer of the user's is broken")
+
+    with pytest.raises(ValueError, match="a layer of the user's is broken"):
+        own(Broken())
+
+
+class Attention(Inner):
+    """Its keys have a bias, as in BERT: a softmax does not see it, so its gradient is zero but for noise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.key = nn.Linear(WIDTH, WIDTH)
+
+    def twist(self, x: Tensor, piece: Slice | None) -> Tensor:
+        key, value, seen = (
+            self.key(x),
+            x,
+            torch.ones(x.shape[1], x.shape[1]).tril().bool(),
+        )
+        if piece is not None:
+            key, value, seen = (
+                piece.extend(0, "key", key),
+                piece.extend(0, "value", x),
+                piece.seen(x.device),
+            )
+        return x + F.scaled_dot_product_attention(x, key, value, seen)
+
+
+def test_a_gradient_that_is_nothing_but_noise_is_no_fault():
+    assert own(Attention(), sliced=True).stages == 3
+
+
+# ---------------------------------------------------------------- what is not proven, and said
+def test_a_split_without_work_for_w_is_said(caplog):
+    class Dense(Inner):
+        def __init__(self) -> None:
+            super().__init__()
+            self.plain = nn.Identity()
+            self.matrix = nn.Parameter(torch.eye(WIDTH))
+
+        def twist(self, x: Tensor, piece: Slice | None) -> Tensor:
+            return x @ self.matrix
+
+    with caplog.at_level(logging.WARNING):
+        found = own(Dense(), schedule=ZB)
+    (words,) = found.warnings
+    assert "stage 1 on rank 1 splits its backward for nothing" in words
+    assert caplog.messages == [words]
+    assert not own(Dense()).warnings
+
+
+def test_random_numbers_that_cannot_be_switched_off_are_said():
+    class Noisy(Inner):
+        def twist(self, x: Tensor, piece: Slice | None) -> Tensor:
+            return x * torch.rand_like(x)
+
+    rows = torch.randint(0, VOCAB, (2, 7))
+    batch = batch_of([rows] * 3, [rows] * 3)
+    assert not own(
+        Noisy(), schedule=ZB, batch=batch
+    ).warnings  # the same numbers both ways
+    (words,) = own(Noisy(), sliced=True, batch=batch).warnings
+    assert "stage 1 on rank 1 is not proven: it draws random numbers" in words
+
+
+def test_a_module_that_does_not_repeat_itself_is_said():
+    counter = iter(range(10**6))
+
+    class Moody(Inner):
+        def twist(self, x: Tensor, piece: Slice | None) -> Tensor:
+            return x * (1 + next(counter) % 7)
+
+    (words,) = own(Moody()).warnings
+    assert "stage 1 on rank 1 is not deterministic" in words
+
+
+def test_numbers_that_are_not_finite_are_said():
+    class Infinite(Inner):
+        def twist(self, x: Tensor, piece: Slice | None) -> Tensor:
+            return x / 0
+
+    assert any(
+        "stage 1 on rank 1 is not proven: its plain call" in words
+        for words in own(Infinite()).warnings
+    )
+
+
+def test_weights_that_processes_share_are_not_proven_and_said(caplog):
+    class Sharded(Executor):
+        """As under mesh.shard, which needs processes."""
+
+        def __init__(self, *args: object, **more: object) -> None:
+            super().__init__(*args, **more)
+            self.shards.parts = {0: self.modules[self.comm.rank]}
+
+    def work(comm):
+        part = split(llama(2), (1, 1))[comm.rank]
+        return prove(
+            Sharded(
+                lower(shaped("1f1b")),
+                {comm.rank: part},
+                comm,
+                token_loss,
+                16,
+                torch.float64,
+            ),
+            data(3),
+        )
+
+    with caplog.at_level(logging.INFO):
+        found = run_threads(2, work)
+    assert all("mesh.shard" in one.skipped and not one.stages for one in found)
+    assert "the model is not proven before it trains" in caplog.text
+
+
+# ---------------------------------------------------------------- the command line
+CONFIG = """
+[model]
+layers = 2
+width = 16
+heads = 2
+kv_heads = 2
+inner = 16
+[data]
+sources = ["text.txt"]
+tokens = 16
+batch = 4
+[schedule]
+name = "seq1f1b"
+ranks = 2
+microbatches = 2
+slices = 2
+[run]
+forecast = false
+threads = 1
+"""
+
+
+def test_a_broken_model_is_refused_once_by_penstock_train(tmp_path, monkeypatch, capfd):
+    (tmp_path / "text.txt").write_text("the cat sat on the mat and said so\n" * 100)
+    (tmp_path / "config.toml").write_text(CONFIG)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr(cli_train, "rank", leaking_workers.rank)
+    code, _, err = called(monkeypatch, capfd, "train config.toml --sample 0")
+    assert code == 2, err
+    assert (
+        "ProofError: stage 1 on rank 1 computes something else in this plan than in a plain call"
+        in err
+    )
+    assert "\n  cause: token slices\n" in err
+    assert "schedule.slices=0" in err
+    assert "restart" not in err
+    assert "Traceback" not in err
+    assert not read_rows(tmp_path / "runs" / "config")
+
+
+# ---------------------------------------------------------------- no trace
+def test_nothing_of_a_proof_stays():
+    class Remembers(Inner):
+        """A batch norm's statistics, and what some modules keep in plain attributes."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.drop = nn.BatchNorm1d(WIDTH), nn.Dropout(0.5)
+            self.seen, self.lengths, self.last = 0, [], None
+
+        def twist(self, x: Tensor, piece: Slice | None) -> Tensor:
+            self.seen += 1
+            self.lengths.append(x.shape[1])
+            self.last, self.new = x.detach(), True
+            return self.drop(self.norm(x.transpose(1, 2)).transpose(1, 2))
+
+    inner = Remembers().double()
+    kept = {name: value.clone() for name, value in inner.state_dict().items()}
+    gradients = {name: torch.randn_like(p) for name, p in inner.named_parameters()}
+    for name, parameter in inner.named_parameters():
+        parameter.grad = gradients[name]
+    stages = [Entry().double(), inner, Exit().double()]
+    numbers = torch.get_rng_state()
+    prove_stages(ZB, stages, WIDTH, torch.float64)
+    assert torch.equal(torch.get_rng_state(), numbers)
+    assert all(
+        torch.equal(value, kept[name]) for name, value in inner.state_dict().items()
+    )
+    assert all(
+        parameter.grad is gradients[name]
+        for name, parameter in inner.named_parameters()
+    )
+    assert (
+        inner.seen,
+        inner.lengths,
+        inner.last,
+        hasattr(inner, "new"),
+        inner.drop.p,
+    ) == (0, [], None, False, 0.5)
+
+
+@pytest.mark.parametrize("tape", [Again, None])
+def test_a_step_after_a_proof_is_the_step_without_one(tape):
+    schedule = slice_tokens(split_backward(make("1f1b", ranks=2, microbatches=3)), CUTS)
+    found: dict[bool, dict[str, Tensor]] = {}
+    for ask in (True, False):
+        found[ask] = {}
+        whole = llama(2)
+
+        def work(comm, whole=whole, ask=ask):
+            part = split(whole, (1, 1))[comm.rank]
+            executor = Executor(
+                lower(schedule),
+                {comm.rank: part},
+                comm,
+                token_loss,
+                16,
+                torch.float64,
+                tape=tape() if tape else None,
+            )
+            executor.step(data(3, seed=1))
+            if ask:
+                prove(executor, data(3))
+            executor.step(data(3, seed=2))
+            found[ask] |= {name: p.grad for name, p in part.named_parameters()}
+
+        run_threads(2, work)
+    assert all(
+        torch.equal(found[True][name], gradient)
+        for name, gradient in found[False].items()
+    )
+
+
+@pytest.mark.parametrize("name", ["zb-h1", "seq1f1b"])
+def test_a_run_has_the_same_losses_with_a_proof_and_without(name, tmp_path, caplog):
+    shape = {"slices": 2} if name == "seq1f1b" else {}
+    with caplog.at_level(logging.INFO):
+        proved = train(job_of(tmp_path / "with", name, "run.steps=6", **shape))
+    assert any("proved 2 stages" in words for words in caplog.messages)
+    caplog.clear()
+    plain = train(
+        job_of(tmp_path / "without", name, "run.steps=6", "run.prove=false", **shape)
+    )
+    assert not any("proved" in words for words in caplog.messages)
+    assert losses(proved) == losses(plain)
+    job = job_of(tmp_path / "with", name, "run.steps=8", resume=True, **shape)
+    with caplog.at_level(logging.INFO):
+        train(job)
+    assert any("proved 2 stages" in words for words in caplog.messages)

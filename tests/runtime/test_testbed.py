@@ -1,0 +1,118 @@
+"""MPS around a command, with a daemon that only writes down what it is told."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from commands import called
+
+DAEMON = """#!/bin/sh
+if [ "$1" = "-d" ]; then
+    echo "start $CUDA_MPS_PIPE_DIRECTORY" >> "$TOLD"
+    [ -z "$BROKEN" ] || { echo no gpu >&2; exit 3; }
+else read word; echo "$word $CUDA_MPS_PIPE_DIRECTORY" >> "$TOLD"; fi
+"""
+
+
+@pytest.fixture
+def told(tmp_path, monkeypatch) -> Path:
+    daemon = tmp_path / "bin" / "nvidia-cuda-mps-control"
+    daemon.parent.mkdir()
+    daemon.write_text(DAEMON)
+    daemon.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{daemon.parent}:{os.environ['PATH']}")
+    monkeypatch.setenv("TOLD", str(tmp_path / "told"))
+    return tmp_path / "told"
+
+
+def lines(told: Path) -> list[str]:
+    return [line.split()[0] for line in told.read_text().splitlines()]
+
+
+def test_a_command_runs_with_a_share_of_the_gpu(told, tmp_path, monkeypatch, capsys):
+    script = tmp_path / "show.sh"
+    script.write_text(
+        "echo $CUDA_MPS_ACTIVE_THREAD_PERCENTAGE $CUDA_DEVICE_MAX_CONNECTIONS "
+        f"> {tmp_path}/seen; test -d $CUDA_MPS_LOG_DIRECTORY"
+    )
+    assert called(monkeypatch, capsys, f"testbed --workers 8 -- sh {script}")[0] == 0
+    assert (tmp_path / "seen").read_text().split() == ["12", "8"]
+    assert lines(told) == ["start", "quit"]
+    first, last = (line.split()[1] for line in told.read_text().splitlines())
+    assert first == last
+    assert not Path(first).exists()
+
+
+def test_it_ends_as_the_command_does_and_the_daemon_ends_too(told, monkeypatch, capsys):
+    assert called(monkeypatch, capsys, "testbed --workers 2 -- false")[0] == 1
+    assert lines(told) == ["start", "quit"]
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)]
+)
+def test_a_signal_goes_to_the_command_and_nothing_stays(told, tmp_path, number, code):
+    script = tmp_path / "long.sh"
+    script.write_text(
+        f"sleep 300 & echo $! > {tmp_path}/pid.new; mv {tmp_path}/pid.new {tmp_path}/pid; wait"
+    )
+    line = [
+        sys.executable,
+        "-m",
+        "penstock",
+        "testbed",
+        "--workers",
+        "4",
+        "--",
+        "sh",
+        str(script),
+    ]
+    process = subprocess.Popen(line)
+    end = time.monotonic() + 30
+    while not (tmp_path / "pid").exists():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    process.send_signal(number)
+    assert process.wait(30) == code
+    assert lines(told) == ["start", "quit"]
+    child = int((tmp_path / "pid").read_text())
+    time.sleep(0.2)
+    assert (
+        not Path(f"/proc/{child}/cmdline").exists()
+        or not Path(f"/proc/{child}/cmdline").read_bytes()
+    )
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("testbed --workers 0 -- true", "1 to 48"),
+        ("testbed -- no-such-command-here", "no-such-command-here"),
+    ],
+)
+def test_mistakes_are_said(told, monkeypatch, capsys, line, words):
+    code, _, err = called(monkeypatch, capsys, line)
+    assert code == 2
+    assert words in err
+    assert not told.exists()
+
+
+def test_a_daemon_that_does_not_start_is_said(told, monkeypatch, capsys):
+    monkeypatch.setenv("BROKEN", "1")
+    code, _, err = called(monkeypatch, capsys, "testbed -- true")
+    assert code == 2
+    assert "no gpu" in err
+
+
+def test_a_machine_without_mps_says_so(monkeypatch, capsys, tmp_path):
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    code, _, err = called(monkeypatch, capsys, "testbed -- true")
+    assert code == 2
+    assert "nvidia-cuda-mps-control" in err

@@ -1,0 +1,236 @@
+"""Whether a run fits into memory is known from its sizes, before anything is built or started."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+
+from commands import called
+from penstock import Plan, make
+from penstock.config import (
+    Config,
+    DataConfig,
+    MeshConfig,
+    ModelConfig,
+    RunConfig,
+    ScheduleConfig,
+)
+from penstock.formats.config_toml import apply_changes
+from penstock.measure.profile import measure
+from penstock.models import GPTConfig, LlamaConfig
+from penstock.models.count import parameters_of
+from penstock.train.capacity import (
+    Place,
+    available_memory,
+    load_of,
+    needs_of,
+    places_of,
+    too_large,
+)
+from penstock.train.profile import Request, subjects_of
+from penstock.train.weights import blueprint, sizes_of
+from penstock.train.worker import Verdict
+
+LLAMA, GPT = LlamaConfig(37, 16, 3, 4, 2, 24), GPTConfig(37, 16, 3, 4, 24, positions=32)
+SIZES = [
+    LLAMA,
+    replace(LLAMA, tied=True),
+    GPT,
+    replace(GPT, tied=False),
+    replace(LLAMA, layers=1, kv_heads=4),
+]
+CONFIG = Config(
+    ModelConfig(layers=8, width=256, heads=4, inner=512, vocab=1000),
+    DataConfig(tokens=64, batch=16),
+    ScheduleConfig("1f1b", ranks=4, microbatches=8),
+)
+
+
+def load(config: Config = CONFIG, name: str = "1f1b"):
+    plan = Plan(make(name, ranks=4, microbatches=8), name, (2, 2, 2, 2))
+    return load_of(config, plan, sizes_of(config.model, 256, config.data.tokens))
+
+
+# ---------------------------------------------------------------- what a run needs
+@pytest.mark.parametrize("sizes", SIZES)
+def test_parameters_are_counted_as_the_model_has_them(sizes):
+    model, found = blueprint(sizes), parameters_of(sizes)
+    assert found.total == sum(one.numel() for one in model.parameters())
+    for path, count in (
+        ("embed", found.embed),
+        ("layers.0", found.layer),
+        ("head", found.head),
+    ):
+        assert count == sum(
+            one.numel() for one in model.get_submodule(path).parameters()
+        )
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [LlamaConfig(512, 64, 1, 4, 2, 128), GPTConfig(512, 64, 1, 4, 256, positions=64)],
+)
+def test_bytes_by_sizes_are_those_that_are_measured(sizes):
+    found = measure(
+        subjects_of(
+            Request(sizes, 64, 2, where=((64, 0),), rounds=1, mean=True, depth=1)
+        ),
+        rounds=1,
+        where=((64, 0),),
+    )
+    config = replace(CONFIG, data=replace(CONFIG.data, tokens=64, batch=2))
+    alone = Plan(make("1f1b", ranks=1, microbatches=1), "1f1b", (1,))
+    config = replace(config, schedule=ScheduleConfig("1f1b", ranks=1, microbatches=1))
+    need = needs_of(load_of(config, alone, sizes))[0]
+    measured = found.cost((1,), tokens=64)
+    assert need.weights == pytest.approx(measured.parts[0].weights, rel=0.02)
+    assert need.activations == pytest.approx(64 * measured.parts[0].held, rel=0.15)
+
+
+def test_1f1b_holds_less_on_later_ranks_and_gpipe_the_same_on_all_but_the_ends():
+    steps, all_at_once = (
+        [need.activations for need in needs_of(load(name=name))]
+        for name in ("1f1b", "gpipe")
+    )
+    assert steps[0] == pytest.approx(2 * steps[2])
+    assert all_at_once[1] == all_at_once[2] == pytest.approx(8 / 3 * steps[1])
+
+
+def test_shards_recomputation_and_half_precision_need_less():
+    plain = needs_of(load())
+    shards = needs_of(load(replace(CONFIG, mesh=MeshConfig(shard=4))))
+    again, half = (
+        needs_of(load(replace(CONFIG, run=run)))
+        for run in (RunConfig(recompute=True), RunConfig(precision="bfloat16"))
+    )
+    assert shards[1].weights < plain[1].weights
+    for less in (again, half):
+        assert less[0].activations < plain[0].activations
+        assert less[0].weights == plain[0].weights
+
+
+# ---------------------------------------------------------------- what a machine has
+def test_a_container_may_have_less_than_its_machine(tmp_path, monkeypatch):
+    everything = available_memory()
+    assert everything > 0
+    (tmp_path / "memory.max").write_text("5000000\n")
+    (tmp_path / "memory.current").write_text("2000000\n")
+    monkeypatch.setattr("penstock.train.capacity.CGROUP", tmp_path)
+    assert available_memory() == 3e6
+    (tmp_path / "memory.max").write_text("max\n")
+    assert available_memory() > 3e6
+
+
+def test_ranks_are_counted_where_they_are(monkeypatch):
+    config = replace(CONFIG, mesh=MeshConfig(shard=2), run=RunConfig(device="cpu"))
+    assert places_of(config, 2)[0].ranks == (0, 0, 1, 1)
+    for name, value in {
+        "RANK": "3",
+        "LOCAL_RANK": "1",
+        "LOCAL_WORLD_SIZE": "2",
+    }.items():
+        monkeypatch.setenv(name, value)
+    assert places_of(config, 2)[0].ranks == (1, 1)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE")
+    assert places_of(config, 2)[0].ranks == (1,)
+
+
+def test_ranks_on_gpus_are_counted_by_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(
+        torch.cuda,
+        "get_device_properties",
+        lambda gpu: type("P", (), {"total_memory": 100 + gpu}),
+    )
+    assert places_of(CONFIG, 3) == [
+        Place("GPU 0", 100, (0, 2)),
+        Place("GPU 1", 101, (1,)),
+    ]
+
+
+# ---------------------------------------------------------------- the two together
+@pytest.mark.parametrize("room", [2e6, 2e7, 1e8])
+def test_what_is_said_to_fit_does(room):
+    places = [Place("this machine", room, (0, 1, 2, 3))]
+    words = too_large(load(), places, CONFIG)
+    changes = re.findall(r"[a-z]+\.[a-z]+=\w+", words)
+    assert changes or "no single size" in words
+    for change in changes:
+        config = apply_changes(CONFIG, [change])
+        config = replace(
+            config, data=replace(config.data, batch=max(8, config.data.batch))
+        )
+        plan = Plan(
+            make("1f1b", ranks=4, microbatches=8),
+            "1f1b",
+            (config.model.layers // 4,) * 4,
+        )
+        other = load_of(config, plan, sizes_of(config.model, 256, config.data.tokens))
+        assert too_large(other, places, config) == "", change
+    assert too_large(load(), [Place("this machine", 1e12, (0, 1, 2, 3))], CONFIG) == ""
+
+
+@pytest.fixture
+def here(monkeypatch, capsys, tmp_path):
+    """Runs a command line on a machine with 20 GB, where nothing may be built."""
+
+    def built(*_: object) -> None:
+        raise AssertionError("a model was built")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr("penstock.train.capacity.available_memory", lambda: 20e9)
+    monkeypatch.setattr("penstock.train.weights.blueprint", built)
+    return lambda line: called(monkeypatch, capsys, line)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (
+            "model.width=100000000",
+            "but this machine has 20.00 GB available\n  rank 0: 1,280,",
+        ),
+        (
+            "model.layers=10000 --set model.width=4096",
+            "any one of these would fit: model.layers=",
+        ),
+        ("model.layers=1000000", "model.layers = 1000000 must be at most 10000"),
+        ("model.vocab=1000000000000", "any one of these would fit: model.vocab="),
+        ("data.tokens=1000000000", "any one of these would fit: data.tokens="),
+        ("data.batch=1600000000", "any one of these would fit: data.batch="),
+        (
+            "model.width=100000000 --dry-run",
+            "to time one layer, the embedding and the head takes",
+        ),
+    ],
+)
+def test_a_run_that_cannot_fit_is_refused_with_figures_before_anything_starts(
+    here, tmp_path, change, words
+):
+    code, _, err = here(
+        f"train --set run.device=cpu --set schedule.name=1f1b --set {change}"
+    )
+    assert code == 2
+    assert words in err
+    assert "alloc" not in err
+    assert not (tmp_path / "runs").exists()
+
+
+def test_those_who_know_better_are_not_refused(here, tmp_path, monkeypatch):
+    (tmp_path / "text.txt").write_text("the cats sat on the mats\n" * 200)
+    monkeypatch.setattr("penstock.train.capacity.available_memory", lambda: 1e6)
+    monkeypatch.setattr(
+        "penstock.train.launcher.launch", lambda *_: Verdict(0, stopped=True)
+    )
+    line = "train --set run.device=cpu --set schedule.name=1f1b --set data.sources=text.txt --set run.forecast=false"
+    code, _, err = here(line)
+    assert code == 2
+    assert "but this machine has 1.0 MB available" in err
+    code, out, err = here(f"{line} --set run.check_memory=false")
+    assert code == 0, err
+    assert "stopped before the first step" in out

@@ -1,0 +1,411 @@
+"""A checkpoint is whole or not there, and any split goes on from any other's."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import resource
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from penstock.errors import FileError, RunError
+from penstock.formats.config_toml import apply_changes
+from penstock.models import LlamaConfig
+from penstock.runtime import run_threads
+from penstock.train import checkpoint
+from penstock.train.after.generate import export_run, generate_text, open_trained
+from penstock.train.checkpoint import (
+    Saver,
+    checkpoint_faults,
+    load,
+    newest,
+    newest_good,
+    prune,
+    read_facts,
+)
+from penstock.train.hub import read_sizes, write_folder
+from penstock.train.loop import Trainer
+from penstock.train.weights import draw_parameters, hold_whole
+from trainings import SMALL, apart, corpus, job_of, losses, outcomes, train
+
+SOME = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.ones(4)}
+FACTS = {"model": {}, "data": {}, "tokenizer": "bytes"}
+
+
+def save_all(folder: Path, step: int, keep: int = 9) -> Path:
+    """One rank that saves at once."""
+    saver = Saver(folder, 0, 1, keep)
+    saver.begin(step, SOME, FACTS)
+    saver.thread.join()
+    assert saver.done()
+    return saver.commit()
+
+
+def tensors_in(path: Path) -> dict[str, torch.Tensor]:
+    """Everything in a checkpoint, read without our code."""
+    return {
+        name: tensor
+        for file in path.glob("*.safetensors")
+        for name, tensor in load_file(file).items()
+    }
+
+
+def stop_after(step: int):
+    def stop(rank: int):
+        asked = []
+
+        def ask() -> bool:
+            asked.append(0)
+            return len(asked) == step
+
+        return ask
+
+    return stop
+
+
+# ---------------------------------------------------------------- any split from any other
+SPLITS = {
+    "4 ranks, 2 parts each": ("hanayo", {"ranks": 4, "microbatches": 4, "waves": 1}),
+    "2 ranks": ("1f1b", {"ranks": 2, "microbatches": 8}),
+    "1 rank": ("gpipe", {"ranks": 1, "microbatches": 2}),
+    "2 copies": ("zb-h1", {"ranks": 2, "microbatches": 2, "copies": 2}),
+    "two directions": ("chimera", {"ranks": 2, "microbatches": 4}),
+}
+
+
+@pytest.mark.numerics
+@pytest.mark.parametrize(
+    ("saved_by", "resumed_by", "tied"),
+    [
+        ("4 ranks, 2 parts each", "2 ranks", True),
+        ("2 ranks", "4 ranks, 2 parts each", False),
+        ("1 rank", "2 copies", True),
+        ("2 copies", "two directions", True),
+        ("two directions", "1 rank", False),
+    ],
+)
+def test_a_run_goes_on_in_another_split_as_if_it_had_never_stopped(
+    saved_by, resumed_by, tied, tmp_path
+):
+    changes = ("model.layers=8", "run.steps=8", f"model.tied={str(tied).lower()}")
+    name, shape = SPLITS[resumed_by]
+    undisturbed = train(job_of(tmp_path / "whole", name, *changes, **shape))
+    name, shape = SPLITS[saved_by]
+    outcomes(job_of(tmp_path / "two", name, *changes, **shape), stop_after(5))
+    name, shape = SPLITS[resumed_by]
+    rows = train(job_of(tmp_path / "two", name, *changes, resume=True, **shape))
+    assert [row.step for row in rows] == list(range(1, 9))
+    assert (
+        apart(rows, losses(undisturbed)) < 1e-5
+    )  # float32: another split adds the gradients in another order
+
+
+@pytest.mark.numerics
+def test_the_same_split_goes_on_bit_for_bit(tmp_path):
+    undisturbed = train(job_of(tmp_path / "whole", "hanayo", "run.steps=12"))
+    outcomes(job_of(tmp_path / "two", "hanayo", "run.steps=12"), stop_after(7))
+    rows = train(job_of(tmp_path / "two", "hanayo", "run.steps=12", resume=True))
+    assert losses(rows) == losses(undisturbed)
+    one, other = (
+        tensors_in(tmp_path / run / "checkpoints" / "step-00000012")
+        for run in ("whole", "two")
+    )
+    assert set(one) == set(other)
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_names_are_those_of_the_unsplit_model(tmp_path):
+    job = job_of(tmp_path, "hanayo", "run.steps=1")
+    train(job)
+    trained = open_trained(tmp_path)
+    assert trained.step == 1
+    holding = hold_whole(job.sizes)
+    assert set(trained.holding.parameters) == set(holding.parameters)
+    assert not any(name.startswith("optimizer") for name in holding.parameters)
+
+
+# ---------------------------------------------------------------- whole or not there
+@pytest.mark.numerics
+def test_saving_goes_on_while_training_does_and_keeps_the_last(tmp_path):
+    job = job_of(tmp_path, "1f1b", "run.steps=20", "run.save=4", "run.keep=3")
+    undisturbed = train(job_of(tmp_path / "other", "1f1b", "run.steps=20"))
+    rows = train(job)
+    assert losses(rows) == losses(undisturbed)
+    assert [path.name for path in newest(job.checkpoints)] == [
+        "step-00000020",
+        "step-00000016",
+        "step-00000012",
+    ]
+    assert not list(job.checkpoints.glob("*.saving"))
+    assert all(not list(checkpoint_faults(path)) for path in newest(job.checkpoints))
+
+
+def test_a_copy_is_saved_not_what_training_makes_of_it_meanwhile(tmp_path):
+    tensor = torch.zeros(1000)
+    saver = Saver(tmp_path, 0, 1, 2)
+    saver.begin(1, {"x": tensor}, FACTS)
+    tensor.fill_(7)
+    saver.thread.join()
+    saver.commit()
+    found = torch.full((1000,), 3.0)
+    load(tmp_path / "step-00000001", {"x": found})
+    assert not found.any()
+
+
+@pytest.mark.parametrize("moment", ["while writing", "before the rename"])
+def test_a_crash_while_saving_leaves_the_last_good_one(moment, tmp_path, monkeypatch):
+    good = save_all(tmp_path, 5)
+    saver = Saver(tmp_path, 0, 1, 2)
+    saver.begin(6, SOME, FACTS)
+    saver.thread.join()
+    if moment == "while writing":
+        next(saver.path.glob("*.safetensors")).write_bytes(b"half a fi")
+    else:
+        monkeypatch.setattr(
+            Path, "rename", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt)
+        )
+        with pytest.raises(KeyboardInterrupt):
+            saver.commit()
+        monkeypatch.undo()
+    assert newest_good(tmp_path) == good
+    prune(tmp_path, 2)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000005"]
+
+
+def flip_a_bit(file: Path) -> None:
+    *rest, last = file.read_bytes()
+    file.write_bytes(bytes([*rest, last ^ 1]))
+
+
+def test_what_a_crash_has_left_does_not_get_into_the_next_checkpoint(tmp_path):
+    job = job_of(tmp_path, "1f1b", "run.steps=2")
+    left = job.checkpoints / "step-00000002.saving"
+    left.mkdir(parents=True)
+    (left / "rank-00007.json").write_text(
+        '{"shard-00001-model-00008-of-00008.safetensors": {"bytes": 1, "crc32": 1}}'
+    )
+    train(job)
+    assert newest_good(job.checkpoints).name == "step-00000002"
+
+
+def rewrite(file: Path, **facts: object) -> None:
+    note = file.parent / checkpoint.NOTE
+    note.write_text(json.dumps(json.loads(note.read_text()) | facts))
+
+
+DAMAGES = {
+    "a bit": (flip_a_bit, "does not have its checksum"),
+    "cut off": (lambda p: p.write_bytes(p.read_bytes()[:-9]), "bytes, not"),
+    "missing": (lambda p: p.unlink(), "is missing"),
+    "the note": (
+        lambda p: (p.parent / "checkpoint.json").write_text("{"),
+        "cannot be read",
+    ),
+    "no note": (lambda p: (p.parent / "checkpoint.json").unlink(), "cannot be read"),
+    "another note": (
+        lambda p: (p.parent / "checkpoint.json").write_text("[]"),
+        "is not the note of a checkpoint",
+    ),
+    "its version": (lambda p: rewrite(p, version="2"), "version cannot be that"),
+    "its step": (lambda p: rewrite(p, step="x"), "step cannot be that"),
+    "its model": (lambda p: rewrite(p, model=[]), "model cannot be that"),
+    "its files": (lambda p: rewrite(p, files={p.name: {}}), "files cannot be that"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_one_is_found_and_the_one_before_is_taken(damage, tmp_path, caplog):
+    good, bad = save_all(tmp_path, 5), save_all(tmp_path, 10)
+    spoil, words = DAMAGES[damage]
+    spoil(next(bad.glob("*.safetensors")))
+    assert newest_good(tmp_path) == good
+    assert words in caplog.text
+    assert str(bad) in caplog.text
+
+
+def test_all_ranks_agree_when_one_of_them_finds_damage(tmp_path):
+    job = job_of(tmp_path, "1f1b", "run.steps=4", "run.save=2")
+    train(job)
+    newer = newest(job.checkpoints)[0]
+    file = sorted(newer.glob("*.safetensors"))[1]  # rank 1 reads it
+    file.write_bytes(file.read_bytes()[:-4])
+    found = run_threads(2, lambda comm: newest_good(job.checkpoints, comm))
+    assert [path.name for path in found] == ["step-00000002"] * 2
+
+
+def test_what_cannot_be_written_ends_the_run_and_loses_nothing(tmp_path):
+    job = job_of(tmp_path, "1f1b", "run.steps=8", "run.save=2")
+    train(job_of(tmp_path, "1f1b", "run.steps=2"))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def work(comm):
+        return Trainer(job, comm).run()
+
+    resource.setrlimit(
+        resource.RLIMIT_FSIZE, (20_000, hard)
+    )  # the system's own "File too large"
+    try:
+        with pytest.raises(
+            RunError,
+            match=r"(?s)cannot write .*File too large.*last good checkpoint is .*00000002",
+        ):
+            run_threads(2, work, patience=20)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert newest_good(job.checkpoints).name == "step-00000002"
+
+
+def test_an_export_that_finds_no_room_leaves_nothing_in_its_way(tmp_path):
+    holding = hold_whole(LlamaConfig(256, 32, 3, 4, 2, 48))
+    weights = {
+        name: parameter.detach() for name, parameter in holding.parameters.items()
+    }
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, hard))
+    try:
+        with pytest.raises(FileError, match="cannot write"):
+            write_folder(tmp_path / "out", weights, LlamaConfig(256, 32, 3, 4, 2, 48))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert not list((tmp_path / "out").iterdir())
+
+
+def test_no_checkpoint_and_another_model_are_said_so(tmp_path):
+    with pytest.raises(RunError, match="no good checkpoint"):
+        train(job_of(tmp_path, "1f1b", "run.steps=2", resume=True))
+    train(job_of(tmp_path, "1f1b", "run.steps=2"))
+    with pytest.raises(RunError, match="is of another model"):
+        train(job_of(tmp_path, "1f1b", "run.steps=4", "model.inner=32", resume=True))
+
+
+def test_nothing_is_pickled_or_unpickled(tmp_path, monkeypatch):
+    def refuse(*_, **__):
+        raise AssertionError("a pickle")
+
+    for module, names in (
+        (pickle, ("load", "loads", "dump", "dumps")),
+        (torch, ("load", "save")),
+    ):
+        for name in names:
+            monkeypatch.setattr(module, name, refuse)
+    train(job_of(tmp_path, "1f1b", "run.steps=2"))
+    rows = train(job_of(tmp_path, "hanayo", "run.steps=4", resume=True))
+    assert len(rows) == 4
+    kinds = {
+        path.suffix for path in (tmp_path / "checkpoints").rglob("*") if path.is_file()
+    }
+    assert kinds == {".safetensors", ".json"}
+
+
+def test_a_later_version_is_refused(tmp_path):
+    path = save_all(tmp_path, 1)
+    facts = json.loads((path / checkpoint.NOTE).read_text())
+    (path / checkpoint.NOTE).write_text(json.dumps(facts | {"version": 99}))
+    with pytest.raises(FileError, match="upgrade"):
+        read_facts(path)
+
+
+# ---------------------------------------------------------------- Hugging Face
+@pytest.mark.numerics
+@pytest.mark.parametrize(
+    "changes", [(), ("model.tied=true",), ("model.family=gpt", "model.tied=true")]
+)
+def test_an_export_loads_in_transformers_with_equal_logits_and_training_starts_from_it(
+    changes, tmp_path
+):
+    transformers = pytest.importorskip("transformers")
+    job = job_of(tmp_path / "run", "hanayo", "run.steps=5", *changes)
+    train(job)
+    trained = export_run(tmp_path / "run", tmp_path / "hub")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hub").eval()
+    words = torch.randint(0, 31, (3, 8), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        assert torch.allclose(trained.model(words), theirs(words).logits, atol=1e-5)
+    assert read_sizes(tmp_path / "hub") == job.sizes
+    again = job_of(
+        tmp_path / "more",
+        "1f1b",
+        "run.steps=1",
+        *changes,
+        f"model.weights={tmp_path / 'hub'}",
+    )
+    first = train(again)[0].loss
+    batch = again.corpus.sequence(0)
+    assert len(batch) == 9
+    with torch.no_grad():
+        trainer = run_threads(2, lambda comm: _begun(again, comm))
+    for held in trainer:
+        for name, tensor in held.items():
+            assert torch.equal(tensor, trained.holding.parameters[name])
+    assert (
+        first
+        < train(job_of(tmp_path / "fresh", "1f1b", "run.steps=1", *changes))[0].loss
+    )
+
+
+def _begun(job, comm):
+    trainer = Trainer(job, comm)
+    trainer.begin()
+    return dict(trainer.holding.parameters)
+
+
+def test_an_export_does_not_overwrite(tmp_path):
+    (tmp_path / "hub").mkdir()
+    (tmp_path / "hub" / "x").touch()
+    with pytest.raises(FileError, match="not empty"):
+        export_run(tmp_path, tmp_path / "hub")
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"model_type": "t5"}, "type 't5'"),
+        ({"rope_scaling": {"factor": 8}}, "rope_scaling"),
+        ({"attention_bias": True}, "attention_bias"),
+        ({"hidden_act": "gelu"}, "hidden_act"),
+        ({"head_dim": 7}, "head_dim"),
+        ({"hidden_size": None}, "does not say the sizes of a model"),
+        ({"num_attention_heads": 0}, "does not say the sizes of a model"),
+        ({"vocab_size": "many"}, "does not say the sizes of a model"),
+    ],
+)
+def test_a_folder_of_a_model_that_ours_is_not_is_refused(change, words, tmp_path):
+    train(job_of(tmp_path / "run", "1f1b", "run.steps=1"))
+    export_run(tmp_path / "run", tmp_path / "hub")
+    file = tmp_path / "hub" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    with pytest.raises(FileError, match=words):
+        read_sizes(tmp_path / "hub")
+
+
+def test_a_folder_without_safetensors_is_refused(tmp_path):
+    config = apply_changes(SMALL, [f"model.weights={tmp_path}"])
+    (tmp_path / "pytorch_model.bin").touch()
+    with pytest.raises(FileError, match="are pickles"):
+        train(job_of(tmp_path / "run", "1f1b", "run.steps=1", config=config))
+    with pytest.raises(FileError, match=r"cannot read .*config\.json"):
+        read_sizes(tmp_path)
+
+
+# ---------------------------------------------------------------- text
+def test_generation_goes_on_from_its_prompt_and_the_seed_decides(tmp_path):
+    config = apply_changes(SMALL, ["model.vocab=256"])
+    job = job_of(tmp_path, "1f1b", "run.steps=1", config=config)
+    train(job)
+    trained = open_trained(tmp_path)
+    texts = [generate_text(trained, "ab", 20, seed=seed) for seed in (0, 0, 1)]
+    assert texts[0].startswith("ab")
+    assert texts[0] == texts[1] != texts[2]
+    assert generate_text(trained, "ab", 5, temperature=0) == generate_text(
+        trained, "ab", 5, temperature=0, seed=9
+    )
+    draw_parameters(trained.holding, 0)
+    next(iter(trained.holding.parameters.values())).data.fill_(float("nan"))
+    with pytest.raises(RunError, match="gives no numbers"):
+        generate_text(trained, "ab", 3)
+    assert corpus().trained
+    with pytest.raises(FileError, match="has no checkpoint"):
+        open_trained(tmp_path / "nowhere")

@@ -1,0 +1,612 @@
+"""Text becomes batches: all of it, once an epoch, in an order that can be taken up anywhere."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import json
+import lzma
+import os
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import penstock.train.data.corpus as corpus_module
+from penstock import make
+from penstock.config import DataConfig
+from penstock.errors import FileError, RunError
+from penstock.train.data.corpus import Corpus, cut_corpus, open_corpus, source_files
+from penstock.train.data.loader import Deal, Loader, wanted_by
+from penstock.train.data.order import shuffled
+from penstock.train.data.tokenizer import ByteTokenizer, FileTokenizer, tokenizer_of
+
+
+def corpus_of(tokens: int = 1001, length: int = 10, held_out: float = 0.1) -> Corpus:
+    """Token k is k, so that a sequence shows where it is from."""
+    return cut_corpus(
+        np.arange(tokens, dtype=np.uint16),
+        replace(DataConfig(), tokens=length, held_out=held_out),
+        "digest",
+    )
+
+
+def numbers(loader: Loader, batches) -> list[int]:
+    """Which sequences a step has, in order."""
+    return [
+        int(row[0]) // loader.corpus.length
+        for batch in batches
+        for x in batch.inputs
+        for row in x
+    ]
+
+
+# ---------------------------------------------------------------- order
+@given(st.integers(1, 700), st.integers(0, 2**63 - 1), st.integers(0, 5))
+@settings(max_examples=60, deadline=None)
+def test_an_epoch_is_a_permutation_of_all_sequences(length, seed, epoch):
+    assert sorted(
+        shuffled(epoch * length + k, length, seed) for k in range(length)
+    ) == list(range(length))
+
+
+def test_seeds_and_epochs_shuffle_differently_and_far():
+    orders = {
+        tuple(shuffled(e * 500 + k, 500, seed) for k in range(500))
+        for seed in range(4)
+        for e in range(4)
+    }
+    assert len(orders) == 16
+    for order in orders:
+        assert abs(float(np.corrcoef(order, range(500))[0, 1])) < 0.2
+
+
+# ---------------------------------------------------------------- batches
+def test_a_label_is_the_next_token_and_every_token_has_one():
+    batch = Loader(corpus_of(), Deal(rows=3, microbatches=2), seed=0).step()[0]
+    for x, y in zip(batch.inputs, batch.labels, strict=True):
+        assert torch.equal(y, x + 1)
+    assert batch.valid == 60
+
+
+def test_documents_that_are_told_apart_have_starts_and_guess_nothing_of_each_other():
+    tokens = np.array([4, 5, 0, 6, 7, 8, 0, 9, 0, 1, 2, 3, 5], dtype=np.uint16)
+    corpus = cut_corpus(tokens, DataConfig(tokens=6, held_out=0, separate=True), end=0)
+    batch = Loader(corpus, Deal(rows=1, microbatches=2), seed=0).step()[0]
+    found = {
+        tuple(x[0].tolist()): (y[0].tolist(), s[0].tolist())
+        for x, y, s in zip(batch.inputs, batch.labels, batch.starts, strict=True)
+    }
+    assert found == {
+        (4, 5, 0, 6, 7, 8): ([5, 0, -100, 7, 8, 0], [0, 0, 0, 3, 3, 3]),
+        (0, 9, 0, 1, 2, 3): ([-100, 0, -100, 2, 3, 5], [0, 1, 1, 3, 3, 3]),
+    }
+    assert batch.valid == 9
+    assert (
+        not Loader(corpus_of(), Deal(rows=1, microbatches=2), seed=0).step()[0].starts
+    )
+
+
+def test_a_tokenizer_without_an_end_cannot_tell_documents_apart(tmp_path, monkeypatch):
+    (tmp_path / "a.txt").write_text("some text " * 20)
+    monkeypatch.setattr(ByteTokenizer, "end", None)
+    with pytest.raises(FileError, match="bytes has no word that ends a document"):
+        open_corpus(
+            DataConfig(sources=(str(tmp_path),), separate=True), tmp_path / "cache"
+        )
+    assert (
+        open_corpus(DataConfig(sources=(str(tmp_path),)), tmp_path / "cache").end
+        is None
+    )
+
+
+def test_every_sequence_is_seen_once_an_epoch_and_held_out_ones_never():
+    loader = Loader(corpus_of(), Deal(rows=3, microbatches=5), seed=1)
+    seen = Counter(
+        n for _ in range(12) for n in numbers(loader, loader.step())
+    )  # 180 = 2 * 90
+    assert set(seen) == set(range(90))
+    assert set(seen.values()) == {2}
+    assert set(numbers(loader, loader.evaluation(1))) == set(range(90, 100))
+
+
+@pytest.mark.parametrize("copies", [2, 3])
+def test_each_replica_sees_its_own_shard_once_an_epoch(copies):
+    schedule = make("1f1b", ranks=2, microbatches=3, copies=copies)
+    ranks = [
+        schedule.stages[microbatch.path[0]].rank for microbatch in schedule.microbatches
+    ]
+    loader = Loader(
+        corpus_of(), Deal(rows=2, microbatches=len(schedule.microbatches)), seed=3
+    )
+    shards: dict[int, list[int]] = {}
+    for _ in range(90 // loader.deal.sequences):
+        batch = loader.step()[0]
+        for rank, x in zip(ranks, batch.inputs, strict=True):
+            shards.setdefault(rank, []).extend(int(row[0]) // 10 for row in x)
+    assert len(shards) == copies
+    everything = [n for shard in shards.values() for n in shard]
+    assert (
+        len(everything)
+        == len(set(everything))
+        == 90 // loader.deal.sequences * loader.deal.sequences
+    )
+
+
+def test_the_order_does_not_depend_on_how_a_step_is_cut():
+    steps = []
+    for rows, microbatches, passes in ((12, 1, 1), (3, 4, 1), (2, 3, 2), (1, 2, 6)):
+        loader = Loader(corpus_of(), Deal(rows, microbatches, passes), seed=5)
+        steps.append([numbers(loader, loader.step()) for _ in range(9)])
+    assert all(step == steps[0] for step in steps)
+
+
+def test_an_evaluation_sees_the_same_sequences_however_a_step_is_cut():
+    found = []
+    for rows, microbatches, passes in ((12, 1, 1), (3, 4, 1), (2, 3, 2), (1, 2, 6)):
+        loader = Loader(
+            corpus_of(held_out=0.5), Deal(rows, microbatches, passes), seed=5
+        )
+        batches = loader.evaluation(2)
+        assert {batch.valid for batch in batches} == {
+            240
+        }  # losses add up to the mean over all
+        found.append(numbers(loader, batches))
+    assert all(one == list(range(50, 74)) for one in found)
+
+
+@pytest.mark.parametrize("batches", [1, 3, 1000])
+@pytest.mark.parametrize("end", [None, 823])
+def test_an_evaluation_counts_every_held_out_sequence_at_most_once(batches, end):
+    for rows, microbatches, passes in ((3, 2, 1), (1, 3, 2), (2, 1, 3)):
+        loader = Loader(
+            replace(corpus_of(held_out=0.2), end=end),
+            Deal(rows, microbatches, passes),
+            seed=0,
+        )
+        found = loader.evaluation(batches)
+        counted = [
+            int(x[0]) // 10
+            for batch in found
+            for inputs, labels in zip(batch.inputs, batch.labels, strict=True)
+            for x, y in zip(inputs, labels, strict=True)
+            if (y >= 0).any()
+        ]
+        assert counted == list(range(80, 80 + min(6 * batches, 20)))
+        assert loader.examined(batches) == len(counted)
+        labels = sum(int((y >= 0).sum()) for batch in found for y in batch.labels)
+        assert {batch.valid for batch in found} == {labels}
+        assert {batch.shapes for batch in found} == {((rows, 10),) * microbatches}
+
+
+def test_a_rank_reads_only_what_begins_or_ends_on_it():
+    schedule = make("1f1b", ranks=3, microbatches=2, copies=2)
+    assert [sorted(wanted_by(schedule, rank)) for rank in range(6)] == [
+        [0, 1],
+        [],
+        [0, 1],
+        [2, 3],
+        [],
+        [2, 3],
+    ]
+    whole = Loader(corpus_of(), Deal(rows=2, microbatches=4), seed=0).step()[0]
+    some = Loader(
+        corpus_of(), Deal(rows=2, microbatches=4, wanted=frozenset({1})), seed=0
+    ).step()[0]
+    assert some.shapes == whole.shapes
+    assert some.valid == whole.valid
+    assert torch.equal(some.inputs[1], whole.inputs[1])
+    assert not some.inputs[0].any()
+
+
+@given(st.integers(0, 40), st.integers(1, 4), st.integers(1, 4))
+@settings(max_examples=30, deadline=None)
+def test_a_loader_goes_on_in_the_middle_of_an_epoch_as_if_it_had_never_stopped(
+    steps, rows, microbatches
+):
+    first = Loader(corpus_of(), Deal(rows, microbatches), seed=7)
+    for _ in range(steps):
+        first.step()
+    state = json.loads(json.dumps(first.state()))
+    second = Loader(corpus_of(), Deal(rows, microbatches), seed=7)
+    second.resume(state)
+    for _ in range(3):
+        assert numbers(first, first.step()) == numbers(second, second.step())
+
+
+@pytest.mark.parametrize("change", [{"seed": 8}, {"length": 11}, {"digest": "other"}])
+def test_going_on_with_other_data_is_refused(change):
+    loader = Loader(corpus_of(), Deal(1, 1), seed=7)
+    with pytest.raises(RunError, match=f"its {next(iter(change))} is"):
+        loader.resume(loader.state() | change)
+
+
+def test_a_mean_over_passes_counts_the_labels_of_all():
+    passes = Loader(corpus_of(), Deal(rows=1, microbatches=2, passes=3), seed=0).step()
+    assert [batch.valid for batch in passes] == [60, 60, 60]
+
+
+# ---------------------------------------------------------------- text
+def test_files_folders_and_lines_of_json_are_packed_one_after_the_other(tmp_path):
+    (tmp_path / "folder" / "deep").mkdir(parents=True)
+    (tmp_path / "one.txt").write_text("abc")
+    (tmp_path / "folder" / "deep" / "two.md").write_text("de")
+    (tmp_path / "folder" / "left.bin").write_text("zzz")
+    (tmp_path / "three.jsonl").write_text(
+        '{"text": "fg"}\n\n{"text": "h", "more": 1}\n'
+    )
+    sources = tuple(
+        str(tmp_path / name) for name in ("one.txt", "folder", "three.jsonl")
+    )
+    corpus = open_corpus(
+        replace(DataConfig(), sources=sources, tokens=3, held_out=0.0),
+        tmp_path / "cache",
+    )
+    assert bytes(corpus.tokens.astype(np.uint8)) == b"abc\0de\0fg\0h\0"
+    assert (corpus.trained, corpus.held_out) == (3, 0)
+
+
+def test_the_cache_is_mapped_and_made_once_until_the_text_changes(tmp_path):
+    text, cache = tmp_path / "a.txt", tmp_path / "cache"
+    text.write_text("x" * 100)
+    data = replace(DataConfig(), sources=(str(text),), tokens=10)
+    first = open_corpus(data, cache)
+    assert isinstance(first.tokens, np.memmap)
+    made = {file: file.stat().st_mtime_ns for file in cache.iterdir()}
+    assert len(made) == 2
+    open_corpus(data, cache)
+    assert {file: file.stat().st_mtime_ns for file in cache.iterdir()} == made
+    text.write_text("y" * 101)
+    other = open_corpus(data, cache)
+    assert (len(other.tokens), other.digest != first.digest) == (102, True)
+
+
+def test_a_cache_that_was_cut_off_is_made_again(tmp_path):
+    text, cache = tmp_path / "a.txt", tmp_path / "cache"
+    text.write_text("x" * 100)
+    data = replace(DataConfig(), sources=(str(text),), tokens=10)
+    open_corpus(data, cache)
+    row = next(cache.glob("*.bin"))
+    row.write_bytes(row.read_bytes()[:50])
+    assert len(open_corpus(data, cache).tokens) == 101
+
+
+def test_pythons_own_library_is_the_default_text():
+    files = source_files(DataConfig())
+    names = {file.name for file in files}
+    assert {"argparse.py", "random.py"} <= names
+    assert not any(
+        "site-packages" in file.parts or "test" in file.parts for file in files
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        (
+            "bad.jsonl",
+            '{"text": "a"}\n{"text"\n',
+            "bad.jsonl:2:8: this line is no JSON: Expecting ':' delimiter",
+        ),
+        ("bad.jsonl", '{"body": "a"}\n', "no text under 'text'; it has 'body'"),
+        ("bad.jsonl", "[1]\n", "bad.jsonl:1: this line is no JSON object"),
+        (
+            "bad.jsonl",
+            '{"text": 3}\n',
+            "bad.jsonl:1: what is under 'text' is no text: 3",
+        ),
+        ("short.txt", "abc", "too few for sequences of 10"),
+        ("empty.txt", "", "the text is empty"),
+    ],
+)
+def test_text_that_cannot_be_used_is_said_where(tmp_path, name, text, words):
+    (tmp_path / name).write_text(text)
+    with pytest.raises(FileError) as caught:
+        open_corpus(
+            replace(DataConfig(), sources=(str(tmp_path / name),), tokens=10),
+            tmp_path / "cache",
+        )
+    assert words in str(caught.value)
+    assert not list((tmp_path / "cache").glob("*.part"))
+
+
+def test_a_folder_inside_that_cannot_be_read_is_said_not_left_out(
+    tmp_path, monkeypatch
+):
+    (tmp_path / "a.txt").write_text("some text")
+    (tmp_path / "closed").mkdir(mode=0)
+    if os.access(tmp_path / "closed", os.R_OK):  # root reads everything
+        scandir = os.scandir
+
+        def refused(path):
+            if Path(path).name == "closed":
+                raise PermissionError(13, "Permission denied", str(path))
+            return scandir(path)
+
+        monkeypatch.setattr(os, "scandir", refused)
+    with pytest.raises(FileError, match="closed: Permission denied"):
+        source_files(replace(DataConfig(), sources=(str(tmp_path),)))
+
+
+def test_text_that_was_copied_elsewhere_is_the_same_text(tmp_path):
+    here, there = tmp_path / "here", tmp_path / "there"
+    for folder, when in ((here, 1), (there, 2)):
+        folder.mkdir()
+        (folder / "a.txt").write_text("a few words " * 20)
+        os.utime(folder / "a.txt", (when, when))
+    first, second = (
+        open_corpus(DataConfig(sources=(str(one),), tokens=8), one / "cache")
+        for one in (here, there)
+    )
+    assert first.digest == second.digest
+    assert {file.name for file in (here / "cache").iterdir()} != {
+        file.name for file in (there / "cache").iterdir()
+    }
+
+
+def test_a_large_file_is_read_in_pieces_and_says_how_far_it_is(tmp_path, monkeypatch):
+    monkeypatch.setattr(corpus_module, "PIECE", 64)
+    (tmp_path / "a.txt").write_bytes(bytes(range(1, 201)))
+    (tmp_path / "b.jsonl").write_text('{"text": "xyz"}\n' * 20)
+    seen: list[tuple[int, int]] = []
+    sources = (str(tmp_path / "a.txt"), str(tmp_path / "b.jsonl"))
+    found = open_corpus(
+        DataConfig(sources=sources, tokens=8),
+        tmp_path / "cache",
+        lambda *place: seen.append(place),
+    )
+    assert (
+        bytes(found.tokens.astype(np.uint8))
+        == bytes(range(1, 201)) + b"\0" + b"xyz\0" * 20
+    )
+    assert seen == sorted(seen)
+    assert (len(seen) > 8, seen[-1]) == (True, (520, 520))
+
+
+@pytest.mark.parametrize(
+    ("ending", "pack"),
+    [(".gz", gzip.compress), (".bz2", bz2.compress), (".xz", lzma.compress)],
+)
+def test_compressed_text_and_lines_of_json_are_unpacked(
+    ending, pack, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(corpus_module, "PIECE", 64)
+    plain, lines = b"a few words " * 30, b'{"text": "xyz"}\n' * 3
+    for name, content in (("a.txt", plain), ("b.jsonl", lines)):
+        (tmp_path / f"{name}{ending}").write_bytes(pack(content))
+    sources = tuple(str(tmp_path / f"{name}{ending}") for name in ("a.txt", "b.jsonl"))
+    seen: list[tuple[int, int]] = []
+    corpus = open_corpus(
+        DataConfig(sources=sources, tokens=4),
+        tmp_path / "cache",
+        lambda *place: seen.append(place),
+    )
+    assert bytes(corpus.tokens.astype(np.uint8)) == plain + b"\0" + b"xyz\0" * 3
+    size = sum(Path(source).stat().st_size for source in sources)
+    assert seen == sorted(seen)
+    assert seen[-1] == (size, size)
+    if ending == ".gz":
+        assert [
+            file.name for file in source_files(DataConfig(sources=(str(tmp_path),)))
+        ] == ["a.txt.gz", "b.jsonl.gz"]
+
+
+def test_a_source_that_is_not_there_and_a_folder_without_text_are_named(tmp_path):
+    with pytest.raises(FileError, match="no such file or folder"):
+        source_files(replace(DataConfig(), sources=(str(tmp_path / "none"),)))
+    with pytest.raises(FileError, match="has no file that ends in"):
+        source_files(replace(DataConfig(), sources=(str(tmp_path),)))
+
+
+def test_a_cache_that_cannot_be_written_is_said_so(tmp_path):
+    (tmp_path / "a.txt").write_text("x" * 100)
+    (tmp_path / "cache").write_text("a file where a folder should be")
+    with pytest.raises(FileError, match="cannot write the token cache"):
+        open_corpus(
+            replace(DataConfig(), sources=(str(tmp_path / "a.txt"),), tokens=10),
+            tmp_path / "cache",
+        )
+
+
+# ---------------------------------------------------------------- tokenizers
+def test_bytes_come_back_and_rubbish_is_marked():
+    tokenizer = ByteTokenizer()
+    assert tokenizer.decode(tokenizer.encode("naïve".encode(), "x").tolist()) == "naïve"
+    assert tokenizer.decode([255, 104]) == "\ufffdh"
+
+
+def test_a_tokenizer_json_makes_the_words_that_its_own_library_makes(tmp_path):
+    tokenizers = pytest.importorskip("tokenizers")
+    theirs = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token="<unk>"))
+    theirs.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    trainer = tokenizers.trainers.BpeTrainer(
+        special_tokens=["<unk>", "</s>"], vocab_size=40, show_progress=False
+    )
+    theirs.train_from_iterator(["the cat sat on the mat", "the dog"], trainer)
+    path = str(tmp_path / "tokenizer.json")
+    theirs.save(path)
+    (tmp_path / "a.txt").write_text("the cat")
+    (tmp_path / "b.txt").write_text("the dog")
+    ours = tokenizer_of(path)
+    sources = (str(tmp_path / "a.txt"), str(tmp_path / "b.txt"))
+    corpus = open_corpus(
+        replace(DataConfig(), sources=sources, tokenizer=path, tokens=2),
+        tmp_path / "cache",
+    )
+    end = theirs.token_to_id("</s>")
+    assert corpus.tokens.tolist() == [
+        *theirs.encode("the cat").ids,
+        end,
+        *theirs.encode("the dog").ids,
+        end,
+    ]
+    assert ours.vocab == theirs.get_vocab_size()
+    (tmp_path / "half.jsonl").write_text('{"text": "the"}\n{"text": "\\ud800"}\n')
+    with pytest.raises(FileError, match=r"half\.jsonl:2 is not text"):
+        open_corpus(
+            replace(
+                DataConfig(), sources=(str(tmp_path / "half.jsonl"),), tokenizer=path
+            ),
+            tmp_path / "cache",
+        )
+    with pytest.raises(FileError, match="byte 0 is no UTF-8"):
+        ours.encode(b"\xff", "some file")
+
+
+def trained_tokenizer(kind: str):
+    """A small tokenizer with one of the usual ways to split text into words, trained on text with odd white space."""
+    tokenizers = pytest.importorskip("tokenizers")
+    before, models, trainers = (
+        tokenizers.pre_tokenizers,
+        tokenizers.models,
+        tokenizers.trainers,
+    )
+    theirs = tokenizers.Tokenizer(models.BPE(unk_token="<unk>"))
+    of_four = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    ways = {
+        "byte level": lambda: before.ByteLevel(add_prefix_space=False),
+        "byte level, a space before": lambda: before.ByteLevel(add_prefix_space=True),
+        "byte level, newlines with signs": lambda: before.Sequence(
+            [
+                before.Split(tokenizers.Regex(of_four), "isolated"),
+                before.ByteLevel(use_regex=False),
+            ]
+        ),
+        "white space": before.Whitespace,
+        "metaspace": before.Metaspace,
+        "lines": lambda: before.Split("\n", "merged_with_next"),
+        "whole text": lambda: None,
+    }
+    if ways[kind]() is not None:
+        theirs.pre_tokenizer = ways[kind]()
+    if kind == "whole text":
+        theirs.normalizer = tokenizers.normalizers.Sequence(
+            [
+                tokenizers.normalizers.Prepend("_"),
+                tokenizers.normalizers.Replace(" ", "_"),
+            ]
+        )
+    trainer = trainers.BpeTrainer(
+        vocab_size=400,
+        special_tokens=["<unk>", "</s>"],
+        show_progress=False,
+        initial_alphabet=before.ByteLevel.alphabet(),
+    )
+    theirs.train_from_iterator(
+        [ODD_TEXT[at : at + 200] for at in range(0, len(ODD_TEXT), 200)], trainer
+    )
+    theirs.enable_truncation(
+        7
+    )  # as many tokenizer.json have it, for models of one sentence
+    return theirs
+
+
+WORDS = [
+    "the",
+    "cats",
+    "sat.",
+    "on\n\n",
+    "mats,",
+    "  and",
+    "\tsaid",
+    "naïve",
+    "ünï\u3000",
+    "x\n",
+    "(1234)",
+    "\n",
+    "a.\n",
+]
+ODD_TEXT = " ".join(
+    WORDS[k * k % 13] + ("" if k % 3 else " " * (k % 4)) for k in range(1500)
+)
+
+
+@pytest.mark.parametrize(
+    ("kind", "cuts"),
+    [
+        ("byte level", True),
+        ("byte level, a space before", True),
+        ("byte level, newlines with signs", True),
+        ("white space", True),
+        ("metaspace", True),
+        ("lines", False),
+        ("whole text", False),
+    ],
+)
+def test_a_long_text_in_pieces_has_the_tokens_of_the_whole(
+    kind, cuts, tmp_path, monkeypatch
+):
+    theirs = trained_tokenizer(kind)
+    theirs.save(str(tmp_path / "tokenizer.json"))
+    theirs.no_truncation()
+    (tmp_path / "a.txt").write_text(ODD_TEXT, encoding="utf-8")
+    (tmp_path / "b.jsonl").write_text(json.dumps({"text": ODD_TEXT[::-1]}) + "\n")
+    monkeypatch.setattr(corpus_module, "PIECE", 1024)
+    seen: list[int] = []
+    encode_all = FileTokenizer.encode_all
+    monkeypatch.setattr(
+        FileTokenizer,
+        "encode_all",
+        lambda self, raws, source: (
+            seen.extend(map(len, raws)) or encode_all(self, raws, source)
+        ),
+    )
+    sources = (str(tmp_path / "a.txt"), str(tmp_path / "b.jsonl"))
+    data = DataConfig(
+        sources=sources, tokenizer=str(tmp_path / "tokenizer.json"), tokens=4
+    )
+    found = open_corpus(data, tmp_path / "cache")
+    end = theirs.token_to_id("</s>")
+    whole = [
+        theirs.encode(text, add_special_tokens=False).ids
+        for text in (ODD_TEXT, ODD_TEXT[::-1])
+    ]
+    assert found.tokens.tolist() == [*whole[0], end, *whole[1], end]
+    assert (max(seen) <= 1024) is cuts
+
+
+def test_what_is_no_text_in_a_later_piece_is_said_by_its_place(tmp_path, monkeypatch):
+    trained_tokenizer("byte level").save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "a.txt").write_bytes(b"some words " * 200 + b"\xff\xff")
+    monkeypatch.setattr(corpus_module, "PIECE", 1024)
+    data = DataConfig(
+        sources=(str(tmp_path / "a.txt"),), tokenizer=str(tmp_path / "tokenizer.json")
+    )
+    with pytest.raises(FileError, match=r"a\.txt is not text: byte 2200 is no UTF-8"):
+        open_corpus(data, tmp_path / "cache")
+
+
+def test_a_tokenizer_that_is_none_is_said_so(tmp_path):
+    pytest.importorskip("tokenizers")
+    with pytest.raises(FileError, match="there is no tokenizer"):
+        tokenizer_of(str(tmp_path / "none.json"))
+    Path(tmp_path / "bad.json").write_text("{}")
+    with pytest.raises(FileError, match="is no tokenizer"):
+        tokenizer_of(str(tmp_path / "bad.json"))
+
+
+def test_a_tokenizer_with_gaps_has_a_place_for_every_number(tmp_path):
+    tokenizers = pytest.importorskip("tokenizers")
+    theirs = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({"a": 0, "b": 5, "<unk>": 999}, unk_token="<unk>")
+    )
+    theirs.save(str(tmp_path / "tokenizer.json"))
+    assert tokenizer_of(str(tmp_path / "tokenizer.json")).vocab == 1000
+
+
+def test_a_cache_is_for_all_who_may_read_files(tmp_path):
+    (tmp_path / "a.txt").write_text("some text " * 10)
+    open_corpus(
+        replace(DataConfig(), sources=(str(tmp_path / "a.txt"),), tokens=10),
+        tmp_path / "cache",
+    )
+    plain = tmp_path / "plain"
+    plain.touch()
+    assert {file.stat().st_mode for file in (tmp_path / "cache").iterdir()} == {
+        plain.stat().st_mode
+    }

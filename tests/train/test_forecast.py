@@ -1,0 +1,411 @@
+"""What a step is said to take: ranks that share processors, the optimizer, and the plan it is said of."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from statistics import fmean
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock import REGISTRY, Plan, UnitCost, make, simulate
+from penstock.cli.forecast import describe_devices, hint
+from penstock.config import Config, DataConfig, ModelConfig, RunConfig
+from penstock.cost import ModelCost, PartCost, PausedCost, Profile, Seconds
+from penstock.cost.profile import Point, block, enlarged
+from penstock.errors import ShapeError
+from penstock.formats import write_profile
+from penstock.formats.profile_json import dump_profile, load_profile
+from penstock.ir import Action, MicroBatch, Op, Stage, needs
+from penstock.ir.schedule import schedule_of
+from penstock.measure.overhead import overhead_per_action, time_empty_pipeline
+from penstock.measure.profile import measure
+from penstock.models import GPTConfig, LlamaConfig, even_partition
+from penstock.runtime import spawn
+from penstock.sim import simulate_shared
+from penstock.train.forecast import (
+    PROFILE,
+    forecast,
+    known_forecast,
+    machine_of,
+    profile_mark,
+)
+from penstock.train.history import StepRow
+from penstock.train.profile import Request, subjects_of
+from penstock.train.session import Summary, render_report
+from penstock.train.weights import hold
+
+QUANTUM = 1 / 64
+
+
+def in_quanta(schedule, cost, processors: int) -> float:
+    """The oracle: time goes by in small pieces; in each, all who are ready share the processors."""
+    left = {
+        action: cost.seconds(schedule, action)
+        for lane in schedule.lanes
+        for action in lane
+    }
+    due, done, now = [0] * schedule.ranks, {}, 0.0
+    while any(due[rank] < len(lane) for rank, lane in enumerate(schedule.lanes)):
+        ready = []
+        for rank, lane in enumerate(schedule.lanes):
+            if due[rank] < len(lane):
+                before = needs(schedule, lane[due[rank]])
+                if all(done.get(action, now + 1) <= now for action in before):
+                    ready.append(rank)
+        speed = min(1.0, processors / len(ready))
+        now += QUANTUM
+        for rank in ready:
+            action = schedule.lanes[rank][due[rank]]
+            left[action] -= QUANTUM * speed
+            if left[action] <= 1e-9:
+                done[action] = now
+                due[rank] += 1
+    return now
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "hanayo", "zb-h1"])
+@pytest.mark.parametrize("processors", [1, 2, 3])
+def test_ranks_that_share_processors_take_as_long_as_small_pieces_of_time_say(
+    name, processors
+):
+    schedule = make(name, ranks=4, microbatches=4)
+    shared = simulate_shared(schedule, UnitCost(), processors, turn=QUANTUM).makespan
+    assert shared == pytest.approx(
+        in_quanta(schedule, UnitCost(), processors), abs=QUANTUM * schedule.actions / 4
+    )
+
+
+def test_who_waits_for_a_processor_is_idle_and_a_turn_says_for_how_long():
+    schedule = schedule_of(
+        [Stage(0, 0), Stage(1, 0)],
+        [MicroBatch((0,)), MicroBatch((1,))],
+        [[Action(op, rank, rank) for op in (Op.F, Op.B)] for rank in range(2)],
+    )
+    found = [
+        {
+            str(action): (start, end)
+            for _, action, start, end in simulate_shared(
+                schedule, UnitCost(), 1, turn
+            ).spans()
+        }
+        for turn in (9, 1.5)
+    ]
+    assert found[0] == {"0F0": (0, 1), "0B0": (1, 3), "1F1": (3, 4), "1B1": (4, 6)}
+    assert found[1] == {
+        "0F0": (0, 1),
+        "0B0": (1, 4.5),
+        "1F1": (1.5, 2.5),
+        "1B1": (2.5, 6),
+    }
+
+
+@pytest.mark.parametrize("turn", [0.1, 9.0])
+def test_a_pause_takes_the_processor_but_is_no_work(turn):
+    schedule = make("gpipe", ranks=2, microbatches=2)
+    plain, paused = (
+        simulate_shared(schedule, PausedCost(UnitCost(), gap, gap, gap), 1, turn)
+        for gap in (0.0, 0.5)
+    )
+    assert plain.makespan == pytest.approx(12)
+    assert paused.makespan == pytest.approx(
+        12 + 6 * 0.5
+    )  # none after the last action of a rank
+    assert [end - start >= 1 - 1e-9 for _, _, start, end in paused.spans()] == [
+        True
+    ] * 8
+
+
+@given(
+    st.sampled_from([name for name in REGISTRY if name != "chimera"]),
+    st.integers(2, 5),
+    st.integers(1, 6),
+    st.integers(1, 5),
+    st.floats(0, 0.3),
+    st.sampled_from([0.1, 0.7, 5.0]),
+)
+@settings(max_examples=40, deadline=None)
+def test_sharing_never_helps_and_no_processor_does_more_than_it_can(
+    name, ranks, microbatches, processors, comm, turn
+):
+    schedule, cost = (
+        make(name, ranks=ranks, microbatches=microbatches),
+        UnitCost(comm=comm),
+    )
+    alone, shared = (
+        simulate(schedule, cost),
+        simulate_shared(schedule, cost, processors, turn),
+    )
+    work = sum(
+        cost.seconds(schedule, action) for lane in schedule.lanes for action in lane
+    )
+    assert shared.makespan >= max(alone.makespan, work / processors) - 1e-9
+    for _, action, start, end in shared.spans():
+        assert end - start >= cost.seconds(schedule, action) - 1e-9
+    if processors == 1 and not comm:
+        assert shared.makespan == pytest.approx(work)
+    spans = {action: (start, end) for _, action, start, end in shared.spans()}
+    for action, (start, _) in spans.items():
+        assert all(
+            spans[before][1] <= start + 1e-9 for before in needs(schedule, action)
+        )
+    if processors >= ranks:
+        assert shared.makespan == alone.makespan
+
+
+# ---------------------------------------------------------------- a step
+CONFIG = Config(
+    ModelConfig(layers=4),
+    DataConfig(tokens=32, batch=16),
+    run=RunConfig(accumulate=2, threads=1),
+)
+
+
+def profile_of(turn: float = 0.0) -> Profile:
+    """A layer takes 1 and 2 seconds, its optimizer 0.5; a head 0.5 and 1."""
+    layer = block(
+        [Point(32, 0, 1.0, 2.0, 1.0, 1.0)], held=2.0, weights=10.0, update=0.5
+    )
+    nothing = block([Point(32, 0, 1e-9, 1e-9, 1e-9, 0.0)])
+    head = block([Point(32, 0, 0.5, 1.0, 0.5, 0.5)])
+    return Profile(
+        4, 32, 1, 0.0, nothing, layer, head, device=(("ranks", 2),), turn=turn
+    )
+
+
+def test_a_step_is_its_passes_and_the_optimizer():
+    plan = Plan(make("1f1b", ranks=2, microbatches=8), "1f1b", (2, 2))
+    found = forecast(CONFIG, plan, profile_of(), 2)
+    cost = profile_of().cost((2, 2), tokens=32)
+    assert isinstance(cost, ModelCost)
+    assert found.timeline.makespan == pytest.approx(
+        simulate(plan.schedule, cost).makespan
+    )
+    assert found.optimizer == pytest.approx(1.0)
+    assert found.seconds == pytest.approx(2 * found.timeline.makespan + 1.0)
+    assert found.speed == pytest.approx(16 * 32 / found.seconds)
+    shared = forecast(CONFIG, plan, profile_of(), 1)
+    assert shared.optimizer == pytest.approx(2.0)
+    assert shared.timeline.makespan == pytest.approx(8 * (4 * 3 + 1.5), rel=1e-6)
+
+
+def test_what_an_action_takes_beside_its_op_is_counted_between_two_actions():
+    plan = Plan(make("gpipe", ranks=1, microbatches=3), "gpipe", (4,))
+    plain, more = (
+        forecast(CONFIG, plan, profile_of(turn), 1).timeline for turn in (0.0, 0.25)
+    )
+    assert more.makespan == pytest.approx(plain.makespan + 5 * 0.25)
+    assert more.busy == pytest.approx(plain.busy)
+    assert Seconds(base=2.25) == profile_of(0.25).part(2, False, False).F
+
+
+def test_a_sample_of_a_large_model_is_taken_in_proportion():
+    plan, large = (
+        Plan(make("1f1b", ranks=2, microbatches=2), "1f1b", (2, 2)),
+        enlarged(profile_of(), 4, 128),
+    )
+    more = replace(CONFIG, data=replace(CONFIG.data, tokens=128))
+    assert (large.rows, large.tokens) == (4, 128)
+    ours, theirs = (
+        forecast(more, plan, large, 2).timeline,
+        forecast(CONFIG, plan, profile_of(), 2).timeline,
+    )
+    assert ours.makespan == pytest.approx(16 * theirs.makespan)
+    assert ours.peak_activations.max() == pytest.approx(
+        16 * theirs.peak_activations.max()
+    )
+    assert ours.weights.tolist() == theirs.weights.tolist()
+    with pytest.raises(ShapeError, match="no multiple of the 32 that were measured"):
+        enlarged(profile_of(), 1, 100)
+
+
+def test_a_forecast_is_found_again_unless_it_is_of_other_micro_batches(tmp_path):
+    plan = Plan(make("1f1b", ranks=2, microbatches=8), "1f1b", (2, 2))
+    assert known_forecast(tmp_path, CONFIG, plan) is None
+    profile = profile_of(0.1)
+    write_profile(profile, tmp_path / PROFILE)
+    assert known_forecast(tmp_path, CONFIG, plan) is None  # nobody knows of what
+    write_profile(
+        replace(profile, device=(*profile.device, ("run", profile_mark(CONFIG, plan)))),
+        tmp_path / PROFILE,
+    )
+    found = known_forecast(tmp_path, CONFIG, plan)
+    assert found is not None
+    assert found.seconds == pytest.approx(forecast(CONFIG, plan, profile, 2).seconds)
+    longer = replace(CONFIG, run=replace(CONFIG.run, steps=1000, seed=3))
+    assert known_forecast(tmp_path, longer, plan) is not None
+    for section, change in {
+        "data": {"batch": 64},
+        "run": {"graphs": True},
+        "model": {"width": 8},
+    }.items():
+        other = replace(
+            CONFIG, **{section: replace(getattr(CONFIG, section), **change)}
+        )
+        assert known_forecast(tmp_path, other, plan) is None
+    sliced = Plan(make("seq1f1b", ranks=2, microbatches=8, slices=2), "seq1f1b", (2, 2))
+    assert known_forecast(tmp_path, CONFIG, sliced) is None
+
+
+def test_a_report_lays_the_forecast_over_what_was_measured_and_names_the_largest_difference():
+    plan = Plan(
+        make("1f1b", ranks=2, microbatches=8), "1f1b", (2, 2), (("chosen", "by hand"),)
+    )
+    made = forecast(CONFIG, plan, profile_of(), 2)
+    slow = made.timeline.end.copy()
+    slow[3] += 1.5
+    measured = replace(
+        made.timeline, end=slow, activations=made.timeline.activations * 0 + 1
+    )
+    rows = tuple(StepRow(step, 1.0, 1.0, 0.1, 2.0, 10, 10, 0.1) for step in range(1, 6))
+    found = Summary(rows, plan, made, 5, measured)
+    assert found.predicted.makespan == made.timeline.makespan
+    assert found.predicted.peak_bytes(0) == found.measured.peak_bytes(
+        0
+    )  # counts, not bytes
+    page = render_report(found, "a run")
+    for words in (
+        f"{plan.schedule.table.action(3)} on rank 0: predicted 2,000 ms, took 3,500 ms",
+        "chosen: by hand",
+        "rank 1: parts 1, layers 2; predicted 0.0 MB of weights",
+    ):
+        assert words in page, words
+
+
+def test_a_machine_has_as_many_processors_as_its_threads_leave(monkeypatch):
+    monkeypatch.setattr("os.cpu_count", lambda: 8)
+    found = [
+        machine_of(replace(CONFIG, run=RunConfig(threads=threads, device="cpu")), 4)
+        for threads in (0, 1, 4, 16)
+    ]
+    assert [(one.processors, one.threads) for one in found] == [
+        (4, 2),
+        (4, 1),
+        (2, 4),
+        (1, 16),
+    ]
+
+
+@pytest.fixture
+def gpus(monkeypatch):
+    """So many GPUs, of which torch only tells."""
+
+    def there(count: int, share: str = "") -> None:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+        monkeypatch.setenv("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", share)
+
+    return there
+
+
+@pytest.mark.parametrize(
+    ("count", "share", "at_once", "words"),
+    [
+        (
+            1,
+            "",
+            1,
+            "4 processes on 1 GPUs, penstock_ipc, by turns (penstock testbed --workers 4: side by side)",
+        ),
+        (1, "25", 4, "4 processes on 1 GPUs, penstock_ipc, side by side"),
+        (
+            1,
+            "50",
+            2,
+            "4 processes on 1 GPUs, penstock_ipc, by turns (penstock testbed --workers 4: side by side)",
+        ),
+        (2, "50", 4, "4 processes on 2 GPUs, penstock_ipc, side by side"),
+        (4, "", 4, "4 processes on 4 GPUs, NCCL"),
+        (
+            1,
+            "rubbish",
+            1,
+            "4 processes on 1 GPUs, penstock_ipc, by turns (penstock testbed --workers 4: side by side)",
+        ),
+    ],
+)
+def test_ranks_of_a_testbed_compute_side_by_side(gpus, count, share, at_once, words):
+    gpus(count, share)
+    assert machine_of(Config(), 4).processors == at_once
+    assert describe_devices(Config(), 4) == words
+
+
+def test_launches_that_take_longer_than_the_work_are_told():
+    profile = replace(profile_of(), device=(("device", "cuda"), ("launch", 1.9)))
+    plan = Plan(make("1f1b", ranks=2, microbatches=8), "1f1b", (2, 2))
+    found = forecast(CONFIG, plan, profile, 2)
+    words = "launches take longer than kernels: without them 1.9 times as fast; --set run.graphs=true"
+    assert words in hint(found, CONFIG)
+    assert hint(found, replace(CONFIG, run=replace(CONFIG.run, graphs=True))) == ""
+    assert hint(found, replace(CONFIG, data=replace(CONFIG.data, separate=True))) == ""
+    assert hint(forecast(CONFIG, plan, profile_of(), 2), CONFIG) == ""
+
+
+@pytest.mark.parametrize("separate", [False, True])
+@pytest.mark.parametrize(
+    "sizes",
+    [LlamaConfig(32, 16, 2, 4, 4, 24), GPTConfig(32, 16, 2, 4, 24, positions=32)],
+)
+def test_the_layer_that_is_timed_has_the_mask_of_the_data(sizes, separate, monkeypatch):
+    masks = []
+    real = torch.nn.functional.scaled_dot_product_attention
+    monkeypatch.setattr(
+        torch.nn.functional,
+        "scaled_dot_product_attention",
+        lambda *args, **more: (masks.append(more["attn_mask"]), real(*args, **more))[1],
+    )
+    request = Request(
+        sizes, 32, 2, separate=separate, where=((32, 0),), rounds=1, mean=True
+    )
+    found = measure(subjects_of(request), rounds=1, where=request.where, middle=fmean)
+    assert found.layer.points[0].F > 0
+    whole = [
+        mask for mask in masks if mask is None or mask.shape[-1] == mask.shape[-2] == 32
+    ]
+    assert whole[-1] is None if not separate else whole[-1].shape == (2, 1, 32, 32)
+
+
+def test_hollow_stages_run_and_cost_something():
+    assert time_empty_pipeline(3).actions == 48
+    turns = spawn(2, overhead_per_action, 1, 16, 8)
+    assert turns[0] == turns[1]
+    assert 1e-6 < turns[0] < 0.1
+
+
+# ---------------------------------------------------------------- weights that are held once
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        GPTConfig(300, 16, 4, 2, 32, positions=16, tied=True),
+        LlamaConfig(300, 16, 4, 2, 2, 32, tied=True),
+    ],
+    ids=["gpt", "llama"],
+)
+def test_the_forecast_counts_a_tied_weight_as_often_as_ranks_hold_it(sizes):
+    measured = measure(subjects_of(Request(sizes, 16)), rounds=1, where=((16, 0),))
+    profile = load_profile(dump_profile(measured))
+    for name, ranks in (("hanayo", 2), ("1f1b", 2), ("gpipe", 1), ("skip", 3)):
+        schedule = make(name, microbatches=2, ranks=ranks)
+        partition = even_partition(4, schedule.parts)
+        predicted = simulate(
+            schedule, PausedCost(profile.cost(partition, tokens=16))
+        ).weights
+        for rank, weights in enumerate(predicted.tolist()):
+            numbers = sum(
+                one.numel()
+                for one in hold(sizes, schedule, partition, rank).parameters.values()
+            )
+            assert weights == pytest.approx(
+                16 * numbers, rel=0.02
+            )  # weights, gradients, and two means of AdamW
+
+
+def test_two_stages_of_one_part_on_a_rank_hold_its_weights_once():
+    lane = [Action(op, stage, stage) for stage in (0, 1) for op in (Op.F, Op.B)]
+    schedule = schedule_of(
+        [Stage(0, 0), Stage(0, 0)], [MicroBatch((0,)), MicroBatch((1,))], [lane]
+    )
+    part = PartCost(Seconds(1), Seconds(1), Seconds(1), weights=100)
+    assert simulate(schedule, ModelCost((part,))).weights.tolist() == [100]
