@@ -203,7 +203,7 @@ def test_sites_that_are_cities_need_no_links(run):
         ),
         (
             TWO + "[links]\nbandwidth = [[0, -1], [1, 0]]\n",
-            "a bandwidth of -1 from rank 0 to 1",
+            "the bandwidth from rank 0 to rank 1 is -1",
         ),
         (
             TWO.replace("Osaka", "Osoka") + "[links]\ncities = true\n",

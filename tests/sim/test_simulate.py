@@ -280,9 +280,9 @@ def test_a_network_that_cannot_be_is_refused(make_cost, word):
 def test_a_cost_for_too_few_parts_or_ranks_says_so():
     part = PartCost(Seconds(1), Seconds(1), Seconds(1))
     schedule = make("gpipe", ranks=3, microbatches=2)
-    with pytest.raises(ShapeError, match="3 parts, the cost 2"):
+    with pytest.raises(ShapeError, match="3 parts, but the cost has 2"):
         simulate(schedule, ModelCost((part, part)))
-    with pytest.raises(ShapeError, match="3 ranks, the cost the speeds of 1"):
+    with pytest.raises(ShapeError, match="3 ranks, but the cost has speeds for 1"):
         simulate(schedule, ModelCost((part,) * 3, speeds=(1.0,)))
     with pytest.raises(ShapeError, match="matrix is for 1 ranks"):
         simulate(schedule, ModelCost((part,) * 3, Network(latency=((0.0,),))))

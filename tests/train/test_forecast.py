@@ -14,7 +14,7 @@ from penstock import REGISTRY, Plan, UnitCost, make, simulate
 from penstock.cli.forecast import describe_devices, hint
 from penstock.config import Config, DataConfig, ModelConfig, RunConfig
 from penstock.cost import ModelCost, PartCost, PausedCost, Profile, Seconds
-from penstock.cost.profile import Point, block, enlarged
+from penstock.cost.profile import Point, block, enlarge
 from penstock.errors import ShapeError
 from penstock.formats import write_profile
 from penstock.formats.profile_json import dump_profile, load_profile
@@ -204,7 +204,7 @@ def test_what_an_action_takes_beside_its_op_is_counted_between_two_actions():
 def test_a_sample_of_a_large_model_is_taken_in_proportion():
     plan, large = (
         Plan(make("1f1b", ranks=2, microbatches=2), "1f1b", (2, 2)),
-        enlarged(profile_of(), 4, 128),
+        enlarge(profile_of(), 4, 128),
     )
     more = replace(CONFIG, data=replace(CONFIG.data, tokens=128))
     assert (large.rows, large.tokens) == (4, 128)
@@ -217,8 +217,8 @@ def test_a_sample_of_a_large_model_is_taken_in_proportion():
         16 * theirs.peak_activations.max()
     )
     assert ours.weights.tolist() == theirs.weights.tolist()
-    with pytest.raises(ShapeError, match="no multiple of the 32 that were measured"):
-        enlarged(profile_of(), 1, 100)
+    with pytest.raises(ShapeError, match="has sequences of 32 tokens, and 100 is not a multiple"):
+        enlarge(profile_of(), 1, 100)
 
 
 def test_a_forecast_is_found_again_unless_it_is_of_other_micro_batches(tmp_path):

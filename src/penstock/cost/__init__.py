@@ -1,23 +1,20 @@
-"""Seconds, bytes and links: what the simulator and the planners reckon with."""
+"""Seconds, bytes and links: the numbers that the simulator and the planners work with."""
 
-from penstock.cost.around import CostAround, PausingCost
 from penstock.cost.cities import City
 from penstock.cost.cluster import Cluster, Node
 from penstock.cost.cost import Cost
 from penstock.cost.curve import CorrectedCurve, Curve, Seconds
 from penstock.cost.model import ModelCost, PartCost, finer
 from penstock.cost.network import Network
-from penstock.cost.noisy import NoisyCost
-from penstock.cost.paused import PausedCost
 from penstock.cost.profile import Profile, ProfileCost
 from penstock.cost.unit import UnitCost
+from penstock.cost.wrapped import NoisyCost, PausedCost, WrappedCost
 
 __all__ = [
     "City",
     "Cluster",
     "CorrectedCurve",
     "Cost",
-    "CostAround",
     "Curve",
     "ModelCost",
     "Network",
@@ -25,10 +22,10 @@ __all__ = [
     "NoisyCost",
     "PartCost",
     "PausedCost",
-    "PausingCost",
     "Profile",
     "ProfileCost",
     "Seconds",
     "UnitCost",
+    "WrappedCost",
     "finer",
 ]

@@ -1,7 +1,8 @@
-"""Where cities are, and what a fibre between two places can do.
+"""Where cities are, and how fast a fibre between two of them is.
 
-latency    one way: the great circle, half as long again for the way fibres take, at two thirds of light's speed
-bandwidth  one stream that has `WINDOW` bytes on their way at most: it falls with the round-trip time
+latency    one way: the great circle, 1.5 times as long because of the route that cables take, at two thirds of the
+           speed of light
+bandwidth  one stream with at most `TCP_WINDOW_BYTES` in flight, so it falls with the round-trip time
 """
 
 from __future__ import annotations
@@ -9,17 +10,17 @@ from __future__ import annotations
 from math import asin, cos, radians, sin, sqrt
 from typing import NamedTuple
 
-EARTH_RADIUS_KM = 6371.0  # kilometres
-FIBRE_KM_PER_SECOND = 200_000.0  # kilometres a second
-CABLE_DETOUR = 1.5
-MIN_LATENCY = 0.0005  # seconds: routers and cards
-TCP_WINDOW_BYTES = 2.5e6  # bytes
-MAX_BANDWIDTH_BETWEEN_CITIES = 250e6  # bytes a second between cities, at most
-BANDWIDTH_WITHIN_CITY = 2e9  # bytes a second within a city
+EARTH_RADIUS_KM = 6371.0
+FIBRE_KM_PER_SECOND = 200_000.0
+CABLE_DETOUR = 1.5  # length of a cable over the length of the great circle
+MIN_LATENCY = 0.0005  # seconds, for routers and network cards
+TCP_WINDOW_BYTES = 2.5e6
+MAX_BANDWIDTH_BETWEEN_CITIES = 250e6  # bytes per second
+BANDWIDTH_WITHIN_CITY = 2e9  # bytes per second
 
 
 class City(NamedTuple):
-    """A place: degrees north and east."""
+    """A place, in degrees north and east."""
 
     name: str
     north: float
@@ -37,12 +38,12 @@ def distance(one: City, other: City) -> float:
 
 
 def latency(one: City, other: City) -> float:
-    """Seconds, one way."""
+    """Seconds from one city to the other, one way."""
     return MIN_LATENCY + CABLE_DETOUR * distance(one, other) / FIBRE_KM_PER_SECOND
 
 
 def bandwidth(one: City, other: City) -> float:
-    """Bytes a second of one stream."""
+    """Bytes per second of one stream."""
     if one.name == other.name:
         return BANDWIDTH_WITHIN_CITY
     return min(

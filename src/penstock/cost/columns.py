@@ -1,4 +1,8 @@
-"""A cost as columns of numbers, one entry an action of a schedule: what the simulator and the list scheduler run on."""
+"""A cost as columns of numbers, with one entry for each action of a schedule.
+
+The simulator and the list scheduler work on these columns instead of asking the cost
+about every single action.
+"""
 
 from __future__ import annotations
 
@@ -7,162 +11,172 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from penstock.cost.around import PausingCost, RebuildingCost
 from penstock.cost.cost import Cost
 from penstock.ir.action import CODE, Action, Op
 from penstock.ir.needs import BACKWARD, FORWARD, WEIGHTS
 from penstock.ir.schedule import Schedule
 from penstock.ir.table import Floats, Ints, Table
 
-ABSENT = -2  # of a path that does not come to a stage
+ABSENT = -2  # marks a stage that a path does not visit
 
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """Seconds and bytes of every action, and its message."""
+    """Seconds and bytes of every action and of its message."""
 
     seconds: Floats
-    gain: Floats  # bytes of activations an action adds to its rank when it starts
-    loss: Floats  # bytes it sets free there when it ends
-    bytes: Floats  # of its message; 0: no message
-    link: Ints  # number of the link its message takes; -1: no message
+    gain: Floats  # bytes of activations that an action adds to its rank when it starts
+    loss: Floats  # bytes that it frees there when it ends
+    bytes: Floats  # size of its message; 0 if it sends none
+    link: Ints  # number of the link that its message takes; -1 if it sends none
     latency: Floats
-    wire: Floats  # seconds its message is on the wire
-    pause: Floats  # seconds its rank rests afterwards
+    wire: Floats  # seconds that its message occupies the link
+    pause: Floats  # seconds that its rank rests afterwards
 
 
 def columns(schedule: Schedule, cost: Cost) -> Columns:
-    """All of a cost for all of a schedule."""
-    table, codes = schedule.table, _codes(schedule)
+    """Ask a cost about everything in a schedule."""
+    table = schedule.table
+    codes = _codes(schedule)
     target = table.target()
-    size = np.where(
-        target >= 0, _each(schedule, _codes_by_path(schedule, codes), cost.message), 0.0
-    )
-    held, kept = _each(schedule, codes, cost.held), _each(schedule, codes, cost.kept)
-    pause = (
-        _each(schedule, codes, cost.pause)
-        if isinstance(cost, PausingCost)
-        else np.zeros(len(table))
-    )
-    again = (
-        _each(schedule, codes, cost.rebuilt)
-        if isinstance(cost, RebuildingCost)
-        else np.zeros(len(table))
-    )
+    message = _column(schedule, _codes_by_path(schedule, codes), cost.message)
+    size = np.where(target >= 0, message, 0.0)
+    held = _column(schedule, codes, cost.held)
+    kept = _column(schedule, codes, cost.kept)
+    rebuilt = _column(schedule, codes, cost.rebuilt)
     loss = _losses(table, held, kept)
-    more = np.maximum(-loss, 0.0)  # an I may keep more for its W than its F had left
-    spike = np.maximum(again - more, 0.0)  # there while it runs alone
+    extra = np.maximum(-loss, 0.0)  # an I may keep more for its W than its F left
+    spike = np.maximum(rebuilt - extra, 0.0)  # held only while the action runs
+    link, latency, wire = _links(schedule, cost, target, size)
     return Columns(
-        _each(schedule, codes, cost.seconds),
-        np.where(table.kind == FORWARD, held, 0.0) + more + spike,
-        np.maximum(loss, 0.0) + spike,
-        size,
-        *_links(schedule, cost, target, size),
-        pause,
+        seconds=_column(schedule, codes, cost.seconds),
+        gain=np.where(table.kind == FORWARD, held, 0.0) + extra + spike,
+        loss=np.maximum(loss, 0.0) + spike,
+        bytes=size,
+        link=link,
+        latency=latency,
+        wire=wire,
+        pause=_column(schedule, codes, cost.pause),
     )
 
 
 def levels(schedule: Schedule, costs: Columns) -> Floats:
-    """Bytes held on the rank while each action runs. A rank does one thing at a time: the order of its lane decides."""
-    found, first = np.empty(len(costs.gain)), schedule.table.first
+    """Bytes of activations on the rank while each action runs.
+
+    A rank does one thing at a time, so the order of its lane decides, not the clock.
+    """
+    first = schedule.table.first
+    level = np.empty(len(costs.gain))
     for begin, end in zip(first[:-1].tolist(), first[1:].tolist(), strict=True):
         freed = np.cumsum(costs.loss[begin:end])
-        found[begin:end] = np.cumsum(costs.gain[begin:end])
-        found[begin + 1 : end] -= freed[:-1]
-    return found
+        level[begin:end] = np.cumsum(costs.gain[begin:end])
+        level[begin + 1 : end] -= freed[:-1]
+    return level
 
 
 def _codes(schedule: Schedule) -> tuple[Ints, Ints]:
-    """Numbers the combinations of op, stage and tokens that occur: an example of each, and each action's number."""
+    """Number the combinations of op, stage and tokens that occur.
+
+    Returns one example action for each combination, and each action's combination.
+    """
     table = schedule.table
-    spans: dict[tuple[tuple[int, ...], int], int] = {}
-    total = 0
+    first_span: dict[tuple[tuple[int, ...], int], int] = {}
+    spans = 0
     base = np.empty(len(schedule.microbatches), dtype=np.int64)
     for number, microbatch in enumerate(schedule.microbatches):
         key = (microbatch.cuts, microbatch.tokens)
-        if key not in spans:
-            spans[key] = total
-            total += microbatch.slices
-        base[number] = spans[key]
+        if key not in first_span:
+            first_span[key] = spans
+            spans += microbatch.slices
+        base[number] = first_span[key]
     span = base[table.microbatch] + table.slice
-    code = (
-        table.op.astype(np.int64) * len(schedule.stages) + table.stage
-    ) * total + span
-    size = len(CODE) * len(schedule.stages) * total
-    if size > 4 * len(table) + 1024:
+    op_and_stage = table.op.astype(np.int64) * len(schedule.stages) + table.stage
+    code = op_and_stage * spans + span
+    codes = len(CODE) * len(schedule.stages) * spans
+    if codes > 4 * len(table) + 1024:  # most codes do not occur: sort instead of count
         _, examples, numbers = np.unique(code, return_index=True, return_inverse=True)
         return examples, numbers
-    example = np.full(size, -1, dtype=np.int64)
+    example = np.full(codes, -1, dtype=np.int64)
     example[code] = np.arange(len(table))
     used = np.flatnonzero(example >= 0)
-    renumber = np.zeros(size, dtype=np.int64)
+    renumber = np.zeros(codes, dtype=np.int64)
     renumber[used] = np.arange(len(used))
     return example[used], renumber[code]
 
 
 def _codes_by_path(schedule: Schedule, codes: tuple[Ints, Ints]) -> tuple[Ints, Ints]:
-    """The same, for what depends on the stage before too: a gradient is as large as what came from there."""
-    rows: dict[tuple[int, ...], int] = {}
-    seen: dict[int, int] = {}  # most are one and the same object
-    mine = np.empty(len(schedule.microbatches), dtype=np.int64)
-    for number, microbatch in enumerate(schedule.microbatches):
-        row = seen.get(id(microbatch.path))
-        if row is None:
-            row = seen[id(microbatch.path)] = rows.setdefault(
-                microbatch.path, len(rows)
-            )
-        mine[number] = row
-    before = np.full((len(rows), len(schedule.stages)), ABSENT, dtype=np.int64)
-    for path, row in rows.items():
+    """The same for what also depends on the stage before.
+
+    A gradient is as large as the activation that came from there.
+    """
+    paths, path_of = _distinct_paths(schedule)
+    before = np.full((len(paths), len(schedule.stages)), ABSENT, dtype=np.int64)
+    for path, row in paths.items():
         before[row, list(path)] = (-1, *path[:-1])
     least = np.where(before == ABSENT, len(schedule.stages), before).min(axis=0)
-    if (before.max(axis=0) <= least).all():  # one and the same on all paths
+    same_on_all_paths = (before.max(axis=0) <= least).all()
+    if same_on_all_paths:
         return codes
-    table, (_, numbers) = schedule.table, codes
-    code = (
-        numbers * (len(schedule.stages) + 1)
-        + 1
-        + before[mine[table.microbatch], table.stage]
-    )
+    table = schedule.table
+    _, numbers = codes
+    previous = before[path_of[table.microbatch], table.stage]
+    code = numbers * (len(schedule.stages) + 1) + 1 + previous
     _, examples, renumbered = np.unique(code, return_index=True, return_inverse=True)
     return examples, renumbered
 
 
-def _each(
+def _distinct_paths(schedule: Schedule) -> tuple[dict[tuple[int, ...], int], Ints]:
+    """Every path with its number, and the number of each micro-batch's path."""
+    paths: dict[tuple[int, ...], int] = {}
+    by_identity: dict[int, int] = {}  # most micro-batches share one path object
+    path_of = np.empty(len(schedule.microbatches), dtype=np.int64)
+    for number, microbatch in enumerate(schedule.microbatches):
+        path = microbatch.path
+        row = by_identity.get(id(path))
+        if row is None:
+            row = paths.setdefault(path, len(paths))
+            by_identity[id(path)] = row
+        path_of[number] = row
+    return paths, path_of
+
+
+def _column(
     schedule: Schedule,
     codes: tuple[Ints, Ints],
     ask: Callable[[Schedule, Action], float],
 ) -> Floats:
-    """A cost for every action, asked once for each combination."""
-    example, number = codes
-    answers = [ask(schedule, schedule.table.action(int(action))) for action in example]
-    column: Floats = np.array(answers, dtype=np.float64)[number]
+    """One quantity for every action, asked once for each combination."""
+    examples, numbers = codes
+    answers = [ask(schedule, schedule.table.action(int(one))) for one in examples]
+    column: Floats = np.array(answers, dtype=np.float64)[numbers]
     return column
 
 
 def _links(
     schedule: Schedule, cost: Cost, target: Ints, size: Floats
 ) -> tuple[Ints, Floats, Floats]:
-    ranks, leaves = schedule.ranks, np.flatnonzero(target >= 0)
-    pairs, where = np.unique(
-        schedule.table.rank[leaves] * ranks + target[leaves], return_inverse=True
-    )
-    ends = [(int(pair) // ranks, int(pair) % ranks) for pair in pairs]
+    """The link, the latency and the wire time of every message."""
+    ranks = schedule.ranks
+    senders = np.flatnonzero(target >= 0)
+    pair = schedule.table.rank[senders] * ranks + target[senders]
+    pairs, pair_of = np.unique(pair, return_inverse=True)
+    ends = [(int(one) // ranks, int(one) % ranks) for one in pairs]
+    latencies = np.array([cost.latency(*one) for one in ends], dtype=np.float64)
+    bandwidths = np.array([cost.bandwidth(*one) for one in ends], dtype=np.float64)
     link = np.full(len(target), -1, dtype=np.int64)
-    latency, wire = np.zeros(len(target)), np.zeros(len(target))
-    link[leaves] = where
-    latency[leaves] = np.array(
-        [cost.latency(*pair) for pair in ends], dtype=np.float64
-    )[where]
-    wire[leaves] = (
-        size[leaves]
-        / np.array([cost.bandwidth(*pair) for pair in ends], dtype=np.float64)[where]
-    )
+    latency = np.zeros(len(target))
+    wire = np.zeros(len(target))
+    link[senders] = pair_of
+    latency[senders] = latencies[pair_of]
+    wire[senders] = size[senders] / bandwidths[pair_of]
     return link, latency, wire
 
 
 def _losses(table: Table, held: Floats, kept: Floats) -> Floats:
-    """B frees what its F left; I all but what its W keeps; W the rest."""
+    """Bytes that each action frees.
+
+    A B frees what its F left, an I all of that but what its W needs, and a W the rest.
+    """
     loss = np.zeros(len(table))
     backward = np.flatnonzero(table.kind == BACKWARD)
     loss[backward] = held[table.at[table.slots[backward] - 1]]

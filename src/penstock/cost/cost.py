@@ -1,49 +1,73 @@
-"""What things take: seconds, bytes, links. Everything that can be simulated has a `Cost`.
+"""What a cost is: the seconds and bytes of everything that a schedule does.
 
-A cost may depend on an action's op, stage and tokens (first, last), and on nothing else of it: the simulator asks once
-for each such combination, not once for each of a million actions.
+Everything that can be simulated has a `Cost`. A cost may depend on the op, the stage
+and the token range of an action, and on nothing else about it. The simulator relies on
+that: it asks once for each such combination instead of once for each of a million
+actions.
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+import math
+from abc import ABC, abstractmethod
 
 from penstock.ir.action import Action
 from penstock.ir.schedule import Schedule
 
 
-class Cost(Protocol):
-    """Seconds and bytes of everything a schedule does."""
+class Cost(ABC):
+    """Seconds and bytes of a schedule.
 
-    @property
-    def serial(self) -> bool:
-        """Whether a link carries one message at a time (else all at once, each at full speed)."""
-        ...
+    A subclass must say how long an action computes. Everything else has a default: no
+    memory, no message bytes, and links that take no time.
+    """
 
+    __slots__ = ()
+
+    @abstractmethod
     def seconds(self, schedule: Schedule, action: Action) -> float:
         """How long an action computes."""
-        ...
+
+    def pause(self, schedule: Schedule, action: Action) -> float:
+        """How long the rank rests after an action. The action's message leaves before."""
+        return 0.0
 
     def held(self, schedule: Schedule, action: Action) -> float:
-        """Bytes a forward leaves on its rank until its backward is done."""
-        ...
+        """Bytes that a forward leaves on its rank until its backward is done."""
+        return 0.0
 
     def kept(self, schedule: Schedule, action: Action) -> float:
-        """Of these, bytes an I leaves there until its W is done."""
-        ...
+        """Bytes that an I leaves on its rank until its W is done."""
+        return self.held(schedule, action)
+
+    def rebuilt(self, schedule: Schedule, action: Action) -> float:
+        """Bytes of activations that a backward recomputes, and holds while it runs."""
+        return 0.0
 
     def message(self, schedule: Schedule, action: Action) -> float:
         """Bytes of an action's result, if it is sent to another rank."""
-        ...
+        return 0.0
 
     def weights(self, schedule: Schedule, stage: int) -> float:
         """Bytes of a stage's weights, gradients and optimizer state."""
-        ...
+        return 0.0
+
+    def tied(self, schedule: Schedule) -> float:
+        """Bytes of weights, with their gradients and optimizer state, that the first and the last part share.
+
+        A rank that holds both parts holds them once.
+        """
+        return 0.0
+
+    @property
+    def serial(self) -> bool:
+        """Whether a link carries one message at a time, or any number at full speed."""
+        return False
 
     def latency(self, source: int, target: int) -> float:
-        """Seconds until the first byte is there."""
-        ...
+        """Seconds until the first byte of a message arrives."""
+        return 0.0
 
     def bandwidth(self, source: int, target: int) -> float:
-        """Bytes a second, `math.inf` for as many as you like."""
-        ...
+        """Bytes per second; `math.inf` means that bytes take no time."""
+        return math.inf

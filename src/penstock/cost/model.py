@@ -1,14 +1,16 @@
-"""Costs of a model's parts, in seconds and bytes, on ranks of different speed joined by any network.
+"""Costs of a model's parts, in seconds and bytes, on ranks of different speed and any network.
 
-What an op takes is a curve over the tokens of a slice and those before it (`penstock.cost.curve`); bytes go by tokens.
+The seconds of an op are a curve over the tokens of a slice and the tokens before it
+(`penstock.cost.curve`). Bytes are proportional to tokens.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+from penstock.cost.cost import Cost
 from penstock.cost.curve import Curve, sum_curves
-from penstock.cost.network import Network, of_pair
+from penstock.cost.network import Network, value_of_pair
 from penstock.errors import ShapeError
 from penstock.ir.action import Action, Op
 from penstock.ir.schedule import Schedule, stretch
@@ -16,159 +18,178 @@ from penstock.ir.schedule import Schedule, stretch
 
 @dataclass(frozen=True, slots=True)
 class PartCost:
-    """One part of the model. B is I and W together unless given; bytes are for each token."""
+    """The cost of one part of the model. B is I and W together unless it is given.
+
+    All bytes but those of the weights are bytes per token.
+    """
 
     F: Curve
     I: Curve  # noqa: E741
     W: Curve
     B: Curve | None = None
     held: float = 0.0  # activations, from F to the end of the backward
-    kept: float | None = None  # of these, from I to the end of W; all unless given
-    message: float = 0.0  # the result that goes to the next part, and its gradient back
-    weights: float = 0.0  # weights, gradients and optimizer state, not for each token
-    recompute: bool = False  # keep the input alone (as large as a message), and run F again before the backward
-    tied: float = (
-        0.0  # of the weights, those that the first and the last part have in common
+    kept: float | None = None  # the part of them that stays until W ends; default: all
+    message: float = (
+        0.0  # the result for the next part, and its gradient on the way back
     )
+    weights: float = 0.0  # weights, gradients and optimizer state, in bytes
+    recompute: bool = False  # keep only the input, and run F again before the backward
+    tied: float = 0.0  # the weights that the first and last part share, in bytes
 
     @property
     def left(self) -> float:
-        """Bytes that a forward leaves."""
+        """Bytes per token that a forward leaves: with recomputation, only its input."""
         return self.message if self.recompute else self.held
 
     @property
     def rebuilt(self) -> float:
-        """Bytes that a backward adds to them while it runs."""
-        return max(self.held - self.message, 0.0) if self.recompute else 0.0
+        """Bytes per token that a backward recomputes and holds while it runs."""
+        if not self.recompute:
+            return 0.0
+        return max(self.held - self.message, 0.0)
+
+    def curves(self, op: Op) -> tuple[Curve, ...]:
+        """The curves whose sum is the time of an op."""
+        if op is Op.F:
+            return (self.F,)
+        if op is Op.W:
+            return (self.W,)
+        recomputed = (self.F,) if self.recompute else ()
+        if op is Op.I:
+            return (*recomputed, self.I)
+        whole = (self.I, self.W) if self.B is None else (self.B,)
+        return (*recomputed, *whole)
 
 
 @dataclass(frozen=True, slots=True)
-class ModelCost:
-    """The parts of a model, the ranks' speeds (2: twice as fast; all 1 unless given) and the network.
+class ModelCost(Cost):
+    """The parts of a model, the speed of each rank (2 is twice as fast) and the network.
 
-    With `tokens` every sequence has so many, and the schedule's cuts are shares of them.
+    All ranks have speed 1 unless speeds are given. If `tokens` is given, every sequence
+    has that many tokens, and the schedule's cuts are fractions of it; otherwise the
+    schedule's own token counts hold.
     """
 
     parts: tuple[PartCost, ...]
     network: Network = field(default_factory=Network)
     speeds: tuple[float, ...] = ()
-    tokens: int | None = None  # None: as the schedule says
-
-    @property
-    def serial(self) -> bool:
-        """Whether a link carries one message at a time."""
-        return self.network.serial
+    tokens: int | None = None
 
     def part(self, schedule: Schedule, stage: int) -> PartCost:
         """The part that a stage holds."""
         number = schedule.stages[stage].part
         if number >= len(self.parts):
             raise ShapeError(
-                f"the schedule has {schedule.parts} parts, the cost {len(self.parts)}"
+                f"the schedule has {schedule.parts} parts, but the cost has "
+                f"{len(self.parts)}"
             )
         return self.parts[number]
 
+    def speed(self, schedule: Schedule, rank: int) -> float:
+        """How fast a rank computes."""
+        if not self.speeds:
+            return 1.0
+        if rank >= len(self.speeds):
+            raise ShapeError(
+                f"the schedule has {schedule.ranks} ranks, but the cost has speeds for "
+                f"{len(self.speeds)}"
+            )
+        return self.speeds[rank]
+
     def span(self, schedule: Schedule, action: Action) -> tuple[int, int]:
-        """The tokens an action works on."""
+        """The first token that an action works on, and the token after the last."""
         microbatch = schedule.microbatches[action.microbatch]
-        return (
-            microbatch if self.tokens is None else stretch(microbatch, self.tokens)
-        ).span(action.slice)
+        if self.tokens is not None:
+            microbatch = stretch(microbatch, self.tokens)
+        return microbatch.span(action.slice)
+
+    def length(self, schedule: Schedule, action: Action) -> int:
+        """How many tokens an action works on."""
+        begin, end = self.span(schedule, action)
+        return end - begin
 
     def seconds(self, schedule: Schedule, action: Action) -> float:
-        """How long an action computes, on its rank."""
-        part, rank = self.part(schedule, action.stage), schedule.rank_of(action)
+        """How long an action computes on its rank."""
         begin, end = self.span(schedule, action)
-        if self.speeds and rank >= len(self.speeds):
-            raise ShapeError(
-                f"the schedule has {schedule.ranks} ranks, the cost the speeds of {len(self.speeds)}"
-            )
-        speed = self.speeds[rank] if self.speeds else 1.0
-        again = (part.F,) if part.recompute and action.op in (Op.B, Op.I) else ()
-        whole = (part.I, part.W) if part.B is None else (part.B,)
-        curves = {Op.F: (part.F,), Op.B: whole, Op.I: (part.I,), Op.W: (part.W,)}[
-            action.op
-        ]
-        seconds: float = sum(
-            curve.of(end - begin, begin) for curve in (*again, *curves)
-        )
-        return seconds / speed
+        curves = self.part(schedule, action.stage).curves(action.op)
+        seconds = sum(curve.of(end - begin, begin) for curve in curves)
+        return seconds / self.speed(schedule, schedule.rank_of(action))
 
     def held(self, schedule: Schedule, action: Action) -> float:
-        """Bytes a forward leaves on its rank."""
-        part, (begin, end) = (
-            self.part(schedule, action.stage),
-            self.span(schedule, action),
-        )
-        return part.left * (end - begin)
+        """Bytes that a forward leaves on its rank."""
+        part = self.part(schedule, action.stage)
+        return part.left * self.length(schedule, action)
 
     def kept(self, schedule: Schedule, action: Action) -> float:
-        """Bytes an I leaves for its W."""
-        part, (begin, end) = (
-            self.part(schedule, action.stage),
-            self.span(schedule, action),
-        )
-        return (part.held if part.kept is None else part.kept) * (end - begin)
+        """Bytes that an I leaves for its W."""
+        part = self.part(schedule, action.stage)
+        per_token = part.held if part.kept is None else part.kept
+        return per_token * self.length(schedule, action)
 
     def rebuilt(self, schedule: Schedule, action: Action) -> float:
-        """Bytes of a part that kept its input alone, while its backward runs."""
-        part, (begin, end) = (
-            self.part(schedule, action.stage),
-            self.span(schedule, action),
-        )
-        return part.rebuilt * (end - begin) if action.op in (Op.B, Op.I) else 0.0
+        """Bytes that the backward of a recomputed part holds while it runs."""
+        if action.op not in (Op.B, Op.I):
+            return 0.0
+        part = self.part(schedule, action.stage)
+        return part.rebuilt * self.length(schedule, action)
 
     def message(self, schedule: Schedule, action: Action) -> float:
-        """Bytes of a result on its way: a gradient is as large as the input it belongs to."""
-        begin, end = self.span(schedule, action)
-        path = schedule.microbatches[action.microbatch].path
-        sender = (
-            action.stage
-            if action.op is Op.F
-            else path[max(path.index(action.stage) - 1, 0)]
-        )
-        return self.part(schedule, sender).message * (end - begin)
+        """Bytes of a result. A gradient is as large as the input that it belongs to."""
+        sender = action.stage
+        if action.op is not Op.F:
+            path = schedule.microbatches[action.microbatch].path
+            sender = path[max(path.index(action.stage) - 1, 0)]
+        return self.part(schedule, sender).message * self.length(schedule, action)
 
     def weights(self, schedule: Schedule, stage: int) -> float:
         """Bytes of a stage's weights, gradients and optimizer state."""
         return self.part(schedule, stage).weights
 
     def tied(self, schedule: Schedule) -> float:
-        """Bytes of weights that the first and the last part have in common."""
-        return (
-            min(self.parts[0].tied, self.parts[-1].tied) if len(self.parts) > 1 else 0.0
-        )
+        """Bytes of weights that the first and the last part share."""
+        if len(self.parts) < 2:
+            return 0.0
+        return min(self.parts[0].tied, self.parts[-1].tied)
+
+    @property
+    def serial(self) -> bool:
+        """Whether a link carries one message at a time."""
+        return self.network.serial
 
     def latency(self, source: int, target: int) -> float:
-        """Seconds until the first byte is there."""
-        return of_pair(self.network.latency, source, target, "latency")
+        """Seconds until the first byte of a message arrives."""
+        return value_of_pair(self.network.latency, source, target, "latency")
 
     def bandwidth(self, source: int, target: int) -> float:
-        """Bytes a second."""
-        return of_pair(self.network.bandwidth, source, target, "bandwidth")
+        """Bytes per second."""
+        return value_of_pair(self.network.bandwidth, source, target, "bandwidth")
 
 
 def finer(cost: ModelCost, pieces: int) -> ModelCost:
-    """The same model with each part cut into so many equal ones: for schedules with several stages on a rank."""
-    if pieces < 1:
-        raise ShapeError(f"{pieces} pieces of a part; the least is 1")
+    """The same model with each part cut into equal pieces.
 
-    parts = [share_of(part, 1 / pieces) for part in cost.parts for _ in range(pieces)]
+    Schedules with several stages on a rank need as many parts as stages.
+    """
+    if pieces < 1:
+        raise ShapeError(f"a part cannot be cut into {pieces} pieces; the least is 1")
+    parts: list[PartCost] = []
+    for part in cost.parts:
+        parts += [share_of(part, 1 / pieces)] * pieces
     return replace(cost, parts=tuple(parts))
 
 
 def share_of(part: PartCost, share: float) -> PartCost:
-    """A piece of a part: its share of the work, of what is held and of the weights; a message stays as large."""
+    """A fraction of a part: less work, memory and weights, but messages of the same size."""
 
-    def less(curve: Curve) -> Curve:
+    def scale(curve: Curve) -> Curve:
         return sum_curves([(share, curve)])
 
     return replace(
         part,
-        F=less(part.F),
-        I=less(part.I),
-        W=less(part.W),
-        B=None if part.B is None else less(part.B),
+        F=scale(part.F),
+        I=scale(part.I),
+        W=scale(part.W),
+        B=None if part.B is None else scale(part.B),
         held=part.held * share,
         kept=None if part.kept is None else part.kept * share,
         weights=part.weights * share,

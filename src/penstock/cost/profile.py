@@ -1,10 +1,10 @@
-"""What was measured of a model on a device, and the cost of any partition of it.
+"""A model as measured on a device, and the cost of any partition of it.
 
-    embed   layer  layer  layer  layer   head          measured: embedding, one layer, head (with the loss), links
-    '---- part 0 ----'  '---- part 1 -----'            a part: so many layers, the first with the embedding, the last
-                                                       with the head
+    embed   layer  layer  layer  layer   head          measured: the embedding, one layer, the head with the loss, links
+    '---- part 0 ----'  '---- part 1 -----'            a part: a number of layers; the first part also has the embedding,
+                                                       and the last part the head
 
-Bytes are those of a token of all rows of a micro-batch; seconds too are those of all its rows.
+Seconds and bytes are those of all rows of a micro-batch; bytes are given per token.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+from penstock.cost.cost import Cost
 from penstock.cost.curve import Curve, Seconds, sum_curves
 from penstock.cost.fit import Fit, fit
 from penstock.cost.model import ModelCost, PartCost
-from penstock.cost.network import Network, of_pair
+from penstock.cost.network import Network, value_of_pair
 from penstock.errors import ShapeError
 from penstock.ir.action import Action, Op
 from penstock.ir.plan import Facts
@@ -28,7 +29,10 @@ MATTERS = 0.01  # share of an op's time over the whole model from which the op o
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """Seconds of each op on a slice of `tokens` after `prefix`; held out: it took no part in the fits."""
+    """Seconds of each op on a slice of `tokens` after `prefix`.
+
+    A held-out point takes no part in the fits and measures their error.
+    """
 
     tokens: int
     prefix: int
@@ -39,13 +43,13 @@ class Point:
     held_out: bool = False
 
     def of(self, op: Op) -> float:
-        """Seconds of one op."""
+        """The seconds of one op."""
         return {Op.F: self.F, Op.B: self.B, Op.I: self.I, Op.W: self.W}[op]
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """An embedding, one layer or a head. Bytes but for the weights are for each token."""
+    """An embedding, one layer or a head. Bytes are per token, except those of the weights."""
 
     points: tuple[Point, ...]
     F: Fit
@@ -55,10 +59,10 @@ class Block:
     held: float = 0.0  # activations, from F to the end of the backward
     kept: float = 0.0  # from I to the end of W
     weights: float = 0.0  # weights, gradients and AdamW's state
-    update: float = 0.0  # seconds of AdamW's step
+    update: float = 0.0  # seconds of AdamW's update
 
     def fit(self, op: Op) -> Fit:
-        """Of one op."""
+        """The fit of one op."""
         return {Op.F: self.F, Op.B: self.B, Op.I: self.I, Op.W: self.W}[op]
 
 
@@ -84,13 +88,13 @@ def block(
     weights: float = 0.0,
     update: float = 0.0,
 ) -> Block:
-    """A block with curves fitted to its points."""
+    """Fit curves to the points of a block."""
     f, b, i, w = (fit_op(points, op) for op in (Op.F, Op.B, Op.I, Op.W))
     return Block(tuple(points), f, b, i, w, held, kept, weights, update)
 
 
 def fit_op(points: Sequence[Point], op: Op) -> Fit:
-    """The curve of one op; of an op that does nothing (the W of an embedding), nothing."""
+    """Fit the curve of one op. An op that does nothing (the W of an embedding) takes no time."""
     if not any(point.of(op) for point in points):
         return Fit(Seconds(), 0.0, 0.0)
     seen, unseen = (
@@ -102,20 +106,25 @@ def fit_op(points: Sequence[Point], op: Op) -> Fit:
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """The measurements of a model of so many `layers`, with sequences of `tokens` tokens, `rows` in a micro-batch."""
+    """The measurements of a model with `layers` layers.
+
+    They were taken on sequences of `tokens` tokens, with `rows` of them in a micro-batch.
+    """
 
     layers: int
     tokens: int
     rows: int
-    message: float  # bytes of a token between two parts
+    message: float  # bytes per token between two parts
     embed: Block
     layer: Block
     head: Block
     network: Network = field(default_factory=Network)
-    model: Facts = ()  # what it is
-    device: Facts = ()  # where and with what it was measured
-    turn: float = 0.0  # seconds of a processor that an action takes beside its op: the executor's, and for messages
-    tied: float = 0.0  # bytes of weights, gradients and AdamW's state that embedding and head have in common
+    model: Facts = ()  # which model it is
+    device: Facts = ()  # where and how it was measured
+    turn: float = (
+        0.0  # seconds an action takes besides its op: the executor and the messages
+    )
+    tied: float = 0.0  # bytes of weights and their state that embedding and head share
 
     def cost(
         self,
@@ -124,18 +133,22 @@ class Profile:
         recompute: bool = False,
         tokens: int | None = None,
     ) -> ModelCost:
-        """Of parts of so many layers each; for so many `ranks`, if the links are to be checked for them.
+        """The cost of a partition, given as the number of layers of each part.
 
-        With `tokens` every sequence has so many and a schedule's cuts are shares, else they are tokens.
+        If `ranks` is given, the links must cover that many ranks. If `tokens` is given,
+        every sequence has that many, and a schedule's cuts are fractions of it;
+        otherwise its cuts are token counts.
         """
         if sum(partition) != self.layers or min(partition, default=-1) < 0:
             raise ShapeError(
-                f"the partition {tuple(partition)} has {sum(partition)} layers, the model {self.layers}"
+                f"the partition {tuple(partition)} has {sum(partition)} layers, but the "
+                f"model has {self.layers}"
             )
         links = self.network.latency
         if ranks is not None and isinstance(links, tuple) and len(links) < ranks:
             raise ShapeError(
-                f"the profile has the links of {len(links)} ranks, the schedule {ranks} ranks\n"
+                f"the profile has the links of {len(links)} ranks, but the schedule has "
+                f"{ranks} ranks\n"
                 f"  measure them: penstock profile --ranks {ranks} --links"
             )
         last = len(partition) - 1
@@ -175,7 +188,7 @@ class Profile:
         )
 
     def blocks(self, layers: int, first: bool, last: bool) -> list[tuple[int, Block]]:
-        """What a part is made of, each so many times."""
+        """The blocks that make up a part, with the count of each."""
         return [(layers, self.layer), (int(first), self.embed), (int(last), self.head)]
 
     @property
@@ -198,7 +211,10 @@ class Profile:
         return max(errors)
 
     def update(self, partition: Sequence[int]) -> tuple[float, ...]:
-        """Seconds of AdamW's step for each part. No action of a schedule: it comes after the last one of a rank."""
+        """Seconds of AdamW's update of each part.
+
+        The update is not an action of the schedule: it follows the last action of a rank.
+        """
         last = len(partition) - 1
         return tuple(
             sum(
@@ -209,12 +225,16 @@ class Profile:
         )
 
 
-def enlarged(profile: Profile, rows: int, tokens: int) -> Profile:
-    """A profile of fewer rows and shorter sequences, taken in proportion: for what would take too long to measure."""
+def enlarge(profile: Profile, rows: int, tokens: int) -> Profile:
+    """Scale a profile up to more rows and longer sequences.
+
+    Used where the full size would take too long to measure.
+    """
     wide, long_ = rows / profile.rows, tokens // profile.tokens
     if tokens % profile.tokens:
         raise ShapeError(
-            f"sequences of {tokens} tokens are no multiple of the {profile.tokens} that were measured"
+            f"the profile has sequences of {profile.tokens} tokens, and {tokens} is not a "
+            "multiple of that"
         )
 
     def larger(one: Block) -> Block:
@@ -245,68 +265,70 @@ def enlarged(profile: Profile, rows: int, tokens: int) -> Profile:
 
 
 @dataclass(frozen=True, slots=True)
-class ProfileCost:
-    """The cost of any schedule by a profile: its parts have equal shares of the layers, as many as there are parts.
+class ProfileCost(Cost):
+    """The cost of any schedule by a profile, with the layers divided evenly among its parts.
 
-    A planner compares schedules with different numbers of parts under one cost; this one looks at the schedule it is
-    asked about, as `UnitCost` does. All sequences have so many `tokens`, those of the profile unless given.
+    A planner compares schedules with different numbers of parts under one cost. Like
+    `UnitCost`, this one therefore looks at the schedule that it is asked about. Every
+    sequence has `tokens` tokens, by default as many as in the profile.
     """
 
     profile: Profile
     tokens: int | None = None
     recompute: bool = False
-    made: dict[int, ModelCost] = field(
+    by_parts: dict[int, ModelCost] = field(
         default_factory=dict, init=False, repr=False, compare=False
-    )  # by parts
+    )
 
-    def of(self, schedule: Schedule) -> ModelCost:
-        """The cost of a schedule's own parts."""
+    def model_cost(self, schedule: Schedule) -> ModelCost:
+        """The cost of this schedule's own parts."""
         parts = schedule.parts
-        if parts not in self.made:
+        if parts not in self.by_parts:
             partition = even_partition(self.profile.layers, parts)
-            length = self.profile.tokens if self.tokens is None else self.tokens
-            self.made[parts] = self.profile.cost(
-                partition, None, self.recompute, length
-            )
-        return self.made[parts]
+            tokens = self.profile.tokens if self.tokens is None else self.tokens
+            cost = self.profile.cost(partition, None, self.recompute, tokens)
+            self.by_parts[parts] = cost
+        return self.by_parts[parts]
+
+    def seconds(self, schedule: Schedule, action: Action) -> float:
+        """How long an action computes."""
+        return self.model_cost(schedule).seconds(schedule, action)
+
+    def held(self, schedule: Schedule, action: Action) -> float:
+        """Bytes that a forward leaves on its rank."""
+        return self.model_cost(schedule).held(schedule, action)
+
+    def kept(self, schedule: Schedule, action: Action) -> float:
+        """Bytes that an I leaves for its W."""
+        return self.model_cost(schedule).kept(schedule, action)
+
+    def rebuilt(self, schedule: Schedule, action: Action) -> float:
+        """Bytes that a backward recomputes."""
+        return self.model_cost(schedule).rebuilt(schedule, action)
+
+    def message(self, schedule: Schedule, action: Action) -> float:
+        """Bytes of an action's result."""
+        return self.model_cost(schedule).message(schedule, action)
+
+    def weights(self, schedule: Schedule, stage: int) -> float:
+        """Bytes of a stage's weights, gradients and optimizer state."""
+        return self.model_cost(schedule).weights(schedule, stage)
 
     @property
     def serial(self) -> bool:
         """Whether a link carries one message at a time."""
         return self.profile.network.serial
 
-    def seconds(self, schedule: Schedule, action: Action) -> float:
-        """How long an action computes."""
-        return self.of(schedule).seconds(schedule, action)
-
-    def held(self, schedule: Schedule, action: Action) -> float:
-        """Bytes a forward leaves on its rank."""
-        return self.of(schedule).held(schedule, action)
-
-    def kept(self, schedule: Schedule, action: Action) -> float:
-        """Bytes an I leaves for its W."""
-        return self.of(schedule).kept(schedule, action)
-
-    def rebuilt(self, schedule: Schedule, action: Action) -> float:
-        """Bytes that a backward computes again."""
-        return self.of(schedule).rebuilt(schedule, action)
-
-    def message(self, schedule: Schedule, action: Action) -> float:
-        """Bytes of a result on its way."""
-        return self.of(schedule).message(schedule, action)
-
-    def weights(self, schedule: Schedule, stage: int) -> float:
-        """Bytes of a stage's weights, gradients and optimizer state."""
-        return self.of(schedule).weights(schedule, stage)
-
     def tied(self, schedule: Schedule) -> float:
-        """Bytes of weights that the first and the last part have in common."""
-        return self.of(schedule).tied(schedule)
+        """Bytes of weights that the first and the last part share."""
+        return self.model_cost(schedule).tied(schedule)
 
     def latency(self, source: int, target: int) -> float:
-        """Seconds until the first byte is there."""
-        return of_pair(self.profile.network.latency, source, target, "latency")
+        """Seconds until the first byte of a message arrives."""
+        network = self.profile.network
+        return value_of_pair(network.latency, source, target, "latency")
 
     def bandwidth(self, source: int, target: int) -> float:
-        """Bytes a second."""
-        return of_pair(self.profile.network.bandwidth, source, target, "bandwidth")
+        """Bytes per second."""
+        network = self.profile.network
+        return value_of_pair(network.bandwidth, source, target, "bandwidth")

@@ -15,7 +15,7 @@ from functools import partial
 import numpy as np
 
 from penstock.cost.cost import Cost
-from penstock.cost.noisy import NoisyCost
+from penstock.cost.wrapped import NoisyCost
 from penstock.errors import ShapeError
 from penstock.ir.plan import Fact, Facts, Plan
 from penstock.ir.schedule import Schedule, Stage

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from penstock.cost.around import TyingCost
 from penstock.cost.columns import Columns, columns, levels
 from penstock.cost.cost import Cost
 from penstock.ir.compiled import at_speed
@@ -77,7 +76,7 @@ def weights_of(schedule: Schedule, cost: Cost) -> Floats:
     for (rank, _), number in held.items():
         weights[rank] += cost.weights(schedule, number)
     last = schedule.parts - 1
-    tied = cost.tied(schedule) if last and isinstance(cost, TyingCost) else 0.0
+    tied = cost.tied(schedule) if last else 0.0
     for rank in range(schedule.ranks if tied else 0):
         if (rank, 0) in held and (rank, last) in held:
             weights[rank] -= tied

@@ -20,7 +20,7 @@ from penstock.config import Config
 from penstock.cost import PausedCost, Profile
 from penstock.cost.curve import sum_curves
 from penstock.cost.fit import Fit
-from penstock.cost.profile import Block, enlarged
+from penstock.cost.profile import Block, enlarge
 from penstock.formats import read_profile
 from penstock.ir import Plan, Timeline
 from penstock.ir.schedule import stretch
@@ -202,7 +202,7 @@ def profile_run(config: Config, plan: Plan, machine: Machine) -> Profile:
     )
     found = profile_model(request, machine.processors)
     assert found is not None, "only under torchrun, where no forecast is made"
-    found = enlarged(found, config.rows, tokens) if less else found
+    found = enlarge(found, config.rows, tokens) if less else found
     return replace(found, device=(*found.device, ("run", profile_mark(config, plan))))
 
 

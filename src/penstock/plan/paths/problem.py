@@ -18,7 +18,7 @@ from penstock.cost.cluster import Cluster
 from penstock.cost.cost import Cost
 from penstock.cost.curve import Curve, Seconds, sum_curves
 from penstock.cost.model import PartCost, share_of
-from penstock.cost.paused import PausedCost
+from penstock.cost.wrapped import PausedCost
 from penstock.errors import ShapeError
 from penstock.ir.table import Floats, Ints
 from penstock.plan.paths.flow import QueueOrder, Traffic

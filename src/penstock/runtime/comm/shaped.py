@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from penstock.cost.network import Network, of_pair
+from penstock.cost.network import Network, value_of_pair
 from penstock.ir.program import Program
 from penstock.runtime.comm.comm import Arriving, Comm, Pending
 
@@ -59,7 +59,7 @@ class ShapedComm:
         return (
             self.scale
             * size
-            / of_pair(self.network.bandwidth, self.rank, target, "bandwidth")
+            / value_of_pair(self.network.bandwidth, self.rank, target, "bandwidth")
         )
 
     def send(self, tensor: Tensor, target: int) -> Pending:
@@ -71,7 +71,8 @@ class ShapedComm:
         due = (
             leaves
             + wire
-            + self.scale * of_pair(self.network.latency, self.rank, target, "latency")
+            + self.scale
+            * value_of_pair(self.network.latency, self.rank, target, "latency")
         )
         moment = self.inner.send(torch.tensor([due], dtype=torch.float64), target)
         return _Both(moment, self.inner.send(tensor, target))
@@ -103,9 +104,11 @@ class ShapedComm:
     def add(self, tensor: Tensor, group: tuple[int, ...]) -> Pending:
         """Sums over a group; from when the last has come it takes what a ring over its slowest link does."""
         pairs = list(zip(group, (*group[1:], group[0]), strict=True))
-        latency = max(of_pair(self.network.latency, *pair, "latency") for pair in pairs)
+        latency = max(
+            value_of_pair(self.network.latency, *pair, "latency") for pair in pairs
+        )
         bandwidth = min(
-            of_pair(self.network.bandwidth, *pair, "bandwidth") for pair in pairs
+            value_of_pair(self.network.bandwidth, *pair, "bandwidth") for pair in pairs
         )
         turns = 2 * (len(group) - 1)
         size = tensor.nbytes * self.inflate / len(group)

@@ -1,0 +1,123 @@
+"""Costs wrapped around another cost: the same in everything that they do not override."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+from penstock.cost.cost import Cost
+from penstock.ir.action import Action, Op
+from penstock.ir.schedule import Schedule
+
+
+@dataclass(frozen=True, slots=True)
+class WrappedCost(Cost):
+    """Passes every question on to the cost inside."""
+
+    cost: Cost
+
+    def seconds(self, schedule: Schedule, action: Action) -> float:
+        """How long an action computes."""
+        return self.cost.seconds(schedule, action)
+
+    def pause(self, schedule: Schedule, action: Action) -> float:
+        """How long the rank rests after an action."""
+        return self.cost.pause(schedule, action)
+
+    def held(self, schedule: Schedule, action: Action) -> float:
+        """Bytes that a forward leaves on its rank."""
+        return self.cost.held(schedule, action)
+
+    def kept(self, schedule: Schedule, action: Action) -> float:
+        """Bytes that an I leaves for its W."""
+        return self.cost.kept(schedule, action)
+
+    def rebuilt(self, schedule: Schedule, action: Action) -> float:
+        """Bytes that a backward recomputes."""
+        return self.cost.rebuilt(schedule, action)
+
+    def message(self, schedule: Schedule, action: Action) -> float:
+        """Bytes of an action's result."""
+        return self.cost.message(schedule, action)
+
+    def weights(self, schedule: Schedule, stage: int) -> float:
+        """Bytes of a stage's weights, gradients and optimizer state."""
+        return self.cost.weights(schedule, stage)
+
+    def tied(self, schedule: Schedule) -> float:
+        """Bytes of weights that the first and the last part share."""
+        return self.cost.tied(schedule)
+
+    @property
+    def serial(self) -> bool:
+        """Whether a link carries one message at a time."""
+        return self.cost.serial
+
+    def latency(self, source: int, target: int) -> float:
+        """Seconds until the first byte of a message arrives."""
+        return self.cost.latency(source, target)
+
+    def bandwidth(self, source: int, target: int) -> float:
+        """Bytes per second."""
+        return self.cost.bandwidth(source, target)
+
+
+@dataclass(frozen=True, slots=True)
+class NoisyCost(WrappedCost):
+    """Makes each op on each stage, and each link, slower or faster by up to `spread`.
+
+    A searched schedule is scored under such costs, which the search has not seen. The
+    noise depends on `seed` alone, so it is the same in every run.
+    """
+
+    spread: float = 0.1
+    seed: int = 0
+
+    def factor(self, *subject: object) -> float:
+        """A number between 1 - spread and 1 + spread, always the same for a subject."""
+        uniform = random.Random(f"{self.seed} {subject}").random()
+        return 1.0 + self.spread * (2.0 * uniform - 1.0)
+
+    def seconds(self, schedule: Schedule, action: Action) -> float:
+        """How long an action computes, with noise."""
+        part = schedule.stages[action.stage].part
+        rank = schedule.rank_of(action)
+        noise = self.factor(action.op.value, part, rank)
+        return self.cost.seconds(schedule, action) * noise
+
+    def latency(self, source: int, target: int) -> float:
+        """Seconds until the first byte of a message arrives, with noise."""
+        noise = self.factor("latency", source, target)
+        return self.cost.latency(source, target) * noise
+
+    def bandwidth(self, source: int, target: int) -> float:
+        """Bytes per second, with noise."""
+        noise = self.factor("bandwidth", source, target)
+        return self.cost.bandwidth(source, target) / noise
+
+
+@dataclass(frozen=True, slots=True)
+class PausedCost(WrappedCost):
+    """Lets a rank rest between two actions.
+
+        rank 2 | F0 .F1 .B0   .F2 .     a message leaves when its action ends, before the rest
+
+    The rest stands for handing over a tensor, waking a process or launching a kernel.
+    It takes `first` seconds after a forward of part 0, `head` seconds after a forward
+    of the last part, and `gap` seconds after every other action.
+    """
+
+    gap: float = 0.0
+    first: float = 0.0
+    head: float = 0.0
+
+    def pause(self, schedule: Schedule, action: Action) -> float:
+        """How long the rank rests after an action."""
+        part = schedule.stages[action.stage].part
+        if action.op is not Op.F:
+            return self.gap
+        if part == schedule.parts - 1:
+            return self.head
+        if part == 0:
+            return self.first
+        return self.gap
