@@ -107,7 +107,10 @@ def test_a_file_is_written_and_read(tmp_path):
             TWO + "[links]\nbandwidth = 'much'\n",
             "links.bandwidth is 'much', not a number",
         ),
-        (TWO.replace("speed = 0.5", "speed = 0"), "speed 0; a speed must be more than 0"),
+        (
+            TWO.replace("speed = 0.5", "speed = 0"),
+            "speed 0; a speed must be more than 0",
+        ),
         (
             TWO.replace("slots = 3", "slots = 0"),
             r"nodes\[0\].slots is 0; the least is 1",
@@ -148,7 +151,8 @@ def test_slots_come_from_bytes_where_they_are_not_given():
         Cluster((Node(memory=math.inf),), ((0.0,),), ((1.0,),)).slots(held=3.0)[0] > 1e9
     )
     with pytest.raises(
-        ShapeError, match="node 1 cannot hold a single micro-batch: one takes 20 bytes, and the node has 10"
+        ShapeError,
+        match="node 1 cannot hold a single micro-batch: one takes 20 bytes, and the node has 10",
     ):
         cluster.slots(held=20.0)
     with pytest.raises(

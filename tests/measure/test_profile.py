@@ -327,7 +327,9 @@ def test_a_partition_or_links_that_do_not_fit_are_refused():
         ((0.0, 1e-4), (1e-4, 0.0)), ((math.inf, 1e9), (1e9, math.inf)), serial=True
     )
     assert profile(network=matrix).cost((4, 4), ranks=2).bandwidth(1, 0) == 1e9
-    with pytest.raises(ShapeError, match="the links of 2 ranks, but the schedule has 4 ranks"):
+    with pytest.raises(
+        ShapeError, match="the links of 2 ranks, but the schedule has 4 ranks"
+    ):
         profile(network=matrix).cost((2, 2, 2, 2), ranks=4)
 
 

@@ -217,7 +217,9 @@ def test_a_sample_of_a_large_model_is_taken_in_proportion():
         16 * theirs.peak_activations.max()
     )
     assert ours.weights.tolist() == theirs.weights.tolist()
-    with pytest.raises(ShapeError, match="has sequences of 32 tokens, and 100 is not a multiple"):
+    with pytest.raises(
+        ShapeError, match="has sequences of 32 tokens, and 100 is not a multiple"
+    ):
         enlarge(profile_of(), 1, 100)
 
 

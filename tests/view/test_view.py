@@ -19,6 +19,7 @@ from rich.cells import cell_len
 from penstock import REGISTRY, Schedule, Timeline, UnitCost, make, simulate
 from penstock.errors import ShapeError
 from penstock.ir import MicroBatch, schedule_of
+from penstock.ir.timeline import MEASURED_UNITS, REAL_UNITS
 from penstock.schedules.orders import backwards, forwards, loop_placement, paths_through
 from penstock.view import Series, gantt, page, palette, plain, svg, trace
 from penstock.view.chart import chart
@@ -365,7 +366,7 @@ def test_short_writes_few_digits_and_no_exponent(value: float, text: str) -> Non
     [(1.5, "1.5 s"), (0.0315, "31.5 ms"), (2e-6, "2 µs"), (0.0, "0 µs")],
 )
 def test_seconds_have_a_unit(seconds: float, text: str) -> None:
-    assert palette.write_seconds(seconds, real=True) == text
+    assert palette.write_time(seconds, REAL_UNITS) == text
 
 
 def test_names_of_few_lines_stand_beside_the_title_and_those_of_more_beside_the_plot():
@@ -389,5 +390,6 @@ def test_names_of_few_lines_stand_beside_the_title_and_those_of_more_beside_the_
 
 def test_times_of_a_report_are_seconds_though_its_sizes_are_counts():
     timeline = simulate(make("1f1b", ranks=2, microbatches=2), UnitCost())
-    assert '"seconds":true' in page([("measured", timeline)], seconds=True)
-    assert '"seconds":false' in page([("measured", timeline)])
+    measured = replace(timeline, units=MEASURED_UNITS)
+    assert '"seconds":true,"bytes":false' in page([("measured", measured)])
+    assert '"seconds":false,"bytes":false' in page([("predicted", timeline)])

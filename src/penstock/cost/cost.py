@@ -13,6 +13,7 @@ from abc import ABC, abstractmethod
 
 from penstock.ir.action import Action
 from penstock.ir.schedule import Schedule
+from penstock.ir.timeline import REAL_UNITS, Units
 
 
 class Cost(ABC):
@@ -23,6 +24,11 @@ class Cost(ABC):
     """
 
     __slots__ = ()
+
+    @property
+    def units(self) -> Units:
+        """Whether this cost counts seconds and bytes or the units of the papers."""
+        return REAL_UNITS
 
     @abstractmethod
     def seconds(self, schedule: Schedule, action: Action) -> float:

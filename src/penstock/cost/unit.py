@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from penstock.cost.cost import Cost
 from penstock.ir.action import Action, Op
 from penstock.ir.schedule import Schedule
+from penstock.ir.timeline import PAPER_UNITS, Units
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +29,11 @@ class UnitCost(Cost):
     comm: float = 0.0
     I: float | None = None  # noqa: E741
     W: float | None = None
+
+    @property
+    def units(self) -> Units:
+        """Forwards of a micro-batch, and micro-batches."""
+        return PAPER_UNITS
 
     def share(self, schedule: Schedule, action: Action) -> float:
         """The fraction of a rank's work for a micro-batch that one action does."""

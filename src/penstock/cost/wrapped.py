@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from penstock.cost.cost import Cost
 from penstock.ir.action import Action, Op
 from penstock.ir.schedule import Schedule
+from penstock.ir.timeline import Units
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,6 +16,11 @@ class WrappedCost(Cost):
     """Passes every question on to the cost inside."""
 
     cost: Cost
+
+    @property
+    def units(self) -> Units:
+        """Whether the cost inside counts seconds and bytes."""
+        return self.cost.units
 
     def seconds(self, schedule: Schedule, action: Action) -> float:
         """How long an action computes."""

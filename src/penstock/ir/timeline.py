@@ -20,6 +20,24 @@ from penstock.ir.schedule import Schedule
 from penstock.ir.table import Floats, Ints
 
 
+@dataclass(frozen=True, slots=True)
+class Units:
+    """What the numbers of a timeline count.
+
+    The papers' figures count time in forwards of a micro-batch and memory in
+    micro-batches. A measured step has real seconds, but the runtime counts the forwards
+    that it keeps, not their bytes.
+    """
+
+    seconds: bool = True  # otherwise one forward of a micro-batch on a rank
+    bytes: bool = True  # otherwise the activations of one micro-batch on a rank
+
+
+REAL_UNITS = Units()
+PAPER_UNITS = Units(seconds=False, bytes=False)
+MEASURED_UNITS = Units(seconds=True, bytes=False)
+
+
 class Span(NamedTuple):
     """One action on its rank, from start to end, in seconds."""
 
@@ -53,6 +71,7 @@ class Timeline:
     arrived: Floats
     bytes: Floats  # of the message
     cause: Ints  # the action that held each one up: the last of those it waited for; -1: none
+    units: Units = REAL_UNITS
 
     @property
     def makespan(self) -> float:

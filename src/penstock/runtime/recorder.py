@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.ir.schedule import Schedule
-from penstock.ir.timeline import Timeline
+from penstock.ir.timeline import MEASURED_UNITS, Timeline
 from penstock.runtime.comm.comm import Comm, Pending
 
 CLOCK_PINGS = 8
@@ -130,6 +130,7 @@ def _timeline(schedule: Schedule, columns: Tensor) -> Timeline:
         arrived,
         np.where(leaves, 1.0, 0.0),
         np.full(len(table), -1, dtype=np.int32),
+        MEASURED_UNITS,
     )
 
 

@@ -63,7 +63,16 @@ def timeline_of(
     """Times with what is held meanwhile."""
     held, weights = levels(schedule, costs), weights_of(schedule, cost)
     return Timeline(
-        schedule, start, end, held, weights, sent, arrived, costs.bytes, cause
+        schedule,
+        start,
+        end,
+        held,
+        weights,
+        sent,
+        arrived,
+        costs.bytes,
+        cause,
+        cost.units,
     )
 
 

@@ -23,7 +23,7 @@ import numpy as np
 
 from penstock.errors import FileError, RunError
 from penstock.ir.schedule import Schedule
-from penstock.ir.timeline import Timeline
+from penstock.ir.timeline import MEASURED_UNITS, Timeline
 
 _log = logging.getLogger(__name__)
 METRICS, TIMELINE, WANDB = "metrics.jsonl", "timeline.json", "wandb.id"
@@ -245,7 +245,7 @@ def write_timeline(folder: Path, step: int, timeline: Timeline) -> None:
     columns = {
         item.name: _listed(getattr(timeline, item.name))
         for item in fields(timeline)
-        if item.name != "schedule"
+        if item.name not in ("schedule", "units")
     }
     part = folder / f"{TIMELINE}.part"
     try:
@@ -286,7 +286,7 @@ def read_timeline(folder: Path, schedule: Schedule) -> tuple[int, Timeline] | No
             raise ValueError(
                 f"the schedule has {schedule.actions} actions, the timeline {len(made['start'])}"
             )
-        return step, Timeline(schedule, **made)
+        return step, Timeline(schedule, **made, units=MEASURED_UNITS)
     except FileNotFoundError:
         return None
     except (

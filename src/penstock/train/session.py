@@ -241,7 +241,7 @@ def _cut(plan: Plan, config: Config, layers: int) -> Plan:
 def simulate_own_times(timeline: Timeline) -> Timeline:
     """What a measured step would have taken if all actions of one op and part took the same, and messages nothing."""
     own = simulate(timeline.schedule, own_cost(timeline))
-    return replace(own, activations=timeline.activations)
+    return replace(own, activations=timeline.activations, units=timeline.units)
 
 
 def own_cost(
@@ -292,7 +292,10 @@ class Summary:
             return None if self.measured is None else simulate_own_times(self.measured)
         found, measured = self.forecast.timeline, self.measured
         return replace(
-            found, activations=measured.activations, weights=measured.weights
+            found,
+            activations=measured.activations,
+            weights=measured.weights,
+            units=measured.units,
         )
 
     @property

@@ -70,7 +70,7 @@ function seconds(value, digits = 6, size = Math.abs(value)) {
   return short(value / one, digits) + " " + unit;
 }
 function bytes(value) {
-  if (!data.real) return short(value);
+  if (!data.bytes) return short(value);
   const power = value < 1024 ? 0 : Math.min(4, Math.floor(Math.log2(value) / 10));
   return short(value / 1024 ** power, 3) + " " + ["B", "KiB", "MiB", "GiB", "TiB"][power];
 }

@@ -25,7 +25,7 @@ from penstock.errors import ShapeError
 from penstock.ir.action import OPS
 from penstock.ir.timeline import Timeline
 from penstock.view.frame import framed
-from penstock.view.palette import OP_NAMES, PAINTS, TONES, is_real, paints, places
+from penstock.view.palette import OP_NAMES, PAINTS, TONES, paints, places
 
 Column = dict[str, str]
 
@@ -71,10 +71,8 @@ Critical path</button></span>
 """
 
 
-def page(
-    timelines: Sequence[tuple[str, Timeline]], title: str = "", seconds: bool = False
-) -> str:
-    """The text of the page for one timeline or several, each with its name; `seconds`: times are, whatever sizes are.
+def page(timelines: Sequence[tuple[str, Timeline]], title: str = "") -> str:
+    """The text of a page that shows one timeline or several, each with its name.
 
     >>> from penstock import UnitCost, make, simulate
     >>> page([("predicted", simulate(make("1f1b", ranks=4, microbatches=8), UnitCost()))])[:15]
@@ -82,11 +80,10 @@ def page(
     """
     if not timelines:
         raise ShapeError("a page needs at least one timeline; none was given")
-    real = any(is_real(timeline) for _, timeline in timelines)
     data = {
         "timelines": [_timeline(name, timeline) for name, timeline in timelines],
-        "real": real,
-        "seconds": real or seconds,
+        "seconds": any(timeline.units.seconds for _, timeline in timelines),
+        "bytes": any(timeline.units.bytes for _, timeline in timelines),
         "alike": _alike([timeline for _, timeline in timelines]),
         "paints": PAINTS,
         "tones": TONES,

@@ -17,7 +17,7 @@ import numpy as np
 
 from penstock.ir.action import OPS, Op
 from penstock.ir.table import Floats, Ints
-from penstock.ir.timeline import Timeline
+from penstock.ir.timeline import Timeline, Units
 
 TONES = 24
 SHADES = {
@@ -153,15 +153,9 @@ def short(value: float, digits: int = 4) -> str:
     return text.rstrip("0").rstrip(".") if "." in text else text
 
 
-def is_real(timeline: Timeline) -> bool:
-    """Whether times are seconds and sizes bytes. No real rank works on less than a kilobyte: that is a `UnitCost`."""
-    most = float(timeline.activations.max())
-    return not 0 < most < 1024
-
-
-def write_seconds(value: float, real: bool) -> str:
-    """`33` in units; `1.2 s`, `31.5 ms` in seconds."""
-    if not real:
+def write_time(value: float, units: Units) -> str:
+    """`33` in the units of the papers; `1.2 s` or `31.5 ms` in seconds."""
+    if not units.seconds:
         return short(value)
     unit, size = next(
         ((u, s) for u, s in (("s", 1.0), ("ms", 1e-3)) if abs(value) >= s), ("µs", 1e-6)
@@ -169,9 +163,9 @@ def write_seconds(value: float, real: bool) -> str:
     return f"{short(value / size)} {unit}"
 
 
-def write_bytes(value: float, real: bool) -> str:
-    """`4` in units; `1.5 GiB` in bytes."""
-    if not real:
+def write_size(value: float, units: Units) -> str:
+    """`4` in the units of the papers; `1.5 GiB` in bytes."""
+    if not units.bytes:
         return short(value)
     power = 0 if value < 1024 else min(int(math.log2(value) // 10), 4)
     return f"{short(value / 1024**power, 3)} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"
@@ -179,13 +173,14 @@ def write_bytes(value: float, real: bool) -> str:
 
 def facts(timeline: Timeline) -> tuple[str, ...]:
     """What a header says: `4 ranks`, `8 micro-batches`, `makespan 33`, `bubble 27.3%`, `peak 4`."""
-    schedule, real = timeline.schedule, is_real(timeline)
+    schedule = timeline.schedule
+    peak = float((timeline.weights + timeline.peak_activations).max())
     return (
         _count(schedule.ranks, "rank"),
         _count(len(schedule.microbatches), "micro-batch"),
-        f"makespan {write_seconds(timeline.makespan, real)}",
+        f"makespan {write_time(timeline.makespan, timeline.units)}",
         f"bubble {timeline.bubble:.1%}",
-        f"peak {write_bytes(float((timeline.weights + timeline.peak_activations).max()), real)}",
+        f"peak {write_size(peak, timeline.units)}",
     )
 
 

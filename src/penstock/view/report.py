@@ -82,7 +82,7 @@ def report_page(
     if drawn:
         body.append(f'<h2>Curves</h2>\n<div class="charts">{drawn}</div>')
     if timelines:
-        words = escape(page(timelines, "One step", seconds=True), quote=True)
+        words = escape(page(timelines, "One step"), quote=True)
         frame = f'<iframe title="Timelines of one step" srcdoc="{words}"></iframe>'
         body.append(f"<h2>Predicted over measured</h2>\n{frame}")
     if why[0]:

@@ -30,10 +30,9 @@ from penstock.view.palette import (
     INK,
     OP_NAMES,
     PAINTS,
-    is_real,
     label_of,
     short,
-    write_seconds,
+    write_time,
 )
 
 MAX_BOXES = 20_000  # more than so many are drawn as means
@@ -172,9 +171,10 @@ def _named(
     end: list[float],
     paint: list[int],
 ) -> Iterator[str]:
-    height, real = _n(sheet.row - sheet.gap), is_real(timeline)
+    height = _n(sheet.row - sheet.gap)
+    units = timeline.units
     for number, (rank, action, start, stop) in enumerate(timeline.spans()):
-        name = f"{action} on rank {rank}: {write_seconds(start, real)} to {write_seconds(stop, real)}"
+        name = f"{action} on rank {rank}: {write_time(start, units)} to {write_time(stop, units)}"
         yield (
             f'<rect x="{_n(begin[number])}" y="{_n(sheet.y(rank))}" width="{_n(end[number] - begin[number])}"'
             f' height="{height}" fill="{PAINTS[paint[number]].fill}"><title>{name}</title></rect>'
@@ -280,10 +280,7 @@ def _png(pixels: Ints) -> bytes:
 # ---------------------------------------------------------------- what is around them
 def _axis(timeline: Timeline, sheet: Sheet) -> Iterator[str]:
     """Time under the rows, in round numbers."""
-    real, step = (
-        is_real(timeline),
-        palette.round_step(sheet.makespan, int(sheet.width / 70)),
-    )
+    step = palette.round_step(sheet.makespan, int(sheet.width / 70))
     times: Floats = (
         np.arange(int(sheet.makespan / step * (1 + 1e-9)) + 1).astype(np.float64) * step
     )
@@ -294,7 +291,7 @@ def _axis(timeline: Timeline, sheet: Sheet) -> Iterator[str]:
     yield f'<path d="{line}" stroke="{AXIS_COLOUR}" fill="none"/>'
     yield f'<g class="time" text-anchor="middle" font-size="11" fill="{AXIS_COLOUR}">'
     for time, x in zip(times.tolist(), sheet.x(times).tolist(), strict=True):
-        yield f'<text x="{_n(x)}" y="{_n(base + 16)}">{write_seconds(time, real) if time else 0}</text>'
+        yield f'<text x="{_n(x)}" y="{_n(base + 16)}">{write_time(time, timeline.units) if time else 0}</text>'
     yield "</g>"
 
 

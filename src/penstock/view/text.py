@@ -23,10 +23,9 @@ from penstock.view.palette import (
     OP_NAMES,
     PAINTS,
     Paint,
-    is_real,
     label_of,
     short,
-    write_seconds,
+    write_time,
 )
 
 LINES = 64  # ranks shown at most
@@ -206,14 +205,11 @@ def _shades(work: Floats, colour: Floats) -> Text:
 
 def _axis(timeline: Timeline, columns: int) -> Text:
     """Round times under their columns."""
-    real, step, line = (
-        is_real(timeline),
-        palette.round_step(timeline.makespan, max(columns // 8, 1)),
-        "",
-    )
+    step = palette.round_step(timeline.makespan, max(columns // 8, 1))
+    line = ""
     for number in range(int(timeline.makespan / step * (1 + 1e-9)) + 1):
         column = round(number * step / timeline.makespan * columns)
-        text = write_seconds(number * step, real) if number else "0"
+        text = write_time(number * step, timeline.units) if number else "0"
         if column >= len(line) + bool(line) and column + cell_len(text) <= columns:
             line = line.ljust(column) + text
     return Text(line, style="dim")
