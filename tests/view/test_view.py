@@ -74,7 +74,11 @@ def real() -> Timeline:
         for name in ("start", "end", "sent", "arrived")
     }
     return replace(
-        there, **times, activations=there.activations * 3e8, bytes=there.bytes * 1e6
+        there,
+        **times,
+        activations=there.activations * 3e8,
+        bytes=there.bytes * 1e6,
+        units=REAL_UNITS,
     )
 
 
