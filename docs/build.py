@@ -1,18 +1,19 @@
-"""Writes all of the docs that the code knows better. `make docs` runs it; `--check` only says what is stale.
+"""Writes the parts of the documentation that the code knows best. `make docs` runs it.
 
 docs/prose/<name>.md ──┐
 FACTS, make, simulate ─┼──► docs/schedules/<name>.md  docs/schedules/README.md
 svg ───────────────────┘    docs/images/<name>.svg    docs/images/overview.svg
-FACTS, simulate ──────────► README.md, between the markers <!-- schedules --> and <!-- /schedules -->
-the command line ─────────► the output under each `$ penstock ...` of a `console` block, in every hand-written page
+docstrings of the files ──► docs/files.md, between the markers <!-- files --> and <!-- /files -->
+the command line ─────────► the output below each `$ penstock ...` in a `console` block of a hand-written page
 
-python docs/build.py            write
-python docs/build.py --check    exit with 1 if a file is not what it would write
+python docs/build.py            write all files
+python docs/build.py --check    write nothing; exit with 1 if a file is out of date
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import os
 import re
 import shlex
@@ -30,7 +31,8 @@ from penstock.view import svg
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
-COLUMNS = 92  # of the terminal in which commands are shown
+PACKAGE = ROOT / "src" / "penstock"
+COLUMNS = 92  # width of the terminal in which commands are shown
 SIZES = ((4, 4), (4, 8), (8, 8), (8, 16))  # ranks, micro-batches
 COMMS = (0.0, 0.05, 0.1)
 TABLED = {
@@ -38,20 +40,20 @@ TABLED = {
     "waves": (1, 2, 4),
     "slices": (2, 4),
     "skips": (),
-}  # shapes in a schedule's own table
+}  # shapes in the table of a single schedule
 NORM = {"ranks": 8, "microbatches": 16}  # the size at which all schedules are compared
 COMPARED = {
     "chunks": 4,
     "waves": 2,
     "slices": 4,
-}  # the shape in which they are: four stages a rank, or four slices
+}  # the shape in which they are compared: four stages per rank, or four slices
 LETTERS = {
     "ranks": "P",
     "microbatches": "M",
     "chunks": "v",
     "waves": "W",
     "slices": "s",
-}  # of the formulas
+}  # the letters in the formulas
 DRAWN: dict[str, dict[str, int]] = {
     "interleaved": {"ranks": 4, "microbatches": 8, "chunks": 2},
     "hanayo": {"ranks": 4, "microbatches": 4, "waves": 2},
@@ -59,25 +61,27 @@ DRAWN: dict[str, dict[str, int]] = {
     "terapipe": {"ranks": 4, "microbatches": 2, "slices": 4},
     "seq1f1b": {"ranks": 4, "microbatches": 2, "slices": 4},
     "skip": {"ranks": 4, "microbatches": 6, "skips": 1},
-}  # the rest: 4 ranks, 8 micro-batches
+}  # shapes of the pictures; all others have 4 ranks and 8 micro-batches
 
 MEASURED = """\
-Makespan, and the bubble in brackets, for three latencies of a hop (`comm`, in F). *Formula*: the makespan by the
-formula above, at comm 0. *Bound*: no order of the lanes takes less for these stages, paths and backwards, at comm
-0. *Peak*: activations of the fullest rank, in micro-batches."""
+Each cell shows the makespan with the bubble in brackets, for three latencies of a hop (`comm`, in units of F).
+*Formula* is the makespan that the formula above gives at comm 0. *Bound* is a makespan that no order of the lanes
+can beat for these stages, paths and backwards at comm 0. *Peak* is the activation memory of the fullest rank,
+counted in micro-batches."""
 COMPARES = """\
-P ranks, M micro-batches, v chunks, W waves, s slices. *Idle*: time each rank waits in a step, in forwards of a
-micro-batch on a rank; *peak*: activations of the fullest rank, in micro-batches; both with B = 2 F and free
-messages. A star: holds for some P and M only, and the schedule's page says which. *Bubble* and *peak there* are
-those of `penstock simulate` at P = {ranks}, M = {microbatches} and the shape of the row. *Weights*: copies of
-them. `skip` leaves out work, so its row is not comparable."""
+P is the number of ranks, M of micro-batches, v of chunks, W of waves, s of slices. *Idle time* is what each rank
+waits in a step, in units of one forward of a micro-batch on a rank. *Peak* is the activation memory of the fullest
+rank, counted in micro-batches. Both formulas assume that B takes twice as long as F and that messages are free. A
+star means that the formula holds for some P and M only; the page of the schedule says for which. The two columns
+for P = {ranks} and M = {microbatches} come from `penstock simulate` with the shape of the row. *Weights* counts the
+copies of the weights. `skip` leaves out work, so its row cannot be compared with the others."""
 
 Shape = dict[str, int]
 
 
 # ---------------------------------------------------------------- the pages
 def pages() -> dict[Path, str]:
-    """Every file that is made of the code, as it should be."""
+    """Every generated file with the text that it should have."""
     made = {
         DOCS / "images" / "overview.svg": overview(),
         DOCS / "schedules" / "README.md": index(),
@@ -90,7 +94,8 @@ def pages() -> dict[Path, str]:
         ROOT / "CONTRIBUTING.md",
         *sorted(DOCS.glob("*.md")),
     ):
-        made[path] = with_output(with_table(path.read_text(encoding="utf-8")))
+        text = path.read_text(encoding="utf-8")
+        made[path] = with_output(with_files(text))
     return made
 
 
@@ -102,7 +107,7 @@ def page(name: str) -> str:
     alt = f"{name}: {shape['ranks']} ranks, {shape['microbatches']} micro-batches"
     return "\n\n".join(
         [
-            f"<!-- made by docs/build.py; the words are in docs/prose/{name}.md -->",
+            f"<!-- written by docs/build.py; edit docs/prose/{name}.md -->",
             f"# {title}",
             f"`{name}` · [{source.rpartition('/')[2]}](../../{source}) · {paper(name)} · [all schedules](README.md)",
             f"![{alt}](../images/{name}.svg)",
@@ -117,7 +122,7 @@ def page(name: str) -> str:
 
 
 def prose(name: str) -> tuple[str, str, str]:
-    """Title, how it works, when to use it: written by hand."""
+    """The three hand-written pieces of a page: title, how it works, when to use it."""
     text = (DOCS / "prose" / f"{name}.md").read_text(encoding="utf-8")
     found = re.fullmatch(
         r"# (.+?)\n+## How it works\n+(.+?)\n+## When to use it, and when not\n+(.+?)\n*",
@@ -126,24 +131,28 @@ def prose(name: str) -> tuple[str, str, str]:
     )
     if found is None:
         raise SystemExit(
-            f"docs/prose/{name}.md: a title, '## How it works', '## When to use it, and when not'"
+            f"docs/prose/{name}.md must have a title, '## How it works' and "
+            "'## When to use it, and when not', in this order"
         )
     return found[1], found[2], found[3]
 
 
 def index() -> str:
-    """The table of all schedules, with links to their pages."""
+    """The page with the table of all schedules."""
     return (
-        "<!-- made by docs/build.py -->\n\n# Schedules\n\n"
-        f"{compared_table('')}\n\n"
-        "Each page has a picture, the formulas and when they hold, measured tables, advice and the paper.\n"
-        "All times are simulated, with F = 1 and B = 2 for a micro-batch on a rank (I = W = 1 where B is split).\n"
+        "<!-- written by docs/build.py -->\n\n# Schedules\n\n"
+        "Penstock makes these schedules for any number of ranks and micro-batches (Chimera needs an even number of\n"
+        "ranks). Each of them can also be cut into token slices, get split backwards, and be copied.\n\n"
+        f"{compared_table()}\n\n"
+        "The page of a schedule has a picture, the formulas with their conditions, simulated tables, advice and the\n"
+        "paper. All times are simulated with F = 1 and B = 2 for a micro-batch on a rank, and with I = W = 1\n"
+        "where B is split.\n"
     )
 
 
 # ---------------------------------------------------------------- formulas and tables
 def written(formula: str) -> str:
-    """Arithmetic as people write it, without places at which a table would break it.  1.5*P - 2: 1.5P - 2"""
+    """Arithmetic as people write it, without line breaks: 1.5*P - 2 becomes 1.5P - 2."""
     for code, sign in (
         ("==", "="),
         (">=", "≥"),
@@ -157,30 +166,37 @@ def written(formula: str) -> str:
 
 
 def formulas(name: str) -> str:
-    """Idle time, peak and weights, with the condition under which they hold."""
+    """Idle time, peak and weights, with the condition under which the formulas hold."""
     facts = FACTS[name]
     most = "" if facts.exact else "at most "
     holds = "any P and M" if facts.when == "True" else written(facts.when)
-    idle = f"{most}{written(facts.idle)}" if facts.idle else "no formula: paths differ"
+    idle = (
+        f"{most}{written(facts.idle)}"
+        if facts.idle
+        else "no formula, since the paths differ"
+    )
     lines = [
         f"- Idle time of a rank: {idle}{' forwards' if facts.idle else ''}",
         f"- Peak activations of the fullest rank: {most}{written(facts.peak)} micro-batches",
         f"- Copies of the weights: {facts.weights}",
-        f"- Holds for: {holds}",
+        f"- The formulas hold for: {holds}",
     ]
     letters = [
-        f"{letter} {word}" for word, letter in LETTERS.items() if word in shape_of(name)
+        f"{letter} = {word}"
+        for word, letter in LETTERS.items()
+        if word in shape_of(name)
     ]
-    said = f"{', '.join(letters).replace('microbatches', 'micro-batches')}"
+    legend = ", ".join(letters).replace("microbatches", "micro-batches")
     bubble = " The bubble is idle / (3M + idle)." if facts.idle else ""
     return (
         "\n".join(lines)
-        + f"\n\n{said}; B = 2 F, messages cost nothing.{bubble}\nThe tests check the formulas."
+        + f"\n\nHere {legend}; B takes twice as long as F, and messages are free.{bubble}\n"
+        "The tests check these formulas."
     )
 
 
 def by_formula(name: str, shape: Shape) -> str:
-    """The makespan that the facts promise, where they do."""
+    """The makespan by the formula, or a dash where the formula does not hold."""
     facts = FACTS[name]
     known = {letter: shape.get(word) for word, letter in LETTERS.items()} | {"min": min}
     if not facts.idle or not eval(facts.when, {}, known):
@@ -189,7 +205,7 @@ def by_formula(name: str, shape: Shape) -> str:
 
 
 def measured(name: str) -> str:
-    """Makespan, bubble and peak of small sizes, as simulated."""
+    """A table of simulated makespans, bubbles and peaks at small sizes."""
     word = own_word(name)
     heads = [
         "P",
@@ -225,15 +241,15 @@ def measured(name: str) -> str:
     return f"{table(heads, rows)}\n\n{MEASURED}"
 
 
-def compared_table(folder: str) -> str:
-    """One row a schedule, all at one size."""
+def compared_table() -> str:
+    """A table with one row per schedule, all at the same size."""
     heads = [
         "schedule",
         "shape",
-        "idle",
+        "idle time",
         "peak",
-        "bubble",
-        "peak there",
+        f"bubble at P={NORM['ranks']}, M={NORM['microbatches']}",
+        f"peak at P={NORM['ranks']}, M={NORM['microbatches']}",
         "weights",
         "paper",
     ]
@@ -249,7 +265,7 @@ def compared_table(folder: str) -> str:
         )
         rows.append(
             [
-                f"[{name}]({folder}{name}.md)",
+                f"[{name}]({name}.md)",
                 " ".join(f"{word}={value}" for word, value in shape.items()),
                 f"{most}{written(facts.idle)}{star}" if facts.idle else "-",
                 f"{most}{written(facts.peak)}{star}",
@@ -263,7 +279,7 @@ def compared_table(folder: str) -> str:
 
 
 def paper(name: str, short: bool = False) -> str:
-    """Who wrote it, with a link; `short`: the link is on the names."""
+    """The authors with a link to the paper. If `short`, the names are the link."""
     form = (
         r"[\1](https://arxiv.org/abs/\2)"
         if short
@@ -273,7 +289,7 @@ def paper(name: str, short: bool = False) -> str:
 
 
 def table(heads: list[str], rows: list[list[str]]) -> str:
-    """A Markdown table; a column of numbers stands right."""
+    """A Markdown table. Columns of numbers are aligned to the right."""
     columns = list(zip(*rows, strict=True))
     right = [all(re.match(r"[\d≤-]", cell) for cell in column) for column in columns]
     rule = ["--:" if numbers else "---" for numbers in right]
@@ -284,34 +300,34 @@ def table(heads: list[str], rows: list[list[str]]) -> str:
 
 
 def peak_of(timeline: Timeline) -> str:
-    """The fullest rank's activations."""
+    """The activations of the fullest rank."""
     return f"{float(timeline.peak_activations.max()):g}"
 
 
 # ---------------------------------------------------------------- shapes and commands
 def own_word(name: str) -> str:
-    """The word of a schedule's shape beside ranks and micro-batches; none: ''."""
+    """The name of a schedule's third shape parameter, or '' if it has only two."""
     return next(iter(shape_of(name)[2:]), "")
 
 
 def default_of(name: str, ranks: int) -> int:
-    """What `skip` leaves out unless told."""
+    """The number of parts that `skip` leaves out by default."""
     schedule = make(name, ranks=ranks, microbatches=1)
     return schedule.parts - len(schedule.microbatches[0].path)
 
 
 def drawn(name: str) -> Shape:
-    """The shape of a schedule's picture."""
+    """The shape in which a schedule is drawn."""
     return DRAWN.get(name, {"ranks": 4, "microbatches": 8})
 
 
 def compared(name: str) -> Shape:
-    """What a schedule's shape has beside the size at which all are compared."""
+    """The shape parameters with which a schedule enters the comparison, beside its size."""
     return {word: value for word, value in COMPARED.items() if word in shape_of(name)}
 
 
 def command(verb: str, name: str, shape: Shape) -> str:
-    """What to type."""
+    """A command line that the reader can type."""
     return " ".join(
         [
             f"penstock {verb} {name}",
@@ -320,19 +336,63 @@ def command(verb: str, name: str, shape: Shape) -> str:
     )
 
 
-# ---------------------------------------------------------------- what is put into pages written by hand
-def with_table(text: str) -> str:
-    """The table of schedules between its markers."""
-    made = (
-        f"<!-- schedules -->\n{compared_table('docs/schedules/')}\n<!-- /schedules -->"
-    )
-    return re.sub(
-        r"<!-- schedules -->.*?<!-- /schedules -->", lambda _: made, text, flags=re.S
-    )
+# ---------------------------------------------------------------- parts of hand-written pages
+READING_ORDER = (
+    "ir/schedule.py",
+    "ir/needs.py",
+    "schedules/one_f_one_b.py",
+    "sim/simulate.py",
+    "ir/program.py",
+    "runtime/executor.py",
+)
+
+
+def with_files(text: str) -> str:
+    """The page with a fresh list of all source files between its markers."""
+    begin, end = "<!-- files -->", "<!-- /files -->"
+    if begin not in text:
+        return text
+    before, _, rest = text.partition(begin)
+    after = rest.partition(end)[2]
+    return f"{before}{begin}\n{file_tables()}\n{end}{after}"
+
+
+def file_tables() -> str:
+    """A heading and a table for each folder of the package."""
+    folders: dict[Path, list[Path]] = {}
+    for file in sorted(PACKAGE.rglob("*.py")):
+        folders.setdefault(file.parent, []).append(file)
+    sections = []
+    for folder, files in folders.items():
+        name = folder.relative_to(PACKAGE.parent).as_posix()
+        rows = [file_row(file) for file in files if file.name != "__init__.py"]
+        heading = f"## {name}\n\n{first_sentence(folder / '__init__.py')}"
+        sections.append(f"{heading}\n\n{table(['file', 'content'], rows)}")
+    return "\n\n".join(sections)
+
+
+def file_row(file: Path) -> list[str]:
+    """A link to a source file, with its number in the reading order, and its first sentence."""
+    inside = file.relative_to(PACKAGE).as_posix()
+    link = f"[`{file.name}`](../src/penstock/{inside})"
+    if inside in READING_ORDER:
+        link = f"**{READING_ORDER.index(inside) + 1}.** {link}"
+    return [link, first_sentence(file)]
+
+
+def first_sentence(file: Path) -> str:
+    """The first sentence of a file's docstring, ready for a cell of a table."""
+    docstring = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""
+    paragraph = " ".join(docstring.partition("\n\n")[0].split())
+    sentence = re.split(r"(?<=\.) (?=[A-Z`])", paragraph)[0]
+    return sentence.rstrip(":").replace("|", "\\|")
 
 
 def with_output(text: str) -> str:
-    """Each `$ penstock ...` of a console block with what it prints, all commands of a page in one empty folder."""
+    """The page with fresh output below each `$ penstock ...` of its console blocks.
+
+    All commands of a page run in one folder, which is empty at first.
+    """
     with tempfile.TemporaryDirectory() as folder:
         return re.sub(
             r"(?<=^```console\n).*?(?=^```$)",
@@ -352,7 +412,7 @@ def _ran(block: str, folder: Path) -> str:
 
 
 def run(line: str, folder: Path) -> str:
-    """What a command prints, without the spaces at the ends of lines and the empty lines around."""
+    """The output of a command, without trailing spaces and without empty lines around it."""
     code = [
         sys.executable,
         "-c",
@@ -386,7 +446,7 @@ def run(line: str, folder: Path) -> str:
 
 # ---------------------------------------------------------------- pictures
 SVG = "{http://www.w3.org/2000/svg}"
-SCALE = 40.0  # pixels a unit of time, in the overview
+SCALE = 40.0  # pixels per unit of time in the overview
 
 
 def picture(name: str) -> str:
@@ -398,7 +458,7 @@ def picture(name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Strip:
-    """A figure on a time axis of `SCALE`."""
+    """A figure whose time axis has `SCALE` pixels per unit."""
 
     figure: ET.Element
     width: float
@@ -406,7 +466,7 @@ class Strip:
 
 
 def overview() -> str:
-    """Two schedules one above the other, on one time axis."""
+    """Two schedules, one above the other, on the same time axis."""
     ET.register_namespace("", SVG[1:-1])
     size = {"ranks": 4, "microbatches": 4}
     strips = [
@@ -439,7 +499,7 @@ def overview() -> str:
 
 
 def strip(title: str, name: str, shape: Shape) -> Strip:
-    """A figure stretched along its time axis, letters left as they are."""
+    """A figure stretched along its time axis. The letters keep their width."""
     timeline = simulate(make(name, **shape), UnitCost())
     figure = ET.fromstring(svg(timeline, title))
     row = figure.findall(f"{SVG}rect")[1]  # the first is the background
@@ -480,8 +540,8 @@ def strip(title: str, name: str, shape: Shape) -> Strip:
 
 # ---------------------------------------------------------------- writing
 def strays(made: dict[Path, str]) -> list[Path]:
-    """Pages and pictures that nobody makes any more: neither this script nor a benchmark for its page of results."""
-    there = [
+    """Pages and pictures that neither this script nor a benchmark writes any more."""
+    present = [
         *(DOCS / "schedules").glob("*"),
         *(DOCS / "images").glob("*"),
         *(DOCS / "prose").glob("*"),
@@ -495,30 +555,29 @@ def strays(made: dict[Path, str]) -> list[Path]:
         for name in re.findall(r"\]\(\.\./images/([^)]+)\)", text)
     }
     known = {*made, *linked, *(DOCS / "prose" / f"{name}.md" for name in REGISTRY)}
-    return sorted(path for path in there if path not in known)
+    return sorted(path for path in present if path not in known)
 
 
 def words(text: str) -> str:
-    """A text without its spacing and its rules."""
+    """The words of a text, without spacing and without the rules of tables."""
     return " ".join(text.replace("─", " ").split())
 
 
 def main() -> int:
-    """Write, or only compare."""
-    parser = argparse.ArgumentParser(description="Writes the pages of the schedules.")
+    """Write the files, or only compare them."""
+    parser = argparse.ArgumentParser(description="Write the generated documentation.")
     parser.add_argument(
         "--check",
         action="store_true",
-        help="write nothing; exit with 1 if a file is stale",
+        help="write nothing; exit with 1 if a file is out of date",
     )
     check = parser.parse_args().check
     made = pages()
     old = {
         path: path.read_text(encoding="utf-8") if path.exists() else "" for path in made
     }
-    same = (
-        words if check else str
-    )  # another version of rich may space a table in another way
+    # another version of rich may use other spaces in a table
+    same = words if check else str
     stale = [path for path, text in made.items() if same(old[path]) != same(text)]
     for path in stale:
         sys.stdout.write(f"{'stale' if check else 'wrote'} {path.relative_to(ROOT)}\n")
