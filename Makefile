@@ -48,10 +48,15 @@ bench: setup ## measure what the docs claim; tables go to docs/results
 	$(BIN)/python benchmarks/slicing.py
 	$(BIN)/python benchmarks/terapipe.py
 
-docs: setup ## redraw the pages of the schedules
+docs: setup $(VENV)/.docs ## redraw the generated pages and build the site: open build/site/index.html
 	$(BIN)/python docs/build.py
+	$(BIN)/python docs/measure.py --write
+	$(BIN)/python docs/website.py
+$(VENV)/.docs: $(VENV)/.ready
+	$(BIN)/pip install --quiet --disable-pip-version-check --editable ".[docs]"
+	touch $@
 
-clean: ## remove what setup and demo made
-	rm -rf $(VENV) $(OUT) runs
+clean: ## remove what the other targets made
+	rm -rf $(VENV) $(OUT) build runs
 
 .PHONY: help setup demo figures test fuzz check bench docs clean

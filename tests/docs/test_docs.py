@@ -12,6 +12,7 @@ import pytest
 
 from commands import called
 from penstock import REGISTRY
+from penstock.cli.app import app
 from test_imports import LIBRARIES, ROOMS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -32,6 +33,12 @@ def blocks(page: Path, *languages: str) -> list[str]:
         for _, language, text in BLOCK.findall(page.read_text(encoding="utf-8"))
         if language in languages
     ]
+
+
+def without_code(page: Path, inline: bool = True) -> str:
+    """The text of a page without its code blocks and, if `inline`, without code inside of lines."""
+    text = BLOCK.sub("", page.read_text(encoding="utf-8"))
+    return re.sub(r"`[^`\n]+`", "`code`", text) if inline else text
 
 
 def commands(page: Path) -> list[str]:
@@ -107,48 +114,48 @@ def test_python_that_is_shown_prints_what_is_shown(page: Path) -> None:
 
 
 # ---------------------------------------------------------------- what they name
-@pytest.mark.parametrize("page", PAGES, ids=named)
-def test_every_link_leads_somewhere(page: Path) -> None:
-    home = (
-        ROOT / "docs" / "schedules" if page.parent.name == "prose" else page.parent
-    )  # where prose is put
-    for target in re.findall(
-        r"\]\(([^)\s]+)\)", BLOCK.sub("", page.read_text(encoding="utf-8"))
-    ):
-        if re.match(r"[a-z]+:", target):
-            continue
-        path, _, anchor = target.partition("#")
-        there = (home / path).resolve() if path else page
-        assert there.exists(), target
-        assert there.is_relative_to(ROOT), target
-        assert not anchor or anchor in anchors(there), target
+def test_the_readme_is_short_and_in_order() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 200
+    heads = re.findall(r"^## (.+)$", text, re.M)
+    assert heads[:5] == [
+        "What you gain",
+        "A picture",
+        "Two commands",
+        "Three results",
+        "A tour of the commands",
+    ]
 
 
-def anchors(page: Path) -> set[str]:
-    """Headings, as GitHub makes them into links."""
-    heads = re.findall(
-        r"^#+ (.+)$", BLOCK.sub("", page.read_text(encoding="utf-8")), re.M
-    )
-    return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
-
-
-def test_the_file_tree_names_only_what_is_there() -> None:
-    tree = next(block for block in blocks(ROOT / "README.md", "") if "├──" in block)
-    above: list[str] = []
-    named_paths = []
-    for line in tree.splitlines()[1:]:
-        found = re.fullmatch(r"((?:│   |    )*)[├└]── ([\w./-]+)(?: +# .+)?", line)
-        assert found, line
-        above[len(found[1]) // 4 :] = [found[2]]
-        named_paths.append("/".join(above))
-    assert len(named_paths) > 30
-    assert [path for path in named_paths if not (ROOT / path).exists()] == []
-
-
-def test_every_schedule_is_in_the_readme_and_has_its_words() -> None:
+def test_every_command_is_in_the_tour_of_the_readme() -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    tour = "\n".join(re.findall(r"^\| (`penstock .+?`) \|", readme, re.M))
+    shown = set(re.findall(r"\w+", tour)) - {"penstock"}
+    assert shown == {command.name for command in app.registered_commands}
+
+
+def test_every_result_of_the_readme_names_its_script_and_its_table() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    section = readme.partition("## Three results")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| [A-Z].+\|$", section, re.M)
+    assert len(rows) == 3
+    for row in rows:
+        assert re.search(r"\]\(benchmarks/[\w/]+\.py\), \[table\]\(docs/results/", row)
+
+
+def test_the_six_files_to_read_are_the_same_everywhere() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    files = (ROOT / "docs" / "files.md").read_text(encoding="utf-8")
+    steps = re.findall(r"^(\d)\. \[[^]]+\]\(src/penstock/([^)]+)\)", readme, re.M)
+    marks = re.findall(r"\*\*(\d)\.\*\* \[[^]]+\]\(\.\./src/penstock/([^)]+)\)", files)
+    assert sorted(marks) == steps
+    assert len(steps) == 6
+
+
+def test_every_schedule_is_in_the_index_and_has_its_prose() -> None:
+    index = (ROOT / "docs" / "schedules" / "README.md").read_text(encoding="utf-8")
     for name in REGISTRY:
-        assert f"(docs/schedules/{name}.md)" in readme
+        assert f"({name}.md)" in index
         assert (ROOT / "docs" / "prose" / f"{name}.md").exists()
 
 
