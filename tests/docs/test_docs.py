@@ -152,6 +152,19 @@ def test_the_six_files_to_read_are_the_same_everywhere() -> None:
     assert len(steps) == 6
 
 
+def test_the_walks_for_newcomers_end_where_they_say() -> None:
+    page = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    section = page.partition("## Five walks")[2].partition("\n## ")[0]
+    rows = re.findall(
+        r"^\| \([a-e]\) .+?\| (.+?) \| `(\w+)` \| (.+?) \|$", section, re.M
+    )
+    assert len(rows) == 5
+    for walk, name, _ in rows:
+        first = re.findall(r"\]\((src/[^)]+)\)", walk)[0]
+        code = (ROOT / first).read_text(encoding="utf-8")
+        assert re.search(rf"^ *(?:def |class |){name}\b", code, re.M), (first, name)
+
+
 def test_every_schedule_is_in_the_index_and_has_its_prose() -> None:
     index = (ROOT / "docs" / "schedules" / "README.md").read_text(encoding="utf-8")
     for name in REGISTRY:
