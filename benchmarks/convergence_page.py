@@ -34,18 +34,19 @@ Record = dict[str, Any]
 INTRODUCTION = """\
 # What leaving out parts costs
 
-Made by `benchmarks/convergence.py`, which says how: one process computes the gradients that a pipeline with these paths
-computes, and time is simulated, (parts run) / (parts) of a full step. Perplexity is of bytes of held-out Python files,
-always of the whole model unless a table says otherwise. Rows are named by the percentage of the parts that each
-micro-batch leaves out; paths rotate, parts run in order, and gradients are means over all micro-batches, unless named:
+`benchmarks/convergence.py` writes this page and describes the method. One process computes the gradients that a
+pipeline with these paths computes. Time is simulated as (parts run) / (parts) of a full step. Perplexity is per byte
+on held-out Python files, and always of the whole model unless a table says otherwise. Rows are named by the
+percentage of parts that each micro-batch leaves out. Paths rotate, parts run in order, and gradients are means over
+all micro-batches, unless the name says otherwise:
 
-| in a name | is |
+| in a name | meaning |
 |---|---|
-| `fixed` | each shard of the text keeps its path for the whole run |
-| `swaps` | up to two pairs of neighbours change places on a path |
-| `visitors` | a part's gradient is the mean over the micro-batches that visited it |
-| `full10` | every tenth step runs all parts, so at equal tokens it computes more than its parts say |
-| `sgd` | SGD with momentum instead of AdamW |
+| `fixed` | Each shard of the text keeps its path for the whole run. |
+| `swaps` | Up to two pairs of neighbors change places on a path. |
+| `visitors` | The gradient of a part is the mean over the micro-batches that visited it. |
+| `full10` | Every tenth step runs all parts, so at equal tokens it computes more than its share of parts says. |
+| `sgd` | SGD with momentum replaces AdamW. |
 
 """
 
@@ -149,30 +150,37 @@ def section(records: Sequence[Record]) -> str:
         for file, alt in shown(scale).items()
         if scale != "quick"
     ]
-    return (
-        "\n\n".join(
-            [
-                f"## {HEADS[scale]}",
-                f"`{COMMANDS[scale]}`; {first['device']}, torch {first['torch']}. A Llama of {first['parameters'] / 1e6:.2f} M "
-                f"parameters in {first['parts']} parts of one layer; {first['microbatches']} micro-batches, {first['tokens']} "
-                f"bytes a step in rows of {first['length']}; equal tokens are {first['steps']} steps, "
-                f"{first['steps'] * first['tokens'] / 1e6:.2f} M of {first['text'] / 1e6:.0f} M bytes; "
-                + (
-                    "1 seed a run."
-                    if seeds == 1
-                    else f"up to {seeds} seeds a run. Means over its seeds; in brackets lowest and highest."
-                ),
-                *images,
-                f"### Perplexity of the whole model\n\n{losses(records)}",
-                f"### Perplexity when parts are left out\n\nAfter equal tokens, over the perplexity of the same model with all "
-                f"parts; random subsets: mean, and ± the standard deviation over draws; best: found greedily "
-                f"on other held-out text. The first part always runs.\n\n{omissions(records)}",
-                "### Pairs\n\nHeld-out loss (nats a byte) of the first less the second after equal tokens, within a seed; ± "
-                f"half a 95% interval (Student's t).\n\n{paired(records)}",
-            ]
-        )
-        + "\n"
+    seeds_text = (
+        "1 seed per run."
+        if seeds == 1
+        else f"up to {seeds} seeds per run. Cells show the mean over the seeds, "
+        "with the lowest and highest in brackets."
     )
+    setting = (
+        f"`{COMMANDS[scale]}`; {first['device']}, torch {first['torch']}. "
+        f"A Llama of {first['parameters'] / 1e6:.2f} M parameters in {first['parts']} parts of one layer; "
+        f"{first['microbatches']} micro-batches, {first['tokens']} bytes per step in rows of {first['length']}; "
+        f"equal tokens means {first['steps']} steps, "
+        f"{first['steps'] * first['tokens'] / 1e6:.2f} M of {first['text'] / 1e6:.0f} M bytes; {seeds_text}"
+    )
+    left_out = (
+        "The ratio to the perplexity of the same model with all parts, after equal tokens. For random subsets: "
+        "the mean, ± the standard deviation over draws. The best subset was found greedily on other held-out text. "
+        "The first part always runs."
+    )
+    pairs_text = (
+        "Held-out loss (nats per byte) of the first run minus that of the second, after equal tokens and within a "
+        "seed, ± half a 95% interval (Student's t)."
+    )
+    paragraphs = [
+        f"## {HEADS[scale]}",
+        setting,
+        *images,
+        f"### Perplexity of the whole model\n\n{losses(records)}",
+        f"### Perplexity when parts are left out\n\n{left_out}\n\n{omissions(records)}",
+        f"### Pairs\n\n{pairs_text}\n\n{paired(records)}",
+    ]
+    return "\n\n".join(paragraphs) + "\n"
 
 
 def spread(values: Sequence[float], digits: int = 3) -> str:
@@ -244,7 +252,7 @@ def omissions(records: Sequence[Record]) -> str:
 
 def paired(records: Sequence[Record]) -> str:
     lines = [
-        "| run | against | seeds | difference | so it is |",
+        "| run | compared with | seeds | difference | verdict |",
         "|---|---|--:|--:|---|",
     ]
     for pair in pairs(records):

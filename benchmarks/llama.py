@@ -277,8 +277,12 @@ def main() -> None:
     rows = summary(json.loads(Path(out).read_text()))
     Path(out).unlink()
     text = (
-        "# A 7 M-parameter Llama on two CPU workers\n\n`chrt -r 5 python benchmarks/llama.py`; one thread a rank, 8 "
-        f"micro-batches of 128 tokens, torch {torch.__version__}; medians over rounds (quartiles).\n\n{shown(rows)}\n"
+        "# A 7 M-parameter Llama on two CPU workers\n\n"
+        "`chrt -r 5 python benchmarks/llama.py` on two ranks with one thread each, with 8 micro-batches of 128 "
+        f"tokens and\ntorch {torch.__version__}. The table shows medians over the rounds, with quartiles in brackets. "
+        "*Its actions\n"
+        "alone* is the time that the same actions, each at its measured duration, would take on a runtime that costs\n"
+        f"nothing.\n\n{shown(rows)}\n"
     )
     if not given.quick:
         RESULT.write_text(text)

@@ -420,7 +420,7 @@ def ratio(row: dict[str, Any], name: str, base: str = "bare") -> str:
 def cells_table(rows: list[dict[str, Any]]) -> str:
     heads = (
         "schedule | P | M | chunk F/B, ms | message | floor / bare | ours / bare | torch / bare | recorded / ours "
-        "| efficiency: bare, floor, ours, torch | quietest | µs an action over ideal | CPU µs an action"
+        "| efficiency: bare, floor, ours, torch | quietest | µs per action over ideal | CPU µs per action"
     )
     return table(heads, map(line, rows), ("schedule",))
 
@@ -453,8 +453,13 @@ def main() -> None:
         for row in measure(ranks, some)
     ]
     text = (
-        "# Overhead of the runtime\n\n`chrt -r 10 python benchmarks/overhead.py`; sleeping stages, gloo on one host, "
-        f"{priority()}, {os.cpu_count()} cores, torch {torch.__version__}. Ratios are medians over rounds (quartiles)."
+        "# Overhead of the runtime\n\n"
+        "`chrt -r 10 python benchmarks/overhead.py`: stages sleep instead of computing and communicate through gloo "
+        f"on\none host, with {priority()}, {os.cpu_count()} cores and torch {torch.__version__}. All columns run the "
+        "same order of\nactions. *Bare* is a plain loop of sends, receives and sleeps without autograd. *Floor* is that "
+        "loop with the\nautograd of the sleeping stage and a loss, which no runtime can avoid. *Recorded* is ours with "
+        "a measured\ntimeline. Ratios are medians over the rounds, with quartiles in brackets. *Efficiency* is the ideal "
+        "time over\nthe measured time, and *quietest* is the efficiency of the fastest round."
         f"\n\n{cells_table(rows)}\n"
     )
     if not given.quick:

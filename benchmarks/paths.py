@@ -321,19 +321,21 @@ def page(found: dict[str, list[Row]], turn: Row) -> str:
     )
     return f"""# Planned paths
 
-`python benchmarks/paths.py`; simulated seconds of a step, and processor seconds of the search on one core, the
-compiled loops loaded (the first run ever compiles them, about half a minute). The gap is to a bound that is proven for
-every plan under the same rules: for every arrangement where it is ours, for theirs where it is theirs. Three things
-make it up: the best order of the tasks of one data node, whatever happens elsewhere (`plan/paths/windows.py`); prices for the
-slots and the time of nodes that everybody would like to use (`plan/paths/prices.py`); and the work of each part
-(`plan/paths/bound.py`). A gap of 0.0% means that no plan is better.
+`python benchmarks/paths.py`: the tables show simulated seconds of a step, and processor seconds of the search on one
+core with the compiled loops loaded (the very first run compiles them, which takes about half a minute). The *gap* is
+the distance to a bound that is proven for every plan under the same rules: for all arrangements where the arrangement
+is ours, and for theirs where it is theirs. The bound combines three arguments: the best order of the tasks of one
+data node, whatever happens elsewhere (`plan/paths/windows.py`); prices for the slots and the time of nodes that every
+path would like to use (`plan/paths/prices.py`); and the work of each part (`plan/paths/bound.py`). A gap of 0.0%
+means that no plan is better.
 
 ## The published rules
 
-First come, first served; a slot belongs to a path; two rounds over the same paths; the cost model of SkipPipe's own
-simulator, whose times for its own plans ours gives to all digits (`tests/test_paths.py`). *Theirs*: the makespan of the
-published search, and its wall seconds where they were measured (on a loaded machine; B without its coarsening: 79.82
-after 1,225 s, not finished).
+Nodes serve first come, first served; a slot belongs to a path; and two rounds use the same paths. The cost model is
+that of SkipPipe's own simulator, and ours reproduces its times for its own plans to all digits
+(`tests/plan/test_paths.py`). *Theirs* is the makespan of the published search, and *wall* its wall-clock seconds
+where they were measured, on a loaded machine. For B without its coarsening, it reached 79.82 after 1,225 s and had
+not finished.
 
 {table(found["same"], SAME)}
 
@@ -341,47 +343,49 @@ after 1,225 s, not finished).
 
 {table(found["ours"], {"instance": "instance", "rules": "rules", **BOUNDED})}
 
-Each row has all of the rows above it. The bound falls with a free arrangement and with more slots, and faster than the
-plans do: with free slots and a free arrangement a bad node may stay unused, and the bound must allow for that. What it
-does not see is who waits for whom on nodes that are not data nodes, and that a part needs replicas near everybody.
+Each row includes the changes of all rows above it. With a free arrangement and with more slots, the bound falls
+faster than the plans do: a bad node may then stay unused, and the bound must allow for that. The bound does not see
+the waiting on nodes that are not data nodes, nor that a part needs replicas near every data node.
 
 ## Baselines
 
-The same arrangement (theirs), slots, and micro-batches for all; the full pipeline uses all five data nodes and is
-searched for with as many moves as the paths. *Theirs*: SkipPipe's own figures; its full pipeline has 27 micro-batches
-on three of five data nodes, ours 30 on five. Random paths that meet the link of 132 s between NL and London are lost.
-Where collisions are not looked at, their paths for A are better than ours (35.43 s), so against them planning gains 6%.
+All rows use the same arrangement (theirs), slots and micro-batches. The full pipeline uses all five data nodes and is
+searched for as long as the paths are. *Theirs* are SkipPipe's own figures; its full pipeline has 27 micro-batches on
+three of five data nodes, ours has 30 on five. Random paths that use the link of 132 s between NL and London are
+hopeless. When collisions are ignored, their paths for A are better than ours (35.43 s), so planning gains 6% over
+those.
 
 {table(found["baselines"], COMPARED)}
 
 ## Compositions
 
-20 nodes, links that carry one message at a time, 33 MB a micro-batch, F = 0.5 s. *20 cities*: 3 slots. *One hall*:
-1 ms, 1 GB/s, 8 slots.
+There are 20 nodes, links carry one message at a time, a micro-batch has 33 MB, and F = 0.5 s. *20 cities* has 3 slots
+per node. *One hall* has links of 1 ms and 1 GB/s, and 8 slots per node.
 
 {table(found["compositions"], {"where": "where", "slices": "slices", "waves": "waves", **BOUNDED})}
 
-Slices overlap transfer and work, and pay in both. A wave brings the loss home, but passes every link of its way twice:
-between cities it loses without slices and gains next to nothing with four; in one hall it gains what smaller pieces of
-work gain, but not over slices, which gain it too.
+Slices overlap transfers with work and pay off in both places. A wave brings the loss back to the data node but uses
+every link of its way twice. Between cities it loses. In one hall it gains as much as smaller pieces of work do, but
+slices gain that too.
 
 ## Sums of gradients
 
-20 cities, 100 MB of gradients a part.
+20 cities, with 100 MB of gradients per part. The rows plan without and with the time for summing gradients.
 
 {table(found["gradients"], {"planned": "planned", "last backward": "last backward", "step": "step"})}
 
 ## Growth
 
-F = 0.5 s, 16 MB a micro-batch, 6 a data node, cities over and over.
+F = 0.5 s, a micro-batch has 16 MB, each data node has 6 micro-batches, and the list of cities repeats. `limit` is the
+time allowed for the search.
 
 {table(found["growth"], {"nodes": "nodes", **BOUNDED})}
 
 ## Rotation, and nodes lost
 
-Instance A, published rules, the same makespan asked for: {rotation}
+Several plans of the same makespan were requested for instance A under the published rules: {rotation}
 
-Instance A, our rules, planned anew for who is left:
+After nodes are lost, instance A is planned again under our rules for the remaining nodes:
 
 {table(found["losses"], {"lost": "lost", "micro-batches": "micro-batches", "step": "makespan", "search": "search"})}
 """

@@ -87,10 +87,13 @@ def main() -> None:
     rows = [measure(*cell) for cell in (CELLS[4:5] if given.quick else CELLS)]
     mean = statistics.mean(float(str(r["ratio"])) for r in rows)
     text = (
-        "# Planned against the best fixed order\n\n`python benchmarks/portfolio.py`; units of F. Memory: P micro-"
-        f"batches a rank, one copy of the weights, whole sequences.\n\n{shown(rows)}\n\n"
-        f"Mean ratio over all cells: {mean:.3f}. Above 1 the planner's choice, fit to the nominal cost, loses under "
-        "costs it has not seen.\n"
+        "# Planned against the best fixed order\n\n"
+        "`python benchmarks/portfolio.py`: times are in units of F. A rank may hold P micro-batches, there is one "
+        "copy of\nthe weights, and sequences are whole. The last column is the time of the plan over that of the best "
+        "fixed order\nunder 20 noisy costs that neither has seen: the mean, and the range in brackets.\n\n"
+        f"{shown(rows)}\n\n"
+        f"The mean ratio over all rows is {mean:.3f}. Above 1, the planner's choice, which was fitted to the nominal "
+        "cost, loses\nunder costs that it has not seen.\n"
     )
     if not given.quick:
         RESULT.parent.mkdir(exist_ok=True)

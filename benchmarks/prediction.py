@@ -280,31 +280,34 @@ def page(
     return f"""\
 # Predicted and measured step times
 
-`chrt -f 5 python benchmarks/prediction.py`: a Llama of {c.layers} layers, width {c.width}, {c.vocab} words, sequences
-of {setting.tokens} tokens, through two ranks with one thread each on a machine with {os.cpu_count()} cores; torch
-{torch.__version__}, gloo. {setting.turns} times by turns: a profile by both ranks at the same time, one by rank 0
-alone, {setting.steps} rounds of steps. Medians (quartiles). *Error*: predicted over measured, less one; *of the work*:
-the same for the sum of all actions' times, without waiting. Speed-up: over 1F1B of as many whole sequences. Slices are
-even, or in the shares given.
+`chrt -f 5 python benchmarks/prediction.py` runs a Llama of {c.layers} layers, width {c.width} and {c.vocab} words on
+sequences of {setting.tokens} tokens, through two ranks with one thread each, on a machine with {os.cpu_count()}
+cores, with torch {torch.__version__} and gloo. It repeats the following {setting.turns} times: a profile by both
+ranks at the same time, a profile by rank 0 alone, and {setting.steps} rounds of steps. The table shows medians, with
+quartiles in brackets. *Error* is predicted over measured, minus one. *Error of the work* is the same for the sum of
+the times of all actions, without waiting. Speed-ups compare with 1F1B on the same number of whole sequences. Slices
+are even, or in the proportions shown.
 
 {runs_table(rows)}
 
-The profile of both ranks at the same time is off by {s["together_median_error"]:.1%} in the median and
-{s["together_worst_error"]:.1%} at worst; that of one rank alone, while the other one waited, by
-{s["alone_median_error"]:.1%} and {s["alone_worst_error"]:.1%}. Predicted speed-ups are off by
-{s["speed_up_median_error"]:.1%} in the median and {s["speed_up_worst_error"]:.1%} at worst. Meanwhile the speed of the
-machine itself drifted: the same backwards took up to {drift(profiles["together"]):.1%} longer in one profile than in
-another. The optimizer's step takes {1e3 * update[1]:.1f} ms, predicted {1e3 * update[0]:.1f} ms. A link has
-{1e6 * net.latency:.0f} us of latency and {net.bandwidth / 1e6:.0f} MB a second.
+Predictions from the profile of both ranks are off by {s["together_median_error"]:.1%} in the median and
+{s["together_worst_error"]:.1%} at worst. Predictions from the profile of one rank alone, while the other one waited,
+are off by {s["alone_median_error"]:.1%} and {s["alone_worst_error"]:.1%}. Predicted speed-ups are off by
+{s["speed_up_median_error"]:.1%} in the median and {s["speed_up_worst_error"]:.1%} at worst. Meanwhile the speed of
+the machine itself drifted: the same backwards took up to {drift(profiles["together"]):.1%} longer in one profile than
+in another. The optimizer's step takes {1e3 * update[1]:.1f} ms; the prediction was {1e3 * update[0]:.1f} ms. A link
+has a latency of {1e6 * net.latency:.0f} us and a bandwidth of {net.bandwidth / 1e6:.0f} MB per second.
 
-What a prediction does not know: the speed of the machine, which other work on it changes from minute to minute (and a
-core that our own rank leaves idle is not idle, so *alone* is not quieter than *together* here); that a rank which runs
-while the other one waits has the memory to itself; that the first slice of a step writes weight gradients instead of
-adding to them; and what is done once a stage and not once a layer, which is shared by two layers in the profile and by
-{c.layers // RANKS} here.
+A prediction does not know four things:
 
-Errors of the curves on points that took no part in their fit (of {setting.turns} profiles, each with {setting.rounds}
-rounds: forms of all, medians of their errors):
+- the speed of the machine, which other work on it changes from minute to minute (other work also fills a core that
+  our own rank leaves idle, so *alone* is not quieter than *together* here);
+- that a rank which runs while the other one waits has the memory to itself;
+- that the first slice of a step writes weight gradients instead of adding to them;
+- that work done once per stage is shared by two layers in the profile and by {c.layers // RANKS} layers here.
+
+The last table shows the errors of the curves on points that took no part in their fit. There were {setting.turns}
+profiles with {setting.rounds} rounds each; the table lists the form of each fit and the medians of the errors.
 
 {fits_table(profiles)}
 """

@@ -106,7 +106,10 @@ def main() -> None:
         return
     sizes = [size for size in SIZES if not given.quick or size <= 1_000_000]
     rows = [in_its_own_process(*SIZES[size]) for size in sizes]
-    text = f"# Scale\n\n`python benchmarks/scale.py`: 1F1B, one core, simulations best of three.\n\n{shown(rows)}\n"
+    text = (
+        "# Scale\n\n`python benchmarks/scale.py` builds, checks and simulates 1F1B on one core. Each simulation is the "
+        f"best of three.\n\n{shown(rows)}\n"
+    )
     if not given.quick:
         RESULT.parent.mkdir(exist_ok=True)
         RESULT.write_text(text)

@@ -231,35 +231,36 @@ def documents() -> dict[str, Any]:
 TEXT = """\
 # The slicing planner
 
-`python benchmarks/slicing.py`. *Official*: TeraPipe's published solver on synthetic tables of a V100 cluster, its CPU
-seconds measured on two shared cores of 2.8 GHz, the least of two or three runs (a dagger: of one, which varies by up to
-seven times). *Ours*: the least of five, compiled code loaded. Latency in seconds; passes are passes over the tables.
-Both choose which rows of a batch go together, and the cuts.
+`python benchmarks/slicing.py` compares two solvers. *Official* is TeraPipe's published solver on synthetic tables of
+a V100 cluster. Its CPU seconds were measured on two shared cores of 2.8 GHz and are the least of two or three runs; a
+dagger marks a single run, which varies by up to seven times. *Ours* is the least of five runs with compiled code
+loaded. Latencies are in seconds, and passes are passes over the tables. Both solvers choose the cuts and which rows
+of a batch go together.
 
 {cases}
 
-A star: the coefficients of the solver's table are not known, so its table was fitted anew, and the latencies are not of
-the same table. In the other cases the solver's own cuts have its own latency on our table (a test). All its cuts take
-one row at a time, so tables for more rows are not checked in this way: where ours takes two rows, and is better,
-that rests on the formula of the tables alone.
+A star means that the coefficients of the solver's table are unknown, so its table was fitted again, and the two
+latencies do not come from the same table. In the other cases a test confirms that the solver's own cuts have its own
+latency on our table. All its cuts take one row at a time, so this does not check the tables for more rows: where ours
+takes two rows and is better, that rests on the formula of the tables alone.
 
 ## Scale
 
-One analytic table, 40 stages, one sequence. *Two tables*: forwards and backwards apart, the objective that the
-simulator confirms. *Earlier*: another exact search on the same tables. *Official*: estimated, one of its passes times
-the number of limits it would try.
+This uses one analytic table, 40 stages and one sequence. *Two tables* treats forwards and backwards separately, which
+is the objective that the simulator confirms. *Earlier* is another exact search on the same tables. *Official* is an
+estimate: the time of one of its passes times the number of limits it would try.
 
 {long}
 
-From curves no table is made, only a band of slices. Forwards and backwards apart, 16 stages:
+Given curves, the planner makes no table, only a band of slices. With separate forwards and backwards and 16 stages:
 
 {fine}
 
 ## Documents
 
-{documents} documents of 1 to 131,072 tokens, {fewest:,} to {most:,} in a step; units of up to 8,192 tokens, 8 stages,
-{steps} steps. Planned in {cpu_mean:.1f} ms in the mean, {cpu_most:.1f} ms at most, which is {share:.2%} of the step at
-most. The latency is {gap_mean:.1%} above the bound in the mean, {gap_most:.1%} at most.
+Each of {steps} steps has {documents} documents of 1 to 131,072 tokens, {fewest:,} to {most:,} tokens in all, in units
+of up to 8,192 tokens on 8 stages. Planning takes {cpu_mean:.1f} ms on average and {cpu_most:.1f} ms at most, which is
+at most {share:.2%} of the step. The latency is {gap_mean:.1%} above the bound on average and {gap_most:.1%} at most.
 """
 
 

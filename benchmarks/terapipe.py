@@ -97,37 +97,39 @@ PUBLISHED = {
 TEXT = """\
 # TeraPipe's ten settings, predicted
 
-`python benchmarks/terapipe.py`. *Published*: seconds of a step by Li et al. 2021, arXiv 2102.07988, on up to 384 V100.
-They were taken from notes on the paper, since its text was not at hand; those of settings 3, 5 and 10 also stand in the
-authors' code. *Ours* come from one analytic cost of that cluster, not from a run. Facts of the machine: 125 TFLOPS and
-900 GB/s a V100, 25 Gbit/s between nodes of eight. Calibrated on setting 9 (six numbers: whole, and five equal slicings)
-are {launch:.2f} ms a layer beside its work and {share:.0%} of peak for its matrices; on setting 6 without slices,
-{gradients:.2f} GB/s at which a node sums gradients over the copies of the pipeline. All other rows are predictions.
-Below the ten: setting 5 with longer sequences.
+`python benchmarks/terapipe.py` predicts the settings of Li et al. 2021, arXiv 2102.07988, on up to 384 V100.
+*Published* are their seconds of a step. They come from notes on the paper, since its text was not available; those of
+settings 3, 5 and 10 are also in the authors' code. *Ours* come from one analytic cost model of that cluster, not from
+a run. A V100 has 125 TFLOPS and 900 GB/s, and nodes of eight are linked by 25 Gbit/s. Three constants were
+calibrated: on setting 9 (six numbers: whole sequences and five equal slicings), {launch:.2f} ms per layer beside its
+work and {share:.0%} of peak for its matrices; on setting 6 without slices, {gradients:.2f} GB/s at which a node sums
+gradients over the copies of the pipeline. All other rows are predictions. The rows below the ten are setting 5 with
+longer sequences.
 
-Assumed, not fitted: 130 GB/s of an all-reduce over NVLink, 40 bytes of memory traffic for each attention score, and six
-passes of a layer's weights through memory for each slice. The form of the cost was chosen with all rows in view, only
-its constants were not: without the passes of the weights, with all else calibrated as here, the sliced steps of
-settings 3, 5, 8 and 10 come out 38% to 72% too slow.
+Three values are assumed, not fitted: 130 GB/s for an all-reduce over NVLink, 40 bytes of memory traffic per attention
+score, and six passes of a layer's weights through memory per slice. The form of the cost model was chosen with all
+rows in view; only its constants were not. Without the passes of the weights, and with everything else calibrated as
+here, the sliced steps of settings 3, 5, 8 and 10 come out 38% to 72% too slow.
 
 {table}
 
-The speed-up is off by {mean:.0%} in the mean, by {worst:.0%} at most. *Planned gains*: over the best equal slices, by
-our cost. Where slicing does not pay (settings 2 and 3), the planner says so.
+The predicted speed-up is off by {mean:.0%} on average and by {worst:.0%} at most. *Planned gains* compares with the
+best equal slices under our cost. Where slicing does not pay (settings 2 and 3), the planner says so.
 
-Where it differs, and what is probably the reason:
+These are the differences, with their probable causes:
 
-- *Seconds are too low for most.* What a layer costs beside its work was calibrated on the largest model. The code of
-  the time ran eager kernels and blocking broadcasts, which weigh more where layers are short.
-- *Settings 2 and 4* are the furthest off, whole and sliced. Both sum gradients over two copies of the pipeline. For the
-  published seconds that would have to take {needs[2][0]:.2f} s in setting 2; in setting 4, {needs[4][0]:.2f} s in the
-  whole step but {needs[4][1]:.2f} s in the sliced one. Small messages may explain the first, but not all of the second.
-- *Setting 6* gains too much by our cost. Summing gradients is most of its sliced step, and the rate of that is
-  calibrated on the step without slices, so that any error in the pipeline's own seconds goes into it.
-- *Setting 9*: whole sequences come out too fast and slices of 64 to 256 tokens too slow, in the very rows it was
-  calibrated on: two unknowns do not bend as measured kernels do.
-- *Planned over equal slices*: the paper has 12% in setting 8 and 4% in setting 9. Our cost is smooth, and on a smooth
-  cost equal slices are almost as good if their number is right.
+- *Most predicted times are too short.* The cost of a layer beside its work was calibrated on the largest model. The
+  code of that time ran eager kernels and blocking broadcasts, which matter more where layers are short.
+- *Settings 2 and 4* are the furthest off, both whole and sliced. Both sum gradients over two copies of the pipeline.
+  To match the published seconds, that sum would have to take {needs[2][0]:.2f} s in setting 2; in setting 4 it would
+  have to take {needs[4][0]:.2f} s in the whole step but {needs[4][1]:.2f} s in the sliced one. Small messages may
+  explain the first, but not all of the second.
+- *Setting 6* gains too much under our cost. Summing gradients is most of its sliced step, and its rate was calibrated
+  on the step without slices, so any error in the time of the pipeline itself ends up in that rate.
+- *Setting 9*: whole sequences come out too fast, and slices of 64 to 256 tokens too slow, in the very rows used for
+  calibration. Two unknowns cannot follow the shape of measured kernels.
+- *Planned over equal slices*: the paper reports 12% in setting 8 and 4% in setting 9. Our cost is smooth, and on a
+  smooth cost equal slices are almost as good if their number is right.
 
 ## Slices
 
@@ -385,7 +387,7 @@ def equal_table(known: Calibration) -> str:
                     off(ours, seconds),
                 ]
             )
-    return table("# | tokens a slice | published s | ours | error", lines)
+    return table("# | tokens per slice | published s | ours | error", lines)
 
 
 def needed(setting: Setting, known: Calibration) -> tuple[float, float]:

@@ -359,38 +359,38 @@ def page(pieces: dict[str, Any]) -> str:
     )
     return f"""# Planned paths on a slow network
 
-`chrt -f 10 python benchmarks/wan.py`; 20 processes on {where}.
-Seconds are those of the network that is played; medians over {pieces["A"]["rows"][0]["rounds"]} rounds.
-Stages sleep and links are emulated; processes, messages, autograd and executor are real. The full pipeline leaves out
-nothing; it has the same nodes, slots, micro-batches and rules, and as many searches with the same work. It chooses
-which nodes hold which part, and how many; with *published sizes* there are five data nodes and three nodes for each
-other part, as SkipPipe has them for its paths.
+`chrt -f 10 python benchmarks/wan.py` runs 20 processes on {where}. Seconds are those of the emulated network, and all
+times are medians over {pieces["A"]["rows"][0]["rounds"]} rounds. Stages sleep and links are emulated; processes,
+messages, autograd and the executor are real. The full pipeline leaves out nothing. It has the same nodes, slots,
+micro-batches and rules, and the same number of searches of the same length. It chooses which nodes hold which part,
+and how many. With *published sizes* there are five data nodes and three nodes for each other part, as SkipPipe uses
+for its paths.
 
 {measured_table(rows)}
 
 {pictures}
 
-## What it takes, lever by lever
+## Lever by lever
 
-Simulated seconds of a step, 30 micro-batches (60 in one row) on 20 nodes with 3 slots unless a row says otherwise. Both
-sides have the lever, and as many searches: {searches}, and one with the same work on the authors' arrangement. Searches
-this short leave a few percent.
+The table shows simulated seconds of a step with 30 micro-batches (60 in one row) on 20 nodes with 3 slots, unless a
+row says otherwise. Both sides use the lever of the row and the same number of searches: {searches}, and one more of
+the same length on the authors' arrangement. Searches this short leave a few percent unused.
 
 {lever_table(pieces["levers"]["rows"])}
 
-SkipPipe's best claim is 55% less time, against a full pipeline on three of five data nodes. Against one that is planned
-with the same means it is {full["A"]["saved"]:.0%} on A and {full["B"]["saved"]:.0%} on B
-({even["A"]["saved"]:.0%} and {even["B"]["saved"]:.0%} with the published sizes). Waves, which pass every link twice,
-come nearest to 55%, but there both take longer than without, so that row is no gain.
+SkipPipe's best claim is 55% less time than a full pipeline on three of five data nodes. Compared with a full pipeline
+that is planned by the same means, paths take {full["A"]["saved"]:.0%} less on A and {full["B"]["saved"]:.0%} less on
+B ({even["A"]["saved"]:.0%} and {even["B"]["saved"]:.0%} with the published sizes). Waves, which use every link twice,
+come closest to 55%, but there both sides take longer than without waves, so that row is no gain.
 
-Why not more: leave out a third of the parts, and a micro-batch has 4 nodes and 4 links each way instead of 6 and 6.
-Where all nodes and links are alike, what a step asks of the cluster falls by 33% (round trips of the data nodes'
-slots), 40% (work of the other nodes) or 52% (slots in all: on a path over k nodes the first is held for k links, the
-second for k - 1, so k (k + 1) / 2, 10 instead of 21). What goes beyond comes from links that differ, where a full
-pipeline has to take bad ones; once its nodes are arranged for it, it takes few. Proven is less: the bound of the paths,
-over the full pipeline that was found, leaves room for {most["A"]:.0%} on A and {most["B"]:.0%} on B.
-Slices each pay a whole delay here, since the instances have no bandwidths; on links with bandwidths they gain
-([paths](paths.md)).
+Why not more? If a third of the parts is left out, a micro-batch visits 4 nodes and 4 links each way instead of 6 and
+6. If all nodes and links are alike, the load of a step on the cluster falls by 33% (round trips of the data nodes'
+slots), 40% (work of the other nodes) or 52% (slots in total: on a path over k nodes the first slot is held for k
+links, the second for k - 1, so k (k + 1) / 2, which is 10 instead of 21). Any further gain comes from links that
+differ, where a full pipeline has to use bad ones; once its nodes are arranged for it, it uses few of them. Less is
+proven: the bound for paths, compared with the full pipeline that was found, leaves room for {most["A"]:.0%} on A and
+{most["B"]:.0%} on B. Every slice pays a whole delay here, since the instances have no bandwidths. On links with
+bandwidths, slices gain ([paths](paths.md)).
 """
 
 
