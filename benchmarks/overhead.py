@@ -456,10 +456,10 @@ def main() -> None:
         "# Overhead of the runtime\n\n"
         "`chrt -r 10 python benchmarks/overhead.py`: stages sleep instead of computing and communicate through gloo "
         f"on\none host, with {priority()}, {os.cpu_count()} cores and torch {torch.__version__}. All columns run the "
-        "same order of\nactions. *Bare* is a plain loop of sends, receives and sleeps without autograd. *Floor* is that "
-        "loop with the\nautograd of the sleeping stage and a loss, which no runtime can avoid. *Recorded* is ours with "
-        "a measured\ntimeline. Ratios are medians over the rounds, with quartiles in brackets. *Efficiency* is the ideal "
-        "time over\nthe measured time, and *quietest* is the efficiency of the fastest round."
+        "same order of\nactions. *Bare* is a plain loop of sends, receives and sleeps without autograd. *Floor* is "
+        "that loop with the\nautograd of the sleeping stage and a loss, which no runtime can avoid. *Recorded* is ours "
+        "with a measured\ntimeline. Ratios are medians over the rounds, with quartiles in brackets. *Efficiency* is "
+        "the ideal time over\nthe measured time, and *quietest* is the efficiency of the fastest round."
         f"\n\n{cells_table(rows)}\n"
     )
     if not given.quick:
