@@ -268,7 +268,7 @@ def shown(scale: str) -> dict[str, str]:
     return {
         f"convergence-{scale}-tokens.svg": "held-out loss over tokens, by share left out",
         f"convergence-{scale}-time.svg": "held-out loss over simulated time, by share left out",
-        f"convergence-{scale}-variants.svg": "held-out loss less that of the plain run, over tokens",
+        f"convergence-{scale}-variants.svg": "held-out loss minus that of the plain run, over tokens",
         f"convergence-{scale}-omission.svg": "perplexity with fewer parts over perplexity with all",
     }
 
@@ -341,7 +341,7 @@ def pictures(records: Sequence[Record]) -> dict[str, str]:
     top = max(ends) + 1.2 * max(max(ends) - min(ends), 0.15) + 0.35
     drawn = {}
     for file, across, per, until, word in (
-        (files[0], 0, unit, first["steps"], "million bytes learnt from"),
+        (files[0], 0, unit, first["steps"], "million bytes of training text"),
         (
             files[1],
             1,
@@ -360,7 +360,7 @@ def pictures(records: Sequence[Record]) -> dict[str, str]:
             else "Held-out loss at equal time"
         )
         if plain:
-            drawn[file] = chart(lines, title, word, "nats a byte", top)
+            drawn[file] = chart(lines, title, word, "nats per byte", top)
     special = [
         name
         for name in found
@@ -369,9 +369,9 @@ def pictures(records: Sequence[Record]) -> dict[str, str]:
     lines = [apart(records, name, name.split("-")[0], unit) for name in special]
     if lines:
         bases = " and ".join(sorted({f"{name.split('-')[0]}%" for name in special}))
-        title = f"Held-out loss less that of the plain {bases}"
+        title = f"Held-out loss minus that of the plain {bases}"
         drawn[files[2]] = chart(
-            lines, title, "million bytes learnt from", "nats a byte"
+            lines, title, "million bytes of training text", "nats per byte"
         )
     lines = []
     for name in plain:

@@ -336,8 +336,8 @@ def picture(name: str, rows: list[Row]) -> str:
         lines.append(
             Series("simulated", (0.0, *row["due"]), count, dashed=True, colour=colour)
         )
-    title = f"Instance {name}: micro-batches that are back"
-    return chart(lines, title, "seconds of the network that is played", "micro-batches")
+    title = f"Instance {name}: finished micro-batches"
+    return chart(lines, title, "seconds on the emulated network", "micro-batches")
 
 
 def page(pieces: dict[str, Any]) -> str:
@@ -354,7 +354,7 @@ def page(pieces: dict[str, Any]) -> str:
     )
     searches = f"{first['searches']} of {work}"
     pictures = "\n\n".join(
-        f"![micro-batches back over time, {name}](../images/wan-{name}.svg)"
+        f"![finished micro-batches over time, {name}](../images/wan-{name}.svg)"
         for name in "AB"
     )
     return f"""# Planned paths on a slow network

@@ -15,6 +15,30 @@ import pytest
 import penstock
 from penstock.cli.app import main
 
+SMALL_CONFIG = """
+[model]
+layers = 4
+width = 32
+heads = 4
+inner = 64
+[data]
+tokens = 32
+batch = 8
+[schedule]
+name = "hanayo"
+ranks = 2
+microbatches = 4
+[optimizer]
+warmup = 5
+[run]
+steps = 12
+evaluate = 0
+save = 3
+timed = 5
+threads = 1
+forecast = false
+"""
+
 
 def called(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], line: str

@@ -23,8 +23,7 @@ from torch.distributed.elastic.multiprocessing.errors import (
     ProcessFailure,
 )
 
-from commands import called, ended, environment
-from penstock import MicroBatch, Plan, Schedule, Stage, make
+from commands import SMALL_CONFIG, called, ended, environment
 from penstock.config import PRESETS, Config
 from penstock.errors import RunError
 from penstock.formats import read_plan, write_plan
@@ -45,30 +44,6 @@ from penstock.train.loop import Trainer, describe
 from penstock.train.session import plan_run
 from penstock.train.worker import Verdict, job_of, model_sizes, read_failure
 
-SMALL = """
-[model]
-layers = 4
-width = 32
-heads = 4
-inner = 64
-[data]
-tokens = 32
-batch = 8
-[schedule]
-name = "hanayo"
-ranks = 2
-microbatches = 4
-[optimizer]
-warmup = 5
-[run]
-steps = 12
-evaluate = 0
-save = 3
-timed = 5
-threads = 1
-forecast = false
-"""
-
 
 @pytest.fixture
 def text(tmp_path):
@@ -78,7 +53,7 @@ def text(tmp_path):
     ]
     (tmp_path / "text.txt").write_text("".join(lines))
     (tmp_path / "config.toml").write_text(
-        SMALL.replace("[data]", '[data]\nsources = ["text.txt"]')
+        SMALL_CONFIG.replace("[data]", '[data]\nsources = ["text.txt"]')
     )
     return tmp_path
 
@@ -308,7 +283,7 @@ def test_what_one_rank_cannot_begin_with_is_said_once_and_not_tried_again_and_ag
     folder = text / "runs" / "lost"
     folder.mkdir(parents=True)
     (folder / "config.toml").write_text(
-        SMALL.replace("[data]", '[data]\nsources = ["gone.txt"]')
+        SMALL_CONFIG.replace("[data]", '[data]\nsources = ["gone.txt"]')
     )
     assert (
         here("draw hanayo --ranks 2 --microbatches 4 -o runs/lost/plan.json").code == 0

@@ -13,10 +13,9 @@ from pathlib import Path
 
 import pytest
 from test_docs import BLOCK, GUIDES, ROOT, blocks, named
-from test_train_cli import SMALL
 
 import penstock
-from commands import called
+from commands import SMALL_CONFIG, called
 
 TROUBLE = ROOT / "docs" / "guides" / "troubleshooting.md"
 COMMAND = re.compile(r"^penstock [a-z](?:.*\\\n)*.*$", re.M)
@@ -115,7 +114,7 @@ def broken(tmp_path, monkeypatch):
         "".join(f"the {n % 7} cats sat on {n % 5} mats\n" for n in range(500))
     )
     Path("config.toml").write_text(
-        SMALL.replace("[data]", '[data]\nsources = ["text.txt"]')
+        SMALL_CONFIG.replace("[data]", '[data]\nsources = ["text.txt"]')
     )
     Path("wrong-type.toml").write_text('[data]\ntokens = "64"\n')
     Path("no-toml.toml").write_text("[model\nlayers = 4\n")
