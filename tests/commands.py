@@ -14,6 +14,7 @@ import pytest
 
 import penstock
 from penstock.cli.app import main
+from penstock.train.history import read_rows
 
 SMALL_CONFIG = """
 [model]
@@ -92,3 +93,11 @@ def ended(folder: Path, line: str, after: float) -> tuple[int, str]:
         process.kill()
         process.wait()
     return process.returncode, err
+
+
+def wait_for(folder: Path, steps: int, seconds: float = 120.0) -> None:
+    """Wait until a run in this folder has made so many steps."""
+    late = time.monotonic() + seconds
+    while len(read_rows(folder)) < steps:
+        assert time.monotonic() < late, "it does not train"
+        time.sleep(0.02)

@@ -23,7 +23,7 @@ from torch.distributed.elastic.multiprocessing.errors import (
     ProcessFailure,
 )
 
-from commands import SMALL_CONFIG, called, ended, environment
+from commands import SMALL_CONFIG, called, ended, environment, wait_for
 from penstock.config import PRESETS, Config
 from penstock.errors import RunError
 from penstock.formats import read_plan, write_plan
@@ -95,13 +95,6 @@ def weights(run_folder: Path, step: int) -> dict[str, torch.Tensor]:
     """Everything that a checkpoint holds, read without our code."""
     files = (run_folder / "checkpoints" / f"step-{step:08d}").glob("*.safetensors")
     return {name: tensor for file in files for name, tensor in load_file(file).items()}
-
-
-def wait_for(folder: Path, steps: int, seconds: float = 600.0) -> None:
-    late = time.monotonic() + seconds
-    while len(read_rows(folder)) < steps:
-        assert time.monotonic() < late, "it does not train"
-        time.sleep(0.02)
 
 
 @pytest.fixture

@@ -12,8 +12,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from test_train_cli import SMALL, environment, wait_for
 
+from commands import SMALL_CONFIG, environment, wait_for
 from penstock.train.history import read_rows
 
 SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "slurm.sbatch"
@@ -42,7 +42,7 @@ def job(tmp_path):
     (tmp_path / "text.txt").write_text(
         "".join(f"the {n % 7} cats sat on {n % 5} mats\n" for n in range(3000))
     )
-    config = SMALL.replace("[data]", '[data]\nsources = ["text.txt"]').replace(
+    config = SMALL_CONFIG.replace("[data]", '[data]\nsources = ["text.txt"]').replace(
         "steps = 12", "steps = 3000"
     )
     (tmp_path / "config.toml").write_text(config.replace("save = 3", "save = 0"))
