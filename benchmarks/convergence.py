@@ -1,26 +1,27 @@
-"""What leaving out parts costs: a Llama learns bytes of Python source, each micro-batch along its own path.
+"""Measures what leaving out parts costs a Llama that learns Python source, each micro-batch along its own path.
 
     python benchmarks/convergence.py                one core, about ten minutes: writes docs/results/convergence.md
-    python benchmarks/convergence.py --quick        seconds: everything runs once; writes nothing
-    python benchmarks/convergence.py --gpu --out F  100 M parameters on one GPU; a JSON file a run in folder F
-    python benchmarks/convergence.py --merge F      tables and pictures from such a folder
+    python benchmarks/convergence.py --quick        runs everything once, in seconds; writes nothing
+    python benchmarks/convergence.py --gpu --out F  100 M parameters on one GPU; one JSON file per run in folder F
+    python benchmarks/convergence.py --merge F      writes tables and pictures from such a folder
 
-A run has a name: the percentage of the parts left out, then what is special, as in 50-fixed or 33-swaps-full10.
+The name of a run is the percentage of parts left out, followed by its special features: 50-fixed, 33-swaps-full10.
 
-    fixed      every micro-batch, and with it its shard of the text, keeps its path; else paths rotate
-    swaps      up to two pairs of neighbours change places on a path; else parts run in order
-    visitors   a part's gradient is the mean over the micro-batches that visited it; else over all of them
+    fixed      every micro-batch, and with it its shard of the text, keeps its path; otherwise paths rotate
+    swaps      up to two pairs of neighbors change places on a path; otherwise parts run in order
+    visitors   the gradient of a part is the mean over the micro-batches that visited it; otherwise over all of them
     full10     every tenth step runs all parts
-    sgd        SGD with momentum; else AdamW
+    sgd        SGD with momentum; otherwise AdamW
 
-This is one process with one model, whose micro-batches go through its parts along the paths. Its gradients are those of
-a pipeline with these paths: tests/test_convergence.py compares them with the executor's. No pipeline is timed here: a
-step takes (parts run) / (parts) of a full one, or what --step-time says of a share.
+One process holds one model, and the micro-batches go through its parts along their paths. The gradients are those of
+a pipeline with these paths: tests/train/test_convergence.py compares them with the executor's. No pipeline is timed
+here. A step takes (parts run) / (parts) of a full one, or what --step-time gives for a share.
 
-All runs of a seed start from the same weights and read the same text in the same order, so differences are taken within
-a seed. The learning rate is constant after a warm-up: so one run has a perplexity at equal tokens, after as many steps
-as the full model makes, and, going on, one at equal time. Text is cut into one shard a micro-batch. One file in twenty
-is held out, by its name. The best subset is found greedily, on other held-out text than it is measured on.
+All runs of a seed start from the same weights and read the same text in the same order, so differences are taken
+within a seed. The learning rate is constant after a warm-up. Therefore a run has a perplexity at equal tokens, after
+as many steps as the full model makes, and, if it continues, one at equal time. The text is cut into one shard per
+micro-batch. One file in twenty is held out, chosen by its name. The best subset is found greedily, on held-out text
+other than that on which it is measured.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What benchmarks/convergence.py found, as tables and pictures: a section for each scale, each written alone."""
+"""Writes the results of benchmarks/convergence.py as tables and pictures, one section for each scale."""
 
 from __future__ import annotations
 

@@ -1,13 +1,14 @@
-"""A real model through ours and torch's runtime: step time of a 7 M-parameter Llama on CPU workers, alternating.
+"""Measures the step time of a 7 M-parameter Llama on CPU workers, in turns with our runtime and torch's.
 
     chrt -r 5 python benchmarks/llama.py            P = 2, writes docs/results/llama.md (about two minutes)
     chrt -r 5 python benchmarks/llama.py --quick    fewer rounds; writes nothing
     python benchmarks/llama.py --json               one JSON object to stdout
 
-One thread a rank, 8 micro-batches of one sequence of 128 tokens. Both runtimes run the same schedules on the same parts
-with the same weights; before timing, losses and gradient norms of both are compared with those of the whole model.
-Rounds alternate; ratios are taken within a round. The last column is a step of ours over what a runtime that costs
-nothing would take for the same actions, each at its measured time: so much, and no more, could a better runtime gain.
+Each rank has one thread, and there are 8 micro-batches of one sequence of 128 tokens. Both runtimes run the same
+schedules on the same parts with the same weights. Before timing, the losses and gradient norms of both are compared
+with those of the whole model. Rounds alternate, and ratios are taken within a round. The last column is the time of
+our step over the time that a runtime without any cost would take for the same actions, each at its measured duration.
+A better runtime could gain that much and no more.
 """
 
 from __future__ import annotations

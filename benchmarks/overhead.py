@@ -1,17 +1,17 @@
-"""What a runtime costs: sleeping stages through ours, torch's, and a bare loop, alternating in one run.
+"""Measures what a runtime costs: sleeping stages in ours, in torch's and in a bare loop, in turns within one run.
 
     chrt -r 10 python benchmarks/overhead.py          all cells, writes docs/results/overhead.md (about ten minutes)
     chrt -r 10 python benchmarks/overhead.py --quick  two cells, under a minute, writes nothing
     python benchmarks/overhead.py --json              one JSON object to stdout
 
-A stage sleeps instead of computing, so ranks need no cores of their own; the tensors are real, small or of 4 MiB. All
-run the same order of actions. `bare` is a plain loop of isend, irecv and sleep, without autograd: what gloo and this
-machine allow. `floor` is that loop with the autograd of the sleeping stage and a loss, and nothing else: what no
-runtime can avoid. A cell is many short rounds of bare, floor, ours, torch, in turn; ratios are taken within a round, so
-that noise, which moves all together, cancels. `recorded` is ours with a measured timeline. The last column is CPU time,
-which noise moves less. Real-time priority (chrt) keeps wake-ups from queueing behind those of others. By turns (-r),
-not first in, first out (-f): a thread of gloo's asks again and again for a lock that another thread holds, and would
-keep the other from its core for ever.
+A stage sleeps instead of computing, so a rank does not need its own core. The tensors are real, either small or of 4
+MiB. All contestants run the same order of actions. `bare` is a plain loop of isend, irecv and sleep without autograd:
+the limit of gloo and this machine. `floor` is that loop with the autograd of the sleeping stage and a loss, and
+nothing else: no runtime can avoid this. A cell consists of many short rounds of bare, floor, ours and torch in turn.
+Ratios are taken within a round, so noise that affects all of them cancels. `recorded` is ours with a measured
+timeline. The last column is CPU time, which is less sensitive to noise. Real-time priority (chrt) keeps wake-ups from
+queueing behind those of other processes. It must be round-robin (-r), not first-in-first-out (-f): a thread of gloo
+keeps asking for a lock that another thread holds, and under -f it would keep that thread off its core forever.
 """
 
 from __future__ import annotations

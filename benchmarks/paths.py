@@ -1,12 +1,13 @@
-"""Planned paths against SkipPipe's published plans, fair baselines, and their own bound; compositions; growth.
+"""Compares planned paths with SkipPipe's published plans, fair baselines and a bound; compositions and growth.
 
     python benchmarks/paths.py            everything, writes docs/results/paths.md (about three minutes)
     python benchmarks/paths.py --quick    short searches, up to 200 nodes, in under a minute; writes nothing
     python benchmarks/paths.py --json     one JSON object to stdout
 
 Instances A and B are SkipPipe's, with its own cost model (tests/data/skippipe.json): 20 nodes in 12 places, 6 parts,
-paths over 4, 3 slots, 6 micro-batches a data node. All times are simulated seconds of a step; `search` is the planner's
-own time on one core (processor seconds: others may use the machine), after its compiled loops are loaded.
+paths over 4 of them, 3 slots, and 6 micro-batches per data node. All times are simulated seconds of a step. `search`
+is the planner's own time on one core, after its compiled loops are loaded, in processor seconds, since other
+processes may use the machine.
 """
 
 from __future__ import annotations

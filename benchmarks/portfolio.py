@@ -1,12 +1,13 @@
-"""What the first planner finds against the best fixed order of the literature, scored under costs neither has seen.
+"""Compares the planner with the best fixed order of the literature, under costs that neither has seen.
 
     python benchmarks/portfolio.py            all cells, writes docs/results/portfolio.md (about two minutes)
     python benchmarks/portfolio.py --quick    one cell; writes nothing
     python benchmarks/portfolio.py --json     one JSON object to stdout
 
-Memory is capped at `ranks` micro-batches a rank, one copy of the weights, whole sequences (no slices). `best fixed` is
-the fastest order of the registry in that cell; `planned` the fastest of all candidates. Both are then timed under 20
-noises of a tenth on every op and link, which took no part in the choice; `ratio` is planned over fixed, mean and range.
+A rank may hold `ranks` micro-batches, there is one copy of the weights, and sequences are whole (no slices). `best
+fixed` is the fastest order of the registry in that cell, and `planned` is the fastest of all candidates. Both are
+then timed under 20 costs with 10% of noise on every op and link, which took no part in the choice. `ratio` is planned
+over fixed, as mean and range.
 """
 
 from __future__ import annotations

@@ -1,13 +1,14 @@
-"""Predicted against measured: a model is profiled, schedules are simulated by the profile, and then run.
+"""Compares predicted and measured steps: profiles a model, simulates schedules from the profile, and runs them.
 
     chrt -f 5 python benchmarks/prediction.py            P = 2, writes docs/results/prediction.md (about ten minutes)
     chrt -f 5 python benchmarks/prediction.py --quick    a smaller model, fewer rounds; writes nothing
     python benchmarks/prediction.py --json               one JSON object to stdout
 
-Two ranks, processes with one thread each, on a machine with two cores. By turns, so that a machine whose speed drifts
-is the same to all: a profile by both ranks at the same time, one by rank 0 alone, rounds of real steps; three times. A
-prediction is the median over the profiles, a measurement that over all rounds, each of which goes over all schedules
-in another order. A step is from the start of its first action to the end of its last, without the optimizer.
+The two ranks are processes with one thread each, on a machine with two cores. The script repeats three times: a
+profile by both ranks at the same time, a profile by rank 0 alone, and rounds of real steps. They take turns so that
+drift in the speed of the machine affects all of them. A prediction is the median over the profiles; a measurement is
+the median over all rounds, each of which visits the schedules in another order. A step lasts from the start of its
+first action to the end of its last one, without the optimizer.
 """
 
 from __future__ import annotations

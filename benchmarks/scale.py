@@ -1,12 +1,12 @@
-"""How building, checking and simulating grow from ten thousand to ten million actions.
+"""Measures how building, checking and simulating grow from ten thousand to ten million actions.
 
     python benchmarks/scale.py            all sizes, writes docs/results/scale.md (a few minutes, 5 GB)
     python benchmarks/scale.py --quick    up to a million actions, in under a minute, writes nothing
     python benchmarks/scale.py --json     one JSON object to stdout
 
-1F1B over 64 to 256 ranks; each size in a process of its own, on one core, after a warm-up
-that loads the compiled loops. Absolute times mean little on a shared machine; the last column, time for each action,
-is the claim: from a hundred thousand to ten million actions it grows less than twofold.
+The schedule is 1F1B over 64 to 256 ranks. Each size runs in its own process on one core, after a warm-up that loads
+the compiled loops. Absolute times mean little on a shared machine. The claim is about the last column, the time per
+action: from a hundred thousand to ten million actions it grows less than twofold.
 """
 
 from __future__ import annotations

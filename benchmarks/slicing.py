@@ -1,12 +1,13 @@
-"""The slicing planner against TeraPipe's published solver: latency found, CPU seconds, passes; and how it scales.
+"""Compares the slicing planner with TeraPipe's published solver: latency, CPU seconds, passes, and scaling.
 
     python benchmarks/slicing.py            writes docs/results/slicing.md (about a minute)
     python benchmarks/slicing.py --quick    two cases and the small sizes; writes nothing
     python benchmarks/slicing.py --json     one JSON object to stdout
 
-The solver's figures are in tests/data/terapipe.json, with the formula of the tables it was given; they were measured
-elsewhere, so ratios of CPU time are rough and passes are what to compare. Ours: the least CPU time of five runs in one
-process, compiled code loaded, from the tables in memory to the cuts, checks of the tables included.
+The solver's figures are in tests/data/terapipe.json, with the formula of the tables it was given. They were measured
+on another machine, so ratios of CPU time are rough, and passes are the better comparison. Ours is the least CPU time
+of five runs in one process with compiled code loaded, from the tables in memory to the cuts, including the checks of
+the tables.
 """
 
 from __future__ import annotations

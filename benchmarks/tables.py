@@ -1,4 +1,4 @@
-"""What the benchmarks' pages share: tables in Markdown, and with what priority they were run."""
+"""What the pages of the benchmarks share: Markdown tables, and the priority of the process."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 
 def table(heads: str, rows: Iterable[Sequence[str]], words: Sequence[str] = ()) -> str:
-    """Heads are written "rank | makespan"; columns of words are named, all others hold numbers, which end alike."""
+    """A Markdown table. `heads` is written "rank | makespan". Columns are right-aligned unless `words` names them."""
     names = heads.split(" | ")
     rule = "|".join("---" if name in words else "--:" for name in names)
     return "\n".join([_line(names), f"|{rule}|", *map(_line, rows)])
@@ -18,7 +18,7 @@ def _line(cells: Sequence[str]) -> str:
 
 
 def priority() -> str:
-    """Of this process, in words."""
+    """The scheduling priority of this process, in words."""
     return (
         "real-time priority"
         if os.sched_getscheduler(0) in (os.SCHED_FIFO, os.SCHED_RR)

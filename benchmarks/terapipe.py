@@ -1,15 +1,16 @@
-"""The ten published settings of TeraPipe through one analytic cost of their cluster: what slicing should have gained.
+"""Predicts the ten published settings of TeraPipe with one analytic cost of their cluster.
 
     python benchmarks/terapipe.py            writes docs/results/terapipe.md (about a minute)
     python benchmarks/terapipe.py --quick    three settings; writes nothing
     python benchmarks/terapipe.py --json     one JSON object to stdout
 
-No such cluster was at hand: published seconds are the paper's, ours are predicted. One cost serves all settings. Public
-facts of the machine: AWS p3.16xlarge, eight V100 SXM2 of 125 TFLOPS in half precision and 900 GB/s of memory, NVLink
-between them, 25 Gbit/s between nodes. The rest is calibrated on setting 9 alone, on its whole sequences and its five
-published equal slicings, by least squares with two unknowns: seconds a layer costs however short the slice, and the
-share of peak that its matrices reach; and on setting 6 without slices, for the one number it needs that setting 9 has
-not, the rate at which copies of the pipeline sum their gradients. All other rows are predictions.
+Such a cluster was not available: published seconds are the paper's, and ours are predicted. One cost serves all
+settings. The public facts of the machine are: AWS p3.16xlarge, eight V100 SXM2 of 125 TFLOPS in half precision and
+900 GB/s of memory, NVLink between them, 25 Gbit/s between nodes. The rest is calibrated. Two unknowns are fitted by
+least squares to the whole sequences and the five published equal slicings of setting 9: the seconds that a layer
+costs however short the slice is, and the share of peak that its matrices reach. The rate at which copies of the
+pipeline sum their gradients does not occur in setting 9, so it comes from setting 6 without slices. All other rows
+are predictions.
 """
 
 from __future__ import annotations

@@ -1,17 +1,17 @@
-"""Planned paths on a slow network, for real: twenty processes, real messages, links as slow as SkipPipe's instances.
+"""Runs planned paths on a slow network: twenty processes, real messages, links as slow as in SkipPipe's instances.
 
     chrt -f 10 python benchmarks/wan.py                        all pieces, writes docs/results/wan.md (about 20 minutes)
-    chrt -f 10 python benchmarks/wan.py --only A --out FOLDER  a piece: A, B or levers (which can be taken up again)
+    chrt -f 10 python benchmarks/wan.py --only A --out FOLDER  one piece: A, B or levers (which can be resumed)
     python benchmarks/wan.py --merge FOLDER                    the page of the pieces in a folder
     chrt -f 10 python benchmarks/wan.py --quick                A alone, short searches, two rounds; writes nothing
     python benchmarks/wan.py ... --json                        one JSON object to stdout
 
 Stages sleep instead of computing, links are emulated in user space (`ShapedComm`), and time runs faster by the factor
-in the table; everything else is the runtime as it is: processes, gloo, autograd, the executor on the planned lanes. The
-full pipeline leaves out nothing and has the same nodes, slots, micro-batches and rules, uses all data nodes, and is
-planned as the paths are, by the function that `penstock paths` compares with: as many searches with the same work, its
-own arrangement, its own number of nodes for each part (and once with the published numbers). Rounds alternate.
-`predicted` is the simulator's time for the same lanes. `levers` is simulated alone.
+in the table. Everything else is the real runtime: processes, gloo, autograd, the executor on the planned lanes. The
+full pipeline leaves out nothing, has the same nodes, slots, micro-batches and rules, uses all data nodes, and is
+planned like the paths: with the same number of searches of the same length, its own arrangement, and its own number
+of nodes for each part (and once with the published numbers). Rounds alternate. `predicted` is the simulator's time
+for the same lanes. `levers` is only simulated.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""What the benchmarks on one GPU share: a model's stages on a rank, a step of ours and one of torch's, and a clock.
+"""What the benchmarks on one GPU share: the stages of a rank, a step of ours, a step of torch's, and a clock.
 
-Every script runs in a testbed, so that the ranks have the GPU side by side:
+Every script runs in a testbed, so that the ranks share the GPU side by side:
 
     penstock testbed --workers 8 -- python benchmarks/gpu/schedules.py --out schedules.json
 
-Without a GPU each runs with `--dry` on CPU workers and small sizes: that tries the script, and measures nothing.
+Without a GPU, `--dry` runs a script on CPU workers with small sizes. That tests the script and measures nothing.
 """
 
 from __future__ import annotations

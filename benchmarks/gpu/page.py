@@ -1,12 +1,12 @@
-"""The page of the runs on one H200: docs/results/h200.md and its pictures, from the JSON files beside them.
+"""Writes docs/results/h200.md and its pictures from the JSON files of the runs on one H200.
 
     python benchmarks/gpu/page.py
 
-Predictions. Eight workers share one GPU's memory, caches and power, so an action takes longer the more of the others
-work: seconds = alone x (1 + c x load), where the load is the share of all eight that works. Three timed steps give all
-of it: 1F1B the forwards and backwards, ZB-V the split backwards, Hanayo W=4 (the busiest) the c. All seconds are then
-multiplied by one number, so that the makespan of that 1F1B comes out. Every other makespan, with four workers too, is
-predicted by the simulator alone; the load is that of its own answer.
+How predictions are made: eight workers share the memory, caches and power of one GPU, so an action takes longer the
+more of the others are busy: seconds = alone x (1 + c x load), where the load is the busy share of all eight. Three
+timed steps give all constants: 1F1B gives the forwards and backwards, ZB-V the split backwards, and Hanayo W=4 (the
+busiest) gives c. All seconds are then multiplied by one number, so that the makespan of that 1F1B comes out right.
+Every other makespan, also with four workers, is predicted by the simulator alone, with the load of its own answer.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""A Llama layer of several widths on one GPU, measured and fitted; how far the fits are from points that took no part.
+"""Profiles a Llama layer of several widths on one GPU, with the errors on points that took no part in the fit.
 
     penstock testbed --workers 8 -- python benchmarks/gpu/profiles.py --out profiles.json
 
-All ranks measure at once, as they will train. The profiles themselves are in the file, points and all.
+All ranks measure at once, as they will train. The file contains the whole profiles, including their points.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Eight schedules in twelve shapes, and plans, on one GPU, with timelines, beside torch's runtime on the same backend.
+"""Times eight schedules in twelve shapes, and plans, on one GPU, beside torch's runtime on the same backend.
 
     penstock testbed --workers 8 -- python benchmarks/gpu/schedules.py --ranks 8 --tokens 2048 --out schedules-8.json
     penstock testbed --workers 8 -- python benchmarks/gpu/schedules.py --ranks 4 --tokens 2048 --out schedules-4.json
 
-A Llama of 8 layers a rank in bfloat16, one sequence a micro-batch. For each schedule steps of ours and of torch's
-runtime alternate on the same modules: both run the same actions in the same order. Ratios are taken within a round.
-`--graphs` adds ours with recorded actions (CUDA graphs). Predictions are made afterwards, by `page.py`.
+The model is a Llama with 8 layers per rank in bfloat16, and a micro-batch is one sequence. For each schedule, steps
+of our runtime and of torch's alternate on the same modules, with the same actions in the same order. Ratios are taken
+within a round. `--graphs` adds ours with recorded actions (CUDA graphs). `page.py` makes the predictions afterwards.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""Token slices on one GPU: one or two long sequences through eight workers, whole, in equal slices, and as planned.
+"""Times token slices on one GPU: one or two long sequences on eight workers, whole, in equal slices, and as planned.
 
     penstock testbed --workers 8 -- python benchmarks/gpu/slices.py --profile profile.json     measures a layer first
     python benchmarks/gpu/slices.py --plan profile.json --plans plans/                         plans, anywhere
     penstock testbed --workers 8 -- python benchmarks/gpu/slices.py --plans plans/ --out slices.json
 
-A Llama of 2 layers a rank in bfloat16. *Planned*: the best cuts for 1F1B or GPipe over slices; *composed*: the best of
-all that the planner knows (waves, split backwards, slices). Both come from the profile of all ranks at the same time,
-taken at 16,384 tokens. A step of M sequences in whole takes M + P - 1 turns of which M are work, so slicing can gain at
-most (M + P - 1) / M.
+The model is a Llama with 2 layers per rank in bfloat16. *Planned* are the best cuts for 1F1B or GPipe over slices;
+*composed* is the best combination that the planner knows (waves, split backwards, slices). Both come from a profile
+of all ranks at the same time, taken at 16,384 tokens. A step of M whole sequences takes M + P - 1 turns, of which M
+are work, so slicing can gain at most (M + P - 1) / M.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""`penstock train` on one GPU, as users start it: one process, and four side by side; actions recorded and not.
+"""Times `penstock train` on one GPU as users start it: one process and four side by side, recorded and not.
 
     python benchmarks/gpu/training.py --out training.json
 
-A Llama of 133 million parameters (the preset llama-150m), 16 sequences of 1,024 tokens a step. Each is a run of its
-own, in a folder of its own; what it forecast, and what it then measured, is read from there.
+The model is a Llama of 133 million parameters (the preset llama-150m), with 16 sequences of 1,024 tokens per step.
+Each case is a separate run in its own folder, from which the forecast and the measurements are read.
 """
 
 from __future__ import annotations

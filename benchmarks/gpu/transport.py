@@ -1,9 +1,9 @@
-"""The backend `penstock_ipc` alone: hops, small chunks through eight workers, and what a waiting host costs.
+"""Measures the backend `penstock_ipc`: hops, small chunks through eight workers, and the cost of a waiting host.
 
     penstock testbed --workers 8 -- python benchmarks/gpu/transport.py --out transport.json
 
-A chunk is a chain of matrix products. The ideal of a pipeline of M chunks over P workers is M + P - 1 chunks, each as
-long as on the slowest worker when all of them compute side by side without a message, measured by turns with it.
+A chunk is a chain of matrix products. The ideal time of M chunks over P workers is M + P - 1 chunks, each as long as
+on the slowest worker when all workers compute side by side without messages. Both are measured in turns.
 """
 
 from __future__ import annotations
