@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from collections import Counter
 from pathlib import Path
@@ -125,3 +126,26 @@ def test_the_site_loads_nothing_from_the_network() -> None:
     assert "http" not in settings
     # the offline plugin adds a script from the network unless one of this name is there
     assert "- iframe-worker.js" in settings
+
+
+def test_the_pages_of_the_site_link_to_files_of_the_site(tmp_path, monkeypatch) -> None:
+    place = importlib.util.spec_from_file_location(
+        "website", ROOT / "docs" / "website.py"
+    )
+    assert place is not None
+    assert place.loader is not None
+    website = importlib.util.module_from_spec(place)
+    place.loader.exec_module(website)
+    monkeypatch.setattr(website, "PAGES", tmp_path)
+    website.lay_out()
+    pages = sorted(tmp_path.rglob("*.md"))
+    assert {page.relative_to(tmp_path).as_posix() for page in pages} >= {
+        "README.md",
+        "LICENSE.md",
+        "docs/index.md",
+        "src/penstock/ir/needs.py.md",
+    }
+    for page in pages:
+        shows_source = not (ROOT / page.relative_to(tmp_path)).exists()
+        for link in [] if shows_source else local_links(page):
+            assert target_of(page, link).exists(), (page, link)
