@@ -383,8 +383,8 @@ that is planned by the same means, paths take {full["A"]["saved"]:.0%} less on A
 B ({even["A"]["saved"]:.0%} and {even["B"]["saved"]:.0%} with the published sizes). Waves, which use every link twice,
 come closest to 55%, but there both sides take longer than without waves, so that row is no gain.
 
-Why not more? If a third of the parts is left out, a micro-batch visits 4 nodes and 4 links each way instead of 6 and
-6. If all nodes and links are alike, the load of a step on the cluster falls by 33% (round trips of the data nodes'
+Why not more? If a third of the parts is left out, a micro-batch visits 4 nodes and 4 links each way instead of 6
+and 6. If all nodes and links are alike, the load of a step on the cluster falls by 33% (round trips of the data nodes'
 slots), 40% (work of the other nodes) or 52% (slots in total: on a path over k nodes the first slot is held for k
 links, the second for k - 1, so k (k + 1) / 2, which is 10 instead of 21). Any further gain comes from links that
 differ, where a full pipeline has to use bad ones; once its nodes are arranged for it, it uses few of them. Less is
