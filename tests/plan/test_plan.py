@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from test_simulate import random_cost
 
 from penstock import UnitCost, lower_bound, make, portfolio, simulate
 from penstock.errors import ShapeError
 from penstock.formats import dump_plan, load_plan
 from penstock.plan import candidate_plan
 from penstock.schedules.transforms import split_backward
-from random_schedules import random_schedule
+from random_schedules import random_cost, random_schedule
 
 
 @pytest.mark.parametrize("serial", [False, True])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from test_simulate import random_cost
 
 from penstock import ModelCost, PartCost, Seconds, UnitCost, make, simulate
 from penstock.cost.columns import columns
@@ -18,7 +17,7 @@ from penstock.schedules.listing import (
 )
 from penstock.schedules.orders import loop_placement, paths_through, wave_placement
 from penstock.schedules.transforms import split_backward
-from random_schedules import random_schedule
+from random_schedules import random_cost, random_schedule
 
 
 def least_caps(stages, microbatches, cost, split) -> list[float]:

@@ -25,35 +25,7 @@ from penstock.cost.columns import columns
 from penstock.errors import ShapeError
 from penstock.ir import MicroBatch, Op, Stage, parse_action, schedule_of
 from penstock.schedules.listing import in_turn
-from random_schedules import random_schedule
-
-
-def random_cost(
-    rng: np.random.Generator, ranks: int, parts: int, serial: bool
-) -> ModelCost:
-    def seconds() -> Seconds:
-        base, token, prefix, pair = rng.uniform(0.1, 2.0), *rng.uniform(0.0, 0.2, 3)
-        return Seconds(base, token, prefix, pair)
-
-    def matrix(low: float, high: float) -> tuple[tuple[float, ...], ...]:
-        return tuple(map(tuple, rng.uniform(low, high, (ranks, ranks)).tolist()))
-
-    costs = tuple(
-        PartCost(
-            seconds(),
-            seconds(),
-            seconds(),
-            held=rng.uniform(1, 5),
-            kept=rng.random(),
-            message=rng.uniform(0, 9),
-        )
-        for _ in range(parts)
-    )
-    return ModelCost(
-        costs,
-        Network(matrix(0, 0.5), matrix(1, 50), serial),
-        tuple(rng.uniform(0.5, 2, ranks).tolist()),
-    )
+from random_schedules import random_cost, random_schedule
 
 
 def oracle(schedule, cost) -> dict[object, tuple[float, float]]:
