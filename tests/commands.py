@@ -95,7 +95,7 @@ def ended(folder: Path, line: str, after: float) -> tuple[int, str]:
     return process.returncode, err
 
 
-def wait_for(folder: Path, steps: int, seconds: float = 120.0) -> None:
+def wait_for(folder: Path, steps: int, seconds: float = 600.0) -> None:
     """Wait until a run in this folder has made so many steps."""
     late = time.monotonic() + seconds
     while len(read_rows(folder)) < steps:

@@ -24,6 +24,7 @@ from torch.distributed.elastic.multiprocessing.errors import (
 )
 
 from commands import SMALL_CONFIG, called, ended, environment, wait_for
+from penstock import MicroBatch, Plan, Schedule, Stage, make
 from penstock.config import PRESETS, Config
 from penstock.errors import RunError
 from penstock.formats import read_plan, write_plan

@@ -509,9 +509,10 @@ def test_an_sdpa_layer_is_given_no_mask_unless_a_window_is_shorter_than_the_sequ
             "transformer.h" if name.startswith("GPT2") else "model.layers"
         )
         for layer in layers:
-            look = lambda layer, args, beside, seen=seen: seen.append(
-                beside["attention_mask"]
-            )
+
+            def look(layer, args, beside, seen=seen):
+                seen.append(beside["attention_mask"])
+
             layer.register_forward_pre_hook(look, with_kwargs=True)
         for part in split(model, (4,)):
             part(some_tokens())

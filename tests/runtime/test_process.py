@@ -465,7 +465,7 @@ def test_a_busy_rank_is_interrupted_and_raises_what_another_has_reported(
     schedule = make("1f1b", ranks=1, microbatches=1)
     executor = workers.executor_of(schedule, alone, workers.model_of(1))
     begin = time.monotonic()
-    with (
+    with (  # noqa: PT012
         pytest.raises(StuckError, match="rank 7 waits at 7B0"),
         watchdog.watching(executor),
     ):
