@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 
 from penstock.ir.table import Floats, Ints
-from penstock.plan.paths.flow import Traffic
+from penstock.plan.paths.path_simulator import Traffic
 
 
 def sum_seconds(traffic: Traffic, nodes: Ints, size: float) -> float:

@@ -1,6 +1,6 @@
 """Looks for better paths: simulated annealing, every step simulated.
 
-A move changes one unit of a draft, or all that share its path:
+A move changes one unit of a solution, or all that share its path:
 
     swap      two units exchange a node: of the same part, or of two parts that neither has twice
     redirect  another replica of the same part
@@ -21,10 +21,11 @@ from random import Random
 import numpy as np
 
 from penstock.plan.paths.allreduce import sum_seconds_by_part
-from penstock.plan.paths.candidate import Budget, Draft, NodePath, step_end
-from penstock.plan.paths.flow import simulate_flow
+from penstock.plan.paths.budget import Budget
+from penstock.plan.paths.path_simulator import simulate_paths
 from penstock.plan.paths.problem import Problem, expand_paths, start_conditions
 from penstock.plan.paths.rules import order_fault, part_orders
+from penstock.plan.paths.solution import NodePath, Solution, step_end
 
 MEAN = 0.5  # how much the mean of the micro-batches counts beside the last: it shows the way
 GROUP = 24  # nodes that are improved together
@@ -33,12 +34,12 @@ HOT, COLD = 0.004, 0.0001  # temperatures, as shares of the makespan
 
 
 class Search:
-    """One annealing, of a draft or of a group of its units. It has a life: its draft changes."""
+    """One annealing, of a solution or of a group of its units. It has a life: its solution changes."""
 
     def __init__(
         self,
         problem: Problem,
-        draft: Draft,
+        solution: Solution,
         units: list[int],
         free: bool,
         random: Random,
@@ -46,16 +47,20 @@ class Search:
         self.problem, self.random, self.free = problem, random, free
         self.units = units
         self.resizable = not (problem.sized or problem.policy.reserved)
-        self.labels = np.array(draft.labels, dtype=np.int64)
-        self.paths: list[NodePath] = [draft.paths[unit] for unit in units]
+        self.labels = np.array(solution.labels, dtype=np.int64)
+        self.paths: list[NodePath] = [solution.paths[unit] for unit in units]
         self.delays = np.array(
-            [draft.delays[unit] for unit in units]
-            if draft.delays
+            [solution.delays[unit] for unit in units]
+            if solution.delays
             else [0.0] * len(units)
         )
-        self.turn, self.stagger, self.careful = draft.turn, draft.stagger, draft.careful
+        self.queue_order, self.stagger, self.careful = (
+            solution.queue_order,
+            solution.stagger,
+            solution.careful,
+        )
         self.nodes = sorted(
-            {node for path in self.paths for node in path} | self._idle(draft)
+            {node for path in self.paths for node in path} | self._idle(solution)
         )
         self.sums = sum_seconds_by_part(
             problem.traffic, self.labels, problem.body, problem.gradients
@@ -66,12 +71,12 @@ class Search:
         self._sort()
         self.value, self.end, self.finish = self._simulated()
 
-    def _idle(self, draft: Draft) -> set[int]:
+    def _idle(self, solution: Solution) -> set[int]:
         """Nodes nobody passes belong to every group."""
-        passed = {node for path in draft.paths for node in path}
+        passed = {node for path in solution.paths for node in path}
         idle = [
             node
-            for node, part in enumerate(draft.labels)
+            for node, part in enumerate(solution.labels)
             if part >= 0 and node not in passed
         ]
         return set(idle if len(idle) <= GROUP else self.random.sample(idle, GROUP))
@@ -83,13 +88,13 @@ class Search:
         for node in self.nodes:
             self.replicas.setdefault(self.part[node], []).append(node)
 
-    def draft(self) -> Draft:
+    def solution(self) -> Solution:
         """Of the group alone."""
         delays = tuple(self.delays.tolist()) if self.delays.any() else ()
-        return Draft(
+        return Solution(
             tuple(self.part),
             tuple(self.paths),
-            self.turn,
+            self.queue_order,
             self.stagger,
             delays,
             self.careful,
@@ -101,30 +106,37 @@ class Search:
         nodes, parts = expand_paths(problem, self.rows, self.labels)
         after, release = start_conditions(problem, self.rows, self.stagger)
         delay = np.tile(self.delays, problem.policy.rounds)
-        found = simulate_flow(
+        found = simulate_paths(
             problem.traffic,
             nodes,
             parts,
-            self.turn,
+            self.queue_order,
             after,
             release,
             delay,
             self.careful,
         )
         if found.makespan == np.inf and not self.careful:
-            found = simulate_flow(
-                problem.traffic, nodes, parts, self.turn, after, release, delay, True
+            found = simulate_paths(
+                problem.traffic,
+                nodes,
+                parts,
+                self.queue_order,
+                after,
+                release,
+                delay,
+                True,
             )
         end = step_end(problem, found, self.labels, self.sums)
         ends = found.finish.tolist()
         return end + MEAN * sum(ends) / len(ends), end, ends[-count:]
 
     def anneal(self, budget: Budget, steps: int) -> bool:
-        """Tries `steps` moves and keeps the best draft it meets. Returns False if the budget ends before.
+        """Tries `steps` moves and keeps the best solution it meets. Returns False if the budget ends before.
 
         The temperature depends on `steps` only, so a larger budget continues where a smaller one stopped.
         """
-        best, least = self.draft(), (self.end, self.value)
+        best, least = self.solution(), (self.end, self.value)
         scale = self.value if self.value < math.inf else 1.0
         done = 0
         while done < steps and not budget.spent:
@@ -141,7 +153,7 @@ class Search:
             ):
                 self.value, self.end, self.finish = value, end, finish
                 if (end, value) < least:
-                    best, least = self.draft(), (end, value)
+                    best, least = self.solution(), (end, value)
             else:
                 self._back()
         self._take(best)
@@ -152,14 +164,18 @@ class Search:
         while self.undo:
             self.undo.pop()()
 
-    def _take(self, draft: Draft) -> None:
+    def _take(self, solution: Solution) -> None:
         self.labels, self.paths = (
-            np.array(draft.labels, dtype=np.int64),
-            list(draft.paths),
+            np.array(solution.labels, dtype=np.int64),
+            list(solution.paths),
         )
         self.rows = np.array(self.paths, dtype=np.int64)
-        self.delays = np.array(draft.delays or [0.0] * len(self.paths))
-        self.turn, self.stagger, self.careful = draft.turn, draft.stagger, draft.careful
+        self.delays = np.array(solution.delays or [0.0] * len(self.paths))
+        self.queue_order, self.stagger, self.careful = (
+            solution.queue_order,
+            solution.stagger,
+            solution.careful,
+        )
         self._sort()
 
     # ------------------------------------------------------------ moves: each says how it is undone
@@ -342,10 +358,10 @@ class Search:
 
     def _delay(self) -> bool:
         policy = self.problem.policy
-        turn, stagger = self.turn, self.stagger
+        turn, stagger = self.queue_order, self.stagger
 
         def settle_back() -> None:
-            self.turn, self.stagger = turn, stagger
+            self.queue_order, self.stagger = turn, stagger
 
         if not policy.ordered:
             self.undo.append(settle_back)
@@ -353,8 +369,8 @@ class Search:
             return self.stagger != stagger
         if self.random.random() < 0.2:
             self.undo.append(settle_back)
-            self.turn = self.random.choice(policy.turns)
-            return turn is not self.turn
+            self.queue_order = self.random.choice(policy.queue_orders)
+            return turn is not self.queue_order
         unit = self.random.randrange(len(self.paths))
         old = float(self.delays[unit])
 

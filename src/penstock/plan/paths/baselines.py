@@ -16,21 +16,19 @@ from random import Random
 import numpy as np
 
 from penstock.ir.table import Ints
-from penstock.plan.paths.candidate import (
-    Budget,
-    Draft,
-    NodePath,
-    TimeSource,
-    never,
-    settle_waiting,
-    simulate_draft,
-)
-from penstock.plan.paths.placement import replica_counts
+from penstock.plan.paths.arrangement import replica_counts
+from penstock.plan.paths.budget import Budget, TimeSource, never_stop
 from penstock.plan.paths.planner import PathPlan, best_plan, finish_plan
 from penstock.plan.paths.problem import Policy, Problem
 from penstock.plan.paths.routes import random_routes
 from penstock.plan.paths.rules import Rules, part_orders
-from penstock.plan.paths.stages import ITERATIONS
+from penstock.plan.paths.solution import (
+    NodePath,
+    Solution,
+    choose_queueing,
+    simulate_solution,
+)
+from penstock.plan.paths.staged_search import ITERATIONS
 
 
 def whole(rules: Rules) -> Rules:
@@ -44,7 +42,7 @@ def full_pipeline(
     seconds: float | None = None,
     seed: int = 0,
     clock: TimeSource = time.perf_counter,
-    stop: Callable[[], bool] = never,
+    stop: Callable[[], bool] = never_stop,
 ) -> PathPlan:
     """The best full pipeline that the same search finds: no part is left out.
 
@@ -52,12 +50,14 @@ def full_pipeline(
     planned on a given one; its sizes are its own too, unless they were given. Slots belong to who is there.
     """
     budget = Budget(iterations, seconds, clock, stop)
-    policy = Policy(plan.problem.policy.turns, ordered=plan.problem.policy.ordered)
+    policy = Policy(
+        plan.problem.policy.queue_orders, ordered=plan.problem.policy.ordered
+    )
     problem = replace(plan.problem, rules=whole(plan.problem.rules), policy=policy)
     sizes = [len(nodes) for nodes in plan.partitions]
     if problem.arranged:
         return best_plan(
-            problem, np.array(plan.draft.labels), np.array(sizes), budget, seed
+            problem, np.array(plan.solution.labels), np.array(sizes), budget, seed
         )
     if not problem.sized:
         sizes = list(
@@ -68,15 +68,15 @@ def full_pipeline(
 
 def random_paths(plan: PathPlan, seed: int = 0) -> PathPlan:
     """Paths at random: any legal order, any replica that has a place left, parts equally often."""
-    paths = random_routes(plan.problem, np.array(plan.draft.labels), seed)
+    paths = random_routes(plan.problem, np.array(plan.solution.labels), seed)
     return _as_they_come(plan, paths)
 
 
 def shortest_paths(plan: PathPlan, seed: int = 0) -> PathPlan:
     """Without collision avoidance: the slowest trip made as short as it gets, nobody's queue looked at."""
     random = Random(seed)
-    problem, labels = plan.problem, np.array(plan.draft.labels)
-    best: list[NodePath] = list(random_paths(plan, seed).draft.paths)
+    problem, labels = plan.problem, np.array(plan.solution.labels)
+    best: list[NodePath] = list(random_paths(plan, seed).solution.paths)
     slowest = _trips(problem, best)
     for _ in range(4000):
         one, other = random.randrange(len(best)), random.randrange(len(best))
@@ -132,9 +132,10 @@ def _alone(problem: Problem, path: NodePath) -> float:
 
 def _as_they_come(plan: PathPlan, paths: list[NodePath]) -> PathPlan:
     problem = plan.problem
-    draft = settle_waiting(
-        problem, Draft(plan.draft.labels, tuple(paths), problem.policy.turns[0])
+    solution = choose_queueing(
+        problem,
+        Solution(plan.solution.labels, tuple(paths), problem.policy.queue_orders[0]),
     )
-    if not np.isfinite(simulate_draft(problem, draft).makespan):
-        draft = replace(draft, careful=True)
-    return finish_plan(problem, draft, plan.bound, Budget(0))
+    if not np.isfinite(simulate_solution(problem, solution).makespan):
+        solution = replace(solution, careful=True)
+    return finish_plan(problem, solution, plan.bound, Budget(0))

@@ -6,7 +6,7 @@
 One objective all the way: the end of the step, with the sums of gradients if they have bytes. `penstock.plan.paths.rules`
 says what a plan keeps to, `Policy` how the nodes behave, `penstock.plan.paths.bound` what nobody can beat.
 
-The search counts moves, not seconds (`penstock.plan.paths.stages`): a seed gives the same plan on every machine, and more
+The search counts moves, not seconds (`penstock.plan.paths.staged_search`): a seed gives the same plan on every machine, and more
 moves never give a worse one. Only a time limit, if one is asked for, can end it earlier; the plan then says so.
 """
 
@@ -27,23 +27,17 @@ from penstock.ir.schedule import MicroBatch, Schedule, Stage, schedule_of
 from penstock.ir.table import Ints
 from penstock.ir.timeline import Timeline
 from penstock.plan.paths.allreduce import sum_seconds_by_part
-from penstock.plan.paths.bound import path_bound
-from penstock.plan.paths.candidate import (
-    Budget,
-    Draft,
-    TimeSource,
-    never,
-    simulate_draft,
-)
-from penstock.plan.paths.coverage import exchange_parts
-from penstock.plan.paths.flow import Flow
-from penstock.plan.paths.placement import (
+from penstock.plan.paths.arrangement import (
     arrange,
     find_circuits,
     part_of_each_node,
     replica_counts,
     tilt_counts,
 )
+from penstock.plan.paths.bound import path_bound
+from penstock.plan.paths.budget import Budget, TimeSource, never_stop
+from penstock.plan.paths.part_exchange import exchange_parts
+from penstock.plan.paths.path_simulator import PathTimes
 from penstock.plan.paths.problem import PLANNED, Policy, Problem, expand_paths
 from penstock.plan.paths.routes import random_routes, route_units
 from penstock.plan.paths.rules import (
@@ -54,7 +48,8 @@ from penstock.plan.paths.rules import (
     rules_from,
     rules_text,
 )
-from penstock.plan.paths.stages import ITERATIONS, search
+from penstock.plan.paths.solution import Solution, simulate_solution
+from penstock.plan.paths.staged_search import ITERATIONS, search
 from penstock.schedules.size import refuse_size
 from penstock.sim.simulate import simulate
 
@@ -80,7 +75,7 @@ class PathPlan:
     seconds: float  # that the search took
     simulations: int  # moves that the search tried
     problem: Problem
-    draft: Draft
+    solution: Solution
     cut_short: bool = False
     lost: tuple[int, ...] = ()  # nodes that are gone
     homes: tuple[
@@ -96,7 +91,7 @@ class PathPlan:
     @property
     def partitions(self) -> tuple[tuple[int, ...], ...]:
         """The nodes of each part."""
-        labels = self.draft.labels
+        labels = self.solution.labels
         return tuple(
             tuple(n for n, p in enumerate(labels) if p == part)
             for part in range(self.problem.body)
@@ -128,7 +123,7 @@ def plan_paths(
     seconds: float | None = None,
     seed: int = 0,
     clock: TimeSource = time.perf_counter,
-    stop: Callable[[], bool] = never,
+    stop: Callable[[], bool] = never_stop,
 ) -> PathPlan:
     """The best plan found for a model of these `parts` (the head last) and so many micro-batches a data node.
 
@@ -176,23 +171,23 @@ def best_plan(
         f"{shape[0]} data nodes with microbatches={problem.microbatches} slices={problem.slices}",
     )
     bound = path_bound(problem, shape, labels)
-    draft = search(
+    solution = search(
         problem,
-        lambda turn: _drafts(problem, labels, shape, turn),
+        lambda turn: _first_solutions(problem, labels, shape, turn),
         budget,
         labels is None,
         seed,
     )
-    return finish_plan(problem, draft, bound, budget)
+    return finish_plan(problem, solution, bound, budget)
 
 
-def _drafts(
+def _first_solutions(
     problem: Problem, labels: Ints | None, shape: Ints, seed: int
-) -> list[Draft]:
+) -> list[Solution]:
     """To begin with: on the arrangement that is given, else on some that suit circuits, and some that suit routes."""
     moves = CIRCUIT_MOVES * min(problem.traffic.nodes, 200) // 4
     if labels is not None:
-        return first_drafts(
+        return first_solutions(
             problem, labels, find_circuits(problem, labels, moves, seed), seed
         )
     few = (
@@ -201,7 +196,7 @@ def _drafts(
         and problem.hops > 0
     )
     sizes = tuple(shape.tolist())
-    drafts: list[Draft] = []
+    solutions: list[Solution] = []
     for tried in dict.fromkeys(
         [
             sizes,
@@ -209,39 +204,39 @@ def _drafts(
         ]
     ):
         arrangement, circuits = arrange(problem, tried, moves, seed)
-        drafts += first_drafts(problem, arrangement, circuits, seed)
-        drafts += (
-            route_drafts(problem, exchange_parts(problem, arrangement, seed))
+        solutions += first_solutions(problem, arrangement, circuits, seed)
+        solutions += (
+            route_solutions(problem, exchange_parts(problem, arrangement, seed))
             if few
             else []
         )
-    return drafts
+    return solutions
 
 
-def first_drafts(
+def first_solutions(
     problem: Problem, labels: Ints, circuits: Ints, seed: int
-) -> list[Draft]:
+) -> list[Solution]:
     """Lanes, if they meet all parts equally often; where slots are free for all, routes as well."""
     met = np.bincount(labels[circuits[:, 1:]].ravel(), minlength=problem.body)[1:]
     alive = np.bincount(labels[labels > 0], minlength=problem.body)[1:] > 0
-    drafts = (
-        [first_draft(problem, labels, circuits)]
+    solutions = (
+        [circuit_solution(problem, labels, circuits)]
         if len(set(met[alive].tolist())) <= 1
         else []
     )
     if problem.policy.reserved:
-        return drafts or [
+        return solutions or [
             replace(
-                first_draft(problem, labels, circuits),
+                circuit_solution(problem, labels, circuits),
                 paths=tuple(random_routes(problem, labels, seed)),
             )
         ]
-    return [*drafts, *route_drafts(problem, labels)]
+    return [*solutions, *route_solutions(problem, labels)]
 
 
-def route_drafts(problem: Problem, labels: Ints) -> list[Draft]:
+def route_solutions(problem: Problem, labels: Ints) -> list[Solution]:
     """Every unit over the cheapest nodes, for several prices of a node that is busy."""
-    first = first_draft(problem, labels, np.zeros((0, 1), dtype=np.int64))
+    first = circuit_solution(problem, labels, np.zeros((0, 1), dtype=np.int64))
     return [
         replace(first, paths=tuple(route_units(problem, labels, weight)))
         for weight in BUSY_PRICES
@@ -250,14 +245,14 @@ def route_drafts(problem: Problem, labels: Ints) -> list[Draft]:
 
 def finish_plan(
     problem: Problem,
-    draft: Draft,
+    solution: Solution,
     bound: float,
     budget: Budget,
     lost: tuple[int, ...] = (),
 ) -> PathPlan:
-    """A draft as a plan, timed by the simulator."""
-    schedule = schedule_from(problem, draft, simulate_draft(problem, draft))
-    makespan = step_seconds(problem, schedule, np.array(draft.labels))
+    """A solution as a plan, timed by the simulator."""
+    schedule = schedule_from(problem, solution, simulate_solution(problem, solution))
+    makespan = step_seconds(problem, schedule, np.array(solution.labels))
     assert bound <= makespan * (1 + 1e-9), "a bound above a plan"
     return PathPlan(
         schedule,
@@ -266,7 +261,7 @@ def finish_plan(
         budget.elapsed,
         budget.used,
         problem,
-        draft,
+        solution,
         budget.cut_short,
         lost,
     )
@@ -285,15 +280,15 @@ def step_seconds(problem: Problem, schedule: Schedule, labels: Ints) -> float:
     return max(timeline.makespan, float((ends[busy] + sums[labels[busy]]).max()))
 
 
-def first_draft(problem: Problem, labels: Ints, circuits: Ints) -> Draft:
+def circuit_solution(problem: Problem, labels: Ints, circuits: Ints) -> Solution:
     """Every micro-batch of a data node on that node's circuit."""
     paths = tuple(
         tuple(circuit) for _ in range(problem.units) for circuit in circuits.tolist()
     )
-    return Draft(
+    return Solution(
         tuple(labels.tolist()),
         paths,
-        problem.policy.turns[0],
+        problem.policy.queue_orders[0],
         problem.stagger(problem.policy.staggers[0]),
     )
 
@@ -301,7 +296,7 @@ def first_draft(problem: Problem, labels: Ints, circuits: Ints) -> Draft:
 def rule_faults(plan: PathPlan) -> tuple[RuleFault, ...]:
     """The rules that a plan breaks: none."""
     problem = plan.problem
-    gone = [part for part in range(problem.body) if part not in plan.draft.labels]
+    gone = [part for part in range(problem.body) if part not in plan.solution.labels]
     return find_rule_faults(
         plan.schedule,
         problem.body,
@@ -328,7 +323,7 @@ def paths_plan(plan: PathPlan) -> Plan:
         ("skipped", problem.body - 1 - problem.hops),
         ("slices", problem.slices),
         ("waves", problem.waves),
-        ("turn", plan.draft.turn.name.lower()),
+        ("turn", plan.solution.queue_order.name.lower()),
         ("rules", rules_text(problem.rules)),
         ("slots", " ".join(map(str, problem.traffic.slots.tolist()))),
     )
@@ -355,12 +350,14 @@ def check_rules(plan: Plan, texts: Sequence[str] = ()) -> Rules | None:
     return rules
 
 
-# ---------------------------------------------------------------- from a draft to a schedule
-def schedule_from(problem: Problem, draft: Draft, flow: Flow) -> Schedule:
+# ---------------------------------------------------------------- from a solution to a schedule
+def schedule_from(problem: Problem, solution: Solution, flow: PathTimes) -> Schedule:
     """The three tables: stages by node, heads (or the ways up) after them, lanes in the order of the starts."""
     assert np.isfinite(flow.makespan), "micro-batches wait for each other in a circle"
-    labels = np.array(draft.labels)
-    nodes, parts = expand_paths(problem, np.array(draft.paths, dtype=np.int64), labels)
+    labels = np.array(solution.labels)
+    nodes, parts = expand_paths(
+        problem, np.array(solution.paths, dtype=np.int64), labels
+    )
     stages: list[Stage] = []
     number: dict[tuple[int, int], int] = {}
     for node, part in enumerate(labels.tolist()):
@@ -388,7 +385,7 @@ def _pieces(problem: Problem, part: int) -> tuple[int, ...]:
     return (0, problem.body) if part == 0 else (part,)
 
 
-def _lanes(flow: Flow, nodes: Ints, table: list[MicroBatch]) -> list[list[Action]]:
+def _lanes(flow: PathTimes, nodes: Ints, table: list[MicroBatch]) -> list[list[Action]]:
     lanes: list[list[Action]] = [[] for _ in range(len(flow.last))]
     _, length, slices, _ = flow.start.shape
     start = flow.start.ravel()

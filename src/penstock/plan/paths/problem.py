@@ -21,7 +21,7 @@ from penstock.cost.model import PartCost, share_of
 from penstock.cost.wrapped import PausedCost
 from penstock.errors import ShapeError
 from penstock.ir.table import Floats, Ints
-from penstock.plan.paths.flow import QueueOrder, Traffic
+from penstock.plan.paths.path_simulator import QueueOrder, Traffic
 from penstock.plan.paths.rules import Rules
 from penstock.schedules.orders import require_at_least
 from penstock.schedules.size import refuse_size
@@ -37,7 +37,7 @@ class Policy:
     ordered: nodes keep to a planned order; else they take what comes first, and only the paths are planned.
     """
 
-    turns: tuple[QueueOrder, ...] = (
+    queue_orders: tuple[QueueOrder, ...] = (
         QueueOrder.BACKWARD,
         QueueOrder.TAIL,
         QueueOrder.ARRIVAL,

@@ -17,12 +17,13 @@ import numpy as np
 
 from penstock.errors import ShapeError
 from penstock.ir.table import Ints
+from penstock.plan.paths.arrangement import NO_PART_HELD, find_circuits
 from penstock.plan.paths.bound import path_bound
-from penstock.plan.paths.candidate import Budget, Draft, TimeSource, never
-from penstock.plan.paths.placement import NO_PART_HELD, find_circuits
-from penstock.plan.paths.planner import PathPlan, finish_plan, first_drafts
+from penstock.plan.paths.budget import Budget, TimeSource, never_stop
+from penstock.plan.paths.planner import PathPlan, finish_plan, first_solutions
 from penstock.plan.paths.problem import Policy
-from penstock.plan.paths.stages import search
+from penstock.plan.paths.solution import Solution
+from penstock.plan.paths.staged_search import search
 
 CIRCUIT_MOVES = 20_000  # tried in all, to begin with
 ITERATIONS = 6_300  # moves of the search: its first three stages
@@ -36,7 +37,7 @@ def replan(
     seconds: float | None = None,
     seed: int = 0,
     clock: TimeSource = time.perf_counter,
-    stop: Callable[[], bool] = never,
+    stop: Callable[[], bool] = never_stop,
 ) -> PathPlan:
     """A plan for the nodes that are left. `returned`: of those lost before, with the parts they had.
 
@@ -45,30 +46,30 @@ def replan(
     budget = Budget(iterations, seconds, clock, stop)
     homes = dict(plan.homes) | {
         node: part
-        for node, part in enumerate(plan.draft.labels)
+        for node, part in enumerate(plan.solution.labels)
         if part != NO_PART_HELD
     }
     gone = (set(plan.lost) | set(lost)) - set(returned)
     labels = np.array(
         [
             NO_PART_HELD if n in gone else homes.get(n, NO_PART_HELD)
-            for n in range(len(plan.draft.labels))
+            for n in range(len(plan.solution.labels))
         ]
     )
     _refuse(plan, labels, lost, returned)
-    before = len({path[0] for path in plan.draft.paths}) * plan.problem.microbatches
+    before = len({path[0] for path in plan.solution.paths}) * plan.problem.microbatches
     data = int((labels == 0).sum())
     total = max(plan.whole, before)
     policy = plan.problem.policy
     if policy.reserved:  # fewer slots than paths: they go to whoever is there
-        policy = Policy(policy.turns, ordered=policy.ordered)
+        policy = Policy(policy.queue_orders, ordered=policy.ordered)
     problem = replace(
         plan.problem, policy=policy, microbatches=max(round(total / data), 1)
     )
     bound = path_bound(problem, np.bincount(labels[labels >= 0]), labels)
 
-    def starts(turn: int) -> list[Draft]:
-        return first_drafts(
+    def starts(turn: int) -> list[Solution]:
+        return first_solutions(
             problem, labels, find_circuits(problem, labels, CIRCUIT_MOVES, turn), turn
         )
 
@@ -80,7 +81,7 @@ def replan(
 def _refuse(
     plan: PathPlan, labels: Ints, lost: Sequence[int], returned: Sequence[int]
 ) -> None:
-    nodes = len(plan.draft.labels)
+    nodes = len(plan.solution.labels)
     for word, some in (("lost", lost), ("returned", returned)):
         for node in some:
             if not 0 <= node < nodes:

@@ -17,22 +17,17 @@ from random import Random
 
 import numpy as np
 
-from penstock.plan.paths.candidate import (
-    Budget,
-    Draft,
-    TimeSource,
-    draft_value,
-    simulate_draft,
-)
-from penstock.plan.paths.improve import improve_draft
+from penstock.plan.paths.budget import Budget, TimeSource
+from penstock.plan.paths.improve import improve_solution
 from penstock.plan.paths.planner import PathPlan, finish_plan
 from penstock.plan.paths.problem import Problem
 from penstock.plan.paths.rules import part_orders, part_subsets
+from penstock.plan.paths.solution import Solution, simulate_solution, solution_value
 
 Parts = frozenset[int]
 MAX_UNITS = 60  # that are tried for a set of parts
 ATTEMPT = 6_000  # moves of the search for a plan that meets a set of parts
-ITERATIONS = 120_000  # moves and simulated drafts of all of these searches
+ITERATIONS = 120_000  # moves and simulated solutions of all of these searches
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +55,7 @@ class Rotation:
 
 def parts_met(plan: PathPlan) -> frozenset[Parts]:
     """The sets of parts, beside the first, that the plan's paths meet."""
-    return _met(plan.draft)
+    return _met(plan.solution)
 
 
 def rotate(
@@ -76,7 +71,7 @@ def rotate(
     The searches try `iterations` moves in all, or end after `seconds` by `clock` if these are given and pass first.
     """
     problem, budget = plan.problem, Budget(iterations, seconds, clock)
-    alive = [part for part in range(1, problem.body) if part in plan.draft.labels]
+    alive = [part for part in range(1, problem.body) if part in plan.solution.labels]
     wanted = [
         s
         for s in part_subsets(alive, min(problem.hops, len(alive)))
@@ -86,10 +81,12 @@ def rotate(
     missing = [chosen for chosen in wanted if chosen not in seen]
     turn = 0
     while missing and not budget.spent:
-        draft = _with(plan, missing[0], budget, seed + turn)
+        solution = _with(plan, missing[0], budget, seed + turn)
         turn += 1
         other = (
-            None if draft is None else finish_plan(problem, draft, plan.bound, budget)
+            None
+            if solution is None
+            else finish_plan(problem, solution, plan.bound, budget)
         )
         if other is not None and other.makespan <= plan.makespan * (1.0 + slack) + 1e-9:
             plans.append(other)
@@ -100,38 +97,38 @@ def rotate(
     return Rotation(tuple(plans), tuple(sorted(missing, key=sorted)), budget.cut_short)
 
 
-def _with(plan: PathPlan, wanted: Parts, budget: Budget, seed: int) -> Draft | None:
-    """The best draft in which a path meets the wanted parts; None: there is none."""
+def _with(plan: PathPlan, wanted: Parts, budget: Budget, seed: int) -> Solution | None:
+    """The best solution in which a path meets the wanted parts; None: there is none."""
     problem, random = plan.problem, Random(seed)
-    units = list(range(len(plan.draft.paths)))
+    units = list(range(len(plan.solution.paths)))
     random.shuffle(units)
     tried = [
         paths
         for unit in units[:MAX_UNITS]
-        for paths in force_parts(problem, plan.draft, unit, wanted, random)
+        for paths in force_parts(problem, plan.solution, unit, wanted, random)
     ]
-    drafts = [replace(plan.draft, paths=paths) for paths in tried]
-    budget.used += len(drafts) + 1
-    drafts = [
-        draft
-        if np.isfinite(simulate_draft(problem, draft).makespan)
-        else replace(draft, careful=True)
-        for draft in drafts
+    solutions = [replace(plan.solution, paths=paths) for paths in tried]
+    budget.used += len(solutions) + 1
+    solutions = [
+        solution
+        if np.isfinite(simulate_solution(problem, solution).makespan)
+        else replace(solution, careful=True)
+        for solution in solutions
     ]
-    if not drafts:
+    if not solutions:
         return None
-    best = min(drafts, key=lambda draft: draft_value(problem, draft))
-    if draft_value(problem, best)[0] <= plan.makespan + 1e-9:
+    best = min(solutions, key=lambda solution: solution_value(problem, solution))
+    if solution_value(problem, best)[0] <= plan.makespan + 1e-9:
         return best
-    searched = improve_draft(problem, best, budget, False, seed, ATTEMPT)
+    searched = improve_solution(problem, best, budget, False, seed, ATTEMPT)
     return searched if wanted in _met(searched) else best
 
 
 def force_parts(
-    problem: Problem, draft: Draft, unit: int, wanted: Parts, random: Random
+    problem: Problem, solution: Solution, unit: int, wanted: Parts, random: Random
 ) -> list[tuple[tuple[int, ...], ...]]:
     """The paths after a unit has exchanged nodes with others until it meets the wanted parts; [] if that fails."""
-    labels, paths = draft.labels, list(draft.paths)
+    labels, paths = solution.labels, list(solution.paths)
     for part in sorted(wanted):
         mine = {labels[node]: node for node in paths[unit][1:]}
         if part in mine:
@@ -180,7 +177,7 @@ def _may_take(
     )
 
 
-def _met(draft: Draft) -> frozenset[Parts]:
+def _met(solution: Solution) -> frozenset[Parts]:
     return frozenset(
-        frozenset(draft.labels[node] for node in path[1:]) for path in draft.paths
+        frozenset(solution.labels[node] for node in path[1:]) for path in solution.paths
     )
