@@ -28,7 +28,7 @@ from itertools import chain, islice
 import numpy as np
 
 from penstock.ir.table import Floats, Ints
-from penstock.plan.paths.allreduce import least_sum, sum_seconds_by_part
+from penstock.plan.paths.allreduce import least_sum_seconds, sum_seconds_by_part
 from penstock.plan.paths.cycles import min_plus, shortest_cycles
 from penstock.plan.paths.prices import Market, price_bound
 from penstock.plan.paths.problem import Problem
@@ -346,7 +346,7 @@ def _free(problem: Problem, sizes: Ints) -> float:
         last = max(last, problem.policy.rounds * float(anywhere.max()))
     if problem.hops:
         last = max(last, price_bound(_market(problem, work, trip), data))
-    found = [last + least_sum(traffic, data, problem.gradients)]
+    found = [last + least_sum_seconds(traffic, data, problem.gradients)]
     visits = data * problem.microbatches * problem.hops
     each = np.sort(work.whole[1:].min() * traffic.slow + work.gaps * traffic.gap)[
         : traffic.nodes - data
