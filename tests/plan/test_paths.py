@@ -40,8 +40,7 @@ from penstock.plan.paths.problem import (
     even_parts,
     halves_of,
 )
-from penstock.plan.paths.recovery import ITERATIONS as RECOVERY_ITERATIONS
-from penstock.plan.paths.recovery import replan
+from penstock.plan.paths.recovery import DEFAULT_RECOVERY_MOVES, replan
 from penstock.plan.paths.rotation import parts_met, rotate
 from penstock.plan.paths.rules import Rules, order_fault, part_subsets
 from penstock.plan.paths.solution import Solution, simulate_solution
@@ -762,7 +761,7 @@ def test_a_plan_for_who_is_left_leaves_the_parts_where_they_are():
         [found.partitions[0][1], found.partitions[2][0]],
     ):
         left = replan(found, lost=lost)
-        assert left.simulations == RECOVERY_ITERATIONS
+        assert left.simulations == DEFAULT_RECOVERY_MOVES
         sound(left)
         assert not {node for path in left.solution.paths for node in path} & set(lost)
         assert all(
@@ -795,7 +794,7 @@ def test_who_cannot_be_lost_or_return_is_named():
     with pytest.raises(ShapeError, match="no data node is left"):
         replan(found, lost=found.partitions[0])
     with pytest.raises(
-        ShapeError, match=r"node 99 is lost, but there are nodes 0\.\.19"
+        ShapeError, match=r"node 99 is lost, but the plan has nodes 0\.\.19"
     ):
         replan(found, lost=[99])
     with pytest.raises(ShapeError, match="node 3 returned, but it was not lost"):
@@ -817,7 +816,7 @@ def test_sizes_balance_the_work():
     [
         ({"sizes": (3, 3)}, "sizes for 2 parts, but the model has 4"),
         ({"sizes": (3, 3, 3, 3)}, "add up to 12 nodes, but the cluster has 9"),
-        ({"sizes": (9, 0, 0, 0)}, "a part without a node"),
+        ({"sizes": (9, 0, 0, 0)}, "a part has no node"),
         ({"arrangement": [[0, 1], [2], [3], [4, 4]]}, "node 4 holds parts 3 and 3"),
         (
             {"arrangement": [[0, 1], [2], [3], [12]]},

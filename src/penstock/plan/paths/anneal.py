@@ -26,7 +26,7 @@ from penstock.plan.paths.budget import Budget
 from penstock.plan.paths.path_simulator import simulate_paths
 from penstock.plan.paths.problem import Problem, expand_paths, start_conditions
 from penstock.plan.paths.rules import order_fault, part_orders
-from penstock.plan.paths.solution import NodePath, Solution, step_end
+from penstock.plan.paths.solution import NodePath, Solution, path_in_order, step_end
 
 # How much the mean end of the micro-batches counts besides the last end. It guides the search where
 # the last end does not change.
@@ -213,22 +213,21 @@ class Annealing:
             return self._reorder()
         return self._change_queueing()
 
+    def _pick_unit(self) -> int:
+        return int(self.random.random() * len(self.paths))
+
     def _pick_late_unit(self) -> int:
         """Return a random unit, preferably one that ends late."""
-        units = len(self.paths)
-        picked = int(self.random.random() * units)
+        picked = self._pick_unit()
         for _ in range(int(self.random.random() * 4)):
-            other = int(self.random.random() * units)
+            other = self._pick_unit()
             if self.finish[other] > self.finish[picked]:
                 picked = other
         return picked
 
     def _pick_units(self, late: bool = True) -> list[int]:
         """Return one unit, or all units with the same path."""
-        if late:
-            unit = self._pick_late_unit()
-        else:
-            unit = int(self.random.random() * len(self.paths))
+        unit = self._pick_late_unit() if late else self._pick_unit()
         if self.random.random() < 0.5:
             return [unit]
         shared = self.paths[unit]
@@ -261,7 +260,7 @@ class Annealing:
             return None
         node_of_part = {self.part[node]: node for node in path[1:]}
         order = self.random.choice(allowed)
-        return (path[0], *[node_of_part[part] for part in order])
+        return path_in_order(path[0], node_of_part, order)
 
     def _swap(self) -> bool:
         """Let two units, or two classes of units with equal paths, exchange a node."""

@@ -1,12 +1,12 @@
-"""Which node holds which part.
+"""Decides which node holds which part.
 
     sizes     20 nodes, 6 parts, paths over 4: 5 data nodes for part 0, 3 replicas of every other part
     circuits  the nodes cut into 5 circuits of 4, whatever their parts       (penstock.plan.paths.circuits)
-    labels    the circuits' places get parts, rising along each circuit, all parts equally often, so that the
-              replicas of a part are near each other where they have gradients to sum
+    labels    the places of the circuits get parts, rising along each circuit and all equally often, so that the
+              replicas of a part are near each other if they have gradients to sum
 
-Taking circuits first and parts afterwards is what makes arrangement and paths one search: the parts of a circuit that
-has none yet can always be chosen to rise.
+Because circuits come first and parts second, arrangement and paths are one search: a circuit
+without parts can always get parts in rising order.
 """
 
 from __future__ import annotations
@@ -23,13 +23,18 @@ from penstock.plan.paths.circuits import improve_circuits
 from penstock.plan.paths.problem import Problem
 from penstock.plan.paths.rules import part_orders, spread_parts
 
-NO_PART_HELD = -1  # the part of a node that holds none
+NO_PART_HELD = -1  # the label of a node without a part
+EXCHANGES_PER_CIRCUIT = 40  # exchanges that are tried to bring replicas together
+MAX_EXCHANGES = 2000
+MEAN_ALLREDUCE_WEIGHT = 1e-3  # of the mean all-reduce, next to the slowest one
 
 
 def replica_counts(
     nodes: int, parts: int, hops: int, data: int | None = None
 ) -> tuple[int, ...]:
-    """Data nodes and replicas of each other part, so that all nodes have the same to do; or with so many data nodes.
+    """Return the number of data nodes and of the replicas of each other part.
+
+    All nodes get the same amount of work, unless the number of `data` nodes is given.
 
     >>> replica_counts(20, 6, 3)
     (5, 3, 3, 3, 3, 3)
@@ -38,38 +43,45 @@ def replica_counts(
         raise ShapeError(
             f"{nodes} nodes cannot hold {parts} parts; the least is {parts} nodes"
         )
-    most = nodes - (parts - 1)
+    max_data = nodes - (parts - 1)
     if data is None:
-        data = max(min(nodes // (hops + 1), most), 1)
-    if not 1 <= data <= most:
+        data = max(min(nodes // (hops + 1), max_data), 1)
+    if not 1 <= data <= max_data:
         raise ShapeError(
-            f"{data} data nodes of {nodes} nodes and {parts} parts; from 1 to {most} fit"
+            f"{data} data nodes of {nodes} nodes and {parts} parts; from 1 to {max_data} fit"
         )
     each, more = divmod(nodes - data, parts - 1)
     return (data, *(each + (number < more) for number in range(parts - 1)))
 
 
 def tilt_counts(sizes: Sequence[int], hops: int) -> tuple[int, ...]:
-    """As many nodes, but more for parts that come early on a path: those hold a micro-batch longer.
+    """Return sizes with more nodes for the parts that come early on a path.
 
-    The mean of equal shares and of shares by how long they hold one; what remains goes to who lacks most.
+    Early parts hold a micro-batch for longer. The new sizes lie halfway between equal shares and
+    shares proportional to the time that a part holds a micro-batch. Nodes that remain after
+    rounding down go to the parts that lack most.
 
     >>> tilt_counts((5, 3, 3, 3, 3, 3), hops=5)
     (5, 4, 3, 3, 3, 2)
     """
-    data, others = sizes[0], len(sizes) - 1
+    data = sizes[0]
+    others = len(sizes) - 1
     if others < 2 or hops < 2:
         return tuple(sizes)
+    total = sum(sizes[1:])
     held = [hops - part * (hops - 1) / (others - 1) for part in range(others)]
-    wanted = [sum(sizes[1:]) * (1 / others + share / sum(held)) / 2 for share in held]
-    found = [max(int(share), 1) for share in wanted]
-    while sum(found) < sum(sizes[1:]):
-        found[max(range(others), key=lambda part: wanted[part] - found[part])] += 1
-    return (data, *found) if sum(found) == sum(sizes[1:]) else tuple(sizes)
+    wanted = [total * (1 / others + share / sum(held)) / 2 for share in held]
+    tilted = [max(int(share), 1) for share in wanted]
+    while sum(tilted) < total:
+        neediest = max(range(others), key=lambda part: wanted[part] - tilted[part])
+        tilted[neediest] += 1
+    if sum(tilted) != total:
+        return tuple(sizes)
+    return (data, *tilted)
 
 
 def part_of_each_node(partitions: Sequence[Sequence[int]], nodes: int) -> Ints:
-    """The part of each node, from the nodes of each part."""
+    """Return the part of each node, given the nodes of each part."""
     labels = np.full(nodes, NO_PART_HELD, dtype=np.int64)
     for part, members in enumerate(partitions):
         for node in members:
@@ -86,7 +98,9 @@ def part_of_each_node(partitions: Sequence[Sequence[int]], nodes: int) -> Ints:
 
 
 def part_designs(circuits: int, parts: int, hops: int) -> list[tuple[int, ...]]:
-    """For each circuit the parts it meets beside the first, rising; over all circuits equally often.
+    """Return the parts of each circuit after the first part, in rising order.
+
+    Over all circuits every part occurs equally often.
 
     >>> part_designs(5, 6, 3)
     [(2, 4, 5), (1, 3, 5), (1, 2, 4), (2, 3, 5), (1, 3, 4)]
@@ -97,66 +111,69 @@ def part_designs(circuits: int, parts: int, hops: int) -> list[tuple[int, ...]]:
 def arrange(
     problem: Problem, sizes: Sequence[int], iterations: int, seed: int
 ) -> tuple[Ints, Ints]:
-    """The part of each node and the circuits [data node, hops...], both chosen."""
-    nodes, hops, count = problem.traffic.nodes, problem.hops, sizes[0]
+    """Choose the part of each node, and circuits. A circuit is a data node and its hops."""
+    nodes = problem.traffic.nodes
     order = np.random.default_rng(seed).permutation(nodes)
-    places = count * (hops + 1)
-    if (
-        places > nodes
-    ):  # more data nodes than circuits: some share one, and the search sorts it out
-        return _shared(problem, sizes, order)
+    data_nodes = sizes[0]
+    places = data_nodes * (problem.hops + 1)
+    if places > nodes:
+        # Not every data node can have its own circuit: some share nodes, and the search sorts it out.
+        return _arrange_sharing(problem, sizes, order)
     circuits, spare = improve_circuits(
         problem,
-        order[:places].reshape(count, hops + 1),
+        order[:places].reshape(data_nodes, problem.hops + 1),
         order[places:],
         None,
         iterations,
         seed,
     )
-    return _labelled(problem, sizes, circuits, spare, seed), circuits
+    return _label_nodes(problem, sizes, circuits, spare, seed), circuits
 
 
 def find_circuits(problem: Problem, labels: Ints, iterations: int, seed: int) -> Ints:
-    """Circuits over nodes whose parts are given; where there are not enough nodes, circuits that share some."""
-    body, hops = problem.body, problem.hops
+    """Return circuits over nodes whose parts are given. If there are too few nodes, circuits share some."""
     data = np.flatnonzero(labels == 0)
-    alive = [part for part in range(1, body) if (labels == part).any()]
-    hops = min(hops, len(alive))
-    rows, disjoint = np.empty((len(data), hops + 1), dtype=np.int64), True
-    taken = dict.fromkeys(range(body), 0)
-    chosen = part_designs(len(data), len(alive) + 1, hops)
+    alive = [part for part in range(1, problem.body) if (labels == part).any()]
+    hops = min(problem.hops, len(alive))
+    circuits = np.empty((len(data), hops + 1), dtype=np.int64)
+    disjoint = True
+    taken = dict.fromkeys(range(problem.body), 0)
+    designs = part_designs(len(data), len(alive) + 1, hops)
     for circuit, node in enumerate(data.tolist()):
-        allowed = part_orders(
-            frozenset(alive[number - 1] for number in chosen[circuit]), problem.rules
-        )
+        chosen = frozenset(alive[number - 1] for number in designs[circuit])
+        allowed = part_orders(chosen, problem.rules)
         parts = allowed[0] if allowed else _any_order(alive, hops, problem)
-        rows[circuit, 0] = node
+        circuits[circuit, 0] = node
         for place, part in enumerate(parts, start=1):
             replicas = np.flatnonzero(labels == part)
-            disjoint &= taken[part] < len(replicas)
-            rows[circuit, place] = replicas[taken[part] % len(replicas)]
+            if taken[part] >= len(replicas):
+                disjoint = False
+            circuits[circuit, place] = replicas[taken[part] % len(replicas)]
             taken[part] += 1
     if not disjoint or hops == 0:
-        return rows
-    spare = np.setdiff1d(np.flatnonzero(labels > 0), rows[:, 1:])
-    return improve_circuits(problem, rows, spare, labels, iterations, seed)[0]
+        return circuits
+    spare = np.setdiff1d(np.flatnonzero(labels > 0), circuits[:, 1:])
+    improved, _ = improve_circuits(problem, circuits, spare, labels, iterations, seed)
+    return improved
 
 
 def _any_order(alive: list[int], hops: int, problem: Problem) -> tuple[int, ...]:
-    """Parts that a path may meet in order, where the first choice leaves too wide a step."""
-    rows = [alive[i : i + hops] for i in range(len(alive) - hops + 1)]
-    found = [
-        order for row in rows for order in part_orders(frozenset(row), problem.rules)
-    ]
-    if not found:
-        raise ShapeError(
-            f"no path over {hops + 1} of the parts 0, {', '.join(map(str, alive))} keeps to the order; "
-            f"steps go at most {problem.rules.ahead} ahead"
-        )
-    return found[0]
+    """Return neighboring parts that a path may visit, if the first choice would need too wide a step."""
+    for first in range(len(alive) - hops + 1):
+        neighbors = frozenset(alive[first : first + hops])
+        orders = part_orders(neighbors, problem.rules)
+        if orders:
+            return orders[0]
+    raise ShapeError(
+        f"no path over {hops + 1} of the parts 0, {', '.join(map(str, alive))} keeps to the "
+        f"order; steps go at most {problem.rules.ahead} ahead"
+    )
 
 
-def _shared(problem: Problem, sizes: Sequence[int], order: Ints) -> tuple[Ints, Ints]:
+def _arrange_sharing(
+    problem: Problem, sizes: Sequence[int], order: Ints
+) -> tuple[Ints, Ints]:
+    """Give the nodes their parts in this order, and find circuits that share nodes."""
     labels = np.full(problem.traffic.nodes, NO_PART_HELD, dtype=np.int64)
     begin = 0
     for part, size in enumerate(sizes):
@@ -166,65 +183,73 @@ def _shared(problem: Problem, sizes: Sequence[int], order: Ints) -> tuple[Ints, 
 
 
 # ---------------------------------------------------------------- parts for the places of circuits
-def _labelled(
+def _label_nodes(
     problem: Problem, sizes: Sequence[int], circuits: Ints, spare: Ints, seed: int
 ) -> Ints:
-    rows = part_designs(len(circuits), problem.body, problem.hops)
-    for row in rows:
-        _refuse(problem, row)
-    labels = np.full(problem.traffic.nodes, NO_PART_HELD, dtype=np.int64)
-    labels[circuits[:, 0]] = 0
+    """Return the part of each node, given circuits and the nodes that are on none."""
+    designs = part_designs(len(circuits), problem.body, problem.hops)
+    for design in designs:
+        _refuse_design(problem, design)
     if problem.gradients > 0 and len(circuits) > 1:
-        rows = _nearer(problem, circuits, rows, seed)
-    for circuit, row in zip(circuits, rows, strict=True):
-        labels[circuit[1:]] = row
+        designs = _bring_replicas_together(problem, circuits, designs, seed)
+    labels = _labels_from(problem, circuits, designs)
     missing = list(sizes)
     for part in labels[labels >= 0].tolist():
         missing[part] -= 1
-    for node in (
-        spare.tolist()
-    ):  # the parts that lack most, by what they were meant to have; not data nodes
+    for node in spare.tolist():  # goes to the part that lacks most, but never to part 0
         part = 1 + int(np.argmax(missing[1:]))
         labels[node] = part
         missing[part] -= 1
     return labels
 
 
-def _refuse(problem: Problem, row: tuple[int, ...]) -> None:
-    if not part_orders(frozenset(row), problem.rules):
+def _labels_from(
+    problem: Problem, circuits: Ints, designs: list[tuple[int, ...]]
+) -> Ints:
+    """Return the part of each node on a circuit."""
+    labels = np.full(problem.traffic.nodes, NO_PART_HELD, dtype=np.int64)
+    labels[circuits[:, 0]] = 0
+    for circuit, design in zip(circuits, designs, strict=True):
+        labels[circuit[1:]] = design
+    return labels
+
+
+def _refuse_design(problem: Problem, design: tuple[int, ...]) -> None:
+    if not part_orders(frozenset(design), problem.rules):
         raise ShapeError(
-            f"a path over the parts 0 {' '.join(map(str, row))} takes a step of more than {problem.rules.ahead} parts; "
-            "leave out less, or allow steps further ahead"
+            f"a path over the parts 0 {' '.join(map(str, design))} takes a step of more than "
+            f"{problem.rules.ahead} parts; leave out less, or allow steps further ahead"
         )
 
 
-def _nearer(
-    problem: Problem, circuits: Ints, rows: list[tuple[int, ...]], seed: int
+def _bring_replicas_together(
+    problem: Problem, circuits: Ints, designs: list[tuple[int, ...]], seed: int
 ) -> list[tuple[int, ...]]:
-    """Deals the rows to the circuits so that the slowest sum over a part's replicas gets quicker."""
+    """Let circuits exchange their parts as long as the slowest all-reduce gets no slower."""
     random = np.random.default_rng(seed)
-    labels = np.full(problem.traffic.nodes, NO_PART_HELD, dtype=np.int64)
-    labels[circuits[:, 0]] = 0
-    for circuit, row in zip(circuits, rows, strict=True):
-        labels[circuit[1:]] = row
+    labels = _labels_from(problem, circuits, designs)
     sums = sum_seconds_by_part(problem.traffic, labels, problem.body, problem.gradients)
-    for _ in range(min(40 * len(circuits), 2000)):
+    for _ in range(min(EXCHANGES_PER_CIRCUIT * len(circuits), MAX_EXCHANGES)):
         i, j = random.choice(len(circuits), 2, replace=False).tolist()
-        if rows[i] == rows[j]:
+        if designs[i] == designs[j]:
             continue
-        labels[circuits[i, 1:]], labels[circuits[j, 1:]] = rows[j], rows[i]
-        touched = set(rows[i]) ^ set(rows[j]) | {p for k in (i, j) for p in rows[k]}
-        new = sums.copy()
-        for part in touched:
-            new[part] = sum_seconds(
-                problem.traffic, np.flatnonzero(labels == part), problem.gradients
-            )
-        if _worth(new) <= _worth(sums):
-            sums, rows[i], rows[j] = new, rows[j], rows[i]
+        labels[circuits[i, 1:]] = designs[j]
+        labels[circuits[j, 1:]] = designs[i]
+        new_sums = sums.copy()
+        for part in {*designs[i], *designs[j]}:
+            replicas = np.flatnonzero(labels == part)
+            new_sums[part] = sum_seconds(problem.traffic, replicas, problem.gradients)
+        if _allreduce_value(new_sums) <= _allreduce_value(sums):
+            sums = new_sums
+            designs[i], designs[j] = designs[j], designs[i]
         else:
-            labels[circuits[i, 1:]], labels[circuits[j, 1:]] = rows[i], rows[j]
-    return rows
+            labels[circuits[i, 1:]] = designs[i]
+            labels[circuits[j, 1:]] = designs[j]
+    return designs
 
 
-def _worth(sums: Floats) -> float:
-    return float(sums[1:].max() + 1e-3 * sums[1:].mean()) if len(sums) > 1 else math.inf
+def _allreduce_value(sums: Floats) -> float:
+    """Return the value to minimize: the slowest all-reduce and, a little, their mean."""
+    if len(sums) <= 1:
+        return math.inf
+    return float(sums[1:].max() + MEAN_ALLREDUCE_WEIGHT * sums[1:].mean())

@@ -7,6 +7,7 @@ path in successive rounds. Once its times have been simulated, a solution become
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -37,6 +38,13 @@ class Solution:
     stagger: float = 0.0
     delays: tuple[float, ...] = ()
     careful: bool = False
+
+
+def path_in_order(
+    data_node: int, node_of_part: dict[int, int], order: Sequence[int]
+) -> NodePath:
+    """Return the path from a data node over the nodes of these parts."""
+    return (data_node, *[node_of_part[part] for part in order])
 
 
 def simulate_solution(problem: Problem, solution: Solution) -> PathTimes:
