@@ -32,7 +32,7 @@ from penstock.plan.paths.planner import PathPlan, plan_paths, rule_faults
 from penstock.plan.paths.problem import PLANNED, PUBLISHED, Policy, even_parts
 from penstock.plan.paths.recovery import replan
 from penstock.plan.paths.rotation import rotate
-from penstock.plan.paths.stages import ITERATIONS
+from penstock.plan.paths.staged_search import ITERATIONS
 
 ROOT = Path(__file__).parent.parent
 CITED = json.loads((ROOT / "tests" / "data" / "skippipe.json").read_text())
@@ -47,7 +47,7 @@ SHORT, DEFAULT, LONG = (
 )  # moves of a search: three, four and five stages
 GROWTH = {20: DEFAULT, 42: 90_000, 200: 220_000, 1000: 220_000}  # moves by nodes
 QUEUES = Policy(
-    PUBLISHED.turns, ordered=False
+    PUBLISHED.queue_orders, ordered=False
 )  # first come, first served; slots for whoever is there
 
 Row = dict[str, object]
@@ -205,7 +205,7 @@ def gradients(iterations: int) -> list[Row]:
     seen = plan_paths(
         places(20), parts, 6, gradients=size, iterations=iterations, clock=CLOCK
     )
-    labels = np.array(blind.draft.labels)
+    labels = np.array(blind.solution.labels)
     sums = sum_seconds_by_part(blind.problem.traffic, labels, 6, size)
     ends = np.zeros(20)
     np.maximum.at(ends, blind.schedule.table.rank, blind.timeline.end)

@@ -52,7 +52,7 @@ SCALES = {"A": 0.06, "B": 0.03}  # seconds here for one there
 WIDTH = 16
 EVEN = (5, 3, 3, 3, 3, 3)
 QUEUES = Policy(
-    PUBLISHED.turns, ordered=False
+    PUBLISHED.queue_orders, ordered=False
 )  # first come, first served; slots for whoever is there
 FREER = 4  # rows of the levers of which each allows what those above it do
 LEVERS: dict[str, dict[str, Any]] = {

@@ -12,21 +12,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from penstock import PartCost, Seconds, lower, simulate, verify
+from penstock import PartCost, Seconds, UnitCost, lower, needs, simulate, verify
 from penstock.cost import Cluster, Node
 from penstock.cost.cities import CITIES
 from penstock.errors import ShapeError
 from penstock.formats import dump_plan, load_plan
-from penstock.plan.paths.allreduce import least_sum, sum_seconds
-from penstock.plan.paths.baselines import full_pipeline, random_paths, shortest_paths
-from penstock.plan.paths.bound import path_bound
-from penstock.plan.paths.candidate import Draft, simulate_draft
-from penstock.plan.paths.flow import QueueOrder
-from penstock.plan.paths.placement import (
+from penstock.ir import Action, MicroBatch, Op, Stage
+from penstock.plan.paths.allreduce import least_sum_seconds, sum_seconds
+from penstock.plan.paths.arrangement import (
     part_designs,
     part_of_each_node,
     replica_counts,
 )
+from penstock.plan.paths.baselines import full_pipeline, random_paths, shortest_paths
+from penstock.plan.paths.bound import path_bound
+from penstock.plan.paths.path_simulator import QueueOrder, task_graph
 from penstock.plan.paths.planner import (
     paths_plan,
     plan_paths,
@@ -40,12 +40,13 @@ from penstock.plan.paths.problem import (
     even_parts,
     halves_of,
 )
-from penstock.plan.paths.recovery import ITERATIONS as RECOVERY_ITERATIONS
-from penstock.plan.paths.recovery import replan
+from penstock.plan.paths.recovery import DEFAULT_RECOVERY_MOVES, replan
 from penstock.plan.paths.rotation import parts_met, rotate
 from penstock.plan.paths.rules import Rules, order_fault, part_subsets
-from penstock.plan.paths.stages import ITERATIONS, stage_moves
+from penstock.plan.paths.solution import Solution, simulate_solution
+from penstock.plan.paths.staged_search import ITERATIONS, stage_moves
 from penstock.plan.paths.windows import Window, least_end
+from penstock.schedules.listing import list_schedule
 
 CITED = json.loads((Path(__file__).parents[1] / "data" / "skippipe.json").read_text())
 GAPS = {"gap": CITED["model"]["gap"], "first_gap": CITED["model"]["gap_after_first"]}
@@ -104,14 +105,14 @@ def sound(plan) -> None:
     """Checked by construction; keeps to the rules; cannot deadlock; both simulators agree; not below its bound."""
     assert rule_faults(plan) == ()
     verify(lower(plan.schedule))
-    found = simulate_draft(plan.problem, plan.draft)
+    found = simulate_solution(plan.problem, plan.solution)
     assert simulate(plan.schedule, plan.problem.cost()).makespan == pytest.approx(
         found.makespan, abs=1e-6
     )
     assert plan.makespan >= plan.bound > 0
     assert (
         path_bound(
-            plan.problem, np.bincount([p for p in plan.draft.labels if p >= 0]), None
+            plan.problem, np.bincount([p for p in plan.solution.labels if p >= 0]), None
         )
         <= plan.makespan + 1e-9
     )
@@ -139,16 +140,16 @@ def test_the_published_policy_gives_the_published_times(name, plan):
     ):  # which part is where does not matter to the time
         for path in paths:
             labels[path[0]], labels[path[1:]] = 0, (1, 2, 3)
-    draft = Draft(
+    solution = Solution(
         tuple(labels.tolist()),
         tuple(map(tuple, paths)),
         QueueOrder.ARRIVAL,
         cited["forward"],
     )
-    found = simulate_draft(problem, draft)
+    found = simulate_solution(problem, solution)
     assert found.makespan == pytest.approx(cited["plans"][plan]["seconds"], abs=1e-7)
     schedule = schedule_from(
-        problem, draft, found
+        problem, solution, found
     )  # the lanes it found, in our simulator
     timeline = simulate(schedule, problem.cost())
     assert timeline.makespan == pytest.approx(found.makespan, abs=1e-9)
@@ -172,10 +173,10 @@ def test_plans_under_the_published_rules_are_as_good_or_better_after_the_default
 def test_the_published_rules_are_kept_node_by_node():
     found = planned("A", True, iterations=300)
     used = np.bincount(
-        [node for path in found.draft.paths for node in path], minlength=20
+        [node for path in found.solution.paths for node in path], minlength=20
     )
     assert (used == 3).all()  # every node by as many paths as it has slots
-    assert {len(path) for path in found.draft.paths} == {4}
+    assert {len(path) for path in found.solution.paths} == {4}
 
 
 def test_free_slots_and_a_planned_order_are_better_than_the_published_rules():
@@ -190,6 +191,47 @@ def test_free_slots_and_a_planned_order_are_better_than_the_published_rules():
     )
     sound(wide)
     assert wide.makespan < 50
+
+
+# ---------------------------------------------------------------- the quick simulator
+def closure(needs: dict[int, set[int]]) -> dict[int, set[int]]:
+    """All that comes before each task, directly or not."""
+    before: dict[int, set[int]] = {}
+
+    def collect(task: int) -> set[int]:
+        if task not in before:
+            before[task] = set()
+            for need in needs[task]:
+                before[task] |= {need} | collect(need)
+        return before[task]
+
+    return {task: collect(task) for task in needs}
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 6])
+@pytest.mark.parametrize("slices", [1, 2, 4])
+def test_the_quick_simulator_has_the_dependencies_of_every_schedule(length, slices):
+    """The graph is a reduced one, so it is compared with `needs` by all that comes before a task."""
+    stages = [Stage(position, position) for position in range(length)]
+    microbatch = MicroBatch(tuple(range(length)), slices, tuple(range(slices + 1)))
+    whole = list_schedule(stages, [microbatch], UnitCost())
+
+    def task(action: Action) -> int:
+        return 2 * (action.stage * slices + action.slice) + (action.op is Op.B)
+
+    by_rules = {
+        task(action): {task(need) for need in needs(whole, action)}
+        for lane in whole.lanes
+        for action in lane
+    }
+    graph = task_graph(length, slices)
+    by_graph: dict[int, set[int]] = {number: set() for number in by_rules}
+    for number, following in enumerate(graph.unlocked.tolist()):
+        for then in following:
+            if then >= 0:
+                by_graph[then].add(number)
+    assert closure(by_graph) == closure(by_rules)
+    assert graph.needed.tolist() == [len(by_graph[n]) for n in range(len(by_graph))]
 
 
 # ---------------------------------------------------------------- the bound, against brute force
@@ -335,7 +377,7 @@ def test_the_bound_is_below_and_the_plan_close_to_the_best_there_is(
         sound(found)
         assert found.makespan >= best - 1e-9
         ratios.append(found.makespan / best)
-        given = path_bound(problem, np.array(sizes), np.array(found.draft.labels))
+        given = path_bound(problem, np.array(sizes), np.array(found.solution.labels))
         assert given <= found.makespan + 1e-9
         assert given >= path_bound(problem, np.array(sizes), None) - 1e-9 or given > 0
     assert max(ratios) < 1.1
@@ -468,9 +510,9 @@ def test_unequal_nodes_are_planned_for():
     )
     found = plan_paths(slow, even_parts(4, 0.5), 4, Rules(share=0.25), iterations=800)
     sound(found)
-    assert found.draft.labels[4] != 0  # the slow node has no data
+    assert found.solution.labels[4] != 0  # the slow node has no data
     work = np.bincount(
-        [node for path in found.draft.paths for node in path], minlength=10
+        [node for path in found.solution.paths for node in path], minlength=10
     )
     assert work[4] < work.max()
 
@@ -516,7 +558,7 @@ def test_sums_of_gradients_are_part_of_what_is_planned():
     blind = plan_paths(geo(12), parts, 3, **how)
     seen = plan_paths(geo(12), parts, 3, gradients=2e8, **how)
     sound(seen)
-    labels = np.array(blind.draft.labels)
+    labels = np.array(blind.solution.labels)
     ends = np.zeros(12)
     np.maximum.at(ends, blind.schedule.table.rank, blind.timeline.end)
     sums = [
@@ -536,7 +578,7 @@ def test_a_sum_is_never_quicker_than_the_least_there_is():
         size = float(rng.choice([1.0, 1e6, 1e9]))
         assert (
             sum_seconds(traffic, nodes, size)
-            >= least_sum(traffic, len(nodes), size) - 1e-12
+            >= least_sum_seconds(traffic, len(nodes), size) - 1e-12
         )
 
 
@@ -559,7 +601,7 @@ def test_a_slow_clock_does_not_change_the_plan():
     assert slow.seconds >= 1000
     assert not slow.cut_short
     usual = plan_paths(geo(9), even_parts(4, 0.5), 3, **how)
-    assert slow.draft == usual.draft
+    assert slow.solution == usual.solution
     assert dump_plan(paths_plan(slow)) == dump_plan(paths_plan(usual))
 
 
@@ -644,7 +686,7 @@ def test_a_plan_keeps_its_reasons_in_a_file():
 def test_planned_is_faster_than_random_shortest_and_full():
     found = planned("A", True, iterations=1000)
     whole = full_pipeline(found, iterations=1000)
-    assert {len(path) for path in whole.draft.paths} == {6}
+    assert {len(path) for path in whole.solution.paths} == {6}
     assert len(whole.schedule.microbatches) == len(found.schedule.microbatches)
     others = [
         whole,
@@ -676,7 +718,7 @@ def test_the_full_pipeline_is_planned_by_the_same_search_as_the_paths():
     anew = plan_paths(
         cluster_of("B"), parts, 6, whole.problem.rules, iterations=1500, data_nodes=5
     )
-    assert whole.draft == anew.draft
+    assert whole.solution == anew.solution
     given = full_pipeline(planned("B", True, iterations=100), iterations=100)
     assert list(map(set, given.partitions)) == list(
         map(set, cited["partitions"])
@@ -703,9 +745,11 @@ def test_a_rotation_meets_every_set_of_parts_with_every_shard():
     shards: dict[int, set[frozenset[int]]] = {shard: set() for shard in range(5)}
     for step in range(5 * len(turns.plans)):
         plan, reads = turns.at(step)
-        for path in plan.draft.paths:
+        for path in plan.solution.paths:
             shard = reads[plan.partitions[0].index(path[0])]
-            shards[shard].add(frozenset(plan.draft.labels[node] for node in path[1:]))
+            shards[shard].add(
+                frozenset(plan.solution.labels[node] for node in path[1:])
+            )
     assert all(sets == wanted for sets in shards.values())
 
 
@@ -717,11 +761,11 @@ def test_a_plan_for_who_is_left_leaves_the_parts_where_they_are():
         [found.partitions[0][1], found.partitions[2][0]],
     ):
         left = replan(found, lost=lost)
-        assert left.simulations == RECOVERY_ITERATIONS
+        assert left.simulations == DEFAULT_RECOVERY_MOVES
         sound(left)
-        assert not {node for path in left.draft.paths for node in path} & set(lost)
+        assert not {node for path in left.solution.paths for node in path} & set(lost)
         assert all(
-            left.draft.labels[n] == found.draft.labels[n]
+            left.solution.labels[n] == found.solution.labels[n]
             for n in range(20)
             if n not in lost
         )
@@ -734,12 +778,14 @@ def test_a_part_without_replicas_is_skipped_until_it_returns():
     left = replan(found, lost=found.partitions[2])
     sound(left)
     assert 2 not in {
-        left.draft.labels[node] for path in left.draft.paths for node in path
+        left.solution.labels[node] for path in left.solution.paths for node in path
     }
     back = replan(left, returned=found.partitions[2])
     sound(back)
-    assert 2 in {back.draft.labels[node] for path in back.draft.paths for node in path}
-    assert back.draft.labels == found.draft.labels
+    assert 2 in {
+        back.solution.labels[node] for path in back.solution.paths for node in path
+    }
+    assert back.solution.labels == found.solution.labels
     assert back.lost == ()
 
 
@@ -748,7 +794,7 @@ def test_who_cannot_be_lost_or_return_is_named():
     with pytest.raises(ShapeError, match="no data node is left"):
         replan(found, lost=found.partitions[0])
     with pytest.raises(
-        ShapeError, match=r"node 99 is lost, but there are nodes 0\.\.19"
+        ShapeError, match=r"node 99 is lost, but the plan has nodes 0\.\.19"
     ):
         replan(found, lost=[99])
     with pytest.raises(ShapeError, match="node 3 returned, but it was not lost"):
@@ -770,7 +816,7 @@ def test_sizes_balance_the_work():
     [
         ({"sizes": (3, 3)}, "sizes for 2 parts, but the model has 4"),
         ({"sizes": (3, 3, 3, 3)}, "add up to 12 nodes, but the cluster has 9"),
-        ({"sizes": (9, 0, 0, 0)}, "a part without a node"),
+        ({"sizes": (9, 0, 0, 0)}, "a part has no node"),
         ({"arrangement": [[0, 1], [2], [3], [4, 4]]}, "node 4 holds parts 3 and 3"),
         (
             {"arrangement": [[0, 1], [2], [3], [12]]},

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from penstock.plan.paths import PathPlan
 
 ITERATIONS = (
-    25_500  # as in penstock.plan.paths.stages, which is imported only when it is needed
+    25_500  # as in penstock.plan.paths.staged_search, which is imported only when it is needed
 )
 
 

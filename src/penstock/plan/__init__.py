@@ -1,8 +1,9 @@
-"""Planners: from what there is to a good schedule, with a lower bound on its makespan.
+"""Planners: they find a good schedule and a lower bound on its makespan.
 
-A bound holds for what was fixed when it was computed. That of `portfolio` and `lower_bound` is for one placement and
-one set of cuts: no other order of the same stages and slices takes less, but another placement may. That of
-`plan_paths` is for all plans under the same rules: for every arrangement of the nodes, or for the given one.
+A bound holds for whatever was fixed when it was computed. The bound of `portfolio` and `lower_bound`
+is for one placement and one set of cuts: no other order of the same stages and slices takes less
+time, but another placement may. The bound of `plan_paths` is for all plans under the same rules: for
+every arrangement of the nodes, or for the given one.
 """
 
 from penstock.plan.bound import lower_bound

@@ -1,12 +1,12 @@
-"""What no order of the lanes can beat, for given stages, paths and costs.
+"""A time that no order of the lanes can beat, for given stages, paths and costs.
 
-A rank cannot begin before a micro-batch has reached it, must do all its work, and what follows its last backward
-on the ranks before it comes on top (not so after a W, which nobody waits for):
+A rank cannot begin before a micro-batch has reached it, and it must do all its work. After its last
+backward the ranks before it still have backwards to do (but not after a W, which no rank waits for):
 
     rank 2 | ....head.... | work work work work work | ....tail....
 
-    bound = the most, over ranks, of head + work + tail
-          = or the time of one micro-batch alone, there and back, if that is more
+    bound = the largest head + work + tail of any rank
+          = or the time of one micro-batch alone, there and back, if that is larger
 
 For waves this is 3 M + 3(P-1)/(2W) + 2(P-1)c with whole backwards, 3 M + (P-1)/(2W) + (P-1)c with split ones.
 """
@@ -14,6 +14,7 @@ For waves this is 3 M + 3(P-1)/(2W) + 2(P-1)c with whole backwards, 3 M + (P-1)/
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 from penstock.cost.columns import columns
 from penstock.cost.cost import Cost
@@ -23,82 +24,88 @@ from penstock.ir.schedule import MicroBatch, Schedule
 
 
 def lower_bound(schedule: Schedule, cost: Cost) -> float:
-    """No lanes for these stages, paths, cuts and splits of backwards take less time."""
-    table, costs = schedule.table, columns(schedule, cost)
-    work = [
-        float(costs.seconds[begin:end].sum())
-        for begin, end in zip(table.first[:-1], table.first[1:], strict=True)
-    ]
-    head, tail = [math.inf] * schedule.ranks, [math.inf] * schedule.ranks
+    """Return a time that no lanes with these stages, paths, cuts and split backwards can beat."""
+    table = schedule.table
+    seconds = columns(schedule, cost).seconds
+    work = [float(seconds[begin:end].sum()) for begin, end in pairwise(table.first)]
+    head = [math.inf] * schedule.ranks
+    tail = [math.inf] * schedule.ranks
     alone = 0.0
-    for walk in _walks(schedule, cost):
-        alone = max(alone, walk.alone)
+    for number in _distinct_microbatches(schedule):
+        walk = _Walk(schedule, cost, number)
+        alone = max(alone, walk.there_and_back)
         for rank, before, after in walk.first_visits:
-            head[rank], tail[rank] = min(head[rank], before), min(tail[rank], after)
+            head[rank] = min(head[rank], before)
+            tail[rank] = min(tail[rank], after)
     for rank in set(table.rank[table.kind == WEIGHTS].tolist()):
         tail[rank] = 0.0  # its last action may be a W
-    full = [h + w + t for h, w, t in zip(head, work, tail, strict=True) if h < math.inf]
-    return max([alone, *full])
+    bound = alone
+    for rank in range(schedule.ranks):
+        if head[rank] < math.inf:
+            bound = max(bound, head[rank] + work[rank] + tail[rank])
+    return bound
 
 
 class _Walk:
-    """One micro-batch's first slice along its path: what comes before each rank is reached, and after it is left."""
+    """The way of a micro-batch's first slice along its path and back.
+
+    first_visits: (rank, seconds before it is reached, seconds after its last backward).
+    there_and_back: seconds of the whole way.
+    """
 
     def __init__(self, schedule: Schedule, cost: Cost, number: int) -> None:
-        microbatch = schedule.microbatches[number]
+        path = schedule.microbatches[number].path
         self.first_visits: list[tuple[int, float, float]] = []
-        before = after = there_and_back = 0.0
+        self.there_and_back = 0.0
+        before = 0.0
+        after = 0.0
         seen: set[int] = set()
-        for position, stage in enumerate(microbatch.path):
+        for position, stage in enumerate(path):
             rank = schedule.stages[stage].rank
-            back = _backward(schedule, number, position)
+            forward = Action(Op.F, stage, number)
+            backward = _backward(schedule, number, position)
+            forward_seconds = cost.seconds(schedule, forward)
+            backward_seconds = cost.seconds(schedule, backward)
             if rank not in seen:
                 seen.add(rank)
                 self.first_visits.append((rank, before, after))
-            there = Action(Op.F, stage, number)
-            following = microbatch.path[position + 1 : position + 2]
-            for then in following:
-                target = schedule.stages[then].rank
-                onward = _backward(schedule, number, position + 1)
-                before += cost.seconds(schedule, there) + _hop(
-                    schedule, cost, there, rank, target
+            if position + 1 == len(path):
+                self.there_and_back = (
+                    before + forward_seconds + backward_seconds + after
                 )
-                after += cost.seconds(schedule, back) + _hop(
-                    schedule, cost, onward, target, rank
-                )
-            if not following:
-                there_and_back = (
-                    before
-                    + cost.seconds(schedule, there)
-                    + cost.seconds(schedule, back)
-                    + after
-                )
-        self.alone = there_and_back
+                return
+            next_rank = schedule.stages[path[position + 1]].rank
+            next_backward = _backward(schedule, number, position + 1)
+            before += forward_seconds + _hop_seconds(
+                schedule, cost, forward, rank, next_rank
+            )
+            after += backward_seconds + _hop_seconds(
+                schedule, cost, next_backward, next_rank, rank
+            )
 
 
-def _walks(schedule: Schedule, cost: Cost) -> list[_Walk]:
-    """A walk for each kind of micro-batch: same path, same cuts, backwards split on the same stages."""
+def _distinct_microbatches(schedule: Schedule) -> list[int]:
+    """Return one micro-batch of each kind: same path, same cuts, backwards split on the same stages."""
     kinds: dict[tuple[MicroBatch, tuple[Op, ...]], int] = {}
     for number, microbatch in enumerate(schedule.microbatches):
-        splits = tuple(
-            _backward(schedule, number, position).op
-            for position in range(len(microbatch.path))
-        )
-        kinds.setdefault((microbatch, splits), number)
-    return [_Walk(schedule, cost, number) for number in kinds.values()]
+        positions = range(len(microbatch.path))
+        ops = tuple(_backward(schedule, number, at).op for at in positions)
+        kinds.setdefault((microbatch, ops), number)
+    return list(kinds.values())
 
 
 def _backward(schedule: Schedule, number: int, position: int) -> Action:
-    """The B or I of the first slice there."""
+    """Return the B or I of a micro-batch's first slice at a position of its path."""
     table = schedule.table
-    return table.action(int(table.at[table.slot(BACKWARD, number, position, 0)]))
+    slot = table.slot(BACKWARD, number, position, 0)
+    return table.action(int(table.at[slot]))
 
 
-def _hop(
+def _hop_seconds(
     schedule: Schedule, cost: Cost, action: Action, source: int, target: int
 ) -> float:
+    """Return the seconds of an action's message from one rank to another."""
     if source == target:
         return 0.0
-    return cost.latency(source, target) + cost.message(
-        schedule, action
-    ) / cost.bandwidth(source, target)
+    size = cost.message(schedule, action)
+    return cost.latency(source, target) + size / cost.bandwidth(source, target)

@@ -1,8 +1,9 @@
-"""A first planner: every schedule that fits, built, simulated and ranked.
+"""Builds, simulates and ranks every schedule that fits.
 
-Candidates are of three sorts, and a row says which: a *fixed* order out of the registry; one *split*, with its weight
-gradients moved to where ranks would idle; and one *listed* for the given cost and memory cap. The last two have seen
-the cost they are ranked by, so each row also has its makespan under costs that none has seen (`noisy`).
+There are three sorts of candidates, and a row says which: a *fixed* order from the registry; one with *split*
+backwards, whose weight gradients moved to where ranks would idle; and one *listed* for the given cost and memory cap.
+The last two have seen the cost by which they are ranked. So each row also has its makespan under costs that none of
+them has seen (`noisy`).
 """
 
 from __future__ import annotations
@@ -40,58 +41,63 @@ from penstock.schedules.transforms import split_backward
 from penstock.sim.simulate import simulate
 
 ShapeWords = tuple[tuple[str, int], ...]
-CHOICES = {"chunks": (2, 4, 8), "waves": (1, 2, 4, 8), "slices": (2, 4, 8)}
-NOT_COMPARABLE = (
-    "skip",
-)  # leaves out part of the work: no fair match for the others, so it is planned only by name
-NOISE_SEEDS = range(4)  # of the noise
-RIVALS = 6  # candidates beside the chosen one that a plan.json keeps
-BOUND_HOLDS_FOR = "every order of this placement and these cuts"
-WITH_WHOLE_BACKWARDS = (
-    "1f1b",
-    "interleaved",
-    "chimera",
-    "hanayo",
-)  # whole backwards, worth splitting
+TRIED_COUNTS = {"chunks": (2, 4, 8), "waves": (1, 2, 4, 8), "slices": (2, 4, 8)}
+TRIED_LISTED_COUNTS = (1, 2, 4)  # chunks or waves of listed schedules
+# `skip` leaves out part of the work, so it cannot be compared with the others.
+NOT_COMPARABLE = ("skip",)
+WITH_WHOLE_BACKWARDS = ("1f1b", "interleaved", "chimera", "hanayo")  # worth splitting
 PRIORITIES: dict[str, Priority] = {
     "list-backward": backward_first,
     "list-oldest": oldest_first,
 }
+NOISE_SEEDS = range(4)
+MAX_SHOWN_RIVALS = 6  # candidates that a plan.json stores besides the chosen one
+BOUND_HOLDS_FOR = "every order of this placement and these cuts"
+ROUNDING = 1e-9  # relative tolerance of times and sizes
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A schedule with what it takes. Times in seconds of the cost, peak in its bytes, the fullest rank's."""
+    """A schedule with its time and memory.
+
+    sort: fixed, split or listed; for sliced plans whole, even or planned.
+    makespan: in the cost's seconds.
+    peak: activations on the fullest rank, in the cost's bytes.
+    weights: copies of the model's weights over all ranks.
+    bound: a time that no order of lanes can beat with this placement and these cuts.
+    noisy: mean makespan if all times vary by a tenth; nan if it was not computed.
+    """
 
     name: str
     shape: ShapeWords
-    sort: str  # fixed, split or listed; of sliced plans: whole, even or planned
+    sort: str
     schedule: Schedule
     makespan: float
     bubble: float
-    peak: float  # activations
-    weights: float  # copies of the model's weights over all ranks
-    bound: float  # no order of lanes for this placement and these cuts takes less
-    noisy: float  # mean makespan under noise of a tenth; nan: not asked for
+    peak: float
+    weights: float
+    bound: float
+    noisy: float
 
     @property
     def gap(self) -> float:
-        """How much longer than the bound of its own placement and cuts, as a fraction of it."""
+        """How far the makespan is above the bound, as a fraction of the bound."""
         return self.makespan / self.bound - 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class Portfolio:
-    """All that fit, the fastest first, and why others are not there."""
+    """All candidates that fit, the fastest first.
+
+    too_large: name and peak of the candidates that exceed the memory cap.
+    """
 
     candidates: tuple[Candidate, ...]
-    too_large: tuple[
-        tuple[str, float], ...
-    ]  # name and peak of what exceeds the memory cap
+    too_large: tuple[tuple[str, float], ...]
 
     @property
     def best(self) -> Candidate:
-        """The fastest."""
+        """The fastest candidate."""
         return self.candidates[0]
 
 
@@ -106,11 +112,13 @@ def portfolio(
     watch: Callable[[str], None] = lambda name: None,
     shown: Callable[[float], str] = "{:g}".format,
 ) -> Portfolio:
-    """Every schedule for so many ranks and micro-batches whose fullest rank holds at most `memory`, ranked by makespan.
+    """Rank every schedule whose fullest rank holds at most `memory` bytes of activations.
 
-    At most so many `stages` on a rank (a model has so many layers only), `slices` of a sequence (1 for models that
-    cannot be cut) and copies of the `weights` (their all-reduce is not in the cost). `watch` is told each name in turn;
-    `shown` says how sizes read in an error.
+    stages: the largest number of stages per rank, because a model has only so many layers.
+    slices: the largest number of slices of a sequence; 1 for models that cannot be cut.
+    weights: the largest number of copies of the weights. The cost does not include their all-reduce.
+    watch: called with the name of each candidate before it is built.
+    shown: formats sizes in error messages.
     """
     require_at_least(
         1,
@@ -127,47 +135,63 @@ def portfolio(
     limits = {"chunks": stages, "waves": stages // 2, "slices": slices}
     fits: list[Candidate] = []
     too_large: list[tuple[str, float]] = []
-    refused: ShapeError | None = None
-    for name, shape, sort, build in _builds(
-        ranks, microbatches, cost, memory, limits, weights
-    ):
-        watch(title(name, shape))
+    first_error: ShapeError | None = None
+    for recipe in _recipes(ranks, microbatches, cost, memory, limits, weights):
+        name = title(recipe.name, recipe.shape)
+        watch(name)
         try:
-            found = noisy_makespan(name, shape, sort, build(), cost)
-        except ShapeError as error:
-            refused = (
-                refused or error
-            )  # a shape that this schedule does not have, or that the cost does not
+            schedule = recipe.build()
+            candidate = noisy_makespan(
+                recipe.name, recipe.shape, recipe.sort, schedule, cost
+            )
+        except ShapeError as error:  # this schedule, or the cost, has no such shape
+            first_error = first_error or error
             continue
-        if memory is not None and found.peak > memory * (1 + 1e-9):
-            too_large.append((title(name, shape), found.peak))
+        if memory is not None and candidate.peak > memory * (1 + ROUNDING):
+            too_large.append((name, candidate.peak))
         else:
-            fits.append(found)
+            fits.append(candidate)
+    too_large.sort(key=lambda row: row[1])
     if not fits and not too_large:
-        raise ShapeError(f"no schedule can be built: {refused}")
+        raise ShapeError(f"no schedule can be built: {first_error}")
     if not fits:
-        least = min(too_large, key=lambda row: row[1])
+        name, peak = too_large[0]
         raise ShapeError(
-            f"nothing fits into a memory of {shown(memory or 0.0)}; the least is {least[0]} with {shown(least[1])}"
+            f"nothing fits into a memory of {shown(memory or 0.0)}; "
+            f"the least is {name} with {shown(peak)}"
         )
-    fits.sort(key=lambda found: (found.makespan, found.peak, found.schedule.actions))
-    return Portfolio(tuple(fits), tuple(sorted(too_large, key=lambda row: row[1])))
+    fits.sort(
+        key=lambda candidate: (
+            candidate.makespan,
+            candidate.peak,
+            candidate.schedule.actions,
+        )
+    )
+    return Portfolio(tuple(fits), tuple(too_large))
 
 
 def title(name: str, shape: ShapeWords) -> str:
-    """A name with its shape, as a row shows it."""
-    return " ".join([name, *(f"{word}={value}" for word, value in shape)])
+    """Return a name with its shape, as a row shows it."""
+    return " ".join([name, *_shape_words(shape)])
+
+
+def _shape_words(shape: ShapeWords) -> list[str]:
+    return [f"{word}={value}" for word, value in shape]
 
 
 def candidate_plan(
     candidate: Candidate, given: Facts = (), partition: tuple[int, ...] = ()
 ) -> Plan:
-    """A candidate as a plan.json keeps it, with the figures that chose it, what was given, and the layers of parts."""
-    noisy: Facts = (
-        () if math.isnan(candidate.noisy) else (("noisy_makespan", candidate.noisy),)
-    )
+    """Return a candidate as a plan.json stores it.
+
+    given: more facts to store.
+    partition: the number of layers of each part.
+    """
+    noisy: Facts = ()
+    if not math.isnan(candidate.noisy):
+        noisy = (("noisy_makespan", candidate.noisy),)
     why: Facts = (
-        ("shape", " ".join(f"{word}={value}" for word, value in candidate.shape)),
+        ("shape", " ".join(_shape_words(candidate.shape))),
         ("order", candidate.sort),
         ("makespan", candidate.makespan),
         ("bubble", candidate.bubble),
@@ -181,22 +205,21 @@ def candidate_plan(
     return Plan(candidate.schedule, candidate.name, partition, why)
 
 
-def rivals(found: Sequence[Candidate], chosen: Candidate, too_large: int = 0) -> Facts:
-    """The candidates that a plan was chosen from, as facts: how many, and time and memory of the best of the others.
+def rivals(
+    candidates: Sequence[Candidate], chosen: Candidate, too_large: int = 0
+) -> Facts:
+    """Return facts about the candidates that a plan was chosen from.
 
-    The plain `1f1b` is always among them: everybody knows what it does.
+    These are their number, and the time and memory of the best of the others. The plain `1f1b` is
+    always among them, because everybody knows it.
     """
-    others = [one for one in found if one is not chosen]
-    shown = [
-        one for place, one in enumerate(others) if place < RIVALS or one.name == "1f1b"
-    ]
-    facts: dict[str, Fact] = {"candidates": len(found), "too_large": too_large}
-    for one in shown:
-        name = title(one.name, one.shape)
-        facts |= {
-            f"makespan of {name}": one.makespan,
-            f"peak_activations of {name}": one.peak,
-        }
+    others = [candidate for candidate in candidates if candidate is not chosen]
+    facts: dict[str, Fact] = {"candidates": len(candidates), "too_large": too_large}
+    for place, rival in enumerate(others):
+        if place < MAX_SHOWN_RIVALS or rival.name == "1f1b":
+            name = title(rival.name, rival.shape)
+            facts[f"makespan of {name}"] = rival.makespan
+            facts[f"peak_activations of {name}"] = rival.peak
     return tuple(facts.items())
 
 
@@ -208,11 +231,16 @@ def noisy_makespan(
     cost: Cost,
     seeds: Sequence[int] = NOISE_SEEDS,
 ) -> Candidate:
-    """A schedule, simulated; without `seeds` not under noise, which then is nan."""
+    """Simulate a schedule, once as planned and once with noise for each of the `seeds`.
+
+    Without seeds the noisy makespan is nan.
+    """
     timeline = simulate(schedule, cost)
-    noisy = [
-        simulate(schedule, NoisyCost(cost, seed=seed)).makespan for seed in seeds
-    ] or [math.nan]
+    noisy = math.nan
+    if seeds:
+        costs = [NoisyCost(cost, seed=seed) for seed in seeds]
+        makespans = [simulate(schedule, noisy_cost).makespan for noisy_cost in costs]
+        noisy = float(np.mean(makespans))
     return Candidate(
         name,
         shape,
@@ -223,80 +251,81 @@ def noisy_makespan(
         float(timeline.peak_activations.max()),
         len(schedule.stages) / schedule.parts,
         lower_bound(schedule, cost),
-        float(np.mean(noisy)),
+        noisy,
     )
 
 
-# ---------------------------------------------------------------- what is tried
-Build = tuple[str, ShapeWords, str, Callable[[], Schedule]]
+# ---------------------------------------------------------------- the schedules to try
+@dataclass(frozen=True, slots=True)
+class _Recipe:
+    """A candidate that has not been built yet."""
+
+    name: str
+    shape: ShapeWords
+    sort: str
+    build: Callable[[], Schedule]
 
 
-def _builds(
+def _recipes(
     ranks: int,
     microbatches: int,
     cost: Cost,
     memory: float | None,
     limits: dict[str, int],
     weights: int,
-) -> Iterator[Build]:
+) -> Iterator[_Recipe]:
+    """Yield all candidates to try."""
     for name in REGISTRY:
         if name in NOT_COMPARABLE or FACTS[name].weights > weights:
             continue
         for shape in _shapes(name, limits):
-            fixed = partial(
-                _fixed,
-                name,
-                {"ranks": ranks, "microbatches": microbatches, **dict(shape)},
+            build = partial(
+                make, name, ranks=ranks, microbatches=microbatches, **dict(shape)
             )
-            yield name, shape, "fixed", fixed
+            yield _Recipe(name, shape, "fixed", build)
             if name in WITH_WHOLE_BACKWARDS:
-                yield (
-                    f"{name}+split",
-                    shape,
-                    "split",
-                    partial(_split, fixed, cost, memory),
-                )
+                build_split = partial(_build_split, build, cost, memory)
+                yield _Recipe(f"{name}+split", shape, "split", build_split)
     for word, place in (("waves", wave_placement), ("chunks", loop_placement)):
-        for count in (1, 2, 4):
-            for label, priority in PRIORITIES.items():
-                if (
-                    count <= limits[word]
-                    and 6 * ranks * count * microbatches <= MAX_ACTIONS
-                ):
-                    build = partial(
-                        _listed,
-                        partial(place, ranks, count),
-                        microbatches,
-                        cost,
-                        memory,
-                        priority,
-                    )
-                    yield label, ((word, count),), "listed", build
+        for count in TRIED_LISTED_COUNTS:
+            actions = 6 * ranks * count * microbatches
+            if count > limits[word] or actions > MAX_ACTIONS:
+                continue
+            stages = partial(place, ranks, count)
+            for name, priority in PRIORITIES.items():
+                build = partial(
+                    _build_listed, stages, microbatches, cost, memory, priority
+                )
+                yield _Recipe(name, ((word, count),), "listed", build)
 
 
-def _fixed(name: str, shape: dict[str, int]) -> Schedule:
-    return make(name, **shape)
-
-
-def _split(fixed: Callable[[], Schedule], cost: Cost, memory: float | None) -> Schedule:
-    return with_split(fixed(), cost, memory)
+def _build_split(
+    build: Callable[[], Schedule], cost: Cost, memory: float | None
+) -> Schedule:
+    return with_split(build(), cost, memory)
 
 
 def with_split(schedule: Schedule, cost: Cost, memory: float | None) -> Schedule:
-    """With split backwards, each W where its rank would idle: in the memory that it has, or in all there is. More of it
-    lets more W wait, which is not always the better for what comes after them."""
+    """Split the backwards, and put each W where its rank would idle.
+
+    Two ways are tried: in the memory that the schedule needs anyway, and in all of the memory. More
+    memory lets more W wait, which does not always help the actions after them.
+    """
     split = split_backward(schedule)
-    found = defer_weights(split, cost)
-    timeline = simulate(found, cost)
+    in_own_memory = defer_weights(split, cost)
+    timeline = simulate(in_own_memory, cost)
     if memory is not None and (timeline.peak_activations >= memory).all():
-        return found
-    if timeline.makespan <= lower_bound(found, cost) * (1 + 1e-9):
-        return found
-    other = defer_weights(split, cost, math.inf if memory is None else memory)
-    return other if simulate(other, cost).makespan < timeline.makespan else found
+        return in_own_memory
+    if timeline.makespan <= lower_bound(in_own_memory, cost) * (1 + ROUNDING):
+        return in_own_memory
+    cap = math.inf if memory is None else memory
+    in_all_memory = defer_weights(split, cost, cap)
+    if simulate(in_all_memory, cost).makespan < timeline.makespan:
+        return in_all_memory
+    return in_own_memory
 
 
-def _listed(
+def _build_listed(
     place: Callable[[], list[Stage]],
     microbatches: int,
     cost: Cost,
@@ -304,22 +333,16 @@ def _listed(
     priority: Priority,
 ) -> Schedule:
     stages = place()
-    return list_schedule(
-        stages,
-        paths_through(stages, microbatches),
-        cost,
-        memory,
-        split=True,
-        priority=priority,
-    )
+    paths = paths_through(stages, microbatches)
+    return list_schedule(stages, paths, cost, memory, split=True, priority=priority)
 
 
 def _shapes(name: str, limits: dict[str, int]) -> Iterator[ShapeWords]:
-    """The shapes of a schedule that are tried, beside ranks and micro-batches."""
-    own = [word for word in CHOICES if word in shape_of(name)]
-    if not own:
+    """Yield the shapes of a schedule to try, without ranks and micro-batches."""
+    words = [word for word in TRIED_COUNTS if word in shape_of(name)]
+    if not words:
         yield ()
-    for word in own:
-        yield from (
-            ((word, count),) for count in CHOICES[word] if count <= limits[word]
-        )
+    for word in words:
+        for count in TRIED_COUNTS[word]:
+            if count <= limits[word]:
+                yield ((word, count),)

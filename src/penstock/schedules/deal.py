@@ -1,4 +1,4 @@
-"""Which parts each micro-batch leaves out, step after step, as in SkipPipe (Blagoev et al., 2025).
+"""Draws the parts that each micro-batch leaves out, step after step, as in SkipPipe (Blagoev et al., 2025).
 
     micro-batch   step 0        step 1          deals(parts=6, microbatches=5, skips=2, swaps=1, seed=3)
               0 | 0 1 2 . . 5 | 0 1 . 3 . 5     a dot: left out
@@ -6,24 +6,24 @@
               2 | 0 2 1 . 4 . | 0 . 2 . 5 4
               3 | 0 1 . 3 4 . | 0 1 . . 5 4
               4 | 0 . . 3 4 5 | 0 1 2 3 . .
-           runs | 5 3 3 3 3 3 | 5 3 3 3 3 3     the first part always, the others equally often
+           runs | 5 3 3 3 3 3 | 5 3 3 3 3 3     the first part always runs, the others equally often
 
-First   part 0 always runs, always first.
-Share   every path leaves out `skips` of the other parts.
-Cover   what is left out is dealt like cards: each part is a card, a micro-batch gets `skips` of them, and nobody gets a
-        card twice before all have been dealt. So up to any step no part has been left out more than once more often
-        than another; and exactly equally often in every step, where parts - 1 divides microbatches * skips.
-Meet    a full deck deals, of all hands, one that was dealt least. So every subset is met, at the latest after
-        comb(parts - 1, skips) decks; and the paths of a step are shuffled, so that no micro-batch prefers any.
-Order   rising. With `swaps`, up to so many pairs of neighbours change places: a step back goes one part behind the
-        highest so far, the frontier, and each part moves at most once.
+First   Part 0 always runs, and always runs first.
+Share   Every path leaves out `skips` of the other parts.
+Cover   The parts to leave out are dealt like cards. Each part is a card, each micro-batch gets a hand of `skips`
+        cards, and no card is dealt twice before all cards have been dealt. So up to any step no part has been left
+        out more than once more often than another. If parts - 1 divides microbatches * skips, all parts are left
+        out equally often in every step.
+Meet    A full deck deals one of the hands that have been dealt least. So every subset of parts occurs after at most
+        comb(parts - 1, skips) decks. The paths of a step are shuffled, so that no micro-batch prefers any.
+Order   The parts of a path rise. With `swaps`, up to that many pairs of neighbors change places: a step back goes one
+        part behind the highest part so far, the frontier, and each part moves at most once.
+Ahead   With `ahead`, no step goes further than that beyond the frontier. So no path leaves out `ahead` parts in a row,
+        unless they are the last ones. The paper's limit is four parts. With its six parts, of which two are left out,
+        no path could go further. Where a path could, as over 12 parts of which six are left out, hands that do so
+        are not dealt. Without `ahead` the steps have no limit: `benchmarks/convergence.py` deals its paths that way.
 
-Ahead   with `ahead`, no step goes further beyond the frontier: so many parts in a row are never left out, unless they
-        are the last ones. The paper's bound is four parts. On its six parts, of which two are left out, no path could
-        go further; where a path might, as over 12 parts of which six are left out, hands that do are not dealt. Without
-        it nothing bounds a step: that is how the paths of `benchmarks/convergence.py` are dealt.
-
-A path names parts; the head comes after it and is not among them. `penstock.plan.paths.rules` has the same rules for planned
+A path lists parts without the head, which comes after it. `penstock.plan.paths.rules` has the same rules for planned
 paths.
 """
 
@@ -44,10 +44,9 @@ PartPath = tuple[int, ...]
 Paths = tuple[PartPath, ...]  # of a step's micro-batches
 Hand = frozenset[int]
 
-MAX_HANDS = (
-    20_000  # more subsets than so many are not counted: hands are then drawn blindly
-)
-MAX_DRAWS = 200  # hands drawn blindly of which one must keep to `ahead`
+# With more possible hands than this, a hand is drawn at random instead of among those dealt least.
+MAX_HANDS = 20_000
+MAX_DRAWS = 200  # random hands, of which one must respect `ahead`
 
 
 def deals(
@@ -58,7 +57,7 @@ def deals(
     seed: int = 0,
     ahead: int | None = None,
 ) -> Iterator[Paths]:
-    """Paths of step after step, without end, other ones every step.
+    """Yield the paths of step after step, without end. Every step has different paths.
 
     >>> steps = deals(parts=4, microbatches=3, skips=1)
     >>> sorted(next(steps))
@@ -70,13 +69,13 @@ def deals(
         require_at_least(1, ahead=ahead)
     if skips > parts - 1:
         raise ShapeError(
-            f"of {parts} parts at most {parts - 1} can be left out, for the first runs; not {skips}"
+            f"of {parts} parts at most {parts - 1} can be left out, because the first one always runs; "
+            f"not {skips}"
         )
     deck = Deck(parts, skips, ahead or parts)
-    if not deck.any_hand:  # a trial deal: who cannot go on, says so here
-        for _ in islice(_hands(deck, Random(f"paths {seed}")), 4 * parts):
-            pass
-    return _steps(deck, microbatches, swaps, Random(f"paths {seed}"))
+    if not deck.allows_every_hand:
+        _try_deal(deck, seed)
+    return _deal_steps(deck, microbatches, swaps, _random(seed))
 
 
 def fixed(
@@ -87,46 +86,63 @@ def fixed(
     seed: int = 0,
     ahead: int | None = None,
 ) -> Iterator[Paths]:
-    """The first step of `deals` for ever: each micro-batch, and so each shard of the data, keeps its path."""
-    return repeat(next(deals(parts, microbatches, skips, swaps, seed, ahead)))
+    """Yield the first step of `deals` for ever.
+
+    So each micro-batch, and thus each shard of the data, keeps its path.
+    """
+    steps = deals(parts, microbatches, skips, swaps, seed, ahead)
+    return repeat(next(steps))
 
 
 def with_full(steps: Iterable[Paths], parts: int, every: int) -> Iterator[Paths]:
-    """Every so-manieth step runs all parts in order; the others go on where they were.  every=10: steps 9, 19, ...
+    """Insert steps that run all parts in order, so that every `every`-th step is such a step.
+
+    With every=10 these are the steps 9, 19, ... The given steps continue in between.
 
     >>> list(with_full([((0, 1),), ((0, 2),), ((0, 1),)], parts=3, every=3))
     [((0, 1),), ((0, 2),), ((0, 1, 2),), ((0, 1),)]
     """
     require_at_least(1, parts=parts, every=every)
+    full_path = tuple(range(parts))
     for number, paths in enumerate(steps):
         if every == 1 or (number and number % (every - 1) == 0):
-            yield (tuple(range(parts)),) * len(paths)
+            yield (full_path,) * len(paths)
         if every > 1:
             yield paths
 
 
-def _steps(deck: Deck, microbatches: int, swaps: int, draw: Random) -> Iterator[Paths]:
-    hands = _hands(deck, draw)
+def _random(seed: int) -> Random:
+    return Random(f"paths {seed}")
+
+
+def _try_deal(deck: Deck, seed: int) -> None:
+    """Deal some hands, so that an impossible deck is refused before the first step."""
+    hands = _deal_hands(deck, _random(seed))
+    for _ in islice(hands, 4 * deck.parts):
+        pass
+
+
+def _deal_steps(
+    deck: Deck, microbatches: int, swaps: int, random: Random
+) -> Iterator[Paths]:
+    hands = _deal_hands(deck, random)
     while True:
         step = []
         for _ in range(microbatches):
             hand = next(hands)
-            step.append(
-                _swapped(
-                    [part for part in range(deck.parts) if part not in hand],
-                    swaps,
-                    draw,
-                    deck.ahead,
-                )
-            )
-        draw.shuffle(step)
+            path = deck.path_without(hand)
+            step.append(_swap_neighbors(path, swaps, random, deck.ahead))
+        random.shuffle(step)
         yield tuple(step)
 
 
-# ---------------------------------------------------------------- what is left out
+# ---------------------------------------------------------------- the parts to leave out
 @dataclass(frozen=True, slots=True)
 class Deck:
-    """Cards 1 to parts - 1, hands of `skips` of them; a hand with more than `ahead` - 1 in a row is not dealt."""
+    """Cards 1 to parts - 1, which are dealt in hands of `skips` cards.
+
+    A hand must not leave out so many parts in a row that a step goes more than `ahead` parts.
+    """
 
     parts: int
     skips: int
@@ -134,96 +150,128 @@ class Deck:
 
     @property
     def cards(self) -> Hand:
-        """All of them."""
+        """All cards."""
         return frozenset(range(1, self.parts))
 
     @property
-    def any_hand(self) -> bool:
-        """Whether no hand can have too many in a row."""
+    def allows_every_hand(self) -> bool:
+        """Whether no hand can leave out too many parts in a row."""
         return self.skips < self.ahead
 
-    def may(self, hand: Hand) -> bool:
-        """Whether a path that leaves these out takes no step too far."""
-        kept = [part for part in range(self.parts) if part not in hand]
-        return all(after - before <= self.ahead for before, after in pairwise(kept))
+    def path_without(self, hand: Hand) -> list[int]:
+        """Return the parts that a path with this hand visits, in rising order."""
+        return [part for part in range(self.parts) if part not in hand]
+
+    def allows(self, hand: Hand) -> bool:
+        """Whether a path with this hand takes no step that is too far."""
+        steps = pairwise(self.path_without(hand))
+        return all(after - before <= self.ahead for before, after in steps)
 
     @property
     def refusal(self) -> ShapeError:
-        """What is said if there are no such hands, or none that leave out all parts equally often."""
+        """The error if no hands, or none that leave out all parts equally often, are allowed."""
         return ShapeError(
             f"{self.skips} of {self.parts} parts cannot be left out, all equally often, if no step goes more than "
             f"{self.ahead} parts ahead; leave out fewer, or allow more"
         )
 
 
-def _hands(deck: Deck, draw: Random) -> Iterator[Hand]:
-    """Deals hands of `skips` cards. A deck with too few for a hand gives all it has, and a new one the rest."""
-    dealt: Counter[Hand] = Counter()
+def _deal_hands(deck: Deck, random: Random) -> Iterator[Hand]:
+    """Yield hands without end.
+
+    A deck with too few cards for a hand gives all it has left, and a new deck gives the rest.
+    """
+    times_dealt: Counter[Hand] = Counter()
     left = deck.cards
     while True:
-        taken, pool = (
-            (frozenset[int](), left)
-            if len(left) > deck.skips
-            else (left, deck.cards - left)
-        )
-        hand = _least_dealt(deck, taken, pool, dealt, draw)
-        dealt[hand] += 1
-        left = (deck.cards if taken else left) - (hand - taken)
+        last_cards: Hand = frozenset()
+        pool = left
+        if len(left) <= deck.skips:
+            last_cards = left
+            pool = deck.cards - left
+        hand = _draw_hand(deck, last_cards, pool, times_dealt, random)
+        times_dealt[hand] += 1
+        if last_cards:
+            left = deck.cards
+        left -= hand - last_cards
         yield hand
 
 
-def _least_dealt(
-    deck: Deck, taken: Hand, pool: Hand, dealt: Counter[Hand], draw: Random
+def _draw_hand(
+    deck: Deck,
+    last_cards: Hand,
+    pool: Hand,
+    times_dealt: Counter[Hand],
+    random: Random,
 ) -> Hand:
-    """Of all hands with `taken` and others of the pool one that was dealt least, at random."""
-    more, cards = deck.skips - len(taken), sorted(pool)
-    many = comb(len(pool), more) > MAX_HANDS
-    if many and deck.any_hand:
-        return taken | frozenset(draw.sample(cards, more))
-    drawn = (
-        (tuple(draw.sample(cards, more)) for _ in range(MAX_DRAWS))
-        if many
-        else combinations(cards, more)
-    )
-    hands = [
-        hand
-        for hand in (taken | frozenset(some) for some in drawn)
-        if deck.any_hand or deck.may(hand)
-    ]
-    if not deck.any_hand:
-        left = deck.cards if taken else pool
-        hands = [
-            hand for hand in hands if _goes_on(deck, left - (hand - taken))
-        ] or hands
-    if not hands:
+    """Return a hand of the last cards of a deck and others from the pool.
+
+    Of all such hands it is a random one of those that were dealt least.
+    """
+    missing = deck.skips - len(last_cards)
+    cards = sorted(pool)
+    too_many = comb(len(pool), missing) > MAX_HANDS
+    if too_many and deck.allows_every_hand:
+        return last_cards | frozenset(random.sample(cards, missing))
+    draws: Iterable[Iterable[int]] = combinations(cards, missing)
+    if too_many:
+        draws = [random.sample(cards, missing) for _ in range(MAX_DRAWS)]
+    hands = [last_cards | frozenset(draw) for draw in draws]
+    if not deck.allows_every_hand:
+        hands = _playable(deck, hands, last_cards, pool)
+    least = min(times_dealt[hand] for hand in hands)
+    return random.choice([hand for hand in hands if times_dealt[hand] == least])
+
+
+def _playable(
+    deck: Deck, hands: list[Hand], last_cards: Hand, pool: Hand
+) -> list[Hand]:
+    """Return the hands that the deck allows, if possible only those after which it can be dealt to its end."""
+    allowed = [hand for hand in hands if deck.allows(hand)]
+    if not allowed:
         raise deck.refusal
-    least = min(dealt[hand] for hand in hands)
-    return draw.choice([hand for hand in hands if dealt[hand] == least])
+    deck_left = deck.cards if last_cards else pool
+
+    def leaves_a_deal(hand: Hand) -> bool:
+        return _can_be_dealt(deck, deck_left - (hand - last_cards))
+
+    continuing = list(filter(leaves_a_deal, allowed))
+    return continuing or allowed
 
 
 @cache
-def _goes_on(deck: Deck, left: Hand) -> bool:
-    """Whether what is left of a deck can be dealt, and the last cards be made a hand with new ones."""
+def _can_be_dealt(deck: Deck, left: Hand) -> bool:
+    """Whether the rest of a deck can be dealt, and its last cards can join cards of a new deck."""
     missing = deck.skips - len(left)
     if missing >= 0:
+        if not left:
+            return True
         others = sorted(deck.cards - left)
-        return not left or any(
-            deck.may(left | frozenset(some)) for some in combinations(others, missing)
-        )
-    hands = (frozenset(some) for some in combinations(sorted(left), deck.skips))
-    return any(deck.may(hand) and _goes_on(deck, left - hand) for hand in hands)
+        additions = combinations(others, missing)
+        return any(deck.allows(left | frozenset(addition)) for addition in additions)
+    for cards in combinations(sorted(left), deck.skips):
+        hand = frozenset(cards)
+        if deck.allows(hand) and _can_be_dealt(deck, left - hand):
+            return True
+    return False
 
 
-# ---------------------------------------------------------------- in which order
-def _swapped(path: list[int], swaps: int, draw: Random, ahead: int) -> PartPath:
-    """None to `swaps` pairs of neighbours, a and a + 1, change places; the first part stays.
+# ---------------------------------------------------------------- the order of the parts
+def _swap_neighbors(
+    path: list[int], swaps: int, random: Random, ahead: int
+) -> PartPath:
+    """Let 0 to `swaps` pairs of neighbors, a and a + 1, change places. The first part stays.
 
-    No part moves twice: where a and a + 1 have changed places, neither is followed by the next larger one any more.
+    No part moves twice: once a and a + 1 have changed places, neither is followed by the next
+    larger part any more.
     """
-    for _ in range(draw.randint(0, swaps)):
-        pairs = [at for at in range(1, len(path) - 1) if path[at + 1] == path[at] + 1]
-        pairs = [at for at in pairs if path[at + 1] - max(path[:at]) <= ahead]
-        if pairs:
-            at = draw.choice(pairs)
-            path[at], path[at + 1] = path[at + 1], path[at]
+    for _ in range(random.randint(0, swaps)):
+        places = []
+        for place in range(1, len(path) - 1):
+            follows = path[place + 1] == path[place] + 1
+            if follows and path[place + 1] - max(path[:place]) <= ahead:
+                places.append(place)
+        if places:
+            place = random.choice(places)
+            path[place], path[place + 1] = path[place + 1], path[place]
     return tuple(path)

@@ -1,4 +1,4 @@
-"""SkipPipe's question: which nodes each micro-batch visits."""
+"""Plans which nodes each micro-batch visits, as in SkipPipe (Blagoev et al., 2025)."""
 
 from penstock.plan.paths.bound import path_bound
 from penstock.plan.paths.planner import PathPlan, paths_plan, plan_paths, rule_faults

@@ -1,9 +1,9 @@
-"""How long the replicas of a part take to sum their gradients once all have done their work.
+"""The time that the replicas of a part need to sum their gradients (an all-reduce).
 
-    star   all send to one, which sends the sum back      2 (latency + bytes / bandwidth)       of its slowest link
-    ring   a share to the next, again and again           2 (r-1) (latency + bytes / r / bandwidth)
+    star   all send to one node, which sends the sum back    2 (latency + bytes / bandwidth)  of its slowest link
+    ring   each sends a share to the next, many times        2 (r-1) (latency + bytes / r / bandwidth)
 
-The quicker of the two counts. A ring visits the replicas each time the nearest of those left.
+The quicker of the two counts. The ring goes from each replica to the nearest one that is left.
 """
 
 from __future__ import annotations
@@ -11,53 +11,55 @@ from __future__ import annotations
 import numpy as np
 
 from penstock.ir.table import Floats, Ints
-from penstock.plan.paths.flow import Traffic
+from penstock.plan.paths.path_simulator import Traffic
 
 
 def sum_seconds(traffic: Traffic, nodes: Ints, size: float) -> float:
-    """Seconds for so many bytes of gradients over these nodes."""
+    """Return the seconds to sum `size` bytes of gradients over these nodes."""
     count = len(nodes)
     if count < 2 or size <= 0:
         return 0.0
     within = np.ix_(nodes, nodes)
-    latency, byte = traffic.latency[within], traffic.byte[within]
-    whole = np.maximum(latency + byte * size, (latency + byte * size).T)
-    star = 2.0 * float(whole.max(axis=1).min())
+    latency = traffic.latency[within]
+    byte = traffic.byte[within]
+    whole = latency + byte * size
+    slower_way = np.maximum(whole, whole.T)
+    star = 2.0 * float(slower_way.max(axis=1).min())
     share = latency + byte * (size / count)
-    return min(star, 2.0 * (count - 1) * _longest_link(share))
+    ring = 2.0 * (count - 1) * _slowest_ring_link(share)
+    return min(star, ring)
 
 
-def _longest_link(link: Floats) -> float:
-    """The slowest link of a ring that goes to the nearest that is left."""
-    left = np.ones(len(link), dtype=np.bool_)
-    here, longest = 0, 0.0
+def _slowest_ring_link(seconds: Floats) -> float:
+    """Return the slowest link of a ring that always goes to the nearest node that is left."""
+    left = np.ones(len(seconds), dtype=np.bool_)
     left[0] = False
-    for _ in range(len(link) - 1):
-        there = int(np.where(left, link[here], np.inf).argmin())
-        longest, here = max(longest, float(link[here, there])), there
+    here = 0
+    slowest = 0.0
+    for _ in range(len(seconds) - 1):
+        there = int(np.where(left, seconds[here], np.inf).argmin())
+        slowest = max(slowest, float(seconds[here, there]))
+        here = there
         left[there] = False
-    return max(longest, float(link[here, 0]))
+    return max(slowest, float(seconds[here, 0]))
 
 
 def sum_seconds_by_part(
     traffic: Traffic, labels: Ints, parts: int, size: float
 ) -> Floats:
-    """Seconds for each part. The head lies with part 0 and is summed with it."""
-    return np.array(
-        [
-            sum_seconds(traffic, np.flatnonzero(labels == part), size)
-            for part in range(parts)
-        ]
-    )
+    """Return the seconds for each part. The head is on the data nodes and is summed with part 0."""
+    seconds = np.zeros(parts)
+    for part in range(parts):
+        replicas = np.flatnonzero(labels == part)
+        seconds[part] = sum_seconds(traffic, replicas, size)
+    return seconds
 
 
-def least_sum(traffic: Traffic, replicas: int, size: float) -> float:
-    """No so many replicas anywhere sum so many bytes in less time."""
+def least_sum_seconds(traffic: Traffic, replicas: int, size: float) -> float:
+    """Return a lower bound on the seconds to sum `size` bytes over any `replicas` nodes."""
     if replicas < 2 or size <= 0 or traffic.nodes < 2:
         return 0.0
     apart = ~np.eye(traffic.nodes, dtype=np.bool_)
-    latency, byte = (
-        float(traffic.latency[apart].min()),
-        float(traffic.byte[apart].min()),
-    )
+    latency = float(traffic.latency[apart].min())
+    byte = float(traffic.byte[apart].min())
     return 2.0 * (latency + byte * size * (replicas - 1) / replicas)

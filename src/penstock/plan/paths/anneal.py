@@ -1,15 +1,15 @@
-"""Looks for better paths: simulated annealing, every step simulated.
+"""Searches for better paths by simulated annealing; every step is simulated.
 
-A move changes one unit of a draft, or all that share its path:
+A move changes one unit of a solution, or all units that share its path:
 
-    swap      two units exchange a node: of the same part, or of two parts that neither has twice
-    redirect  another replica of the same part
-    reorder   two neighbours on the path, if the order may
-    trade     two nodes exchange their parts, and their places on all paths (if the arrangement is free)
-    relabel   a node takes another part, and the paths over it go over another replica (if the sizes are free too)
-    delay     a unit stands further back in all queues (if nodes keep to a planned order)
+    swap      Two units exchange a node: two replicas of the same part, or nodes of two parts that neither has twice.
+    redirect  A unit visits another replica of the same part.
+    reorder   Two neighbors on a path change places, if the rules allow the new order.
+    trade     Two nodes exchange their parts and their places on all paths (if the arrangement is free).
+    relabel   A node takes another part, and the paths over it visit another replica (if the sizes are free too).
+    delay     A unit stands further back in all queues (if nodes follow a planned order).
 
-Every move keeps the parts' shares of the work.
+Every move leaves each part its share of the work.
 """
 
 from __future__ import annotations
@@ -20,111 +20,138 @@ from random import Random
 
 import numpy as np
 
+from penstock.ir.table import Floats
 from penstock.plan.paths.allreduce import sum_seconds_by_part
-from penstock.plan.paths.candidate import Budget, Draft, NodePath, step_end
-from penstock.plan.paths.flow import simulate_flow
+from penstock.plan.paths.budget import Budget
+from penstock.plan.paths.path_simulator import simulate_paths
 from penstock.plan.paths.problem import Problem, expand_paths, start_conditions
 from penstock.plan.paths.rules import order_fault, part_orders
+from penstock.plan.paths.solution import NodePath, Solution, path_in_order, step_end
 
-MEAN = 0.5  # how much the mean of the micro-batches counts beside the last: it shows the way
-GROUP = 24  # nodes that are improved together
-RELABEL = 0.05  # of the moves
-HOT, COLD = 0.004, 0.0001  # temperatures, as shares of the makespan
+# How much the mean end of the micro-batches counts besides the last end. It guides the search where
+# the last end does not change.
+MEAN_WEIGHT = 0.5
+MAX_GROUP_NODES = 24  # nodes that are improved together
+ARRANGEMENT_MOVES = 0.25  # share of the moves that change the part of a node
+RELABEL_MOVES = 0.05  # share of the moves that change the number of replicas
+HOT = 0.004  # first temperature, as a share of the makespan
+COLD = 0.0001  # last temperature, as a share of the makespan
+MAX_DELAY = 0.1  # largest delay in the queues, as a share of the makespan
 
 
-class Search:
-    """One annealing, of a draft or of a group of its units. It has a life: its draft changes."""
+class Annealing:
+    """Anneals a solution, or a group of its units."""
 
     def __init__(
         self,
         problem: Problem,
-        draft: Draft,
+        solution: Solution,
         units: list[int],
         free: bool,
         random: Random,
     ) -> None:
-        self.problem, self.random, self.free = problem, random, free
+        self.problem = problem
+        self.random = random
+        self.free = free
         self.units = units
         self.resizable = not (problem.sized or problem.policy.reserved)
-        self.labels = np.array(draft.labels, dtype=np.int64)
-        self.paths: list[NodePath] = [draft.paths[unit] for unit in units]
-        self.delays = np.array(
-            [draft.delays[unit] for unit in units]
-            if draft.delays
-            else [0.0] * len(units)
-        )
-        self.turn, self.stagger, self.careful = draft.turn, draft.stagger, draft.careful
-        self.nodes = sorted(
-            {node for path in self.paths for node in path} | self._idle(draft)
-        )
-        self.sums = sum_seconds_by_part(
-            problem.traffic, self.labels, problem.body, problem.gradients
-        )
+        self.labels = np.array(solution.labels, dtype=np.int64)
+        self.paths: list[NodePath] = [solution.paths[unit] for unit in units]
+        delays = [0.0] * len(units)
+        if solution.delays:
+            delays = [solution.delays[unit] for unit in units]
+        self.delays = np.array(delays)
+        self.queue_order = solution.queue_order
+        self.stagger = solution.stagger
+        self.careful = solution.careful
+        visited = {node for path in self.paths for node in path}
+        self.nodes = sorted(visited | self._idle_nodes(solution))
+        self.sums = self._allreduce_seconds()
         self.undo: list[Callable[[], None]] = []
         self.rows = np.array(self.paths, dtype=np.int64)
-        self.end, self.finish = math.inf, [0.0] * len(units)
-        self._sort()
-        self.value, self.end, self.finish = self._simulated()
+        self.end = math.inf
+        self.finish = [0.0] * len(units)
+        self._index_replicas()
+        self.value, self.end, self.finish = self._simulate()
 
-    def _idle(self, draft: Draft) -> set[int]:
-        """Nodes nobody passes belong to every group."""
-        passed = {node for path in draft.paths for node in path}
-        idle = [
-            node
-            for node, part in enumerate(draft.labels)
-            if part >= 0 and node not in passed
-        ]
-        return set(idle if len(idle) <= GROUP else self.random.sample(idle, GROUP))
+    def _idle_nodes(self, solution: Solution) -> set[int]:
+        """Return the nodes that no path visits, or a sample of them. They belong to every group."""
+        visited = {node for path in solution.paths for node in path}
+        idle = []
+        for node, part in enumerate(solution.labels):
+            if part >= 0 and node not in visited:
+                idle.append(node)
+        if len(idle) > MAX_GROUP_NODES:
+            idle = self.random.sample(idle, MAX_GROUP_NODES)
+        return set(idle)
 
-    def _sort(self) -> None:
-        """The nodes of each part, of those that may be taken."""
+    def _allreduce_seconds(self) -> Floats:
+        return sum_seconds_by_part(
+            self.problem.traffic,
+            self.labels,
+            self.problem.body,
+            self.problem.gradients,
+        )
+
+    def _index_replicas(self) -> None:
+        """List the part of each node, and for each part those of its nodes that paths may visit."""
         self.part = self.labels.tolist()
         self.replicas: dict[int, list[int]] = {}
         for node in self.nodes:
             self.replicas.setdefault(self.part[node], []).append(node)
 
-    def draft(self) -> Draft:
-        """Of the group alone."""
+    def solution(self) -> Solution:
+        """Return the current solution for the group alone."""
         delays = tuple(self.delays.tolist()) if self.delays.any() else ()
-        return Draft(
+        return Solution(
             tuple(self.part),
             tuple(self.paths),
-            self.turn,
+            self.queue_order,
             self.stagger,
             delays,
             self.careful,
         )
 
-    def _simulated(self) -> tuple[float, float, list[float]]:
-        """What is made small, the end of the step, and when each unit is done."""
-        problem, count = self.problem, len(self.paths)
+    def _simulate(self) -> tuple[float, float, list[float]]:
+        """Return the value to minimize, the end of the step, and the end of each unit."""
+        problem = self.problem
         nodes, parts = expand_paths(problem, self.rows, self.labels)
         after, release = start_conditions(problem, self.rows, self.stagger)
         delay = np.tile(self.delays, problem.policy.rounds)
-        found = simulate_flow(
+        times = simulate_paths(
             problem.traffic,
             nodes,
             parts,
-            self.turn,
+            self.queue_order,
             after,
             release,
             delay,
             self.careful,
         )
-        if found.makespan == np.inf and not self.careful:
-            found = simulate_flow(
-                problem.traffic, nodes, parts, self.turn, after, release, delay, True
+        if times.makespan == np.inf and not self.careful:
+            times = simulate_paths(
+                problem.traffic,
+                nodes,
+                parts,
+                self.queue_order,
+                after,
+                release,
+                delay,
+                True,
             )
-        end = step_end(problem, found, self.labels, self.sums)
-        ends = found.finish.tolist()
-        return end + MEAN * sum(ends) / len(ends), end, ends[-count:]
+        end = step_end(problem, times, self.labels, self.sums)
+        ends = times.finish.tolist()
+        value = end + MEAN_WEIGHT * sum(ends) / len(ends)
+        return value, end, ends[-len(self.paths) :]
 
-    def anneal(self, budget: Budget, steps: int) -> bool:
-        """Tries `steps` moves and keeps the best draft it meets. Returns False if the budget ends before.
+    def run(self, budget: Budget, steps: int) -> bool:
+        """Try `steps` moves and keep the best solution. Return False if the budget ends before.
 
-        The temperature depends on `steps` only, so a larger budget continues where a smaller one stopped.
+        The temperature depends on `steps` only, so a larger budget continues where a smaller one
+        stopped.
         """
-        best, least = self.draft(), (self.end, self.value)
+        best = self.solution()
+        least = (self.end, self.value)
         scale = self.value if self.value < math.inf else 1.0
         done = 0
         while done < steps and not budget.spent:
@@ -133,84 +160,96 @@ class Search:
             budget.used += 1
             self.undo.clear()
             if not self._move():
-                self._back()
+                self._undo_move()
                 continue
-            value, end, finish = self._simulated()
-            if value <= self.value or self.random.random() < math.exp(
-                -(value - self.value) / heat
-            ):
-                self.value, self.end, self.finish = value, end, finish
-                if (end, value) < least:
-                    best, least = self.draft(), (end, value)
-            else:
-                self._back()
-        self._take(best)
+            value, end, finish = self._simulate()
+            if not self._accepts(value, heat):
+                self._undo_move()
+                continue
+            self.value = value
+            self.end = end
+            self.finish = finish
+            if (end, value) < least:
+                best = self.solution()
+                least = (end, value)
+        self._restore(best)
         self.end, self.value = least
         return done == steps
 
-    def _back(self) -> None:
+    def _accepts(self, value: float, heat: float) -> bool:
+        """Whether a move is kept: always if it is no worse, otherwise by chance."""
+        if value <= self.value:
+            return True
+        return self.random.random() < math.exp(-(value - self.value) / heat)
+
+    def _undo_move(self) -> None:
         while self.undo:
             self.undo.pop()()
 
-    def _take(self, draft: Draft) -> None:
-        self.labels, self.paths = (
-            np.array(draft.labels, dtype=np.int64),
-            list(draft.paths),
-        )
+    def _restore(self, solution: Solution) -> None:
+        """Return to an earlier solution of this annealing."""
+        self.labels = np.array(solution.labels, dtype=np.int64)
+        self.paths = list(solution.paths)
         self.rows = np.array(self.paths, dtype=np.int64)
-        self.delays = np.array(draft.delays or [0.0] * len(self.paths))
-        self.turn, self.stagger, self.careful = draft.turn, draft.stagger, draft.careful
-        self._sort()
+        self.delays = np.array(solution.delays or [0.0] * len(self.paths))
+        self.queue_order = solution.queue_order
+        self.stagger = solution.stagger
+        self.careful = solution.careful
+        self._index_replicas()
 
-    # ------------------------------------------------------------ moves: each says how it is undone
+    # ------------------------------------------------------------ moves: each registers how to undo it
     def _move(self) -> bool:
+        """Make a random move. Return False if it turned out to be impossible or without effect."""
         pick = self.random.random()
-        if self.free and pick < 0.25:
-            return (
-                self._relabel() if pick < RELABEL and self.resizable else self._trade()
-            )
+        if self.free and pick < ARRANGEMENT_MOVES:
+            if pick < RELABEL_MOVES and self.resizable:
+                return self._relabel()
+            return self._trade()
         if pick < 0.5:
             return self._swap()
         if pick < 0.8 and not self.problem.policy.reserved:
             return self._redirect()
         if pick < 0.9:
             return self._reorder()
-        return self._delay()
+        return self._change_queueing()
 
-    def _late(self) -> int:
-        """A unit, rather one that is late."""
-        units, ends = len(self.paths), self.finish
-        picked = int(self.random.random() * units)
+    def _pick_unit(self) -> int:
+        return int(self.random.random() * len(self.paths))
+
+    def _pick_late_unit(self) -> int:
+        """Return a random unit, preferably one that ends late."""
+        picked = self._pick_unit()
         for _ in range(int(self.random.random() * 4)):
-            other = int(self.random.random() * units)
-            picked = other if ends[other] > ends[picked] else picked
+            other = self._pick_unit()
+            if self.finish[other] > self.finish[picked]:
+                picked = other
         return picked
 
-    def _class(self, late: bool = True) -> list[int]:
-        """One unit, or all with its path."""
-        unit = self._late() if late else int(self.random.random() * len(self.paths))
+    def _pick_units(self, late: bool = True) -> list[int]:
+        """Return one unit, or all units with the same path."""
+        unit = self._pick_late_unit() if late else self._pick_unit()
         if self.random.random() < 0.5:
             return [unit]
-        mine = self.paths[unit]
-        return [other for other, path in enumerate(self.paths) if path == mine]
+        shared = self.paths[unit]
+        return [other for other, path in enumerate(self.paths) if path == shared]
 
-    def _set(self, units: list[int], path: NodePath) -> None:
+    def _set_paths(self, units: list[int], path: NodePath) -> None:
         for unit in units:
-            self._put(unit, path)
+            self._set_path(unit, path)
 
-    def _put(self, unit: int, path: NodePath) -> None:
+    def _set_path(self, unit: int, path: NodePath) -> None:
         old = self.paths[unit]
 
-        def back() -> None:
+        def undo() -> None:
             self.paths[unit] = old
             self.rows[unit] = old
 
-        self.undo.append(back)
+        self.undo.append(undo)
         self.paths[unit] = path
         self.rows[unit] = path
 
-    def _legal(self, path: list[int]) -> NodePath | None:
-        """The path, in an order that its parts may have."""
+    def _in_legal_order(self, path: list[int]) -> NodePath | None:
+        """Return the path with its nodes in an order that the rules allow, or None."""
         parts = tuple([self.part[node] for node in path])
         if len(set(parts)) < len(parts):
             return None
@@ -219,150 +258,153 @@ class Search:
             return tuple(path)
         if not allowed:
             return None
-        where = {self.part[node]: node for node in path[1:]}
-        return (path[0], *[where[part] for part in self.random.choice(allowed)])
+        node_of_part = {self.part[node]: node for node in path[1:]}
+        order = self.random.choice(allowed)
+        return path_in_order(path[0], node_of_part, order)
 
     def _swap(self) -> bool:
-        ours, theirs = self._class(), self._class(late=False)
-        one, other = self.paths[ours[0]], self.paths[theirs[0]]
-        if len(one) < 2 or one == other:
+        """Let two units, or two classes of units with equal paths, exchange a node."""
+        units = self._pick_units()
+        others = self._pick_units(late=False)
+        path = self.paths[units[0]]
+        other_path = self.paths[others[0]]
+        if len(path) < 2 or path == other_path:
             return False
-        i, j = self.random.randrange(1, len(one)), self.random.randrange(1, len(other))
-        u, v = one[i], other[j]
-        if u == v:
+        i = self.random.randrange(1, len(path))
+        j = self.random.randrange(1, len(other_path))
+        node = path[i]
+        other_node = other_path[j]
+        if node == other_node:
             return False
-        size = min(
-            len(ours), len(theirs)
-        )  # as many here as there: keeps the parts' shares, and the nodes'
-        mine = self._legal([*one[:i], v, *one[i + 1 :]])
-        yours = self._legal([*other[:j], u, *other[j + 1 :]])
-        if mine is None or yours is None:
+        new = self._in_legal_order([*path[:i], other_node, *path[i + 1 :]])
+        other_new = self._in_legal_order([*other_path[:j], node, *other_path[j + 1 :]])
+        if new is None or other_new is None:
             return False
-        self._set(ours[:size], mine)
-        self._set(theirs[:size], yours)
+        # Change equally many on both sides, to keep the shares of the parts and nodes.
+        size = min(len(units), len(others))
+        self._set_paths(units[:size], new)
+        self._set_paths(others[:size], other_new)
         return True
 
     def _redirect(self) -> bool:
-        ours = self._class()
-        path = self.paths[ours[0]]
+        """Send units over another replica of the same part."""
+        units = self._pick_units()
+        path = self.paths[units[0]]
         if len(path) < 2:
             return False
         i = self.random.randrange(1, len(path))
-        node = self.random.choice(self.replicas[self.part[path[i]]])
+        replicas = self.replicas[self.part[path[i]]]
+        node = self.random.choice(replicas)
         if node == path[i]:
             return False
-        self._set(ours, (*path[:i], node, *path[i + 1 :]))
+        self._set_paths(units, (*path[:i], node, *path[i + 1 :]))
         return True
 
     def _reorder(self) -> bool:
-        ours = self._class()
-        path = list(self.paths[ours[0]])
+        """Let two neighbors on a path change places."""
+        units = self._pick_units()
+        path = list(self.paths[units[0]])
         if len(path) < 3:
             return False
         i = self.random.randrange(1, len(path) - 1)
         path[i], path[i + 1] = path[i + 1], path[i]
-        if order_fault([self.part[node] for node in path], self.problem.rules):
+        parts = [self.part[node] for node in path]
+        if order_fault(parts, self.problem.rules):
             return False
-        self._set(ours, tuple(path))
+        self._set_paths(units, tuple(path))
         return True
 
     def _trade(self) -> bool:
-        u, v = (
-            self.random.choice(self.paths[self._late()]),
-            self.random.choice(self.nodes),
-        )
+        """Let two nodes exchange their parts and their places on all paths."""
+        late_path = self.paths[self._pick_late_unit()]
+        u = self.random.choice(late_path)
+        v = self.random.choice(self.nodes)
         if u == v:
             return False
-        if self.problem.policy.reserved:
-            slots = self.problem.traffic.slots
-            used = [int((self.rows == node).sum()) for node in (u, v)]
-            if used[0] > slots[v] or used[1] > slots[u]:
-                return False
+        if self.problem.policy.reserved and not self._slots_allow_trade(u, v):
+            return False
         sums = self.sums
-        self._turn(u, v)
+        self._exchange_nodes(u, v)
 
-        def back() -> None:
-            self._turn(u, v)
+        def undo() -> None:
+            self._exchange_nodes(u, v)
             self.sums = sums
 
-        self.undo.append(back)
+        self.undo.append(undo)
         if self.problem.gradients > 0 and self.part[u] != self.part[v]:
-            self.sums = sum_seconds_by_part(
-                self.problem.traffic,
-                self.labels,
-                self.problem.body,
-                self.problem.gradients,
-            )
+            self.sums = self._allreduce_seconds()
         return True
 
-    def _turn(self, u: int, v: int) -> None:
-        """Two nodes exchange their parts, and their places on all paths."""
-        turned = {u: v, v: u}
+    def _slots_allow_trade(self, u: int, v: int) -> bool:
+        """Whether each of two nodes has enough slots for the paths over the other."""
+        slots = self.problem.traffic.slots
+        paths_over_u = int((self.rows == u).sum())
+        paths_over_v = int((self.rows == v).sum())
+        return bool(paths_over_u <= slots[v] and paths_over_v <= slots[u])
+
+    def _exchange_nodes(self, u: int, v: int) -> None:
+        exchanged = {u: v, v: u}
         for unit, path in enumerate(self.paths):
             if u in path or v in path:
-                self.paths[unit] = tuple([turned.get(node, node) for node in path])
+                self.paths[unit] = tuple([exchanged.get(node, node) for node in path])
                 self.rows[unit] = self.paths[unit]
         if self.part[u] != self.part[v]:
-            self.labels[u], self.labels[v] = self.part[v], self.part[u]
-            self._sort()
+            self.labels[u] = self.part[v]
+            self.labels[v] = self.part[u]
+            self._index_replicas()
 
     def _relabel(self) -> bool:
+        """Give a node another part, and send the paths over it over other replicas."""
         node = self.random.choice(self.nodes)
         part = self.part[node]
         others = [other for other in self.replicas[part] if other != node]
-        wanted = self.random.randrange(1, self.problem.body)
-        if not others or part in (0, wanted):
+        new_part = self.random.randrange(1, self.problem.body)
+        if not others or part in (0, new_part):
             return False
         for unit, path in enumerate(self.paths):
             if node in path:
-                self._put(
-                    unit,
-                    tuple(
-                        [self.random.choice(others) if n == node else n for n in path]
-                    ),
-                )
+                place = path.index(node)
+                other = self.random.choice(others)
+                self._set_path(unit, (*path[:place], other, *path[place + 1 :]))
         sums = self.sums
 
-        def back() -> None:
+        def undo() -> None:
             self.labels[node] = part
-            self._sort()
+            self._index_replicas()
             self.sums = sums
 
-        self.undo.append(back)
-        self.labels[node] = wanted
-        self._sort()
+        self.undo.append(undo)
+        self.labels[node] = new_part
+        self._index_replicas()
         if self.problem.gradients > 0:
-            self.sums = sum_seconds_by_part(
-                self.problem.traffic,
-                self.labels,
-                self.problem.body,
-                self.problem.gradients,
-            )
+            self.sums = self._allreduce_seconds()
         return True
 
-    def _delay(self) -> bool:
+    def _change_queueing(self) -> bool:
+        """Change the stagger, the queue order, or the delay of one unit."""
         policy = self.problem.policy
-        turn, stagger = self.turn, self.stagger
+        queue_order = self.queue_order
+        stagger = self.stagger
 
-        def settle_back() -> None:
-            self.turn, self.stagger = turn, stagger
+        def undo_queueing() -> None:
+            self.queue_order = queue_order
+            self.stagger = stagger
 
         if not policy.ordered:
-            self.undo.append(settle_back)
+            self.undo.append(undo_queueing)
             self.stagger = self.problem.stagger(self.random.choice(policy.staggers))
             return self.stagger != stagger
         if self.random.random() < 0.2:
-            self.undo.append(settle_back)
-            self.turn = self.random.choice(policy.turns)
-            return turn is not self.turn
+            self.undo.append(undo_queueing)
+            self.queue_order = self.random.choice(policy.queue_orders)
+            return queue_order is not self.queue_order
         unit = self.random.randrange(len(self.paths))
         old = float(self.delays[unit])
 
-        def back() -> None:
+        def undo_delay() -> None:
             self.delays[unit] = old
 
-        self.undo.append(back)
-        self.delays[unit] = self.random.choice(
-            (0.0, self.random.uniform(-1.0, 1.0) * self.end * 0.1)
-        )
+        self.undo.append(undo_delay)
+        delay = self.random.uniform(-1.0, 1.0) * self.end * MAX_DELAY
+        self.delays[unit] = self.random.choice((0.0, delay))
         return True

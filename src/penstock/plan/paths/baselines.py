@@ -1,8 +1,8 @@
-"""What a planned schedule is compared with: the same nodes, slots and micro-batches, and no plan, or half of one.
+"""Plans to compare with: the same nodes, slots and micro-batches, but less planning.
 
-full         every micro-batch through all parts, in order; planned by the search that plans the paths
-random       paths drawn at random that keep to the rules
-shortest     every path the shortest that is left, without a look at who else comes along: no collisions avoided
+full         every micro-batch visits all parts in order; planned by the same search as the paths
+random       random paths that keep to the rules
+shortest     each path as short as possible, regardless of the others: no collision avoidance (the paper's TC2)
 """
 
 from __future__ import annotations
@@ -16,26 +16,23 @@ from random import Random
 import numpy as np
 
 from penstock.ir.table import Ints
-from penstock.plan.paths.candidate import (
-    Budget,
-    Draft,
-    NodePath,
-    TimeSource,
-    never,
-    settle_waiting,
-    simulate_draft,
-)
-from penstock.plan.paths.placement import replica_counts
+from penstock.plan.paths.arrangement import replica_counts
+from penstock.plan.paths.budget import Budget, TimeSource, never_stop
 from penstock.plan.paths.planner import PathPlan, best_plan, finish_plan
 from penstock.plan.paths.problem import Policy, Problem
 from penstock.plan.paths.routes import random_routes
-from penstock.plan.paths.rules import Rules, part_orders
-from penstock.plan.paths.stages import ITERATIONS
+from penstock.plan.paths.rules import part_orders
+from penstock.plan.paths.solution import (
+    NodePath,
+    Solution,
+    choose_queueing,
+    path_in_order,
+    simulate_solution,
+)
+from penstock.plan.paths.staged_search import ITERATIONS
 
-
-def whole(rules: Rules) -> Rules:
-    """The rules under which nothing is left out, and every micro-batch meets the parts in order."""
-    return replace(rules, share=0.0, behind=0, distance=0, swaps=0)
+SHORTENING_MOVES = 4000
+WORK_PER_FORWARD = 2.5  # forward and backward of a part, in forwards
 
 
 def full_pipeline(
@@ -44,97 +41,121 @@ def full_pipeline(
     seconds: float | None = None,
     seed: int = 0,
     clock: TimeSource = time.perf_counter,
-    stop: Callable[[], bool] = never,
+    stop: Callable[[], bool] = never_stop,
 ) -> PathPlan:
-    """The best full pipeline that the same search finds: no part is left out.
+    """Return the best full pipeline that the same search finds. It leaves out no part.
 
-    It has the same nodes, data nodes, micro-batches and links. It chooses its own arrangement unless the paths were
-    planned on a given one; its sizes are its own too, unless they were given. Slots belong to who is there.
+    It has the same nodes, data nodes, micro-batches and links. It chooses its own arrangement and
+    sizes, unless the paths were planned for given ones. Slots are not reserved for paths.
     """
     budget = Budget(iterations, seconds, clock, stop)
-    policy = Policy(plan.problem.policy.turns, ordered=plan.problem.policy.ordered)
-    problem = replace(plan.problem, rules=whole(plan.problem.rules), policy=policy)
+    planned = plan.problem
+    policy = Policy(planned.policy.queue_orders, ordered=planned.policy.ordered)
+    problem = replace(planned, rules=planned.rules.full_model(), policy=policy)
     sizes = [len(nodes) for nodes in plan.partitions]
+    labels = None
     if problem.arranged:
-        return best_plan(
-            problem, np.array(plan.draft.labels), np.array(sizes), budget, seed
-        )
-    if not problem.sized:
-        sizes = list(
-            replica_counts(problem.traffic.nodes, problem.body, problem.hops, sizes[0])
-        )
-    return best_plan(problem, None, np.array(sizes), budget, seed)
+        labels = np.array(plan.solution.labels)
+    elif not problem.sized:
+        nodes = problem.traffic.nodes
+        sizes = list(replica_counts(nodes, problem.body, problem.hops, sizes[0]))
+    return best_plan(problem, labels, np.array(sizes), budget, seed)
 
 
 def random_paths(plan: PathPlan, seed: int = 0) -> PathPlan:
-    """Paths at random: any legal order, any replica that has a place left, parts equally often."""
-    paths = random_routes(plan.problem, np.array(plan.draft.labels), seed)
-    return _as_they_come(plan, paths)
+    """Return a plan with random paths: any legal order, any replica with a free place.
+
+    All parts are visited equally often.
+    """
+    paths = random_routes(plan.problem, np.array(plan.solution.labels), seed)
+    return _plan_with(plan, paths)
 
 
 def shortest_paths(plan: PathPlan, seed: int = 0) -> PathPlan:
-    """Without collision avoidance: the slowest trip made as short as it gets, nobody's queue looked at."""
+    """Return a plan that makes the longest trips as short as possible and ignores the queues."""
     random = Random(seed)
-    problem, labels = plan.problem, np.array(plan.draft.labels)
-    best: list[NodePath] = list(random_paths(plan, seed).draft.paths)
-    slowest = _trips(problem, best)
-    for _ in range(4000):
-        one, other = random.randrange(len(best)), random.randrange(len(best))
-        tried = _exchanged(problem, labels, best, one, other, random)
-        if tried is not None and (found := _trips(problem, tried)) < slowest:
-            best, slowest = tried, found
-    return _as_they_come(plan, best)
+    problem = plan.problem
+    labels = np.array(plan.solution.labels)
+    best = list(random_paths(plan, seed).solution.paths)
+    longest = _trip_seconds(problem, best)
+    for _ in range(SHORTENING_MOVES):
+        unit = random.randrange(len(best))
+        other = random.randrange(len(best))
+        trial = _exchange_nodes(problem, labels, best, unit, other, random)
+        if trial is None:
+            continue
+        trips = _trip_seconds(problem, trial)
+        if trips < longest:
+            best = trial
+            longest = trips
+    return _plan_with(plan, best)
 
 
-def _exchanged(
+def _exchange_nodes(
     problem: Problem,
     labels: Ints,
     paths: list[NodePath],
-    one: int,
+    unit: int,
     other: int,
     random: Random,
 ) -> list[NodePath] | None:
-    mine, yours = list(paths[one]), list(paths[other])
-    if len(mine) < 2:
+    """Let two units exchange a node, and put both paths into their shortest order.
+
+    Return None if the rules allow no order of the exchanged parts.
+    """
+    path = list(paths[unit])
+    other_path = list(paths[other])
+    if len(path) < 2:
         return None
-    i, j = random.randrange(1, len(mine)), random.randrange(1, len(yours))
-    mine[i], yours[j] = yours[j], mine[i]
-    tried = list(paths)
-    for unit, path in ((one, mine), (other, yours)):
-        parts = [int(labels[node]) for node in path[1:]]
-        allowed = (
-            part_orders(frozenset(parts), problem.rules)
-            if len(set(parts)) == len(parts)
-            else ()
-        )
-        if not allowed:
+    i = random.randrange(1, len(path))
+    j = random.randrange(1, len(other_path))
+    path[i], other_path[j] = other_path[j], path[i]
+    exchanged = list(paths)
+    for changed, nodes in ((unit, path), (other, other_path)):
+        shortest = _shortest_order(problem, labels, nodes)
+        if shortest is None:
             return None
-        where = dict(zip(parts, path[1:], strict=True))
-        ways = [(path[0], *(where[part] for part in order)) for order in allowed]
-        tried[unit] = min(ways, key=lambda way: _alone(problem, way))
-    return tried
+        exchanged[changed] = shortest
+    return exchanged
 
 
-def _trips(problem: Problem, paths: list[NodePath]) -> list[float]:
-    """How long each path takes alone, the slowest first."""
-    return sorted((_alone(problem, path) for path in set(paths)), reverse=True)
+def _shortest_order(problem: Problem, labels: Ints, path: list[int]) -> NodePath | None:
+    """Return the path with its nodes in the quickest order that the rules allow, or None."""
+    parts = [int(labels[node]) for node in path[1:]]
+    if len(set(parts)) < len(parts):
+        return None
+    node_of_part = dict(zip(parts, path[1:], strict=True))
+    orders = part_orders(frozenset(parts), problem.rules)
+    ways = [path_in_order(path[0], node_of_part, order) for order in orders]
+    if not ways:
+        return None
+    return min(ways, key=lambda way: _seconds_alone(problem, way))
 
 
-def _alone(problem: Problem, path: NodePath) -> float:
-    hop, nodes = problem.traffic.hop(1), [*path, path[0]]
-    work = (
-        float(problem.traffic.slow[list(path)].sum())
-        * float(problem.traffic.forward[1].sum())
-        * 2.5
-    )
-    return work + sum(float(hop[a, b] + hop[b, a]) for a, b in pairwise(nodes))
+def _trip_seconds(problem: Problem, paths: list[NodePath]) -> list[float]:
+    """Return how long each path takes alone, the slowest first."""
+    seconds = [_seconds_alone(problem, path) for path in set(paths)]
+    return sorted(seconds, reverse=True)
 
 
-def _as_they_come(plan: PathPlan, paths: list[NodePath]) -> PathPlan:
+def _seconds_alone(problem: Problem, path: NodePath) -> float:
+    """Return about how long a micro-batch takes on this path if it never waits."""
+    traffic = problem.traffic
+    hop = traffic.hop(1)
+    slowness = float(traffic.slow[list(path)].sum())
+    work = slowness * float(traffic.forward[1].sum()) * WORK_PER_FORWARD
+    way = 0.0
+    for a, b in pairwise([*path, path[0]]):
+        way += float(hop[a, b] + hop[b, a])
+    return work + way
+
+
+def _plan_with(plan: PathPlan, paths: list[NodePath]) -> PathPlan:
+    """Return a plan with the same arrangement and other paths."""
     problem = plan.problem
-    draft = settle_waiting(
-        problem, Draft(plan.draft.labels, tuple(paths), problem.policy.turns[0])
-    )
-    if not np.isfinite(simulate_draft(problem, draft).makespan):
-        draft = replace(draft, careful=True)
-    return finish_plan(problem, draft, plan.bound, Budget(0))
+    first_order = problem.policy.queue_orders[0]
+    start = Solution(plan.solution.labels, tuple(paths), first_order)
+    solution = choose_queueing(problem, start)
+    if not np.isfinite(simulate_solution(problem, solution).makespan):
+        solution = replace(solution, careful=True)
+    return finish_plan(problem, solution, plan.bound, Budget(0))

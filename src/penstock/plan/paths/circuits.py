@@ -1,12 +1,12 @@
-"""Cuts the nodes into circuits: a data node and its hops, all for themselves. The start of every search.
+"""Cuts the nodes into circuits: a data node and hops that no other circuit uses. Every search starts here.
 
-    circuit 0   d ── a ── b ── c ── back to d    its time: micro-batches wait for their round trips, or for
-    circuit 1   e ── f ── g ── h ── back to e    the slowest of its nodes, whichever is more
+    circuit 0   d ── a ── b ── c ── back to d    its time: that of the micro-batches' round trips,
+    circuit 1   e ── f ── g ── h ── back to e    or that of the work on its slowest node, whichever is more
 
-Nodes change places, between circuits or within one, so that the slowest circuits get faster: simulated annealing on the
-sum of the circuits' times to the eighth power. A circuit shares no node with another, so its time is a formula, and a
-million moves take a second. Where the nodes have their parts already, a place takes only a node whose part keeps to
-the order.
+Nodes exchange places, between circuits or within one, so that the slowest circuits get faster. This
+is simulated annealing on the sum of the circuits' times to the eighth power. Circuits share no
+nodes, so the time of each is a formula, and a million moves take a second. If the nodes have parts
+already, a place only takes a node whose part keeps the order legal.
 """
 
 from __future__ import annotations
@@ -20,43 +20,51 @@ from penstock.ir.table import Floats, Ints
 from penstock.plan.paths.problem import Problem
 from penstock.plan.paths.rules import Rules
 
-NEIGHBOURS_FIRST = 24  # neighbours of a node that are tried first
+NEAREST_NODES = 24  # nearest nodes of each node, which half of the moves choose from
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CircuitTerms:
-    """What a circuit's time is made of."""
+    """The terms of the formula for the time of a circuit."""
 
     pair: Floats  # seconds over a link and back [node, node]
-    data: Floats  # seconds of work for one micro-batch, as a data node [node]
-    hop: Floats  # and as a hop
-    back: Floats  # seconds of a backward and the gap after it
-    inner: float  # how often a link within the circuit is passed, there and back
-    close: float  # how often the link home is
+    data: Floats  # seconds of work on one micro-batch as a data node [node]
+    hop: Floats  # seconds of work on one micro-batch as a hop [node]
+    back: Floats  # seconds of a backward and the gap after it [node]
+    inner: (
+        float  # how often a micro-batch uses a link within the circuit, there and back
+    )
+    close: float  # how often it uses the link from the last hop to the data node
 
 
 def circuit_terms(problem: Problem) -> CircuitTerms:
-    """For whole micro-batches; the middle parts are taken as their mean."""
-    traffic, body = problem.traffic, problem.body
-    forward, backward = traffic.forward.sum(axis=1), traffic.backward.sum(axis=1)
+    """Return the terms for whole micro-batches; all hops have the mean work of the middle parts.
+
+    Slices overlap: the first one carries the wait, and the others follow it.
+    """
+    traffic = problem.traffic
+    forward = traffic.forward.sum(axis=1)
+    backward = traffic.backward.sum(axis=1)
     work = forward + backward
-    middle = range(1, body)
-    hop, back = (
-        float(np.mean([work[p] for p in middle])),
-        float(np.mean([backward[p] for p in middle])),
-    )
+    middle = range(1, problem.body)
+    hop = float(np.mean([work[part] for part in middle]))
+    back = float(np.mean([backward[part] for part in middle]))
     data = work[0] + work[-1]
+    inner = 1.0
+    close = 1.0
     if problem.waves:
-        hop, back = 2 * hop, 2 * back
+        hop *= 2
+        back *= 2
+        inner = 2.0
+        close = 0.0
     there = traffic.hop(1)
-    # slices overlap: the first carries the wait, the others follow it
     return CircuitTerms(
         there + there.T,
         data * traffic.slow,
         hop * traffic.slow,
         back * traffic.slow + traffic.gap,
-        2.0 if problem.waves else 1.0,
-        0.0 if problem.waves else 1.0,
+        inner,
+        close,
     )
 
 
@@ -68,32 +76,33 @@ def improve_circuits(
     iterations: int,
     seed: int,
 ) -> tuple[Ints, Ints]:
-    """The circuits and the nodes left over, after so many tried moves. `labels`: parts of nodes, if they are fixed."""
-    found = circuit_terms(problem)
-    apart = found.pair + np.diag(np.full(len(found.pair), np.inf))
-    near = np.ascontiguousarray(
-        np.argsort(apart, axis=1, kind="stable")[:, :NEIGHBOURS_FIRST]
-    )
-    fixed = np.full(problem.traffic.nodes, -1) if labels is None else labels
-    circuits, spare = (
-        np.ascontiguousarray(circuits).copy(),
-        np.append(spare, -1).astype(np.int64),
-    )
+    """Return the circuits and the spare nodes after `iterations` tried moves.
+
+    labels: the parts of the nodes, if they are fixed.
+    """
+    terms = circuit_terms(problem)
+    distance = terms.pair + np.diag(np.full(len(terms.pair), np.inf))
+    nearest = np.argsort(distance, axis=1, kind="stable")[:, :NEAREST_NODES]
+    circuits = np.ascontiguousarray(circuits).copy()
+    spare = np.append(spare, -1).astype(np.int64)  # never empty, for the compiler
+    fixed = labels is not None
+    if labels is None:
+        labels = np.full(problem.traffic.nodes, -1)
     at_speed(_anneal, COMPILE_FROM)(
         circuits,
         spare,
         len(spare) - 1,
-        near,
-        found.pair,
-        found.data,
-        found.hop,
-        found.back,
-        found.inner,
-        found.close,
+        np.ascontiguousarray(nearest),
+        terms.pair,
+        terms.data,
+        terms.hop,
+        terms.back,
+        terms.inner,
+        terms.close,
         problem.traffic.slots,
         problem.microbatches,
-        fixed.astype(np.int64),
-        labels is not None,
+        labels.astype(np.int64),
+        fixed,
         _limits(problem.rules),
         iterations,
         seed,
@@ -102,16 +111,16 @@ def improve_circuits(
 
 
 def _limits(rules: Rules) -> Ints:
-    return np.array(
-        [rules.behind, rules.distance, rules.swaps, rules.ahead], dtype=np.int64
-    )
+    """Return the limits of the order as an array, for the compiled loop."""
+    limits = [rules.behind, rules.distance, rules.swaps, rules.ahead]
+    return np.array(limits, dtype=np.int64)
 
 
 def _anneal(  # noqa: PLR0912, PLR0915
     circuits: Ints,
     spare: Ints,
     spares: int,
-    near: Ints,
+    nearest: Ints,
     pair: Floats,
     data: Floats,
     hop: Floats,
@@ -126,33 +135,34 @@ def _anneal(  # noqa: PLR0912, PLR0915
     iterations: int,
     seed: int,
 ) -> None:
+    """Exchange nodes in `circuits` and `spare`, and leave the best circuits there."""
     count, length = circuits.shape
     np.random.seed(seed)
 
     def seconds(circuit: Ints) -> float:
-        trip = data[circuit[0]]
-        work, slowest, held = data[circuit[0]], back[circuit[0]], slots[circuit[0]]
+        home = circuit[0]
+        trip = data[home]
+        work = data[home]
+        slowest = back[home]
+        held = slots[home]
         for p in range(1, length):
             n = circuit[p]
             trip += hop[n] + inner * pair[circuit[p - 1], n]
-            work, slowest, held = (
-                max(work, hop[n]),
-                max(slowest, back[n]),
-                min(held, slots[n]),
-            )
-        trip += close * pair[circuit[length - 1], circuit[0]]
+            work = max(work, hop[n])
+            slowest = max(slowest, back[n])
+            held = min(held, slots[n])
+        trip += close * pair[circuit[length - 1], home]
         held = min(held, microbatches)
-        return float(
-            max(
-                trip * microbatches / held + (held - 1) * slowest,
-                trip + (microbatches - 1) * work,
-            )
-        )
+        by_trips = trip * microbatches / held + (held - 1) * slowest
+        by_work = trip + (microbatches - 1) * work
+        return float(max(by_trips, by_work))
 
     def legal(circuit: Ints) -> bool:
         if labels[circuit[0]] != 0:
             return False
-        frontier = distance = swaps = 0
+        frontier = 0
+        distance = 0
+        swaps = 0
         for p in range(1, length):
             part = labels[circuit[p]]
             if part <= 0 or part - frontier > limits[3]:
@@ -168,43 +178,46 @@ def _anneal(  # noqa: PLR0912, PLR0915
             frontier = max(frontier, part)
         return bool(distance <= limits[1] and swaps <= limits[2])
 
-    where = np.full(
-        (len(data), 2), -1, np.int64
-    )  # circuit and place; of a spare node -1 and its number
+    # the circuit and the place of each node; for a spare node -1 and its place in `spare`
+    where = np.full((len(data), 2), -1, np.int64)
     time = np.zeros(count)
     for i in range(count):
         time[i] = seconds(circuits[i])
         for p in range(length):
-            where[circuits[i, p], 0], where[circuits[i, p], 1] = i, p
+            where[circuits[i, p], 0] = i
+            where[circuits[i, p], 1] = p
     for k in range(spares):
-        where[spare[k], 0], where[spare[k], 1] = -1, k
-    best, best_spare = circuits.copy(), spare.copy()
+        where[spare[k], 0] = -1
+        where[spare[k], 1] = k
+    best = circuits.copy()
+    best_spare = spare.copy()
     scale = time.max()
     value = ((time / scale) ** 8).sum()
     least = value
     for step in range(iterations):
         heat = 0.2 * (1.0 - step / iterations) ** 3 + 1e-9
         i = np.random.randint(count)
-        for _ in range(2):  # rather a slow circuit
+        for _ in range(2):  # prefer a slow circuit
             other = np.random.randint(count)
             if time[other] > time[i]:
                 i = other
         a = np.random.randint(length)
-        if (
-            np.random.random() < 0.5 and near.shape[1] > 0
-        ):  # bring a neighbour of one of its nodes
-            v = near[
-                circuits[i, np.random.randint(length)], np.random.randint(near.shape[1])
-            ]
-            j, b = where[v, 0], where[v, 1]
+        if np.random.random() < 0.5 and nearest.shape[1] > 0:
+            # Bring a node that is near to one of the circuit's nodes.
+            node = circuits[i, np.random.randint(length)]
+            v = nearest[node, np.random.randint(nearest.shape[1])]
+            j = where[v, 0]
+            b = where[v, 1]
         else:
-            j = (
-                np.random.randint(count)
-                if spares == 0 or np.random.random() < 0.9
-                else -1
-            )
-            b = np.random.randint(length) if j >= 0 else np.random.randint(spares)
-            v = circuits[j, b] if j >= 0 else spare[b]
+            j = -1
+            if spares == 0 or np.random.random() < 0.9:
+                j = np.random.randint(count)
+            if j >= 0:
+                b = np.random.randint(length)
+                v = circuits[j, b]
+            else:
+                b = np.random.randint(spares)
+                v = spare[b]
         u = circuits[i, a]
         if u == v:
             continue
@@ -222,7 +235,10 @@ def _anneal(  # noqa: PLR0912, PLR0915
             if j >= 0 and j != i:
                 change += (new_j / scale) ** 8 - (time[j] / scale) ** 8
         if allowed and (change <= 0 or np.random.random() < np.exp(-change / heat)):
-            where[v, 0], where[v, 1], where[u, 0], where[u, 1] = i, a, j, b
+            where[v, 0] = i
+            where[v, 1] = a
+            where[u, 0] = j
+            where[u, 1] = b
             time[i] = new_i
             if j >= 0:
                 time[j] = new_j

@@ -1,8 +1,9 @@
-"""The shortest round trips there are: from a node over so many other nodes, all different, and home.
+"""The shortest round trips: from a node over a number of other nodes, all different, and home.
 
-walks[r, u, v]    from u over r more nodes home to v, which may meet a node twice: one matrix product each, with
-                  + for times and the least for the sum
-trips             depth first from each node, nearest first, as long as a walk home could still be shorter
+walks[r, u, v]    the least time from u over r more nodes home to v, if a walk may visit a node twice. One matrix
+                  product for each r, in which times are added and the minimum takes the place of the sum.
+trips             a depth-first search from each node, nearest nodes first, as long as a walk home could still be
+                  shorter than the best trip.
 """
 
 from __future__ import annotations
@@ -12,39 +13,44 @@ import numpy as np
 from penstock.ir.compiled import COMPILE_FROM, at_speed
 from penstock.ir.table import Floats
 
-MAX_SHORTEST_STEPS = 3_000_000  # steps of the search for shortest trips; past that, walks that may meet a node twice
+# Steps of the search for shortest trips. If they do not suffice, the shortest walk counts.
+MAX_TRIP_STEPS = 3_000_000
+MIN_TRIP_STEPS_PER_NODE = 1000
 
 
 def shortest_cycles(link: Floats, home: Floats, hops: int) -> Floats:
-    """Of each node the shortest trip from it over `hops` other, different nodes.
+    """Return, for each node, the time of the shortest trip from it over `hops` different other nodes.
 
-    link: seconds to go on to a node and to be there [node, node]; home: seconds of the way home.
+    link: seconds to go on to a node and of its work there [node, node].
+    home: seconds of the way home from the last node [node, node].
     """
     if hops == 0:
         return np.zeros(len(link))
     link = link.copy()
     np.fill_diagonal(link, np.inf)
     walks = walks_home(link, home, hops)
-    found = np.empty(len(link))
-    at_speed(_trips, COMPILE_FROM)(
-        link, walks, hops, MAX_SHORTEST_STEPS // len(link) + 1000, found
-    )
-    return found
+    shortest = np.empty(len(link))
+    max_steps = MAX_TRIP_STEPS // len(link) + MIN_TRIP_STEPS_PER_NODE
+    at_speed(_find_trips, COMPILE_FROM)(link, walks, hops, max_steps, shortest)
+    return shortest
 
 
 def walks_home(link: Floats, home: Floats, hops: int) -> Floats:
-    """[r, u, v]: the least from u over r more nodes home to v; a link from a node to itself must be infinite."""
+    """Return [r, u, v]: the least time from u over r more nodes home to v.
+
+    The link from a node to itself must be infinite.
+    """
     walks = np.empty((hops, len(link), len(link)))
     walks[0] = home
     for r in range(1, hops):
         onward = walks[r - 1].copy()
-        np.fill_diagonal(onward, np.inf)  # the node it comes home to is no hop
+        np.fill_diagonal(onward, np.inf)  # the node that it comes home to is no hop
         walks[r] = min_plus(link, onward)
     return walks
 
 
 def min_plus(left: Floats, right: Floats) -> Floats:
-    """The least of left[i, k] + right[k, j] over k."""
+    """Return the minimum of left[i, k] + right[k, j] over k."""
     out = np.full((len(left), right.shape[1]), np.inf)
     at_speed(_min_plus_loop, COMPILE_FROM)(
         np.ascontiguousarray(left), np.ascontiguousarray(right), out
@@ -60,19 +66,28 @@ def _min_plus_loop(left: Floats, right: Floats, out: Floats) -> None:
                 out[i, j] = min(out[i, j], through + right[k, j])
 
 
-def _trips(link: Floats, walks: Floats, hops: int, effort: int, found: Floats) -> None:
-    """Depth first from each node, nearest first, as long as a walk home could still be shorter than the best trip."""
+def _find_trips(
+    link: Floats, walks: Floats, hops: int, max_steps: int, shortest: Floats
+) -> None:
+    """Fill `shortest` by a depth-first search from each node.
+
+    A branch ends where even the shortest walk home would not beat the best trip.
+    """
     count = len(link)
     path = np.zeros(hops + 1, np.int64)
     place = np.zeros(hops + 1, np.int64)
     so_far = np.zeros(hops + 1)
     ranked = np.zeros((hops + 1, count), np.int64)
     for home in range(count):
-        best, steps, depth = np.inf, 0, 0
-        path[0], place[0], so_far[0] = home, 0, 0.0
+        best = np.inf
+        steps = 0
+        depth = 0
+        path[0] = home
+        place[0] = 0
+        so_far[0] = 0.0
         onward = link[home] + walks[hops - 1, :, home]
         ranked[0] = np.argsort(onward)
-        while depth >= 0 and steps < effort:
+        while depth >= 0 and steps < max_steps:
             steps += 1
             here = path[depth]
             left = hops - depth - 1  # nodes after the next
@@ -88,22 +103,21 @@ def _trips(link: Floats, walks: Floats, hops: int, effort: int, found: Floats) -
                 continue
             least = so_far[depth] + link[here, there] + walks[left, there, home]
             if least >= best:
-                depth -= 1  # those after it are no shorter
+                depth -= 1  # the nodes ranked after it are no shorter
                 continue
             if left == 0:
                 best = least
                 continue
             depth += 1
-            path[depth], place[depth], so_far[depth] = (
-                there,
-                0,
-                so_far[depth - 1] + link[here, there],
-            )
+            path[depth] = there
+            place[depth] = 0
+            so_far[depth] = so_far[depth - 1] + link[here, there]
             ranked[depth] = np.argsort(link[there] + walks[left - 1, :, home])
-        if depth >= 0 or best == np.inf:  # too much: a walk is no longer than a trip
+        if depth >= 0 or best == np.inf:
+            # The search was too long. The shortest walk is a bound: it is no longer than a trip.
             least = np.inf
             for there in range(count):
                 if there != home:
                     least = min(least, link[home, there] + walks[hops - 1, there, home])
             best = least
-        found[home] = best
+        shortest[home] = best

@@ -1,11 +1,12 @@
-"""Improves a whole draft: all at once if it is small, else group by group.
+"""Improves a solution: all of it at once if it is small, otherwise group by group.
 
-In a large cluster most paths never meet, and then their times do not depend on each other. The slowest paths with all
-that meet them, and some others nearby, are a *group* of about twenty nodes, which is improved for itself:
+In a large cluster most paths never meet, so their times do not depend on each other. The slowest
+paths, all paths that meet them and some others nearby form a *group* of about twenty nodes, which
+is improved on its own:
 
     o--o--o   o--o--o   o--o--o   o--o--o
     slowest ──┐ nearby ─┐
-              └─ a group┘  annealed, and kept if the whole is better; then the next
+              └─ a group┘  annealed, and kept if the whole becomes better; then the next group
 """
 
 from __future__ import annotations
@@ -16,136 +17,176 @@ from random import Random
 
 import numpy as np
 
-from penstock.plan.paths.anneal import GROUP, Search
-from penstock.plan.paths.candidate import (
-    Budget,
-    Draft,
-    draft_value,
-    settle_delayed,
-    simulate_draft,
-)
+from penstock.plan.paths.anneal import MAX_GROUP_NODES, Annealing
+from penstock.plan.paths.budget import Budget
 from penstock.plan.paths.problem import Problem
+from penstock.plan.paths.solution import (
+    Solution,
+    better_queueing,
+    simulate_solution,
+    solution_value,
+)
 
-STUCK = 200  # groups in a row that could not be improved: time to start somewhere else
+MAX_FAILED_GROUPS = 200  # groups in a row without a gain before the search gives up
+MAX_NODES_AT_ONCE = MAX_GROUP_NODES + 8  # larger solutions are improved in groups
+MIN_GROUP_MOVES = 60
+GROUP_MOVES_PER_UNIT = 12
 
 
-def improve_draft(
-    problem: Problem, draft: Draft, budget: Budget, free: bool, seed: int, steps: int
-) -> Draft:
-    """The draft after a search of `steps` moves: all at once if it is small, else group by group, the slowest first.
+def improve_solution(
+    problem: Problem,
+    solution: Solution,
+    budget: Budget,
+    free: bool,
+    seed: int,
+    steps: int,
+) -> Solution:
+    """Return the solution after a search of `steps` moves.
 
-    If the budget ends before, the best draft so far is returned as it is. A larger budget meets that draft too, and so
-    never returns a worse one.
+    If the budget ends before that, the best solution so far is returned as it is. A larger budget
+    meets that solution too, and so never returns a worse one.
     """
     random = Random(seed)
-    if not in_groups(draft):
-        whole = Search(problem, draft, list(range(len(draft.paths))), free, random)
-        complete = whole.anneal(budget, steps)
-        return _checked(problem, draft, whole.draft(), complete)
-    return _by_groups(problem, draft, budget, free, random, steps)
+    if needs_groups(solution):
+        return _improve_by_groups(problem, solution, budget, free, random, steps)
+    units = list(range(len(solution.paths)))
+    annealing = Annealing(problem, solution, units, free, random)
+    complete = annealing.run(budget, steps)
+    return _better(problem, solution, annealing.solution(), complete)
 
 
-def in_groups(draft: Draft) -> bool:
-    """Whether a draft visits too many nodes to be improved all at once."""
-    return len({node for path in draft.paths for node in path}) > GROUP + 8
+def needs_groups(solution: Solution) -> bool:
+    """Whether a solution visits too many nodes to be improved all at once."""
+    return len(_nodes_of(solution, range(len(solution.paths)))) > MAX_NODES_AT_ONCE
 
 
-def _checked(problem: Problem, old: Draft, new: Draft, settled: bool) -> Draft:
-    """The better one; `settled`: each with the turns and staggers that suit it best."""
-    if not math.isfinite(simulate_draft(problem, new).makespan):
+def _nodes_of(solution: Solution, units: range | list[int]) -> set[int]:
+    """Return the nodes that these units visit."""
+    return {node for unit in units for node in solution.paths[unit]}
+
+
+def _better(
+    problem: Problem, old: Solution, new: Solution, choose_queues: bool
+) -> Solution:
+    """Return the better of two solutions.
+
+    choose_queues: first give each the queue order and stagger that suit it best.
+    """
+    if not math.isfinite(simulate_solution(problem, new).makespan):
         new = replace(new, careful=True)
-    tried = [
-        settle_delayed(problem, draft) if settled else draft for draft in (old, new)
-    ]
-    return min(tried, key=lambda draft: draft_value(problem, draft))
+    tried = [old, new]
+    if choose_queues:
+        tried = [better_queueing(problem, solution) for solution in tried]
+    return min(tried, key=lambda solution: solution_value(problem, solution))
 
 
-def _by_groups(
+def _improve_by_groups(
     problem: Problem,
-    draft: Draft,
+    solution: Solution,
     budget: Budget,
     free: bool,
     random: Random,
     steps: int,
-) -> Draft:
-    draft = replace(draft, delays=draft.delays or (0.0,) * len(draft.paths))
-    current = draft_value(problem, draft)
-    idle, end = 0, budget.used + steps
-    while budget.used < end and idle < STUCK:
-        group = _group(problem, draft, random, idle)
-        search = Search(
-            problem,
-            draft,
-            group,
-            free and (problem.gradients <= 0 or idle % 2 == 0),
-            random,
-        )
-        before = search.end, search.value
-        if not search.anneal(budget, steps=max(60, 12 * len(group))):
-            return draft
-        if (search.end, search.value) >= before:
-            idle += 1
+) -> Solution:
+    """Improve one group after the other, the slowest first."""
+    if not solution.delays:
+        solution = replace(solution, delays=(0.0,) * len(solution.paths))
+    current = solution_value(problem, solution)
+    failed = 0
+    end = budget.used + steps
+    while budget.used < end and failed < MAX_FAILED_GROUPS:
+        units = _choose_group(problem, solution, random, failed)
+        # While gradients count, every other group leaves the arrangement alone.
+        free_now = free and (problem.gradients <= 0 or failed % 2 == 0)
+        annealing = Annealing(problem, solution, units, free_now, random)
+        before = (annealing.end, annealing.value)
+        moves = max(MIN_GROUP_MOVES, GROUP_MOVES_PER_UNIT * len(units))
+        if not annealing.run(budget, moves):
+            return solution
+        if (annealing.end, annealing.value) >= before:
+            failed += 1
             continue
-        tried = _merged(draft, search)
-        found = draft_value(problem, tried)
-        if found < current:
-            draft, current, idle = tried, found, 0
+        trial = _merge(solution, annealing)
+        value = solution_value(problem, trial)
+        if value < current:
+            solution = trial
+            current = value
+            failed = 0
         else:
-            idle += 1
-    return settle_delayed(problem, draft)
+            failed += 1
+    return better_queueing(problem, solution)
 
 
-def _merged(draft: Draft, search: Search) -> Draft:
-    paths, delays = list(draft.paths), list(draft.delays)
-    for unit, path, delay in zip(
-        search.units, search.paths, search.delays.tolist(), strict=True
-    ):
-        paths[unit], delays[unit] = path, delay
+def _merge(solution: Solution, annealing: Annealing) -> Solution:
+    """Return the solution with the annealed paths of one group."""
+    paths = list(solution.paths)
+    delays = list(solution.delays)
+    changes = zip(
+        annealing.units, annealing.paths, annealing.delays.tolist(), strict=True
+    )
+    for unit, path, delay in changes:
+        paths[unit] = path
+        delays[unit] = delay
     return replace(
-        draft,
-        labels=tuple(search.part),
+        solution,
+        labels=tuple(annealing.part),
         paths=tuple(paths),
         delays=tuple(delays),
     )
 
 
-def _group(problem: Problem, draft: Draft, random: Random, idle: int) -> list[int]:
-    """The units that meet the slowest one, and others that do not, until there are nodes enough."""
-    together = _companies(draft)
-    found = simulate_draft(problem, draft)
-    count = len(draft.paths)
-    ends = found.finish.reshape(-1, count).max(axis=0)
-    late = {root: max(ends[unit] for unit in units) for root, units in together.items()}
-    ranked = sorted(together, key=lambda root: -late[root])
-    first = ranked[min(int(random.expovariate(1.0) * (1 + idle / 10)), len(ranked) - 1)]
-    chosen = list(together[first])
-    nodes = {node for unit in chosen for node in draft.paths[unit]}
-    near = _nearness(problem, draft, nodes, together)
-    for root in sorted(near, key=lambda root: near[root] * random.uniform(0.2, 1.8)):
-        more = {node for unit in together[root] for node in draft.paths[unit]}
-        if root == first or len(nodes | more) > GROUP:
+def _choose_group(
+    problem: Problem, solution: Solution, random: Random, failed: int
+) -> list[int]:
+    """Return the units of a slow component and of others nearby, until there are enough nodes.
+
+    The more groups have failed, the less the choice prefers slow components.
+    """
+    components = _components(solution)
+    times = simulate_solution(problem, solution)
+    ends = times.finish.reshape(-1, len(solution.paths)).max(axis=0)
+    latest = {
+        root: max(ends[unit] for unit in units) for root, units in components.items()
+    }
+    ranked = sorted(components, key=lambda root: -latest[root])
+    place = int(random.expovariate(1.0) * (1 + failed / 10))
+    first = ranked[min(place, len(ranked) - 1)]
+    chosen = list(components[first])
+    nodes = _nodes_of(solution, chosen)
+    distance = _distances(problem, solution, nodes, components)
+    nearest = sorted(
+        distance, key=lambda root: distance[root] * random.uniform(0.2, 1.8)
+    )
+    for root in nearest:
+        more = _nodes_of(solution, components[root])
+        if root == first or len(nodes | more) > MAX_GROUP_NODES:
             continue
         nodes |= more
-        chosen += together[root]
+        chosen += components[root]
     return sorted(chosen)
 
 
-def _nearness(
-    problem: Problem, draft: Draft, nodes: set[int], together: dict[int, list[int]]
+def _distances(
+    problem: Problem,
+    solution: Solution,
+    nodes: set[int],
+    components: dict[int, list[int]],
 ) -> dict[int, float]:
-    here = sorted(nodes)
-    least = problem.traffic.hop(1)[here].min(axis=0)
-    return {
-        root: float(
-            np.mean([least[node] for unit in units[:1] for node in draft.paths[unit]])
-        )
-        for root, units in together.items()
-    }
+    """Return how far each component is from these nodes: the mean over its first path."""
+    least = problem.traffic.hop(1)[sorted(nodes)].min(axis=0)
+    distances = {}
+    for root, units in components.items():
+        first_path = solution.paths[units[0]]
+        distances[root] = float(np.mean([least[node] for node in first_path]))
+    return distances
 
 
-def _companies(draft: Draft) -> dict[int, list[int]]:
-    """Units that share a node, or meet one that does: their times do not depend on others."""
-    parent = {node: node for path in draft.paths for node in path}
+def _components(solution: Solution) -> dict[int, list[int]]:
+    """Return the units that share nodes, directly or through others, under one node of each set.
+
+    The times of one set do not depend on the others.
+    """
+    parent = {node: node for path in solution.paths for node in path}
 
     def root(node: int) -> int:
         while parent[node] != node:
@@ -153,10 +194,10 @@ def _companies(draft: Draft) -> dict[int, list[int]]:
             node = parent[node]
         return node
 
-    for path in draft.paths:
+    for path in solution.paths:
         for node in path[1:]:
             parent[root(node)] = root(path[0])
-    found: dict[int, list[int]] = {}
-    for unit, path in enumerate(draft.paths):
-        found.setdefault(root(path[0]), []).append(unit)
-    return found
+    components: dict[int, list[int]] = {}
+    for unit, path in enumerate(solution.paths):
+        components.setdefault(root(path[0]), []).append(unit)
+    return components

@@ -1,13 +1,15 @@
-"""Plans SkipPipe's partial paths: from a cluster and a model to a schedule, and a bound for all under the same rules.
+"""Plans SkipPipe's partial paths: from a cluster and a model to a schedule, with a lower bound.
 
     sizes ──► circuits ──► parts of nodes ──► paths, order, starts ──► Schedule ──► simulate ──► makespan
               (formula)                    (search, simulated)                                bound, gap
 
-One objective all the way: the end of the step, with the sums of gradients if they have bytes. `penstock.plan.paths.rules`
-says what a plan keeps to, `Policy` how the nodes behave, `penstock.plan.paths.bound` what nobody can beat.
+All steps share one objective: the end of the training step, including the all-reduce of gradients
+if they have bytes. The module `rules` has the rules of a plan, `Policy` says how the nodes behave,
+and the module `bound` has the lower bound for all plans under the same rules.
 
-The search counts moves, not seconds (`penstock.plan.paths.stages`): a seed gives the same plan on every machine, and more
-moves never give a worse one. Only a time limit, if one is asked for, can end it earlier; the plan then says so.
+The search counts moves, not seconds (see the module `staged_search`): a seed gives the same plan on
+every machine, and more moves never give a worse plan. Only a time limit, if the caller asks for
+one, can end the search earlier; the plan then says so.
 """
 
 from __future__ import annotations
@@ -27,23 +29,17 @@ from penstock.ir.schedule import MicroBatch, Schedule, Stage, schedule_of
 from penstock.ir.table import Ints
 from penstock.ir.timeline import Timeline
 from penstock.plan.paths.allreduce import sum_seconds_by_part
-from penstock.plan.paths.bound import path_bound
-from penstock.plan.paths.candidate import (
-    Budget,
-    Draft,
-    TimeSource,
-    never,
-    simulate_draft,
-)
-from penstock.plan.paths.coverage import exchange_parts
-from penstock.plan.paths.flow import Flow
-from penstock.plan.paths.placement import (
+from penstock.plan.paths.arrangement import (
     arrange,
     find_circuits,
     part_of_each_node,
     replica_counts,
     tilt_counts,
 )
+from penstock.plan.paths.bound import path_bound
+from penstock.plan.paths.budget import Budget, TimeSource, never_stop
+from penstock.plan.paths.part_exchange import exchange_parts
+from penstock.plan.paths.path_simulator import PathTimes
 from penstock.plan.paths.problem import PLANNED, Policy, Problem, expand_paths
 from penstock.plan.paths.routes import random_routes, route_units
 from penstock.plan.paths.rules import (
@@ -54,57 +50,61 @@ from penstock.plan.paths.rules import (
     rules_from,
     rules_text,
 )
-from penstock.plan.paths.stages import ITERATIONS, search
+from penstock.plan.paths.solution import Solution, simulate_solution
+from penstock.plan.paths.staged_search import ITERATIONS, search
 from penstock.schedules.size import refuse_size
 from penstock.sim.simulate import simulate
 
-CIRCUIT_MOVES = 20_000  # tried for each circuit, to begin with
-MAX_NODES_TO_DROP = 100  # nodes up to which leaving out the worst is tried
-BUSY_PRICES = (
-    0.1,
-    0.4,
-    1.5,
-)  # seconds of a way that one second of work already given to a node is worth
+CIRCUIT_MOVES_PER_CIRCUIT = 20_000  # moves that find the first circuits
+MAX_CIRCUIT_NODES = 200  # more nodes get no more of these moves
+MAX_NODES_TO_DROP = 100  # largest cluster in which the search may leave out bad nodes
+# Seconds of travel that one second of work already given to a node counts for.
+BUSY_PRICES = (0.1, 0.4, 1.5)
 
 
 @dataclass(frozen=True, slots=True)
 class PathPlan:
-    """A schedule, what it takes, what none can beat, and the work of the search.
+    """A schedule with its makespan, its lower bound, and the work of the search.
 
-    cut_short: a time limit or an interrupt ended the search before it had done its work.
+    makespan: seconds of a step, with the all-reduce of gradients.
+    bound: seconds that no plan under the same rules can beat.
+    seconds: how long the search took.
+    simulations: moves that the search tried.
+    cut_short: whether a time limit or an interrupt ended the search before it had done its work.
+    lost: nodes that are gone.
+    homes: (node, part) of all nodes that were ever there, if some are gone.
+    total_microbatches: micro-batches of a step before any node was lost.
     """
 
     schedule: Schedule
-    makespan: float  # with the sums of gradients
+    makespan: float
     bound: float
-    seconds: float  # that the search took
-    simulations: int  # moves that the search tried
+    seconds: float
+    simulations: int
     problem: Problem
-    draft: Draft
+    solution: Solution
     cut_short: bool = False
-    lost: tuple[int, ...] = ()  # nodes that are gone
-    homes: tuple[
-        tuple[int, int], ...
-    ] = ()  # (node, part) of all that were ever there, if some are gone
-    whole: int = 0  # micro-batches of a step before any was lost
+    lost: tuple[int, ...] = ()
+    homes: tuple[tuple[int, int], ...] = ()
+    total_microbatches: int = 0
 
     @property
     def gap(self) -> float:
-        """How far from the bound, as a fraction of it."""
+        """How far the makespan is above the bound, as a fraction of the bound."""
         return self.makespan / self.bound - 1.0
 
     @property
     def partitions(self) -> tuple[tuple[int, ...], ...]:
         """The nodes of each part."""
-        labels = self.draft.labels
-        return tuple(
-            tuple(n for n, p in enumerate(labels) if p == part)
-            for part in range(self.problem.body)
-        )
+        members: list[list[int]] = [[] for _ in range(self.problem.body)]
+        for node, part in enumerate(self.solution.labels):
+            if part >= 0:
+                members[part].append(node)
+        return tuple(map(tuple, members))
 
     @property
     def timeline(self) -> Timeline:
-        """As the simulator has it."""
+        """The timeline of the schedule in `penstock.sim.simulate`."""
         return simulate(self.schedule, self.problem.cost())
 
 
@@ -128,15 +128,20 @@ def plan_paths(
     seconds: float | None = None,
     seed: int = 0,
     clock: TimeSource = time.perf_counter,
-    stop: Callable[[], bool] = never,
+    stop: Callable[[], bool] = never_stop,
 ) -> PathPlan:
-    """The best plan found for a model of these `parts` (the head last) and so many micro-batches a data node.
+    """Return the best plan that the search finds for a model of these `parts`, the head last.
 
-    arrangement: the nodes of each part, if they are given; sizes: else how many nodes each part gets, or `data_nodes`,
-    how many the first part does (what is not given of the others is searched for); tokens of a micro-batch, cut into
-    `slices`; waves: every node is passed twice, down and up; gradients: bytes of a part's, summed over its replicas at
-    the end; gap: seconds between two tasks on a node. The search tries `iterations` moves. It ends earlier, and the
-    plan is marked `cut_short`, if a time limit of `seconds` by `clock` is given and passes, or once `stop()` is True.
+    microbatches: micro-batches per data node.
+    arrangement: the nodes of each part. If it is not given, the search chooses them.
+    sizes: the number of nodes of each part, if the search may choose only which nodes these are.
+    data_nodes: the number of nodes with the first part, if that is all that is given.
+    tokens: tokens of a micro-batch, which is cut into `slices`.
+    waves: whether a path visits every node twice, down and up.
+    gradients: bytes of a part's gradients, which its replicas sum at the end of a step.
+    gap: seconds between two tasks on a node; `first_gap` after the first task of a micro-batch.
+    iterations: moves that the search tries. It ends earlier, and marks the plan as `cut_short`, if
+        `seconds` pass on the `clock` or once `stop()` returns True.
     """
     budget = Budget(iterations, seconds, clock, stop)
     problem = Problem(
@@ -155,110 +160,128 @@ def plan_paths(
         arrangement is not None,
     )
     nodes = len(cluster.nodes)
+    labels = None
     if arrangement is not None:
         labels = part_of_each_node(arrangement, nodes)
-        _refuse(problem, labels)
+        _refuse_arrangement(problem, labels)
         shape = np.bincount(labels[labels >= 0], minlength=problem.body)
     else:
-        labels, shape = None, np.array(_sizes(problem, sizes, data_nodes, nodes))
+        shape = np.array(_sizes(problem, sizes, data_nodes, nodes))
     return best_plan(problem, labels, shape, budget, seed)
 
 
 def best_plan(
     problem: Problem, labels: Ints | None, shape: Ints, budget: Budget, seed: int
 ) -> PathPlan:
-    """The best plan that a search finds for a problem. `labels`: the part of each node, if the arrangement is given."""
-    actions = (
-        2 * (problem.hops + 2) * problem.microbatches * problem.slices * int(shape[0])
-    )
+    """Return the best plan that a search finds for a problem.
+
+    labels: the part of each node, if the arrangement is given.
+    shape: the number of nodes of each part.
+    """
+    per_data_node = 2 * (problem.hops + 2) * problem.microbatches * problem.slices
     refuse_size(
-        actions,
+        per_data_node * int(shape[0]),
         f"{shape[0]} data nodes with microbatches={problem.microbatches} slices={problem.slices}",
     )
     bound = path_bound(problem, shape, labels)
-    draft = search(
-        problem,
-        lambda turn: _drafts(problem, labels, shape, turn),
-        budget,
-        labels is None,
-        seed,
-    )
-    return finish_plan(problem, draft, bound, budget)
+
+    def starts(stage_seed: int) -> list[Solution]:
+        return _start_solutions(problem, labels, shape, stage_seed)
+
+    solution = search(problem, starts, budget, labels is None, seed)
+    return finish_plan(problem, solution, bound, budget)
 
 
-def _drafts(
+# ---------------------------------------------------------------- solutions to start from
+def _start_solutions(
     problem: Problem, labels: Ints | None, shape: Ints, seed: int
-) -> list[Draft]:
-    """To begin with: on the arrangement that is given, else on some that suit circuits, and some that suit routes."""
-    moves = CIRCUIT_MOVES * min(problem.traffic.nodes, 200) // 4
+) -> list[Solution]:
+    """Return solutions to start from, on the given arrangement or on several that are chosen here.
+
+    Some of the chosen arrangements suit circuits, others suit routes.
+    """
+    circuits_at_most = min(problem.traffic.nodes, MAX_CIRCUIT_NODES)
+    moves = CIRCUIT_MOVES_PER_CIRCUIT * circuits_at_most // 4
     if labels is not None:
-        return first_drafts(
-            problem, labels, find_circuits(problem, labels, moves, seed), seed
-        )
-    few = (
+        circuits = find_circuits(problem, labels, moves, seed)
+        return first_solutions(problem, labels, circuits, seed)
+    may_drop_nodes = (
         not problem.policy.reserved
         and problem.traffic.nodes <= MAX_NODES_TO_DROP
         and problem.hops > 0
     )
-    sizes = tuple(shape.tolist())
-    drafts: list[Draft] = []
-    for tried in dict.fromkeys(
-        [
-            sizes,
-            tilt_counts(sizes, problem.hops) if few and not problem.sized else sizes,
-        ]
-    ):
-        arrangement, circuits = arrange(problem, tried, moves, seed)
-        drafts += first_drafts(problem, arrangement, circuits, seed)
-        drafts += (
-            route_drafts(problem, exchange_parts(problem, arrangement, seed))
-            if few
-            else []
-        )
-    return drafts
+    even_sizes = tuple(shape.tolist())
+    tried_sizes = [even_sizes]
+    if may_drop_nodes and not problem.sized:
+        tilted_sizes = tilt_counts(even_sizes, problem.hops)
+        if tilted_sizes != even_sizes:
+            tried_sizes.append(tilted_sizes)
+    solutions: list[Solution] = []
+    for sizes in tried_sizes:
+        arrangement, circuits = arrange(problem, sizes, moves, seed)
+        solutions += first_solutions(problem, arrangement, circuits, seed)
+        if may_drop_nodes:
+            exchanged = exchange_parts(problem, arrangement, seed)
+            solutions += route_solutions(problem, exchanged)
+    return solutions
 
 
-def first_drafts(
+def first_solutions(
     problem: Problem, labels: Ints, circuits: Ints, seed: int
-) -> list[Draft]:
-    """Lanes, if they meet all parts equally often; where slots are free for all, routes as well."""
-    met = np.bincount(labels[circuits[:, 1:]].ravel(), minlength=problem.body)[1:]
+) -> list[Solution]:
+    """Return a solution along the circuits and, unless slots are reserved, solutions along routes.
+
+    The circuits only count if they visit all parts equally often. If slots are reserved and they do
+    not, the paths are random.
+    """
+    along_circuits = circuit_solution(problem, labels, circuits)
+    visits = np.bincount(labels[circuits[:, 1:]].ravel(), minlength=problem.body)[1:]
     alive = np.bincount(labels[labels > 0], minlength=problem.body)[1:] > 0
-    drafts = (
-        [first_draft(problem, labels, circuits)]
-        if len(set(met[alive].tolist())) <= 1
-        else []
+    even = len(set(visits[alive].tolist())) <= 1
+    if not problem.policy.reserved:
+        routed = route_solutions(problem, labels)
+        return [along_circuits, *routed] if even else routed
+    if even:
+        return [along_circuits]
+    paths = tuple(random_routes(problem, labels, seed))
+    return [replace(along_circuits, paths=paths)]
+
+
+def route_solutions(problem: Problem, labels: Ints) -> list[Solution]:
+    """Return solutions in which every unit visits the cheapest nodes, for several prices of busy nodes."""
+    no_circuits = np.zeros((0, 1), dtype=np.int64)
+    without_paths = circuit_solution(problem, labels, no_circuits)
+    solutions = []
+    for price in BUSY_PRICES:
+        paths = tuple(route_units(problem, labels, price))
+        solutions.append(replace(without_paths, paths=paths))
+    return solutions
+
+
+def circuit_solution(problem: Problem, labels: Ints, circuits: Ints) -> Solution:
+    """Return the solution in which every micro-batch takes the circuit of its data node."""
+    paths = [tuple(circuit) for circuit in circuits.tolist()]
+    return Solution(
+        tuple(labels.tolist()),
+        tuple(paths * problem.units),
+        problem.policy.queue_orders[0],
+        problem.stagger(problem.policy.staggers[0]),
     )
-    if problem.policy.reserved:
-        return drafts or [
-            replace(
-                first_draft(problem, labels, circuits),
-                paths=tuple(random_routes(problem, labels, seed)),
-            )
-        ]
-    return [*drafts, *route_drafts(problem, labels)]
 
 
-def route_drafts(problem: Problem, labels: Ints) -> list[Draft]:
-    """Every unit over the cheapest nodes, for several prices of a node that is busy."""
-    first = first_draft(problem, labels, np.zeros((0, 1), dtype=np.int64))
-    return [
-        replace(first, paths=tuple(route_units(problem, labels, weight)))
-        for weight in BUSY_PRICES
-    ]
-
-
+# ---------------------------------------------------------------- from a solution to a plan
 def finish_plan(
     problem: Problem,
-    draft: Draft,
+    solution: Solution,
     bound: float,
     budget: Budget,
     lost: tuple[int, ...] = (),
 ) -> PathPlan:
-    """A draft as a plan, timed by the simulator."""
-    schedule = schedule_from(problem, draft, simulate_draft(problem, draft))
-    makespan = step_seconds(problem, schedule, np.array(draft.labels))
-    assert bound <= makespan * (1 + 1e-9), "a bound above a plan"
+    """Return a solution as a plan, timed by `penstock.sim.simulate`."""
+    times = simulate_solution(problem, solution)
+    schedule = schedule_from(problem, solution, times)
+    makespan = step_seconds(problem, schedule, np.array(solution.labels))
+    assert bound <= makespan * (1 + 1e-9), "the plan beats its lower bound"
     return PathPlan(
         schedule,
         makespan,
@@ -266,69 +289,57 @@ def finish_plan(
         budget.elapsed,
         budget.used,
         problem,
-        draft,
+        solution,
         budget.cut_short,
         lost,
     )
 
 
 def step_seconds(problem: Problem, schedule: Schedule, labels: Ints) -> float:
-    """The makespan by the simulator, with the sums of gradients after each part's last backward."""
+    """Return the makespan by `penstock.sim.simulate`, with the all-reduce after each part's last backward."""
     timeline = simulate(schedule, problem.cost())
     if problem.gradients <= 0:
         return timeline.makespan
     sums = sum_seconds_by_part(problem.traffic, labels, problem.body, problem.gradients)
-    table = schedule.table
     ends = np.zeros(schedule.ranks)
-    np.maximum.at(ends, table.rank, timeline.end)
+    np.maximum.at(ends, schedule.table.rank, timeline.end)
     busy = (ends > 0) & (labels >= 0)
-    return max(timeline.makespan, float((ends[busy] + sums[labels[busy]]).max()))
-
-
-def first_draft(problem: Problem, labels: Ints, circuits: Ints) -> Draft:
-    """Every micro-batch of a data node on that node's circuit."""
-    paths = tuple(
-        tuple(circuit) for _ in range(problem.units) for circuit in circuits.tolist()
-    )
-    return Draft(
-        tuple(labels.tolist()),
-        paths,
-        problem.policy.turns[0],
-        problem.stagger(problem.policy.staggers[0]),
-    )
+    reduced = ends[busy] + sums[labels[busy]]
+    return max(timeline.makespan, float(reduced.max()))
 
 
 def rule_faults(plan: PathPlan) -> tuple[RuleFault, ...]:
-    """The rules that a plan breaks: none."""
+    """Return the rules that a plan breaks. A correct search returns plans that break none."""
     problem = plan.problem
-    gone = [part for part in range(problem.body) if part not in plan.draft.labels]
+    labels = plan.solution.labels
+    lost_parts = [part for part in range(problem.body) if part not in labels]
     return find_rule_faults(
         plan.schedule,
         problem.body,
         problem.rules,
         problem.traffic.slots.tolist(),
         plan.timeline,
-        gone,
+        lost_parts,
     )
 
 
 def paths_plan(plan: PathPlan) -> Plan:
-    """As a plan.json keeps it, with the figures that chose it."""
+    """Return the plan as a plan.json stores it, with the figures that led to it."""
     problem = plan.problem
+    bound_holds_for = "every plan under these rules"
+    if problem.arranged:
+        bound_holds_for += " on this arrangement"
     why: Facts = (
         ("makespan", plan.makespan),
         ("lower_bound", plan.bound),
         ("gap", plan.gap),
-        (
-            "bound_holds_for",
-            f"every plan under these rules{' on this arrangement' if problem.arranged else ''}",
-        ),
+        ("bound_holds_for", bound_holds_for),
         ("simulations", plan.simulations),
         ("cut_short", plan.cut_short),
         ("skipped", problem.body - 1 - problem.hops),
         ("slices", problem.slices),
         ("waves", problem.waves),
-        ("turn", plan.draft.turn.name.lower()),
+        ("turn", plan.solution.queue_order.name.lower()),
         ("rules", rules_text(problem.rules)),
         ("slots", " ".join(map(str, problem.traffic.slots.tolist()))),
     )
@@ -336,71 +347,79 @@ def paths_plan(plan: PathPlan) -> Plan:
 
 
 def check_rules(plan: Plan, texts: Sequence[str] = ()) -> Rules | None:
-    """Refuses a plan that breaks the rules it was made by, or those given; None: it names none and none are given."""
-    facts, schedule = plan.facts, plan.schedule
-    kept = facts.get("rules")
-    if not isinstance(kept, str) and not texts:
+    """Raise a `ScheduleError` if a plan breaks its own rules or those given as `texts`.
+
+    Return the rules that were checked, or None if neither the plan nor the caller gives any.
+    """
+    facts = plan.facts
+    schedule = plan.schedule
+    own_rules = facts.get("rules")
+    own_texts = own_rules.split() if isinstance(own_rules, str) else []
+    if not isinstance(own_rules, str) and not texts:
         return None
-    rules = rules_from([*(kept.split() if isinstance(kept, str) else ()), *texts])
+    rules = rules_from([*own_texts, *texts])
     body = schedule.parts // 2 if facts.get("waves") is True else schedule.parts - 1
-    lost = sorted(set(range(1, body)) - {stage.part for stage in schedule.stages})
-    slots = facts.get("slots")
-    check_schedule_rules(
-        schedule,
-        body,
-        rules,
-        [int(word) for word in slots.split()] if isinstance(slots, str) else None,
-        lost,
-    )
+    held = {stage.part for stage in schedule.stages}
+    lost_parts = sorted(set(range(1, body)) - held)
+    slots = None
+    slots_text = facts.get("slots")
+    if isinstance(slots_text, str):
+        slots = [int(count) for count in slots_text.split()]
+    check_schedule_rules(schedule, body, rules, slots, lost_parts)
     return rules
 
 
-# ---------------------------------------------------------------- from a draft to a schedule
-def schedule_from(problem: Problem, draft: Draft, flow: Flow) -> Schedule:
-    """The three tables: stages by node, heads (or the ways up) after them, lanes in the order of the starts."""
-    assert np.isfinite(flow.makespan), "micro-batches wait for each other in a circle"
-    labels = np.array(draft.labels)
-    nodes, parts = expand_paths(problem, np.array(draft.paths, dtype=np.int64), labels)
+# ---------------------------------------------------------------- from a solution to a schedule
+def schedule_from(problem: Problem, solution: Solution, times: PathTimes) -> Schedule:
+    """Return the schedule of a simulated solution.
+
+    Stages are listed by node; the head, or the way up of a wave, follows the other stage of its
+    node. Lanes have their actions in order of their starts.
+    """
+    assert np.isfinite(times.makespan), "the micro-batches deadlock"
+    labels = np.array(solution.labels)
+    paths = np.array(solution.paths, dtype=np.int64)
+    nodes, parts = expand_paths(problem, paths, labels)
     stages: list[Stage] = []
-    number: dict[tuple[int, int], int] = {}
+    stage_number: dict[tuple[int, int], int] = {}
     for node, part in enumerate(labels.tolist()):
         for piece in _pieces(problem, part):
-            number[node, piece] = len(stages)
+            stage_number[node, piece] = len(stages)
             stages.append(Stage(node, piece))
     cuts = problem.cuts if problem.slices > 1 else ()
-    table = [
-        MicroBatch(
-            tuple(number[at] for at in zip(row, pieces, strict=True)),
-            problem.tokens,
-            cuts,
-        )
-        for row, pieces in zip(nodes.tolist(), parts.tolist(), strict=True)
-    ]
-    return schedule_of(stages, table, _lanes(flow, nodes, table))
+    microbatches = []
+    for row, pieces in zip(nodes.tolist(), parts.tolist(), strict=True):
+        path = [stage_number[visit] for visit in zip(row, pieces, strict=True)]
+        microbatches.append(MicroBatch(tuple(path), problem.tokens, cuts))
+    return schedule_of(stages, microbatches, _lanes(times, nodes, microbatches))
 
 
 def _pieces(problem: Problem, part: int) -> tuple[int, ...]:
-    """The parts of the schedule that a node with a part of the model holds."""
+    """Return the parts of the schedule that a node with this part of the model holds."""
     if part < 0:
         return ()
     if problem.waves:
-        return part, 2 * problem.body - 1 - part
-    return (0, problem.body) if part == 0 else (part,)
+        return (part, 2 * problem.body - 1 - part)
+    if part == 0:
+        return (0, problem.body)
+    return (part,)
 
 
-def _lanes(flow: Flow, nodes: Ints, table: list[MicroBatch]) -> list[list[Action]]:
-    lanes: list[list[Action]] = [[] for _ in range(len(flow.last))]
-    _, length, slices, _ = flow.start.shape
-    start = flow.start.ravel()
-    # of equal starts, what lasts no time comes first: an F before its own B
-    back = np.broadcast_to(np.arange(2), flow.start.shape).ravel()
-    for at in np.lexsort((back, start)).tolist():
-        m, rest = divmod(at, length * slices * 2)
-        p, rest = divmod(rest, slices * 2)
+def _lanes(
+    times: PathTimes, nodes: Ints, microbatches: list[MicroBatch]
+) -> list[list[Action]]:
+    """Return the actions of each node in order of their starts."""
+    lanes: list[list[Action]] = [[] for _ in range(len(times.last))]
+    _, length, slices, _ = times.start.shape
+    # If starts are equal, a forward that takes no time comes before its own backward.
+    is_backward = np.broadcast_to(np.arange(2), times.start.shape).ravel()
+    for task in np.lexsort((is_backward, times.start.ravel())).tolist():
+        number, rest = divmod(task, length * slices * 2)
+        position, rest = divmod(rest, slices * 2)
         piece, kind = divmod(rest, 2)
-        lanes[nodes[m, p]].append(
-            Action(Op.B if kind else Op.F, table[m].path[p], m, piece)
-        )
+        stage = microbatches[number].path[position]
+        action = Action(Op.B if kind else Op.F, stage, number, piece)
+        lanes[nodes[number, position]].append(action)
     return lanes
 
 
@@ -408,6 +427,7 @@ def _lanes(flow: Flow, nodes: Ints, table: list[MicroBatch]) -> list[list[Action
 def _sizes(
     problem: Problem, sizes: Sequence[int] | None, data: int | None, nodes: int
 ) -> tuple[int, ...]:
+    """Return the number of nodes of each part: those given, or balanced ones."""
     if sizes is None:
         return replica_counts(nodes, problem.body, problem.hops, data)
     if data not in (None, sizes[0] if sizes else None):
@@ -421,11 +441,11 @@ def _sizes(
             f"the sizes add up to {sum(sizes)} nodes, but the cluster has {nodes}"
         )
     if min(sizes) < 1:
-        raise ShapeError("a part without a node; every part needs one at least")
+        raise ShapeError("a part has no node; every part needs at least one")
     return tuple(sizes)
 
 
-def _refuse(problem: Problem, labels: Ints) -> None:
+def _refuse_arrangement(problem: Problem, labels: Ints) -> None:
     if labels.max() >= problem.body:
         raise ShapeError(
             f"the arrangement has {labels.max() + 1} parts, but the model has {problem.body}"
@@ -433,5 +453,5 @@ def _refuse(problem: Problem, labels: Ints) -> None:
     missing = [part for part in range(problem.body) if not (labels == part).any()]
     if missing:
         raise ShapeError(
-            f"part {missing[0]} is on no node; every part needs one at least"
+            f"part {missing[0]} is on no node; every part needs at least one"
         )

@@ -1,24 +1,26 @@
-"""What good nodes cost: a bound for every arrangement, by prices for their slots and their time.
+"""A bound for every arrangement, by prices for the slots and the time of good nodes.
 
-The shortest trips all lead over the same few nodes, which cannot take everybody. Let T be the makespan of a plan, D its
-data nodes, and trip(m) a micro-batch's time away from and on its data node, alone. Then
+The shortest trips all lead over the same few nodes, which cannot serve everybody. Let T be the
+makespan of a plan, D the set of its data nodes, q the number of micro-batches per data node, and
+trip(m) the time that a micro-batch takes alone, on its data node and away from it. Then
 
     for a data node d      sum of trip(m) over its micro-batches + ramp   <=  s T         s: its slots
-    for any other node n   sum of hold(m, n) over its visits              <=  s (T - o)   o: before the first can come
-                           sum of work over its visits                    <=  T - o          and after the last has left
+    for any other node n   sum of hold(m, n) over its visits              <=  s (T - o)   o: the time before the first
+                           sum of work over its visits                    <=  T - o          visit and after the last
 
-where hold(m, n) is the time from m's forward on n to its backward there, at least: its work on n and the rest of its
-way, there and back. (Nothing of n is used if T < o; a data node takes no visits of others.) Multiply the lines by
-1 / (s |D|) for each data node, by a price p(n) >= 0 for a second of a slot and w(n) >= 0 for a second of work, and add
-them up:
+Here hold(m, n) is the least time from m's forward on n to its backward there: its work on n, and the
+rest of its way there and back. (If T < o, n is not used at all. A data node has no visits of
+others.) Multiply the lines by 1 / (s |D|) for each data node, by a price p(n) >= 0 for a second of a
+slot and w(n) >= 0 for a second of work, and add them up:
 
     T + sum of (p s + w)(T - o) over nodes not in D  >=  sum over d in D of (ramp / s |D| + q P(d))
 
-P(d) is the least, over all trips from d, of trip / (s |D|) + sum of (p hold + w work) over the nodes of the trip. For
-any prices the least T that satisfies this for the cheapest choice of D is a bound. Prices rise where the cheapest trips
-ask for more than there is (a subgradient), and the best bound met counts.
+P(d) is the least value, over all trips from d, of trip / (s |D|) + sum of (p hold + w work) over the
+nodes of the trip. For any prices, the least T that satisfies this for the cheapest choice of D is a
+bound. Prices rise where the cheapest trips ask for more than a node has (a subgradient method), and
+the best bound found on the way counts.
 
-    P(d) = least over d -> a -> b -> c -> d of    (price so far) x (seconds of the next link and node), added up
+    P(d) = least over d -> a -> b -> c -> d of the sum of (price so far) x (seconds of the next link and node)
 """
 
 from __future__ import annotations
@@ -31,32 +33,54 @@ from penstock.ir.compiled import COMPILE_FROM, at_speed
 from penstock.ir.table import Floats, Ints
 from penstock.plan.paths.cycles import walks_home
 
-PRICE_TURNS = 90  # of the prices
-TURNS_WITHOUT_GAIN = 10  # turns without gain before prices change more slowly
-MAX_PRICED_NODES = 250  # nodes for which that takes too long
-MAX_CHEAPEST_STEPS = 400_000  # steps of the search for cheapest trips, each turn
+PRICE_UPDATES = 90
+LARGE_CLUSTER_NODES = 60  # larger clusters get a third of the updates
+MAX_UPDATES_WITHOUT_GAIN = 10  # then prices change by smaller steps
+FIRST_PRICE_STEP = 0.15
+MAX_PRICED_NODES = 250  # larger clusters would take too long
+# Steps of the search for cheapest trips, in each update of the prices.
+MAX_CHEAPEST_STEPS = 400_000
+MIN_CHEAPEST_STEPS_PER_NODE = 200
+BISECTIONS = 40
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Market:
-    """Seconds of everything, as a bound may count them. One number a node, if not for a pair [node, node]."""
+    """The seconds of everything, as a bound may count them. One number per node, or per pair of nodes."""
 
-    link: Floats  # to the next node of a trip and its work there
-    home: Floats  # the last link, and the head
-    data: Floats  # a data node's own work for one micro-batch, without the head
-    hop: Floats  # another node's, of one slice
-    work: Floats  # and of all slices, with the gaps
+    link: Floats  # to the next node of a trip, and its work there [node, node]
+    home: Floats  # the last link, and the head [node, node]
+    data: Floats  # a data node's own work on one micro-batch, without the head
+    hop: Floats  # another node's work on one slice
+    work: Floats  # another node's work on all slices, with the gaps
     gap: float
-    ramp: Floats  # seconds of slots a data node cannot use
+    ramp: Floats  # slot-seconds that a data node cannot use
     outside: Floats  # before the first visit and after the last
-    window: Floats  # micro-batches a data node can have under way
-    slots: Floats  # and another node can hold
+    window: Floats  # micro-batches that a data node can have under way
+    slots: Floats  # micro-batches that another node can hold
     microbatches: int
     hops: int
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Prices:
+    """The price of a second of a slot and of a second of work on each node."""
+
+    slot: Floats
+    work: Floats
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Optimum:
+    """The bound for some prices, the cheapest data nodes, and the cheapest trip from each node."""
+
+    bound: float
+    data_nodes: Ints
+    trips: Ints
+
+
 def price_bound(market: Market, data: int) -> float:
-    """Seconds that no plan with so many data nodes goes below."""
+    """Return a time that no plan with this number of data nodes can beat."""
     count = len(market.data)
     if count > MAX_PRICED_NODES or not 1 <= market.hops < count or data >= count:
         return 0.0
@@ -65,95 +89,113 @@ def price_bound(market: Market, data: int) -> float:
     home = market.home.copy()
     np.fill_diagonal(home, np.inf)
     walks = walks_home(link, home, market.hops)
-    slot, work = np.zeros(count), np.zeros(count)
-    best, best_slot, best_work = 0.0, slot, work
-    step, idle = 0.15, 0
-    for _ in range(PRICE_TURNS if count <= 60 else PRICE_TURNS // 3):
-        end, chosen, trips = _settled(market, data, link, home, walks, slot, work)
-        if end > best * (1 + 1e-9):
-            best, best_slot, best_work, idle = end, slot, work, 0
+    prices = _Prices(np.zeros(count), np.zeros(count))
+    best = 0.0
+    best_prices = prices
+    step = FIRST_PRICE_STEP
+    without_gain = 0
+    updates = PRICE_UPDATES if count <= LARGE_CLUSTER_NODES else PRICE_UPDATES // 3
+    for _ in range(updates):
+        optimum = _optimum(market, data, link, home, walks, prices)
+        if optimum.bound > best * (1 + 1e-9):
+            best = optimum.bound
+            best_prices = prices
+            without_gain = 0
         else:
-            idle += 1
-        if idle >= TURNS_WITHOUT_GAIN:
-            step, idle = 0.5 * step, 0
-            slot, work = best_slot, best_work
-            end, chosen, trips = _settled(market, data, link, home, walks, slot, work)
-        held, done = _asked(market, link, home, chosen, trips)
-        room = np.maximum(end - market.outside, 0.0)
-        room[chosen] = 0.0
-        more_slot, more_work = held / market.slots - room, done - room
-        scale = float(np.sqrt((more_slot**2).sum() + (more_work**2).sum()))
-        if scale < 1e-9:
+            without_gain += 1
+        if without_gain >= MAX_UPDATES_WITHOUT_GAIN:
+            step = 0.5 * step
+            without_gain = 0
+            prices = best_prices
+            optimum = _optimum(market, data, link, home, walks, prices)
+        held, worked = _demand(market, link, home, optimum)
+        supply = np.maximum(optimum.bound - market.outside, 0.0)
+        supply[optimum.data_nodes] = 0.0
+        slot_excess = held / market.slots - supply
+        work_excess = worked - supply
+        length = float(np.sqrt((slot_excess**2).sum() + (work_excess**2).sum()))
+        if length < 1e-9:
             break
-        slot = np.maximum(slot + step / scale / data * more_slot / market.slots, 0.0)
-        work = np.maximum(work + step / scale / data * more_work, 0.0)
+        rate = step / length / data
+        prices = _Prices(
+            np.maximum(prices.slot + rate * slot_excess / market.slots, 0.0),
+            np.maximum(prices.work + rate * work_excess, 0.0),
+        )
     return best
 
 
-def _settled(
+def _optimum(
     market: Market,
     data: int,
     link: Floats,
     home: Floats,
     walks: Floats,
-    slot: Floats,
-    work: Floats,
-) -> tuple[float, Ints, Ints]:
-    """The bound for these prices, the data nodes that are cheapest at it, and the trips they take."""
-    count = len(slot)
+    prices: _Prices,
+) -> _Optimum:
+    """Return the bound for these prices, and the data nodes and trips that are cheapest at it."""
+    count = len(prices.slot)
     own = 1.0 / (data * market.window)
-    found, trips = np.zeros(count), np.zeros((count, market.hops + 1), dtype=np.int64)
-    fixed = work * market.work + slot * market.hop
-    at_speed(_cheapest, COMPILE_FROM)(
+    cheapest = np.zeros(count)
+    trips = np.zeros((count, market.hops + 1), dtype=np.int64)
+    at_speed(_find_cheapest_trips, COMPILE_FROM)(
         link,
         home,
         walks,
         market.hops,
         own,
-        slot,
-        fixed,
-        MAX_CHEAPEST_STEPS // count + 200,
-        found,
+        prices.slot,
+        prices.work * market.work + prices.slot * market.hop,
+        MAX_CHEAPEST_STEPS // count + MIN_CHEAPEST_STEPS_PER_NODE,
+        cheapest,
         trips,
     )
-    base = market.ramp * own + market.microbatches * (found + own * market.data)
-    rate = slot * market.slots + work
-    spare = work * market.gap
+    base = market.ramp * own + market.microbatches * (cheapest + own * market.data)
+    rate = prices.slot * market.slots + prices.work
+    gap_value = prices.work * market.gap
 
-    def asked(end: float) -> Floats:
-        total: Floats = base + rate * np.maximum(end - market.outside, 0.0) + spare
+    def demanded(end: float) -> Floats:
+        """What each node would ask for as a data node, and no longer offer as another one."""
+        room = np.maximum(end - market.outside, 0.0)
+        total: Floats = base + rate * room + gap_value
         return total
 
-    low, high = 0.0, float(base.max()) * data + 1.0
-    for _ in range(40):
+    def offered(end: float) -> float:
+        room = np.maximum(end - market.outside, 0.0)
+        return end + float((rate * room + gap_value).sum())
+
+    low = 0.0
+    high = float(base.max()) * data + 1.0
+    for _ in range(BISECTIONS):
         end = (low + high) / 2
-        given = end + float(
-            (rate * np.maximum(end - market.outside, 0.0) + spare).sum()
-        )
-        enough = given >= float(np.partition(asked(end), data - 1)[:data].sum())
-        low, high = (low, end) if enough else (end, high)
-    return low, np.argpartition(asked(low), data - 1)[:data], trips
+        least_demand = float(np.partition(demanded(end), data - 1)[:data].sum())
+        if offered(end) >= least_demand:
+            high = end
+        else:
+            low = end
+    data_nodes = np.argpartition(demanded(low), data - 1)[:data]
+    return _Optimum(low, data_nodes, trips)
 
 
-def _asked(
-    market: Market, link: Floats, home: Floats, chosen: Ints, trips: Ints
+def _demand(
+    market: Market, link: Floats, home: Floats, optimum: _Optimum
 ) -> tuple[Floats, Floats]:
-    """Seconds of slots and of work that the data nodes' cheapest trips take on each node."""
-    held, done = np.zeros(len(link)), np.zeros(len(link))
-    for node in chosen.tolist():
-        trip = trips[node].tolist()
+    """Return the seconds of slots and of work that the cheapest trips take on each node."""
+    held = np.zeros(len(link))
+    worked = np.zeros(len(link))
+    for node in optimum.data_nodes.tolist():
+        trip = optimum.trips[node].tolist()
         if trip[0] < 0:
             continue
         rest = float(home[trip[-1], node])
         for place in range(market.hops, 0, -1):
             here = trip[place]
             held[here] += market.microbatches * (rest + market.hop[here])
-            done[here] += market.microbatches * market.work[here]
+            worked[here] += market.microbatches * market.work[here]
             rest += float(link[trip[place - 1], here])
-    return held, done
+    return held, worked
 
 
-def _cheapest(  # noqa: PLR0912
+def _find_cheapest_trips(  # noqa: PLR0912, PLR0915
     link: Floats,
     home: Floats,
     walks: Floats,
@@ -161,23 +203,35 @@ def _cheapest(  # noqa: PLR0912
     own: Floats,
     slot: Floats,
     fixed: Floats,
-    effort: int,
-    found: Floats,
+    max_steps: int,
+    cheapest: Floats,
     trips: Ints,
 ) -> None:
-    """Depth first from each node; what is left of a trip costs at least the price so far times the shortest walk."""
+    """Fill `cheapest` and `trips` by a depth-first search from each node.
+
+    The rest of a trip costs at least the price so far times the shortest walk home.
+    """
     count = len(link)
-    path, place = np.zeros(hops + 1, np.int64), np.zeros(hops + 1, np.int64)
-    cost, price = np.zeros(hops + 1), np.zeros(hops + 1)
-    ranked, least = np.zeros((hops, count), np.int64), np.zeros((hops, count))
+    path = np.zeros(hops + 1, np.int64)
+    place = np.zeros(hops + 1, np.int64)
+    cost = np.zeros(hops + 1)
+    price = np.zeros(hops + 1)
+    ranked = np.zeros((hops, count), np.int64)
+    least = np.zeros((hops, count))
     for data in range(count):
-        best, steps, depth = np.inf, 0, 0
-        path[0], place[0], cost[0], price[0] = data, 0, 0.0, own[data]
+        best = np.inf
+        steps = 0
+        depth = 0
+        path[0] = data
+        place[0] = 0
+        cost[0] = 0.0
+        price[0] = own[data]
         trips[data, 0] = -1
         fresh = True
-        while depth >= 0 and steps < effort:
+        while depth >= 0 and steps < max_steps:
             steps += 1
-            here, left = path[depth], hops - depth - 1  # nodes after the next
+            here = path[depth]
+            left = hops - depth - 1  # nodes after the next
             if fresh:
                 for node in range(count):
                     rest = walks[left, node, data]
@@ -194,7 +248,7 @@ def _cheapest(  # noqa: PLR0912
             there = ranked[depth, place[depth]]
             place[depth] += 1
             if cost[depth] + least[depth, there] >= best:
-                depth -= 1  # those after it are no cheaper
+                depth -= 1  # the nodes ranked after it are no cheaper
                 continue
             seen = False
             for k in range(depth + 1):
@@ -209,16 +263,17 @@ def _cheapest(  # noqa: PLR0912
                 trips[data, hops] = there
                 continue
             depth += 1
-            path[depth], place[depth], cost[depth] = there, 0, so_far
+            path[depth] = there
+            place[depth] = 0
+            cost[depth] = so_far
             price[depth] = price[depth - 1] + slot[there]
             fresh = True
-        if depth >= 0:  # too much: a walk without prices is no dearer
+        if depth >= 0:
+            # The search was too long. The shortest walk without prices costs no more than a trip.
             trips[data, 0] = -1
             best = np.inf
             for node in range(count):
                 if node != data:
-                    best = min(
-                        best,
-                        own[data] * (link[data, node] + walks[hops - 1, node, data]),
-                    )
-        found[data] = best
+                    walk = link[data, node] + walks[hops - 1, node, data]
+                    best = min(best, own[data] * walk)
+        cheapest[data] = best

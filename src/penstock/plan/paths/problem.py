@@ -1,7 +1,7 @@
-"""What a planner of paths is given, and the arrays it works on.
+"""The input of the path planner, and the arrays it works on.
 
 cluster ─┐
-parts  ──┼──► Problem ──► Traffic (seconds and bytes as arrays)        parts: the model's, and the head last
+parts  ──┼──► Problem ──► Traffic (seconds and bytes as arrays)        parts: those of the model, then the head
 rules  ──┤                bounds, arrangement, search
 policy ──┘
 """
@@ -21,7 +21,7 @@ from penstock.cost.model import PartCost, share_of
 from penstock.cost.wrapped import PausedCost
 from penstock.errors import ShapeError
 from penstock.ir.table import Floats, Ints
-from penstock.plan.paths.flow import QueueOrder, Traffic
+from penstock.plan.paths.path_simulator import QueueOrder, Traffic
 from penstock.plan.paths.rules import Rules
 from penstock.schedules.orders import require_at_least
 from penstock.schedules.size import refuse_size
@@ -29,15 +29,20 @@ from penstock.schedules.size import refuse_size
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """How nodes behave that hold a plan.
+    """How nodes carry out a plan.
 
-    rounds: a path is used so many times, the next micro-batch starting when the one before is back.
-    reserved: a slot belongs to one path for the whole step; else to whoever is there, as long as it is there.
-    staggers: seconds between the first starts on a data node, to choose from (None: a forward's).
-    ordered: nodes keep to a planned order; else they take what comes first, and only the paths are planned.
+    queue_orders: the orders in which nodes may serve their queues; the search chooses one.
+    rounds: how many micro-batches use each path, one after the other. The next one starts when the
+        one before is back.
+    reserved: whether a slot belongs to one path for the whole step. Otherwise any micro-batch can
+        take it while it is free.
+    staggers: seconds between the first starts on a data node; the search chooses one. None stands
+        for the seconds of a forward.
+    ordered: whether nodes keep to a planned order. Otherwise they take what comes first, and only
+        the paths are planned.
     """
 
-    turns: tuple[QueueOrder, ...] = (
+    queue_orders: tuple[QueueOrder, ...] = (
         QueueOrder.BACKWARD,
         QueueOrder.TAIL,
         QueueOrder.ARRIVAL,
@@ -54,15 +59,27 @@ PLANNED = Policy()
 PUBLISHED = Policy(
     (QueueOrder.ARRIVAL,), rounds=2, reserved=True, staggers=(None, 1.0), ordered=False
 )
-NEXT_ROUND = 2.5  # seconds after the first starts before which a second round may not begin, as published
+NEXT_ROUND_SECONDS = 2.5  # earliest start of each further round, as published
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Problem:
-    """A cluster, a model, and what is asked for. `microbatches` is for each data node, `gradients` bytes of a part."""
+    """A cluster, a model, and what to plan.
+
+    parts: the parts of the model, then the head.
+    microbatches: micro-batches per data node.
+    tokens: tokens of a micro-batch.
+    slices: slices of a micro-batch.
+    waves: whether paths visit every node twice, down and up.
+    gradients: bytes of a part's gradients, which its replicas sum at the end.
+    gap: seconds between two tasks on a node.
+    first_gap: seconds after the first task of a micro-batch.
+    sized: whether the number of nodes of each part is given.
+    arranged: whether the nodes of each part are given.
+    """
 
     cluster: Cluster
-    parts: tuple[PartCost, ...]  # of the model, and the head
+    parts: tuple[PartCost, ...]
     microbatches: int
     rules: Rules = field(default_factory=Rules)
     policy: Policy = PLANNED
@@ -72,8 +89,8 @@ class Problem:
     gradients: float = 0.0
     gap: float = 0.0
     first_gap: float = 0.0
-    sized: bool = False  # how many nodes each part gets is given
-    arranged: bool = False  # which nodes each part gets is given
+    sized: bool = False
+    arranged: bool = False
     traffic: Traffic = field(init=False)
 
     def __post_init__(self) -> None:
@@ -82,7 +99,7 @@ class Problem:
         )
         if len(self.parts) < 3:
             raise ShapeError(
-                f"paths need two parts and a head at least, not {len(self.parts)} parts in all"
+                f"paths need at least two parts and a head, not {len(self.parts)} parts in all"
             )
         refuse_size(
             2 * (self.hops + 2) * self.microbatches * self.slices,
@@ -94,50 +111,51 @@ class Problem:
             )
         if self.microbatches % self.policy.rounds:
             raise ShapeError(
-                f"{self.microbatches} micro-batches for each data node do not divide into {self.policy.rounds} rounds"
+                f"{self.microbatches} micro-batches for each data node do not divide into "
+                f"{self.policy.rounds} rounds"
             )
         if self.waves and self.hops < 1:
-            raise ShapeError("a wave needs a part beside the first: leave out less")
+            raise ShapeError(
+                "a wave needs at least one part besides the first; leave out less"
+            )
         object.__setattr__(self, "traffic", _traffic(self))
 
     @property
     def body(self) -> int:
-        """Parts of the model, the head not counted."""
+        """The number of parts of the model, without the head."""
         return len(self.parts) - 1
 
     @property
     def hops(self) -> int:
-        """Parts on a path, beside the first."""
+        """The number of parts on a path, without the first one."""
         return self.rules.hops(self.body)
 
     @property
     def units(self) -> int:
-        """Paths for each data node: one a micro-batch, or one for all rounds."""
+        """The number of paths per data node. All rounds share the same paths."""
         return self.microbatches // self.policy.rounds
 
     @property
     def cuts(self) -> tuple[int, ...]:
-        """Token boundaries of the slices."""
+        """The token boundaries of the slices."""
         return tuple(
             self.tokens * piece // self.slices for piece in range(self.slices + 1)
         )
 
     @property
     def pieces(self) -> tuple[PartCost, ...]:
-        """The parts as the schedule has them: in waves every part in two halves, the head with the last."""
+        """The parts as the schedule has them. Waves have two halves of every part."""
         return halves_of(self.parts) if self.waves else self.parts
 
     def cost(self) -> Cost:
-        """For the simulator."""
+        """Return the cost for `penstock.sim.simulate`."""
         cost = self.cluster.cost(self.pieces)
-        return (
-            PausedCost(cost, self.gap, self.first_gap)
-            if self.gap or self.first_gap
-            else cost
-        )
+        if self.gap or self.first_gap:
+            return PausedCost(cost, self.gap, self.first_gap)
+        return cost
 
     def stagger(self, choice: float | None) -> float:
-        """Seconds between the first starts on a data node."""
+        """Return the seconds between the first starts on a data node."""
         return float(self.traffic.forward[0].sum()) if choice is None else choice
 
 
@@ -151,124 +169,138 @@ def even_parts(
     held: float = 0.0,
     weights: float = 0.0,
 ) -> tuple[PartCost, ...]:
-    """Equal parts and a head: seconds of a whole micro-batch's forward; backward and loss as multiples of it.
+    """Return equal parts and a head.
 
-    Bytes of a message and of what is held are for the whole micro-batch too.
+    forward: seconds of a whole micro-batch's forward over one part.
+    backward, loss: seconds of the backward and of the loss, as multiples of `forward`.
+    message, held: bytes of a whole micro-batch's message, and of what a part holds of it.
     """
     require_at_least(1, parts=parts)
     refuse_size(2 * parts, f"a path over parts={parts}")
-    token = forward / tokens
-    half = Seconds(token=backward * token / 2)
+    forward_token = forward / tokens
+    half_backward = Seconds(token=backward * forward_token / 2)
     part = PartCost(
-        Seconds(token=token),
-        half,
-        half,
+        Seconds(token=forward_token),
+        half_backward,
+        half_backward,
         held=held / tokens,
         message=message / tokens,
         weights=weights,
     )
-    third = Seconds(token=loss * token / 3)
-    return (*(part,) * parts, PartCost(third, third, third, message=message / tokens))
+    third_loss = Seconds(token=loss * forward_token / 3)
+    head = PartCost(third_loss, third_loss, third_loss, message=message / tokens)
+    return (*(part,) * parts, head)
 
 
 def halves_of(parts: Sequence[PartCost]) -> tuple[PartCost, ...]:
-    """Parts 0 1 2 and a head as a wave passes them: 0 1 2 2 1 0+head, all but the head halved."""
+    """Return the parts as a wave visits them: 0 1 2 and a head become 0 1 2 2 1 0+head.
+
+    All parts but the head are halved.
+    """
     *body, head = parts
     half = [share_of(part, 0.5) for part in body]
     last = half[0]
-    both = [
-        sum_curves([(1, one), (1, other)])
-        for one, other in zip(_ops(last), _ops(head), strict=True)
-    ]
-    fused = (
-        None
-        if last.B is None and head.B is None
-        else sum_curves([(1, _backward(last)), (1, _backward(head))])
+    fused = None
+    if last.B is not None or head.B is not None:
+        fused = _sum_of(_backward(last), _backward(head))
+    closing = replace(
+        last,
+        F=_sum_of(last.F, head.F),
+        I=_sum_of(last.I, head.I),
+        W=_sum_of(last.W, head.W),
+        B=fused,
     )
-    closing = replace(last, F=both[0], I=both[1], W=both[2], B=fused)
     return (*half, *reversed(half[1:]), closing)
 
 
+def _sum_of(first: Curve, second: Curve) -> Curve:
+    return sum_curves([(1, first), (1, second)])
+
+
 def _backward(part: PartCost) -> Curve:
-    """In one piece."""
-    return sum_curves([(1, part.I), (1, part.W)]) if part.B is None else part.B
-
-
-def _ops(part: PartCost) -> tuple[Curve, Curve, Curve]:
-    return part.F, part.I, part.W
+    """Return the time of a part's backward in one piece."""
+    return _sum_of(part.I, part.W) if part.B is None else part.B
 
 
 def _traffic(problem: Problem) -> Traffic:
-    cluster, cuts, pieces = problem.cluster, problem.cuts, problem.pieces
-    spans = [(end - begin, begin) for begin, end in pairwise(cuts)]
-    backs = [(p.I, p.W) if p.B is None else (p.B,) for p in pieces]
-    again = [(p.F,) if p.recompute else () for p in pieces]
-    forward = np.array([[p.F.of(*span) for span in spans] for p in pieces])
-    backward = np.array(
-        [
-            [sum(c.of(*span) for c in (*b, *a)) for span in spans]
-            for b, a in zip(backs, again, strict=True)
-        ]
-    )
-    message = np.array([[p.message * tokens for tokens, _ in spans] for p in pieces])
+    """Return the arrays of a problem."""
+    cluster = problem.cluster
+    spans = [(end - begin, begin) for begin, end in pairwise(problem.cuts)]
+    forward = []
+    backward = []
+    message = []
+    for piece in problem.pieces:
+        curves = [piece.I, piece.W] if piece.B is None else [piece.B]
+        if piece.recompute:
+            curves.append(piece.F)
+        forward.append([piece.F.of(*span) for span in spans])
+        backward.append([sum(curve.of(*span) for curve in curves) for span in spans])
+        message.append([piece.message * tokens for tokens, _ in spans])
     bandwidth = np.array(cluster.bandwidth)
     np.fill_diagonal(bandwidth, np.inf)
     latency = np.array(cluster.latency)
     np.fill_diagonal(latency, 0.0)
-    *body, head = problem.parts
-    first = (body[0], head)  # which a data node holds both
-    held, weights = (
-        max(sum(getattr(p, name) for p in first), *(getattr(p, name) for p in body))
-        for name in ("left", "weights")
-    )
-    rebuilt = max(part.rebuilt for part in problem.parts)
-    slots = cluster.slots(held * problem.tokens, weights + rebuilt * problem.tokens)
-    slow = 1.0 / np.array([node.speed for node in cluster.nodes])
     return Traffic(
         latency,
         1.0 / bandwidth,
-        slow,
-        np.array(slots, dtype=np.int64),
-        forward,
-        backward,
-        message,
+        1.0 / np.array([node.speed for node in cluster.nodes]),
+        np.array(_slots(problem), dtype=np.int64),
+        np.array(forward),
+        np.array(backward),
+        np.array(message),
         problem.gap,
         problem.first_gap,
         cluster.serial,
     )
 
 
+def _slots(problem: Problem) -> Sequence[int]:
+    """Return how many micro-batches each node can hold, whichever part it gets."""
+    *body, head = problem.parts
+    # A data node holds both the first part and the head.
+    held = max(body[0].left + head.left, *(part.left for part in body))
+    weights = max(body[0].weights + head.weights, *(part.weights for part in body))
+    rebuilt = max(part.rebuilt for part in problem.parts)
+    return problem.cluster.slots(
+        held * problem.tokens, weights + rebuilt * problem.tokens
+    )
+
+
 def expand_paths(problem: Problem, paths: Ints, labels: Ints) -> tuple[Ints, Ints]:
-    """Nodes and parts of every micro-batch, position by position, from the nodes of the paths and the nodes' parts."""
-    rows = (
-        np.tile(paths, (problem.policy.rounds, 1))
-        if problem.policy.rounds > 1
-        else paths
-    )
-    parts, body = labels[rows], problem.body
+    """Return the node and the part of every position of every micro-batch.
+
+    paths: the nodes of each unit, the data node first.
+    labels: the part of each node.
+    """
+    rows = paths
+    if problem.policy.rounds > 1:
+        rows = np.tile(paths, (problem.policy.rounds, 1))
+    parts = labels[rows]
     if problem.waves:
-        return np.hstack([rows, rows[:, ::-1]]), np.hstack(
-            [parts, 2 * body - 1 - parts[:, ::-1]]
-        )
-    return np.hstack([rows, rows[:, :1]]), np.hstack(
-        [parts, np.full((len(rows), 1), body)]
-    )
+        last_piece = 2 * problem.body - 1
+        nodes = np.hstack([rows, rows[:, ::-1]])
+        return nodes, np.hstack([parts, last_piece - parts[:, ::-1]])
+    nodes = np.hstack([rows, rows[:, :1]])
+    heads = np.full((len(rows), 1), problem.body)
+    return nodes, np.hstack([parts, heads])
 
 
 def start_conditions(
     problem: Problem, paths: Ints, stagger: float
 ) -> tuple[Ints, Floats]:
-    """For each micro-batch: which must be back before it starts, and when it may start at the earliest."""
-    count, rounds = len(paths), problem.policy.rounds
+    """Return, for each micro-batch, which one must be back before it starts, and its earliest start."""
+    count = len(paths)
+    rounds = problem.policy.rounds
     after = np.arange(-count, count * (rounds - 1), dtype=np.int64)
     after[:count] = -1
     if not stagger:
         return after, np.zeros(count * rounds)
-    order = np.zeros(count)
-    seen: dict[int, int] = {}
-    for unit, node in enumerate(paths[:, 0].tolist()):
-        order[unit] = seen.get(node, 0)
-        seen[node] = seen.get(node, 0) + 1
-    return after, np.concatenate(
-        [order * stagger + NEXT_ROUND * turn for turn in range(rounds)]
-    )
+    place = np.zeros(count)  # of each unit, among those of its data node
+    started: dict[int, int] = {}
+    for unit, data_node in enumerate(paths[:, 0].tolist()):
+        place[unit] = started.get(data_node, 0)
+        started[data_node] = started.get(data_node, 0) + 1
+    release = [
+        place * stagger + NEXT_ROUND_SECONDS * number for number in range(rounds)
+    ]
+    return after, np.concatenate(release)

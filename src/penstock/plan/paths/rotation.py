@@ -1,186 +1,200 @@
-"""A different plan each step: the same arrangement, about the same makespan, other parts for every piece of the data.
+"""A different plan in each step, so that every shard of the data meets every set of parts.
 
     step 0   shard 0 on data node a   shard 1 on b   shard 2 on c        plan 0
     step 1   shard 1 on data node a   shard 2 on b   shard 0 on c        plan 0
-    ...                                                                  when all shards were everywhere: plan 1
+    ...                                     once every shard was on every data node:    plan 1
 
-Weights stay where they are. A plan's paths meet some of the sets of parts there are; further plans are searched, each
-with a set forced onto a path, until every set is met by one of them, and the shards wander over the data nodes. So
-after data nodes x plans steps every shard has met every set of parts. What slows a plan down past `slack` is left out.
+All plans have the same arrangement (weights stay where they are) and about the same makespan. The
+paths of one plan meet only some of the possible sets of parts. So further plans are searched for,
+each with one missing set forced onto a path, until some plan meets every set. The shards move over
+the data nodes as well. So after (data nodes x plans) steps every shard has met every set of parts.
+A set that would make a plan slower than the `slack` allows is left out.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from random import Random
 
 import numpy as np
 
-from penstock.plan.paths.candidate import (
-    Budget,
-    Draft,
-    TimeSource,
-    draft_value,
-    simulate_draft,
-)
-from penstock.plan.paths.improve import improve_draft
+from penstock.plan.paths.budget import Budget, TimeSource
+from penstock.plan.paths.improve import improve_solution
 from penstock.plan.paths.planner import PathPlan, finish_plan
 from penstock.plan.paths.problem import Problem
 from penstock.plan.paths.rules import part_orders, part_subsets
+from penstock.plan.paths.solution import (
+    NodePath,
+    Solution,
+    path_in_order,
+    simulate_solution,
+    solution_value,
+)
 
-Parts = frozenset[int]
-MAX_UNITS = 60  # that are tried for a set of parts
-ATTEMPT = 6_000  # moves of the search for a plan that meets a set of parts
-ITERATIONS = 120_000  # moves and simulated drafts of all of these searches
+PartSet = frozenset[int]
+MAX_FORCED_UNITS = 60  # units that are tried for one set of parts
+FORCED_SET_MOVES = 6_000  # moves of the search for a plan that meets one set of parts
+DEFAULT_ROTATION_MOVES = 120_000  # moves and simulations of all these searches
+TIME_ROUNDING = 1e-9  # seconds
 
 
 @dataclass(frozen=True, slots=True)
 class Rotation:
-    """Plans to take in turn, and the sets of parts that none of them meets within the slack.
+    """Plans to use in turn.
 
-    cut_short: a time limit ended the search before it had done its work.
+    left_out: sets of parts that no plan meets within the slack.
+    cut_short: whether a time limit ended the search before it had done its work.
     """
 
     plans: tuple[PathPlan, ...]
-    left_out: tuple[Parts, ...]
+    left_out: tuple[PartSet, ...]
     cut_short: bool = False
 
     @property
     def makespan(self) -> float:
-        """Of the slowest."""
+        """The makespan of the slowest plan."""
         return max(plan.makespan for plan in self.plans)
 
     def at(self, step: int) -> tuple[PathPlan, tuple[int, ...]]:
-        """The plan of a step, and the shard each data node reads, in the order of the data nodes."""
-        data = len(self.plans[0].partitions[0])
-        turn, shift = step // data % len(self.plans), step % data
-        return self.plans[turn], tuple((node + shift) % data for node in range(data))
+        """Return the plan of a step, and the shard that each data node reads."""
+        data_nodes = len(self.plans[0].partitions[0])
+        plan = self.plans[step // data_nodes % len(self.plans)]
+        shift = step % data_nodes
+        shards = tuple((node + shift) % data_nodes for node in range(data_nodes))
+        return plan, shards
 
 
-def parts_met(plan: PathPlan) -> frozenset[Parts]:
-    """The sets of parts, beside the first, that the plan's paths meet."""
-    return _met(plan.draft)
+def parts_met(plan: PathPlan) -> frozenset[PartSet]:
+    """Return the sets of parts, without the first part, that the paths of a plan meet."""
+    return _part_sets(plan.solution)
 
 
 def rotate(
     plan: PathPlan,
     slack: float = 0.0,
-    iterations: int = ITERATIONS,
+    iterations: int = DEFAULT_ROTATION_MOVES,
     seconds: float | None = None,
     seed: int = 0,
     clock: TimeSource = time.perf_counter,
 ) -> Rotation:
-    """The plan and others that together meet every set of parts, none slower by more than a share of `slack`.
+    """Return the plan and others that together meet every set of parts.
 
-    The searches try `iterations` moves in all, or end after `seconds` by `clock` if these are given and pass first.
+    slack: by which share of its makespan another plan may be slower.
+    iterations: moves of all searches together. They end earlier if `seconds` pass on the `clock`.
     """
-    problem, budget = plan.problem, Budget(iterations, seconds, clock)
-    alive = [part for part in range(1, problem.body) if part in plan.draft.labels]
-    wanted = [
-        s
-        for s in part_subsets(alive, min(problem.hops, len(alive)))
-        if part_orders(s, problem.rules)
-    ]
-    plans, seen = [plan], set(parts_met(plan))
-    missing = [chosen for chosen in wanted if chosen not in seen]
-    turn = 0
+    problem = plan.problem
+    budget = Budget(iterations, seconds, clock)
+    longest = plan.makespan * (1.0 + slack) + TIME_ROUNDING
+    plans = [plan]
+    missing = _missing_sets(plan, plans)
+    attempt = 0
     while missing and not budget.spent:
-        draft = _with(plan, missing[0], budget, seed + turn)
-        turn += 1
-        other = (
-            None if draft is None else finish_plan(problem, draft, plan.bound, budget)
-        )
-        if other is not None and other.makespan <= plan.makespan * (1.0 + slack) + 1e-9:
+        solution = _solution_with(plan, missing[0], budget, seed + attempt)
+        attempt += 1
+        other = None
+        if solution is not None:
+            other = finish_plan(problem, solution, plan.bound, budget)
+        if other is not None and other.makespan <= longest:
             plans.append(other)
-            seen |= parts_met(other)
-            missing = [chosen for chosen in wanted if chosen not in seen]
+            missing = _missing_sets(plan, plans)
         else:
             missing = [*missing[1:], missing[0]]
-    return Rotation(tuple(plans), tuple(sorted(missing, key=sorted)), budget.cut_short)
+    left_out = tuple(sorted(missing, key=sorted))
+    return Rotation(tuple(plans), left_out, budget.cut_short)
 
 
-def _with(plan: PathPlan, wanted: Parts, budget: Budget, seed: int) -> Draft | None:
-    """The best draft in which a path meets the wanted parts; None: there is none."""
-    problem, random = plan.problem, Random(seed)
-    units = list(range(len(plan.draft.paths)))
+def _missing_sets(plan: PathPlan, plans: Sequence[PathPlan]) -> list[PartSet]:
+    """Return the sets of parts that a path may meet, but no path of these plans does."""
+    problem = plan.problem
+    alive = [part for part in range(1, problem.body) if part in plan.solution.labels]
+    met: set[PartSet] = set()
+    for other in plans:
+        met |= parts_met(other)
+    subsets = part_subsets(alive, min(problem.hops, len(alive)))
+    allowed = [parts for parts in subsets if part_orders(parts, problem.rules)]
+    return [parts for parts in allowed if parts not in met]
+
+
+def _solution_with(
+    plan: PathPlan, wanted: PartSet, budget: Budget, seed: int
+) -> Solution | None:
+    """Return the best solution in which a path meets the wanted parts, or None."""
+    problem = plan.problem
+    random = Random(seed)
+
+    def value(solution: Solution) -> tuple[float, float]:
+        return solution_value(problem, solution)
+
+    units = list(range(len(plan.solution.paths)))
     random.shuffle(units)
-    tried = [
-        paths
-        for unit in units[:MAX_UNITS]
-        for paths in force_parts(problem, plan.draft, unit, wanted, random)
-    ]
-    drafts = [replace(plan.draft, paths=paths) for paths in tried]
-    budget.used += len(drafts) + 1
-    drafts = [
-        draft
-        if np.isfinite(simulate_draft(problem, draft).makespan)
-        else replace(draft, careful=True)
-        for draft in drafts
-    ]
-    if not drafts:
+    solutions = []
+    for unit in units[:MAX_FORCED_UNITS]:
+        for paths in force_parts(problem, plan.solution, unit, wanted, random):
+            solution = replace(plan.solution, paths=paths)
+            if not np.isfinite(simulate_solution(problem, solution).makespan):
+                solution = replace(solution, careful=True)
+            solutions.append(solution)
+    budget.used += len(solutions) + 1
+    if not solutions:
         return None
-    best = min(drafts, key=lambda draft: draft_value(problem, draft))
-    if draft_value(problem, best)[0] <= plan.makespan + 1e-9:
+    best = min(solutions, key=value)
+    if value(best)[0] <= plan.makespan + TIME_ROUNDING:
         return best
-    searched = improve_draft(problem, best, budget, False, seed, ATTEMPT)
-    return searched if wanted in _met(searched) else best
+    improved = improve_solution(problem, best, budget, False, seed, FORCED_SET_MOVES)
+    return improved if wanted in _part_sets(improved) else best
 
 
 def force_parts(
-    problem: Problem, draft: Draft, unit: int, wanted: Parts, random: Random
-) -> list[tuple[tuple[int, ...], ...]]:
-    """The paths after a unit has exchanged nodes with others until it meets the wanted parts; [] if that fails."""
-    labels, paths = draft.labels, list(draft.paths)
+    problem: Problem, solution: Solution, unit: int, wanted: PartSet, random: Random
+) -> list[tuple[NodePath, ...]]:
+    """Let a unit exchange nodes with others until it meets the wanted parts.
+
+    Return the paths of all units, once for each order that the rules allow on the path of this
+    unit. The list is empty if no exchange is possible.
+    """
+    labels = solution.labels
+    paths = list(solution.paths)
     for part in sorted(wanted):
         mine = {labels[node]: node for node in paths[unit][1:]}
         if part in mine:
             continue
-        extra = next(p for p in mine if p not in wanted)
-        others = [
-            u
-            for u, path in enumerate(paths)
-            if u != unit and _may_take(problem, labels, path, part, extra)
-        ]
-        if not others:
+        extra = next(own for own in mine if own not in wanted)
+        partners = []
+        for other, path in enumerate(paths):
+            if other != unit and _can_exchange(problem, labels, path, part, extra):
+                partners.append(other)
+        if not partners:
             return []
-        other = random.choice(others)
-        yours = {labels[node]: node for node in paths[other][1:]}
-        give, take = {**mine, part: yours[part]}, {**yours, extra: mine[extra]}
-        del give[extra], take[part]
-        paths[unit] = (paths[unit][0], *(give[p] for p in sorted(give)))
-        paths[other] = (
-            paths[other][0],
-            *(
-                take[p]
-                for p in random.choice(part_orders(frozenset(take), problem.rules))
-            ),
-        )
-    where = {labels[node]: node for node in paths[unit][1:]}
-    found = []
+        partner = random.choice(partners)
+        theirs = {labels[node]: node for node in paths[partner][1:]}
+        mine[part] = theirs.pop(part)
+        theirs[extra] = mine.pop(extra)
+        paths[unit] = path_in_order(paths[unit][0], mine, sorted(mine))
+        order = random.choice(part_orders(frozenset(theirs), problem.rules))
+        paths[partner] = path_in_order(paths[partner][0], theirs, order)
+    node_of_part = {labels[node]: node for node in paths[unit][1:]}
+    results = []
     for order in part_orders(wanted, problem.rules):
-        paths[unit] = (paths[unit][0], *(where[part] for part in order))
-        found.append(tuple(paths))
-    return found
+        paths[unit] = path_in_order(paths[unit][0], node_of_part, order)
+        results.append(tuple(paths))
+    return results
 
 
-def _may_take(
-    problem: Problem,
-    labels: tuple[int, ...],
-    path: tuple[int, ...],
-    part: int,
-    extra: int,
+def _can_exchange(
+    problem: Problem, labels: tuple[int, ...], path: NodePath, given: int, taken: int
 ) -> bool:
     """Whether a path can give away one part and take another."""
     parts = {labels[node] for node in path[1:]}
-    return (
-        part in parts
-        and extra not in parts
-        and bool(part_orders(frozenset(parts - {part} | {extra}), problem.rules))
-    )
+    if given not in parts or taken in parts:
+        return False
+    changed = frozenset(parts - {given} | {taken})
+    return bool(part_orders(changed, problem.rules))
 
 
-def _met(draft: Draft) -> frozenset[Parts]:
-    return frozenset(
-        frozenset(draft.labels[node] for node in path[1:]) for path in draft.paths
-    )
+def _part_sets(solution: Solution) -> frozenset[PartSet]:
+    part_sets = set()
+    for path in solution.paths:
+        part_sets.add(frozenset(solution.labels[node] for node in path[1:]))
+    return frozenset(part_sets)

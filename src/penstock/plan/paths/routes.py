@@ -1,11 +1,11 @@
-"""Paths for nodes whose parts are known, one unit after the other, each over the cheapest nodes there are.
+"""Paths for nodes whose parts are known: one unit after the other takes the cheapest nodes.
 
-    unit 0  parts 1 2 3      price of a node: what it has been given to do already
+    unit 0  parts 1 2 3      the price of a node: the work that it has already been given
     unit 1  parts 1 4 5
-    unit 2  parts 2 3 4      all parts equally often
+    unit 2  parts 2 3 4      all parts are visited equally often
 
-A node that is far from all others is simply not taken. That is the other start of a search: circuits share the work
-over all nodes, routes leave out the bad ones.
+A node that is far from all others is simply not visited. A search therefore has two kinds of start:
+circuits spread the work over all nodes, routes leave out the bad ones.
 """
 
 from __future__ import annotations
@@ -22,111 +22,132 @@ from penstock.plan.paths.circuits import CircuitTerms, circuit_terms
 from penstock.plan.paths.problem import Problem
 from penstock.plan.paths.rules import part_orders, spread_parts
 
-NodePath = tuple[int, ...]
+Route = tuple[int, ...]
 
 
 def deal_parts(problem: Problem, labels: Ints) -> list[tuple[int, ...]]:
-    """For each unit the parts it meets beside the first: all equally often, units in turns over the data nodes."""
+    """Return the parts that each unit visits after the first part, all equally often.
+
+    Successive units belong to different data nodes.
+    """
     data = int((labels == 0).sum())
     alive = [part for part in range(1, problem.body) if (labels == part).any()]
     hops = min(problem.hops, len(alive))
-    turning = (
-        len(alive) > 0 and data * hops % len(alive) == 0
-    )  # then every turn is even by itself, and may be shifted
-    units = range(problem.units * data)
-    return [
-        spread_parts(alive, hops, unit + (unit // data if turning else 0))
-        for unit in units
-    ]
+    # If one unit per data node visits all parts equally often, the next such set may be shifted.
+    even = len(alive) > 0 and data * hops % len(alive) == 0
+    dealt = []
+    for unit in range(problem.units * data):
+        shift = unit // data if even else 0
+        dealt.append(spread_parts(alive, hops, unit + shift))
+    return dealt
 
 
-def route_units(
-    problem: Problem,
-    labels: Ints,
-    weight: float,
-    rows: Sequence[tuple[int, ...]] | None = None,
-) -> list[NodePath]:
-    """A path for every unit. `weight`: how many seconds of a node's earlier work count as one of the way."""
-    found, data = circuit_terms(problem), np.flatnonzero(labels == 0).tolist()
+def route_units(problem: Problem, labels: Ints, weight: float) -> list[Route]:
+    """Return the cheapest path for each unit in turn.
+
+    weight: seconds of travel that one second of work already given to a node counts for.
+    """
+    terms = circuit_terms(problem)
+    data = np.flatnonzero(labels == 0).tolist()
     price = np.zeros(problem.traffic.nodes)
     paths = []
-    for unit, row in enumerate(rows or deal_parts(problem, labels)):
-        allowed = part_orders(frozenset(row), problem.rules)
-        if not allowed:
+    for unit, parts in enumerate(deal_parts(problem, labels)):
+        orders = part_orders(frozenset(parts), problem.rules)
+        if not orders:
             raise ShapeError(
-                f"no order of the parts {' '.join(map(str, row))} keeps to the rules; leave out less"
+                f"no order of the parts {' '.join(map(str, parts))} keeps to the rules; leave out less"
             )
-        home = data[unit % len(data)]
-        path = min(
-            (_cheapest(found, labels, home, order, price) for order in allowed),
-            key=lambda way: way[0],
-        )[1]
-        for node in path[1:]:
-            price[node] += weight * float(found.hop[node])
-        paths.append(path)
+        data_node = data[unit % len(data)]
+        best: Route = ()
+        least = np.inf
+        for order in orders:
+            seconds, path = _cheapest_route(terms, labels, data_node, order, price)
+            if not best or seconds < least:
+                best = path
+                least = seconds
+        for node in best[1:]:
+            price[node] += weight * float(terms.hop[node])
+        paths.append(best)
     return paths
 
 
-def random_routes(problem: Problem, labels: Ints, seed: int) -> list[NodePath]:
-    """Paths at random that keep to the rules: any legal order, any replica that has a place left."""
+def random_routes(problem: Problem, labels: Ints, seed: int) -> list[Route]:
+    """Return random paths that keep to the rules: any legal order, any replica with a free place."""
     random = Random(seed)
-    rows, data = deal_parts(problem, labels), np.flatnonzero(labels == 0).tolist()
-    places = _places(problem, labels, random, rows)
-    random.shuffle(rows)
+    dealt = deal_parts(problem, labels)
+    data = np.flatnonzero(labels == 0).tolist()
+    places = _places(problem, labels, random, dealt)
+    random.shuffle(dealt)
     paths = []
-    for unit, row in enumerate(rows):
-        order = random.choice(part_orders(frozenset(row), problem.rules))
-        paths.append((data[unit % len(data)], *(places[part].pop() for part in order)))
+    for unit, parts in enumerate(dealt):
+        order = random.choice(part_orders(frozenset(parts), problem.rules))
+        hops = [places[part].pop() for part in order]
+        paths.append((data[unit % len(data)], *hops))
     return paths
 
 
 def _places(
-    problem: Problem, labels: Ints, random: Random, rows: Sequence[tuple[int, ...]]
+    problem: Problem,
+    labels: Ints,
+    random: Random,
+    dealt: Sequence[tuple[int, ...]],
 ) -> dict[int, list[int]]:
-    """Of every part as many places on its replicas as it needs: one a slot where slots are reserved, else in turns."""
-    found = {}
-    for part in {part for row in rows for part in row}:
-        nodes, needed = (
-            np.flatnonzero(labels == part).tolist(),
-            sum(part in row for row in rows),
-        )
+    """Return, for each part, its replicas as often as paths may visit them, shuffled.
+
+    If slots are reserved, a replica occurs once per slot. Otherwise all replicas of a part occur
+    equally often.
+    """
+    places = {}
+    for part in {part for parts in dealt for part in parts}:
+        replicas = np.flatnonzero(labels == part).tolist()
+        needed = sum(part in parts for parts in dealt)
         if problem.policy.reserved:
-            found[part] = [
-                node for node in nodes for _ in range(int(problem.traffic.slots[node]))
-            ]
-            if len(found[part]) < needed:
+            places[part] = _one_per_slot(problem, replicas)
+            if len(places[part]) < needed:
                 raise ShapeError(
-                    f"part {part} has {len(found[part])} slots on {len(nodes)} nodes, but {needed} paths need one; "
-                    "give it more nodes, or leave slots to whoever is there"
+                    f"part {part} has {len(places[part])} slots on {len(replicas)} nodes, but {needed} "
+                    "paths need one; give it more nodes, or do not reserve slots"
                 )
         else:
-            found[part] = nodes * (needed // len(nodes) + 1)
-        random.shuffle(found[part])
-    return found
+            places[part] = replicas * (needed // len(replicas) + 1)
+        random.shuffle(places[part])
+    return places
 
 
-def _cheapest(
-    found: CircuitTerms, labels: Ints, home: int, order: Sequence[int], price: Floats
-) -> tuple[float, NodePath]:
-    """The cheapest nodes for parts in this order, layer by layer."""
+def _one_per_slot(problem: Problem, nodes: list[int]) -> list[int]:
+    """Return each node as often as it has slots."""
+    places = []
+    for node in nodes:
+        places += [node] * int(problem.traffic.slots[node])
+    return places
+
+
+def _cheapest_route(
+    terms: CircuitTerms,
+    labels: Ints,
+    data_node: int,
+    order: Sequence[int],
+    price: Floats,
+) -> tuple[float, Route]:
+    """Return the cheapest path over parts in this order, and its seconds with prices."""
     layers = [np.flatnonzero(labels == part) for part in order]
     if not layers:
-        return 0.0, (home,)
-    cost = (
-        found.inner * found.pair[home, layers[0]]
-        + found.hop[layers[0]]
-        + price[layers[0]]
-    )
-    steps: list[Ints] = []
+        return 0.0, (data_node,)
+    first = layers[0]
+    cost = terms.inner * terms.pair[data_node, first] + terms.hop[first] + price[first]
+    back_pointers: list[Ints] = []
     for before, layer in pairwise(layers):
-        through = cost[:, None] + found.inner * found.pair[np.ix_(before, layer)]
-        steps.append(through.argmin(axis=0))
-        cost = through.min(axis=0) + found.hop[layer] + price[layer]
-    cost = cost + found.close * found.pair[layers[-1], home]
+        link = terms.inner * terms.pair[np.ix_(before, layer)]
+        through = cost[:, None] + link
+        back_pointers.append(through.argmin(axis=0))
+        cost = through.min(axis=0) + terms.hop[layer] + price[layer]
+    cost = cost + terms.close * terms.pair[layers[-1], data_node]
     at = int(cost.argmin())
-    least = float(cost[at])
+    seconds = float(cost[at])
     nodes = [int(layers[-1][at])]
-    for step, layer in zip(reversed(steps), reversed(layers[:-1]), strict=True):
-        at = int(step[at])
+    for pointers, layer in zip(
+        reversed(back_pointers), reversed(layers[:-1]), strict=True
+    ):
+        at = int(pointers[at])
         nodes.append(int(layer[at]))
-    return least, (home, *reversed(nodes))
+    return seconds, (data_node, *reversed(nodes))

@@ -1,15 +1,19 @@
-"""What a planned schedule must keep to, as data. The values are SkipPipe's (Blagoev et al., 2025).
+"""The rules that planned paths must keep, as data. The default values are SkipPipe's (Blagoev et al., 2025).
 
-For the model to converge:
+Rules for convergence:
 
-    path of parts    0 2 1 4        the first part always runs, and first
-    frontier         0 2 2 4        the highest part so far: a step goes at most `ahead` beyond it, or `behind` below
-    back             0 0 1 0        in all at most `swaps` steps back, over `distance` parts together
+    path of parts    0 2 1 4        the first part always runs, and runs first
+    frontier         0 2 2 4        the highest part so far: a step goes at most `ahead` beyond it or `behind` below it
+    steps back       0 0 1 0        at most `swaps` of them, over at most `distance` parts together
 
-Every path leaves out the same `share` of the parts; all parts but the first are met equally often; every `full`-th
-step runs all parts in order. For it to be fast: no node holds more micro-batches than it has slots, and none waits
-for another for longer than `wait`. The last part of a schedule is the head, on the node that has the data; in waves
-every part is passed twice, down and up.
+Every path leaves out the same `share` of the parts. All parts but the first are visited equally
+often. Every `full`-th step runs all parts in order.
+
+Rules for speed: no node holds more micro-batches than it has slots, and no micro-batch waits on a
+node for another one for longer than `wait` seconds.
+
+The last part of a schedule is the head, which is on the data node. In waves, a path visits every
+part twice, on its way down and on its way up.
 """
 
 from __future__ import annotations
@@ -26,32 +30,38 @@ from penstock.ir.action import Op
 from penstock.ir.schedule import Schedule
 from penstock.ir.timeline import Timeline
 
-TIME_ROUNDING = 1e-9  # seconds
+WAIT_ROUNDING = 1e-9  # seconds
 MAX_NAMED_MICROBATCHES = 6  # micro-batches that a fault names
-MAX_ORDERED_PARTS = 7  # parts of which not all orders are tried
+MAX_ORDERED_PARTS = 7  # parts up to which all orders are tried
 
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """The numbers of the rules above."""
+    """The numbers in the rules above."""
 
-    share: float = 1 / 3  # of the parts, left out by every path
-    behind: int = 1  # parts a step back may go below the frontier
-    distance: int = 2  # parts all steps back go together
-    swaps: int = 2  # steps back
-    ahead: int = 4  # parts a step may go beyond the frontier
-    uneven: int = 1  # micro-batches by which the parts' shares of the work may differ, where they do not divide
-    full: int = 10  # every so many steps the whole model; 0: never
-    wait: float = math.inf  # seconds a micro-batch may wait on a node for another; 0: no two need a node at once
+    share: float = 1 / 3  # share of the parts that every path leaves out
+    behind: int = 1  # parts that a step back may go below the frontier
+    distance: int = 2  # parts that all steps back may go together
+    swaps: int = 2  # number of steps back
+    ahead: int = 4  # parts that a step may go beyond the frontier
+    uneven: int = (
+        1  # by how many visits parts may differ if the visits do not divide evenly
+    )
+    full: int = 10  # every how many steps the whole model runs; 0: never
+    wait: float = (
+        math.inf
+    )  # seconds that a micro-batch may wait on a node for another one
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.share < 1.0:
             raise ShapeError(
-                f"a share of {self.share:g} of the parts cannot be left out; give one from 0 to below 1"
+                f"a path cannot leave out a share of {self.share:g} of the parts; "
+                "give a share from 0 to below 1"
             )
-        for word in ("behind", "distance", "swaps", "uneven", "full"):
-            if getattr(self, word) < 0:
-                raise ShapeError(f"{word} is {getattr(self, word)}; the least is 0")
+        for name in ("behind", "distance", "swaps", "uneven", "full"):
+            value = getattr(self, name)
+            if value < 0:
+                raise ShapeError(f"{name} is {value}; the least is 0")
         if self.ahead < 1:
             raise ShapeError(
                 f"ahead is {self.ahead}: no path could go on; the least is 1"
@@ -60,57 +70,69 @@ class Rules:
             raise ShapeError(f"wait is {self.wait} seconds; the least is 0")
 
     def hops(self, parts: int) -> int:
-        """Parts on a path, beside the first."""
-        kept = round(parts * (1.0 - self.share))
-        if not 1 <= kept <= parts:
+        """Return the number of parts on a path, without the first one."""
+        length = round(parts * (1.0 - self.share))
+        if not 1 <= length <= parts:
             raise ShapeError(
-                f"a path over {kept} of {parts} parts; leave out less, or give more parts"
+                f"this share leaves a path over {length} of {parts} parts; "
+                "leave out less, or give more parts"
             )
-        return kept - 1
+        return length - 1
 
     def at(self, step: int) -> Rules:
-        """The rules of one step of the training: every so many, all parts in order."""
+        """Return the rules of one training step: every `full`-th step runs the whole model."""
         if self.full and step % self.full == self.full - 1:
-            return replace(self, share=0.0, behind=0, distance=0, swaps=0)
+            return self.full_model()
         return self
+
+    def full_model(self) -> Rules:
+        """Return the rules under which every micro-batch visits all parts in order."""
+        return replace(self, share=0.0, behind=0, distance=0, swaps=0)
 
 
 def rules_from(texts: Iterable[str]) -> Rules:
-    """Rules as text gives them, the others as published; a later text over an earlier one.
+    """Read rules from texts. Rules that no text gives are the published ones; the last text wins.
 
     >>> rules_from(["share=1/4", "ahead=3"]) == Rules(share=0.25, ahead=3)
     True
     """
     given: dict[str, float] = {}
-    whole = {field.name: field.type == "int" for field in fields(Rules)}
+    is_whole = {field.name: field.type == "int" for field in fields(Rules)}
     for text in texts:
         name, equals, value = (piece.strip() for piece in text.partition("="))
         if not equals:
             raise ShapeError(
-                f"a rule is NAME=VALUE, like ahead=4; not {text!r}\n  known: {', '.join(whole)}"
+                f"a rule is NAME=VALUE, like ahead=4; not {text!r}\n"
+                f"  known: {', '.join(is_whole)}"
             )
-        if name not in whole:
-            raise UnknownNameError("rule", name, whole)
-        try:
-            number = float(Fraction(value)) if "/" in value else float(value)
-        except (ValueError, ZeroDivisionError):
-            raise ShapeError(f"the rule {name} is {value!r}, not a number") from None
-        if whole[name] and not number.is_integer():
-            raise ShapeError(f"the rule {name} is {value}, not a whole number")
-        given[name] = int(number) if whole[name] else number
+        if name not in is_whole:
+            raise UnknownNameError("rule", name, is_whole)
+        given[name] = _rule_value(name, value, is_whole[name])
     return replace(Rules(), **given)  # type: ignore[arg-type]  # ints where ints are due
 
 
+def _rule_value(name: str, text: str, whole: bool) -> float:
+    """Read one number; it may be a fraction such as 1/3."""
+    try:
+        number = float(Fraction(text)) if "/" in text else float(text)
+    except (ValueError, ZeroDivisionError):
+        raise ShapeError(f"the rule {name} is {text!r}, not a number") from None
+    if not whole:
+        return number
+    if not number.is_integer():
+        raise ShapeError(f"the rule {name} is {text}, not a whole number")
+    return int(number)
+
+
 def rules_text(rules: Rules) -> str:
-    """All of them, for `rules_from` to read when it is split again."""
-    return " ".join(
-        f"{field.name}={getattr(rules, field.name)!r}" for field in fields(rules)
-    )
+    """Write all rules as words that `rules_from` reads again."""
+    words = [f"{field.name}={getattr(rules, field.name)!r}" for field in fields(rules)]
+    return " ".join(words)
 
 
 @dataclass(frozen=True, slots=True)
 class RuleFault:
-    """A rule that is broken, the micro-batches at fault, and what is false."""
+    """A broken rule, the micro-batches at fault, and what is wrong."""
 
     rule: str
     microbatches: tuple[int, ...]
@@ -118,82 +140,91 @@ class RuleFault:
 
     def __str__(self) -> str:
         named = ", ".join(map(str, self.microbatches[:MAX_NAMED_MICROBATCHES]))
-        more = (
-            f" and {len(self.microbatches) - MAX_NAMED_MICROBATCHES} more"
-            if len(self.microbatches) > MAX_NAMED_MICROBATCHES
-            else ""
-        )
-        return f"{self.rule}: {self.what}\n  micro-batches: {named}{more}"
+        unnamed = len(self.microbatches) - MAX_NAMED_MICROBATCHES
+        if unnamed > 0:
+            named += f" and {unnamed} more"
+        return f"{self.rule}: {self.what}\n  micro-batches: {named}"
 
 
 # ---------------------------------------------------------------- one path
 def order_fault(path: Sequence[int], rules: Rules) -> str:
-    """What is wrong with the order of the parts on a path; "" if nothing.
+    """Return what is wrong with the order of the parts on a path, or "".
 
     >>> order_fault((0, 2, 1, 4), Rules())
     ''
     >>> order_fault((0, 3, 1), Rules())
     'part 1 comes 2 parts behind part 3; at most 1'
     """
-    if not path or path[0] != 0:
-        return f"it begins with part {path[0]}" if path else "it is empty"
-    frontier = back = swaps = 0
+    if not path:
+        return "it is empty"
+    if path[0] != 0:
+        return f"it begins with part {path[0]}"
+    frontier = 0
+    distance = 0
+    swaps = 0
     for part in path[1:]:
-        if part == 0:
-            return "part 0 comes again"
-        if part - frontier > rules.ahead:
-            return f"part {part} comes {part - frontier} parts ahead of part {frontier}; at most {rules.ahead}"
+        fault = _step_fault(part, frontier, rules)
+        if fault:
+            return fault
         if part < frontier:
-            if frontier - part > rules.behind:
-                return f"part {part} comes {frontier - part} parts behind part {frontier}; at most {rules.behind}"
-            back, swaps = back + frontier - part, swaps + 1
+            distance += frontier - part
+            swaps += 1
         frontier = max(frontier, part)
-    if back > rules.distance:
-        return f"its steps back go over {back} parts; at most {rules.distance}"
-    return (
-        f"it has {swaps} steps back; at most {rules.swaps}"
-        if swaps > rules.swaps
-        else ""
-    )
+    if distance > rules.distance:
+        return f"its steps back go over {distance} parts; at most {rules.distance}"
+    if swaps > rules.swaps:
+        return f"it has {swaps} steps back; at most {rules.swaps}"
+    return ""
+
+
+def _step_fault(part: int, frontier: int, rules: Rules) -> str:
+    """Return what is wrong with a step to `part`, or ""."""
+    if part == 0:
+        return "part 0 comes again"
+    step = part - frontier
+    if step > rules.ahead:
+        return f"part {part} comes {step} parts ahead of part {frontier}; at most {rules.ahead}"
+    if -step > rules.behind:
+        return f"part {part} comes {-step} parts behind part {frontier}; at most {rules.behind}"
+    return ""
 
 
 @cache
 def part_orders(parts: frozenset[int], rules: Rules) -> tuple[tuple[int, ...], ...]:
-    """The orders in which these parts, all but the first, may follow it; rising first."""
-    if (
-        len(parts) > MAX_ORDERED_PARTS
-    ):  # too many to try them all: rising, and single swaps of neighbours
-        rising = sorted(parts)
-        tried = [tuple(rising)]
-        tried += [
-            (*rising[:i], rising[i + 1], rising[i], *rising[i + 2 :])
-            for i in range(len(rising) - 1)
-        ]
+    """Return the orders in which these parts may follow the first part, the rising order first.
+
+    If there are too many orders to try, only the rising order and those with one swap of neighbors
+    are considered.
+    """
+    rising = tuple(sorted(parts))
+    if len(parts) <= MAX_ORDERED_PARTS:
+        orders = list(permutations(rising))
     else:
-        tried = list(permutations(sorted(parts)))
-    return tuple(order for order in tried if not order_fault((0, *order), rules))
+        orders = [rising]
+        for i in range(len(rising) - 1):
+            swapped = (rising[i + 1], rising[i])
+            orders.append((*rising[:i], *swapped, *rising[i + 2 :]))
+    return tuple(order for order in orders if not order_fault((0, *order), rules))
 
 
 def part_subsets(parts: Sequence[int], hops: int) -> list[frozenset[int]]:
-    """The sets of parts a path may meet beside the first."""
+    """Return the sets of parts that a path may visit after the first part."""
     return [frozenset(chosen) for chosen in combinations(sorted(parts), hops)]
 
 
 def spread_parts(parts: Sequence[int], hops: int, turn: int) -> tuple[int, ...]:
-    """Of these parts so many, rising; those left out lie apart, and move on by one each turn.
+    """Choose `hops` of these parts, rising; the parts left out move on by one in each turn.
 
-    Any number of turns in a row leaves out all parts equally often, or some once more: the gaps between those left
-    out are as even as they can be, so that as many of them lie in every stretch of one length, give or take one.
+    Over any number of successive turns all parts are left out equally often, or some once more
+    than others. This is because the gaps between the parts left out are as even as possible, so
+    that all stretches of the same length contain equally many of them, give or take one.
 
     >>> [spread_parts((1, 2, 3, 4, 5), 3, turn) for turn in range(3)]
     [(2, 4, 5), (1, 3, 5), (1, 2, 4)]
     """
-    count, skips = len(parts), len(parts) - hops
-    left_out = (
-        {(turn + number * count // skips) % count for number in range(skips)}
-        if skips
-        else set()
-    )
+    count = len(parts)
+    skips = count - hops
+    left_out = {(turn + number * count // skips) % count for number in range(skips)}
     return tuple(part for place, part in enumerate(parts) if place not in left_out)
 
 
@@ -206,19 +237,20 @@ def find_rule_faults(
     timeline: Timeline | None = None,
     lost: Sequence[int] = (),
 ) -> tuple[RuleFault, ...]:
-    """Every rule that the schedule of a model of so many `parts` (the head not counted) breaks.
+    """Return every rule that the schedule breaks.
 
-    slots: micro-batches each rank may hold; timeline: to see who waits for whom; lost: parts nobody holds any more.
+    parts: the number of parts of the model, without the head.
+    slots: the number of micro-batches that each rank may hold.
+    timeline: shows which micro-batches wait for each other.
+    lost: parts that no node holds any more.
     """
-    found = [
-        *_path_faults(schedule, parts, rules, set(lost)),
-        *_coverage(schedule, parts, rules, set(lost)),
-    ]
+    faults = list(_path_faults(schedule, parts, rules, set(lost)))
+    faults += _coverage_faults(schedule, parts, rules, set(lost))
     if slots is not None:
-        found += _crowds(schedule, slots)
+        faults += _slot_faults(schedule, slots)
     if timeline is not None and rules.wait < math.inf:
-        found += _waits(timeline, rules.wait)
-    return tuple(found)
+        faults += _collision_faults(timeline, rules.wait)
+    return tuple(faults)
 
 
 def check_schedule_rules(
@@ -228,126 +260,143 @@ def check_schedule_rules(
     slots: Sequence[int] | None = None,
     lost: Sequence[int] = (),
 ) -> None:
-    """Refuses a schedule that breaks a rule, with all that it breaks."""
+    """Raise a `ScheduleError` that lists every rule the schedule breaks."""
     raise_rule_faults(find_rule_faults(schedule, parts, rules, slots, lost=lost))
 
 
-def raise_rule_faults(found: Sequence[RuleFault]) -> None:
-    """Raises, if there are any faults."""
-    if found:
-        raise ScheduleError([str(fault) for fault in found])
+def raise_rule_faults(faults: Sequence[RuleFault]) -> None:
+    """Raise a `ScheduleError` if there are any faults."""
+    if faults:
+        raise ScheduleError([str(fault) for fault in faults])
 
 
 def parts_on_the_way_down(
     schedule: Schedule, number: int, parts: int
 ) -> tuple[int, ...]:
-    """The parts a micro-batch meets on its way down: all but the head, in waves all but the way up."""
+    """Return the parts of a micro-batch's path, without the head or, in waves, without the way up."""
     path = schedule.microbatches[number].path
-    return tuple(
-        part for part in (schedule.stages[stage].part for stage in path) if part < parts
-    )
+    visited = [schedule.stages[stage].part for stage in path]
+    return tuple(part for part in visited if part < parts)
 
 
 def _path_faults(
     schedule: Schedule, parts: int, rules: Rules, lost: set[int]
 ) -> Iterator[RuleFault]:
-    wanted = min(rules.hops(parts), parts - 1 - len(lost - {0})) + 1
-    wrong: dict[tuple[str, str], list[int]] = {}
+    """Find faults of single paths; micro-batches with the same fault are named together."""
+    alive = parts - 1 - len(lost - {0})
+    length = 1 + min(rules.hops(parts), alive)
+    guilty: dict[tuple[str, str], list[int]] = {}
     for number, microbatch in enumerate(schedule.microbatches):
         path = parts_on_the_way_down(schedule, number, parts)
+        path_text = f"the path over parts {_path_text(path)}"
         broken = order_fault(path, rules)
         if broken:
-            rule = "first part" if not path or path[0] or path.count(0) > 1 else "order"
-            wrong.setdefault(
-                (rule, f"the path over parts {_shown(path)}: {broken}"), []
-            ).append(number)
-        if len(path) != wanted:
-            what = f"the path over parts {_shown(path)} meets {len(path)} of {parts} parts, not {wanted}"
-            wrong.setdefault(("share", what), []).append(number)
-        ends = {schedule.stages[microbatch.path[i]].rank for i in (0, -1)}
-        last = schedule.stages[microbatch.path[-1]].part
-        if len(ends) > 1 or last != schedule.parts - 1:
-            what = f"it ends with part {last} on another rank than it began, or without the head"
-            wrong.setdefault(("head", what), []).append(number)
-    yield from (
-        RuleFault(rule, tuple(guilty), what) for (rule, what), guilty in wrong.items()
-    )
+            bad_first_part = not path or path[0] != 0 or path.count(0) > 1
+            rule = "first part" if bad_first_part else "order"
+            fault = (rule, f"{path_text}: {broken}")
+            guilty.setdefault(fault, []).append(number)
+        if len(path) != length:
+            what = f"{path_text} meets {len(path)} of {parts} parts, not {length}"
+            guilty.setdefault(("share", what), []).append(number)
+        first = schedule.stages[microbatch.path[0]]
+        last = schedule.stages[microbatch.path[-1]]
+        if first.rank != last.rank or last.part != schedule.parts - 1:
+            what = (
+                f"it ends with part {last.part} on another rank than it began, "
+                "or without the head"
+            )
+            guilty.setdefault(("head", what), []).append(number)
+    for (rule, what), microbatches in guilty.items():
+        yield RuleFault(rule, tuple(microbatches), what)
 
 
-def _shown(path: Sequence[int]) -> str:
+def _path_text(path: Sequence[int]) -> str:
     return " ".join(map(str, path)) or "none"
 
 
-def _coverage(
+def _coverage_faults(
     schedule: Schedule, parts: int, rules: Rules, lost: set[int]
 ) -> Iterator[RuleFault]:
-    met: dict[int, list[int]] = {
-        part: [] for part in range(1, parts) if part not in lost
-    }
+    """Find parts that are not visited equally often."""
+    visitors: dict[int, list[int]] = {}
+    for part in range(1, parts):
+        if part not in lost:
+            visitors[part] = []
     for number in range(len(schedule.microbatches)):
         for part in parts_on_the_way_down(schedule, number, parts):
-            met.setdefault(part, []).append(number) if part else None
-    if not met:
+            if part > 0:
+                visitors.setdefault(part, []).append(number)
+    if not visitors:
         return
-    most, least = (
-        max(met, key=lambda part: len(met[part])),
-        min(met, key=lambda part: len(met[part])),
-    )
-    even = sum(map(len, met.values())) % len(met) == 0
-    allowed = 0 if even else rules.uneven
-    if len(met[most]) - len(met[least]) > allowed:
-        counts = f"{len(met[most])} micro-batches, part {least} {len(met[least])}"
-        what = f"part {most} meets {counts}; at most {allowed} more"
-        yield RuleFault(
-            "coverage", tuple(sorted(set(met[most]) - set(met[least]))), what
+    most = max(visitors, key=lambda part: len(visitors[part]))
+    least = min(visitors, key=lambda part: len(visitors[part]))
+    visits = sum(map(len, visitors.values()))
+    allowed = 0 if visits % len(visitors) == 0 else rules.uneven
+    most_visits = len(visitors[most])
+    least_visits = len(visitors[least])
+    if most_visits - least_visits > allowed:
+        what = (
+            f"part {most} meets {most_visits} micro-batches, "
+            f"part {least} {least_visits}; at most {allowed} more"
         )
+        guilty = sorted(set(visitors[most]) - set(visitors[least]))
+        yield RuleFault("coverage", tuple(guilty), what)
 
 
-def _crowds(schedule: Schedule, slots: Sequence[int]) -> Iterator[RuleFault]:
-    """A rank holds a micro-batch from its first forward there to its last backward; the head holds nothing."""
+def _slot_faults(schedule: Schedule, slots: Sequence[int]) -> Iterator[RuleFault]:
+    """Find ranks that hold too many micro-batches at once.
+
+    A rank holds a micro-batch from its first forward there to its last backward. The head holds
+    nothing.
+    """
     if len(slots) != schedule.ranks:
         raise ShapeError(
             f"there are slots for {len(slots)} ranks, but the schedule has {schedule.ranks}"
         )
     for rank, lane in enumerate(schedule.lanes):
-        left: dict[int, int] = {}
+        backwards_left: dict[int, int] = {}
         for action in lane:
-            if action.op is not Op.F and action.op is not Op.W:
-                left[action.microbatch] = left.get(action.microbatch, 0) + 1
+            if action.op in (Op.B, Op.I):
+                number = action.microbatch
+                backwards_left[number] = backwards_left.get(number, 0) + 1
         held: list[int] = []
         for action in lane:
-            if action.op is Op.F and action.microbatch not in held:
-                held.append(action.microbatch)
+            number = action.microbatch
+            if action.op is Op.F and number not in held:
+                held.append(number)
                 if len(held) > slots[rank]:
-                    room = f"it has {slots[rank]} slots"
-                    what = f"rank {rank} holds {len(held)} micro-batches when {action} starts; {room}"
+                    what = (
+                        f"rank {rank} holds {len(held)} micro-batches when {action} starts; "
+                        f"it has {slots[rank]} slots"
+                    )
                     yield RuleFault("slots", tuple(held), what)
                     break
-            elif action.op is not Op.F and action.op is not Op.W:
-                left[action.microbatch] -= 1
-                if not left[action.microbatch]:
-                    held.remove(action.microbatch)
+            elif action.op in (Op.B, Op.I):
+                backwards_left[number] -= 1
+                if backwards_left[number] == 0:
+                    held.remove(number)
 
 
-def _waits(timeline: Timeline, longest: float) -> Iterator[RuleFault]:
+def _collision_faults(timeline: Timeline, longest: float) -> Iterator[RuleFault]:
+    """Find actions that wait too long for another micro-batch on the same rank."""
     table = timeline.schedule.table
     for number in range(len(table)):
         before = number - 1
-        if (
-            number in table.first
-            or table.microbatch[before] == table.microbatch[number]
-        ):
+        if number in table.first:
+            continue  # nothing comes before it on its rank
+        if table.microbatch[before] == table.microbatch[number]:
             continue
         ready = 0.0
         for needed in table.needs[number]:
             if needed >= 0:
-                abroad = table.rank[needed] != table.rank[number]
-                ready = max(
-                    ready,
-                    float(timeline.arrived[needed] if abroad else timeline.end[needed]),
-                )
+                same_rank = table.rank[needed] == table.rank[number]
+                times = timeline.end if same_rank else timeline.arrived
+                ready = max(ready, float(times[needed]))
         waited = float(timeline.start[number]) - ready
-        if waited > longest + TIME_ROUNDING:
-            mine, other = int(table.microbatch[number]), int(table.microbatch[before])
-            what = f"{table.action(number)} waits {waited:.3g} s on rank {table.rank[number]}; at most {longest:g}"
-            yield RuleFault("collision", (mine, other), what)
+        if waited > longest + WAIT_ROUNDING:
+            what = (
+                f"{table.action(number)} waits {waited:.3g} s on rank {table.rank[number]}; "
+                f"at most {longest:g}"
+            )
+            pair = (int(table.microbatch[number]), int(table.microbatch[before]))
+            yield RuleFault("collision", pair, what)

@@ -1,17 +1,21 @@
-"""The least time of one data node, whatever happens elsewhere: an exact search over all orders of its tasks.
+"""The least time that one data node needs, whatever happens elsewhere: an exact search over all orders of its tasks.
 
-Each micro-batch comes by four times, with a way in between that takes so long at least; the node does one thing at a
-time, and no more than `slots` micro-batches are under way at once:
+Each micro-batch visits the data node four times, and needs a certain time between the visits. The
+node does one task at a time, and at most `slots` micro-batches are under way at once:
 
-    F ──── there ────► H h ──── back ────► B           H, h: the head, there and back
+    F ──── there ────► H h ──── back ────► B           H, h: forward and backward of the head
     |------------------ a slot ----------------|
 
-The micro-batches are alike, so they may keep one order everywhere: where one overtakes another between two tasks, the
-two can exchange what is left of their ways, and everything stays where it is in time. So an order of the tasks is a
-word over F H h B, each letter q times, and the k-th H is that of the k-th F. Letter by letter, all that matters of
-the letters so far is how many of each there were, when the node is free, and when those under way will be back. Of two
-words with the same counts, one that is nowhere later makes the other superfluous. What is left is few, and the least
-end among all words is exact for these ways, hence a bound for longer ones.
+All micro-batches are alike, so they can keep the same order everywhere: if one overtakes another
+between two tasks, the two can exchange the rest of their ways, and no time changes. So an order of
+the tasks is a word over the letters F H h B, each q times for q micro-batches, and the k-th H
+belongs to the k-th F.
+
+The search builds the words letter by letter. The only facts about a prefix that matter are how
+often each letter occurs, when the node is free, and when the micro-batches under way come back. If
+two prefixes have the same counts and one is nowhere later, the other can be dropped. Few prefixes
+remain, and the least end of all words is exact for these times between the visits, and therefore a
+bound for longer ones.
 """
 
 from __future__ import annotations
@@ -19,18 +23,21 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-MAX_LABELS = 2_500  # words that are kept at most; past that there is no bound from here
-TIME_TOLERANCE = 1e-12
+MAX_LABELS = 2_500  # prefixes that are kept; beyond that there is no bound from here
+TIME_TOLERANCE = 1e-12  # seconds
 
-Counts = tuple[int, int, int, int]
-Label = tuple[
-    float, ...
-]  # when the node is free, and then who comes back when: for H, for h, for B
+Counts = tuple[int, int, int, int]  # of F, H, h and B in a prefix
+# When the node is free, and then when the micro-batches under way come back: for H, for h, for B.
+Label = tuple[float, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """What a data node has to do for one micro-batch. Seconds; a pause follows h and B, another one F."""
+    """The seconds of a data node's tasks for one micro-batch, and of the ways in between.
+
+    pause: seconds after h and after B.
+    first_pause: seconds after F.
+    """
 
     forward: float
     head: float
@@ -43,93 +50,90 @@ class Window:
 
 
 def least_end(window: Window, microbatches: int, slots: int) -> float:
-    """The least time in which a node with so many slots is through with its micro-batches; 0 if that is too hard.
+    """Return the least time for all micro-batches, or 0 if the search would be too long.
 
     >>> least_end(Window(1.0, 0.5, 0.5, 2.0, there=2.0, back=3.0), microbatches=1, slots=1)
     9.0
     """
-    begin: Counts = (0, 0, 0, 0)
-    now: dict[Counts, list[Label]] = {begin: [(0.0,)]}
+    prefixes: dict[Counts, list[Label]] = {(0, 0, 0, 0): [(0.0,)]}
     seen = 0
     for _ in range(4 * microbatches):
-        then: dict[Counts, list[Label]] = {}
-        for counts, labels in now.items():
-            kept = _undominated(labels)
-            seen += len(kept)
+        longer: dict[Counts, list[Label]] = {}
+        for counts, labels in prefixes.items():
+            undominated = _undominated(labels)
+            seen += len(undominated)
             if seen > MAX_LABELS:
                 return 0.0
-            for label in kept:
-                for after, more in _next(window, counts, label, microbatches, slots):
-                    then.setdefault(after, []).append(more)
-        now = then
-    ends = [label[0] for labels in now.values() for label in labels]
+            for label in undominated:
+                extensions = _extend(window, counts, label, microbatches, slots)
+                for new_counts, new_label in extensions:
+                    longer.setdefault(new_counts, []).append(new_label)
+        prefixes = longer
+    ends = [label[0] for labels in prefixes.values() for label in labels]
     return min(ends) - window.pause if ends else 0.0
 
 
-def _next(
+def _extend(
     window: Window, counts: Counts, label: Label, microbatches: int, slots: int
 ) -> list[tuple[Counts, Label]]:
-    """The words that are one letter longer."""
+    """Return the prefixes that are one letter longer."""
     begun, headed, turned, done = counts
     free = label[0]
     for_head = label[1 : 1 + begun - headed]
     for_turn = label[1 + begun - headed : 1 + begun - turned]
     for_back = label[1 + begun - turned :]
-    found: list[tuple[Counts, Label]] = []
-    if begun < microbatches and begun - done < slots:
+    extensions: list[tuple[Counts, Label]] = []
+    if begun < microbatches and begun - done < slots:  # F
         end = free + window.forward
-        late = (
+        extended = (
             end + window.first_pause,
             *for_head,
             end + window.there,
             *for_turn,
             *for_back,
         )
-        found.append(((begun + 1, headed, turned, done), late))
-    if for_head:
+        extensions.append(((begun + 1, headed, turned, done), extended))
+    if for_head:  # H
         end = max(free, for_head[0]) + window.head
-        found.append(
-            (
-                (begun, headed + 1, turned, done),
-                (end, *for_head[1:], *for_turn, end, *for_back),
-            )
-        )
-    if for_turn:
+        extended = (end, *for_head[1:], *for_turn, end, *for_back)
+        extensions.append(((begun, headed + 1, turned, done), extended))
+    if for_turn:  # h
         end = max(free, for_turn[0]) + window.head_back
-        late = (
+        extended = (
             end + window.pause,
             *for_head,
             *for_turn[1:],
             *for_back,
             end + window.back,
         )
-        found.append(((begun, headed, turned + 1, done), late))
-    if for_back:
+        extensions.append(((begun, headed, turned + 1, done), extended))
+    if for_back:  # B
         end = max(free, for_back[0]) + window.backward
-        found.append(
-            (
-                (begun, headed, turned, done + 1),
-                (end + window.pause, *for_head, *for_turn, *for_back[1:]),
-            )
-        )
-    return found
+        extended = (end + window.pause, *for_head, *for_turn, *for_back[1:])
+        extensions.append(((begun, headed, turned, done + 1), extended))
+    return extensions
 
 
 def _undominated(labels: list[Label]) -> list[Label]:
-    """Those that are earlier somewhere than each of the others."""
-    kept: list[Label] = []
+    """Return the labels that no other label beats or equals everywhere."""
+    undominated: list[Label] = []
     for label in sorted(labels):
-        if not any(all(map(_no_later, other, label)) for other in kept):
-            kept.append(label)
-    return kept
+        dominated = any(_is_nowhere_later(other, label) for other in undominated)
+        if not dominated:
+            undominated.append(label)
+    return undominated
 
 
-def _no_later(one: float, other: float) -> bool:
-    return one <= other + TIME_TOLERANCE
+def _is_nowhere_later(label: Label, other: Label) -> bool:
+    return all(map(_is_no_later, label, other))
 
 
-def rounded_down(seconds: float) -> float:
-    """Four digits, never more than it was: nodes that are nearly alike are reckoned once."""
+def _is_no_later(time: float, other: float) -> bool:
+    return time <= other + TIME_TOLERANCE
+
+
+def round_down(seconds: float) -> float:
+    """Return at most `seconds`, with four digits, so that nodes that are nearly alike share one result."""
     if seconds <= 0 or not math.isfinite(seconds):
         return seconds
     step = 10.0 ** (math.floor(math.log10(seconds)) - 3)

@@ -1,12 +1,14 @@
-"""Parts for nodes where paths may choose: every region gets all parts, and bad nodes get what others have as well.
+"""Gives nodes their parts so that paths can stay within a region.
 
-    Europe  d 1 2 3 4 5        a path never leaves its region
+    Europe  d 1 2 3 4 5        no path needs to leave its region
     America d d 1 2 3 4 5
-    Sydney  1                  a replica that nobody needs
+    Sydney  1                  a replica that no path needs
 
-Nodes exchange parts so that the routes get shorter: simulated annealing on an estimate, in which every data node sends
-its micro-batches over the cheapest nodes, and a node is dearer the more it has been given. What a data node needs for
-its round trips and what a node has to do are both times to the eighth power, so that the worst counts.
+Every region gets all parts, and remote nodes get parts that others have too. Nodes exchange parts so
+that the routes get shorter: simulated annealing on an estimate. In the estimate every data node
+sends its micro-batches over the cheapest nodes, and a node gets dearer the more work it has been
+given. The estimate adds up, to the eighth power, the times that data nodes need for their round
+trips and the times that nodes need for their work. So the worst of them counts most.
 """
 
 from __future__ import annotations
@@ -21,43 +23,48 @@ from penstock.plan.paths.problem import Problem
 from penstock.plan.paths.routes import deal_parts
 from penstock.plan.paths.rules import part_orders
 
-MAX_INNER_STEPS = 20_000_000  # of the innermost loop, about, that a search may take: a part of a second
-BUSY_PRICE = (
-    0.4  # seconds of a way that one second of work already given to a node is worth
-)
+# Steps of the innermost loop that a search may take, about: they take a fraction of a second.
+MAX_INNER_STEPS = 20_000_000
+MAX_EXCHANGE_MOVES = 8000
+MAX_ORDERS_PER_SET = 6  # orders that are tried for a set of parts
+# Seconds of travel that one second of work already given to a node counts for.
+BUSY_PRICE = 0.4
 
 
-def exchange_parts(problem: Problem, labels: Ints, seed: int, most: int = 8000) -> Ints:
-    """Parts of nodes, exchanged from what they were."""
-    found, traffic = circuit_terms(problem), problem.traffic
-    rows = sorted(set(deal_parts(problem, labels)))
-    allowed = [part_orders(frozenset(row), problem.rules)[:6] for row in rows]
-    if not all(allowed):
-        raise ShapeError(
-            "no order of the parts that are left keeps to the rules; leave out less"
-        )
-    ways = np.array([order for some in allowed for order in some], dtype=np.int64)
-    first = np.cumsum([0, *map(len, allowed)]).astype(np.int64)
+def exchange_parts(problem: Problem, labels: Ints, seed: int) -> Ints:
+    """Return the parts of the nodes after exchanges that shorten the routes."""
+    terms = circuit_terms(problem)
+    traffic = problem.traffic
+    orders: list[tuple[int, ...]] = []
+    first = [0]  # the orders of set r are those from first[r] to first[r + 1]
+    for parts in sorted(set(deal_parts(problem, labels))):
+        allowed = part_orders(frozenset(parts), problem.rules)[:MAX_ORDERS_PER_SET]
+        if not allowed:
+            raise ShapeError(
+                "no order of the remaining parts keeps to the rules; leave out less"
+            )
+        orders += allowed
+        first.append(len(orders))
     replicas = np.bincount(labels[labels >= 0], minlength=problem.body)
-    work = (
-        int(replicas[0]) * len(ways) * problem.hops * int(replicas[1:].max()) ** 2
-        + traffic.nodes
+    links = int(replicas[1:].max()) ** 2  # between two parts
+    steps_per_move = (
+        int(replicas[0]) * len(orders) * problem.hops * links + traffic.nodes
     )
     labels = labels.copy()
     at_speed(_anneal, COMPILE_FROM)(
         labels,
-        ways,
-        first,
-        found.pair,
-        found.data,
-        found.hop,
-        found.back,
-        found.inner,
-        found.close,
+        np.array(orders, dtype=np.int64),
+        np.array(first, dtype=np.int64),
+        terms.pair,
+        terms.data,
+        terms.hop,
+        terms.back,
+        terms.inner,
+        terms.close,
         traffic.slots,
         problem.microbatches,
         problem.body,
-        int(min(most, MAX_INNER_STEPS // work)),
+        min(MAX_EXCHANGE_MOVES, MAX_INNER_STEPS // steps_per_move),
         BUSY_PRICE,
         seed,
     )
@@ -66,7 +73,7 @@ def exchange_parts(problem: Problem, labels: Ints, seed: int, most: int = 8000) 
 
 def _anneal(  # noqa: PLR0915
     labels: Ints,
-    ways: Ints,
+    orders: Ints,
     first: Ints,
     pair: Floats,
     data: Floats,
@@ -81,13 +88,16 @@ def _anneal(  # noqa: PLR0915
     price: float,
     seed: int,
 ) -> None:
-    count, hops = len(labels), ways.shape[1]
-    rows = len(first) - 1
+    """Exchange the parts in `labels`, and leave the best ones there."""
+    count = len(labels)
+    hops = orders.shape[1]
+    sets = len(first) - 1
     np.random.seed(seed)
     members = np.zeros((parts, count), np.int64)
     sizes = np.zeros(parts, np.int64)
     load = np.zeros(count)
-    cost, came = np.zeros((hops, count)), np.zeros((hops, count), np.int64)
+    cost = np.zeros((hops, count))
+    came = np.zeros((hops, count), np.int64)  # back-pointers
     chosen = np.zeros(hops, np.int64)
 
     def estimate() -> float:  # noqa: PLR0912
@@ -97,42 +107,43 @@ def _anneal(  # noqa: PLR0915
             if labels[n] >= 0:
                 members[labels[n], sizes[labels[n]]] = n
                 sizes[labels[n]] += 1
-        whole = 0.0
-        each = microbatches / rows
+        total = 0.0
+        each = microbatches / sets
         for k in range(sizes[0]):
             home = members[0, k]
             trips = 0.0
-            for r in range(rows):
+            for r in range(sets):
                 least = np.inf
                 for w in range(first[r], first[r + 1]):
                     for h in range(hops):
-                        part = ways[w, h]
+                        part = orders[w, h]
                         for j in range(sizes[part]):
                             n = members[part, j]
-                            best, best_at = np.inf, 0
+                            best = np.inf
+                            best_at = 0
                             if h == 0:
                                 best = inner * pair[home, n]
                             else:
-                                before = ways[w, h - 1]
+                                before = orders[w, h - 1]
                                 for i in range(sizes[before]):
-                                    through = (
-                                        cost[h - 1, i]
-                                        + inner * pair[members[before, i], n]
-                                    )
+                                    link = inner * pair[members[before, i], n]
+                                    through = cost[h - 1, i] + link
                                     if through < best:
-                                        best, best_at = through, i
+                                        best = through
+                                        best_at = i
                             cost[h, j] = best + hop[n] + price * load[n]
                             came[h, j] = best_at
-                    part = ways[w, hops - 1]
+                    part = orders[w, hops - 1]
                     for j in range(sizes[part]):
                         there = cost[hops - 1, j] + close * pair[members[part, j], home]
                         if there < least:
                             least = there
                             at = j
                             for h in range(hops - 1, -1, -1):
-                                chosen[h] = members[ways[w, h], at]
+                                chosen[h] = members[orders[w, h], at]
                                 at = came[h, at]
-                trip, here = data[home], home
+                trip = data[home]
+                here = home
                 for h in range(hops):
                     n = chosen[h]
                     trip += inner * pair[here, n] + hop[n]
@@ -140,18 +151,21 @@ def _anneal(  # noqa: PLR0915
                     here = n
                 trips += trip + close * pair[here, home]
             held = min(slots[home], microbatches)
-            whole += (trips / rows * microbatches / held + (held - 1) * back[home]) ** 8
-        mean = (whole / max(sizes[0], 1)) ** 0.125
+            by_trips = trips / sets * microbatches / held + (held - 1) * back[home]
+            total += by_trips**8
+        mean = (total / max(sizes[0], 1)) ** 0.125
         for n in range(count):
             if load[n] > 0:
-                whole += (load[n] + 0.25 * mean) ** 8
-        return float(whole**0.125)
+                total += (load[n] + 0.25 * mean) ** 8
+        return float(total**0.125)
 
     value = estimate()
-    least, best = value, labels.copy()
+    least = value
+    best = labels.copy()
     for step in range(iterations):
         heat = 0.01 * least * (1.0 - step / iterations) ** 2 + 1e-12
-        u, v = np.random.randint(count), np.random.randint(count)
+        u = np.random.randint(count)
+        v = np.random.randint(count)
         if labels[u] == labels[v] or labels[u] < 0 or labels[v] < 0:
             continue
         labels[u], labels[v] = labels[v], labels[u]

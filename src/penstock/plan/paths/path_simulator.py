@@ -1,0 +1,449 @@
+"""The quick simulator of the path search: every node serves its own queue.
+
+    path of a micro-batch    d ── a ── b ── c ── d       forwards on d a b c, then the head on the data node d,
+                             d ── a ── b ── c ── d       then the backwards on the same nodes in reverse
+    in waves                 d ── a ── b ── c ─┐         visits every node twice, with half of its part each time,
+                             d ── a ── b ── c ─┘         so that the last forward is on the data node already
+
+A node is free again a `gap` after a task has ended, but the task's message leaves at once. A forward needs a slot on
+its node, and the backward returns the slot. A `QueueOrder` says which waiting task a node takes next. The result is an
+order of the tasks on every node and thus a `Schedule`, for which `penstock.sim.simulate` gives the same times (a test
+compares the two).
+
+Which task waits for which comes from the table `penstock.ir.needs.RULES`: `task_graph` turns it into arrays, once for
+each shape of a path, and the loop below only walks these arrays.
+
+The search needs its own simulator because it asks thousands of times, and because the lanes of a schedule cannot
+express "first come, first served". The loop is always compiled, whatever the size of the problem.
+
+Times are compared exactly: if two events coincide, rounding decides, as in the simulator of the paper. This matters:
+if events within a nanosecond counted as simultaneous, the published 33.31 s of instance A would become 33.57 s.
+"""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass
+from enum import IntEnum
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+
+from penstock.ir.compiled import COMPILE_FROM, at_speed
+from penstock.ir.needs import BACKWARD, FORWARD, RULES
+from penstock.ir.table import Floats, Ints
+
+FAR_FUTURE_SECONDS = 1e7  # later than any event of a step
+NO_TASK = -1
+MAX_UNLOCKED_TASKS = 2  # tasks that wait directly for one task, in a reduced graph
+
+
+class QueueOrder(IntEnum):
+    """Which of the waiting tasks a node takes next."""
+
+    ARRIVAL = 0  # first come, first served; micro-batches that start on the node last
+    BACKWARD = 1  # backwards first, then in order of arrival
+    OLDEST = 2  # the micro-batch with the lowest number
+    TAIL = 3  # backwards first, then the micro-batch with the longest way left
+    URGENT = 4  # the micro-batch with the longest way left, forward or backward
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Traffic:
+    """All times and sizes as arrays, indexed by node, part (the head last) and slice."""
+
+    latency: Floats  # seconds [node, node]
+    byte: Floats  # seconds per byte [node, node]
+    slow: Floats  # seconds that a node needs for one second of work [node]
+    slots: Ints  # micro-batches that a node can hold [node]
+    forward: Floats  # seconds [part, slice]
+    backward: Floats  # seconds [part, slice]
+    message: Floats  # bytes [part, slice]
+    gap: float = 0.0  # seconds between two tasks on a node
+    first_gap: float = 0.0  # seconds after the first task of a micro-batch
+    serial: bool = False  # whether a link carries only one message at a time
+
+    @property
+    def nodes(self) -> int:
+        """The number of nodes."""
+        return len(self.slow)
+
+    @property
+    def slices(self) -> int:
+        """The number of slices of a micro-batch."""
+        return int(self.forward.shape[1])
+
+    def hop(self, part: int) -> Floats:
+        """Return the seconds from node to node for all slices of a part's message.
+
+        The slices travel side by side, or one after the other if links are serial.
+        """
+        size = self.message[part].sum() if self.serial else self.message[part].max()
+        seconds: Floats = self.latency + self.byte * size
+        return seconds
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PathTimes:
+    """The start of every task, and the ends of nodes and micro-batches."""
+
+    start: Floats  # [micro-batch, position, slice, forward or backward]
+    makespan: float  # end of the last backward; infinite if micro-batches deadlock
+    last: Floats  # end of the last backward on each node
+    finish: Floats  # end of each micro-batch
+
+
+# ---------------------------------------------------------------- who waits for whom
+class TaskGraph(NamedTuple):
+    """The dependencies among the tasks of one micro-batch.
+
+    A task is a number: (position x slices + slice) x 2, plus 1 for a backward.
+
+    needed: how many tasks each task waits for.
+    unlocked: the tasks that wait for each task; unused columns hold -1.
+    """
+
+    needed: Ints
+    unlocked: Ints
+
+
+@lru_cache(maxsize=256)
+def task_graph(length: int, slices: int) -> TaskGraph:
+    """Derive the dependencies along a path of `length` positions from the rules of `penstock.ir.needs`.
+
+    A dependency that follows from others is left out, to save events: a backward need not wait for its own
+    forward if it waits for the backward on the next position, which comes later anyway.
+    """
+    size = length * slices * 2
+    needed = np.zeros(size, dtype=np.int64)
+    unlocked = np.full((size, MAX_UNLOCKED_TASKS), NO_TASK, dtype=np.int64)
+    columns = np.zeros(size, dtype=np.int64)
+    for task in range(size):
+        for earlier in _direct_needs(task, length, slices):
+            unlocked[earlier, columns[earlier]] = task
+            columns[earlier] += 1
+            needed[task] += 1
+    return TaskGraph(needed, unlocked)
+
+
+def rule_needs(task: int, length: int, slices: int) -> list[int]:
+    """Return the tasks of the same micro-batch that a task needs, by the rules of `penstock.ir.needs`."""
+    place, kind = divmod(task, 2)
+    position, piece = divmod(place, slices)
+    needs = []
+    for rule in RULES:
+        if rule.kind != (BACKWARD if kind else FORWARD):
+            continue
+        needed_position = position + rule.path
+        needed_slice = piece + rule.slice
+        if 0 <= needed_position < length and 0 <= needed_slice < slices:
+            needed_place = needed_position * slices + needed_slice
+            needs.append(2 * needed_place + int(rule.needed == BACKWARD))
+    return needs
+
+
+def _direct_needs(task: int, length: int, slices: int) -> list[int]:
+    """Return the needs of a task that do not follow from its other needs.
+
+    The rules are local, so a need that follows from another one does so within two steps.
+    """
+    needs = rule_needs(task, length, slices)
+    implied = set()
+    for other in needs:
+        for before in rule_needs(other, length, slices):
+            implied.add(before)
+            implied.update(rule_needs(before, length, slices))
+    return [need for need in needs if need not in implied]
+
+
+# ---------------------------------------------------------------- the simulation
+def simulate_paths(
+    traffic: Traffic,
+    nodes: Ints,
+    parts: Ints,
+    queue_order: QueueOrder = QueueOrder.ARRIVAL,
+    after: Ints | None = None,
+    release: Floats | None = None,
+    delay: Floats | None = None,
+    careful: bool = False,
+) -> PathTimes:
+    """Return the times of micro-batches that visit these `nodes` with these `parts`, one row per micro-batch.
+
+    after: the micro-batch that must be back before this one starts, or -1.
+    release: the earliest start of each micro-batch.
+    delay: seconds by which a micro-batch stands further back in every queue.
+    careful: a node never gives its last slot to a young micro-batch while an older one will need it. This
+        prevents deadlocks.
+    """
+    count, length = nodes.shape
+    holding = length // 2 if _are_waves(nodes) else length - 1
+    graph = task_graph(length, traffic.slices)
+    start = np.full((count, length, traffic.slices, 2), -1.0)
+    last = np.zeros(traffic.nodes)
+    finish = np.zeros(count)
+    links = (traffic.nodes, traffic.nodes) if traffic.serial else (1, 1)
+    link_free = np.zeros(links)
+    makespan = at_speed(_run, COMPILE_FROM)(
+        nodes,
+        parts,
+        holding,
+        graph.needed,
+        graph.unlocked,
+        np.full(count, -1, dtype=np.int64) if after is None else after,
+        np.zeros(count) if release is None else release,
+        np.zeros(count) if delay is None else delay,
+        traffic.forward,
+        traffic.backward,
+        traffic.message,
+        traffic.slow,
+        traffic.slots,
+        traffic.latency,
+        traffic.byte,
+        traffic.gap,
+        traffic.first_gap,
+        traffic.serial,
+        link_free,
+        int(queue_order),
+        careful,
+        start,
+        last,
+        finish,
+    )
+    return PathTimes(start, float(makespan), last, finish)
+
+
+def _are_waves(nodes: Ints) -> bool:
+    """Whether the paths are waves, which turn around on the node in their middle."""
+    length = nodes.shape[1]
+    if length % 2 or length <= 2:
+        return False
+    middle = length // 2
+    return bool((nodes[:, middle - 1] == nodes[:, middle]).all())
+
+
+def _run(  # noqa: PLR0912, PLR0915
+    nodes: Ints,
+    parts: Ints,
+    holding: int,
+    needed: Ints,
+    unlocked: Ints,
+    after: Ints,
+    release: Floats,
+    delay: Floats,
+    forward: Floats,
+    backward: Floats,
+    message: Floats,
+    slow: Floats,
+    slots: Ints,
+    latency: Floats,
+    byte: Floats,
+    gap: float,
+    first_gap: float,
+    serial: bool,
+    link_free: Floats,
+    queue_order: int,
+    careful: bool,
+    start: Floats,
+    last: Floats,
+    finish: Floats,
+) -> float:
+    """Process the events in order of time. Only positions below `holding` take a slot.
+
+    An action is the number of a task in `TaskGraph`, plus `stride` times its micro-batch.
+    """
+    count, length = nodes.shape
+    slices = forward.shape[1]
+    stride = length * slices * 2
+    waiting = np.zeros(count * stride, np.int64)
+    key = np.zeros(count * stride)
+    behind = np.full(count * stride, -1, np.int64)  # the next in the same queue
+    queue = np.full(len(slow), -1, np.int64)
+    used = np.zeros(len(slow), np.int64)
+    busy = np.zeros(len(slow), np.bool_)
+    changed = np.zeros(len(slow), np.int64)  # nodes to look at
+    marked = np.zeros(len(slow), np.bool_)
+    # An event is (time, action that has one need less) or (time, ~node that becomes free).
+    events = [(0.0, np.int64(0)) for _ in range(0)]
+    follower = np.full(count, -1, np.int64)
+    # seconds from a task's start to the end of its micro-batch, if nothing is in its way
+    tail = np.zeros((count, length, 2))
+    for m in range(count):
+        for task in range(stride):
+            waiting[m * stride + task] = needed[task]
+        waiting[m * stride] += 1  # the first forward also waits for its release
+        if after[m] >= 0:
+            follower[after[m]] = m
+        else:
+            heapq.heappush(events, (release[m], np.int64(m * stride)))
+        way = 0.0
+        for p in range(length):
+            way += backward[parts[m, p]].sum() * slow[nodes[m, p]]
+            tail[m, p, 1] = way
+            if p < length - 1 and nodes[m, p] != nodes[m, p + 1]:
+                way += latency[nodes[m, p + 1], nodes[m, p]]
+                way += byte[nodes[m, p + 1], nodes[m, p]] * message[parts[m, p]].sum()
+        for p in range(length - 1, -1, -1):
+            way += forward[parts[m, p]].sum() * slow[nodes[m, p]]
+            tail[m, p, 0] = way
+            if p > 0 and nodes[m, p] != nodes[m, p - 1]:
+                way += latency[nodes[m, p - 1], nodes[m, p]]
+                size = message[parts[m, p - 1]].sum()
+                way += byte[nodes[m, p - 1], nodes[m, p]] * size
+    # guests: who will visit each node, the oldest first; node n has those from first[n] to first[n + 1].
+    # low: the first of them that has not begun there.
+    first = np.zeros(len(slow) + 1, np.int64)
+    low = np.zeros(len(slow), np.int64)
+    guests = np.zeros(count * holding if careful else 1, np.int64)
+    if careful:
+        for m in range(count):
+            for p in range(holding):
+                first[nodes[m, p] + 1] += 1
+        for n in range(len(slow)):
+            first[n + 1] += first[n]
+            low[n] = first[n]
+        fill = first[:-1].copy()
+        for m in range(count):
+            for p in range(holding):
+                guests[fill[nodes[m, p]]] = m * length + p
+                fill[nodes[m, p]] += 1
+    done = 0
+    makespan = 0.0
+    looks = 0
+
+    while len(events) > 0:
+        now = events[0][0]
+        while len(events) > 0 and events[0][0] <= now:
+            _, at = heapq.heappop(events)
+            if at < 0:
+                here = ~at
+                busy[here] = False
+            else:
+                waiting[at] -= 1
+                m = at // stride
+                p = at % stride // (2 * slices)
+                here = nodes[m, p]
+                if waiting[at] == 0:
+                    back = at & 1
+                    if queue_order == 0:
+                        if back == 1 or p > 0:
+                            key[at] = now
+                        else:
+                            key[at] = FAR_FUTURE_SECONDS + m
+                    elif queue_order == 1:
+                        if back == 1:
+                            key[at] = now
+                        elif p > 0:
+                            key[at] = FAR_FUTURE_SECONDS + now
+                        else:
+                            key[at] = 2 * FAR_FUTURE_SECONDS + m
+                    elif queue_order == 2:
+                        key[at] = m
+                    elif queue_order == 3:
+                        key[at] = 0.0 if back == 1 else FAR_FUTURE_SECONDS
+                        key[at] -= tail[m, p, back]
+                    else:
+                        key[at] = -tail[m, p, back]
+                    key[at] += delay[m]
+                    behind[at] = queue[here]
+                    queue[here] = at
+            if not marked[here]:
+                marked[here] = True
+                changed[looks] = here
+                looks += 1
+        for look in range(looks):
+            here = changed[look]
+            marked[here] = False
+            if busy[here]:
+                continue
+            best = np.int64(-1)
+            before_best = np.int64(-1)
+            before = np.int64(-1)
+            at = queue[here]
+            while at >= 0:
+                fits = best < 0 or key[at] < key[best]
+                if not fits and key[at] == key[best]:
+                    fits = at < best
+                p = at % stride // (2 * slices)
+                if fits and at & 1 == 0 and p < holding and at % (2 * slices) == 0:
+                    m = at // stride
+                    spare = slots[here] - used[here] - 1
+                    if spare < 0:
+                        fits = False
+                    elif careful:
+                        while low[here] < first[here + 1]:
+                            guest = guests[low[here]]
+                            if start[guest // length, guest % length, 0, 0] < 0.0:
+                                break
+                            low[here] += 1
+                        some_left = low[here] < first[here + 1]
+                        if some_left and guests[low[here]] // length < m:
+                            for place in range(first[here], low[here]):
+                                guest = guests[place]
+                                if start[guest // length, guest % length, 0, 1] < 0.0:
+                                    spare += 1
+                            fits = spare >= 1
+                if fits:
+                    best = at
+                    before_best = before
+                before = at
+                at = behind[at]
+            if best < 0:
+                continue
+            if before_best < 0:
+                queue[here] = behind[best]
+            else:
+                behind[before_best] = behind[best]
+            m = best // stride
+            task = best % stride
+            p = task // (2 * slices)
+            s = task % (2 * slices) // 2
+            back = task & 1
+            part = parts[m, p]
+            seconds = forward[part, s] if back == 0 else backward[part, s]
+            end = now + seconds * slow[here]
+            start[m, p, s, back] = now
+            busy[here] = True
+            pause = first_gap if back == 0 and p == 0 else gap
+            if back == 0:
+                if p < holding and s == 0:
+                    used[here] += 1
+                if p == length - 1:
+                    if slices == 1:  # the backward of the head follows at once
+                        task += 1
+                        back = np.int64(1)
+                        start[m, p, s, 1] = end
+                        end += backward[part, s] * slow[here]
+                    else:
+                        pause = 0.0
+            if back == 1:
+                if p < holding and s == 0:
+                    used[here] -= 1
+                last[here] = max(last[here], end)
+                if p == 0 and s == 0:
+                    done += 1
+                    finish[m] = end
+                    makespan = max(makespan, end)
+                    if follower[m] >= 0:
+                        begin = max(end, release[follower[m]])
+                        heapq.heappush(events, (begin, np.int64(follower[m] * stride)))
+            for column in range(unlocked.shape[1]):
+                then = unlocked[task, column]
+                if then < 0:
+                    break
+                p_then = then // (2 * slices)
+                there = nodes[m, p_then]
+                arrives = end
+                if there != here:
+                    size = message[parts[m, min(p, p_then)], s]
+                    wire = byte[here, there] * size
+                    if serial:
+                        leave = max(end, link_free[here, there])
+                        link_free[here, there] = leave + wire
+                        arrives = leave + wire + latency[here, there]
+                    else:
+                        arrives = end + wire + latency[here, there]
+                heapq.heappush(events, (arrives, np.int64(m * stride + then)))
+            heapq.heappush(events, (end + pause, np.int64(~here)))
+        looks = 0
+    return makespan if done == count else np.inf

@@ -1,0 +1,117 @@
+"""A solution of a path problem, as the search changes it, and what it is worth.
+
+A *unit* is whatever has a path of its own: one micro-batch, or all micro-batches that use the same
+path in successive rounds. Once its times have been simulated, a solution becomes a schedule.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from penstock.ir.table import Floats, Ints
+from penstock.plan.paths.allreduce import sum_seconds_by_part
+from penstock.plan.paths.path_simulator import PathTimes, QueueOrder, simulate_paths
+from penstock.plan.paths.problem import Problem, expand_paths, start_conditions
+
+NodePath = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Solution:
+    """The part of each node, the path of each unit, and the order in which nodes serve their queues.
+
+    labels: the part of each node, or -1 for a node that holds none.
+    paths: the nodes that each unit visits; the first is its data node.
+    queue_order: which of the waiting tasks a node takes next.
+    stagger: seconds between the first starts on a data node.
+    delays: seconds by which each unit stands further back in every queue; empty if no unit does.
+    careful: keep slots free for older micro-batches, so that no deadlock can arise.
+    """
+
+    labels: tuple[int, ...]
+    paths: tuple[NodePath, ...]
+    queue_order: QueueOrder
+    stagger: float = 0.0
+    delays: tuple[float, ...] = ()
+    careful: bool = False
+
+
+def path_in_order(
+    data_node: int, node_of_part: dict[int, int], order: Sequence[int]
+) -> NodePath:
+    """Return the path from a data node over the nodes of these parts."""
+    return (data_node, *[node_of_part[part] for part in order])
+
+
+def simulate_solution(problem: Problem, solution: Solution) -> PathTimes:
+    """Return the times of all tasks of a solution."""
+    paths = np.array(solution.paths, dtype=np.int64)
+    labels = np.array(solution.labels, dtype=np.int64)
+    nodes, parts = expand_paths(problem, paths, labels)
+    after, release = start_conditions(problem, paths, solution.stagger)
+    delay = None
+    if solution.delays:
+        delay = np.tile(np.array(solution.delays), problem.policy.rounds)
+    return simulate_paths(
+        problem.traffic,
+        nodes,
+        parts,
+        solution.queue_order,
+        after,
+        release,
+        delay,
+        solution.careful,
+    )
+
+
+def step_end(problem: Problem, times: PathTimes, labels: Ints, sums: Floats) -> float:
+    """Return the end of the last backward or, if gradients have bytes, of the last all-reduce."""
+    if problem.gradients <= 0 or times.makespan == np.inf:
+        return times.makespan
+    busy = (labels >= 0) & (times.last > 0)
+    reduced = times.last[busy] + sums[labels[busy]]
+    return max(times.makespan, float(reduced.max()))
+
+
+def choose_queueing(problem: Problem, solution: Solution) -> Solution:
+    """Return the solution with the queue order, stagger and care that end the step first."""
+    labels = np.array(solution.labels)
+    sums = sum_seconds_by_part(problem.traffic, labels, problem.body, problem.gradients)
+    best = solution
+    least = math.inf
+    for queue_order in problem.policy.queue_orders:
+        for choice in problem.policy.staggers:
+            stagger = problem.stagger(choice)
+            for careful in (False, True):
+                trial = replace(
+                    solution,
+                    queue_order=queue_order,
+                    stagger=stagger,
+                    careful=careful,
+                )
+                times = simulate_solution(problem, trial)
+                end = step_end(problem, times, labels, sums)
+                if end < least:
+                    best = trial
+                    least = end
+                if end < math.inf:
+                    break  # only solutions that deadlock need care
+    return best
+
+
+def better_queueing(problem: Problem, solution: Solution) -> Solution:
+    """Return the solution as it is or with its queueing chosen anew, whichever is better."""
+    chosen = choose_queueing(problem, solution)
+    return min((solution, chosen), key=lambda trial: solution_value(problem, trial))
+
+
+def solution_value(problem: Problem, solution: Solution) -> tuple[float, float]:
+    """Return the end of the step and the mean end of the micro-batches. Less is better."""
+    labels = np.array(solution.labels)
+    times = simulate_solution(problem, solution)
+    sums = sum_seconds_by_part(problem.traffic, labels, problem.body, problem.gradients)
+    return step_end(problem, times, labels, sums), float(times.finish.mean())

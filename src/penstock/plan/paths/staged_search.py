@@ -1,0 +1,111 @@
+"""The search for the best paths, in stages that do not depend on the budget.
+
+    stage        0      1        2                3
+    moves       300   1,200    4,800           19,200          40,000 ...        each from other circuits
+                 |------|--------|----------------|------------- ...
+                             ^ a budget of N moves ends here    ^ one of 4 N ends here, on the same way
+
+Every stage anneals from scratch, from hot to cold, over its own number of moves. A search with a
+small budget makes the same first moves as one with a large budget, and both return the best
+solution they met. So more work never gives a worse plan, and a seed gives the same plan on every
+machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import count
+
+from penstock.plan.paths.budget import Budget
+from penstock.plan.paths.improve import improve_solution, needs_groups
+from penstock.plan.paths.problem import Problem
+from penstock.plan.paths.solution import Solution, choose_queueing, solution_value
+
+# Moves of a search by default: four whole stages, about two seconds for twenty nodes.
+ITERATIONS = 25_500
+FIRST_STAGE_MOVES = 300
+STAGE_GROWTH = 4  # each stage has this many times the moves of the one before
+MAX_STAGE_MOVES = 40_000
+TRIED_STARTS = 3  # solutions that get a short search before the best is chosen
+TRIAL_SHARE = 0.12  # share of a stage's moves for each short search
+GROUP_TRIAL_MOVES = 1_500  # moves of a short search that works group by group
+UNLIMITED_MOVES = 1 << 60  # until the budget ends or nothing more is found
+
+
+def search(
+    problem: Problem,
+    starts: Callable[[int], Sequence[Solution]],
+    budget: Budget,
+    free: bool,
+    seed: int,
+) -> Solution:
+    """Return the best solution that the search meets within its budget.
+
+    starts: makes the solutions that a stage starts from, given a seed.
+    free: whether nodes may change their parts.
+    """
+
+    def value(solution: Solution) -> tuple[float, float]:
+        return solution_value(problem, solution)
+
+    best: Solution | None = None
+    for stage in count():
+        stage_seed = seed + stage
+        solution = _run_stage(
+            problem,
+            starts(stage_seed),
+            budget,
+            free,
+            stage_seed,
+            stage_moves(stage),
+        )
+        if best is None or value(solution) < value(best):
+            best = solution
+        if budget.spent:
+            return best
+    raise AssertionError("the stages never end")
+
+
+def stage_moves(stage: int) -> int:
+    """Return the number of moves of a stage.
+
+    It grows fast, so that most of any budget goes into one long annealing.
+
+    >>> [stage_moves(stage) for stage in range(6)]
+    [300, 1200, 4800, 19200, 40000, 40000]
+    """
+    return int(min(FIRST_STAGE_MOVES * STAGE_GROWTH**stage, MAX_STAGE_MOVES))
+
+
+def _run_stage(
+    problem: Problem,
+    starts: Sequence[Solution],
+    budget: Budget,
+    free: bool,
+    seed: int,
+    moves: int,
+) -> Solution:
+    """Search each of the best starts for a while, and the best result of these to the end."""
+
+    def value(solution: Solution) -> tuple[float, float]:
+        return solution_value(problem, solution)
+
+    queued = [choose_queueing(problem, start) for start in starts]
+    ranked = sorted(queued, key=value)[:TRIED_STARTS]
+    grouped = any(needs_groups(solution) for solution in ranked)
+    trial_moves = GROUP_TRIAL_MOVES if grouped else int(TRIAL_SHARE * moves)
+    tried = ranked[:1]
+    if len(ranked) > 1:
+        for start in ranked:
+            tried.append(
+                improve_solution(problem, start, budget, free, seed, trial_moves)
+            )
+            if budget.spent:
+                break
+    best = min(tried, key=value)
+    if budget.spent:
+        return best
+    moves_left = moves - (len(tried) - 1) * trial_moves
+    if grouped:
+        moves_left = UNLIMITED_MOVES
+    return improve_solution(problem, best, budget, free, seed, moves_left)
