@@ -459,7 +459,7 @@ def main() -> None:
         "same": lambda: same_rules(DEFAULT),
         "ours": lambda: our_rules(SHORT if quick else LONG),
         "baselines": lambda: baselines(SHORT if quick else DEFAULT),
-        "full": lambda: best_full_pipelines(SHORT if quick else DEFAULT),
+        "full": lambda: best_full_pipelines(DEFAULT),
         "compositions": lambda: compositions(SHORT if quick else DEFAULT),
         "gradients": lambda: gradients(SHORT if quick else DEFAULT),
         "growth": lambda: growth(

@@ -51,6 +51,12 @@ def commands(page: Path) -> list[str]:
     ]
 
 
+def arguments(line: str) -> str:
+    """The arguments of a shown command. A profile that is measured on a busy machine may be far off."""
+    accept = " --accept-error" if " --profile " in line else ""
+    return line.replace("\\\n", " ").removeprefix("penstock ") + accept
+
+
 # ---------------------------------------------------------------- what the code draws and prints
 def test_docs_are_what_the_code_draws() -> None:
     check = [sys.executable, str(ROOT / "docs" / "build.py"), "--check"]
@@ -76,12 +82,7 @@ def test_every_command_that_is_shown_runs(
     }.items():
         monkeypatch.setenv(name, value)
     for line in commands(page):
-        accept = (
-            " --accept-error" if " --profile " in line else ""
-        )  # what was measured here may be far off
-        code, out, err = called(
-            monkeypatch, capsys, line.removeprefix("penstock ") + accept
-        )
+        code, out, err = called(monkeypatch, capsys, arguments(line))
         assert code == 0, f"{line}\n{out}{err}"
     for drawn in tmp_path.glob("*.svg"):
         if page.parent.name == "schedules":
@@ -98,12 +99,11 @@ def test_python_that_is_shown_prints_what_is_shown(page: Path) -> None:
     examples = []
     for block in blocks(page, "pycon"):
         for source, want in re.findall(
-            r"^>>> (.*\n(?:\.\.\. .*\n)*)((?:(?!>>> ).*\n)*)", block, re.M
+            r"^>>> (.*\n(?:\.\.\.(?: .*)?\n)*)((?:(?!>>> ).*\n)*)", block, re.M
         ):
             error = want.partition("\n")[2] if want.startswith("Traceback") else None
-            examples.append(
-                doctest.Example(source.replace("\n... ", "\n"), want, exc_msg=error)
-            )
+            code = re.sub(r"^\.\.\. ?", "", source, flags=re.M)
+            examples.append(doctest.Example(code, want, exc_msg=error))
     assert examples
     runner = doctest.DocTestRunner(verbose=False)
     printed: list[str] = []
