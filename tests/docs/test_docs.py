@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import doctest
+import pkgutil
 import re
 import subprocess
 import sys
@@ -163,6 +164,26 @@ def test_the_walks_for_newcomers_end_where_they_say() -> None:
         first = re.findall(r"\]\((src/[^)]+)\)", walk)[0]
         code = (ROOT / first).read_text(encoding="utf-8")
         assert re.search(rf"^ *(?:def |class |){name}\b", code, re.M), (first, name)
+
+
+FILES = {path.as_posix() for path in ROOT.rglob("*.py")}
+EXAMPLE_FILES = {"utils.py", "benchmarks/gpu/SCRIPT.py"}  # named, but not as files
+
+
+@pytest.mark.parametrize("page", PAGES, ids=named)
+def test_every_file_that_a_page_names_exists(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    for file in set(re.findall(r"(?<![\w/.>-])((?:[\w-]+/)*[\w-]+\.py)\b", text)):
+        exists = any(path.endswith(f"/{file}") for path in FILES)
+        assert exists or file in EXAMPLE_FILES, file
+
+
+@pytest.mark.parametrize("page", PAGES, ids=named)
+def test_every_module_and_function_that_a_page_names_exists(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    for name in set(re.findall(r"\bpenstock(?:\.\w+)+", text)):
+        # raises an error if no module or attribute has this name
+        pkgutil.resolve_name(name)
 
 
 def test_every_schedule_is_in_the_index_and_has_its_prose() -> None:
