@@ -9,9 +9,10 @@
 Stages sleep instead of computing, links are emulated in user space (`ShapedComm`), and time runs faster by the factor
 in the table. Everything else is the real runtime: processes, gloo, autograd, the executor on the planned lanes. The
 full pipeline leaves out nothing, has the same nodes, slots, micro-batches and rules, uses all data nodes, and is
-planned like the paths: with the same number of searches of the same length, its own arrangement, and its own number
-of nodes for each part (and once with the published numbers). Rounds alternate. `predicted` is the simulator's time
-for the same lanes. `levers` is only simulated.
+planned like the paths, by the function that `penstock paths` compares with: with the same number of searches and of
+moves in each, its own arrangement, and its own number of nodes for each part
+(and once with the published numbers). Rounds alternate. `predicted` is the simulator's time for the same lanes.
+`levers` is only simulated.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ WIDTH = 16
 EVEN = (5, 3, 3, 3, 3, 3)
 QUEUES = Policy(
     PUBLISHED.queue_orders, ordered=False
-)  # first come, first served; slots for whoever is there
+)  # first come, first served; slots are not reserved
 FREER = 4  # rows of the levers of which each allows what those above it do
 LEVERS: dict[str, dict[str, Any]] = {
     "first come, first served, on the authors' arrangement": {
@@ -69,6 +70,11 @@ LEVERS: dict[str, dict[str, Any]] = {
     "the same with 2 token slices": {"slices": 2},
     "the same in waves": {"waves": True},
 }
+
+# for pieces that were measured before searches counted moves
+TIMED_NOTE = """\
+The figures on this page come from searches that were limited by processor time, the same for both sides. The script now
+limits searches by the number of moves, so a new run finds other plans, a few percent better or worse."""
 
 Row = dict[str, Any]
 
@@ -93,7 +99,7 @@ def planned(
     given: bool = False,
     **how: Any,
 ) -> list[tuple[PathPlan, PathPlan]]:
-    """Full pipelines and paths of several searches; `given`: on the authors' arrangement."""
+    """Full pipelines and paths of several searches. If `given`, both use the authors' arrangement."""
     cited = CITED["instances"][name]
     tokens = how.get("slices", 1)
     parts = even_parts(6, cited["forward"], tokens=tokens)
@@ -120,7 +126,7 @@ def planned(
 
 @contextmanager
 def ordinary() -> Iterator[None]:
-    """A search is no reason to keep everybody else from the cores; real-time priority is for the processes."""
+    """Give up real-time priority during a search: only the timed processes need it."""
     policy, priority = os.sched_getscheduler(0), os.sched_getparam(0)
     os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
     yield
@@ -128,7 +134,10 @@ def ordinary() -> Iterator[None]:
 
 
 def both(name: str, iterations: int, seeds: int, **how: Any) -> dict[str, PathPlan]:
-    """The full pipeline and the paths, with as many searches; either may also take the authors' arrangement."""
+    """The best full pipeline and the best paths of the same number of searches.
+
+    Either may also use the authors' arrangement.
+    """
     tried = planned(name, iterations, seeds, **how)
     if not how.get("given"):
         tried += planned(name, iterations, 1, **{**how, "sizes": None}, given=True)
@@ -139,7 +148,7 @@ def both(name: str, iterations: int, seeds: int, **how: Any) -> dict[str, PathPl
 
 
 def levers(file: Path, iterations: int, seeds: int) -> list[Row]:
-    """All rows, those that are in the file already and the others, each written there as soon as it is known."""
+    """Return all rows. Rows that the file lacks are computed and written there one by one."""
     rows: list[Row] = json.loads(file.read_text())["rows"] if file.exists() else []
     for name in "AB":
         for number, (what, how) in enumerate(LEVERS.items()):
@@ -178,7 +187,10 @@ def work(
     scale: float,
     rounds: int,
 ) -> list[list[tuple[float, list[float]]]]:
-    """One rank of all schedules, in turn; of each round the makespan, and when each micro-batch was back."""
+    """Run one rank of all schedules in turn.
+
+    Return the makespan of each round and the times at which its micro-batches were finished.
+    """
     torch.set_num_threads(1)
     executors, batches = [], []
     for text, cost in zip(texts, costs, strict=True):
@@ -215,7 +227,7 @@ def work(
 
 
 def finishes(timeline: Timeline, scale: float = 1.0) -> list[float]:
-    """When the first micro-batch was back, the second, and so on."""
+    """The times at which the first micro-batch was finished, the second, and so on."""
     ends = np.zeros(len(timeline.schedule.microbatches))
     np.maximum.at(ends, timeline.schedule.table.microbatch, timeline.end)
     return [float(end) / scale for end in sorted(ends)]
@@ -347,12 +359,12 @@ def page(pieces: dict[str, Any]) -> str:
     )
     most = {name: 1 - paths[name]["bound"] / full[name]["predicted"] for name in "AB"}
     where, first = pieces["A"]["where"], pieces["levers"]["rows"][0]
-    work = (
-        f"{first['iterations']:,} moves"
-        if "iterations" in first
-        else f"{first['seconds']:g} s of processor time"
-    )
-    searches = f"{first['searches']} of {work}"
+    if "iterations" in first:
+        searches = f"{first['searches']} of {first['iterations']:,} moves"
+        note = "All searches are limited by the moves that they try, so every machine finds the same plans."
+    else:
+        searches = f"{first['searches']} of {first['seconds']:g} s of processor time"
+        note = TIMED_NOTE
     pictures = "\n\n".join(
         f"![finished micro-batches over time, {name}](../images/wan-{name}.svg)"
         for name in "AB"
@@ -362,9 +374,11 @@ def page(pieces: dict[str, Any]) -> str:
 `chrt -f 10 python benchmarks/wan.py` runs 20 processes on {where}. Seconds are those of the emulated network, and all
 times are medians over {pieces["A"]["rows"][0]["rounds"]} rounds. Stages sleep and links are emulated; processes,
 messages, autograd and the executor are real. The full pipeline leaves out nothing. It has the same nodes, slots,
-micro-batches and rules, and the same number of searches of the same length. It chooses which nodes hold which part,
+micro-batches and rules, and the same number of searches with the same work. It chooses which nodes hold which part,
 and how many. With *published sizes* there are five data nodes and three nodes for each other part, as SkipPipe uses
 for its paths.
+
+{note}
 
 {measured_table(rows)}
 
@@ -374,7 +388,7 @@ for its paths.
 
 The table shows simulated seconds of a step with 30 micro-batches (60 in one row) on 20 nodes with 3 slots, unless a
 row says otherwise. Both sides use the lever of the row and the same number of searches: {searches}, and one more of
-the same length on the authors' arrangement. Searches this short leave a few percent unused.
+the same size on the authors' arrangement. Searches this short leave a few percent unused.
 
 {lever_table(pieces["levers"]["rows"])}
 

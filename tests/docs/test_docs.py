@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import doctest
+import pkgutil
 import re
 import subprocess
 import sys
@@ -51,6 +52,12 @@ def commands(page: Path) -> list[str]:
     ]
 
 
+def arguments(line: str) -> str:
+    """The arguments of a shown command. A profile that is measured on a busy machine may be far off."""
+    accept = " --accept-error" if " --profile " in line else ""
+    return line.replace("\\\n", " ").removeprefix("penstock ") + accept
+
+
 # ---------------------------------------------------------------- what the code draws and prints
 def test_docs_are_what_the_code_draws() -> None:
     check = [sys.executable, str(ROOT / "docs" / "build.py"), "--check"]
@@ -76,12 +83,7 @@ def test_every_command_that_is_shown_runs(
     }.items():
         monkeypatch.setenv(name, value)
     for line in commands(page):
-        accept = (
-            " --accept-error" if " --profile " in line else ""
-        )  # what was measured here may be far off
-        code, out, err = called(
-            monkeypatch, capsys, line.removeprefix("penstock ") + accept
-        )
+        code, out, err = called(monkeypatch, capsys, arguments(line))
         assert code == 0, f"{line}\n{out}{err}"
     for drawn in tmp_path.glob("*.svg"):
         if page.parent.name == "schedules":
@@ -98,12 +100,11 @@ def test_python_that_is_shown_prints_what_is_shown(page: Path) -> None:
     examples = []
     for block in blocks(page, "pycon"):
         for source, want in re.findall(
-            r"^>>> (.*\n(?:\.\.\. .*\n)*)((?:(?!>>> ).*\n)*)", block, re.M
+            r"^>>> (.*\n(?:\.\.\.(?: .*)?\n)*)((?:(?!>>> ).*\n)*)", block, re.M
         ):
             error = want.partition("\n")[2] if want.startswith("Traceback") else None
-            examples.append(
-                doctest.Example(source.replace("\n... ", "\n"), want, exc_msg=error)
-            )
+            code = re.sub(r"^\.\.\. ?", "", source, flags=re.M)
+            examples.append(doctest.Example(code, want, exc_msg=error))
     assert examples
     runner = doctest.DocTestRunner(verbose=False)
     printed: list[str] = []
@@ -163,6 +164,26 @@ def test_the_walks_for_newcomers_end_where_they_say() -> None:
         first = re.findall(r"\]\((src/[^)]+)\)", walk)[0]
         code = (ROOT / first).read_text(encoding="utf-8")
         assert re.search(rf"^ *(?:def |class |){name}\b", code, re.M), (first, name)
+
+
+FILES = {path.as_posix() for path in ROOT.rglob("*.py")}
+EXAMPLE_FILES = {"utils.py", "benchmarks/gpu/SCRIPT.py"}  # named, but not as files
+
+
+@pytest.mark.parametrize("page", PAGES, ids=named)
+def test_every_file_that_a_page_names_exists(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    for file in set(re.findall(r"(?<![\w/.>-])((?:[\w-]+/)*[\w-]+\.py)\b", text)):
+        exists = any(path.endswith(f"/{file}") for path in FILES)
+        assert exists or file in EXAMPLE_FILES, file
+
+
+@pytest.mark.parametrize("page", PAGES, ids=named)
+def test_every_module_and_function_that_a_page_names_exists(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    for name in set(re.findall(r"\bpenstock(?:\.\w+)+", text)):
+        # raises an error if no module or attribute has this name
+        pkgutil.resolve_name(name)
 
 
 def test_every_schedule_is_in_the_index_and_has_its_prose() -> None:

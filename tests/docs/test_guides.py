@@ -12,7 +12,7 @@ from itertools import takewhile
 from pathlib import Path
 
 import pytest
-from test_docs import BLOCK, GUIDES, ROOT, blocks, named
+from test_docs import BLOCK, GUIDES, ROOT, arguments, blocks, named
 
 import penstock
 from commands import SMALL_CONFIG, called
@@ -69,9 +69,7 @@ def shell(tmp_path, monkeypatch, capsys):
         return done.stdout
 
     def ours(line: str) -> str:
-        code, out, err = called(
-            monkeypatch, capsys, line.replace("\\\n", " ").removeprefix("penstock ")
-        )
+        code, out, err = called(monkeypatch, capsys, arguments(line))
         assert code == 0, f"{line}\n{out}{err}"
         return out
 
