@@ -102,7 +102,7 @@ def test_plan_ranks_and_writes_the_best(run):
     plan = read_plan("plan.json")
     assert plan.facts["makespan"] == rows[0]["makespan"]
     code, out, _ = run("check plan.json")
-    assert (code, "is a schedule" in out) == (0, True)
+    assert (code, "is a valid schedule" in out) == (0, True)
     code, out, _ = run("check plan.json --json")
     assert json.loads(out)["ok"] is True
 
@@ -126,7 +126,7 @@ def test_check_run_takes_sliced_schedules(run):
     run("draw seq1f1b --ranks 2 --microbatches 2 --slices 3 -o x.json")
     code, out, err = run("check x.json --run")
     assert (code, err) == (0, "")
-    assert "are those of the model in one piece" in " ".join(out.split())
+    assert "equal those of the unsplit model" in " ".join(out.split())
 
 
 def test_check_run_tells_a_wrong_gradient_from_rounding(run, monkeypatch):
@@ -146,13 +146,13 @@ def test_check_run_tells_a_wrong_gradient_from_rounding(run, monkeypatch):
     code, out, _ = run("check x.json --run")
     assert (
         code,
-        "within rounding of float64 (no difference reaches 1e-10)"
+        "within the rounding of float64 (all differences are below 1e-10)"
         in " ".join(out.split()),
     ) == (0, True)
     monkeypatch.setattr(trial, "copy", SimpleNamespace(deepcopy=copied))
     code, _, err = run("check x.json --run")
     assert code == 2
-    assert "differs from that of the model in one piece by" in err
+    assert "differs from that of the unsplit model by" in err
 
 
 def test_plan_prints_a_table_that_fits(run):
@@ -197,22 +197,22 @@ MISTAKES = {
     "simulate 1f1b --ranks 4 --microbatches 4 --waves 2": "1f1b has no waves",
     "simulate 1f1b --ranks 4 --microbatches 4 --slices 0": "slices 0 is too few",
     "simulate 1f1b --ranks 4 --microbatches 4 --copies 0": "copies 0 is too few",
-    "simulate 1f1b --ranks 4 --microbatches 4 --comm -1": "--comm -1 is no time",
-    "simulate 1f1b --ranks 4 --microbatches 4 --forward nan": "--forward nan is no time",
+    "simulate 1f1b --ranks 4 --microbatches 4 --comm -1": "--comm must be at least 0 and at most 1e+12, not -1",
+    "simulate 1f1b --ranks 4 --microbatches 4 --forward nan": "--forward must be above 0 and at most 1e+12, not nan",
     "simulate skip --ranks 4 --microbatches 4 --skips 3": "at most 2 can be left out",
     "simulate missing.json": "cannot read missing.json",
     "simulate missing.csv": "cannot read missing.csv",
-    "draw 1f1b --ranks 2 --microbatches 2 -o x.pdf": "its ending must be one of",
+    "draw 1f1b --ranks 2 --microbatches 2 -o x.pdf": "its name must end in one of",
     "draw 1f1b --ranks 2 --microbatches 2 -o no/such/folder/x.svg": "cannot write",
     "draw seq1f1b --ranks 2 --microbatches 2 -o x.csv": "torch's CSV cannot hold this schedule",
     "check missing.json": "cannot read missing.json",
     "check .": "cannot read .",
     "plan --ranks 4 --microbatches 4 --memory 0.01": "nothing fits into a memory of 0.01",
     "plan --ranks 0 --microbatches 4": "ranks 0 is too few",
-    "plan --ranks 2 --microbatches 2 --memory nan": "--memory nan is no memory",
-    "plan --ranks 2 --microbatches 2 --memory -1": "--memory -1 is no memory",
-    "draw 1f1b --ranks 2 --microbatches 2 --comm 1e308": "--comm 1e+308 is no time",
-    "compare 1f1b gpipe --ranks 2 --microbatches 2 -o x.png": "a comparison is an .html page",
+    "plan --ranks 2 --microbatches 2 --memory nan": "--memory must be a number above 0, not nan",
+    "plan --ranks 2 --microbatches 2 --memory -1": "--memory must be a number above 0, not -1",
+    "draw 1f1b --ranks 2 --microbatches 2 --comm 1e308": "--comm must be at least 0 and at most 1e+12, not 1e+308",
+    "compare 1f1b gpipe --ranks 2 --microbatches 2 -o x.png": "its name must end in .html",
     "simulate 1f1b --ranks four --microbatches 4": "Invalid value for '--ranks'",
     "nonsense": "No such command",
 }
@@ -246,7 +246,7 @@ def test_a_file_and_a_shape_do_not_go_together(run):
     run(f"draw {HANAYO} -o x.json")
     code, _, err = run("simulate x.json --ranks 4")
     assert code == 2
-    assert "has its shape" in err
+    assert "has its own shape" in err
 
 
 def test_it_runs_as_a_program():

@@ -38,7 +38,7 @@ def test_a_plan_is_shown_with_its_bound_and_written(run):
     for word in (
         "no plan takes less than",
         "gap",
-        "nothing left out",
+        "a step that skips nothing",
         "with all parts every 10 steps",
         "part 3",
     ):
@@ -47,7 +47,7 @@ def test_a_plan_is_shown_with_its_bound_and_written(run):
         read_plan("plan.json").facts["bound_holds_for"]
         == "every plan under these rules"
     )
-    assert run("check plan.json")[1].endswith("Its paths keep to the rules.\n")
+    assert run("check plan.json")[1].endswith("Its paths follow the rules.\n")
     code, out, _ = run(f"paths cluster.toml {SIZES} --share 0.25 --json")
     found = json.loads(out)
     assert found["makespan"] >= found["lower_bound"] > 0
@@ -176,7 +176,7 @@ def test_a_first_ctrl_c_shows_the_best_so_far(run):
     )
     timer.cancel()
     assert (code, err) == (130, "wrote plan.json\n")
-    assert "stopped: the best so far" in out
+    assert "interrupted: this is the best plan so far" in out
     assert "a step" in out
     assert read_plan("plan.json").facts["makespan"] > 0
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
@@ -216,7 +216,7 @@ def test_sites_that_are_cities_need_no_links(run):
         (TWO.replace("slots = 3", ""), "node 0 has neither slots nor memory"),
         (
             TWO.replace("slots = 3", "memory = 1e9"),
-            "node 0 has a memory, but no bytes a micro-batch are given",
+            "node 0 has a memory, but the bytes of a micro-batch are unknown",
         ),
     ],
 )
@@ -238,15 +238,15 @@ def test_a_broken_cluster_is_one_clear_message(run, text, says):
         ("--share 0.9", "a path over 0 of 4 parts; leave out less"),
         ("--parts 9", "8 nodes cannot hold 9 parts; the least is 9 nodes"),
         ("--microbatches 0", "microbatches"),
-        ("--forward 0", "--forward 0 is too little; give more than 0"),
-        ("--message -1", "--message -1 is too little; give 0 or more"),
-        ("--seconds 0", "--seconds 0 is too little"),
-        ("--iterations 0", "--iterations 0 is too little; give 1 or more"),
+        ("--forward 0", "--forward must be above 0, not 0"),
+        ("--message -1", "--message must be at least 0, not -1"),
+        ("--seconds 0", "--seconds must be above 0, not 0"),
+        ("--iterations 0", "--iterations must be at least 1, not 0"),
         ("--slices 0", "slices"),
         ("--slices 99999999", "actions; the most is 4,000,000"),
         ("--microbatches 99999999", "actions; the most is 4,000,000"),
         ("--parts 99999999", "actions; the most is 4,000,000"),
-        ("--slots 0", "0 slots; the least is 1"),
+        ("--slots 0", "a node at 'Paris' has 0 slots, but it needs at least 1"),
         ("--data-nodes 7", "7 data nodes of 8 nodes and 4 parts; from 1 to 5 fit"),
         ("--rule ahaed=3", "there is no rule 'ahaed'; did you mean 'ahead'"),
         ("--rule ahead", "a rule is NAME=VALUE, like ahead=4; not 'ahead'"),

@@ -216,7 +216,7 @@ def test_the_command_plans_paths_for_a_cluster(tmp_path, monkeypatch, capsys):
         assert code == 0
         out += said
     assert "no plan takes less than" in out
-    assert "is a schedule: 8 ranks" in " ".join(out.split())
+    assert "is a valid schedule: 8 ranks" in " ".join(out.split())
     facts = json.loads(out.splitlines()[-1])
     assert facts["lower_bound"] <= facts["makespan"] < facts["full_pipeline"]
     assert sorted(node for nodes in facts["nodes"] for node in nodes) == list(range(8))

@@ -96,7 +96,7 @@ def run(tmp_path, monkeypatch, capsys):
 def test_profile_links_writes_a_cluster_that_paths_plans_for(run):
     code, out, err = run("profile --links --ranks 3 --slots 2")
     assert (code, err) == (0, "wrote cluster.toml\n")
-    assert "MB/s" in out
+    assert "iB/s" in out
     found = read_cluster("cluster.toml")
     assert [node.slots for node in found.nodes] == [2, 2, 2]
     assert all(0 < found.latency[a][b] < 1 < found.bandwidth[a][b] for a, b in PAIRS)
@@ -111,8 +111,8 @@ def test_profile_links_writes_a_cluster_that_paths_plans_for(run):
     ("words", "says"),
     [
         ("profile --links", "one rank has no links; measure between two at least"),
-        ("profile --links --ranks 2 --slots 0", "--slots 0 is too few"),
-        ("profile --slots 2", "--slots is for a cluster.toml, which --links writes"),
+        ("profile --links --ranks 2 --slots 0", "--slots must be at least 1, not 0"),
+        ("profile --slots 2", "--slots needs --links, which writes a cluster.toml"),
     ],
 )
 def test_links_that_cannot_be_measured_are_refused(run, words, says):

@@ -32,6 +32,7 @@ from penstock.measure.probe import Probe, Subject
 from penstock.models import Llama, LlamaConfig, split, token_loss
 from penstock.partition import even_partition
 from penstock.schedules.transforms import slice_tokens
+from penstock.view.numbers import write_time
 
 LAYER = {
     Op.F: Seconds(1e-3, 2e-5, 3e-7, 2e-8),
@@ -476,7 +477,7 @@ def run(monkeypatch, capsys, tmp_path):
     return partial(called, monkeypatch, capsys)
 
 
-def test_simulate_takes_a_profile_and_shows_ms_and_mib(run):
+def test_simulate_takes_a_profile_and_shows_seconds_and_mib(run):
     line = "simulate seq1f1b --ranks 2 --microbatches 2 --slices 4 --profile p.json"
     code, out, err = run(f"{line} --json")
     assert (code, err) == (0, "")
@@ -492,7 +493,7 @@ def test_simulate_takes_a_profile_and_shows_ms_and_mib(run):
         2048 / (timeline.makespan + 9.5e-3)
     )
     _, out, _ = run(line)
-    assert f"{1e3 * timeline.makespan:.6g} ms" in out
+    assert write_time(timeline.makespan, digits=6) in out
     assert out.count("MiB") == 2
     _, out, _ = run(f"{line} --tokens 2048")
     assert "2048 (measured up to 1024)" in out
@@ -511,7 +512,7 @@ def test_plan_takes_a_profile_and_writes_the_layers_of_each_part(run):
     _, out, _ = run("simulate plan.json --profile p.json --json")
     assert json.loads(out)["makespan"] == pytest.approx(rows[0]["makespan"])
     _, out, _ = run("plan --ranks 2 --microbatches 4 --profile p.json --top 3")
-    assert "in MiB; times in ms" in " ".join(out.split())
+    assert "in MiB; times are in s" in " ".join(out.split())
     assert all(len(line) <= 100 for line in out.splitlines())
 
 
@@ -585,24 +586,24 @@ def test_profile_warns_of_what_it_writes_if_it_is_far_off(run, monkeypatch):
 
 
 MISTAKES = {
-    "simulate 1f1b --ranks 2 --microbatches 2 --accept-error": "--accept-error is for costs of a profile",
+    "simulate 1f1b --ranks 2 --microbatches 2 --accept-error": "--accept-error needs a profile",
     "simulate 1f1b --ranks 2 --microbatches 2 --profile none.json": "cannot read none.json",
-    "simulate 1f1b --ranks 2 --microbatches 2 --profile p.json --comm 0.1": "does not go together with --comm",
+    "simulate 1f1b --ranks 2 --microbatches 2 --profile p.json --comm 0.1": "cannot be combined with --comm",
     "plan --ranks 2 --microbatches 2 --profile p.json --forward 1 --backward 3": "with --forward and --backward",
     "simulate 1f1b --ranks 9 --microbatches 2 --profile p.json": "8 layers cannot fill 9 parts",
     "plan --ranks 9 --microbatches 2 --profile p.json": "8 layers cannot fill 9 parts",
     "plan --ranks 2 --microbatches 2 --profile p.json --memory 1": "nothing fits into a memory of 1 MiB",
-    "simulate 1f1b --ranks 2 --microbatches 2 --tokens 64": "--tokens is for costs of a profile",
-    "simulate 1f1b --ranks 2 --microbatches 2 --profile p.json --tokens 0": "--tokens 0 is no length",
+    "simulate 1f1b --ranks 2 --microbatches 2 --tokens 64": "--tokens needs a profile",
+    "simulate 1f1b --ranks 2 --microbatches 2 --profile p.json --tokens 0": "--tokens must be at least 1, not 0",
     "profile --preset huge": "there is no preset 'huge'",
     "profile --tokens 4": "4 tokens are too few to measure slices of",
     "profile --width 30 --heads 4": "width must be a multiple of heads",
     "profile --preset gpt2 --kv-heads 2": "gpt2 has no kv_heads",
     "profile --hf none": "there is no config.json in none",
-    "profile --hf none --kv-heads 4": "does not go together with --kv-heads",
+    "profile --hf none --kv-heads 4": "cannot be combined with --kv-heads",
     "profile --device abacus": "there is no device 'abacus'",
     "profile --dtype int3": "there is no type 'int3'",
-    "profile --threads 0": "--threads 0 is too few",
+    "profile --threads 0": "--threads must be at least 1, not 0",
 }
 
 
@@ -652,7 +653,7 @@ def test_several_ranks_measure_together_and_then_their_links(run):
     )
     assert code == 0
     assert err.startswith("wrote mine.json\n")  # on a busy machine a warning follows
-    assert "errors on" in out
+    assert "errors are those on" in out
     network = read_profile("mine.json").network
     assert isinstance(network.latency, tuple)
     assert len(network.latency) == 2

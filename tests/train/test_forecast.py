@@ -269,9 +269,9 @@ def test_a_report_lays_the_forecast_over_what_was_measured_and_names_the_largest
     )  # counts, not bytes
     page = render_report(found, "a run")
     for words in (
-        f"{plan.schedule.table.action(3)} on rank 0: predicted 2,000 ms, took 3,500 ms",
+        f"{plan.schedule.table.action(3)} on rank 0: predicted 2 s, took 3.5 s",
         "chosen: by hand",
-        "rank 1: parts 1, layers 2; predicted 0.0 MB of weights",
+        "rank 1: parts 1, layers 2; predicted 20 B of weights",
     ):
         assert words in page, words
 
@@ -309,14 +309,14 @@ def gpus(monkeypatch):
             1,
             "",
             1,
-            "4 processes on 1 GPUs, penstock_ipc, by turns (penstock testbed --workers 4: side by side)",
+            "4 processes on 1 GPUs, penstock_ipc, in turns (side by side with penstock testbed --workers 4)",
         ),
         (1, "25", 4, "4 processes on 1 GPUs, penstock_ipc, side by side"),
         (
             1,
             "50",
             2,
-            "4 processes on 1 GPUs, penstock_ipc, by turns (penstock testbed --workers 4: side by side)",
+            "4 processes on 1 GPUs, penstock_ipc, in turns (side by side with penstock testbed --workers 4)",
         ),
         (2, "50", 4, "4 processes on 2 GPUs, penstock_ipc, side by side"),
         (4, "", 4, "4 processes on 4 GPUs, NCCL"),
@@ -324,7 +324,7 @@ def gpus(monkeypatch):
             1,
             "rubbish",
             1,
-            "4 processes on 1 GPUs, penstock_ipc, by turns (penstock testbed --workers 4: side by side)",
+            "4 processes on 1 GPUs, penstock_ipc, in turns (side by side with penstock testbed --workers 4)",
         ),
     ],
 )
@@ -338,7 +338,7 @@ def test_launches_that_take_longer_than_the_work_are_told():
     profile = replace(profile_of(), device=(("device", "cuda"), ("launch", 1.9)))
     plan = Plan(make("1f1b", ranks=2, microbatches=8), "1f1b", (2, 2))
     found = forecast(CONFIG, plan, profile, 2)
-    words = "launches take longer than kernels: without them 1.9 times as fast; --set run.graphs=true"
+    words = "a step would be 1.9 times as fast with --set run.graphs=true"
     assert words in hint(found, CONFIG)
     assert hint(found, replace(CONFIG, run=replace(CONFIG.run, graphs=True))) == ""
     assert hint(found, replace(CONFIG, data=replace(CONFIG.data, separate=True))) == ""

@@ -95,7 +95,7 @@ def test_a_plan_of_measured_times_has_its_units():
     found = reasons_of(
         Plan(make("1f1b", ranks=2, microbatches=2), "1f1b", (), why), "plan.json"
     )
-    assert found.rows == (("1f1b (chosen)", "123 ms", "", "12.3 MB"),)
+    assert found.rows == (("1f1b (chosen)", "123.5 ms", "", "11.8 MiB"),)
     assert "this one is 2.9% above that" in " ".join(found.sentences)
     assert found.sentences[-2:] == ("seconds: 1.235", "stopped: no")
 

@@ -23,6 +23,7 @@ from penstock.ir.timeline import MEASURED_UNITS, REAL_UNITS
 from penstock.schedules.orders import backwards, forwards, loop_placement, paths_through
 from penstock.view import Series, gantt, page, palette, plain, svg, trace
 from penstock.view.chart import chart
+from penstock.view.numbers import short, write_time
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -362,15 +363,21 @@ def test_page_of_nothing_is_refused() -> None:
     ],
 )
 def test_short_writes_few_digits_and_no_exponent(value: float, text: str) -> None:
-    assert palette.short(value) == text
+    assert short(value) == text
 
 
 @pytest.mark.parametrize(
     ("seconds", "text"),
-    [(1.5, "1.5 s"), (0.0315, "31.5 ms"), (2e-6, "2 µs"), (0.0, "0 µs")],
+    [
+        (167_000, "167,000 s"),
+        (1.5, "1.5 s"),
+        (0.0315, "31.5 ms"),
+        (2e-6, "2 µs"),
+        (0.0, "0 µs"),
+    ],
 )
 def test_seconds_have_a_unit(seconds: float, text: str) -> None:
-    assert palette.write_time(seconds, REAL_UNITS) == text
+    assert write_time(seconds, REAL_UNITS) == text
 
 
 def test_names_of_few_lines_stand_beside_the_title_and_those_of_more_beside_the_plot():

@@ -1,1 +1,1 @@
-"""The command line: one file for each group of commands."""
+"""The command line. Each file holds one group of commands; `app` assembles them."""

@@ -6,80 +6,83 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from penstock.cli.tables import console, write
-from penstock.train.screen import in_seconds
+from penstock.cli.tables import console, print_plain, write
 
 if TYPE_CHECKING:
     from penstock.train.session import Summary
     from penstock.train.worker import Verdict
 
+REPORT = "report.html"  # in the folder of a run
 SAMPLE = "sample.txt"  # in the folder of a run
+SAMPLE_PROMPT = "def "
 
 
 def show_ending(folder: Path, verdict: Verdict, sample: int) -> None:
-    """Report, figures, where things are, and a sample."""
-    from penstock.train.after.generate import generate_text as go_on
-    from penstock.train.after.generate import open_trained
+    """Write the report and a sample of `sample` tokens, and print how the run ended."""
+    from penstock.train.after.generate import generate_text, open_trained
     from penstock.train.session import render_report, summarize_run
 
     if verdict.stopped and not verdict.step:
         _print_no_checkpoint(folder)
         return
-    found = summarize_run(folder)
-    text = go_on(open_trained(folder), "def ", sample) if sample else ""
+    summary = summarize_run(folder)
+    text = ""
+    if sample:
+        text = generate_text(open_trained(folder), SAMPLE_PROMPT, sample)
     if text:
         write(folder / SAMPLE, text, quiet=True)
     else:
         (folder / SAMPLE).unlink(missing_ok=True)
-    write(
-        folder / "report.html",
-        render_report(found, folder.resolve().name, text),
-        quiet=True,
-    )
-    _print_ending(folder, verdict, found)
+    report = render_report(summary, folder.resolve().name, text)
+    write(folder / REPORT, report, quiet=True)
+    print_plain("\n".join(_ending_lines(folder, verdict, summary)))
     if text:
         console().rule("a sample", style="dim")
         sys.stdout.write(text + "\n")
 
 
 def _print_no_checkpoint(folder: Path) -> None:
+    """Say that a run was stopped before it saved anything, and how to continue."""
     from penstock.train.history import read_rows
     from penstock.train.launcher import way_on
 
     steps = len(read_rows(folder))
-    when = (
-        f"after {steps} steps, none of which was saved"
-        if steps
-        else "before the first step"
-    )
-    console().print(
-        f"stopped {when}\n{way_on(folder)}",
-        highlight=False,
-        markup=False,
-        soft_wrap=True,
-    )
+    moment = "before the first step"
+    if steps:
+        moment = f"after {steps} steps, before the first checkpoint"
+    print_plain(f"stopped {moment}\n{way_on(folder)}")
 
 
-def _print_ending(folder: Path, verdict: Verdict, found: Summary) -> None:
-    rows = found.rows
-    held = f", held out {found.evaluation:.4f}" if found.evaluation is not None else ""
-    how = "stopped after" if verdict.stopped else "trained"
+def _ending_lines(folder: Path, verdict: Verdict, summary: Summary) -> list[str]:
+    """Return the results of a run, and where its files are."""
+    from penstock.view.numbers import write_time
+
+    first = summary.rows[0]
+    last = summary.rows[-1]
+    ending = "stopped after" if verdict.stopped else "trained"
+    seconds = sum(row.seconds for row in summary.rows)
+    loss = f"loss {first.loss:.4f} -> {last.loss:.4f}"
+    if summary.evaluation is not None:
+        loss += f", held-out loss {summary.evaluation:.4f}"
     lines = [
-        f"{how} {verdict.step} steps in {sum(row.seconds for row in rows):,.0f} s: "
-        f"loss {rows[0].loss:.4f} -> {rows[-1].loss:.4f}{held}, {found.speed:,.0f} tokens/s"
+        f"{ending} {verdict.step} steps in {seconds:,.0f} s: {loss}, "
+        f"{summary.speed:,.0f} tokens/s"
     ]
-    if found.forecast is not None:
+    if summary.forecast is not None:
+        measured = write_time(summary.seconds, digits=3)
+        predicted = write_time(summary.forecast.seconds, digits=3)
+        lines.append(f"a step took {measured}, predicted {predicted}")
+    if summary.predicted is not None and summary.measured is not None:
+        source = "predicted"
+        if summary.forecast is None:
+            source = "simulated from the times of its actions"
         lines.append(
-            f"a step took {in_seconds(found.seconds)}, predicted {in_seconds(found.forecast.seconds)}"
+            f"step {summary.step} had a bubble of {summary.measured.bubble:.1%}, "
+            f"{source} {summary.predicted.bubble:.1%}"
         )
-    if found.predicted is not None and found.measured is not None:
-        how = "predicted" if found.forecast is not None else "by its actions' own times"
-        bubbles = found.measured.bubble, found.predicted.bubble
-        lines.append(
-            f"step {found.step} had a bubble of {bubbles[0]:.1%}, {how} {bubbles[1]:.1%}"
-        )
-    lines.append(f"report      {folder / 'report.html'}")
-    lines.append(f"checkpoint  {folder / 'checkpoints' / f'step-{verdict.step:08d}'}")
+    checkpoint = folder / "checkpoints" / f"step-{verdict.step:08d}"
+    lines.append(f"report      {folder / REPORT}")
+    lines.append(f"checkpoint  {checkpoint}")
     if verdict.stopped:
-        lines.append(f"go on with  penstock train {folder} --resume")
-    console().print("\n".join(lines), highlight=False, markup=False, soft_wrap=True)
+        lines.append(f"continue    penstock train {folder} --resume")
+    return lines

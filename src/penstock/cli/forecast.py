@@ -1,4 +1,4 @@
-"""What a run will take, in words: where its processes are, seconds of a step, memory of a rank."""
+"""Says what a run will take: where its processes run, the time of a step, the memory of each rank."""
 
 from __future__ import annotations
 
@@ -7,131 +7,136 @@ from typing import TYPE_CHECKING
 
 from penstock.cli.tables import print_table, progress, tell
 from penstock.errors import PenstockError
-from penstock.train.screen import in_bytes, in_seconds
 
 if TYPE_CHECKING:
     from penstock.config import Config
     from penstock.ir import Plan
     from penstock.train.forecast import Forecast
 
-SLOW = 1.1  # times longer than the kernels alone: worth a word
+MIN_LAUNCH_OVERHEAD = (
+    1.1  # time with launches / time of the kernels; less is not worth a hint
+)
 
 
 def devices_are_cpus(config: Config) -> bool:
-    """Whether a run has no GPU, by wish or because there is none."""
+    """Return whether a run uses CPUs, by choice or because torch sees no GPU."""
     import torch
 
     return config.run.device == "cpu" or not torch.cuda.is_available()
 
 
 def describe_devices(config: Config, processes: int) -> str:
-    """Where the processes of a run will be."""
-    import os
-
+    """Describe where the processes of a run will be."""
     import torch
 
     from penstock.runtime.process.mps import workers_of_a_gpu
 
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if (
-        config.run.device == "cpu"
-        or gpus == 0
-        or (config.mesh.size > 1 and gpus < processes)
-    ):
-        why = (
-            f" ({gpus} GPUs are too few)"
-            if gpus and config.run.device == "auto"
-            else ""
-        )
-        if config.run.device == "cuda":  # in a dry run
-            why = "; run.device = cuda, but torch sees no GPU here: times are of these cores"
-        return f"{processes} processes on {os.cpu_count()} CPU cores, gloo{why}"
+    device = config.run.device
+    mesh_needs_more = config.mesh.size > 1 and gpus < processes
+    if device == "cpu" or gpus == 0 or mesh_needs_more:
+        return _describe_cpus(device, processes, gpus)
     if gpus >= processes:
         return f"{processes} processes on {gpus} GPUs, NCCL"
-    beside = gpus * workers_of_a_gpu() >= processes
-    how = (
-        "side by side"
-        if beside
-        else f"by turns (penstock testbed --workers {-(-processes // gpus)}: side by side)"
-    )
-    return f"{processes} processes on {gpus} GPUs, penstock_ipc, {how}"
+    manner = "side by side"
+    if gpus * workers_of_a_gpu() < processes:
+        workers = -(-processes // gpus)
+        manner = f"in turns (side by side with penstock testbed --workers {workers})"
+    return f"{processes} processes on {gpus} GPUs, penstock_ipc, {manner}"
 
 
-def forecast_of(config: Config, plan: Plan, folder: Path | None = None) -> Forecast:
-    """Times the pieces of the model, and keeps what was found in a folder, if there is one."""
-    from penstock.formats import write_profile
-    from penstock.train.forecast import PROFILE, forecast, machine_of, profile_run
+def _describe_cpus(device: str, processes: int, gpus: int) -> str:
+    import os
 
-    machine = machine_of(config, plan.schedule.ranks)
+    reason = ""
+    if gpus and device == "auto":
+        reason = f" ({gpus} GPUs are too few)"
+    if device == "cuda":  # only a dry run gets here
+        reason = (
+            "; run.device = cuda, but torch sees no GPU here, so times are those of "
+            "these cores"
+        )
+    return f"{processes} processes on {os.cpu_count()} CPU cores, gloo{reason}"
+
+
+def measured_forecast(
+    config: Config, plan: Plan, folder: Path | None = None
+) -> Forecast:
+    """Measure and predict a step, while the terminal shows that this is going on."""
+    from penstock.train.forecast import measure_forecast
+
     with progress("timing a layer"):
-        found = profile_run(config, plan, machine)
-    if folder is not None:
-        write_profile(found, folder / PROFILE)
-    return forecast(config, plan, found, machine.processors)
+        return measure_forecast(config, plan, folder)
 
 
 def prediction(config: Config, plan: Plan, folder: Path) -> str:
-    """The forecast of a run in words; that there is none stops no run."""
+    """Describe the forecast of a run. A failed forecast never blocks a run."""
     from penstock.train.forecast import known_forecast
 
     try:
-        found = known_forecast(folder, config, plan) or forecast_of(
-            config, plan, folder
-        )
-        return describe_step(found, config) + hint(found, config)
+        forecast = known_forecast(folder, config, plan)
+        if forecast is None:
+            forecast = measured_forecast(config, plan, folder)
+        return describe_step(forecast, config) + hint(forecast, config)
     except PenstockError as error:
         return f"not known: {str(error).splitlines()[0]}"
 
 
-def print_memory(found: Forecast, config: Config) -> None:
-    """A line a rank: of its one process, or of the fullest of several."""
-    who = "rank" if config.mesh.size == 1 else "process of rank"
-    heads = (who, "weights, gradients, optimizer", "activations at most", "together")
-    each = enumerate(zip(found.weights, found.activations, strict=True))
-    print_table(
-        heads,
-        [
-            (str(rank), *map(in_bytes, (own, held, own + held)))
-            for rank, (own, held) in each
-        ],
-    )
+def print_memory(forecast: Forecast, config: Config) -> None:
+    """Print the memory of each rank; of several processes, that of the fullest."""
+    from penstock.view.numbers import write_size
+
+    owner = "rank" if config.mesh.size == 1 else "process of rank"
+    heads = (owner, "weights, gradients, optimizer", "activations at most", "together")
+    rows = []
+    for rank, weights in enumerate(forecast.weights):
+        activations = forecast.activations[rank]
+        sizes = (weights, activations, weights + activations)
+        rows.append((str(rank), *map(write_size, sizes)))
+    print_table(heads, rows)
 
 
 def tell_if_too_large(config: Config, plan: Plan) -> None:
-    """Says so if a run that is only planned here would not fit here."""
+    """Print a warning if a run would not fit into the memory of this machine."""
     from penstock.train.capacity import why_too_large
     from penstock.train.worker import model_sizes
 
-    refusal = why_too_large(config, plan, model_sizes(config))
-    if refusal:
-        tell("memory", refusal)
+    reason = why_too_large(config, plan, model_sizes(config))
+    if reason:
+        tell("memory", reason)
 
 
-def describe_step(found: Forecast, config: Config) -> str:
-    """A step in words."""
-    passes = f"{found.passes} passes of " if found.passes > 1 else "a pass of "
-    processes, size = found.timeline.schedule.ranks * config.mesh.size, config.mesh.size
-    who = "ranks" if size == 1 else "processes"
-    shared = (
-        f", {processes} {who} on {found.processors} processors"
-        if found.processors < processes
-        else ""
-    )
-    shared += ", without the sums inside a rank" if size > 1 else ""
+def describe_step(forecast: Forecast, config: Config) -> str:
+    """Describe the speed and the time of a step."""
+    from penstock.view.numbers import write_time
+
+    step = write_time(forecast.seconds, digits=3)
+    makespan = write_time(forecast.timeline.makespan, digits=3)
+    optimizer = write_time(forecast.optimizer, digits=3)
+    passes = f"{forecast.passes} passes" if forecast.passes > 1 else "a pass"
+    details = [f"bubble {forecast.timeline.bubble:.1%}"]
+    processes = forecast.timeline.schedule.ranks * config.mesh.size
+    if forecast.processors < processes:
+        workers = "ranks" if config.mesh.size == 1 else "processes"
+        details.append(f"{processes} {workers} on {forecast.processors} processors")
+    if config.mesh.size > 1:
+        details.append("without the sums inside a rank")
     return (
-        f"{found.speed:,.0f} tokens/s, {in_seconds(found.seconds)} a step: {passes}"
-        f"{in_seconds(found.timeline.makespan)} (bubble {found.timeline.bubble:.1%}{shared}), optimizer "
-        f"{in_seconds(found.optimizer)}"
+        f"{forecast.speed:,.0f} tokens/s, {step} per step: {passes} of {makespan} "
+        f"({', '.join(details)}), optimizer {optimizer}"
     )
 
 
-def hint(found: Forecast, config: Config) -> str:
-    """What would make a step shorter, in words: on a GPU its launches, where they take longer than the work."""
+def hint(forecast: Forecast, config: Config) -> str:
+    """Return a line that suggests `run.graphs` if launches slow a GPU down; else ""."""
     from penstock.config import reasons_against_recording
 
-    if found.launch < SLOW or config.run.graphs or reasons_against_recording(config):
+    if forecast.launch < MIN_LAUNCH_OVERHEAD:
+        return ""
+    if config.run.graphs or reasons_against_recording(config):
         return ""
     return (
-        f"\n          launches take longer than kernels: without them {found.launch:.1f} times as fast; "
-        "--set run.graphs=true, if there is memory for it"
+        "\n          launching kernels takes longer than running them; a step would be "
+        f"{forecast.launch:.1f} times as fast with --set run.graphs=true, which needs "
+        "more memory"
     )

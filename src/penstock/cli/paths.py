@@ -1,4 +1,4 @@
-"""`penstock paths`: SkipPipe's paths, planned for the nodes and links of a cluster.toml."""
+"""`penstock paths`: plans SkipPipe's paths for the nodes and links of a cluster.toml."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Optional
 
 import typer
 
+from penstock.cli.options import JsonFlag
 from penstock.cli.tables import print_json, print_table, progress, write
 from penstock.errors import ShapeError
 
@@ -18,38 +19,45 @@ if TYPE_CHECKING:
     from penstock.cost import Cluster
     from penstock.plan.paths import PathPlan
 
-ITERATIONS = (
-    25_500  # as in penstock.plan.paths.staged_search, which is imported only when it is needed
-)
+INTERRUPTED = 130  # exit code after Ctrl-C
+ITERATIONS = 25_500  # equals penstock.plan.paths.staged_search.ITERATIONS, which is imported only when it is needed
+
+
+class SearchInterrupted(SystemExit):
+    """The exit after Ctrl-C ended a search and its best plan was shown."""
 
 
 def paths_command(
-    cluster: Annotated[Path, typer.Argument(help="Nodes and links: a cluster.toml.")],
+    cluster: Annotated[
+        Path, typer.Argument(help="The nodes and their links: a cluster.toml.")
+    ],
     parts: Annotated[
-        int, typer.Option(help="Parts of the model, the head not counted.")
+        int, typer.Option(help="Parts of the model, not counting the head.")
     ],
     microbatches: Annotated[
-        int, typer.Option(help="Micro-batches of a step for each data node.")
+        int, typer.Option(help="Micro-batches in a step for each data node.")
     ],
     forward: Annotated[
-        float, typer.Option(help="Seconds of a part's forward on a node of speed 1.")
+        float,
+        typer.Option(help="Seconds that a part's forward takes on a node of speed 1."),
     ],
     share: Annotated[
-        float, typer.Option(help="Of the parts that each micro-batch leaves out.")
+        float, typer.Option(help="The share of the parts that each micro-batch skips.")
     ] = 1 / 3,
     rule: Annotated[
         Optional[list[str]],
         typer.Option(
-            help="NAME=VALUE, often: behind, distance, swaps, ahead, uneven, full, wait, share."
+            help="NAME=VALUE; may be repeated. Names: behind, distance, swaps, ahead, "
+            "uneven, full, wait, share."
         ),
     ] = None,
     message: Annotated[
-        float, typer.Option(help="Bytes of a micro-batch between two parts.")
+        float, typer.Option(help="Bytes that a micro-batch sends from part to part.")
     ] = 0.0,
     held: Annotated[
         float,
         typer.Option(
-            help="Bytes a part holds of a micro-batch, for nodes that have memory."
+            help="Bytes that a part holds of a micro-batch, for nodes with a memory."
         ),
     ] = 0.0,
     gradients: Annotated[
@@ -65,39 +73,36 @@ def paths_command(
     slices: Annotated[
         int,
         typer.Option(
-            help="Token slices of a micro-batch: they overlap with slow links."
+            help="Token slices of a micro-batch; they overlap work and slow messages."
         ),
     ] = 1,
     waves: Annotated[
-        bool, typer.Option("--waves", help="Pass every node twice, down and up.")
+        bool,
+        typer.Option("--waves", help="Pass through every node twice, down and up."),
     ] = False,
     iterations: Annotated[
-        int, typer.Option(help="Work of the search: moves that it tries.")
+        int, typer.Option(help="The number of moves that the search tries.")
     ] = ITERATIONS,
     seconds: Annotated[
         Optional[float],
-        typer.Option(
-            help="Time limit of each search, in seconds. By default there is none."
-        ),
+        typer.Option(help="Time limit of each search, in seconds. Default: no limit."),
     ] = None,
     seed: Annotated[int, typer.Option(help="Random seed of the search.")] = 0,
     output: Annotated[
-        Optional[Path], typer.Option("-o", "--output", help="plan.json to write.")
+        Optional[Path], typer.Option("-o", "--output", help="The plan.json to write.")
     ] = None,
-    json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object to stdout.")
-    ] = False,
+    json: JsonFlag = False,
 ) -> None:
-    """Plan which node holds which part and which parts each micro-batch visits, so that few wait for one another.
+    """Plan which node holds which part, and which parts each micro-batch visits, so that micro-batches rarely wait.
 
-    Says how much better any plan under the same rules could be at most, and what a full pipeline takes that leaves out
-    nothing and is planned by the same search with the same work. The rules are SkipPipe's unless --rule says otherwise:
-    a step goes at most 4 parts ahead of the highest part so far and 1 behind it, 2 steps back on a path, over 2 parts
-    together, every 10th step all parts.
+    Shows how much better any plan under the same rules could be at most. For comparison, the same search with the same
+    work also plans a full pipeline, which skips nothing. The rules are SkipPipe's unless --rule changes them: a step
+    goes at most 4 parts ahead of the highest part so far and 1 behind it, a path has at most 2 steps back, over 2 parts
+    together, and every 10th step visits all parts.
 
-    A seed gives the same plan on every machine, and more --iterations never give a worse one. A time limit (--seconds)
-    or Ctrl-C ends the search early: the best plan so far is shown, and the output says that it was cut short. After
-    Ctrl-C the exit code is 130.
+    A seed gives the same plan on every machine, and more --iterations never give a worse plan. A time limit (--seconds)
+    or Ctrl-C ends the search early; the command then shows the best plan so far and says that the search was cut short.
+    After Ctrl-C the exit code is 130.
 
     Example: penstock paths cluster.toml --parts 6 --microbatches 6 --forward 0.5 --message 16e6 -o plan.json
 
@@ -108,23 +113,19 @@ def paths_command(
     from penstock.plan.paths.baselines import full_pipeline
     from penstock.plan.paths.rules import raise_rule_faults, rules_from
 
-    _refuse_numbers(
-        forward=forward,
-        message=message,
-        held=held,
-        gradients=gradients,
-        seconds=seconds,
-    )
-    _refuse_iterations(iterations)
+    _check_positive(forward=forward, seconds=seconds)
+    _check_not_negative(message=message, held=held, gradients=gradients)
+    _check_iterations(iterations)
     tokens = max(slices, 1)
     rules = rules_from([f"share={share!r}", *(rule or ())])
     costs = even_parts(parts, forward, tokens=tokens, message=message, held=held)
     nodes = _with_slots(read_cluster(cluster), slots)
+    full = None
     with (
-        progress("planning: Ctrl-C for the best so far"),
+        progress("planning; Ctrl-C shows the best plan so far"),
         _interruptible() as interrupt,
     ):
-        found = plan_paths(
+        plan = plan_paths(
             nodes,
             costs,
             microbatches,
@@ -139,56 +140,49 @@ def paths_command(
             seed=seed,
             stop=interrupt,
         )
-        raise_rule_faults(rule_faults(found))
-        whole = (
-            None
-            if interrupt.stopped
-            else full_pipeline(found, iterations, seconds, seed, stop=interrupt)
-        )
+        raise_rule_faults(rule_faults(plan))
+        if not interrupt.stopped:
+            full = full_pipeline(plan, iterations, seconds, seed, stop=interrupt)
     if output is not None:
-        write(output, dump_plan(paths_plan(found)), quiet=json)
+        write(output, dump_plan(paths_plan(plan)), quiet=json)
     if json:
-        print_json({**_facts(found, whole), "stopped": interrupt.stopped})
+        print_json({**_facts(plan, full), "stopped": interrupt.stopped})
     else:
-        title = "stopped: the best so far" if interrupt.stopped else ""
-        print_table(("", "planned paths"), _rows(found, whole), title)
+        note = "interrupted: this is the best plan so far" if interrupt.stopped else ""
+        print_table(("", "planned paths"), _rows(plan, full), note)
     if interrupt.stopped:
-        raise SystemExit(130)
+        raise SearchInterrupted(INTERRUPTED)
 
 
-def add_paths_command(app: typer.Typer) -> None:
-    """Adds the verb above to a command line."""
-    app.command("paths")(paths_command)
-
-
-# ---------------------------------------------------------------- what is given
-def _refuse_iterations(iterations: int) -> None:
+# ---------------------------------------------------------------- options
+def _check_iterations(iterations: int) -> None:
     if iterations < 1:
-        raise ShapeError(f"--iterations {iterations} is too little; give 1 or more")
+        raise ShapeError(f"--iterations must be at least 1, not {iterations}")
 
 
-def _refuse_numbers(**given: float | None) -> None:
-    for word, value in given.items():
-        if value is None:
-            continue
-        more = word in ("forward", "seconds")
-        if not value >= 0 or (more and value == 0):
-            raise ShapeError(
-                f"--{word} {value:g} is too little; give {'more than 0' if more else '0 or more'}"
-            )
+def _check_positive(**options: float | None) -> None:
+    for name, value in options.items():
+        if value is not None and not value > 0:
+            raise ShapeError(f"--{name} must be above 0, not {value:g}")
+
+
+def _check_not_negative(**options: float) -> None:
+    for name, value in options.items():
+        if not value >= 0:
+            raise ShapeError(f"--{name} must be at least 0, not {value:g}")
 
 
 def _with_slots(cluster: Cluster, slots: int | None) -> Cluster:
+    """Give every node this number of slots, if one was given."""
     if slots is None:
         return cluster
-    return replace(
-        cluster, nodes=tuple(replace(node, slots=slots) for node in cluster.nodes)
-    )
+    nodes = tuple(replace(node, slots=slots) for node in cluster.nodes)
+    return replace(cluster, nodes=nodes)
 
 
 @dataclass(slots=True)
 class _Interrupt:
-    """Tells a search whether to stop: after the first Ctrl-C."""
+    """Tells a search to stop once Ctrl-C was pressed."""
 
     stopped: bool = False
 
@@ -198,17 +192,18 @@ class _Interrupt:
 
 @contextmanager
 def _interruptible() -> Iterator[_Interrupt]:
-    """The first Ctrl-C ends the search; a second one ends the command."""
+    """Let the first Ctrl-C end the search, and a second one the command.
+
+    A script in the background ignores SIGINT, and continues to.
+    """
     interrupt = _Interrupt()
+    before = signal.getsignal(signal.SIGINT)
 
     def stop(signum: int, frame: object) -> None:
         interrupt.stopped = True
         signal.signal(signal.SIGINT, before)
 
-    before = signal.getsignal(signal.SIGINT)
-    if (
-        before is not signal.SIG_IGN
-    ):  # as in the background of a script: there nobody presses Ctrl-C
+    if before is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, stop)
     try:
         yield interrupt
@@ -216,51 +211,50 @@ def _interruptible() -> Iterator[_Interrupt]:
         signal.signal(signal.SIGINT, before)
 
 
-# ---------------------------------------------------------------- what is told
-def _facts(found: PathPlan, whole: PathPlan | None) -> dict[str, object]:
+# ---------------------------------------------------------------- results
+def _facts(plan: PathPlan, full: PathPlan | None) -> dict[str, object]:
+    """Return the results as JSON has them."""
     return {
-        "makespan": found.makespan,
-        "lower_bound": found.bound,
-        "gap": found.gap,
-        "search_seconds": found.seconds,
-        "simulations": found.simulations,
-        "cut_short": found.cut_short,
-        "full_pipeline": None if whole is None else whole.makespan,
-        "full_pipeline_cut_short": None if whole is None else whole.cut_short,
-        "nodes": [list(nodes) for nodes in found.partitions],
+        "makespan": plan.makespan,
+        "lower_bound": plan.bound,
+        "gap": plan.gap,
+        "search_seconds": plan.seconds,
+        "simulations": plan.simulations,
+        "cut_short": plan.cut_short,
+        "full_pipeline": None if full is None else full.makespan,
+        "full_pipeline_cut_short": None if full is None else full.cut_short,
+        "nodes": [list(nodes) for nodes in plan.partitions],
     }
 
 
-def _rows(found: PathPlan, whole: PathPlan | None) -> list[tuple[str, str]]:
-    every = found.problem.rules.full
+def _rows(plan: PathPlan, full: PathPlan | None) -> list[tuple[str, str]]:
+    """Return the results as the table shows them."""
+    from penstock.view.numbers import write_time
+
     rows = [
-        ("a step", f"{found.makespan:.4g} s"),
-        ("no plan takes less than", f"{found.bound:.4g} s"),
-        ("gap", f"{found.gap:.1%}"),
-        ("search", _work(found)),
+        ("a step", write_time(plan.makespan)),
+        ("no plan takes less than", write_time(plan.bound)),
+        ("gap", f"{plan.gap:.1%}"),
+        ("search", _search(plan)),
     ]
-    if whole is not None:
-        less = 1 - found.makespan / whole.makespan
-        rows.append(
-            (
-                "all parts, nothing left out",
-                f"{whole.makespan:.4g} s: planned paths take {less:.1%} less",
-            )
-        )
-        rows.append(("search for all parts", _work(whole)))
-    if whole is not None and every:
-        mean = ((every - 1) * found.makespan + whole.makespan) / every
-        rows.append(
-            (f"with all parts every {every} steps", f"{mean:.4g} s a step on average")
-        )
-    return rows + [
-        (f"part {n}", "nodes " + " ".join(map(str, nodes)))
-        for n, nodes in enumerate(found.partitions)
-    ]
+    if full is not None:
+        saved = 1 - plan.makespan / full.makespan
+        comparison = f"{write_time(full.makespan)}: planned paths take {saved:.1%} less"
+        rows.append(("a step that skips nothing", comparison))
+        rows.append(("search for it", _search(full)))
+    period = plan.problem.rules.full
+    if full is not None and period:
+        mean = ((period - 1) * plan.makespan + full.makespan) / period
+        name = f"with all parts every {period} steps"
+        rows.append((name, f"{write_time(mean)} per step on average"))
+    for part, nodes in enumerate(plan.partitions):
+        rows.append((f"part {part}", "nodes " + " ".join(map(str, nodes))))
+    return rows
 
 
-def _work(plan: PathPlan) -> str:
-    """What a search took, and whether it was cut short."""
-    return f"{plan.simulations:,} moves, {plan.seconds:.1f} s" + (
-        ", cut short" if plan.cut_short else ""
-    )
+def _search(plan: PathPlan) -> str:
+    """Describe the work of a search, and whether it was cut short."""
+    from penstock.view.numbers import write_time
+
+    work = f"{plan.simulations:,} moves in {write_time(plan.seconds, digits=2)}"
+    return f"{work}, cut short" if plan.cut_short else work

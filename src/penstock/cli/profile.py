@@ -1,18 +1,19 @@
-"""The verb that measures: `penstock profile`, added to those of `penstock.cli.app`."""
+"""`penstock profile`: measures a model and the links between ranks."""
 
 from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Optional
+from typing import TYPE_CHECKING, Annotated, NamedTuple, Optional
 
 import typer
 
+from penstock.cli.options import JsonFlag
 from penstock.cli.tables import print_json, print_table, progress, tell, write
 from penstock.errors import RunError, ShapeError
 
 if TYPE_CHECKING:
-    from penstock.cost import Profile
+    from penstock.cost import Cluster, Profile
 
 Size = Annotated[Optional[int], typer.Option(rich_help_panel="Model")]
 
@@ -23,13 +24,13 @@ def profile_command(
         typer.Option(
             "-o",
             "--output",
-            help="File to write: profile.json; with --links cluster.toml.",
+            help="The file to write. Default: profile.json, with --links cluster.toml.",
         ),
     ] = None,
     preset: Annotated[
         str,
         typer.Option(
-            help="tiny, llama-150m, llama-1b, gpt2; sizes below change it.",
+            help="tiny, llama-150m, llama-1b or gpt2; the sizes below change it.",
             rich_help_panel="Model",
         ),
     ] = "tiny",
@@ -42,76 +43,71 @@ def profile_command(
     hf: Annotated[
         Optional[Path],
         typer.Option(
-            help="Folder of a Hugging Face model: its config.json.",
+            help="The folder of a Hugging Face model; its config.json gives the sizes.",
             rich_help_panel="Model",
         ),
     ] = None,
-    tokens: Annotated[int, typer.Option(help="Tokens of a sequence.")] = 1024,
-    rows: Annotated[int, typer.Option(help="Sequences of a micro-batch.")] = 1,
+    tokens: Annotated[int, typer.Option(help="Tokens in a sequence.")] = 1024,
+    rows: Annotated[int, typer.Option(help="Sequences in a micro-batch.")] = 1,
     device: Annotated[
         str,
         typer.Option(
-            help="cpu, cuda, or cuda:1; with several ranks cuda is a GPU each."
+            help="cpu, cuda, or cuda:1; with several ranks cuda gives each its own GPU."
         ),
     ] = "cpu",
     dtype: Annotated[
-        str, typer.Option(help="Of the weights: float32, bfloat16, float16.")
+        str,
+        typer.Option(help="Data type of the weights: float32, bfloat16 or float16."),
     ] = "float32",
     autocast: Annotated[
-        Optional[str], typer.Option(help="Compute in this type: bfloat16.")
+        Optional[str],
+        typer.Option(help="Compute in this data type instead: bfloat16."),
     ] = None,
     graphs: Annotated[
         bool,
         typer.Option(
             "--graphs",
-            help="On a GPU: recorded actions, as a run with run.graphs has them.",
+            help="On a GPU: measure recorded actions, as with run.graphs = true.",
         ),
     ] = False,
     threads: Annotated[
-        Optional[int], typer.Option(help="Threads of a rank; as torch has it.")
+        Optional[int], typer.Option(help="Threads per rank. Default: torch's choice.")
     ] = None,
     ranks: Annotated[
         int,
         typer.Option(
-            help="Ranks that measure at once on this machine, and then their links."
+            help="Ranks on this machine that measure at the same time, then their links."
         ),
     ] = 1,
     links: Annotated[
         bool,
         typer.Option(
             "--links",
-            help="The link of every pair of ranks: into a cluster.toml that `paths` reads.",
+            help="Measure the link of every pair of ranks, for a cluster.toml that "
+            "`penstock paths` reads.",
         ),
     ] = False,
     slots: Annotated[
         Optional[int],
-        typer.Option(help="With --links: micro-batches that a rank may hold."),
+        typer.Option(help="With --links: micro-batches that each rank may hold."),
     ] = None,
-    rounds: Annotated[int, typer.Option(help="How often every point is measured.")] = 6,
-    json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object to stdout.")
-    ] = False,
+    rounds: Annotated[
+        int, typer.Option(help="How many times to measure each point.")
+    ] = 6,
+    json: JsonFlag = False,
 ) -> None:
-    """Measure a model on this device: one layer over about forty slices, embedding, head, optimizer, links.
+    """Measure a model on this device: one layer over about forty slices, embedding, head, optimizer and links.
 
-    `simulate` and `plan` take the file with --profile. Under torchrun its ranks measure. With --links no model is
-    measured, but who is there: latency and bandwidth of every pair of ranks, both ways, and each rank's host, speed and
-    memory; `-o some.json` measures the model, and every pair as well.
+    `simulate` and `plan` read the file with --profile. Under torchrun, torchrun's ranks do the measuring.
+
+    With --links it measures hosts instead of a model: latency and bandwidth of every pair of ranks in both directions,
+    and the host, speed and memory of each rank. With --links and `-o some.json` it measures the model and every link.
 
     Example: penstock profile --preset llama-150m --tokens 2048 --ranks 2 --threads 1 -o profile.json
 
     Example: torchrun --nnodes 4 --nproc-per-node 1 ... -m penstock profile --links --slots 3 -o cluster.toml
     """
-    numbers = (
-        ("rows", rows),
-        ("ranks", ranks),
-        ("rounds", rounds),
-        ("threads", threads),
-        ("slots", slots),
-    )
-    for word, value in numbers:
-        if value is not None and value < 1:
-            raise ShapeError(f"--{word} {value} is too few; the least is 1")
+    _check_counts(rows=rows, ranks=ranks, rounds=rounds, threads=threads, slots=slots)
     sizes = {
         "width": width,
         "layers": layers,
@@ -120,23 +116,26 @@ def profile_command(
         "inner": inner,
         "vocab": vocab,
     }
-    given = {word: value for word, value in sizes.items() if value is not None}
+    given = {name: value for name, value in sizes.items() if value is not None}
     if hf is not None and given:
+        options = " ".join(f"--{name.replace('_', '-')}" for name in given)
         raise ShapeError(
-            f"--hf has its sizes: it does not go together with --{' --'.join(given).replace('_', '-')}"
+            f"--hf already gives the sizes; it cannot be combined with {options}"
         )
     try:
         from penstock.train import profile as measuring
     except ModuleNotFoundError as error:
         raise RunError(
-            f"profile needs {error.name}, which is not installed: pip install 'penstock[torch]'"
+            f"profile needs {error.name}, which is not installed: "
+            "pip install 'penstock[torch]'"
         ) from None
-    output = output or Path("cluster.toml" if links else "profile.json")
+    if output is None:
+        output = Path("cluster.toml" if links else "profile.json")
     if links and output.suffix != ".json":
         _survey(output, ranks, slots, json)
         return
     if slots is not None:
-        raise ShapeError("--slots is for a cluster.toml, which --links writes")
+        raise ShapeError("--slots needs --links, which writes a cluster.toml")
     model = hf if hf is not None else measuring.preset_sizes(preset, tokens, given)
     request = measuring.Request(
         model,
@@ -151,127 +150,206 @@ def profile_command(
         graphs=graphs,
     )
     with progress("measuring") as status:
-        found = measuring.profile_model(
-            request, ranks, (lambda text: None) if status is None else status.update
-        )
-    if found is not None:
-        _told(found, output, json)
+
+        def show(text: str) -> None:
+            if status is not None:
+                status.update(text)
+
+        profile = measuring.profile_model(request, ranks, show)
+    if profile is not None:
+        _write_profile(profile, output, json)
 
 
-def add_profile_command(app: typer.Typer) -> None:
-    """Adds the verb above to a command line."""
-    app.command("profile")(profile_command)
+def _check_counts(**counts: int | None) -> None:
+    for name, count in counts.items():
+        if count is not None and count < 1:
+            raise ShapeError(f"--{name} must be at least 1, not {count}")
 
 
+# ---------------------------------------------------------------- links
 def _survey(output: Path, ranks: int, slots: int | None, json: bool) -> None:
+    """Measure the hosts and links, and write a cluster.toml."""
     from penstock.formats import dump_cluster
     from penstock.measure.survey import survey
 
     with progress("measuring links"):
-        found = survey(ranks, slots)
-    if found is None:
+        cluster = survey(ranks, slots)
+    if cluster is None:  # this is not rank 0
         return
-    write(output, dump_cluster(found), quiet=json)
-    pairs = [
-        (a, b)
-        for a in range(len(found.nodes))
-        for b in range(len(found.nodes))
-        if a != b
-    ]
+    write(output, dump_cluster(cluster), quiet=json)
     if json:
-        rows = [
-            {
-                "from": a,
-                "to": b,
-                "latency": found.latency[a][b],
-                "bandwidth": found.bandwidth[a][b],
-            }
-            for a, b in pairs
-        ]
         print_json(
             {
                 "file": str(output),
-                "nodes": [asdict(node) for node in found.nodes],
-                "links": rows,
+                "nodes": [asdict(node) for node in cluster.nodes],
+                "links": [_link_facts(link) for link in _links(cluster)],
             }
         )
-        return
-    table = [
+    else:
+        _print_links(cluster)
+
+
+class _Link(NamedTuple):
+    """A link from one rank to another."""
+
+    source: int
+    target: int
+    latency: float  # seconds
+    bandwidth: float  # bytes per second
+
+
+def _links(cluster: Cluster) -> list[_Link]:
+    """Return the links of all pairs of ranks, in both directions."""
+    ranks = range(len(cluster.nodes))
+    links = []
+    for source in ranks:
+        for target in ranks:
+            if source != target:
+                latency = cluster.latency[source][target]
+                bandwidth = cluster.bandwidth[source][target]
+                links.append(_Link(source, target, latency, bandwidth))
+    return links
+
+
+def _link_facts(link: _Link) -> dict[str, float]:
+    """Return a link as JSON has it."""
+    return {
+        "from": link.source,
+        "to": link.target,
+        "latency": link.latency,
+        "bandwidth": link.bandwidth,
+    }
+
+
+def _print_links(cluster: Cluster) -> None:
+    from penstock.view.numbers import write_size, write_time
+
+    rows = [
         (
-            str(a),
-            str(b),
-            f"{1e3 * found.latency[a][b]:.3g} ms",
-            f"{found.bandwidth[a][b] / 1e6:.4g} MB/s",
+            str(link.source),
+            str(link.target),
+            write_time(link.latency, digits=3),
+            f"{write_size(link.bandwidth)}/s",
         )
-        for a, b in pairs
+        for link in _links(cluster)
     ]
-    nodes = "; ".join(
-        f"rank {n} {node.site}, speed {node.speed:g}"
-        for n, node in enumerate(found.nodes)
-    )
-    print_table(("from", "to", "latency", "bandwidth"), table, nodes)
+    nodes = [
+        f"rank {rank} {node.site}, speed {node.speed:g}"
+        for rank, node in enumerate(cluster.nodes)
+    ]
+    print_table(("from", "to", "latency", "bandwidth"), rows, "; ".join(nodes))
 
 
-def _told(found: Profile, output: Path, json: bool) -> None:
+# ---------------------------------------------------------------- the model
+class _FitRow(NamedTuple):
+    """How well the curve of an op fits the measured times."""
+
+    block: str
+    op: str
+    form: str
+    seconds: float  # of a whole sequence
+    worst: float  # relative error on points that took no part in the fit
+    median: float
+
+
+def _write_profile(profile: Profile, output: Path, json: bool) -> None:
+    """Write a profile, and show how well its curves fit."""
     from penstock.cost.profile import MAX_ERROR, error_warning
     from penstock.formats import dump_profile
 
-    write(output, dump_profile(found), quiet=json)
-    if found.worst_error > MAX_ERROR:
-        tell("WARNING", f"{output}: {error_warning(found)}")
-    rows = _rows(found)
+    write(output, dump_profile(profile), quiet=json)
+    if profile.worst_error > MAX_ERROR:
+        tell("WARNING", f"{output}: {error_warning(profile)}")
+    rows = _fit_rows(profile)
     if json:
-        heads = ("block", "op", "form", "seconds", "worst", "median")
-        fits = [dict(zip(heads, row, strict=True)) for row in rows]
         print_json(
             {
                 "file": str(output),
-                **dict(found.model),
-                **dict(found.device),
-                "worst_error": found.worst_error,
-                "fits": fits,
+                **dict(profile.model),
+                **dict(profile.device),
+                "worst_error": profile.worst_error,
+                "fits": [row._asdict() for row in rows],
             }
         )
-        return
-    table = [
-        (name, op, f"{1e3 * seconds:.3g} ms", form, f"{worst:.1%}", f"{median:.1%}")
-        for name, op, form, seconds, worst, median in rows
-    ]
-    heads = ("", "op", f"{found.tokens} tokens", "form", "worst error", "median error")
-    print_table(heads, table, _note(found))
+    else:
+        _print_fits(profile, rows)
 
 
-def _rows(found: Profile) -> list[tuple[str, str, str, float, float, float]]:
+def _fit_rows(profile: Profile) -> list[_FitRow]:
     from penstock.ir import Op
 
-    blocks = (("embedding", found.embed), ("layer", found.layer), ("head", found.head))
+    blocks = {
+        "embedding": profile.embed,
+        "layer": profile.layer,
+        "head": profile.head,
+    }
     rows = []
-    for name, block in blocks:
+    for name, block in blocks.items():
         for op in (Op.F, Op.B, Op.I, Op.W):
             fit = block.fit(op)
-            rows.append(
-                (
-                    name,
-                    op.value,
-                    fit.form,
-                    fit.curve.of(found.tokens, 0),
-                    fit.worst,
-                    fit.median,
-                )
-            )
+            seconds = fit.curve.of(profile.tokens, 0)
+            row = _FitRow(name, op.value, fit.form, seconds, fit.worst, fit.median)
+            rows.append(row)
     return rows
 
 
-def _note(found: Profile) -> str:
-    out = sum(point.held_out for point in found.layer.points)
-    layer, net = found.layer, found.network
-    links = "links not measured: messages take no time (--ranks 2)"
-    if net.serial:
-        links = "links: every pair of ranks"
-        if isinstance(net.latency, float) and isinstance(net.bandwidth, float):
-            links = f"links: {1e6 * net.latency:.3g} us and {net.bandwidth / 1e6:.4g} MB a second"
-    return (
-        f"errors on {out} points that took no part in the fit, which has {len(layer.points) - out}\n"
-        f"a layer holds {layer.held / 1024:.4g} KiB a token from F to B and {layer.kept / 1024:.4g} KiB from I to W; "
-        f"weights, gradients and AdamW {layer.weights / 2**20:.4g} MiB, its step {1e3 * layer.update:.3g} ms\n{links}"
+def _print_fits(profile: Profile, rows: list[_FitRow]) -> None:
+    from penstock.view.numbers import write_time
+
+    heads = (
+        "",
+        "op",
+        f"{profile.tokens} tokens",
+        "form",
+        "worst error",
+        "median error",
     )
+    table = [
+        (
+            row.block,
+            row.op,
+            write_time(row.seconds, digits=3),
+            row.form,
+            f"{row.worst:.1%}",
+            f"{row.median:.1%}",
+        )
+        for row in rows
+    ]
+    print_table(heads, table, _notes(profile))
+
+
+def _notes(profile: Profile) -> str:
+    """Return the facts under the table of fits."""
+    from penstock.view.numbers import write_size, write_time
+
+    layer = profile.layer
+    held_out = sum(point.held_out for point in layer.points)
+    fitted = len(layer.points) - held_out
+    held = write_size(layer.held, digits=4)
+    kept = write_size(layer.kept, digits=4)
+    weights = write_size(layer.weights, digits=4)
+    update = write_time(layer.update, digits=3)
+    return (
+        f"errors are those on {held_out} held-out points; the fit used {fitted} others\n"
+        f"a layer holds {held} per token from F to B, and {kept} from I to W; its "
+        f"weights, gradients and AdamW state take {weights}, an AdamW update {update}\n"
+        f"{_link_note(profile)}"
+    )
+
+
+def _link_note(profile: Profile) -> str:
+    from penstock.view.numbers import write_size, write_time
+
+    network = profile.network
+    if not network.serial:
+        return (
+            "links were not measured, so messages take no time; --ranks 2 measures them"
+        )
+    latency = network.latency
+    bandwidth = network.bandwidth
+    if isinstance(latency, float) and isinstance(bandwidth, float):
+        return (
+            f"links: latency {write_time(latency, digits=3)}, "
+            f"bandwidth {write_size(bandwidth)}/s"
+        )
+    return "links: every pair of ranks was measured"

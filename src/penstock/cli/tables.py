@@ -1,4 +1,4 @@
-"""What the command line shows and writes: tables, JSON, files, a line of progress. Rich is imported when needed."""
+"""What the command line shows and writes: tables, JSON, files and progress. Rich is imported when it is needed."""
 
 from __future__ import annotations
 
@@ -16,67 +16,74 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.status import Status
 
+COLUMN_GAP = 2  # spaces between two columns; the two edges of a table take as much
+
 
 def write(output: Path, text: str, quiet: bool = False) -> None:
-    """A text to a file, and a word of it to stderr."""
+    """Write a text to a file, and say so on stderr unless `quiet`."""
     try:
         output.write_text(text, encoding="utf-8", newline="")
     except OSError as error:
-        hint = (
-            "make room"
-            if error.errno == ENOSPC
-            else "name a file in a folder that exists"
-        )
+        hint = "name a file in a folder that exists"
+        if error.errno == ENOSPC:
+            hint = "free some space there"
         raise FileError(f"cannot write {output}: {error.strerror}\n  {hint}") from None
     if not quiet:
-        console(stderr=True).print(
-            f"wrote {output}", highlight=False, markup=False, soft_wrap=True
-        )
+        print_plain(f"wrote {output}", stderr=True)
 
 
 def console(stderr: bool = False) -> Console:
-    """Where things are shown."""
+    """Return a console on stdout or stderr."""
     from rich.console import Console
 
     return Console(stderr=stderr)
 
 
-def tell(name: str, words: str) -> None:
-    """A line to stderr: what it is about, and the words."""
+def print_plain(text: str, stderr: bool = False) -> None:
+    """Print a text as it is: no markup, no highlights, no wrapping."""
+    console(stderr).print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+def tell(topic: str, text: str) -> None:
+    """Print a line to stderr: its topic, then the text."""
     from rich.markup import escape
 
-    console(stderr=True).print(
-        f"[dim]{name:<9}[/] {escape(words)}", highlight=False, soft_wrap=True
-    )
+    line = f"[dim]{topic:<9}[/] {escape(text)}"
+    console(stderr=True).print(line, highlight=False, soft_wrap=True)
 
 
-def progress(what: str) -> AbstractContextManager[Status | None]:
-    """A line that says what is going on, on a terminal only."""
+def progress(activity: str) -> AbstractContextManager[Status | None]:
+    """Show what is going on, in a terminal only."""
     screen = console(stderr=True)
-    return screen.status(what) if screen.is_terminal else nullcontext()
+    return screen.status(activity) if screen.is_terminal else nullcontext()
 
 
 @contextmanager
-def counting(what: str, every: float = 10.0) -> Iterator[Callable[[int, int], None]]:
-    """Like `progress`, for work that says how much of it is done; in a log a line every so many seconds."""
+def counting(
+    activity: str, seconds: float = 10.0
+) -> Iterator[Callable[[int, int], None]]:
+    """Like `progress`, for work that reports how much of it is done.
+
+    In a log it prints a line every few `seconds`.
+    """
     screen = console(stderr=True)
-    said = time.monotonic()
-    with progress(what) as status:
+    last_line = time.monotonic()
+    with progress(activity) as status:
 
-        def tell(done: int, total: int) -> None:
-            nonlocal said
-            words = f"{what}: {done / max(total, 1):.0%}"
+        def show(done: int, total: int) -> None:
+            nonlocal last_line
+            text = f"{activity}: {done / max(total, 1):.0%}"
             if status is not None:
-                status.update(words)
-            elif time.monotonic() - said >= every:
-                said = time.monotonic()
-                screen.print(words, highlight=False)
+                status.update(text)
+            elif time.monotonic() - last_line >= seconds:
+                last_line = time.monotonic()
+                screen.print(text, highlight=False)
 
-        yield tell
+        yield show
 
 
 def print_json(value: dict[str, object]) -> None:
-    """One JSON object to stdout."""
+    """Print one JSON object to stdout."""
     import json
 
     sys.stdout.write(json.dumps(value) + "\n")
@@ -88,52 +95,66 @@ def print_table(
     note: str = "",
     spare: Sequence[str] = (),
 ) -> None:
-    """A table, and a note under it.
+    """Print a table, and a note under it. Nothing is ever cut off.
 
-    Nothing is ever cut. Where there is too little room, texts wrap between words; if that is not enough, the columns
-    named in `spare` are left out, the first one first, and the note says so; at last each row becomes a list of lines.
+    If the terminal is too narrow, cells wrap between words. If that is not enough, the
+    columns named in `spare` are left out, the first one first, and the note says so. As
+    a last resort each row becomes a list of lines.
     """
+    screen = console()
+    for count in range(len(spare) + 1):
+        omitted = list(spare[:count])
+        kept = [number for number, head in enumerate(heads) if head not in omitted]
+        kept_heads = [heads[number] for number in kept]
+        kept_rows = [[row[number] for number in kept] for row in rows]
+        widths = fitting_widths(kept_heads, kept_rows, screen.width)
+        if widths is not None:
+            _print_columns(screen, kept_heads, kept_rows, widths)
+            break
+    else:
+        omitted = []
+        _print_lists(screen, heads, rows)
+    notes = [note] if note else []
+    if omitted:
+        columns = ", ".join(omitted)
+        notes.insert(0, f"no room for {columns}: widen the terminal, or use --json")
+    if notes:
+        screen.print("\n".join(notes), style="dim", highlight=False)
+
+
+def _print_columns(
+    screen: Console,
+    heads: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    widths: Sequence[int],
+) -> None:
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    screen = console()
-    for count in range(len(spare) + 1):
-        gone = list(spare[:count])
-        kept = [number for number, head in enumerate(heads) if head not in gone]
-        widths = fitting_widths(
-            [heads[n] for n in kept],
-            [[row[n] for n in kept] for row in rows],
-            screen.width,
-        )
-        if widths is not None:
-            break
-    if widths is None:
-        gone = []
-        for row in rows:
-            lines = [
-                f"{head}: {cell}" if head else cell
-                for head, cell in zip(heads, row, strict=True)
-            ]
-            screen.print("\n" + "\n".join(lines), markup=False)
-    else:
-        table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-        for number, width in zip(kept, widths, strict=True):
-            table.add_column(heads[number], width=width)
-        for row in rows:
-            table.add_row(*(row[number] for number in kept))
-        screen.print(table)
-    if gone:
-        note = f"no room for {', '.join(gone)}: widen the terminal, or use --json" + (
-            f"\n{note}" if note else ""
-        )
-    if note:
-        screen.print(note, style="dim", highlight=False)
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    for head, width in zip(heads, widths, strict=True):
+        table.add_column(head, width=width)
+    for row in rows:
+        table.add_row(*row)
+    screen.print(table)
+
+
+def _print_lists(
+    screen: Console, heads: Sequence[str], rows: Sequence[Sequence[str]]
+) -> None:
+    """Print each row as a list of lines, one line for each cell."""
+    for row in rows:
+        screen.print()
+        for head, cell in zip(heads, row, strict=True):
+            screen.print(f"{head}: {cell}" if head else cell, markup=False)
 
 
 def fitting_widths(
     heads: Sequence[str], rows: Sequence[Sequence[str]], room: int
 ) -> list[int] | None:
-    """Widths of columns that fit into the room, with texts wrapped between words if they must; None: nothing fits.
+    """Return column widths that fit into `room`, or None if nothing fits.
+
+    Cells may wrap, but only between words.
 
     >>> fitting_widths(("name", "time"), [("a long name", "1.5")], 20)
     [11, 4]
@@ -143,20 +164,19 @@ def fitting_widths(
     """
     columns = list(zip(heads, *rows, strict=True))
     widths = [max(map(len, column)) for column in columns]
-    least = [
-        max((len(word) for cell in column for word in cell.split()), default=0)
-        for column in columns
-    ]
-    over = (
-        sum(widths) + 2 * len(widths) - room
-    )  # two edges, and two spaces between columns
-    while over > 0:
-        slack = [width - small for width, small in zip(widths, least, strict=True)]
-        if not any(slack):
+    min_widths = [_longest_word(column) for column in columns]
+    excess = sum(widths) + COLUMN_GAP * len(widths) - room
+    for _ in range(excess):
+        shrinkable = [
+            number for number, width in enumerate(widths) if width > min_widths[number]
+        ]
+        if not shrinkable:
             return None
-        widest = max(
-            (width, number) for number, width in enumerate(widths) if slack[number]
-        )[1]
+        widest = max(shrinkable, key=lambda number: (widths[number], number))
         widths[widest] -= 1
-        over -= 1
     return widths
+
+
+def _longest_word(column: Sequence[str]) -> int:
+    words = " ".join(column).split()
+    return max(map(len, words), default=0)

@@ -1,4 +1,4 @@
-"""The verb that makes several workers of one GPU: `penstock testbed`, added to those of `penstock.cli.app`."""
+"""`penstock testbed`: lets several workers share one GPU."""
 
 from __future__ import annotations
 
@@ -8,23 +8,18 @@ import typer
 
 
 def run_testbed(
-    command: Annotated[list[str], typer.Argument(help="What to run, after --")],
+    command: Annotated[list[str], typer.Argument(help="The command to run, after --")],
     workers: Annotated[
         int,
-        typer.Option(
-            help="Processes that will share the GPU, each with an equal part of it."
-        ),
+        typer.Option(help="How many processes share the GPU, each with an equal part."),
     ] = 8,
 ) -> None:
-    """Run a command whose processes share one GPU, each with a part of it: NVIDIA's MPS is started around it and ended.
+    """Run a command whose processes share one GPU, each with an equal part of it.
+
+    NVIDIA's MPS is started before the command and stopped after it.
 
     Example: penstock testbed --workers 8 -- penstock train --set schedule.ranks=8 --set run.device=cuda
     """
     from penstock.runtime.process.mps import run_in_testbed
 
     raise typer.Exit(run_in_testbed(workers, command))
-
-
-def add_testbed_command(app: typer.Typer) -> None:
-    """Adds the verb above to a command line."""
-    app.command("testbed")(run_testbed)

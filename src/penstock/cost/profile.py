@@ -24,6 +24,7 @@ from penstock.ir.schedule import Schedule
 from penstock.partition import even_partition
 
 MAX_ERROR = 0.5  # of a curve on held-out points: usual are 9 to 25% on a CPU and 1 to 7% on a GPU
+KERNEL_TILE_TOKENS = {"cuda": 128}  # kernels take as long for part of a tile as for all
 MATTERS = 0.01  # share of an op's time over the whole model from which the op of a block matters
 
 
@@ -332,3 +333,12 @@ class ProfileCost(Cost):
         """Bytes per second."""
         network = self.profile.network
         return value_of_pair(network.bandwidth, source, target, "bandwidth")
+
+
+def tile_of(device: str) -> int:
+    """Return the number of tokens that slices should be multiples of on a device.
+
+    >>> tile_of("cuda"), tile_of("cpu")
+    (128, 1)
+    """
+    return KERNEL_TILE_TOKENS.get(device, 1)

@@ -21,7 +21,6 @@ from penstock.errors import ShapeError
 
 HALVINGS = 6
 TILE = 64
-TILES = {"cuda": 128}  # tokens, of kernels that take longer for what does not fill one
 PREFIX_SHARES = (0.0, 0.1, 0.5, 1.0)  # of the longest prefix
 BETWEEN = ((0.0, 0.25), (0.25, 0.75))  # by turns
 
@@ -70,15 +69,6 @@ def measuring_points(
     if not sliceable:
         kept[1] = [(i, 0) for i in halfway]
     return kept[0], [where for where in kept[1] if where not in kept[0]]
-
-
-def tile_of(device: str) -> int:
-    """Tokens of which slices should be multiples on a kind of device.
-
-    >>> tile_of("cuda"), tile_of("cpu")
-    (128, 1)
-    """
-    return TILES.get(device, 1)
 
 
 def _prefix(length: int, share: float, tokens: int, tile: int) -> int:

@@ -20,12 +20,12 @@ import torch
 from torch import Tensor, nn
 
 from penstock.cost.network import Network
-from penstock.cost.profile import Block, Point, Profile, block
+from penstock.cost.profile import Block, Point, Profile, block, tile_of
 from penstock.ir.plan import Facts
 from penstock.measure.footprint import footprint
 from penstock.measure.links import network_of
 from penstock.measure.overhead import overhead_per_action
-from penstock.measure.points import Where, measuring_points, tile_of
+from penstock.measure.points import Where, measuring_points
 from penstock.measure.probe import PassTimes, Probe, Subject
 from penstock.runtime.comm.comm import Comm
 from penstock.runtime.process.malloc import keep_freed_memory

@@ -24,8 +24,8 @@ from penstock.models import even_partition
 from penstock.models.count import parameters_of
 from penstock.train.forecast import machine_of
 from penstock.train.mesh import held_in_layer
-from penstock.train.screen import in_bytes
 from penstock.train.weights import Sizes
+from penstock.view.numbers import write_size
 
 FLOAT = 4  # bytes
 COPIES = 4  # of each parameter: itself, its gradient, and two means of AdamW
@@ -115,8 +115,8 @@ def check_timing(config: Config, plan: Plan, sizes: Sizes) -> None:
         room = sum(place.bytes for place in places_of(config, plan.schedule.ranks))
         if need > room:
             raise ConfigError(
-                f"to time one layer, the embedding and the head takes {in_bytes(need)} of memory, and "
-                f"this machine has {in_bytes(room)}\n  take a smaller model.width, model.inner or "
+                f"to time one layer, the embedding and the head takes {write_size(need)} of memory, and "
+                f"this machine has {write_size(room)}\n  take a smaller model.width, model.inner or "
                 "model.vocab; --set run.check_memory=false tries it all the same"
             )
 
@@ -255,14 +255,14 @@ def too_large(load: Load, places: list[Place], config: Config) -> str:
         return ""
     worst = max(full, key=lambda place: _taken(needs, place) / max(place.bytes, 1.0))
     lines = [
-        f"this run needs about {in_bytes(_taken(needs, worst))} of memory, but {worst.name} has "
-        f"{in_bytes(worst.bytes)} available"
+        f"this run needs about {write_size(_taken(needs, worst))} of memory, but {worst.name} has "
+        f"{write_size(worst.bytes)} available"
     ]
     shown = sorted(set(worst.ranks), key=lambda rank: -needs[rank].total)[:RANKS_SHOWN]
     each = " each" if load.mesh.size > 1 else ""
     lines += [
-        f"  rank {rank}: {in_bytes(needs[rank].weights)} of weights, gradients and optimizer state, "
-        f"{in_bytes(needs[rank].activations)} of activations{each}"
+        f"  rank {rank}: {write_size(needs[rank].weights)} of weights, gradients and optimizer state, "
+        f"{write_size(needs[rank].activations)} of activations{each}"
         for rank in sorted(shown)
     ]
     if len(set(worst.ranks)) > len(shown):

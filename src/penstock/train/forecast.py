@@ -21,7 +21,7 @@ from penstock.cost import PausedCost, Profile
 from penstock.cost.curve import sum_curves
 from penstock.cost.fit import Fit
 from penstock.cost.profile import Block, enlarge
-from penstock.formats import read_profile
+from penstock.formats import read_profile, write_profile
 from penstock.ir import Plan, Timeline
 from penstock.ir.schedule import stretch
 from penstock.runtime.process.mps import workers_of_a_gpu
@@ -262,3 +262,17 @@ def known_forecast(folder: Path, config: Config, plan: Plan) -> Forecast | None:
     if dict(profile.device).get("run") != profile_mark(config, plan):
         return None
     return forecast(config, plan, profile, int(dict(profile.device).get("ranks") or 1))
+
+
+def measure_forecast(
+    config: Config, plan: Plan, folder: Path | None = None
+) -> Forecast:
+    """Measure the pieces of the model and predict a step.
+
+    If a folder is given, the measurements are kept there.
+    """
+    machine = machine_of(config, plan.schedule.ranks)
+    profile = profile_run(config, plan, machine)
+    if folder is not None:
+        write_profile(profile, folder / PROFILE)
+    return forecast(config, plan, profile, machine.processors)

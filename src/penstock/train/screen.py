@@ -1,6 +1,6 @@
 """What a run shows while it trains: one live line on a terminal, plain lines in a log.
 
-step  40/200  loss 3.0137  norm 0.527  3,135 tokens/s  360.1 MB  bubble 39.7%  ━━━━╸━━━━━ 0:00:41
+step  40/200  loss 3.0137  norm 0.527  3,135 tokens/s  343 MiB  bubble 39.7%  ━━━━╸━━━━━ 0:00:41
 """
 
 from __future__ import annotations
@@ -8,6 +8,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING
+
+from penstock.view.numbers import write_size
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -63,7 +65,7 @@ class Screen:
         mfu = f"  MFU {row.mfu:.1%}" if row.mfu is not None else ""
         words = (
             f"step {row.step:>{len(str(self.steps))}}/{self.steps}  loss {row.loss:.4f}  norm {row.norm:.3f}  "
-            f"{row.speed:,.0f} tokens/s  {in_bytes(row.memory)}{self.bubble}{mfu}"
+            f"{row.speed:,.0f} tokens/s  {write_size(row.memory)}{self.bubble}{mfu}"
         )
         if self.update is not None:
             self.update(words, row.step)
@@ -92,25 +94,3 @@ def log_to(told: Console, everything: bool) -> None:
     logger.handlers[:] = [Lines()]
     logger.setLevel(logging.INFO if everything else logging.WARNING)
     logger.propagate = False
-
-
-def in_seconds(seconds: float) -> str:
-    """A time for people.
-
-    >>> in_seconds(0.0123), in_seconds(1.5), in_seconds(167_000)
-    ('12.3 ms', '1,500 ms', '167,000 s')
-    """
-    if seconds >= 10:
-        return f"{seconds:,.0f} s"
-    return f"{seconds * 1e3:,.0f} ms" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
-
-
-def in_bytes(count: float) -> str:
-    """A size for people.
-
-    >>> in_bytes(1_234_567_890), in_bytes(12_345_678), in_bytes(4.56e15)
-    ('1.23 GB', '12.3 MB', '4,560 TB')
-    """
-    if count >= 1e13:
-        return f"{count / 1e12:,.0f} TB"
-    return f"{count / 1e9:,.2f} GB" if count >= 1e9 else f"{count / 1e6:,.1f} MB"

@@ -30,8 +30,8 @@ from penstock.train.after.reasons import reasons_of
 from penstock.train.coverage import count_pipelines, hold_every_part
 from penstock.train.forecast import Forecast, known_forecast
 from penstock.train.history import StepRow, read_rows, read_timeline
-from penstock.train.screen import in_bytes, in_seconds
 from penstock.view import Series, report_page
+from penstock.view.numbers import write_size, write_time
 
 UNIT_HOP = 0.05  # of a micro-batch's forward on a rank: the latency that schedules are compared with
 WARM_UP_STEPS = 3  # steps
@@ -353,7 +353,7 @@ def render_report(found: Summary, title: str, sample: str = "") -> str:
         ("tokens a second", f"{found.speed:,.0f}"),
         ("tokens", f"{sum(row.tokens for row in rows):,}"),
         ("epochs", f"{rows[-1].epoch:.3g}"),
-        ("memory of the fullest rank", in_bytes(rows[-1].memory)),
+        ("memory of the fullest rank", write_size(rows[-1].memory)),
     ]
     if found.evaluation is not None:
         facts.append(("held out", f"{found.evaluation:.4f}"))
@@ -413,7 +413,7 @@ def _differences(found: Summary) -> list[str]:
     if found.predicted is None or found.measured is None:
         return []
     return [
-        f"{one.action} on rank {one.rank}: predicted {in_seconds(one.expected)}, took {in_seconds(one.actual)}"
+        f"{one.action} on rank {one.rank}: predicted {write_time(one.expected)}, took {write_time(one.actual)}"
         for one in compare(found.predicted, found.measured).largest
     ]
 
@@ -429,6 +429,6 @@ def _ranks(found: Summary) -> list[str]:
         )
         if found.forecast is not None:
             own, held = found.forecast.weights[rank], found.forecast.activations[rank]
-            words += f"; predicted {in_bytes(own)} of weights and optimizer, {in_bytes(held)} of activations"
+            words += f"; predicted {write_size(own)} of weights and optimizer, {write_size(held)} of activations"
         lines.append(words)
     return lines

@@ -6,7 +6,8 @@ Timeline ──┬── gantt, plain   text.py    letters and colours
            ├── trace          trace.py   Perfetto, chrome://tracing
            └── report         report.py  a run: curves, timelines, a sample
                               chart.py   lines over an axis
-                              palette.py what they share: colours, and how numbers are written
+                              palette.py colours, and the facts of a header
+                              numbers.py times and sizes with their units
 """
 
 from penstock.view.chart import Series, chart

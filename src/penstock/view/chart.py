@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from xml.sax.saxutils import escape
 
 from penstock.errors import ShapeError
-from penstock.view.palette import IDLE, INK, round_step, short
+from penstock.view.numbers import short
+from penstock.view.palette import IDLE, INK, round_step
 
 COLOURS = (
     "#1c4fae",

@@ -1,4 +1,4 @@
-"""What things look like, in the terminal, in figures and on the page: one truth for colours and for written numbers.
+"""What things look like, in the terminal, in figures and on the page: one truth for colours and headers.
 
     F  blue     forward             the further along the model and the sentence, the darker:
     B  green    backward
@@ -17,7 +17,8 @@ import numpy as np
 
 from penstock.ir.action import OPS, Op
 from penstock.ir.table import Floats, Ints
-from penstock.ir.timeline import Timeline, Units
+from penstock.ir.timeline import Timeline
+from penstock.view.numbers import write_size, write_time
 
 TONES = 24
 SHADES = {
@@ -144,33 +145,6 @@ def label_of(microbatch: int, piece: int) -> str:
 
 
 # ---------------------------------------------------------------- numbers
-def short(value: float, digits: int = 4) -> str:
-    """So many digits, no exponent.  short(33.0) is "33", short(0.012345) is "0.01235"."""
-    if value == 0 or not math.isfinite(value):
-        return f"{value:.0f}"
-    places_after = max(0, digits - 1 - math.floor(math.log10(abs(value))))
-    text = f"{value:.{places_after}f}"
-    return text.rstrip("0").rstrip(".") if "." in text else text
-
-
-def write_time(value: float, units: Units) -> str:
-    """`33` in the units of the papers; `1.2 s` or `31.5 ms` in seconds."""
-    if not units.seconds:
-        return short(value)
-    unit, size = next(
-        ((u, s) for u, s in (("s", 1.0), ("ms", 1e-3)) if abs(value) >= s), ("µs", 1e-6)
-    )
-    return f"{short(value / size)} {unit}"
-
-
-def write_size(value: float, units: Units) -> str:
-    """`4` in the units of the papers; `1.5 GiB` in bytes."""
-    if not units.bytes:
-        return short(value)
-    power = 0 if value < 1024 else min(int(math.log2(value) // 10), 4)
-    return f"{short(value / 1024**power, 3)} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"
-
-
 def facts(timeline: Timeline) -> tuple[str, ...]:
     """What a header says: `4 ranks`, `8 micro-batches`, `makespan 33`, `bubble 27.3%`, `peak 4`."""
     schedule = timeline.schedule

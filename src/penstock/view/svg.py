@@ -25,14 +25,13 @@ import numpy as np
 from penstock.ir.table import Floats, Ints
 from penstock.ir.timeline import Timeline
 from penstock.view import palette
+from penstock.view.numbers import short, write_time
 from penstock.view.palette import (
     IDLE,
     INK,
     OP_NAMES,
     PAINTS,
     label_of,
-    short,
-    write_time,
 )
 
 MAX_BOXES = 20_000  # more than so many are drawn as means

@@ -19,13 +19,12 @@ from penstock.ir.action import Action, Op
 from penstock.ir.table import Floats
 from penstock.ir.timeline import Timeline
 from penstock.view import palette
+from penstock.view.numbers import short, write_time
 from penstock.view.palette import (
     OP_NAMES,
     PAINTS,
     Paint,
     label_of,
-    short,
-    write_time,
 )
 
 LINES = 64  # ranks shown at most

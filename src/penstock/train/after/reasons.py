@@ -7,7 +7,7 @@ from pathlib import Path
 
 from penstock.ir import Plan
 from penstock.ir.plan import Fact
-from penstock.train.screen import in_bytes, in_seconds
+from penstock.view.numbers import write_size, write_time
 
 AUTO = "auto"
 MAKESPAN, PEAK = (
@@ -137,7 +137,7 @@ def _others(facts: dict[str, Fact]) -> list[str]:
 # ---------------------------------------------------------------- numbers with their units
 def time_of(facts: dict[str, Fact], value: float) -> str:
     """A time of a plan: in seconds if it was planned with measured times, else in forward passes."""
-    return f"{value:,.2f}" if "backward" in facts else in_seconds(value)
+    return f"{value:,.2f}" if "backward" in facts else write_time(value)
 
 
 def size_of(facts: dict[str, Fact], value: Fact) -> str:
@@ -145,7 +145,7 @@ def size_of(facts: dict[str, Fact], value: Fact) -> str:
     if not isinstance(value, int | float):
         return ""
     if "profile" in facts:
-        return in_bytes(value)
+        return write_size(value)
     return f"{value:.3g} micro-batch{'' if value == 1 else 'es'}"
 
 

@@ -1,0 +1,47 @@
+"""Options that several commands share. Typer reads them from the annotations."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Optional
+
+import typer
+
+JsonFlag = Annotated[
+    bool, typer.Option("--json", help="Print one JSON object to stdout.")
+]
+OutputFile = Annotated[
+    Optional[Path], typer.Option("-o", "--output", help="The file to write.")
+]
+ForwardOption = Annotated[
+    Optional[float],
+    typer.Option(help="Time of one micro-batch's forward on one rank. Default: 1."),
+]
+BackwardOption = Annotated[
+    Optional[float],
+    typer.Option(help="Time of one micro-batch's backward on one rank. Default: 2."),
+]
+CommOption = Annotated[
+    Optional[float],
+    typer.Option(help="Latency of a message between two ranks. Default: 0."),
+]
+ProfileFile = Annotated[
+    Optional[Path],
+    typer.Option(
+        "--profile",
+        help="A profile.json that `penstock profile` wrote; gives real times and sizes.",
+    ),
+]
+TokensOption = Annotated[
+    Optional[int],
+    typer.Option(
+        help="With --profile: the tokens in a sequence, which the cuts divide."
+    ),
+]
+AcceptError = Annotated[
+    bool,
+    typer.Option(
+        "--accept-error",
+        help="With --profile: use it even if its error is above 50%.",
+    ),
+]

@@ -1,0 +1,451 @@
+"""Commands that look at a schedule: `list`, `draw`, `simulate`, `check` and `compare`."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Optional
+
+import typer
+
+from penstock.cli.cost import price_of
+from penstock.cli.options import (
+    AcceptError,
+    BackwardOption,
+    CommOption,
+    ForwardOption,
+    JsonFlag,
+    OutputFile,
+    ProfileFile,
+    TokensOption,
+)
+from penstock.cli.tables import console, print_json, print_table, write
+from penstock.errors import FileError, RunError, ShapeError
+
+if TYPE_CHECKING:
+    from penstock.ir import Plan, Schedule, Timeline
+    from penstock.plan.price import Price, StepFacts
+
+WIDE_TERMINAL = 120  # columns; from here on `list` also shows the papers
+
+Source = Annotated[
+    str,
+    typer.Argument(
+        help="The name of a schedule (see `penstock list`), a plan.json, or a CSV file "
+        "from torch."
+    ),
+]
+Ranks = Annotated[Optional[int], typer.Option(help="Workers in the pipeline.")]
+Microbatches = Annotated[Optional[int], typer.Option(help="Micro-batches in a step.")]
+Waves = Annotated[Optional[int], typer.Option(help="Waves over the ranks (hanayo).")]
+Chunks = Annotated[
+    Optional[int], typer.Option(help="Chunks of the model on each rank (interleaved).")
+]
+Slices = Annotated[
+    Optional[int], typer.Option(help="Token slices of each micro-batch.")
+]
+Skips = Annotated[
+    Optional[int], typer.Option(help="Parts that each micro-batch skips (skip).")
+]
+Copies = Annotated[
+    Optional[int],
+    typer.Option(help="Copies of the pipeline side by side (data parallelism)."),
+]
+Split = Annotated[
+    bool,
+    typer.Option(
+        "--split", help="Split each backward into input gradient and weight gradient."
+    ),
+]
+
+
+def list_command(json: JsonFlag = False) -> None:
+    """Show every schedule with its shape, idle time, memory and paper.
+
+    Example: penstock list
+    """
+    from penstock.schedules import shape_of
+    from penstock.schedules.facts import FACTS
+
+    heads = ("name", "own shape", "idle", "peak", "weights", "paper")
+    rows = []
+    for name, facts in FACTS.items():
+        own_shape = " ".join(shape_of(name)[2:])
+        idle = facts.idle or "-"
+        weights = str(facts.weights)
+        rows.append((name, own_shape, idle, facts.peak, weights, facts.paper))
+    if json:
+        print_json({"schedules": [dict(zip(heads, row, strict=True)) for row in rows]})
+        return
+    note = (
+        "P ranks, M micro-batches, v chunks, W waves, s slices; F = 1, B = 2. "
+        "Idle time and peak memory are those of one rank."
+    )
+    if console().width >= WIDE_TERMINAL:
+        print_table(heads, rows, note)
+    else:
+        print_table(heads[:-1], [row[:-1] for row in rows], note)
+
+
+def draw_command(
+    source: Source,
+    ranks: Ranks = None,
+    microbatches: Microbatches = None,
+    waves: Waves = None,
+    chunks: Chunks = None,
+    slices: Slices = None,
+    skips: Skips = None,
+    copies: Copies = None,
+    split: Split = False,
+    forward: ForwardOption = None,
+    backward: BackwardOption = None,
+    comm: CommOption = None,
+    output: OutputFile = None,
+) -> None:
+    """Draw a schedule in the terminal, or write it to a file.
+
+    The ending of the file decides the format: .svg .html .json .csv .trace.json
+
+    Example: penstock draw hanayo --ranks 4 --microbatches 4 --waves 2 -o hanayo.svg
+    """
+    from penstock.sim import simulate
+
+    shape = _shape(ranks, microbatches, waves, chunks, slices, skips, copies, split)
+    plan = _plan(source, shape)
+    price = price_of(forward, backward, comm)
+    timeline = simulate(plan.schedule, price.cost)
+    if output is None:
+        _draw_in_terminal(timeline)
+    else:
+        write(output, _render(plan, timeline, output))
+
+
+def simulate_command(
+    source: Source,
+    ranks: Ranks = None,
+    microbatches: Microbatches = None,
+    waves: Waves = None,
+    chunks: Chunks = None,
+    slices: Slices = None,
+    skips: Skips = None,
+    copies: Copies = None,
+    split: Split = False,
+    forward: ForwardOption = None,
+    backward: BackwardOption = None,
+    comm: CommOption = None,
+    profile: ProfileFile = None,
+    tokens: TokensOption = None,
+    accept_error: AcceptError = False,
+    json: JsonFlag = False,
+) -> None:
+    """Predict the time, idle time and memory of a schedule.
+
+    Also shows a lower bound: the least time that any order of the same actions could take.
+
+    Example: penstock simulate hanayo --ranks 8 --microbatches 8 --waves 2 --comm 0.05
+    """
+    from penstock.plan import lower_bound
+    from penstock.plan.price import step_facts
+    from penstock.sim import simulate
+
+    shape = _shape(ranks, microbatches, waves, chunks, slices, skips, copies, split)
+    plan = _plan(source, shape)
+    options = price_of(forward, backward, comm, profile, tokens, accept_error)
+    price = options.for_plan(plan)
+    timeline = simulate(plan.schedule, price.cost)
+    bound = lower_bound(plan.schedule, price.cost)
+    step = step_facts(price, plan, timeline)
+    if json:
+        print_json(_simulation_facts(plan, timeline, bound, step))
+    else:
+        rows = _simulation_rows(price, timeline, bound, step)
+        print_table(("", plan.name), rows)
+
+
+def check_command(
+    file: Annotated[
+        Path, typer.Argument(help="A plan.json, or a CSV file from torch.")
+    ],
+    run: Annotated[
+        bool,
+        typer.Option(
+            "--run",
+            help="Also train a small model for one step and compare its gradients.",
+        ),
+    ] = False,
+    rule: Annotated[
+        Optional[list[str]],
+        typer.Option(
+            help="NAME=VALUE: a rule of `penstock paths` that the paths must follow."
+        ),
+    ] = None,
+    json: JsonFlag = False,
+) -> None:
+    """Check that a schedule is complete, can run, and cannot deadlock. The exit code is 2 if it fails.
+
+    With --run a small Llama takes one step through the schedule, on threads, and every gradient is compared with that
+    of the unsplit model. Planned paths must follow the rules that they were planned with, or those given with --rule.
+    An error names the broken rule and its micro-batches.
+
+    Example: penstock check plan.json --run
+    """
+    from penstock.ir import lower, verify
+    from penstock.plan.paths.planner import check_rules
+
+    plan = _read(file)
+    schedule = plan.schedule
+    rules = check_rules(plan, rule or ())
+    transfers = verify(lower(schedule))
+    trial = _try(schedule) if run else {}
+    microbatches = len(schedule.microbatches)
+    if json:
+        facts = {
+            "ok": True,
+            "file": str(file),
+            "ranks": schedule.ranks,
+            "actions": schedule.actions,
+            "microbatches": microbatches,
+            "messages": len(transfers),
+        }
+        print_json({**facts, **trial})
+        return
+    console().print(
+        f"{file} is a valid schedule: {schedule.ranks} ranks, {microbatches} "
+        f"micro-batches and {schedule.actions} actions, in an order that can run. "
+        f"Its {len(transfers)} messages cannot deadlock.",
+        markup=False,
+    )
+    if rules is not None:
+        console().print("Its paths follow the rules.")
+    if trial:
+        console().print(
+            f"A small model took one step through it: the loss, {trial['loss']:.4g}, "
+            f"and {trial['gradients']} gradients equal those of the unsplit model "
+            "within the rounding of float64 "
+            f"(all differences are below {trial['tolerance']:g})."
+        )
+
+
+def compare_command(
+    first: Source,
+    second: Source,
+    output: Annotated[
+        Path, typer.Option("-o", "--output", help="The .html page to write.")
+    ],
+    ranks: Ranks = None,
+    microbatches: Microbatches = None,
+    waves: Waves = None,
+    chunks: Chunks = None,
+    slices: Slices = None,
+    skips: Skips = None,
+    copies: Copies = None,
+    split: Split = False,
+    forward: ForwardOption = None,
+    backward: BackwardOption = None,
+    comm: CommOption = None,
+) -> None:
+    """Show two schedules one above the other on one page.
+
+    Each schedule takes the shape options that it knows.
+
+    Example: penstock compare 1f1b hanayo --ranks 4 --microbatches 4 --waves 2 -o report.html
+    """
+    from penstock.sim import simulate
+    from penstock.view import page
+
+    shape = _shape(ranks, microbatches, waves, chunks, slices, skips, copies, split)
+    price = price_of(forward, backward, comm)
+    if output.suffix.lower() != ".html":
+        raise FileError(
+            f"cannot write the comparison to {output}: its name must end in .html"
+        )
+    timelines = []
+    for source in (first, second):
+        plan = _plan(source, _own_shape(source, shape))
+        timelines.append((plan.name, simulate(plan.schedule, price.cost)))
+    names = [name for name, _ in timelines]
+    write(output, page(timelines, " and ".join(names)))
+
+
+# ---------------------------------------------------------------- from options to a schedule
+def _shape(
+    ranks: int | None,
+    microbatches: int | None,
+    waves: int | None,
+    chunks: int | None,
+    slices: int | None,
+    skips: int | None,
+    copies: int | None,
+    split: bool,
+) -> dict[str, int]:
+    """Return the shape options that were given, by name."""
+    options = {
+        "ranks": ranks,
+        "microbatches": microbatches,
+        "waves": waves,
+        "chunks": chunks,
+        "slices": slices,
+        "skips": skips,
+        "copies": copies,
+        "split": split or None,
+    }
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def _own_shape(source: str, shape: dict[str, int]) -> dict[str, int]:
+    """Return those of the shape options that a schedule knows; a file knows none."""
+    from penstock.schedules import FOR_ALL, REGISTRY, shape_of
+
+    if source not in REGISTRY:
+        return {}
+    known = {*shape_of(source), *FOR_ALL}
+    return {name: value for name, value in shape.items() if name in known}
+
+
+def _plan(source: str, shape: dict[str, int]) -> Plan:
+    """Make the schedule of this name, or read the file."""
+    from penstock.ir import Plan
+    from penstock.schedules import REGISTRY, make
+
+    path = Path(source)
+    is_file = source not in REGISTRY and (path.suffix or path.exists())
+    if is_file and shape:
+        options = " ".join(f"--{name}" for name in shape)
+        raise ShapeError(f"the file {source} has its own shape; leave out {options}")
+    if is_file:
+        return _read(path)
+    schedule = make(source, **shape)
+    title = [source]
+    for name, value in shape.items():
+        if name not in ("ranks", "microbatches", "split"):
+            title.append(f"{name}={value}")
+    if "split" in shape:
+        title.append("split")
+    return Plan(schedule, " ".join(title))
+
+
+def _read(file: Path) -> Plan:
+    """Read a plan.json or a CSV file from torch; without a name it takes the file's."""
+    from dataclasses import replace
+
+    from penstock.formats import load_plan, load_torch_csv
+    from penstock.formats.fields import read_text
+    from penstock.ir import Plan
+
+    text = read_text(file)
+    if file.suffix.lower() == ".csv":
+        return Plan(load_torch_csv(text, str(file)), file.stem)
+    plan = load_plan(text, str(file))
+    return plan if plan.name else replace(plan, name=file.stem)
+
+
+def _try(schedule: Schedule) -> dict[str, object]:
+    """Run a small model through a schedule; raise an error if a gradient differs."""
+    try:
+        from penstock.train.trial import TOLERANCE, trial
+    except ModuleNotFoundError as error:
+        raise RunError(
+            f"--run needs {error.name}, which is not installed: "
+            "pip install 'penstock[torch]'"
+        ) from None
+    outcome = trial(schedule)
+    if not outcome.exact:
+        raise RunError(
+            f"the gradient of {outcome.name} differs from that of the unsplit model "
+            f"by {outcome.worst:.3g}; the loss is {outcome.loss:.6g}, that of the "
+            f"unsplit model {outcome.whole_loss:.6g}\n"
+            "  this is a bug in Penstock: please report it and attach the file"
+        )
+    return {
+        "gradients": outcome.gradients,
+        "worst": outcome.worst,
+        "worst_in": outcome.name,
+        "tolerance": TOLERANCE,
+        "loss": outcome.loss,
+    }
+
+
+# ---------------------------------------------------------------- from a schedule to the screen or a file
+def _draw_in_terminal(timeline: Timeline) -> None:
+    from penstock.view import gantt
+
+    screen = console()
+    colours = screen.color_system is not None
+    screen.print(gantt(timeline, screen.width, colours=colours))
+
+
+def _render(plan: Plan, timeline: Timeline, output: Path) -> str:
+    """Return the content of the file, in the format of its ending."""
+    from penstock.formats import dump_plan, dump_torch_csv
+    from penstock.view import page, svg, trace
+
+    if output.name.lower().endswith(".trace.json"):
+        return trace(timeline)
+    writers = {
+        ".svg": lambda: svg(timeline, plan.name),
+        ".html": lambda: page([(plan.name, timeline)], plan.name),
+        ".json": lambda: dump_plan(plan),
+        ".csv": lambda: dump_torch_csv(plan.schedule),
+    }
+    ending = output.suffix.lower()
+    if ending not in writers:
+        endings = " ".join([*writers, ".trace.json"])
+        raise FileError(
+            f"cannot draw to {output}: its name must end in one of {endings}"
+        )
+    return writers[ending]()
+
+
+def _simulation_facts(
+    plan: Plan, timeline: Timeline, bound: float, step: StepFacts | None
+) -> dict[str, object]:
+    """Return the results of a simulation as JSON has them."""
+    schedule = plan.schedule
+    facts: dict[str, object] = {
+        "name": plan.name,
+        "ranks": schedule.ranks,
+        "microbatches": len(schedule.microbatches),
+        "actions": schedule.actions,
+        "makespan": timeline.makespan,
+        "bubble": timeline.bubble,
+        "lower_bound": bound,
+        "peak_activations": timeline.peak_activations.tolist(),
+        "messages": _message_count(timeline),
+    }
+    return facts if step is None else facts | asdict(step)
+
+
+def _simulation_rows(
+    price: Price, timeline: Timeline, bound: float, step: StepFacts | None
+) -> list[tuple[str, str]]:
+    """Return the results of a simulation as the table shows them."""
+    from penstock.view.numbers import short, write_sizes, write_time
+
+    units = timeline.units
+    schedule = timeline.schedule
+    rows = [
+        ("ranks", str(schedule.ranks)),
+        ("micro-batches", str(len(schedule.microbatches))),
+        ("actions", str(schedule.actions)),
+        ("makespan", write_time(timeline.makespan, units, 6)),
+        ("bubble", f"{timeline.bubble:.2%}"),
+        ("lower bound", write_time(bound, units, 6)),
+        ("peak activations", write_sizes(timeline.peak_activations.tolist(), units)),
+        ("messages", str(_message_count(timeline))),
+    ]
+    if step is None or price.profile is None:
+        return rows
+    tokens = str(step.tokens)
+    if step.tokens > price.profile.tokens:
+        tokens += f" (measured up to {price.profile.tokens})"
+    return [
+        *rows,
+        ("tokens", tokens),
+        ("weights", write_sizes(step.weights, units)),
+        ("optimizer", write_time(step.optimizer, units)),
+        ("tokens per second", short(step.tokens_per_second)),
+    ]
+
+
+def _message_count(timeline: Timeline) -> int:
+    return int((timeline.schedule.table.target() >= 0).sum())

@@ -1,0 +1,118 @@
+"""Commands that use a trained model: `export`, `generate`, `eval` and `report`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Optional
+
+import typer
+
+from penstock.cli.ending import REPORT, SAMPLE
+from penstock.cli.tables import print_plain, progress, tell, write
+from penstock.cli.train import require_torch
+
+if TYPE_CHECKING:
+    from penstock.train.after.ablation import AblationRow
+
+ModelFolder = Annotated[
+    Path,
+    typer.Argument(help="The folder of a run, a checkpoint, or a Hugging Face model."),
+]
+RunFolder = Annotated[Path, typer.Argument(help="The folder of a run.")]
+
+
+def export_command(
+    run: ModelFolder,
+    output: Annotated[
+        Path, typer.Option("-o", "--output", help="The folder to create.")
+    ] = Path("export"),
+) -> None:
+    """Write a trained model as a Hugging Face folder, which transformers loads: config.json and safetensors.
+
+    Example: penstock export runs/tiny -o tiny-llama
+    """
+    require_torch()
+    from penstock.train.after.generate import export_run
+
+    trained = export_run(run, output)
+    print_plain(f"wrote {output}: {trained.path}")
+
+
+def generate_command(
+    run: ModelFolder,
+    prompt: Annotated[str, typer.Option(help="The beginning of the text.")] = "def ",
+    tokens: Annotated[int, typer.Option(help="The number of tokens to add.")] = 200,
+    temperature: Annotated[
+        float, typer.Option(help="0 always takes the most likely token.")
+    ] = 0.8,
+    seed: Annotated[int, typer.Option(help="Seed for sampling.")] = 0,
+) -> None:
+    """Let a trained model continue a text.
+
+    Example: penstock generate runs/tiny --prompt "import "
+    """
+    require_torch()
+    from penstock.train.after.generate import generate_text, open_trained
+
+    text = generate_text(open_trained(run), prompt, tokens, temperature, seed)
+    sys.stdout.write(text + "\n")
+
+
+def eval_command(
+    run: RunFolder,
+    omit: Annotated[
+        Optional[list[float]],
+        typer.Option(help="Share of the parts to leave out. May be repeated."),
+    ] = None,
+    draws: Annotated[
+        int, typer.Option(help="Random subsets of parts to try for each share.")
+    ] = 8,
+    batches: Annotated[
+        int, typer.Option(help="Batches of held-out text; each sequence counts once.")
+    ] = 2,
+    seed: Annotated[int, typer.Option(help="Seed for choosing the subsets.")] = 0,
+) -> None:
+    """Measure the perplexity of a trained model on held-out text, with all parts and with some left out.
+
+    The first part always runs.
+
+    Example: penstock eval runs/tiny --omit 0.25 --omit 0.5
+    """
+    require_torch()
+    from penstock.train.after.evaluate import evaluate_run
+
+    with progress("evaluating"):
+        evaluation = evaluate_run(run, omit or [], draws, batches, seed)
+    tell("text", evaluation.text)
+    for row in evaluation.rows:
+        print_plain(_describe_row(row))
+
+
+def _describe_row(row: AblationRow) -> str:
+    perplexity = f"perplexity {row.perplexity:.4g}"
+    if row.way == "random":
+        perplexity += f" ± {row.spread:.4g}"
+    text = f"{row.way:7}{row.kept}/{row.parts} parts  {perplexity}"
+    text += f"  {row.ratio:.3f} of the full model's"
+    if row.way == "best":
+        text += f"  parts {' '.join(map(str, row.path))}"
+    return text
+
+
+def report_command(
+    run: RunFolder,
+    output: Annotated[
+        Optional[Path], typer.Option("-o", "--output", help="The page to write.")
+    ] = None,
+) -> None:
+    """Write the page of a run: its curves, and the predicted timeline of a step above the measured one.
+
+    Example: penstock report runs/tiny
+    """
+    from penstock.train.session import render_report, summarize_run
+
+    sample = run / SAMPLE
+    text = sample.read_text(encoding="utf-8") if sample.is_file() else ""
+    page = render_report(summarize_run(run), run.resolve().name, text)
+    write(output or run / REPORT, page)

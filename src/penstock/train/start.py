@@ -1,0 +1,207 @@
+"""What happens before any worker starts.
+
+find_run       the config, and the folder of the run
+check_start    refuses what no worker could begin with
+prepare_run    reads the text, and writes the files that every rank will read
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from errno import ENOSPC
+from pathlib import Path
+
+from penstock.config import Config, check_config
+from penstock.errors import ConfigError, FileError
+from penstock.formats import dump_plan, write_plan
+from penstock.formats.config_toml import (
+    apply_changes,
+    dump_config,
+    preset,
+    read_config,
+    with_absolute_paths,
+)
+from penstock.ir import Plan
+from penstock.train.capacity import check_memory, check_timing
+from penstock.train.checkpoint import newest
+from penstock.train.data.corpus import Corpus, open_corpus, source_files
+from penstock.train.data.tokenizer import keep_tokenizer
+from penstock.train.history import TIMELINE
+from penstock.train.hub import settle_tokenizer, weight_files
+from penstock.train.launcher import restarted, under_launcher
+from penstock.train.lock import Lock
+from penstock.train.loop import check_resumable, nothing_to_resume
+from penstock.train.worker import (
+    CONFIG_FILE,
+    PLAN_FILE,
+    cache_of,
+    model_sizes,
+    need_gpu,
+    with_kept_files,
+)
+
+CHECKPOINTS = "checkpoints"  # in the folder of a run
+DEFAULT_PRESET = "tiny"
+MAX_RUNS_OF_A_NAME = 1000
+RUNS_FOLDER = Path("runs")
+
+
+def find_run(
+    source: Path | None, preset_name: str | None, changes: Sequence[str], exists: bool
+) -> tuple[Config, Path]:
+    """Return the config of a run and its folder.
+
+    The source is a config, the folder of a run, or None for a preset. If `exists` is
+    False, the folder must not contain a run yet.
+    """
+    config = _read_source(source, preset_name, changes)
+    folder = _run_folder(source, preset_name, changes, config, exists)
+    if not exists and not restarted() and newest(folder / CHECKPOINTS):
+        raise ConfigError(
+            f"{folder} already contains a run\n"
+            "  continue it with --resume, or name another run.folder"
+        )
+    config = replace(config, run=replace(config.run, folder=str(folder)))
+    config = settle_tokenizer(config)
+    if _is_folder(source) and not _changes_key(changes, "data.tokenizer"):
+        config = with_kept_files(config, folder)
+    return config, folder
+
+
+def check_start(config: Config, folder: Path, resume: bool) -> None:
+    """Refuse what no worker could begin with, before any worker starts."""
+    need_gpu(config)
+    model_sizes(config)
+    if config.model.weights:
+        weight_files(Path(config.model.weights))
+    if resume and not newest(folder / CHECKPOINTS):
+        raise nothing_to_resume(folder / CHECKPOINTS)
+
+
+def check_dry_run(config: Config, plan: Plan) -> None:
+    """Refuse what a dry run could not measure, and sources that are missing."""
+    check_timing(config, plan, model_sizes(config))
+    source_files(config.data)
+
+
+def prepare_run(
+    config: Config,
+    plan: Plan,
+    folder: Path,
+    resume: bool,
+    lock: Lock,
+    watch: Callable[[int, int], None],
+) -> tuple[Config, Corpus]:
+    """Read the text, lock the folder, and write the files that every rank will read.
+
+    Calls `watch` with the amount of text that is done, and with the total.
+    """
+    sizes = model_sizes(config)
+    check_memory(config, plan, sizes)
+    corpus = open_corpus(config.data, cache_of(config, folder), watch)
+    if resume:
+        check_resumable(folder / CHECKPOINTS, sizes, corpus, config.run.seed)
+    if Path(config.schedule.name).suffix:  # a file: the run keeps its own copy of it
+        schedule = replace(config.schedule, name=str(folder / PLAN_FILE))
+        config = replace(config, schedule=schedule)
+    config = with_absolute_paths(config)
+    text = dump_config(config, f"penstock train {folder} --resume")
+    try:
+        lock.claim(folder)
+        (folder / CONFIG_FILE).write_text(text, encoding="utf-8")
+        keep_tokenizer(config.data.tokenizer, folder)
+    except OSError as error:
+        hint = "name another run.folder"
+        if error.errno == ENOSPC:
+            hint = "free some space there, or name another run.folder"
+        raise FileError(
+            f"cannot write to {folder}: {error.strerror}\n  {hint}"
+        ) from None
+    _write_plan(plan, folder)
+    return config, corpus
+
+
+def _write_plan(plan: Plan, folder: Path) -> None:
+    """Write the plan; a timeline that was measured with another plan is removed."""
+    file = folder / PLAN_FILE
+    if file.is_file() and file.read_text(encoding="utf-8") != dump_plan(plan):
+        (folder / TIMELINE).unlink(missing_ok=True)
+    write_plan(plan, file)
+
+
+# ---------------------------------------------------------------- the config
+def _read_source(
+    source: Path | None, preset_name: str | None, changes: Sequence[str]
+) -> Config:
+    if source is None:
+        config = preset(preset_name or DEFAULT_PRESET)
+        return check_config(apply_changes(config, changes))
+    if preset_name:
+        raise ConfigError(
+            f"--preset {preset_name} is for a run without a config, but {source} was "
+            "given\n"
+            f"  write preset = {preset_name!r} at the top of the config, or leave one "
+            "of the two out"
+        )
+    if not _is_folder(source):
+        return read_config(source, changes)
+    file = source / CONFIG_FILE
+    if not file.is_file():
+        raise FileError(
+            f"{source} is not the folder of a run: it has no {CONFIG_FILE}\n"
+            "  name the folder of a run, or a config; `penstock init` writes one"
+        )
+    return read_config(file, changes)
+
+
+def _is_folder(source: Path | None) -> bool:
+    return source is not None and source.is_dir()
+
+
+def _changes_key(changes: Sequence[str], key: str) -> bool:
+    return any(change.strip().startswith(key) for change in changes)
+
+
+# ---------------------------------------------------------------- the folder
+def _run_folder(
+    source: Path | None,
+    preset_name: str | None,
+    changes: Sequence[str],
+    config: Config,
+    exists: bool,
+) -> Path:
+    """Return the folder of the run: the source, the config's, or one named after it."""
+    if source is not None and source.is_dir():
+        if not _changes_key(changes, "run.folder"):
+            return source
+    elif under_launcher() and not config.run.folder:
+        raise ConfigError(
+            "under a launcher all ranks must know the folder: "
+            "--set run.folder=runs/NAME"
+        )
+    if config.run.folder:
+        return Path(config.run.folder)
+    if source is not None and not source.is_dir():
+        return _numbered_folder(source.stem, exists)
+    return _numbered_folder(preset_name or DEFAULT_PRESET, exists)
+
+
+def _numbered_folder(name: str, exists: bool) -> Path:
+    """Return the first folder of this name that is free, or the last that exists.
+
+    The folders are called name, name-2, name-3 and so on.
+    """
+    last = None
+    for number in range(1, MAX_RUNS_OF_A_NAME + 1):
+        folder = RUNS_FOLDER / (name if number == 1 else f"{name}-{number}")
+        if folder.exists():
+            last = folder
+        elif not exists:
+            return folder
+    if exists:
+        return last or RUNS_FOLDER / name
+    raise ConfigError(
+        f"{RUNS_FOLDER} already has {MAX_RUNS_OF_A_NAME} runs called {name}\n"
+        "  remove some, or name another run.folder"
+    )
