@@ -25,10 +25,10 @@ from penstock.plan.slices import (
     best_cuts,
     document_planner,
     documents_schedule,
+    dynamic_program,
     latency_of,
     layouts,
     longest_path,
-    passes,
     plan_documents,
     sliced_plans,
     times_from_curves,
@@ -36,14 +36,14 @@ from penstock.plan.slices import (
     uneven_cuts,
 )
 from penstock.plan.slices.closed_form import equal_length, equal_time
-from penstock.plan.slices.curves import (
+from penstock.plan.slices.label_search import search_exactly
+from penstock.plan.slices.planner import key_value_gradient_bytes
+from penstock.plan.slices.stage_times import (
     StageTables,
     even_times,
     pipeline_of,
     tabulate_slices,
 )
-from penstock.plan.slices.exact import search_exactly
-from penstock.plan.slices.planner import key_value_gradient_bytes
 from penstock.schedules.orders import loop_placement
 from penstock.schedules.transforms import recut, slice_tokens
 
@@ -92,7 +92,7 @@ def random_table(rng: np.random.Generator, points: int, sort: int) -> np.ndarray
 )  # with limits probed first, as for large tables, and without
 @pytest.mark.parametrize("kinds", [1, 2])
 def test_cuts_are_those_of_trying_all(kinds, tiny, monkeypatch):
-    monkeypatch.setattr(passes, "FEW_SLICES", tiny)
+    monkeypatch.setattr(dynamic_program, "FEW_SLICES", tiny)
     rng = np.random.default_rng(kinds + tiny)
     for turn in range(600 if tiny else 300):
         points, stages = int(rng.integers(1, 8)), int(rng.integers(1, 12))
@@ -875,7 +875,7 @@ def nonsense() -> list[tuple[str, Callable[[], object]]]:
             lambda: layouts(3, 4, lambda pipe, tensor, rows: None),
         ),
         (
-            r"2 slices between the cuts, 3 in the schedule",
+            r"the cuts make 2 slices, but the schedule has 3",
             lambda: recut(three, (0, 4, 8)),
         ),
         (r"0 pieces of a part", lambda: finer(cost, 0)),

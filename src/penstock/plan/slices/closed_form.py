@@ -17,7 +17,7 @@ import numpy as np
 
 from penstock.cost.curve import Seconds
 from penstock.ir.table import Floats
-from penstock.plan.slices.grid import SliceTimes
+from penstock.plan.slices.slice_times import SliceTimes
 
 FIT_SAMPLES = 12  # prefixes, and lengths, that are fitted
 

@@ -20,7 +20,9 @@ from functools import partial
 import numpy as np
 
 from penstock.errors import ShapeError
-from penstock.plan.slices.branch import (
+from penstock.plan.slices.closed_form import starting_cuts
+from penstock.plan.slices.dynamic_program import pass_over, probes_for
+from penstock.plan.slices.limit_search import (
     BestSlices,
     LimitedPass,
     RowGroup,
@@ -29,9 +31,7 @@ from penstock.plan.slices.branch import (
     least_latency,
     peak_allowance,
 )
-from penstock.plan.slices.closed_form import starting_cuts
-from penstock.plan.slices.grid import SliceTimes
-from penstock.plan.slices.passes import pass_over, probes_for
+from penstock.plan.slices.slice_times import SliceTimes
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ def best_cuts(
     With `patience` the search stops after so many passes, with the best it has and a bound.
 
     >>> from penstock.cost import Seconds
-    >>> from penstock.plan.slices.grid import times_from_curves
+    >>> from penstock.plan.slices.slice_times import times_from_curves
     >>> linear = Seconds(base=1.0, token=1.0)
     >>> best_cuts(times_from_curves(12, 1, [linear], [linear]), stages=4).lengths
     (2, 2, 2, 2, 2, 2)
@@ -105,7 +105,7 @@ def best_batch(
     through one pipeline, so the longest slice of any of them counts, and the groups are what fills the batch cheapest.
 
     >>> from penstock.cost import Seconds
-    >>> from penstock.plan.slices.grid import times_from_curves
+    >>> from penstock.plan.slices.slice_times import times_from_curves
     >>> curves = {1: [Seconds(base=1.0, token=1.0)], 2: [Seconds(base=1.0, token=1.5)]}
     >>> best_batch({rows: times_from_curves(4, 1, each, each) for rows, each in curves.items()}, batch=2, stages=2).groups
     (Group(rows=2, lengths=(2, 2)),)

@@ -31,15 +31,15 @@ from penstock.ir.action import Action, Op
 from penstock.ir.compiled import at_speed
 from penstock.ir.schedule import MicroBatch, Schedule, schedule_of
 from penstock.ir.table import Floats, Ints
-from penstock.plan.slices.curves import stage_curves
-from penstock.plan.slices.grid import (
+from penstock.plan.slices.dynamic_program import EXPECTED_PASSES, reach, retrace
+from penstock.plan.slices.slice_times import (
     Grid,
     add_curves,
     full_grid,
     seconds_along,
     times_from_curves,
 )
-from penstock.plan.slices.passes import EXPECTED_PASSES, reach, retrace
+from penstock.plan.slices.stage_times import stage_curves
 from penstock.schedules.orders import loop_placement, weave, whole_backwards
 
 MAX_LIMITS_TRIED = 12  # limits that are tried

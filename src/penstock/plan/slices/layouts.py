@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from penstock.errors import ShapeError
 from penstock.plan.slices.cuts import Slicing, best_batch
-from penstock.plan.slices.grid import SliceTimes, whole_sequence_grid
+from penstock.plan.slices.slice_times import SliceTimes, whole_sequence_grid
 
 ROW_COUNTS = (1, 2, 4, 8)  # sequences that may go through together
 

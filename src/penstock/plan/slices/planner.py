@@ -37,15 +37,15 @@ from penstock.plan.candidates import (
     with_split,
 )
 from penstock.plan.slices.closed_form import equal_length
-from penstock.plan.slices.curves import (
+from penstock.plan.slices.cuts import best_cuts
+from penstock.plan.slices.stage_times import (
     Pipeline,
     even_times,
     mean_pipeline,
     pipeline_of,
     tabulate_slices,
 )
-from penstock.plan.slices.cuts import best_cuts
-from penstock.plan.slices.uneven import uneven_cuts
+from penstock.plan.slices.uneven_stages import uneven_cuts
 from penstock.schedules import make
 from penstock.schedules.orders import loop_placement, require_at_least
 from penstock.schedules.transforms import recut, slice_tokens

@@ -32,10 +32,14 @@ import numpy as np
 from penstock.errors import ShapeError
 from penstock.ir.compiled import at_speed
 from penstock.ir.table import Floats, Ints
-from penstock.plan.slices.curves import StageTables
 from penstock.plan.slices.cuts import best_cuts
-from penstock.plan.slices.exact import RemainingTimes, remaining_times, search_exactly
-from penstock.plan.slices.grid import TableTimes
+from penstock.plan.slices.label_search import (
+    RemainingTimes,
+    remaining_times,
+    search_exactly,
+)
+from penstock.plan.slices.slice_times import TableTimes
+from penstock.plan.slices.stage_times import StageTables
 
 MAX_EXACT_POINTS = 256  # points up to which the exact search is tried
 MAX_BOUND_PASSES = 400  # passes for one bound

@@ -14,8 +14,13 @@ import numpy as np
 
 from penstock.ir.compiled import at_speed
 from penstock.ir.table import Floats, Ints
-from penstock.plan.slices.branch import PROBE_ROUNDS, LimitedPass, RowGroup, SliceSum
-from penstock.plan.slices.grid import Grid, narrow_grid
+from penstock.plan.slices.limit_search import (
+    PROBE_ROUNDS,
+    LimitedPass,
+    RowGroup,
+    SliceSum,
+)
+from penstock.plan.slices.slice_times import Grid, narrow_grid
 
 LIMIT_RATIO = 1.2  # between the limits for which a grid is made narrower
 FEW_SLICES = 1000  # slices

@@ -20,14 +20,14 @@ from penstock.errors import ShapeError
 from penstock.ir.action import Action, Op
 from penstock.ir.schedule import MicroBatch, Schedule, Stage
 from penstock.ir.table import Floats
-from penstock.plan.slices.grid import (
+from penstock.plan.slices.slice_times import (
     SliceTimes,
     TableTimes,
     add_curves,
     seconds_along,
     times_from_curves,
 )
-from penstock.schedules.listing import in_turn
+from penstock.schedules.list_scheduling import in_turn
 
 EQUAL_TIME_SHARE = 1e-9  # shares of a time closer than this are equal
 MAX_TABLE_POINTS = 48  # points for which every slice may be asked for

@@ -17,7 +17,7 @@ import numpy as np
 
 from penstock.ir.compiled import at_speed
 from penstock.ir.table import Floats, Ints
-from penstock.plan.slices.curves import StageTables
+from penstock.plan.slices.stage_times import StageTables
 
 LIMIT_LEVELS = 128  # limits for which what must come is reckoned
 EQUAL_TIME_FACTOR = 1 + 1e-12  # times within this are equal
