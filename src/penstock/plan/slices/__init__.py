@@ -14,7 +14,11 @@ from penstock.plan.slices.slice_times import (
     times_from_curves,
     times_from_table,
 )
-from penstock.plan.slices.uneven_stages import UnevenSlicing, longest_path, uneven_cuts
+from penstock.plan.slices.uneven_stages import (
+    UnevenSlicing,
+    longest_path,
+    uneven_cuts,
+)
 
 __all__ = [
     "DocumentPlan",

@@ -1,8 +1,10 @@
-"""One pass over a grid: the least sum of slices whose peaks stay below limits, a shortest path from start to end.
+"""TeraPipe's dynamic program, one pass over a grid: the least sum of slices whose peaks stay below limits.
+
+It is a shortest path from the start of the sequence to its end:
 
 points  0 ─► 1 ─► 2 ─► 3 ─► 4        best[0] = 0
-        └────────►┘     ▲            best[e] = the least, over slices from p to e below the limits,
-                  └─────┘                      of best[p] + its sum
+        └────────►┘     ▲            best[e] = the least value, over slices from p to e below the limits,
+                  └─────┘                      of best[p] + the sum of the slice
 """
 
 from __future__ import annotations
@@ -22,37 +24,54 @@ from penstock.plan.slices.limit_search import (
 )
 from penstock.plan.slices.slice_times import Grid, narrow_grid
 
-LIMIT_RATIO = 1.2  # between the limits for which a grid is made narrower
-FEW_SLICES = 1000  # slices
-EXPECTED_PASSES = 32  # about as many as a search makes: decides whether compiling pays
+# The ratio between the limits for which a narrower copy of the grid is made.
+LIMIT_RATIO = 1.2
+# Limits below this share of the highest peak use the whole grid.
+LEAST_LIMIT_SHARE = 1e-6
+# Up to this many slices a search ends sooner without probing.
+FEW_SLICES = 1000
+# The passes that a search makes, roughly: they decide whether compiling pays.
+EXPECTED_PASSES = 32
 
 
 def probes_for(*grids: Grid) -> int:
-    """Rounds of probing that pay: none where passes are so short that a search ends sooner without."""
-    return PROBE_ROUNDS if sum(len(grid.sums) for grid in grids) > FEW_SLICES else 0
+    """Return the rounds of probing that pay for a search over these grids."""
+    slices = sum(len(grid.sums) for grid in grids)
+    return PROBE_ROUNDS if slices > FEW_SLICES else 0
 
 
 def pass_over(grid: Grid, slices: int | None = None, rows: int = 1) -> LimitedPass:
-    """Passes over a grid for any limits, over the slices of so many rows; `slices`: over exactly so many slices."""
-    points, layers = len(grid.first) - 1, slices or 1
-    size = len(grid.sums) * EXPECTED_PASSES * layers
-    walk = at_speed(reach, size) if slices is None else at_speed(_reach_in_layers, size)
-    back = at_speed(retrace, size)
-    reached = np.empty((layers + 1 if slices else 1, points + 1))
-    steps, highest = np.empty(points, dtype=np.int64), np.empty(2)
-    totals = grid.peaks.sum(axis=0)
-    most = float(totals.max(initial=0.0, where=np.isfinite(totals)))
-    narrow = {0: grid}
+    """Return a function that makes passes over a grid, for any limits.
 
-    def seek(limits: Sequence[float], total: float) -> SliceSum | None:
+    The slices it finds are those of `rows` rows. With `slices`, it looks only for paths
+    of exactly this many slices.
+    """
+    points = len(grid.first) - 1
+    layers = slices or 1
+    size = len(grid.sums) * EXPECTED_PASSES * layers
+    walk = at_speed(reach if slices is None else _reach_in_layers, size)
+    walk_back = at_speed(retrace, size)
+    reached = np.empty((layers + 1 if slices else 1, points + 1))
+    steps = np.empty(points, dtype=np.int64)
+    highest = np.empty(2)
+    totals = grid.peaks.sum(axis=0)
+    highest_total = float(totals.max(initial=0.0, where=np.isfinite(totals)))
+    narrow_grids = {0: grid}
+
+    def grid_for(total: float) -> Grid:
+        """The slices that a pass must look at: a low limit leaves few."""
+        level = 0
+        if highest_total * LEAST_LIMIT_SHARE < total < highest_total:
+            level = int(math.log(highest_total / total, LIMIT_RATIO))
+        if level not in narrow_grids:
+            limit = 1.000001 * highest_total / LIMIT_RATIO**level
+            narrow_grids[level] = narrow_grid(grid, limit)
+        return narrow_grids[level]
+
+    def run_pass(limits: Sequence[float], total: float) -> SliceSum | None:
         total = min(total, sum(limits))
-        level = (
-            int(math.log(most / total, LIMIT_RATIO)) if most / 1e6 < total < most else 0
-        )
-        if level not in narrow:  # a low limit leaves few slices: walk over those alone
-            narrow[level] = narrow_grid(grid, 1.000001 * most / LIMIT_RATIO**level)
-        first, sums, peaks = narrow[level]
-        given = (
+        first, sums, peaks = grid_for(total)
+        arguments = (
             first,
             sums,
             peaks[0],
@@ -63,17 +82,16 @@ def pass_over(grid: Grid, slices: int | None = None, rows: int = 1) -> LimitedPa
             total,
             reached,
         )
-        walk(*given)
-        if reached[-1, points] == math.inf:
+        walk(*arguments)
+        least_sum = float(reached[-1, points])
+        if least_sum == math.inf:
             return None
-        group = RowGroup(
-            rows, tuple(steps[: back(*given, points, steps, highest)][::-1].tolist())
-        )
-        return SliceSum(
-            float(reached[-1, points]), tuple(highest[: len(peaks)].tolist()), (group,)
-        )
+        count = walk_back(*arguments, points, steps, highest)
+        lengths = tuple(steps[:count][::-1].tolist())
+        peak_values = tuple(highest[: len(peaks)].tolist())
+        return SliceSum(least_sum, peak_values, (RowGroup(rows, lengths),))
 
-    return seek
+    return run_pass
 
 
 def reach(
@@ -87,31 +105,31 @@ def reach(
     total: float,
     reached: Floats,
 ) -> None:
-    """The least sum at every point. Written without branches inside, so that it compiles to vector instructions."""
+    """Fill `reached` with the least sum at every point.
+
+    The inner loops have no branches, so that they compile to vector instructions.
+    """
     best = reached[0]
     best[:] = np.inf
     best[0] = 0.0
     for prefix in range(len(first) - 1):
-        here, begin = best[prefix], first[prefix]
+        here = best[prefix]
+        begin = first[prefix]
         if here == np.inf:
             continue
         if both:
             for k in range(first[prefix + 1] - begin):
-                a, b = one[begin + k], other[begin + k]
-                there = (
-                    here + sums[begin + k]
-                    if (a < limit) & (b < limit_other) & (a + b < total)
-                    else np.inf
-                )
-                best[prefix + 1 + k] = (
-                    there if there < best[prefix + 1 + k] else best[prefix + 1 + k]
-                )
+                a = one[begin + k]
+                b = other[begin + k]
+                fits = (a < limit) & (b < limit_other) & (a + b < total)
+                there = here + sums[begin + k] if fits else np.inf
+                known = best[prefix + 1 + k]
+                best[prefix + 1 + k] = there if there < known else known
         else:
             for k in range(first[prefix + 1] - begin):
                 there = here + sums[begin + k] if one[begin + k] < limit else np.inf
-                best[prefix + 1 + k] = (
-                    there if there < best[prefix + 1 + k] else best[prefix + 1 + k]
-                )
+                known = best[prefix + 1 + k]
+                best[prefix + 1 + k] = there if there < known else known
 
 
 def _reach_in_layers(
@@ -125,24 +143,25 @@ def _reach_in_layers(
     total: float,
     reached: Floats,
 ) -> None:
-    """The least sum at every point with 0, 1, 2, ... slices, a row for each number."""
+    """Fill `reached` with the least sum at every point with 0, 1, 2, ... slices, a row for each number."""
     reached[:] = np.inf
     reached[0, 0] = 0.0
     for layer in range(len(reached) - 1):
-        now, then = reached[layer], reached[layer + 1]
+        now = reached[layer]
+        then = reached[layer + 1]
         for prefix in range(layer, len(first) - 1):
-            here, begin = now[prefix], first[prefix]
+            here = now[prefix]
+            begin = first[prefix]
             if here == np.inf:
                 continue
             for k in range(first[prefix + 1] - begin):
-                a, b = one[begin + k], other[begin + k]
-                fits = (a < limit) & (
-                    (not both) | ((b < limit_other) & (a + b < total))
-                )
+                a = one[begin + k]
+                b = other[begin + k]
+                other_fits = (b < limit_other) & (a + b < total)
+                fits = (a < limit) & ((not both) | other_fits)
                 there = here + sums[begin + k] if fits else np.inf
-                then[prefix + 1 + k] = (
-                    there if there < then[prefix + 1 + k] else then[prefix + 1 + k]
-                )
+                known = then[prefix + 1 + k]
+                then[prefix + 1 + k] = there if there < known else known
 
 
 def retrace(
@@ -159,10 +178,14 @@ def retrace(
     steps: Ints,
     highest: Floats,
 ) -> int:
-    """The slices of the least sum up to a point, last first, into `steps`, and their peaks; how many slices."""
-    layer, count = len(reached) - 1, 0
-    highest[:] = 0.0
+    """Write the slices of the least sum up to a point into `steps`, last first, and their peaks into `highest`.
+
+    Returns the number of slices.
+    """
+    layer = len(reached) - 1
     layered = layer > 0
+    count = 0
+    highest[:] = 0.0
     while point > 0:
         now = reached[layer]
         before = reached[layer - 1] if layered else now
@@ -171,7 +194,8 @@ def retrace(
             k = point - 1 - prefix
             at = first[prefix] + k
             if at < first[prefix + 1] and before[prefix] + sums[at] == now[point]:
-                a, b = one[at], other[at]
+                a = one[at]
+                b = other[at]
                 if a < limit and (not both or (b < limit_other and a + b < total)):
                     break
             prefix -= 1
