@@ -26,7 +26,7 @@ import numpy as np
 from penstock.cost import ModelCost, PartCost, Seconds
 from penstock.plan.slices.cuts import best_batch, best_cuts
 from penstock.plan.slices.documents import document_planner, plan_documents
-from penstock.plan.slices.grid import times_from_curves, times_from_table
+from penstock.plan.slices.slice_times import times_from_curves, times_from_table
 
 ROOT = Path(__file__).parent.parent
 RESULT = ROOT / "docs" / "results" / "slicing.md"

@@ -25,8 +25,8 @@ from pathlib import Path
 import numpy as np
 from tables import table
 
-from penstock.plan.slices.grid import TableTimes
 from penstock.plan.slices.layouts import Layout, layout
+from penstock.plan.slices.slice_times import TableTimes
 
 RESULT = Path(__file__).parent.parent / "docs" / "results" / "terapipe.md"
 GRAIN = 8  # tokens; the paper's

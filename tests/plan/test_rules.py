@@ -19,7 +19,7 @@ from penstock.plan.paths.rules import (
     part_orders,
     part_subsets,
 )
-from penstock.schedules.listing import list_schedule
+from penstock.schedules.list_scheduling import list_schedule
 
 STAGES = [
     *(Stage(part, part) for part in range(6)),

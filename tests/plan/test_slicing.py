@@ -25,10 +25,10 @@ from penstock.plan.slices import (
     best_cuts,
     document_planner,
     documents_schedule,
+    dynamic_program,
     latency_of,
     layouts,
     longest_path,
-    passes,
     plan_documents,
     sliced_plans,
     times_from_curves,
@@ -36,14 +36,14 @@ from penstock.plan.slices import (
     uneven_cuts,
 )
 from penstock.plan.slices.closed_form import equal_length, equal_time
-from penstock.plan.slices.curves import (
+from penstock.plan.slices.label_search import search_exactly
+from penstock.plan.slices.planner import key_value_gradient_bytes
+from penstock.plan.slices.stage_times import (
     StageTables,
     even_times,
     pipeline_of,
     tabulate_slices,
 )
-from penstock.plan.slices.exact import search_exactly
-from penstock.plan.slices.planner import key_value_gradient_bytes
 from penstock.schedules.orders import loop_placement
 from penstock.schedules.transforms import recut, slice_tokens
 
@@ -92,7 +92,7 @@ def random_table(rng: np.random.Generator, points: int, sort: int) -> np.ndarray
 )  # with limits probed first, as for large tables, and without
 @pytest.mark.parametrize("kinds", [1, 2])
 def test_cuts_are_those_of_trying_all(kinds, tiny, monkeypatch):
-    monkeypatch.setattr(passes, "FEW_SLICES", tiny)
+    monkeypatch.setattr(dynamic_program, "FEW_SLICES", tiny)
     rng = np.random.default_rng(kinds + tiny)
     for turn in range(600 if tiny else 300):
         points, stages = int(rng.integers(1, 8)), int(rng.integers(1, 12))
@@ -596,7 +596,7 @@ def test_a_memory_limit_is_kept_and_forces_slices():
         row.slices >= 6 for row in plans.rows
     )  # (s + 3) / s micro-batches are held
     assert plans.best.speedup is None
-    assert "nothing fits that is not sliced" in plans.verdict
+    assert "nothing fits without slices" in plans.verdict
     with pytest.raises(
         ShapeError, match=r"nothing fits into a memory of 100; the least is .+ with "
     ):
@@ -735,7 +735,7 @@ def test_layouts_are_all_ways_to_use_the_devices_and_the_best_is_first():
     )
     assert all(each.bytes <= 4 for each in small)
     assert 0 < len(small) < len(layouts(12, 6, times_of, most=4))
-    with pytest.raises(ShapeError, match=r"memory of 0\.5; the least takes 1"):
+    with pytest.raises(ShapeError, match=r"memory of 0\.5; the smallest takes 1"):
         layouts(
             12,
             6,
@@ -805,7 +805,7 @@ def nonsense() -> list[tuple[str, Callable[[], object]]]:
     return [
         (r"is square.+4 by 3", lambda: times_from_table(np.ones((4, 3)))),
         (
-            r"forwards are 4 by 4, backwards 3 by 3",
+            r"forwards is 4 by 4, but that of backwards is 3 by 3",
             lambda: times_from_table(square, np.ones((3, 3))),
         ),
         (
@@ -813,9 +813,12 @@ def nonsense() -> list[tuple[str, Callable[[], object]]]:
             lambda: times_from_table(wrong),
         ),
         (r"takes nan seconds", lambda: times_from_table(np.full((2, 2), np.nan))),
-        (r"0 stages; the least is 1", lambda: best_cuts(times_from_table(square), 0)),
         (
-            r"5 slices of 4 points; the least is 1, the most 4",
+            r"0 stages are too few; the least is 1",
+            lambda: best_cuts(times_from_table(square), 0),
+        ),
+        (
+            r"4 points cannot have 5 slices; the least is 1, the most 4",
             lambda: best_cuts(times_from_table(square), 2, slices=5),
         ),
         (
@@ -823,7 +826,7 @@ def nonsense() -> list[tuple[str, Callable[[], object]]]:
             lambda: best_cuts(times_from_table(np.full((2, 2), np.inf)), 2),
         ),
         (
-            r"slices of \[1, 2\] points make 3; the sequence has 4",
+            r"slices of \[1, 2\] points make 3, but the sequence has 4",
             lambda: latency_of(times_from_table(square), 2, [1, 2]),
         ),
         (r"a batch of 0 rows", lambda: best_batch({1: times_from_table(square)}, 0, 2)),
@@ -832,11 +835,11 @@ def nonsense() -> list[tuple[str, Callable[[], object]]]:
             lambda: best_batch({2: times_from_table(square)}, 3, 2),
         ),
         (
-            r"0 points of 8 tokens with 1 peaks",
+            r"0 points of 8 tokens with 1 peaks make no grid",
             lambda: times_from_curves(0, 8, curve, curve),
         ),
         (
-            r"4 points of 8 tokens with 3 peaks",
+            r"4 points of 8 tokens with 3 peaks make no grid",
             lambda: times_from_curves(4, 8, curve, curve * 3),
         ),
         (
@@ -853,15 +856,18 @@ def nonsense() -> list[tuple[str, Callable[[], object]]]:
             lambda: uneven_cuts(stage_tables(3, 3, np.inf)),
         ),
         (
-            r"1000 tokens in steps of 64 do not come out even; 1024 would",
+            r"1000 tokens cannot be cut in steps of 64 without a remainder; 1024 can",
             lambda: sliced_plans(2, 1, 1000, cost, 64),
         ),
-        (r"0 micro-batches", lambda: uneven_cuts(stage_tables(3, 3), 0)),
+        (
+            r"0 micro-batches are too few; the least is 1",
+            lambda: uneven_cuts(stage_tables(3, 3), 0),
+        ),
         (
             r"document 1 has 65 tokens; the least is 1, the most here 64",
             lambda: plan_documents(desk, [3, 65]),
         ),
-        (r"0 documents", lambda: plan_documents(desk, [])),
+        (r"0 documents are too few; the least is 1", lambda: plan_documents(desk, [])),
         (
             r"units of 4 tokens in steps of 8",
             lambda: document_planner(2, cost, 64, 8, 4),
@@ -871,14 +877,14 @@ def nonsense() -> list[tuple[str, Callable[[], object]]]:
             lambda: layouts(0, 4, lambda pipe, tensor, rows: None),
         ),
         (
-            r"no way to lay out 3 devices for a batch of 4",
+            r"3 devices cannot be laid out for a batch of 4",
             lambda: layouts(3, 4, lambda pipe, tensor, rows: None),
         ),
         (
-            r"2 slices between the cuts, 3 in the schedule",
+            r"the cuts make 2 slices, but the schedule has 3",
             lambda: recut(three, (0, 4, 8)),
         ),
-        (r"0 pieces of a part", lambda: finer(cost, 0)),
+        (r"a part cannot be cut into 0 pieces", lambda: finer(cost, 0)),
     ]
 
 

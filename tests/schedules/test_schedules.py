@@ -14,7 +14,7 @@ from penstock.errors import PenstockError, ShapeError, UnknownNameError
 from penstock.ir import lower, schedule_of, verify
 from penstock.schedules import most_actions, shape_of
 from penstock.schedules.facts import FACTS
-from penstock.schedules.hanayo import unit
+from penstock.schedules.hanayo import hanayo_unit
 from penstock.schedules.orders import only_first
 from penstock.schedules.size import MAX_ACTIONS
 from penstock.schedules.skip_paths import default_skips
@@ -150,7 +150,7 @@ for chunks in (2, 4):
     )
 for waves in (1, 2, 4):
     MAKERS[f"hanayo_w{waves}_static"] = lambda p, m, w=waves: repeat(
-        unit(p, p, w), m // p
+        hanayo_unit(p, p, w), m // p
     )
 
 
@@ -249,7 +249,7 @@ def test_hanayo_takes_the_time_of_the_formula(waves):
 @pytest.mark.parametrize("waves", [1, 2, 4])
 def test_more_micro_batches_than_ranks_beat_one_unit_after_the_other(ranks, waves):
     for microbatches in {ranks + 1, 2 * ranks - 1, 2 * ranks, 3 * ranks}:
-        units = repeat(unit(ranks, ranks, waves), -(-microbatches // ranks))
+        units = repeat(hanayo_unit(ranks, ranks, waves), -(-microbatches // ranks))
         lanes = [only_first(list(lane), microbatches) for lane in units.lanes]
         one_by_one = schedule_of(units.stages, units.microbatches[:microbatches], lanes)
         ours = make("hanayo", ranks=ranks, microbatches=microbatches, waves=waves)

@@ -24,7 +24,7 @@ from penstock.cost import NoisyCost
 from penstock.cost.columns import columns
 from penstock.errors import ShapeError
 from penstock.ir import MicroBatch, Op, Stage, parse_action, schedule_of
-from penstock.schedules.listing import in_turn
+from penstock.schedules.list_scheduling import in_turn
 from random_schedules import random_cost, random_schedule
 
 

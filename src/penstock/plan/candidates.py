@@ -23,7 +23,7 @@ from penstock.ir.schedule import Schedule, Stage
 from penstock.plan.bound import lower_bound
 from penstock.schedules import REGISTRY, make, shape_of
 from penstock.schedules.facts import FACTS
-from penstock.schedules.listing import (
+from penstock.schedules.list_scheduling import (
     Priority,
     backward_first,
     defer_weights,

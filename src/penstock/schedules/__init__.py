@@ -1,4 +1,4 @@
-"""Every schedule by its name."""
+"""The library of schedules, each found by its name."""
 
 from __future__ import annotations
 
@@ -42,62 +42,71 @@ REGISTRY: dict[str, Callable[..., Schedule]] = {
     "skip": skip,
 }
 
+# The shape words that every schedule accepts beside its own; see `make`.
+FOR_ALL = ("slices", "split", "copies")
+
 
 def shape_of(name: str) -> tuple[str, ...]:
-    """The words of a schedule's own shape: `ranks`, `microbatches`, ..."""
+    """Return the words of a schedule's own shape, such as `ranks` and `microbatches`."""
     if name not in REGISTRY:
         raise UnknownNameError("schedule", name, REGISTRY)
     return tuple(signature(REGISTRY[name]).parameters)
 
 
-FOR_ALL = (
-    "slices",
-    "split",
-    "copies",
-)  # words of shape that any schedule takes: see `make`
-
-
 def most_actions(name: str, **shape: int) -> int:
-    """The most actions that `make` would build for this name and shape; 0 if a number is not positive.
+    """Return an upper bound on the actions that `make` builds for this name and shape.
+
+    The result is 0 if a number of the shape is not positive.
 
     >>> most_actions("seq1f1b", ranks=2, microbatches=3, slices=4)
     48
     """
-    words = signature(REGISTRY[name]).parameters.values()
-    usual = {word.name: word.default for word in words if isinstance(word.default, int)}
-    return count_actions(name, {**usual, **shape})
+    whole_shape = {}
+    for parameter in signature(REGISTRY[name]).parameters.values():
+        if isinstance(parameter.default, int):
+            whole_shape[parameter.name] = parameter.default
+    whole_shape.update(shape)
+    return count_actions(name, whole_shape)
 
 
 def make(name: str, **shape: int) -> Schedule:
-    """The schedule of that name and shape.
+    """Build the schedule with this name and shape.
 
-    Any schedule also takes `slices` (where that is not part of its own shape, each micro-batch is cut into so many
-    equal slices), `split=True` (its backwards are split), and `copies` (so many of it side by side, each with its own
-    micro-batches).
+    Beside the words of its own shape, every schedule accepts three more. `slices` cuts
+    each micro-batch into this many equal slices (some schedules have `slices` in their
+    own shape). `split=True` splits the backwards. `copies` puts this many copies of the
+    schedule side by side, each with its own micro-batches.
 
     >>> make("1f1b", ranks=4, microbatches=8).actions
     64
-    >>> make("hanayo", ranks=4, microbatches=4, waves=2, slices=2, split=True, copies=2).ranks
+    >>> shape = {"ranks": 4, "microbatches": 4, "waves": 2}
+    >>> make("hanayo", **shape, slices=2, split=True, copies=2).ranks
     8
     """
-    own = shape_of(name)
+    own_words = shape_of(name)
+    _check_words(name, own_words, shape)
+    title = " ".join([name, *(f"{word}={value}" for word, value in shape.items())])
+    refuse_size(most_actions(name, **shape), title)
+
+    own_shape = {word: value for word, value in shape.items() if word in own_words}
+    schedule = REGISTRY[name](**own_shape)
+    if "slices" in shape and "slices" not in own_words:
+        schedule = slice_tokens(schedule, even_cuts(shape["slices"]))
+    if shape.get("split"):
+        schedule = split_backward(schedule)
+    if "copies" in shape:
+        schedule = replicate(schedule, shape["copies"])
+    return schedule
+
+
+def _check_words(name: str, own_words: tuple[str, ...], shape: dict[str, int]) -> None:
+    """Refuse unknown words of a shape, and a shape without ranks or micro-batches."""
     for word in shape:
-        if word not in (*own, *FOR_ALL):
+        if word not in own_words and word not in FOR_ALL:
             raise ShapeError(
-                f"{name} has no {word}; its shape is {', '.join(own)}, and for all: {', '.join(FOR_ALL)}"
+                f"{name} has no {word}; its shape is {', '.join(own_words)}, "
+                f"and every schedule takes {', '.join(FOR_ALL)}"
             )
     missing = [word for word in ("ranks", "microbatches") if word not in shape]
     if missing:
         raise ShapeError(f"{name} needs {' and '.join(missing)}")
-    refuse_size(
-        most_actions(name, **shape),
-        " ".join([name, *(f"{word}={value}" for word, value in shape.items())]),
-    )
-    schedule = REGISTRY[name](
-        **{word: value for word, value in shape.items() if word in own}
-    )
-    if "slices" in shape and "slices" not in own:
-        schedule = slice_tokens(schedule, even_cuts(shape["slices"]))
-    if shape.get("split"):
-        schedule = split_backward(schedule)
-    return replicate(schedule, shape["copies"]) if "copies" in shape else schedule

@@ -1,4 +1,4 @@
-"""DualPipeV (DeepSeek-AI, 2025): a V of two chunks a rank whose middle pairs a forward with a backward to overlap."""
+"""DualPipeV (DeepSeek-AI, 2025): a V of two chunks per rank that pairs forwards with backwards for overlap."""
 
 from __future__ import annotations
 
@@ -14,48 +14,62 @@ from penstock.schedules.orders import (
 
 
 def dualpipe_v(ranks: int, microbatches: int) -> Schedule:
-    """F and B side by side in the middle, so that a runtime may overlap them; split backwards at both ends.
+    """F and B run side by side in the middle, so that a runtime may overlap them; backwards are split at both ends.
 
-    Below 2 * ranks micro-batches some are left out of that order. With B twice F (ranks=2, microbatches=4):
+    For fewer than 2 * ranks micro-batches, this is the order for 2 * ranks with some
+    left out. Drawn with B twice as long as F (ranks=2, microbatches=4):
 
     rank 0 | F0 F1 F2 F0 I0 W0 F1 F3 B1 -- F2 B0 -- B2 -- F3 .  B1 -- B3 -- I2 W2 I3 W3
     rank 1 | .  F0 F0 F1 F1 F2 B0 -- F2 B0 -- F3 B1 -- F3 B1 -- B2 -- B2 -- I3 I3 W3 W3
     """
     require_at_least(1, ranks=ranks, microbatches=microbatches)
-    stages, full = wave_placement(ranks, 1), max(microbatches, 2 * ranks)
-    lanes = [
-        only_first(_spelled(rank, ranks, full), microbatches) for rank in range(ranks)
-    ]
+    stages = wave_placement(ranks, 1)
+    built = max(microbatches, 2 * ranks)
+    lanes = []
+    for rank in range(ranks):
+        lane = _build_lane(rank, ranks, built)
+        lanes.append(only_first(lane, microbatches))
     return schedule_of(stages, paths_through(stages, microbatches), lanes)
 
 
-def _spelled(rank: int, ranks: int, microbatches: int) -> ActionList:
-    """Small letters for the way there, capitals for the way back, w for the oldest weight gradient that is due."""
-    near, deep = rank + 1, ranks - rank - 1
-    turn = "Bb" * near  # its second half is split
-    word = (
+def _build_lane(rank: int, ranks: int, microbatches: int) -> ActionList:
+    """Build the lane that a rank's letters spell.
+
+    Small letters are for the stage on the way there and capitals for the one on the way
+    back. The letter w runs the oldest weight gradient that is still due.
+    """
+    lane: ActionList = []
+    due_weights: ActionList = []
+    count = {"f": 0, "F": 0, "b": 0, "B": 0}
+    for letter in _spell_lane(rank, ranks, microbatches):
+        if letter == "w":
+            lane += due_weights[:1]
+            due_weights = due_weights[1:]
+            continue
+        stage = rank if letter.islower() else 2 * ranks - 1 - rank
+        counter = letter.replace("i", "b").replace("I", "B")
+        microbatch = count[counter]
+        lane.append(Action(Op(letter.upper()), stage, microbatch))
+        if letter in "iI":
+            due_weights.append(Action(Op.W, stage, microbatch))
+        count[counter] += 1
+    return lane
+
+
+def _spell_lane(rank: int, ranks: int, microbatches: int) -> str:
+    near = rank + 1
+    deep = ranks - rank - 1
+    last_backwards = "Bb" * near
+    whole = last_backwards[:near]
+    split = last_backwards[near:].translate(str.maketrans("bB", "iI"))
+    return (
         "ff" * deep
         + "fF" * near
         + "IwF" * deep
         + "fBFb" * (microbatches - 2 * ranks + near)
         + "BFb" * deep
-        + turn[:near]
-        + turn[near:].translate(str.maketrans("bB", "iI"))
+        + whole
+        + split
         + "wi" * deep
         + "w" * near
     )
-    lane: ActionList = []
-    due: ActionList = []
-    count = {"f": 0, "F": 0, "b": 0, "B": 0}
-    for letter in word:
-        if letter == "w":
-            lane += due[:1]
-            due = due[1:]
-            continue
-        stage = rank if letter.islower() else 2 * ranks - 1 - rank
-        counter = letter.replace("i", "b").replace("I", "B")
-        lane.append(Action(Op(letter.upper()), stage, count[counter]))
-        if letter in "iI":
-            due.append(Action(Op.W, stage, count[counter]))
-        count[counter] += 1
-    return lane

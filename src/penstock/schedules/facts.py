@@ -1,8 +1,9 @@
-"""What is known of each schedule: its paper, its idle time, its memory. Formulas are checked by the tests.
+"""Facts about each schedule: its paper, its idle time and its memory. The tests check the formulas.
 
-P ranks, M micro-batches, v chunks, W waves, s slices. `idle` is the time each rank waits in a step and `peak` the
-activations of the fullest rank, in F and in micro-batches of one rank, with B = 2 F, I = W = F, messages for nothing;
-both hold where `when` does. The bubble is idle / (3 M + idle).
+P is the number of ranks, M of micro-batches, v of chunks, W of waves and s of slices. `idle` is the time that each
+rank waits in a step, in units of F. `peak` is the activation memory of the fullest rank, counted in micro-batches of
+one rank. Both assume that B = 2 F, I = W = F and that messages are free, and both hold where the condition `when` is
+true. The bubble is idle / (3 M + idle).
 """
 
 from __future__ import annotations
@@ -12,14 +13,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class ScheduleFacts:
-    """Of one schedule. `idle` and `peak` are arithmetic; with `exact` false they are not to be exceeded."""
+    """The facts about one schedule. `idle`, `peak` and `when` are Python expressions; see above for the letters."""
 
     paper: str
     idle: str
     peak: str
     when: str = "True"
     weights: int = 1  # copies of the weights
-    exact: bool = True
+    exact: bool = True  # if false, `idle` and `peak` are upper bounds
 
 
 FACTS: dict[str, ScheduleFacts] = {

@@ -13,7 +13,9 @@ from penstock.schedules.orders import (
 
 
 def gpipe(ranks: int, microbatches: int) -> Schedule:
-    """Simple; every rank holds all micro-batches at the turn. With B twice F (ranks=3, microbatches=4):
+    """The simplest order, but every rank holds all micro-batches when the backwards begin.
+
+    Drawn with B twice as long as F (ranks=3, microbatches=4):
 
     rank 0 | F0 F1 F2 F3 .  .  .  .  .  .  B0 -- B1 -- B2 -- B3 --
     rank 1 | .  F0 F1 F2 F3 .  .  .  B0 -- B1 -- B2 -- B3 -- .  .

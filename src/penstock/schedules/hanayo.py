@@ -1,11 +1,11 @@
-"""Hanayo (Liu et al., 2023): stages in waves over the ranks; small bubbles with one copy of the weights."""
+"""Hanayo (Liu et al., 2023): stages run over the ranks in waves, for small bubbles with one copy of the weights."""
 
 from __future__ import annotations
 
 from penstock.cost.unit import UnitCost
 from penstock.ir.action import Action, Op
 from penstock.ir.schedule import Schedule, schedule_of
-from penstock.schedules.listing import Gate, list_schedule
+from penstock.schedules.list_scheduling import Gate, list_schedule
 from penstock.schedules.orders import (
     backwards,
     forwards,
@@ -17,25 +17,30 @@ from penstock.schedules.orders import (
 )
 from penstock.sim.simulate import simulate
 
+STREAM_COMM = 0.05  # latency of a hop, in F, at which the orders of a stream compete
+
 
 def hanayo(ranks: int, microbatches: int, waves: int = 1) -> Schedule:
-    """Two stages a wave on each rank; the turns at both ends cost no message. With B twice F
-    (ranks=2, microbatches=2, waves=1):
+    """Each wave has two stages on each rank; the turns at both ends need no message.
+
+    Drawn with B twice as long as F (ranks=2, microbatches=2, waves=1):
 
     rank 0 | F0 F1 .  F0 B0 -- F1 B1 -- .  B0 -- .  .  B1 --
     rank 1 | .  F0 F0 F1 F1 .  B0 -- B0 -- B1 -- B1 -- .  .
 
-    As many micro-batches as ranks is the unit of the paper, in the order of its figures; fewer are a unit with some
-    left out. More would be, in the paper, one unit after the other, each with its bubble; here one runs into the next.
+    The paper's unit has as many micro-batches as ranks, and its order here is that of
+    the paper's figures. Fewer micro-batches make a unit with some left out. More would
+    be several units in the paper, one after the other, each with its own bubble; here
+    each unit runs into the next.
     """
     require_at_least(1, ranks=ranks, microbatches=microbatches, waves=waves)
     if microbatches <= ranks:
-        return unit(ranks, microbatches, waves)
-    return stream(ranks, microbatches, waves)
+        return hanayo_unit(ranks, microbatches, waves)
+    return hanayo_stream(ranks, microbatches, waves)
 
 
-def unit(ranks: int, microbatches: int, waves: int) -> Schedule:
-    """The paper's order, for at most as many micro-batches as ranks."""
+def hanayo_unit(ranks: int, microbatches: int, waves: int) -> Schedule:
+    """The order of the paper, for at most as many micro-batches as ranks."""
     stages = wave_placement(ranks, waves)
     full = list_schedule(
         stages, paths_through(stages, ranks), UnitCost(), gates=_gates(ranks, waves)
@@ -44,71 +49,81 @@ def unit(ranks: int, microbatches: int, waves: int) -> Schedule:
     return schedule_of(stages, paths_through(stages, microbatches), lanes)
 
 
-def stream(ranks: int, microbatches: int, waves: int) -> Schedule:
-    """Any number of micro-batches without a pause between units, no more than `ranks` of them held on a rank.
+def hanayo_stream(ranks: int, microbatches: int, waves: int) -> Schedule:
+    """Run any number of micro-batches without a pause between units; no rank holds more than `ranks` of them.
 
-    One wave follows zero bubble's V, its backwards whole: 3 * microbatches + 2 * (ranks - 1) in all. More waves are the
-    better, at a hop of 1/20 F, of two list schedules: backwards first, counting F and B alike; or each action due when
-    a stream of micro-batches, one every half period, would have it.
+    One wave follows the V of zero bubble with whole backwards, and takes
+    3 * microbatches + 2 * (ranks - 1) in all. More waves take the faster of two list
+    schedules. One puts backwards first and counts F and B as equally long. The other
+    starts each action when a steady stream would, with one micro-batch every half period.
     """
     if waves == 1:
         return _one_wave(ranks, microbatches)
     stages = wave_placement(ranks, waves)
     table = paths_through(stages, microbatches)
-    alike = list_schedule(stages, table, UnitCost(B=1), ranks)
-    due = list_schedule(
+    backward_first = list_schedule(stages, table, UnitCost(B=1), ranks)
+    on_time = list_schedule(
         stages, table, UnitCost(), ranks, priority=_due, gates=_gates(ranks, waves)
     )
+    cost = UnitCost(comm=STREAM_COMM)
     return min(
-        alike,
-        due,
-        key=lambda schedule: simulate(schedule, UnitCost(comm=0.05)).makespan,
+        backward_first,
+        on_time,
+        key=lambda schedule: simulate(schedule, cost).makespan,
     )
 
 
 def _one_wave(ranks: int, microbatches: int) -> Schedule:
-    """Small letters for the way there, capitals for the way back: f b the one stage of a rank, F B the other."""
-    stages, full = wave_placement(ranks, 1), max(microbatches, 2 * ranks - 1)
+    """A stream of one wave.
+
+    Each lane is spelled in letters: f and b are the actions of the rank's stage on the
+    way there, F and B those of its stage on the way back.
+    """
+    stages = wave_placement(ranks, 1)
+    built = max(microbatches, 2 * ranks - 1)
     lanes = []
     for rank in range(ranks):
-        deep, back = ranks - rank, 2 * ranks - 1 - rank
-        word = (
+        deep = ranks - rank
+        back = 2 * ranks - 1 - rank
+        letters = (
             "f" * (2 * deep - 1)
             + "Ff" * rank
             + "FB" * deep
-            + "fbFB" * (full - ranks)
+            + "fbFB" * (built - ranks)
             + "bB" * rank
             + "b" * deep
         )
         queues = {
-            "f": forwards(rank, full),
-            "F": forwards(back, full),
-            "b": backwards(rank, full),
+            "f": forwards(rank, built),
+            "F": forwards(back, built),
+            "b": backwards(rank, built),
+            "B": backwards(back, built),
         }
-        queues["B"] = backwards(back, full)
-        lanes.append(only_first(interleave_queues(word, queues), microbatches))
+        lane = interleave_queues(letters, queues)
+        lanes.append(only_first(lane, microbatches))
     return schedule_of(stages, paths_through(stages, microbatches), lanes)
 
 
 def _due(schedule: Schedule, action: Action) -> tuple[int, ...]:
-    """In units of one stage's F: when a stream would have the action, B taking two."""
+    """When a steady stream would start the action, in units of one stage's F, with B twice as long."""
     stages = len(schedule.stages)
     waves = stages // (2 * schedule.ranks)
-    turn = (
-        action.stage if action.op is Op.F else stages + 2 * (stages - 1 - action.stage)
-    )
+    turn = action.stage
+    if action.op is not Op.F:
+        turn = stages + 2 * (stages - 1 - action.stage)
     return (turn + 3 * waves * action.microbatch,)
 
 
 def _gates(ranks: int, waves: int) -> list[Gate]:
-    """What the paper's figures obey: no leg runs further ahead of the one that follows it than it can use."""
+    """The rules that the paper's figures obey: no leg runs so far ahead that the next leg cannot keep up."""
     stages = 2 * ranks * waves
-    gates = [
-        Gate(Op.F, stage, Op.F, 2 * ranks - 1 - stage, ranks - stage)
-        for stage in range(ranks)
-    ]
+    gates = []
+    for stage in range(ranks):
+        mirrored = 2 * ranks - 1 - stage
+        gates.append(Gate(Op.F, stage, Op.F, mirrored, ranks - stage))
     gates += [Gate(Op.F, stage, Op.B, stage, stages - stage) for stage in range(stages)]
     for rank in range(ranks):
-        last, mirrored = stages - 1 - rank, stages - 2 * ranks + rank
+        last = stages - 1 - rank
+        mirrored = stages - 2 * ranks + rank
         gates.append(Gate(Op.B, last, Op.B, mirrored, ranks - rank))
     return gates

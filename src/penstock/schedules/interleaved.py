@@ -1,4 +1,4 @@
-"""Interleaved 1F1B (Narayanan et al., Megatron-LM, 2021): several chunks of the model on a rank, a smaller bubble."""
+"""Interleaved 1F1B (Narayanan et al., Megatron-LM, 2021): several chunks of the model per rank shrink the bubble."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from penstock.schedules.orders import (
 
 
 def interleaved(ranks: int, microbatches: int, chunks: int = 2) -> Schedule:
-    """Rounds of as many micro-batches as ranks, so that the next chunk's work is there when a chunk's is done.
+    """Micro-batches come in rounds of `ranks`, so that when a chunk is done, the next chunk has work waiting.
 
-    A last round that is not full is one with micro-batches left out. With B twice F
-    (ranks=2, microbatches=4, chunks=2):
+    If the last round is not full, it is a full round with micro-batches left out. Drawn
+    with B twice as long as F (ranks=2, microbatches=4, chunks=2):
 
     rank 0 | F0 F1 F0 F1 F2 .  B0 -- F3 B1 -- F2 B0 -- F3 B1 -- .  B2 -- .  B3 -- B2 -- B3 --
     rank 1 | .  F0 F1 F0 B0 -- F1 B1 -- F2 B0 -- F3 B1 -- F2 B2 -- F3 B3 -- B2 -- B3 -- .  .
@@ -28,11 +28,9 @@ def interleaved(ranks: int, microbatches: int, chunks: int = 2) -> Schedule:
     stages = loop_placement(ranks, chunks)
     lanes = []
     for rank in range(ranks):
-        there, back = (
-            in_rounds(op, rank, ranks, chunks, microbatches) for op in (Op.F, Op.B)
-        )
-        ahead = (chunks - 1) * ranks + 2 * (ranks - 1 - rank) + 1
-        lanes.append(
-            only_first(weave(ahead, there, whole_backwards(back)), microbatches)
-        )
+        there = in_rounds(Op.F, rank, ranks, chunks, microbatches)
+        back = in_rounds(Op.B, rank, ranks, chunks, microbatches)
+        head_start = (chunks - 1) * ranks + 2 * (ranks - 1 - rank) + 1
+        lane = weave(head_start, there, whole_backwards(back))
+        lanes.append(only_first(lane, microbatches))
     return schedule_of(stages, paths_through(stages, microbatches), lanes)

@@ -1,4 +1,4 @@
-"""1F1B, also DAPPLE and PipeDream-flush: each backward as soon as it can run."""
+"""1F1B, also known as DAPPLE or PipeDream-flush: each backward runs as soon as it can."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from penstock.schedules.orders import (
 
 
 def one_f_one_b(ranks: int, microbatches: int) -> Schedule:
-    """Holds at most `ranks - rank` micro-batches in flight on each rank. With B twice F (ranks=3, microbatches=4):
+    """Each rank holds at most `ranks - rank` micro-batches in flight.
+
+    Drawn with B twice as long as F (ranks=3, microbatches=4):
 
     rank 0 | F0 F1 F2 .  .  .  .  B0 -- F3 B1 -- .  B2 -- .  B3 --
     rank 1 | .  F0 F1 .  .  B0 -- F2 B1 -- F3 B2 -- .  B3 -- .  .
@@ -23,12 +25,9 @@ def one_f_one_b(ranks: int, microbatches: int) -> Schedule:
     """
     require_at_least(1, ranks=ranks, microbatches=microbatches)
     stages = loop_placement(ranks)
-    lanes = [
-        weave(
-            ranks - rank,
-            forwards(rank, microbatches),
-            whole_backwards(backwards(rank, microbatches)),
-        )
-        for rank in range(ranks)
-    ]
+    lanes = []
+    for rank in range(ranks):
+        there = forwards(rank, microbatches)
+        back = backwards(rank, microbatches)
+        lanes.append(weave(ranks - rank, there, whole_backwards(back)))
     return schedule_of(stages, paths_through(stages, microbatches), lanes)

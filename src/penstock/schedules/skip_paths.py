@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from penstock.cost.unit import UnitCost
 from penstock.errors import ShapeError
 from penstock.ir.schedule import MicroBatch, Schedule, Stage
-from penstock.schedules.listing import list_schedule, oldest_first
+from penstock.schedules.list_scheduling import list_schedule, oldest_first
 from penstock.schedules.orders import require_at_least
 
 

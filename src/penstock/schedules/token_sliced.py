@@ -1,4 +1,4 @@
-"""Token slices: TeraPipe (Li et al., 2021) and Seq1F1B (Sun et al., 2024), a pipeline inside one sequence."""
+"""Token slices: TeraPipe (Li et al., 2021) and Seq1F1B (Sun et al., 2024) run a pipeline inside one sequence."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from penstock.schedules.orders import (
 
 
 def terapipe(ranks: int, microbatches: int, slices: int = 4) -> Schedule:
-    """All forwards, slice by slice, then all backwards, last slice first: GPipe with a bubble of one slice a rank.
+    """All forwards, slice by slice, then all backwards, last slice first: GPipe with a bubble of one slice per rank.
 
-    With B twice F (ranks=3, microbatches=1, slices=3):
+    Drawn with B twice as long as F (ranks=3, microbatches=1, slices=3):
 
     rank 0 | F0   F0.1 F0.2 .    .    .    .    .    .    B0.2 --   B0.1 --   B0   --
     rank 1 | .    F0   F0.1 F0.2 .    .    .    B0.2 --   B0.1 --   B0   --   .    .
@@ -25,28 +25,29 @@ def terapipe(ranks: int, microbatches: int, slices: int = 4) -> Schedule:
     """
     require_at_least(1, ranks=ranks, microbatches=microbatches, slices=slices)
     stages = loop_placement(ranks)
-    lanes = [
-        forwards(r, microbatches, slices) + backwards(r, microbatches, slices)
-        for r in range(ranks)
-    ]
+    lanes = []
+    for rank in range(ranks):
+        there = forwards(rank, microbatches, slices)
+        back = backwards(rank, microbatches, slices)
+        lanes.append(there + back)
     return schedule_of(stages, paths_through(stages, microbatches, slices), lanes)
 
 
 def seq1f1b(ranks: int, microbatches: int, slices: int = 4) -> Schedule:
-    """1F1B over slices: the first rank holds `slices + ranks - 1` slices, not `ranks` micro-batches.
+    """1F1B over slices: the first rank holds `slices + ranks - 1` slices instead of `ranks` micro-batches.
 
-    With B twice F (ranks=3, microbatches=2, slices=2):
+    Drawn with B twice as long as F (ranks=3, microbatches=2, slices=2):
 
     rank 0 | F0   F0.1 F1   F1.1 .    .    .    .    B0.1 --   .    B0   --   .    B1.1 --   B1   --
     rank 1 | .    F0   F0.1 F1   .    .    B0.1 --   F1.1 B0   --   .    B1.1 --   B1   --   .    .
     rank 2 | .    .    F0   F0.1 B0.1 --   F1   B0   --   F1.1 B1.1 --   B1   --   .    .    .    .
     """
     require_at_least(1, ranks=ranks, microbatches=microbatches, slices=slices)
-    stages, lanes = loop_placement(ranks), []
+    stages = loop_placement(ranks)
+    lanes = []
     for rank in range(ranks):
-        there, back = (
-            forwards(rank, microbatches, slices),
-            backwards(rank, microbatches, slices),
-        )
-        lanes.append(weave(slices + ranks - 1 - rank, there, whole_backwards(back)))
+        there = forwards(rank, microbatches, slices)
+        back = backwards(rank, microbatches, slices)
+        head_start = slices + ranks - 1 - rank
+        lanes.append(weave(head_start, there, whole_backwards(back)))
     return schedule_of(stages, paths_through(stages, microbatches, slices), lanes)

@@ -1,9 +1,11 @@
-"""From schedule to schedule: split the backwards, cut the tokens, copy the pipeline, repeat it. They compose.
+"""Transforms from one schedule to another: split the backwards, cut the tokens, copy or repeat the pipeline.
+
+They can be combined.
 
 split_backward   | F0 F1 B0 B1      ->  F0 F1 I0 W0 I1 W1
 slice_tokens     | F0 F1 B0 B1      ->  F0 F0.1 F1 F1.1 B0.1 B0 B1.1 B1
 recut            | the same order, with other boundaries between the slices
-replicate        | two more ranks do the same with micro-batches of their own
+replicate        | more ranks do the same with micro-batches of their own
 repeat           | F0 F1 B0 B1      ->  F0 F1 B0 B1 F2 F3 B2 B3
 """
 
@@ -20,15 +22,19 @@ from penstock.schedules.size import refuse_size
 
 
 def split_backward(schedule: Schedule) -> Schedule:
-    """Every B as I and W, one after the other: its input gradient leaves a W earlier. See also `defer_weights`."""
-    return _expand(
-        schedule,
-        lambda action: split_backwards(action) if action.op is Op.B else (action,),
-    )
+    """Replace every B by its I and W, so that the input gradient leaves before the weight gradient is computed.
+
+    `defer_weights` then moves each W to where its rank would idle.
+    """
+
+    def split(action: Action) -> Sequence[Action]:
+        return split_backwards(action) if action.op is Op.B else (action,)
+
+    return _expand(schedule, split, schedule.microbatches)
 
 
 def slice_tokens(schedule: Schedule, cuts: Sequence[int]) -> Schedule:
-    """Every micro-batch cut at these token boundaries, from 0 to its number of tokens.
+    """Cut every micro-batch at these token boundaries, from 0 to its number of tokens.
 
     >>> from penstock import make
     >>> slice_tokens(make("1f1b", ranks=2, microbatches=1), (0, 384, 1024)).lanes[1]
@@ -40,88 +46,98 @@ def slice_tokens(schedule: Schedule, cuts: Sequence[int]) -> Schedule:
         )
     pieces = range(len(cuts) - 1)
 
-    def sliced(action: Action) -> Sequence[Action]:
+    def cut(action: Action) -> Sequence[Action]:
         order = pieces if action.op is Op.F else reversed(pieces)
         return [action._replace(slice=piece) for piece in order]
 
-    table = [
-        replace(m, tokens=cuts[-1] if cuts else 0, cuts=tuple(cuts))
-        for m in schedule.microbatches
-    ]
-    return _expand(schedule, sliced, table)
+    return _expand(schedule, cut, _cut_microbatches(schedule, cuts))
 
 
 def recut(schedule: Schedule, cuts: Sequence[int]) -> Schedule:
-    """The same order of slices, cut at other token boundaries: one more than there are slices.
+    """Keep the order of the slices but cut at other token boundaries, one more than the number of slices.
 
     >>> from penstock import make
-    >>> recut(make("seq1f1b", ranks=2, microbatches=1, slices=2), (0, 384, 1024)).microbatches[0].tokens
+    >>> halves = make("seq1f1b", ranks=2, microbatches=1, slices=2)
+    >>> recut(halves, (0, 384, 1024)).microbatches[0].tokens
     1024
     """
     if {m.slices for m in schedule.microbatches} != {len(cuts) - 1}:
         raise ShapeError(
-            f"{len(cuts) - 1} slices between the cuts, {schedule.slices} in the schedule"
+            f"the cuts make {len(cuts) - 1} slices, "
+            f"but the schedule has {schedule.slices}"
         )
-    table = [
-        replace(m, tokens=cuts[-1], cuts=tuple(cuts)) for m in schedule.microbatches
-    ]
+    table = _cut_microbatches(schedule, cuts)
     return schedule_of(schedule.stages, table, schedule.lanes)
 
 
 def even_cuts(slices: int) -> tuple[int, ...]:
-    """Cuts into equal slices of one token each: for where only their shares matter."""
+    """Return cuts into equal slices of one token each, for where only their proportions matter."""
     require_at_least(1, slices=slices)
     return tuple(range(slices + 1))
 
 
 def replicate(schedule: Schedule, copies: int) -> Schedule:
-    """Data parallelism: so many copies of the pipeline side by side, each with its own ranks and micro-batches."""
+    """Data parallelism: put copies of the pipeline side by side, each with its own ranks and micro-batches."""
     require_at_least(1, copies=copies)
     refuse_size(copies * schedule.actions, f"a pipeline in {copies} copies")
-    ranks, stages, count = (
-        schedule.ranks,
-        len(schedule.stages),
-        len(schedule.microbatches),
-    )
-    table: list[Stage] = []
+    stages: list[Stage] = []
     microbatches: list[MicroBatch] = []
     lanes: list[list[Action]] = []
     for copy in range(copies):
-        table += [
-            Stage(stage.rank + copy * ranks, stage.part) for stage in schedule.stages
+        first_rank = copy * schedule.ranks
+        first_stage = copy * len(schedule.stages)
+        first_microbatch = copy * len(schedule.microbatches)
+        stages += [
+            Stage(stage.rank + first_rank, stage.part) for stage in schedule.stages
         ]
-        microbatches += [
-            replace(m, path=tuple(s + copy * stages for s in m.path))
-            for m in schedule.microbatches
+        for microbatch in schedule.microbatches:
+            path = tuple(stage + first_stage for stage in microbatch.path)
+            microbatches.append(replace(microbatch, path=path))
+        lanes += [
+            _renumber(lane, first_stage, first_microbatch) for lane in schedule.lanes
         ]
-        lanes += [_moved(lane, copy * stages, copy * count) for lane in schedule.lanes]
-    return schedule_of(table, microbatches, lanes)
+    return schedule_of(stages, microbatches, lanes)
 
 
 def repeat(schedule: Schedule, units: int) -> Schedule:
-    """So many times the same, one after the other, with new micro-batches each time."""
+    """Run the schedule `units` times in a row, with new micro-batches each time."""
     require_at_least(1, units=units)
     count = len(schedule.microbatches)
-    lanes = [
-        [a for unit in range(units) for a in _moved(lane, 0, unit * count)]
-        for lane in schedule.lanes
-    ]
+    lanes = []
+    for lane in schedule.lanes:
+        repeated: list[Action] = []
+        for unit in range(units):
+            repeated += _renumber(lane, 0, unit * count)
+        lanes.append(repeated)
     return schedule_of(schedule.stages, schedule.microbatches * units, lanes)
 
 
-def _moved(lane: Sequence[Action], stages: int, microbatches: int) -> list[Action]:
+def _cut_microbatches(schedule: Schedule, cuts: Sequence[int]) -> list[MicroBatch]:
+    """Return the schedule's micro-batches with new cuts."""
+    tokens = cuts[-1] if cuts else 0
     return [
-        Action(op, stage + stages, m + microbatches, piece)
-        for op, stage, m, piece in lane
+        replace(microbatch, tokens=tokens, cuts=tuple(cuts))
+        for microbatch in schedule.microbatches
+    ]
+
+
+def _renumber(
+    lane: Sequence[Action], first_stage: int, first_microbatch: int
+) -> list[Action]:
+    """Shift the stages and micro-batches of a lane."""
+    return [
+        Action(op, stage + first_stage, microbatch + first_microbatch, piece)
+        for op, stage, microbatch, piece in lane
     ]
 
 
 def _expand(
     schedule: Schedule,
     into: Callable[[Action], Sequence[Action]],
-    microbatches: Sequence[MicroBatch] | None = None,
+    microbatches: Sequence[MicroBatch],
 ) -> Schedule:
+    """Replace every action by the actions that `into` returns for it."""
     lanes = [
-        [small for action in lane for small in into(action)] for lane in schedule.lanes
+        [part for action in lane for part in into(action)] for lane in schedule.lanes
     ]
-    return schedule_of(schedule.stages, microbatches or schedule.microbatches, lanes)
+    return schedule_of(schedule.stages, microbatches, lanes)

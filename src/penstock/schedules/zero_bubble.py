@@ -1,10 +1,11 @@
-"""Zero bubble (Qi et al., 2024): backwards split, weight gradients where a rank would idle."""
+"""Zero bubble (Qi et al., 2024): split backwards, with weight gradients where a rank would idle."""
 
 from __future__ import annotations
 
-from penstock.ir.action import Action, Op
+from penstock.ir.action import Op
 from penstock.ir.schedule import Schedule, schedule_of
 from penstock.schedules.orders import (
+    ActionList,
     backwards,
     forwards,
     in_rounds,
@@ -21,8 +22,9 @@ from penstock.schedules.orders import (
 
 
 def zb_h1(ranks: int, microbatches: int) -> Schedule:
-    """1F1B with its W so late that the last rank idles no more, at 1F1B's peak memory. F, I, W alike
-    (ranks=3, microbatches=4):
+    """1F1B with each W so late that the last rank no longer idles, at 1F1B's peak memory.
+
+    Drawn with F, I and W of the same length (ranks=3, microbatches=4):
 
     rank 0 | F0 F1 F2 .  .  I0 W0 F3 I1 W1 I2 W2 I3 W3
     rank 1 | .  F0 F1 .  I0 F2 I1 W0 F3 I2 W1 I3 W2 W3
@@ -32,8 +34,9 @@ def zb_h1(ranks: int, microbatches: int) -> Schedule:
 
 
 def interleaved_zb(ranks: int, microbatches: int, chunks: int = 2) -> Schedule:
-    """ZB1P: interleaved chunks, and on rank r each W comes r steps after its I. F, I, W alike
-    (ranks=2, microbatches=4, chunks=2):
+    """ZB1P: chunks are interleaved, and on rank r each W comes r steps after its I.
+
+    Drawn with F, I and W of the same length (ranks=2, microbatches=4, chunks=2):
 
     rank 0 | F0 F1 F0 F1 .  I0 W0 F2 I1 W1 F3 I0 W0 F2 I1 W1 F3 I2 W2 I3 W3 I2 W2 I3 W3
     rank 1 | .  F0 F1 F0 I0 F1 I1 W0 F2 I0 W1 F3 I1 W0 F2 I2 W1 F3 I3 W2 I2 W3 I3 W2 W3
@@ -42,45 +45,46 @@ def interleaved_zb(ranks: int, microbatches: int, chunks: int = 2) -> Schedule:
     stages = loop_placement(ranks, chunks)
     lanes = []
     for rank in range(ranks):
-        there, back = (
-            in_rounds(op, rank, ranks, chunks, microbatches) for op in (Op.F, Op.B)
-        )
-        ahead = (chunks - 1) * ranks + (ranks - 1 - rank) + 1
-        lanes.append(
-            only_first(weave(ahead, there, lag_weights(back, rank)), microbatches)
-        )
+        there = in_rounds(Op.F, rank, ranks, chunks, microbatches)
+        back = in_rounds(Op.B, rank, ranks, chunks, microbatches)
+        head_start = (chunks - 1) * ranks + (ranks - 1 - rank) + 1
+        lane = weave(head_start, there, lag_weights(back, rank))
+        lanes.append(only_first(lane, microbatches))
     return schedule_of(stages, paths_through(stages, microbatches), lanes)
 
 
 def zb_v(ranks: int, microbatches: int) -> Schedule:
-    """Two chunks a rank, placed there and back: no rank idles once all have begun, at 1F1B's peak memory.
+    """Two chunks per rank, placed there and back: no rank idles once all have begun, at 1F1B's peak memory.
 
-    A lane is spelled with small letters for the way there, capitals for the way back (ranks=2, microbatches=4):
+    The code spells a lane with small letters for the way there and capitals for the way
+    back. Drawn with F, I and W of the same length (ranks=2, microbatches=4):
 
     rank 0 | F0 F1 F2 F0 I0 W0 F1 I1 W1 F3 I0 W0 F2 I2 W2 I1 W1 F3 I3 W3 I2 W2 I3 W3 .
     rank 1 | .  F0 F0 F1 F1 I0 W0 F2 I0 W0 F2 I1 W1 F3 I1 W1 F3 I2 W2 I2 I3 I3 W2 W3 W3
     """
     require_at_least(1, ranks=ranks, microbatches=microbatches)
-    stages, full = wave_placement(ranks, 1), max(microbatches, 2 * ranks - 1)
+    stages = wave_placement(ranks, 1)
+    built = max(microbatches, 2 * ranks - 1)
     lanes = []
     for rank in range(ranks):
         deep = ranks - rank
         fill = "f" * (2 * deep - 1) + "Ff" * rank + "FIW" * deep
-        drain = "iI" * rank + "iw" * deep + "W" * full + "w" * full
-        word = fill + "fiwFIW" * (full - ranks) + drain
-        queues = legs(rank, 2 * ranks - 1 - rank, full)
-        lanes.append(only_first(interleave_queues(word, queues), microbatches))
+        steady = "fiwFIW" * (built - ranks)
+        drain = "iI" * rank + "iw" * deep + "W" * built + "w" * built
+        lane = interleave_queues(
+            fill + steady + drain, _queues_of_rank(rank, ranks, built)
+        )
+        lanes.append(only_first(lane, microbatches))
     return schedule_of(stages, paths_through(stages, microbatches), lanes)
 
 
-def legs(there: int, back: int, microbatches: int) -> dict[str, list[Action]]:
-    """Queues of the two stages of a rank: f i w of the way there, F I W of the way back."""
+def _queues_of_rank(rank: int, ranks: int, microbatches: int) -> dict[str, ActionList]:
+    """Return a rank's actions as queues: f, i and w for its stage there, F, I and W for its stage back."""
     queues = {}
-    for letters, stage in (("fiw", there), ("FIW", back)):
-        split = [split_backwards(action) for action in backwards(stage, microbatches)]
-        queues[letters[0]] = forwards(stage, microbatches)
-        queues[letters[1]], queues[letters[2]] = (
-            [i for i, _ in split],
-            [w for _, w in split],
-        )
+    for letters, stage in (("fiw", rank), ("FIW", 2 * ranks - 1 - rank)):
+        forward, input_gradient, weight_gradient = letters
+        back = backwards(stage, microbatches)
+        queues[forward] = forwards(stage, microbatches)
+        queues[input_gradient] = [split_backwards(action)[0] for action in back]
+        queues[weight_gradient] = [split_backwards(action)[1] for action in back]
     return queues

@@ -7,10 +7,18 @@ from penstock.plan.slices.documents import (
     documents_schedule,
     plan_documents,
 )
-from penstock.plan.slices.grid import SliceTimes, times_from_curves, times_from_table
 from penstock.plan.slices.layouts import Layout, layouts
 from penstock.plan.slices.planner import SlicedCandidate, SlicedPlans, sliced_plans
-from penstock.plan.slices.uneven import UnevenSlicing, longest_path, uneven_cuts
+from penstock.plan.slices.slice_times import (
+    SliceTimes,
+    times_from_curves,
+    times_from_table,
+)
+from penstock.plan.slices.uneven_stages import (
+    UnevenSlicing,
+    longest_path,
+    uneven_cuts,
+)
 
 __all__ = [
     "DocumentPlan",

@@ -1,26 +1,28 @@
 """Where to cut a sequence into slices: the least latency of a pipeline of equal stages, exactly, for any times.
 
-All slices go through K stages one after the other, so every slice counts once, and the longest K - 1 times more:
+All slices go through K stages one after the other. So every slice counts once, and the longest K - 1 times more:
 
     stage 0 | 1 2 2 2 3 .  .  .         latency = sum of all slices + (K - 1) * the longest
-    stage 1 | . 1 2 2 2 3 .  .                    forwards, and the same once more for backwards
-    stage 2 | . . 1 . 2 2 2 3                     a hop that all wait for is part of what is longest
+    stage 1 | . 1 2 2 2 3 .  .                    for forwards, and the same again for backwards
+    stage 2 | . . 1 . 2 2 2 3                     a hop that all wait for is part of the longest
 
-Forwards and backwards are two pipelines, one after the other, and the slice that is longest there need not be so on the
-way back: (sum f + (K-1) max f) + (sum b + (K-1) max b) is more than the formula for f + b, whose cuts are not the best.
+Forwards and backwards are two pipelines, one after the other, and the slice that is longest in one need not be longest
+in the other. The true latency (sum f + (K-1) max f) + (sum b + (K-1) max b) is more than TeraPipe's formula for f + b,
+and cuts that minimize the formula do not minimize the latency.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 
 from penstock.errors import ShapeError
-from penstock.plan.slices.branch import (
+from penstock.plan.slices.closed_form import starting_cuts
+from penstock.plan.slices.dynamic_program import pass_over, probes_for
+from penstock.plan.slices.limit_search import (
     BestSlices,
     LimitedPass,
     RowGroup,
@@ -29,28 +31,28 @@ from penstock.plan.slices.branch import (
     least_latency,
     peak_allowance,
 )
-from penstock.plan.slices.closed_form import starting_cuts
-from penstock.plan.slices.grid import SliceTimes
-from penstock.plan.slices.passes import pass_over, probes_for
+from penstock.plan.slices.slice_times import SliceTimes
+
+LEAST_SUM_FACTOR = 1 - 1e-9  # allows for rounding in a lower bound on the sum
 
 
 @dataclass(frozen=True, slots=True)
 class Slicing:
-    """Slices in grid points, and the latency they have. `bound` is no less than it unless the search was stopped."""
+    """Slices in grid points and their latency. `bound` is less than it only if the search stopped early."""
 
     groups: tuple[RowGroup, ...]
     latency: float
     bound: float
-    passes: int  # shortest paths that were sought to prove that it is the least
+    passes: int  # passes of the dynamic program that it took to prove the optimum
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """The slices of the first group of rows: of all, if there is one sequence."""
+        """The slices of the first group of rows; with one sequence, these are all."""
         return self.groups[0].lengths
 
     @property
     def cuts(self) -> tuple[int, ...]:
-        """The points from 0 to the end at which it is cut."""
+        """The points at which the sequence is cut, from 0 to its end."""
         return (0, *np.cumsum(self.lengths).tolist())
 
 
@@ -60,12 +62,13 @@ def best_cuts(
     slices: int | None = None,
     patience: int | None = None,
 ) -> Slicing:
-    """The cuts of least latency through so many equal stages; `slices`: of those with exactly so many slices.
+    """Find the cuts of least latency through `stages` equal stages.
 
-    With `patience` the search stops after so many passes, with the best it has and a bound.
+    With `slices`, only cuts into exactly this many slices count. With `patience`, the
+    search stops after this many passes and returns the best cuts so far, and a bound.
 
     >>> from penstock.cost import Seconds
-    >>> from penstock.plan.slices.grid import times_from_curves
+    >>> from penstock.plan.slices.slice_times import times_from_curves
     >>> linear = Seconds(base=1.0, token=1.0)
     >>> best_cuts(times_from_curves(12, 1, [linear], [linear]), stages=4).lengths
     (2, 2, 2, 2, 2, 2)
@@ -73,24 +76,20 @@ def best_cuts(
     _check_stages(stages)
     if slices is not None and not 1 <= slices <= times.points:
         raise ShapeError(
-            f"{slices} slices of {times.points} points; the least is 1, the most {times.points}"
+            f"a sequence of {times.points} points cannot have {slices} slices; "
+            f"the least is 1, the most {times.points}"
         )
     weight = stages - 1
-    known = _cheapest(
-        (_priced(times, lengths) for lengths in starting_cuts(times, stages, slices)),
-        weight,
-    )
-    grid = times.below(
-        peak_allowance(
-            latency_with_peaks(known, weight), times.floor * (1 - 1e-9), weight
-        )
-    )
-    return _as_slicing(
-        least_latency(
-            pass_over(grid, slices), weight, known, patience, probes_for(grid)
-        ),
-        weight,
-    )
+    starts = [
+        _evaluate(times, lengths) for lengths in starting_cuts(times, stages, slices)
+    ]
+    known = _fastest(starts, weight)
+    known_latency = latency_with_peaks(known, weight)
+    least_sum = times.least_sum * LEAST_SUM_FACTOR
+    grid = times.grid_below(peak_allowance(known_latency, least_sum, weight))
+    run_pass = pass_over(grid, slices)
+    best = least_latency(run_pass, weight, known, patience, probes_for(grid))
+    return _as_slicing(best, weight)
 
 
 def best_batch(
@@ -99,125 +98,148 @@ def best_batch(
     stages: int,
     patience: int | None = None,
 ) -> Slicing:
-    """Which of a batch's rows go together, and how each group is cut: the least latency of all, exactly.
+    """Find which rows of a batch go together, and how each group is cut, for the least latency.
 
-    `times` has the slices of so many rows at once, for every number of rows that may go together. All groups pass
-    through one pipeline, so the longest slice of any of them counts, and the groups are what fills the batch cheapest.
+    `times` maps each number of rows that may go together to the times of their slices.
+    All groups pass through one pipeline, so the longest slice of any group counts, and a
+    knapsack over the groups fills the batch.
 
     >>> from penstock.cost import Seconds
-    >>> from penstock.plan.slices.grid import times_from_curves
-    >>> curves = {1: [Seconds(base=1.0, token=1.0)], 2: [Seconds(base=1.0, token=1.5)]}
-    >>> best_batch({rows: times_from_curves(4, 1, each, each) for rows, each in curves.items()}, batch=2, stages=2).groups
-    (Group(rows=2, lengths=(2, 2)),)
+    >>> from penstock.plan.slices.slice_times import times_from_curves
+    >>> alone = [Seconds(base=1.0, token=1.0)]
+    >>> together = [Seconds(base=1.0, token=1.5)]
+    >>> times = {
+    ...     1: times_from_curves(4, 1, alone, alone),
+    ...     2: times_from_curves(4, 1, together, together),
+    ... }
+    >>> best_batch(times, batch=2, stages=2).groups
+    (RowGroup(rows=2, lengths=(2, 2)),)
     """
     _check_stages(stages)
-    kinds = {each.kinds for each in times.values()}
-    if batch < 1 or not times or min(times) < 1 or len(kinds) != 1:
+    peak_counts = {each.peak_count for each in times.values()}
+    if batch < 1 or not times or min(times) < 1 or len(peak_counts) != 1:
         raise ShapeError(
-            f"a batch of {batch} rows, with times for {sorted(times)} rows of {sorted(kinds)} peaks"
+            f"a batch of {batch} rows cannot be cut with times for {sorted(times)} rows "
+            f"of {sorted(peak_counts)} peaks; all must be at least 1, "
+            f"and all times must have the same number of peaks"
         )
     weight = stages - 1
-    nothing = SliceSum(math.inf, (math.inf,) * kinds.pop(), ())
-    alike = (
-        _alike(times[rows], batch // rows, rows, stages)
-        for rows in times
-        if batch % rows == 0
-    )
-    known = _cheapest((nothing, *(found for each in alike for found in each)), weight)
+    known = SliceSum(math.inf, (math.inf,) * peak_counts.pop(), ())
+    for rows, row_times in times.items():
+        if batch % rows == 0:
+            starts = _equal_groups(row_times, batch // rows, rows, stages)
+            known = _fastest((known, *starts), weight)
+
     limit = peak_allowance(latency_with_peaks(known, weight), 0.0, weight)
-    grids = {
-        rows: each.below(limit) for rows, each in sorted(times.items()) if rows <= batch
-    }
-    seek = partial(
-        _filled,
-        {rows: pass_over(grid, rows=rows) for rows, grid in grids.items()},
-        batch,
-    )
-    return _as_slicing(
-        least_latency(seek, weight, known, patience, probes_for(*grids.values())),
-        weight,
-    )
+    grids = {}
+    for rows in sorted(times):
+        if rows <= batch:
+            grids[rows] = times[rows].grid_below(limit)
+    passes = {rows: pass_over(grid, rows=rows) for rows, grid in grids.items()}
+
+    def run_pass(limits: Sequence[float], total: float) -> SliceSum | None:
+        return _fill_batch(passes, batch, limits, total)
+
+    probes = probes_for(*grids.values())
+    best = least_latency(run_pass, weight, known, patience, probes)
+    return _as_slicing(best, weight)
 
 
 def latency_of(times: SliceTimes, stages: int, lengths: Sequence[int]) -> float:
-    """What slices of these lengths take through so many equal stages."""
+    """Return the latency of slices of these lengths through `stages` equal stages."""
     _check_stages(stages)
-    if sum(lengths) != times.points or min(lengths, default=0) < 1:
+    check_lengths(lengths, times.points)
+    return latency_with_peaks(_evaluate(times, lengths), stages - 1)
+
+
+def check_lengths(lengths: Sequence[int], points: int) -> None:
+    """Refuse slices that are empty or do not add up to the sequence."""
+    if sum(lengths) != points or min(lengths, default=0) < 1:
         raise ShapeError(
-            f"slices of {list(lengths)} points make {sum(lengths)}; the sequence has {times.points}"
+            f"slices of {list(lengths)} points make {sum(lengths)}, "
+            f"but the sequence has {points}; each slice has at least 1"
         )
-    return latency_with_peaks(_priced(times, lengths), stages - 1)
 
 
 def _check_stages(stages: int) -> None:
-    """Refuses less than one."""
+    """Refuse a pipeline without stages."""
     if stages < 1:
-        raise ShapeError(f"{stages} stages; the least is 1")
+        raise ShapeError(f"{stages} stages are too few; the least is 1")
 
 
-def _priced(times: SliceTimes, lengths: Sequence[int]) -> SliceSum:
-    """What given slices take."""
+def _evaluate(times: SliceTimes, lengths: Sequence[int]) -> SliceSum:
+    """Return the sum and the peaks of given slices."""
     sizes = np.asarray(lengths, dtype=np.int64)
-    sums, peaks = times.of(np.cumsum(sizes) - sizes, sizes)
-    return SliceSum(
-        float(sums.sum()),
-        tuple(peaks.max(axis=1).tolist()),
-        (RowGroup(1, tuple(sizes.tolist())),),
-    )
+    prefixes = np.cumsum(sizes) - sizes
+    sums, peaks = times.of(prefixes, sizes)
+    group = RowGroup(1, tuple(sizes.tolist()))
+    return SliceSum(float(sums.sum()), tuple(peaks.max(axis=1).tolist()), (group,))
 
 
-def _cheapest(found: Iterable[SliceSum], weight: float) -> SliceSum:
-    """The one of the least latency."""
-    return min(found, key=lambda each: latency_with_peaks(each, weight))
+def _fastest(candidates: Iterable[SliceSum], weight: float) -> SliceSum:
+    """Return the candidate of the least latency."""
+    return min(candidates, key=lambda slices: latency_with_peaks(slices, weight))
 
 
 def _as_slicing(best: BestSlices, weight: float) -> Slicing:
-    """What a search found, if it found anything."""
-    latency = latency_with_peaks(best.found, weight)
+    """Return the result of a search, or refuse one that found nothing."""
+    latency = latency_with_peaks(best.slices, weight)
     if latency == math.inf:
         raise ShapeError(
-            "no cuts take a finite time; allow more slices, or give shorter ones a time"
+            "no cuts take a finite time; "
+            "allow more slices, or give shorter slices a finite time"
         )
-    return Slicing(best.found.groups, latency, best.bound, best.passes)
+    return Slicing(best.slices.groups, latency, best.bound, best.passes)
 
 
-def _alike(
+def _equal_groups(
     times: SliceTimes, copies: int, rows: int, stages: int
-) -> Iterator[SliceSum]:
-    """Starts for groups of equal rows: so many copies of the same slices weigh as much as that many fewer stages."""
+) -> list[SliceSum]:
+    """Return starts in which all groups have the same rows and slices.
+
+    The sum then counts `copies` times, which is like having fewer stages for one copy.
+    """
+    starts = []
     for lengths in starting_cuts(times, 1 + (stages - 1) / copies):
-        one = _priced(times, lengths)
-        yield SliceSum(
-            copies * one.sum,
-            one.peaks,
-            (RowGroup(rows, one.groups[0].lengths),) * copies,
-        )
+        single = _evaluate(times, lengths)
+        group = RowGroup(rows, single.groups[0].lengths)
+        starts.append(SliceSum(copies * single.sum, single.peaks, (group,) * copies))
+    return starts
 
 
-def _filled(
+def _fill_batch(
     passes: Mapping[int, LimitedPass], batch: int, limits: Sequence[float], total: float
 ) -> SliceSum | None:
-    """The cheapest groups that make up a batch, each of them the cheapest below the limits."""
-    found = {
-        rows: each
-        for rows, seek in passes.items()
-        if (each := seek(limits, total)) is not None
-    }
-    cost, last = [0.0] + [math.inf] * batch, [0] * (batch + 1)
+    """Return the cheapest groups below the limits that make up a batch.
+
+    This is an unbounded knapsack: a group of each number of rows may occur any number of
+    times, and each is cut in the cheapest way below the limits.
+    """
+    cheapest: dict[int, SliceSum] = {}
+    for rows, run_pass in passes.items():
+        slices = run_pass(limits, total)
+        if slices is not None:
+            cheapest[rows] = slices
+
+    cost = [0.0] + [math.inf] * batch
+    last_rows = [0] * (batch + 1)
     for filled in range(1, batch + 1):
-        for rows, each in found.items():
-            if rows <= filled and cost[filled - rows] + each.sum < cost[filled]:
-                cost[filled], last[filled] = cost[filled - rows] + each.sum, rows
+        for rows, slices in cheapest.items():
+            if rows > filled:
+                continue
+            new_cost = cost[filled - rows] + slices.sum
+            if new_cost < cost[filled]:
+                cost[filled] = new_cost
+                last_rows[filled] = rows
     if cost[batch] == math.inf:
         return None
-    groups: list[SliceSum] = []
+
+    chosen: list[SliceSum] = []
     left = batch
     while left:
-        groups.append(found[last[left]])
-        left -= last[left]
-    peaks = tuple(
-        max(peak) for peak in zip(*(each.peaks for each in groups), strict=True)
-    )
-    return SliceSum(
-        cost[batch], peaks, tuple(group for each in groups for group in each.groups)
-    )
+        chosen.append(cheapest[last_rows[left]])
+        left -= last_rows[left]
+    peaks_of_groups = [slices.peaks for slices in chosen]
+    peaks = tuple(max(values) for values in zip(*peaks_of_groups, strict=True))
+    groups = tuple(group for slices in chosen for group in slices.groups)
+    return SliceSum(cost[batch], peaks, groups)

@@ -1,28 +1,29 @@
-"""How many pipelines side by side, of how many stages, each stage on how many devices: all ways, each cut at its best.
+"""All ways to lay out devices as copies of a pipeline, its stages, and devices per stage, each with its best slices.
 
     devices = data * pipe * tensor      data    copies of the pipeline, each with its share of the batch
-                                        pipe    stages of one
+                                        pipe    stages of one pipeline
                                         tensor  devices that share the matrices of a stage
 
-More copies leave fewer sequences to each, so that slices matter more; more devices a stage make its slices shorter but
-not what a slice costs at least. Nothing of this has a formula: all ways are tried, and `best_batch` cuts each exactly.
+More copies leave fewer sequences for each, so slices matter more. More devices per stage make its slices faster, but
+not the fixed cost of a slice. No formula covers all this, so every layout is tried, and `best_batch` cuts each exactly.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from penstock.errors import ShapeError
 from penstock.plan.slices.cuts import Slicing, best_batch
-from penstock.plan.slices.grid import SliceTimes, whole_sequence_grid
+from penstock.plan.slices.slice_times import SliceTimes, whole_sequence_times
 
-ROW_COUNTS = (1, 2, 4, 8)  # sequences that may go through together
+ROW_COUNTS = (1, 2, 4, 8)  # numbers of sequences that may go through together
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """One way to use the devices: its step's latency with the best slices, and with the best whole sequences."""
+    """One way to use the devices: the latency of its step with the best slices, and with whole sequences."""
 
     data: int
     pipe: int
@@ -30,11 +31,11 @@ class Layout:
     slicing: Slicing
     latency: float
     whole: float
-    bytes: float  # on a device
+    bytes: float  # per device
 
     @property
     def speedup(self) -> float:
-        """What slicing gains."""
+        """The latency with whole sequences over the latency with slices."""
         return self.whole / self.latency
 
 
@@ -48,43 +49,42 @@ def layouts(
     step: Callable[[int, int, int], float] = lambda data, pipe, tensor: 0.0,
     most: int = 8,
 ) -> tuple[Layout, ...]:
-    """Every layout of so many devices for a batch of sequences, the fastest first.
+    """Return every layout of the devices for a batch of sequences, the fastest first.
 
-    `times_of(pipe, tensor, rows)` has the slices of a stage with so many rows at once; None: there is no such stage.
-    `bytes_of(data, pipe, tensor)` is what a device holds, which must fit into `memory`; `step(data, pipe, tensor)`
-    seconds that come on top of the pipeline, as summing gradients over the copies does. At most `most` devices share a
-    stage.
+    `times_of(pipe, tensor, rows)` returns the times of a stage's slices with this many
+    rows at once, or None if such a stage does not exist. `bytes_of(data, pipe, tensor)`
+    is what a device holds, which must fit into `memory`. `step(data, pipe, tensor)` is
+    the time that a step takes on top of the pipeline, for example to sum gradients over
+    the copies. At most `most` devices share a stage.
     """
     if devices < 1 or batch < 1:
         raise ShapeError(
-            f"{devices} devices for a batch of {batch}; the least is 1 of each"
+            f"{devices} devices for a batch of {batch} sequences are too few; "
+            "the least is 1 of each"
         )
-    found = []
-    fewest = float("inf")
-    for data, pipe, tensor in _ways(devices, batch, most):
+    feasible = []
+    least_bytes = math.inf
+    for data, pipe, tensor in _factorizations(devices, batch, most):
         size = bytes_of(data, pipe, tensor)
-        fewest = min(fewest, size)
-        if memory is None or size <= memory:
-            one = layout(
-                data,
-                pipe,
-                tensor,
-                batch // data,
-                times_of,
-                rows,
-                size,
-                step(data, pipe, tensor),
-            )
-            found += [] if one is None else [one]
-    if not found and memory is not None and fewest > memory:
+        least_bytes = min(least_bytes, size)
+        if memory is not None and size > memory:
+            continue
+        extra = step(data, pipe, tensor)
+        sequences = batch // data
+        candidate = layout(data, pipe, tensor, sequences, times_of, rows, size, extra)
+        if candidate is not None:
+            feasible.append(candidate)
+    if not feasible and memory is not None and least_bytes > memory:
         raise ShapeError(
-            f"no layout fits into a memory of {memory:g}; the least takes {fewest:g}"
+            f"no layout fits into a memory of {memory:g}; "
+            f"the smallest takes {least_bytes:g}"
         )
-    if not found:
+    if not feasible:
         raise ShapeError(
-            f"no way to lay out {devices} devices for a batch of {batch} with stages on up to {most}"
+            f"{devices} devices cannot be laid out for a batch of {batch} "
+            f"with up to {most} devices per stage"
         )
-    return tuple(sorted(found, key=lambda each: each.latency))
+    return tuple(sorted(feasible, key=lambda each: each.latency))
 
 
 def layout(
@@ -97,34 +97,37 @@ def layout(
     size: float = 0.0,
     step: float = 0.0,
 ) -> Layout | None:
-    """One layout, with so many sequences for each pipeline; None: it has no stages."""
-    offered = {
-        count: times_of(pipe, tensor, count) for count in rows if count <= sequences
-    }
-    times = {count: each for count, each in offered.items() if each is not None}
+    """Return one layout with `sequences` sequences per pipeline, or None if its stages do not exist."""
+    times = {}
+    for count in rows:
+        if count <= sequences:
+            row_times = times_of(pipe, tensor, count)
+            if row_times is not None:
+                times[count] = row_times
     if not times:
         return None
-    best = best_batch(times, sequences, pipe)
-    whole = best_batch(
-        {count: whole_sequence_grid(each) for count, each in times.items()},
-        sequences,
-        pipe,
-    )
+    whole_times = {count: whole_sequence_times(each) for count, each in times.items()}
+    sliced = best_batch(times, sequences, pipe)
+    whole = best_batch(whole_times, sequences, pipe)
     return Layout(
-        data, pipe, tensor, best, best.latency + step, whole.latency + step, size
+        data,
+        pipe,
+        tensor,
+        slicing=sliced,
+        latency=sliced.latency + step,
+        whole=whole.latency + step,
+        bytes=size,
     )
 
 
-def _ways(devices: int, batch: int, most: int) -> Iterator[tuple[int, int, int]]:
-    """data, pipe and tensor whose product is `devices`."""
-    for data in (
-        d
-        for d in range(1, min(devices, batch) + 1)
-        if devices % d == 0 and batch % d == 0
-    ):
-        each = devices // data
-        yield from (
-            (data, each // tensor, tensor)
-            for tensor in range(1, most + 1)
-            if each % tensor == 0
-        )
+def _factorizations(
+    devices: int, batch: int, most: int
+) -> Iterator[tuple[int, int, int]]:
+    """Yield data, pipe and tensor whose product is `devices`; data also divides the batch."""
+    for data in range(1, min(devices, batch) + 1):
+        if devices % data or batch % data:
+            continue
+        per_copy = devices // data
+        for tensor in range(1, most + 1):
+            if per_copy % tensor == 0:
+                yield data, per_copy // tensor, tensor

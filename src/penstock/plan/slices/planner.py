@@ -1,15 +1,15 @@
-"""Whether to slice, into how many slices, cut where, in which order: every choice simulated, and ranked.
+"""The planner that decides whether to slice, into how many slices, where and in which order; it simulates every choice.
 
-The cuts come from `best_cuts`, which is exact for TeraPipe's order and equal stages; how good they are in another
-order, with uneven stages or serial links, is for the simulator to say. Tried are, each with several numbers of slices,
+The cuts come from `best_cuts`, which is exact for TeraPipe's order and equal stages. The simulator says how good they
+are in another order, with uneven stages or with serial links. The orders are, each with several numbers of slices,
 
     terapipe          all forwards, then all backwards       gpipe if not sliced
-    seq1f1b           1F1B over slices                        1f1b if not sliced
+    seq1f1b           1F1B over slices                       1f1b if not sliced
     hanayo            waves
     zb-h1, zb-v       zero bubble
     ...+split         backwards split, weight gradients where a rank would idle
 
-with slices of equal length, with planned ones, and not sliced at all, which is often the best.
+They run with slices of equal length, with planned slices and with whole sequences, which are often the best.
 """
 
 from __future__ import annotations
@@ -37,31 +37,34 @@ from penstock.plan.candidates import (
     with_split,
 )
 from penstock.plan.slices.closed_form import equal_length
-from penstock.plan.slices.curves import (
+from penstock.plan.slices.cuts import best_cuts
+from penstock.plan.slices.stage_times import (
     Pipeline,
     even_times,
     mean_pipeline,
     pipeline_of,
     tabulate_slices,
 )
-from penstock.plan.slices.cuts import best_cuts
-from penstock.plan.slices.uneven import uneven_cuts
+from penstock.plan.slices.uneven_stages import uneven_cuts
 from penstock.schedules import make
 from penstock.schedules.orders import loop_placement, require_at_least
 from penstock.schedules.transforms import recut, slice_tokens
 from penstock.sim.simulate import simulate
 
-SLICE_COUNTS = (
-    2,
-    4,
-    8,
-    16,
-)  # slices that are tried, beside the number that is best for equal stages
-MAX_CUT_PASSES = (
-    2_000  # passes of a search for cuts; what it has then is simulated like any other
-)
-FINALISTS = 8  # the first so many are also simulated under noise
-MAX_UNEVEN_POINTS = 64  # points at most, where stages are uneven and every slice of every stage is written out
+# The numbers of slices to try, besides the one that is best for equal stages.
+SLICE_COUNTS = (2, 4, 8, 16)
+# The most passes of a search for cuts; its best cuts so far are then simulated.
+MAX_CUT_PASSES = 2_000
+# The number of fastest candidates that are also simulated under noise.
+FINALISTS = 8
+# The most points for uneven stages, where every slice of every stage is tabulated.
+MAX_UNEVEN_POINTS = 64
+# The labels that the exact search for uneven stages may extend.
+UNEVEN_EFFORT = 100_000
+# A peak may exceed the memory by this factor because of rounding.
+MEMORY_TOLERANCE = 1 + 1e-9
+
+Regroup = Callable[[int], Cost]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,20 +73,20 @@ class SlicedCandidate:
 
     candidate: Candidate
     cuts: tuple[int, ...]
-    speedup: float | None  # over the best that is not sliced; none: no such fits
+    speedup: float | None  # over the best with whole sequences; None if none fits
 
     @property
     def slices(self) -> int:
-        """Of each sequence; 1: not sliced."""
+        """The slices of each sequence; 1 if it is not sliced."""
         return len(self.cuts) - 1
 
 
 @dataclass(frozen=True, slots=True)
 class SlicedPlans:
-    """All that fit, the fastest first, and why others are not there."""
+    """All candidates that fit, the fastest first, and those that exceed the memory."""
 
     rows: tuple[SlicedCandidate, ...]
-    too_large: tuple[tuple[str, float], ...]  # name and peak of what exceeds the memory
+    too_large: tuple[tuple[str, float], ...]  # name and peak
 
     @property
     def best(self) -> SlicedCandidate:
@@ -94,17 +97,24 @@ class SlicedPlans:
     def verdict(self) -> str:
         """Whether slicing pays, in a sentence."""
         best = self.best
-        name = f"{title(best.candidate.name, best.candidate.shape)} ({best.candidate.makespan:.4g} s)"
-        sliced = [row for row in self.rows if row.slices > 1]
-        if best.slices == 1 and not sliced:
+        makespan = best.candidate.makespan
+        name = f"{title(best.candidate.name, best.candidate.shape)} ({makespan:.4g} s)"
+        if best.slices > 1 and best.speedup is None:
+            return f"slice: {name}; nothing fits without slices"
+        if best.slices > 1:
+            return (
+                f"slice: {name} is {best.speedup:.3f} times as fast "
+                "as the best without slices"
+            )
+        sliced = [row.candidate for row in self.rows if row.slices > 1]
+        if not sliced:
             return f"not sliced: {name}"
-        if best.slices == 1:
-            loss = sliced[0].candidate.makespan / best.candidate.makespan - 1
-            other = title(sliced[0].candidate.name, sliced[0].candidate.shape)
-            return f"do not slice: {name} is best, and the best sliced, {other}, takes {loss:.2%} longer"
-        if best.speedup is None:
-            return f"slice: {name}; nothing fits that is not sliced"
-        return f"slice: {name}, {best.speedup:.3f} times as fast as the best that is not sliced"
+        other = title(sliced[0].name, sliced[0].shape)
+        loss = sliced[0].makespan / makespan - 1
+        return (
+            f"do not slice: {name} is best, "
+            f"and the best with slices, {other}, takes {loss:.2%} longer"
+        )
 
 
 def sliced_plans(
@@ -117,15 +127,16 @@ def sliced_plans(
     slices: Sequence[int] = SLICE_COUNTS,
     waves: Sequence[int] = (1, 2),
     gradients: float = 0.0,
-    regrouped: Callable[[int], Cost] | None = None,
+    regrouped: Regroup | None = None,
     watch: Callable[[str], None] = lambda name: None,
 ) -> SlicedPlans:
-    """Every way to slice sequences of so many tokens, or not to, on so many ranks, ranked by makespan.
+    """Rank every way to slice sequences, or not to slice them, by makespan.
 
-    `cost` is for as many parts as ranks; `regrouped` gives that of the model in another number of parts (a `ModelCost`
-    has its parts cut evenly without it). `granularity`: cuts are multiples of it. `memory`: bytes of activations that
-    fit on a rank, and `gradients` are bytes a token that those of keys and values take there while a sliced sequence
-    goes back. `watch` is told each name in turn.
+    `cost` has as many parts as ranks; `regrouped` returns the cost of the model in
+    another number of parts (without it, the parts of a `ModelCost` are cut evenly). Cuts
+    are multiples of `granularity`. `memory` is the bytes of activations that fit on a
+    rank, and `gradients` the bytes per token of the gradients of keys and values there
+    while a sliced sequence runs backward. `watch` is called with each name in turn.
     """
     fewest = {"slices": min(slices, default=1), "waves": min(waves, default=1)}
     require_at_least(1, ranks=ranks, microbatches=microbatches, **fewest)
@@ -136,221 +147,224 @@ def sliced_plans(
     pipeline = pipeline_of(loop_placement(ranks), cost, tokens, granularity)
     counts = {count for count in slices if count <= pipeline.points}
     if memory is not None:
-        counts |= _forced(ranks, tokens, cost, memory, pipeline.points)
-    made = cache(
-        partial(_made, ranks, microbatches)
-    )  # whole orders are made once, and cut
-    fits: list[tuple[Candidate, tuple[int, ...]]] = []
+        counts |= _counts_for_memory(ranks, tokens, cost, memory, pipeline.points)
+
+    # The order of whole micro-batches is built once, and then cut in many ways.
+    build = cache(partial(_build, ranks, microbatches))
+    fitting: list[tuple[Candidate, tuple[int, ...]]] = []
     too_large: list[tuple[str, float]] = []
     refused: list[ShapeError] = []
-    for sort, cuts in _cuts(pipeline, ranks, microbatches, counts):
-        for order in _orders(cuts, waves, made):
-            watch(title(order.name, order.shape))
+    for sort, cuts in _every_cuts(pipeline, ranks, microbatches, counts):
+        for order in _every_order(cuts, waves, build):
+            name = title(order.name, order.shape)
+            watch(name)
             try:
-                found = _scored(
-                    order,
-                    sort,
-                    _priced(cost, regrouped, ranks, order.pieces),
-                    memory,
-                    gradients,
-                )
-            except (
-                ShapeError
-            ) as error:  # a shape that this schedule, or this cost, does not have
+                price = _regroup_cost(cost, regrouped, ranks, order.stages_per_rank)
+                candidate = _simulate_order(order, sort, price, memory, gradients)
+            except ShapeError as error:  # this schedule or cost lacks such a shape
                 refused.append(error)
                 continue
-            if memory is not None and found.peak > memory * (1 + 1e-9):
-                too_large.append((title(order.name, order.shape), found.peak))
+            if memory is not None and candidate.peak > memory * MEMORY_TOLERANCE:
+                too_large.append((name, candidate.peak))
             else:
-                fits.append((found, cuts))
-    if not fits and not too_large:
+                fitting.append((candidate, cuts))
+    too_large.sort(key=lambda row: row[1])
+    if not fitting and not too_large:
         raise refused[0]
-    if not fits:
-        least = min(too_large, key=lambda row: row[1])
+    if not fitting:
+        name, peak = too_large[0]
         raise ShapeError(
-            f"nothing fits into a memory of {memory:g}; the least is {least[0]} with {least[1]:g}"
+            f"nothing fits into a memory of {memory:g}; the least is {name} with {peak:g}"
         )
-    fits.sort(key=lambda row: (row[0].makespan, len(row[1]), row[0].peak))
-    fits[:FINALISTS] = [
-        (_noised(row, cost, regrouped, ranks), cuts) for row, cuts in fits[:FINALISTS]
-    ]
-    whole = min((row.makespan for row, cuts in fits if len(cuts) == 2), default=None)
-    rows = [
-        SlicedCandidate(row, cuts, None if whole is None else whole / row.makespan)
-        for row, cuts in fits
-    ]
-    return SlicedPlans(tuple(rows), tuple(sorted(too_large, key=lambda row: row[1])))
+    fitting.sort(key=lambda row: (row[0].makespan, len(row[1]), row[0].peak))
+    for index, (candidate, cuts) in enumerate(fitting[:FINALISTS]):
+        noisy = _simulate_noise(candidate, cost, regrouped, ranks)
+        fitting[index] = (noisy, cuts)
+    return SlicedPlans(_with_speedups(fitting), tuple(too_large))
 
 
-# ---------------------------------------------------------------- what is tried
-def _cuts(
+def _with_speedups(
+    fitting: Sequence[tuple[Candidate, tuple[int, ...]]],
+) -> tuple[SlicedCandidate, ...]:
+    """Compare every candidate with the fastest one whose sequences are whole."""
+    whole = [candidate.makespan for candidate, cuts in fitting if len(cuts) == 2]
+    rows = []
+    for candidate, cuts in fitting:
+        speedup = min(whole) / candidate.makespan if whole else None
+        rows.append(SlicedCandidate(candidate, cuts, speedup))
+    return tuple(rows)
+
+
+# ---------------------------------------------------------------- the choices
+def _every_cuts(
     pipeline: Pipeline, ranks: int, microbatches: int, counts: set[int]
 ) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Cuts in tokens, of which sort: not cut, of equal length, planned. None twice."""
+    """Yield cuts in tokens with their sort (whole, even or planned), without repetition."""
     seen = set()
-    for sort, lengths in _lengths(pipeline, ranks, microbatches, counts):
+    for sort, lengths in _every_lengths(pipeline, ranks, microbatches, counts):
         cuts = tuple((np.cumsum([0, *lengths]) * pipeline.grain).tolist())
         if cuts not in seen:
             seen.add(cuts)
             yield sort, cuts
 
 
-def _lengths(
+def _every_lengths(
     pipeline: Pipeline, ranks: int, microbatches: int, counts: set[int]
 ) -> Iterator[tuple[str, Sequence[int]]]:
+    """Yield lengths of slices in points with their sort."""
     points = pipeline.points
-    times = even_times(
-        pipeline if pipeline.even else mean_pipeline(pipeline), microbatches
-    )
+    even_pipeline = pipeline if pipeline.even else mean_pipeline(pipeline)
+    times = even_times(even_pipeline, microbatches)
     yield "whole", [points]
     best = best_cuts(times, ranks, patience=MAX_CUT_PASSES).lengths
     yield "planned", best
     if not pipeline.even:
-        yield "planned", _uneven(pipeline, microbatches)
+        yield "planned", _uneven_lengths(pipeline, microbatches)
     for count in sorted({*counts, len(best)} - {1}):
         yield "even", equal_length(points, count)
-        yield (
-            "planned",
-            best_cuts(times, ranks, slices=count, patience=MAX_CUT_PASSES).lengths,
-        )
+        planned = best_cuts(times, ranks, slices=count, patience=MAX_CUT_PASSES)
+        yield "planned", planned.lengths
 
 
-def _uneven(pipeline: Pipeline, microbatches: int) -> list[int]:
-    """Cuts for stages as they are, on a grid coarse enough to write out."""
-    least = -(-pipeline.points // MAX_UNEVEN_POINTS)
-    step = next(
-        step
-        for step in range(least, pipeline.points + 1)
-        if pipeline.points % step == 0
-    )
+def _uneven_lengths(pipeline: Pipeline, microbatches: int) -> list[int]:
+    """Return slices for the stages as they are, on a grid that is coarse enough to tabulate."""
+    step = -(-pipeline.points // MAX_UNEVEN_POINTS)
+    while pipeline.points % step:
+        step += 1
     coarse = replace(
         pipeline, points=pipeline.points // step, grain=pipeline.grain * step
     )
-    return [
-        step * length
-        for length in uneven_cuts(
-            tabulate_slices(coarse), microbatches, effort=100_000
-        ).lengths
-    ]
+    slicing = uneven_cuts(tabulate_slices(coarse), microbatches, effort=UNEVEN_EFFORT)
+    return [step * length for length in slicing.lengths]
 
 
 class _Order(NamedTuple):
-    """A schedule to try: its name and shape, stages on a rank, and how it is made."""
+    """A schedule to try: its name and shape, and how to build it."""
 
     name: str
     shape: ShapeWords
-    pieces: int
+    stages_per_rank: int
     build: Callable[[], Schedule]
-    split: bool = False  # with its weight gradients moved
+    split: bool = False  # whether to split backwards and defer the weight gradients
 
 
-def _made(
+def _build(
     ranks: int, microbatches: int, name: str, word: str = "slices", number: int = 1
 ) -> Schedule:
     return make(name, ranks=ranks, microbatches=microbatches, **{word: number})
 
 
-def _orders(
-    cuts: tuple[int, ...], waves: Sequence[int], made: Callable[..., Schedule]
+def _every_order(
+    cuts: tuple[int, ...], waves: Sequence[int], build: Callable[..., Schedule]
 ) -> Iterator[_Order]:
-    """Every order for given cuts; `made` makes one by its name, a word of its shape, and the number for that."""
-    count = len(cuts) - 1
-    shape: ShapeWords = (("slices", count),) if count > 1 else ()
+    """Yield every order for given cuts.
 
-    def woven(name: str) -> Schedule:
-        return recut(made(name, "slices", count), cuts)
+    `build` makes a schedule from its name, a word of its shape, and the number for that.
+    """
+    count = len(cuts) - 1
+    is_sliced = count > 1
+    shape: ShapeWords = (("slices", count),) if is_sliced else ()
+
+    def move_cuts(name: str) -> Schedule:
+        """For schedules that have slices of their own."""
+        return recut(build(name, "slices", count), cuts)
 
     def cut(name: str, *word: str | int) -> Schedule:
-        return slice_tokens(made(name, *word), cuts)
+        """For schedules of whole micro-batches."""
+        return slice_tokens(build(name, *word), cuts)
 
-    streamed = "seq1f1b" if count > 1 else "1f1b"
-    yield _Order(
-        "terapipe" if count > 1 else "gpipe", shape, 1, partial(woven, "terapipe")
-    )
-    yield _Order(streamed, shape, 1, partial(woven, "seq1f1b"))
-    yield _Order(f"{streamed}+split", shape, 1, partial(woven, "seq1f1b"), split=True)
+    gpipe_name = "terapipe" if is_sliced else "gpipe"
+    yield _Order(gpipe_name, shape, 1, partial(move_cuts, "terapipe"))
+    one_f_one_b_name = "seq1f1b" if is_sliced else "1f1b"
+    one_f_one_b = partial(move_cuts, "seq1f1b")
+    yield _Order(one_f_one_b_name, shape, 1, one_f_one_b)
+    yield _Order(f"{one_f_one_b_name}+split", shape, 1, one_f_one_b, split=True)
     yield _Order("zb-h1", shape, 1, partial(cut, "zb-h1"))
     yield _Order("zb-v", shape, 2, partial(cut, "zb-v"))
     for number in waves:
+        wave_shape: ShapeWords = (("waves", number), *shape)
         wave = partial(cut, "hanayo", "waves", number)
-        yield _Order("hanayo", (("waves", number), *shape), 2 * number, wave)
-        yield _Order(
-            "hanayo+split", (("waves", number), *shape), 2 * number, wave, split=True
-        )
+        yield _Order("hanayo", wave_shape, 2 * number, wave)
+        yield _Order("hanayo+split", wave_shape, 2 * number, wave, split=True)
 
 
-def _priced(
-    cost: Cost, regrouped: Callable[[int], Cost] | None, ranks: int, pieces: int
+# ---------------------------------------------------------------- simulation
+def _regroup_cost(
+    cost: Cost, regrouped: Regroup | None, ranks: int, stages_per_rank: int
 ) -> Cost:
-    """The cost of the model with so many parts on a rank."""
+    """Return the cost of the model with this many parts on each rank."""
     if regrouped is not None:
-        return regrouped(ranks * pieces)
-    return finer(cost, pieces) if isinstance(cost, ModelCost) else cost
+        return regrouped(ranks * stages_per_rank)
+    if isinstance(cost, ModelCost):
+        return finer(cost, stages_per_rank)
+    return cost
 
 
-def _scored(
+def _simulate_order(
     order: _Order, sort: str, cost: Cost, memory: float | None, gradients: float
 ) -> Candidate:
-    """Built and simulated; the peak with the gradients of keys and values."""
+    """Build and simulate an order; the peak includes the gradients of keys and values."""
     schedule = order.build()
     if order.split:
         schedule = with_split(schedule, cost, memory)
-    found = noisy_makespan(order.name, order.shape, sort, schedule, cost, seeds=())
+    candidate = noisy_makespan(order.name, order.shape, sort, schedule, cost, seeds=())
     if not gradients or schedule.slices == 1:
-        return found
-    levels = simulate(schedule, cost).activations + key_value_gradient_bytes(
-        schedule, gradients
-    )
-    return replace(found, peak=float(levels.max()))
+        return candidate
+    activations = simulate(schedule, cost).activations
+    levels = activations + key_value_gradient_bytes(schedule, gradients)
+    return replace(candidate, peak=float(levels.max()))
 
 
-def _noised(
-    row: Candidate, cost: Cost, regrouped: Callable[[int], Cost] | None, ranks: int
+def _simulate_noise(
+    candidate: Candidate, cost: Cost, regrouped: Regroup | None, ranks: int
 ) -> Candidate:
-    """With its makespan under noise."""
-    price = _priced(cost, regrouped, ranks, len(row.schedule.stages) // ranks)
-    return replace(
-        row,
-        noisy=noisy_makespan(row.name, row.shape, row.sort, row.schedule, price).noisy,
+    """Return the candidate with its makespan under noise."""
+    schedule = candidate.schedule
+    price = _regroup_cost(cost, regrouped, ranks, len(schedule.stages) // ranks)
+    noisy = noisy_makespan(
+        candidate.name, candidate.shape, candidate.sort, schedule, price
     )
+    return replace(candidate, noisy=noisy.noisy)
 
 
 # ---------------------------------------------------------------- memory
 def key_value_gradient_bytes(schedule: Schedule, gradients: float) -> Floats:
-    """Bytes on an action's rank, while it runs, of the gradients of keys and values of sequences on their way back.
+    """Return the bytes of the gradients of keys and values on each action's rank while it runs.
 
-    They are gathered from the last slice's backward, which gives them for all tokens before it, to the first slice's.
-    `gradients` are bytes a token for all of a rank's stages.
+    A sequence gathers them from the backward of its last slice, which computes them for
+    all tokens before it, to the backward of its first slice. `gradients` is the number
+    of bytes per token for all stages of a rank.
     """
     table = schedule.table
-    tokens = np.array([m.tokens for m in schedule.microbatches], dtype=np.float64)[
-        table.microbatch
-    ]
-    size = np.where(
-        table.slices[table.microbatch] > 1,
-        gradients * tokens / table.crowd[table.stage],
-        0.0,
-    )
-    back = table.kind == BACKWARD
-    begins = np.where(
-        back & (table.slice == table.slices[table.microbatch] - 1), size, 0.0
-    )
-    ends = np.where(back & (table.slice == 0), size, 0.0)
-    found = np.zeros(len(table))
-    for begin, end in pairwise(table.first.tolist()):
-        found[begin:end] = (
-            np.cumsum(begins[begin:end]) - np.cumsum(ends[begin:end]) + ends[begin:end]
-        )
-    return found
+    tokens_of = np.array([m.tokens for m in schedule.microbatches], dtype=np.float64)
+    tokens = tokens_of[table.microbatch]
+    slices = table.slices[table.microbatch]
+    whole_size = gradients * tokens / table.crowd[table.stage]
+    size = np.where(slices > 1, whole_size, 0.0)
+    is_backward = table.kind == BACKWARD
+    begins = np.where(is_backward & (table.slice == slices - 1), size, 0.0)
+    ends = np.where(is_backward & (table.slice == 0), size, 0.0)
+    held = np.zeros(len(table))
+    for first, last in pairwise(table.first.tolist()):
+        gathered = np.cumsum(begins[first:last])
+        released = np.cumsum(ends[first:last])
+        # An action still holds what it releases at its end.
+        held[first:last] = gathered - released + ends[first:last]
+    return held
 
 
-def _forced(
+def _counts_for_memory(
     ranks: int, tokens: int, cost: Cost, memory: float, points: int
 ) -> set[int]:
-    """How many slices 1F1B over slices needs: it holds s + P - 1 of them, so (s + P - 1) / s of one micro-batch."""
-    alone = slice_tokens(make("1f1b", ranks=ranks, microbatches=1), (0, tokens))
-    one = float(simulate(alone, cost).peak_activations.max())
-    if memory <= one or not one:
+    """Return the numbers of slices with which 1F1B over slices fits into the memory.
+
+    With s slices and P ranks it holds s + P - 1 slices, which is (s + P - 1) / s of one
+    micro-batch.
+    """
+    whole = slice_tokens(make("1f1b", ranks=ranks, microbatches=1), (0, tokens))
+    microbatch_bytes = float(simulate(whole, cost).peak_activations.max())
+    if memory <= microbatch_bytes or not microbatch_bytes:
         return set()
-    least = math.ceil((ranks - 1) * one / (memory - one) - 1e-9)
+    spare = memory - microbatch_bytes
+    least = math.ceil((ranks - 1) * microbatch_bytes / spare - 1e-9)
     return {count for count in (least, 2 * least) if 1 < count <= points}

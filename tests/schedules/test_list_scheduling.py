@@ -8,7 +8,7 @@ import pytest
 from penstock import ModelCost, PartCost, Seconds, UnitCost, make, simulate
 from penstock.cost.columns import columns
 from penstock.errors import ShapeError
-from penstock.schedules.listing import (
+from penstock.schedules.list_scheduling import (
     backward_first,
     defer_weights,
     in_turn,
