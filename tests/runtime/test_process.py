@@ -91,8 +91,8 @@ def test_groups_are_made_on_all_ranks_alike_and_used_by_their_own():
     assert list(sums) == [[4, 1, 6], [2, 5, 6], [4, 5, 6]]
     for rank, (unmade, unlike) in enumerate(errors):
         assert (
-            unmade
-            == "no group of ranks (7, 8) yet: all ranks first call comm.prepare(groups_of(schedule))"
+            unmade == "the group of ranks (7, 8) does not exist yet: "
+            "all ranks must first call comm.prepare(groups_of(schedule))"
         )
         assert unlike.startswith(
             f"the ranks prepare different groups; rank {rank} prepares [("

@@ -138,7 +138,7 @@ class Watchdog:
         ):
             signal.signal(ALARM_SIGNAL, self.alarm)
             self.alarmed = True
-        self.comm.listen_to(self, REASON_SECONDS)
+        self.comm.set_guard(self, REASON_SECONDS)
         self.board.say(self.state())
         self.thread.start()
         return self
@@ -151,7 +151,7 @@ class Watchdog:
     ) -> None:
         self.over.set()
         self.thread.join(GRACE_SECONDS)
-        self.comm.listen_to(None)
+        self.comm.set_guard(None)
         if self.alarmed:
             signal.signal(ALARM_SIGNAL, signal.SIG_DFL)
         torchs = isinstance(error, RuntimeError) and not isinstance(
@@ -355,7 +355,7 @@ class Watchdog:
                         failure = self.board.fail(failure)
                         self.board.count("seen")
                 self.failure = failure
-                self.comm.cut()
+                self.comm.cut_connections()
         return self.failure
 
     def stop(self, failure: Failure) -> None:
