@@ -12,8 +12,8 @@ import pytest
 from penstock import lower, make
 from penstock.ir.program import Receive, RunAction, Send
 from penstock.runtime.comm.ipc import IpcGroup
-from penstock.runtime.comm.ring import FLAG_BYTES, Ring, cut_into_slots, slots_of
-from penstock.runtime.comm.room import MAX_RING_BYTES, RingShape, fit_ring, most_asked
+from penstock.runtime.comm.ring import FLAG_BYTES, Ring, count_slots, cut_into_slots
+from penstock.runtime.comm.room import MAX_RING_BYTES, RingShape, fit_ring, peak_slots
 from penstock.runtime.lane import Do, lane_turns
 
 SLOTS, SLOT = 4, 1 << 10
@@ -74,8 +74,8 @@ def test_messages_of_any_size_come_through_a_ring_whole_and_in_order(seed):
         assert not thread.is_alive()
     assert bytes(memory.bytes[begin + sum(sizes) :]) == b"".join(words)
     assert (
-        sender.turn
-        == receiver.turn
+        sender.slots_used
+        == receiver.slots_used
         == sum(len(cut_into_slots(size, SLOT)) for size in sizes)
     )
 
@@ -115,10 +115,10 @@ def test_messages_asked_for_ahead_may_be_fetched_in_any_order(seed):
     thread = threading.Thread(target=send)
     thread.start()
     asked = [
-        receiver.ask(begin + total + place, size, 1)
+        receiver.request(begin + total + place, size, 1)
         for place, size in zip(places, sizes, strict=True)
     ]
-    assert sum(slots_of(due.size, SLOT) for due in receiver.due) <= SLOTS // 2
+    assert sum(count_slots(due.size, SLOT) for due in receiver.requests) <= SLOTS // 2
     for due in draw.sample(asked, len(asked)):
         receiver.fetch(due, 1)
         assert due.taken
@@ -130,7 +130,7 @@ def test_messages_asked_for_ahead_may_be_fetched_in_any_order(seed):
 def test_a_message_stays_in_the_ring_until_it_is_needed():
     memory = Memory(2 * SLOTS * SLOT + 2 * FLAG_BYTES)
     sender, receiver = (Ring(memory, 0, SLOTS, SLOT) for _ in range(2))
-    due = receiver.ask(
+    due = receiver.request(
         SLOTS * SLOT + 2 * FLAG_BYTES, SLOT, 1
     )  # nothing is there, and nobody waits
     sender.put(SLOTS * SLOT + 2 * FLAG_BYTES, SLOT, 0)
@@ -166,7 +166,7 @@ def test_programs_run_through_the_smallest_rings(name):
                 rings[rank, step.peer][0].put(4000, 1, rank)
             elif isinstance(step, Receive):
                 ring = rings[step.peer, rank][1]
-                asked[number[str(step.action)]] = (ring, ring.ask(4001, 1, rank))
+                asked[number[str(step.action)]] = (ring, ring.request(4001, 1, rank))
             elif isinstance(step, RunAction):
                 for one in needs.needs[number[str(step.action)]]:
                     if int(one) in asked:
@@ -231,7 +231,7 @@ def streams_of(program, sizes, seconds, shapes) -> list[list[tuple]]:
             for step in turn.messages:
                 if step.do is Do.RECEIVE:
                     ring = into[step.peer]
-                    held[step.value] = ring, ring.ask(0, sizes[step.unit], 0)
+                    held[step.value] = ring, ring.request(0, sizes[step.unit], 0)
                 else:
                     out[step.peer].put(0, sizes[step.unit], 0)
         streams.append(tape.does)
@@ -302,7 +302,7 @@ def test_a_ring_that_is_large_enough_stays():
     once = shapes_of(program, sizes, RingShape(4, 16 << 10))
     for (a, b), shape in once.items():
         assert fit_ring(lanes[b], a, sizes, shape) == shape
-        assert 2 * most_asked(lanes[b], a, sizes, shape.size) <= shape.slots
+        assert 2 * peak_slots(lanes[b], a, sizes, shape.size) <= shape.slots
         assert fit_ring(lanes[b], a, [size // 2 for size in sizes], shape) == shape
 
 
@@ -367,6 +367,6 @@ def test_both_ends_of_a_ring_that_grows_meet_in_the_new_one():
     second.into[0].take(place + 200, 200, 1)
     assert shop.bytes[place + 200 : place + 400] == bytes(range(200))
     first.reserve({}, {1: RingShape(8, 64)})  # as it is
-    assert first.out[1].turn == 4
+    assert first.out[1].slots_used == 4
     second.sums_into = {}
     assert second.held == (8 + 2) * 64 + 4 * FLAG_BYTES

@@ -1,4 +1,4 @@
-"""A processor that announces what it does not have."""
+"""Tests for CPUs that advertise AMX but fault on it."""
 
 from __future__ import annotations
 
@@ -9,36 +9,40 @@ import sys
 import pytest
 import torch
 
-from penstock.runtime.process import amx as kernels
+from penstock.runtime.process import amx
 
 
 @pytest.mark.parametrize(
-    ("announced", "trial", "given", "tamed"),
+    ("advertised", "trial", "given", "disabled"),
     [
         (True, "import os, signal; os.kill(os.getpid(), signal.SIGILL)", None, True),
         (True, "pass", None, False),
         (False, "import os, signal; os.kill(os.getpid(), signal.SIGILL)", None, False),
         (True, "import os, signal; os.kill(os.getpid(), signal.SIGILL)", "AVX2", False),
     ],
-    ids=["forbidden", "good", "not announced", "the user knows"],
+    ids=["faults", "works", "not advertised", "set by the user"],
 )
-def test_an_instruction_that_ends_whoever_uses_it_is_not_used(
-    announced, trial, given, tamed, monkeypatch
+def test_amx_is_disabled_only_if_it_kills_a_process_that_uses_it(
+    advertised, trial, given, disabled, monkeypatch
 ):
-    monkeypatch.setenv(kernels.LIMIT, given or "")
+    monkeypatch.setenv(amx.ISA_LIMIT_VARIABLE, given or "")
     if given is None:
-        monkeypatch.delenv(kernels.LIMIT)
-    monkeypatch.setattr(kernels, "AMX_TRIAL", trial)
-    assert kernels.avoid_broken_amx(announced) is tamed
-    assert os.environ.get(kernels.LIMIT) == (kernels.LESS if tamed else given)
+        monkeypatch.delenv(amx.ISA_LIMIT_VARIABLE)
+    monkeypatch.setattr(amx, "AMX_TRIAL", trial)
+    assert amx.avoid_broken_amx(advertised) is disabled
+    assert os.environ.get(amx.ISA_LIMIT_VARIABLE) == (
+        amx.ISA_WITHOUT_AMX if disabled else given
+    )
 
 
 @pytest.mark.skipif(
-    not torch.cpu._is_amx_tile_supported(), reason="nothing is announced here"
+    not torch.cpu._is_amx_tile_supported(), reason="this CPU does not advertise AMX"
 )
-def test_after_that_products_in_bf16_run_on_any_machine():
-    code = f"from penstock.runtime.process.amx import tame; tame(); {kernels.AMX_TRIAL}"
-    env = {key: value for key, value in os.environ.items() if key != kernels.LIMIT}
+def test_bf16_products_run_on_any_machine_afterwards():
+    code = f"from penstock.runtime.process.amx import avoid_broken_amx; avoid_broken_amx(); {amx.AMX_TRIAL}"
+    env = {
+        key: value for key, value in os.environ.items() if key != amx.ISA_LIMIT_VARIABLE
+    }
     path = os.pathsep.join(sys.path)
     done = subprocess.run(
         [sys.executable, "-c", code],

@@ -91,8 +91,8 @@ def test_groups_are_made_on_all_ranks_alike_and_used_by_their_own():
     assert list(sums) == [[4, 1, 6], [2, 5, 6], [4, 5, 6]]
     for rank, (unmade, unlike) in enumerate(errors):
         assert (
-            unmade
-            == "no group of ranks (7, 8) yet: all ranks first call comm.prepare(groups_of(schedule))"
+            unmade == "the group of ranks (7, 8) does not exist yet: "
+            "all ranks must first call comm.prepare(groups_of(schedule))"
         )
         assert unlike.startswith(
             f"the ranks prepare different groups; rank {rank} prepares [("
@@ -465,13 +465,15 @@ def test_a_busy_rank_is_interrupted_and_raises_what_another_has_reported(
     schedule = make("1f1b", ranks=1, microbatches=1)
     executor = workers.executor_of(schedule, alone, workers.model_of(1))
     begin = time.monotonic()
-    with (  # noqa: PT012
-        pytest.raises(StuckError, match="rank 7 waits at 7B0"),
-        watchdog.watching(executor),
-    ):
-        executor.step(workers.batch_for(schedule))
-        report("rank 7 waits at 7B0")
-        time.sleep(600)
+
+    def work():
+        with watchdog.watching(executor):
+            executor.step(workers.batch_for(schedule))
+            report("rank 7 waits at 7B0")
+            time.sleep(600)
+
+    with pytest.raises(StuckError, match="rank 7 waits at 7B0"):
+        work()
     assert time.monotonic() - begin < 300
     assert alone.guard is None
     assert signal.getsignal(watchdog.ALARM_SIGNAL) is signal.SIG_DFL
@@ -495,7 +497,8 @@ def test_without_a_launcher_init_says_what_is_missing(monkeypatch):
     monkeypatch.setenv("RANK", "0")
     with pytest.raises(
         RunError,
-        match="no WORLD_SIZE MASTER_ADDR MASTER_PORT in the environment: start with torchrun",
+        match="the environment does not set WORLD_SIZE, MASTER_ADDR, MASTER_PORT; "
+        "start the program with torchrun",
     ):
         init()
 

@@ -1,4 +1,4 @@
-"""Ways for ranks to talk: threads of one process, or processes on torch.distributed; and a slow network, emulated."""
+"""How ranks exchange tensors: between threads, between processes, or over an emulated slow network."""
 
 from penstock.runtime.comm.comm import Arriving, Comm, Pending
 from penstock.runtime.comm.process import ProcessComm

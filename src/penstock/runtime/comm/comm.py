@@ -1,11 +1,11 @@
-"""How ranks talk: tensors point to point, in order, without tags; sums over groups of ranks.
+"""The interface through which ranks exchange tensors and sum them over groups of ranks.
 
-    send      returns at once; the tensor must not be written to until `wait`
-    receive   returns at once; `wait` gives the tensor
-    add       sums a tensor over a group of ranks, in place; `wait` when the sum is needed
+    send      starts a send; do not write to the tensor before `wait` returns
+    receive   starts a receive; `wait` returns the tensor
+    add       starts an in-place sum over a group of ranks; `wait` before reading the sum
 
-Between two ranks messages arrive in the order in which they are sent, so that a program of `lower` needs no tags. Raw
-tensors travel; nothing is pickled.
+All three return at once. Messages between two ranks arrive in the order in which they were
+sent, so a lowered program needs no message tags. Only raw tensors travel; nothing is pickled.
 """
 
 from __future__ import annotations
@@ -20,67 +20,80 @@ from penstock.ir.program import Program
 
 
 class Pending(Protocol):
-    """Something on its way."""
+    """A send or a sum that is still in progress."""
 
     def wait(self) -> None:
-        """Blocks until it is done; a `StuckError` or `PeerLostError` if it never will be."""
+        """Block until it is done.
+
+        Raises `StuckError` if it takes too long, and `PeerLostError` if it cannot finish
+        because another rank is gone.
+        """
         ...
 
 
 class Arriving(Protocol):
-    """A tensor on its way here."""
+    """A tensor that another rank is sending to this one."""
 
     def wait(self) -> Tensor:
-        """Blocks until it is here, and gives it."""
+        """Block until the tensor has arrived, and return it."""
         ...
 
 
 class Comm(Protocol):
-    """One rank's connection to the others."""
+    """One rank's connection to the other ranks."""
 
     @property
     def rank(self) -> int:
-        """Which rank this is."""
+        """The number of this rank."""
         ...
 
     @property
     def ranks(self) -> int:
-        """How many there are."""
+        """The number of ranks."""
         ...
 
     @property
     def window(self) -> int:
-        """Bytes of receives that may be posted before the program has them; 0: none."""
+        """Bytes of receives that may be posted earlier than the program has them.
+
+        With 0, every receive is posted exactly where the program has it.
+        """
         ...
 
     def send(self, tensor: Tensor, target: int) -> Pending:
-        """Sends a tensor."""
+        """Start sending a tensor to a rank."""
         ...
 
     def receive(
         self, shape: tuple[int, ...], dtype: torch.dtype, source: int
     ) -> Arriving:
-        """Receives the next tensor of a rank, which has that shape and type."""
+        """Start receiving the next tensor from a rank; its shape and type must match."""
         ...
 
     def give_back(self, tensor: Tensor) -> None:
-        """A received tensor that nobody looks at any more: its memory may take the next one."""
+        """Return a received tensor that nobody reads any more, so its memory can be reused."""
         ...
 
     def prepare(self, groups: list[tuple[int, ...]]) -> None:
-        """Makes ready the groups that `add` will be asked for; all ranks call it with the same list."""
+        """Set up the groups that `add` will use; all ranks pass the same list."""
         ...
 
     def reserve(
         self, program: Program, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype
     ) -> None:
-        """Makes room for the messages of a program, a shape for each unit; all ranks call it with the same."""
+        """Make room for a program's messages; all ranks pass the same arguments.
+
+        `shapes` has one message shape for each unit of the program.
+        """
         ...
 
     def add(self, tensor: Tensor, group: tuple[int, ...]) -> Pending:
-        """Sums a tensor over a group of ranks, in place. All of a group call it in the same order."""
+        """Start summing a tensor over a group of ranks, in place.
+
+        All ranks of the group must start their sums in the same order.
+        """
         ...
 
     def barrier(self) -> None:
-        """Waits for all ranks."""
+        """Wait until all ranks have reached this point."""
         ...

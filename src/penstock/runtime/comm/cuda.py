@@ -1,4 +1,4 @@
-"""The few calls of the CUDA driver that torch does not offer: memory that processes share, streams that wait for it."""
+"""Calls of the CUDA driver that torch lacks: memory shared between processes, and streams that wait on it."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from typing import Any
 
 from penstock.errors import RunError
 
-WAIT_VALUE_GEQ = 0  # CU_STREAM_WAIT_VALUE_GEQ: a cyclic comparison
-HANDLE = 64  # bytes of a CUDA IPC handle
-BLOCKING = 4  # CU_CTX_SCHED_BLOCKING_SYNC: a host that waits sleeps
+WAIT_UNTIL_AT_LEAST = 0  # CU_STREAM_WAIT_VALUE_GEQ, which compares modulo 2**32
+IPC_HANDLE_BYTES = 64
+SLEEP_ON_WAIT_FLAG = 4  # CU_CTX_SCHED_BLOCKING_SYNC
+LOW_32_BITS = 0xFFFFFFFF
 
 
 class CudaDriver:
-    """The driver of this process's current GPU."""
+    """The CUDA driver, as seen from this process's current GPU."""
 
     def __init__(self) -> None:
         try:
@@ -23,81 +24,96 @@ class CudaDriver:
             raise RunError(
                 f"ranks that share a GPU need the CUDA driver: {error}"
             ) from None
-        place, number, stream = ctypes.c_uint64, ctypes.c_uint32, ctypes.c_void_p
-        self.raw_copy = _typed(
-            self.cuda.cuMemcpyDtoDAsync_v2, place, place, ctypes.c_size_t, stream
+        address = ctypes.c_uint64
+        value = ctypes.c_uint32
+        flags = ctypes.c_uint32
+        size = ctypes.c_size_t
+        stream = ctypes.c_void_p
+        self.raw_copy = _declare(
+            self.cuda.cuMemcpyDtoDAsync_v2, address, address, size, stream
         )
-        self.raw_wait = _typed(
-            self.cuda.cuStreamWaitValue32_v2, stream, place, number, number
+        self.raw_wait = _declare(
+            self.cuda.cuStreamWaitValue32_v2, stream, address, value, flags
         )
-        self.raw_write = _typed(
-            self.cuda.cuStreamWriteValue32_v2, stream, place, number, number
+        self.raw_write = _declare(
+            self.cuda.cuStreamWriteValue32_v2, stream, address, value, flags
         )
 
     def call(self, name: str, *arguments: object) -> None:
-        """Calls it, or says what is wrong."""
-        self.check(getattr(self.cuda, name)(*arguments), name)
+        """Call a driver function by name; raise a `RunError` if it fails."""
+        function = getattr(self.cuda, name)
+        self.check(function(*arguments), name)
 
     def check(self, code: int, name: str) -> None:
-        """An error in words."""
-        if code:
-            text = ctypes.c_char_p()
-            self.cuda.cuGetErrorString(code, ctypes.byref(text))
-            raise RunError(f"{name}: {text.value.decode() if text.value else code}")
+        """Raise a `RunError` with the driver's explanation if `code` is not zero."""
+        if code == 0:
+            return
+        text = ctypes.c_char_p()
+        self.cuda.cuGetErrorString(code, ctypes.byref(text))
+        explanation = text.value.decode() if text.value else code
+        raise RunError(f"{name}: {explanation}")
 
     def sleep_while_waiting(self, device: int) -> None:
-        """A host that waits for the GPU leaves its core to others. Only before the GPU is used for the first time."""
+        """Make the host sleep, not spin, while it waits for the GPU.
+
+        This only works before the process uses the GPU for the first time.
+        """
         self.cuda.cuDevicePrimaryCtxSetFlags_v2(
-            ctypes.c_int(device), ctypes.c_uint(BLOCKING)
+            ctypes.c_int(device), ctypes.c_uint(SLEEP_ON_WAIT_FLAG)
         )
 
     def allocate(self, size: int) -> int:
-        """Memory that can be opened by others (torch's own may share a block with something else), all zeros."""
-        place = ctypes.c_uint64()
-        self.call("cuMemAlloc_v2", ctypes.byref(place), ctypes.c_size_t(size))
-        self.call("cuMemsetD8_v2", place, ctypes.c_ubyte(0), ctypes.c_size_t(size))
-        self.call(
-            "cuStreamSynchronize", ctypes.c_void_p(None)
-        )  # a memset returns early; others would write before it
-        return place.value
+        """Allocate zeroed memory that other processes can open, and return its address.
 
-    def handle(self, place: int) -> bytes:
-        """What others open it with."""
-        raw = (ctypes.c_char * HANDLE)()
-        self.call("cuIpcGetMemHandle", raw, ctypes.c_uint64(place))
+        Memory from torch's allocator is unsuitable: one block may hold unrelated tensors.
+        """
+        address = ctypes.c_uint64()
+        self.call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(size))
+        self.call("cuMemsetD8_v2", address, ctypes.c_ubyte(0), ctypes.c_size_t(size))
+        # The memset returns early; without a wait, others could write before it runs.
+        self.call("cuStreamSynchronize", ctypes.c_void_p(None))
+        return address.value
+
+    def handle(self, address: int) -> bytes:
+        """The handle with which another process can open this memory."""
+        raw = (ctypes.c_char * IPC_HANDLE_BYTES)()
+        self.call("cuIpcGetMemHandle", raw, ctypes.c_uint64(address))
         return bytes(raw)
 
     def open(self, handle: bytes) -> int:
-        """Memory of another process."""
-        place, raw = ctypes.c_uint64(), _Handle()
-        ctypes.memmove(ctypes.byref(raw), handle, HANDLE)
-        self.call("cuIpcOpenMemHandle_v2", ctypes.byref(place), raw, ctypes.c_uint(1))
-        return place.value
+        """Open another process's memory, and return its address here."""
+        address = ctypes.c_uint64()
+        raw = _Handle()
+        ctypes.memmove(ctypes.byref(raw), handle, IPC_HANDLE_BYTES)
+        self.call("cuIpcOpenMemHandle_v2", ctypes.byref(address), raw, ctypes.c_uint(1))
+        return address.value
 
     def copy(self, target: int, source: int, size: int, stream: int) -> None:
-        """Inside the device, on a stream."""
-        self.check(self.raw_copy(target, source, size, stream), "cuMemcpyDtoDAsync")
+        """Copy bytes within the GPU, in the order of a stream."""
+        code = self.raw_copy(target, source, size, stream)
+        self.check(code, "cuMemcpyDtoDAsync")
 
-    def wait(self, place: int, value: int, stream: int) -> None:
-        """The stream waits until that place has at least that value."""
-        self.check(
-            self.raw_wait(stream, place, value & 0xFFFFFFFF, WAIT_VALUE_GEQ),
-            "cuStreamWaitValue32",
-        )
+    def wait(self, address: int, value: int, stream: int) -> None:
+        """Make a stream wait until the number at `address` is at least `value`."""
+        code = self.raw_wait(stream, address, value & LOW_32_BITS, WAIT_UNTIL_AT_LEAST)
+        self.check(code, "cuStreamWaitValue32")
 
-    def write(self, place: int, value: int, stream: int) -> None:
-        """The stream writes a value there, after all before it is done and visible."""
-        self.check(
-            self.raw_write(stream, place, value & 0xFFFFFFFF, 0), "cuStreamWriteValue32"
-        )
+    def write(self, address: int, value: int, stream: int) -> None:
+        """Make a stream write a number, once its earlier work is done and visible."""
+        code = self.raw_write(stream, address, value & LOW_32_BITS, 0)
+        self.check(code, "cuStreamWriteValue32")
 
 
 class _Handle(ctypes.Structure):
-    _fields_ = (("raw", ctypes.c_char * HANDLE),)
+    _fields_ = (("raw", ctypes.c_char * IPC_HANDLE_BYTES),)
 
 
-def _typed(call: Any, *kinds: Any) -> Callable[..., int]:
-    """A call whose arguments are plain numbers: much faster than to wrap each one."""
-    call.argtypes, call.restype = kinds, ctypes.c_int
-    made: Callable[..., int] = call
-    return made
+def _declare(function: Any, *argument_types: Any) -> Callable[..., int]:
+    """Declare the argument types of a driver function, so it accepts plain numbers.
+
+    This is much faster than wrapping each argument in a ctypes object.
+    """
+    function.argtypes = argument_types
+    function.restype = ctypes.c_int
+    declared: Callable[..., int] = function
+    return declared

@@ -1,21 +1,25 @@
-"""Ranks that share a GPU: a torch.distributed backend over memory that several processes see, `penstock_ipc`.
+"""The torch.distributed backend `penstock_ipc`, for ranks that share one GPU.
 
-NCCL refuses two ranks on one GPU, and gloo sends no CUDA tensors. Here the memory is one, so a message is a copy into a
-ring that the receiver owns and the sender has opened, and a copy out of it:
+NCCL refuses two ranks on one GPU, and gloo does not send CUDA tensors. But ranks that share
+a GPU can also share its memory, so a message is two copies: the sender copies it into a ring
+that the receiver owns and the sender has opened, and the receiver copies it out again:
 
     sender     compute ─ wait for a free slot, copy y into it, tell the receiver ─ compute
                                                                 │
     receiver   compute ─────────────────────────── wait to be told ─ copy x out of it, tell the sender ─ compute
 
-All of it goes on the stream that computes. Streams of their own would let copies and computing overlap, but to go from
-one stream to another and back costs the GPU 70 to 120 us, a copy of a megabyte 7.
+All of this happens on the stream that computes. Separate streams would let copies overlap
+with computation, but switching to another stream and back costs the GPU 70 to 120 us, while
+copying a megabyte takes 7.
 
-Waits are the device's, so the host runs ahead, and sleeps when it waits at all. They have one danger: CUDA loads a
-kernel when it is first used, and while any stream of the process waits, the load waits too. So a stream waits for a
-message only where it is needed; what was launched before does not depend on what comes after.
+The device does the waiting, so the host runs ahead, and sleeps when it does wait. This has
+one danger: CUDA loads a kernel when it is first used, and the load waits while any stream of
+the process waits. So a stream waits for a message only where the message is needed; nothing
+launched before that point depends on what comes after it.
 
-Sums, broadcasts and gathers have rings and a stream of their own: all to all, piece by piece, added in the order of the
-ranks, so that everybody has the same bits.
+Sums, broadcasts and gathers have their own rings and their own stream. Every rank sends its
+bytes to every other rank, piece by piece, and all add them in the order of the ranks, so
+that all ranks get the same bits.
 """
 
 from __future__ import annotations
@@ -40,34 +44,35 @@ from torch._C._distributed_c10d import (
 
 from penstock.errors import RunError
 from penstock.runtime.comm.cuda import CudaDriver
-from penstock.runtime.comm.ring import Due, Ring, ring_bytes
+from penstock.runtime.comm.ring import Request, Ring, ring_bytes
 from penstock.runtime.comm.room import RingShape
 
 BACKEND_NAME = "penstock_ipc"
-RING_SLOTS, RING_SLOT_BYTES = (
-    16,
-    2 << 20,
-)  # of a ring for messages, and the bytes of one
-SUM_SLOTS, SUM_SLOT = 2, 4 << 20  # of a ring for sums
+# The rings for messages, at first; `IpcGroup.reserve` makes them larger.
+RING_SLOTS = 16
+RING_SLOT_BYTES = 2 << 20
+# The rings for sums, broadcasts and gathers.
+SUM_SLOTS = 2
+SUM_SLOT_BYTES = 4 << 20
 
 
 class SharedState:
-    """What all groups of a process share."""
+    """The CUDA driver and the stream for sums, which all groups of a process share."""
 
-    here: SharedState | None = None
+    instance: SharedState | None = None
 
     def __init__(self) -> None:
         self.driver = CudaDriver()
         self.driver.sleep_while_waiting(torch.cuda.current_device())
-        torch.cuda.current_stream().synchronize()  # a context
+        torch.cuda.current_stream().synchronize()  # creates the CUDA context
         self.sums = torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
     @classmethod
     def get(cls) -> SharedState:
-        """Made when it is first needed."""
-        if cls.here is None:
-            cls.here = cls()
-        return cls.here
+        """The instance of this process, created when it is first needed."""
+        if cls.instance is None:
+            cls.instance = cls()
+        return cls.instance
 
 
 class IpcGroup(ProcessGroup):
@@ -75,37 +80,45 @@ class IpcGroup(ProcessGroup):
 
     def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]
-        self.store, self.mine, self.count = store, rank, size
+        self.store = store
+        self.mine = rank
+        self.count = size
         shared = SharedState.get()
-        self.driver, self.sums = shared.driver, shared.sums
-        self.watched = False  # whether somebody asks if a message is there
+        self.driver = shared.driver
+        self.sums = shared.sums
+        self.watched = False  # whether a watchdog asks which messages are done
         self.others = [other for other in range(size) if other != rank]
+        # As in MPI, a rank can also send to itself.
         self.into = {
             source: self.own("ring", source, RING_SLOTS, RING_SLOT_BYTES)
             for source in range(size)
-        }  # itself too, as in MPI
+        }
         self.sums_into = {
-            source: self.own("sum", source, SUM_SLOTS, SUM_SLOT)
+            source: self.own("sum", source, SUM_SLOTS, SUM_SLOT_BYTES)
             for source in self.others
         }
         self.out: dict[int, Ring] = {}
         self.sums_out: dict[int, Ring] = {}
-        self.open: deque[IpcWork] = deque()  # sums that nobody has waited for yet
+        self.unfinished: deque[IpcWork] = deque()  # keeps the tensors of sums alive
 
     def shape(self, source: int, target: int) -> RingShape:
-        """Of a ring for messages from this rank or to it; one that was not opened yet is as all are at first."""
+        """The shape of a message ring to or from this rank.
+
+        A ring that was not opened yet has the initial shape.
+        """
         ring = self.into[source] if target == self.mine else self.out.get(target)
-        return (
-            RingShape(RING_SLOTS, RING_SLOT_BYTES)
-            if ring is None
-            else RingShape(ring.slots, ring.size)
-        )
+        if ring is None:
+            return RingShape(RING_SLOTS, RING_SLOT_BYTES)
+        return RingShape(ring.slots, ring.size)
 
     def reserve(
         self, into: Mapping[int, RingShape], out: Mapping[int, RingShape]
     ) -> None:
-        """New rings where larger ones are needed, between two steps: nothing is on its way. First this rank's own are
-        there for the others, then those of the others are opened."""
+        """Replace rings by larger ones where needed.
+
+        Call this between two steps, when no message is on its way. The rank first
+        publishes its own rings, then opens those of the others.
+        """
         grown = [
             target
             for target, shape in out.items()
@@ -113,83 +126,87 @@ class IpcGroup(ProcessGroup):
         ]
         for source, shape in into.items():
             if shape != self.shape(source, self.mine):
-                self.into[source] = self.own(
-                    f"ring {shape.slots} {shape.size}", source, *shape
-                )
+                self.into[source] = self.own(_ring_key(shape), source, *shape)
         for target in grown:
             shape = out[target]
             self.out.pop(target, None)
-            self.other(self.out, f"ring {shape.slots} {shape.size}", target, *shape)
+            self.open_ring(self.out, _ring_key(shape), target, *shape)
 
     @property
     def held(self) -> int:
-        """Bytes that this rank's rings take of the GPU, which torch does not count; not those that grew."""
-        return sum(
-            ring_bytes(ring.slots, ring.size)
-            for ring in (*self.into.values(), *self.sums_into.values())
-        )
+        """Bytes of GPU memory in this rank's current rings, which torch does not count.
+
+        Smaller rings that were replaced are not included.
+        """
+        rings = [*self.into.values(), *self.sums_into.values()]
+        return sum(ring_bytes(ring.slots, ring.size) for ring in rings)
 
     def own(self, kind: str, source: int, slots: int, size: int) -> Ring:
-        """A ring from a rank to this one."""
+        """Allocate and publish a ring from `source` to this rank."""
         base = self.driver.allocate(ring_bytes(slots, size))
-        self.store.set(f"{kind} {source} {self.mine}", self.driver.handle(base).hex())
+        handle = self.driver.handle(base)
+        self.store.set(f"{kind} {source} {self.mine}", handle.hex())
         return Ring(self.driver, base, slots, size)
 
-    def other(
+    def open_ring(
         self, rings: dict[int, Ring], kind: str, target: int, slots: int, size: int
     ) -> Ring:
-        """A ring to a rank, which that rank owns."""
-        if (
-            target not in rings and target == self.mine
-        ):  # a process cannot open what is its own
-            rings[target] = Ring(self.driver, self.into[target].base, slots, size)
-        elif target not in rings:
-            handle = bytes.fromhex(
-                self.store.get(f"{kind} {self.mine} {target}").decode()
-            )
-            rings[target] = Ring(self.driver, self.driver.open(handle), slots, size)
+        """The ring to `target`, which that rank owns; opened on first use."""
+        if target not in rings:
+            if target == self.mine:  # a process cannot open its own memory
+                base = self.into[target].base
+            else:
+                published = self.store.get(f"{kind} {self.mine} {target}").decode()
+                base = self.driver.open(bytes.fromhex(published))
+            rings[target] = Ring(self.driver, base, slots, size)
         return rings[target]
 
+    def ring_to(self, target: int) -> Ring:
+        """The ring for messages to `target`."""
+        return self.open_ring(self.out, "ring", target, RING_SLOTS, RING_SLOT_BYTES)
+
+    def sum_ring_to(self, target: int) -> Ring:
+        """The ring for sums, broadcasts and gathers to `target`."""
+        return self.open_ring(self.sums_out, "sum", target, SUM_SLOTS, SUM_SLOT_BYTES)
+
     def getBackendName(self) -> str:  # noqa: N802
-        """Its name."""
+        """The name under which torch.distributed knows this backend."""
         return BACKEND_NAME
 
     # ------------------------------------------------------------ messages
     def send(self, tensors: Sequence[Tensor], dst: int, tag: int = 0) -> IpcMessage:
-        """Sends one tensor: when the current stream comes to it."""
-        x, stream = one_of(tensors), torch.cuda.current_stream()
-        self.other(self.out, "ring", dst, RING_SLOTS, RING_SLOT_BYTES).put(
-            x.data_ptr(), x.nbytes, stream.cuda_stream
-        )
-        return IpcMessage(
-            self, None, event=stream.record_event() if self.watched else None
-        )
+        """Send one tensor, once the current stream gets there."""
+        x = only_tensor(tensors)
+        stream = torch.cuda.current_stream()
+        self.ring_to(dst).put(x.data_ptr(), x.nbytes, stream.cuda_stream)
+        event = stream.record_event() if self.watched else None
+        return IpcMessage(self, None, event=event)
 
     def recv(self, tensors: Sequence[Tensor], src: int, tag: int = 0) -> IpcMessage:
-        """Receives one tensor: when the stream that waits for it comes to that."""
-        x, ring, line = (
-            one_of(tensors),
-            self.into[src],
-            torch.cuda.current_stream().cuda_stream,
-        )
-        return IpcMessage(
-            self, (ring, ring.ask(x.data_ptr(), x.nbytes, line, owner=x)), x
-        )
+        """Receive one tensor, once the stream that waits for it gets there."""
+        x = only_tensor(tensors)
+        ring = self.into[src]
+        stream = torch.cuda.current_stream().cuda_stream
+        request = ring.request(x.data_ptr(), x.nbytes, stream, owner=x)
+        return IpcMessage(self, (ring, request), x)
 
-    # ------------------------------------------------------------ all together
+    # ------------------------------------------------------------ collectives
     def exchange(
         self, x: Tensor, use: Callable[[int, int, int], None]
     ) -> torch.cuda.Stream:
-        """Everybody's bytes to everybody, piece by piece; `use(rank, begin, end)` with bytes that are there."""
-        stream, line = self.sums, self.sums.cuda_stream
+        """Send every rank's bytes to every other rank, piece by piece.
+
+        Calls `use(rank, begin, size)` for each piece of each rank, in the order of the
+        ranks, when it may be taken out of that rank's ring.
+        """
+        stream = self.sums
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            for begin in range(0, x.nbytes, SUM_SLOT):
-                size = min(SUM_SLOT, x.nbytes - begin)
+            for begin in range(0, x.nbytes, SUM_SLOT_BYTES):
+                size = min(SUM_SLOT_BYTES, x.nbytes - begin)
+                address = x.data_ptr() + begin
                 for target in self.others:
-                    self.other(self.sums_out, "sum", target, SUM_SLOTS, SUM_SLOT).put(
-                        x.data_ptr() + begin, size, line
-                    )
+                    self.sum_ring_to(target).put(address, size, stream.cuda_stream)
                 for rank in range(self.count):
                     use(rank, begin, size)
         return stream
@@ -197,30 +214,39 @@ class IpcGroup(ProcessGroup):
     def allreduce(  # type: ignore[override]
         self, tensors: Sequence[Tensor], opts: AllreduceOptions | None = None
     ) -> IpcWork:
-        """A sum (or mean, max, min) in the order of the ranks."""
-        x, op = one_of(tensors), ReduceOp.SUM if opts is None else opts.reduceOp
-        flat, line = x.view(-1), self.sums.cuda_stream
-        count = min(SUM_SLOT // x.itemsize, flat.numel())
+        """Sum a tensor (or take the mean, max or min) in the order of the ranks."""
+        x = only_tensor(tensors)
+        op = ReduceOp.SUM if opts is None else opts.reduceOp
+        flat = x.view(-1)
+        stream = self.sums.cuda_stream
+        width = min(SUM_SLOT_BYTES // x.itemsize, flat.numel())
         with torch.cuda.stream(self.sums):
-            came = torch.empty(self.count, count, dtype=x.dtype, device=x.device)
+            rows = torch.empty(self.count, width, dtype=x.dtype, device=x.device)
 
         def use(rank: int, begin: int, size: int) -> None:
-            first, numbers = begin // x.itemsize, size // x.itemsize
+            first = begin // x.itemsize
+            count = size // x.itemsize
+            piece = slice(first, first + count)
             if rank == self.mine:
-                came[rank, :numbers].copy_(flat[first : first + numbers])
+                rows[rank, :count].copy_(flat[piece])
             else:
-                self.sums_into[rank].take(came[rank].data_ptr(), size, line)
+                self.sums_into[rank].take(rows[rank].data_ptr(), size, stream)
             if rank == self.count - 1:
-                flat[first : first + numbers] = reduce_tensors(came[:, :numbers], op)
+                flat[piece] = reduce_rows(rows[:, :count], op)
 
         return self.work(self.exchange(x, use), x)
 
     def work(self, stream: torch.cuda.Stream, *tensors: Tensor) -> IpcWork:
-        """What was put on a stream until now; tensors are kept until somebody has waited for it, or it is over."""
+        """The work launched on a stream so far.
+
+        The group keeps the tensors alive until somebody has waited for the work, or it is
+        done.
+        """
         work = IpcWork(stream.record_event(), tensors)
-        while self.open and (not self.open[0].tensors or self.open[0].is_completed()):
-            self.open.popleft()
-        self.open.append(work)
+        unfinished = self.unfinished
+        while unfinished and unfinished[0].may_be_dropped():
+            unfinished.popleft()
+        unfinished.append(work)
         return work
 
     def allgather(  # type: ignore[override]
@@ -229,87 +255,103 @@ class IpcGroup(ProcessGroup):
         inputs: Sequence[Tensor],
         opts: object = None,
     ) -> IpcWork:
-        """Everybody's tensor to everybody."""
-        x, out, line = one_of(inputs), outputs[0], self.sums.cuda_stream
+        """Give every rank the tensors of all ranks."""
+        x = only_tensor(inputs)
+        out = outputs[0]
+        stream = self.sums.cuda_stream
 
         def use(rank: int, begin: int, size: int) -> None:
             if rank == self.mine:
-                self.driver.copy(
-                    out[rank].data_ptr() + begin, x.data_ptr() + begin, size, line
-                )
+                target = out[rank].data_ptr() + begin
+                self.driver.copy(target, x.data_ptr() + begin, size, stream)
             else:
-                self.sums_into[rank].take(
-                    one_of([out[rank]]).data_ptr() + begin, size, line
-                )
+                target = only_tensor([out[rank]]).data_ptr() + begin
+                self.sums_into[rank].take(target, size, stream)
 
         return self.work(self.exchange(x, use), x, *out)
 
     def broadcast(self, tensors: Sequence[Tensor], opts: BroadcastOptions) -> IpcWork:  # type: ignore[override]
-        """From one to all."""
-        x, root, stream = one_of(tensors), opts.rootRank, self.sums
+        """Give every rank the tensor of one rank."""
+        x = only_tensor(tensors)
+        root = opts.rootRank
+        stream = self.sums
         stream.wait_stream(torch.cuda.current_stream())
         if self.mine != root:
             self.sums_into[root].take(x.data_ptr(), x.nbytes, stream.cuda_stream)
         else:
             for target in self.others:
-                ring = self.other(self.sums_out, "sum", target, SUM_SLOTS, SUM_SLOT)
+                ring = self.sum_ring_to(target)
                 ring.put(x.data_ptr(), x.nbytes, stream.cuda_stream)
         return self.work(stream, x)
 
     def barrier(self, opts: BarrierOptions | None = None) -> IpcWork:  # type: ignore[override]
-        """A sum that the host waits for."""
+        """Start a sum that the host waits for."""
         work = self.allreduce([torch.zeros(1, device="cuda")])
         work.host = True
         return work
 
 
-class IpcMessage(Work):
-    """A message on the stream that computes: sent already, or taken out of its ring when it is waited for.
+def _ring_key(shape: RingShape) -> str:
+    """The name under which a ring of this shape is published in the store."""
+    return f"ring {shape.slots} {shape.size}"
 
-    From then on it holds no tensor: memory is used again in the order of that stream, and the watchdog, which keeps
-    messages to look at, would keep the tensors of several steps.
+
+class IpcMessage(Work):
+    """A message on the stream that computes: sent already, or received when waited for.
+
+    After that it holds no tensor. It does not need to, since memory is reused in the order
+    of that stream; and the watchdog, which keeps messages to look at, would otherwise keep
+    the tensors of several steps alive.
     """
 
     def __init__(
         self,
         group: IpcGroup,
-        due: tuple[Ring, Due] | None,
+        request: tuple[Ring, Request] | None,
         tensor: Tensor | None = None,
         event: torch.cuda.Event | None = None,
     ) -> None:
         super().__init__()
-        self.group, self.due, self.tensor, self.event = group, due, tensor, event
+        self.group = group
+        self.request = request
+        self.tensor = tensor
+        self.event = event
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """The current stream goes on once it is there."""
-        if self.due is not None:
-            ring, due = self.due
+        """Make the current stream wait for the message; the host does not wait."""
+        if self.request is not None:
+            ring, request = self.request
             stream = torch.cuda.current_stream()
-            ring.fetch(due, stream.cuda_stream)
+            ring.fetch(request, stream.cuda_stream)
             self.event = stream.record_event() if self.group.watched else None
-            self.due = self.tensor = None
+            self.request = None
+            self.tensor = None
         return True
 
     def is_completed(self) -> bool:
-        """Whether it is over, as far as anybody has asked to know."""
-        return self.due is None and (self.event is None or bool(self.event.query()))  # type: ignore[no-untyped-call]
+        """Whether the message is through; only known exactly while a watchdog asks."""
+        if self.request is not None:
+            return False
+        return self.event is None or bool(self.event.query())  # type: ignore[no-untyped-call]
 
     def get_future(self) -> Any:
-        """For torch's own collectives."""
+        """A finished future, which torch's own collectives ask for."""
         tensors = [] if self.tensor is None else [self.tensor]
         self.wait()
-        return _future(tensors)
+        return _finished_future(tensors)
 
 
 class IpcWork(Work):
-    """Something on a stream of this process: waiting for it is the current stream's business, not the host's."""
+    """Work on a stream of this process; the current stream waits for it, not the host."""
 
     def __init__(self, event: torch.cuda.Event, tensors: tuple[Tensor, ...]) -> None:
         super().__init__()
-        self.event, self.tensors, self.host = event, tensors, False
+        self.event = event
+        self.tensors = tensors
+        self.host = False  # whether the host waits too
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """The current stream goes on once it is over; the memory of the tensors may be used again after that."""
+        """Make the current stream wait; after that the tensors' memory may be reused."""
         if self.host:
             self.event.synchronize()
         else:
@@ -318,50 +360,52 @@ class IpcWork(Work):
         return True
 
     def is_completed(self) -> bool:
-        """Whether it is over."""
+        """Whether the GPU has finished the work."""
         return bool(self.event.query())  # type: ignore[no-untyped-call]
 
+    def may_be_dropped(self) -> bool:
+        """Whether nobody needs this object to keep tensors alive any more."""
+        return not self.tensors or self.is_completed()
+
     def get_future(self) -> Any:
-        """For torch's own collectives: over already, as far as the host is concerned."""
+        """A future for torch's own collectives; for the host, it is finished already."""
         tensors = list(self.tensors)
         self.wait()
-        return _future(tensors)
+        return _finished_future(tensors)
 
 
-def _future(tensors: list[Tensor]) -> Any:
-    future: Any = torch.futures.Future(
-        devices=[torch.device("cuda", torch.cuda.current_device())]
-    )
+def _finished_future(tensors: list[Tensor]) -> Any:
+    device = torch.device("cuda", torch.cuda.current_device())
+    future: Any = torch.futures.Future(devices=[device])
     future.set_result(tensors)
     return future
 
 
-def one_of(tensors: Sequence[Tensor]) -> Tensor:
-    """The only one, which must lie on the GPU in one piece."""
+def only_tensor(tensors: Sequence[Tensor]) -> Tensor:
+    """The only tensor of a list; it must be contiguous and on the GPU."""
     (x,) = tensors
     if x.device.type != "cuda" or not x.is_contiguous():
         raise RunError(
-            f"{BACKEND_NAME} sends contiguous CUDA tensors, not one of {x.device} with strides {x.stride()}"
+            f"{BACKEND_NAME} can only send contiguous CUDA tensors; this tensor is on "
+            f"{x.device} and has the strides {x.stride()}"
         )
     return x
 
 
-def reduce_tensors(stacked: Tensor, op: Any) -> Tensor:
-    """Rows brought together."""
+def reduce_rows(rows: Tensor, op: Any) -> Tensor:
+    """Combine the rows of a tensor into one, with a torch.distributed operation."""
     if op == ReduceOp.SUM:
-        return stacked.sum(0, dtype=stacked.dtype)
+        return rows.sum(0, dtype=rows.dtype)
     if op == ReduceOp.AVG:
-        return stacked.mean(0)
+        return rows.mean(0)
     if op == ReduceOp.MAX:
-        return stacked.amax(0)
+        return rows.amax(0)
     if op == ReduceOp.MIN:
-        return stacked.amin(0)
-    raise RunError(
-        f"{BACKEND_NAME} sums, and takes mean, max and min, but knows no {op}"
-    )
+        return rows.amin(0)
+    raise RunError(f"{BACKEND_NAME} supports SUM, AVG, MAX and MIN, but not {op}")
 
 
 def register() -> None:
-    """Makes the backend known to torch.distributed, once."""
+    """Register the backend with torch.distributed, unless it is registered already."""
     if BACKEND_NAME not in dist.Backend.backend_list:
         dist.Backend.register_backend(BACKEND_NAME, IpcGroup, devices=["cuda"])

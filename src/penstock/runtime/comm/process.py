@@ -1,13 +1,16 @@
-"""Ranks as processes on torch.distributed: gloo between CPUs, NCCL between GPUs, ours on one GPU, under any launcher.
+"""Connects ranks that are processes, over torch.distributed: gloo, NCCL, or our backend for one shared GPU.
 
-Between two ranks messages arrive in the order in which they leave. gloo does not compare what comes with what is due: a
-larger tensor ends the process, a smaller one leaves rubbish. So a message goes under a tag made of its turn and its
-shape, and one that does not fit never meets its receive; the watchdog compares the two and says so:
+Messages between two ranks arrive in the order in which they were sent. gloo does not compare
+an arriving tensor with the one that is expected: a larger tensor crashes the process, and a
+smaller one leaves garbage. So each message carries a tag computed from its number and its
+shape. A message of the wrong shape then never meets its receive, and the watchdog compares
+the two and reports it:
 
     rank 0   3rd to rank 1: (2, 5, 8) ── tag a ──►    .. ── tag b ──   3rd from rank 0: (2, 4, 8)   rank 1
 
-NCCL and our own backend know no tags, and there a receive that is posted early would block what comes after it: they
-are posted where the lowered program has them (`window` 0). Raw tensors travel; nothing that arrives is unpickled.
+NCCL and our own backend have no tags, and with them a receive that is posted early would
+block what comes after it. Receives are therefore posted exactly where the lowered program has
+them (`window` is 0). Only raw tensors travel; nothing that arrives is unpickled.
 """
 
 from __future__ import annotations
@@ -25,57 +28,61 @@ from torch import Tensor
 from penstock.errors import PeerLostError, RunError, StuckError
 from penstock.ir.program import Program
 from penstock.runtime.comm.ipc import BACKEND_NAME, IpcGroup
-from penstock.runtime.comm.room import fit_ring
+from penstock.runtime.comm.room import RingShape, fit_ring
 from penstock.runtime.lane import lane_turns
 
-TAG_TURNS = (
-    0xFFF  # turns are counted round and round, so that there are only so many tags
-)
-TAG_STRIDE = 0x7FFFF  # between the tags of two turns; a prime number
-UNUSED_TAG = 0x7FFFFFFE  # a tag under which nobody sends; the others are below
-SHAPES_KEPT = 8  # messages to each rank whose shape is kept for the watchdog
+TAG_TURNS = 0xFFF  # messages are numbered modulo this mask, so the tags are reused
+TAG_STRIDE = 0x7FFFF  # distance between the tags of two consecutive messages; a prime
+UNUSED_TAG = 0x7FFFFFFE  # nobody sends under this tag; all others are smaller
+SHAPES_KEPT = 8  # messages per target whose shapes the watchdog can look up
+RECEIVE_WINDOW_BYTES = 64 << 20  # receives posted ahead of the program
+CONTROL_SUM_MODULUS = 100_003
 
-RECEIVE_WINDOW_BYTES = 64 << 20  # bytes of receives posted ahead
-
-
-Sent: TypeAlias = tuple[int, tuple[int, ...], torch.dtype]  # turn, shape, type
+BufferKind: TypeAlias = tuple[tuple[int, ...], torch.dtype]  # shape, type
+SentMessage: TypeAlias = tuple[int, tuple[int, ...], torch.dtype]  # number, shape, type
 
 
 class PendingMessage(NamedTuple):
-    """What is on its way, for the words of an error."""
+    """A description of a message or sum in progress, for error messages."""
 
     kind: str  # "receive", "send", "sum" or "barrier"
-    peers: tuple[int, ...]  # the other one, or the whole group
-    turn: int = 0  # the how-manieth of its kind
+    peers: tuple[int, ...]  # the other rank, or the whole group
+    turn: int = 0  # its number among the messages of its kind
     shape: tuple[int, ...] = ()
     dtype: torch.dtype | None = None
 
     @property
     def tensor(self) -> str:
-        """The tensor in words."""
-        return f"{str(self.dtype).removeprefix('torch.')} {tuple(self.shape)}"
+        """The tensor's type and shape as text."""
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"{dtype} {tuple(self.shape)}"
 
     def __str__(self) -> str:
         if self.kind == "receive":
             return f"for {self.tensor} from rank {self.peers[0]}"
         if self.kind == "send":
             return f"to send {self.tensor} to rank {self.peers[0]}"
-        return f"for the {self.kind} over ranks {' '.join(map(str, self.peers))}"
+        ranks = " ".join(map(str, self.peers))
+        return f"for the {self.kind} over ranks {ranks}"
 
 
 class Guard(Protocol):
-    """Knows more about the other ranks than a broken connection tells: the watchdog."""
+    """Something that knows why a wait failed better than the connection: the watchdog."""
 
     def explain(self, message: PendingMessage, late: bool, cause: str) -> RunError:
-        """Why a wait has failed: `late`, it took too long; else the connection broke; in torch's words, `cause`."""
+        """The error to raise for a failed wait.
+
+        `late` says that the wait took too long; otherwise the connection broke. `cause` is
+        torch's own error message.
+        """
         ...
 
 
 class ProcessComm:
-    """This process's connection to the others of the default process group, or of another `group`.
+    """This process's connection to the ranks of a process group, by default all ranks.
 
-    `device` is where tensors land: this rank's GPU under NCCL, else the CPU; gloo can serve a GPU through the CPU.
-    `name` says which of several such groups it is, in errors.
+    Received tensors land on `device`: by default this rank's GPU under NCCL, else the CPU.
+    gloo can serve a GPU through the CPU. `name` tells several groups apart in errors.
     """
 
     def __init__(
@@ -85,96 +92,97 @@ class ProcessComm:
         group: dist.ProcessGroup | None = None,
         name: str = "",
     ) -> None:
-        self._rank, self._ranks, self.name = (
-            dist.get_rank(group),
-            dist.get_world_size(group),
-            name,
-        )
-        self.patience, self.on_gpu = (
-            patience,
-            dist.get_backend() in ("nccl", BACKEND_NAME),
-        )
-        self.wire = (
-            torch.device("cuda", torch.cuda.current_device())
-            if self.on_gpu
-            else torch.device("cpu")
-        )
+        self._rank = dist.get_rank(group)
+        self._ranks = dist.get_world_size(group)
+        self.name = name
+        self.patience = patience
+        self.on_gpu = dist.get_backend() in ("nccl", BACKEND_NAME)
+        self.wire = torch.device("cpu")
+        if self.on_gpu:
+            self.wire = torch.device("cuda", torch.cuda.current_device())
         self.device = self.wire if device is None else torch.device(device)
         world = group or dist.group.WORLD
         assert world is not None
-        self.world = world  # asked directly: dist.isend and irecv look it up and check it anew each time
+        # Called directly, because dist.isend and dist.irecv look the group up and check
+        # it for every message.
+        self.world = world
         self.everyone = tuple(range(self._ranks))
-        self.members = dist.get_process_group_ranks(
-            world
-        )  # of the default group, by rank of this one
-        self.part = group is not None
-        self.beside: list[
-            dist.ProcessGroup
-        ] = []  # others that this rank may wait in, with no word to us
-        self.groups: dict[tuple[int, ...], dist.ProcessGroup] = {
-            self.everyone: world
-        }  # those this rank is in
-        self.prepared = {self.everyone}  # all
-        self.sent, self.asked = (
-            [0] * self._ranks,
-            [0] * self._ranks,
-        )  # turns so far, by rank
+        # The rank in the default group of each rank of this group.
+        self.members = dist.get_process_group_ranks(world)
+        self.is_subgroup = group is not None
+        # Other groups in which this rank may wait without using this object.
+        self.beside: list[dist.ProcessGroup] = []
+        # The groups that this rank belongs to, and all groups that exist.
+        self.groups: dict[tuple[int, ...], dist.ProcessGroup] = {self.everyone: world}
+        self.prepared = {self.everyone}
+        # The number of the last message, by target and by source, and of the last sum.
+        self.sent = [0] * self._ranks
+        self.requested = [0] * self._ranks
         self.sums = 0
-        self.tags: dict[
-            tuple[tuple[int, ...], torch.dtype], int
-        ] = {}  # of a shape, to which the turn is added
-        self.recent: list[deque[Sent]] = [
+        # The tag of a shape, to which the number of the message is added.
+        self.tags: dict[BufferKind, int] = {}
+        # The last messages sent, by target.
+        self.recent: list[deque[SentMessage]] = [
             deque(maxlen=SHAPES_KEPT) for _ in self.everyone
-        ]  # by rank
-        self.flying: deque[tuple[dist.Work, PendingMessage]] = (
-            deque()
-        )  # NCCL: given to the GPU; the watchdog takes them out
-        self.spare: dict[
-            tuple[tuple[int, ...], torch.dtype], list[Tensor]
-        ] = {}  # buffers to receive into again
+        ]
+        # Work that was handed to the GPU; `pending` drops it once it is done.
+        self.launched: deque[tuple[dist.Work, PendingMessage]] = deque()
+        # Receive buffers that can be used again.
+        self.spare: dict[BufferKind, list[Tensor]] = {}
         self.waiting: _Work | None = None  # what this rank waits for now
-        self.listen_to(None)
+        self.set_guard(None)
 
     @property
     def rank(self) -> int:
-        """Which rank this is."""
+        """The number of this rank."""
         return self._rank
 
     @property
     def ranks(self) -> int:
-        """How many there are."""
+        """The number of ranks."""
         return self._ranks
 
     @property
     def window(self) -> int:
-        """Bytes of receives that may be posted before the program has them."""
+        """Bytes of receives that may be posted earlier than the program has them."""
         return 0 if self.on_gpu else RECEIVE_WINDOW_BYTES
 
-    def listen_to(self, guard: Guard | None, spare: float = 0.0) -> None:
-        """Asks that guard when a wait fails. It has so many seconds more than the patience to end a wait itself."""
+    def set_guard(self, guard: Guard | None, extra_seconds: float = 0.0) -> None:
+        """Ask this guard when a wait fails, or nobody if it is None.
+
+        A wait may last `extra_seconds` longer than the patience, so that the guard has the
+        time to end it first.
+        """
         self.guard = guard
-        self.flying.clear()
+        self.launched.clear()
         if isinstance(self.world, IpcGroup):
             self.world.watched = guard is not None
-        # NCCL's waits are for the GPU to do; one with a limit would make the CPU wait instead
-        self.limit = timedelta(seconds=0.0 if self.on_gpu else self.patience + spare)
+        # Under NCCL the GPU does the waiting; a limit would make the CPU wait instead.
+        seconds = 0.0 if self.on_gpu else self.patience + extra_seconds
+        self.limit = timedelta(seconds=seconds)
 
     def prepare(self, groups: list[tuple[int, ...]]) -> None:
-        """Makes the groups that `add` will be asked for; all ranks call it with the same list."""
-        due = [group for group in groups if group not in self.prepared]
-        self._agree(due)
-        for group in due:
-            made = dist.new_group(
-                [self.members[rank] for rank in group],
-                use_local_synchronization=self.part,
+        """Create the groups that `add` will use; all ranks pass the same list."""
+        missing = [group for group in groups if group not in self.prepared]
+        self._check_same_groups(missing)
+        for group in missing:
+            members = [self.members[rank] for rank in group]
+            created = dist.new_group(
+                members, use_local_synchronization=self.is_subgroup
             )
-            if isinstance(made, dist.ProcessGroup):  # else this rank is not in it
-                self.groups[group] = made
+            if isinstance(created, dist.ProcessGroup):  # this rank belongs to it
+                self.groups[group] = created
             self.prepared.add(group)
 
-    def _agree(self, groups: list[tuple[int, ...]]) -> None:
-        """All ranks must make the same groups, else `new_group` waits for ever: n Σc² = (Σc)² if all c are alike."""
-        code = fold(0, [n for group in groups for n in (len(group), *group)]) % 100_003
+    def _check_same_groups(self, groups: list[tuple[int, ...]]) -> None:
+        """Raise an error if ranks pass different groups: `new_group` would wait forever.
+
+        The ranks can only sum, so they compare a hash c: n Σc² = (Σc)² only if all are equal.
+        """
+        numbers = []
+        for group in groups:
+            numbers += [len(group), *group]
+        code = fold(0, numbers) % CONTROL_SUM_MODULUS
         sums = torch.tensor([code, code * code], dtype=torch.int64)
         self.add(sums, self.everyone).wait()
         if int(sums[1]) * self._ranks != int(sums[0]) ** 2:
@@ -185,153 +193,159 @@ class ProcessComm:
     def reserve(
         self, program: Program, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype
     ) -> None:
-        """Rings of our own backend, as large as a program needs them; others make room themselves."""
+        """Make the rings of our own backend large enough; other backends need nothing."""
         group = self.world
         if not isinstance(group, IpcGroup):
             return
         sizes = [prod(shape) * dtype.itemsize for shape in shapes]
         lanes = [lane_turns(program, rank) for rank in self.everyone]
-        into = {
-            source: fit_ring(
-                lanes[self._rank], source, sizes, group.shape(source, self._rank)
-            )
-            for source in self.everyone
-        }
-        out = {
-            target: fit_ring(
-                lanes[target], self._rank, sizes, group.shape(self._rank, target)
-            )
-            for target in self.everyone
-        }
+        into: dict[int, RingShape] = {}
+        out: dict[int, RingShape] = {}
+        for peer in self.everyone:
+            current = group.shape(peer, self._rank)
+            into[peer] = fit_ring(lanes[self._rank], peer, sizes, current)
+            current = group.shape(self._rank, peer)
+            out[peer] = fit_ring(lanes[peer], self._rank, sizes, current)
         group.reserve(into, out)
 
     def send(self, tensor: Tensor, target: int) -> _Work:
-        """Sends a tensor."""
-        turn = self.sent[target] = (self.sent[target] + 1) & TAG_TURNS
+        """Start sending a tensor to a rank."""
+        turn = (self.sent[target] + 1) & TAG_TURNS
+        self.sent[target] = turn
         raw = tensor.to(self.wire).contiguous()
-        shape, dtype = raw.shape, raw.dtype
+        shape = raw.shape
+        dtype = raw.dtype
         self.recent[target].append((turn, shape, dtype))
         try:
             work = self.world.send([raw], target, self.tag(turn, shape, dtype))
         except RuntimeError as error:
-            raise self.trouble(
-                PendingMessage("send", (target,), turn, shape, dtype), error
-            ) from None
+            message = PendingMessage("send", (target,), turn, shape, dtype)
+            raise self.failed_wait(message, error) from None
         return _Work(self, work, "send", (target,), turn, raw)
 
     def receive(
         self, shape: tuple[int, ...], dtype: torch.dtype, source: int
-    ) -> _Landing:
-        """Receives the next tensor of a rank."""
-        turn = self.asked[source] = (self.asked[source] + 1) & TAG_TURNS
-        spare = self.spare.get((shape, dtype))
-        buffer = (
-            spare.pop() if spare else torch.empty(shape, dtype=dtype, device=self.wire)
-        )
+    ) -> _ReceiveWork:
+        """Start receiving the next tensor from a rank."""
+        turn = (self.requested[source] + 1) & TAG_TURNS
+        self.requested[source] = turn
+        buffer = self._buffer(shape, dtype)
         try:
             work = self.world.recv([buffer], source, self.tag(turn, shape, dtype))
         except RuntimeError as error:
-            raise self.trouble(
-                PendingMessage("receive", (source,), turn, shape, dtype), error
-            ) from None
-        return _Landing(_Work(self, work, "receive", (source,), turn, buffer))
+            message = PendingMessage("receive", (source,), turn, shape, dtype)
+            raise self.failed_wait(message, error) from None
+        return _ReceiveWork(_Work(self, work, "receive", (source,), turn, buffer))
+
+    def _buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """A buffer to receive into: one that was given back, or a new one."""
+        spare = self.spare.get((shape, dtype))
+        if spare:
+            return spare.pop()
+        return torch.empty(shape, dtype=dtype, device=self.wire)
 
     def tag(self, turn: int, shape: tuple[int, ...], dtype: torch.dtype) -> int:
-        """Of a message: its turn, its shape and the size of its numbers, in one number."""
+        """The tag of a message: a hash of its number, its shape and its item size."""
         tag = self.tags.get((shape, dtype))
         if tag is None:
-            tag = self.tags[shape, dtype] = fold(dtype.itemsize, shape)
+            tag = fold(dtype.itemsize, shape)
+            self.tags[shape, dtype] = tag
         return (tag + turn * TAG_STRIDE) % UNUSED_TAG
 
     def give_back(self, tensor: Tensor) -> None:
-        """A received tensor that nobody looks at any more: its memory takes the next one of its shape."""
+        """Keep a received tensor's memory for the next message of the same shape."""
         if tensor.device == self.wire:
-            self.spare.setdefault((tuple(tensor.shape), tensor.dtype), []).append(
-                tensor
-            )
+            kind = (tuple(tensor.shape), tensor.dtype)
+            self.spare.setdefault(kind, []).append(tensor)
 
     def add(self, tensor: Tensor, group: tuple[int, ...]) -> _Work:
-        """Sums a tensor over a group of ranks, in place."""
+        """Start summing a tensor over a group of ranks, in place."""
         if group not in self.groups:
             raise RunError(
-                f"no group of ranks {group} yet: all ranks first call comm.prepare(groups_of(schedule))"
+                f"the group of ranks {group} does not exist yet: all ranks must first call "
+                "comm.prepare(groups_of(schedule))"
             )
         self.sums += 1
         raw = tensor.to(self.wire).contiguous()
         try:
             work = dist.all_reduce(raw, group=self.groups[group], async_op=True)
         except RuntimeError as error:
-            raise self.trouble(PendingMessage("sum", group, self.sums), error) from None
+            message = PendingMessage("sum", group, self.sums)
+            raise self.failed_wait(message, error) from None
         assert work is not None
-        return _Work(
-            self, work, "sum", group, self.sums, raw, None if raw is tensor else tensor
-        )
+        home = None if raw is tensor else tensor
+        return _Work(self, work, "sum", group, self.sums, raw, home)
 
     def barrier(self) -> None:
-        """Waits for all ranks."""
+        """Wait until all ranks have reached this point."""
         self.sums += 1
         try:
             work = dist.barrier(self.world, async_op=True)
         except RuntimeError as error:
-            raise self.trouble(
-                PendingMessage("barrier", self.everyone, self.sums), error
-            ) from None
+            message = PendingMessage("barrier", self.everyone, self.sums)
+            raise self.failed_wait(message, error) from None
         assert work is not None
         _Work(self, work, "barrier", self.everyone, self.sums, torch.empty(0)).wait()
 
     def pending(self) -> PendingMessage | None:
-        """What this rank waits for: on gloo in a call, on NCCL the oldest that the GPU has not done."""
+        """What this rank waits for, if anything.
+
+        On gloo that is the call in which it waits, on a GPU the oldest unfinished work.
+        """
         waiting = self.waiting
         if waiting is not None:
             return waiting.message
         while True:
             try:
-                work, message = self.flying[0]
+                work, message = self.launched[0]
                 if not work.is_completed():
                     return message
-                self.flying.popleft()
-            except IndexError:  # all done
+                self.launched.popleft()
+            except IndexError:  # all work is done
                 return None
 
-    def cut(self) -> None:
-        """Breaks this rank's connections, so that every wait on them ends, here and on the others.
+    def cut_connections(self) -> None:
+        """Break this rank's connections, so that every wait on them ends on all ranks.
 
-        gloo has no call for it, but does so when a receive is late. NCCL is left to the end of the process.
+        gloo has no call for this, but breaks a connection when a receive times out. NCCL's
+        connections break when the process ends.
         """
-        for made in (*self.groups.values(), *self.beside):
-            if made.size() > 1 and not self.on_gpu:
-                someone = 1 if made.rank() == 0 else 0
-                try:
-                    made.recv([torch.empty(1)], someone, UNUSED_TAG).wait(
-                        timedelta(milliseconds=1)
-                    )
-                except RuntimeError:
-                    continue
+        if self.on_gpu:
+            return
+        for group in (*self.groups.values(), *self.beside):
+            if group.size() == 1:
+                continue
+            peer = 1 if group.rank() == 0 else 0
+            try:
+                work = group.recv([torch.empty(1)], peer, UNUSED_TAG)
+                work.wait(timedelta(milliseconds=1))
+            except RuntimeError:
+                continue
 
-    def trouble(self, message: PendingMessage, error: RuntimeError) -> RunError:
-        """A failed wait in words."""
+    def failed_wait(self, message: PendingMessage, error: RuntimeError) -> RunError:
+        """The error to raise when waiting for a message has failed."""
         cause = str(error)
         late = "Timed out waiting" in cause or "Operation timed out" in cause
         if self.guard is not None:
             return self.guard.explain(message, late, cause)
+        waits = f"rank {self._rank} waits {message}"
         if late:
-            return StuckError(
-                f"rank {self._rank} waits {message} for more than {self.patience:g} s"
-            )
-        return PeerLostError(
-            f"rank {self._rank} waits {message}, but the connection is lost\n\n{cause}"
-        )
+            return StuckError(f"{waits} for more than {self.patience:g} s")
+        return PeerLostError(f"{waits}, but the connection is lost\n\n{cause}")
 
 
 def fold(number: int, sizes: Iterable[int]) -> int:
-    """One number of many: alike for alike ones on every machine, different for almost all others."""
+    """Hash a list of numbers into one, with the same result on every machine."""
     for size in sizes:
         number = (number * 1_000_003 + size + 1) % UNUSED_TAG
     return number
 
 
 class _Work:
-    """A message or a sum on its way; keeps its tensor until then."""
+    """A message or a sum in progress, which keeps its tensor alive until it is done.
+
+    `home` is the tensor that a sum is copied back to, if `tensor` is only a copy of it.
+    """
 
     __slots__ = ("comm", "home", "kind", "peers", "tensor", "turn", "work")
 
@@ -345,44 +359,40 @@ class _Work:
         tensor: Tensor,
         home: Tensor | None = None,
     ) -> None:
-        self.comm, self.work, self.kind, self.peers, self.turn = (
-            comm,
-            work,
-            kind,
-            peers,
-            turn,
-        )
-        self.tensor, self.home = tensor, home
+        self.comm = comm
+        self.work = work
+        self.kind = kind
+        self.peers = peers
+        self.turn = turn
+        self.tensor = tensor
+        self.home = home
         if comm.on_gpu and comm.guard is not None:
-            comm.flying.append((work, self.message))
+            comm.launched.append((work, self.message))
 
     @property
     def message(self) -> PendingMessage:
-        """In words, which only an error needs."""
+        """Its description, which only errors and the watchdog need."""
+        shape = tuple(self.tensor.shape)
         return PendingMessage(
-            self.kind,
-            self.peers,
-            self.turn,
-            tuple(self.tensor.shape),
-            self.tensor.dtype,
+            self.kind, self.peers, self.turn, shape, self.tensor.dtype
         )
 
     def wait(self) -> None:
-        """Until it is over."""
+        """Block until it is done."""
         comm = self.comm
         comm.waiting = self
         try:
             self.work.wait(comm.limit)
         except RuntimeError as error:
-            raise comm.trouble(self.message, error) from None
+            raise comm.failed_wait(self.message, error) from None
         comm.waiting = None
         if self.home is not None:
             self.home.copy_(self.tensor)
             self.home = None
 
 
-class _Landing:
-    """A tensor on its way into a buffer."""
+class _ReceiveWork:
+    """A tensor that is being received into a buffer."""
 
     __slots__ = ("work",)
 
@@ -390,6 +400,6 @@ class _Landing:
         self.work = work
 
     def wait(self) -> Tensor:
-        """Until it is there."""
+        """Block until the tensor has arrived, and return it."""
         self.work.wait()
         return self.work.tensor.to(self.work.comm.device)

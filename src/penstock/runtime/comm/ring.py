@@ -1,15 +1,18 @@
-"""One direction between two processes that see the same memory: a ring of slots, and two numbers.
+"""A one-way ring buffer in memory that two processes share, with two counters that say how full it is.
 
     sender's stream    wait tail > n - slots │ copy x ──► slot n % slots │ head = n + 1
                                                               │
     receiver's stream                   wait head > n │ copy slot ──► y  │ tail = n + 1
 
-A message longer than a slot takes several, one after the other. Nobody polls: what waits is a stream, on the device.
+A message longer than a slot takes several consecutive slots. Nobody polls: the streams
+wait, on the device.
 
-A message is taken out when it is needed, not when it is asked for: the stream that computes would wait for it earlier
-than it must. Unless more than half of the ring is asked for: then the oldest are taken at once. So a sender finds room
-for a message as soon as the receiver has asked for those half a ring before it, and a program of `lower`, in which
-sends and receives may block, cannot get stuck here either.
+A message leaves the ring when it is needed, not when it is requested; otherwise the
+stream that computes would wait for it earlier than it must. The exception: once the
+outstanding requests cover more than half of the ring, the oldest messages are taken out
+at once. A sender therefore finds room for a message as soon as the receiver has requested
+the messages half a ring before it. So a lowered program, whose sends and receives may
+block, cannot get stuck here either.
 """
 
 from __future__ import annotations
@@ -18,117 +21,131 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Protocol
 
-FLAG_BYTES = 256  # bytes between the two numbers, which lie behind the slots
+FLAG_BYTES = 256  # distance between the two counters, which lie behind the slots
 
 
 class Driver(Protocol):
-    """What a ring needs: copies, and waits and writes of a number, all in the order of a stream."""
+    """The operations a ring needs, each executed in the order of a stream."""
 
     def copy(self, target: int, source: int, size: int, stream: int) -> None:
-        """Bytes from one place to another."""
+        """Copy bytes from one address to another."""
         ...
 
-    def wait(self, place: int, value: int, stream: int) -> None:
-        """Until that place has at least that value."""
+    def wait(self, address: int, value: int, stream: int) -> None:
+        """Make a stream wait until the number at `address` is at least `value`."""
         ...
 
-    def write(self, place: int, value: int, stream: int) -> None:
-        """A value, after all before it is done and visible."""
+    def write(self, address: int, value: int, stream: int) -> None:
+        """Make a stream write a number, once its earlier work is done and visible."""
         ...
 
 
 @dataclass(slots=True)
-class Due:
-    """A message that was asked for: where it is to go, and who must stay until then."""
+class Request:
+    """A message that the receiver has asked for, and the address it will be copied to.
 
-    place: int
+    `owner` is the tensor at that address; the request keeps it alive until the copy.
+    """
+
+    address: int
     size: int
     owner: object = None
     taken: bool = False
 
 
 class Ring:
-    """One end of a ring of `slots` of `size` bytes each."""
+    """One end of a ring of `slots` slots of `size` bytes each."""
 
-    __slots__ = ("base", "driver", "due", "head", "size", "slots", "tail", "turn")
+    __slots__ = (
+        "base",
+        "driver",
+        "head",
+        "requests",
+        "size",
+        "slots",
+        "slots_used",
+        "tail",
+    )
 
     def __init__(self, driver: Driver, base: int, slots: int, size: int) -> None:
-        self.driver, self.base, self.slots, self.size = driver, base, slots, size
-        self.head = (
-            base + slots * size
-        )  # where the sender writes how many slots it has filled
-        self.tail = (
-            self.head + FLAG_BYTES
-        )  # where the receiver writes how many it has emptied
-        self.turn = 0  # slots used so far
-        self.due: deque[Due] = deque()  # messages asked for, not yet taken out
+        self.driver = driver
+        self.base = base
+        self.slots = slots
+        self.size = size
+        # The sender writes to `head` how many slots it has filled,
+        # and the receiver to `tail` how many it has emptied.
+        self.head = base + slots * size
+        self.tail = self.head + FLAG_BYTES
+        self.slots_used = 0  # since the start, by this end
+        self.requests: deque[Request] = deque()  # oldest first
 
-    def put(self, place: int, size: int, stream: int) -> None:
-        """Fills slots from there."""
-        driver = self.driver
+    def put(self, address: int, size: int, stream: int) -> None:
+        """Copy a message into the ring."""
         for begin, length in cut_into_slots(size, self.size):
-            if self.turn >= self.slots:
-                driver.wait(self.tail, self.turn - self.slots + 1, stream)
-            driver.copy(
-                self.base + self.turn % self.slots * self.size,
-                place + begin,
-                length,
-                stream,
-            )
-            self.turn += 1
-            driver.write(self.head, self.turn, stream)
+            if self.slots_used >= self.slots:
+                emptied = self.slots_used - self.slots + 1
+                self.driver.wait(self.tail, emptied, stream)
+            slot = self._next_slot()
+            self.driver.copy(slot, address + begin, length, stream)
+            self.slots_used += 1
+            self.driver.write(self.head, self.slots_used, stream)
 
-    def ask(self, place: int, size: int, stream: int, owner: object = None) -> Due:
-        """Asks for the next message, to be taken to there."""
-        due = Due(place, size, owner)
-        self.due.append(due)
-        while (
-            self.due
-            and sum(slots_of(one.size, self.size) for one in self.due) > self.slots // 2
-        ):
-            self.next(stream)
-        return due
-
-    def next(self, stream: int) -> None:
-        """Takes out the oldest message that was asked for."""
-        due = self.due.popleft()
-        self.take(due.place, due.size, stream)
-        due.taken, due.owner = True, None
-
-    def fetch(self, due: Due, stream: int) -> None:
-        """Takes out a message, and those before it."""
-        while not due.taken:
-            self.next(stream)
-
-    def take(self, place: int, size: int, stream: int) -> None:
-        """Empties slots to there."""
-        driver = self.driver
+    def take(self, address: int, size: int, stream: int) -> None:
+        """Copy the next message out of the ring."""
         for begin, length in cut_into_slots(size, self.size):
-            driver.wait(self.head, self.turn + 1, stream)
-            driver.copy(
-                place + begin,
-                self.base + self.turn % self.slots * self.size,
-                length,
-                stream,
-            )
-            self.turn += 1
-            driver.write(self.tail, self.turn, stream)
+            self.driver.wait(self.head, self.slots_used + 1, stream)
+            slot = self._next_slot()
+            self.driver.copy(address + begin, slot, length, stream)
+            self.slots_used += 1
+            self.driver.write(self.tail, self.slots_used, stream)
+
+    def request(
+        self, address: int, size: int, stream: int, owner: object = None
+    ) -> Request:
+        """Ask for the next message, to be copied to `address` later."""
+        request = Request(address, size, owner)
+        self.requests.append(request)
+        while self._requested_slots() > self.slots // 2:
+            self.take_oldest(stream)
+        return request
+
+    def fetch(self, request: Request, stream: int) -> None:
+        """Take out a requested message, and all requested before it."""
+        while not request.taken:
+            self.take_oldest(stream)
+
+    def take_oldest(self, stream: int) -> None:
+        """Take out the message that was requested first."""
+        request = self.requests.popleft()
+        self.take(request.address, request.size, stream)
+        request.taken = True
+        request.owner = None
+
+    def _next_slot(self) -> int:
+        """The address of the slot to use next."""
+        return self.base + self.slots_used % self.slots * self.size
+
+    def _requested_slots(self) -> int:
+        """Slots that the outstanding requests will take."""
+        return sum(count_slots(request.size, self.size) for request in self.requests)
 
 
 def ring_bytes(slots: int, size: int) -> int:
-    """Bytes of a ring: its slots and its two numbers."""
+    """The memory of a ring: its slots and its two counters."""
     return slots * size + 2 * FLAG_BYTES
 
 
-def slots_of(size: int, most: int) -> int:
-    """How many slots a message takes."""
-    return -(-size // most)
+def count_slots(size: int, slot_size: int) -> int:
+    """The number of slots that a message takes."""
+    return -(-size // slot_size)
 
 
-def cut_into_slots(size: int, most: int) -> list[tuple[int, int]]:
-    """A message cut into slots: where each piece begins, and its bytes.
+def cut_into_slots(size: int, slot_size: int) -> list[tuple[int, int]]:
+    """Cut a message into pieces that fit a slot: where each begins, and its bytes.
 
     >>> cut_into_slots(11, 4)
     [(0, 4), (4, 4), (8, 3)]
     """
-    return [(begin, min(most, size - begin)) for begin in range(0, size, most)]
+    return [
+        (begin, min(slot_size, size - begin)) for begin in range(0, size, slot_size)
+    ]

@@ -1,12 +1,13 @@
-"""A slow network, emulated: every message takes the latency and the bandwidth that a `Network` gives its link.
+"""Emulates a slow network: every message takes the latency and bandwidth that a `Network` gives its link.
 
     sender     ──── leaves ──────── wire ────────┐
                (serial: once the link is free)   └─ latency ─┐
-    receiver                                                 there: not given to the rank before
+    receiver                                                 arrives: the rank gets it no earlier
 
-Each message goes with the moment at which it is due, on the clock that the processes of one machine share; whoever
-waits for it sleeps until then. Times are multiplied by `scale` (0.01: a hundred times as fast), sizes by `inflate`, so
-that a small machine can play a large network with small tensors. Sums over replicas take as long as a ring would.
+Each message carries its arrival time, on the clock that all processes of a machine share, and
+the receiver sleeps until then. `scale` multiplies all times (0.01 runs a hundred times as
+fast) and `inflate` multiplies all sizes, so that a small machine can emulate a large network
+with small tensors. A sum over replicas takes as long as a ring all-reduce would.
 """
 
 from __future__ import annotations
@@ -21,154 +22,150 @@ from penstock.cost.network import Network, value_of_pair
 from penstock.ir.program import Program
 from penstock.runtime.comm.comm import Arriving, Comm, Pending
 
-SPIN_SECONDS = ((1,), torch.float64)
-
 
 class ShapedComm:
-    """A `Comm` whose links are as slow as you say. All ranks must be on one machine."""
+    """A `Comm` that slows another one down. All ranks must run on one machine."""
 
     def __init__(
         self, inner: Comm, network: Network, scale: float = 1.0, inflate: float = 1.0
     ) -> None:
-        self.inner, self.network, self.scale, self.inflate = (
-            inner,
-            network,
-            scale,
-            inflate,
-        )
-        self.free = [0.0] * inner.ranks  # when the link to each rank is
+        self.inner = inner
+        self.network = network
+        self.scale = scale
+        self.inflate = inflate
+        self.link_free = [0.0] * inner.ranks  # when the link to each rank becomes free
 
     @property
     def rank(self) -> int:
-        """Which rank this is."""
+        """The number of this rank."""
         return self.inner.rank
 
     @property
     def ranks(self) -> int:
-        """How many there are."""
+        """The number of ranks."""
         return self.inner.ranks
 
     @property
     def window(self) -> int:
-        """As the real one."""
+        """The window of the underlying `Comm`."""
         return self.inner.window
 
-    def wire(self, tensor: Tensor, target: int) -> float:
-        """Seconds that a tensor keeps the link to a rank busy."""
+    def wire_seconds(self, tensor: Tensor, target: int) -> float:
+        """How long a tensor occupies the link to a rank."""
         size = tensor.nbytes * self.inflate
-        return (
-            self.scale
-            * size
-            / value_of_pair(self.network.bandwidth, self.rank, target, "bandwidth")
-        )
+        return self.scale * size / self._bandwidth(self.rank, target)
 
     def send(self, tensor: Tensor, target: int) -> Pending:
-        """Sends a tensor, and before it the moment at which it is due."""
-        leaves, wire = time.monotonic(), self.wire(tensor, target)
+        """Start sending a tensor, preceded by its arrival time."""
+        leaves = time.monotonic()
+        wire = self.wire_seconds(tensor, target)
         if self.network.serial:
-            leaves = max(leaves, self.free[target])
-            self.free[target] = leaves + wire
-        due = (
-            leaves
-            + wire
-            + self.scale
-            * value_of_pair(self.network.latency, self.rank, target, "latency")
-        )
-        moment = self.inner.send(torch.tensor([due], dtype=torch.float64), target)
-        return _Both(moment, self.inner.send(tensor, target))
+            leaves = max(leaves, self.link_free[target])
+            self.link_free[target] = leaves + wire
+        latency = self.scale * self._latency(self.rank, target)
+        arrival = torch.tensor([leaves + wire + latency], dtype=torch.float64)
+        sent_arrival = self.inner.send(arrival, target)
+        return _DelayedSend(sent_arrival, self.inner.send(tensor, target))
 
     def receive(
         self, shape: tuple[int, ...], dtype: torch.dtype, source: int
     ) -> Arriving:
-        """Receives the next tensor of a rank, once it is due."""
-        return _Due(
-            self.inner,
-            self.inner.receive(*SPIN_SECONDS, source),
-            self.inner.receive(shape, dtype, source),
-        )
+        """Start receiving the next tensor from a rank."""
+        arrival = self.inner.receive((1,), torch.float64, source)
+        tensor = self.inner.receive(shape, dtype, source)
+        return _DelayedReceive(self.inner, arrival, tensor)
 
     def give_back(self, tensor: Tensor) -> None:
-        """As the real one."""
+        """Return a tensor to the underlying `Comm`."""
         self.inner.give_back(tensor)
 
     def prepare(self, groups: list[tuple[int, ...]]) -> None:
-        """As the real one."""
+        """Set up groups in the underlying `Comm`."""
         self.inner.prepare(groups)
 
     def reserve(
         self, program: Program, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype
     ) -> None:
-        """As the real one."""
+        """Make room in the underlying `Comm`."""
         self.inner.reserve(program, shapes, dtype)
 
     def add(self, tensor: Tensor, group: tuple[int, ...]) -> Pending:
-        """Sums over a group; from when the last has come it takes what a ring over its slowest link does."""
-        pairs = list(zip(group, (*group[1:], group[0]), strict=True))
-        latency = max(
-            value_of_pair(self.network.latency, *pair, "latency") for pair in pairs
-        )
-        bandwidth = min(
-            value_of_pair(self.network.bandwidth, *pair, "bandwidth") for pair in pairs
-        )
-        turns = 2 * (len(group) - 1)
+        """Start a sum that takes as long as a ring all-reduce over the slowest link.
+
+        The time counts from when the last rank of the group has joined.
+        """
+        following = (*group[1:], group[0])
+        pairs = list(zip(group, following, strict=True))
+        latency = max(self._latency(*pair) for pair in pairs)
+        bandwidth = min(self._bandwidth(*pair) for pair in pairs)
+        hops = 2 * (len(group) - 1)
         size = tensor.nbytes * self.inflate / len(group)
-        return _Ring(
-            self.inner.add(tensor, group),
-            self.scale * turns * (latency + size / bandwidth),
-        )
+        seconds = self.scale * hops * (latency + size / bandwidth)
+        return _DelayedSum(self.inner.add(tensor, group), seconds)
 
     def barrier(self) -> None:
-        """As the real one: it is no part of a step."""
+        """Wait for all ranks, without a delay: a barrier is not part of a step."""
         self.inner.barrier()
+
+    def _latency(self, source: int, target: int) -> float:
+        return value_of_pair(self.network.latency, source, target, "latency")
+
+    def _bandwidth(self, source: int, target: int) -> float:
+        return value_of_pair(self.network.bandwidth, source, target, "bandwidth")
 
 
 def sleep_until(moment: float) -> None:
-    """On the monotonic clock."""
-    left = moment - time.monotonic()
-    if left > 0:
-        time.sleep(left)
+    """Sleep until a moment of the monotonic clock."""
+    remaining = moment - time.monotonic()
+    if remaining > 0:
+        time.sleep(remaining)
 
 
-class _Both:
-    """A message and its moment."""
+class _DelayedSend:
+    """A send of an arrival time and a tensor."""
 
-    __slots__ = ("first", "second")
+    __slots__ = ("arrival", "tensor")
 
-    def __init__(self, first: Pending, second: Pending) -> None:
-        self.first, self.second = first, second
+    def __init__(self, arrival: Pending, tensor: Pending) -> None:
+        self.arrival = arrival
+        self.tensor = tensor
 
     def wait(self) -> None:
-        """Until both have left."""
-        self.first.wait()
-        self.second.wait()
+        """Block until both have left."""
+        self.arrival.wait()
+        self.tensor.wait()
 
 
-class _Due:
-    """A tensor that is not there before its moment."""
+class _DelayedReceive:
+    """A tensor that is not available before its arrival time."""
 
-    __slots__ = ("comm", "moment", "tensor")
+    __slots__ = ("arrival", "comm", "tensor")
 
-    def __init__(self, comm: Comm, moment: Arriving, tensor: Arriving) -> None:
-        self.comm, self.moment, self.tensor = comm, moment, tensor
+    def __init__(self, comm: Comm, arrival: Arriving, tensor: Arriving) -> None:
+        self.comm = comm
+        self.arrival = arrival
+        self.tensor = tensor
 
     def wait(self) -> Tensor:
-        """Until it is due."""
-        due, tensor = self.moment.wait(), self.tensor.wait()
-        sleep_until(float(due))
-        self.comm.give_back(due)
+        """Block until the arrival time, and return the tensor."""
+        arrival = self.arrival.wait()
+        tensor = self.tensor.wait()
+        sleep_until(float(arrival))
+        self.comm.give_back(arrival)
         return tensor
 
 
-class _Ring:
-    """A sum that takes a while. It is waited for where it is needed, and the while is counted from there."""
+class _DelayedSum:
+    """A sum with an extra delay, which counts from when somebody waits for the sum."""
 
-    __slots__ = ("seconds", "summed")
+    __slots__ = ("inner", "seconds")
 
-    def __init__(self, summed: Pending, seconds: float) -> None:
-        self.summed, self.seconds = summed, seconds
+    def __init__(self, inner: Pending, seconds: float) -> None:
+        self.inner = inner
+        self.seconds = seconds
 
     def wait(self) -> None:
-        """Until it would be there."""
-        self.summed.wait()
+        """Block until the sum would be done on the emulated network."""
+        self.inner.wait()
         time.sleep(self.seconds)
         self.seconds = 0.0

@@ -1,4 +1,4 @@
-"""All ranks in one process, each a thread: a real `Comm`, for tests, notebooks and `penstock check --run`."""
+"""Runs every rank as a thread of one process, for tests, notebooks and `penstock check --run`."""
 
 from __future__ import annotations
 
@@ -15,168 +15,177 @@ from penstock.errors import PeerLostError, StuckError
 from penstock.ir.program import Program
 
 Returned = TypeVar("Returned")
+LOOK_SECONDS = 0.1  # how often a waiting thread looks whether another rank has failed
 
 
 @dataclass(slots=True)
 class _Sum:
-    """A sum that waits for its parts; the last to come adds them in the order of the ranks."""
+    """A sum that collects its parts; the last rank adds them in the order of the ranks."""
 
     parts: dict[int, Tensor] = field(default_factory=dict)
     ready: threading.Event = field(default_factory=threading.Event)
 
 
 class Hub:
-    """What the threads of one pipeline share."""
+    """The state that all threads of a pipeline share."""
 
     def __init__(self, ranks: int, patience: float = 60.0) -> None:
-        self.ranks, self.patience = ranks, patience
+        self.ranks = ranks
+        self.patience = patience
         self.lock = threading.Lock()
-        self.mail = {
-            (s, t): queue.SimpleQueue[Tensor]()
-            for s in range(ranks)
-            for t in range(ranks)
-            if s != t
-        }
+        # A mailbox for each pair of source and target.
+        self.mail: dict[tuple[int, int], queue.SimpleQueue[Tensor]] = {}
+        for source in range(ranks):
+            for target in range(ranks):
+                if source != target:
+                    self.mail[source, target] = queue.SimpleQueue()
+        # Unfinished sums, by group and by number within the group.
         self.sums: dict[tuple[tuple[int, ...], int], _Sum] = {}
         self.gate = threading.Barrier(ranks)
-        self.lost: int | None = None  # a rank that has died
+        self.failed: int | None = None  # the first rank that has failed
 
 
 class ThreadComm:
-    """One thread's end of a `Hub`."""
+    """One thread's connection to the other threads of a `Hub`."""
 
     def __init__(self, hub: Hub, rank: int) -> None:
-        self.hub, self._rank = hub, rank
-        self.turns: dict[tuple[int, ...], int] = {}  # sums so far, by group
-        self.asked = [
-            0
-        ] * hub.ranks  # receives so far, by source: messages go to them in this order
-        self.taken = [0] * hub.ranks
-        self.here: dict[tuple[int, int], Tensor] = {}  # taken, not yet asked for
+        self.hub = hub
+        self._rank = rank
+        self.sums_started: dict[tuple[int, ...], int] = {}  # by group
+        # Messages from a source go to the receives in the order in which those were
+        # started, whatever the order in which they are waited for.
+        self.receives_started = [0] * hub.ranks  # by source
+        self.messages_taken = [0] * hub.ranks  # by source
+        self.early: dict[tuple[int, int], Tensor] = {}  # taken for a later receive
 
     @property
     def rank(self) -> int:
-        """Which rank this is."""
+        """The number of this rank."""
         return self._rank
 
     @property
     def ranks(self) -> int:
-        """How many there are."""
+        """The number of ranks."""
         return self.hub.ranks
 
     @property
     def window(self) -> int:
-        """Nothing to gain: a thread's receive is a look into a box."""
+        """Zero: posting a receive early gains nothing between threads."""
         return 0
 
-    def send(self, tensor: Tensor, target: int) -> _Done:
-        """Hands the tensor over."""
+    def send(self, tensor: Tensor, target: int) -> _ThreadSend:
+        """Put the tensor itself into the target's mailbox."""
         self.hub.mail[self._rank, target].put(tensor)
-        return _Done()
+        return _ThreadSend()
 
-    def receive(self, shape: tuple[int, ...], dtype: torch.dtype, source: int) -> _Mail:
-        """The next tensor of that rank."""
-        self.asked[source] += 1
-        return _Mail(self, source, self.asked[source], shape)
+    def receive(
+        self, shape: tuple[int, ...], dtype: torch.dtype, source: int
+    ) -> _ThreadReceive:
+        """Start receiving the next tensor from a rank."""
+        self.receives_started[source] += 1
+        return _ThreadReceive(self, source, self.receives_started[source], shape)
 
     def prepare(self, groups: list[tuple[int, ...]]) -> None:
-        """Nothing to do."""
+        """Do nothing: groups need no setup."""
 
     def reserve(
         self, program: Program, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype
     ) -> None:
-        """Nothing to do: boxes hold all that comes."""
+        """Do nothing: mailboxes have no size limit."""
 
     def give_back(self, tensor: Tensor) -> None:
-        """Nothing to do: the memory is the sender's."""
+        """Do nothing: the memory belongs to the sender."""
 
-    def add(self, tensor: Tensor, group: tuple[int, ...]) -> _Summing:
-        """Sums over the group, in the order of the ranks: the same bits every time."""
-        turn = self.turns[group] = self.turns.get(group, -1) + 1
+    def add(self, tensor: Tensor, group: tuple[int, ...]) -> _ThreadSum:
+        """Start a sum over a group, in the order of the ranks, so it is reproducible."""
+        number = self.sums_started.get(group, 0)
+        self.sums_started[group] = number + 1
         with self.hub.lock:
-            whole = self.hub.sums.setdefault((group, turn), _Sum())
+            whole = self.hub.sums.setdefault((group, number), _Sum())
             whole.parts[self._rank] = tensor
             if len(whole.parts) == len(group):
                 total = torch.stack([whole.parts[rank] for rank in group]).sum(0)
                 for part in whole.parts.values():
                     part.copy_(total)
-                del self.hub.sums[group, turn]
+                del self.hub.sums[group, number]
                 whole.ready.set()
-        return _Summing(self, whole.ready)
+        return _ThreadSum(self, whole.ready)
 
     def barrier(self) -> None:
-        """Waits for all threads."""
+        """Wait until all threads have reached this point."""
         try:
             self.hub.gate.wait(self.hub.patience)
         except threading.BrokenBarrierError:
-            raise self.trouble("a barrier") from None
+            raise self.failed_wait("a barrier") from None
 
-    def trouble(self, what: str) -> PeerLostError | StuckError:
-        """Why a wait did not end."""
-        if self.hub.lost is not None:
-            return PeerLostError(
-                f"rank {self._rank} waits for {what}, but rank {self.hub.lost} has failed"
-            )
-        return StuckError(
-            f"rank {self._rank} waits for {what} for more than {self.hub.patience:g} s"
-        )
+    def failed_wait(self, what: str) -> PeerLostError | StuckError:
+        """The error to raise when waiting for something has failed."""
+        waits = f"rank {self._rank} waits for {what}"
+        if self.hub.failed is not None:
+            return PeerLostError(f"{waits}, but rank {self.hub.failed} has failed")
+        return StuckError(f"{waits} for more than {self.hub.patience:g} s")
 
 
-class _Done:
-    """A send to a thread is over at once."""
+class _ThreadSend:
+    """A send between threads, which is over at once."""
 
     def wait(self) -> None:
-        """Nothing to wait for."""
+        """Return at once."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Mail:
+class _ThreadReceive:
+    """A receive of one message, which has a number among those of its source."""
+
     comm: ThreadComm
     source: int
-    turn: int
+    number: int
     shape: tuple[int, ...]
 
     def wait(self) -> Tensor:
-        """The tensor; a look every tenth of a second whether its sender still lives."""
+        """Block until the tensor is there, or its sender has failed."""
         comm = self.comm
-        left = comm.hub.patience
-        while (self.source, self.turn) not in comm.here:
+        remaining = comm.hub.patience
+        mailbox = comm.hub.mail[self.source, comm.rank]
+        while (self.source, self.number) not in comm.early:
             try:
-                tensor = comm.hub.mail[self.source, comm.rank].get(
-                    timeout=min(0.1, left)
-                )
+                tensor = mailbox.get(timeout=min(LOOK_SECONDS, remaining))
             except queue.Empty:
-                left = left - 0.1 if comm.hub.lost is None else 0.0
-                if left <= 0:
-                    raise comm.trouble(f"a tensor from rank {self.source}") from None
+                remaining -= LOOK_SECONDS
+                if remaining <= 0 or comm.hub.failed is not None:
+                    what = f"a tensor from rank {self.source}"
+                    raise comm.failed_wait(what) from None
                 continue
-            comm.taken[self.source] += 1
-            comm.here[self.source, comm.taken[self.source]] = tensor
-        tensor = comm.here.pop((self.source, self.turn))
-        assert tuple(tensor.shape) == self.shape, (
-            f"{tuple(tensor.shape)} came where {self.shape} was due"
-        )
+            comm.messages_taken[self.source] += 1
+            comm.early[self.source, comm.messages_taken[self.source]] = tensor
+        tensor = comm.early.pop((self.source, self.number))
+        shape = tuple(tensor.shape)
+        assert shape == self.shape, f"{shape} came where {self.shape} was expected"
         return tensor
 
 
 @dataclass(frozen=True, slots=True)
-class _Summing:
+class _ThreadSum:
+    """A sum that is ready once the last rank of its group has joined."""
+
     comm: ThreadComm
     ready: threading.Event
 
     def wait(self) -> None:
-        """Until the last of the group has come."""
-        left = self.comm.hub.patience
-        while not self.ready.wait(min(0.1, left)):
-            left = left - 0.1 if self.comm.hub.lost is None else 0.0
-            if left <= 0:
-                raise self.comm.trouble("a sum over replicas")
+        """Block until the sum is ready, or a rank has failed."""
+        remaining = self.comm.hub.patience
+        while not self.ready.wait(min(LOOK_SECONDS, remaining)):
+            remaining -= LOOK_SECONDS
+            if remaining <= 0 or self.comm.hub.failed is not None:
+                raise self.comm.failed_wait("a sum over replicas")
 
 
 def run_threads(
     ranks: int, work: Callable[[ThreadComm], Returned], patience: float = 60.0
 ) -> list[Returned]:
-    """Runs `work` on so many threads, each with its `Comm`; their results by rank, or the first error.
+    """Run `work` on one thread per rank, each with its `Comm`; return the results by rank.
+
+    If any rank fails, its error is raised instead.
 
     >>> run_threads(3, lambda comm: comm.rank)
     [0, 1, 2]
@@ -185,17 +194,18 @@ def run_threads(
     results: dict[int, Returned] = {}
     errors: list[BaseException] = []
 
-    def one(rank: int) -> None:
+    def run_rank(rank: int) -> None:
         try:
             results[rank] = work(ThreadComm(hub, rank))
         except BaseException as error:
             with hub.lock:
                 errors.append(error)
-                hub.lost = rank if hub.lost is None else hub.lost
+                if hub.failed is None:
+                    hub.failed = rank
             hub.gate.abort()
 
     threads = [
-        threading.Thread(target=one, args=(rank,), name=f"rank {rank}")
+        threading.Thread(target=run_rank, args=(rank,), name=f"rank {rank}")
         for rank in range(ranks)
     ]
     for thread in threads:
@@ -203,5 +213,13 @@ def run_threads(
     for thread in threads:
         thread.join()
     if errors:
-        raise next((e for e in errors if not isinstance(e, PeerLostError)), errors[0])
+        raise _root_cause(errors)
     return [results[rank] for rank in range(ranks)]
+
+
+def _root_cause(errors: list[BaseException]) -> BaseException:
+    """The first error that is not merely a reaction to another rank's failure."""
+    for error in errors:
+        if not isinstance(error, PeerLostError):
+            return error
+    return errors[0]

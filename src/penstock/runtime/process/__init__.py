@@ -1,1 +1,1 @@
-"""Ranks as processes: how they start, how they watch each other, and what the operating system must be told."""
+"""Ranks as processes: how they are started, how they watch each other, and what they need from the operating system."""

@@ -1,10 +1,10 @@
-"""What a processor announces is tried before it is believed.
+"""Disables AMX in oneDNN if the CPU advertises it but faults on it.
 
-    announced   AMX        some virtual machines announce it, and end whoever uses it (SIGILL)
-    tried       x          by a process of its own
-    then        AVX-512    ONEDNN_MAX_CPU_ISA, which oneDNN reads before its first kernel
+    advertised   AMX        some virtual machines advertise it, then kill a process that uses it (SIGILL)
+    tried        x          in a separate process
+    so use       AVX-512    through ONEDNN_MAX_CPU_ISA, which oneDNN reads before its first kernel
 
-Only bf16 on a CPU comes to these instructions.
+Only bf16 on a CPU uses these instructions.
 """
 
 from __future__ import annotations
@@ -16,29 +16,34 @@ import sys
 
 import torch
 
-LIMIT, LESS = "ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16"
+ISA_LIMIT_VARIABLE = "ONEDNN_MAX_CPU_ISA"
+ISA_WITHOUT_AMX = "AVX512_CORE_BF16"
 AMX_TRIAL = "import torch; a = torch.ones(64, 64, dtype=torch.bfloat16); a @ a"
 _log = logging.getLogger(__name__)
 
 
-def avoid_broken_amx(announced: bool | None = None) -> bool:
-    """Keeps oneDNN from instructions that this machine announces and does not have; whether it had to.
+def avoid_broken_amx(advertised: bool | None = None) -> bool:
+    """Disable AMX in oneDNN if it does not work here, and return whether it was disabled.
 
-    To be called before the first product of this process; processes that it starts inherit it.
+    Call this before the first matrix product of the process; child processes inherit the
+    setting. `advertised` replaces what the CPU says, for tests.
     """
-    if LIMIT in os.environ or not (
-        torch.cpu._is_amx_tile_supported() if announced is None else announced
-    ):
+    if ISA_LIMIT_VARIABLE in os.environ:
         return False
-    if (
-        subprocess.run(
-            [sys.executable, "-c", AMX_TRIAL], capture_output=True, check=False
-        ).returncode
-        >= 0
-    ):
+    if advertised is None:
+        advertised = torch.cpu._is_amx_tile_supported()
+    if not advertised:
         return False
-    os.environ[LIMIT] = LESS
+    trial = subprocess.run(
+        [sys.executable, "-c", AMX_TRIAL], capture_output=True, check=False
+    )
+    killed = trial.returncode < 0
+    if not killed:
+        return False
+    os.environ[ISA_LIMIT_VARIABLE] = ISA_WITHOUT_AMX
     _log.warning(
-        "this machine announces AMX, but does not run it: %s=%s is set", LIMIT, LESS
+        "this machine advertises AMX but cannot run it, so %s=%s is now set",
+        ISA_LIMIT_VARIABLE,
+        ISA_WITHOUT_AMX,
     )
     return True

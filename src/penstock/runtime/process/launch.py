@@ -1,10 +1,11 @@
-"""How ranks come to be: under torchrun or any launcher that sets its environment, or as processes of this machine.
+"""Starts ranks as processes: under torchrun or a similar launcher, or as children of this process.
 
     torchrun --nproc-per-node 4 train.py       in train.py:   comm = init() ... finish()
     spawn(4, work, 1, "a")                     calls          work(comm, 1, "a")   in each of four new processes
 
-`spawn` keeps the store that the ranks meet at, on a port that the system picks: no two runs can want the same one. What
-the workers return comes back through pipes to our own children. None of them outlives the call, nor this process.
+`spawn` keeps the store at which the ranks meet, on a port that the system picks, so two runs
+never want the same port. The workers return their results through pipes from our own
+children. No worker outlives the call or this process.
 """
 
 from __future__ import annotations
@@ -40,17 +41,18 @@ from penstock.runtime.comm.process import ProcessComm
 from penstock.runtime.process.status import ERRORS
 
 Returned = TypeVar("Returned")
-Worker: TypeAlias = tuple[BaseProcess, Connection]  # and what it says
+Worker: TypeAlias = tuple[BaseProcess, Connection]  # a process and the pipe from it
 LOCALHOST = "127.0.0.1"
-TORCH_EXTRA_SECONDS = 30.0  # seconds by which torch's own limits are longer than ours, so that ours speak first
-SECONDS_TO_REPORT = (
-    12.0  # for the other workers to say what they have seen, once one has failed
-)
-KILLED, ENDED = "(killed)", "(ended)"
-ENDING = (
-    signal.SIGTERM,
-    signal.SIGHUP,
-)  # what ends all processes of a job or of a terminal
+# torch's own time limits are this much longer than ours, so that our errors come first.
+TORCH_EXTRA_SECONDS = 30.0
+# How long the other workers may take to report, once one has failed.
+SECONDS_TO_REPORT = 12.0
+MAX_WAIT_SECONDS = 3600.0  # a wait on pipes does not accept an infinite limit
+POLL_SECONDS = 0.1
+KILLED = "(killed)"
+ENDED = "(ended)"
+# The signals that end all processes of a job or of a terminal.
+ENDING = (signal.SIGTERM, signal.SIGHUP)
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -60,49 +62,59 @@ def init(
     patience: float = 300.0,
     device: torch.device | str | None = None,
 ) -> ProcessComm:
-    """Joins the ranks that torchrun has started. NCCL if every rank has a GPU of its own, our own backend if ranks of
-    one machine share GPUs, else gloo; or as you say.
+    """Join the ranks that torchrun has started.
 
-    `patience`: after how many seconds a wait is a `StuckError`. `device`: where tensors land, if not on the own GPU
-    (NCCL) or the CPU (gloo).
+    Unless `backend` says otherwise, this uses NCCL if every rank has its own GPU, our own
+    backend if the ranks of one machine share GPUs, and gloo if not.
+
+    A wait longer than `patience` seconds raises a `StuckError`. `device` is where received
+    tensors land; by default the rank's own GPU under NCCL, and the CPU under gloo.
     """
     if not dist.is_initialized():
         missing = [name for name in LAUNCHER_VARIABLES if name not in os.environ]
         if missing:
             raise RunError(
-                f"no {' '.join(missing)} in the environment: start with torchrun --nproc-per-node RANKS ..."
+                f"the environment does not set {', '.join(missing)}; start the program "
+                "with torchrun --nproc-per-node RANKS ..."
             )
         limit = timedelta(seconds=patience + TORCH_EXTRA_SECONDS)
         store, rank, ranks = next(rendezvous("env://", timeout=limit))
-        _join(backend or _backend(store, rank, ranks), store, rank, ranks, limit)
+        backend = backend or _choose_backend(store, rank, ranks)
+        _join(backend, store, rank, ranks, limit)
     return ProcessComm(patience, device)
 
 
 def under_launcher() -> bool:
-    """Whether torchrun, or one that sets the same environment, has started this process."""
+    """Whether torchrun, or a launcher with the same variables, started this process."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 def run_on_ranks(
     work: Callable[..., Returned], *args: Any, patience: float = 300.0
 ) -> Returned | None:
-    """Runs `work(comm, *args)` on the ranks of torchrun, of which this is one; None on all but the first."""
+    """Run `work(comm, *args)` on torchrun's ranks, of which this process is one.
+
+    Returns the result on rank 0, and None on the others.
+    """
     comm = init(patience=patience)
-    found = work(comm, *args)
+    result = work(comm, *args)
     finish()
-    return found if comm.rank == 0 else None
+    return result if comm.rank == 0 else None
 
 
 def after_first(comm: ProcessComm, work: Callable[[], None]) -> None:
-    """Rank 0 does some work, however long it takes; the others wait for it without a limit, but not for a dead one."""
+    """Run `work` on rank 0, while the others wait for it without a time limit.
+
+    They do stop waiting if rank 0 dies.
+    """
     store = PrefixStore("penstock/first", _get_default_store())
     if comm.rank == 0:
         work()
         store.set("done", "yes")
     try:
         while not store.check(["done"]):
-            time.sleep(0.1)
-    except RuntimeError:  # of its connection
+            time.sleep(POLL_SECONDS)
+    except RuntimeError:  # the connection to the store is broken
         raise PeerLostError(
             f"rank {comm.rank} waits for rank 0 to prepare the run, but rank 0 is gone"
         ) from None
@@ -110,13 +122,14 @@ def after_first(comm: ProcessComm, work: Callable[[], None]) -> None:
 
 
 def _join(backend: str, store: Store, rank: int, ranks: int, limit: timedelta) -> None:
+    """Create the default process group."""
     gpu = None
     if backend in ("nccl", ipc.BACKEND_NAME):
-        gpu = torch.device("cuda", _gpu())
+        gpu = torch.device("cuda", _local_gpu())
         torch.cuda.set_device(gpu)
     if backend == ipc.BACKEND_NAME:
         ipc.register()
-        gpu = None  # torch would want to know the backend's options
+        gpu = None  # with a device, torch would ask for the backend's options
     try:
         dist.init_process_group(
             backend,
@@ -132,19 +145,19 @@ def _join(backend: str, store: Store, rank: int, ranks: int, limit: timedelta) -
         ) from None
 
 
-def _gpu() -> int:
-    """The GPU that is this rank's by its place on its machine."""
-    return int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count()
+def _local_gpu() -> int:
+    """The number of this rank's GPU, which follows from its place on its machine."""
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    return local_rank % torch.cuda.device_count()
 
 
-def _backend(store: Store, rank: int, ranks: int) -> str:
-    """The same answer on all ranks: they compare their GPUs."""
-    mine = (
-        str(torch.cuda.get_device_properties(_gpu()).uuid)
-        if torch.cuda.is_available()
-        else ""
-    )
-    store.set(f"penstock/gpu/{rank}", f"{socket.gethostname()} {mine}" if mine else "")
+def _choose_backend(store: Store, rank: int, ranks: int) -> str:
+    """Compare the GPUs of all ranks, and choose the same backend on all of them."""
+    mine = ""
+    if torch.cuda.is_available():
+        uuid = torch.cuda.get_device_properties(_local_gpu()).uuid
+        mine = f"{socket.gethostname()} {uuid}"
+    store.set(f"penstock/gpu/{rank}", mine)
     keys = [f"penstock/gpu/{other}" for other in range(ranks)]
     store.wait(keys)
     gpus = {store.get(key).decode() for key in keys}
@@ -152,27 +165,36 @@ def _backend(store: Store, rank: int, ranks: int) -> str:
         return "gloo"
     if len(gpus) == ranks and dist.is_nccl_available():
         return "nccl"
-    return ipc.BACKEND_NAME if len({name.split()[0] for name in gpus}) == 1 else "gloo"
+    hosts = {gpu.split()[0] for gpu in gpus}
+    return ipc.BACKEND_NAME if len(hosts) == 1 else "gloo"
 
 
 def finish() -> None:
-    """Waits for the others, then leaves. Only after success: a rank that fails just ends."""
+    """Wait for the other ranks, then leave the process group.
+
+    Call this only after success; a rank that fails simply ends.
+    """
     if not dist.is_initialized():
         return
     try:
         dist.barrier()
     except RuntimeError:
-        raise PeerLostError("a rank has died or left before all had finished") from None
+        raise PeerLostError(
+            "a rank died or left before all ranks had finished"
+        ) from None
     dist.destroy_process_group()
 
 
 # ---------------------------------------------------------------- on this machine
 @dataclass(frozen=True, slots=True)
 class WorkerOutcome(Generic[Returned]):
-    """What became of a worker: a result, or the name of an error (or `KILLED`, `ENDED`) and its text."""
+    """How a worker ended: with a result, or with an error.
+
+    `error` is the name of the error's class, or `KILLED` or `ENDED`.
+    """
 
     rank: int
-    code: int | None  # it exited with; below 0: killed by that signal
+    code: int | None  # the exit code; a negative one is the signal that killed it
     result: Returned | None = None
     error: str = ""
     text: str = ""
@@ -183,11 +205,16 @@ class WorkerOutcome(Generic[Returned]):
             return self.text
         if self.error in (KILLED, ENDED):
             return f"rank {self.rank} {self.text}"
-        return f"rank {self.rank} has failed: {self.error}: {self.text}\n\n{self.trace}".strip()
+        head = f"rank {self.rank} has failed: {self.error}: {self.text}"
+        return f"{head}\n\n{self.trace}".strip()
 
     @property
-    def guilt(self) -> int:
-        """How likely it began the end of a run: an error of its own, killed, hurt by another's end, ended by us."""
+    def blame(self) -> int:
+        """How likely this worker was the first to fail; the highest number is the likeliest.
+
+        An error of its own counts most. Then come a worker that was killed, one that noticed
+        another's end, and one that we ended.
+        """
         return {"PeerLostError": 2, KILLED: 3, ENDED: 1, "": 0}.get(self.error, 4)
 
 
@@ -198,21 +225,24 @@ def spawn(
     patience: float = 300.0,
     backend: str | None = "gloo",
 ) -> list[Returned]:
-    """Runs `work(comm, *args)` in so many processes, with gloo between them, or as you say; their results by rank.
+    """Run `work(comm, *args)` in one new process per rank; return the results by rank.
 
-    `backend` None: what fits the GPUs at hand, as in `init`.
+    With `backend=None`, the backend is chosen to fit the GPUs, as in `init`.
 
-    `work` and its arguments are pickled for our own children, so `work` is a function of a module. If a worker fails,
-    the others are ended, and its error is raised here: a `RunError` with its text.
+    `work` and its arguments are pickled for our own children, so `work` must be a function
+    of a module. If a worker fails, the others are ended, and a `RunError` with the text of
+    its error is raised here.
     """
-    found = worker_outcomes(ranks, work, *args, patience=patience, backend=backend)
-    worst = max(found, key=lambda outcome: outcome.guilt)
+    outcomes = worker_outcomes(ranks, work, *args, patience=patience, backend=backend)
+    worst = max(outcomes, key=lambda outcome: outcome.blame)
     if worst.error == KILLED:
-        witness = [str(other) for other in found if other.error in ERRORS]
-        raise PeerLostError("\n\n".join([str(worst), *witness[:1]]))
+        # A killed worker says nothing, so add what another one saw.
+        witnesses = [str(other) for other in outcomes if other.error in ERRORS]
+        raise PeerLostError("\n\n".join([str(worst), *witnesses[:1]]))
     if worst.error:
-        raise ERRORS.get(worst.error, RunError)(str(worst))
-    return [outcome.result for outcome in found]  # type: ignore[misc]
+        error_class = ERRORS.get(worst.error, RunError)
+        raise error_class(str(worst))
+    return [outcome.result for outcome in outcomes]  # type: ignore[misc]
 
 
 def worker_outcomes(
@@ -222,12 +252,12 @@ def worker_outcomes(
     patience: float = 300.0,
     backend: str | None = "gloo",
 ) -> list[WorkerOutcome[Returned]]:
-    """Like `spawn`, but tells of every worker, by rank, how it ended."""
-    if work.__module__ == "__main__" and not hasattr(
-        sys.modules["__main__"], "__file__"
-    ):
+    """Like `spawn`, but return how every worker ended, by rank."""
+    interactive = not hasattr(sys.modules["__main__"], "__file__")
+    if work.__module__ == "__main__" and interactive:
         raise RunError(
-            f"other processes cannot import {work.__qualname__}: put it into a file and import it from there"
+            f"other processes cannot import {work.__qualname__}: put it into a file, and "
+            "import it from there"
         )
     store = TCPStore(LOCALHOST, 0, is_master=True, wait_for_workers=False)
     context = _context()
@@ -235,7 +265,7 @@ def worker_outcomes(
     try:
         for rank in range(ranks):
             ours, theirs = context.Pipe(duplex=False)
-            given = (
+            arguments = (
                 rank,
                 ranks,
                 store.port,
@@ -246,7 +276,9 @@ def worker_outcomes(
                 work,
                 args,
             )
-            process = context.Process(target=_worker, args=given, name=f"rank {rank}")  # type: ignore[attr-defined]
+            process = context.Process(  # type: ignore[attr-defined]
+                target=_worker, args=arguments, name=f"rank {rank}"
+            )
             workers.append((process, ours))
             process.start()
             theirs.close()
@@ -257,11 +289,11 @@ def worker_outcomes(
             "  start again with the same command"
         ) from None
     finally:
-        _bury(workers)
+        _end_workers(workers)
 
 
 def _context() -> BaseContext:
-    """New processes, or on Linux forks of one new process that has torch loaded: seconds faster."""
+    """How to start processes; on Linux as forks of one that has torch loaded already."""
     if sys.platform != "linux":
         return multiprocessing.get_context("spawn")
     serve_forks([__name__])
@@ -269,86 +301,84 @@ def _context() -> BaseContext:
 
 
 def serve_forks(modules: list[str]) -> None:
-    """Starts the process that workers are forks of, with these modules loaded: seconds faster, also at a restart.
+    """Start the server process that workers are forked from, with these modules loaded.
 
-    Ctrl-C goes to all processes of a terminal. This one does not hear it, not even while it loads: who is to end is
-    for the process that has started them all to say. Nor does torch write there what befell its sockets.
+    Forking saves seconds per start, and again at every restart.
 
-    The same goes for SIGTERM and SIGHUP, which a batch system or a closed terminal sends to every process of a run.
-    Workers inherit that they are ignored, until they call `hear_signals`.
+    Ctrl-C reaches all processes of a terminal, but the server must ignore it, even while it
+    loads: only the process that started all others decides which ones end. The same goes for
+    SIGTERM and SIGHUP, which a batch system or a closed terminal sends to every process of a
+    run. Workers inherit this until they call `hear_signals`. Nor does the server print
+    torch's messages about sockets.
     """
     multiprocessing.set_forkserver_preload(modules)
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # read when torch is loaded
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch reads it when loaded
     if threading.current_thread() is not threading.main_thread():
         forkserver.ensure_running()
         return
-    mask = signal.pthread_sigmask(
-        signal.SIG_BLOCK, {signal.SIGINT}
-    )  # a Ctrl-C that comes now is kept for us
-    before = {
-        number: signal.signal(number, signal.SIG_IGN)
-        for number in (signal.SIGINT, *ENDING)
-    }
+    # A Ctrl-C that comes meanwhile is kept for this process.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    handlers = {}
+    for number in (signal.SIGINT, *ENDING):
+        handlers[number] = signal.signal(number, signal.SIG_IGN)
     try:
         forkserver.ensure_running()
     finally:
-        for number, handler in before.items():
+        for number, handler in handlers.items():
             signal.signal(number, handler)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 def hear_signals() -> None:
-    """In a worker: SIGTERM ends it again."""
+    """Let SIGTERM end this worker again."""
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _collect(workers: list[Worker]) -> list[WorkerOutcome[Any]]:
-    """What the workers say; once one has failed, the others have a moment left."""
-    found: dict[int, WorkerOutcome[Any]] = {}
+    """Wait for the workers' outcomes; once one has failed, the others have a time limit."""
+    outcomes: dict[int, WorkerOutcome[Any]] = {}
     end = float("inf")
-    while len(found) < len(workers) and time.monotonic() < end:
-        open_ = {
-            pipe: rank for rank, (_, pipe) in enumerate(workers) if rank not in found
-        }
-        for pipe in wait(list(open_), timeout=min(end - time.monotonic(), 3600.0)):
-            rank = open_[pipe]  # type: ignore[index]
-            found[rank] = _outcome(rank, *workers[rank])
-            if found[rank].error:
+    while len(outcomes) < len(workers) and time.monotonic() < end:
+        ranks: dict[Any, int] = {}
+        for rank, (_, pipe) in enumerate(workers):
+            if rank not in outcomes:
+                ranks[pipe] = rank
+        remaining = end - time.monotonic()
+        for pipe in wait(list(ranks), timeout=min(remaining, MAX_WAIT_SECONDS)):
+            rank = ranks[pipe]
+            outcomes[rank] = _read_outcome(rank, *workers[rank])
+            if outcomes[rank].error:
                 end = min(end, time.monotonic() + SECONDS_TO_REPORT)
-    for rank in set(range(len(workers))) - set(found):
-        found[rank] = WorkerOutcome(rank, None, error=ENDED, text="had to be ended")
-    return [found[rank] for rank in sorted(found)]
+    for rank in range(len(workers)):
+        if rank not in outcomes:
+            text = "had to be ended"
+            outcomes[rank] = WorkerOutcome(rank, None, error=ENDED, text=text)
+    return [outcomes[rank] for rank in sorted(outcomes)]
 
 
-def _outcome(rank: int, process: BaseProcess, pipe: Connection) -> WorkerOutcome[Any]:
-    """What one worker has said before it ended; a word from outside if it could not."""
+def _read_outcome(
+    rank: int, process: BaseProcess, pipe: Connection
+) -> WorkerOutcome[Any]:
+    """What a worker reported before it ended, or its exit code if it could not report."""
     try:
-        good, raw = pipe.recv_bytes(), pipe.recv_bytes()
+        success = pipe.recv_bytes()
+        raw = pipe.recv_bytes()
     except EOFError:
         process.join(SECONDS_TO_REPORT)
         code = process.exitcode
+        text = f"ended with exit code {code} before it could say why"
         if code is not None and code < 0:
-            return WorkerOutcome(
-                rank,
-                code,
-                error=KILLED,
-                text=f"was killed by {signal.Signals(-code).name}",
-            )
-        return WorkerOutcome(
-            rank,
-            code,
-            error=KILLED,
-            text=f"ended with exit code {code} before it could say why",
-        )
+            text = f"was killed by {signal.Signals(-code).name}"
+        return WorkerOutcome(rank, code, error=KILLED, text=text)
     process.join(SECONDS_TO_REPORT)
-    if good == b"1":
+    if success == b"1":
         return WorkerOutcome(rank, process.exitcode, pickle.loads(raw))
     return WorkerOutcome(rank, process.exitcode, **json.loads(raw))
 
 
-def _bury(workers: list[Worker]) -> None:
-    """Ends what still runs."""
+def _end_workers(workers: list[Worker]) -> None:
+    """Kill the workers that still run, and close their pipes."""
     for process, pipe in workers:
         if process.pid is not None:
             process.kill()
@@ -369,41 +399,44 @@ def _worker(
     work: Callable[..., Returned],
     args: tuple[Any, ...],
 ) -> None:
-    """Runs the work and says how it went. A failed worker ends at once: torch might wait for threads that hang."""
+    """Run the work, and report how it went.
+
+    A worker that failed ends at once, because torch might wait for threads that hang.
+    """
     hear_signals()
     threading.Thread(target=_end_with_parent, daemon=True).start()
     os.environ.update(environment, LOCAL_RANK=str(rank))
-    os.environ.setdefault(
-        "GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo"
-    )
+    loopback = "lo0" if sys.platform == "darwin" else "lo"
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))
     limit = timedelta(seconds=patience + TORCH_EXTRA_SECONDS)
     try:
         store = TCPStore(LOCALHOST, port, is_master=False, timeout=limit)
-        _join(backend or _backend(store, rank, ranks), store, rank, ranks, limit)
+        backend = backend or _choose_backend(store, rank, ranks)
+        _join(backend, store, rank, ranks, limit)
         result = work(ProcessComm(patience), *args)
         finish()
-        _say(pipe, b"1", pickle.dumps(result))
+        _send_outcome(pipe, b"1", pickle.dumps(result))
     except BaseException as error:
-        said = {
+        report = {
             "error": type(error).__name__,
             "text": str(error),
             "trace": traceback.format_exc(),
         }
-        _say(pipe, b"0", json.dumps(said).encode())
+        _send_outcome(pipe, b"0", json.dumps(report).encode())
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)
 
 
-def _say(pipe: Connection, good: bytes, raw: bytes) -> None:
-    pipe.send_bytes(good)
+def _send_outcome(pipe: Connection, success: bytes, raw: bytes) -> None:
+    pipe.send_bytes(success)
     pipe.send_bytes(raw)
     pipe.close()
 
 
 def _end_with_parent() -> None:
-    """A worker whose parent is gone ends too."""
+    """End this worker when its parent is gone."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         wait([parent.sentinel])

@@ -1,10 +1,11 @@
-"""One GPU as several workers: NVIDIA's multi-process service (MPS) around a command, and gone after it.
+"""Divides one GPU among several workers while a command runs, with NVIDIA's multi-process service (MPS).
 
     run_in_testbed(8, command)    132 multiprocessors:  16 │ 16 │ 16 │ 16 │ 16 │ 16 │ 16 │ 16    a share each
-                                  a daemon in a folder of its own, ended with the command whatever happens
+                                  an MPS daemon in its own folder, which always ends with the command
 
-Without MPS processes take turns on a GPU, and a pipeline of them is no pipeline. The daemon is this command's own: the
-card's settings, and other people's daemons, are left alone.
+Without MPS, processes take turns on a GPU, so their stages never run at the same time. The
+daemon serves only this command: the settings of the card and other people's daemons are left
+alone.
 """
 
 from __future__ import annotations
@@ -22,26 +23,33 @@ from types import FrameType
 from penstock.errors import RunError, ShapeError
 
 MPS_CONTROL = "nvidia-cuda-mps-control"
-GPU_QUEUES = 8  # of a process to the GPU; eight processes with 16 each are refused as "device busy"
-SECONDS_TO_END = 10.0  # seconds for the command to end once it is asked to
+MAX_MPS_WORKERS = 48
+# Hardware queues per process; eight processes with 16 each fail with "device busy".
+GPU_QUEUES = 8
+SECONDS_TO_END = 10.0  # how long the command may take to end once it is asked to
+SHARE_VARIABLE = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
+FORWARDED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def run_in_testbed(workers: int, command: Sequence[str]) -> int:
-    """Runs a command, and the processes it starts, each with a share of the GPU; its exit code."""
-    if not 1 <= workers <= 48:
-        raise ShapeError(f"{workers} workers: MPS serves 1 to 48")
+    """Run a command whose processes each get a share of the GPU; return its exit code."""
+    if not 1 <= workers <= MAX_MPS_WORKERS:
+        raise ShapeError(
+            f"--workers is {workers}, but MPS serves 1 to {MAX_MPS_WORKERS} workers"
+        )
     if not command:
         raise ShapeError(
-            "there is no command\n  penstock testbed --workers 8 -- penstock train"
+            "the command to run is missing\n"
+            "  for example: penstock testbed --workers 8 -- penstock train"
         )
     if shutil.which(command[0]) is None:
-        raise RunError(f"there is no command {command[0]}")
-    with service() as folder:
+        raise RunError(f"the command {command[0]} does not exist")
+    with mps_daemon() as folder:
         return _run(command, {**os.environ, **environment(workers, folder)})
 
 
 def environment(workers: int, folder: Path) -> dict[str, str]:
-    """What a worker of a testbed has in its environment.
+    """The environment variables of a testbed's processes.
 
     >>> environment(8, Path("mps"))["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"]
     '12'
@@ -49,40 +57,50 @@ def environment(workers: int, folder: Path) -> dict[str, str]:
     return {
         "CUDA_MPS_PIPE_DIRECTORY": str(folder / "pipe"),
         "CUDA_MPS_LOG_DIRECTORY": str(folder / "log"),
-        "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": str(100 // workers),
+        SHARE_VARIABLE: str(100 // workers),
         "CUDA_DEVICE_MAX_CONNECTIONS": str(GPU_QUEUES),
     }
 
 
 def workers_of_a_gpu() -> int:
-    """How many processes a GPU serves at once here: in a testbed its workers, else one."""
-    share = os.environ.get("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "")
-    return 100 // int(share) if share.isdigit() and 0 < int(share) <= 100 else 1
+    """The number of processes that a GPU serves at the same time.
+
+    That is the number of workers in a testbed, and one elsewhere.
+    """
+    share = os.environ.get(SHARE_VARIABLE, "")
+    if not share.isdigit() or not 0 < int(share) <= 100:
+        return 1
+    return 100 // int(share)
 
 
 @contextmanager
-def service() -> Iterator[Path]:
-    """A daemon of our own in a new folder, which goes with it."""
+def mps_daemon() -> Iterator[Path]:
+    """Run an MPS daemon in a new folder; stop it and delete the folder afterwards."""
     if shutil.which(MPS_CONTROL) is None:
-        raise RunError(f"there is no {MPS_CONTROL} here: it comes with NVIDIA's driver")
+        raise RunError(
+            f"{MPS_CONTROL} is not installed here; it comes with NVIDIA's driver"
+        )
     folder = Path(tempfile.mkdtemp(prefix="penstock-mps-"))
     for name in ("pipe", "log"):
         (folder / name).mkdir()
-    own = {**os.environ, **environment(1, folder)}
+    variables = {**os.environ, **environment(1, folder)}
     try:
-        begun = subprocess.run(
-            [MPS_CONTROL, "-d"], env=own, capture_output=True, text=True, check=False
+        start = subprocess.run(
+            [MPS_CONTROL, "-d"],
+            env=variables,
+            capture_output=True,
+            text=True,
+            check=False,
         )
-        if begun.returncode:
-            raise RunError(
-                f"{MPS_CONTROL} -d failed: {(begun.stderr or begun.stdout).strip() or begun.returncode}"
-            )
+        if start.returncode:
+            output = (start.stderr or start.stdout).strip()
+            raise RunError(f"{MPS_CONTROL} -d failed: {output or start.returncode}")
         yield folder
     finally:
         subprocess.run(
             [MPS_CONTROL],
             input="quit\n",
-            env=own,
+            env=variables,
             capture_output=True,
             text=True,
             check=False,
@@ -90,30 +108,27 @@ def service() -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _run(command: Sequence[str], environment: dict[str, str]) -> int:
-    """The command in a process group of its own, so that nothing of it stays behind on the GPU."""
-    child = subprocess.Popen(command, env=environment, start_new_session=True)
+def _run(command: Sequence[str], variables: dict[str, str]) -> int:
+    """Run the command in its own process group, so that none of it stays on the GPU."""
+    child = subprocess.Popen(command, env=variables, start_new_session=True)
 
-    def pass_on(number: int, frame: FrameType | None) -> None:
-        _tell(child.pid, number)
+    def forward(number: int, frame: FrameType | None) -> None:
+        _signal_group(child.pid, number)
 
-    before = {
-        number: signal.signal(number, pass_on)
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    }
+    previous = {number: signal.signal(number, forward) for number in FORWARDED_SIGNALS}
     try:
         code = child.wait()
         return 128 - code if code < 0 else code
     finally:
-        for number, handler in before.items():
+        for number, handler in previous.items():
             signal.signal(number, handler)
         if child.poll() is None:
-            _tell(child.pid, signal.SIGTERM)
+            _signal_group(child.pid, signal.SIGTERM)
             with suppress(subprocess.TimeoutExpired):
                 child.wait(SECONDS_TO_END)
-        _tell(child.pid, signal.SIGKILL)
+        _signal_group(child.pid, signal.SIGKILL)
 
 
-def _tell(group: int, number: int) -> None:
+def _signal_group(group: int, number: int) -> None:
     with suppress(ProcessLookupError):
         os.killpg(group, number)

@@ -1,11 +1,11 @@
-"""What the ranks write down for one another in the store of torch.distributed, and how it reads when a run fails.
+"""What ranks tell each other through the store of torch.distributed, and the text of a failed run's error.
 
-    state/3     rank 3 waits at 3B2 for 4B2 from rank 4        each rank its own, four times a second
+    state/3     rank 3 waits at 3B2 for 4B2 from rank 4        each rank writes its own, four times a second
     state/4     rank 4 is at 4F5
-    failure     StuckError, and its text                       the first one to come; all ranks raise it, of all
+    failure     StuckError, and its text                       the first failure wins; all ranks raise it, in all
                                                                pipelines that train one model
 
-Texts, never pickles.
+Everything is JSON text; nothing is pickled.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from penstock.errors import PeerLostError, ProofError, RunError, StuckError
 
-MAX_RANKS_SHOWN = 32  # ranks in the story of a failure
-ADVICE = "if that can be right, give more patience"
+MAX_RANKS_SHOWN = 32  # in the text of a failure
+POLL_SECONDS = 0.02
+ADVICE = "if such a long wait can be right, raise the patience (run.patience)"
 ERRORS = {
     kind.__name__: kind for kind in (RunError, ProofError, StuckError, PeerLostError)
 }
@@ -29,107 +30,113 @@ ERRORS = {
 
 @dataclass(frozen=True, slots=True)
 class RankState:
-    """What a rank says of itself."""
+    """What a rank says it is doing."""
 
-    beat: int = 0  # counts up for as long as it lives
-    at: str = "the start"
-    kind: str = ""  # of what it waits for, if it waits
-    words: str = ""  # the same: "for 4B2 from rank 4"
-    peers: tuple[int, ...] = ()  # for whom
+    beat: int = 0  # counts up as long as the rank lives
+    position: str = "the start"  # its current action
+    kind: str = ""  # "receive", "send", "sum" or "barrier" if it waits
+    awaited: str = ""  # what it waits for, such as "for 4B2 from rank 4"
+    peers: tuple[int, ...] = ()  # the ranks it waits for
     left: bool = False
-    recent: Mapping[str, Mapping[str, str]] | None = (
-        None  # its last sends: rank to turn to tensor
-    )
+    # The tensors it sent last, by target and by message number.
+    recent: Mapping[str, Mapping[str, str]] | None = None
 
     def __str__(self) -> str:
         if self.kind:
-            return f"waits {'at' if self.kind == 'receive' else 'after'} {self.at} {self.words}"
-        return f"has left after {self.at}" if self.left else f"is at {self.at}"
+            preposition = "at" if self.kind == "receive" else "after"
+            return f"waits {preposition} {self.position} {self.awaited}"
+        if self.left:
+            return f"has left after {self.position}"
+        return f"is at {self.position}"
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why the run cannot go on, in the words that all ranks raise."""
+    """Why the run cannot go on; all ranks raise the same error."""
 
-    kind: str
+    kind: str  # the name of the error's class
     text: str
-    lost: tuple[int, ...] = ()
+    lost: tuple[int, ...] = ()  # ranks that are gone
 
     @property
     def error(self) -> RunError:
-        """As an exception."""
-        return ERRORS.get(self.kind, RunError)(self.text)
+        """The failure as an exception."""
+        error_class = ERRORS.get(self.kind, RunError)
+        return error_class(self.text)
 
 
 class Board:
-    """One rank's view of the store. A new one for each run, on all ranks alike."""
+    """One rank's view of the store. All ranks create a new one for each run."""
 
     def __init__(self, store: Store, rank: int, ranks: int, name: str = "") -> None:
-        self.rank, self.ranks, self.name = rank, ranks, name
-        turn = store.add(f"penstock/boards/{name}/{rank}", 1)
-        self.common = PrefixStore(
-            f"penstock/board/{turn}", store
-        )  # of all pipelines of a run
-        self.store = PrefixStore(name, self.common)
-        self.gone = False  # the store is; asking it again would only fill the screen
+        self.rank = rank
+        self.ranks = ranks
+        self.name = name
+        run = store.add(f"penstock/boards/{name}/{rank}", 1)
+        self.common = PrefixStore(f"penstock/board/{run}", store)  # for all pipelines
+        self.store = PrefixStore(name, self.common)  # for this pipeline
+        # Set once the store is lost: asking it again would only print more errors.
+        self.gone = False
 
-    def say(self, state: RankState) -> None:
-        """Publishes this rank's state."""
+    def publish(self, state: RankState) -> None:
+        """Publish this rank's state."""
         self.store.set(f"state/{self.rank}", json.dumps(asdict(state)))
 
     def state(self, rank: int) -> RankState:
-        """What a rank has said last."""
-        known = self._get(f"state/{rank}")
-        return (
-            RankState(**(known | {"peers": tuple(known["peers"])}))
-            if known
-            else RankState()
-        )
+        """The state that a rank published last."""
+        fields = _read(self.store, f"state/{rank}")
+        if not fields:
+            return RankState()
+        fields["peers"] = tuple(fields["peers"])
+        return RankState(**fields)
 
     def states(self) -> dict[int, RankState]:
-        """What all have."""
+        """The last states of all ranks."""
         return {rank: self.state(rank) for rank in range(self.ranks)}
 
     def failure(self) -> Failure | None:
-        """What has gone wrong, if something has."""
-        known = self._get("failure", self.common)
-        return (
-            Failure(known["kind"], known["text"], tuple(known["lost"]))
-            if known
-            else None
-        )
+        """The published failure, if any."""
+        fields = _read(self.common, "failure")
+        if not fields:
+            return None
+        return Failure(fields["kind"], fields["text"], tuple(fields["lost"]))
 
     def fail(self, failure: Failure) -> Failure:
-        """Publishes a failure; the first one counts, and is given back."""
-        named = (
-            replace(failure, text=f"{failure.text}\n\nin the pipeline of {self.name}")
-            if self.name
-            else failure
-        )
-        self.common.compare_set("failure", "", json.dumps(asdict(named)))
+        """Publish a failure; return the one that was published first."""
+        published = failure
+        if self.name:
+            text = f"{failure.text}\n\nin the pipeline of {self.name}"
+            published = replace(failure, text=text)
+        self.common.compare_set("failure", "", json.dumps(asdict(published)))
         return self.failure() or failure
 
-    def count(self, name: str, more: int = 1) -> int:
-        """Adds to a number that all share."""
-        return int(self.store.add(name, more))
+    def count(self, name: str, increment: int = 1) -> int:
+        """Add to a counter that all ranks share, and return its value."""
+        return int(self.store.add(name, increment))
 
     def wait_for(self, name: str, number: int, seconds: float) -> None:
-        """Until so many have counted, or the time is over."""
+        """Wait until a counter has reached a number, or the time is over."""
         end = time.monotonic() + seconds
         while self.count(name, 0) < number and time.monotonic() < end:
-            time.sleep(0.02)
-
-    def _get(self, key: str, where: Store | None = None) -> dict[str, Any]:
-        store = where or self.store
-        known: dict[str, Any] = json.loads(store.get(key)) if store.check([key]) else {}
-        return known
+            time.sleep(POLL_SECONDS)
 
 
-# ---------------------------------------------------------------- what went wrong, in words
+def _read(store: Store, key: str) -> dict[str, Any]:
+    """The JSON object under a key, or an empty one."""
+    if not store.check([key]):
+        return {}
+    fields: dict[str, Any] = json.loads(store.get(key))
+    return fields
+
+
+# ---------------------------------------------------------------- the text of a failure
 def stuck_failure(
     rank: int, states: Mapping[int, RankState], patience: float
 ) -> Failure:
-    """A rank has waited too long. Headed by the end of the chain of those who wait for one another.
+    """The failure of a rank that has waited too long.
+
+    Ranks often wait for ranks that wait themselves. The text starts with the end of that
+    chain, which is the most likely culprit.
 
     >>> states = {0: RankState(1, "0B0", "receive", "for 1B0 from rank 1", (1,)), 1: RankState(1, "1F1")}
     >>> print(stuck_failure(0, states, 2.0).text)
@@ -138,60 +145,67 @@ def stuck_failure(
       rank 0 waits at 0B0 for 1B0 from rank 1
       rank 1 is at 1F1
     <BLANKLINE>
-    nothing came for 2 s; if that can be right, give more patience
+    nothing came for 2 s; if such a long wait can be right, raise the patience (run.patience)
     """
-    waiter, blamed, seen = rank, _blamed(rank, states), {rank}
+    waiter = rank
+    blamed = _blamed_peer(rank, states)
+    seen = {rank}
     while blamed is not None and states[blamed].kind and blamed not in seen:
         seen.add(blamed)
-        waiter, blamed = blamed, _blamed(blamed, states)
-    if blamed in seen:  # a ring: any place is as good
-        waiter, blamed = rank, _blamed(rank, states)
-    head = "; ".join(f"rank {r} {states[r]}" for r in (waiter, blamed) if r is not None)
-    return Failure(
-        "StuckError",
-        f"{head}{failure_story(states)}\n\nnothing came for {patience:g} s; {ADVICE}",
-    )
+        waiter = blamed
+        blamed = _blamed_peer(waiter, states)
+    if blamed in seen:  # they wait in a circle, where any start is as good
+        waiter = rank
+        blamed = _blamed_peer(rank, states)
+    culprits = [waiter] if blamed is None else [waiter, blamed]
+    head = "; ".join(f"rank {culprit} {states[culprit]}" for culprit in culprits)
+    end = f"nothing came for {patience:g} s; {ADVICE}"
+    return Failure("StuckError", f"{head}{describe_ranks(states)}\n\n{end}")
 
 
-def _blamed(rank: int, states: Mapping[int, RankState]) -> int | None:
-    """For whom a rank waits: of a group one that is not there yet, rather one that is busy than one that waits too."""
+def _blamed_peer(rank: int, states: Mapping[int, RankState]) -> int | None:
+    """The peer that a rank waits for.
+
+    In a group that is one that has not joined yet, preferably one that does not wait
+    itself.
+    """
     mine = states[rank]
-    absent = [
-        p
-        for p in mine.peers
-        if p != rank and (states[p].kind, states[p].peers) != (mine.kind, mine.peers)
-    ]
-    return min(absent, key=lambda p: (bool(states[p].kind), p), default=None)
+    absent = []
+    for peer in mine.peers:
+        theirs = states[peer]
+        joined = (theirs.kind, theirs.peers) == (mine.kind, mine.peers)
+        if peer != rank and not joined:
+            absent.append(peer)
+    return min(absent, key=lambda peer: (bool(states[peer].kind), peer), default=None)
 
 
 def lost_failure(
-    rank: int, states: Mapping[int, RankState], who: Iterable[int]
+    rank: int, states: Mapping[int, RankState], lost: Iterable[int]
 ) -> Failure:
-    """Ranks have died, left too early, or are cut off; `rank` has found out.
+    """The failure when `rank` finds that ranks have died, left early, or are cut off.
 
     >>> states = {0: RankState(7, "0B0", "receive", "for 1B0 from rank 1", (1,)), 1: RankState(5, "1F1")}
     >>> lost_failure(0, states, [1]).text.splitlines()[0]
     'rank 0 waits at 0B0 for 1B0 from rank 1; rank 1 is lost, last seen at 1F1'
     """
-    gone = tuple(who)
-    mine = [f"rank {rank} {states[rank]}"] if states[rank].kind else []
-    head = "; ".join([*mine, *(f"rank {r} {_farewell(states[r])}" for r in gone)])
-    return Failure("PeerLostError", f"{head}{failure_story(states, gone)}", gone)
+    gone = tuple(lost)
+    clauses = [f"rank {rank} {states[rank]}"] if states[rank].kind else []
+    clauses += [f"rank {peer} {_last_seen(states[peer])}" for peer in gone]
+    head = "; ".join(clauses)
+    return Failure("PeerLostError", f"{head}{describe_ranks(states, gone)}", gone)
 
 
-def _farewell(state: RankState) -> str:
-    return str(state) if state.left else f"is lost, last seen at {state.at}"
+def _last_seen(state: RankState) -> str:
+    return str(state) if state.left else f"is lost, last seen at {state.position}"
 
 
-def failure_story(states: Mapping[int, RankState], gone: tuple[int, ...] = ()) -> str:
-    """A line a rank."""
-    lines = [
-        f"  rank {rank} {_farewell(state) if rank in gone else state}"
-        for rank, state in states.items()
-    ]
-    more = (
-        [f"  and {len(lines) - MAX_RANKS_SHOWN} more"]
-        if len(lines) > MAX_RANKS_SHOWN
-        else []
-    )
-    return "\n".join(["", "", *lines[:MAX_RANKS_SHOWN], *more])
+def describe_ranks(states: Mapping[int, RankState], gone: tuple[int, ...] = ()) -> str:
+    """A paragraph with one line for each rank."""
+    lines = []
+    for rank, state in states.items():
+        text = _last_seen(state) if rank in gone else str(state)
+        lines.append(f"  rank {rank} {text}")
+    hidden = len(lines) - MAX_RANKS_SHOWN
+    if hidden > 0:
+        lines[MAX_RANKS_SHOWN:] = [f"  and {hidden} more"]
+    return "\n".join(["", "", *lines])

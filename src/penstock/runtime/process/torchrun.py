@@ -1,10 +1,10 @@
-"""An error under torchrun: one rank of a machine prints it, all leave it where torchrun looks for it.
+"""Reports an error under torchrun: one rank per machine prints it, and all hand it to torchrun.
 
-    rank 0   prints the message            ──► error file ──► torchrun's summary shows the message, not a traceback
+    rank 0   prints the message             ──► error file ──► torchrun's summary shows the message, not a traceback
     rank 1   waits a moment, prints nothing ──► error file
 
-Torchrun adds a traceback of its own, which no worker can prevent. It also ends all ranks as soon as one has ended, so
-the quiet ones wait until rank 0 has had the time to print.
+torchrun adds its own traceback, which no worker can prevent. It also ends all ranks as soon
+as one has ended, so the silent ranks wait until rank 0 has had the time to print.
 """
 
 from __future__ import annotations
@@ -15,26 +15,22 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # torchrun's name for the path at which it looks for the reason of a failure
-HEAD_START = 3.0  # seconds for rank 0 to print before the others end
+ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"  # holds the path that torchrun reads
+HEAD_START_SECONDS = 3.0  # for rank 0 to print before the others end
 
 
 def prints_errors() -> bool:
-    """Whether this process is the one of its machine that prints an error; always true without a launcher."""
+    """Whether this process prints errors for its machine; true without a launcher."""
     return os.environ.get("LOCAL_RANK", "0") == "0"
 
 
 def tell_launcher(text: str) -> None:
-    """Leaves the reason of a failure for torchrun, if it has started this process."""
-    file = os.environ.get(ERROR_FILE)
+    """Write the reason of a failure where torchrun reads it, if it started this process."""
+    file = os.environ.get(ERROR_FILE_VARIABLE)
     if file:
-        said = {
-            "message": {
-                "message": text,
-                "extraInfo": {"timestamp": str(int(time.time()))},
-            }
-        }
+        timestamp = str(int(time.time()))
+        report = {"message": text, "extraInfo": {"timestamp": timestamp}}
         with suppress(OSError):
-            Path(file).write_text(json.dumps(said), encoding="utf-8")
+            Path(file).write_text(json.dumps({"message": report}), encoding="utf-8")
     if not prints_errors():
-        time.sleep(HEAD_START)
+        time.sleep(HEAD_START_SECONDS)

@@ -1,20 +1,22 @@
-"""No rank waits for ever: a thread a rank says what the rank is doing, hears the others, and ends a hopeless wait.
+"""Ends waits that can never succeed: a thread on each rank reports what the rank does and watches the others.
 
     rank 3   main      │ 3B1 │ waits at 3B2 for 4B2 from rank 4 ......... │ raises StuckError
-             watchdog  │  .     .     .     .     .     .   too long: says so, cuts the connections
+             watchdog  │  .     .     .     .     .     .   too long: reports it, cuts the connections
     store              │  state/3: waits at 3B2   state/4: at 4F5        failure
-    rank 4   watchdog  │  .     .     .     .     .     .     .     .     hears it, cuts, alarms
+    rank 4   watchdog  │  .     .     .     .     .     .     .     .     reads it, cuts, interrupts
              main      │ 4F5 ................................................... │ raises the same StuckError
 
-What can be wrong; the first that is written down is what all ranks raise:
+There are four kinds of failure, and all ranks raise the one that was published first:
 
-    too long    a wait outlasts the patience
-    lost        a connection breaks and the other end is quiet; a rank is silent for long; the store is gone
-    unlike      a rank waits for a tensor of another shape than the one that was sent
-    failed      an exception leaves the `with` on some rank
+    stuck      a wait outlasts the patience
+    lost       a connection breaks and the other end is silent, a rank is silent for long, or the store is gone
+    mismatch   a rank waits for a tensor of another shape than the one that was sent
+    failed     an exception leaves the `with` block on some rank
 
-A rank whose wait is cut raises at once. One that is busy gets a moment to come to its next message, then a signal
-whose handler raises, then its process is ended. The rank's own thread only notes what it waits for.
+A rank that waits raises as soon as its connections are cut. A busy rank gets a moment to reach
+its next message. If it does not, a signal handler raises the error in its main thread; and if
+that does not help either, its process is ended. The rank's own thread only has to note what it
+waits for, so watching costs it almost nothing.
 """
 
 from __future__ import annotations
@@ -45,101 +47,98 @@ from penstock.runtime.process.status import (
     Board,
     Failure,
     RankState,
-    failure_story,
+    describe_ranks,
     lost_failure,
     stuck_failure,
 )
 
-TICK_SECONDS = 0.25  # seconds between two looks
-GRACE_SECONDS = (
-    2.0  # for a rank that has failed to stop by itself, and again after the alarm
-)
-SILENCE_SECONDS = (
-    1.5  # a rank whose connection is broken and that says nothing for so long is lost
-)
+TICK_SECONDS = 0.25  # between two looks
+TICKS_BETWEEN_ROUNDS = 4  # rank 0 checks the heartbeats of all ranks this often
+TICKS_BEFORE_COMPARING = 2  # a wait must last this long before shapes are compared
+# How long a busy rank may take to stop by itself, and again after the alarm.
+GRACE_SECONDS = 2.0
+# A rank whose connection is broken is lost once it has been silent for this long.
+SILENCE_SECONDS = 1.5
 REASON_SECONDS = 4.0  # how long a rank with a broken connection looks for the reason
-ALARM_SIGNAL = (
-    signal.SIGURG
-)  # the one signal that nobody uses and that does nothing where nobody has asked for it
-LINGER_SECONDS = (
-    3.0  # how long rank 0, which may keep the store, waits until all have read it
-)
+# How long rank 0, which may keep the store, waits until all ranks have read it.
+LINGER_SECONDS = 3.0
+POLL_SECONDS = 0.05
+# Nobody else uses this signal, and by default it does nothing.
+ALARM_SIGNAL = signal.SIGURG
 
 _log = logging.getLogger(__name__)
 
 
-class Doer(Protocol):
-    """What is watched: an `Executor`."""
+class WatchedExecutor(Protocol):
+    """The part of an `Executor` that the watchdog looks at."""
 
     program: Program
     comm: Comm
 
     @property
     def doing(self) -> str:
-        """The action that runs now, or that waits for its input."""
+        """The action that runs now or waits for its input."""
         ...
 
 
 def watching(
-    executor: Doer, store: Store | None = None, silence: float = 30.0
+    executor: WatchedExecutor, store: Store | None = None, silence: float = 30.0
 ) -> AbstractContextManager[object]:
-    """Watches over an executor for as long as the `with` lasts; all ranks enter it. Ranks that are threads need none.
+    """Watch over an executor while the `with` block runs; all ranks must enter it.
 
     with watching(executor):
         for batch in batches:
             executor.step(batch)
 
-    A rank that says nothing for `silence` seconds is taken for dead; one whose connection breaks, far sooner.
+    A rank that is silent for `silence` seconds counts as dead, and far sooner if its
+    connection breaks. For ranks that are threads, this does nothing.
     """
     comm = executor.comm
-    return (
-        Watchdog(executor, comm, store, silence)
-        if isinstance(comm, ProcessComm)
-        else nullcontext()
-    )
+    if not isinstance(comm, ProcessComm):
+        return nullcontext()
+    return Watchdog(executor, comm, store, silence)
 
 
 class Watchdog:
-    """One rank's watchdog; also what its `ProcessComm` asks when a wait fails."""
+    """One rank's watchdog, which its `ProcessComm` also asks why a wait has failed."""
 
     def __init__(
         self,
-        executor: Doer,
+        executor: WatchedExecutor,
         comm: ProcessComm,
         store: Store | None = None,
         silence: float = 30.0,
     ) -> None:
-        self.executor, self.comm, self.silence = executor, comm, silence
+        self.executor = executor
+        self.comm = comm
+        self.silence = silence
+        # Its own connection to the store, which nothing else can block.
         shared = store or _get_default_store()
-        own = shared.clone()  # type: ignore[attr-defined]  # a connection that nothing else can block
-        self.board = Board(own, comm.rank, comm.ranks, comm.name)
+        connection = shared.clone()  # type: ignore[attr-defined]
+        self.board = Board(connection, comm.rank, comm.ranks, comm.name)
         self.thread = threading.Thread(
             target=self.run, name=f"watchdog of rank {comm.rank}", daemon=True
         )
         self.lock = threading.Lock()
-        self.over = (
-            threading.Event()
-        )  # the rank has left, or raises the failure: nothing more to do
+        # Set when the rank has left or raises the failure: nothing is left to do.
+        self.over = threading.Event()
         self.failure: Failure | None = None
-        self.alarmed = False  # the alarm is set up
-        self.in_peace = False  # rank 0 has left, and may take the store with it
-        self.message: PendingMessage | None = (
-            None  # what the rank waited for at the last look
-        )
-        self.looks = self.waited = 0
-        self.heard: dict[
-            int, tuple[int, int]
-        ] = {}  # of other ranks: the last beat, and at which look it was new
+        self.alarm_installed = False
+        # Whether rank 0 has left without a failure, and may take the store with it.
+        self.rank_0_left = False
+        self.message: PendingMessage | None = None  # awaited at the last look
+        self.looks = 0
+        self.looks_waited = 0  # for the same message
+        # The last beat of each other rank, and the look at which it was new.
+        self.beats: dict[int, tuple[int, int]] = {}
 
     def __enter__(self) -> Watchdog:
-        if (
-            threading.current_thread() is threading.main_thread()
-            and signal.getsignal(ALARM_SIGNAL) is signal.SIG_DFL
-        ):
+        in_main_thread = threading.current_thread() is threading.main_thread()
+        if in_main_thread and signal.getsignal(ALARM_SIGNAL) is signal.SIG_DFL:
             signal.signal(ALARM_SIGNAL, self.alarm)
-            self.alarmed = True
-        self.comm.listen_to(self, REASON_SECONDS)
-        self.board.say(self.state())
+            self.alarm_installed = True
+        self.comm.set_guard(self, REASON_SECONDS)
+        self.board.publish(self.state())
         self.thread.start()
         return self
 
@@ -151,203 +150,214 @@ class Watchdog:
     ) -> None:
         self.over.set()
         self.thread.join(GRACE_SECONDS)
-        self.comm.listen_to(None)
-        if self.alarmed:
+        self.comm.set_guard(None)
+        if self.alarm_installed:
             signal.signal(ALARM_SIGNAL, signal.SIG_DFL)
-        torchs = isinstance(error, RuntimeError) and not isinstance(
-            error, PenstockError
-        )
-        cut = torchs or isinstance(
-            error, PeerLostError
-        )  # what a wait says that someone else has ended
-        known = self.failure
+        caused_elsewhere = _may_be_caused_elsewhere(error)
+        failure = self.failure
         if not self.board.gone:
             with contextlib.suppress(dist.DistError):
-                known = known or (self.board.failure() if cut else None)
-                self.leave(
-                    None if isinstance(error, SystemExit) and not error.code else error
-                )
-        if known is not None and (error is None or cut):
-            raise known.error from None
+                if failure is None and caused_elsewhere:
+                    failure = self.board.failure()
+                left_normally = isinstance(error, SystemExit) and not error.code
+                self.leave(None if left_normally else error)
+        if failure is not None and (error is None or caused_elsewhere):
+            raise failure.error from None
 
     def leave(self, error: BaseException | None) -> None:
-        """Tells the others, in peace or not, and lets them read it."""
+        """Tell the others that this rank leaves, and why, and give them time to read it."""
+        rank = self.comm.rank
         if error is not None and self.failure is None:
-            what = f"{type(error).__name__}: {error}".removesuffix(": ")
-            self.settle(
-                Failure(
-                    "PeerLostError",
-                    f"rank {self.comm.rank} has failed at {self.executor.doing}: {what}",
-                )
-            )
-        self.board.say(replace(self.state(), left=True, kind=""))
+            reason = f"{type(error).__name__}: {error}".removesuffix(": ")
+            text = f"rank {rank} has failed at {self.executor.doing}: {reason}"
+            self.settle(Failure("PeerLostError", text))
+        self.board.publish(replace(self.state(), left=True, kind=""))
         if self.failure is not None:
             self.linger(self.failure)
-        elif self.comm.rank == 0:
+        elif rank == 0:
             self.board.wait_for("gone", self.comm.ranks - 1, LINGER_SECONDS)
-        elif not self.in_peace:
+        elif not self.rank_0_left:
             self.board.count("gone")
 
     def linger(self, failure: Failure) -> None:
-        """Rank 0 may keep the store: it stays until the others have read why."""
+        """Keep rank 0, which may keep the store, alive until the others know why."""
         if self.comm.rank == 0:
-            self.board.wait_for(
-                "seen", self.comm.ranks - len(failure.lost), LINGER_SECONDS
-            )
+            readers = self.comm.ranks - len(failure.lost)
+            self.board.wait_for("seen", readers, LINGER_SECONDS)
 
-    # ------------------------------------------------------------ looking
+    # ------------------------------------------------------------ looking for failures
     def run(self) -> None:
-        """Looks, again and again, until something is wrong or the rank leaves."""
+        """Look again and again, until something is wrong or the rank leaves."""
         while not self.over.wait(TICK_SECONDS):
             try:
                 failure = self.look()
             except dist.DistError:
-                failure = self.storeless()
-                if self.in_peace:
+                failure = self.lost_store()
+                if self.rank_0_left:
                     return
             if failure is not None:
                 return self.stop(failure)
 
     def look(self) -> Failure | None:
-        """Says what the rank does, and finds out what is wrong."""
+        """Publish what the rank does, and return a failure if there is one."""
         self.looks += 1
         message = self.comm.pending()
-        self.waited = (
-            self.waited + 1 if message is not None and message == self.message else 0
-        )
+        if message is not None and message == self.message:
+            self.looks_waited += 1
+        else:
+            self.looks_waited = 0
         self.message = message
-        self.board.say(self.state())
+        self.board.publish(self.state())
         failure = self.board.failure()
-        if failure is None and self.waited * TICK_SECONDS >= self.comm.patience:
-            failure = stuck_failure(
-                self.comm.rank, self.board.states(), self.comm.patience
-            )
-        return failure or self.unlike() or self.silent()
+        waited = self.looks_waited * TICK_SECONDS
+        if failure is None and waited >= self.comm.patience:
+            states = self.board.states()
+            failure = stuck_failure(self.comm.rank, states, self.comm.patience)
+        return failure or self.find_mismatch() or self.find_silent_rank()
 
     def state(self) -> RankState:
         """What the rank is doing now."""
-        at, message = self.executor.doing, self.comm.pending()
-        recent = {
-            str(rank): {
-                str(turn): PendingMessage("send", (), turn, shape, kind).tensor
-                for turn, shape, kind in tuple(sends)
-            }
-            for rank, sends in enumerate(self.comm.recent)
-            if sends
-        }
+        position = self.executor.doing
+        message = self.comm.pending()
+        recent = self.recent_sends()
+        beat = self.looks + 1
         if message is None:
-            return RankState(self.looks + 1, at, recent=recent)
+            return RankState(beat, position, recent=recent)
+        awaited = self.describe(message, position)
         return RankState(
-            self.looks + 1,
-            at,
-            message.kind,
-            self.words(message, at),
-            message.peers,
-            recent=recent,
+            beat, position, message.kind, awaited, message.peers, recent=recent
         )
 
-    def words(self, message: PendingMessage, at: str) -> str:
-        """What is waited for: on gloo a receive by the action that makes it, which the one that runs now needs."""
+    def recent_sends(self) -> dict[str, dict[str, str]]:
+        """The tensors sent last, by target and by message number."""
+        recent: dict[str, dict[str, str]] = {}
+        for rank, sends in enumerate(self.comm.recent):
+            if not sends:
+                continue
+            tensors = {}
+            for turn, shape, dtype in tuple(sends):  # the rank's thread may add to it
+                message = PendingMessage("send", (), turn, shape, dtype)
+                tensors[str(turn)] = message.tensor
+            recent[str(rank)] = tensors
+        return recent
+
+    def describe(self, message: PendingMessage, position: str) -> str:
+        """What the rank waits for, as text.
+
+        On gloo a receive is described by the action that produces the tensor, which the
+        current action needs.
+        """
         if message.kind == "receive" and not self.comm.on_gpu:
-            schedule, peer = self.executor.program.schedule, message.peers[0]
-            with contextlib.suppress(FileError):  # before the first action
-                for needed in needs(schedule, parse_action(at)):
+            schedule = self.executor.program.schedule
+            peer = message.peers[0]
+            with contextlib.suppress(FileError):  # no action has run yet
+                for needed in needs(schedule, parse_action(position)):
                     if schedule.rank_of(needed) == peer:
                         return f"for {needed} from rank {peer}"
         return str(message)
 
-    def unlike(self) -> Failure | None:
-        """Whether what the rank waits for was sent in another shape."""
+    def find_mismatch(self) -> Failure | None:
+        """The failure of a rank that waits for a tensor that was sent in another shape."""
         message = self.message
-        if message is None or message.kind != "receive" or self.waited < 2:
+        if message is None or message.kind != "receive":
             return None
-        sends = (self.board.state(message.peers[0]).recent or {}).get(
-            str(self.comm.rank), {}
-        )
-        came = sends.get(str(message.turn), message.tensor)
-        if came == message.tensor:
+        if self.looks_waited < TICKS_BEFORE_COMPARING:
             return None
-        head = f"rank {self.comm.rank} waits at {self.executor.doing} {message}, which has sent {came}"
-        return Failure(
-            "RunError",
-            f"{head}\n\nall ranks must be given micro-batches of the same shapes",
+        rank = self.comm.rank
+        all_sends = self.board.state(message.peers[0]).recent or {}
+        sends = all_sends.get(str(rank), {})
+        sent = sends.get(str(message.turn), message.tensor)
+        if sent == message.tensor:
+            return None
+        position = self.executor.doing
+        text = (
+            f"rank {rank} waits at {position} {message}, which has sent {sent}\n\n"
+            "all ranks must be given micro-batches of the same shapes"
         )
+        return Failure("RunError", text)
 
-    def silent(self) -> Failure | None:
-        """Whether a rank says nothing for long. Rank 0 looks after all, now and then; the others after rank 0."""
-        watched = (
-            (0,)
-            if self.comm.rank
-            else range(1, self.comm.ranks if self.looks % 4 == 0 else 0)
-        )
-        for rank in watched:
+    def find_silent_rank(self) -> Failure | None:
+        """The failure when a rank has been silent for long.
+
+        Rank 0 checks all ranks now and then, and the others check rank 0.
+        """
+        for rank in self.ranks_to_check():
             state = self.board.state(rank)
-            if self.heard.get(rank, (-1, 0))[0] != state.beat:
-                self.heard[rank] = (state.beat, self.looks)
-            if state.left and rank == 0 and not self.in_peace:
-                self.in_peace = self.board.count("gone") > 0
-            if (
-                state.beat
-                and not state.left
-                and (self.looks - self.heard[rank][1]) * TICK_SECONDS >= self.silence
-            ):
+            last_beat, _ = self.beats.get(rank, (-1, 0))
+            if last_beat != state.beat:
+                self.beats[rank] = (state.beat, self.looks)
+            if state.left and rank == 0 and not self.rank_0_left:
+                self.rank_0_left = self.board.count("gone") > 0
+            _, heard_at = self.beats[rank]
+            silent = (self.looks - heard_at) * TICK_SECONDS >= self.silence
+            if state.beat and not state.left and silent:
                 return lost_failure(self.comm.rank, self.board.states(), [rank])
         return None
 
-    # ------------------------------------------------------------ finding the reason, on the rank's own thread
+    def ranks_to_check(self) -> range:
+        """The ranks whose heartbeat this rank checks at this look."""
+        if self.comm.rank:
+            return range(1)
+        if self.looks % TICKS_BETWEEN_ROUNDS == 0:
+            return range(1, self.comm.ranks)
+        return range(0)
+
+    # ------------------------------------------------------------ explaining a failed wait, on the rank's own thread
     def explain(self, message: PendingMessage, late: bool, cause: str) -> RunError:
-        """Why a wait has failed: what someone has said, or who is quiet."""
+        """The error to raise for a failed wait: what another rank reported, or who is silent."""
         try:
-            failure = self.failure or self.reason(message, late, cause)
+            failure = self.failure or self.find_reason(message, late, cause)
         except dist.DistError:
-            failure = self.storeless()
+            failure = self.lost_store()
         failure = self.settle(failure)
         self.over.set()
         return failure.error
 
-    def reason(self, message: PendingMessage, late: bool, cause: str) -> Failure:
-        """The same, of a failure not yet known here."""
-        self.board.say(self.state())
+    def find_reason(self, message: PendingMessage, late: bool, cause: str) -> Failure:
+        """The failure behind a failed wait, when this rank does not know it yet."""
+        rank = self.comm.rank
+        self.board.publish(self.state())
         if late:
-            return stuck_failure(
-                self.comm.rank, self.board.states(), self.comm.patience
-            )
-        suspects = [peer for peer in message.peers if peer != self.comm.rank]
-        begin, heard = (
-            time.monotonic(),
-            dict.fromkeys(suspects, (-1, 0.0)),
-        )  # the last beat, and when it was new
-        while (now := time.monotonic()) < begin + REASON_SECONDS:
+            return stuck_failure(rank, self.board.states(), self.comm.patience)
+        suspects = [peer for peer in message.peers if peer != rank]
+        # The last beat of each suspect, and when it was new.
+        beats = dict.fromkeys(suspects, (-1, 0.0))
+        now = time.monotonic()
+        end = now + REASON_SECONDS
+        while now < end:
             failure = self.failure or self.board.failure()
             if failure is not None:
                 return failure
-            beats = {peer: self.board.state(peer).beat for peer in suspects}
-            heard = {
-                peer: heard[peer] if heard[peer][0] == beat else (beat, now)
-                for peer, beat in beats.items()
-            }
-            gone = [
-                peer for peer in suspects if now - heard[peer][1] >= SILENCE_SECONDS
-            ]
-            if gone:
-                return lost_failure(self.comm.rank, self.board.states(), gone)
-            time.sleep(0.05)
-        head = f"rank {self.comm.rank} {self.state()}, but the connection is lost"
-        return Failure(
-            "PeerLostError", f"{head}{failure_story(self.board.states())}\n\n{cause}"
-        )
+            silent = []
+            for peer in suspects:
+                beat = self.board.state(peer).beat
+                if beats[peer][0] != beat:
+                    beats[peer] = (beat, now)
+                if now - beats[peer][1] >= SILENCE_SECONDS:
+                    silent.append(peer)
+            if silent:
+                return lost_failure(rank, self.board.states(), silent)
+            time.sleep(POLL_SECONDS)
+            now = time.monotonic()
+        head = f"rank {rank} {self.state()}, but the connection is lost"
+        story = describe_ranks(self.board.states())
+        return Failure("PeerLostError", f"{head}{story}\n\n{cause}")
 
-    def storeless(self) -> Failure:
-        """The store is gone, and with it all that the others have said."""
+    def lost_store(self) -> Failure:
+        """The failure when the store is gone, and with it all that the others reported."""
         self.board.gone = True
-        agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        keeper = "the launcher" if agent else "rank 0"
+        kept_by_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        keeper = "the launcher" if kept_by_launcher else "rank 0"
+        lost = () if kept_by_launcher else (0,)
         text = f"{keeper}, which keeps the store, is lost; rank {self.comm.rank} {self.state()}"
-        return Failure("PeerLostError", text, () if agent else (0,))
+        return Failure("PeerLostError", text, lost)
 
     # ------------------------------------------------------------ stopping
     def settle(self, failure: Failure) -> Failure:
-        """Agrees with the others on the first failure, and breaks the connections: nobody waits for this rank."""
+        """Agree with the others on the first failure, and cut the connections.
+
+        After that nobody waits for this rank.
+        """
         with self.lock:
             if self.failure is None:
                 if not self.board.gone:
@@ -355,29 +365,37 @@ class Watchdog:
                         failure = self.board.fail(failure)
                         self.board.count("seen")
                 self.failure = failure
-                self.comm.cut()
+                self.comm.cut_connections()
         return self.failure
 
     def stop(self, failure: Failure) -> None:
-        """Makes the rank's own thread stop: by its next message, by the alarm, by the end of the process."""
+        """Stop the rank's own thread: at its next message, by the alarm, or by force."""
         self.settle(failure)
         if self.over.wait(GRACE_SECONDS):
             return
-        if self.alarmed:
+        if self.alarm_installed:
             signal.pthread_kill(threading.main_thread().ident or 0, ALARM_SIGNAL)
         if not self.over.wait(GRACE_SECONDS):
-            self.end()
+            self.end_process()
 
     def alarm(self, *_: object) -> None:
-        """On the rank's own thread, wherever it is."""
+        """Raise the failure in the rank's own thread, wherever it is."""
         if self.failure is not None and not self.over.is_set():
             raise self.failure.error
 
-    def end(self) -> None:
-        """The last resort, with a word on where every thread is."""
+    def end_process(self) -> None:
+        """End the process as a last resort, and print where every thread is."""
         assert self.failure is not None
         _log.critical("%s: %s", self.failure.kind, self.failure.text)
         with contextlib.suppress(Exception):
             faulthandler.dump_traceback(sys.stderr)
             self.linger(self.failure)
         os._exit(1)
+
+
+def _may_be_caused_elsewhere(error: BaseException | None) -> bool:
+    """Whether an error is what a wait raises when another rank has ended it."""
+    from_torch = isinstance(error, RuntimeError) and not isinstance(
+        error, PenstockError
+    )
+    return from_torch or isinstance(error, PeerLostError)

@@ -1,1 +1,1 @@
-"""The proof of a model before its first step: every stage as the plan runs it, beside a plain call."""
+"""Proves a model before its first step: compares every stage as the plan runs it with a plain call."""

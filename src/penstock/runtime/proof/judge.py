@@ -1,216 +1,211 @@
-"""Says whether two ways to run a stage compute the same, but for rounding.
+"""Decides whether two ways to run a stage compute the same result, except for rounding.
 
-How much may differ. Two ways that are equal on paper differ by rounding: sums are made in another order. All limits are
-for the norm of a tensor's difference, since single numbers near zero have no precision of their own:
+Two ways that are equal on paper still differ by rounding, because they add numbers in another
+order. All limits apply to the norm of a tensor's difference, since single numbers near zero
+have no precision of their own:
 
-- `HEADROOM` roundings (eps of the data type, or of matrix products, which a GPU may make in TF32) of the tensor's
-  norm are always allowed, but never more than `MOST`: half precision would hide faults otherwise.
-- Under autocast both ways are compared with the plain one in full precision. The planned way may be off by
-  `CAST_FACTOR` times as much as the plain way under autocast is.
-- Only if that is not enough, rounding is measured: the plain way runs again with every layer's output changed by one
-  rounding, up or down by chance. What that moves, rounding can move; `FACTOR` times as much is allowed as well. So a
-  gradient that is zero on paper (of the bias of keys in attention), and noise in fact, is no false alarm.
+- Every tensor may differ by `ALLOWED_ROUNDINGS` roundings of its norm. One rounding is the eps
+  of the data type, or of matrix products, which a GPU may compute in TF32. The limit is at
+  most `MAX_ROUNDING_SHARE`, because half precision would hide real faults otherwise.
+- Under autocast, both ways are compared with the plain way in full precision. The planned way
+  may be off by `AUTOCAST_FACTOR` times as much as the plain way under autocast.
+- Only if that is not enough, the effect of rounding is measured: the plain way runs again with
+  every layer's output changed by one rounding, up or down at random. `NOISE_FACTOR` times the
+  observed change is allowed as well. Some gradients are zero on paper and noise in practice,
+  such as that of the bias of keys in attention; this keeps them from raising a false alarm.
 
-Faults are far larger: a slice that has wrong positions, or a dropout mask that is drawn anew, changes some
-gradients by hundreds of times as much.
+Real faults are far larger. A slice with wrong positions, or a dropout mask that is drawn again,
+changes some gradients by hundreds of times as much.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import isnan
+from math import isfinite, isnan
 
 import torch
 from torch import Tensor
 
-from penstock.runtime.proof.ways import SEED, Bench, Option, Options
+from penstock.runtime.proof.ways import SEED, Bench, Option, Options, Results
 
-HEADROOM = 32  # roundings of a tensor's norm that are always allowed
-MOST = 0.01  # of a tensor's norm, whatever the data type
-FACTOR = 16  # times what rounding is seen to change
-CAST_FACTOR = 4  # times the error of the plain way under autocast
-TRIES = 2  # measurements of what rounding does
-PRODUCTS = {
-    "highest": 0.0,
-    "high": 2.0**-10,
-    "medium": 2.0**-7,
-}  # eps of products of float32 matrices
+ALLOWED_ROUNDINGS = 32  # of a tensor's norm
+MAX_ROUNDING_SHARE = 0.01  # of a tensor's norm, whatever the data type
+NOISE_FACTOR = 16  # times the change that rounding was observed to make
+AUTOCAST_FACTOR = 4  # times the error of the plain way under autocast
+NOISE_RUNS = 2  # measurements of the effect of rounding
+# The eps of products of float32 matrices, by torch.get_float32_matmul_precision().
+PRODUCT_EPS = {"highest": 0.0, "high": 2.0**-10, "medium": 2.0**-7}
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """What is not the same: by how much, how much is allowed, and of what norm; or how the planned way failed."""
+    """A tensor that differs by more than rounding, or the error of the planned way."""
 
     name: str
-    gap: float = 0.0
+    gap: float = 0.0  # the norm of the difference
     allowed: float = 0.0
-    norm: float = 0.0
+    norm: float = 0.0  # of the expected tensor
     raised: str = ""
 
     @property
     def share(self) -> float:
-        """By how much it differs, of its norm if that is not zero."""
+        """The difference as a share of the tensor's norm, if that is not zero."""
         return self.gap / (self.norm or 1.0)
 
     @property
-    def what(self) -> str:
-        """In words."""
-        return (
-            self.name
-            if self.name.startswith("the ")
-            else f"the gradient of {self.name}"
-        )
+    def title(self) -> str:
+        """What differs, as text."""
+        if self.name.startswith("the "):
+            return self.name
+        return f"the gradient of {self.name}"
 
     def __str__(self) -> str:
         unit = "of its norm" if self.norm else "from zero"
         allowed = self.allowed / (self.norm or 1.0)
-        return f"{self.what} differs by {self.share:.2g} {unit}; rounding explains at most {allowed:.2g}"
+        return (
+            f"{self.title} differs by {self.share:.2g} {unit}; "
+            f"rounding explains at most {allowed:.2g}"
+        )
 
 
 class Judge:
-    """Compares ways of one stage with an expected one, in one round: with dropout or without."""
+    """Compares ways to run one stage with an expected result, with or without dropout.
+
+    The expected result is that of the plain way, or that of the planned way with only the
+    options `base`.
+    """
 
     def __init__(self, bench: Bench, quiet: bool, base: Options | None = None) -> None:
-        self.bench, self.quiet, self.base = bench, quiet, base
-        self.expected = (
-            bench.whole(quiet=quiet) if base is None else bench.planned(base, quiet)
-        )
-        self.drew = bench.drew
+        self.bench = bench
+        self.quiet = quiet
+        self.base = base
+        if base is None:
+            self.expected = bench.run_plain(quiet=quiet)
+        else:
+            self.expected = bench.run_planned(base, quiet)
+        self.drew_random = bench.drew_random
         self.norms = {name: _norm(value) for name, value in self.expected.items()}
-        self.worst = 0.0
-        self.unstable = (
-            ""  # of what the plain way itself makes something else each time
-        )
-        self.own: dict[str, float] | None = (
-            None  # errors of the plain way under autocast
-        )
-        self.slacks: dict[bool, dict[str, float]] = {}
+        self.worst = 0.0  # the largest difference, as a share of what is allowed
+        # The first tensor that differs between two equal runs of the plain way.
+        self.unstable = ""
+        self.autocast_errors: dict[str, float] | None = None
+        self.noise_limits: dict[bool, dict[str, float]] = {}
 
     @property
     def finite(self) -> bool:
-        """Whether there is anything to compare with."""
-        return all(norm < float("inf") for norm in self.norms.values())
+        """Whether the expected result is finite, so that it can be compared."""
+        return all(isfinite(norm) for norm in self.norms.values())
 
     def compare(self, options: Options) -> list[Difference]:
-        """All that differ by more than rounding."""
+        """Run the planned way with these options, and return what differs too much."""
         try:
-            found = self.bench.planned(options, self.quiet)
+            results = self.bench.run_planned(options, self.quiet)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # a layer may raise anything
-            return [
-                Difference(
-                    "",
-                    raised=f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}",
-                )
-            ]
+            first_line = str(error).strip().partition("\n")[0]
+            return [Difference("", raised=f"{type(error).__name__}: {first_line}")]
         cast = Option.AUTOCAST in options
-        gaps = {
-            name: _gap(found.get(name), value) for name, value in self.expected.items()
-        }
+        gaps = _gaps(results, self.expected)
         limits = {name: self.limit(name, cast) for name in gaps}
         if any(gap > limits[name] for name, gap in gaps.items()):
-            slack = self.slack(cast)
-            limits = {name: limit + slack[name] for name, limit in limits.items()}
-        self.worst = max(
-            [
-                self.worst,
-                *(gap / limits[name] for name, gap in gaps.items() if limits[name]),
-            ]
-        )
-        return [
-            Difference(name, gap, limits[name], self.norms[name])
-            for name, gap in gaps.items()
-            if gap > limits[name]
-        ]
+            noise = self.noise_limit(cast)
+            limits = {name: limit + noise[name] for name, limit in limits.items()}
+        differences = []
+        for name, gap in gaps.items():
+            limit = limits[name]
+            if limit:
+                self.worst = max(self.worst, gap / limit)
+            if gap > limit:
+                differences.append(Difference(name, gap, limit, self.norms[name]))
+        return differences
 
     def limit(self, name: str, cast: bool) -> float:
-        """What is allowed without a look at what rounding does."""
-        rounding = (
-            min(HEADROOM * self.eps(cast and self.base is not None), MOST)
-            * self.norms[name]
-        )
-        return rounding + (
-            CAST_FACTOR * self.own_error(name) if cast and self.base is None else 0.0
-        )
+        """How much a tensor may differ, before the effect of rounding is measured."""
+        against_plain = self.base is None
+        eps = self.eps(cast and not against_plain)
+        share = min(ALLOWED_ROUNDINGS * eps, MAX_ROUNDING_SHARE)
+        limit = share * self.norms[name]
+        if cast and against_plain:
+            limit += AUTOCAST_FACTOR * self.autocast_error(name)
+        return limit
 
     def eps(self, cast: bool) -> float:
-        """Of the least precise type that takes part."""
-        kind = self.bench.executor.autocast if cast else None
-        types = {
-            self.bench.executor.dtype,
-            *(p.dtype for p in self.bench.module.parameters()),
-        }
-        types |= {kind} if kind is not None else set()
-        found = max(torch.finfo(one).eps for one in types if one.is_floating_point)
-        return max(
-            found,
-            PRODUCTS[torch.get_float32_matmul_precision()]
-            if torch.float32 in types
-            else 0.0,
-        )
+        """The eps of the least precise data type in use."""
+        executor = self.bench.executor
+        types = {p.dtype for p in self.bench.module.parameters()}
+        types.add(executor.dtype)
+        if cast and executor.autocast is not None:
+            types.add(executor.autocast)
+        eps = max(torch.finfo(kind).eps for kind in types if kind.is_floating_point)
+        if torch.float32 in types:
+            eps = max(eps, PRODUCT_EPS[torch.get_float32_matmul_precision()])
+        return eps
 
-    def own_error(self, name: str) -> float:
+    def autocast_error(self, name: str) -> float:
         """How far the plain way under autocast is from the one in full precision."""
-        if self.own is None:
-            found = self.bench.whole(autocast=True, quiet=self.quiet)
-            self.own = {
-                key: _gap(found.get(key), value) for key, value in self.expected.items()
-            }
-        return self.own[name]
+        if self.autocast_errors is None:
+            results = self.bench.run_plain(autocast=True, quiet=self.quiet)
+            self.autocast_errors = _gaps(results, self.expected)
+        return self.autocast_errors[name]
 
-    def slack(self, cast: bool) -> dict[str, float]:
-        """What roundings change, and what changes by itself when the same is done again."""
-        if cast in self.slacks:
-            return self.slacks[cast]
-        plain = self.bench.whole(cast, self.quiet)
-        noise = dict.fromkeys(self.expected, 0.0)
-        for turn in range(TRIES):
-            other = self.bench.whole(
-                cast, self.quiet, noise=self.eps(cast), noise_seed=turn
+    def noise_limit(self, cast: bool) -> dict[str, float]:
+        """How much each tensor may differ because of rounding and of unstable kernels.
+
+        That is how much changes when all outputs are rounded differently, plus how much
+        changes when the same run is repeated.
+        """
+        if cast in self.noise_limits:
+            return self.noise_limits[cast]
+        plain = self.bench.run_plain(cast, self.quiet)
+        change = dict.fromkeys(self.expected, 0.0)
+        for seed in range(NOISE_RUNS):
+            rounded = self.bench.run_plain(
+                cast, self.quiet, noise=self.eps(cast), noise_seed=seed
             )
-            noise = {
-                name: max(most, _gap(other.get(name), plain.get(name)))
-                for name, most in noise.items()
-            }
-        again = self.bench.whole(cast, self.quiet)
-        for name in noise:
-            repeated = _gap(again.get(name), plain.get(name))
-            noise[name] += repeated
-            if (
-                repeated > HEADROOM * self.eps(cast) * self.norms[name]
-                and not self.unstable
-            ):
+            for name in change:
+                gap = _gap(rounded.get(name), plain.get(name))
+                change[name] = max(change[name], gap)
+        repeated = self.bench.run_plain(cast, self.quiet)
+        for name in change:
+            gap = _gap(repeated.get(name), plain.get(name))
+            change[name] += gap
+            stable = ALLOWED_ROUNDINGS * self.eps(cast) * self.norms[name]
+            if gap > stable and not self.unstable:
                 self.unstable = name
-        self.slacks[cast] = {name: FACTOR * most for name, most in noise.items()}
-        return self.slacks[cast]
+        limits = {name: NOISE_FACTOR * gap for name, gap in change.items()}
+        self.noise_limits[cast] = limits
+        return limits
 
-    def drawn_anew(self, name: str) -> bool:
-        """Whether other random numbers change it."""
-        other = self.bench.whole(quiet=self.quiet, seed=SEED + 1)
-        gap = _gap(other.get(name), self.expected[name]) if name else float("inf")
-        return self.drew and gap > self.limit(name, cast=False)
+    def depends_on_random(self, name: str) -> bool:
+        """Whether other random numbers change a tensor."""
+        other = self.bench.run_plain(quiet=self.quiet, seed=SEED + 1)
+        gap = _gap(other.get(name), self.expected[name])
+        return self.drew_random and gap > self.limit(name, cast=False)
 
 
 def _norm(value: Tensor | None) -> float:
-    """NaN counts as infinite."""
+    """The norm of a tensor; infinite if it has a NaN."""
     if value is None:
         return 0.0
-    found = float(
-        torch.linalg.vector_norm(
-            value, dtype=torch.promote_types(value.dtype, torch.float32)
-        )
-    )
-    return float("inf") if isnan(found) else found
+    wide = torch.promote_types(value.dtype, torch.float32)
+    norm = float(torch.linalg.vector_norm(value, dtype=wide))
+    return float("inf") if isnan(norm) else norm
 
 
-def _gap(ours: Tensor | None, theirs: Tensor | None) -> float:
-    """The norm of their difference; one that is missing is zero."""
-    if ours is None or theirs is None:
-        return _norm(theirs if ours is None else ours)
-    if ours.shape != theirs.shape:
+def _gaps(results: Results, expected: Results) -> dict[str, float]:
+    """The norm of the difference of each expected tensor."""
+    return {name: _gap(results.get(name), value) for name, value in expected.items()}
+
+
+def _gap(first: Tensor | None, second: Tensor | None) -> float:
+    """The norm of the difference of two tensors; a missing one counts as zero."""
+    if first is None:
+        return _norm(second)
+    if second is None:
+        return _norm(first)
+    if first.shape != second.shape:
         return float("inf")
-    wide = torch.promote_types(
-        torch.promote_types(ours.dtype, theirs.dtype), torch.float32
-    )
-    return _norm(ours.to(theirs.device, wide) - theirs.to(wide))
+    wide = torch.promote_types(first.dtype, second.dtype)
+    wide = torch.promote_types(wide, torch.float32)
+    return _norm(first.to(second.device, wide) - second.to(wide))

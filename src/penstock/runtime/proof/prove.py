@@ -1,18 +1,20 @@
-"""Proves a model before its first step: every stage is run the way the plan will run it, and once more plainly.
+"""Proves a model before its first step: runs every stage as the plan will run it, and once more plainly.
 
-    first micro-batch   part 0 ──x──► part 1 ──x──► part 2      plain forwards, whole: each rank gets its real inputs
+    first micro-batch   part 0 ──x──► part 1 ──x──► part 2      plain forwards of whole sequences: real inputs for all
     on every stage      planned: sliced, split, recomputed, ...  ─┐
                         plain:   one call, one backward          ─┴─ the same output, the same gradients?
 
-A stage is proven alone, so no rank needs more than its own parts. Its input is real: the first rows of a micro-batch
-go along their path, a chain of plain forwards, which is cheap and cannot deadlock since all ranks walk it in one order.
-The gradient of its output is drawn, but for the last stage, which has its labels and its loss. A real gradient would
-need a second walk back, and would say nothing of a stage below a head that starts at zero.
+Each stage is proven alone, so no rank needs more than its own parts. Its input is real: the
+first rows of a micro-batch travel along their path through plain forwards. This is cheap, and
+cannot deadlock, since all ranks walk the path in one order. The last stage has its labels and
+its loss; the output gradient of any other stage is random. A real gradient would need a second
+walk back, and would say nothing about stages below a head that starts at zero.
 
-How much may differ, and why: `penstock.runtime.proof.judge`.
+`penstock.runtime.proof.judge` explains how much may differ, and why.
 
-Dropout is compared with equal random numbers. Slices, compiled code and recordings draw others than a plain call, so
-with them dropout is off, and what the other options do to it is compared among ways that draw the same.
+Dropout is compared with equal random numbers. Slices, compiled code and recordings draw other
+numbers than a plain call. With these options dropout is switched off, and the effect of the
+remaining options on it is compared among ways that draw the same numbers.
 """
 
 from __future__ import annotations
@@ -33,27 +35,31 @@ from penstock.runtime.batch import Batch
 from penstock.runtime.comm.comm import Comm
 from penstock.runtime.executor import Executor
 from penstock.runtime.proof.judge import Difference, Judge
-from penstock.runtime.proof.traceless import is_compiled, kept_numbers, uncompiled
-from penstock.runtime.proof.ways import REDRAWS, Bench, Option, call
+from penstock.runtime.proof.traceless import (
+    has_compiled_layer,
+    restored_random,
+    uncompiled,
+)
+from penstock.runtime.proof.ways import REDRAWS, Bench, Option, call_whole
 from penstock.runtime.share import local_share
 
 _log = logging.getLogger(__name__)
-ROWS = 2  # of a micro-batch, at most: two show whether rows leak into each other
+MAX_ROWS = 2  # of a micro-batch: two are enough to show that rows leak into each other
 
 WAYS_OUT = {
-    Option.SLICES: "do not cut this model into token slices: `--set schedule.slices=0`, and a schedule other than "
-    "terapipe and seq1f1b; in Python make the schedule with slices=1",
-    Option.SPLIT: "keep its backwards whole: `--set schedule.split=false`, and a schedule that does not split, "
-    "`--set schedule.name=1f1b`",
-    Option.RECOMPUTE: "keep its activations: `--set run.recompute=false`, or Executor(recompute=frozenset())",
-    Option.AUTOCAST: "train it in its own precision: `--set run.precision=float32`, or Executor(autocast=None)",
-    Option.RECORDED: "do not record it: `--set run.graphs=false`, or Executor(tape=None)",
-    Option.COMPILED: "do not compile it, or not those of its layers that differ",
-    Option.INTERLEAVED: "its module keeps something on itself from a forward to its backward, which the next forward "
-    "overwrites: keep it in autograd's context, or train with one micro-batch at a time, "
+    Option.SLICES: "do not cut this model into token slices: use `--set schedule.slices=0` and a schedule other than "
+    "terapipe and seq1f1b; in Python, make the schedule with slices=1",
+    Option.SPLIT: "keep its backwards whole: use `--set schedule.split=false` and a schedule that does not split, such "
+    "as `--set schedule.name=1f1b`",
+    Option.RECOMPUTE: "keep its activations: use `--set run.recompute=false`, or Executor(recompute=frozenset())",
+    Option.AUTOCAST: "train it in its own precision: use `--set run.precision=float32`, or Executor(autocast=None)",
+    Option.RECORDED: "do not record it: use `--set run.graphs=false`, or Executor(tape=None)",
+    Option.COMPILED: "do not compile it, or at least not the layers that differ",
+    Option.INTERLEAVED: "its module stores something on itself in a forward and reads it in the backward, but the next "
+    "forward overwrites it: store it in autograd's context, or train with one micro-batch at a time, "
     "`--set schedule.microbatches=1`",
 }
-WORDS = {
+OPTION_NAMES = {
     Option.SLICES: "token slices",
     Option.SPLIT: "the split backward",
     Option.RECOMPUTE: "recomputation",
@@ -67,9 +73,9 @@ LAST_RESORT = "  `--set run.prove=false` skips this check"
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """What was proven, alike on all ranks."""
+    """The result of a proof, which is the same on all ranks."""
 
-    stages: int = 0  # of all ranks
+    stages: int = 0  # the number of stages proven, over all ranks
     worst: float = 0.0  # the largest difference, as a share of what is allowed
     seconds: float = 0.0
     warnings: tuple[str, ...] = ()
@@ -78,7 +84,7 @@ class Proof:
 
 @dataclass(slots=True)
 class Verdict:
-    """On the stages of one rank."""
+    """The result of a proof for the stages of one rank."""
 
     failure: str = ""
     warnings: list[str] = field(default_factory=list)
@@ -87,59 +93,66 @@ class Verdict:
 
 
 def prove(executor: Executor, batch: Batch) -> Proof:
-    """Raises a `ProofError`, the same on all ranks, if the plan changes what a stage computes. All ranks call it.
+    """Raise a `ProofError` on all ranks if the plan changes what a stage computes.
 
-    `batch` is one that `executor.step` could have. Nothing of it stays: gradients, buffers and random numbers are as
-    they were, so a run that was proven trains like one that was not.
+    All ranks must call this, with a `batch` that `executor.step` accepts. It restores
+    gradients, buffers and random number generators, so a run that was proven trains exactly
+    like one that was not.
     """
     began = time.perf_counter()
-    told = _tell(
-        executor.comm,
-        {
-            "why": _why_not(executor),
-            "compiled": any(map(is_compiled, _modules(executor))),
-        },
-    )
-    why = next((one["why"] for one in told if one["why"]), "")
-    if why:
-        if executor.comm.rank == 0:
-            _log.info("the model is not proven before it trains: %s", why)
-        return Proof(skipped=why)
-    devices = {p.device for module in _modules(executor) for p in module.parameters()}
-    with kept_numbers(devices, executor.comm.barrier):
-        verdict = _judge_all(
-            executor, batch, None if any(one["compiled"] for one in told) else ROWS
-        )
-        verdicts = [Verdict(**one) for one in _tell(executor.comm, _as_dict(verdict))]
-    if devices and next(iter(devices)).type == "cuda":
+    comm = executor.comm
+    compiled = any(map(has_compiled_layer, _modules(executor)))
+    mine = {"obstacle": _find_obstacle(executor), "compiled": compiled}
+    facts = _share_facts(comm, mine)
+    obstacles = [fact["obstacle"] for fact in facts if fact["obstacle"]]
+    if obstacles:
+        if comm.rank == 0:
+            _log.info("the model is not proven before it trains: %s", obstacles[0])
+        return Proof(skipped=obstacles[0])
+    # Compiled code is proven on all rows, since it depends on the shape.
+    rows = None if any(fact["compiled"] for fact in facts) else MAX_ROWS
+    devices = _devices(executor)
+    with restored_random(devices, comm.barrier):
+        verdict = _judge_stages(executor, batch, rows)
+        shared = _share_facts(comm, _as_dict(verdict))
+    verdicts = [Verdict(**fields) for fields in shared]
+    if any(device.type == "cuda" for device in devices):
         torch.cuda.empty_cache()
-    warnings = tuple(words for one in verdicts for words in one.warnings)
-    if executor.comm.rank == 0:
-        for words in warnings:
-            _log.warning("%s", words)
-    failures = [one.failure for one in verdicts if one.failure]
-    if failures:
-        raise ProofError(f"{failures[0]}\n{LAST_RESORT}")
-    stages, worst = (
-        sum(one.stages for one in verdicts),
-        max(one.worst for one in verdicts),
-    )
-    return Proof(stages, worst, time.perf_counter() - began, warnings)
+    warnings: list[str] = []
+    for verdict in verdicts:
+        warnings += verdict.warnings
+    if comm.rank == 0:
+        for warning in warnings:
+            _log.warning("%s", warning)
+    for verdict in verdicts:
+        if verdict.failure:
+            raise ProofError(f"{verdict.failure}\n{LAST_RESORT}")
+    stages = sum(verdict.stages for verdict in verdicts)
+    worst = max(verdict.worst for verdict in verdicts)
+    return Proof(stages, worst, time.perf_counter() - began, tuple(warnings))
 
 
 def _modules(executor: Executor) -> list[nn.Module]:
     return list(executor.modules.values())
 
 
-def _why_not(executor: Executor) -> str:
-    """What stands in the way of a proof on one rank alone."""
-    shared = any(
-        local_share(p) is not p
-        for module in _modules(executor)
-        for p in module.parameters()
-    )
+def _parameters(executor: Executor) -> Iterator[nn.Parameter]:
+    for module in _modules(executor):
+        yield from module.parameters()
+
+
+def _devices(executor: Executor) -> set[torch.device]:
+    return {parameter.device for parameter in _parameters(executor)}
+
+
+def _find_obstacle(executor: Executor) -> str:
+    """Why one rank alone cannot run a plain call, or an empty text."""
+    shared = any(local_share(p) is not p for p in _parameters(executor))
     if executor.shards.parts or shared:
-        return "its weights are shared out over processes (mesh.shard, mesh.tensor); no rank can run a plain call alone"
+        return (
+            "its weights are distributed over processes (mesh.shard, mesh.tensor), so no "
+            "rank can run a plain call alone"
+        )
     return ""
 
 
@@ -147,44 +160,48 @@ def _as_dict(verdict: Verdict) -> dict[str, Any]:
     return {name: getattr(verdict, name) for name in Verdict.__slots__}
 
 
-def _tell(comm: Comm, words: dict[str, Any]) -> list[dict[str, Any]]:
-    """What all ranks say, by rank: as numbers, since ranks can only add."""
-    world, raw = tuple(range(comm.ranks)), json.dumps(words).encode()
+def _share_facts(comm: Comm, facts: dict[str, Any]) -> list[dict[str, Any]]:
+    """The facts of all ranks, by rank.
+
+    They travel as numbers in the rows of a sum, since a `Comm` can only add.
+    """
+    everyone = tuple(range(comm.ranks))
+    raw = json.dumps(facts).encode()
     sizes = torch.zeros(comm.ranks, dtype=torch.int64)
     sizes[comm.rank] = len(raw)
-    comm.add(sizes, world).wait()
+    comm.add(sizes, everyone).wait()
     letters = torch.zeros(comm.ranks, int(sizes.max()), dtype=torch.int64)
     letters[comm.rank, : len(raw)] = torch.tensor(list(raw))
-    comm.add(letters, world).wait()
-    texts = [
-        bytes(row[:size].tolist())
-        for row, size in zip(letters, sizes.tolist(), strict=True)
-    ]
-    return [json.loads(text) for text in texts]
+    comm.add(letters, everyone).wait()
+    shared = []
+    for row, size in zip(letters, sizes.tolist(), strict=True):
+        shared.append(json.loads(bytes(row[:size].tolist())))
+    return shared
 
 
 # ---------------------------------------------------------------- real inputs
-def chosen_for(schedule: Schedule) -> dict[int, int]:
-    """A micro-batch for every stage: few of them for all stages, and those with the most slices first."""
-    found: dict[int, int] = {}
-    for number in sorted(
-        range(len(schedule.microbatches)),
-        key=lambda n: -schedule.microbatches[n].slices,
-    ):
-        for stage in schedule.microbatches[number].path:
-            found.setdefault(stage, number)
-    return found
+def choose_microbatches(schedule: Schedule) -> dict[int, int]:
+    """Choose a micro-batch for every stage: few in all, preferably with many slices."""
+    microbatches = schedule.microbatches
+    chosen: dict[int, int] = {}
+    numbers = range(len(microbatches))
+    for number in sorted(numbers, key=lambda n: -microbatches[n].slices):
+        for stage in microbatches[number].path:
+            chosen.setdefault(stage, number)
+    return chosen
 
 
-def _judge_all(executor: Executor, batch: Batch, rows: int | None) -> Verdict:
-    """All stages of this rank, on what arrives at them."""
-    chosen = chosen_for(executor.program.schedule)
-    mine = sorted(stage for stage in executor.modules if stage in chosen)
-    benches = {stage: Bench(executor, stage, chosen[stage], batch) for stage in mine}
+def _judge_stages(executor: Executor, batch: Batch, rows: int | None) -> Verdict:
+    """Judge all stages of this rank, each on its real input."""
+    chosen = choose_microbatches(executor.program.schedule)
+    benches: dict[int, Bench] = {}
+    for stage in sorted(executor.modules):
+        if stage in chosen:
+            benches[stage] = Bench(executor, stage, chosen[stage], batch)
     for stage, x in _inputs(executor, batch, chosen, rows, benches):
         number = chosen[stage]
-        starts = batch.starts[number][:rows] if batch.starts else None
-        benches[stage].fill(x, batch.labels[number][:rows], starts)
+        labels = batch.labels[number][:rows]
+        benches[stage].set_input(x, labels, _starts(batch, number, rows))
     verdict = Verdict()
     for bench in benches.values():
         _judge(bench, verdict)
@@ -194,6 +211,11 @@ def _judge_all(executor: Executor, batch: Batch, rows: int | None) -> Verdict:
     return verdict
 
 
+def _starts(batch: Batch, number: int, rows: int | None) -> Tensor | None:
+    """Where the documents of a micro-batch start, if documents are packed."""
+    return batch.starts[number][:rows] if batch.starts else None
+
+
 def _inputs(
     executor: Executor,
     batch: Batch,
@@ -201,15 +223,22 @@ def _inputs(
     rows: int | None,
     benches: dict[int, Bench],
 ) -> Iterator[tuple[int, Tensor]]:
-    """What each stage of this rank gets: chain after chain of plain forwards, in the same order on all ranks."""
-    schedule, comm = executor.program.schedule, executor.comm
+    """The stages of this rank and their inputs.
+
+    The inputs come from one chain of plain forwards after another, in the same order on all
+    ranks.
+    """
+    schedule = executor.program.schedule
+    comm = executor.comm
     for number in sorted(set(chosen.values())):
         path = schedule.microbatches[number].path
         wanted = [place for place, stage in enumerate(path) if chosen[stage] == number]
+        end = wanted[-1]
         x = batch.inputs[number][:rows]
-        device, shape = x.device, (x.shape[0], x.shape[1], executor.width)
-        starts = batch.starts[number][:rows] if batch.starts else None
-        for place, stage in enumerate(path[: wanted[-1] + 1]):
+        device = x.device
+        shape = (x.shape[0], x.shape[1], executor.width)
+        starts = _starts(batch, number, rows)
+        for place, stage in enumerate(path[: end + 1]):
             rank = schedule.stages[stage].rank
             if rank != comm.rank:
                 continue
@@ -218,50 +247,35 @@ def _inputs(
                 x = comm.receive(shape, executor.dtype, before).wait().to(device)
             if place in wanted:
                 yield stage, x
-            if place < wanted[-1]:
-                x = _forward(executor, stage, x, starts, benches)
+            if place < end:
+                x = _forward(benches[stage], x, starts)
                 after = schedule.stages[path[place + 1]].rank
                 if after != rank:
                     comm.send(x.to(executor.dtype), after).wait()
 
 
-def _forward(
-    executor: Executor,
-    stage: int,
-    x: Tensor,
-    starts: Tensor | None,
-    benches: dict[int, Bench],
-) -> Tensor:
-    """A plain forward that leaves nothing behind."""
-    bench = benches[stage]
+def _forward(bench: Bench, x: Tensor, starts: Tensor | None) -> Tensor:
+    """Run a plain forward that leaves nothing behind."""
     try:
         with (
             torch.no_grad(),
             uncompiled(bench.module) as plain,
-            bench.cast(autocast=True),
+            bench.autocast(enabled=True),
         ):
-            return call(plain, x, starts)
+            return call_whole(plain, x, starts)
     finally:
         bench.memory.restore()
 
 
 # ---------------------------------------------------------------- one stage
 def _judge(bench: Bench, verdict: Verdict) -> None:
-    """Adds what is found on one stage."""
+    """Judge one stage, and add the result to the verdict."""
     where = f"stage {bench.stage} on rank {bench.executor.comm.rank}"
-    judge = Judge(bench, quiet=False)
-    rounds: list[Callable[[], Judge]] = [lambda: judge]
-    redrawn = bench.options & REDRAWS
-    if judge.drew and redrawn:
-        rounds = [lambda: Judge(bench, quiet=True)]
-        base = bench.options - {Option.SPLIT, Option.RECOMPUTE}
-        if base != bench.options:
-            rounds.append(lambda: Judge(bench, quiet=False, base=base))
-    for make in rounds:
-        judge = make()
+    for make_judge in _rounds(bench):
+        judge = make_judge()
         if not judge.finite:
             verdict.warnings.append(
-                f"{where} is not proven: its plain call makes numbers that are not finite"
+                f"{where} is not proven: its plain call produces infinite or NaN values"
             )
             continue
         differences = judge.compare(bench.options)
@@ -269,52 +283,74 @@ def _judge(bench: Bench, verdict: Verdict) -> None:
         if judge.unstable:
             verdict.warnings.append(
                 f"{where} is not deterministic: two equal plain calls of it differ in {judge.unstable}, "
-                "so differences of that size are not seen"
+                "so the proof cannot see differences of that size"
             )
         if not differences:
             continue
-        if (
-            judge.quiet
-            and not differences[0].raised
-            and judge.drawn_anew(differences[0].name)
-        ):
-            words = " and ".join(
-                WORDS[option] for option in Option if option in redrawn
-            )
+        if _is_only_random(judge, differences[0]):
+            redrawn = bench.options & REDRAWS
+            names = [OPTION_NAMES[option] for option in Option if option in redrawn]
             verdict.warnings.append(
-                f"{where} is not proven: it draws random numbers that cannot be switched off, and {words} draw others"
+                f"{where} is not proven: it draws random numbers that cannot be switched off, and "
+                f"{' and '.join(names)} draw other ones"
             )
             continue
-        verdict.failure = _story(where, differences, _cause(judge))
+        verdict.failure = _failure_text(where, differences, _find_cause(judge))
         return
     verdict.stages += 1
-    _look_at_weights(bench, where, verdict)
+    _check_split(bench, where, verdict)
 
 
-def _look_at_weights(bench: Bench, where: str, verdict: Verdict) -> None:
-    """A W that has nothing to do makes a split backward useless."""
+def _rounds(bench: Bench) -> list[Callable[[], Judge]]:
+    """The comparisons of a stage, which are not all made if one of them fails.
+
+    One is enough, unless the stage draws random numbers and the plan draws other ones. Then
+    one runs without dropout. If the plan also splits or recomputes, a second one compares
+    these options with dropout, against a run that draws the same numbers.
+    """
+    plain = Judge(bench, quiet=False)
+    if not plain.drew_random or not bench.options & REDRAWS:
+        return [lambda: plain]
+    rounds: list[Callable[[], Judge]] = [lambda: Judge(bench, quiet=True)]
+    base = bench.options - {Option.SPLIT, Option.RECOMPUTE}
+    if base != bench.options:
+        rounds.append(lambda: Judge(bench, quiet=False, base=base))
+    return rounds
+
+
+def _is_only_random(judge: Judge, difference: Difference) -> bool:
+    """Whether a stage without dropout still draws numbers that explain a difference."""
+    if not judge.quiet or difference.raised:
+        return False
+    return judge.depends_on_random(difference.name)
+
+
+def _check_split(bench: Bench, where: str, verdict: Verdict) -> None:
+    """Warn if the backward is split, but W has nothing to do."""
     plain = getattr(bench.module, "_orig_mod", bench.module)
-    tables = {
-        id(p)
-        for one in plain.modules()
-        if isinstance(one, nn.Embedding)
-        for p in one.parameters()
-    }
-    matrices = [
-        p
-        for p in plain.parameters()
-        if p.requires_grad and p.dim() > 1 and id(p) not in tables
-    ]
-    if Option.SPLIT in bench.options and matrices and not bench.deferred:
+    tables: set[int] = set()
+    for layer in plain.modules():
+        if isinstance(layer, nn.Embedding):
+            tables.update(id(parameter) for parameter in layer.parameters())
+    has_matrix = False
+    for parameter in plain.parameters():
+        trained_matrix = parameter.requires_grad and parameter.dim() > 1
+        if trained_matrix and id(parameter) not in tables:
+            has_matrix = True
+    if Option.SPLIT in bench.options and has_matrix and not bench.deferred:
         verdict.warnings.append(
-            f"{where} splits its backward for nothing: no layer of it leaves its weight gradients to W; "
-            "torch.nn.Linear does, if it is not compiled, and so does what calls penstock.runtime.defer"
+            f"{where} splits its backward for nothing: none of its layers leaves weight gradients to W; "
+            "torch.nn.Linear does if it is not compiled, and so do layers that call penstock.runtime.defer"
         )
 
 
-def _cause(judge: Judge) -> list[Option]:
-    """The options that cause it: each that does so alone, else the fewest that do together. None: no option does."""
-    options, base = judge.bench.options, judge.base or frozenset()
+def _find_cause(judge: Judge) -> list[Option]:
+    """The options that cause a difference; an empty list if no option does.
+
+    These are all options that cause it alone, or else the fewest that cause it together.
+    """
+    options = judge.bench.options
+    base = judge.base or frozenset()
     candidates = [option for option in Option if option in options - base]
     if judge.base is None and judge.compare(base):
         return []
@@ -330,14 +366,15 @@ def _cause(judge: Judge) -> list[Option]:
     return [option for option in Option if option in needed - base]
 
 
-def _story(
+def _failure_text(
     where: str, differences: Sequence[Difference], cause: Sequence[Option]
 ) -> str:
-    """The failure in words: what differs, why, and what to do."""
-    first, worst = differences[0], max(differences, key=lambda one: one.share)
+    """The error message: what differs, why, and what to do."""
+    first = differences[0]
+    worst = max(differences, key=lambda difference: difference.share)
     if first.raised:
         lines = [
-            f"{where} cannot run the way the plan wants it to, though a plain call of it runs: {first.raised}"
+            f"{where} cannot run the way the plan runs it, though a plain call of it works: {first.raised}"
         ]
     else:
         lines = [
@@ -345,14 +382,15 @@ def _story(
         ]
     if worst is not first:
         lines.append(
-            f"  {len(differences)} tensors differ, most of all {worst.what}, by {worst.share:.2g}"
+            f"  {len(differences)} tensors differ, most of all {worst.title}, by {worst.share:.2g}"
         )
     if cause:
-        lines.append(
-            f"  cause: {' together with '.join(WORDS[option] for option in cause)}"
-        )
+        names = " together with ".join(OPTION_NAMES[option] for option in cause)
+        lines.append(f"  cause: {names}")
     else:
         lines.append(
-            "  cause: none of the plan's options; look for something that it keeps from one call to the next"
+            "  cause: none of the plan's options; look for something that the stage keeps from one call to the next"
         )
-    return "\n".join([*lines, *(f"  way out: {WAYS_OUT[option]}" for option in cause)])
+    for option in cause:
+        lines.append(f"  way out: {WAYS_OUT[option]}")
+    return "\n".join(lines)

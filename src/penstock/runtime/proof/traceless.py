@@ -1,9 +1,11 @@
-"""Ways to run a module that leave it as it was: what it remembers, what it draws, how it is compiled.
+"""Contexts in which a module runs differently for a moment, and which leave it as it was.
 
-Memory         buffers and plain attributes, put back after every run
-uncompiled     the module as it was written        silenced    without dropout
-noisy          every output off by one rounding    fired       whose gradients autograd itself has added
-kept_numbers   torch's random numbers go on afterwards where they were
+ModuleMemory       restores buffers and plain attributes after a run
+uncompiled         runs the module without torch.compile
+without_dropout    switches dropout off
+noisy              changes every output by one rounding
+autograd_writes    notes which gradients autograd itself adds
+restored_random    restores torch's random number generators
 """
 
 from __future__ import annotations
@@ -16,145 +18,143 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
+from penstock.runtime.backward import is_compiled
 
-class Memory:
-    """What a module keeps besides its parameters: buffers, and plain attributes, which some modules change as they run.
+NO_NAMES: frozenset[str] = frozenset()
 
-    Tensors get their numbers back, lists and dicts what they held, generators of random numbers their state; other
-    attributes are set to what they were.
+
+class ModuleMemory:
+    """What a module stores besides its parameters: buffers and plain attributes.
+
+    Some modules change these while they run. `restore` gives tensors their old numbers,
+    lists, dicts and sets their old items, random generators their old state, and sets all
+    other attributes to their old values.
     """
 
-    OWN = frozenset(
-        {*nn.Module().__dict__, "_compiled_call_impl"}
-    )  # of every module: parameters, hooks, ...
+    # Attributes that every module has, such as its parameters and hooks.
+    COMMON = frozenset({*nn.Module().__dict__, "_compiled_call_impl"})
 
     def __init__(self, module: nn.Module) -> None:
-        self.kept: list[tuple[dict[str, Any], dict[str, tuple[Any, Any]]]] = []
-        for one in module.modules():
-            for values, skipped in (
-                (one.__dict__, self.OWN),
-                (one._buffers, frozenset[str]()),
-            ):
-                saved = {
-                    name: (value, _copied(value))
-                    for name, value in values.items()
-                    if name not in skipped
-                }
-                self.kept.append((values, saved))
+        # A dict of a layer, and for each of its names the value and a copy of its contents.
+        self.saved: list[tuple[dict[str, Any], dict[str, tuple[Any, Any]]]] = []
+        for layer in module.modules():
+            self._save(layer.__dict__, self.COMMON)
+            self._save(layer._buffers, NO_NAMES)
+
+    def _save(self, values: dict[str, Any], skipped: frozenset[str]) -> None:
+        saved = {}
+        for name, value in values.items():
+            if name not in skipped:
+                saved[name] = (value, _copy_contents(value))
+        self.saved.append((values, saved))
 
     def restore(self) -> None:
-        """Puts everything back."""
-        for values, saved in self.kept:
-            skipped = self.OWN if "_parameters" in values else frozenset[str]()
-            for name in [
-                name for name in values if name not in saved and name not in skipped
-            ]:
-                del values[name]
-            for name, (value, copy) in saved.items():
-                _put_back(value, copy)
+        """Restore everything that was saved, and delete what was added since."""
+        for values, saved in self.saved:
+            skipped = self.COMMON if "_parameters" in values else NO_NAMES
+            for name in list(values):
+                if name not in saved and name not in skipped:
+                    del values[name]
+            for name, (value, contents) in saved.items():
+                _restore_contents(value, contents)
                 values[name] = value
 
 
-def _copied(value: Any) -> Any:
+def _copy_contents(value: Any) -> Any:
+    """A copy of what a mutable value holds; None for other values."""
     if isinstance(value, Tensor):
         return value.detach().clone()
     if isinstance(value, torch.Generator):
         return value.get_state()
-    return type(value)(value) if type(value) in (list, dict, set) else None
+    if type(value) in (list, dict, set):
+        return type(value)(value)
+    return None
 
 
-def _put_back(value: Any, copy: Any) -> None:
+def _restore_contents(value: Any, contents: Any) -> None:
     if isinstance(value, Tensor):
-        if not torch.equal(
-            value.detach(), copy
-        ):  # writing would make autograd believe that it has changed
-            value.data.copy_(copy)
+        # Writing the same numbers would make autograd believe that the tensor changed.
+        if not torch.equal(value.detach(), contents):
+            value.data.copy_(contents)
     elif isinstance(value, torch.Generator):
-        value.set_state(copy)
+        value.set_state(contents)
     elif type(value) is list:
-        value[:] = copy
+        value[:] = contents
     elif type(value) in (dict, set):
         value.clear()
-        value.update(copy)
+        value.update(contents)
 
 
-def is_compiled(module: nn.Module) -> bool:
-    """Whether torch.compile looks after it, or after any layer of it."""
-    return any(
-        hasattr(one, "_orig_mod") or _compiled_call(one) is not None
-        for one in module.modules()
-    )
-
-
-def _compiled_call(module: nn.Module) -> Callable[..., Any] | None:
-    return module._compiled_call_impl
+def has_compiled_layer(module: nn.Module) -> bool:
+    """Whether torch.compile was applied to a module or to any layer of it."""
+    return any(is_compiled(layer) for layer in module.modules())
 
 
 @contextmanager
 def uncompiled(module: nn.Module) -> Iterator[nn.Module]:
-    """The module as it was written, its layers too."""
+    """The module without torch.compile, and its layers without it too."""
     plain: nn.Module = getattr(module, "_orig_mod", module)
-    layers = [
-        (parent, name, child)
-        for parent in list(plain.modules())
-        for name, child in list(parent._modules.items())
-        if child is not None and hasattr(child, "_orig_mod")
-    ]
-    calls = [
-        (one, _compiled_call(one))
-        for one in plain.modules()
-        if _compiled_call(one) is not None
-    ]
+    wrappers: list[tuple[nn.Module, str, nn.Module]] = []  # parent, name, child
+    calls: list[tuple[nn.Module, Callable[..., Any]]] = []
+    for layer in plain.modules():
+        for name, child in layer._modules.items():
+            if child is not None and hasattr(child, "_orig_mod"):
+                wrappers.append((layer, name, child))
+        compiled_call = layer._compiled_call_impl
+        if compiled_call is not None:
+            calls.append((layer, compiled_call))
     try:
-        for parent, name, child in layers:
+        for parent, name, child in wrappers:
             parent._modules[name] = child.get_submodule("_orig_mod")
-        for one, _ in calls:
-            one._compiled_call_impl = None
+        for layer, _ in calls:
+            layer._compiled_call_impl = None
         yield plain
     finally:
-        for parent, name, child in layers:
+        for parent, name, child in wrappers:
             parent._modules[name] = child
-        for one, compiled in calls:
-            one._compiled_call_impl = compiled
+        for layer, compiled_call in calls:
+            layer._compiled_call_impl = compiled_call
 
 
 @contextmanager
-def silenced(module: nn.Module) -> Iterator[None]:
-    """Without dropout: layers of torch's, and layers that keep its probability in an attribute that says so."""
+def without_dropout(module: nn.Module) -> Iterator[None]:
+    """Switch off torch's dropout layers, and layers with a probability named after it."""
     changed: list[tuple[nn.Module, str, float]] = []
-    for one in module.modules():
-        words = ["p"] if isinstance(one, _DropoutNd) else []
-        words += [
-            name
-            for name, value in vars(one).items()
-            if "drop" in name and type(value) is float
-        ]
-        changed += [(one, name, getattr(one, name)) for name in words]
+    for layer in module.modules():
+        names = ["p"] if isinstance(layer, _DropoutNd) else []
+        for name, value in vars(layer).items():
+            if "drop" in name and type(value) is float:
+                names.append(name)
+        changed += [(layer, name, getattr(layer, name)) for name in names]
     try:
-        for one, name, _ in changed:
-            setattr(one, name, 0.0)
+        for layer, name, _ in changed:
+            setattr(layer, name, 0.0)
         yield
     finally:
-        for one, name, value in changed:
-            setattr(one, name, value)
+        for layer, name, value in changed:
+            setattr(layer, name, value)
 
 
 @contextmanager
 def noisy(module: nn.Module, noise: float, seed: int) -> Iterator[None]:
-    """Every layer's output is off by that share of itself, up or down by chance."""
-    draw = torch.Generator().manual_seed(seed)
+    """Change every number of every layer's output by the share `noise`, up or down at random."""
+    generator = torch.Generator().manual_seed(seed)
 
     def blur(value: Any) -> Any:
         if isinstance(value, Tensor) and value.is_floating_point():
-            signs = torch.randint(
-                0, 2, value.shape, generator=draw, dtype=torch.int8
-            ).to(value.device)
-            return value * (1 + noise * (2 * signs - 1).double()).to(value.dtype)
-        return type(value)(map(blur, value)) if type(value) in (list, tuple) else value
+            bits = torch.randint(
+                0, 2, value.shape, generator=generator, dtype=torch.int8
+            )
+            signs = 2 * bits.to(value.device) - 1
+            return value * (1 + noise * signs.double()).to(value.dtype)
+        if type(value) in (list, tuple):
+            return type(value)(map(blur, value))
+        return value
 
     layers = module.modules() if noise else ()
     hooks = [
-        one.register_forward_hook(lambda _, __, output: blur(output)) for one in layers
+        layer.register_forward_hook(lambda _, __, output: blur(output))
+        for layer in layers
     ]
     try:
         yield
@@ -164,46 +164,67 @@ def noisy(module: nn.Module, noise: float, seed: int) -> Iterator[None]:
 
 
 @contextmanager
-def fired(parameters: Iterable[tuple[str, nn.Parameter]]) -> Iterator[set[str]]:
-    """Names of parameters whose gradients autograd itself adds: not those that are left to a W."""
-    fired: set[str] = set()
+def autograd_writes(
+    parameters: Iterable[tuple[str, nn.Parameter]],
+) -> Iterator[set[str]]:
+    """The names of the parameters whose gradients autograd itself adds.
 
-    def note(name: str) -> Callable[[Tensor | None], None]:
-        return lambda gradient: None if gradient is None else fired.add(name)
+    The others are left to a W action. This watches the nodes that add gradients. A hook on
+    the parameter itself would change the result: no gradient of a parameter with hooks is
+    left to W.
+    """
+    written: set[str] = set()
 
-    hooks = [parameter.register_hook(note(name)) for name, parameter in parameters]  # type: ignore[no-untyped-call]
+    def note(name: str) -> Callable[[tuple[Tensor | None, ...]], None]:
+        def hook(gradients: tuple[Tensor | None, ...]) -> None:
+            if gradients[0] is not None:
+                written.add(name)
+
+        return hook
+
+    nodes = []  # kept, since a parameter does not keep its node alive
+    hooks = []
+    for name, parameter in parameters:
+        view = parameter.view_as(parameter)
+        assert view.grad_fn is not None
+        node = view.grad_fn.next_functions[0][0]
+        assert node is not None
+        nodes.append(node)
+        hooks.append(node.register_prehook(note(name)))
     try:
-        yield fired
+        yield written
     finally:
         for hook in hooks:
             hook.remove()
+        nodes.clear()
 
 
 # ---------------------------------------------------------------- random numbers
-def drawn(device: torch.device) -> list[Tensor]:
-    """Where torch's random numbers stand."""
-    there = [torch.get_rng_state()]
-    return (
-        [*there, torch.cuda.get_rng_state(device)] if device.type == "cuda" else there
-    )
+def random_states(device: torch.device) -> list[Tensor]:
+    """The states of torch's random number generators: the CPU's, and the GPU's if used."""
+    states = [torch.get_rng_state()]
+    if device.type == "cuda":
+        states.append(torch.cuda.get_rng_state(device))
+    return states
 
 
 @contextmanager
-def kept_numbers(
-    devices: Iterable[torch.device], meet: Callable[[], None]
+def restored_random(
+    devices: Iterable[torch.device], barrier: Callable[[], None]
 ) -> Iterator[None]:
-    """Random numbers go on afterwards where they were. Threads share them: all meet before and after."""
+    """Restore torch's random number generators afterwards.
+
+    Ranks that are threads share them, so all ranks meet at a barrier before and after.
+    """
     gpus = sorted({device.index or 0 for device in devices if device.type == "cuda"})
-    state, of_gpus = (
-        torch.get_rng_state(),
-        [torch.cuda.get_rng_state(gpu) for gpu in gpus],
-    )
-    meet()
+    cpu_state = torch.get_rng_state()
+    gpu_states = [torch.cuda.get_rng_state(gpu) for gpu in gpus]
+    barrier()
     try:
         yield
-        meet()
+        barrier()
     finally:
-        torch.set_rng_state(state)
-        for gpu, there in zip(gpus, of_gpus, strict=True):
-            torch.cuda.set_rng_state(there, gpu)
-    meet()
+        torch.set_rng_state(cpu_state)
+        for gpu, state in zip(gpus, gpu_states, strict=True):
+            torch.cuda.set_rng_state(state, gpu)
+    barrier()

@@ -1,20 +1,21 @@
-"""Runs one stage on one micro-batch, the plain way or the way the plan will run it, and leaves no trace of it.
+"""Runs one stage on one micro-batch, plainly or as the plan will run it, and leaves no trace.
 
-    plain      y = module(x)   whole sequence, one call; one ordinary autograd backward; compiled code left out
+    plain      y = module(x)   one call on the whole sequence, one ordinary backward, without torch.compile
     planned    a real `Executor` on a program of one rank, cut out of the plan's lane:
 
-               feed ──x──► stage ──y──► sink          feed   gives x, and catches the gradient that comes back for it
+               feed ──x──► stage ──y──► sink          feed   supplies x, and catches its gradient dx
                     ◄─dx──       ◄─dy──               sink   catches y, and sends dy back; the last stage has its loss
 
-The planned way can have any of the plan's options switched off, which is how `penstock.runtime.proof.prove` finds the one
-that causes a difference. Gradients, buffers, plain attributes of modules and torch's random numbers are put back.
+Any of the plan's options can be switched off in the planned way. That is how
+`penstock.runtime.proof.prove` finds the option that causes a difference. Gradients, buffers,
+plain attributes of modules and torch's random number generators are restored afterwards.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -30,26 +31,26 @@ from penstock.runtime.batch import IGNORED_LABEL, Batch
 from penstock.runtime.comm.thread import Hub, ThreadComm
 from penstock.runtime.executor import Executor
 from penstock.runtime.proof.traceless import (
-    Memory,
-    drawn,
-    fired,
-    is_compiled,
+    ModuleMemory,
+    autograd_writes,
+    has_compiled_layer,
     noisy,
-    silenced,
+    random_states,
     uncompiled,
+    without_dropout,
 )
 
-SEED = 20_817  # of whatever is drawn while a stage runs, and of the gradients that inner stages get
-OUTPUT, LOSS, INPUT_GRADIENT = "the output", "the loss", "the gradient of the input"
-Found = dict[
-    str, Tensor | None
-]  # the output or the loss, the gradient of each parameter, that of the input
-Order = list[
-    tuple[Op, int, int]
-]  # what is done, with which of the micro-batches, on which slice
-_generator = (
-    threading.Lock()
-)  # ranks that are threads share torch's random numbers: one of them runs at a time
+# For all random numbers: those that a stage draws, and the gradients of inner stages.
+SEED = 20_817
+OUTPUT = "the output"
+LOSS = "the loss"
+INPUT_GRADIENT = "the gradient of the input"
+# The output or the loss, and the gradients of the parameters and of the input, by name.
+Results = dict[str, Tensor | None]
+# The operations of a lane, each on one of the bench's micro-batches and on a slice of it.
+Order = list[tuple[Op, int, int]]
+# Ranks that are threads share torch's random number generators: one runs at a time.
+_random_lock = threading.Lock()
 
 
 class Option(StrEnum):
@@ -61,373 +62,410 @@ class Option(StrEnum):
     AUTOCAST = "autocast"
     RECORDED = "recorded"
     COMPILED = "compiled"
-    INTERLEAVED = "interleaved"  # several micro-batches are in flight at the stage
+    INTERLEAVED = "interleaved"  # the stage holds several micro-batches at a time
 
 
 Options = frozenset[Option]
-REDRAWS = frozenset(
-    {Option.SLICES, Option.COMPILED, Option.RECORDED}
-)  # with them other random numbers are drawn
+# With these options a stage draws other random numbers than in a plain call.
+REDRAWS = frozenset({Option.SLICES, Option.COMPILED, Option.RECORDED})
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One micro-batch at the door of a stage."""
+    """What a stage gets for one micro-batch."""
 
     x: Tensor
-    target: Tensor  # on the last stage the labels, else the gradient of the output
+    target: Tensor  # the labels on the last stage, else the gradient of the output
     starts: Tensor | None = None
 
     def rolled(self) -> Sample:
-        """Another one of the same kind: every token moves on by one."""
+        """Another sample of the same kind, with every token moved by one."""
         return Sample(self.x.roll(1, 1), self.target.roll(1, 1), self.starts)
 
 
 class Bench:
-    """One stage of an executor, on which it can be run in any way."""
+    """One stage of an executor, which can be run here in any way."""
 
     def __init__(
         self, executor: Executor, stage: int, microbatch: int, batch: Batch
     ) -> None:
-        self.executor, self.stage, self.module = (
-            executor,
-            stage,
-            executor.modules[stage],
-        )
-        self.memory = Memory(self.module)
-        self.microbatches, self.order = _flights(executor, stage, microbatch, batch)
+        self.executor = executor
+        self.stage = stage
+        self.module = executor.modules[stage]
+        self.memory = ModuleMemory(self.module)
+        self.microbatches, self.order = _stage_order(executor, stage, microbatch, batch)
         path = self.microbatches[0].path
-        self.first, self.last = path[0] == stage, path[-1] == stage
+        self.first = path[0] == stage
+        self.last = path[-1] == stage
         self.options = self._options()
         self.samples: list[Sample] = []
-        self.device = next(
-            (p.device for p in self.module.parameters()),
-            batch.inputs[microbatch].device,
-        )
-        self.drew = False  # whether the last run drew random numbers
-        self.deferred: set[str] = (
-            set()
-        )  # parameters whose gradients the last split run left to its W
+        self.device = batch.inputs[microbatch].device
+        for parameter in self.module.parameters():
+            self.device = parameter.device
+            break
+        self.drew_random = False  # whether the last run drew random numbers
+        # Parameters whose gradients the last split backward left to its W.
+        self.deferred: set[str] = set()
 
     def _options(self) -> Options:
-        e = self.executor
-        ops = {op for op, _, _ in self.order}
-        there = {
+        """The options of the plan that apply to this stage."""
+        executor = self.executor
+        has_weight_actions = any(op is Op.W for op, _, _ in self.order)
+        applies = {
             Option.SLICES: self.microbatches[0].slices > 1,
-            Option.SPLIT: Op.W in ops,
-            Option.RECOMPUTE: self.stage in e.recompute,
-            Option.AUTOCAST: e.autocast is not None,
-            Option.RECORDED: e.tape is not None,
-            Option.COMPILED: is_compiled(self.module),
+            Option.SPLIT: has_weight_actions,
+            Option.RECOMPUTE: self.stage in executor.recompute,
+            Option.AUTOCAST: executor.autocast is not None,
+            Option.RECORDED: executor.tape is not None,
+            Option.COMPILED: has_compiled_layer(self.module),
             Option.INTERLEAVED: len(self.microbatches) > 1,
         }
-        return frozenset(option for option, on in there.items() if on)
+        return frozenset(option for option, on in applies.items() if on)
 
-    def fill(self, x: Tensor, labels: Tensor, starts: Tensor | None) -> None:
-        """What the stage gets. Inner stages get a gradient that is drawn: it reaches weights that a real one, through
-        a head that still is zero, would not reach."""
+    def set_input(self, x: Tensor, labels: Tensor, starts: Tensor | None) -> None:
+        """Set what the stage gets.
+
+        Inner stages get a random gradient: a real one, through a head that starts at zero,
+        would not reach all weights.
+        """
         target = labels
         if not self.last:
-            draw = torch.Generator().manual_seed(SEED + self.stage)
+            generator = torch.Generator().manual_seed(SEED + self.stage)
             shape = (*x.shape[:2], self.executor.width)
-            target = torch.randn(shape, generator=draw, dtype=self.executor.dtype).to(
-                x.device
+            gradient = torch.randn(
+                shape, generator=generator, dtype=self.executor.dtype
             )
-        self.samples = [Sample(x, target, starts)]
+            target = gradient.to(x.device)
+        sample = Sample(x, target, starts)
+        self.samples = [sample]
         if len(self.microbatches) > 1:
-            self.samples.append(self.samples[0].rolled())
+            self.samples.append(sample.rolled())
 
     @property
-    def valid(self) -> int:
-        """Labels that count, on the last stage."""
-        return (
-            max(sum(int((s.target != IGNORED_LABEL).sum()) for s in self.samples), 1)
-            if self.last
-            else 1
-        )
-
-    @property
-    def names(self) -> list[str]:
-        """Parameters that are trained."""
-        return [name for name, _ in self._trained()]
+    def label_count(self) -> int:
+        """The number of labels that count; one except on the last stage."""
+        if not self.last:
+            return 1
+        count = 0
+        for sample in self.samples:
+            count += int((sample.target != IGNORED_LABEL).sum())
+        return max(count, 1)
 
     def _trained(self) -> list[tuple[str, nn.Parameter]]:
-        named = self.module.named_parameters()
-        return [
-            (name.replace("_orig_mod.", ""), p) for name, p in named if p.requires_grad
-        ]
+        """The parameters that are trained, by the name they have without torch.compile."""
+        trained = []
+        for name, parameter in self.module.named_parameters():
+            if parameter.requires_grad:
+                trained.append((name.replace("_orig_mod.", ""), parameter))
+        return trained
 
     # ------------------------------------------------------------ the plain way
-    def whole(
+    def run_plain(
         self,
         autocast: bool = False,
         quiet: bool = False,
         seed: int = SEED,
         noise: float = 0.0,
         noise_seed: int = 0,
-    ) -> Found:
-        """Plain calls of the module and ordinary backwards, one micro-batch after the other.
+    ) -> Results:
+        """Call the module and run an ordinary backward, one micro-batch after the other.
 
-        `quiet` switches dropout off. `noise` changes the output of every layer by so much of itself: the differences
-        that this makes are those that roundings can make.
+        `quiet` switches dropout off. `noise` changes the output of every layer by that share
+        of itself; the resulting differences are those that rounding can make.
         """
         with (
             self._traceless(quiet, seed),
             uncompiled(self.module) as plain,
             noisy(plain, noise, noise_seed),
         ):
-            outputs, inputs, losses = [], [], []
+            outputs: list[Tensor] = []
+            losses: list[Tensor] = []
+            input_gradients: list[Tensor] = []
             for sample in self.samples:
                 x = sample.x.detach().clone()
                 if not self.first:
                     x.requires_grad_()
-                with self.cast(autocast):
-                    y = call(plain, x, sample.starts)
-                    loss = (
-                        self.executor.loss(y, sample.target) / self.valid
-                        if self.last
-                        else None
-                    )
-                root = y if loss is None else loss
-                gradient = (
-                    sample.target.to(y.dtype) if loss is None else torch.ones_like(loss)
-                )
-                if root.requires_grad:
-                    torch.autograd.backward(root, gradient)
+                with self.autocast(autocast):
+                    y = call_whole(plain, x, sample.starts)
+                    if self.last:
+                        loss = self.executor.loss(y, sample.target) / self.label_count
+                if self.last:
+                    _backward(loss, torch.ones_like(loss))
+                    losses.append(loss.detach().double())
+                    del loss
+                else:
+                    _backward(y, sample.target.to(y.dtype))
                 outputs.append(y.detach())
-                inputs += [x.grad] if x.grad is not None else []
-                losses += [] if loss is None else [loss.detach().double()]
-                del y, root, loss
-            found: Found = (
-                {LOSS: torch.stack(losses).sum()}
-                if self.last
-                else {OUTPUT: torch.cat(outputs)}
-            )
-            return self._collected(found, inputs)
+                if x.grad is not None:
+                    input_gradients.append(x.grad)
+                del y
+            if self.last:
+                return self._results(LOSS, torch.stack(losses).sum(), input_gradients)
+            return self._results(OUTPUT, torch.cat(outputs), input_gradients)
 
-    def cast(self, autocast: bool) -> torch.autocast | nullcontext[None]:
-        """In the executor's type, if it has one and it is asked for."""
-        kind = self.executor.autocast
-        return (
-            torch.autocast(self.device.type, kind)
-            if autocast and kind is not None
-            else nullcontext()
-        )
+    def autocast(self, enabled: bool) -> AbstractContextManager[object]:
+        """A context with the executor's autocast type, if it has one and it is enabled."""
+        dtype = self.executor.autocast
+        if not enabled or dtype is None:
+            return nullcontext()
+        return torch.autocast(self.device.type, dtype)
 
     # ------------------------------------------------------------ the planned way
-    def planned(self, options: Options, quiet: bool = False) -> Found:
-        """The same through an executor, with these of the plan's options."""
+    def run_planned(self, options: Options, quiet: bool = False) -> Results:
+        """Run the stage through an executor, with these of the plan's options."""
         with ExitStack() as stack:
             stack.enter_context(self._traceless(quiet, SEED))
-            module = (
-                self.module
-                if Option.COMPILED in options
-                else stack.enter_context(uncompiled(self.module))
-            )
-            added = stack.enter_context(fired(self._trained()))
-            program, modules, ends = self._alone(module, options)
-            e = self.executor
-            solo = Executor(
-                lower(program),
-                modules,
-                ThreadComm(Hub(1), 0),
-                e.loss if self.last else _weighed,
-                e.width,
-                e.dtype,
-                recompute=frozenset({0} if Option.RECOMPUTE in options else ()),
-                autocast=e.autocast if Option.AUTOCAST in options else None,
-                tape=e.tape if Option.RECORDED in options else None,
-            )
-            starts = tuple(s.starts for s in self.samples if s.starts is not None)
-            batch = Batch(
-                tuple(s.x for s in self.samples),
-                tuple(s.target for s in self.samples),
-                self.valid,
-                starts,
-            )
+            module = self.module
+            if Option.COMPILED not in options:
+                module = stack.enter_context(uncompiled(module))
+            written = stack.enter_context(autograd_writes(self._trained()))
+            schedule, modules = self._solo_schedule(module, options)
+            solo = self._solo_executor(schedule, modules, options)
+            batch = self._batch()
             result = solo.step(batch)
-            if (
-                solo.tape is not None
-            ):  # recording has drawn numbers, and has run the stage on zeros
+            if solo.tape is not None:
+                # Recording drew random numbers and ran the stage on zeros: start over.
                 for _, parameter in self._trained():
                     parameter.grad = None
                 self.memory.restore()
                 torch.manual_seed(SEED)
-                with silenced(self.module) if quiet else nullcontext():
+                with without_dropout(self.module) if quiet else nullcontext():
                     result = solo.step(batch)
-            loss = torch.tensor(result.loss, dtype=torch.float64)
-            self.deferred = {name for name, _ in self._trained() if name not in added}
-            feeds, sinks = (
-                [one for one in ends if isinstance(one, kind)] for kind in (Feed, Sink)
-            )
-            found: Found = (
-                {LOSS: loss}
-                if self.last
-                else {OUTPUT: torch.cat([one.joined() for one in sinks])}
-            )
-            return self._collected(found, [one.joined() for one in feeds])
+            trained = [name for name, _ in self._trained()]
+            self.deferred = {name for name in trained if name not in written}
+            feeds = [end for end in modules.values() if isinstance(end, Feed)]
+            sinks = [end for end in modules.values() if isinstance(end, Sink)]
+            input_gradients = [feed.joined() for feed in feeds]
+            if self.last:
+                loss = torch.tensor(result.loss, dtype=torch.float64)
+                return self._results(LOSS, loss, input_gradients)
+            output = torch.cat([sink.joined() for sink in sinks])
+            return self._results(OUTPUT, output, input_gradients)
 
-    def _alone(
+    def _batch(self) -> Batch:
+        """The samples as a batch of an executor."""
+        inputs = tuple(sample.x for sample in self.samples)
+        targets = tuple(sample.target for sample in self.samples)
+        all_starts = [sample.starts for sample in self.samples]
+        starts = tuple(start for start in all_starts if start is not None)
+        return Batch(inputs, targets, self.label_count, starts)
+
+    def _solo_executor(
+        self, schedule: Schedule, modules: dict[int, nn.Module], options: Options
+    ) -> Executor:
+        """An executor of one rank, with these of the plan's options."""
+        executor = self.executor
+        recompute = {0} if Option.RECOMPUTE in options else set()
+        solo = Executor(
+            lower(schedule),
+            modules,
+            ThreadComm(Hub(1), 0),
+            executor.loss if self.last else _weighted_sum,
+            executor.width,
+            executor.dtype,
+            recompute=frozenset(recompute),
+            autocast=executor.autocast if Option.AUTOCAST in options else None,
+            tied={},  # the other holders of a tied weight are not part of this run
+            tape=executor.tape if Option.RECORDED in options else None,
+        )
+        # The proof warns about a W without work itself, with the stage's real number.
+        solo.watch.early = {stage: [] for stage in modules}
+        return solo
+
+    def _solo_schedule(
         self, module: nn.Module, options: Options
-    ) -> tuple[Schedule, dict[int, nn.Module], list[nn.Module]]:
-        """A schedule of one rank that does with the stage what the plan does; its modules, the ends among them."""
+    ) -> tuple[Schedule, dict[int, nn.Module]]:
+        """A schedule of one rank that treats the stage as the plan does, and its modules.
+
+        Stage 0 is the module; the others are the feeds and sinks of the micro-batches.
+        """
         modules: dict[int, nn.Module] = {0: module}
-        microbatches, feeds, sinks = [], {}, {}
-        for number, (sample, planned) in enumerate(
-            zip(self.samples, self.microbatches, strict=True)
-        ):
+        microbatches: list[MicroBatch] = []
+        feeds: dict[int, int] = {}  # the stages of the feeds, by micro-batch
+        sinks: dict[int, int] = {}
+        for number, sample in enumerate(self.samples):
+            path = [0]
             if not self.first:
                 feeds[number] = len(modules)
                 modules[len(modules)] = Feed()
+                path.insert(0, feeds[number])
             if not self.last:
                 sinks[number] = len(modules)
                 modules[len(modules)] = Sink()
-            path = (*_one(feeds.get(number)), 0, *_one(sinks.get(number)))
+                path.append(sinks[number])
             tokens = sample.x.shape[1]
-            cuts = stretch(planned, tokens).cuts if Option.SLICES in options else ()
-            microbatches.append(MicroBatch(path, tokens, cuts))
+            cuts: tuple[int, ...] = ()
+            if Option.SLICES in options:
+                cuts = stretch(self.microbatches[number], tokens).cuts
+            microbatches.append(MicroBatch(tuple(path), tokens, cuts))
         lane: list[Action] = []
         for op, number, piece in self._order(options):
-            before, after = (feeds, sinks) if op is Op.F else (sinks, feeds)
-            around = Op.F if op is Op.F else Op.B
-            ends = [] if op is Op.W else [(before, around), (None, op), (after, around)]
-            for where, what in ends or [(None, op)]:
-                stage = 0 if where is None else where.get(number)
-                lane += [] if stage is None else [Action(what, stage, number, piece)]
+            if op is Op.F:
+                before, after = feeds.get(number), sinks.get(number)
+            elif op is Op.W:  # only the stage itself has weights
+                before, after = None, None
+            else:
+                before, after = sinks.get(number), feeds.get(number)
+            end_op = Op.F if op is Op.F else Op.B
+            if before is not None:
+                lane.append(Action(end_op, before, number, piece))
+            lane.append(Action(op, 0, number, piece))
+            if after is not None:
+                lane.append(Action(end_op, after, number, piece))
         stages = [Stage(0, part) for part in range(len(modules))]
-        return (
-            schedule_of(stages, microbatches, [tuple(lane)]),
-            modules,
-            list(modules.values())[1:],
-        )
+        return schedule_of(stages, microbatches, [tuple(lane)]), modules
 
     def _order(self, options: Options) -> Order:
-        """The lane's own order; where an option that it has is off, the plainest there is."""
-        without = {Option.SLICES, Option.INTERLEAVED} & (self.options - options)
-        order = self._plainest(options) if without else self.order
+        """The lane's own order, or the plainest one if an option that shaped it is off."""
+        reordering = {Option.SLICES, Option.INTERLEAVED} & self.options
+        order = self.order if reordering <= options else self._plainest_order(options)
         if Option.SPLIT in options:
             return order
-        return [
-            (Op.B if op is Op.I else op, number, piece)
-            for op, number, piece in order
-            if op is not Op.W
-        ]
+        unsplit = []
+        for op, number, piece in order:
+            if op is not Op.W:
+                unsplit.append((Op.B if op is Op.I else op, number, piece))
+        return unsplit
 
-    def _plainest(self, options: Options) -> Order:
-        """All forwards of a micro-batch, all its backwards; interleaved, the forwards of both come first."""
-        ways: list[tuple[Order, Order]] = []
+    def _plainest_order(self, options: Options) -> Order:
+        """All forwards of a micro-batch, then all its backwards.
+
+        With interleaving, the forwards of both micro-batches come first.
+        """
+        split = any(op is Op.W for op, _, _ in self.order)
+        backward_ops = (Op.I, Op.W) if split else (Op.B,)
+        forwards: list[Order] = []  # of each micro-batch
+        backwards: list[Order] = []
         for number, planned in enumerate(self.microbatches):
             pieces = range(planned.slices if Option.SLICES in options else 1)
-            back = [
-                (op, number, piece) for piece in reversed(pieces) for op in (Op.I, Op.W)
-            ]
-            if not any(op is Op.W for op, _, _ in self.order):
-                back = [(Op.B, number, piece) for piece in reversed(pieces)]
-            ways.append(([(Op.F, number, piece) for piece in pieces], back))
+            forwards.append([(Op.F, number, piece) for piece in pieces])
+            backward = []
+            for piece in reversed(pieces):
+                backward += [(op, number, piece) for op in backward_ops]
+            backwards.append(backward)
+        order: Order = []
         if Option.INTERLEAVED in options:
-            return [one for half in (0, 1) for way in ways for one in way[half]]
-        return [one for way in ways for half in way for one in half]
+            for part in (*forwards, *backwards):
+                order += part
+        else:
+            for forward, backward in zip(forwards, backwards, strict=True):
+                order += forward + backward
+        return order
 
-    # ------------------------------------------------------------ no trace
+    # ------------------------------------------------------------ leaving no trace
     @contextmanager
     def _traceless(self, quiet: bool, seed: int) -> Iterator[None]:
-        """The module as it was, no gradients yet, random numbers from the seed; afterwards all is as it was before."""
-        trained = [p for _, p in self._trained()]
-        before = [p.grad for p in trained]
-        with _generator:
+        """Start from the saved module, no gradients and a seed; restore all afterwards."""
+        trained = [parameter for _, parameter in self._trained()]
+        gradients = [parameter.grad for parameter in trained]
+        with _random_lock:
             try:
                 for parameter in trained:
                     parameter.grad = None
                 self.memory.restore()
                 torch.manual_seed(seed)
-                start = drawn(self.device)
+                before = random_states(self.device)
                 with (
                     torch.enable_grad(),
-                    silenced(self.module) if quiet else nullcontext(),
+                    without_dropout(self.module) if quiet else nullcontext(),
                 ):
                     yield
-                self.drew = any(
-                    not torch.equal(a, b)
-                    for a, b in zip(start, drawn(self.device), strict=True)
-                )
+                after = random_states(self.device)
+                same = map(torch.equal, before, after)
+                self.drew_random = not all(same)
             finally:
                 self.memory.restore()
-                for parameter, gradient in zip(trained, before, strict=True):
+                for parameter, gradient in zip(trained, gradients, strict=True):
                     parameter.grad = gradient
 
-    def _collected(self, found: Found, inputs: Sequence[Tensor]) -> Found:
-        found |= {name: parameter.grad for name, parameter in self._trained()}
-        return found | (
-            {}
-            if self.first
-            else {INPUT_GRADIENT: torch.cat(list(inputs)) if inputs else None}
-        )
+    def _results(
+        self, name: str, value: Tensor, input_gradients: Sequence[Tensor]
+    ) -> Results:
+        """The output or loss, and the gradients that the parameters have now."""
+        results: Results = {name: value}
+        for parameter_name, parameter in self._trained():
+            results[parameter_name] = parameter.grad
+        if not self.first:
+            joined = torch.cat(list(input_gradients)) if input_gradients else None
+            results[INPUT_GRADIENT] = joined
+        return results
 
 
-def call(module: nn.Module, x: Tensor, starts: Tensor | None) -> Tensor:
-    """A plain call on a whole sequence; packed documents come with a slice that is all of it."""
-    y: Tensor = (
-        module(x)
-        if starts is None
-        else module(x, Carry(x.shape[1], starts).open(0, x.shape[1]))
-    )
+def call_whole(module: nn.Module, x: Tensor, starts: Tensor | None) -> Tensor:
+    """Call a module on a whole sequence.
+
+    Packed documents need a slice, which then covers the whole sequence.
+    """
+    if starts is None:
+        y: Tensor = module(x)
+        return y
+    tokens = x.shape[1]
+    y = module(x, Carry(tokens, starts).open(0, tokens))
     return y
 
 
+def _backward(root: Tensor, gradient: Tensor) -> None:
+    """Run an ordinary backward, unless nothing needs a gradient."""
+    if root.requires_grad:
+        torch.autograd.backward(root, gradient)
+
+
 # ---------------------------------------------------------------- what the lane does with a stage
-def _flights(
+def _stage_order(
     executor: Executor, stage: int, microbatch: int, batch: Batch
 ) -> tuple[list[MicroBatch], Order]:
-    """The micro-batch, and one that the stage holds at the same time if there is one; what is done with them."""
+    """A micro-batch and its companion, if it has one, and the order of their actions."""
     schedule = executor.program.schedule
-    lane = [a for a in schedule.lanes[executor.comm.rank] if a.stage == stage]
-    chosen = [microbatch, *_one(_companion(schedule, lane, microbatch, batch))]
-    mine = [a for a in lane if a.microbatch in chosen]
-    chosen = list(
-        dict.fromkeys(a.microbatch for a in mine)
-    )  # the first to go forward comes first
-    order = [(a.op, chosen.index(a.microbatch), a.slice) for a in mine]
-    return [schedule.microbatches[number] for number in chosen], order
+    full_lane = schedule.lanes[executor.comm.rank]
+    lane = [action for action in full_lane if action.stage == stage]
+    chosen = {microbatch}
+    companion = _companion(schedule, lane, microbatch, batch)
+    if companion is not None:
+        chosen.add(companion)
+    actions = [action for action in lane if action.microbatch in chosen]
+    # The micro-batch that goes forward first comes first.
+    numbers = list(dict.fromkeys(action.microbatch for action in actions))
+    order = [
+        (action.op, numbers.index(action.microbatch), action.slice)
+        for action in actions
+    ]
+    return [schedule.microbatches[number] for number in numbers], order
 
 
 def _companion(
     schedule: Schedule, lane: Sequence[Action], microbatch: int, batch: Batch
 ) -> int | None:
-    """A micro-batch of the same kind that is in flight together with this one."""
-    held: dict[int, list[int]] = {}
-    for place, action in enumerate(lane):
-        held.setdefault(action.microbatch, []).append(place)
-    mine = held[microbatch]
-    for other, places in held.items():
-        alike = _kind(schedule, lane, mine, batch) == _kind(
-            schedule, lane, places, batch
-        )
-        if (
-            other != microbatch
-            and alike
-            and places[0] < mine[-1]
-            and mine[0] < places[-1]
-        ):
+    """A micro-batch of the same kind that the stage holds at the same time."""
+    positions: dict[int, list[int]] = {}  # in the lane, by micro-batch
+    for position, action in enumerate(lane):
+        positions.setdefault(action.microbatch, []).append(position)
+    mine = positions[microbatch]
+    my_kind = _kind(schedule, lane, mine, batch)
+    for other, theirs in positions.items():
+        if other == microbatch:
+            continue
+        overlap = theirs[0] < mine[-1] and mine[0] < theirs[-1]
+        if overlap and _kind(schedule, lane, theirs, batch) == my_kind:
             return other
     return None
 
 
 def _kind(
-    schedule: Schedule, lane: Sequence[Action], places: Sequence[int], batch: Batch
+    schedule: Schedule, lane: Sequence[Action], positions: Sequence[int], batch: Batch
 ) -> tuple[object, ...]:
-    number = lane[places[0]].microbatch
-    path, stage = schedule.microbatches[number].path, lane[places[0]].stage
-    ops = sorted((lane[place].op, lane[place].slice) for place in places)
-    return ops, batch.shapes[number][1], path[0] == stage, path[-1] == stage
-
-
-def _one(value: int | None) -> tuple[int, ...]:
-    return () if value is None else (value,)
+    """What two micro-batches must have in common to be run together."""
+    first = lane[positions[0]]
+    number = first.microbatch
+    path = schedule.microbatches[number].path
+    actions = [lane[position] for position in positions]
+    ops = sorted((action.op, action.slice) for action in actions)
+    tokens = batch.shapes[number][1]
+    return ops, tokens, path[0] == first.stage, path[-1] == first.stage
 
 
 # ---------------------------------------------------------------- the ends of a stage that runs alone
-class _Catch(torch.autograd.Function):
-    """Passes a value on, and hands its gradient over."""
+class _CatchGradient(torch.autograd.Function):
+    """Pass a value on, and hand over its gradient in the backward."""
 
     @staticmethod
     def forward(
@@ -443,45 +481,49 @@ class _Catch(torch.autograd.Function):
 
 
 class End(nn.Module):
-    """An end: what it has caught, by the first token of the slice."""
+    """A feed or a sink, with the tensors it has caught by the first token of the slice."""
 
     def __init__(self) -> None:
         super().__init__()
         self.caught: dict[int, Tensor] = {}
 
     def catch(self, piece: Slice | None, tensor: Tensor) -> None:
-        """Keeps what was seen last: when a recording is made, a stage runs more than once."""
-        self.caught[0 if piece is None else piece.begin] = tensor.detach()
+        """Keep a tensor; the last one counts, since a recorded stage runs more than once."""
+        begin = 0 if piece is None else piece.begin
+        self.caught[begin] = tensor.detach()
 
     def joined(self) -> Tensor:
-        """All slices, one after the other."""
+        """The tensors of all slices, joined into one."""
         return torch.cat([self.caught[begin] for begin in sorted(self.caught)], dim=1)
 
 
 class Feed(End):
-    """Gives the stage its input, and catches the gradient that it makes for it."""
+    """Supplies the stage's input, and catches its gradient."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.anchor = nn.Parameter(torch.zeros(()))  # so that autograd comes by
+        # Autograd only visits this stage if it has a parameter.
+        self.anchor = nn.Parameter(torch.zeros(()))
 
     def forward(self, x: Tensor, piece: Slice | None = None) -> Tensor:
-        """The input as it is."""
-        y: Tensor = _Catch.apply(
-            x, self.anchor, lambda gradient: self.catch(piece, gradient)
-        )  # type: ignore[no-untyped-call]
+        """Return the input as it is."""
+
+        def hand_over(gradient: Tensor) -> None:
+            self.catch(piece, gradient)
+
+        y: Tensor = _CatchGradient.apply(x, self.anchor, hand_over)  # type: ignore[no-untyped-call]
         return y
 
 
 class Sink(End):
-    """Catches what the stage makes."""
+    """Catches the stage's output."""
 
     def forward(self, x: Tensor, piece: Slice | None = None) -> Tensor:
-        """The same again."""
+        """Return the output as it is."""
         self.catch(piece, x)
         return x
 
 
-def _weighed(y: Tensor, gradient: Tensor) -> Tensor:
-    """A loss whose gradient is the one that is given."""
+def _weighted_sum(y: Tensor, gradient: Tensor) -> Tensor:
+    """A loss whose gradient is the given one."""
     return (y.to(gradient.dtype) * gradient).sum()
