@@ -544,14 +544,12 @@ def _plan(source: str, shape: dict[str, int]) -> Plan:
 
 
 def _read(file: Path) -> Plan:
-    from penstock.formats import load_plan, load_torch_csv
-    from penstock.formats.fields import read_text
+    from penstock.formats import read_plan, read_torch_csv
     from penstock.ir import Plan
 
-    text = read_text(file)
     if file.suffix.lower() == ".csv":
-        return Plan(load_torch_csv(text, str(file)), file.stem)
-    plan = load_plan(text, str(file))
+        return Plan(read_torch_csv(file), file.stem)
+    plan = read_plan(file)
     return (
         plan if plan.name else Plan(plan.schedule, file.stem, plan.partition, plan.why)
     )
