@@ -213,7 +213,14 @@ def _block(page: Page, steps: Steps, value: Value) -> Block:
         op_steps = (*steps, "fits", op.value)
         fits.append(_fit(page, op_steps, fit_entries[op.value], points, op))
     sizes = [read_number(page, (*steps, field), entry[field]) for field in BYTE_FIELDS]
-    return Block(points, *fits, *sizes)
+    return Block(
+        points,
+        F=fits[0],
+        B=fits[1],
+        I=fits[2],
+        W=fits[3],
+        **dict(zip(BYTE_FIELDS, sizes, strict=True)),
+    )
 
 
 def _point(page: Page, steps: Steps, value: Value) -> Point:
@@ -221,9 +228,9 @@ def _point(page: Page, steps: Steps, value: Value) -> Point:
     entry = read_entry(page, steps, value, ("tokens", "prefix", *ops), ("held_out",))
     tokens = read_whole(page, (*steps, "tokens"), entry["tokens"], least=1)
     prefix = read_whole(page, (*steps, "prefix"), entry["prefix"])
-    seconds = [read_number(page, (*steps, op), entry[op]) for op in ops]
+    f, b, i, w = (read_number(page, (*steps, op), entry[op]) for op in ops)
     held_out = read_flag(page, (*steps, "held_out"), entry.get("held_out", False))
-    return Point(tokens, prefix, *seconds, held_out=held_out)
+    return Point(tokens, prefix, f, b, i, w, held_out)
 
 
 def _fit(

@@ -97,8 +97,8 @@ def load_torch_csv(text: str, source: str = "schedule.csv") -> Schedule:
     rows = _rows(page)
     cells: list[_Cell] = []
     for rank, row in enumerate(rows):
-        for column, cell in enumerate(row):
-            cells += _actions(page, rank, column, cell)
+        for column, content in enumerate(row):
+            cells += _actions(page, rank, column, content)
     homes = _homes(page, cells)
     stages = [Stage(homes[stage], stage) for stage in range(len(homes))]
     count = _count_microbatches(page, cells)
@@ -126,9 +126,9 @@ def _rows(page: Page) -> list[list[str]]:
     return rows
 
 
-def _actions(page: Page, rank: int, column: int, cell: str) -> Iterator[_Cell]:
-    overlap = _OVERLAP.fullmatch(cell.strip())
-    words = overlap[1].split(";") if overlap else [cell]
+def _actions(page: Page, rank: int, column: int, text: str) -> Iterator[_Cell]:
+    overlap = _OVERLAP.fullmatch(text.strip())
+    words = overlap[1].split(";") if overlap else [text]
     for word in map(str.strip, words):
         if _COMPUTE.fullmatch(word):
             yield _Cell(parse_action(word), rank, column)
