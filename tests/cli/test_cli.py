@@ -238,7 +238,7 @@ def test_a_broken_plan_is_shown_with_its_place(run):
     Path("order.json").write_text(text.replace("0F0 0F1", "0F1 0F1"))
     code, _, err = run("check order.json")
     assert code == 2
-    assert "0F1 stands twice" in err
+    assert "0F1 occurs twice" in err
     assert "^^^" in err
 
 

@@ -192,7 +192,7 @@ def test_sites_that_are_cities_need_no_links(run):
     ("text", "says"),
     [
         (None, "cannot read broken.toml: No such file"),
-        ("penstock = ", "broken.toml: this is not TOML"),
+        ("penstock = ", "broken.toml:1:12: this is not TOML"),
         (
             TWO + "[links]\nlatency = [[0, 1]]\n",
             "the latency matrix has 1 rows, but there are 2 nodes",
@@ -211,7 +211,7 @@ def test_sites_that_are_cities_need_no_links(run):
         ),
         (
             TWO + '[[link]]\nbetween = ["Tokyo", "Osoka"]\nlatency = 1\n',
-            "names the site 'Osoka', where no node is",
+            "names the site 'Osoka', but no node is there",
         ),
         (TWO.replace("slots = 3", ""), "node 0 has neither slots nor memory"),
         (

@@ -76,12 +76,13 @@ def test_a_file_is_written_and_read(tmp_path):
     [
         (
             TWO.replace("slots", "slot"),
-            r"cluster.toml:6: nodes\[0\] has no key 'slot'\n  did you mean 'slots'",
+            r"cluster.toml:6:1: nodes\[0\] has no key 'slot'\n\n"
+            r"  6 \| slot = 3\n      \^\^\^\^\n  did you mean 'slots'",
         ),
         (TWO + "[link]\nlatency = 1\n", r"write \[\[link\]\] with two brackets"),
         (
             TWO + "[links]\nlatencies = 1\n",
-            "links has no key 'latencies'\n  did you mean 'latency'",
+            "(?s)links has no key 'latencies'.*  did you mean 'latency'",
         ),
         (
             TWO + "[links]\nlatency = [[0, 1], [1, 0]]\n",
@@ -93,19 +94,22 @@ def test_a_file_is_written_and_read(tmp_path):
         ),
         (
             TWO + '[[link]]\nbetween = ["Tokio", "Paris"]\nlatency = 1\n',
-            "'Tokio', where no node is\n.*'Tokyo'",
+            "(?s)'Tokio', but no node is there\n.*'Tokyo'",
         ),
         (
             TWO + "[[link]]\nbetween = [0, 3]\nlatency = 1\n",
             r"node 3, but there are nodes 0\.\.2",
         ),
-        (TWO + "[[link]]\nlatency = 1\n", "does not say between what"),
-        (TWO + "[links]\nlatency = inf\n", "links.latency is too large"),
-        (TWO + "[[link]]\nbetween = [0, 1]\nlatency = 1e308\n", "latency is too large"),
+        (TWO + "[[link]]\nlatency = 1\n", "does not name its two ends"),
+        (TWO + "[links]\nlatency = inf\n", "links.latency is out of range"),
+        (
+            TWO + "[[link]]\nbetween = [0, 1]\nlatency = 1e308\n",
+            "latency is out of range",
+        ),
         (TWO + "[links]\nlatency = -1\n", "latency from rank 0 to rank 1 is -1"),
         (
             TWO + "[links]\nbandwidth = 'much'\n",
-            "links.bandwidth is 'much', not a number",
+            'links.bandwidth is "much", not a number',
         ),
         (
             TWO.replace("speed = 0.5", "speed = 0"),
@@ -113,22 +117,73 @@ def test_a_file_is_written_and_read(tmp_path):
         ),
         (
             TWO.replace("slots = 3", "slots = 0"),
-            r"nodes\[0\].slots is 0; the least is 1",
+            r"nodes\[0\].slots is out of range",
         ),
         (TWO.replace("count = 2", "count = 1.5"), "not a whole number"),
         (
             TWO.replace("version = 1", "version = 2"),
-            "version 2, and this Penstock reads versions up to 1",
+            "version 2, but this Penstock reads versions up to 1",
         ),
-        (TWO.replace('"cluster"', '"plan"'), "not a cluster of Penstock's"),
+        (TWO.replace('"cluster"', '"plan"'), 'its kind is "plan", not "cluster"'),
         (HEAD, "no nodes"),
         (TWO + "serial = \n", "not TOML"),
-        ("serial = 1\n" + TWO, "serial is 1\n  write true or false"),
+        (
+            "serial = 1\n" + TWO,
+            "(?s)serial is 1, not true or false\n.*  write true or false",
+        ),
     ],
 )
 def test_a_bad_file_is_refused_with_what_to_do(text, says):
     with pytest.raises(FileError, match=says):
         load_cluster(text)
+
+
+ODD = (
+    TWO
+    + '''[links]
+# slots = "a comment"
+latency = [
+  [0, 1, 1],  # not a header:
+  [1, 0, 1],
+  [1, 1, 0]
+]
+[[link]]
+between = ["Tokyo", "Paris"]
+"latency" = 1
+note = """
+latency = 3
+"""
+[[link]]
+  between = [0, 1]
+  latency = "near"
+'''
+)
+
+
+def test_the_wrong_value_is_found_among_equal_keys_comments_and_strings():
+    text = ODD.replace('note = """\nlatency = 3\n"""\n', "")
+    with pytest.raises(FileError) as caught:
+        load_cluster(text)
+    line = text[: text.index('"near"')].count("\n") + 1
+    assert str(caught.value) == (
+        f'cluster.toml:{line}:13: link[1].latency is "near", not a number\n\n'
+        f'  {line} |   latency = "near"\n'
+        "                   ^^^^^^\n"
+        "  write a number from 0 to 1e+12"
+    )
+    with pytest.raises(FileError, match=r":21:1: link\[0\] has no key 'note'"):
+        load_cluster(ODD)
+
+
+def test_a_text_that_is_not_toml_is_drawn():
+    with pytest.raises(FileError) as caught:
+        load_cluster(HEAD + "serial = maybe\n")
+    assert str(caught.value) == (
+        "cluster.toml:3:10: this is not TOML: Invalid value\n\n"
+        "  3 | serial = maybe\n"
+        "               ^\n"
+        "  correct this line"
+    )
 
 
 def test_latency_grows_with_distance_and_bandwidth_falls():

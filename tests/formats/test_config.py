@@ -88,9 +88,13 @@ def test_set_changes_one_value_of_any_kind():
     [
         (
             "[model]\nlayer = 3",
-            "there is no key in [model] 'layer'; did you mean 'layers'?",
+            "config.toml:2:1: [model] has no key 'layer'\n\n  2 | layer = 3\n      ^^^^^\n  did you mean 'layers'?",
         ),
-        ("[modell]\nlayers = 3", "there is no section 'modell'; did you mean 'model'?"),
+        (
+            "[modell]\nlayers = 3",
+            "config.toml:1:1: a config has no section 'modell'\n\n"
+            "  1 | [modell]\n      ^^^^^^^^\n  did you mean 'model'?",
+        ),
         ("model = 3", "model is a section"),
         ('[model]\nlayers = "3"', "model.layers must be a whole number, not '3'"),
         ("[model]\ntied = 1", "model.tied must be true or false"),
@@ -102,7 +106,7 @@ def test_set_changes_one_value_of_any_kind():
             '[model]\nfamily = "lama"',
             "there is no model.family 'lama'; did you mean 'llama'?",
         ),
-        ("[data]\nsources = [1]", "data.sources must be a list of texts"),
+        ("[data]\nsources = [1]", "data.sources must be a list of strings"),
         ("[data]\nbatch = 12", "12 sequences do not deal out to 8 micro-batches"),
         (
             '[model]\nfamily = "gpt"\npositions = 8',
@@ -160,7 +164,7 @@ def test_a_file_that_cannot_be_read_is_said_so(tmp_path):
     broken.write_bytes(b"\xff\xfe")
     with pytest.raises(FileError, match="UTF-8"):
         read_config(broken)
-    with pytest.raises(FileError, match="is no TOML"):
+    with pytest.raises(FileError, match="this is not TOML"):
         load_config("[model\n")
     with pytest.raises(UnknownNameError, match="llama-1b"):
         preset("llama-1bb")
@@ -198,5 +202,5 @@ def test_a_place_at_home_is_found_there(monkeypatch):
 
 @pytest.mark.parametrize("text", ["x = " + "[" * 5000, "[run]\nsteps = " + "1" * 5000])
 def test_what_no_reader_can_take_is_no_toml(text):
-    with pytest.raises(FileError, match="is no TOML"):
+    with pytest.raises(FileError, match="this is not TOML"):
         load_config(text)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from errno import EACCES
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from penstock.cost import Cluster
 from penstock.errors import FileError, ScheduleError, ShapeError
-from penstock.formats.plan_json import dump_plan, load_plan, read_plan, write_plan
+from penstock.formats import (
+    dump_cluster,
+    dump_plan,
+    dump_torch_csv,
+    load_plan,
+    read_cluster,
+    read_plan,
+    read_profile,
+    read_torch_csv,
+    write_plan,
+)
+from penstock.formats.config_toml import read_config
 from penstock.ir import MicroBatch, Stage, parse_action, schedule_of
 from penstock.ir.plan import Plan
 from penstock.schedules import REGISTRY, make
@@ -158,7 +171,7 @@ def test_a_fact_that_json_cannot_hold_is_refused(plan: Plan, fact: float) -> Non
         (lambda path: path.write_bytes(b" \n\t "), "is empty"),
         (
             lambda path: path.write_bytes(b"\x93NUMPY\x01\x00"),
-            "is not text: byte 0 is no UTF-8",
+            "is not text: byte 0 is not valid UTF-8",
         ),
         (lambda path: path.write_bytes(b"\x00\x01\x02"), "this is not JSON"),
         (lambda path: path.write_bytes(PICTURE.encode("utf-16")), "is not text"),
@@ -179,6 +192,51 @@ def test_a_path_that_cannot_be_one_is_refused(plan: Plan, tmp_path: Path) -> Non
         read_plan("a\0b")
     with pytest.raises(FileError, match="cannot write"):
         write_plan(plan, tmp_path / "nowhere" / "plan.json")
+
+
+READERS = (read_plan, read_profile, read_cluster, read_config, read_torch_csv)
+
+
+@pytest.mark.parametrize("read", READERS)
+def test_every_format_reports_an_unreadable_file_in_the_same_way(
+    tmp_path: Path, read: Callable[[Path], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "file"
+    with pytest.raises(FileError, match=r"cannot read .*file: No such file") as caught:
+        read(path)
+    assert len(str(caught.value).splitlines()) == 2
+    with pytest.raises(FileError, match="Is a directory\n  name a file, not a folder"):
+        read(tmp_path)
+    path.write_bytes(b"a\xff")
+    with pytest.raises(FileError, match="is not text: byte 1 is not valid UTF-8"):
+        read(path)
+
+    def refuse(path: Path) -> bytes:
+        raise PermissionError(EACCES, "Permission denied")
+
+    monkeypatch.setattr(Path, "read_bytes", refuse)
+    with pytest.raises(FileError, match="Permission denied\n  allow yourself to read"):
+        read(path)
+
+
+@pytest.mark.parametrize("read", READERS)
+def test_every_format_accepts_a_byte_order_mark(
+    tmp_path: Path, plan: Plan, read: Callable[[Path], object]
+) -> None:
+    texts = {
+        read_plan: PICTURE,
+        read_profile: "{}",
+        read_cluster: dump_cluster(Cluster.even(2)),
+        read_config: "[run]\nsteps = 7\n",
+        read_torch_csv: dump_torch_csv(plan.schedule),
+    }
+    path = tmp_path / "file"
+    path.write_text(texts[read], encoding="utf-8-sig")
+    if read is read_profile:
+        with pytest.raises(FileError, match="1:1: this is not a Penstock profile"):
+            read(path)
+    else:
+        assert read(path)
 
 
 # ---------------------------------------------------------------- texts that are no plan
@@ -206,7 +264,7 @@ def test_what_is_not_json_is_drawn() -> None:
         "my.json:17:33: this is not JSON: Expecting ',' delimiter\n\n"
         '  17 |     {"path": [0, 1], "tokens": 1; "count": 2}\n'
         "                                       ^\n"
-        "  mend this line, or write the plan again"
+        "  correct this line, or write the plan again"
     )
 
 
@@ -217,13 +275,13 @@ def test_nesting_and_digits_past_all_bounds_are_refused() -> None:
 
 @pytest.mark.parametrize("text", ["[]", "3", '"plan"', "{}", '{"schedule": 1}'])
 def test_json_that_is_no_plan_is_refused(text: str) -> None:
-    assert "my.json:1:1: this is not a plan of Penstock's" in refusal(text)
+    assert "my.json:1:1: this is not a Penstock plan" in refusal(text)
 
 
 def test_another_kind_of_file_is_refused() -> None:
     text = refusal(PICTURE.replace('"plan"', '"profile"'))
     assert (
-        'my.json:2:15: this is a file of Penstock\'s, but its kind is "profile", not "plan"'
+        'my.json:2:15: this is a Penstock file, but its kind is "profile", not "plan"'
         in text
     )
 
@@ -233,7 +291,7 @@ def test_a_newer_version_asks_for_an_upgrade() -> None:
         PICTURE.replace('"version": 1', '"version": 2').replace('"lanes"', '"rails"')
     )
     assert (
-        "my.json:3:14: this plan is of version 2, and this Penstock reads versions up to 1"
+        "my.json:3:14: this plan has version 2, but this Penstock reads versions up to 1"
         in text
     )
     assert "upgrade Penstock" in text
@@ -268,7 +326,7 @@ CHANGES = [
         '"rank": 1',
         '"rank": "1"',
         'my.json:14:14: stages[1].rank is "1", not a whole number',
-        "from 0 on",
+        "from 0 to 2147483647",
     ),
     (
         '"rank": 1',
@@ -295,10 +353,10 @@ CHANGES = [
     (
         '"count": 2',
         '"count": 2000000000',
-        "my.json:16:19: the micro-batches ask for 8000000000",
+        "my.json:16:19: the micro-batches need at least 8000000000",
         "a count too large",
     ),
-    ('"1f1b"', "[]", "my.json:4:11: name is a list, not a text", ""),
+    ('"1f1b"', "[]", "my.json:4:11: name is a list, not a string", ""),
     (
         "[8, 7]",
         "[8, 7, 6]",
@@ -310,10 +368,10 @@ CHANGES = [
     (
         '"seed": 7',
         '"makespan": 7',
-        "my.json:8:5: the key 'makespan' stands twice",
-        "take one of them out",
+        "my.json:8:5: the key 'makespan' occurs twice",
+        "remove one of them",
     ),
-    ('"seed": 7', '"é": 7, "é": 8', "the key 'é' stands twice", ""),
+    ('"seed": 7', '"é": 7, "é": 8', "the key 'é' occurs twice", ""),
     (
         "1B0 1F1",
         "1B0 1X1",
@@ -322,7 +380,12 @@ CHANGES = [
     ),
     ("1B0 1F1", "1B0 1F99999999999", "is not an action", "an action is stage, op"),
     ("1B0 1F1", "1B0 1F" + "9" * 5000, "is not an action", "an action is stage, op"),
-    ('"0F0 0F1 0B0 0B1"', "{}", "my.json:20:5: lanes[0] is an object, not a text", ""),
+    (
+        '"0F0 0F1 0B0 0B1"',
+        "{}",
+        "my.json:20:5: lanes[0] is an object, not a string",
+        "",
+    ),
 ]
 
 
@@ -364,9 +427,8 @@ def test_a_schedule_that_cannot_run_is_drawn_under_the_name_of_the_file() -> Non
 @pytest.mark.parametrize("lanes", ["[]", '[""]', '["", "", ""]'])
 def test_lanes_without_an_action_are_refused(lanes: str) -> None:
     start = PICTURE.index('"lanes"')
-    assert (
-        "the micro-batches ask for 8 actions at least, but the lanes hold 0"
-        in refusal(f'{PICTURE[:start]}"lanes": {lanes}}}')
+    assert "the micro-batches need at least 8 actions, but the lanes hold 0" in refusal(
+        f'{PICTURE[:start]}"lanes": {lanes}}}'
     )
 
 

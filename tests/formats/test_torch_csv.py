@@ -277,14 +277,14 @@ UNREADABLE = [
         "0F0,0B0\n0F1,0B1",
         r"stage 0 is on two ranks: 0F0 in row 1, column 1, and 0F1 in row 2, column 1",
     ),
-    ("0F0,0B0\n2F0,2B0", "has stages up to 2, but nothing of stage 1"),
+    ("0F0,0B0\n2F0,2B0", "has stages up to 2, but not stage 1"),
     ("1F0,1B0\n0B0", "stage 0 runs no forward"),
-    ("0F0,0X0", r"row 1, column 2: '0X0' is not an action of torch's"),
-    ("0F0,0F", "'0F' is not an action"),
-    ("0F0,0F1.1", "'0F1.1' is not an action"),
-    ("0F0,0F99999999999999999999", "is not an action"),
-    ("0F0,(0B0;0F1)OVERLAP", "is not an action"),
-    ("0F0,(0B0;zero)OVERLAP_F_B", "'zero' is not an action"),
+    ("0F0,0X0", r"^my.csv:1:5: '0X0' is not one of torch's actions"),
+    ("0F0,0F", "'0F' is not one of torch's actions"),
+    ("0F0,0F1.1", "'0F1.1' is not one of torch's actions"),
+    ("0F0,0F99999999999999999999", "is not one of torch's actions"),
+    ("0F0,(0B0;0F1)OVERLAP", "is not one of torch's actions"),
+    ("0F0,(0B0;zero)OVERLAP_F_B", "'zero' is not one of torch's actions"),
     ("x" * 200_000, "is not a CSV: field larger than field limit"),
     ("0F0,0B0\x00", "is not"),
 ]
@@ -301,9 +301,9 @@ def test_a_cell_that_is_no_action_has_a_caret_under_it() -> None:
     with pytest.raises(FileError) as caught:
         load_torch_csv("0F0,0F1,0F2\n,,1F0,1F1,1F2,nonsense,1B0", "my.csv")
     assert str(caught.value) == (
-        "my.csv: row 2, column 6: 'nonsense' is not an action of torch's\n\n"
-        "  row 2 | ...,,1F0,1F1,1F2,nonsense,...\n"
-        "                           ^^^^^^^^\n"
+        "my.csv:2:15: 'nonsense' is not one of torch's actions\n\n"
+        "  2 | ,,1F0,1F1,1F2,nonsense,1B0\n"
+        "                    ^^^^^^^^\n"
         "  actions are 2F0 2B0 2I0 2W0, 2SEND_F0 and the like, 2UNSHARD and the like, (2F1;3B0)OVERLAP_F_B"
     )
 

@@ -53,12 +53,12 @@ def test_a_missing_last_backward_is_drawn_under_its_forward():
 
 def test_a_doubled_action_is_drawn_where_it_stands_again():
     error = refused("0F0 0F1 0B0 0B1 0B1", *LANES[1:])
-    assert "0B1 stands twice" in str(error)
+    assert "0B1 occurs twice" in str(error)
     assert "rank 0 | 0F0 0F1 0B0 0B1 0B1\n                           ^^^" in str(error)
 
 
 def test_a_whole_backward_beside_a_split_one_is_refused():
-    assert "0I1 stands beside 0B1" in str(
+    assert "0I1 and 0B1 both occur" in str(
         refused("0F0 0F1 0B0 0B1 0I1 0W1", *LANES[1:])
     )
 
@@ -77,7 +77,7 @@ def test_w_without_i_is_refused():
 
 def test_an_action_on_the_wrong_rank_is_sent_home():
     error = refused("0F0 0F1 1F0 0B0 0B1", "1F1 1B0 1B1", LANES[2])
-    assert "1F0 stands on rank 0, but stage 1 lives on rank 1" in str(error)
+    assert "1F0 is in the lane of rank 0, but stage 1 lives on rank 1" in str(error)
     assert caret_is_under(error, "1F0")
 
 

@@ -212,7 +212,7 @@ def test_a_lane_that_is_left_out_is_refused(program: Program) -> None:
 
 def test_what_is_no_instruction_is_refused(program: Program) -> None:
     strange = replace(program, lanes=((parse_action("0F0"),), program.lanes[1]))  # type: ignore[arg-type]
-    assert "<0F0> is no instruction" in fault(strange)
+    assert "<0F0> is not an instruction" in fault(strange)
 
 
 def test_a_message_sent_twice_is_refused(program: Program) -> None:
@@ -248,7 +248,7 @@ def test_messages_in_another_order_than_they_are_sent_are_refused() -> None:
 def test_a_circle_of_ranks_that_wait_for_each_other_is_drawn(program: Program) -> None:
     late = edit(program, 1, "0F1<0 1B0 ~1F0 1B0>0 ~1B0", "1B0 ~1F0 1B0>0 ~1B0 0F1<0")
     assert fault(late) == (
-        "this program deadlocks if sends block: each rank waits for the next, in a circle\n\n"
+        "this program deadlocks if sends block: the ranks wait for each other, in a circle\n\n"
         "  rank 0 waits to send 0F1 to rank 1\n"
         "  rank 1 waits to send 1B0 to rank 0\n\n"
         "  rank 0 | 0F0 0F0>1 0F1 0F1>1 1B0<1 0B0 ~0F0 ~1B0 ~0B0 1B1<1 ...\n"

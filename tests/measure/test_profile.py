@@ -365,7 +365,7 @@ BROKEN = [
     (
         '"version": 1',
         '"version": 2',
-        "p.json:3:14: this profile is of version 2",
+        "p.json:3:14: this profile has version 2",
         "upgrade Penstock",
     ),
     (
@@ -410,7 +410,7 @@ BROKEN = [
         '"bandwidth": 1000000000.0',
         '"bandwidth": "fast"',
         'network.bandwidth is "fast", not a number',
-        "from 0 on",
+        "from 0 to 1e+18",
     ),
     (
         '"bandwidth": 1000000000.0',
@@ -428,7 +428,7 @@ BROKEN = [
         '"latency": 0.0001',
         '"latency": null',
         "network.latency is null, not a number",
-        "from 0 on",
+        "from 0 to 1e+18",
     ),
     (
         '"serial": true}\n}',

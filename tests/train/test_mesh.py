@@ -232,7 +232,7 @@ def test_the_command_line_starts_a_process_for_every_place_of_the_mesh(
         ("mesh.shard=3", "16 sequences do not deal out to 24 micro-batches"),
         (
             "mesh.tensors=2",
-            "there is no key in [mesh] 'tensors'; did you mean 'tensor'?",
+            "[mesh] has no key 'tensors'\n  did you mean 'tensor'?",
         ),
         ("mesh.shard=0", "mesh.shard = 0 must be at least 1"),
         ("mesh.tensor=2 run.device=cuda", "8 processes, a GPU each, but there are"),

@@ -1,4 +1,7 @@
-"""Files that people and programs read and edit: one reader for all, with line and column in every error."""
+"""The files that people and programs read and edit.
+
+text.py reads and writes all of them, and reports every error with line and column.
+"""
 
 from penstock.formats.cluster_toml import (
     dump_cluster,
@@ -13,7 +16,7 @@ from penstock.formats.profile_json import (
     read_profile,
     write_profile,
 )
-from penstock.formats.torch_csv import dump_torch_csv, load_torch_csv
+from penstock.formats.torch_csv import dump_torch_csv, load_torch_csv, read_torch_csv
 
 __all__ = [
     "dump_cluster",
@@ -27,6 +30,7 @@ __all__ = [
     "read_cluster",
     "read_plan",
     "read_profile",
+    "read_torch_csv",
     "write_cluster",
     "write_plan",
     "write_profile",

@@ -1,60 +1,71 @@
 """cluster.toml: nodes and links, for people and programs to read, edit and keep.
 
-    penstock = "cluster"
-    version = 1
-    serial = false                        # a link carries one message at a time
+penstock = "cluster"
+version = 1
+serial = false                        # true: a link carries one message at a time
 
-    [[nodes]]
-    site = "Tokyo"
-    count = 4                             # so many like this; 1 unless given
-    speed = 1.0
-    slots = 3                             # micro-batches; or memory = 16e9, in bytes
+[[nodes]]
+site = "Tokyo"
+count = 4                             # number of nodes like this one; 1 unless given
+speed = 1.0
+slots = 3                             # micro-batches; or memory = 16e9, in bytes
 
-    [links]                               # for all pairs: one number, or a matrix [from][to]
-    latency = 0.05                        # seconds
-    bandwidth = 100e6                     # bytes a second; inf for as many as you like
-                                          # or instead: cities = true, if the sites are cities that Penstock knows
+[links]                               # for all pairs: one number, or a matrix [from][to]
+latency = 0.05                        # seconds
+bandwidth = 100e6                     # bytes per second; inf for unlimited
+                                      # or instead: cities = true, if Penstock knows the sites as cities
 
-    [[link]]                              # the exceptions, later ones over earlier ones
-    between = ["Tokyo", "Osaka"]          # two sites, twice the same one for the links within it
-    latency = 0.004
+[[link]]                              # exceptions; later ones override earlier ones
+between = ["Tokyo", "Osaka"]          # two sites; the same site twice for the links within it
+latency = 0.004
 
-    [[link]]
-    between = [0, 5]                      # two nodes
-    bandwidth = 250e6
-    oneway = true                         # from the first to the second alone; both ways unless given
-
-Unknown keys are refused with the nearest name, wrong sizes with both numbers.
+[[link]]
+between = [0, 5]                      # two nodes
+bandwidth = 250e6
+oneway = true                         # only from the first to the second; both ways unless given
 """
 
 from __future__ import annotations
 
 import math
-import re
-import tomllib
-from collections.abc import Collection
+from collections.abc import Sequence
 from difflib import get_close_matches
 from itertools import groupby
 from pathlib import Path
 from typing import TypeAlias
 
-from penstock.cost.cluster import Cluster, Matrix, Node
-from penstock.errors import FileError, PenstockError
+from penstock.cost.cluster import Cluster, Node
+from penstock.cost.network import MIN_BANDWIDTH
+from penstock.errors import PenstockError, ShapeError
+from penstock.formats.fields import (
+    check_kind,
+    read_entry,
+    read_flag,
+    read_number,
+    read_string,
+    read_whole,
+)
+from penstock.formats.text import (
+    Page,
+    Steps,
+    Value,
+    fail,
+    fail_at,
+    read_text,
+    write_text,
+)
+from penstock.formats.toml_text import TomlPage, parse_toml
 
 CLUSTER_VERSION = 1
-MAX_NODES = 100_000  # nodes
-MAX_LINK_VALUE = {
-    "latency": 1e12,
-    "bandwidth": math.inf,
-}  # a link that is not there has a small bandwidth
-Toml: TypeAlias = "dict[str, Toml] | list[Toml] | str | int | float | bool | object"
-TomlTable: TypeAlias = dict[str, Toml]
-LinkMatrix: TypeAlias = list[list[float]]
+MAX_NODES = 100_000
+MAX_SLOTS = 100_000
+MAX_LATENCY = 1e12  # seconds; a missing link has a small bandwidth instead
+NodePairs: TypeAlias = list[list[float]]  # [source][target]
 
 
 # ---------------------------------------------------------------- writing
 def dump_cluster(cluster: Cluster) -> str:
-    """The text of a cluster; `load_cluster` makes an equal one of it."""
+    """The text of a cluster, from which `load_cluster` builds an equal cluster."""
     lines = [
         'penstock = "cluster"',
         f"version = {CLUSTER_VERSION}",
@@ -63,318 +74,258 @@ def dump_cluster(cluster: Cluster) -> str:
     ]
     for node, run in groupby(cluster.nodes):
         lines += ["[[nodes]]", *_node_lines(node, len(list(run))), ""]
-    lines += ["[links]"]
-    for word, matrix in (
-        ("latency", cluster.latency),
-        ("bandwidth", cluster.bandwidth),
-    ):
-        lines += (
-            [f"{word} = ["]
-            + [f"  [{', '.join(map(_number, row))}]," for row in matrix]
-            + ["]"]
-        )
+    lines.append("[links]")
+    lines += _matrix_lines("latency", cluster.latency)
+    lines += _matrix_lines("bandwidth", cluster.bandwidth)
     return "\n".join(lines) + "\n"
 
 
 def write_cluster(cluster: Cluster, path: str | Path) -> None:
-    """Writes a cluster's text to a file."""
-    try:
-        Path(path).write_text(dump_cluster(cluster), encoding="utf-8", newline="\n")
-    except (OSError, ValueError) as error:
-        raise FileError(
-            f"cannot write {path}: {error}\n  name a file in a folder that exists"
-        ) from None
+    """Write a cluster to a file."""
+    write_text(path, dump_cluster(cluster))
 
 
 def _node_lines(node: Node, count: int) -> list[str]:
-    lines = [f'site = "{_escaped(node.site)}"'] if node.site else []
-    lines += [f"count = {count}"] if count > 1 else []
-    lines += [f"speed = {_number(node.speed)}"]
-    lines += [f"slots = {node.slots}"] if node.slots is not None else []
-    return lines + (
-        [f"memory = {_number(node.memory)}"] if node.memory is not None else []
-    )
+    lines = []
+    if node.site:
+        lines.append(f'site = "{_escape(node.site)}"')
+    if count > 1:
+        lines.append(f"count = {count}")
+    lines.append(f"speed = {_number_text(node.speed)}")
+    if node.slots is not None:
+        lines.append(f"slots = {node.slots}")
+    if node.memory is not None:
+        lines.append(f"memory = {_number_text(node.memory)}")
+    return lines
 
 
-def _escaped(text: str) -> str:
-    signs = text.replace("\\", "\\\\").replace('"', '\\"')
-    return "".join(
-        sign if sign.isprintable() else f"\\U{ord(sign):08x}" for sign in signs
-    )
+def _matrix_lines(quantity: str, matrix: Sequence[Sequence[float]]) -> list[str]:
+    lines = [f"{quantity} = ["]
+    for row in matrix:
+        numbers = ", ".join(map(_number_text, row))
+        lines.append(f"  [{numbers}],")
+    lines.append("]")
+    return lines
 
 
-def _number(value: float) -> str:
+def _escape(text: str) -> str:
+    quoted = text.replace("\\", "\\\\").replace('"', '\\"')
+    signs = [sign if sign.isprintable() else f"\\U{ord(sign):08x}" for sign in quoted]
+    return "".join(signs)
+
+
+def _number_text(value: float) -> str:
     return repr(float(value))
 
 
 # ---------------------------------------------------------------- reading
 def read_cluster(path: str | Path) -> Cluster:
     """The cluster in a file."""
-    try:
-        text = Path(path).read_bytes().decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise FileError(
-            f"{path} is not text: byte {error.start} is no UTF-8\n  a cluster is a cluster.toml"
-        ) from None
-    except (OSError, ValueError) as error:
-        reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
-        raise FileError(
-            f"cannot read {path}: {reason}\n  name a cluster.toml that exists"
-        ) from None
-    return load_cluster(text, str(path))
+    return load_cluster(read_text(path, "cluster"), str(path))
 
 
 def load_cluster(text: str, source: str = "cluster.toml") -> Cluster:
-    """The cluster that a text holds; `source` is the name of the file in errors."""
-    page = _Page(text, source)
-    try:
-        top: TomlTable = dict(tomllib.loads(text))
-    except (tomllib.TOMLDecodeError, RecursionError) as error:
-        raise FileError(
-            f"{source}: this is not TOML: {error}\n  mend that line"
-        ) from None
-    if top.get("penstock") != "cluster":
-        raise page.error(
-            "this is not a cluster of Penstock's",
-            'a cluster begins with penstock = "cluster"',
-        )
-    page.keys(
-        top, "the cluster", ("penstock", "version", "serial", "nodes", "links", "link")
-    )
-    version = page.number(top.get("version", CLUSTER_VERSION), "version", 1)
-    if version > CLUSTER_VERSION:
-        what = f"this cluster is of version {version:g}, and this Penstock reads versions up to {CLUSTER_VERSION}"
-        raise page.error(what, "upgrade Penstock")
-    nodes = [
-        node
-        for n, entry in enumerate(page.tables(top, "nodes"))
-        for node in _nodes(page, entry, f"nodes[{n}]")
-    ]
+    """The cluster in a text; errors call the file `source`."""
+    page = TomlPage(text, source, "cluster")
+    top = check_kind(page, parse_toml(page), CLUSTER_VERSION)
+    optional = ("version", "serial", "nodes", "links", "link")
+    read_entry(page, (), top, ("penstock",), optional)
+    nodes: list[Node] = []
+    for number, entry in enumerate(_tables(page, top, "nodes")):
+        nodes += _nodes(page, ("nodes", number), entry)
     if not nodes:
-        raise page.error("it has no nodes", "give at least one [[nodes]]")
-    links = top.get("links", {})
-    if not isinstance(links, dict):
-        raise page.error(
-            "links is not a table", "write [links], with latency and bandwidth below it"
-        )
-    page.keys(links, "links", ("latency", "bandwidth", "cities"))
-    if page.truth(links.get("cities", False), "cities"):
-        links = _between_cities(page, links, nodes)
-    latency = _grid(page, links.get("latency", 0.0), "latency", len(nodes), 0.0)
-    bandwidth = _grid(
-        page, links.get("bandwidth", math.inf), "bandwidth", len(nodes), math.inf
-    )
-    for n, entry in enumerate(page.tables(top, "link")):
-        _link(page, entry, f"link[{n}]", nodes, latency, bandwidth)
-    serial = page.truth(top.get("serial", False), "serial")
+        fail(page, (), "the cluster has no nodes", "give at least one [[nodes]]")
+    latency, bandwidth = _links(page, top.get("links", {}), nodes)
+    for number, entry in enumerate(_tables(page, top, "link")):
+        _apply_link(page, ("link", number), entry, nodes, latency, bandwidth)
+    serial = read_flag(page, ("serial",), top.get("serial", False))
     try:
-        return Cluster(tuple(nodes), _frozen(latency), _frozen(bandwidth), serial)
-    except PenstockError as error:
-        raise FileError(f"{source}: {error}") from None
-
-
-class _Page:
-    """A text, to say where in it something is wrong."""
-
-    def __init__(self, text: str, source: str) -> None:
-        self.text, self.source = text, source
-
-    def error(self, what: str, advice: str, key: str = "") -> FileError:
-        found = (
-            re.search(rf"^\s*{re.escape(key)}\s*=", self.text, re.M) if key else None
+        return Cluster(
+            tuple(nodes),
+            tuple(map(tuple, latency)),
+            tuple(map(tuple, bandwidth)),
+            serial,
         )
-        line = f":{self.text.count(chr(10), 0, found.end()) + 1}" if found else ""
-        return FileError(f"{self.source}{line}: {what}\n  {advice}")
-
-    def keys(self, entry: TomlTable, where: str, known: Collection[str]) -> None:
-        for key in entry:
-            if key not in known:
-                near = get_close_matches(key, known, n=1, cutoff=0.4)
-                hint = f"did you mean {near[0]!r}? " if near else ""
-                raise self.error(
-                    f"{where} has no key {key!r}",
-                    f"{hint}known: {', '.join(known)}",
-                    key,
-                )
-
-    def tables(self, top: TomlTable, key: str) -> list[TomlTable]:
-        found = top.get(key, [])
-        if isinstance(found, dict):
-            raise self.error(
-                f"{key} is one table, not a list of them",
-                f"write [[{key}]] with two brackets",
-            )
-        if not isinstance(found, list) or not all(
-            isinstance(entry, dict) for entry in found
-        ):
-            raise self.error(
-                f"{key} is not a list of tables", f"write [[{key}]] above each", key
-            )
-        return [entry for entry in found if isinstance(entry, dict)]
-
-    def number(
-        self, value: Toml, where: str, least: float = -math.inf, most: float = math.inf
-    ) -> float:
-        key = re.split(r"[.\[]", where)[-1] if "." in where else where
-        if (
-            isinstance(value, bool)
-            or not isinstance(value, int | float)
-            or math.isnan(value)
-        ):
-            raise self.error(
-                f"{where} is {value!r}, not a number", "write a number", key
-            )
-        if value < least:
-            raise self.error(
-                f"{where} is {value:g}; the least is {least:g}",
-                f"write a number from {least:g} on",
-                key,
-            )
-        if value > most:
-            raise self.error(
-                f"{where} is too large; the most is {most:g}",
-                f"write a number up to {most:g}",
-                key,
-            )
-        return float(value)
-
-    def whole(self, value: Toml, where: str, least: int = 0) -> int:
-        number = self.number(value, where, least)
-        if not isinstance(value, int) or number > MAX_NODES:
-            key = where.rpartition(".")[2]
-            raise self.error(
-                f"{where} is {value}, not a whole number up to {MAX_NODES}",
-                "write a whole number",
-                key,
-            )
-        return int(number)
-
-    def truth(self, value: Toml, where: str) -> bool:
-        if not isinstance(value, bool):
-            raise self.error(f"{where} is {value!r}", "write true or false", where)
-        return value
+    except ShapeError as error:
+        fail(page, ("links",), str(error), "correct the links")
 
 
-def _nodes(page: _Page, entry: TomlTable, where: str) -> list[Node]:
-    page.keys(entry, where, ("site", "count", "speed", "slots", "memory"))
-    site = entry.get("site", "")
-    if not isinstance(site, str):
-        raise page.error(
-            f"{where}.site is {site!r}, not a text", 'write it in " and "', "site"
-        )
-    slots = (
-        page.whole(entry["slots"], f"{where}.slots", 1) if "slots" in entry else None
+def _tables(page: Page, top: dict[str, Value], key: str) -> list[Value]:
+    """The tables of a list `[[key]]`."""
+    tables = top.get(key, [])
+    if isinstance(tables, dict):
+        what = f"{key} is one table, but it should be a list of tables"
+        fail(page, (key,), what, f"write [[{key}]] with two brackets")
+    if not isinstance(tables, list):
+        what = f"{key} is not a list of tables"
+        fail(page, (key,), what, f"write [[{key}]] above each of them")
+    return tables
+
+
+def _nodes(page: Page, steps: Steps, value: Value) -> list[Node]:
+    """The nodes of a `[[nodes]]`: equal ones, as many as its count says."""
+    keys = ("site", "count", "speed", "slots", "memory")
+    entry = read_entry(page, steps, value, (), keys)
+    site = read_string(page, (*steps, "site"), entry.get("site", ""))
+    slots = None
+    if "slots" in entry:
+        slots_steps = (*steps, "slots")
+        slots = read_whole(page, slots_steps, entry["slots"], least=1, most=MAX_SLOTS)
+    memory = None
+    if "memory" in entry:
+        memory = _any_number(page, (*steps, "memory"), entry["memory"])
+    speed = _any_number(page, (*steps, "speed"), entry.get("speed", 1.0))
+    count_steps = (*steps, "count")
+    count = read_whole(
+        page, count_steps, entry.get("count", 1), least=1, most=MAX_NODES
     )
-    memory = (
-        page.number(entry["memory"], f"{where}.memory") if "memory" in entry else None
-    )
-    count = page.whole(entry.get("count", 1), f"{where}.count", 1)
     try:
-        return [
-            Node(
-                site,
-                page.number(entry.get("speed", 1.0), f"{where}.speed"),
-                slots,
-                memory,
-            )
-        ] * count
-    except FileError:
-        raise
-    except PenstockError as error:
-        raise page.error(f"{where}: {error}", "mend this node") from None
+        return [Node(site, speed, slots, memory)] * count
+    except ShapeError as error:
+        fail(page, steps, str(error), "correct this node")
 
 
-def _grid(page: _Page, value: Toml, word: str, nodes: int, own: float) -> LinkMatrix:
-    """One number for all pairs, or [from][to]; nothing is sent from a node to itself."""
+def _any_number(page: Page, steps: Steps, value: Value) -> float:
+    """A number whose range is checked elsewhere."""
+    return read_number(page, steps, value, -math.inf, math.inf)
+
+
+# ---------------------------------------------------------------- links
+def _links(page: Page, value: Value, nodes: list[Node]) -> tuple[NodePairs, NodePairs]:
+    """The latency and the bandwidth of every pair of nodes, from `[links]`."""
+    if not isinstance(value, dict):
+        advice = "write [links], with latency and bandwidth below it"
+        fail(page, ("links",), "links is not a table", advice)
+    links = read_entry(page, ("links",), value, (), ("latency", "bandwidth", "cities"))
+    latency = _every_pair(len(nodes), 0.0, diagonal=0.0)
+    bandwidth = _every_pair(len(nodes), math.inf, diagonal=math.inf)
+    if read_flag(page, ("links", "cities"), links.get("cities", False)):
+        between = _between_cities(page, nodes)
+        latency = [list(row) for row in between.latency]
+        bandwidth = [list(row) for row in between.bandwidth]
+    if "latency" in links:
+        steps = ("links", "latency")
+        latency = _pairs(page, steps, links["latency"], len(nodes), 0.0, MAX_LATENCY)
+    if "bandwidth" in links:
+        steps = ("links", "bandwidth")
+        bandwidth = _pairs(
+            page, steps, links["bandwidth"], len(nodes), math.inf, math.inf
+        )
+    return latency, bandwidth
+
+
+def _pairs(
+    page: Page, steps: Steps, value: Value, nodes: int, diagonal: float, most: float
+) -> NodePairs:
+    """One number for all pairs, or a matrix [from][to].
+
+    `Cluster` rejects numbers that are too small, but not on the diagonal, since no message
+    goes from a node to itself.
+    """
     if not isinstance(value, list):
-        number = page.number(value, f"links.{word}", most=MAX_LINK_VALUE[word])
-        return [[own if i == j else number for j in range(nodes)] for i in range(nodes)]
+        number = read_number(page, steps, value, -math.inf, most)
+        return _every_pair(nodes, number, diagonal)
+    quantity = steps[-1]
     if len(value) != nodes:
-        what = f"the {word} matrix has {len(value)} rows, but there are {nodes} nodes"
-        raise page.error(what, "give one row a node, and in it one number a node", word)
-    for number, row in enumerate(value):
+        what = (
+            f"the {quantity} matrix has {len(value)} rows, but there are {nodes} nodes"
+        )
+        advice = "give one row per node, with one number per node"
+        fail(page, steps, what, advice)
+    matrix = []
+    for i, row in enumerate(value):
         if not isinstance(row, list) or len(row) != nodes:
             size = len(row) if isinstance(row, list) else 1
-            what = f"row {number} of the {word} matrix has {size} numbers, but there are {nodes} nodes"
-            raise page.error(what, "give one number a node", word)
-    rows = [row for row in value if isinstance(row, list)]
-    return [
-        [
-            page.number(cell, f"links.{word}[{i}][{j}]", most=MAX_LINK_VALUE[word])
-            for j, cell in enumerate(row)
-        ]
-        for i, row in enumerate(rows)
-    ]
+            what = (
+                f"row {i} of the {quantity} matrix has {size} numbers, "
+                f"but there are {nodes} nodes"
+            )
+            fail(page, steps, what, "give one number per node")
+        numbers = []
+        for j, cell in enumerate(row):
+            numbers.append(read_number(page, (*steps, i, j), cell, -math.inf, most))
+        matrix.append(numbers)
+    return matrix
 
 
-def _between_cities(page: _Page, links: TomlTable, nodes: list[Node]) -> TomlTable:
-    """Latency from distance and bandwidth from latency, where they are not given."""
+def _every_pair(nodes: int, number: float, diagonal: float) -> NodePairs:
+    matrix = [[number] * nodes for _ in range(nodes)]
+    for node in range(nodes):
+        matrix[node][node] = diagonal
+    return matrix
+
+
+def _between_cities(page: Page, nodes: list[Node]) -> Cluster:
+    """A cluster with latency from distance and bandwidth from latency."""
     try:
-        found = Cluster.geo([node.site for node in nodes])
+        return Cluster.geo([node.site for node in nodes])
     except PenstockError as error:
-        raise page.error(
-            f"links.cities, but {error}",
-            "write its latency and bandwidth instead",
-            "cities",
-        ) from None
-    made: TomlTable = {
-        word: [list(row) for row in getattr(found, word)]
-        for word in ("latency", "bandwidth")
-    }
-    return made | {word: value for word, value in links.items() if word != "cities"}
+        what, _, known = str(error).partition("\n")
+        advice = f"write its latency and bandwidth instead; {known}"
+        fail(page, ("links", "cities"), f"links.cities is true, but {what}", advice)
 
 
-def _link(
-    page: _Page,
-    entry: TomlTable,
-    where: str,
+def _apply_link(
+    page: Page,
+    steps: Steps,
+    value: Value,
     nodes: list[Node],
-    latency: LinkMatrix,
-    bandwidth: LinkMatrix,
+    latency: NodePairs,
+    bandwidth: NodePairs,
 ) -> None:
-    page.keys(entry, where, ("between", "latency", "bandwidth", "oneway"))
+    """Write the numbers of a `[[link]]` into the matrices."""
+    keys = ("between", "latency", "bandwidth", "oneway")
+    entry = read_entry(page, steps, value, (), keys)
     ends = entry.get("between")
     if not isinstance(ends, list) or len(ends) != 2:
-        raise page.error(
-            f"{where} does not say between what",
-            'write between = ["site", "site"] or [node, node]',
+        what = f"link[{steps[-1]}] does not name its two ends"
+        advice = 'write between = ["site", "site"] or [node, node]'
+        fail(page, (*steps, "between"), what, advice)
+    sources = _nodes_at(page, steps, ends[0], nodes)
+    targets = _nodes_at(page, steps, ends[1], nodes)
+    oneway = read_flag(page, (*steps, "oneway"), entry.get("oneway", False))
+    if "latency" in entry:
+        number_steps = (*steps, "latency")
+        number = read_number(page, number_steps, entry["latency"], 0.0, MAX_LATENCY)
+        _set_pairs(latency, sources, targets, number, oneway)
+    if "bandwidth" in entry:
+        number_steps = (*steps, "bandwidth")
+        number = read_number(
+            page, number_steps, entry["bandwidth"], MIN_BANDWIDTH, math.inf
         )
-    sources, targets = (_end(page, end, where, nodes) for end in ends)
-    oneway = page.truth(entry.get("oneway", False), "oneway")
-    for word, grid, least in (
-        ("latency", latency, 0.0),
-        ("bandwidth", bandwidth, 1e-30),
-    ):
-        if word in entry:
-            number = page.number(
-                entry[word], f"{where}.{word}", least, MAX_LINK_VALUE[word]
-            )
-            for i in sources:
-                for j in targets:
-                    if i != j:
-                        grid[i][j] = number
-                        grid[j][i] = grid[j][i] if oneway else number
+        _set_pairs(bandwidth, sources, targets, number, oneway)
 
 
-def _end(page: _Page, end: Toml, where: str, nodes: list[Node]) -> list[int]:
+def _set_pairs(
+    matrix: NodePairs,
+    sources: list[int],
+    targets: list[int],
+    number: float,
+    oneway: bool,
+) -> None:
+    for source in sources:
+        for target in targets:
+            if source == target:
+                continue
+            matrix[source][target] = number
+            if not oneway:
+                matrix[target][source] = number
+
+
+def _nodes_at(page: Page, steps: Steps, end: Value, nodes: list[Node]) -> list[int]:
     """The nodes at one end of a link."""
+    where = page.find_value((*steps, "between"))
+    name = f"link[{steps[-1]}]"
     if isinstance(end, int) and not isinstance(end, bool):
         if not 0 <= end < len(nodes):
-            raise page.error(
-                f"{where} names node {end}, but there are nodes 0..{len(nodes) - 1}",
-                "name one of these",
-            )
+            last = len(nodes) - 1
+            what = f"{name} names node {end}, but there are nodes 0..{last}"
+            fail_at(page, where, what, "name one of these")
         return [end]
     sites = sorted({node.site for node in nodes if node.site})
     if not isinstance(end, str) or end not in sites:
         near = get_close_matches(str(end), sites, n=1, cutoff=0.4)
         hint = f"did you mean {near[0]!r}? " if near else ""
-        raise page.error(
-            f"{where} names the site {end!r}, where no node is",
-            f"{hint}sites: {', '.join(sites)}",
-        )
+        what = f"{name} names the site {end!r}, but no node is there"
+        fail_at(page, where, what, f"{hint}sites: {', '.join(sites)}")
     return [number for number, node in enumerate(nodes) if node.site == end]
-
-
-def _frozen(grid: LinkMatrix) -> Matrix:
-    return tuple(map(tuple, grid))

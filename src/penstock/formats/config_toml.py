@@ -3,17 +3,17 @@
     config.toml ──► values ──┬── --set model.layers=24 ──► Config ──► check
     preset "tiny" ───────────┘
 
-A key or a section that nobody knows is refused with the nearest one that somebody does.
+An unknown key or section is an error that names the nearest known one.
 """
 
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields, replace
 from math import inf
 from pathlib import Path
-from typing import TypeAlias
+from typing import NoReturn, TypeAlias
 
 from penstock.config import (
     PRESETS,
@@ -27,86 +27,91 @@ from penstock.config import (
     check_config,
     names_a_file,
 )
-from penstock.errors import ConfigError, FileError, UnknownNameError
+from penstock.errors import ConfigError, UnknownNameError
+from penstock.formats.text import (
+    Page,
+    Steps,
+    draw_fault,
+    read_text,
+    suggest_name,
+)
+from penstock.formats.toml_text import TomlPage, parse_toml
 
-Value: TypeAlias = "str | int | float | bool | tuple[str, ...] | tuple[int, ...]"
+Setting: TypeAlias = "str | int | float | bool | tuple[str, ...] | tuple[int, ...]"
 Section: TypeAlias = (
     ModelConfig | DataConfig | ScheduleConfig | MeshConfig | OptimizerConfig | RunConfig
 )
+Refuse: TypeAlias = Callable[[Steps, str, str], NoReturn]  # key, fault, advice
+
 SECTIONS = tuple(section.name for section in fields(Config))
+DEFAULT_PRESET = "tiny"
+TYPE_NAMES = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "a string",
+}
 
 
 def preset(name: str) -> Config:
-    """One of the configs that come along."""
+    """One of the presets."""
     if name not in PRESETS:
         raise UnknownNameError("preset", name, PRESETS)
     return PRESETS[name]
 
 
+# ---------------------------------------------------------------- reading
 def read_config(path: str | Path, changes: Iterable[str] = ()) -> Config:
-    """The config in a file, changed by `section.key=value` each."""
-    try:
-        text = Path(path).read_bytes().decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise FileError(
-            f"{path} is not text: byte {error.start} is no UTF-8\n  a config is a TOML text"
-        ) from None
-    except OSError as error:
-        raise FileError(
-            f"cannot read {path}: {error.strerror}\n  write one with `penstock init`"
-        ) from None
+    """The config in a file, with changes `section.key=value`."""
+    text = read_text(path, "config", "write one with `penstock init`")
     return load_config(text, str(path), changes)
 
 
 def load_config(
     text: str, source: str = "config.toml", changes: Iterable[str] = ()
 ) -> Config:
-    """The config that a text holds; what it leaves out is as in the preset "tiny", or in `preset = "..."`."""
-    try:
-        values = tomllib.loads(text)
-    except (
-        ValueError,
-        RecursionError,
-    ) as error:  # a number of too many digits, brackets in brackets
-        raise FileError(f"{source} is no TOML: {error}") from None
-    base = preset(_word(source, values.pop("preset", "tiny")))
+    """The config in a text; errors call the file `source`.
+
+    Values that the text leaves out come from its `preset = "..."`, or from "tiny".
+    """
+    page = TomlPage(text, source, "config")
+    values = parse_toml(page)
+    refuse = _refuse_in_file(page)
+    name = values.pop("preset", DEFAULT_PRESET)
+    if not isinstance(name, str):
+        what = 'preset must be a name in quotes, preset = "tiny"'
+        refuse(("preset",), what, "")
+    config = preset(name)
     for name, section in values.items():
         if name not in SECTIONS:
-            raise ConfigError(
-                f"{source}: {UnknownNameError('section', name, SECTIONS)}"
-            )
+            what = f"a config has no section {name!r}"
+            refuse((name,), what, suggest_name(name, SECTIONS))
         if not isinstance(section, dict):
-            raise ConfigError(
-                f"{source}: {name} is a section; write [{name}] above its keys"
-            )
-        base = _with(base, name, section, source)
-    return check_config(apply_changes(base, changes))
+            what = f"{name} is a section; write [{name}] above its keys"
+            refuse((name,), what, "")
+        config = _with_values(config, name, section, refuse)
+    return check_config(apply_changes(config, changes))
 
 
 def written_keys(source: Path | None, changes: Iterable[str]) -> frozenset[str]:
-    """The values that somebody has written, as section.key: with --set, or in a config. A run's folder has a config
-    that the run wrote itself, so what is in it does not count."""
+    """The values that a person has written, as section.key: with --set or in a config.
+
+    `source` is not a file if it is the folder of a run. The run wrote the config in there,
+    so its values do not count.
+    """
     keys = {change.partition("=")[0].strip() for change in changes}
     if source is not None and source.is_file():
-        values = tomllib.loads(source.read_bytes().decode("utf-8-sig"))
-        keys |= {
-            f"{name}.{key}"
-            for name, section in values.items()
-            if isinstance(section, dict)
-            for key in section
-        }
+        page = TomlPage(read_text(source, "config"), str(source), "config")
+        for name, section in parse_toml(page).items():
+            if isinstance(section, dict):
+                keys |= {f"{name}.{key}" for key in section}
     return frozenset(keys)
 
 
-def _word(source: str, value: object) -> str:
-    if not isinstance(value, str):
-        raise ConfigError(f'{source}: preset must be a name in quotes, preset = "tiny"')
-    return value
-
-
 def apply_changes(config: Config, changes: Iterable[str]) -> Config:
-    """A config with changes `section.key=value`; a value is TOML, or a text without quotes."""
+    """A config with changes `section.key=value`, where a value is TOML or bare text."""
     for change in changes:
+        refuse = _refuse_in_change(change)
         name, equals, text = change.partition("=")
         section, dot, key = name.strip().partition(".")
         if not equals or not dot:
@@ -114,132 +119,161 @@ def apply_changes(config: Config, changes: Iterable[str]) -> Config:
                 f"--set {change} is not section.key=value, as in --set model.layers=24"
             )
         if section not in SECTIONS:
-            raise ConfigError(
-                f"--set {change}: {UnknownNameError('section', section, SECTIONS)}"
-            )
-        config = _with(config, section, {key: _value(text.strip())}, f"--set {change}")
+            what = f"a config has no section {section!r}"
+            refuse((section,), what, suggest_name(section, SECTIONS))
+        value = _parse_value(text.strip())
+        config = _with_values(config, section, {key: value}, refuse)
     return config
 
 
-def _value(text: str) -> object:
-    """A value as TOML has it; quotes, which a shell takes away, may be missing, also in a list.
+def _refuse_in_file(page: Page) -> Refuse:
+    """How to reject a value of a file: with its line drawn."""
 
-    >>> _value("24"), _value("notes"), _value("[notes, b.txt]")
+    def refuse(steps: Steps, what: str, advice: str) -> NoReturn:
+        raise ConfigError(draw_fault(page, page.find_key(steps), what, advice))
+
+    return refuse
+
+
+def _refuse_in_change(change: str) -> Refuse:
+    """How to reject a value of --set."""
+
+    def refuse(steps: Steps, what: str, advice: str) -> NoReturn:
+        ending = f"\n  {advice}" if advice else ""
+        raise ConfigError(f"--set {change}: {what}{ending}")
+
+    return refuse
+
+
+def _parse_value(text: str) -> object:
+    """A TOML value, in which quotes may be missing because a shell removes them.
+
+    >>> _parse_value("24"), _parse_value("notes"), _parse_value("[notes, b.txt]")
     (24, 'notes', ['notes', 'b.txt'])
     """
     try:
         return tomllib.loads(f"x = {text}")["x"]
     except (ValueError, RecursionError):
-        inside = text[1:-1].split(",") if text[:1] == "[" and text[-1:] == "]" else None
-        return (
-            text if inside is None else [one.strip() for one in inside if one.strip()]
-        )
+        pass
+    is_list = text.startswith("[") and text.endswith("]")
+    if not is_list:
+        return text
+    items = [item.strip() for item in text[1:-1].split(",")]
+    return [item for item in items if item]
 
 
-def _with(
-    config: Config, name: str, given: Mapping[str, object], source: str
+def _with_values(
+    config: Config, name: str, given: Mapping[str, object], refuse: Refuse
 ) -> Config:
-    """A config with some values of one section."""
+    """A config with other values in one section."""
     section: Section = getattr(config, name)
-    known = {item.name: getattr(section, item.name) for item in fields(section)}
-    values: dict[str, Value] = {}
+    defaults = {item.name: getattr(section, item.name) for item in fields(section)}
+    values: dict[str, Setting] = {}
     for key, value in given.items():
-        if key not in known:
-            raise ConfigError(
-                f"{source}: {UnknownNameError(f'key in [{name}]', key, known)}"
-            )
-        values[key] = _typed(f"{name}.{key}", value, known[key], source)
+        if key not in defaults:
+            what = f"[{name}] has no key {key!r}"
+            refuse((name, key), what, suggest_name(key, defaults))
+        values[key] = _convert((name, key), value, defaults[key], refuse)
     return replace(config, **{name: replace(section, **values)})  # type: ignore[arg-type]
 
 
-def _typed(name: str, value: object, default: Value, source: str) -> Value:
-    """A value of the kind of its default."""
+def _convert(
+    steps: tuple[str, str], value: object, default: Setting, refuse: Refuse
+) -> Setting:
+    """A value of the same type as its default."""
     if isinstance(default, tuple):
-        listed = (
-            [value]
-            if isinstance(value, str | int) and not isinstance(value, bool)
-            else value
-        )
-        listed = [] if listed == [""] and value == "" else listed  # --set data.sources=
-        kind: type[str] | type[int] = int if name.endswith("partition") else str
-        if isinstance(listed, list) and all(type(one) is kind for one in listed):
-            return tuple(map(_from_home, listed)) if kind is str else tuple(listed)
-        raise ConfigError(
-            f"{source}: {name} must be a list of {'whole numbers' if kind is int else 'texts'}, in [ ]"
-        )
-    if (
-        isinstance(default, float)
-        and isinstance(value, int)
-        and not isinstance(value, bool)
-    ):
+        return _convert_list(steps, value, refuse)
+    is_whole = isinstance(value, int) and not isinstance(value, bool)
+    if isinstance(default, float) and is_whole:
+        assert isinstance(value, int)
         return float(value) if abs(value) < 1 << 1000 else inf
-    if type(value) is type(default):
-        return _from_home(value) if isinstance(value, str) else value
-    kinds = {
-        bool: "true or false",
-        int: "a whole number",
-        float: "a number",
-        str: "a text",
-    }
-    raise ConfigError(f"{source}: {name} must be {kinds[type(default)]}, not {value!r}")
+    if type(value) is not type(default):
+        name = ".".join(steps)
+        what = f"{name} must be {TYPE_NAMES[type(default)]}, not {value!r}"
+        refuse(steps, what, "")
+    if isinstance(value, str):
+        return _expand_home(value)
+    assert isinstance(value, int | float)
+    return value
 
 
-def _from_home(text: str) -> str:
-    """A path that begins at home, as a shell has it: what stands after an `=` a shell leaves as it is."""
+def _convert_list(steps: tuple[str, str], value: object, refuse: Refuse) -> Setting:
+    """A list of strings or whole numbers; a single one needs no brackets."""
+    items: list[object] = []
+    if isinstance(value, list):
+        items = value
+    elif value != "":  # --set data.sources= means an empty list
+        items = [value]
+    if steps[-1] == "partition":
+        numbers = [item for item in items if type(item) is int]
+        if len(numbers) == len(items):
+            return tuple(numbers)
+        item_type = "whole numbers"
+    else:
+        texts = [item for item in items if isinstance(item, str)]
+        if len(texts) == len(items):
+            return tuple(map(_expand_home, texts))
+        item_type = "strings"
+    what = f"{'.'.join(steps)} must be a list of {item_type}, in [ ]"
+    refuse(steps, what, "")
+
+
+def _expand_home(text: str) -> str:
+    """A path with ~/ replaced, because a shell does not expand it after an `=`."""
     return str(Path(text).expanduser()) if text.startswith("~/") else text
 
 
 # ---------------------------------------------------------------- writing
 def with_absolute_paths(config: Config) -> Config:
-    """The same, with every file and folder it names as it is found from anywhere: a run may go on from elsewhere."""
+    """A config whose files and folders can be found from any working directory.
 
-    def found(name: str) -> str:
-        return str(Path(name).expanduser().absolute())
+    A run may be resumed from another one.
+    """
+    model = config.model
+    if model.weights:
+        model = replace(model, weights=_absolute(model.weights))
+    data = config.data
+    data = replace(data, sources=tuple(map(_absolute, data.sources)))
+    if names_a_file(data.tokenizer):
+        data = replace(data, tokenizer=_absolute(data.tokenizer))
+    schedule = config.schedule
+    if Path(schedule.name).suffix:
+        schedule = replace(schedule, name=_absolute(schedule.name))
+    return replace(config, model=model, data=data, schedule=schedule)
 
-    model, data, schedule = config.model, config.data, config.schedule
-    return replace(
-        config,
-        model=replace(model, weights=model.weights and found(model.weights)),
-        data=replace(
-            data,
-            sources=tuple(map(found, data.sources)),
-            tokenizer=found(data.tokenizer)
-            if names_a_file(data.tokenizer)
-            else data.tokenizer,
-        ),
-        schedule=replace(
-            schedule,
-            name=found(schedule.name) if Path(schedule.name).suffix else schedule.name,
-        ),
-    )
+
+def _absolute(name: str) -> str:
+    return str(Path(name).expanduser().absolute())
 
 
 def dump_config(
-    config: Config, title: str = "A run of Penstock's: penstock train config.toml"
+    config: Config, title: str = "A Penstock run: penstock train config.toml"
 ) -> str:
-    """A config as commented TOML; `load_config` makes an equal one of it."""
+    """A config as commented TOML, from which `load_config` builds an equal config."""
     lines = [f"# {title}"]
     for name in SECTIONS:
         section = getattr(config, name)
         lines += ["", f"[{name}]"]
         for item in fields(section):
-            lines.append(
-                f"{f'{item.name} = {_text(getattr(section, item.name))}':<32} # {item.metadata['about']}"
-            )
+            value = _value_text(getattr(section, item.name))
+            assignment = f"{item.name} = {value}"
+            lines.append(f"{assignment:<32} # {item.metadata['about']}")
     return "\n".join(lines) + "\n"
 
 
-def _text(value: Value) -> str:
+def _value_text(value: Setting) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, tuple):
-        return f"[{', '.join(map(_text, value))}]"
+        items = ", ".join(map(_value_text, value))
+        return f"[{items}]"
     if isinstance(value, str):
-        return '"' + "".join(_escape(sign) for sign in value) + '"'
+        escaped = "".join(map(_escape_sign, value))
+        return f'"{escaped}"'
     return repr(value)
 
 
-def _escape(sign: str) -> str:
+def _escape_sign(sign: str) -> str:
     if sign in '"\\':
         return "\\" + sign
     return sign if sign.isprintable() else f"\\U{ord(sign):08x}"

@@ -1,4 +1,4 @@
-"""profile.json: what was measured, and the curves fitted to it.
+"""profile.json: measured times and bytes, and the curves fitted to them.
 
     {
       "penstock": "profile",
@@ -17,11 +17,12 @@
           ]
         }, ...
       },
-      "network": {"latency": 2e-05, "bandwidth": 1e9, "serial": true}   a number, or rows; null: endless
+      "network": {"latency": 2e-05, "bandwidth": 1e9, "serial": true}   a number, or rows; null means unlimited
     }
 
-Where embedding and head share a weight there is "tied" too: the bytes of that weight, its gradient and AdamW's state.
-A table is not stored: it is the formula and the points that took part in the fit. Errors name line and column.
+If the embedding and the head share a weight, "tied" gives the bytes of that weight, its
+gradient and its AdamW state. A table is not stored, since it follows from the formula and
+the points that took part in the fit.
 """
 
 from __future__ import annotations
@@ -37,18 +38,27 @@ from penstock.cost.network import Network, PerPair
 from penstock.cost.profile import Block, Point, Profile
 from penstock.errors import ShapeError
 from penstock.formats.fields import (
+    check_kind,
     fact_text,
     read_entry,
     read_facts_field,
+    read_flag,
     read_list,
     read_number,
     read_string,
-    read_text,
-    read_top,
     read_whole,
+)
+from penstock.formats.json_text import JsonPage, parse_json
+from penstock.formats.text import (
+    Page,
+    Steps,
+    Value,
+    describe_value,
+    fail,
+    read_text,
+    value_name,
     write_text,
 )
-from penstock.formats.text import Json, Page, Steps, describe_value, fail, value_name
 from penstock.ir.action import Op
 from penstock.ir.plan import Facts
 
@@ -57,21 +67,21 @@ BLOCK_NAMES = ("embed", "layer", "head")
 PROFILED_OPS = (Op.F, Op.B, Op.I, Op.W)
 CURVE_TERMS = ("base", "token", "prefix", "pair")
 BYTE_FIELDS = ("held", "kept", "weights", "update")
-MIN_SECONDS = 1e-15  # seconds that are any time at all
+MIN_SECONDS = 1e-15  # a shorter time counts as no time at all
 
 
 # ---------------------------------------------------------------- writing
 def dump_profile(profile: Profile) -> str:
-    """A profile as text: one line a fit or point."""
+    """The text of a profile, with one line per fit and per point."""
+    fields = ["layers", "tokens", "rows", "message", "turn"]
+    if profile.tied:
+        fields.append("tied")
+    sizes = ", ".join(f'"{field}": {getattr(profile, field)!r}' for field in fields)
     blocks = {name: _block_text(getattr(profile, name)) for name in BLOCK_NAMES}
-    words: tuple[str, ...] = ("layers", "tokens", "rows", "message", "turn")
-    words += ("tied",) if profile.tied else ()
-    sizes = ", ".join(f'"{word}": {getattr(profile, word)!r}' for word in words)
-    net = profile.network
     network = {
-        "latency": net.latency,
-        "bandwidth": _endless(net.bandwidth),
-        "serial": net.serial,
+        "latency": profile.network.latency,
+        "bandwidth": _infinity_as_null(profile.network.bandwidth),
+        "serial": profile.network.serial,
     }
     lines = (
         '"penstock": "profile"',
@@ -79,31 +89,33 @@ def dump_profile(profile: Profile) -> str:
         sizes,
         f'"model": {_facts_text(profile.model)}',
         f'"device": {_facts_text(profile.device)}',
-        f'"blocks": {_object(blocks, 4)}',
+        f'"blocks": {_object_text(blocks, 4)}',
         f'"network": {json.dumps(network)}',
     )
     return "{\n  " + ",\n  ".join(lines) + "\n}\n"
 
 
 def write_profile(profile: Profile, path: str | Path) -> None:
-    """Writes a profile's text to a file."""
+    """Write a profile to a file."""
     write_text(path, dump_profile(profile))
 
 
 def _block_text(block: Block) -> str:
+    entries = {field: repr(float(getattr(block, field))) for field in BYTE_FIELDS}
     fits = {op.value: json.dumps(_fit_entry(block.fit(op))) for op in PROFILED_OPS}
-    points = ",\n        ".join(
-        json.dumps(_point_entry(point)) for point in block.points
-    )
-    entries = {word: repr(float(getattr(block, word))) for word in BYTE_FIELDS}
-    entries |= {"fits": _object(fits, 8), "points": f"[\n        {points}\n      ]"}
-    return _object(entries, 6)
+    entries["fits"] = _object_text(fits, 8)
+    points = [json.dumps(_point_entry(point)) for point in block.points]
+    point_lines = ",\n        ".join(points)
+    entries["points"] = f"[\n        {point_lines}\n      ]"
+    return _object_text(entries, 6)
 
 
 def _fit_entry(fit: Fit) -> dict[str, str | float]:
-    formula = fit.curve.formula if isinstance(fit.curve, CorrectedCurve) else fit.curve
+    formula = fit.curve
+    if isinstance(formula, CorrectedCurve):
+        formula = formula.formula
     assert isinstance(formula, Seconds)
-    terms = {word: getattr(formula, word) for word in CURVE_TERMS}
+    terms = {term: getattr(formula, term) for term in CURVE_TERMS}
     return {"form": fit.form, **terms, "worst": fit.worst, "median": fit.median}
 
 
@@ -112,29 +124,29 @@ def _point_entry(point: Point) -> dict[str, int | float | bool]:
         "tokens": point.tokens,
         "prefix": point.prefix,
     }
-    entry |= {op.value: point.of(op) for op in PROFILED_OPS}
-    return entry | ({"held_out": True} if point.held_out else {})
+    for op in PROFILED_OPS:
+        entry[op.value] = point.of(op)
+    if point.held_out:
+        entry["held_out"] = True
+    return entry
 
 
 def _facts_text(facts: Facts) -> str:
-    return (
-        "{"
-        + ", ".join(f"{json.dumps(key)}: {fact_text(key, fact)}" for key, fact in facts)
-        + "}"
-    )
+    entries = [f"{json.dumps(key)}: {fact_text(key, fact)}" for key, fact in facts]
+    return "{" + ", ".join(entries) + "}"
 
 
-def _object(entries: dict[str, str], indent: int) -> str:
-    lines = f",\n{' ' * indent}".join(
-        f'"{key}": {text}' for key, text in entries.items()
-    )
-    return f"{{\n{' ' * indent}{lines}\n{' ' * (indent - 2)}}}"
+def _object_text(entries: dict[str, str], indent: int) -> str:
+    margin = " " * indent
+    outer_margin = " " * (indent - 2)
+    lines = [f'{margin}"{key}": {text}' for key, text in entries.items()]
+    return "{\n" + ",\n".join(lines) + f"\n{outer_margin}}}"
 
 
-def _endless(value: PerPair) -> Json:
-    """Numbers that JSON has: infinity is null."""
+def _infinity_as_null(value: PerPair) -> Value:
+    """Numbers in JSON, which has no infinity."""
     if isinstance(value, tuple):
-        return [[None if math.isinf(one) else one for one in row] for row in value]
+        return [[_infinity_as_null(number) for number in row] for row in value]
     return None if math.isinf(value) else value
 
 
@@ -145,10 +157,10 @@ def read_profile(path: str | Path) -> Profile:
 
 
 def load_profile(text: str, source: str = "profile.json") -> Profile:
-    """The profile that a text holds; `source` is the name of the file in errors."""
-    page = Page(text, source, "profile")
-    top = read_top(page, PROFILE_VERSION)
-    known = (
+    """The profile in a text; errors call the file `source`."""
+    page = JsonPage(text, source, "profile")
+    top = check_kind(page, parse_json(page), PROFILE_VERSION)
+    required = (
         "penstock",
         "version",
         "layers",
@@ -160,23 +172,18 @@ def load_profile(text: str, source: str = "profile.json") -> Profile:
         "blocks",
         "network",
     )
-    read_entry(page, (), top, known, ("turn", "tied"))
-    layers, tokens, rows = (
-        read_whole(page, (word,), top[word], least=1)
-        for word in ("layers", "tokens", "rows")
-    )
+    read_entry(page, (), top, required, ("turn", "tied"))
+    layers = read_whole(page, ("layers",), top["layers"], least=1)
+    tokens = read_whole(page, ("tokens",), top["tokens"], least=1)
+    rows = read_whole(page, ("rows",), top["rows"], least=1)
     blocks = read_entry(page, ("blocks",), top["blocks"], BLOCK_NAMES, ())
-    embed, layer, head = (
-        _block(page, ("blocks", name), blocks[name]) for name in BLOCK_NAMES
-    )
+    embed = _block(page, ("blocks", "embed"), blocks["embed"])
+    layer = _block(page, ("blocks", "layer"), blocks["layer"])
+    head = _block(page, ("blocks", "head"), blocks["head"])
     for op in (Op.F, Op.B):
         if layer.fit(op).curve.of(tokens, 0) < MIN_SECONDS:
-            fail(
-                page,
-                ("blocks", "layer", "fits", op.value),
-                f"{op.value} of a layer takes no time",
-                "measure again",
-            )
+            steps = ("blocks", "layer", "fits", op.value)
+            fail(page, steps, f"{op.value} of a layer takes no time", "measure again")
     return Profile(
         layers,
         tokens,
@@ -193,125 +200,94 @@ def load_profile(text: str, source: str = "profile.json") -> Profile:
     )
 
 
-def _block(page: Page, steps: Steps, value: Json) -> Block:
+def _block(page: Page, steps: Steps, value: Value) -> Block:
     entry = read_entry(page, steps, value, (*BYTE_FIELDS, "fits", "points"), ())
     points = read_list(page, (*steps, "points"), entry["points"], _point)
-    if not any(not point.held_out for point in points):
-        fail(
-            page,
-            (*steps, "points"),
-            "there is no point that took part in the fits",
-            "measure again",
-        )
-    fits = read_entry(
-        page, (*steps, "fits"), entry["fits"], [op.value for op in PROFILED_OPS], ()
-    )
-    f, b, i, w = (
-        _fit(page, (*steps, "fits", op.value), fits[op.value], points, op)
-        for op in PROFILED_OPS
-    )
+    if all(point.held_out for point in points):
+        what = "no point took part in the fits"
+        fail(page, (*steps, "points"), what, "measure again")
+    ops = [op.value for op in PROFILED_OPS]
+    fit_entries = read_entry(page, (*steps, "fits"), entry["fits"], ops, ())
+    fits = []
+    for op in PROFILED_OPS:
+        op_steps = (*steps, "fits", op.value)
+        fits.append(_fit(page, op_steps, fit_entries[op.value], points, op))
+    sizes = [read_number(page, (*steps, field), entry[field]) for field in BYTE_FIELDS]
     return Block(
         points,
-        f,
-        b,
-        i,
-        w,
-        *(read_number(page, (*steps, word), entry[word]) for word in BYTE_FIELDS),
+        F=fits[0],
+        B=fits[1],
+        I=fits[2],
+        W=fits[3],
+        **dict(zip(BYTE_FIELDS, sizes, strict=True)),
     )
 
 
-def _point(page: Page, steps: Steps, value: Json) -> Point:
-    entry = read_entry(
-        page,
-        steps,
-        value,
-        ("tokens", "prefix", *(op.value for op in PROFILED_OPS)),
-        ("held_out",),
-    )
+def _point(page: Page, steps: Steps, value: Value) -> Point:
+    ops = [op.value for op in PROFILED_OPS]
+    entry = read_entry(page, steps, value, ("tokens", "prefix", *ops), ("held_out",))
     tokens = read_whole(page, (*steps, "tokens"), entry["tokens"], least=1)
     prefix = read_whole(page, (*steps, "prefix"), entry["prefix"])
-    f, b, i, w = (
-        read_number(page, (*steps, op.value), entry[op.value]) for op in PROFILED_OPS
-    )
-    return Point(
-        tokens,
-        prefix,
-        f,
-        b,
-        i,
-        w,
-        _truth(page, (*steps, "held_out"), entry.get("held_out", False)),
-    )
+    f, b, i, w = (read_number(page, (*steps, op), entry[op]) for op in ops)
+    held_out = read_flag(page, (*steps, "held_out"), entry.get("held_out", False))
+    return Point(tokens, prefix, f, b, i, w, held_out)
 
 
-def _fit(page: Page, steps: Steps, value: Json, points: Iterable[Point], op: Op) -> Fit:
-    entry = read_entry(
-        page, steps, value, ("form", *CURVE_TERMS, "worst", "median"), ()
-    )
-    formula = Seconds(
-        *(read_number(page, (*steps, word), entry[word]) for word in CURVE_TERMS)
-    )
-    form = read_string(page, (*steps, "form"), entry["form"])
-    if form not in ("formula", "table"):
-        what = f"{value_name(page, (*steps, 'form'))} is {describe_value(form)}"
-        fail(page, (*steps, "form"), what, 'a fit is a "formula" or a "table"')
+def _fit(
+    page: Page, steps: Steps, value: Value, points: Iterable[Point], op: Op
+) -> Fit:
+    keys = ("form", *CURVE_TERMS, "worst", "median")
+    entry = read_entry(page, steps, value, keys, ())
+    terms = [read_number(page, (*steps, term), entry[term]) for term in CURVE_TERMS]
+    formula = Seconds(*terms)
+    form_steps = (*steps, "form")
+    form = read_string(page, form_steps, entry["form"])
     curve: Curve = formula
     if form == "table":
-        part = tuple((p.tokens, p.prefix, p.of(op)) for p in points if not p.held_out)
-        if any(formula.of(tokens, prefix) < MIN_SECONDS for tokens, prefix, _ in part):
-            fail(
-                page, steps, "the formula is 0 at a point of its table", "measure again"
-            )
-        curve = CorrectedCurve(formula, part)
-    return Fit(
-        curve,
-        *(
-            read_number(page, (*steps, word), entry[word])
-            for word in ("worst", "median")
-        ),
-    )
+        curve = _table(page, steps, formula, points, op)
+    elif form != "formula":
+        what = f"{value_name(page, form_steps)} is {describe_value(form)}"
+        fail(page, form_steps, what, 'a fit is a "formula" or a "table"')
+    worst = read_number(page, (*steps, "worst"), entry["worst"])
+    median = read_number(page, (*steps, "median"), entry["median"])
+    return Fit(curve, worst, median)
 
 
-def _network(page: Page, steps: Steps, value: Json) -> Network:
+def _table(
+    page: Page, steps: Steps, formula: Seconds, points: Iterable[Point], op: Op
+) -> CorrectedCurve:
+    fitted = [point for point in points if not point.held_out]
+    for point in fitted:
+        if formula.of(point.tokens, point.prefix) < MIN_SECONDS:
+            what = "the formula is 0 at a point of its table"
+            fail(page, steps, what, "measure again")
+    entries = [(point.tokens, point.prefix, point.of(op)) for point in fitted]
+    return CorrectedCurve(formula, tuple(entries))
+
+
+def _network(page: Page, steps: Steps, value: Value) -> Network:
     entry = read_entry(page, steps, value, ("latency", "bandwidth", "serial"), ())
     latency = _per_pair(page, (*steps, "latency"), entry["latency"], read_number)
-    bandwidth = _per_pair(page, (*steps, "bandwidth"), entry["bandwidth"], _or_endless)
+    bandwidth = _per_pair(page, (*steps, "bandwidth"), entry["bandwidth"], _bandwidth)
+    serial = read_flag(page, (*steps, "serial"), entry["serial"])
     try:
-        return Network(
-            latency, bandwidth, _truth(page, (*steps, "serial"), entry["serial"])
-        )
+        return Network(latency, bandwidth, serial)
     except ShapeError as error:
-        fail(
-            page,
-            steps,
-            str(error),
-            "give one number, or a row of numbers for each rank",
-        )
+        advice = "give one number, or a row of numbers for each rank"
+        fail(page, steps, str(error), advice)
 
 
 def _per_pair(
-    page: Page, steps: Steps, value: Json, number: Callable[[Page, Steps, Json], float]
+    page: Page, steps: Steps, value: Value, read: Callable[[Page, Steps, Value], float]
 ) -> PerPair:
-    if isinstance(value, list):
-        return read_list(
-            page,
-            steps,
-            value,
-            lambda page, steps, row: read_list(page, steps, row, number),
-        )
-    return number(page, steps, value)
+    """One number for all pairs of ranks, or a matrix."""
+    if not isinstance(value, list):
+        return read(page, steps, value)
+    rows = []
+    for number, row in enumerate(value):
+        rows.append(read_list(page, (*steps, number), row, read))
+    return tuple(rows)
 
 
-def _or_endless(page: Page, steps: Steps, value: Json) -> float:
+def _bandwidth(page: Page, steps: Steps, value: Value) -> float:
     return math.inf if value is None else read_number(page, steps, value)
-
-
-def _truth(page: Page, steps: Steps, value: Json) -> bool:
-    if not isinstance(value, bool):
-        fail(
-            page,
-            steps,
-            f"{value_name(page, steps)} is {describe_value(value)}",
-            "write true or false",
-        )
-    return value

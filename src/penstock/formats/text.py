@@ -1,183 +1,189 @@
-"""A JSON text in which every value can be found again, so that an error names its line and column and draws it.
+"""One reader and one writer for every text file, and one form for the errors in them.
+
+An error names the file, the line and the column, draws the line with a caret under the
+fault, and says what to do:
 
 plan.json:12:19: word 2 of lane 0, '0X1', is not an action
 
   12 |     "0F0 0F1 0X1 0B0",
                     ^^^
   an action is stage, op F B I or W, micro-batch: 2F0, or sliced 2F0.1
+
+`JsonPage`, `TomlPage` and `CsvPage` know where the values of their text stand.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Collection
 from dataclasses import dataclass
-from typing import NoReturn, TypeAlias
+from difflib import get_close_matches
+from pathlib import Path
+from typing import NamedTuple, NoReturn, TypeAlias
 
 from penstock.errors import FileError
 
 SHOWN_CHARACTERS = 40  # characters of a value that a message shows
 DRAWN_CHARACTERS = 60  # characters of a line drawn on each side of a fault
 
-Json: TypeAlias = "dict[str, Json] | list[Json] | str | int | float | bool | None"
-Steps: TypeAlias = tuple[
-    str | int, ...
-]  # the way to a value: ("lanes", 2) is the lane of rank 2
+FILE_NAMES = {
+    "plan": "plan.json",
+    "profile": "profile.json",
+    "cluster": "cluster.toml",
+    "config": "config.toml",
+    "schedule": "schedule.csv",
+}
+
+Value: TypeAlias = "dict[str, Value] | list[Value] | str | int | float | bool | None"
+Steps: TypeAlias = tuple[str | int, ...]  # ("lanes", 2) leads to the lane of rank 2
+
+
+class Stretch(NamedTuple):
+    """A piece of a text, from character `start` up to, but not including, `end`."""
+
+    start: int
+    end: int
 
 
 @dataclass(frozen=True, slots=True)
-class Page:
-    """A text, the name of the file it is from, and what it should be: a plan, a profile."""
+class Page(ABC):
+    """The text of a file, the file's name, and what it should hold: a key of FILE_NAMES."""
 
     text: str
     source: str
-    kind: str = "plan"
+    kind: str
+
+    @abstractmethod
+    def find_value(self, steps: Steps) -> Stretch:
+        """Where a value stands."""
+
+    @abstractmethod
+    def find_key(self, steps: Steps) -> Stretch:
+        """Where the key of a value stands."""
+
+    @abstractmethod
+    def opening(self, version: int) -> str:
+        """The first words of a file of this kind."""
 
 
-class _TwiceError(Exception):
-    """A key that stands twice in one object."""
+# ---------------------------------------------------------------- whole files
+def read_text(path: str | Path, kind: str = "plan", advice: str = "") -> str:
+    """The text of a file in UTF-8, with or without a byte order mark.
 
-
-def parse_json(page: Page) -> Json:
-    """The values of the text, or an error at the place where it is no JSON."""
-    if not page.text.strip():
-        raise FileError(
-            f"{page.source} is empty\n  a {page.kind} is a JSON text; write it with `write_{page.kind}`"
-        )
+    If the file does not exist, the error ends with `advice`.
+    """
     try:
-        value: Json = json.loads(page.text, object_pairs_hook=_once)
-    except json.JSONDecodeError as error:
-        fail_at(page, error.pos, *_why_no_json(page, error))
-    except _TwiceError as error:
-        key = str(error)
-        at = max(page.text.rfind(json.dumps(key)), 0)  # 0: it is written in another way
-        fail_at(page, at, f"the key {key!r} stands twice", "take one of them out")
-    except (
-        RecursionError,
-        ValueError,
-    ) as error:  # Python's own limits: of nesting, and of digits
-        what = (
-            "its lists are nested too deep"
-            if isinstance(error, RecursionError)
-            else "a number in it is too long"
-        )
+        return Path(path).read_bytes().decode("utf-8-sig")
+    except UnicodeDecodeError as error:
         raise FileError(
-            f"{page.source} is no {page.kind}: {what}\n  write it again with `write_{page.kind}`"
+            f"{path} is not text: byte {error.start} is not valid UTF-8\n"
+            f"  is it the right file? a {kind} is a text file, {FILE_NAMES[kind]}"
         ) from None
-    return value
+    except IsADirectoryError as error:
+        raise _read_error(path, error, "name a file, not a folder") from None
+    except PermissionError as error:
+        raise _read_error(path, error, "allow yourself to read it") from None
+    except (OSError, ValueError) as error:
+        advice = advice or f"name a {FILE_NAMES[kind]} that exists"
+        raise _read_error(path, error, advice) from None
 
 
-def _once(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
-    entry = dict(pairs)
-    if len(entry) < len(pairs):
-        keys = [key for key, _ in pairs]
-        raise _TwiceError(next(key for key in keys if keys.count(key) > 1))
-    return entry
+def write_text(path: str | Path, text: str) -> None:
+    """Write a text to a file, in UTF-8 and with Unix line ends."""
+    try:
+        Path(path).write_text(text, encoding="utf-8", newline="\n")
+    except (OSError, ValueError) as error:
+        raise FileError(
+            f"cannot write {path}: {_reason(error)}\n"
+            "  name a file in a folder that exists"
+        ) from None
 
 
-def _why_no_json(page: Page, error: json.JSONDecodeError) -> tuple[str, str]:
-    if error.msg.startswith("Unterminated") or _BEGUN.fullmatch(
-        error.doc[error.pos :].strip()
-    ):
-        return (
-            "the file ends too early",
-            "it was cut off while it was written or copied: write or copy it again",
-        )
-    return (
-        f"this is not JSON: {error.msg}",
-        f"mend this line, or write the {page.kind} again",
-    )
+def _read_error(path: str | Path, error: Exception, advice: str) -> FileError:
+    return FileError(f"cannot read {path}: {_reason(error)}\n  {advice}")
 
 
-_BEGUN = re.compile(
-    r"|[-+.eE]+|tr?u?|fa?l?s?|nu?l?|\\?u[0-9a-fA-F]{0,4}"
-)  # what a cut leaves of one word
+def _reason(error: Exception) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return str(error)
 
 
+# ---------------------------------------------------------------- errors in a text
 def fail(
     page: Page, steps: Steps, what: str, advice: str, word: int | None = None
 ) -> NoReturn:
-    """Fails at a value, or at a word of a text."""
-    start, end = _locate(page.text, steps)
+    """Raise the error for a value, or for one word of it."""
+    stretch = page.find_value(steps)
     if word is not None:
-        spots = list(_words(page.text, start + 1, end - 1))
-        start, end = spots[word] if word < len(spots) else (start, end)
-    fail_at(page, start, what, advice, end - start)
+        stretch = _word(page.text, stretch, word)
+    fail_at(page, stretch, what, advice)
 
 
-def fail_at(page: Page, at: int, what: str, advice: str, width: int = 1) -> NoReturn:
-    """Fails at a place of the text, with a caret under so many characters."""
-    line, begin = page.text.count("\n", 0, at) + 1, page.text.rfind("\n", 0, at) + 1
-    column, whole = at - begin, page.text[begin:].split("\n", 1)[0].rstrip()
+def fail_at(page: Page, stretch: Stretch, what: str, advice: str) -> NoReturn:
+    """Raise the error for a piece of the text."""
+    raise FileError(draw_fault(page, stretch, what, advice))
+
+
+def draw_fault(page: Page, stretch: Stretch, what: str, advice: str = "") -> str:
+    """The message for a piece of the text, with its line drawn."""
+    start, end = stretch
+    number = page.text.count("\n", 0, start) + 1
+    line_start = page.text.rfind("\n", 0, start) + 1
+    line = page.text[line_start:].split("\n", 1)[0].rstrip()
+    column = start - line_start
     left = max(column - DRAWN_CHARACTERS, 0)
-    shown = "".join(
-        sign if sign.isprintable() else " "
-        for sign in whole[left : column + DRAWN_CHARACTERS]
-    )
-    head = f"  {line} | {'...' if left else ''}"
-    caret = "^" * max(min(width, len(whole) - column, DRAWN_CHARACTERS), 1)
-    drawn = f"{head}{shown}\n{' ' * (len(head) + column - left)}{caret}"
-    raise FileError(f"{page.source}:{line}:{column + 1}: {what}\n\n{drawn}\n  {advice}")
-
-
-_DECODER = json.JSONDecoder()
-
-
-def _locate(text: str, steps: Steps) -> tuple[int, int]:
-    """Where a value of a text that is JSON begins and ends."""
-    at = _blank(text, 0)
-    for step in steps:
-        at = next(value for name, _, value in _children(text, at) if name == step)
-    return at, _DECODER.raw_decode(text, at)[1]
-
-
-def key_position(text: str, steps: Steps, key: str) -> int:
-    """Where a key of an object stands."""
-    return next(
-        at for name, at, _ in _children(text, _locate(text, steps)[0]) if name == key
-    )
-
-
-def _children(text: str, at: int) -> Iterator[tuple[str | int, int, int]]:
-    """The keys of the object, or the numbers of the list, that begins there; where each stands, and where its value."""
-    inside, number = _blank(text, at + 1), 0
-    while text[inside] not in "]}":
-        name: str | int = number
-        value = inside
-        if text[at] == "{":
-            name, colon = _DECODER.raw_decode(text, inside)
-            value = _blank(text, _blank(text, colon) + 1)
-        yield name, inside, value
-        inside = _blank(text, _DECODER.raw_decode(text, value)[1])
-        if text[inside] == ",":
-            inside = _blank(text, inside + 1)
-        number += 1
-
-
-def _blank(text: str, at: int) -> int:
-    """The first place from `at` on that is not blank."""
-    while text[at] in " \t\r\n":
-        at += 1
-    return at
-
-
-def _words(text: str, start: int, end: int) -> Iterator[tuple[int, int]]:
-    """Where each word of a stretch of the text begins and ends."""
-    return (found.span() for found in re.compile(r"\S+").finditer(text, start, end))
-
-
-def value_name(page: Page, steps: Steps) -> str:
-    """How a message calls a value: `microbatches[2].path`."""
+    shown = _printable(line[left : column + DRAWN_CHARACTERS])
+    head = f"  {number} | {'...' if left else ''}"
+    width = min(end - start, len(line) - column, DRAWN_CHARACTERS)
+    margin = " " * (len(head) + column - left)
+    carets = "^" * max(width, 1)
+    ending = f"\n  {advice}" if advice else ""
     return (
-        "".join(f"[{s}]" if isinstance(s, int) else f".{s}" for s in steps).lstrip(".")
-        or f"the {page.kind}"
+        f"{page.source}:{number}:{column + 1}: {what}\n\n"
+        f"{head}{shown}\n"
+        f"{margin}{carets}{ending}"
     )
 
 
-def describe_value(value: Json) -> str:
-    """How a message calls what it finds instead of what it wants."""
-    if isinstance(value, (dict, list)):
-        return "an object" if isinstance(value, dict) else "a list"
-    shown = json.dumps(value)
-    return shown if len(shown) <= SHOWN_CHARACTERS else f"{shown[:SHOWN_CHARACTERS]}..."
+def _printable(text: str) -> str:
+    return "".join(sign if sign.isprintable() else " " for sign in text)
+
+
+def _word(text: str, stretch: Stretch, number: int) -> Stretch:
+    """Where a word of a string stands; the whole string if it has too few words."""
+    words = re.compile(r"\S+").finditer(text, stretch.start + 1, stretch.end - 1)
+    for index, match in enumerate(words):
+        if index == number:
+            return Stretch(*match.span())
+    return stretch
+
+
+# ---------------------------------------------------------------- words for messages
+def value_name(page: Page, steps: Steps) -> str:
+    """The name of a value in messages: `microbatches[2].path`."""
+    name = ""
+    for step in steps:
+        name += f"[{step}]" if isinstance(step, int) else f".{step}"
+    return name.lstrip(".") or f"the {page.kind}"
+
+
+def describe_value(value: Value) -> str:
+    """A short description of the value that a file has in place of the right one."""
+    if isinstance(value, dict):
+        return "an object"
+    if isinstance(value, list):
+        return "a list"
+    shown = json.dumps(value, default=str)  # TOML has dates, too
+    if len(shown) > SHOWN_CHARACTERS:
+        shown = f"{shown[:SHOWN_CHARACTERS]}..."
+    return shown
+
+
+def suggest_name(name: str, known: Collection[str]) -> str:
+    """Advice for an unknown name: the nearest known one, and all of them."""
+    near = get_close_matches(name, known, n=1, cutoff=0.4)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    return f"{hint}known: {', '.join(known)}"

@@ -1,4 +1,10 @@
-"""The tables, the rules, and the files they are kept in. Everything else is derived from these."""
+"""Schedules: the three tables, the rules that they follow, and what is derived from them.
+
+action ──► schedule ──► needs, check      the tables, the dependencies, the legality
+              │
+              ├──► program ──► verify     lanes with sends and receives, and the proof that they run
+              └──► timeline ──► compare   when each action ran, predicted or measured
+"""
 
 from penstock.ir.action import Action, Op, parse_action
 from penstock.ir.check import check

@@ -1,4 +1,4 @@
-"""One thing a rank does: an op on a stage, for a slice of a micro-batch.
+"""An action is one thing that a rank does: an op on a stage, for a slice of a micro-batch.
 
 2F0      forward of micro-batch 0 on stage 2
 2B0.1    backward of its slice 1
@@ -15,24 +15,27 @@ from penstock.errors import FileError
 
 
 class Op(StrEnum):
-    """What is done. The letters are torch's."""
+    """The kind of work. The letters are those of torch."""
 
     F = "F"  # forward
     B = "B"  # whole backward
-    I = "I"  # noqa: E741  # backward for the input alone
-    W = "W"  # backward for the weights alone
+    I = "I"  # noqa: E741  # backward, only the gradient of the input
+    W = "W"  # backward, only the gradient of the weights
 
 
 OPS = tuple(Op)
 CODE = {
     op: code for code, op in enumerate(OPS)
-}  # F 0, B 1, I 2, W 3: how tables of numbers write an op
+}  # in tables of numbers: F 0, B 1, I 2, W 3
 
 _TEXT = re.compile(r"([0-9]{1,9})([FBIW])([0-9]{1,9})(?:\.([0-9]{1,9}))?")
 
 
 class Action(NamedTuple):
-    """`(op, stage, micro-batch, slice)`; prints as `2F0` or, past the first slice, `2F0.1`, and parses back."""
+    """`(op, stage, micro-batch, slice)`.
+
+    It prints as `2F0`, or as `2F0.1` for a slice after the first, and parses back.
+    """
 
     op: Op
     stage: int
@@ -53,10 +56,11 @@ def parse_action(text: str) -> Action:
     >>> parse_action("2F0.1")
     <2F0.1>
     """
-    found = _TEXT.fullmatch(text)
-    if found is None:
+    match = _TEXT.fullmatch(text)
+    if match is None:
         raise FileError(
-            f"{text!r} is not an action: stage, op F B I or W, micro-batch, as in 2F0; 2F0.1 for a slice"
+            f"{text!r} is not an action: an action is stage, op F B I or W, "
+            "micro-batch, as in 2F0, or 2F0.1 for a slice"
         )
-    stage, op, microbatch, piece = found.groups()
+    stage, op, microbatch, piece = match.groups()
     return Action(Op(op), int(stage), int(microbatch), int(piece or 0))

@@ -1,4 +1,7 @@
-"""What makes three tables a schedule. Collects every fault and raises once, each drawn with a caret under the action:
+"""Check whether three tables are a schedule.
+
+The check collects all faults and raises them in one error, each drawn with a caret under the
+action:
 
 2B0 needs 2F0, which no rank ever runs
 
@@ -24,54 +27,68 @@ from penstock.ir.table import Ints, Table, split_slots, tabulate
 if TYPE_CHECKING:
     from penstock.ir.schedule import MicroBatch, Schedule
 
-DRAWN = 100  # faults of one sort that are drawn; the rest are counted
-AROUND = 6  # actions shown on each side of the one at fault
+MAX_DRAWN_FAULTS = 100  # of each kind; the others are only counted
+DRAWN_NEIGHBOURS = 6  # actions drawn on each side of the faulty one
+BACKWARD_RULE = "a backward is either B alone, or I and W"
 
 
 def check(schedule: Schedule) -> Table:
-    """The schedule's columns, if it is one; else a `ScheduleError` with every fault."""
+    """The columns of a schedule, or a `ScheduleError` with all faults."""
     faults = list(_table_faults(schedule))
     if faults:
         raise ScheduleError(faults)
     table = tabulate(schedule.stages, schedule.microbatches, schedule.lanes)
-    faults += _unsound(schedule, table)
-    faults += _doubled(schedule, table)
+    faults += _unsound_faults(schedule, table)
+    faults += _duplicate_faults(schedule, table)
     slots = needed_slots(table)
-    faults += _missing(schedule, table, slots)
+    faults += _missing_faults(schedule, table, slots)
+    faults += _lonely_weight_faults(schedule, table)
     table.needs = np.where(slots >= 0, table.at[slots], -1).astype(np.int32)
-    faults += _order(schedule, table)
+    faults += _order_faults(schedule, table)
     if faults:
         raise ScheduleError(faults)
     return table
 
 
 def draw_lane(lanes: Sequence[Sequence[object]], rank: int, index: int) -> str:
-    """A lane around one of its entries, with a caret under it."""
-    lane, head = lanes[rank], f"  rank {rank} | "
-    begin, end = max(index - AROUND, 0), min(index + AROUND + 1, len(lane))
-    words = [str(entry) for entry in lane[begin:end]]
-    left = ["..."] if begin else []
-    line = head + " ".join([*left, *words, *(["..."] if end < len(lane) else [])])
-    before = len(head) + sum(len(word) + 1 for word in [*left, *words[: index - begin]])
-    return f"{line}\n{' ' * before}{'^' * len(words[index - begin])}"
+    """The lane of a rank around one of its entries, with carets under that entry."""
+    lane = lanes[rank]
+    begin = max(index - DRAWN_NEIGHBOURS, 0)
+    end = min(index + DRAWN_NEIGHBOURS + 1, len(lane))
+    before = [str(entry) for entry in lane[begin:index]]
+    after = [str(entry) for entry in lane[index + 1 : end]]
+    if begin > 0:
+        before.insert(0, "...")
+    if end < len(lane):
+        after.append("...")
+    marked = str(lane[index])
+    left = "".join(f"{word} " for word in (f"  rank {rank} |", *before))
+    right = "".join(f" {word}" for word in after)
+    return f"{left}{marked}{right}\n{' ' * len(left)}{'^' * len(marked)}"
 
 
-def _fault(
+def _draw_fault(
     schedule: Schedule, table: Table, number: int, what: str, advice: str
 ) -> str:
+    """The message for a faulty action."""
     rank = int(table.rank[number])
-    return f"{what}\n\n{draw_lane(schedule.lanes, rank, number - int(table.first[rank]))}\n  {advice}"
+    index = number - int(table.first[rank])
+    return f"{what}\n\n{draw_lane(schedule.lanes, rank, index)}\n  {advice}"
 
 
-def _some(numbers: Ints) -> Iterator[int]:
-    yield from (int(number) for number in numbers[:DRAWN])
+def _drawn_ones(numbers: Ints) -> list[int]:
+    """The first faulty actions or slots, which are drawn."""
+    first: list[int] = numbers[:MAX_DRAWN_FAULTS].tolist()
+    return first
 
 
-def _rest(numbers: Ints, what: str) -> list[str]:
-    return [f"and {len(numbers) - DRAWN} more {what}"] if len(numbers) > DRAWN else []
+def _count_others(numbers: Ints, what: str) -> list[str]:
+    """A line for the faults that are not drawn."""
+    others = len(numbers) - MAX_DRAWN_FAULTS
+    return [f"and {others} more {what}"] if others > 0 else []
 
 
-# ---------------------------------------------------------------- the tables themselves
+# ---------------------------------------------------------------- stages and micro-batches
 def _table_faults(schedule: Schedule) -> Iterator[str]:
     if not schedule.lanes or not schedule.stages or not schedule.microbatches:
         yield "a schedule needs at least one rank, one stage and one micro-batch"
@@ -79,11 +96,12 @@ def _table_faults(schedule: Schedule) -> Iterator[str]:
     for number, stage in enumerate(schedule.stages):
         if not 0 <= stage.rank <= last:
             yield (
-                f"stage {number} lives on rank {stage.rank}, which does not exist (ranks 0..{last})\n"
+                f"stage {number} lives on rank {stage.rank}, "
+                f"which does not exist (ranks 0..{last})\n"
                 "  give that rank a lane, or move the stage"
             )
         if stage.part < 0:
-            yield f"stage {number} holds part {stage.part}; parts are counted from 0"
+            yield f"stage {number} holds part {stage.part}; parts are numbered from 0"
     for number, microbatch in enumerate(schedule.microbatches):
         yield from _path_faults(schedule, number, microbatch)
         yield from _cut_faults(number, microbatch)
@@ -92,191 +110,214 @@ def _table_faults(schedule: Schedule) -> Iterator[str]:
 def _path_faults(
     schedule: Schedule, number: int, microbatch: MicroBatch
 ) -> Iterator[str]:
-    drawn = f"\n\n  micro-batch {number} | path {' '.join(map(str, microbatch.path))}\n"
+    name = f"micro-batch {number}"
+    path = " ".join(map(str, microbatch.path))
+    drawing = f"\n\n  {name} | path {path}\n"
     if not microbatch.path:
-        yield f"micro-batch {number} visits no stage{drawn}  a path needs at least one stage"
-    seen: dict[int, int] = {}
+        yield f"{name} visits no stage{drawing}  a path needs at least one stage"
+    last = len(schedule.stages) - 1
+    visited: dict[int, int] = {}  # part: stage
     for stage in microbatch.path:
-        if not 0 <= stage < len(schedule.stages):
-            stages = len(schedule.stages)
-            yield f"micro-batch {number} visits stage {stage}, which does not exist (stages 0..{stages - 1}){drawn}"
+        if not 0 <= stage <= last:
+            yield (
+                f"{name} visits stage {stage}, "
+                f"which does not exist (stages 0..{last}){drawing}"
+            )
             continue
         part = schedule.stages[stage].part
-        if part in seen:
+        if part in visited:
             yield (
-                f"micro-batch {number} visits part {part} twice: on stages {seen[part]} and {stage}{drawn}"
-                "  a path takes one stage of a part at most"
+                f"{name} visits part {part} twice: "
+                f"on stages {visited[part]} and {stage}{drawing}"
+                "  a path may visit only one stage of each part"
             )
-        seen[part] = stage
+        visited[part] = stage
 
 
 def _cut_faults(number: int, microbatch: MicroBatch) -> Iterator[str]:
-    cuts, tokens = microbatch.cuts, microbatch.tokens
-    rising = all(a < b for a, b in pairwise(cuts))
-    if len(cuts) < 2 or cuts[0] != 0 or cuts[-1] != tokens or not rising:
+    cuts = microbatch.cuts
+    tokens = microbatch.tokens
+    is_rising = all(begin < end for begin, end in pairwise(cuts))
+    is_whole = len(cuts) >= 2 and cuts[0] == 0 and cuts[-1] == tokens
+    if not is_rising or not is_whole:
+        drawn_cuts = " ".join(map(str, cuts))
         yield (
             f"the cuts of micro-batch {number} do not cover its tokens 0..{tokens}\n\n"
-            f"  micro-batch {number} | cuts {' '.join(map(str, cuts))}\n"
+            f"  micro-batch {number} | cuts {drawn_cuts}\n"
             f"  cuts rise from 0 to the number of tokens, {tokens}"
         )
 
 
-# ---------------------------------------------------------------- each action for itself
-def _unsound(schedule: Schedule, table: Table) -> list[str]:
-    bad = np.flatnonzero(~table.sound)
-    return [_unsound_one(schedule, table, number) for number in _some(bad)] + _rest(
-        bad, "actions like these"
-    )
+# ---------------------------------------------------------------- single actions
+def _unsound_faults(schedule: Schedule, table: Table) -> list[str]:
+    """Actions that name something that does not exist, or are on the wrong rank."""
+    unsound = np.flatnonzero(~table.sound)
+    faults = []
+    for number in _drawn_ones(unsound):
+        what, advice = _explain_unsound(schedule, table, number)
+        faults.append(_draw_fault(schedule, table, number, what, advice))
+    return faults + _count_others(unsound, "actions like these")
 
 
-def _unsound_one(schedule: Schedule, table: Table, number: int) -> str:
-    action, rank = table.action(number), int(table.rank[number])
-    stages, microbatches = schedule.stages, schedule.microbatches
-    if not 0 <= action.stage < len(stages):
-        what = f"{action} is on stage {action.stage}, which does not exist (stages 0..{len(stages) - 1})"
-        return _fault(schedule, table, number, what, "name a stage of the table")
-    if not 0 <= action.microbatch < len(microbatches):
-        last = len(microbatches) - 1
-        what = f"{action} is for micro-batch {action.microbatch}, which does not exist (micro-batches 0..{last})"
-        return _fault(
-            schedule,
-            table,
-            number,
-            what,
-            "are the micro-batches of this lane off by one?",
+def _explain_unsound(schedule: Schedule, table: Table, number: int) -> tuple[str, str]:
+    """What is wrong with an action, and what to do about it."""
+    action = table.action(number)
+    last_stage = len(schedule.stages) - 1
+    if not 0 <= action.stage <= last_stage:
+        what = (
+            f"{action} is on stage {action.stage}, "
+            f"which does not exist (stages 0..{last_stage})"
         )
-    microbatch = microbatches[action.microbatch]
+        return what, "name a stage of the table"
+    last_microbatch = len(schedule.microbatches) - 1
+    if not 0 <= action.microbatch <= last_microbatch:
+        what = (
+            f"{action} is for micro-batch {action.microbatch}, "
+            f"which does not exist (micro-batches 0..{last_microbatch})"
+        )
+        return what, "are the micro-batches of this lane off by one?"
+    microbatch = schedule.microbatches[action.microbatch]
     if action.stage not in microbatch.path:
         path = " ".join(map(str, microbatch.path))
-        what = f"{action} is off the path of micro-batch {action.microbatch}, which is {path}"
-        return _fault(
-            schedule, table, number, what, "take it out, or put the stage on the path"
+        what = (
+            f"{action} is off the path of micro-batch {action.microbatch}, "
+            f"which is {path}"
         )
+        return what, "remove it, or put the stage on the path"
     if not 0 <= action.slice < microbatch.slices:
-        what = f"{action} is for slice {action.slice}, but micro-batch {action.microbatch} has {microbatch.slices}"
-        return _fault(schedule, table, number, what, "slices are counted from 0")
-    home = stages[action.stage].rank
+        what = (
+            f"{action} is for slice {action.slice}, "
+            f"but micro-batch {action.microbatch} has {microbatch.slices}"
+        )
+        return what, "slices are numbered from 0"
+    home = schedule.stages[action.stage].rank
     what = (
-        f"{action} stands on rank {rank}, but stage {action.stage} lives on rank {home}"
+        f"{action} is in the lane of rank {int(table.rank[number])}, "
+        f"but stage {action.stage} lives on rank {home}"
     )
-    return _fault(schedule, table, number, what, f"move it to the lane of rank {home}")
+    return what, f"move it to the lane of rank {home}"
 
 
-def _doubled(schedule: Schedule, table: Table) -> list[str]:
+def _duplicate_faults(schedule: Schedule, table: Table) -> list[str]:
+    """Actions whose slot another action has taken already."""
     sound = np.flatnonzero(table.sound)
-    twice = sound[table.at[table.slots[sound]] != sound]
-    found = []
-    for number in _some(twice):
-        action, other = (
-            table.action(number),
-            table.action(int(table.at[table.slots[number]])),
-        )
-        if action == other:
-            what, advice = f"{action} stands twice", "each action runs once"
-        else:
-            what, advice = (
-                f"{action} stands beside {other}",
-                "a backward is either B alone, or I and W",
-            )
-        found.append(_fault(schedule, table, number, what, advice))
-    return found + _rest(twice, "doubled actions")
-
-
-# ---------------------------------------------------------------- all of them together
-def _missing(schedule: Schedule, table: Table, slots: Ints) -> list[str]:
-    """Empty slots that must be filled, each drawn under an action that needs it, or beside which it belongs."""
-    empty = table.at < 0
-    split = split_slots(table)
-    wanted = np.ones(len(empty), dtype=np.bool_)
-    wanted[WEIGHTS::3] = split
-    missing = np.flatnonzero(empty & wanted)
-    found = []
-    if len(missing):
-        users = _users(slots, missing)
-        found = [
-            _missing_one(schedule, table, slot, users.get(slot, -1))
-            for slot in _some(missing)
-        ]
-    alone = table.at[WEIGHTS::3][~split & ~empty[WEIGHTS::3] & ~empty[BACKWARD::3]]
-    for number in _some(alone):
+    duplicates = sound[table.at[table.slots[sound]] != sound]
+    faults = []
+    for number in _drawn_ones(duplicates):
         action = table.action(number)
-        whole = action._replace(op=Op.B)
-        what = f"{action} has no {action._replace(op=Op.I)}: its backward is {whole}"
-        found.append(
-            _fault(
-                schedule,
-                table,
-                number,
-                what,
-                "a backward is either B alone, or I and W",
-            )
-        )
-    return found + _rest(missing, "missing actions") + _rest(alone, "W without I")
+        other = table.action(int(table.at[table.slots[number]]))
+        what = f"{action} occurs twice"
+        advice = "each action runs once"
+        if action != other:
+            what = f"{action} and {other} both occur"
+            advice = BACKWARD_RULE
+        faults.append(_draw_fault(schedule, table, number, what, advice))
+    return faults + _count_others(duplicates, "duplicate actions")
+
+
+# ---------------------------------------------------------------- missing actions
+def _missing_faults(schedule: Schedule, table: Table, slots: Ints) -> list[str]:
+    """Empty slots that must be filled.
+
+    Each is drawn under an action that needs it, or next to which it belongs.
+    """
+    required = np.ones(len(table.at), dtype=np.bool_)
+    required[WEIGHTS::3] = split_slots(table)
+    missing = np.flatnonzero((table.at < 0) & required)
+    if not len(missing):
+        return []
+    users = _users(slots, missing)
+    faults = [
+        _missing_fault(schedule, table, slot, users.get(slot, -1))
+        for slot in _drawn_ones(missing)
+    ]
+    return faults + _count_others(missing, "missing actions")
+
+
+def _lonely_weight_faults(schedule: Schedule, table: Table) -> list[str]:
+    """Each W whose backward is a B instead of an I."""
+    empty = table.at < 0
+    is_lonely = ~split_slots(table) & ~empty[WEIGHTS::3] & ~empty[BACKWARD::3]
+    lonely = table.at[WEIGHTS::3][is_lonely]
+    faults = []
+    for number in _drawn_ones(lonely):
+        action = table.action(number)
+        backward = action._replace(op=Op.B)
+        partner = action._replace(op=Op.I)
+        what = f"{action} has no {partner}: its backward is {backward}"
+        faults.append(_draw_fault(schedule, table, number, what, BACKWARD_RULE))
+    return faults + _count_others(lonely, "W without I")
 
 
 def _users(slots: Ints, missing: Ints) -> dict[int, int]:
-    row, column = np.nonzero(np.isin(slots, missing))
-    return {
-        int(slots[r, c]): int(r) for r, c in zip(row[::-1], column[::-1], strict=True)
-    }
+    """The first action that needs each missing slot."""
+    numbers, columns = np.nonzero(np.isin(slots, missing))
+    users: dict[int, int] = {}
+    for number, column in zip(numbers.tolist(), columns.tolist(), strict=True):
+        users.setdefault(int(slots[number, column]), number)
+    return users
 
 
-def _missing_one(schedule: Schedule, table: Table, slot: int, user: int) -> str:
+def _missing_fault(schedule: Schedule, table: Table, slot: int, user: int) -> str:
     action = _action_in(schedule, table, slot)
     kind = slot % 3
     if user >= 0:
         what = f"{table.action(user)} needs {action}, which no rank ever runs"
-        lacks = "F" if kind == FORWARD else "B (or I and W)"
-        advice = f"every micro-batch needs one {lacks} on every stage of its path"
-        return _fault(schedule, table, user, what, advice)
-    beside = int(table.at[slot - 1]) if kind != FORWARD else -1
+        lacking = "F" if kind == FORWARD else "B (or I and W)"
+        advice = f"every micro-batch needs one {lacking} on every stage of its path"
+        return _draw_fault(schedule, table, user, what, advice)
+    neighbour = -1  # the F of a missing backward, or the I of a missing W
+    if kind != FORWARD:
+        neighbour = int(table.at[slot - 1])
     if kind == WEIGHTS:
-        what = f"{table.action(beside)} has no {action}: the weight gradient is never computed"
-        return _fault(
-            schedule, table, beside, what, "a backward is either B alone, or I and W"
-        )
+        partner = table.action(neighbour)
+        what = f"{partner} has no {action}: the weight gradient is never computed"
+        return _draw_fault(schedule, table, neighbour, what, BACKWARD_RULE)
     what = f"no rank ever runs {action}"
-    if beside >= 0:
-        return _fault(
-            schedule, table, beside, what, "every F needs its backward: B, or I and W"
-        )
+    if neighbour >= 0:
+        advice = "every F needs its backward: B, or I and W"
+        return _draw_fault(schedule, table, neighbour, what, advice)
     rank = schedule.rank_of(action)
-    return (
-        f"{what}\n\n  it belongs to the lane of rank {rank}, with stage {action.stage}"
-    )
+    place = f"it belongs in the lane of rank {rank}, which has stage {action.stage}"
+    return f"{what}\n\n  {place}"
 
 
 def _action_in(schedule: Schedule, table: Table, slot: int) -> Action:
+    """The action that belongs in a slot."""
     microbatch = int(np.searchsorted(table.base, slot, side="right")) - 1
     place, kind = divmod(slot - int(table.base[microbatch]), 3)
     position, piece = divmod(place, int(table.slices[microbatch]))
     op = (Op.F, Op.B, Op.W)[kind]
-    return Action(
-        op, schedule.microbatches[microbatch].path[position], microbatch, piece
-    )
+    stage = schedule.microbatches[microbatch].path[position]
+    return Action(op, stage, microbatch, piece)
 
 
 # ---------------------------------------------------------------- can the lanes run?
-def _order(schedule: Schedule, table: Table) -> list[str]:
-    """Walks the lanes; fills `order` and `tick`. What is left when nobody can go on waits in a circle."""
+def _order_faults(schedule: Schedule, table: Table) -> list[str]:
+    """Walk along the lanes, and fill in `order` and `tick`.
+
+    If no rank can go on before the end, some of them wait for each other in a circle.
+    """
     table.tick = np.zeros(len(table), dtype=np.int32)
     cursor = table.first[:-1].copy()
-    at_speed(_walk, len(table))(
-        table.first, table.rank, table.needs, table.tick, cursor
-    )
+    walk = at_speed(_walk, len(table))
+    walk(table.first, table.rank, table.needs, table.tick, cursor)
     if (cursor < table.first[1:]).any():
-        return [_cycle(schedule, table, cursor)]
+        return [_draw_circle(schedule, table, cursor)]
     table.order = np.argsort(table.tick, kind="stable").astype(np.int32)
     return []
 
 
 def _walk(first: Ints, rank: Ints, needs: Ints, tick: Ints, cursor: Ints) -> None:
-    """Each rank runs as far as it can; who waits is woken by what it waits for. Numbers each action with its tick."""
+    """Let each rank run as far as it can, and wake those that wait for an action.
+
+    Fills in the tick of each action, and leaves in `cursor` how far each rank came.
+    """
     ranks = len(first) - 1
-    sleeper = np.full(
-        len(rank), -1, np.int32
-    )  # the rank that was last to fall asleep waiting for an action
-    under = np.full(ranks, -1, np.int32)  # the rank that fell asleep there before it
+    # A stack for each action: the rank that fell asleep last waiting for it, and
+    # for each rank the one that fell asleep there before it.
+    sleeper = np.full(len(rank), -1, np.int32)
+    under = np.full(ranks, -1, np.int32)
     awake = np.arange(ranks)[::-1].copy()
     count = ranks
     while count > 0:
@@ -306,39 +347,42 @@ def _walk(first: Ints, rank: Ints, needs: Ints, tick: Ints, cursor: Ints) -> Non
                 woken = under[woken]
 
 
-def _cycle(schedule: Schedule, table: Table, cursor: Ints) -> str:
-    def blocker(rank: int) -> int:
-        needed = [int(n) for n in table.needs[cursor[rank]] if n >= 0]
-        return next(n for n in needed if n >= cursor[table.rank[n]])
-
+def _draw_circle(schedule: Schedule, table: Table, cursor: Ints) -> str:
+    """The message for ranks that wait for each other; `cursor` has their next actions."""
     rank = int(np.flatnonzero(cursor < table.first[1:])[0])
     seen: list[int] = []
     while rank not in seen:
         seen.append(rank)
-        rank = int(table.rank[blocker(rank)])
+        rank = int(table.rank[_blocker(table, cursor, rank)])
     circle = seen[seen.index(rank) :]
-    lines = []
+    waits = []
+    lanes = []
     for member in circle:
-        waits, needed = table.action(int(cursor[member])), blocker(member)
-        other = int(table.rank[needed])
-        head = table.action(int(cursor[other]))
-        after = (
-            "" if needed == cursor[other] else f", which rank {other} runs after {head}"
-        )
-        lines.append(
-            f"  rank {member} waits at {waits} for {table.action(needed)}{after}"
-        )
-    drawn = [
-        draw_lane(schedule.lanes, member, int(cursor[member] - table.first[member]))
-        for member in circle
-    ]
+        number = int(cursor[member])
+        blocker = _blocker(table, cursor, member)
+        wait = f"  rank {member} waits at {table.action(number)} for {table.action(blocker)}"
+        other = int(table.rank[blocker])
+        if blocker != cursor[other]:
+            next_action = table.action(int(cursor[other]))
+            wait += f", which rank {other} runs after {next_action}"
+        waits.append(wait)
+        index = number - int(table.first[member])
+        lanes.append(draw_lane(schedule.lanes, member, index))
     return "\n".join(
         [
-            "this order can never run: each waits for the next, in a circle",
+            "this order can never run: the ranks wait for each other, in a circle",
             "",
-            *lines,
+            *waits,
             "",
-            *drawn,
-            "  put what is needed before what needs it",
+            *lanes,
+            "  put each action after the ones that it needs",
         ]
     )
+
+
+def _blocker(table: Table, cursor: Ints, rank: int) -> int:
+    """The action for which a rank waits."""
+    for needed in table.needs[cursor[rank]].tolist():
+        if needed >= 0 and needed >= cursor[table.rank[needed]]:
+            return int(needed)
+    raise AssertionError("a rank that waits has a blocker")

@@ -1,4 +1,4 @@
-"""Two timelines of one schedule side by side: predicted and measured, or one cost and another."""
+"""Compare two timelines of one schedule: predicted and measured, or two costs."""
 
 from __future__ import annotations
 
@@ -13,46 +13,54 @@ from penstock.ir.timeline import Timeline
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """An action that takes longer, or shorter, than expected."""
+    """An action that takes longer or shorter than expected, in seconds."""
 
     action: Action
     rank: int
-    expected: float  # seconds
+    expected: float
     actual: float
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """How far the second timeline is from the first."""
+    """The expected and the actual figures, in pairs."""
 
     makespan: tuple[float, float]
     bubble: tuple[float, float]
     peak: tuple[float, float]
-    largest: tuple[Difference, ...]  # by how much an action's own time differs
+    largest: tuple[Difference, ...]  # the actions whose durations differ most
 
     @property
     def ratio(self) -> float:
-        """The second makespan over the first."""
+        """The actual makespan over the expected one."""
         return self.makespan[1] / self.makespan[0]
 
 
 def compare(expected: Timeline, actual: Timeline, most: int = 5) -> Comparison:
-    """Both timelines in figures, with the actions that differ most."""
+    """Compare two timelines, and list the `most` actions that differ most."""
     if expected.schedule != actual.schedule:
         raise ShapeError(
-            "only timelines of one schedule can be compared action by action"
+            "the timelines belong to different schedules, "
+            "so they cannot be compared action by action"
         )
     table = expected.schedule.table
-    first, second = expected.end - expected.start, actual.end - actual.start
-    largest = np.argsort(-np.abs(second - first), kind="stable")[:most].tolist()
+    expected_times = expected.end - expected.start
+    actual_times = actual.end - actual.start
+    change = np.abs(actual_times - expected_times)
+    largest = []
+    for number in np.argsort(-change, kind="stable")[:most].tolist():
+        difference = Difference(
+            table.action(number),
+            int(table.rank[number]),
+            float(expected_times[number]),
+            float(actual_times[number]),
+        )
+        largest.append(difference)
+    expected_peak = float(expected.peak_activations.max())
+    actual_peak = float(actual.peak_activations.max())
     return Comparison(
         (expected.makespan, actual.makespan),
         (expected.bubble, actual.bubble),
-        (float(expected.peak_activations.max()), float(actual.peak_activations.max())),
-        tuple(
-            Difference(
-                table.action(n), int(table.rank[n]), float(first[n]), float(second[n])
-            )
-            for n in largest
-        ),
+        (expected_peak, actual_peak),
+        tuple(largest),
     )

@@ -1,6 +1,7 @@
-"""Loops over arrays that run as plain Python when small and compiled when large.
+"""Loops over arrays that run as plain Python on small input and compiled on large input.
 
-One source, two speeds: a small schedule never waits for a compiler (nor imports one), a large one runs as machine code.
+Both come from the same source. So a small schedule never waits for a compiler, nor for its
+import, and a large one runs as machine code.
 """
 
 from __future__ import annotations
@@ -12,17 +13,18 @@ from typing import ParamSpec, TypeVar
 P = ParamSpec("P")
 R = TypeVar("R")
 
-COMPILE_FROM = 20_000  # actions; plain Python takes about as long for these as loading the compiled loop does
+# Plain Python takes about as long for this many actions as loading the compiled loop.
+COMPILE_FROM = 20_000
 
 
 @cache
 def _compile(loop: Callable[P, R]) -> Callable[P, R]:
-    import numba  # noqa: PLC0415  # half a second to import: only when it pays
+    import numba  # noqa: PLC0415  # takes half a second to import
 
     compiled: Callable[P, R] = numba.njit(cache=True)(loop)
     return compiled
 
 
 def at_speed(loop: Callable[P, R], size: int) -> Callable[P, R]:
-    """`loop` itself for a small `size`, its compiled twin for a large one."""
+    """The loop itself for small input, or its compiled version for large input."""
     return _compile(loop) if size >= COMPILE_FROM else loop

@@ -1,11 +1,12 @@
-"""Where a rank's time goes while it does nothing, read off a measured timeline.
+"""Why a rank is idle, read off a measured timeline.
 
     rank 1   ▓▓▓▓ 1F0 ▓▓▓▓                              ▓▓▓▓ 1B0 ▓▓▓▓
     rank 2                   ▓▓▓▓ 2B0 ▓▓▓▓
                           │     schedule   │ hop │ host │
 
-*Schedule*: what it needs is not made yet; another order might help. *Hop*: made, and on its way, no longer than a
-message takes. *Host*: the rest: everything was there, but the rank had not begun: launching, bookkeeping, the clock.
+*Schedule*: an action that it needs is still running; another order might help.
+*Hop*: the result is on its way, for no longer than a message takes.
+*Host*: everything was there, but the rank had not started yet: launching, bookkeeping, clocks.
 """
 
 from __future__ import annotations
@@ -18,7 +19,10 @@ from penstock.ir.timeline import Timeline
 
 
 class Idle(NamedTuple):
-    """Seconds of each rank (in a list), by cause; together with what it works, the makespan."""
+    """The idle seconds of each rank by cause.
+
+    Together with the time in which a rank works, they make up the makespan.
+    """
 
     schedule: list[float]
     hop: list[float]
@@ -27,24 +31,40 @@ class Idle(NamedTuple):
 
 
 def idle(timeline: Timeline, hop: float) -> Idle:
-    """By cause, where a message takes `hop` seconds."""
-    table, ranks = timeline.schedule.table, timeline.schedule.ranks
-    schedule, flight, host, end = (np.zeros(ranks) for _ in range(4))
+    """Split the idle time by cause, if a message takes `hop` seconds."""
+    table = timeline.schedule.table
+    ranks = timeline.schedule.ranks
+    schedule_seconds = np.zeros(ranks)
+    hop_seconds = np.zeros(ranks)
+    host_seconds = np.zeros(ranks)
+    end_seconds = np.zeros(ranks)
     for rank in range(ranks):
-        free = 0.0
+        free = 0.0  # when the rank has finished what it has started so far
         for number in range(int(table.first[rank]), int(table.first[rank + 1])):
-            needed = [int(n) for n in table.needs[number] if n >= 0]
-            ready = max((float(timeline.end[n]) for n in needed), default=0.0)
-            abroad = any(
-                table.rank[n] != rank and timeline.end[n] >= free - hop for n in needed
-            )
-            begin = float(timeline.start[number])
-            waited = min(max(ready - free, 0.0), max(begin - free, 0.0))
-            rest = max(begin - max(ready, free), 0.0)
-            way = min(rest, max(ready + hop - max(ready, free), 0.0)) if abroad else 0.0
-            schedule[rank] += waited
-            flight[rank] += way
-            host[rank] += rest - way
+            ready = 0.0  # when the last action that it needs has ended
+            waits_for_message = False
+            for needed in table.needs[number].tolist():
+                if needed < 0:
+                    continue
+                needed_end = float(timeline.end[needed])
+                ready = max(ready, needed_end)
+                is_elsewhere = table.rank[needed] != rank
+                if is_elsewhere and needed_end >= free - hop:
+                    waits_for_message = True
+            start = float(timeline.start[number])
+            possible = max(ready, free)
+            schedule_seconds[rank] += max(min(ready, start) - free, 0.0)
+            delay = max(start - possible, 0.0)
+            on_the_way = 0.0
+            if waits_for_message:
+                on_the_way = min(delay, max(ready + hop - possible, 0.0))
+            hop_seconds[rank] += on_the_way
+            host_seconds[rank] += delay - on_the_way
             free = max(free, float(timeline.end[number]))
-        end[rank] = timeline.makespan - free
-    return Idle(schedule.tolist(), flight.tolist(), host.tolist(), end.tolist())
+        end_seconds[rank] = timeline.makespan - free
+    return Idle(
+        schedule_seconds.tolist(),
+        hop_seconds.tolist(),
+        host_seconds.tolist(),
+        end_seconds.tolist(),
+    )

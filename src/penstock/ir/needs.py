@@ -1,6 +1,8 @@
-"""The dependency rules: what must be finished before an action can start. The only place that knows them.
+"""The dependency rules: what must finish before an action can start.
 
-Micro-batch 0 in two slices through stages a, b; an arrow leads from what is needed to what needs it:
+No other module knows these rules.
+
+Micro-batch 0 in two slices through stages a, b; an arrow leads from an action to one that needs it:
 
     aF0.0 ──► bF0.0          F  the same slice on the previous stage of the path
       │         │               the earlier slice on the same stage (its keys and values)
@@ -9,7 +11,7 @@ Micro-batch 0 in two slices through stages a, b; an arrow leads from what is nee
                 │               the same slice's backward on the next stage of the path
                 ▼               the later slice's backward on the same stage
     aB0.1 ◄── bB0.1
-      │         │            W  its own I; where a backward is split, I stands for B in all of the above
+      │         │            W  its own I; if a backward is split, I takes the place of B in all of the above
       ▼         ▼
     aB0.0 ◄── bB0.0
 """
@@ -31,7 +33,10 @@ KIND = {Op.F: FORWARD, Op.B: BACKWARD, Op.I: BACKWARD, Op.W: WEIGHTS}
 
 
 class Rule(NamedTuple):
-    """An action of `kind` needs the one of kind `needed`, so many steps along the path and along the slices away."""
+    """An action of `kind` needs the action of kind `needed` at an offset from it.
+
+    `path` counts the stages along the path, and `slice` the slices.
+    """
 
     kind: int
     needed: int
@@ -47,40 +52,46 @@ RULES = (
     Rule(BACKWARD, BACKWARD, 0, +1),
     Rule(WEIGHTS, BACKWARD, 0, 0),
 )
-MAX_RULES_PER_KIND = 3  # rules a kind has at most
+MAX_RULES_PER_KIND = 3
 
 
 def needs(schedule: Schedule, action: Action) -> tuple[Action, ...]:
-    """All that must finish before `action` may start.
+    """The actions that must finish before `action` may start.
 
     >>> from penstock import make, needs
     >>> from penstock.ir import parse_action
     >>> needs(make("1f1b", ranks=3, microbatches=4), parse_action("1B2"))
     (<1F2>, <2B2>)
     """
-    table, microbatch = schedule.table, schedule.microbatches[action.microbatch]
+    table = schedule.table
+    microbatch = schedule.microbatches[action.microbatch]
     position = microbatch.path.index(action.stage)
-    found = []
+    needed = []
     for rule in RULES:
-        there, piece = position + rule.path, action.slice + rule.slice
-        if (
-            rule.kind == KIND[action.op]
-            and 0 <= there < len(microbatch.path)
-            and 0 <= piece < microbatch.slices
-        ):
-            at = table.at[table.slot(rule.needed, action.microbatch, there, piece)]
-            found.append(table.action(int(at)))
-    return tuple(found)
+        if rule.kind != KIND[action.op]:
+            continue
+        there = position + rule.path
+        piece = action.slice + rule.slice
+        is_on_path = 0 <= there < len(microbatch.path)
+        is_slice = 0 <= piece < microbatch.slices
+        if is_on_path and is_slice:
+            slot = table.slot(rule.needed, action.microbatch, there, piece)
+            needed.append(table.action(int(table.at[slot])))
+    return tuple(needed)
 
 
 def needed_slots(table: Table) -> Ints:
-    """The rules for all actions at once: row i holds the slots that action i needs, -1 where a rule does not apply."""
+    """The rules applied to all actions at once.
+
+    Row i holds the slots that action i needs, and -1 where a rule does not apply.
+    """
     slots = np.full((len(table.kind), MAX_RULES_PER_KIND), -1, dtype=np.int64)
-    taken = np.zeros(3, dtype=np.int64)
+    columns_used = np.zeros(3, dtype=np.int64)
     for rule in RULES:
         mine = np.flatnonzero((table.kind == rule.kind) & table.sound)
         microbatch = table.microbatch[mine]
-        there, piece = table.position[mine] + rule.path, table.slice[mine] + rule.slice
+        there = table.position[mine] + rule.path
+        piece = table.slice[mine] + rule.slice
         inside = (
             (there >= 0)
             & (there < table.length[microbatch])
@@ -88,6 +99,6 @@ def needed_slots(table: Table) -> Ints:
             & (piece < table.slices[microbatch])
         )
         slot = table.slot(rule.needed, microbatch[inside], there[inside], piece[inside])
-        slots[mine[inside], taken[rule.kind]] = slot
-        taken[rule.kind] += 1
+        slots[mine[inside], columns_used[rule.kind]] = slot
+        columns_used[rule.kind] += 1
     return slots

@@ -1,4 +1,4 @@
-"""A plan: a schedule, how many layers each of its parts has, and why it was chosen."""
+"""A plan: a schedule, the number of layers of each part, and the reasons for choosing it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,11 @@ Facts: TypeAlias = tuple[tuple[str, Fact], ...]
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A schedule, the layers of each part ((): not said), and why it was chosen, as plain facts."""
+    """A schedule, the number of layers of each part, and the reasons for choosing it.
+
+    An empty partition leaves the layers open. The reasons are plain facts; if two have the
+    same name, the last one counts.
+    """
 
     schedule: Schedule
     name: str = ""
@@ -22,10 +26,9 @@ class Plan:
     why: Facts = ()
 
     def __post_init__(self) -> None:
-        object.__setattr__(
-            self, "why", tuple(dict(self.why).items())
-        )  # the last of two facts of one name
-        parts, given = self.schedule.parts, len(self.partition)
+        object.__setattr__(self, "why", tuple(dict(self.why).items()))
+        parts = self.schedule.parts
+        given = len(self.partition)
         if self.partition and given != parts:
             raise ShapeError(
                 f"the partition is for {given} parts, but the schedule has {parts}"
@@ -35,5 +38,5 @@ class Plan:
 
     @property
     def facts(self) -> dict[str, Fact]:
-        """Why, by name."""
+        """The reasons by name."""
         return dict(self.why)

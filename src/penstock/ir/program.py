@@ -1,26 +1,31 @@
-"""A schedule with its communication: per rank a list of instructions that cannot deadlock.
+"""A program is a schedule with its communication: for each rank, a list of instructions.
 
-    2F0      run an action                 2F0>3    send what it made to rank 3
-    ~2F0     drop what it left here        2F0<1    receive what it made on rank 1
+Programs made by `lower` cannot deadlock.
 
-`lower` writes all ranks' instructions down one moment after the other, in the order of a clock that gives each action
-one tick: what a tick makes goes out at its end. A send and its receive are one moment:
+    2F0      run an action                 2F0>3    send its result to rank 3
+    ~2F0     free its result               2F0<1    receive its result from rank 1
+
+`lower` writes down the instructions of all ranks moment by moment, in the order of a clock
+that gives each action one tick. Results are sent at the end of their tick, and a send and its
+receive are one moment:
 
     tick   moment                    rank 0     rank 1     rank 2
      1     rank 0 runs 0F0           0F0
            0F0 goes from 0 to 1      0F0>1 ───► 0F0<0
      2     rank 0 runs 0F1           0F1
            rank 1 runs 1F0                      1F0
-           rank 1 drops 0F0                     ~0F0
+           rank 1 frees 0F0                     ~0F0
            0F1 goes from 0 to 1      0F1>1 ───► 0F1<0
            1F0 goes from 1 to 2                 1F0>2 ───► 1F0<1
 
-Read a column and you have a rank's program. Suppose every send blocks until its receive, and some ranks are stuck: look
-at the first moment of the page that has not happened. All moments above it are over, so each rank in it stands exactly
-there: it can happen. So nobody is ever stuck. Between two ranks messages come in the order in which they leave, so
-they need no tags.
+A column is the program of a rank. Why can it not deadlock? Suppose that every send blocks until
+its receive, and that some ranks are stuck. Look at the first moment on the page that has not
+happened. All moments above it are over, so each rank that takes part in it has reached it, and
+it can happen: a contradiction. Messages between two ranks arrive in the order in which they
+are sent, so they need no tags.
 
-`penstock.ir.verify` proves all that of any program, also one edited by hand, without knowing how `lower` works.
+`penstock.ir.verify` proves all this for any program, even one edited by hand, without knowing
+how `lower` works.
 """
 
 from __future__ import annotations
@@ -33,12 +38,12 @@ import numpy as np
 
 from penstock.ir.action import Action
 from penstock.ir.schedule import Schedule
-from penstock.ir.table import Ints, Table
+from penstock.ir.table import Table
 
 
 @dataclass(frozen=True, slots=True)
 class RunAction:
-    """Do an action; what it makes stays on the rank until freed."""
+    """Run an action. Its result stays on the rank until it is freed."""
 
     action: Action
 
@@ -48,7 +53,7 @@ class RunAction:
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Send what `action`, which ran here, has made, to rank `peer`."""
+    """Send the result of an action, which ran here, to rank `peer`."""
 
     action: Action
     peer: int
@@ -59,7 +64,7 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Receive:
-    """Receive what `action` has made from rank `peer`, which ran it."""
+    """Receive the result of an action from rank `peer`, which ran it."""
 
     action: Action
     peer: int
@@ -70,7 +75,7 @@ class Receive:
 
 @dataclass(frozen=True, slots=True)
 class Free:
-    """Drop what `action` left on this rank."""
+    """Free the result of an action on this rank."""
 
     action: Action
 
@@ -84,20 +89,21 @@ InstructionLane: TypeAlias = tuple[Instruction, ...]
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """A schedule, and what each rank does to run it, communication and memory included."""
+    """A schedule, and the instructions with which each rank runs it."""
 
     schedule: Schedule
     lanes: tuple[InstructionLane, ...]
 
     def __str__(self) -> str:
-        return "\n".join(
-            f"rank {rank} | {' '.join(map(str, lane))}"
-            for rank, lane in enumerate(self.lanes)
-        )
+        lines = []
+        for rank, lane in enumerate(self.lanes):
+            instructions = " ".join(map(str, lane))
+            lines.append(f"rank {rank} | {instructions}")
+        return "\n".join(lines)
 
 
 class Transfer(NamedTuple):
-    """What an action has made goes from one rank to another."""
+    """The result of an action goes from one rank to another."""
 
     action: Action
     source: int
@@ -109,7 +115,9 @@ class Transfer(NamedTuple):
 
 # ---------------------------------------------------------------- lowering
 def lower(schedule: Schedule) -> Program:
-    """The schedule's program: sends as soon as there is something to send, frees right after the last use.
+    """The program of a schedule.
+
+    It sends every result at once, and frees it right after its last use.
 
     >>> from penstock.schedules import make
     >>> print(lower(make("1f1b", ranks=2, microbatches=1)))
@@ -118,48 +126,46 @@ def lower(schedule: Schedule) -> Program:
     """
     table = schedule.table
     actions = tuple(chain.from_iterable(schedule.lanes))
-    rank, needed, target = (
-        table.rank.tolist(),
-        table.needs.tolist(),
-        table.target().tolist(),
-    )
-    home, abroad = (last.tolist() for last in _last_uses(table))
+    rank = table.rank.tolist()
+    needs = table.needs.tolist()
+    target = table.target().tolist()
+    last_at_home, last_abroad = _last_uses(table)
     lanes: list[list[Instruction]] = [[] for _ in schedule.lanes]
-    for _, tick in groupby(table.order.tolist(), table.tick.tolist().__getitem__):
+    for _, numbers in groupby(table.order.tolist(), table.tick.tolist().__getitem__):
         leaving = []
-        for number in tick:
+        for number in numbers:
             lane = lanes[rank[number]]
             lane.append(RunAction(actions[number]))
-            lane.extend(
-                [
-                    Free(actions[n])
-                    for n in needed[number]
-                    if n >= 0 and number in (home[n], abroad[n])
-                ]
-            )
+            for needed in needs[number]:
+                if needed < 0:
+                    continue
+                if number in (last_at_home[needed], last_abroad[needed]):
+                    lane.append(Free(actions[needed]))
             if target[number] >= 0:
                 leaving.append(number)
-            elif home[number] == number:
+            elif last_at_home[number] == number:
                 lane.append(Free(actions[number]))
         for number in leaving:
             lane = lanes[rank[number]]
             lane.append(Send(actions[number], target[number]))
             lanes[target[number]].append(Receive(actions[number], rank[number]))
-            if home[number] == number:
+            if last_at_home[number] == number:
                 lane.append(Free(actions[number]))
     return Program(schedule, tuple(map(tuple, lanes)))
 
 
-def _last_uses(table: Table) -> tuple[Ints, Ints]:
-    """Of each action: the last that needs it on its own rank (itself, if none does), and on the rank it is sent to.
+def _last_uses(table: Table) -> tuple[list[int], list[int]]:
+    """The last action that needs each action: on its own rank, and on the rank it is sent to.
 
-    Actions are numbered along the lanes: the last on a rank has the greatest number.
+    An action that its own rank does not need is its own last use there. The actions are
+    numbered along the lanes, so the last one on a rank has the largest number.
     """
-    home, abroad = np.arange(len(table)), np.full(len(table), -1, dtype=np.int64)
+    at_home = np.arange(len(table))
+    abroad = np.full(len(table), -1, dtype=np.int64)
     for column in table.needs.T:
         user = np.flatnonzero(column >= 0)
         needed = column[user]
         local = table.rank[needed] == table.rank[user]
-        np.maximum.at(home, needed[local], user[local])
+        np.maximum.at(at_home, needed[local], user[local])
         np.maximum.at(abroad, needed[~local], user[~local])
-    return home, abroad
+    return at_home.tolist(), abroad.tolist()

@@ -1,4 +1,5 @@
-"""A schedule is three tables: where each stage lives, which stages a micro-batch visits, in what order a rank acts.
+"""A schedule is three tables: where each stage lives, which stages each
+micro-batch visits, and in what order each rank acts.
 
     stages          microbatches              lanes
     stage  rank part   mb  path   tokens cuts    rank
@@ -6,10 +7,11 @@
       1     1    1      1  0 2    1024  0 1024       1 | 1F0 ...
       2     2    2                                   2 | 2F0 ...
 
-Waves and interleaving are several parts on a rank; replicas (data parallelism, Chimera's two directions) several stages
-of one part; skipping is a path that leaves out parts; token slices are cuts. Nothing else is stored: idle time is an
-output of the simulator, sends and receives are added by `lower`. Dependencies: `penstock.ir.needs`; legality:
-`penstock.ir.check`.
+Waves and interleaving put several parts on a rank. Replicas (data parallelism, Chimera's two
+directions) are several stages of one part. A path may skip parts, and cuts make token slices.
+Nothing else is stored: the simulator computes the idle time, and `lower` adds the sends and
+receives. `penstock.ir.needs` has the dependencies, and `penstock.ir.check` decides which
+tables are legal.
 """
 
 from __future__ import annotations
@@ -34,7 +36,10 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """The stages it visits, first to last, and the token boundaries of its slices. No cuts: one slice."""
+    """The stages that a micro-batch visits, in order, and the token boundaries of its slices.
+
+    Without cuts, it is a single slice.
+    """
 
     path: tuple[int, ...]
     tokens: int = 1
@@ -45,41 +50,41 @@ class MicroBatch:
 
     @property
     def slices(self) -> int:
-        """How many slices it is cut into."""
+        """The number of slices."""
         return max(len(self.cuts) - 1, 1)
 
     def span(self, piece: int) -> tuple[int, int]:
-        """First token of a slice and the one after its last."""
+        """The first token of a slice, and the token after its last."""
         return self.cuts[piece], self.cuts[piece + 1]
 
 
 def stretch(microbatch: MicroBatch, tokens: int) -> MicroBatch:
-    """The same micro-batch for a sequence of so many tokens: its cuts are shares.
+    """The same micro-batch for a sequence of `tokens` tokens, cut in the same proportions.
 
     >>> stretch(MicroBatch((0,), tokens=8, cuts=(0, 4, 6, 8)), 1024).cuts
     (0, 512, 768, 1024)
     """
     if tokens == microbatch.tokens:
         return microbatch
-    cuts = tuple(
-        (cut * tokens + microbatch.tokens // 2) // microbatch.tokens
-        for cut in microbatch.cuts
-    )
     if tokens < microbatch.slices:
         raise ShapeError(
-            f"{tokens} tokens cannot be cut into {microbatch.slices} slices; the most is {tokens}"
+            f"{tokens} tokens cannot be cut into {microbatch.slices} slices; "
+            f"the most is {tokens}"
         )
+    half = microbatch.tokens // 2
+    cuts = [(cut * tokens + half) // microbatch.tokens for cut in microbatch.cuts]
     if any(begin >= end for begin, end in pairwise(cuts)):
         raise ShapeError(
-            f"a sequence of {tokens} tokens leaves a slice empty when cut in the shares of {microbatch.cuts}; "
+            f"a sequence of {tokens} tokens has an empty slice when it is cut in the "
+            f"proportions of {microbatch.cuts}; "
             f"{microbatch.tokens} tokens or a multiple would do"
         )
-    return MicroBatch(microbatch.path, tokens, cuts)
+    return MicroBatch(microbatch.path, tokens, tuple(cuts))
 
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """The three tables, frozen and checked: a `Schedule` that exists can run.
+    """The three tables, frozen and checked. Every `Schedule` object can run.
 
     >>> from penstock.ir import MicroBatch, Schedule, Stage, parse_action
     >>> lane = tuple(parse_action(text) for text in "0F0 0B0".split())
@@ -90,31 +95,30 @@ class Schedule:
     stages: tuple[Stage, ...]
     microbatches: tuple[MicroBatch, ...]
     lanes: tuple[tuple[Action, ...], ...]
-    table: Table = field(
-        init=False, repr=False, compare=False
-    )  # the same, as columns of numbers
+    # The actions as columns of numbers.
+    table: Table = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "table", check(self))
 
     @property
     def ranks(self) -> int:
-        """How many workers."""
+        """The number of ranks."""
         return len(self.lanes)
 
     @property
     def parts(self) -> int:
-        """How many pieces the model is cut into."""
+        """The number of parts of the model."""
         return 1 + max(stage.part for stage in self.stages)
 
     @property
     def actions(self) -> int:
-        """How many things are done in all."""
+        """The number of actions."""
         return len(self.table)
 
     @property
     def slices(self) -> int:
-        """The most slices a micro-batch has."""
+        """The largest number of slices of a micro-batch."""
         return max(microbatch.slices for microbatch in self.microbatches)
 
     def rank_of(self, action: Action) -> int:
@@ -122,7 +126,7 @@ class Schedule:
         return self.stages[action.stage].rank
 
     def span(self, action: Action) -> tuple[int, int]:
-        """The tokens an action works on: the first, and the one after the last."""
+        """The first token that an action works on, and the token after its last."""
         return self.microbatches[action.microbatch].span(action.slice)
 
 
@@ -131,5 +135,5 @@ def schedule_of(
     microbatches: Sequence[MicroBatch],
     lanes: Sequence[Sequence[Action]],
 ) -> Schedule:
-    """A schedule from lists."""
+    """Build a schedule from lists."""
     return Schedule(tuple(stages), tuple(microbatches), tuple(map(tuple, lanes)))

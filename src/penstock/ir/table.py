@@ -1,17 +1,20 @@
-"""A schedule as columns of numbers, derived once, so that a million actions are checked and simulated in a moment.
+"""A schedule as columns of numbers, which makes it fast to check and simulate a million actions.
 
-Actions are numbered lane by lane: lane 0's first, then lane 1's. Each action that could exist has a *slot*:
+The actions are numbered lane by lane: first those of lane 0, then those of lane 1. Each
+action that could exist has a *slot*:
 
     micro-batch 0                                   micro-batch 1 ...
     first stage of its path    second stage
     slice 0  slice 1           slice 0 ...
     F B W    F B W             F B W                (B: either B or I)
 
-so that a step along the path or to the next slice is an addition, and a table `at` says which action fills a slot.
+So a step along the path, or to the next slice, is an addition. The column `at` tells which
+action fills a slot.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -36,46 +39,45 @@ _KIND_OF_CODE = np.array([KIND[op] for op in OPS], dtype=np.int8)
 
 @dataclass(slots=True)
 class Table:
-    """Columns, one entry an action, and what finds the slots. Filled by `tabulate` and `check`, then only read."""
+    """Columns with one entry per action, and the sizes that locate the slots.
 
-    first: Ints  # number of each lane's first action; one more entry for the end
+    `tabulate` and `check` fill them; after that they are only read.
+    """
+
+    first: Ints  # number of the first action of each lane; one more entry for the end
     rank: Ints
     op: Ints  # as in CODE
     kind: Ints
     stage: Ints
     microbatch: Ints
     slice: Ints
-    position: Ints  # of the stage on the micro-batch's path; -1: off its path
-    length: Ints  # of each micro-batch's path
+    position: (
+        Ints  # of the stage on the path of the micro-batch; -1 if it is off the path
+    )
+    length: Ints  # of the path of each micro-batch
     slices: Ints  # of each micro-batch
-    base: Ints  # each micro-batch's first slot; one more entry for the end
-    sound: Bools  # names a stage, micro-batch, slice that exist, on its path and rank
-    slots: Ints  # of each action; -1 where not sound
-    at: Ints  # the action in a slot; -1: none
-    crowd: Ints  # of each stage: how many stages of one path share its rank, at most
-    needs: Ints = field(
-        default_factory=lambda: np.empty((0, 3), dtype=np.int32)
-    )  # actions needed, -1: none
-    order: Ints = field(
-        default_factory=lambda: np.empty(0, dtype=np.int32)
-    )  # all actions, each after its needs
-    tick: Ints = field(
-        default_factory=lambda: np.empty(0, dtype=np.int32)
-    )  # when each could run if all took one tick
+    base: Ints  # first slot of each micro-batch; one more entry for the end
+    sound: Bools  # whether stage, micro-batch and slice exist, and it is on its path and rank
+    slots: Ints  # slot of each action; -1 if it is not sound
+    at: Ints  # the action in each slot; -1 if the slot is empty
+    crowd: Ints  # for each stage: the largest number of stages of a path on its rank
+    # The actions that each action needs, filled up with -1.
+    needs: Ints = field(default_factory=lambda: np.empty((0, 3), dtype=np.int32))
+    # All actions, each after the ones it needs.
+    order: Ints = field(default_factory=lambda: np.empty(0, dtype=np.int32))
+    # When each action ends if every action takes one tick.
+    tick: Ints = field(default_factory=lambda: np.empty(0, dtype=np.int32))
 
     def slot(
         self, kind: int, microbatch: Number, position: Number, piece: Number
     ) -> Number:
-        """Where the action of that kind lies among all that could exist."""
-        found: Number = (
-            self.base[microbatch]
-            + (position * self.slices[microbatch] + piece) * 3
-            + kind
-        )
-        return found
+        """The slot of an action."""
+        place = position * self.slices[microbatch] + piece
+        slot: Number = self.base[microbatch] + place * 3 + kind
+        return slot
 
     def action(self, number: int) -> Action:
-        """The action with that number."""
+        """The action with this number."""
         return Action(
             OPS[self.op[number]],
             int(self.stage[number]),
@@ -87,14 +89,14 @@ class Table:
         return len(self.op)
 
     def target(self) -> Ints:
-        """The rank to which each action's result is sent as a message; -1 where nothing leaves the rank."""
-        user = np.full(len(self), -1, dtype=np.int64)
+        """The rank that receives the result of each action; -1 if the result stays."""
+        target = np.full(len(self), -1, dtype=np.int64)
         for column in range(self.needs.shape[1]):
-            mine = np.flatnonzero(self.needs[:, column] >= 0)
-            source = self.needs[mine, column]
-            abroad = self.rank[source] != self.rank[mine]
-            user[source[abroad]] = self.rank[mine[abroad]]
-        return user
+            user = np.flatnonzero(self.needs[:, column] >= 0)
+            source = self.needs[user, column]
+            abroad = self.rank[source] != self.rank[user]
+            target[source[abroad]] = self.rank[user[abroad]]
+        return target
 
 
 def tabulate(
@@ -102,19 +104,19 @@ def tabulate(
     microbatches: Sequence[MicroBatch],
     lanes: Sequence[Sequence[Action]],
 ) -> Table:
-    """Columns of the actions as they are, faults included: what does not exist gets `sound` false."""
+    """The columns of the actions, faulty ones included: these have `sound` false."""
     lengths = [len(lane) for lane in lanes]
     total = sum(lengths)
 
-    def column(name: int) -> Ints:
-        return np.fromiter(
-            (action[name] for action in chain.from_iterable(lanes)), np.int64, total
-        )
+    def column(field: int) -> Ints:
+        actions = chain.from_iterable(lanes)
+        return np.fromiter((action[field] for action in actions), np.int64, total)
 
-    op = np.fromiter(
-        (CODE[action[0]] for action in chain.from_iterable(lanes)), np.int8, total
-    )
-    stage, microbatch, piece = column(1), column(2), column(3)
+    codes = (CODE[action[0]] for action in chain.from_iterable(lanes))
+    op = np.fromiter(codes, np.int8, total)
+    stage = column(1)
+    microbatch = column(2)
+    piece = column(3)
     rank = np.repeat(np.arange(len(lanes)), lengths)
     length = np.array([len(m.path) for m in microbatches], dtype=np.int64)
     slices = np.array([m.slices for m in microbatches], dtype=np.int64)
@@ -132,9 +134,9 @@ def tabulate(
     )
     home = np.array([s.rank for s in stages], dtype=np.int64)
     sound = exists & (position >= 0) & (piece >= 0)
-    sound[sound] = (piece[sound] < slices[microbatch[sound]]) & (
-        home[stage[sound]] == rank[sound]
-    )
+    is_slice = piece[sound] < slices[microbatch[sound]]
+    is_home = home[stage[sound]] == rank[sound]
+    sound[sound] = is_slice & is_home
     kind = _KIND_OF_CODE[op]
     table = Table(
         np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
@@ -153,15 +155,11 @@ def tabulate(
         np.full(int(base[-1]), -1, dtype=np.int64),
         _crowd(stages, microbatches),
     )
-    where = np.flatnonzero(sound)
-    table.slots[where] = (
-        base[microbatch[where]]
-        + (position[where] * slices[microbatch[where]] + piece[where]) * 3
-        + kind[where]
-    )
-    table.at[table.slots[where][::-1]] = where[
-        ::-1
-    ]  # of two in one slot the first stays
+    numbers = np.flatnonzero(sound)
+    place = position[numbers] * slices[microbatch[numbers]] + piece[numbers]
+    table.slots[numbers] = base[microbatch[numbers]] + place * 3 + kind[numbers]
+    # Written from last to first: if two actions share a slot, the first one gets it.
+    table.at[table.slots[numbers][::-1]] = numbers[::-1]
     return table
 
 
@@ -171,33 +169,31 @@ def _positions(
     stage: Ints,
     microbatch: Ints,
 ) -> Ints:
-    """Where each stage stands on the path of its micro-batch; -1: nowhere. One row a distinct path."""
-    rows: dict[tuple[int, ...], int] = {}
-    row = np.array(
-        [rows.setdefault(m.path, len(rows)) for m in microbatches], dtype=np.int64
-    )
-    where = np.full((len(rows), len(stages)), -1, dtype=np.int64)
-    for path, number in rows.items():
+    """The position of each stage on the path of its micro-batch; -1 if it is not on it."""
+    rows: dict[tuple[int, ...], int] = {}  # one row per distinct path
+    row_of = [rows.setdefault(m.path, len(rows)) for m in microbatches]
+    positions = np.full((len(rows), len(stages)), -1, dtype=np.int64)
+    for path, row in rows.items():
         for position, visited in enumerate(path):
             if 0 <= visited < len(stages):
-                where[number, visited] = position
-    return where[row[microbatch], stage]
+                positions[row, visited] = position
+    return positions[np.array(row_of, dtype=np.int64)[microbatch], stage]
 
 
 def _crowd(stages: Sequence[Stage], microbatches: Sequence[MicroBatch]) -> Ints:
-    most = np.ones(len(stages), dtype=np.int64)
+    """For each stage, the largest number of stages of a path on its rank."""
+    largest = np.ones(len(stages), dtype=np.int64)
     for path in {m.path for m in microbatches}:
-        real = [s for s in path if 0 <= s < len(stages)]
-        shared: dict[int, int] = {}
-        for visited in real:
-            shared[stages[visited].rank] = shared.get(stages[visited].rank, 0) + 1
-        for visited in real:
-            most[visited] = max(most[visited], shared[stages[visited].rank])
-    return most
+        existing = [stage for stage in path if 0 <= stage < len(stages)]
+        on_rank = Counter(stages[stage].rank for stage in existing)
+        for stage in existing:
+            count = on_rank[stages[stage].rank]
+            largest[stage] = max(largest[stage], count)
+    return largest
 
 
 def split_slots(table: Table) -> Bools:
-    """Of every backward slot: is it filled by I, so that a W must follow?"""
+    """For every backward slot, whether an I fills it, so that a W must follow."""
     filled = table.at[BACKWARD::3]
     split = np.zeros(len(filled), dtype=np.bool_)
     split[filled >= 0] = table.op[filled[filled >= 0]] == CODE[Op.I]

@@ -1,10 +1,14 @@
-"""Who ran what, when: predicted by the simulator, measured by the runtime, and nobody downstream can tell them apart.
+"""A timeline tells when each rank ran each action.
+
+The simulator predicts timelines, and the runtime measures them. Their users cannot tell them
+apart.
 
     time      0   1   2   3   4
     rank 0 |  F0  F1  .   B0  ...      a span is one action from `start` to `end`
     rank 1 |  .   F0  B0  F1  ...
 
-Columns hold one entry an action, in the order of the schedule's table: lane 0's actions, then lane 1's.
+Columns hold one entry per action, in the order of the schedule's table: first the actions of
+lane 0, then those of lane 1.
 """
 
 from __future__ import annotations
@@ -48,7 +52,7 @@ class Span(NamedTuple):
 
 
 class Message(NamedTuple):
-    """A tensor that leaves a rank: the action it comes from, whither, when it went and came, how much it is."""
+    """A tensor that leaves a rank: its action, the two ranks, the send and arrival time, the size."""
 
     action: Action
     source: int
@@ -66,11 +70,11 @@ class Timeline:
     start: Floats  # seconds
     end: Floats
     activations: Floats  # bytes of activations on the action's rank while it runs
-    weights: Floats  # bytes of weights, one entry a rank
-    sent: Floats  # seconds at which an action's message left; nan: no message
+    weights: Floats  # bytes of weights, one entry per rank
+    sent: Floats  # seconds at which the message of an action left; NaN if it has none
     arrived: Floats
-    bytes: Floats  # of the message
-    cause: Ints  # the action that held each one up: the last of those it waited for; -1: none
+    bytes: Floats  # size of the message
+    cause: Ints  # the action for which each action waited last; -1 if it did not wait
     units: Units = REAL_UNITS
 
     @property
@@ -87,38 +91,41 @@ class Timeline:
 
     @property
     def bubble(self) -> float:
-        """The fraction of all ranks' time in which they idle; of no time at all, 0."""
-        whole = self.schedule.ranks * self.makespan
-        return 1.0 - float(self.busy.sum()) / whole if whole else 0.0
+        """The fraction of the time of all ranks in which they are idle."""
+        total = self.schedule.ranks * self.makespan
+        if total == 0:
+            return 0.0
+        return 1.0 - float(self.busy.sum()) / total
 
     @property
     def peak_activations(self) -> Floats:
-        """The most bytes of activations each rank holds at once."""
-        most = np.zeros(self.schedule.ranks)
-        np.maximum.at(most, self.schedule.table.rank, self.activations)
-        return most
+        """The largest number of bytes of activations on each rank."""
+        peak = np.zeros(self.schedule.ranks)
+        np.maximum.at(peak, self.schedule.table.rank, self.activations)
+        return peak
 
     def peak_bytes(self, rank: int) -> float:
-        """The most bytes a rank holds at once, weights and activations."""
+        """The largest number of bytes on a rank, weights and activations together."""
         return float(self.weights[rank] + self.peak_activations[rank])
 
     def lane(self, rank: int) -> slice:
-        """Where a rank's actions lie in the columns."""
+        """The place of a rank's actions in the columns."""
         first = self.schedule.table.first
         return slice(int(first[rank]), int(first[rank + 1]))
 
     def spans(self) -> Iterator[Span]:
-        """Every action with its times, rank by rank."""
+        """All actions with their times, rank by rank."""
         for rank, lane in enumerate(self.schedule.lanes):
-            here = self.lane(rank)
-            for action, start, end in zip(
-                lane, self.start[here].tolist(), self.end[here].tolist(), strict=True
-            ):
+            place = self.lane(rank)
+            starts = self.start[place].tolist()
+            ends = self.end[place].tolist()
+            for action, start, end in zip(lane, starts, ends, strict=True):
                 yield Span(rank, action, start, end)
 
     def messages(self) -> Iterator[Message]:
-        """Every tensor that leaves its rank."""
-        table, target = self.schedule.table, self.schedule.table.target()
+        """All tensors that leave their ranks."""
+        table = self.schedule.table
+        target = table.target()
         for number in np.flatnonzero(target >= 0).tolist():
             yield Message(
                 table.action(number),
@@ -130,21 +137,20 @@ class Timeline:
             )
 
     def link_bytes(self) -> dict[tuple[int, int], float]:
-        """Bytes over each link, by (source rank, target rank)."""
-        table, target = self.schedule.table, self.schedule.table.target()
-        leaves = np.flatnonzero(target >= 0)
-        link = table.rank[leaves] * self.schedule.ranks + target[leaves]
-        pairs, where = np.unique(link, return_inverse=True)
-        total = np.bincount(where, self.bytes[leaves], minlength=len(pairs))
-        ranks = self.schedule.ranks
-        return {
-            (int(p) // ranks, int(p) % ranks): float(b)
-            for p, b in zip(pairs, total, strict=True)
-        }
+        """The bytes sent over each link, by (source rank, target rank)."""
+        sizes: dict[tuple[int, int], float] = {}
+        for message in self.messages():
+            link = (message.source, message.target)
+            sizes[link] = sizes.get(link, 0.0) + message.bytes
+        return sizes
 
     def critical_path(self) -> tuple[Action, ...]:
-        """The chain of actions, each held up by the one before it, that ends with the last: shorten it to be faster."""
-        number, chain = int(self.end.argmax()), []
+        """The chain of actions, each delayed by the one before it, that ends with the last one.
+
+        Only a shorter chain makes the step faster.
+        """
+        number = int(self.end.argmax())
+        chain = []
         while number >= 0:
             chain.append(self.schedule.table.action(number))
             number = int(self.cause[number])

@@ -1,8 +1,10 @@
-"""The proof that a program runs to the end, whoever wrote it: nothing here knows how `lower` works.
+"""Prove that a program runs to the end, no matter who wrote it.
+
+Nothing here knows how `lower` works. A program is correct if:
 
 (a) each rank runs its lane of the schedule, in order
-(b) each send has its receive; between two ranks they come in the same order on both sides
-(c) a machine on which a send and its receive are one step never gets stuck
+(b) each send has its receive, and between two ranks they come in the same order on both sides
+(c) it never gets stuck on a machine where a send and its receive are one step
 (d) each action finds all that it needs on its rank; nothing is freed too early, twice, or never
 """
 
@@ -26,225 +28,265 @@ from penstock.ir.program import (
 )
 from penstock.ir.schedule import Schedule
 
+MAX_SHOWN_FAULTS = 8
+
+# The messages in one direction between two ranks, in order, and their place in the lane.
+Places: TypeAlias = dict[Action, int]
+
 
 def verify(program: Program) -> tuple[Transfer, ...]:
-    """Proves that a program runs its schedule to the end; else a `ProgramError` with the faults.
+    """Prove that a program runs its schedule to the end, or raise a `ProgramError`.
 
-    The evidence: all transfers, in an order in which they happen when every send blocks until its receive.
+    The proof is the list of all transfers, in an order in which they happen if every send
+    blocks until its receive.
     """
-    faults = list(_strange(program))
+    faults = list(_unknown_faults(program))
     if faults:
         raise _error(faults)
-    unpaired = list(_unpaired(program))
-    faults = [*_misrun(program), *unpaired, *_memory_faults(program)]
+    message_faults = list(_message_faults(program))
+    faults = [*_lane_faults(program), *message_faults, *_memory_faults(program)]
     transfers: list[Transfer] = []
-    if not unpaired:
-        faults += _rendezvous(program, transfers)
+    if not message_faults:
+        faults += _run_messages(program, transfers)
     if faults:
         raise _error(faults)
     return tuple(transfers)
 
 
-def _error(faults: Sequence[str], shown: int = 8) -> ProgramError:
-    hidden = len(faults) - shown
-    rest = [f"and {hidden} more faults"] if hidden > 0 else []
-    return ProgramError("\n\n".join([*faults[:shown], *rest]))
+def _error(faults: Sequence[str]) -> ProgramError:
+    shown = list(faults[:MAX_SHOWN_FAULTS])
+    hidden = len(faults) - len(shown)
+    if hidden > 0:
+        shown.append(f"and {hidden} more faults")
+    return ProgramError("\n\n".join(shown))
 
 
-def _drawn(program: Program, *places: tuple[int, int]) -> str:
-    """Lanes, each with a caret under one of its instructions."""
+def _draw(program: Program, *places: tuple[int, int]) -> str:
+    """Lanes, each with carets under one of its instructions."""
     return "\n".join(draw_lane(program.lanes, rank, index) for rank, index in places)
 
 
-def _strange(program: Program) -> Iterator[str]:
-    """Instructions that speak of ranks or actions that do not exist."""
+# ---------------------------------------------------------------- unknown ranks and actions
+def _unknown_faults(program: Program) -> Iterator[str]:
+    """Instructions that name ranks or actions that do not exist."""
     ranks = len(program.lanes)
     if ranks != program.schedule.ranks:
-        yield f"the program has {ranks} lanes, but its schedule has {program.schedule.ranks} ranks: one lane a rank"
+        yield (
+            f"the program has {ranks} lanes, "
+            f"but its schedule has {program.schedule.ranks} ranks; each rank needs one"
+        )
     known = set(chain.from_iterable(program.schedule.lanes))
     for rank, lane in enumerate(program.lanes):
         for index, instruction in enumerate(lane):
-            what = _strange_one(instruction, rank, ranks, known)
-            if what:
-                yield f"rank {rank}: {what}\n\n{_drawn(program, (rank, index))}"
+            fault = _unknown_fault(instruction, rank, ranks, known)
+            if fault:
+                yield f"rank {rank}: {fault}\n\n{_draw(program, (rank, index))}"
 
 
-def _strange_one(
+def _unknown_fault(
     instruction: Instruction, rank: int, ranks: int, known: set[Action]
 ) -> str:
-    if not isinstance(instruction, (RunAction, Send, Receive, Free)):
+    if not isinstance(instruction, RunAction | Send | Receive | Free):
         return (
-            f"{instruction!r} is no instruction; there are Run, Send, Receive and Free"
+            f"{instruction!r} is not an instruction; "
+            "there are RunAction, Send, Receive and Free"
         )
     if instruction.action not in known:
         return f"{instruction} is of {instruction.action}, which is not in the schedule"
-    if not isinstance(instruction, (Send, Receive)):
+    if not isinstance(instruction, Send | Receive):
         return ""
     if not 0 <= instruction.peer < ranks:
-        return f"{instruction} names rank {instruction.peer}, which does not exist (ranks 0..{ranks - 1})"
-    return (
-        f"{instruction} is a message to itself; what runs here is here"
-        if instruction.peer == rank
-        else ""
-    )
+        return (
+            f"{instruction} names rank {instruction.peer}, "
+            f"which does not exist (ranks 0..{ranks - 1})"
+        )
+    if instruction.peer == rank:
+        return f"{instruction} is a message to itself; a rank has its own results"
+    return ""
 
 
-def _misrun(program: Program) -> Iterator[str]:
-    """Ranks that do not run their lane of the schedule; the first difference of each."""
-    for rank, (lane, expected) in enumerate(
-        zip(program.lanes, program.schedule.lanes, strict=True)
-    ):
-        places = [
-            index
-            for index, instruction in enumerate(lane)
-            if isinstance(instruction, RunAction)
-        ]
-        runs = [lane[index].action for index in places]
-        if runs != list(expected):
-            differ = (
-                k
-                for k, (a, b) in enumerate(zip(runs, expected, strict=False))
-                if a != b
-            )
-            at = next(differ, min(len(runs), len(expected)))
-            place = [(rank, [*places, len(lane) - 1][at])] if lane else []
-            what = _misrun_one(rank, runs[at : at + 1], expected[at : at + 1])
-            yield f"{what}\n\n{_drawn(program, *place)}\n  a program runs the lane of its schedule, in order"
+# ---------------------------------------------------------------- lanes
+def _lane_faults(program: Program) -> Iterator[str]:
+    """Ranks that do not run their lane of the schedule, at the first difference."""
+    for rank, lane in enumerate(program.lanes):
+        expected = program.schedule.lanes[rank]
+        places = []
+        actions = []
+        for index, instruction in enumerate(lane):
+            if isinstance(instruction, RunAction):
+                places.append(index)
+                actions.append(instruction.action)
+        if actions == list(expected):
+            continue
+        difference = _first_difference(actions, expected)
+        fault = _lane_fault(rank, actions, expected, difference)
+        drawing = ""
+        if lane:
+            places.append(len(lane) - 1)
+            drawing = _draw(program, (rank, places[difference]))
+        advice = "a program runs the lane of its schedule, in order"
+        yield f"{fault}\n\n{drawing}\n  {advice}"
 
 
-def _misrun_one(rank: int, run: Sequence[Action], expected: Sequence[Action]) -> str:
-    if run and expected:
-        return f"rank {rank} runs {run[0]} where its schedule has {expected[0]}"
-    return (
-        f"rank {rank} runs {run[0]} after the end of its lane"
-        if run
-        else f"rank {rank} never runs {expected[0]}"
-    )
+def _first_difference(one: Sequence[Action], other: Sequence[Action]) -> int:
+    shorter = min(len(one), len(other))
+    for index in range(shorter):
+        if one[index] != other[index]:
+            return index
+    return shorter
+
+
+def _lane_fault(
+    rank: int, actions: Sequence[Action], expected: Sequence[Action], index: int
+) -> str:
+    if index >= len(actions):
+        return f"rank {rank} never runs {expected[index]}"
+    if index >= len(expected):
+        return f"rank {rank} runs {actions[index]} after the end of its lane"
+    return f"rank {rank} runs {actions[index]} where its schedule has {expected[index]}"
 
 
 # ---------------------------------------------------------------- messages
-Places: TypeAlias = dict[
-    Action, int
-]  # each message of one direction of a pair of ranks, in order: where it stands
-
-
-def _unpaired(program: Program) -> Iterator[str]:
-    """Messages that do not find their other end, or not in the same order."""
+def _message_faults(program: Program) -> Iterator[str]:
+    """Messages without another end, or with another end in a different order."""
     sent: dict[tuple[int, int], Places] = {}
     received: dict[tuple[int, int], Places] = {}
     for rank, lane in enumerate(program.lanes):
         for index, instruction in enumerate(lane):
-            if isinstance(instruction, (Send, Receive)):
-                out = isinstance(instruction, Send)
-                pair = (rank, instruction.peer) if out else (instruction.peer, rank)
-                messages = (sent if out else received).setdefault(pair, {})
-                what = _misplaced(program.schedule, instruction, rank, messages)
-                if what:
-                    yield f"{what}\n\n{_drawn(program, (rank, index))}"
-                messages.setdefault(instruction.action, index)
+            if isinstance(instruction, Send):
+                places = sent.setdefault((rank, instruction.peer), {})
+            elif isinstance(instruction, Receive):
+                places = received.setdefault((instruction.peer, rank), {})
+            else:
+                continue
+            fault = _message_fault(program.schedule, instruction, rank, places)
+            if fault:
+                yield f"{fault}\n\n{_draw(program, (rank, index))}"
+            places.setdefault(instruction.action, index)
     for pair in sorted({*sent, *received}):
         yield from _pair_faults(
             program, pair, sent.get(pair, {}), received.get(pair, {})
         )
 
 
-def _misplaced(
-    schedule: Schedule, message: Send | Receive, rank: int, messages: Places
+def _message_fault(
+    schedule: Schedule, message: Send | Receive, rank: int, places: Places
 ) -> str:
-    action, home = message.action, schedule.rank_of(message.action)
-    verb, owner = (
-        ("sends", rank) if isinstance(message, Send) else ("receives", message.peer)
-    )
-    if home != owner:
-        return f"rank {rank} {verb} {message}, but {action} runs on rank {home}, not on rank {owner}"
-    return (
-        f"rank {rank} {verb} {message} twice; once is enough"
-        if action in messages
-        else ""
-    )
+    action = message.action
+    home = schedule.rank_of(action)
+    verb = "sends"
+    source = rank
+    if isinstance(message, Receive):
+        verb = "receives"
+        source = message.peer
+    if home != source:
+        return (
+            f"rank {rank} {verb} {message}, "
+            f"but {action} runs on rank {home}, not on rank {source}"
+        )
+    if action in places:
+        return f"rank {rank} {verb} {message} twice; once is enough"
+    return ""
 
 
 def _pair_faults(
     program: Program, pair: tuple[int, int], sent: Places, received: Places
 ) -> Iterator[str]:
+    """Messages from one rank to another that do not match."""
     source, target = pair
-    lost, awaited = (
-        [a for a in sent if a not in received],
-        [a for a in received if a not in sent],
-    )
+    lost = [action for action in sent if action not in received]
     for action in lost:
-        what = f"rank {source} sends {action} to rank {target}, which never receives it"
-        yield f"{what}\n\n{_drawn(program, (source, sent[action]))}\n  every send needs its receive"
-    for action in awaited:
-        what = f"rank {target} waits to receive {action} from rank {source}, which never sends it"
-        yield f"{what}\n\n{_drawn(program, (target, received[action]))}\n  every receive needs its send"
-    if not lost and not awaited and list(sent) != list(received):
-        number, (a, b) = next(
-            (k, ab)
-            for k, ab in enumerate(zip(sent, received, strict=True))
-            if ab[0] != ab[1]
+        drawing = _draw(program, (source, sent[action]))
+        yield (
+            f"rank {source} sends {action} to rank {target}, which never receives it"
+            f"\n\n{drawing}\n  every send needs its receive"
         )
-        what = f"message {number} from rank {source} to rank {target} is {a}, but rank {target} takes it for {b}"
-        drawn = _drawn(program, (source, sent[a]), (target, received[b]))
-        yield f"{what}\n\n{drawn}\n  messages carry no name: receive them in the order in which they are sent"
+    awaited = [action for action in received if action not in sent]
+    for action in awaited:
+        drawing = _draw(program, (target, received[action]))
+        yield (
+            f"rank {target} waits to receive {action} from rank {source}, "
+            f"which never sends it\n\n{drawing}\n  every receive needs its send"
+        )
+    send_order = list(sent)
+    receive_order = list(received)
+    if lost or awaited or send_order == receive_order:
+        return
+    number = _first_difference(send_order, receive_order)
+    actual = send_order[number]
+    assumed = receive_order[number]
+    drawing = _draw(program, (source, sent[actual]), (target, received[assumed]))
+    yield (
+        f"message {number} from rank {source} to rank {target} is {actual}, "
+        f"but rank {target} takes it for {assumed}\n\n{drawing}\n"
+        "  messages have no tags: receive them in the order in which they are sent"
+    )
 
 
-def _rendezvous(program: Program, transfers: list[Transfer]) -> list[str]:
-    """Runs the messages on a machine where a send and its receive are one step. Fills `transfers` with the steps."""
-    todo = [
-        [i for i in lane if isinstance(i, (Send, Receive))] for lane in program.lanes
-    ]
-    for lane in todo:
-        lane.reverse()  # the next one is the last
-    awake = list(range(len(todo)))
+def _run_messages(program: Program, transfers: list[Transfer]) -> list[str]:
+    """Run the messages on a machine where a send and its receive are one step.
+
+    Appends the steps to `transfers`.
+    """
+    waiting: list[list[Send | Receive]] = []  # of each rank, the next one last
+    for lane in program.lanes:
+        messages = [each for each in lane if isinstance(each, Send | Receive)]
+        messages.reverse()
+        waiting.append(messages)
+    awake = list(range(len(waiting)))
     while awake:
         rank = awake.pop()
-        while todo[rank] and _meet(todo, rank):
-            mine = todo[rank].pop()
-            todo[mine.peer].pop()
-            awake.append(mine.peer)
-            ends = (rank, mine.peer) if isinstance(mine, Send) else (mine.peer, rank)
-            transfers.append(Transfer(mine.action, *ends))
-    return [_circle(program, todo)] if any(todo) else []
+        while waiting[rank] and _meets_its_other_end(waiting, rank):
+            message = waiting[rank].pop()
+            peer = message.peer
+            waiting[peer].pop()
+            awake.append(peer)
+            if isinstance(message, Send):
+                transfers.append(Transfer(message.action, rank, peer))
+            else:
+                transfers.append(Transfer(message.action, peer, rank))
+    return [_draw_circle(program, waiting)] if any(waiting) else []
 
 
-def _meet(todo: Sequence[Sequence[Send | Receive]], rank: int) -> bool:
-    """Does a rank's next message stand face to face with its other end?"""
-    mine = todo[rank][-1]
-    if not todo[mine.peer]:
+def _meets_its_other_end(
+    waiting: Sequence[Sequence[Send | Receive]], rank: int
+) -> bool:
+    """Whether the next message of a rank is also the next one of its peer."""
+    message = waiting[rank][-1]
+    if not waiting[message.peer]:
         return False
-    other = todo[mine.peer][-1]
-    return (
-        other.peer == rank
-        and other.action == mine.action
-        and type(other) is not type(mine)
-    )
+    other = waiting[message.peer][-1]
+    is_same = other.peer == rank and other.action == message.action
+    return is_same and type(other) is not type(message)
 
 
-def _circle(program: Program, todo: Sequence[Sequence[Send | Receive]]) -> str:
-    rank = next(rank for rank, left in enumerate(todo) if left)
+def _draw_circle(program: Program, waiting: Sequence[Sequence[Send | Receive]]) -> str:
+    """The message for ranks that wait for each other."""
+    rank = next(rank for rank, messages in enumerate(waiting) if messages)
     seen: list[int] = []
     while rank not in seen:
         seen.append(rank)
-        rank = todo[rank][-1].peer
-    circle = seen[seen.index(rank) :]
-    lines = [f"  rank {member} waits {_wish(todo[member][-1])}" for member in circle]
-    places = [
-        (member, program.lanes[member].index(todo[member][-1])) for member in circle
-    ]
+        rank = waiting[rank][-1].peer
+    waits = []
+    places = []
+    for member in seen[seen.index(rank) :]:
+        message = waiting[member][-1]
+        waits.append(f"  rank {member} waits {_purpose(message)}")
+        places.append((member, program.lanes[member].index(message)))
     return "\n".join(
         [
-            "this program deadlocks if sends block: each rank waits for the next, in a circle",
+            "this program deadlocks if sends block: "
+            "the ranks wait for each other, in a circle",
             "",
-            *lines,
+            *waits,
             "",
-            _drawn(program, *places),
-            "  put a receive before the send that its sender waits behind, as `lower` does",
+            _draw(program, *places),
+            "  put a receive before the send behind which its sender waits, as `lower` does",
         ]
     )
 
 
-def _wish(message: Send | Receive) -> str:
+def _purpose(message: Send | Receive) -> str:
     if isinstance(message, Send):
         return f"to send {message.action} to rank {message.peer}"
     return f"to receive {message.action} from rank {message.peer}"
@@ -252,59 +294,61 @@ def _wish(message: Send | Receive) -> str:
 
 # ---------------------------------------------------------------- memory
 def _memory_faults(program: Program) -> Iterator[str]:
-    """Results that are used where they are not, or not any more; what is freed twice, or never."""
-    actions = tuple(chain.from_iterable(program.schedule.lanes))
-    rows = program.schedule.table.needs.tolist()
-    needed = {
-        action: [actions[n] for n in row if n >= 0]
-        for action, row in zip(actions, rows, strict=True)
-    }
+    """Results that are used while they are not on the rank, or freed twice or never."""
+    needed = _needed_actions(program.schedule)
     for rank, lane in enumerate(program.lanes):
         held: Places = {}
-        gone: set[Action] = set()
+        freed: set[Action] = set()
         for index, instruction in enumerate(lane):
-            for what in _step(instruction, needed, held, gone, index):
-                yield f"rank {rank}: {what}\n\n{_drawn(program, (rank, index))}"
+            for fault in _step(instruction, needed, held, freed, index):
+                yield f"rank {rank}: {fault}\n\n{_draw(program, (rank, index))}"
         for action, index in held.items():
-            what = f"rank {rank} never frees {action}"
-            yield f"{what}\n\n{_drawn(program, (rank, index))}\n  put ~{action} after its last use"
+            drawing = _draw(program, (rank, index))
+            yield (
+                f"rank {rank} never frees {action}\n\n{drawing}\n"
+                f"  put ~{action} after its last use"
+            )
+
+
+def _needed_actions(schedule: Schedule) -> dict[Action, list[Action]]:
+    actions = tuple(chain.from_iterable(schedule.lanes))
+    needed = {}
+    for action, numbers in zip(actions, schedule.table.needs.tolist(), strict=True):
+        needed[action] = [actions[number] for number in numbers if number >= 0]
+    return needed
 
 
 def _step(
     instruction: Instruction,
     needed: dict[Action, list[Action]],
     held: Places,
-    gone: set[Action],
+    freed: set[Action],
     index: int,
 ) -> list[str]:
-    """Does an instruction to what the rank holds; says what it misses."""
-    action, uses = instruction.action, _uses(instruction, needed)
-    missing = [
-        f"{instruction} uses {use}, which {_absence(use, gone)}"
-        for use in uses
-        if use not in held
-    ]
+    """Apply an instruction to the results that a rank holds, and return the faults."""
+    action = instruction.action
+    faults = []
+    for used in _used_results(instruction, needed):
+        if used not in held:
+            reason = "is not here yet: neither run nor received before"
+            if used in freed:
+                reason = "is freed before"
+            faults.append(f"{instruction} uses {used}, which {reason}")
     if isinstance(instruction, Free):
         held.pop(action, None)
-        gone.add(action)
+        freed.add(action)
     elif not isinstance(instruction, Send):
         if action in held:
-            missing.append(f"{instruction} brings {action}, which is here already")
+            faults.append(f"{instruction} brings {action}, which is here already")
         held[action] = index
-    return missing
+    return faults
 
 
-def _uses(
+def _used_results(
     instruction: Instruction, needed: dict[Action, list[Action]]
 ) -> Iterable[Action]:
     if isinstance(instruction, RunAction):
         return needed[instruction.action]
-    return () if isinstance(instruction, Receive) else (instruction.action,)
-
-
-def _absence(action: Action, gone: set[Action]) -> str:
-    return (
-        "is freed before"
-        if action in gone
-        else "is not here yet: neither run nor received before"
-    )
+    if isinstance(instruction, Receive):
+        return ()
+    return (instruction.action,)

@@ -16,9 +16,8 @@ from statistics import median
 from penstock.config import AUTO, Config, ScheduleConfig, check_config, is_plan_file
 from penstock.cost import ModelCost, PartCost, Seconds, UnitCost
 from penstock.errors import ConfigError, FileError
-from penstock.formats import load_torch_csv, read_plan
+from penstock.formats import read_plan, read_torch_csv
 from penstock.formats.config_toml import read_config
-from penstock.formats.fields import read_text
 from penstock.ir import Op, Plan, Timeline
 from penstock.ir.compare import compare
 from penstock.ir.schedule import stretch
@@ -183,7 +182,7 @@ def _title(name: str, given: Mapping[str, int]) -> str:
 
 def _from_file(file: Path) -> Plan:
     return (
-        Plan(load_torch_csv(read_text(file), str(file)), file.stem)
+        Plan(read_torch_csv(file), file.stem)
         if file.suffix == ".csv"
         else read_plan(file)
     )
