@@ -328,14 +328,12 @@ def _read(file: Path) -> Plan:
     """Read a plan.json or a CSV file from torch; without a name it takes the file's."""
     from dataclasses import replace
 
-    from penstock.formats import load_plan, load_torch_csv
-    from penstock.formats.fields import read_text
+    from penstock.formats import read_plan, read_torch_csv
     from penstock.ir import Plan
 
-    text = read_text(file)
     if file.suffix.lower() == ".csv":
-        return Plan(load_torch_csv(text, str(file)), file.stem)
-    plan = load_plan(text, str(file))
+        return Plan(read_torch_csv(file), file.stem)
+    plan = read_plan(file)
     return plan if plan.name else replace(plan, name=file.stem)
 
 

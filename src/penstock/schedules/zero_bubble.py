@@ -81,7 +81,9 @@ def zb_v(ranks: int, microbatches: int) -> Schedule:
 def _queues_of_rank(rank: int, ranks: int, microbatches: int) -> dict[str, ActionList]:
     """Return a rank's actions as queues: f, i and w for its stage there, F, I and W for its stage back."""
     queues = {}
-    for letters, stage in (("fiw", rank), ("FIW", 2 * ranks - 1 - rank)):
+    there = (("f", "i", "w"), rank)
+    back_again = (("F", "I", "W"), 2 * ranks - 1 - rank)
+    for letters, stage in (there, back_again):
         forward, input_gradient, weight_gradient = letters
         back = backwards(stage, microbatches)
         queues[forward] = forwards(stage, microbatches)

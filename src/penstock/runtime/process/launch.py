@@ -345,8 +345,8 @@ def _collect(workers: list[Worker]) -> list[WorkerOutcome[Any]]:
             if rank not in outcomes:
                 ranks[pipe] = rank
         remaining = end - time.monotonic()
-        for pipe in wait(list(ranks), timeout=min(remaining, MAX_WAIT_SECONDS)):
-            rank = ranks[pipe]
+        for ready in wait(list(ranks), timeout=min(remaining, MAX_WAIT_SECONDS)):
+            rank = ranks[ready]
             outcomes[rank] = _read_outcome(rank, *workers[rank])
             if outcomes[rank].error:
                 end = min(end, time.monotonic() + SECONDS_TO_REPORT)
