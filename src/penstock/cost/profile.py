@@ -1,8 +1,8 @@
 """A model as measured on a device, and the cost of any partition of it.
 
     embed   layer  layer  layer  layer   head          measured: the embedding, one layer, the head with the loss, links
-    '---- part 0 ----'  '---- part 1 -----'            a part: a number of layers; the first part also has the embedding,
-                                                       and the last part the head
+    '---- part 0 ----'  '---- part 1 -----'            a part: a number of layers; the first part also has the
+                                                       embedding, and the last part the head
 
 Seconds and bytes are those of all rows of a micro-batch; bytes are given per token.
 """
