@@ -81,10 +81,12 @@ def zb_v(ranks: int, microbatches: int) -> Schedule:
 def _queues_of_rank(rank: int, ranks: int, microbatches: int) -> dict[str, ActionList]:
     """Return a rank's actions as queues: f, i and w for its stage there, F, I and W for its stage back."""
     queues = {}
-    for letters, stage in (("fiw", rank), ("FIW", 2 * ranks - 1 - rank)):
-        forward, input_gradient, weight_gradient = letters
-        back = backwards(stage, microbatches)
+    for forward, input_gradient, weight_gradient, stage in (
+        ("f", "i", "w", rank),
+        ("F", "I", "W", 2 * ranks - 1 - rank),
+    ):
+        split = [split_backwards(action) for action in backwards(stage, microbatches)]
         queues[forward] = forwards(stage, microbatches)
-        queues[input_gradient] = [split_backwards(action)[0] for action in back]
-        queues[weight_gradient] = [split_backwards(action)[1] for action in back]
+        queues[input_gradient] = [pair[0] for pair in split]
+        queues[weight_gradient] = [pair[1] for pair in split]
     return queues
