@@ -12,10 +12,10 @@ import pytest
 from penstock import REGISTRY, Op, UnitCost, make, simulate
 from penstock.errors import PenstockError, ShapeError, UnknownNameError
 from penstock.ir import lower, schedule_of, verify
-from penstock.schedules import most_actions, shape_of
+from penstock.schedules import max_actions, shape_of
 from penstock.schedules.facts import FACTS
 from penstock.schedules.hanayo import hanayo_unit
-from penstock.schedules.orders import only_first
+from penstock.schedules.orders import keep_first
 from penstock.schedules.size import MAX_ACTIONS
 from penstock.schedules.skip_paths import default_skips
 from penstock.schedules.transforms import (
@@ -250,7 +250,7 @@ def test_hanayo_has_the_makespan_of_the_formula(waves):
 def test_a_stream_of_micro_batches_beats_one_unit_after_the_other(ranks, waves):
     for microbatches in {ranks + 1, 2 * ranks - 1, 2 * ranks, 3 * ranks}:
         units = repeat(hanayo_unit(ranks, ranks, waves), -(-microbatches // ranks))
-        lanes = [only_first(list(lane), microbatches) for lane in units.lanes]
+        lanes = [keep_first(list(lane), microbatches) for lane in units.lanes]
         one_by_one = schedule_of(units.stages, units.microbatches[:microbatches], lanes)
         ours = make("hanayo", ranks=ranks, microbatches=microbatches, waves=waves)
         for comm in (0, 0.05, 0.25):  # the order was chosen at 0.05
@@ -362,7 +362,7 @@ def test_an_odd_chimera_is_refused_with_the_nearest_that_works():
 @pytest.mark.parametrize("name", REGISTRY)
 def test_the_number_of_actions_is_known_before_a_schedule_is_built(name, more):
     shape = {"ranks": 4, "microbatches": 8, **more}
-    actions, most = make(name, **shape).actions, most_actions(name, **shape)
+    actions, most = make(name, **shape).actions, max_actions(name, **shape)
     # Some leave out micro-batches of a larger order, or parts of a path.
     assert most / 2 <= actions <= most
     if name in ("gpipe", "1f1b", "interleaved", "hanayo", "chimera"):

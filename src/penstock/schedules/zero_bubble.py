@@ -10,9 +10,9 @@ from penstock.schedules.orders import (
     forwards,
     in_rounds,
     interleave_queues,
+    keep_first,
     lag_weights,
     loop_placement,
-    only_first,
     paths_through,
     require_at_least,
     split_backwards,
@@ -49,7 +49,7 @@ def interleaved_zb(ranks: int, microbatches: int, chunks: int = 2) -> Schedule:
         back = in_rounds(Op.B, rank, ranks, chunks, microbatches)
         head_start = (chunks - 1) * ranks + (ranks - 1 - rank) + 1
         lane = weave(head_start, there, lag_weights(back, rank))
-        lanes.append(only_first(lane, microbatches))
+        lanes.append(keep_first(lane, microbatches))
     return schedule_of(stages, paths_through(stages, microbatches), lanes)
 
 
@@ -74,7 +74,7 @@ def zb_v(ranks: int, microbatches: int) -> Schedule:
         lane = interleave_queues(
             fill + steady + drain, _queues_of_rank(rank, ranks, built)
         )
-        lanes.append(only_first(lane, microbatches))
+        lanes.append(keep_first(lane, microbatches))
     return schedule_of(stages, paths_through(stages, microbatches), lanes)
 
 
