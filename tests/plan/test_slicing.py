@@ -1,4 +1,4 @@
-"""Cuts of sequences: the least latency there is, found fast; and what is planned with them."""
+"""Cuts of sequences: they have the least latency, they are found fast, and plans use them well."""
 
 from __future__ import annotations
 
@@ -50,10 +50,10 @@ from penstock.schedules.transforms import recut, slice_tokens
 DATA = json.loads(
     (Path(__file__).parents[1] / "data" / "terapipe.json").read_text(encoding="utf-8")
 )
-GRAIN = 8  # tokens, of the official solver's tables
+GRAIN = 8  # tokens per point of the official solver's tables
 
 
-# ---------------------------------------------------------------- trying all
+# ---------------------------------------------------------------- brute force
 def compositions(points: int) -> Iterator[tuple[int, ...]]:
     for cuts in product((False, True), repeat=points - 1):
         ends = [0, *(at + 1 for at, cut in enumerate(cuts) if cut), points]
@@ -74,7 +74,7 @@ def latency(tables: list[np.ndarray], lengths: tuple[int, ...], stages: int) -> 
 
 
 def random_table(rng: np.random.Generator, points: int, sort: int) -> np.ndarray:
-    """Of any shape: noise, few values with many ties, rising, falling, or with slices that cannot be."""
+    """Return noise, few values with many ties, rising or falling values, or a table with impossible slices."""
     table = rng.random((points, points))
     if sort == 1:
         table = np.round(3 * table)
@@ -87,43 +87,42 @@ def random_table(rng: np.random.Generator, points: int, sort: int) -> np.ndarray
     return table
 
 
-@pytest.mark.parametrize(
-    "tiny", [0, 1000]
-)  # with limits probed first, as for large tables, and without
-@pytest.mark.parametrize("kinds", [1, 2])
-def test_cuts_are_those_of_trying_all(kinds, tiny, monkeypatch):
-    monkeypatch.setattr(dynamic_program, "FEW_SLICES", tiny)
-    rng = np.random.default_rng(kinds + tiny)
-    for turn in range(600 if tiny else 300):
+# With limits probed first, as for large tables, and without:
+@pytest.mark.parametrize("few_slices", [0, 1000])
+@pytest.mark.parametrize("peaks", [1, 2])
+def test_best_cuts_match_brute_force(peaks, few_slices, monkeypatch):
+    monkeypatch.setattr(dynamic_program, "FEW_SLICES", few_slices)
+    rng = np.random.default_rng(peaks + few_slices)
+    for turn in range(600 if few_slices else 300):
         points, stages = int(rng.integers(1, 8)), int(rng.integers(1, 12))
-        tables = [random_table(rng, points, turn % 5) for _ in range(kinds)]
-        found = best_cuts(times_from_table(*tables), stages)
+        tables = [random_table(rng, points, turn % 5) for _ in range(peaks)]
+        slicing = best_cuts(times_from_table(*tables), stages)
         least = min(
             latency(tables, lengths, stages) for lengths in compositions(points)
         )
-        assert found.latency == pytest.approx(least, rel=1e-12)
-        assert latency(tables, found.lengths, stages) == pytest.approx(
-            found.latency, rel=1e-12
+        assert slicing.latency == pytest.approx(least, rel=1e-12)
+        assert latency(tables, slicing.lengths, stages) == pytest.approx(
+            slicing.latency, rel=1e-12
         )
-        assert found.bound == found.latency
+        assert slicing.bound == slicing.latency
 
 
-def test_cuts_into_a_given_number_of_slices_are_those_of_trying_all():
+def test_best_cuts_into_a_given_number_of_slices_match_brute_force():
     rng = np.random.default_rng(3)
     for turn in range(400):
         points, stages = int(rng.integers(1, 8)), int(rng.integers(1, 12))
         slices = int(rng.integers(1, points + 1))
         tables = [random_table(rng, points, turn % 4) for _ in range(1 + turn % 2)]
-        found = best_cuts(times_from_table(*tables), stages, slices)
+        slicing = best_cuts(times_from_table(*tables), stages, slices)
         every = [lengths for lengths in compositions(points) if len(lengths) == slices]
-        assert len(found.lengths) == slices
-        assert found.latency == pytest.approx(
+        assert len(slicing.lengths) == slices
+        assert slicing.latency == pytest.approx(
             min(latency(tables, each, stages) for each in every), rel=1e-12
         )
 
 
-@pytest.mark.parametrize("kinds", [1, 2])
-def test_batches_are_those_of_trying_all(kinds):
+@pytest.mark.parametrize("peaks", [1, 2])
+def test_best_batches_match_brute_force(peaks):
     rng = np.random.default_rng(5)
     for turn in range(120):
         points, stages, batch = (
@@ -132,10 +131,10 @@ def test_batches_are_those_of_trying_all(kinds):
             int(rng.integers(1, 5)),
         )
         given = {
-            rows: [rows * random_table(rng, points, turn % 3) for _ in range(kinds)]
+            rows: [rows * random_table(rng, points, turn % 3) for _ in range(peaks)]
             for rows in (1, 2, 3)
         }
-        found = best_batch(
+        slicing = best_batch(
             {rows: times_from_table(*tables) for rows, tables in given.items()},
             batch,
             stages,
@@ -146,9 +145,9 @@ def test_batches_are_those_of_trying_all(kinds):
             for some in combinations_with_replacement(groups, count):
                 if sum(rows for rows, _ in some) == batch:
                     least = min(least, batch_latency(given, some, stages))
-        assert found.latency == pytest.approx(least, rel=1e-12)
-        assert sum(group.rows for group in found.groups) == batch
-        assert batch_latency(given, found.groups, stages) == pytest.approx(
+        assert slicing.latency == pytest.approx(least, rel=1e-12)
+        assert sum(group.rows for group in slicing.groups) == batch
+        assert batch_latency(given, slicing.groups, stages) == pytest.approx(
             least, rel=1e-12
         )
 
@@ -170,10 +169,10 @@ def batch_latency(
 @pytest.mark.parametrize(
     "case", DATA["tiny"], ids=lambda case: f"{len(case['table'])} points"
 )
-def test_cases_that_others_tried_all_of_come_out_the_same(case):
-    found = best_cuts(times_from_table(np.array(case["table"]).T), case["stages"])
-    assert found.latency == pytest.approx(case["latency"], rel=1e-12)
-    assert list(found.lengths) == case["slices"]
+def test_published_brute_force_cases_have_the_same_cuts(case):
+    slicing = best_cuts(times_from_table(np.array(case["table"]).T), case["stages"])
+    assert slicing.latency == pytest.approx(case["latency"], rel=1e-12)
+    assert list(slicing.lengths) == case["slices"]
 
 
 def test_compiled_and_plain_searches_agree(monkeypatch):
@@ -182,23 +181,23 @@ def test_compiled_and_plain_searches_agree(monkeypatch):
         times_from_table(np.cumsum(rng.random((16, 16)), axis=1), rng.random((16, 16))),
         times_from_table(rng.random((16, 16))),
     ]
-    found = []
+    results = []
     for large in (0, math.inf):
         monkeypatch.setattr(compiled, "COMPILE_FROM", large)
-        found.append(
+        results.append(
             [best_cuts(times, 9, slices) for times in given for slices in (None, 5)]
         )
-    assert found[0] == found[1]
+    assert results[0] == results[1]
 
 
-def test_a_large_table_of_any_shape_is_cut_as_by_trying_all_limits():
+def test_large_tables_match_a_search_over_all_limits():
     rng = np.random.default_rng(7)
     for sort in range(4):
         table = random_table(rng, 46, sort)
         least = math.inf
         inside = np.add.outer(np.arange(46), np.arange(46)) < 46
         for limit in np.unique(table[inside])[::-1]:
-            if 11 * limit > least:  # what a plan takes at least
+            if 11 * limit > least:  # a plan takes at least this
                 continue
             best = np.full(47, np.inf)
             best[0] = 0.0
@@ -214,7 +213,7 @@ def test_a_large_table_of_any_shape_is_cut_as_by_trying_all_limits():
         )
 
 
-def test_a_search_that_is_stopped_says_how_far_off_it_may_be():
+def test_a_stopped_search_has_a_valid_bound():
     rng = np.random.default_rng(9)
     stopped = 0
     for _ in range(20):
@@ -229,7 +228,7 @@ def test_a_search_that_is_stopped_says_how_far_off_it_may_be():
 
 # ---------------------------------------------------------------- the official solver
 def official_tables(case: dict[str, Any]) -> dict[int, np.ndarray]:
-    """Its tables, [prefix, length - 1], by the formula of the data."""
+    """Return the solver's tables, [prefix, length - 1], by the formula of the data."""
     points, hidden, op, c = (
         case["tokens"] // GRAIN,
         case["hidden"],
@@ -238,7 +237,7 @@ def official_tables(case: dict[str, Any]) -> dict[int, np.ndarray]:
     )
     j, i = (GRAIN * axis.astype(float) for axis in np.indices((points, points)))
     i += GRAIN
-    found = {}
+    tables = {}
     for b in range(1, case["batch"] + 1):
         n = b * i
         reduce = (
@@ -248,8 +247,8 @@ def official_tables(case: dict[str, Any]) -> dict[int, np.ndarray]:
         forward = 150e-6 + flops / (112e12 * op * 0.45 * n / (n + 192)) + reduce
         wire = 2 * (60e-6 + 2 * hidden * n / 3.125e9)
         prefix = c[0] * b * i + c[1] * b * j + c[2] * b * i * j + c[3]
-        found[b] = case["layers"] * (3 * forward + prefix) + wire
-    return found
+        tables[b] = case["layers"] * (3 * forward + prefix) + wire
+    return tables
 
 
 def long_table(tokens: int, grain: int) -> np.ndarray:
@@ -262,7 +261,7 @@ def long_table(tokens: int, grain: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("case", DATA["official"], ids=lambda case: case["name"])
-def test_the_official_solver_is_never_better_and_its_cuts_take_what_it_says(case):
+def test_the_official_solver_is_never_better_and_its_latency_is_reproduced(case):
     tables = official_tables(case)
     lengths = tuple(tokens // GRAIN for tokens in case["slices"])
     groups = [(case["rows"], lengths)] * (case["batch"] // case["rows"])
@@ -270,15 +269,15 @@ def test_the_official_solver_is_never_better_and_its_cuts_take_what_it_says(case
     assert batch_latency(given, groups, case["stages"]) + case[
         "update"
     ] == pytest.approx(case["latency"], rel=1e-12)
-    found = best_batch(
+    slicing = best_batch(
         {rows: times_from_table(table) for rows, table in tables.items()},
         case["batch"],
         case["stages"],
     )
-    assert found.latency + case["update"] <= case["latency"] * (1 + 1e-12)
-    assert found.passes < case["calls"] / 10
-    assert batch_latency(given, found.groups, case["stages"]) == pytest.approx(
-        found.latency, rel=1e-12
+    assert slicing.latency + case["update"] <= case["latency"] * (1 + 1e-12)
+    assert slicing.passes < case["calls"] / 10
+    assert batch_latency(given, slicing.groups, case["stages"]) == pytest.approx(
+        slicing.latency, rel=1e-12
     )
 
 
@@ -286,11 +285,11 @@ def test_the_official_solver_is_never_better_and_its_cuts_take_what_it_says(case
     "row", DATA["long"][:1] + DATA["long"][3:], ids=lambda row: str(row["tokens"])
 )
 def test_long_contexts_have_the_latency_of_another_exact_search(row):
-    found = best_cuts(
+    slicing = best_cuts(
         times_from_table(long_table(row["tokens"], row["granularity"])), row["stages"]
     )
-    assert found.latency == pytest.approx(row["latency"], rel=1e-12)
-    assert found.passes < row["calls"]
+    assert slicing.latency == pytest.approx(row["latency"], rel=1e-12)
+    assert slicing.passes < row["calls"]
 
 
 # ---------------------------------------------------------------- the simulator agrees
@@ -310,7 +309,7 @@ def random_part(rng: np.random.Generator) -> PartCost:
     return PartCost(*curves, message=float(rng.random()), held=1.0)
 
 
-def test_two_tables_have_the_latency_that_the_simulator_has_for_terapipe():
+def test_the_latency_of_two_tables_is_the_simulated_makespan_of_terapipe():
     rng = np.random.default_rng(11)
     for _ in range(40):
         ranks, microbatches, points = (
@@ -322,8 +321,8 @@ def test_two_tables_have_the_latency_that_the_simulator_has_for_terapipe():
         )
         pipeline = pipeline_of(loop_placement(ranks), cost, 4 * points, 4)
         assert pipeline.even
-        found = best_cuts(even_times(pipeline, microbatches), ranks)
-        cuts = tuple(4 * cut for cut in found.cuts)
+        slicing = best_cuts(even_times(pipeline, microbatches), ranks)
+        cuts = tuple(4 * cut for cut in slicing.cuts)
         schedule = recut(
             make(
                 "terapipe", ranks=ranks, microbatches=microbatches, slices=len(cuts) - 1
@@ -331,7 +330,7 @@ def test_two_tables_have_the_latency_that_the_simulator_has_for_terapipe():
             cuts,
         )
         assert simulate(schedule, cost).makespan == pytest.approx(
-            found.latency, rel=1e-9
+            slicing.latency, rel=1e-9
         )
 
 
@@ -344,13 +343,13 @@ def test_the_published_objective_misses_cuts_that_the_simulator_prefers():
     one = times_from_curves(pipeline.points, 8, whole, whole)
     by_one, by_two = best_cuts(one, 12), best_cuts(two, 12)
     spans = []
-    for found in (by_one, by_two):
+    for slicing in (by_one, by_two):
         schedule = slice_tokens(
             make("gpipe", ranks=12, microbatches=1),
-            tuple(8 * cut for cut in found.cuts),
+            tuple(8 * cut for cut in slicing.cuts),
         )
         spans.append(simulate(schedule, cost).makespan)
-    assert by_one.latency < spans[0]  # it promises too much
+    assert by_one.latency < spans[0]  # the published objective promises too much
     assert spans[1] == pytest.approx(by_two.latency, rel=1e-9)
     assert spans[1] < spans[0]
 
@@ -390,16 +389,16 @@ def test_curves_and_their_table_are_cut_alike():
     )
 
 
-def test_the_formula_is_the_optimum_of_a_smooth_cost_but_for_whole_points():
+def test_the_closed_form_is_nearly_optimal_for_a_smooth_cost():
     curve = Seconds(2e-3, 1e-6, 0.0, 2e-9)
     times = times_from_curves(2048, 8, [curve], [curve])
-    found = best_cuts(times, 32)
+    slicing = best_cuts(times, 32)
     points = Seconds(2e-3, 8e-6, 0.0, 64 * 2e-9)
-    formula = equal_time(points, 2048, len(found.lengths))
-    assert latency_of(times, 32, formula) == pytest.approx(found.latency, rel=5e-3)
+    formula = equal_time(points, 2048, len(slicing.lengths))
+    assert latency_of(times, 32, formula) == pytest.approx(slicing.latency, rel=5e-3)
     assert (
-        latency_of(times, 32, equal_length(2048, len(found.lengths)))
-        > 1.1 * found.latency
+        latency_of(times, 32, equal_length(2048, len(slicing.lengths)))
+        > 1.1 * slicing.latency
     )
 
 
@@ -422,7 +421,7 @@ def random_stages(
 
 
 @pytest.mark.parametrize("smooth", [False, True])
-def test_uneven_stages_are_cut_as_by_trying_all_and_no_cuts_go_below_the_bound(smooth):
+def test_cuts_of_uneven_stages_match_brute_force_and_their_bound_holds(smooth):
     rng = np.random.default_rng(13)
     for turn in range(40):
         stages, points, microbatches = (
@@ -431,37 +430,37 @@ def test_uneven_stages_are_cut_as_by_trying_all_and_no_cuts_go_below_the_bound(s
             1 + (turn % 4 == 3),
         )
         tables = random_stages(rng, stages, points, smooth)
-        found = uneven_cuts(tables, microbatches)
+        slicing = uneven_cuts(tables, microbatches)
         least = min(
             longest_path(tables, lengths, microbatches)
             for lengths in compositions(points)
         )
-        assert found.bound <= least * (1 + 1e-9)
-        assert found.latency == pytest.approx(
-            longest_path(tables, found.lengths, microbatches)
+        assert slicing.bound <= least * (1 + 1e-9)
+        assert slicing.latency == pytest.approx(
+            longest_path(tables, slicing.lengths, microbatches)
         )
         if microbatches == 1:
-            assert found.exact
-            assert found.latency == pytest.approx(least, rel=1e-9)
+            assert slicing.exact
+            assert slicing.latency == pytest.approx(least, rel=1e-9)
 
 
-def test_the_search_over_prefixes_needs_no_good_start_and_its_bound_holds_when_it_is_cut_short():
+def test_the_label_search_needs_no_good_start_and_its_bound_holds_when_stopped():
     rng = np.random.default_rng(15)
     short = 0
     for turn in range(40):
         stages, points = int(rng.integers(1, 5)), int(rng.integers(2, 8))
         tables = random_stages(rng, stages, points, smooth=turn % 2 == 0)
         least = min(longest_path(tables, lengths) for lengths in compositions(points))
-        found = search_exactly(tables, [], 1e9, effort=10**6)
-        assert longest_path(tables, found.lengths) == pytest.approx(least)
-        assert found.bound == pytest.approx(least)
+        result = search_exactly(tables, [], 1e9, effort=10**6)
+        assert longest_path(tables, result.lengths) == pytest.approx(least)
+        assert result.bound == pytest.approx(least)
         hasty = search_exactly(tables, [], 1e9, effort=0)
         assert hasty.bound <= least * (1 + 1e-9)
         short += hasty.bound < least * (1 - 1e-9)
     assert short
 
 
-def test_the_longest_path_is_what_the_simulator_has_for_uneven_stages_and_hops():
+def test_the_longest_path_is_the_simulated_makespan_of_uneven_stages_and_hops():
     rng = np.random.default_rng(17)
     for _ in range(15):
         ranks, microbatches = int(rng.integers(1, 6)), int(rng.integers(1, 4))
@@ -491,16 +490,16 @@ def test_equal_stages_are_cut_alike_by_both_searches():
             for t in (one.forward, one.backward, 0 * one.onward, 0 * one.homeward)
         )
     )
-    found = uneven_cuts(six)
-    assert found.exact
-    assert found.latency == pytest.approx(
+    slicing = uneven_cuts(six)
+    assert slicing.exact
+    assert slicing.latency == pytest.approx(
         best_cuts(times_from_table(one.forward[0], one.backward[0]), 6).latency
     )
 
 
 @dataclass(frozen=True)
 class Stepped(ModelCost):
-    """Attention in blocks of 64 tokens: no curve of four terms."""
+    """Attention in blocks of 64 tokens, which no curve of four terms describes."""
 
     def seconds(self, schedule, action):
         begin, end = schedule.span(action)
@@ -509,20 +508,20 @@ class Stepped(ModelCost):
         )
 
 
-def test_a_cost_that_is_no_curve_is_asked_for_every_slice():
+def test_a_cost_without_an_accurate_curve_is_asked_for_every_slice():
     cost = Stepped((PART,) * 4)
     pipeline = pipeline_of(loop_placement(4), cost, 512, 16)
     assert pipeline.tables is not None
-    found = best_cuts(even_times(pipeline), 4)
+    slicing = best_cuts(even_times(pipeline), 4)
     schedule = slice_tokens(
-        make("gpipe", ranks=4, microbatches=1), tuple(16 * cut for cut in found.cuts)
+        make("gpipe", ranks=4, microbatches=1), tuple(16 * cut for cut in slicing.cuts)
     )
-    assert simulate(schedule, cost).makespan == pytest.approx(found.latency, rel=1e-9)
-    assert all(16 * length % 64 == 0 for length in found.lengths[:-1])
+    assert simulate(schedule, cost).makespan == pytest.approx(slicing.latency, rel=1e-9)
+    assert all(16 * length % 64 == 0 for length in slicing.lengths[:-1])
 
 
 # ---------------------------------------------------------------- plans
-def test_plans_are_ranked_by_what_the_simulator_says():
+def test_plans_are_ranked_by_their_simulated_makespan():
     cost = ModelCost((PART,) * 4, Network(latency=1e-5, bandwidth=1e9))
     plans = sliced_plans(4, 2, 2048, cost, 64, slices=(2, 4), waves=(1,))
     spans = [row.candidate.makespan for row in plans.rows]
@@ -558,7 +557,7 @@ def test_plans_are_ranked_by_what_the_simulator_says():
 def test_planned_terapipe_is_the_best_of_all_its_cuts_on_equal_stages():
     cost = ModelCost((PART,) * 3, Network(latency=1e-5, bandwidth=1e9))
     plans = sliced_plans(3, 2, 512, cost, 64, slices=(2, 4), waves=())
-    found = min(
+    fastest = min(
         row.candidate.makespan
         for row in plans.rows
         if row.candidate.name in ("terapipe", "gpipe")
@@ -567,7 +566,7 @@ def test_planned_terapipe_is_the_best_of_all_its_cuts_on_equal_stages():
     every = [
         tuple((64 * np.cumsum((0, *lengths))).tolist()) for lengths in compositions(8)
     ]
-    assert found == pytest.approx(
+    assert fastest == pytest.approx(
         min(simulate(slice_tokens(whole, cuts), cost).makespan for cuts in every),
         rel=1e-9,
     )
@@ -643,14 +642,14 @@ def test_uneven_stages_are_planned_too():
 
 
 # ---------------------------------------------------------------- documents
-def test_documents_are_planned_soundly():
-    desk = document_planner(4, ModelCost((PART,) * 4), 4096, 16, 512)
+def test_document_plans_hold_every_document_once_and_respect_the_budget():
+    planner = document_planner(4, ModelCost((PART,) * 4), 4096, 16, 512)
     rng = np.random.default_rng(23)
     for _ in range(30):
         lengths = np.minimum(
             np.exp(rng.normal(4.5, 1.5, int(rng.integers(1, 40)))).astype(int) + 1, 4096
         ).tolist()
-        plan = plan_documents(desk, lengths)
+        plan = plan_documents(planner, lengths)
         assert sorted(
             number for each in plan.bundles for number in each.documents
         ) == list(range(len(lengths)))
@@ -671,9 +670,9 @@ def test_documents_are_planned_soundly():
 
 def test_one_document_is_cut_nearly_as_well_as_alone():
     cost = ModelCost((PART,) * 8)
-    desk = document_planner(8, cost, 8192, 64, 8192)
+    planner = document_planner(8, cost, 8192, 64, 8192)
     alone = best_cuts(even_times(pipeline_of(loop_placement(8), cost, 8192, 64)), 8)
-    plan = plan_documents(desk, [8192])
+    plan = plan_documents(planner, [8192])
     assert alone.latency <= plan.latency * (1 + 1e-9)
     assert plan.latency <= 1.02 * alone.latency
 
@@ -690,7 +689,7 @@ def test_short_documents_are_packed_and_a_pack_pays_the_launch_once():
 
 
 # ---------------------------------------------------------------- layouts
-def test_layouts_are_all_ways_to_use_the_devices_and_the_best_is_first():
+def test_layouts_cover_all_ways_to_use_the_devices_with_the_best_first():
     def times_of(pipe: int, tensor: int, rows: int):
         if pipe > 6:
             return None
@@ -699,7 +698,7 @@ def test_layouts_are_all_ways_to_use_the_devices_and_the_best_is_first():
         )
         return times_from_curves(32, 64, [curve], [curve])
 
-    found = layouts(
+    ranked = layouts(
         12,
         6,
         times_of,
@@ -707,7 +706,7 @@ def test_layouts_are_all_ways_to_use_the_devices_and_the_best_is_first():
         step=lambda data, pipe, tensor: 0.01 * (data - 1),
         most=4,
     )
-    ways = {(each.data, each.pipe, each.tensor) for each in found}
+    ways = {(each.data, each.pipe, each.tensor) for each in ranked}
     expected = {
         (d, 12 // d // o, o)
         for d in (1, 2, 3, 6)
@@ -715,8 +714,8 @@ def test_layouts_are_all_ways_to_use_the_devices_and_the_best_is_first():
         if 12 // d % o == 0
     }
     assert ways == {way for way in expected if way[1] <= 6}
-    assert [each.latency for each in found] == sorted(each.latency for each in found)
-    for each in found:
+    assert [each.latency for each in ranked] == sorted(each.latency for each in ranked)
+    for each in ranked:
         sequences = 6 // each.data
         rows = {
             r: times_of(each.pipe, each.tensor, r) for r in (1, 2) if r <= sequences
@@ -747,7 +746,7 @@ def test_layouts_are_all_ways_to_use_the_devices_and_the_best_is_first():
 
 # ---------------------------------------------------------------- speed
 def quickest(work: Callable[[], object], enough: float, tries: int = 12) -> float:
-    """The least CPU seconds of a few tries, of one core, whatever else the machine does; warm after the first."""
+    """Return the least CPU seconds of a few tries after a warm-up, so that other work on the machine does not count."""
     work()
     least = math.inf
     for _ in range(tries):
@@ -763,7 +762,7 @@ def quickest(work: Callable[[], object], enough: float, tries: int = 12) -> floa
     ("tokens", "grain", "most"),
     [(8192, 8, 0.05), (131_072, 128, 0.2), (32_768, 8, 1.0)],
 )
-def test_long_sequences_are_cut_in_no_time(tokens, grain, most):
+def test_long_sequences_are_cut_quickly(tokens, grain, most):
     times = times_from_table(long_table(tokens, grain))
     assert quickest(lambda: best_cuts(times, 40), most) < most
 
@@ -779,28 +778,28 @@ def test_a_plan_takes_a_small_part_of_the_official_solvers_time(case):
 
 
 def test_documents_are_planned_anew_in_less_than_a_hundredth_of_a_step():
-    desk = document_planner(8, ModelCost((PART,) * 8), 65_536, 64, 8192)
+    planner = document_planner(8, ModelCost((PART,) * 8), 65_536, 64, 8192)
     draw = np.random.default_rng(29)
     lengths = np.minimum(
         np.exp(draw.normal(7.5, 1.5, 64)).astype(int) + 1, 65_536
     ).tolist()
-    most = 0.01 * plan_documents(desk, lengths).latency
-    assert quickest(lambda: plan_documents(desk, lengths), most) < most
+    most = 0.01 * plan_documents(planner, lengths).latency
+    assert quickest(lambda: plan_documents(planner, lengths), most) < most
 
 
-# ---------------------------------------------------------------- what makes no sense
+# ---------------------------------------------------------------- invalid input
 def stage_tables(points: int, others: int, seconds: float = 1.0) -> StageTables:
     return StageTables(
         np.full((2, points, points), seconds), *[np.ones((2, others, others))] * 3
     )
 
 
-def nonsense() -> list[tuple[str, Callable[[], object]]]:
+def invalid_calls() -> list[tuple[str, Callable[[], object]]]:
     square, curve = np.ones((4, 4)), [Seconds(1.0)]
     wrong = square.copy()
     wrong[2, 1] = -3.0
     cost = ModelCost((PART,) * 2)
-    desk = document_planner(2, cost, 64, 8, 32)
+    planner = document_planner(2, cost, 64, 8, 32)
     three = make("seq1f1b", ranks=2, microbatches=1, slices=3)
     return [
         (r"is square.+4 by 3", lambda: times_from_table(np.ones((4, 3)))),
@@ -865,9 +864,12 @@ def nonsense() -> list[tuple[str, Callable[[], object]]]:
         ),
         (
             r"document 1 has 65 tokens; the least is 1, the most here 64",
-            lambda: plan_documents(desk, [3, 65]),
+            lambda: plan_documents(planner, [3, 65]),
         ),
-        (r"0 documents are too few; the least is 1", lambda: plan_documents(desk, [])),
+        (
+            r"0 documents are too few; the least is 1",
+            lambda: plan_documents(planner, []),
+        ),
         (
             r"units of 4 tokens in steps of 8",
             lambda: document_planner(2, cost, 64, 8, 4),
@@ -890,26 +892,26 @@ def nonsense() -> list[tuple[str, Callable[[], object]]]:
 
 @pytest.mark.parametrize(
     ("message", "work"),
-    nonsense(),
+    invalid_calls(),
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_nonsense_is_refused_with_its_numbers(message, work):
+def test_invalid_input_is_refused_with_its_numbers(message, work):
     with pytest.raises(ShapeError, match=message):
         work()
 
 
-def test_units_of_work_can_be_planned_as_well():
+def test_unit_costs_can_be_planned():
     plans = sliced_plans(2, 2, 16, UnitCost(comm=0.05), 4, slices=(2,), waves=(1,))
     assert plans.best.candidate.makespan >= 6
 
 
 @pytest.mark.parametrize("seconds", [lambda n: max(1.0, n / 16), lambda n: n**1.2 / 64])
-def test_a_cost_that_is_no_formula_has_a_bound_below_its_plan(seconds):
+def test_a_cost_without_a_formula_has_a_valid_bound(seconds):
     class Odd:
         def of(self, tokens, prefix):
             return seconds(tokens)
 
     cost = ModelCost((PartCost(Odd(), Odd(), Odd()),) * 4)
-    found = plan_documents(document_planner(4, cost, 256, 8, 64), [256])
-    assert 0 < found.bound <= found.latency
+    plan = plan_documents(document_planner(4, cost, 256, 8, 64), [256])
+    assert 0 < plan.bound <= plan.latency
     assert sliced_plans(4, 4, 2048, cost, 8).rows[0].candidate.makespan > 0

@@ -1,4 +1,4 @@
-"""List scheduling under memory caps: it never stalls, never exceeds the cap, and never idles for nothing."""
+"""List scheduling under memory caps: it never stalls, never exceeds the cap, and never idles without a reason."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from random_schedules import random_cost, random_schedule
 
 
 def least_caps(stages, microbatches, cost, split) -> list[float]:
-    """What one whole micro-batch takes on each rank, at most."""
+    """Return the most that one whole micro-batch takes on each rank."""
     draft = in_turn(stages, microbatches, split)
     gains = columns(draft, cost).gain
     caps = np.zeros((draft.ranks, len(microbatches)))
@@ -39,10 +39,10 @@ def test_it_never_stalls_when_the_cap_holds_one_micro_batch(split, priority):
         least = least_caps(tables.stages, tables.microbatches, cost, split)
         for factor in (1.0, 1.3, 2.0):
             caps = [cap * factor for cap in least]
-            found = list_schedule(
+            listed = list_schedule(
                 tables.stages, tables.microbatches, cost, caps, split, priority
             )
-            peaks = simulate(found, cost).peak_activations
+            peaks = simulate(listed, cost).peak_activations
             assert all(
                 peak <= cap + 1e-6 for peak, cap in zip(peaks, caps, strict=True)
             )
@@ -55,10 +55,10 @@ def test_waves_with_split_backwards_never_stall_under_any_cap(waves, comm):
         stages = wave_placement(ranks, waves)
         for cap in (1, ranks / 2, 0.75 * ranks, ranks, 2 * ranks):
             cost = UnitCost(comm=comm)
-            found = list_schedule(
+            listed = list_schedule(
                 stages, paths_through(stages, 2 * ranks), cost, cap, split=True
             )
-            assert max(simulate(found, cost).peak_activations) <= cap + 1e-9
+            assert max(simulate(listed, cost).peak_activations) <= cap + 1e-9
 
 
 def test_a_cap_that_does_not_hold_one_micro_batch_is_refused_with_the_least_that_does():
@@ -75,26 +75,25 @@ def test_no_rank_idles_while_it_could_act():
     for _ in range(40):
         tables = random_schedule(rng)
         cost = random_cost(rng, tables.ranks, tables.parts, serial=False)
-        found = list_schedule(tables.stages, tables.microbatches, cost)
-        timeline = simulate(found, cost)
-        table = found.table
+        listed = list_schedule(tables.stages, tables.microbatches, cost)
+        timeline = simulate(listed, cost)
+        table = listed.table
         ready = np.zeros(len(table))
         for column in table.needs.T:
             local = table.rank[column] == table.rank
             there = np.where(local, timeline.end[column], timeline.arrived[column])
             ready = np.maximum(ready, np.where(column >= 0, there, 0.0))
-        for rank in range(found.ranks):
+        for rank in range(listed.ranks):
             lane = timeline.lane(rank)
             start, end, can = timeline.start[lane], timeline.end[lane], ready[lane]
             for i in range(len(start)):
                 idle_from = end[i - 1] if i else 0.0
-                if (
-                    start[i] > idle_from + 1e-6
-                ):  # an idle time: nothing that came later could have run in it
+                if start[i] > idle_from + 1e-6:
+                    # No later action could have run in this idle time.
                     assert (can[i:] >= start[i] - 1e-6).all()
 
 
-def test_deferred_weights_take_no_more_time_nor_memory():
+def test_deferring_weights_costs_neither_time_nor_memory():
     rng = np.random.default_rng(13)
     for _ in range(60):
         ranks, waves = int(rng.integers(2, 6)), int(rng.integers(1, 3))
@@ -134,7 +133,7 @@ def test_compiled_and_plain_loops_make_the_same_schedule(monkeypatch):
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-def test_bytes_that_are_no_round_numbers_neither_stall_it_nor_pass_the_cap(recompute):
+def test_odd_numbers_of_bytes_neither_stall_it_nor_exceed_the_cap(recompute):
     rng = np.random.default_rng(7)
     for _ in range(40):
         ranks, count = int(rng.integers(2, 6)), int(rng.integers(1, 9))
@@ -153,10 +152,10 @@ def test_bytes_that_are_no_round_numbers_neither_stall_it_nor_pass_the_cap(recom
         cost, stages = ModelCost(parts), loop_placement(ranks)
         least = max(least_caps(stages, paths_through(stages, count), cost, split=True))
         for cap in (least, 2.5 * least):
-            found = list_schedule(
+            listed = list_schedule(
                 stages, paths_through(stages, count), cost, cap, split=True
             )
-            assert max(simulate(found, cost).peak_activations) <= cap * (1 + 1e-9)
+            assert max(simulate(listed, cost).peak_activations) <= cap * (1 + 1e-9)
         split = split_backward(make("gpipe", ranks=ranks, microbatches=count))
         before, after = (
             simulate(one, cost).peak_activations
@@ -167,7 +166,7 @@ def test_bytes_that_are_no_round_numbers_neither_stall_it_nor_pass_the_cap(recom
 
 @pytest.mark.parametrize("split", [False, True])
 @pytest.mark.parametrize("chunks", [1, 2, 4])
-def test_what_is_computed_again_needs_room_once(chunks, split):
+def test_recomputed_activations_need_room_only_once(chunks, split):
     part = PartCost(
         Seconds(1), Seconds(1), Seconds(1), held=10.0, message=1.0, recompute=True
     )
@@ -181,8 +180,8 @@ def test_what_is_computed_again_needs_room_once(chunks, split):
     )
     assert least == 10 + chunks - 1
     for cap in (least, least + 3):
-        found = list_schedule(stages, paths_through(stages, 8), cost, cap, split)
-        assert max(simulate(found, cost).peak_activations) <= cap
+        listed = list_schedule(stages, paths_through(stages, 8), cost, cap, split)
+        assert max(simulate(listed, cost).peak_activations) <= cap
     with pytest.raises(
         ShapeError, match=f"the least cap that works there is {least:g}"
     ):

@@ -1,4 +1,4 @@
-"""The library of schedules: whatever is in REGISTRY inherits these tests by being listed."""
+"""The library of schedules: every schedule in REGISTRY takes part in these tests."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import pytest
 from penstock import REGISTRY, Op, UnitCost, make, simulate
 from penstock.errors import PenstockError, ShapeError, UnknownNameError
 from penstock.ir import lower, schedule_of, verify
-from penstock.schedules import most_actions, shape_of
+from penstock.schedules import max_actions, shape_of
 from penstock.schedules.facts import FACTS
 from penstock.schedules.hanayo import hanayo_unit
-from penstock.schedules.orders import only_first
+from penstock.schedules.orders import keep_first
 from penstock.schedules.size import MAX_ACTIONS
 from penstock.schedules.skip_paths import default_skips
 from penstock.schedules.transforms import (
@@ -31,7 +31,7 @@ EXTRA = {"chunks": (1, 2, 3), "waves": (1, 2, 3), "slices": (1, 2, 3), "skips": 
 
 
 def shapes(name: str, ranks=range(1, 9), microbatches=(1, 2, 3, 4, 5, 7, 8, 12, 17)):
-    """Every small shape a schedule has, micro-batches fewer than ranks included."""
+    """Yield every small shape of a schedule, including fewer micro-batches than ranks."""
     word = shape_of(name)[2] if len(shape_of(name)) > 2 else None
     for p in ranks:
         if name == "chimera" and p % 2:
@@ -43,7 +43,7 @@ def shapes(name: str, ranks=range(1, 9), microbatches=(1, 2, 3, 4, 5, 7, 8, 12, 
                 yield {"ranks": p, "microbatches": m, **({word: value} if word else {})}
 
 
-# ---------------------------------------------------------------- inherited by all
+# ---------------------------------------------------------------- tests of every schedule
 @pytest.mark.parametrize("name", REGISTRY)
 def test_any_number_of_ranks_and_micro_batches_makes_a_schedule_of_that_shape(name):
     for shape in shapes(name):
@@ -53,7 +53,7 @@ def test_any_number_of_ranks_and_micro_batches_makes_a_schedule_of_that_shape(na
 
 
 @pytest.mark.parametrize("name", REGISTRY)
-def test_its_idle_time_and_memory_are_those_of_the_formula(name):
+def test_idle_time_and_memory_follow_the_formulas(name):
     facts, tested = FACTS[name], 0
     for shape in shapes(
         name, ranks=range(1, 9), microbatches=(1, 2, 3, 4, 5, 6, 7, 8, 12, 16)
@@ -73,18 +73,18 @@ def test_its_idle_time_and_memory_are_those_of_the_formula(name):
             max(timeline.peak_activations),
         )
         tested += 1
-        said_peak = eval(facts.peak, {}, names)
+        formula_peak = eval(facts.peak, {}, names)
         if not facts.exact:
-            assert peak <= said_peak + 1e-9, shape
+            assert peak <= formula_peak + 1e-9, shape
             assert not facts.idle or idle <= eval(facts.idle, {}, names) + 1e-9, shape
         else:
             assert idle == pytest.approx(eval(facts.idle, {}, names)), shape
-            assert peak == pytest.approx(said_peak), shape
+            assert peak == pytest.approx(formula_peak), shape
     assert tested >= 10
 
 
 @pytest.mark.parametrize("name", REGISTRY)
-def test_the_picture_in_its_docstring_is_what_it_draws(name):
+def test_the_picture_in_the_docstring_is_the_drawn_timeline(name):
     text = inspect.getdoc(REGISTRY[name]) or ""
     shape = {word: int(value) for word, value in re.findall(r"(\w+)=(\d+)", text)}
     drawn = [line for line in text.splitlines() if line.startswith("rank ")]
@@ -117,7 +117,7 @@ def test_it_can_be_sliced_split_and_copied(name):
 @pytest.mark.parametrize(
     "shape", [{"ranks": 0, "microbatches": 4}, {"ranks": 4, "microbatches": 0}]
 )
-def test_none_of_nothing_is_refused(name, shape):
+def test_zero_ranks_or_micro_batches_are_refused(name, shape):
     with pytest.raises(ShapeError, match="too few; the least is 1"):
         make(name, **shape)
 
@@ -126,7 +126,7 @@ def test_every_schedule_has_facts():
     assert list(FACTS) == list(REGISTRY)
 
 
-# ---------------------------------------------------------------- figures of others
+# ---------------------------------------------------------------- published figures
 MAKERS = {
     "gpipe": lambda p, m: make("gpipe", ranks=p, microbatches=m),
     "1f1b_dapple": lambda p, m: make("1f1b", ranks=p, microbatches=m),
@@ -155,7 +155,7 @@ for waves in (1, 2, 4):
 
 
 @pytest.mark.parametrize("name", MAKERS)
-def test_makespan_bubble_memory_and_messages_are_those_of_the_figures(name):
+def test_makespan_bubble_memory_and_messages_match_the_published_figures(name):
     rows = [row for row in FIGURES["rows"] if row[0] == name]
     assert rows
     for _, ranks, microbatches, comm, makespan, bubble, most, least, messages in rows:
@@ -171,7 +171,7 @@ def test_makespan_bubble_memory_and_messages_are_those_of_the_figures(name):
         assert sum(1 for _ in timeline.messages()) == messages
 
 
-def test_v_min_takes_the_time_and_memory_of_the_published_code():
+def test_v_min_has_the_time_and_memory_of_the_published_code():
     rows = [row for row in FIGURES["rows"] if row[0] == "v_min_sail"]
     for _, ranks, microbatches, comm, makespan, bubble, most, *_ in rows:
         timeline = simulate(
@@ -199,7 +199,7 @@ FIXED |= {f"interleaved_zb1p_v{v}": f"interleaved_zb1p_torch_v{v}" for v in (2, 
 @pytest.mark.parametrize(
     "row", [row for row in FIGURES["split_cost"] if row["schedule"] in FIXED], ids=str
 )
-def test_uneven_halves_of_a_backward_cost_what_the_figures_say(row):
+def test_uneven_halves_of_a_backward_match_the_published_figures(row):
     schedule = MAKERS[FIXED[row["schedule"]]](row["P"], row["B"])
     for key, value in row.items():
         found = re.match(r"I([\d.]+)_W([\d.]+)", key)
@@ -221,7 +221,7 @@ def test_hanayo_has_the_order_of_the_papers_figures(name):
 
 # ---------------------------------------------------------------- closed forms
 @pytest.mark.parametrize("name", ["gpipe", "1f1b"])
-def test_gpipe_and_1f1b_take_the_time_of_the_formula(name):
+def test_gpipe_and_1f1b_have_the_makespan_of_the_formula(name):
     for ranks in range(1, 17):
         for microbatches in (ranks, 2 * ranks, 3 * ranks + 1):
             timeline = simulate(
@@ -231,7 +231,7 @@ def test_gpipe_and_1f1b_take_the_time_of_the_formula(name):
 
 
 @pytest.mark.parametrize("waves", range(1, 9))
-def test_hanayo_takes_the_time_of_the_formula(waves):
+def test_hanayo_has_the_makespan_of_the_formula(waves):
     for ranks in (2, 3, 4, 5, 7, 8, 12, 16):
         schedule = make("hanayo", ranks=ranks, microbatches=ranks, waves=waves)
         for comm in (0, 0.05, 0.5):
@@ -247,10 +247,10 @@ def test_hanayo_takes_the_time_of_the_formula(waves):
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 6, 8])
 @pytest.mark.parametrize("waves", [1, 2, 4])
-def test_more_micro_batches_than_ranks_beat_one_unit_after_the_other(ranks, waves):
+def test_a_stream_of_micro_batches_beats_one_unit_after_the_other(ranks, waves):
     for microbatches in {ranks + 1, 2 * ranks - 1, 2 * ranks, 3 * ranks}:
         units = repeat(hanayo_unit(ranks, ranks, waves), -(-microbatches // ranks))
-        lanes = [only_first(list(lane), microbatches) for lane in units.lanes]
+        lanes = [keep_first(list(lane), microbatches) for lane in units.lanes]
         one_by_one = schedule_of(units.stages, units.microbatches[:microbatches], lanes)
         ours = make("hanayo", ranks=ranks, microbatches=microbatches, waves=waves)
         for comm in (0, 0.05, 0.25):  # the order was chosen at 0.05
@@ -264,7 +264,7 @@ def test_more_micro_batches_than_ranks_beat_one_unit_after_the_other(ranks, wave
             assert max(stream.peak_activations) <= ranks + 1e-9
 
 
-# ---------------------------------------------------------------- particular ones
+# ---------------------------------------------------------------- single schedules
 def test_skipping_leaves_out_every_part_equally_often_and_never_the_first_or_the_head():
     for ranks in (3, 4, 6, 9):
         for skips in range(1, ranks - 1):
@@ -309,7 +309,7 @@ def test_a_sliced_wave_with_split_backward_is_two_calls():
     )
 
 
-def test_cutting_what_is_cut_is_refused():
+def test_cutting_a_sliced_schedule_is_refused():
     with pytest.raises(ShapeError, match="sliced already"):
         slice_tokens(make("seq1f1b", ranks=2, microbatches=2), (0, 1))
 
@@ -319,7 +319,7 @@ def test_cuts_that_do_not_rise_are_refused_by_the_checker():
         slice_tokens(make("1f1b", ranks=2, microbatches=2), (0, 5, 3))
 
 
-def test_copies_do_the_same_side_by_side():
+def test_copies_do_the_same_work_side_by_side():
     one = make("zb-v", ranks=3, microbatches=5)
     three = replicate(one, 3)
     cost = UnitCost(comm=0.1)
@@ -336,7 +336,7 @@ def test_a_wrong_name_suggests_the_nearest():
         make("hanyo", ranks=2, microbatches=2)
 
 
-def test_a_word_that_is_not_of_the_shape_is_refused():
+def test_an_unknown_word_of_a_shape_is_refused():
     with pytest.raises(
         ShapeError, match="1f1b has no waves; its shape is ranks, microbatches"
     ):
@@ -360,12 +360,11 @@ def test_an_odd_chimera_is_refused_with_the_nearest_that_works():
     "more", [{}, {"slices": 3}, {"copies": 2, "split": 1}], ids=str
 )
 @pytest.mark.parametrize("name", REGISTRY)
-def test_actions_are_counted_before_a_schedule_is_built(name, more):
+def test_the_number_of_actions_is_known_before_a_schedule_is_built(name, more):
     shape = {"ranks": 4, "microbatches": 8, **more}
-    actions, most = make(name, **shape).actions, most_actions(name, **shape)
-    assert (
-        most / 2 <= actions <= most
-    )  # some leave out micro-batches of a larger order, or parts of a path
+    actions, most = make(name, **shape).actions, max_actions(name, **shape)
+    # Some leave out micro-batches of a larger order, or parts of a path.
+    assert most / 2 <= actions <= most
     if name in ("gpipe", "1f1b", "interleaved", "hanayo", "chimera"):
         assert actions == most
 

@@ -53,12 +53,12 @@ def shape_of(name: str) -> tuple[str, ...]:
     return tuple(signature(REGISTRY[name]).parameters)
 
 
-def most_actions(name: str, **shape: int) -> int:
+def max_actions(name: str, **shape: int) -> int:
     """Return an upper bound on the actions that `make` builds for this name and shape.
 
     The result is 0 if a number of the shape is not positive.
 
-    >>> most_actions("seq1f1b", ranks=2, microbatches=3, slices=4)
+    >>> max_actions("seq1f1b", ranks=2, microbatches=3, slices=4)
     48
     """
     whole_shape = {}
@@ -86,7 +86,7 @@ def make(name: str, **shape: int) -> Schedule:
     own_words = shape_of(name)
     _check_words(name, own_words, shape)
     title = " ".join([name, *(f"{word}={value}" for word, value in shape.items())])
-    refuse_size(most_actions(name, **shape), title)
+    refuse_size(max_actions(name, **shape), title)
 
     own_shape = {word: value for word, value in shape.items() if word in own_words}
     schedule = REGISTRY[name](**own_shape)

@@ -1,6 +1,4 @@
-"""Chimera (Li and Hoefler, 2021): two pipelines run in opposite directions over the same ranks, with two copies of
-the weights.
-"""
+"""Chimera (Li and Hoefler, 2021): two pipelines in opposite directions over the same ranks, with two weight copies."""
 
 from __future__ import annotations
 

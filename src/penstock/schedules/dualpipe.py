@@ -6,7 +6,7 @@ from penstock.ir.action import Action, Op
 from penstock.ir.schedule import Schedule, schedule_of
 from penstock.schedules.orders import (
     ActionList,
-    only_first,
+    keep_first,
     paths_through,
     require_at_least,
     wave_placement,
@@ -28,7 +28,7 @@ def dualpipe_v(ranks: int, microbatches: int) -> Schedule:
     lanes = []
     for rank in range(ranks):
         lane = _build_lane(rank, ranks, built)
-        lanes.append(only_first(lane, microbatches))
+        lanes.append(keep_first(lane, microbatches))
     return schedule_of(stages, paths_through(stages, microbatches), lanes)
 
 

@@ -10,7 +10,7 @@ from penstock.schedules.orders import (
     backwards,
     forwards,
     interleave_queues,
-    only_first,
+    keep_first,
     paths_through,
     require_at_least,
     wave_placement,
@@ -45,7 +45,7 @@ def hanayo_unit(ranks: int, microbatches: int, waves: int) -> Schedule:
     full = list_schedule(
         stages, paths_through(stages, ranks), UnitCost(), gates=_gates(ranks, waves)
     )
-    lanes = [only_first(list(lane), microbatches) for lane in full.lanes]
+    lanes = [keep_first(list(lane), microbatches) for lane in full.lanes]
     return schedule_of(stages, paths_through(stages, microbatches), lanes)
 
 
@@ -100,7 +100,7 @@ def _one_wave(ranks: int, microbatches: int) -> Schedule:
             "B": backwards(back, built),
         }
         lane = interleave_queues(letters, queues)
-        lanes.append(only_first(lane, microbatches))
+        lanes.append(keep_first(lane, microbatches))
     return schedule_of(stages, paths_through(stages, microbatches), lanes)
 
 

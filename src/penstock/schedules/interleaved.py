@@ -6,8 +6,8 @@ from penstock.ir.action import Op
 from penstock.ir.schedule import Schedule, schedule_of
 from penstock.schedules.orders import (
     in_rounds,
+    keep_first,
     loop_placement,
-    only_first,
     paths_through,
     require_at_least,
     weave,
@@ -32,5 +32,5 @@ def interleaved(ranks: int, microbatches: int, chunks: int = 2) -> Schedule:
         back = in_rounds(Op.B, rank, ranks, chunks, microbatches)
         head_start = (chunks - 1) * ranks + 2 * (ranks - 1 - rank) + 1
         lane = weave(head_start, there, whole_backwards(back))
-        lanes.append(only_first(lane, microbatches))
+        lanes.append(keep_first(lane, microbatches))
     return schedule_of(stages, paths_through(stages, microbatches), lanes)

@@ -147,7 +147,7 @@ def interleave_queues(letters: str, queues: Mapping[str, ActionList]) -> ActionL
     return lane
 
 
-def only_first(lane: ActionList, microbatches: int) -> ActionList:
+def keep_first(lane: ActionList, microbatches: int) -> ActionList:
     """Leave out all but the first micro-batches of a lane.
 
     An order that can run can still run without some of its micro-batches.

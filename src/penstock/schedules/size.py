@@ -12,9 +12,9 @@ from penstock.errors import ShapeError
 MAX_ACTIONS = 4_000_000
 
 # Schedules with two stages on each rank:
-TWO_STAGES = ("zb-v", "v-half", "v-min", "dualpipe-v")
+TWO_STAGE_SCHEDULES = ("zb-v", "v-half", "v-min", "dualpipe-v")
 # Schedules whose backwards are split into I and W:
-SPLIT = ("zb-h1", "interleaved-zb", *TWO_STAGES)
+SPLIT_SCHEDULES = ("zb-h1", "interleaved-zb", *TWO_STAGE_SCHEDULES)
 
 
 def refuse_size(actions: int, what: str) -> None:
@@ -43,10 +43,10 @@ def count_actions(name: str, shape: Mapping[str, int]) -> int:
     if name == "hanayo":
         stages = 2 * ranks * shape.get("waves", 1)
         microbatches = max(microbatches, ranks)
-    elif name in TWO_STAGES:
+    elif name in TWO_STAGE_SCHEDULES:
         stages = 2 * ranks
         microbatches = max(microbatches, 2 * ranks)
-    is_split = name in SPLIT or shape.get("split")
+    is_split = name in SPLIT_SCHEDULES or shape.get("split")
     factors = (
         stages,
         microbatches,

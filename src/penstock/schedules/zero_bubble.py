@@ -10,9 +10,9 @@ from penstock.schedules.orders import (
     forwards,
     in_rounds,
     interleave_queues,
+    keep_first,
     lag_weights,
     loop_placement,
-    only_first,
     paths_through,
     require_at_least,
     split_backwards,
@@ -49,7 +49,7 @@ def interleaved_zb(ranks: int, microbatches: int, chunks: int = 2) -> Schedule:
         back = in_rounds(Op.B, rank, ranks, chunks, microbatches)
         head_start = (chunks - 1) * ranks + (ranks - 1 - rank) + 1
         lane = weave(head_start, there, lag_weights(back, rank))
-        lanes.append(only_first(lane, microbatches))
+        lanes.append(keep_first(lane, microbatches))
     return schedule_of(stages, paths_through(stages, microbatches), lanes)
 
 
@@ -74,19 +74,19 @@ def zb_v(ranks: int, microbatches: int) -> Schedule:
         lane = interleave_queues(
             fill + steady + drain, _queues_of_rank(rank, ranks, built)
         )
-        lanes.append(only_first(lane, microbatches))
+        lanes.append(keep_first(lane, microbatches))
     return schedule_of(stages, paths_through(stages, microbatches), lanes)
 
 
 def _queues_of_rank(rank: int, ranks: int, microbatches: int) -> dict[str, ActionList]:
     """Return a rank's actions as queues: f, i and w for its stage there, F, I and W for its stage back."""
     queues = {}
-    there = (("f", "i", "w"), rank)
-    back_again = (("F", "I", "W"), 2 * ranks - 1 - rank)
-    for letters, stage in (there, back_again):
-        forward, input_gradient, weight_gradient = letters
-        back = backwards(stage, microbatches)
+    for forward, input_gradient, weight_gradient, stage in (
+        ("f", "i", "w", rank),
+        ("F", "I", "W", 2 * ranks - 1 - rank),
+    ):
+        split = [split_backwards(action) for action in backwards(stage, microbatches)]
         queues[forward] = forwards(stage, microbatches)
-        queues[input_gradient] = [split_backwards(action)[0] for action in back]
-        queues[weight_gradient] = [split_backwards(action)[1] for action in back]
+        queues[input_gradient] = [pair[0] for pair in split]
+        queues[weight_gradient] = [pair[1] for pair in split]
     return queues

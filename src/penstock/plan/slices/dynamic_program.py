@@ -97,12 +97,12 @@ def pass_over(grid: Grid, slices: int | None = None, rows: int = 1) -> LimitedPa
 def reach(
     first: Ints,
     sums: Floats,
-    one: Floats,
-    other: Floats,
-    both: bool,
-    limit: float,
-    limit_other: float,
-    total: float,
+    first_peaks: Floats,
+    second_peaks: Floats,
+    two_peaks: bool,
+    first_limit: float,
+    second_limit: float,
+    total_limit: float,
     reached: Floats,
 ) -> None:
     """Fill `reached` with the least sum at every point.
@@ -117,17 +117,18 @@ def reach(
         begin = first[prefix]
         if here == np.inf:
             continue
-        if both:
+        if two_peaks:
             for k in range(first[prefix + 1] - begin):
-                a = one[begin + k]
-                b = other[begin + k]
-                fits = (a < limit) & (b < limit_other) & (a + b < total)
+                a = first_peaks[begin + k]
+                b = second_peaks[begin + k]
+                fits = (a < first_limit) & (b < second_limit) & (a + b < total_limit)
                 there = here + sums[begin + k] if fits else np.inf
                 known = best[prefix + 1 + k]
                 best[prefix + 1 + k] = there if there < known else known
         else:
             for k in range(first[prefix + 1] - begin):
-                there = here + sums[begin + k] if one[begin + k] < limit else np.inf
+                fits = first_peaks[begin + k] < first_limit
+                there = here + sums[begin + k] if fits else np.inf
                 known = best[prefix + 1 + k]
                 best[prefix + 1 + k] = there if there < known else known
 
@@ -135,12 +136,12 @@ def reach(
 def _reach_in_layers(
     first: Ints,
     sums: Floats,
-    one: Floats,
-    other: Floats,
-    both: bool,
-    limit: float,
-    limit_other: float,
-    total: float,
+    first_peaks: Floats,
+    second_peaks: Floats,
+    two_peaks: bool,
+    first_limit: float,
+    second_limit: float,
+    total_limit: float,
     reached: Floats,
 ) -> None:
     """Fill `reached` with the least sum at every point with 0, 1, 2, ... slices, a row for each number."""
@@ -155,10 +156,10 @@ def _reach_in_layers(
             if here == np.inf:
                 continue
             for k in range(first[prefix + 1] - begin):
-                a = one[begin + k]
-                b = other[begin + k]
-                other_fits = (b < limit_other) & (a + b < total)
-                fits = (a < limit) & ((not both) | other_fits)
+                a = first_peaks[begin + k]
+                b = second_peaks[begin + k]
+                second_fits = (b < second_limit) & (a + b < total_limit)
+                fits = (a < first_limit) & ((not two_peaks) | second_fits)
                 there = here + sums[begin + k] if fits else np.inf
                 known = then[prefix + 1 + k]
                 then[prefix + 1 + k] = there if there < known else known
@@ -167,12 +168,12 @@ def _reach_in_layers(
 def retrace(
     first: Ints,
     sums: Floats,
-    one: Floats,
-    other: Floats,
-    both: bool,
-    limit: float,
-    limit_other: float,
-    total: float,
+    first_peaks: Floats,
+    second_peaks: Floats,
+    two_peaks: bool,
+    first_limit: float,
+    second_limit: float,
+    total_limit: float,
     reached: Floats,
     point: int,
     steps: Ints,
@@ -192,17 +193,19 @@ def retrace(
         prefix = point - 1
         while True:
             k = point - 1 - prefix
-            at = first[prefix] + k
-            if at < first[prefix + 1] and before[prefix] + sums[at] == now[point]:
-                a = one[at]
-                b = other[at]
-                if a < limit and (not both or (b < limit_other and a + b < total)):
+            index = first[prefix] + k
+            if index < first[prefix + 1] and before[prefix] + sums[index] == now[point]:
+                a = first_peaks[index]
+                b = second_peaks[index]
+                second_fits = b < second_limit and a + b < total_limit
+                if a < first_limit and (second_fits or not two_peaks):
                     break
             prefix -= 1
-        highest[0] = max(highest[0], one[at])
-        highest[1] = max(highest[1], other[at])
+        highest[0] = max(highest[0], first_peaks[index])
+        highest[1] = max(highest[1], second_peaks[index])
         steps[count] = point - prefix
         count += 1
         point = prefix
-        layer -= 1 if layered else 0
+        if layered:
+            layer -= 1
     return count

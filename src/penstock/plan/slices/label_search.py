@@ -1,4 +1,6 @@
-"""The exact search for uneven stages. A label is one way to cut a prefix, with the time at which each stage is free.
+"""The exact search for the cuts of uneven stages, over labels.
+
+A label is one way to cut a prefix, with the time at which each stage is free:
 
     prefix 3 | cuts 1 2    stages free at 4 6 9, back 8 12 18
              | cuts 3      stages free at 3 6 9, back 6 12 18     no later anywhere: the other label is dropped

@@ -1,4 +1,4 @@
-"""All ways to lay out devices as copies of a pipeline, its stages, and devices per stage, each with its best slices.
+"""All layouts of devices into copies of a pipeline, stages and devices per stage, each with its best slices.
 
     devices = data * pipe * tensor      data    copies of the pipeline, each with its share of the batch
                                         pipe    stages of one pipeline

@@ -1,4 +1,4 @@
-"""The planner that decides whether to slice, into how many slices, where and in which order; it simulates every choice.
+"""Decides whether to slice sequences, into how many slices, where and in which order, by simulating every choice.
 
 The cuts come from `best_cuts`, which is exact for TeraPipe's order and equal stages. The simulator says how good they
 are in another order, with uneven stages or with serial links. The orders are, each with several numbers of slices,
