@@ -110,7 +110,10 @@ def test_profile_links_writes_a_cluster_that_paths_plans_for(run):
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ("profile --links", "one rank has no links; measure between two at least"),
+        (
+            "profile --links",
+            "one rank has no links; measure between at least two ranks",
+        ),
         ("profile --links --ranks 2 --slots 0", "--slots 0 is too few"),
         ("profile --slots 2", "--slots is for a cluster.toml, which --links writes"),
     ],

@@ -111,7 +111,7 @@ def test_points_of_a_gpu_lie_on_its_tiles(tokens):
 
 def test_too_short_a_sequence_is_refused():
     with pytest.raises(
-        ShapeError, match="3 tokens are too few to measure slices of; the least is 16"
+        ShapeError, match="3 tokens are too few to measure slices of; use at least 16"
     ):
         measuring_points(3)
 
@@ -694,10 +694,10 @@ def test_a_probe_leaves_gradients_as_the_executor_would():
     last, all_of_it = probe.open(8, 16), probe.open(24, 0)
     probe.forward(last)
     assert torch.allclose(
-        probe.made[last], whole[:, 16:], atol=1e-12
+        probe.outputs[last], whole[:, 16:], atol=1e-12
     )  # it sees the prefix
     probe.forward(all_of_it)
-    assert torch.allclose(probe.made[all_of_it], whole, atol=1e-12)
+    assert torch.allclose(probe.outputs[all_of_it], whole, atol=1e-12)
     labels = torch.randint(0, 64, (1, 24))
     times = Probe(Subject(head, x, loss=token_loss, labels=labels)).times(24, 0)[0]
     assert min(times) > 0
@@ -729,7 +729,7 @@ def test_passes_are_in_flight_together_as_micro_batches_are(
 
     def clock(act) -> float:
         act()
-        alive.append(len(probe.made))
+        alive.append(len(probe.outputs))
         return float(len(alive))
 
     monkeypatch.setattr(probe, "clock", clock)

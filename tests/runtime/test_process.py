@@ -465,15 +465,13 @@ def test_a_busy_rank_is_interrupted_and_raises_what_another_has_reported(
     schedule = make("1f1b", ranks=1, microbatches=1)
     executor = workers.executor_of(schedule, alone, workers.model_of(1))
     begin = time.monotonic()
-
-    def work():
-        with watchdog.watching(executor):
-            executor.step(workers.batch_for(schedule))
-            report("rank 7 waits at 7B0")
-            time.sleep(600)
-
-    with pytest.raises(StuckError, match="rank 7 waits at 7B0"):
-        work()
+    with (  # noqa: PT012
+        pytest.raises(StuckError, match="rank 7 waits at 7B0"),
+        watchdog.watching(executor),
+    ):
+        executor.step(workers.batch_for(schedule))
+        report("rank 7 waits at 7B0")
+        time.sleep(600)
     assert time.monotonic() - begin < 300
     assert alone.guard is None
     assert signal.getsignal(watchdog.ALARM_SIGNAL) is signal.SIG_DFL
