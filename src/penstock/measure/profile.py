@@ -150,8 +150,9 @@ def _measure_block(name: str, subject: Subject, setup: Setup) -> tuple[Block, fl
     launch = round(probe.seconds / probe.kernels, 2) if probe.kernels else 1.0
     points = []
     for number, (tokens, prefix) in enumerate(where):
+        f, b, i, w = rows[number]
         is_held_out = number >= len(fitted)
-        points.append(Point(tokens, prefix, *rows[number], held_out=is_held_out))
+        points.append(Point(tokens, prefix, f, b, i, w, is_held_out))
     memory = footprint(probe)
     layer_tokens = subject.layers * subject.tokens
     measured = block(
