@@ -1,4 +1,4 @@
-"""Links that are measured: an emulated network and a limited cable are found again, and a cluster.toml keeps them."""
+"""Measured links match an emulated network and a limited cable, and a cluster.toml keeps them."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ PAIRS = [(a, b) for a in range(3) for b in range(3) if a != b]
 
 
 def close(found, latency: float, bandwidth: float, source: int, target: int) -> bool:
-    """Within a millisecond and within 10%: a thread that sleeps wakes up a little late, and never early."""
+    """Within a millisecond and 10%, since a sleeping thread wakes up a little late, never early."""
     late = found.latency[source][target] - latency
     return -0.2 * MILLISECOND < late < MILLISECOND and found.bandwidth[source][
         target
     ] == pytest.approx(bandwidth, rel=0.1)
 
 
-def test_the_links_of_an_emulated_network_are_found_both_ways_and_kept_in_a_file():
+def test_both_directions_of_emulated_links_are_measured_and_saved():
     def work(comm: ThreadComm):
         return cluster_of(ShapedComm(comm, Network(LATENCY, BANDWIDTH)), slots=2)
 
@@ -56,7 +56,7 @@ def test_the_links_of_an_emulated_network_are_found_both_ways_and_kept_in_a_file
     assert all(node.memory > 1e6 for node in found.nodes)
 
 
-def test_one_number_for_all_is_the_median_of_neighbours():
+def test_one_number_for_all_links_is_the_median_of_neighbors():
     network = Network(((0.0, 2e-3, 0.1), (2e-3, 0.0, 2e-3), (0.1, 2e-3, 0.0)), 100e6)
 
     def work(comm: ThreadComm) -> Network:
@@ -69,7 +69,7 @@ def test_one_number_for_all_is_the_median_of_neighbours():
     assert found.serial
 
 
-def test_pairs_share_no_host_while_they_are_measured():
+def test_pairs_measured_at_the_same_time_share_no_host():
     pairs = [(a, b) for a in range(6) for b in range(a + 1, 6)]
     apart = disjoint_pairs(pairs, ["a", "b", "c", "d", "e", "f"])
     assert sorted(pair for turn in apart for pair in turn) == pairs
@@ -110,7 +110,10 @@ def test_profile_links_writes_a_cluster_that_paths_plans_for(run):
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ("profile --links", "one rank has no links; measure between two at least"),
+        (
+            "profile --links",
+            "one rank has no links; measure between at least two ranks",
+        ),
         ("profile --links --ranks 2 --slots 0", "--slots must be at least 1, not 0"),
         ("profile --slots 2", "--slots needs --links, which writes a cluster.toml"),
     ],
@@ -121,7 +124,7 @@ def test_links_that_cannot_be_measured_are_refused(run, words, says):
     assert says in err
 
 
-def test_two_machines_find_the_limit_of_the_cable_between_them(tmp_path):
+def test_two_machines_measure_the_limit_of_the_cable_between_them(tmp_path):
     """As torchrun starts it, one rank on each of two machines, on a cable limited by the kernel's token bucket."""
     megabits = 80
     with two_machines() as machines:

@@ -87,7 +87,7 @@ def profile(layers=8, network=Network(1e-4, 1e9, serial=True), tokens=1024) -> P
 
 # ---------------------------------------------------------------- points
 @pytest.mark.parametrize("tokens", [16, 17, 100, 512, 1000, 1024, 4096, 131_072])
-def test_points_lie_in_the_sequence_and_those_held_out_are_no_others(tokens):
+def test_points_lie_in_the_sequence_and_held_out_points_are_not_fitted(tokens):
     fitted, held_out = measuring_points(tokens)
     assert all(i >= 1 and j >= 0 and i + j <= tokens for i, j in [*fitted, *held_out])
     assert len({*fitted, *held_out}) == len(fitted) + len(held_out)
@@ -112,7 +112,7 @@ def test_points_of_a_gpu_lie_on_its_tiles(tokens):
 
 def test_too_short_a_sequence_is_refused():
     with pytest.raises(
-        ShapeError, match="3 tokens are too few to measure slices of; the least is 16"
+        ShapeError, match="3 tokens are too few to measure slices of; use at least 16"
     ):
         measuring_points(3)
 
@@ -131,7 +131,7 @@ def test_the_fit_recovers_known_coefficients_from_noisy_points(op):
     assert found.curve.pair == pytest.approx(curve.pair, rel=0.15, abs=1e-9)
 
 
-def test_no_coefficient_is_negative_and_none_would_fit_better():
+def test_coefficients_are_not_negative_and_the_best_possible():
     rng = np.random.default_rng(2)
     for _ in range(50):
         a, b = rng.normal(size=(9, 4)), rng.normal(size=9)
@@ -149,7 +149,7 @@ def stepped(i, j):
     return (1e-3 + 4e-5 * 128 * math.ceil(i / 128)) * (1.0 if j == 0 else 1.6)
 
 
-def test_the_whole_sequence_is_a_case_of_its_own_in_a_table():
+def test_a_table_treats_the_whole_sequence_separately():
     """It goes without a piece: nothing is kept for later slices."""
     lengths = (128, 256, 512, 1024)
     seen = [
@@ -168,7 +168,7 @@ def test_the_whole_sequence_is_a_case_of_its_own_in_a_table():
     )
 
 
-def test_steps_choose_the_table_and_it_is_what_was_measured():
+def test_stepped_times_choose_a_table_of_what_was_measured():
     lengths = (64, 128, 192, 256, 384, 512, 640, 1024)
     seen = [
         (i, j, stepped(i, j)) for i in lengths for j in (0, 100, 512) if i + j <= 1024
@@ -192,7 +192,7 @@ def test_steps_choose_the_table_and_it_is_what_was_measured():
     assert np.median(errors[1]) < np.median(errors[0])
 
 
-def test_a_table_goes_between_its_points_and_carries_on_beyond_them():
+def test_a_table_interpolates_and_extrapolates():
     formula = Seconds(1.0, 1.0)
     table = CorrectedCurve(
         formula,
@@ -214,7 +214,7 @@ def test_a_table_goes_between_its_points_and_carries_on_beyond_them():
     )  # no prefix was measured: none matters
 
 
-def test_errors_are_those_of_points_that_took_no_part():
+def test_errors_are_measured_on_held_out_points():
     curve = LAYER[Op.F]
     seen = [(i, 0, curve.of(i, 0)) for i in (16, 64, 256, 1024)]
     twice = [(100, 0, 2.0 * curve.of(100, 0)), (500, 0, curve.of(500, 0))]
@@ -262,7 +262,7 @@ def test_the_cost_is_what_the_curves_say_with_embedding_first_and_head_last():
     assert (cost.latency(0, 1), cost.bandwidth(0, 1), cost.serial) == (1e-4, 1e9, True)
 
 
-def test_recomputing_keeps_the_input_alone_and_runs_the_forward_again():
+def test_recomputing_keeps_only_the_input_and_repeats_the_forward():
     known, schedule = profile(), make("1f1b", ranks=2, microbatches=1)
     plain, again = (
         known.cost((4, 4), recompute=flag, tokens=1024) for flag in (False, True)
@@ -453,7 +453,7 @@ def test_a_broken_profile_is_one_clear_error_at_its_place(
     assert "^" in str(caught.value)
 
 
-def test_a_plan_is_no_profile_and_an_empty_file_neither(tmp_path):
+def test_neither_a_plan_nor_an_empty_file_is_a_profile(tmp_path):
     for text, what in (
         ("", "is empty"),
         ("[]", "this is not a profile"),
@@ -558,7 +558,7 @@ def test_a_profile_that_is_far_off_is_refused_unless_accepted(run, line):
     assert run(line)[0] == 0
 
 
-def test_an_error_of_what_takes_no_time_does_not_matter():
+def test_an_error_of_a_negligible_time_does_not_matter():
     fitted = profile()
     assert off_by(18.65).worst_error == 18.65
     tiny = Fit(Seconds(1e-9), 18.65, 18.65)
@@ -569,7 +569,7 @@ def test_an_error_of_what_takes_no_time_does_not_matter():
     )
 
 
-def test_profile_warns_of_what_it_writes_if_it_is_far_off(run, monkeypatch):
+def test_profile_warns_if_the_profile_it_writes_is_far_off(run, monkeypatch):
     from penstock.train import profile as measuring  # noqa: PLC0415
 
     for error, warned in ((18.65, True), (0.2, False)):
@@ -695,10 +695,10 @@ def test_a_probe_leaves_gradients_as_the_executor_would():
     last, all_of_it = probe.open(8, 16), probe.open(24, 0)
     probe.forward(last)
     assert torch.allclose(
-        probe.made[last], whole[:, 16:], atol=1e-12
+        probe.outputs[last], whole[:, 16:], atol=1e-12
     )  # it sees the prefix
     probe.forward(all_of_it)
-    assert torch.allclose(probe.made[all_of_it], whole, atol=1e-12)
+    assert torch.allclose(probe.outputs[all_of_it], whole, atol=1e-12)
     labels = torch.randint(0, 64, (1, 24))
     times = Probe(Subject(head, x, loss=token_loss, labels=labels)).times(24, 0)[0]
     assert min(times) > 0
@@ -730,7 +730,7 @@ def test_passes_are_in_flight_together_as_micro_batches_are(
 
     def clock(act) -> float:
         act()
-        alive.append(len(probe.made))
+        alive.append(len(probe.outputs))
         return float(len(alive))
 
     monkeypatch.setattr(probe, "clock", clock)
@@ -757,7 +757,7 @@ def test_passes_are_in_flight_together_as_micro_batches_are(
     ]
 
 
-def test_a_layer_that_takes_no_time_was_not_measured():
+def test_a_profile_whose_layer_takes_no_time_is_refused():
     terms = r'"base": [^,]+, "token": [^,]+, "prefix": [^,]+, "pair": [^,]+,'
     text = re.sub(
         terms, '"base": 0, "token": 0, "prefix": 0, "pair": 0,', dump_profile(profile())
@@ -766,6 +766,6 @@ def test_a_layer_that_takes_no_time_was_not_measured():
         load_profile(text)
 
 
-def test_a_formula_that_is_nothing_at_a_point_is_not_corrected_by_a_table():
+def test_a_formula_that_is_zero_at_a_point_is_not_corrected_by_a_table():
     noisy = [(4, 5, 0.9728), (12, 0, 718.4), (16, 1, 0.13388)]
     assert fit(noisy, [(6, 9, 0.4), (1, 0, 0.5345)]).form == "formula"

@@ -1,4 +1,4 @@
-"""On a GPU: slices through flash attention, and what the executor measures there. Skipped, and said so, without one."""
+"""Tests on a GPU: flash attention in slices, recordings, and times; skipped without a GPU."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def gradients(model, schedule, batch, autocast):
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-h1", "seq1f1b"])
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16])
-def test_recorded_actions_train_as_others_do(name, autocast, recompute):
+def test_recorded_actions_train_like_unrecorded_ones(name, autocast, recompute):
     """Over steps of an optimizer, which sets gradients to None in between; alone, so without any transport."""
     shape = {"slices": 4} if name == "seq1f1b" else {}
     program = lower(make(name, ranks=1, microbatches=4, **shape))
@@ -173,7 +173,7 @@ class Looks(torch.nn.Module):
         return y if float(y.detach().abs().max()) < 1e9 else y * 0
 
 
-def test_what_cannot_be_recorded_is_said_and_runs_without():
+def test_a_stage_that_cannot_be_recorded_gets_a_warning_and_runs_unrecorded():
     """A recording that breaks off half-way leaves nothing behind that others stumble over."""
     program = lower(make("1f1b", ranks=1, microbatches=2))
     tokens = [torch.randint(0, 512, (2, 256), device="cuda") for _ in range(2)]
@@ -322,7 +322,7 @@ def test_ranks_that_share_a_gpu_train_like_one_piece(ranks, recorded):
         assert max(worst.values()) < 1e-4, worst
 
 
-def test_messages_keep_no_memory_once_they_are_on_their_way():
+def test_messages_free_their_memory_once_sent():
     """A message has 1 MiB, a step 8 of them each way."""
     for found in spawn(2, memory_of_steps, backend="penstock_ipc", patience=60):
         assert max(found[3:]) - min(found[3:]) < 2 << 20, found

@@ -1,4 +1,4 @@
-"""Ctrl-C ends a verb at once: exit code 130, nothing printed of where it was, nobody left behind."""
+"""Ctrl-C ends a command at once, with exit code 130, no traceback and no process left behind."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def cluster(tmp_path):
     ],
     ids=["plan", "profile", "paths"],
 )
-def test_ctrl_c_ends_a_verb_without_a_word(line, cluster, tmp_path):
+def test_ctrl_c_ends_a_command_silently(line, cluster, tmp_path):
     code, err = ended(tmp_path, line, 0.7)
     assert code == 130
     assert "Traceback" not in err
@@ -58,7 +58,7 @@ def members(group: int) -> list[int]:
 @pytest.mark.parametrize(
     "line", ["profile --preset tiny --tokens 256 --rounds 500 --ranks 2 -o p.json"]
 )
-def test_ctrl_c_in_a_terminal_reaches_all_ranks_and_none_stays(line, tmp_path):
+def test_ctrl_c_in_a_terminal_ends_all_ranks(line, tmp_path):
     command = [sys.executable, "-m", "penstock", *line.split()]
     process = subprocess.Popen(
         command,

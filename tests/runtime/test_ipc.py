@@ -1,4 +1,4 @@
-"""The rings through which ranks of one GPU talk, without a GPU: their protocol on threads and plain memory."""
+"""Tests the rings between ranks that share a GPU, on threads and plain memory instead of a GPU."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SLOTS, SLOT = 4, 1 << 10
 
 
 class Memory:
-    """Two threads for two streams; waits block the thread, writes are seen by the other at once."""
+    """A driver for threads: a wait blocks the thread, and all others see a write at once."""
 
     def __init__(self, size: int) -> None:
         self.bytes, self.flags = bytearray(size), {}
@@ -42,15 +42,14 @@ class Memory:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_messages_of_any_size_come_through_a_ring_whole_and_in_order(seed):
+def test_messages_of_any_size_arrive_whole_and_in_order(seed):
     draw = random.Random(seed)
     sizes = [
         draw.choice([0, 1, 7, SLOT - 1, SLOT, SLOT + 1, 3 * SLOT + 5, 6 * SLOT])
         for _ in range(12)
     ]
-    begin = (
-        SLOTS * SLOT + 2 * FLAG_BYTES
-    )  # behind the ring: what is sent, and behind that what is received
+    # Behind the ring lie the bytes to send, and behind those the bytes received.
+    begin = SLOTS * SLOT + 2 * FLAG_BYTES
     memory = Memory(begin + 2 * sum(sizes))
     words = [bytes([1 + number]) * size for number, size in enumerate(sizes)]
     memory.bytes[begin : begin + sum(sizes)] = b"".join(words)
@@ -97,7 +96,7 @@ def test_a_sender_stops_when_the_ring_is_full():
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_messages_asked_for_ahead_may_be_fetched_in_any_order(seed):
+def test_messages_requested_ahead_may_be_fetched_in_any_order(seed):
     draw = random.Random(seed)
     sizes = [draw.choice([1, 7, SLOT, SLOT + 1, 2 * SLOT]) for _ in range(10)]
     begin, total = SLOTS * SLOT + 2 * FLAG_BYTES, sum(sizes)
@@ -143,7 +142,7 @@ def test_a_message_stays_in_the_ring_until_it_is_needed():
     "name", ["gpipe", "1f1b", "interleaved", "hanayo", "zb-v", "chimera"]
 )
 def test_programs_run_through_the_smallest_rings(name):
-    """Every lane as a thread that blocks where a GPU's stream would; a ring holds two messages of one slot."""
+    """Each lane is a thread that blocks where a GPU's stream would; a ring holds two messages."""
     program = lower(make(name, ranks=4, microbatches=8))
     memory = Memory(4096)
     rings = {
@@ -152,7 +151,7 @@ def test_programs_run_through_the_smallest_rings(name):
         for b in range(4)
     }
     for (a, b), ends in rings.items():
-        for end in ends:  # numbers of their own
+        for end in ends:  # each ring has its own counters
             end.head, end.tail = 10_000 + 2 * (4 * a + b), 10_001 + 2 * (4 * a + b)
 
     def walk(rank: int) -> None:
@@ -187,13 +186,13 @@ def test_programs_run_through_the_smallest_rings(name):
 
 # ---------------------------------------------------------------- how large a ring must be
 class Tape:
-    """A rank's stream as a list of what it does."""
+    """A driver that records what a rank's stream does."""
 
     def __init__(self) -> None:
         self.does: list[tuple] = []
 
     def copy(self, target: int, source: int, size: int, stream: int) -> None:
-        """Takes no time here."""
+        """Do nothing: copies take no time here."""
 
     def wait(self, place: int, value: int, stream: int) -> None:
         self.does.append(("wait", place, value))
@@ -203,14 +202,14 @@ class Tape:
 
 
 def shapes_of(program, sizes, now: RingShape) -> dict[tuple[int, int], RingShape]:
-    """Of all rings of a program."""
+    """The shapes of all rings of a program."""
     ranks = range(program.schedule.ranks)
     lanes = [lane_turns(program, rank) for rank in ranks]
     return {(a, b): fit_ring(lanes[b], a, sizes, now) for a in ranks for b in ranks}
 
 
 def streams_of(program, sizes, seconds, shapes) -> list[list[tuple]]:
-    """What each rank's stream does, with real rings, each action taking what `seconds` says."""
+    """What each rank's stream does with real rings; `seconds` gives the time of an action."""
     ranks, streams = program.schedule.ranks, []
     for rank in range(ranks):
         tape, held = Tape(), {}
@@ -239,7 +238,7 @@ def streams_of(program, sizes, seconds, shapes) -> list[list[tuple]]:
 
 
 def makespan(streams) -> float:
-    """Of streams that wait for each other's numbers."""
+    """When the last of several streams ends that wait for each other's counters."""
     at, now, when = [0] * len(streams), [0.0] * len(streams), defaultdict(dict)
     while any(at[rank] < len(does) for rank, does in enumerate(streams)):
         before = list(at)
@@ -259,8 +258,8 @@ def makespan(streams) -> float:
     return max(now)
 
 
-def of_slices(name, slices, tokens=4096, width=64, **shape):
-    """A program over slices, bytes of its units, and seconds of its actions: later slices take longer."""
+def sliced_program(name, slices, tokens=4096, width=64, **shape):
+    """A program over slices, the bytes of its units, and the seconds of its actions."""
     schedule = make(name, ranks=4, microbatches=2, slices=slices, **shape)
     units = [cuts for batch in schedule.microbatches for cuts in pairwise(batch.cuts)]
     sizes = [width * tokens * (end - begin) // units[-1][1] for begin, end in units]
@@ -285,7 +284,7 @@ def of_slices(name, slices, tokens=4096, width=64, **shape):
     ],
 )
 def test_nobody_waits_for_room_in_a_ring_that_fits(name, shape, hurts):
-    given = of_slices(name, 8, **shape)
+    given = sliced_program(name, 8, **shape)
     small, endless = RingShape(2, 16 << 10), RingShape(1 << 16, 16 << 10)
     every = {(a, b) for a in range(4) for b in range(4)}
     free = makespan(streams_of(*given, dict.fromkeys(every, endless)))
@@ -297,7 +296,7 @@ def test_nobody_waits_for_room_in_a_ring_that_fits(name, shape, hurts):
 
 
 def test_a_ring_that_is_large_enough_stays():
-    program, sizes, _ = of_slices("hanayo", 8)
+    program, sizes, _ = sliced_program("hanayo", 8)
     lanes = [lane_turns(program, rank) for rank in range(4)]
     once = shapes_of(program, sizes, RingShape(4, 16 << 10))
     for (a, b), shape in once.items():
@@ -306,8 +305,8 @@ def test_a_ring_that_is_large_enough_stays():
         assert fit_ring(lanes[b], a, [size // 2 for size in sizes], shape) == shape
 
 
-def test_a_ring_has_small_slots_for_small_messages_and_no_more_than_there_may_be():
-    program, sizes, _ = of_slices("hanayo", 8, waves=2)
+def test_a_ring_has_small_slots_for_small_messages_and_never_exceeds_its_limit():
+    program, sizes, _ = sliced_program("hanayo", 8, waves=2)
     small = shapes_of(program, [1000] * len(sizes), RingShape(2, 2 << 20))
     assert {shape.size for shape in small.values() if shape.slots > 2} == {4096}
     huge = shapes_of(
@@ -317,7 +316,7 @@ def test_a_ring_has_small_slots_for_small_messages_and_no_more_than_there_may_be
 
 
 class Shop(Memory):
-    """A driver of several processes that are one, with memory to give."""
+    """A driver with memory to allocate, for several processes that are really one."""
 
     def __init__(self) -> None:
         super().__init__(1 << 20)
@@ -335,17 +334,17 @@ class Shop(Memory):
 
 
 class Store(dict):
-    """What the processes tell each other."""
+    """The store through which the processes find each other's rings."""
 
     def set(self, key: str, value: str) -> None:
-        assert key not in self, f"{key} was told already"
+        assert key not in self, f"{key} was set already"
         self[key] = value.encode()
 
     def get(self, key: str) -> bytes:
         return self[key]
 
 
-def test_both_ends_of_a_ring_that_grows_meet_in_the_new_one():
+def test_both_ends_of_a_grown_ring_use_the_new_one():
     shop, store, groups = Shop(), Store(), []
     for rank in range(2):
         group = IpcGroup.__new__(IpcGroup)
@@ -366,7 +365,7 @@ def test_both_ends_of_a_ring_that_grows_meet_in_the_new_one():
     first.out[1].put(place, 200, 0)
     second.into[0].take(place + 200, 200, 1)
     assert shop.bytes[place + 200 : place + 400] == bytes(range(200))
-    first.reserve({}, {1: RingShape(8, 64)})  # as it is
+    first.reserve({}, {1: RingShape(8, 64)})  # the shape it has already
     assert first.out[1].slots_used == 4
     second.sums_into = {}
     assert second.held == (8 + 2) * 64 + 4 * FLAG_BYTES

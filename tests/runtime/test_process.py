@@ -1,4 +1,4 @@
-"""Ranks as processes: the same gradients, and a clear end when a rank hangs, dies or is given something else."""
+"""Ranks as processes: exact gradients, and a clear error when a rank hangs, dies or gets other data."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def shapes(cases, ranks, microbatches):
     ],
     ids=["2 ranks", "4 ranks"],
 )
-def test_gradients_through_processes_are_the_unsplit_models(ranks, cases):
+def test_gradients_through_processes_equal_those_of_the_unsplit_model(ranks, cases):
     for results in spawn(ranks, workers.compare, cases):
         assert len(results) == len(cases)
         for case, wrong_gradient, wrong_loss in results:
@@ -80,13 +80,13 @@ def test_gradients_through_processes_are_the_unsplit_models(ranks, cases):
             assert wrong_loss < 1e-13, case
 
 
-def test_tensors_of_any_form_come_as_they_are():
+def test_tensors_of_any_layout_arrive_unchanged():
     for result in spawn(2, workers.talk):
         assert result["got"] == [[[0, 3], [1, 4], [2, 5]], [], [[1]]]
         assert result["summed"] == [[0, 0, 0], [3, 3, 3]]
 
 
-def test_groups_are_made_on_all_ranks_alike_and_used_by_their_own():
+def test_all_ranks_prepare_the_same_groups_and_members_use_them():
     sums, errors = zip(*spawn(3, workers.group), strict=True)
     assert list(sums) == [[4, 1, 6], [2, 5, 6], [4, 5, 6]]
     for rank, (unmade, unlike) in enumerate(errors):
@@ -271,7 +271,7 @@ def slow(tmp_path_factory):
         )
 
 
-def test_a_stuck_rank_ends_all_ranks_with_one_story(slow):
+def test_a_stuck_rank_ends_all_ranks_with_the_same_error(slow):
     head = slow["sleep"][0].text.split("StuckError: ")[1].splitlines()[0]
     assert re.fullmatch(
         r"rank [02] waits at (0B\d for 1B\d|2F2 for 1F2) from rank 1; rank 1 is at 1F2",
@@ -341,7 +341,7 @@ def test_a_failed_rank_ends_the_others(tmp_path):
 
 # ---------------------------------------------------------------- spawned workers that go wrong
 @pytest.mark.parametrize("rows", [(1, 2), (2, 1)])
-def test_a_tensor_of_another_size_is_an_error_that_names_both(rows):
+def test_a_tensor_of_another_size_raises_an_error_that_names_both_sizes(rows):
     sent, due = rows
     with pytest.raises(
         RunError,
@@ -350,14 +350,14 @@ def test_a_tensor_of_another_size_is_an_error_that_names_both(rows):
         spawn(2, workers.mismatch, rows, patience=60.0)
 
 
-def test_what_rank_0_prepares_for_all_may_take_longer_than_their_patience(tmp_path):
+def test_the_preparation_of_rank_0_may_take_longer_than_the_patience(tmp_path):
     assert spawn(2, workers.prepare, str(tmp_path), patience=2.0) == [True, True]
 
 
 @pytest.mark.skipif(
     sys.platform != "linux", reason="elsewhere workers are new processes"
 )
-def test_the_process_that_workers_are_forks_of_does_not_hear_ctrl_c_even_while_it_loads(
+def test_the_fork_server_ignores_ctrl_c_even_while_it_loads(
     tmp_path,
 ):
     (tmp_path / "loaded.py").write_text(
@@ -378,7 +378,7 @@ def test_the_process_that_workers_are_forks_of_does_not_hear_ctrl_c_even_while_i
     assert "ERROR" in (tmp_path / "told").read_text()
 
 
-def test_a_failed_worker_is_an_error_with_its_words():
+def test_a_failed_worker_raises_an_error_with_its_text():
     with pytest.raises(
         RunError, match=r"rank 1 has failed: ValueError: the cat is on the keyboard"
     ) as caught:
@@ -386,7 +386,7 @@ def test_a_failed_worker_is_an_error_with_its_words():
     assert "process_workers.py" in str(caught.value)
 
 
-def test_every_worker_has_an_outcome_also_a_killed_one():
+def test_every_worker_has_an_outcome_even_a_killed_one():
     first, second, third = worker_outcomes(3, workers.fail, "kill", patience=30.0)
     assert (first.error, third.error) == ("PeerLostError", "PeerLostError")
     assert str(second) == "rank 1 was killed by SIGKILL"
@@ -394,7 +394,7 @@ def test_every_worker_has_an_outcome_also_a_killed_one():
 
 
 def alive(pid):
-    """Whether a process runs; one that only waits to be buried does not."""
+    """Whether a process runs; a zombie does not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
     except FileNotFoundError:
@@ -449,7 +449,7 @@ def alone():
 
 
 def report(text):
-    """As a rank that is not there would write it."""
+    """Report a failure as another rank would."""
     later = Board(dist.distributed_c10d._get_default_store().clone(), 1, 2)
     later.fail(Failure("StuckError", text))
 
@@ -465,15 +465,13 @@ def test_a_busy_rank_is_interrupted_and_raises_what_another_has_reported(
     schedule = make("1f1b", ranks=1, microbatches=1)
     executor = workers.executor_of(schedule, alone, workers.model_of(1))
     begin = time.monotonic()
-
-    def work():
-        with watchdog.watching(executor):
-            executor.step(workers.batch_for(schedule))
-            report("rank 7 waits at 7B0")
-            time.sleep(600)
-
-    with pytest.raises(StuckError, match="rank 7 waits at 7B0"):
-        work()
+    with (  # noqa: PT012
+        pytest.raises(StuckError, match="rank 7 waits at 7B0"),
+        watchdog.watching(executor),
+    ):
+        executor.step(workers.batch_for(schedule))
+        report("rank 7 waits at 7B0")
+        time.sleep(600)
     assert time.monotonic() - begin < 300
     assert alone.guard is None
     assert signal.getsignal(watchdog.ALARM_SIGNAL) is signal.SIG_DFL
@@ -481,7 +479,7 @@ def test_a_busy_rank_is_interrupted_and_raises_what_another_has_reported(
         executor.step(workers.batch_for(schedule))
 
 
-def test_a_step_is_watched_at_no_cost_that_can_be_seen(alone):
+def test_watching_a_step_costs_almost_nothing(alone):
     schedule = make("1f1b", ranks=1, microbatches=4)
     executor = workers.executor_of(schedule, alone, workers.model_of(1))
     dog = watchdog.Watchdog(executor, alone)
@@ -510,7 +508,7 @@ def waits(at, peer, kind="receive"):
     )
 
 
-def test_a_stuck_pipeline_is_told_from_the_end_of_the_chain():
+def test_the_text_of_a_stuck_pipeline_starts_at_the_end_of_the_chain():
     states = {
         0: waits("0B0", 1),
         1: waits("1B0", 2),
@@ -524,7 +522,7 @@ def test_a_stuck_pipeline_is_told_from_the_end_of_the_chain():
     ]
 
 
-def test_of_a_sum_the_absent_are_blamed_and_a_ring_ends():
+def test_a_sum_blames_absent_ranks_and_a_circle_of_waits_ends():
     group = (0, 1, 2)
     there = waits("the end", group, "sum")
     assert stuck_failure(
@@ -545,7 +543,7 @@ def test_of_a_sum_the_absent_are_blamed_and_a_ring_ends():
     )
 
 
-def test_a_rank_that_left_in_peace_is_not_called_lost():
+def test_a_rank_that_left_normally_is_not_called_lost():
     text = lost_failure(
         0, {0: waits("0B0", 1), 1: RankState(5, "1B3", left=True)}, [1]
     ).text
@@ -554,7 +552,7 @@ def test_a_rank_that_left_in_peace_is_not_called_lost():
     )
 
 
-def test_a_long_story_is_cut():
+def test_a_long_list_of_ranks_is_cut():
     states = {rank: RankState(1, f"{rank}F0") for rank in range(100)}
     assert (
         stuck_failure(0, states | {0: waits("0B0", 1)}, 1.0).text.count("\n  rank")
@@ -563,7 +561,7 @@ def test_a_long_story_is_cut():
     assert "  and 68 more" in lost_failure(0, states, [3]).text
 
 
-def test_tags_differ_where_messages_do(alone):
+def test_different_messages_have_different_tags(alone):
     wide, double = torch.float32, torch.float64
     shapes = [(rows, 128, width) for rows in range(4) for width in (64, 512, 4096)]
     kinds = [

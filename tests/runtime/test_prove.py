@@ -1,4 +1,4 @@
-"""A plan that changes what a stage computes is refused before the first step, with the reason; all others are not."""
+"""Plans that change what a stage computes are refused before the first step; all others pass."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def prove_stages(
     loss: Callable[[Tensor, Tensor], Tensor] = token_loss,
     **options: object,
 ) -> Proof:
-    """What all ranks, threads, have proven, which is the same."""
+    """The proof of all ranks, which run as threads and must agree."""
     batch = batch or data(len(schedule.microbatches))
     program = lower(schedule)
 
@@ -100,7 +100,7 @@ def prove_stages(
 
 @pytest.fixture
 def no_onednn():
-    """Some processors announce instructions for bf16 that their machine forbids; torch's own kernels do without."""
+    """Use torch's own bf16 kernels: some virtual machines advertise AMX but fault on it."""
     before = torch.backends.mkldnn.is_available() and torch.backends.mkldnn.set_flags(
         False
     )
@@ -148,7 +148,7 @@ def hugging_face(kind: str = "Llama", **more: object) -> nn.Module:
 # ---------------------------------------------------------------- what is right passes
 @pytest.mark.parametrize("model", [llama, gpt])
 @pytest.mark.parametrize("name", REGISTRY)
-def test_every_schedule_is_proven_sliced_and_not(name, model):
+def test_every_schedule_is_proven_with_and_without_slices(name, model):
     for sliced in (False, True):
         schedule = shaped(name, sliced=sliced)
         whole = model(sum(layers_of(schedule)))
@@ -178,8 +178,8 @@ def test_half_precision_recordings_and_copies_are_proven(name, sliced, no_onednn
 
 @pytest.mark.parametrize("kind", ["Llama", "Mistral", "Qwen2", "GPT2"])
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
-def test_models_of_hugging_face_are_proven_with_dropout(kind, name):
-    """Sliced ones without it: slices draw other numbers than the whole."""
+def test_hugging_face_models_are_proven_with_dropout(kind, name):
+    """Slices run without dropout, since they draw other numbers than the whole."""
     whole = hugging_face(kind, **({} if kind == "GPT2" else {"attention_dropout": 0.3}))
     for sliced in (False, True):
         found = proven(shaped(name, sliced=sliced), whole, data(3))
@@ -242,7 +242,7 @@ def own(
     sliced: bool = False,
     **more: object,
 ) -> Proof:
-    """Three ranks, the middle one with a stage of one's own."""
+    """Prove three ranks, the middle one with the given stage."""
     torch.manual_seed(5)
     schedule = schedule or make("1f1b", ranks=3, microbatches=3)
     stages = [Entry().double(), inner.double(), Exit().double()]
@@ -256,7 +256,7 @@ def own(
 
 
 def refused(inner: nn.Module, *words: str, **more: object) -> str:
-    """The error, which is the same on all ranks and names the stage and these words."""
+    """The error text, which must name the stage and contain these texts."""
     with pytest.raises(ProofError) as caught:
         own(inner, **more)
     text = str(caught.value)
@@ -379,14 +379,14 @@ class Keeps(torch.autograd.Function):
 
 
 class Keeping(Inner):
-    """Keeps on itself what its backward needs: right for as long as one micro-batch is there."""
+    """Stores on itself what its backward needs, which only works with one micro-batch."""
 
     def twist(self, x: Tensor, piece: Slice | None) -> Tensor:
         return Keeps.apply(x, self)
 
 
 class Stale(Again):
-    """A tape that plays what it has recorded, whatever it is given."""
+    """A tape that replays its recording, whatever its input."""
 
     def record(self, work):
         return work(), lambda: None
@@ -450,7 +450,7 @@ def test_a_weight_gradient_that_w_forgets_is_refused():
     assert "schedule.split=false" in text
 
 
-def test_options_that_are_wrong_only_together_are_named_together(no_onednn):
+def test_options_that_only_fail_together_are_named_together(no_onednn):
     own(Losing("both"), autocast=torch.bfloat16)
     own(Losing("both"), schedule=ZB)
     refused(
@@ -473,7 +473,7 @@ def test_state_that_the_next_micro_batch_overwrites_is_refused():
     )
 
 
-def test_recordings_that_play_something_else_are_refused():
+def test_recordings_that_replay_something_else_are_refused():
     own(Inner(), each=lambda rank: {"tape": Again()})
     refused(
         Inner(),
@@ -520,7 +520,7 @@ def test_a_stage_that_cannot_run_as_planned_is_refused_with_what_it_raised():
     )
 
 
-def test_an_error_of_the_model_itself_is_raised_as_it_is():
+def test_an_error_of_the_model_itself_is_raised_unchanged():
     class Broken(Inner):
         def twist(self, x: Tensor, piece: Slice | None) -> Tensor:
             raise ValueError("a layer of the user's is broken")
@@ -551,12 +551,12 @@ class Attention(Inner):
         return x + F.scaled_dot_product_attention(x, key, value, seen)
 
 
-def test_a_gradient_that_is_nothing_but_noise_is_no_fault():
+def test_a_gradient_of_pure_noise_is_not_a_fault():
     assert own(Attention(), sliced=True).stages == 3
 
 
 # ---------------------------------------------------------------- what is not proven, and said
-def test_a_split_without_work_for_w_is_said(caplog):
+def test_a_split_without_work_for_w_gets_a_warning(caplog):
     class Dense(Inner):
         def __init__(self) -> None:
             super().__init__()
@@ -574,7 +574,7 @@ def test_a_split_without_work_for_w_is_said(caplog):
     assert not own(Dense()).warnings
 
 
-def test_random_numbers_that_cannot_be_switched_off_are_said():
+def test_random_numbers_that_cannot_be_switched_off_get_a_warning():
     class Noisy(Inner):
         def twist(self, x: Tensor, piece: Slice | None) -> Tensor:
             return x * torch.rand_like(x)
@@ -588,7 +588,7 @@ def test_random_numbers_that_cannot_be_switched_off_are_said():
     assert "stage 1 on rank 1 is not proven: it draws random numbers" in words
 
 
-def test_a_module_that_does_not_repeat_itself_is_said():
+def test_a_nondeterministic_module_gets_a_warning():
     counter = iter(range(10**6))
 
     class Moody(Inner):
@@ -599,7 +599,7 @@ def test_a_module_that_does_not_repeat_itself_is_said():
     assert "stage 1 on rank 1 is not deterministic" in words
 
 
-def test_numbers_that_are_not_finite_are_said():
+def test_infinite_values_get_a_warning():
     class Infinite(Inner):
         def twist(self, x: Tensor, piece: Slice | None) -> Tensor:
             return x / 0
@@ -610,7 +610,7 @@ def test_numbers_that_are_not_finite_are_said():
     )
 
 
-def test_weights_that_processes_share_are_not_proven_and_said(caplog):
+def test_sharded_weights_are_not_proven_and_the_log_says_so(caplog):
     class Sharded(Executor):
         """As under mesh.shard, which needs processes."""
 
@@ -681,7 +681,7 @@ def test_a_broken_model_is_refused_once_by_penstock_train(tmp_path, monkeypatch,
 
 
 # ---------------------------------------------------------------- no trace
-def test_nothing_of_a_proof_stays():
+def test_a_proof_leaves_no_trace():
     class Remembers(Inner):
         """A batch norm's statistics, and what some modules keep in plain attributes."""
 

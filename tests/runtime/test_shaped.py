@@ -1,4 +1,4 @@
-"""A slow network, emulated: messages take what the links say, and a step takes what the simulator says."""
+"""The emulated slow network: messages and steps take as long as the links and the simulator say."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def uneven(ranks: int, serial: bool) -> Network:
 
 @pytest.mark.parametrize("serial", [False, True])
 @pytest.mark.parametrize("name", CASES)
-def test_a_step_takes_what_the_simulator_says(name, serial):
+def test_a_step_takes_as_long_as_the_simulator_says(name, serial):
     schedule = make(name, **CASES[name])
     tokens = 2 * schedule.slices
     speeds = tuple(1.0 + rank / 4 for rank in range(schedule.ranks))

@@ -1,4 +1,4 @@
-"""MPS around a command, with a daemon that only writes down what it is told."""
+"""Tests `penstock testbed` with a fake MPS daemon that only logs its commands."""
 
 from __future__ import annotations
 
@@ -50,7 +50,9 @@ def test_a_command_runs_with_a_share_of_the_gpu(told, tmp_path, monkeypatch, cap
     assert not Path(first).exists()
 
 
-def test_it_ends_as_the_command_does_and_the_daemon_ends_too(told, monkeypatch, capsys):
+def test_it_exits_with_the_code_of_the_command_and_stops_the_daemon(
+    told, monkeypatch, capsys
+):
     assert called(monkeypatch, capsys, "testbed --workers 2 -- false")[0] == 1
     assert lines(told) == ["start", "quit"]
 
@@ -58,7 +60,9 @@ def test_it_ends_as_the_command_does_and_the_daemon_ends_too(told, monkeypatch, 
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)]
 )
-def test_a_signal_goes_to_the_command_and_nothing_stays(told, tmp_path, number, code):
+def test_a_signal_reaches_the_command_and_no_process_stays(
+    told, tmp_path, number, code
+):
     script = tmp_path / "long.sh"
     script.write_text(
         f"sleep 300 & echo $! > {tmp_path}/pid.new; mv {tmp_path}/pid.new {tmp_path}/pid; wait"
@@ -97,14 +101,14 @@ def test_a_signal_goes_to_the_command_and_nothing_stays(told, tmp_path, number, 
         ("testbed -- no-such-command-here", "no-such-command-here"),
     ],
 )
-def test_mistakes_are_said(told, monkeypatch, capsys, line, words):
+def test_a_mistake_gets_a_message(told, monkeypatch, capsys, line, words):
     code, _, err = called(monkeypatch, capsys, line)
     assert code == 2
     assert words in err
     assert not told.exists()
 
 
-def test_a_daemon_that_does_not_start_is_said(told, monkeypatch, capsys):
+def test_a_daemon_that_does_not_start_gets_a_message(told, monkeypatch, capsys):
     monkeypatch.setenv("BROKEN", "1")
     code, _, err = called(monkeypatch, capsys, "testbed -- true")
     assert code == 2

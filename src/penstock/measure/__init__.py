@@ -1,1 +1,1 @@
-"""Everything that times things: layers, links, actions, memory."""
+"""Everything that measures: the time of layers, links and actions, and the memory they need."""

@@ -1,6 +1,6 @@
-"""Bytes of a module: what autograd saves from F to B, what a ledger keeps from I to W, weights with all that is theirs.
+"""Measures the memory of a module: activations from F to B, gradients kept from I to W, and weights.
 
-Tensors that share their memory count once; weights are no activations.
+Tensors that share memory count once. Weights do not count as activations.
 """
 
 from __future__ import annotations
@@ -15,79 +15,91 @@ from torch import Tensor, nn
 from penstock.measure.probe import Probe
 from penstock.runtime.backward import DeferredWork, Ledger
 
-TIMED_UPDATES = 5  # steps of the optimizer that are timed
-CACHE_SCRUB_BYTES = 64 << 20  # bytes that are written to empty the caches
+TIMED_UPDATES = 5  # steps of the optimizer
+CACHE_SCRUB_BYTES = 64 << 20  # written to empty the caches
 
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """Bytes of a subject with its whole sequence; seconds of an AdamW step over its weights."""
+    """The bytes of a module on a whole sequence, and the seconds of its AdamW step."""
 
     held: float  # from F to the end of the backward
     kept: float  # from I to the end of W
-    message: float  # its result
-    weights: float  # and their gradients, and AdamW's state
-    update: float
+    message: float  # the module's output
+    weights: float  # with their gradients and AdamW's state
+    update: float  # seconds
 
 
 def footprint(probe: Probe) -> Footprint:
-    """Runs the whole sequence once, with open eyes."""
+    """Run a probe's whole sequence once, and measure what it stores."""
     saved: list[Tensor] = []
 
     def pack(x: Tensor) -> Tensor:
         saved.append(x)
         return x
 
-    piece, ledger = probe.open(probe.subject.tokens, 0), Ledger()
+    piece = probe.open(probe.subject.tokens, 0)
+    ledger = Ledger()
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
         probe.forward(piece, ledger)
-    own = _storages(probe.subject.module.parameters())
-    held, message = _bytes(saved, own), probe.made[piece].nbytes
+    weights = _storages(probe.subject.module.parameters())
+    held = _activation_bytes(saved, weights)
+    message = probe.outputs[piece].nbytes
     saved.clear()
     ledger.open = True
     probe.backward(piece, probe.gradient(piece))
-    kept = _bytes((x for work in ledger.due for x in _caught(work)), own)
+    deferred: list[Tensor] = []
+    for work in ledger.due:
+        deferred += _held_tensors(work)
+    kept = _activation_bytes(deferred, weights)
+    deferred.clear()
     ledger.settle()
-    return Footprint(held, kept, message, *_update(probe))
+    return Footprint(held, kept, message, *_measure_update(probe))
 
 
-def _caught(work: DeferredWork) -> Iterator[Tensor]:
-    """Tensors that a deferred piece of work holds."""
+def _held_tensors(work: DeferredWork) -> Iterator[Tensor]:
+    """The tensors that a deferred piece of work keeps alive."""
     for cell in getattr(work, "__closure__", None) or ():
         if isinstance(cell.cell_contents, Tensor):
             yield cell.cell_contents
 
 
 def _storages(tensors: Iterable[Tensor]) -> dict[int, int]:
-    return {
-        x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors
-    }
+    """The bytes of the tensors' memory, by address."""
+    sizes = {}
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        sizes[storage.data_ptr()] = storage.nbytes()
+    return sizes
 
 
-def _bytes(tensors: Iterable[Tensor], own: dict[int, int]) -> float:
-    return float(
-        sum(size for place, size in _storages(tensors).items() if place not in own)
-    )
+def _activation_bytes(tensors: Iterable[Tensor], weights: dict[int, int]) -> float:
+    """The memory of tensors, without that of weights."""
+    total = 0.0
+    for address, size in _storages(tensors).items():
+        if address not in weights:
+            total += size
+    return total
 
 
-def _update(probe: Probe) -> tuple[float, float]:
-    """Bytes of weights, gradients and AdamW's state, and the seconds of a step: the median, without the first, which
-    makes the state. Caches are emptied before each: in training a whole step lies between two of them."""
+def _measure_update(probe: Probe) -> tuple[float, float]:
+    """The bytes of weights, gradients and AdamW's state, and the seconds of an AdamW step.
+
+    The seconds are a median without the first step, which creates the state. The caches are
+    emptied before each step, because in training a whole step lies between two updates.
+    """
     module: nn.Module = probe.subject.module
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-9)
-    took = []
+    seconds = []
     for _ in range(1 + TIMED_UPDATES):
         torch.zeros(CACHE_SCRUB_BYTES, dtype=torch.uint8, device=probe.device)
-        took.append(probe.clock(optimizer.step))
-    states = [
-        x
-        for state in optimizer.state.values()
-        for x in state.values()
-        if isinstance(x, Tensor)
-    ]
-    tensors = [
-        *module.parameters(),
-        *(p.grad for p in module.parameters() if p.grad is not None),
-        *states,
-    ]
-    return float(sum(_storages(tensors).values())), statistics.median(took[1:])
+        seconds.append(probe.clock(optimizer.step))
+    tensors: list[Tensor] = []
+    for parameter in module.parameters():
+        tensors.append(parameter)
+        if parameter.grad is not None:
+            tensors.append(parameter.grad)
+    for state in optimizer.state.values():
+        tensors += [value for value in state.values() if isinstance(value, Tensor)]
+    total = sum(_storages(tensors).values())
+    return float(total), statistics.median(seconds[1:])

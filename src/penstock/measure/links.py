@@ -1,12 +1,13 @@
-"""Latency and bandwidth between ranks, by messages and their answers.
+"""Measures the latency and bandwidth between ranks, by timing messages and their replies.
 
-    rank 0  t0 ─── bytes ───► rank 1       t1 - t0 = there and back + bytes / bandwidth of that way,
-    rank 0  t1 ◄── a word ─── rank 1       fitted over several sizes
+    rank 0  t0 ─── bytes ───► rank 1       t1 - t0 = round trip + bytes / bandwidth of that direction,
+    rank 0  t1 ◄── reply ──── rank 1       fitted over several sizes
 
-Each way of a pair has a bandwidth of its own. A latency is half of there and back: two clocks never agree well enough
-to part it. Pairs without a host in common are measured at the same time, all others one after the other:
+Each direction of a pair has its own bandwidth. Both have the same latency, half of the round
+trip, because two clocks never agree well enough to tell the directions apart. Pairs without a
+common host are measured at the same time, all others one after the other:
 
-    turn 0    0-1   2-3        four hosts of one rank each: three turns
+    turn 0    0-1   2-3        four hosts with one rank each: three turns
     turn 1    0-2   1-3
     turn 2    0-3   1-2
 """
@@ -18,7 +19,7 @@ import socket
 import statistics
 import time
 from collections.abc import Sequence
-from itertools import combinations
+from itertools import combinations, pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -29,104 +30,109 @@ from penstock.cost.fit import least_squares
 from penstock.cost.network import Network
 from penstock.runtime.comm.comm import Comm
 
-SIZES = (1 << 10, 1 << 16, 1 << 19, 1 << 20, 1 << 22)  # bytes
-MIN_REPEATS, MAX_REPEATS = (
-    3,
-    9,
-)  # messages of a size; medians, for one is now and then held up
-SECONDS_PER_SIZE = (
-    0.1  # seconds that are given to a size, if a message does not take longer
-)
-MAX_MESSAGE_SECONDS = 1.5  # seconds of a message after which no larger one is sent
-PING = ((1,), torch.float64)
-HOST_NAME_LETTERS = 64  # of a host's name that are told
+MESSAGE_BYTES = (1 << 10, 1 << 16, 1 << 19, 1 << 20, 1 << 22)
+FLOAT_BYTES = 4
+# Messages of each size; their median counts, because single ones are sometimes delayed.
+MIN_REPEATS = 3
+MAX_REPEATS = 9
+SECONDS_PER_SIZE = 0.1  # unless MIN_REPEATS messages take longer
+MAX_MESSAGE_SECONDS = 1.5  # after a slower message, no larger ones are sent
+MAX_HOST_NAME_BYTES = 64
 
 Pair = tuple[int, int]
 
 
 class Link(NamedTuple):
-    """Of a pair: seconds of latency, and of a byte from the first to the second, and from the second to the first."""
+    """What was measured between two ranks."""
 
-    latency: float
-    there: float
-    back: float
+    latency: float  # seconds
+    there: float  # seconds per byte from the first rank to the second
+    back: float  # seconds per byte from the second rank to the first
 
 
 def network_of(
     comm: Comm, every: bool = False, device: torch.device | str = "cpu"
 ) -> Network:
-    """The links between all ranks: `every` pair with its own numbers, else the median of neighbours for all.
+    """Measure the links between all ranks; all ranks must call this.
 
-    All ranks call it. A link is serial: its bandwidth was measured by one message at a time.
+    With `every`, each pair gets its own numbers; otherwise all get the median of neighboring
+    ranks. The links are serial, because they are measured with one message at a time.
     """
     if comm.ranks == 1:
         return Network()
-    pairs = (
-        list(combinations(range(comm.ranks), 2))
-        if every
-        else [(r, r + 1) for r in range(comm.ranks - 1)]
-    )
-    links = _measured(comm, pairs, device)
     if not every:
-        bytes_ = [byte for link in links.values() for byte in (link.there, link.back)]
+        links = _measure_links(comm, list(pairwise(range(comm.ranks))), device)
         latency = statistics.median(link.latency for link in links.values())
-        return Network(latency, _per_second(statistics.median(bytes_)), serial=True)
-    latencies = _matrix(
-        comm.ranks, {pair: (link.latency,) * 2 for pair, link in links.items()}, 0.0
+        byte_seconds: list[float] = []
+        for link in links.values():
+            byte_seconds += [link.there, link.back]
+        bandwidth = _bandwidth(statistics.median(byte_seconds))
+        return Network(latency, bandwidth, serial=True)
+    links = _measure_links(comm, list(combinations(range(comm.ranks), 2)), device)
+    latencies: dict[Pair, float] = {}
+    bandwidths: dict[Pair, float] = {}
+    for (first, second), link in links.items():
+        latencies[first, second] = link.latency
+        latencies[second, first] = link.latency
+        bandwidths[first, second] = _bandwidth(link.there)
+        bandwidths[second, first] = _bandwidth(link.back)
+    return Network(
+        _matrix(comm.ranks, latencies, 0.0),
+        _matrix(comm.ranks, bandwidths, math.inf),
+        serial=True,
     )
-    ways = {
-        pair: (_per_second(link.there), _per_second(link.back))
-        for pair, link in links.items()
-    }
-    return Network(latencies, _matrix(comm.ranks, ways, math.inf), serial=True)
 
 
 def hosts_of(comm: Comm) -> tuple[str, ...]:
-    """The name of every rank's machine. All ranks call it."""
-    letters = list(socket.gethostname().encode()[:HOST_NAME_LETTERS])
-    row = torch.zeros(comm.ranks, HOST_NAME_LETTERS, dtype=torch.float64)
-    row[comm.rank, : len(letters)] = torch.tensor(letters, dtype=torch.float64)
-    told = gather_rows(comm, row)
-    return tuple(
-        bytes(int(letter) for letter in name if letter).decode(errors="replace")
-        for name in told.tolist()
-    )
+    """The host name of every rank; all ranks must call this."""
+    letters = list(socket.gethostname().encode()[:MAX_HOST_NAME_BYTES])
+    rows = torch.zeros(comm.ranks, MAX_HOST_NAME_BYTES, dtype=torch.float64)
+    rows[comm.rank, : len(letters)] = torch.tensor(letters, dtype=torch.float64)
+    names = []
+    for row in gather_rows(comm, rows).tolist():
+        raw = bytes(int(letter) for letter in row if letter)
+        names.append(raw.decode(errors="replace"))
+    return tuple(names)
 
 
 def gather_rows(comm: Comm, rows: Tensor) -> Tensor:
-    """The rows of all ranks, of which each has filled its own and left the others zero."""
+    """Collect the rows of all ranks; each fills its own and leaves the others zero."""
     comm.add(rows, tuple(range(comm.ranks))).wait()
     return rows
 
 
 # ---------------------------------------------------------------- pair by pair
-def _measured(
+def _measure_links(
     comm: Comm, pairs: Sequence[Pair], device: torch.device | str
 ) -> dict[Pair, Link]:
-    found = torch.zeros(
-        len(pairs), 4, dtype=torch.float64
-    )  # there and back and a byte, as the one asks, and the other
+    """Measure each pair in both directions, as many pairs at a time as hosts allow."""
+    # For each pair, the round trip and the seconds per byte, measured from both ends.
+    table = torch.zeros(len(pairs), 4, dtype=torch.float64)
     for turn in disjoint_pairs(pairs, hosts_of(comm)):
         comm.barrier()
         for pair in turn:
             if comm.rank not in pair:
                 continue
-            mine, (one, other) = found[pairs.index(pair)], pair
-            if comm.rank == one:
-                mine[:2] = torch.tensor(ask(comm, other, device), dtype=torch.float64)
-                answer(comm, other, device)
+            row = table[pairs.index(pair)]
+            first, second = pair
+            if comm.rank == first:
+                measured = ask(comm, second, device)
+                row[:2] = torch.tensor(measured, dtype=torch.float64)
+                answer(comm, second, device)
             else:
-                answer(comm, one, device)
-                mine[2:] = torch.tensor(ask(comm, one, device), dtype=torch.float64)
-    rows = gather_rows(comm, found).tolist()
-    return {
-        pair: Link((a + b) / 4, there, back)
-        for pair, (a, there, b, back) in zip(pairs, rows, strict=True)
-    }
+                answer(comm, first, device)
+                measured = ask(comm, first, device)
+                row[2:] = torch.tensor(measured, dtype=torch.float64)
+    links = {}
+    rows = gather_rows(comm, table).tolist()
+    for pair, (trip, there, trip_back, back) in zip(pairs, rows, strict=True):
+        # A latency is half of a round trip, and there are two of them.
+        links[pair] = Link((trip + trip_back) / 4, there, back)
+    return links
 
 
 def disjoint_pairs(pairs: Sequence[Pair], hosts: Sequence[str]) -> list[list[Pair]]:
-    """Pairs that are measured at once: no two of a turn share a host.
+    """Sort pairs into turns, so that no two pairs of a turn share a host.
 
     >>> disjoint_pairs([(0, 1), (0, 2), (1, 2), (0, 3), (2, 3)], "abcd")
     [[(0, 1), (2, 3)], [(0, 2)], [(1, 2), (0, 3)]]
@@ -134,10 +140,10 @@ def disjoint_pairs(pairs: Sequence[Pair], hosts: Sequence[str]) -> list[list[Pai
     turns: list[tuple[list[Pair], set[str]]] = []
     for pair in pairs:
         ends = {hosts[rank] for rank in pair}
-        for turn, taken in turns:
-            if not ends & taken:
+        for turn, busy in turns:
+            if not ends & busy:
                 turn.append(pair)
-                taken.update(ends)
+                busy.update(ends)
                 break
         else:
             turns.append(([pair], ends))
@@ -147,66 +153,77 @@ def disjoint_pairs(pairs: Sequence[Pair], hosts: Sequence[str]) -> list[list[Pai
 def ask(
     comm: Comm, other: int, device: torch.device | str = "cpu"
 ) -> tuple[float, float]:
-    """Seconds there and back, and of a byte there. The other rank answers meanwhile."""
-    took: list[float] = []
-    for size in SIZES:
-        if took and took[-1] > MAX_MESSAGE_SECONDS:
-            break
-        count = 1 + (
-            MAX_REPEATS
-            if not took
-            else min(max(int(SECONDS_PER_SIZE / took[-1]), MIN_REPEATS), MAX_REPEATS)
-        )
-        comm.send(
-            torch.tensor([count], dtype=torch.float64, device=device), other
-        ).wait()
-        took.append(
-            statistics.median(
-                [_trip(comm, other, size, device) for _ in range(count)][1:]
-            )
-        )
-    comm.send(torch.zeros(1, dtype=torch.float64, device=device), other).wait()
-    rows = (
-        np.array([(1.0, float(size)) for size in SIZES[: len(took)]])
-        / np.array(took)[:, None]
-    )
-    both, byte = least_squares(rows, np.ones(len(took)))
-    return float(both), float(byte)
+    """Measure the seconds of a round trip and of a byte to a rank, which runs `answer`."""
+    medians: list[float] = []
+    for size in MESSAGE_BYTES:
+        repeats = MAX_REPEATS
+        if medians:
+            if medians[-1] > MAX_MESSAGE_SECONDS:
+                break
+            fitting = int(SECONDS_PER_SIZE / medians[-1])
+            repeats = min(max(fitting, MIN_REPEATS), MAX_REPEATS)
+        count = 1 + repeats  # the first one only warms up
+        _send_number(comm, count, other, device)
+        trips = [_time_trip(comm, other, size, device) for _ in range(count)]
+        medians.append(statistics.median(trips[1:]))
+    _send_number(comm, 0, other, device)
+    sizes = MESSAGE_BYTES[: len(medians)]
+    terms = np.array([(1.0, float(size)) for size in sizes])
+    # Divided by what was measured, so that the fit is one of relative errors.
+    rows = terms / np.array(medians)[:, None]
+    round_trip, byte = least_squares(rows, np.ones(len(medians)))
+    return float(round_trip), float(byte)
 
 
 def answer(comm: Comm, other: int, device: torch.device | str = "cpu") -> None:
-    """A word for every message of a rank that asks, until it has asked enough."""
-    for size in (*SIZES, 0):
-        word = comm.receive(*PING, other).wait()
-        count = int(word)
-        comm.give_back(word)
+    """Reply to every message of a rank that runs `ask`, until it is done."""
+    for size in (*MESSAGE_BYTES, 0):
+        count = _receive_number(comm, other)
         if not count:
             return
         for _ in range(count):
-            came = comm.receive((size // 4,), torch.float32, other).wait()
-            comm.send(torch.zeros(1, dtype=torch.float64, device=device), other).wait()
-            comm.give_back(came)
+            shape = (size // FLOAT_BYTES,)
+            message = comm.receive(shape, torch.float32, other).wait()
+            _send_number(comm, 0, other, device)
+            comm.give_back(message)
 
 
-def _trip(comm: Comm, other: int, size: int, device: torch.device | str) -> float:
+def _send_number(
+    comm: Comm, number: int, target: int, device: torch.device | str
+) -> None:
+    tensor = torch.tensor([number], dtype=torch.float64, device=device)
+    comm.send(tensor, target).wait()
+
+
+def _receive_number(comm: Comm, source: int) -> int:
+    tensor = comm.receive((1,), torch.float64, source).wait()
+    number = int(tensor)
+    comm.give_back(tensor)
+    return number
+
+
+def _time_trip(comm: Comm, other: int, size: int, device: torch.device | str) -> float:
+    """The seconds from sending a message to receiving its reply."""
     begin = time.perf_counter()
-    sent = comm.send(torch.zeros(size // 4, device=device), other)
-    comm.give_back(comm.receive(*PING, other).wait())
+    sent = comm.send(torch.zeros(size // FLOAT_BYTES, device=device), other)
+    reply = comm.receive((1,), torch.float64, other).wait()
+    comm.give_back(reply)
     sent.wait()
     if torch.device(device).type == "cuda":
-        torch.cuda.synchronize()  # NCCL's waits are the GPU's
+        torch.cuda.synchronize()  # under NCCL it is the GPU that waits
     return time.perf_counter() - begin
 
 
-def _per_second(byte: float) -> float:
-    return 1.0 / byte if byte > 0 else math.inf
+def _bandwidth(byte_seconds: float) -> float:
+    """Bytes per second; infinite if a byte takes no measurable time."""
+    return 1.0 / byte_seconds if byte_seconds > 0 else math.inf
 
 
 def _matrix(
-    ranks: int, ways: dict[Pair, tuple[float, float]], own: float
+    ranks: int, values: dict[Pair, float], diagonal: float
 ) -> tuple[tuple[float, ...], ...]:
-    """One number for each way of each pair; to itself a rank needs no link."""
-    found = [[own] * ranks for _ in range(ranks)]
-    for (one, other), (there, back) in ways.items():
-        found[one][other], found[other][one] = there, back
-    return tuple(map(tuple, found))
+    """A matrix with a value for each ordered pair, and one for a rank and itself."""
+    rows = [[diagonal] * ranks for _ in range(ranks)]
+    for (source, target), value in values.items():
+        rows[source][target] = value
+    return tuple(map(tuple, rows))

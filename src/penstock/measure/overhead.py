@@ -1,7 +1,9 @@
-"""What an action costs beside its op: a pipeline of stages that do nothing, with messages as large as the real ones.
+"""Measures what an action costs besides its computation, on a pipeline of stages that do nothing.
 
 rank 0 | F0 F1 F2 ... B0 B1 B2 ...        CPU seconds of all ranks and their threads, over the number of actions
 rank 1 | F0 F1 F2 ... B0 B1 B2 ...
+
+The messages are as large as the real ones.
 """
 
 from __future__ import annotations
@@ -23,61 +25,61 @@ from penstock.runtime.comm.comm import Comm
 from penstock.runtime.executor import Executor
 
 MICROBATCHES = 8
-OVERHEAD_STEPS = 12  # the first ones only warm up
+OVERHEAD_STEPS = 12  # with those that only warm up
 OVERHEAD_WARM_UP = 4
 
 
-class EmptyPipeline(nn.Module):
-    """Takes no time; on the first stage it makes a hidden state of words."""
+class EmptyStage(nn.Module):
+    """A stage that takes no time; the first one turns tokens into a hidden state."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.width, self.nothing = (
-            width,
-            Sleeping(PartCost(Seconds(), Seconds(), Seconds())),
-        )
+        self.width = width
+        self.nothing = Sleeping(PartCost(Seconds(), Seconds(), Seconds()))
 
     def forward(self, x: Tensor) -> Tensor:
-        """x, as a hidden state."""
-        y: Tensor = self.nothing(
-            x if x.is_floating_point() else torch.zeros(*x.shape, self.width)
-        )
+        """Return x, or zeros if x has tokens."""
+        if not x.is_floating_point():
+            x = torch.zeros(*x.shape, self.width)
+        y: Tensor = self.nothing(x)
         return y
 
 
 def time_empty_pipeline(ranks: int) -> Schedule:
-    """All forwards, then all backwards, through so many ranks."""
-    lanes = [
-        [Action(op, rank, m) for op in (Op.F, Op.B) for m in range(MICROBATCHES)]
-        for rank in range(ranks)
-    ]
-    return schedule_of(
-        [Stage(r, r) for r in range(ranks)],
-        [MicroBatch(tuple(range(ranks)))] * MICROBATCHES,
-        lanes,
-    )
+    """A schedule with all forwards, then all backwards, and one stage per rank."""
+    lanes = []
+    for rank in range(ranks):
+        forwards = [Action(Op.F, rank, number) for number in range(MICROBATCHES)]
+        backwards = [Action(Op.B, rank, number) for number in range(MICROBATCHES)]
+        lanes.append(forwards + backwards)
+    stages = [Stage(rank, rank) for rank in range(ranks)]
+    microbatch = MicroBatch(tuple(range(ranks)))
+    return schedule_of(stages, [microbatch] * MICROBATCHES, lanes)
 
 
 def overhead_per_action(comm: Comm, rows: int, tokens: int, width: int) -> float:
-    """CPU seconds of an action that does nothing but take its input and pass on its result. All ranks call it."""
-    stage = {comm.rank: EmptyPipeline(width)}
+    """The CPU seconds of an action that only receives its input and sends its result.
+
+    All ranks must call this.
+    """
+    schedule = time_empty_pipeline(comm.ranks)
     executor = Executor(
-        lower(time_empty_pipeline(comm.ranks)),
-        stage,
+        lower(schedule),
+        {comm.rank: EmptyStage(width)},
         comm,
         lambda y, labels: y[..., 0].sum(),
         width,
     )
-    words = [torch.zeros(rows, tokens, dtype=torch.long)] * MICROBATCHES
-    batch, took = batch_of(words, words), []
+    microbatches = [torch.zeros(rows, tokens, dtype=torch.long)] * MICROBATCHES
+    batch = batch_of(microbatches, microbatches)
+    seconds = []
     for _ in range(OVERHEAD_STEPS):
         comm.barrier()
         begin = time.process_time()
         executor.step(batch)
         comm.barrier()
-        took.append(time.process_time() - begin)
-    found = torch.tensor(
-        [statistics.median(took[OVERHEAD_WARM_UP:])], dtype=torch.float64
-    )
-    comm.add(found, tuple(range(comm.ranks))).wait()
-    return float(found) / (2 * MICROBATCHES * comm.ranks)
+        seconds.append(time.process_time() - begin)
+    median = statistics.median(seconds[OVERHEAD_WARM_UP:])
+    total = torch.tensor([median], dtype=torch.float64)
+    comm.add(total, tuple(range(comm.ranks))).wait()
+    return float(total) / schedule.actions

@@ -1,84 +1,107 @@
-"""Where to measure: about forty slices, by length and prefix, that say most of all that a sequence can be cut into.
+"""Chooses which slices to measure: about forty, by length and prefix, that tell most about all possible slices.
 
     prefix
     L |h
-      |o  .            o  fitted: lengths spaced by their logarithm, at no prefix, little, half and all that there is
+      |o  .            o  fitted: logarithmically spaced lengths, with no, a small, a medium and the longest prefix
       |o  h  o         h  held out: lengths and prefixes in between
-      |o  o  h  o      .  never: slice and prefix together are longer than the sequence
+      |o  o  h  o      .  impossible: slice and prefix together are longer than the sequence
       +o--o--o--o--o   tokens
 
-Lengths are halves of halves of the sequence, where even cuts fall, rounded to tiles, for kernels work in tiles and so
-do good cuts. Those held out lie between two of them, and are multiples of 8. On a GPU all lengths and prefixes are
-multiples of its kernels' tile, and cuts should be: a slice of 448 tokens takes as long as one of 512 there, or longer.
+The lengths come from halving the sequence again and again, because even cuts fall there. They
+are rounded to tiles, because kernels work in tiles, and good cuts follow them. The lengths
+that are held out lie between two of these, and are multiples of 8. On a GPU all lengths and
+prefixes are multiples of its kernels' tile, as cuts should be: there a slice of 448 tokens
+takes as long as one of 512, or longer.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 from math import sqrt
 
 from penstock.errors import ShapeError
 
+MIN_TOKENS = 16
 HALVINGS = 6
-TILE = 64
-PREFIX_SHARES = (0.0, 0.1, 0.5, 1.0)  # of the longest prefix
-BETWEEN = ((0.0, 0.25), (0.25, 0.75))  # by turns
+TILE = 64  # tokens to which lengths are rounded
+GRID_STEPS = 128  # prefixes are multiples of this fraction of the sequence
+# Prefixes as shares of the longest one: of fitted lengths, and of held-out ones by turns.
+PREFIX_SHARES = (0.0, 0.1, 0.5, 1.0)
+HELD_OUT_SHARES = ((0.0, 0.25), (0.25, 0.75))
 
-Where = tuple[int, int]  # tokens, prefix
+Where = tuple[int, int]  # the tokens of a slice, and of the prefix before it
 
 
 def measuring_points(
     tokens: int, sliceable: bool = True, tile: int = 1
 ) -> tuple[list[Where], list[Where]]:
-    """Slices of a sequence to fit a curve to, and others to hold out; without a prefix if it cannot be sliced.
+    """Choose slices of a sequence to fit a curve to, and others to hold out of the fit.
 
-    All are multiples of `tile`, but for the whole of a sequence that is none.
+    If the module cannot be sliced, all prefixes are empty. All lengths are multiples of
+    `tile`, except for the whole sequence if that is not one.
 
     >>> fitted, held_out = measuring_points(1024)
     >>> len(fitted), len(held_out), fitted[:3], held_out[:2]
     (29, 14, [(16, 0), (16, 96), (16, 504)], [(24, 0), (24, 248)])
     """
-    if tokens < 16:
+    if tokens < MIN_TOKENS:
         raise ShapeError(
-            f"{tokens} tokens are too few to measure slices of; the least is 16"
+            f"{tokens} tokens are too few to measure slices of; use at least {MIN_TOKENS}"
         )
-    halves = [tokens / 2**n for n in range(HALVINGS + 1) if tokens >= 2**n]
-    rounded = {
-        _round(length, max(TILE, tile)) for length in (*halves[1:], 0.75 * tokens)
-    }
-    lengths = sorted(
-        {length for length in rounded if tile <= length < tokens} | {tokens}
-    )
-    between = {
-        _round(sqrt(a * b), max(8 if a >= 16 else 1, tile))
-        for a, b in pairwise(lengths)
-    }
-    halfway = sorted(between - {*lengths})
-    fitted = [
-        (i, _prefix(i, share, tokens, tile)) for i in lengths for share in PREFIX_SHARES
-    ]
-    held_out = [
-        (i, _prefix(i, share, tokens, tile))
-        for n, i in enumerate(halfway)
-        for share in BETWEEN[n % 2]
-    ]
-    kept = [
-        sorted({(i, j) for i, j in some if sliceable or not j})
-        for some in (fitted, held_out)
-    ]
+    lengths = _fitted_lengths(tokens, tile)
+    between = _held_out_lengths(lengths, tile)
+    fitted: set[Where] = set()
+    for length in lengths:
+        fitted |= _with_prefixes(length, PREFIX_SHARES, tokens, tile)
+    held_out: set[Where] = set()
+    for number, length in enumerate(between):
+        held_out |= _with_prefixes(length, HELD_OUT_SHARES[number % 2], tokens, tile)
     if not sliceable:
-        kept[1] = [(i, 0) for i in halfway]
-    return kept[0], [where for where in kept[1] if where not in kept[0]]
+        fitted = {(length, prefix) for length, prefix in fitted if prefix == 0}
+        held_out = {(length, 0) for length in between}
+    return sorted(fitted), sorted(held_out - fitted)
 
 
-def _prefix(length: int, share: float, tokens: int, tile: int) -> int:
-    """A share of the longest prefix there is, on a grid of 128 to the sequence; all of it is all of it."""
-    grid, most = max(tokens // 128, tile), tokens - length
-    return most if share == 1.0 else int(share * most) // grid * grid
+def _fitted_lengths(tokens: int, tile: int) -> list[int]:
+    """Halves of halves of the sequence, three quarters of it, and all of it."""
+    targets = [0.75 * tokens]
+    targets += [tokens / 2**n for n in range(1, HALVINGS + 1) if tokens >= 2**n]
+    lengths = {tokens}
+    for target in targets:
+        length = _round_to_tile(target, max(TILE, tile))
+        if tile <= length < tokens:
+            lengths.add(length)
+    return sorted(lengths)
 
 
-def _round(length: float, tile: int) -> int:
-    """The nearest multiple of a tile; of something shorter, of the largest half of a half of the tile that fits."""
+def _held_out_lengths(lengths: Sequence[int], tile: int) -> list[int]:
+    """Lengths between each two neighbors, in the middle of their logarithms."""
+    between = set()
+    for shorter, longer in pairwise(lengths):
+        multiple = 8 if shorter >= 16 else 1
+        between.add(_round_to_tile(sqrt(shorter * longer), max(multiple, tile)))
+    return sorted(between - set(lengths))
+
+
+def _with_prefixes(
+    length: int, shares: Sequence[float], tokens: int, tile: int
+) -> set[Where]:
+    """A length with prefixes that are shares of the longest possible one.
+
+    The longest prefix is exact; the others are rounded down to a grid.
+    """
+    longest = tokens - length
+    grid = max(tokens // GRID_STEPS, tile)
+    points = set()
+    for share in shares:
+        prefix = int(share * longest) // grid * grid
+        points.add((length, longest if share == 1.0 else prefix))
+    return points
+
+
+def _round_to_tile(length: float, tile: int) -> int:
+    """The nearest multiple of a tile, which is halved until it is not longer than `length`."""
     while tile > max(length, 1):
         tile //= 2
     return int(length / tile + 0.5) * tile

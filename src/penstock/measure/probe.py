@@ -1,18 +1,19 @@
 """Times F, B, I and W of a module on slices of a sequence, just as the executor runs them.
 
-    sequence   |---- prefix ----|-- tokens --|      |     keys and values of the prefix are there, as is the buffer to
-                                  ^ the slice             which the gradients of later slices were added
+    sequence   |---- prefix ----|-- tokens --|      |     keys and values of the prefix are there, and so is the buffer
+                                  ^ the slice             to which the gradients of later slices were added
 
-One sequence serves all slices: it is run once, and a slice then writes the same rows again. On a CPU several passes are
-in flight, as micro-batches are in a step: what an action reads has left the caches by then. With a tape every action is
-recorded and its replays are timed, as in a step with recorded actions.
+One sequence serves all slices: it runs once, and each slice then writes the same rows again. On
+a CPU several passes are in flight, like the micro-batches of a step, so that the inputs of an
+action have left the caches by the time it runs. With a tape, every action is recorded and its
+replays are timed, as in a step with recorded actions.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -25,35 +26,37 @@ from penstock.runtime.backward import Ledger, make_deferrable, record_in, walk_b
 from penstock.runtime.executor import Loss
 from penstock.runtime.replay import Tape
 
-GPU_CYCLES_PER_SECOND = 2e9  # of a GPU in a second, at most
-MAX_SLEEP_SECONDS = 0.1  # seconds for which it sleeps at most: the first launch of a kernel loads it, and takes far longer
-WARM_UP_SECONDS = 0.15  # seconds of work before it is timed
-Act = Callable[[], None]
+GPU_CYCLES_PER_SECOND = 2e9  # at most
+# The first launch of a kernel loads it, which takes far longer than any sleep should.
+MAX_SLEEP_SECONDS = 0.1
+WARM_UP_SECONDS = 0.15  # of work before recorded actions are timed
+LAUNCHES_KEPT = 4
+LAUNCH_MARGIN = 1.5
+TimedAction = Callable[[], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """A module to be timed, and what goes into it: a whole sequence, of which slices are taken."""
+    """A module to be timed, and its input: a whole sequence, from which slices are taken."""
 
     module: nn.Module
     inputs: Tensor
-    layers: int = 1  # how many of the model's it holds; 1 for embedding and head
-    prefixes: bool = False  # whether a slice takes longer the more tokens are before it
-    loss: Loss | None = None  # of the head
+    layers: int = 1  # how many of the model's layers it has; 1 for embedding and head
+    prefixes: bool = False  # whether a slice takes longer after a longer prefix
+    loss: Loss | None = None  # for the head
     labels: Tensor | None = None
     autocast: torch.dtype | None = None
-    starts: Tensor | None = (
-        None  # of packed documents: of each token the first one of its document
-    )
+    # For packed documents, the first token of each token's document.
+    starts: Tensor | None = None
 
     @property
     def tokens(self) -> int:
-        """Of the sequence."""
+        """The length of the sequence."""
         return self.inputs.shape[1]
 
 
 class PassTimes(NamedTuple):
-    """Seconds of one pass."""
+    """The seconds of each action of one pass."""
 
     F: float
     B: float
@@ -62,46 +65,39 @@ class PassTimes(NamedTuple):
 
 
 class Probe:
-    """A subject, ready to be timed; with a tape as recorded actions."""
+    """A subject that is ready to be timed; with a tape, as recorded actions."""
 
     def __init__(self, subject: Subject, tape: Tape | None = None) -> None:
-        self.subject, self.device, self.tape = subject, subject.inputs.device, tape
+        self.subject = subject
+        self.device = subject.inputs.device
+        self.tape = tape
         self.carry = Carry(subject.tokens, subject.starts)
-        self.made: dict[
-            Slice, Tensor
-        ] = {}  # what slices became that have not come back yet
-        self.launches = deque(
-            [0.0], maxlen=4
-        )  # seconds that the host took to launch the last passes, and a half
-        self.kernels = self.seconds = (
-            0.0  # of a GPU, all that was timed: without and with the wait for launches
-        )
+        self.outputs: dict[Slice, Tensor] = {}  # of slices that did not go back yet
+        # How long the host took to launch the last actions, with a margin.
+        self.launches = deque([0.0], maxlen=LAUNCHES_KEPT)
+        # All that was timed on a GPU, without and with waiting for launches.
+        self.kernels = 0.0
+        self.seconds = 0.0
         make_deferrable(subject.module)
+        # The gradients exist already, as they do from the second slice of a step on.
         for parameter in subject.module.parameters():
-            parameter.grad = torch.zeros_like(
-                parameter
-            )  # there already, as from the second slice of a step on
+            parameter.grad = torch.zeros_like(parameter)
         if subject.prefixes:
             self.fill()
 
     def fill(self) -> None:
-        """Runs the sequence once, in two slices, so that every row is there."""
-        with torch.no_grad(), self.cast():
-            for begin, end in (
-                (0, self.subject.tokens // 2),
-                (self.subject.tokens // 2, self.subject.tokens),
-            ):
-                self.subject.module(
-                    self.subject.inputs[:, begin:end], self.open(end - begin, begin)
-                )
+        """Run the sequence once, in two slices, so that every row has been written."""
+        tokens = self.subject.tokens
+        half = tokens // 2
+        with torch.no_grad(), self.autocast():
+            for begin, end in ((0, half), (half, tokens)):
+                x = self.subject.inputs[:, begin:end]
+                self.subject.module(x, self.open(end - begin, begin))
 
-    def cast(self) -> torch.autocast:
-        """In the type that is asked for: the rows of the keys must have it too."""
-        return torch.autocast(
-            self.device.type,
-            self.subject.autocast,
-            enabled=self.subject.autocast is not None,
-        )
+    def autocast(self) -> torch.autocast:
+        """A context with the subject's autocast type, which the rows of keys need too."""
+        dtype = self.subject.autocast
+        return torch.autocast(self.device.type, dtype, enabled=dtype is not None)
 
     def times(
         self,
@@ -110,55 +106,72 @@ class Probe:
         passes: int = 1,
         ready: Callable[[], None] = lambda: None,
     ) -> list[PassTimes]:
-        """So many passes, each with a whole backward and then with a split one; `ready` is called before the first."""
-        if self.tape is None:
-            ready()
-            flights = [passes] if self.device.type == "cpu" else [1] * passes
-            return [
-                one for count in flights for one in self.flight(tokens, prefix, count)
-            ]
-        for _, act in self.acts(tokens, prefix):
-            self.tape.rehearse(act)
-        self.tape.begin()
-        recorded = []
-        for name, act in self.acts(tokens, prefix):
-            used = (
-                act,
-                tuple(self.carry.gradients.values()),
-            )  # they must stay where they are
-            recorded.append((name, self.tape.record(act)[1], used))
+        """Time passes over a slice, each with a whole backward and then with a split one.
+
+        `ready` is called before the first one.
+        """
+        if self.tape is not None:
+            return self.times_of_replays(self.tape, tokens, prefix, passes, ready)
         ready()
-        self.settle([play for _, play, _ in recorded])
-        found = [
-            _times((name, self.clock(play)) for name, play, _ in recorded)
-            for _ in range(passes)
-        ]
-        del recorded
+        if self.device.type == "cpu":
+            return self.times_of_flight(tokens, prefix, passes)
+        times: list[PassTimes] = []
+        for _ in range(passes):
+            times += self.times_of_flight(tokens, prefix, 1)
+        return times
+
+    def times_of_replays(
+        self,
+        tape: Tape,
+        tokens: int,
+        prefix: int,
+        passes: int,
+        ready: Callable[[], None],
+    ) -> list[PassTimes]:
+        """Record the actions of a slice, and time their replays."""
+        for _, action in self.actions(tokens, prefix):
+            tape.rehearse(action)
+        tape.begin()
+        replays: list[tuple[str, TimedAction]] = []
+        in_use = []  # a recording's tensors must stay at their addresses
+        for name, action in self.actions(tokens, prefix):
+            in_use.append((action, tuple(self.carry.gradients.values())))
+            replays.append((name, tape.record(action)[1]))
+        ready()
+        self.warm_up([replay for _, replay in replays])
+        times = []
+        for _ in range(passes):
+            seconds = [(name, self.clock(replay)) for name, replay in replays]
+            times.append(_pass_times(seconds))
+        del replays, in_use
         if self.device.type == "cuda":
-            torch.cuda.empty_cache()  # the recordings' memory is theirs alone
-        return found
+            torch.cuda.empty_cache()  # nothing else can use the recordings' memory
+        return times
 
-    def flight(self, tokens: int, prefix: int, count: int) -> list[PassTimes]:
-        """So many passes side by side: all their forwards, then all their backwards."""
-        lanes = [self.acts(tokens, prefix) for _ in range(count)]
-        rounds = zip(*lanes, strict=True)
-        found = [[(name, self.clock(act)) for name, act in acts] for acts in rounds]
-        return [_times(iter(one)) for one in zip(*found, strict=True)]
+    def times_of_flight(self, tokens: int, prefix: int, count: int) -> list[PassTimes]:
+        """Time passes side by side: all their forwards, then all their backwards."""
+        passes = [self.actions(tokens, prefix) for _ in range(count)]
+        seconds: list[list[tuple[str, float]]] = [[] for _ in passes]
+        for same_actions in zip(*passes, strict=True):
+            for number, (name, action) in enumerate(same_actions):
+                seconds[number].append((name, self.clock(action)))
+        return [_pass_times(named) for named in seconds]
 
-    def settle(self, plays: Sequence[Act]) -> None:
-        """A GPU is faster after a pause, until its power is spent: it works for a while before it is timed."""
-        until = time.perf_counter() + WARM_UP_SECONDS
-        while self.device.type == "cuda" and time.perf_counter() < until:
-            for play in plays:
-                play()
+    def warm_up(self, replays: Sequence[TimedAction]) -> None:
+        """Make a GPU work for a while: after a pause it is faster than it can stay."""
+        end = time.perf_counter() + WARM_UP_SECONDS
+        while self.device.type == "cuda" and time.perf_counter() < end:
+            for replay in replays:
+                replay()
             torch.cuda.synchronize()
 
-    def acts(self, tokens: int, prefix: int) -> Iterator[tuple[str, Act]]:
-        """What is timed, in its order; each is done before the next one is asked for."""
+    def actions(self, tokens: int, prefix: int) -> Iterator[tuple[str, TimedAction]]:
+        """The actions of a pass; each must have run before the next one is taken."""
         piece = self.open(tokens, prefix)
         yield "F", partial(self.forward, piece)
         yield "B", partial(self.backward, piece, self.gradient(piece))
-        piece, ledger = self.open(tokens, prefix), Ledger()
+        piece = self.open(tokens, prefix)
+        ledger = Ledger()
         yield "again", partial(self.forward, piece, ledger)
         ledger.open = True
         yield "I", partial(self.backward, piece, self.gradient(piece))
@@ -166,38 +179,46 @@ class Probe:
             yield "W", ledger.settle
 
     def forward(self, piece: Slice, ledger: Ledger | None = None) -> None:
-        """Runs a slice."""
+        """Run the forward of a slice."""
         x = self.subject.inputs[:, piece.begin : piece.end].detach()
         if x.is_floating_point():
             x.requires_grad_()
         record_in(ledger)
-        with self.cast():
-            self.made[piece] = self.run(x, piece)
+        with self.autocast():
+            self.outputs[piece] = self.run(x, piece)
         record_in(None)
 
     def run(self, x: Tensor, piece: Slice) -> Tensor:
-        """A whole sequence of one document goes without a piece, as it does through a schedule without slices."""
-        given = self.subject
-        whole = piece.end - piece.begin == given.tokens and given.starts is None
-        y: Tensor = given.module(x) if whole else given.module(x, piece)
-        if given.loss is None or given.labels is None:
+        """Call the module, and its loss if it has one.
+
+        A whole sequence of one document gets no piece, as in a schedule without slices.
+        """
+        subject = self.subject
+        whole = piece.end - piece.begin == subject.tokens and subject.starts is None
+        y: Tensor = subject.module(x) if whole else subject.module(x, piece)
+        if subject.loss is None or subject.labels is None:
             return y
-        return given.loss(y, given.labels[:, piece.begin : piece.end]) / given.tokens
+        labels = subject.labels[:, piece.begin : piece.end]
+        return subject.loss(y, labels) / subject.tokens
 
     def gradient(self, piece: Slice) -> Tensor:
-        """Of a slice's y: one for a loss, else anything."""
-        y = self.made[piece]
+        """A gradient for a slice's output: one for a loss, else random numbers."""
+        y = self.outputs[piece]
         return torch.ones_like(y) if self.subject.loss else torch.randn_like(y)
 
     def backward(self, piece: Slice, gradient: Tensor) -> None:
-        """Back over a slice that ran, as if all after it had come back."""
+        """Run the backward of a slice, as if all later slices had gone back already."""
         self.carry.left = piece.end
         roots, gradients = self.carry.back(piece)
-        walk_back((self.made.pop(piece), *roots), (gradient, *gradients))
+        output = self.outputs.pop(piece)
+        walk_back((output, *roots), (gradient, *gradients))
         self.carry.close(piece)
 
     def open(self, tokens: int, prefix: int) -> Slice:
-        """A slice as if all before it had gone forward; with a buffer for gradients of those after it."""
+        """A slice, as if all earlier slices had gone forward already.
+
+        It gets a buffer for the gradients of later slices, if there can be any.
+        """
         carry = self.carry
         carry.reached = prefix
         piece = carry.open(prefix, prefix + tokens)
@@ -205,36 +226,38 @@ class Probe:
         carry.gradients.clear()
         if piece.end < carry.tokens:
             for key, rows in carry.rows.items():
-                carry.gradients[key] = torch.zeros_like(
-                    rows, dtype=torch.promote_types(rows.dtype, torch.float32)
-                )
+                dtype = torch.promote_types(rows.dtype, torch.float32)
+                carry.gradients[key] = torch.zeros_like(rows, dtype=dtype)
         return piece
 
-    def clock(self, act: Act) -> float:
-        """Seconds that it takes. On a GPU those of its kernels, by the GPU's own clock, or of their launch if that is
-        longer. It is kept asleep until the host has launched everything, as it is in a step, where the host runs ahead.
+    def clock(self, action: TimedAction) -> float:
+        """The seconds that an action takes.
+
+        On a GPU these are the seconds of its kernels, by the GPU's own clock, or of their
+        launch if that takes longer. The GPU sleeps until the host has launched everything,
+        because in a step the host runs ahead, too.
         """
         begin = time.perf_counter()
         if self.device.type != "cuda":
-            act()
+            action()
             return time.perf_counter() - begin
         torch.cuda._sleep(int(GPU_CYCLES_PER_SECOND * max(self.launches)))  # type: ignore[no-untyped-call]
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        start = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         start.record()
-        act()
+        action()
         end.record()
-        launched = time.perf_counter() - begin
-        self.launches.append(min(1.5 * launched, MAX_SLEEP_SECONDS))
+        launch = time.perf_counter() - begin
+        self.launches.append(min(LAUNCH_MARGIN * launch, MAX_SLEEP_SECONDS))
         end.synchronize()
         kernels = float(start.elapsed_time(end)) / 1e3
-        self.kernels, self.seconds = (
-            self.kernels + kernels,
-            self.seconds + max(kernels, launched),
-        )
-        return max(kernels, launched)
+        seconds = max(kernels, launch)
+        self.kernels += kernels
+        self.seconds += seconds
+        return seconds
 
 
-def _times(found: Iterator[tuple[str, float]]) -> PassTimes:
-    """The actions by name; an embedding has no W."""
-    seconds = dict(found)
+def _pass_times(named: Iterable[tuple[str, float]]) -> PassTimes:
+    """The times of a pass from those of its actions; an embedding has no W."""
+    seconds = dict(named)
     return PassTimes(seconds["F"], seconds["B"], seconds["I"], seconds.get("W", 0.0))

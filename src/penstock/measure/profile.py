@@ -1,11 +1,12 @@
-"""Measures a model where it will run: about forty slices of one layer, embedding and head, the optimizer, the links.
+"""Measures a model where it will run: slices of a layer, of embedding and head, the optimizer, and the links.
 
-    round 0   64  1024  16 ...  32         warm-up, thrown away
-    round 1   512  16  128 ...  64         always in another order: what drifts (heat, a neighbour) hits all alike
-    round 2   32  256  1024 ... 16         of each point the MEDIAN: what disturbs a slice here will disturb it in
+    round 0   64  1024  16 ...  32         warm-up, not counted
+    round 1   512  16  128 ...  64         always in another order: drift (heat, other users) affects all points alike
+    round 2   32  256  1024 ... 16         each point gets its MEDIAN: what disturbs a slice here will disturb it in
     ...                                    training too, so the minimum would promise too much
 
-All ranks measure at the same time, point by point, as they will train: cores share caches, memory and heat.
+All ranks measure at the same time, point by point, as they will train, because cores share
+caches, memory and heat.
 """
 
 from __future__ import annotations
@@ -32,32 +33,30 @@ from penstock.runtime.process.malloc import keep_freed_memory
 from penstock.runtime.replay import Tape
 
 PROFILE_ROUNDS = 6
-SECONDS_PER_POINT = (
-    0.06  # seconds for which a point is at least measured in each round, but
-)
-MAX_PASSES = 8  # passes at most
-MIN_RECORDED_PASSES = (
-    3  # passes at least of what was recorded, which takes longer than a pass
-)
+# A point is measured for this long in each round, but with at most MAX_PASSES passes.
+SECONDS_PER_POINT = 0.06
+MAX_PASSES = 8
+# Recording a slice takes longer than a pass, so it should serve several passes.
+MIN_RECORDED_PASSES = 3
 ProgressText = Callable[[str], None]
 Middle = Callable[[Sequence[float]], float]
 
 
 @dataclass(frozen=True, slots=True)
 class Subjects:
-    """The pieces of a model: embedding, some layers in a row, head with its loss; and what the whole has."""
+    """The pieces of a model to be measured, and facts about the whole model."""
 
     embed: Subject
-    layer: Subject
-    head: Subject
+    layer: Subject  # one or several layers in a row
+    head: Subject  # with its loss
     layers: int  # of the whole model
     model: Facts = ()
     device: Facts = ()
 
 
 @dataclass(frozen=True, slots=True)
-class How:
-    """With whom, how often and where a subject is measured."""
+class Setup:
+    """With which ranks, how often and where the subjects are measured."""
 
     comm: Comm | None
     rounds: int
@@ -77,39 +76,35 @@ def measure(
     middle: Middle = statistics.median,
     tape: Tape | None = None,
 ) -> Profile:
-    """The profile of a model. With a `comm` all ranks call it, and get the mean of what they measured.
+    """Measure the profile of a model.
 
-    `where`: the only slices to measure, if it is known which ones will run. `middle`: of all passes over a slice; the
-    median to compare slices, the mean to add them up. `tape`: of actions that are recorded and replayed.
+    With a `comm`, all ranks must call this, and all get the mean of what they measured.
+    `links` asks for the link of every pair. `where` lists the slices to measure, if it is
+    known which ones will run. `middle` combines all passes over a slice: the median is best
+    to compare slices, the mean to add them up. With a `tape`, actions are recorded and
+    replayed.
     """
     keep_freed_memory()
-    how = How(comm, rounds, watch, tuple(where), middle, tape)
+    setup = Setup(comm, rounds, watch, tuple(where), middle, tape)
     collects = gc.isenabled()
     gc.disable()
     try:
-        (embed, _), (layer, launch), (head, _) = (
-            _block(name, one, how)
-            for name, one in (
-                ("embedding", subjects.embed),
-                ("layer", subjects.layer),
-                ("head", subjects.head),
-            )
-        )
+        embed, _ = _measure_block("embedding", subjects.embed, setup)
+        layer, launch = _measure_block("layer", subjects.layer, setup)
+        head, _ = _measure_block("head", subjects.head, setup)
     finally:
         if collects:
             gc.enable()
     watch("links")
-    device, (rows, tokens, width) = (
-        subjects.layer.inputs.device,
-        subjects.layer.inputs.shape,
-    )
-    network = Network() if comm is None else network_of(comm, links, device)
-    turn = (
-        overhead_per_action(comm, rows, tokens, width)
-        if comm is not None and device.type == "cpu"
-        else 0.0
-    )
-    message = float(subjects.layer.inputs[:, 0].nbytes)
+    inputs = subjects.layer.inputs
+    rows, tokens, width = inputs.shape
+    network = Network()
+    turn = 0.0
+    if comm is not None:
+        network = network_of(comm, links, inputs.device)
+        if inputs.device.type == "cpu":
+            turn = overhead_per_action(comm, rows, tokens, width)
+    message = float(inputs[:, 0].nbytes)
     facts = (*subjects.device, ("recorded", tape is not None), ("launch", launch))
     tied = head.weights * shared_weights(subjects.embed.module, subjects.head.module)
     return Profile(
@@ -129,72 +124,85 @@ def measure(
 
 
 def shared_weights(embed: nn.Module, head: nn.Module) -> float:
-    """The share of a head's weights that are also the embedding's."""
-    there = {id(parameter) for parameter in embed.parameters()}
-    sizes = {id(parameter): parameter.nbytes for parameter in head.parameters()}
-    return sum(size for one, size in sizes.items() if one in there) / max(
-        sum(sizes.values()), 1
-    )
+    """The share of the head's weights that the embedding has too."""
+    embedded = {id(parameter) for parameter in embed.parameters()}
+    total = 0
+    shared = 0
+    for parameter in head.parameters():
+        total += parameter.nbytes
+        if id(parameter) in embedded:
+            shared += parameter.nbytes
+    return shared / max(total, 1)
 
 
-def _block(name: str, subject: Subject, how: How) -> tuple[Block, float]:
-    """What was measured, and how many times longer it took because kernels had to be launched."""
-    probe = Probe(subject, how.tape)
-    fitted, held_out = measuring_points(
-        subject.tokens, subject.prefixes, tile_of(probe.device.type)
-    )
-    if how.where:
-        fitted, held_out = _own(subject, how.where), []
+def _measure_block(name: str, subject: Subject, setup: Setup) -> tuple[Block, float]:
+    """Measure a subject, and how many times longer it takes because of kernel launches."""
+    probe = Probe(subject, setup.tape)
+    if setup.where:
+        fitted = _distinct_points(subject, setup.where)
+        held_out: list[Where] = []
+    else:
+        tile = tile_of(probe.device.type)
+        fitted, held_out = measuring_points(subject.tokens, subject.prefixes, tile)
     where = [*fitted, *held_out]
-    seconds = _mean(_times(name, probe, where, how) / subject.layers, how.comm)
+    seconds = _measure_points(name, probe, where, setup) / subject.layers
+    rows = _mean_over_ranks(seconds, setup.comm).tolist()
     launch = round(probe.seconds / probe.kernels, 2) if probe.kernels else 1.0
-    prints, share = footprint(probe), subject.layers * subject.tokens
-    points = [
-        Point(i, j, f, b, back, w, held_out=number >= len(fitted))
-        for number, ((i, j), (f, b, back, w)) in enumerate(
-            zip(where, seconds.tolist(), strict=True)
-        )
-    ]
-    weights, update = prints.weights / subject.layers, prints.update / subject.layers
-    return block(
-        points, prints.held / share, prints.kept / share, weights, update
-    ), launch
-
-
-def _own(subject: Subject, given: Sequence[Where]) -> list[Where]:
-    """Of slices that will run, those that differ for a subject."""
-    return sorted(
-        {(tokens, prefix if subject.prefixes else 0) for tokens, prefix in given}
+    points = []
+    for number, (tokens, prefix) in enumerate(where):
+        f, b, i, w = rows[number]
+        is_held_out = number >= len(fitted)
+        points.append(Point(tokens, prefix, f, b, i, w, is_held_out))
+    memory = footprint(probe)
+    layer_tokens = subject.layers * subject.tokens
+    measured = block(
+        points,
+        memory.held / layer_tokens,
+        memory.kept / layer_tokens,
+        memory.weights / subject.layers,
+        memory.update / subject.layers,
     )
+    return measured, launch
 
 
-def _times(name: str, probe: Probe, points: Sequence[Where], how: How) -> Tensor:
-    """Seconds of F, B, I and W at each point, (points, 4)."""
-    found: list[list[PassTimes]] = [[] for _ in points]
-    passes, least = [1] * len(points), 1 if how.tape is None else MIN_RECORDED_PASSES
-    ready = how.comm.barrier if how.comm is not None else lambda: None
-    for turn in range(1 + how.rounds):
-        for number in random.Random(turn).sample(
-            range(len(points)), len(points)
-        ):  # alike on all ranks
-            how.watch(
-                f"{name}: round {turn} of {how.rounds}, {points[number][0]} tokens after {points[number][1]}"
+def _distinct_points(subject: Subject, where: Sequence[Where]) -> list[Where]:
+    """The slices that differ for a subject; without prefixes, only lengths matter."""
+    points = set()
+    for tokens, prefix in where:
+        points.add((tokens, prefix if subject.prefixes else 0))
+    return sorted(points)
+
+
+def _measure_points(
+    name: str, probe: Probe, points: Sequence[Where], setup: Setup
+) -> Tensor:
+    """The seconds of F, B, I and W at each point, in the shape (points, 4)."""
+    measured: list[list[PassTimes]] = [[] for _ in points]
+    min_passes = 1 if setup.tape is None else MIN_RECORDED_PASSES
+    passes = [1] * len(points)
+    numbers = range(len(points))
+    ready = setup.comm.barrier if setup.comm is not None else lambda: None
+    for turn in range(1 + setup.rounds):
+        # The seed is the same on all ranks, and so is the order.
+        for number in random.Random(turn).sample(numbers, len(numbers)):
+            tokens, prefix = points[number]
+            setup.watch(
+                f"{name}: round {turn} of {setup.rounds}, {tokens} tokens after {prefix}"
             )
-            times = probe.times(*points[number], passes[number], ready)
+            times = probe.times(tokens, prefix, passes[number], ready)
             if turn:
-                found[number] += times
+                measured[number] += times
             else:
-                passes[number] = min(
-                    max(int(SECONDS_PER_POINT / sum(times[0]) + 1), least), MAX_PASSES
-                )
-    each = [
-        [how.middle(column) for column in zip(*some, strict=True)] for some in found
-    ]
-    return torch.tensor(each, dtype=torch.float64)
+                fitting = int(SECONDS_PER_POINT / sum(times[0]) + 1)
+                passes[number] = min(max(fitting, min_passes), MAX_PASSES)
+    rows = []
+    for times in measured:
+        columns = zip(*times, strict=True)
+        rows.append([setup.middle(column) for column in columns])
+    return torch.tensor(rows, dtype=torch.float64)
 
 
-def _mean(seconds: Tensor, comm: Comm | None) -> Tensor:
-    """Over all ranks."""
+def _mean_over_ranks(seconds: Tensor, comm: Comm | None) -> Tensor:
     if comm is None:
         return seconds
     comm.add(seconds, tuple(range(comm.ranks))).wait()

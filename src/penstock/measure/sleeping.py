@@ -1,12 +1,13 @@
-"""A stage that sleeps instead of computing: real tensors, real autograd, and the times of a cost.
+"""A stage that sleeps instead of computing, with real tensors, real autograd and the times of a cost.
 
-It shows what a runtime and a network cost without needing cores: a hundred ranks fit on a laptop.
+It shows what the runtime and the network cost without needing cores: a hundred ranks fit on a
+laptop.
 """
 
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,13 +16,21 @@ from penstock.carry import Slice
 from penstock.cost.model import PartCost
 from penstock.runtime.backward import current_ledger, defer
 
-Naps = tuple[float, float, float, float]  # of F, I, W and a whole backward
+
+class Naps(NamedTuple):
+    """The seconds to sleep for each operation on a slice."""
+
+    forward: float
+    inputs: float  # I, the input's part of a split backward
+    weights: float  # W, the weights' part
+    backward: float  # a whole backward
 
 
 class Sleeping(nn.Module):
-    """Sleeps as long as a part of that cost takes, on a rank of that speed; times are multiplied by `scale`.
+    """Sleeps as long as a part with this cost takes on a rank of this speed.
 
-    Sequences are as long as in the cost, or `stretch` times shorter (for small tensors).
+    `scale` multiplies all times. Sequences are as long as in the cost, or `stretch` times
+    shorter, which allows for small tensors.
     """
 
     def __init__(
@@ -33,44 +42,52 @@ class Sleeping(nn.Module):
     ) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(1))
-        self.part, self.factor, self.stretch = part, scale / speed, stretch
-        self.known: dict[tuple[int, int], Naps] = {}
+        self.part = part
+        self.factor = scale / speed
+        self.stretch = stretch
+        self.known_naps: dict[tuple[int, int], Naps] = {}  # by tokens and prefix
 
     def forward(self, x: Tensor, piece: Slice | None = None) -> Tensor:
-        """x, later."""
-        shape = (x.shape[1], 0 if piece is None else piece.begin)
-        naps = self.known.get(shape)
+        """Sleep, and return x."""
+        prefix = 0 if piece is None else piece.begin
+        shape = (x.shape[1], prefix)
+        naps = self.known_naps.get(shape)
         if naps is None:
-            naps = self.known[shape] = self.naps(*shape)
+            naps = self.naps(*shape)
+            self.known_naps[shape] = naps
         y: Tensor = _Sleep.apply(x, self.weight, naps)  # type: ignore[no-untyped-call]
         return y
 
     def naps(self, tokens: int, prefix: int) -> Naps:
-        """Seconds of each op for so many tokens after so many."""
-        part, span = (
-            self.part,
-            (round(tokens * self.stretch), round(prefix * self.stretch)),
-        )
-        f, i, w = (self.factor * curve.of(*span) for curve in (part.F, part.I, part.W))
-        return f, i, w, i + w if part.B is None else self.factor * part.B.of(*span)
+        """The seconds to sleep for a slice of `tokens` tokens after `prefix` tokens."""
+        part = self.part
+        span = (round(tokens * self.stretch), round(prefix * self.stretch))
+        forward = self.factor * part.F.of(*span)
+        inputs = self.factor * part.I.of(*span)
+        weights = self.factor * part.W.of(*span)
+        backward = inputs + weights
+        if part.B is not None:
+            backward = self.factor * part.B.of(*span)
+        return Naps(forward, inputs, weights, backward)
 
 
 class _Sleep(torch.autograd.Function):
-    """Sleeps in forward and backward; its weights' share later, if the backward is split."""
+    """Sleeps in the forward and the backward; if that is split, partly in W."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, naps: Naps) -> Tensor:
-        ctx.naps, ctx.ledger = naps, current_ledger()
-        time.sleep(naps[0])
+        ctx.naps = naps
+        ctx.ledger = current_ledger()
+        time.sleep(naps.forward)
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        _, inputs, weights, whole = ctx.naps
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        naps: Naps = ctx.naps
         if ctx.ledger is None or not ctx.ledger.open:
-            time.sleep(whole)
+            time.sleep(naps.backward)
         else:
-            if inputs:
-                time.sleep(inputs)
-            defer(ctx.ledger, lambda: time.sleep(weights))
-        return grad, None, None
+            if naps.inputs:
+                time.sleep(naps.inputs)
+            defer(ctx.ledger, lambda: time.sleep(naps.weights))
+        return gradient, None, None

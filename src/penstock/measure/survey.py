@@ -1,11 +1,11 @@
-"""Who there is to train on, as measured: a `Cluster` of the ranks that run this, to be kept in a cluster.toml.
+"""Measures the hosts of the ranks and the links between them, as a `Cluster` for a cluster.toml.
 
-    rank 0 ─┐ host, memory, speed             site, memory and speed of its nodes, a node a rank
+    rank 0 ─┐ host, memory, speed             a node for each rank, with its site, memory and speed
     rank 1 ─┼──────────────────────► Cluster
-    rank 2 ─┘ the link of every pair          latency and bandwidth, both ways
+    rank 2 ─┘ the link of every pair          latency and bandwidth in both directions
 
-A speed is that of multiplying matrices, all ranks at once, over that of the quickest rank. A rank's memory is its
-GPU's, or its share of its host's.
+A rank's speed is that of matrix products with all ranks working at once, relative to the
+fastest rank. Its memory is that of its GPU, or its share of its host's memory.
 """
 
 from __future__ import annotations
@@ -24,67 +24,78 @@ from penstock.runtime.comm.comm import Comm
 from penstock.runtime.comm.process import ProcessComm
 from penstock.runtime.process.launch import run_on_ranks, spawn, under_launcher
 
-MATRIX_WIDTH, TIMES = 768, 12  # of the matrices, and how often they are multiplied
+MATRIX_WIDTH = 768
+PRODUCTS = 12  # how often the matrices are multiplied
 SURVEY_PATIENCE = 3600.0  # seconds that a rank waits while others are measured
 
 
 def survey(ranks: int, slots: int | None = None) -> Cluster | None:
-    """The cluster of torchrun's ranks (None on all but the first), or of so many new ones on this machine."""
+    """Measure the cluster of torchrun's ranks, or of new ranks on this machine.
+
+    Under torchrun, only rank 0 gets the cluster; the others get None.
+    """
     if under_launcher():
-        return run_on_ranks(_cluster, slots, patience=SURVEY_PATIENCE)
-    return spawn(ranks, _cluster, slots, patience=SURVEY_PATIENCE)[0]
+        return run_on_ranks(_survey_rank, slots, patience=SURVEY_PATIENCE)
+    return spawn(ranks, _survey_rank, slots, patience=SURVEY_PATIENCE)[0]
 
 
-def _cluster(comm: ProcessComm, slots: int | None) -> Cluster:
+def _survey_rank(comm: ProcessComm, slots: int | None) -> Cluster:
     return cluster_of(comm, slots, comm.device)
 
 
 def cluster_of(
     comm: Comm, slots: int | None = None, device: torch.device | str = "cpu"
 ) -> Cluster:
-    """The ranks as nodes, and the links between them. All ranks call it. `slots`: of each, where they are known."""
+    """Measure the ranks as nodes, and the links between them; all ranks must call this.
+
+    `slots` is the number of slots of each node, if it is known.
+    """
     if comm.ranks < 2:
         raise ShapeError(
-            "one rank has no links; measure between two at least: --ranks 2, or start it with torchrun"
+            "one rank has no links; measure between at least two ranks: use --ranks 2, or "
+            "start the command with torchrun"
         )
     hosts = hosts_of(comm)
+    neighbors = Counter(hosts)[hosts[comm.rank]]
     facts = torch.zeros(comm.ranks, 2, dtype=torch.float64)
     comm.barrier()
     facts[comm.rank, 0] = _product_seconds(device)
-    facts[comm.rank, 1] = _memory(device, Counter(hosts)[hosts[comm.rank]])
+    facts[comm.rank, 1] = _memory_bytes(device, neighbors)
     seconds, memory = gather_rows(comm, facts).T.tolist()
     network = network_of(comm, True, device)
-    nodes = tuple(
-        Node(host, round(min(seconds) / took, 2), slots, size)
-        for host, took, size in zip(hosts, seconds, memory, strict=True)
-    )
-    return Cluster(
-        nodes, _shown(network.latency), _shown(network.bandwidth), network.serial
-    )
+    fastest = min(seconds)
+    nodes = []
+    for host, product_seconds, size in zip(hosts, seconds, memory, strict=True):
+        speed = round(fastest / product_seconds, 2)
+        nodes.append(Node(host, speed, slots, size))
+    latency = _round_matrix(network.latency)
+    bandwidth = _round_matrix(network.bandwidth)
+    return Cluster(tuple(nodes), latency, bandwidth, network.serial)
 
 
-def _shown(matrix: PerPair) -> Matrix:
-    """With as many digits as a measurement has."""
+def _round_matrix(matrix: PerPair) -> Matrix:
+    """Round the numbers to as many digits as a measurement has."""
     assert isinstance(matrix, tuple)
     return tuple(tuple(float(f"{number:.4g}") for number in row) for row in matrix)
 
 
 def _product_seconds(device: torch.device | str) -> float:
-    """The least of several products: what disturbs one of them disturbs it for a while, not for good."""
+    """The shortest of several matrix products, since disturbances pass."""
     x = torch.randn(MATRIX_WIDTH, MATRIX_WIDTH, device=device)
-    took = []
-    for _ in range(TIMES):
+    seconds = []
+    for _ in range(PRODUCTS):
         begin = time.perf_counter()
         x @ x
         if torch.device(device).type == "cuda":
             torch.cuda.synchronize()
-        took.append(time.perf_counter() - begin)
-    return min(took)
+        seconds.append(time.perf_counter() - begin)
+    return min(seconds)
 
 
-def _memory(device: torch.device | str, neighbours: int) -> float:
-    """Bytes of this rank's own; on a host with others, its share."""
+def _memory_bytes(device: torch.device | str, neighbors: int) -> float:
+    """The memory of this rank's GPU, or its share of the memory of its host."""
     device = torch.device(device)
     if device.type == "cuda":
         return float(torch.cuda.get_device_properties(device).total_memory)
-    return float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // neighbours)
+    pages = os.sysconf("SC_PHYS_PAGES")
+    return float(pages * os.sysconf("SC_PAGE_SIZE") // neighbors)

@@ -48,7 +48,7 @@ TORCH_EXTRA_SECONDS = 30.0
 # How long the other workers may take to report, once one has failed.
 SECONDS_TO_REPORT = 12.0
 MAX_WAIT_SECONDS = 3600.0  # a wait on pipes does not accept an infinite limit
-POLL_SECONDS = 0.1
+PREPARE_POLL_SECONDS = 0.1
 KILLED = "(killed)"
 ENDED = "(ended)"
 # The signals that end all processes of a job or of a terminal.
@@ -113,7 +113,7 @@ def after_first(comm: ProcessComm, work: Callable[[], None]) -> None:
         store.set("done", "yes")
     try:
         while not store.check(["done"]):
-            time.sleep(POLL_SECONDS)
+            time.sleep(PREPARE_POLL_SECONDS)
     except RuntimeError:  # the connection to the store is broken
         raise PeerLostError(
             f"rank {comm.rank} waits for rank 0 to prepare the run, but rank 0 is gone"

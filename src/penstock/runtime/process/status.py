@@ -21,7 +21,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from penstock.errors import PeerLostError, ProofError, RunError, StuckError
 
 MAX_RANKS_SHOWN = 32  # in the text of a failure
-POLL_SECONDS = 0.02
+COUNTER_POLL_SECONDS = 0.02
 ADVICE = "if such a long wait can be right, raise the patience (run.patience)"
 ERRORS = {
     kind.__name__: kind for kind in (RunError, ProofError, StuckError, PeerLostError)
@@ -118,7 +118,7 @@ class Board:
         """Wait until a counter has reached a number, or the time is over."""
         end = time.monotonic() + seconds
         while self.count(name, 0) < number and time.monotonic() < end:
-            time.sleep(POLL_SECONDS)
+            time.sleep(COUNTER_POLL_SECONDS)
 
 
 def _read(store: Store, key: str) -> dict[str, Any]:

@@ -62,7 +62,7 @@ SILENCE_SECONDS = 1.5
 REASON_SECONDS = 4.0  # how long a rank with a broken connection looks for the reason
 # How long rank 0, which may keep the store, waits until all ranks have read it.
 LINGER_SECONDS = 3.0
-POLL_SECONDS = 0.05
+BEAT_POLL_SECONDS = 0.05
 # Nobody else uses this signal, and by default it does nothing.
 ALARM_SIGNAL = signal.SIGURG
 
@@ -337,7 +337,7 @@ class Watchdog:
                     silent.append(peer)
             if silent:
                 return lost_failure(rank, self.board.states(), silent)
-            time.sleep(POLL_SECONDS)
+            time.sleep(BEAT_POLL_SECONDS)
             now = time.monotonic()
         head = f"rank {rank} {self.state()}, but the connection is lost"
         story = describe_ranks(self.board.states())

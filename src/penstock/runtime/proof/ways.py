@@ -321,7 +321,7 @@ class Bench:
         order = self.order if reordering <= options else self._plainest_order(options)
         if Option.SPLIT in options:
             return order
-        unsplit: list[tuple[Op, int, int]] = []
+        unsplit: Order = []
         for op, number, piece in order:
             if op is not Op.W:
                 unsplit.append((Op.B if op is Op.I else op, number, piece))
