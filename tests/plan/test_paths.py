@@ -1,4 +1,4 @@
-"""Planned paths: the published figures, the bound against brute force, and that every plan keeps to the rules."""
+"""Planned paths reproduce the published figures, keep to the rules, and never beat their bound."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ from penstock.plan.paths.windows import Window, least_end
 
 CITED = json.loads((Path(__file__).parents[1] / "data" / "skippipe.json").read_text())
 GAPS = {"gap": CITED["model"]["gap"], "first_gap": CITED["model"]["gap_after_first"]}
-SOME = [
+CITY_NAMES = [
     "Paris",
     "London",
     "Tokyo",
@@ -80,7 +80,7 @@ def problem_of(name: str) -> Problem:
     return Problem(cluster_of(name), parts, 6, policy=PUBLISHED, **GAPS)
 
 
-def planned(name: str, given: bool, **how):
+def plan_instance(name: str, given: bool, **how):
     cited = CITED["instances"][name]
     parts, arrangement = (
         even_parts(6, cited["forward"]),
@@ -98,11 +98,11 @@ def planned(name: str, given: bool, **how):
 
 
 def geo(count: int, **how) -> Cluster:
-    return Cluster.geo([SOME[n % len(SOME)] for n in range(count)], **how)
+    return Cluster.geo([CITY_NAMES[n % len(CITY_NAMES)] for n in range(count)], **how)
 
 
-def sound(plan) -> None:
-    """Checked by construction; keeps to the rules; cannot deadlock; both simulators agree; not below its bound."""
+def check_plan(plan) -> None:
+    """Check that a plan keeps the rules, cannot deadlock and is above its bound, and that both simulators agree."""
     assert rule_faults(plan) == ()
     verify(lower(plan.schedule))
     found = simulate_solution(plan.problem, plan.solution)
@@ -120,9 +120,9 @@ def sound(plan) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def warm():
-    """Compiles, or loads, the loops: seconds are counted without that."""
+    """Compile the loops, or load them, before any test measures seconds."""
     for given in (True, False):
-        planned("A", given, iterations=5)
+        plan_instance("A", given, iterations=5)
     plan_paths(geo(9), even_parts(4, 0.5), 2, Rules(share=0.25), iterations=5)
 
 
@@ -163,15 +163,15 @@ def test_the_published_policy_gives_the_published_times(name, plan):
 def test_plans_under_the_published_rules_are_as_good_or_better_after_the_default_work(
     name, given, most
 ):
-    found = planned(name, given)
+    found = plan_instance(name, given)
     assert found.simulations == ITERATIONS
     assert not found.cut_short
     assert found.makespan <= most
-    sound(found)
+    check_plan(found)
 
 
 def test_the_published_rules_are_kept_node_by_node():
-    found = planned("A", True, iterations=300)
+    found = plan_instance("A", True, iterations=300)
     used = np.bincount(
         [node for path in found.solution.paths for node in path], minlength=20
     )
@@ -184,12 +184,12 @@ def test_free_slots_and_a_planned_order_are_better_than_the_published_rules():
     found = plan_paths(
         cluster_of("B"), even_parts(6, cited["forward"]), 6, iterations=9000, **GAPS
     )
-    sound(found)
+    check_plan(found)
     assert found.makespan < 65.6
     wide = plan_paths(
         cluster_of("B", 6), even_parts(6, cited["forward"]), 6, iterations=2000, **GAPS
     )
-    sound(wide)
+    check_plan(wide)
     assert wide.makespan < 50
 
 
@@ -236,7 +236,7 @@ def test_the_quick_simulator_has_the_dependencies_of_every_schedule(length, slic
 
 # ---------------------------------------------------------------- the bound, against brute force
 def brute_force(problem: Problem, sizes) -> float:
-    """The best of all arrangements, paths and orders."""
+    """Return the best makespan of all arrangements, paths and orders."""
     traffic, body, count = (
         problem.traffic,
         problem.body,
@@ -269,7 +269,7 @@ def brute_force(problem: Problem, sizes) -> float:
 
 
 def best_order(traffic, paths, labels, best):
-    """The best of all orders in which the tasks may be put, one after the other, each as early as it can be."""
+    """Return the best makespan of all orders of the tasks, each of which starts as early as it can."""
     tasks = []  # of each micro-batch: (node, seconds, wait before it, slots it takes, gap after it)
     head, hop = len(traffic.forward) - 1, traffic.hop(1)
     for path in paths:
@@ -361,7 +361,7 @@ def tiny(rng, sizes, share, microbatches):
         ((1, 1), 0.0, 3),
     ],
 )
-def test_the_bound_is_below_and_the_plan_close_to_the_best_there_is(
+def test_the_bound_is_below_the_optimum_and_the_plan_close_to_it(
     sizes, share, microbatches
 ):
     rng = np.random.default_rng(sum(sizes) * 10 + microbatches)
@@ -374,7 +374,7 @@ def test_the_bound_is_below_and_the_plan_close_to_the_best_there_is(
         found = plan_paths(
             cluster, parts, count, rules, sizes=sizes, iterations=1500, **gaps
         )
-        sound(found)
+        check_plan(found)
         assert found.makespan >= best - 1e-9
         ratios.append(found.makespan / best)
         given = path_bound(problem, np.array(sizes), np.array(found.solution.labels))
@@ -383,7 +383,7 @@ def test_the_bound_is_below_and_the_plan_close_to_the_best_there_is(
     assert max(ratios) < 1.1
     assert (
         np.mean(ratios) < 1.05
-    )  # it never idles on purpose, which the best order sometimes does
+    )  # the search never idles on purpose, but the best order sometimes does
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -402,7 +402,7 @@ def test_the_least_end_of_a_data_node_is_that_of_the_best_order_of_its_tasks(see
 
 
 def any_order(window, count, slots):
-    """Every task of every micro-batch next, in any order, overtaking or not."""
+    """Return the least end over all orders of the tasks, in which micro-batches may overtake."""
     took = (window.forward, window.head, window.head_back, window.backward)
     ways = (0.0, window.there, 0.0, window.back)
     rests = (window.first_pause, 0.0, window.pause, window.pause)
@@ -429,7 +429,7 @@ def any_order(window, count, slots):
     return best
 
 
-def test_the_plan_of_instance_a_on_its_own_arrangement_is_the_best_there_is():
+def test_the_plan_of_instance_a_on_its_own_arrangement_is_optimal():
     cited = CITED["instances"]["A"]
     how = {"arrangement": cited["partitions"], "iterations": 6000}
     found = plan_paths(
@@ -438,8 +438,8 @@ def test_the_plan_of_instance_a_on_its_own_arrangement_is_the_best_there_is():
     assert found.gap < 0.001
 
 
-def test_good_nodes_are_dear():
-    """Four nodes in one place serve nobody else's data nodes for free: the bound knows, and stays below the plan."""
+def test_the_bound_knows_that_good_nodes_cannot_serve_everybody():
+    """Four nodes share one place. They cannot serve all data nodes, and the bound must know this."""
     near, far = 0.01, 2.0
     place = [0, 0, 0, 0, 1, 2, 3, 4, 5, 6, 7, 8]
     latency = tuple(tuple(near if a == b else far for b in place) for a in place)
@@ -462,11 +462,11 @@ def test_good_nodes_are_dear():
     assert alone < path_bound(problem, np.array(replica_counts(12, 4, 2)), None) <= best
 
 
-# ---------------------------------------------------------------- all that can be asked for
+# ---------------------------------------------------------------- options of the planner
 @pytest.mark.parametrize("count", [5, 9, 14])
 @pytest.mark.parametrize("share", [0.0, 0.25, 0.5])
 def test_every_plan_is_sound(count, share):
-    sound(
+    check_plan(
         plan_paths(
             geo(count),
             even_parts(4, 0.5, message=8e6),
@@ -489,9 +489,9 @@ def test_every_plan_is_sound(count, share):
     ids=str,
 )
 @pytest.mark.parametrize("serial", [False, True])
-def test_compositions_are_sound(how, serial):
+def test_plans_with_combined_options_are_sound(how, serial):
     parts = even_parts(4, 0.5, tokens=how.get("tokens", 1), message=8e6)
-    sound(
+    check_plan(
         plan_paths(
             geo(11, serial=serial), parts, 3, Rules(share=0.25), iterations=120, **how
         )
@@ -509,7 +509,7 @@ def test_unequal_nodes_are_planned_for():
         base.bandwidth,
     )
     found = plan_paths(slow, even_parts(4, 0.5), 4, Rules(share=0.25), iterations=800)
-    sound(found)
+    check_plan(found)
     assert found.solution.labels[4] != 0  # the slow node has no data
     work = np.bincount(
         [node for path in found.solution.paths for node in path], minlength=10
@@ -552,12 +552,12 @@ def test_waves_bring_the_loss_home_and_pay_where_links_are_quick():
     )  # a wave passes more links: it loses on slow ones
 
 
-def test_sums_of_gradients_are_part_of_what_is_planned():
+def test_the_plan_takes_the_allreduce_of_gradients_into_account():
     parts = even_parts(4, 0.1, message=1e5)
     how = {"rules": Rules(share=0.25), "iterations": 1500}
     blind = plan_paths(geo(12), parts, 3, **how)
     seen = plan_paths(geo(12), parts, 3, gradients=2e8, **how)
-    sound(seen)
+    check_plan(seen)
     labels = np.array(blind.solution.labels)
     ends = np.zeros(12)
     np.maximum.at(ends, blind.schedule.table.rank, blind.timeline.end)
@@ -570,7 +570,7 @@ def test_sums_of_gradients_are_part_of_what_is_planned():
     )
 
 
-def test_a_sum_is_never_quicker_than_the_least_there_is():
+def test_an_allreduce_is_never_quicker_than_its_lower_bound():
     traffic = Problem(geo(10), even_parts(4, 1.0), 2, Rules(share=0.25)).traffic
     rng = np.random.default_rng(0)
     for _ in range(50):
@@ -582,7 +582,7 @@ def test_a_sum_is_never_quicker_than_the_least_there_is():
         )
 
 
-def test_a_seed_repeats_with_a_budget_of_simulations():
+def test_a_seed_gives_the_same_plan_again():
     how = {"rules": Rules(share=0.25), "iterations": 300}
     one, other = (
         plan_paths(geo(9), even_parts(4, 0.5), 3, seed=4, **how) for _ in range(2)
@@ -593,7 +593,7 @@ def test_a_seed_repeats_with_a_budget_of_simulations():
 
 
 def test_a_slow_clock_does_not_change_the_plan():
-    ticks = counting(step=1000)  # seconds that pass between two looks at the clock
+    ticks = counting(step=1000)  # seconds between two readings of the clock
     how = {"rules": Rules(share=0.25), "iterations": 300}
     slow = plan_paths(
         geo(9), even_parts(4, 0.5), 3, clock=lambda: float(next(ticks)), **how
@@ -607,7 +607,7 @@ def test_a_slow_clock_does_not_change_the_plan():
 
 @pytest.mark.parametrize("count", [9, 42])
 def test_a_time_limit_cuts_a_search_short_and_the_plan_says_so(count):
-    ticks = counting()  # one second for each look at the clock, one look for each move
+    ticks = counting()  # one second for each reading, one reading for each move
     found = plan_paths(
         geo(count),
         even_parts(4, 0.5),
@@ -621,13 +621,13 @@ def test_a_time_limit_cuts_a_search_short_and_the_plan_says_so(count):
     assert none.simulations == 0
     assert none.cut_short
     assert dict(paths_plan(none).why)["cut_short"] is True
-    sound(none)
+    check_plan(none)
 
 
 def test_a_full_pipeline_that_was_cut_short_says_so():
-    whole = full_pipeline(planned("A", True, iterations=10), seconds=1e-9)
+    whole = full_pipeline(plan_instance("A", True, iterations=10), seconds=1e-9)
     assert whole.cut_short
-    sound(whole)
+    check_plan(whole)
 
 
 @pytest.mark.parametrize("policy", [PLANNED, PUBLISHED], ids=["planned", "published"])
@@ -659,8 +659,8 @@ def test_more_work_never_gives_a_worse_plan_of_a_large_cluster():
     assert found[-1] < found[0]
 
 
-def test_a_long_search_starts_anew_in_stages_of_growing_length():
-    """The same moves, whatever the budget: a search of 1,500 moves ends with its second stage."""
+def test_a_search_has_stages_of_growing_length():
+    """The stages do not depend on the budget. By default the search ends with its fourth stage."""
     assert [stage_moves(stage) for stage in range(5)] == [300, 1200, 4800, 19200, 40000]
     assert sum(stage_moves(stage) for stage in range(4)) == ITERATIONS
 
@@ -673,7 +673,7 @@ def test_large_clusters_are_planned(count):
     assert rule_faults(found) == ()
 
 
-def test_a_plan_keeps_its_reasons_in_a_file():
+def test_a_plan_file_stores_the_figures_of_the_plan():
     found = plan_paths(geo(9), even_parts(4, 0.5), 3, Rules(share=0.25), iterations=50)
     kept = load_plan(dump_plan(paths_plan(found)))
     assert kept.schedule == found.schedule
@@ -684,7 +684,7 @@ def test_a_plan_keeps_its_reasons_in_a_file():
 
 # ---------------------------------------------------------------- baselines, rotation, recovery
 def test_planned_is_faster_than_random_shortest_and_full():
-    found = planned("A", True, iterations=1000)
+    found = plan_instance("A", True, iterations=1000)
     whole = full_pipeline(found, iterations=1000)
     assert {len(path) for path in whole.solution.paths} == {6}
     assert len(whole.schedule.microbatches) == len(found.schedule.microbatches)
@@ -694,7 +694,7 @@ def test_planned_is_faster_than_random_shortest_and_full():
         *(random_paths(found, seed) for seed in range(3)),
     ]
     for other in others:
-        sound(other)
+        check_plan(other)
         assert other.makespan > found.makespan
 
 
@@ -719,7 +719,7 @@ def test_the_full_pipeline_is_planned_by_the_same_search_as_the_paths():
         cluster_of("B"), parts, 6, whole.problem.rules, iterations=1500, data_nodes=5
     )
     assert whole.solution == anew.solution
-    given = full_pipeline(planned("B", True, iterations=100), iterations=100)
+    given = full_pipeline(plan_instance("B", True, iterations=100), iterations=100)
     assert list(map(set, given.partitions)) == list(
         map(set, cited["partitions"])
     )  # one that was asked for is kept
@@ -732,13 +732,13 @@ def test_the_full_pipeline_is_planned_by_the_same_search_as_the_paths():
 
 
 def test_a_rotation_meets_every_set_of_parts_with_every_shard():
-    found = planned("A", True, iterations=500)
+    found = plan_instance("A", True, iterations=500)
     turns = rotate(found, slack=0.01)
     assert not turns.cut_short
     assert turns.left_out == ()
     assert turns.makespan <= found.makespan * 1.01
     for plan in turns.plans:
-        sound(plan)
+        check_plan(plan)
         assert plan.partitions == found.partitions  # weights stay where they are
     wanted = set(part_subsets(range(1, 6), 3))
     assert set().union(*(parts_met(plan) for plan in turns.plans)) == wanted
@@ -753,8 +753,8 @@ def test_a_rotation_meets_every_set_of_parts_with_every_shard():
     assert all(sets == wanted for sets in shards.values())
 
 
-def test_a_plan_for_who_is_left_leaves_the_parts_where_they_are():
-    found = planned("A", False, iterations=500)
+def test_a_plan_after_a_loss_leaves_the_parts_where_they_are():
+    found = plan_instance("A", False, iterations=500)
     for lost in (
         [found.partitions[3][0]],
         [found.partitions[0][0]],
@@ -762,7 +762,7 @@ def test_a_plan_for_who_is_left_leaves_the_parts_where_they_are():
     ):
         left = replan(found, lost=lost)
         assert left.simulations == DEFAULT_RECOVERY_MOVES
-        sound(left)
+        check_plan(left)
         assert not {node for path in left.solution.paths for node in path} & set(lost)
         assert all(
             left.solution.labels[n] == found.solution.labels[n]
@@ -774,14 +774,14 @@ def test_a_plan_for_who_is_left_leaves_the_parts_where_they_are():
 
 
 def test_a_part_without_replicas_is_skipped_until_it_returns():
-    found = planned("A", True, iterations=200)
+    found = plan_instance("A", True, iterations=200)
     left = replan(found, lost=found.partitions[2])
-    sound(left)
+    check_plan(left)
     assert 2 not in {
         left.solution.labels[node] for path in left.solution.paths for node in path
     }
     back = replan(left, returned=found.partitions[2])
-    sound(back)
+    check_plan(back)
     assert 2 in {
         back.solution.labels[node] for path in back.solution.paths for node in path
     }
@@ -789,8 +789,8 @@ def test_a_part_without_replicas_is_skipped_until_it_returns():
     assert back.lost == ()
 
 
-def test_who_cannot_be_lost_or_return_is_named():
-    found = planned("A", True, iterations=20)
+def test_a_node_that_cannot_be_lost_or_return_is_named():
+    found = plan_instance("A", True, iterations=20)
     with pytest.raises(ShapeError, match="no data node is left"):
         replan(found, lost=found.partitions[0])
     with pytest.raises(
@@ -801,7 +801,7 @@ def test_who_cannot_be_lost_or_return_is_named():
         replan(found, returned=[3])
 
 
-# ---------------------------------------------------------------- sizes, and what is refused
+# ---------------------------------------------------------------- sizes and errors
 def test_sizes_balance_the_work():
     assert replica_counts(20, 6, 3) == (5, 3, 3, 3, 3, 3)
     assert replica_counts(18, 4, 2) == (6, 4, 4, 4)
@@ -831,7 +831,7 @@ def test_sizes_balance_the_work():
     ],
     ids=str,
 )
-def test_what_does_not_fit_is_refused_with_both_numbers(how, says):
+def test_an_error_names_both_numbers_that_do_not_fit(how, says):
     with pytest.raises(ShapeError, match=says):
         plan_paths(
             geo(9), even_parts(4, 0.5), 3, Rules(share=0.25), iterations=10, **how
@@ -843,7 +843,7 @@ def test_too_few_nodes_are_refused():
         plan_paths(geo(3), even_parts(4, 0.5), 3, Rules(share=0.25))
 
 
-def test_a_part_that_nobody_visits_has_nothing_to_sum():
+def test_a_part_without_visits_has_nothing_to_sum():
     cluster = Cluster.even(6, bandwidth=1.0)
     found = plan_paths(
         cluster,
@@ -868,7 +868,7 @@ def test_a_wave_keeps_a_backward_in_one_piece():
     assert Seconds(2.75) == halves_of((part, part, plain))[-1].B
 
 
-def test_a_path_that_is_used_in_every_round_counts_as_often():
+def test_the_bound_counts_a_path_once_for_every_round():
     nodes = tuple(Node("x", speed, 1) for speed in (1.0, 0.1, 1.0))
     apart = ((0.0, 0.7, 0.4), (1.1, 0.0, 1.9), (0.7, 1.3, 0.0))
     cluster = Cluster(nodes, apart, ((math.inf,) * 3,) * 3)

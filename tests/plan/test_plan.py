@@ -1,4 +1,4 @@
-"""The first portfolio, and the bound it states."""
+"""The portfolio ranks what fits, and no schedule beats its bound."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_no_schedule_beats_its_bound(serial):
 
 @pytest.mark.parametrize("waves", [1, 2, 4])
 @pytest.mark.parametrize("comm", [0.0, 0.05, 0.25])
-def test_the_bound_for_waves_is_the_known_one(waves, comm):
+def test_the_bound_for_waves_is_the_formula(waves, comm):
     for ranks in (2, 4, 8):
         for microbatches in (ranks, 2 * ranks):
             whole = make("hanayo", ranks=ranks, microbatches=microbatches, waves=waves)
@@ -42,12 +42,12 @@ def test_the_bound_for_waves_is_the_known_one(waves, comm):
             assert lower_bound(split_backward(whole), cost) >= split - 1e-9
 
 
-def test_the_bound_is_met_where_nothing_is_lost():
+def test_a_schedule_without_idle_time_meets_its_bound():
     one = make("1f1b", ranks=1, microbatches=5)
     assert lower_bound(one, UnitCost()) == simulate(one, UnitCost()).makespan == 15
 
 
-def test_all_that_fits_is_ranked_by_makespan_within_the_memory():
+def test_candidates_within_the_memory_are_ranked_by_makespan():
     found = portfolio(4, 8, UnitCost(comm=0.05), memory=4)
     spans = [c.makespan for c in found.candidates]
     assert spans == sorted(spans)
@@ -72,7 +72,7 @@ def test_all_that_fits_is_ranked_by_makespan_within_the_memory():
         assert (again.makespan, again.bubble) == (c.makespan, c.bubble)
 
 
-def test_two_copies_of_the_weights_admit_chimera():
+def test_chimera_needs_two_copies_of_the_weights():
     found = portfolio(4, 4, UnitCost(), weights=2, slices=1, stages=2)
     assert "chimera" in {c.name for c in found.candidates}
     assert not {"terapipe", "seq1f1b"} & {c.name for c in found.candidates}
@@ -91,7 +91,7 @@ def test_the_portfolio_is_no_slower_than_the_best_fixed_order_nor_under_noise():
         assert found.best.noisy <= fixed.noisy * 1.01
 
 
-def test_a_memory_in_which_nothing_fits_says_what_would():
+def test_an_error_names_the_smallest_candidate_if_nothing_fits():
     with pytest.raises(
         ShapeError, match=r"nothing fits into a memory of 0\.1; the least is"
     ):
@@ -106,7 +106,7 @@ def test_the_best_survives_a_plan_file():
     assert plan.facts["memory"] == 4.0
 
 
-def test_no_limit_is_as_good_as_a_huge_one():
+def test_no_memory_limit_gives_the_plan_of_a_huge_limit():
     for ranks, count in ((4, 4), (4, 8), (8, 8)):
         free, huge = (
             portfolio(ranks, count, UnitCost(comm=0.1), memory, slices=1, stages=2)

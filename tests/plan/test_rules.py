@@ -1,4 +1,4 @@
-"""The rules of planned paths: what each allows, and that a broken one is named with the micro-batches at fault."""
+"""Each rule of planned paths allows what it should, and a broken one names the micro-batches at fault."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def schedule(*paths, stages=STAGES, cap=None):
     return list_schedule(stages, batch, UnitCost(), cap=cap)
 
 
-def named(found):
+def rule_names(found):
     return {fault.rule for fault in found}
 
 
@@ -70,7 +70,7 @@ def test_steps_back_are_counted_and_measured():
     assert order_fault(twice, replace(Rules(), behind=0))
 
 
-def test_orders_are_those_without_a_fault():
+def test_part_orders_are_the_orders_without_a_fault():
     for chosen in part_subsets(range(1, 6), 3):
         allowed = {
             order
@@ -98,11 +98,11 @@ def test_each_broken_rule_is_named_with_the_micro_batches_at_fault():
     found = find_rule_faults(schedule(good, good, back), 6, LOOSE)
     assert [(fault.rule, fault.microbatches) for fault in found] == [("order", (2,))]
     found = find_rule_faults(schedule(good, headless), 6, replace(LOOSE, share=0.0))
-    assert {"first part", "share", "head"} <= named(found)
+    assert {"first part", "share", "head"} <= rule_names(found)
     assert all(fault.microbatches in ((0,), (1,)) for fault in found)
 
 
-def test_unequal_coverage_names_the_parts_and_who_meets_them():
+def test_unequal_coverage_names_the_parts_and_their_micro_batches():
     (found,) = find_rule_faults(schedule((0, 1, 2, 3), (0, 1, 2, 4)), 6, Rules())
     assert found.rule == "coverage"
     assert "2 micro-batches, part 5 0" in found.what
@@ -124,12 +124,12 @@ def test_more_micro_batches_than_slots_are_found_where_they_are_held():
         "rank 0 holds 3 micro-batches when 0F2 starts; it has 2 slots" in slots[0].what
     )
     assert slots[0].microbatches == (0, 1, 2)
-    assert "slots" not in named(find_rule_faults(crowded, 6, LOOSE, slots=[3] * 6))
+    assert "slots" not in rule_names(find_rule_faults(crowded, 6, LOOSE, slots=[3] * 6))
     with pytest.raises(ShapeError, match="slots for 2 ranks, but the schedule has 6"):
         find_rule_faults(crowded, 6, LOOSE, slots=[1, 2])
 
 
-def test_who_waits_for_whom_is_a_collision():
+def test_a_wait_for_another_micro_batch_is_a_collision():
     both = schedule((0, 1, 2, 3), (0, 1, 2, 4))
     timeline = simulate(both, UnitCost())
     strict = replace(LOOSE, wait=0.0)
@@ -141,7 +141,7 @@ def test_who_waits_for_whom_is_a_collision():
     assert found
     assert found[0].microbatches == (1, 0)  # its first forward waits for the other's
     assert "0F1 waits" in found[0].what
-    assert "collision" not in named(
+    assert "collision" not in rule_names(
         find_rule_faults(both, 6, replace(LOOSE, wait=math.inf), timeline=timeline)
     )
     alone = schedule((0, 1, 2, 3))
@@ -158,7 +158,7 @@ def test_every_tenth_step_runs_all_parts_in_order():
     assert all(replace(rules, full=0).at(step).hops(6) == 3 for step in range(30))
 
 
-def test_obeying_raises_with_all_that_is_broken():
+def test_the_error_lists_every_broken_rule():
     with pytest.raises(ScheduleError, match=r"share: .*\n  micro-batches: 1") as raised:
         check_schedule_rules(schedule((0, 1, 2, 3), (0, 1)), 6, Rules())
     assert len(raised.value.faults) == 2  # share and coverage
@@ -172,7 +172,7 @@ def test_the_registry_s_skip_keeps_to_the_rules():
         )
 
 
-def test_rules_that_make_no_sense_are_refused():
+def test_impossible_rules_are_refused():
     for wrong in ({"share": 1.0}, {"share": -0.1}, {"behind": -1}, {"ahead": 0}):
         with pytest.raises(ShapeError):
             Rules(**wrong)
