@@ -255,7 +255,7 @@ def test_a_circle_of_ranks_that_wait_for_each_other_is_drawn(program: Program) -
         "                         ^^^^^\n"
         "  rank 1 | 0F0<0 1F0 ~0F0 1B0 ~1F0 1B0>0 ~1B0 0F1<0 1F1 ~0F1 1B1 ~1F1 ...\n"
         "                                   ^^^^^\n"
-        "  put a receive before the send that its sender waits behind, as `lower` does"
+        "  put a receive before the send behind which its sender waits, as `lower` does"
     )
 
 
