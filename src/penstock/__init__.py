@@ -1,7 +1,7 @@
 """Penstock trains language models through a pipeline of workers, and treats the schedule as data.
 
-The names below are loaded when they are first used. So `import penstock` takes no time, and the command line can take
-care of Ctrl-C before anything else is imported.
+Names are loaded when they are first used. So `import penstock` takes no time, and the command
+line can handle Ctrl-C before it imports anything else.
 """
 
 from __future__ import annotations
@@ -77,20 +77,20 @@ _ROOMS = ("cost", "formats", "ir", "plan", "schedules", "sim", "errors", "partit
 
 
 def __getattr__(name: str) -> object:
-    """Loads a public name, or one of the rooms that need no torch, when it is first used."""
+    """Load a public name, or one of the packages that do not need torch, on first use."""
     from importlib import import_module  # noqa: PLC0415
 
     if name in _ROOMS:
         return import_module(f"penstock.{name}")
     if name in __all__:
         for room in _ROOMS:
-            found = import_module(f"penstock.{room}")
-            if hasattr(found, name):
-                globals()[name] = getattr(found, name)
+            module = import_module(f"penstock.{room}")
+            if hasattr(module, name):
+                globals()[name] = getattr(module, name)
                 return globals()[name]
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    """All public names, also those not yet loaded."""
+    """All public names, including those that are not loaded yet."""
     return sorted({*globals(), *__all__})

@@ -1,7 +1,8 @@
-"""The start of the command line: `penstock`, `python -m penstock`, `torchrun -m penstock`.
+"""The entry point of the command line: `penstock`, `python -m penstock`, `torchrun -m penstock`.
 
-Imports take a noticeable part of a second, and torch aborts if an exception interrupts its own import. So a Ctrl-C that
-arrives during an import ends the process at once; at any other moment it is a KeyboardInterrupt, as usual.
+Imports take a noticeable time, and torch aborts if an exception interrupts its own import. So a
+Ctrl-C during an import ends the process at once. At any other moment it raises
+KeyboardInterrupt, as usual.
 """
 
 from __future__ import annotations
@@ -15,15 +16,15 @@ if TYPE_CHECKING:
     from types import FrameType
 
 INTERRUPTED = 130  # exit code: 128 + SIGINT
-IMPORT = "<frozen importlib._bootstrap>"  # the file of Python's own import code, as frames have it
+IMPORT = "<frozen importlib._bootstrap>"  # the file name of Python's import code in stack frames
 SHOW_CURSOR = "\x1b[?25h"  # a spinner hides it
 
 
 def main() -> None:
-    """Runs the command line."""
+    """Run the command line."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, interrupt)
-    from penstock.cli.app import main as run  # noqa: PLC0415  # not before Ctrl-C is taken care of
+    from penstock.cli.app import main as run  # noqa: PLC0415  # only after Ctrl-C is handled
 
     try:
         run()
@@ -33,7 +34,7 @@ def main() -> None:
 
 
 def interrupt(number: int, frame: FrameType | None) -> None:
-    """Ends the process if an import is under way; raises KeyboardInterrupt otherwise."""
+    """End the process if an import is running; otherwise raise KeyboardInterrupt."""
     while frame is not None:
         if frame.f_code.co_filename == IMPORT:
             leave(number, frame)
@@ -42,9 +43,9 @@ def interrupt(number: int, frame: FrameType | None) -> None:
 
 
 def leave(number: int, frame: FrameType | None) -> None:
-    """Ends the process at once, with one line."""
-    start = SHOW_CURSOR if sys.stderr.isatty() else ""
-    os.write(2, f"{start}Interrupted.\n".encode())
+    """End the process at once, with one line."""
+    prefix = SHOW_CURSOR if sys.stderr.isatty() else ""
+    os.write(2, f"{prefix}Interrupted.\n".encode())
     os._exit(INTERRUPTED)
 
 

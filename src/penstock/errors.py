@@ -1,18 +1,19 @@
-"""Everything that can go wrong by a user's hand, as one tree.
+"""The errors that a user's mistakes can cause, as one tree.
 
     PenstockError
-    ├── ScheduleError      tables that are no schedule: every fault, drawn
-    ├── ProgramError       a program that could deadlock, lose a message or read what is freed
-    ├── ShapeError         a size that a schedule does not have; says the nearest one that works
-    ├── UnknownNameError   a name nobody knows; says the nearest one
-    ├── FileError          a file that cannot be read, with the place
-    ├── ConfigError        a value of a config that nobody knows, or that is out of its range
-    └── RunError           a run that cannot go on
+    ├── ScheduleError      tables that are not a schedule, with every fault drawn
+    ├── ProgramError       a program that could deadlock, lose a message or use a freed result
+    ├── ShapeError         a size that does not fit, with the nearest one that does
+    ├── UnknownNameError   an unknown name, with the nearest known one
+    ├── FileError          a file that cannot be read or written, with the place
+    ├── ConfigError        an unknown or out-of-range value of a config
+    └── RunError           a run that cannot continue
         ├── ProofError     a plan that changes what a stage computes
-        ├── StuckError     a rank that waits for longer than it should
-        └── PeerLostError  a rank that waits for one that has died
+        ├── StuckError     a rank that has waited too long
+        └── PeerLostError  a rank that waits for another one that has died
 
-Our own mistakes are `assert`s. A `PenstockError` reaches a CLI user as one message, never as a traceback.
+Our own mistakes are `assert`s. The command line shows a `PenstockError` as one message,
+without a traceback.
 """
 
 from __future__ import annotations
@@ -22,17 +23,19 @@ from difflib import get_close_matches
 
 
 class PenstockError(Exception):
-    """A mistake of the user's: the message says what is false, where, and what to do."""
+    """A mistake of the user. The message says what is wrong, where, and what to do."""
 
 
 class ScheduleError(PenstockError):
-    """Three tables that are no schedule. `faults` holds every fault, one drawn text each."""
+    """Three tables that are not a schedule. `faults` holds a drawn text for every fault."""
 
     def __init__(self, faults: Iterable[str], shown: int = 8) -> None:
         self.faults = tuple(faults)
         hidden = len(self.faults) - shown
-        rest = [f"and {hidden} more faults"] if hidden > 0 else []
-        super().__init__("\n\n".join([*self.faults[:shown], *rest]))
+        texts = list(self.faults[:shown])
+        if hidden > 0:
+            texts.append(f"and {hidden} more faults")
+        super().__init__("\n\n".join(texts))
 
 
 class ProgramError(PenstockError):
@@ -40,11 +43,11 @@ class ProgramError(PenstockError):
 
 
 class ShapeError(PenstockError):
-    """A number of ranks, micro-batches, waves, ... that does not make sense for a schedule."""
+    """A number of ranks, micro-batches, waves, ... that does not fit."""
 
 
 class UnknownNameError(PenstockError):
-    """A name that is not in a list of names."""
+    """A name that is not in a list of known names."""
 
     def __init__(self, kind: str, name: str, known: Iterable[str]) -> None:
         names = sorted(known)
@@ -60,20 +63,26 @@ class FileError(PenstockError):
 
 
 class ConfigError(PenstockError):
-    """A config that cannot be run: every value that is wrong, by its name, with the range or the nearest name."""
+    """A config that cannot be run, with the names of all wrong values and their ranges."""
 
 
 class RunError(PenstockError):
-    """A run that cannot go on: what a rank was doing, and why it stopped."""
+    """A run that cannot continue: what a rank was doing, and why it stopped."""
 
 
 class ProofError(RunError):
-    """A plan that changes what a stage computes: which gradient differs, by how much, and which option causes it."""
+    """A plan that changes what a stage computes.
+
+    The message says which gradient differs, by how much, and which option causes it.
+    """
 
 
 class StuckError(RunError):
-    """A rank that has waited longer than its patience: for what, from whom, and what that one is doing."""
+    """A rank that has waited longer than its patience.
+
+    The message says for what it waits, from which rank, and what that rank is doing.
+    """
 
 
 class PeerLostError(RunError):
-    """A rank that waits for one that has died or closed its connection."""
+    """A rank that waits for another one that has died or closed its connection."""

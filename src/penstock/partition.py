@@ -1,4 +1,7 @@
-"""Layers dealt out to parts, (3, 3, 2) say: what a plan holds, a cost adds up, and a model is cut by."""
+"""Partitions: the number of layers of each part, such as (3, 3, 2).
+
+Plans store them, costs add them up, and models are cut by them.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +9,19 @@ from penstock.errors import ShapeError
 
 
 def even_partition(layers: int, parts: int) -> tuple[int, ...]:
-    """As equal as it goes; the first parts take what is left over, for the last one has the head to do.
+    """Divide layers as evenly as possible.
+
+    The first parts take one layer more, because the last part also has the head.
 
     >>> even_partition(8, 3)
     (3, 3, 2)
     """
-    for word, count in (("layers", layers), ("parts", parts)):
+    for name, count in (("layers", layers), ("parts", parts)):
         if count < 1:
-            raise ShapeError(f"{word} must be at least 1, not {count}")
+            raise ShapeError(f"{name} must be at least 1, not {count}")
     if parts > layers:
         raise ShapeError(
             f"{layers} layers cannot fill {parts} parts: at most {layers}, so that none is empty"
         )
-    return tuple(layers // parts + (part < layers % parts) for part in range(parts))
+    share, left_over = divmod(layers, parts)
+    return (share + 1,) * left_over + (share,) * (parts - left_over)

@@ -272,6 +272,7 @@ def test_a_report_lays_the_forecast_over_what_was_measured_and_names_the_largest
         f"{plan.schedule.table.action(3)} on rank 0: predicted 2 s, took 3.5 s",
         "chosen: by hand",
         "rank 1: parts 1, layers 2; predicted 20 B of weights",
+        "Where the time went",
     ):
         assert words in page, words
 

@@ -21,7 +21,17 @@ from penstock.errors import ShapeError
 from penstock.ir import MicroBatch, schedule_of
 from penstock.ir.timeline import MEASURED_UNITS, REAL_UNITS
 from penstock.schedules.orders import backwards, forwards, loop_placement, paths_through
-from penstock.view import Series, gantt, page, palette, plain, svg, trace
+from penstock.view import (
+    Series,
+    gantt,
+    page,
+    palette,
+    plain,
+    report_page,
+    svg,
+    time_rows_of,
+    trace,
+)
 from penstock.view.chart import chart
 from penstock.view.numbers import short, write_time
 
@@ -402,5 +412,33 @@ def test_names_of_few_lines_stand_beside_the_title_and_those_of_more_beside_the_
 def test_times_of_a_report_are_seconds_though_its_sizes_are_counts():
     timeline = simulate(make("1f1b", ranks=2, microbatches=2), UnitCost())
     measured = replace(timeline, units=MEASURED_UNITS)
-    assert '"seconds":true,"bytes":false' in page([("measured", measured)])
-    assert '"seconds":false,"bytes":false' in page([("predicted", timeline)])
+    assert '"units":{"seconds":true,"inBytes":false}' in page([("measured", measured)])
+    assert '"units":{"seconds":false,"inBytes":false}' in page(
+        [("predicted", timeline)]
+    )
+
+
+def test_a_page_writes_each_timeline_in_its_own_units():
+    counted = simulate(make("1f1b", ranks=2, microbatches=2), UnitCost())
+    measured = replace(counted, units=MEASURED_UNITS)
+    text = page([("predicted", replace(counted, units=REAL_UNITS)), ("it", measured)])
+    assert '"name":"predicted","units":{"seconds":true,"inBytes":true}' in text
+    assert '"name":"it","units":{"seconds":true,"inBytes":false}' in text
+
+
+def test_a_report_says_where_the_time_of_each_rank_went():
+    predicted = simulate(make("1f1b", ranks=2, microbatches=2), UnitCost(comm=0.5))
+    predicted = replace(predicted, units=REAL_UNITS)
+    late = np.full(len(predicted.start), 0.25)
+    late[0] = 0.0
+    measured = replace(
+        predicted, start=predicted.start + late, end=predicted.end + late
+    )
+    rows = time_rows_of(predicted, measured)
+    assert [row[0] for row in rows] == ["0", "1"]
+    assert rows[0][1] == "6 s (59%)"
+    assert rows[0][4] == "250 ms (2%)"
+    text = report_page("A run", [], [], [], time_rows=rows)
+    assert "<h2>Where the time went</h2>" in text
+    assert "<td>6 s (59%)</td>" in text
+    assert "Where the time went" not in report_page("A run", [], [], [])

@@ -29,9 +29,7 @@ class PartCost:
     B: Curve | None = None
     held: float = 0.0  # activations, from F to the end of the backward
     kept: float | None = None  # the part of them that stays until W ends; default: all
-    message: float = (
-        0.0  # the result for the next part, and its gradient on the way back
-    )
+    message: float = 0.0  # the result for the next part, or its gradient
     weights: float = 0.0  # weights, gradients and optimizer state, in bytes
     recompute: bool = False  # keep only the input, and run F again before the backward
     tied: float = 0.0  # the weights that the first and last part share, in bytes

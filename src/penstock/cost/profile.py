@@ -23,9 +23,13 @@ from penstock.ir.plan import Facts
 from penstock.ir.schedule import Schedule
 from penstock.partition import even_partition
 
-MAX_ERROR = 0.5  # of a curve on held-out points: usual are 9 to 25% on a CPU and 1 to 7% on a GPU
-KERNEL_TILE_TOKENS = {"cuda": 128}  # kernels take as long for part of a tile as for all
-MATTERS = 0.01  # share of an op's time over the whole model from which the op of a block matters
+# The largest relative error of a curve on held-out points with which plans are made.
+# Usual errors are 9 to 25% on a CPU and 1 to 7% on a GPU.
+MAX_ERROR = 0.5
+# A block matters for an op from this share of the op's time over the whole model on.
+MIN_TIME_SHARE = 0.01
+# Kernels take as long for a part of a tile as for all of it.
+KERNEL_TILE_TOKENS = {"cuda": 128}
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,13 +72,13 @@ class Block:
 
 
 def refuse_error(profile: Profile, source: str) -> None:
-    """Refuses a profile that is too far off to plan with. `source`: its file, as the error names it."""
+    """Refuse a profile whose error is too large to plan with; the error calls its file `source`."""
     if profile.worst_error > MAX_ERROR:
         raise ShapeError(f"{source}: {error_warning(profile)}")
 
 
 def error_warning(profile: Profile) -> str:
-    """What is wrong with a profile that is too far off, and what to do."""
+    """What is wrong with a profile whose error is too large, and what to do."""
     return (
         f"the measured times are off by up to {profile.worst_error:,.0%} on points held out of the fit; "
         f"the most to plan with is {MAX_ERROR:.0%}\n"
@@ -98,11 +102,15 @@ def fit_op(points: Sequence[Point], op: Op) -> Fit:
     """Fit the curve of one op. An op that does nothing (the W of an embedding) takes no time."""
     if not any(point.of(op) for point in points):
         return Fit(Seconds(), 0.0, 0.0)
-    seen, unseen = (
-        [(p.tokens, p.prefix, p.of(op)) for p in points if p.held_out is out]
-        for out in (False, True)
-    )
-    return fit(seen, unseen)
+    fitted = []
+    held_out = []
+    for point in points:
+        measured = (point.tokens, point.prefix, point.of(op))
+        if point.held_out:
+            held_out.append(measured)
+        else:
+            fitted.append(measured)
+    return fit(fitted, held_out)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,9 +130,7 @@ class Profile:
     network: Network = field(default_factory=Network)
     model: Facts = ()  # which model it is
     device: Facts = ()  # where and how it was measured
-    turn: float = (
-        0.0  # seconds an action takes besides its op: the executor and the messages
-    )
+    turn: float = 0.0  # seconds of the executor and the messages, per action
     tied: float = 0.0  # bytes of weights and their state that embedding and head share
 
     def cost(
@@ -166,26 +172,27 @@ class Profile:
         blocks = self.blocks(layers, first, last)
 
         def curve(op: Op) -> Curve:
-            return sum_curves(
-                [
-                    (1, Seconds(self.turn)),
-                    *((count, one.fit(op).curve) for count, one in blocks),
-                ]
-            )
+            terms: list[tuple[float, Curve]] = [(1, Seconds(self.turn))]
+            terms += [(count, block.fit(op).curve) for count, block in blocks]
+            return sum_curves(terms)
 
+        held = sum(count * block.held for count, block in blocks)
+        if not last:
+            held += self.message  # its result
+        weights = sum(count * block.weights for count, block in blocks)
+        if first and last:
+            weights -= self.tied
         return PartCost(
             F=curve(Op.F),
             I=curve(Op.I),
             W=curve(Op.W),
             B=curve(Op.B),
-            held=sum(count * one.held for count, one in blocks)
-            + (0.0 if last else self.message),  # and its result
-            kept=sum(count * one.kept for count, one in blocks),
+            held=held,
+            kept=sum(count * block.kept for count, block in blocks),
             message=self.message,
             recompute=recompute,
             tied=self.tied if first != last else 0.0,
-            weights=sum(count * one.weights for count, one in blocks)
-            - (self.tied if first and last else 0.0),
+            weights=weights,
         )
 
     def blocks(self, layers: int, first: bool, last: bool) -> list[tuple[int, Block]]:
@@ -194,21 +201,20 @@ class Profile:
 
     @property
     def worst_error(self) -> float:
-        """The worst error of a curve on points that took no part in its fit, of all that matter to a step.
+        """The worst error on held-out points of all curves that matter.
 
-        An op of a block matters if it is at least a hundredth of the time of that op over the whole model.
+        A block matters for an op if it takes at least a hundredth of the time of that op
+        over the whole model.
         """
         blocks = self.blocks(self.layers, first=True, last=True)
         errors = [0.0]
         for op in (Op.F, Op.B, Op.I, Op.W):
-            times = [
-                count * one.fit(op).curve.of(self.tokens, 0) for count, one in blocks
-            ]
-            errors += [
-                one.fit(op).worst
-                for (_, one), seconds in zip(blocks, times, strict=True)
-                if seconds >= MATTERS * sum(times) > 0
-            ]
+            fits = [(count, block.fit(op)) for count, block in blocks]
+            times = [count * each.curve.of(self.tokens, 0) for count, each in fits]
+            total = sum(times)
+            for (_, each), seconds in zip(fits, times, strict=True):
+                if total > 0 and seconds >= MIN_TIME_SHARE * total:
+                    errors.append(each.worst)
         return max(errors)
 
     def update(self, partition: Sequence[int]) -> tuple[float, ...]:
@@ -217,13 +223,11 @@ class Profile:
         The update is not an action of the schedule: it follows the last action of a rank.
         """
         last = len(partition) - 1
-        return tuple(
-            sum(
-                count * one.update
-                for count, one in self.blocks(layers, number == 0, number == last)
-            )
-            for number, layers in enumerate(partition)
-        )
+        updates = []
+        for number, layers in enumerate(partition):
+            blocks = self.blocks(layers, number == 0, number == last)
+            updates.append(sum(count * block.update for count, block in blocks))
+        return tuple(updates)
 
 
 def enlarge(profile: Profile, rows: int, tokens: int) -> Profile:
@@ -231,37 +235,43 @@ def enlarge(profile: Profile, rows: int, tokens: int) -> Profile:
 
     Used where the full size would take too long to measure.
     """
-    wide, long_ = rows / profile.rows, tokens // profile.tokens
+    width_factor = rows / profile.rows
+    length_factor = tokens // profile.tokens
+    time_factor = width_factor * length_factor
     if tokens % profile.tokens:
         raise ShapeError(
             f"the profile has sequences of {profile.tokens} tokens, and {tokens} is not a "
             "multiple of that"
         )
 
-    def larger(one: Block) -> Block:
-        share = wide * long_
-        points = [
-            Point(
-                p.tokens * long_,
-                p.prefix * long_,
-                p.F * share,
-                p.B * share,
-                p.I * share,
-                p.W * share,
-                p.held_out,
-            )
-            for p in one.points
-        ]
-        return block(points, one.held * wide, one.kept * wide, one.weights, one.update)
+    def enlarge_point(point: Point) -> Point:
+        return Point(
+            point.tokens * length_factor,
+            point.prefix * length_factor,
+            point.F * time_factor,
+            point.B * time_factor,
+            point.I * time_factor,
+            point.W * time_factor,
+            point.held_out,
+        )
+
+    def enlarge_block(original: Block) -> Block:
+        return block(
+            [enlarge_point(point) for point in original.points],
+            original.held * width_factor,
+            original.kept * width_factor,
+            original.weights,
+            original.update,
+        )
 
     return replace(
         profile,
         tokens=tokens,
         rows=rows,
-        message=profile.message * wide,
-        embed=larger(profile.embed),
-        layer=larger(profile.layer),
-        head=larger(profile.head),
+        message=profile.message * width_factor,
+        embed=enlarge_block(profile.embed),
+        layer=enlarge_block(profile.layer),
+        head=enlarge_block(profile.head),
     )
 
 

@@ -30,6 +30,13 @@ class Idle(NamedTuple):
     end: list[float]  # after its last action, while others still work
 
 
+def message_seconds(timeline: Timeline) -> float:
+    """The time that a message is on its way, in the median; 0 without messages."""
+    seconds = timeline.arrived - timeline.sent
+    known = seconds[np.isfinite(seconds)]
+    return float(np.median(known)) if len(known) else 0.0
+
+
 def idle(timeline: Timeline, hop: float) -> Idle:
     """Split the idle time by cause, if a message takes `hop` seconds."""
     table = timeline.schedule.table

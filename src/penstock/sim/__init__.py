@@ -1,4 +1,4 @@
-"""A schedule and a cost in, a timeline out."""
+"""Predict the timeline of a schedule under a cost."""
 
 from penstock.sim.shared import simulate_shared
 from penstock.sim.simulate import simulate

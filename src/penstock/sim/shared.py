@@ -1,11 +1,14 @@
-"""The same prediction where ranks share processors: who is ready waits for one, and keeps it for a turn at least.
+"""Predict when everything happens if ranks share processors.
 
-    two cores    rank 0 |F0--F1--   F2--      three are ready: the one that came last waits,
-                 rank 1 |    F0----  F1--     until another has to wait for a message or its turn is over
+A rank that is ready waits for a processor, and then keeps it for at least one turn:
+
+    two cores    rank 0 |F0--F1--   F2--      three are ready: the last one waits until
+                 rank 1 |    F0----  F1--     another one waits for a message, or its turn is over
                  rank 2 |        ··F0--
 
-Waiting for a processor is no work, and shows as idle time, as in a measured step. So does a pause after an action, but
-it takes the processor: what a process does between two actions. Messages take none.
+Waiting for a processor counts as idle time, as in a measured step. A pause after an action is
+idle time, too, but it occupies the processor: it stands for the work of a process between two
+actions. Messages need no processor.
 """
 
 from __future__ import annotations
@@ -20,14 +23,16 @@ from penstock.ir.schedule import Schedule
 from penstock.ir.timeline import Timeline
 from penstock.sim.simulate import simulate, timeline_of
 
-SOON = 1e-12  # of the work of an action: done
-TURN = 4e-3  # seconds that a process keeps a core while others wait for it: a tick of most Linux kernels
+RELATIVE_TOLERANCE = 1e-12  # an action with less work left than this is done
+TURN = 4e-3  # seconds that a process keeps a core while others wait: a tick of most Linux kernels
 
 
 def simulate_shared(
     schedule: Schedule, cost: Cost, processors: int, turn: float = TURN
 ) -> Timeline:
-    """The timeline of a schedule whose ranks share so many processors; of as many as ranks, the one of `simulate`.
+    """The timeline of a schedule whose ranks share processors.
+
+    With a processor for each rank, this is `simulate`.
 
     >>> from penstock import UnitCost, make
     >>> [simulate_shared(make("gpipe", ranks=2, microbatches=2), UnitCost(), n, turn=1).makespan for n in (2, 1)]
@@ -35,81 +40,81 @@ def simulate_shared(
     """
     if processors >= schedule.ranks:
         return simulate(schedule, cost)
-    found = _Sharing(schedule, cost, processors, turn)
-    while found.waiting or found.queue or found.running:
-        found.admit()
-        found.advance()
+    machine = _Machine(schedule, cost, processors, turn)
+    while machine.waiting or machine.queue or machine.running:
+        machine.admit()
+        machine.advance()
     return timeline_of(
         schedule,
         cost,
-        found.costs,
-        found.start,
-        found.end,
-        found.sent,
-        found.arrived,
-        found.cause,
+        machine.costs,
+        machine.start,
+        machine.end,
+        machine.sent,
+        machine.arrived,
+        machine.cause,
     )
 
 
-class _Sharing:
-    """Who runs, who waits for a processor, who waits for what it needs; now."""
+class _Machine:
+    """The state at one moment: each rank runs, waits for a processor, or waits for results."""
 
     def __init__(
         self, schedule: Schedule, cost: Cost, processors: int, turn: float
     ) -> None:
-        self.table, self.costs = schedule.table, columns(schedule, cost)
-        self.serial, self.processors, self.turn, self.now = (
-            cost.serial,
-            processors,
-            turn,
-            0.0,
-        )
-        count, table = len(self.table), self.table
-        self.start, self.end, self.sent, self.arrived = (
-            np.full(count, np.nan) for _ in range(4)
-        )
+        self.table = schedule.table
+        self.costs = columns(schedule, cost)
+        self.serial = cost.serial
+        self.processors = processors
+        self.turn = turn
+        self.now = 0.0
+        count = len(self.table)
+        self.start = np.full(count, np.nan)
+        self.end = np.full(count, np.nan)
+        self.sent = np.full(count, np.nan)
+        self.arrived = np.full(count, np.nan)
         self.cause = np.full(count, -1, dtype=np.int32)
-        self.due, self.last = (
-            table.first[:-1].copy(),
-            table.first[1:],
-        )  # next action of each rank, end of its lane
-        self.free = np.zeros(self.costs.link.max(initial=0) + 1)
-        self.left = self.costs.seconds.astype(float)  # seconds of work, by action
-        self.waiting = {
-            rank for rank in range(schedule.ranks) if self.due[rank] < self.last[rank]
-        }
-        self.queue: deque[int] = deque()
-        self.running: dict[int, float] = {}  # rank: when its turn is over
-        self.resting: dict[
-            int, float
-        ] = {}  # of those, seconds of a pause that are left
+        self.due = self.table.first[:-1].copy()  # the next action of each rank
+        self.last = self.table.first[1:]  # the end of its lane
+        self.free = np.zeros(self.costs.link.max(initial=0) + 1)  # by link
+        self.left = self.costs.seconds.astype(float)  # seconds of work left, by action
+        self.waiting = set(np.flatnonzero(self.due < self.last).tolist())
+        self.queue: deque[int] = deque()  # ranks that wait for a processor
+        self.running: dict[int, float] = {}  # rank: the end of its turn
+        self.resting: dict[int, float] = {}  # running rank: seconds left of its pause
 
     def ready(self, rank: int) -> float:
-        """When the next action of a rank has all that it needs; infinite if that is not known yet."""
-        number, when = self.due[rank], 0.0
+        """When the next action of a rank has all that it needs; infinite if unknown yet."""
+        number = self.due[rank]
+        time = 0.0
         if number > self.table.first[rank]:
-            when, self.cause[number] = self.end[number - 1], number - 1
+            time = float(self.end[number - 1])
+            self.cause[number] = number - 1
         for needed in self.table.needs[number]:
-            if needed >= 0:
-                there = (
-                    self.end[needed]
-                    if self.table.rank[needed] == rank
-                    else self.arrived[needed]
-                )
-                if np.isnan(there):
-                    return np.inf
-                if there > when:
-                    when, self.cause[number] = float(there), needed
-        return when
+            if needed < 0:
+                continue
+            is_here = self.table.rank[needed] == rank
+            available = self.end[needed] if is_here else self.arrived[needed]
+            if np.isnan(available):
+                return np.inf
+            if available > time:
+                time = float(available)
+                self.cause[number] = needed
+        return time
 
     def admit(self) -> None:
-        """Who has what it needs waits for a processor; who is first gets one that is free, or whose turn is over."""
-        now, queue, running = self.now, self.queue, self.running
-        queue += sorted(
-            (rank for rank in self.waiting if self.ready(rank) <= now), key=self.ready
-        )
+        """Queue the ranks that are ready, and give processors to the first in the queue.
+
+        A rank whose turn is over goes back to the queue if others wait.
+        """
+        now = self.now
+        queue = self.queue
+        running = self.running
+        ready = [rank for rank in self.waiting if self.ready(rank) <= now]
+        queue += sorted(ready, key=self.ready)
         self.waiting.difference_update(queue)
-        for rank in [rank for rank, until in running.items() if until <= now]:
+        turn_over = [rank for rank, until in running.items() if until <= now]
+        for rank in turn_over:
             if queue:
                 del running[rank]
                 queue.append(rank)
@@ -122,40 +127,42 @@ class _Sharing:
                 self.start[self.due[rank]] = now
 
     def advance(self) -> None:
-        """To the next moment at which anything changes."""
-        now, due, running, resting = self.now, self.due, self.running, self.resting
+        """Advance to the next moment at which anything changes."""
+        now = self.now
+        due = self.due
+        running = self.running
+        resting = self.resting
         events = [now + resting.get(rank, self.left[due[rank]]) for rank in running]
         events += [when for when in map(self.ready, self.waiting) if when > now]
-        then = min(events + (list(running.values()) if self.queue else []))
+        if self.queue:
+            events += running.values()
+        then = min(events)
         self.now = then
         for rank in list(running):
             if rank in resting:
                 resting[rank] -= then - now
-                if resting[rank] <= SOON * then:
+                if resting[rank] <= RELATIVE_TOLERANCE * then:
                     del resting[rank]
                     self.go_on(rank)
             else:
                 self.left[due[rank]] -= then - now
-                if self.left[due[rank]] <= SOON * max(
-                    self.costs.seconds[due[rank]], then
-                ):
+                scale = max(self.costs.seconds[due[rank]], then)
+                if self.left[due[rank]] <= RELATIVE_TOLERANCE * scale:
                     self.finish(rank)
 
     def finish(self, rank: int) -> None:
-        """An action is done: its message leaves; the rank rests, then goes on with what it has, or waits."""
-        number, costs = self.due[rank], self.costs
+        """End the action of a rank: send its message, and let the rank rest or go on."""
+        number = self.due[rank]
+        costs = self.costs
         self.end[number] = self.now
-        if costs.link[number] >= 0:
-            leave = (
-                max(self.now, self.free[costs.link[number]])
-                if self.serial
-                else self.now
-            )
-            self.free[costs.link[number]] = leave + costs.wire[number]
-            self.sent[number], self.arrived[number] = (
-                leave,
-                leave + costs.wire[number] + costs.latency[number],
-            )
+        link = costs.link[number]
+        if link >= 0:
+            leave = self.now
+            if self.serial:
+                leave = max(leave, self.free[link])
+            self.free[link] = leave + costs.wire[number]
+            self.sent[number] = leave
+            self.arrived[number] = leave + costs.wire[number] + costs.latency[number]
         self.due[rank] += 1
         if costs.pause[number] and self.due[rank] < self.last[rank]:
             self.resting[rank] = costs.pause[number]
@@ -163,11 +170,11 @@ class _Sharing:
             self.go_on(rank)
 
     def go_on(self, rank: int) -> None:
-        """A rank that runs is free for its next action."""
-        over = self.due[rank] == self.last[rank]
-        if not over and self.ready(rank) <= self.now:
+        """Let a running rank start its next action, or give up its processor."""
+        is_done = self.due[rank] == self.last[rank]
+        if not is_done and self.ready(rank) <= self.now:
             self.start[self.due[rank]] = self.now
             return
         del self.running[rank]
-        if not over:
+        if not is_done:
             self.waiting.add(rank)

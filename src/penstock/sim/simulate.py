@@ -1,10 +1,11 @@
-"""Predicts when everything happens: one pass over the actions, each after all that it needs.
+"""Predict when everything happens, in one pass over the actions.
 
-    start = the latest of: the rank is free and has rested; what it needs is there (over a link: once the message is)
+    start = as soon as the rank is free and has rested, and all results that it needs are there
     end   = start + seconds
 
-Messages leave when their action ends. On a serial link each waits for the one before it; a rank finishes its actions
-in the order of its lane, so that order is also the order of the messages on each of its links.
+A message leaves when its action ends. On a serial link, each message waits for the one before
+it. A rank finishes its actions in the order of its lane, so its messages take each link in that
+order, too.
 """
 
 from __future__ import annotations
@@ -26,11 +27,15 @@ def simulate(schedule: Schedule, cost: Cost) -> Timeline:
     >>> simulate(make("1f1b", ranks=4, microbatches=8), UnitCost()).makespan
     33.0
     """
-    table, costs = schedule.table, columns(schedule, cost)
-    start, end = np.empty(len(table)), np.empty(len(table))
-    sent, arrived = np.full(len(table), np.nan), np.full(len(table), np.nan)
+    table = schedule.table
+    costs = columns(schedule, cost)
+    start = np.empty(len(table))
+    end = np.empty(len(table))
+    sent = np.full(len(table), np.nan)
+    arrived = np.full(len(table), np.nan)
     cause = np.full(len(table), -1, dtype=np.int32)
-    at_speed(_run, len(table))(
+    run = at_speed(_run, len(table))
+    run(
         table.order,
         table.rank,
         table.needs,
@@ -60,14 +65,13 @@ def timeline_of(
     arrived: Floats,
     cause: Ints,
 ) -> Timeline:
-    """Times with what is held meanwhile."""
-    held, weights = levels(schedule, costs), weights_of(schedule, cost)
+    """A timeline with these times, and the memory in use meanwhile."""
     return Timeline(
         schedule,
         start,
         end,
-        held,
-        weights,
+        levels(schedule, costs),
+        weights_of(schedule, cost),
         sent,
         arrived,
         costs.bytes,
@@ -77,17 +81,23 @@ def timeline_of(
 
 
 def weights_of(schedule: Schedule, cost: Cost) -> Floats:
-    """Bytes of weights on each rank. Stages of one part share them, as do the first and the last part a tied weight."""
-    held = {
-        (stage.rank, stage.part): number for number, stage in enumerate(schedule.stages)
-    }
+    """The bytes of weights on each rank.
+
+    Stages of one part on a rank share their weights, and so do the first and the last part
+    their tied weights.
+    """
+    stage_of = {}  # by rank and part
+    for number, stage in enumerate(schedule.stages):
+        stage_of[stage.rank, stage.part] = number
     weights = np.zeros(schedule.ranks)
-    for (rank, _), number in held.items():
+    for (rank, _), number in stage_of.items():
         weights[rank] += cost.weights(schedule, number)
     last = schedule.parts - 1
-    tied = cost.tied(schedule) if last else 0.0
-    for rank in range(schedule.ranks if tied else 0):
-        if (rank, 0) in held and (rank, last) in held:
+    if last == 0:
+        return weights
+    tied = cost.tied(schedule)
+    for rank in range(schedule.ranks):
+        if (rank, 0) in stage_of and (rank, last) in stage_of:
             weights[rank] -= tied
     return weights
 

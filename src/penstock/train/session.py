@@ -29,7 +29,7 @@ from penstock.train.after.reasons import reasons_of
 from penstock.train.coverage import count_pipelines, hold_every_part
 from penstock.train.forecast import Forecast, known_forecast
 from penstock.train.history import StepRow, read_rows, read_timeline
-from penstock.view import Series, report_page
+from penstock.view import Series, report_page, time_rows_of
 from penstock.view.numbers import write_size, write_time
 
 UNIT_HOP = 0.05  # of a micro-batch's forward on a rank: the latency that schedules are compared with
@@ -357,6 +357,7 @@ def render_report(found: Summary, title: str, sample: str = "") -> str:
     if found.evaluation is not None:
         facts.append(("held out", f"{found.evaluation:.4f}"))
     timelines = []
+    time_rows: list[list[str]] = []
     if found.predicted is not None and found.measured is not None:
         facts.append(
             (
@@ -368,6 +369,7 @@ def render_report(found: Summary, title: str, sample: str = "") -> str:
             ("predicted", found.predicted),
             (f"measured, step {found.step}", found.measured),
         ]
+        time_rows = time_rows_of(found.predicted, found.measured)
     figures = [
         (
             "loss",
@@ -393,6 +395,7 @@ def render_report(found: Summary, title: str, sample: str = "") -> str:
         sample,
         lists,
         (why.sentences, why.heads, why.rows),
+        time_rows,
     )
 
 

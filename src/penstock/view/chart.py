@@ -1,11 +1,11 @@
-"""Lines over a common axis, as a figure: loss curves and the like.
+"""A figure of curves over a common axis, such as loss curves.
 
     title
-    4 |\\__                     ── full, 3 seeds      a line a series, in its colour; its band is from the lowest
-    3 |   \\____                ── half skipped       to the highest of what it is a mean of
+    4 |\\__                     ── full, 3 seeds      each series is a line; its band reaches from the lowest
+    3 |   \\____                ── half skipped       to the highest of the values whose mean it is
       +----------- x
 
-Names of one or two lines stand beside the title, those of more beside the plot.
+The names of one or two lines stand next to the title, those of more lines next to the plot.
 """
 
 from __future__ import annotations
@@ -28,24 +28,21 @@ COLOURS = (
     "#8a8a2a",
     "#5b6675",
 )
-TEXT_COLOUR, LINE_COLOUR = "#5b6675", "#e3e7ec"
-LEFT, TOP, PLOT_WIDTH, PLOT_HEIGHT, LEGEND, MARGIN = (
-    62.0,
-    44.0,
-    520.0,
-    300.0,
-    210.0,
-    24.0,
-)
-INLINE_LEGEND_LINES, LETTER_WIDTH = (
-    2,
-    6.6,
-)  # lines whose names fit beside the title; width of a letter
+TEXT_COLOUR = "#5b6675"
+LINE_COLOUR = "#e3e7ec"
+LEFT = 62.0
+TOP = 44.0
+PLOT_WIDTH = 520.0
+PLOT_HEIGHT = 300.0
+LEGEND_WIDTH = 210.0
+MARGIN = 24.0
+LETTER_WIDTH = 6.6
+MAX_INLINE_NAMES = 2  # names that fit next to the title
 
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """A series: points from left to right, with a band around them where `low` and `high` are given."""
+    """Points from left to right, with a band around them if `low` and `high` are given."""
 
     name: str
     x: tuple[float, ...]
@@ -53,33 +50,37 @@ class Series:
     low: tuple[float, ...] = ()
     high: tuple[float, ...] = ()
     dashed: bool = False
-    colour: str = ""  # without one: the next of COLOURS
+    colour: str = ""  # empty: the next of COLOURS
 
     def __post_init__(self) -> None:
-        if (
-            len(self.x) != len(self.y)
-            or len(self.low) != len(self.high)
-            or len(self.low) not in (0, len(self.x))
-        ):
+        points = len(self.x)
+        has_band = len(self.low) in (0, points) and len(self.low) == len(self.high)
+        if points != len(self.y) or not has_band:
             raise ShapeError(
-                f"line {self.name!r} has {len(self.x)} x, {len(self.y)} y, {len(self.low)} in its band"
+                f"the series {self.name!r} has {points} x values, {len(self.y)} y values, "
+                f"and a band of {len(self.low)} low and {len(self.high)} high values"
             )
 
 
 @dataclass(frozen=True, slots=True)
 class _Frame:
-    """What the axes show."""
+    """The ranges of the axes."""
 
     left: float
     right: float
     low: float
     high: float
 
-    def at(self, x: float, y: float) -> tuple[float, float]:
-        return (
-            LEFT + PLOT_WIDTH * (x - self.left) / (self.right - self.left),
-            TOP + PLOT_HEIGHT * (self.high - y) / (self.high - self.low),
-        )
+    def place(self, x: float, y: float) -> tuple[float, float]:
+        """The pixel of a point."""
+        share_x = (x - self.left) / (self.right - self.left)
+        share_y = (self.high - y) / (self.high - self.low)
+        return LEFT + PLOT_WIDTH * share_x, TOP + PLOT_HEIGHT * share_y
+
+    def places(self, xs: Sequence[float], ys: Sequence[float]) -> list[str]:
+        """The pixels of points, as SVG writes them."""
+        pixels = [self.place(x, y) for x, y in zip(xs, ys, strict=True)]
+        return [f"{x:.1f},{y:.1f}" for x, y in pixels]
 
 
 def chart(
@@ -90,7 +91,9 @@ def chart(
     top: float | None = None,
     marks: bool = False,
 ) -> str:
-    """The figure, as the text of an SVG file; what is above `top` is cut off; `marks` puts a dot on each point.
+    """The text of an SVG file.
+
+    Curves are cut off above `top`, and `marks` puts a dot on each point.
 
     >>> chart([Series("loss", (0, 1), (2, 1))], "Training", "steps", "loss")[:4]
     '<svg'
@@ -99,14 +102,18 @@ def chart(
     if not drawn:
         raise ShapeError("a chart needs a line with points")
     frame = _frame(drawn, top)
-    colours = [
-        line.colour or COLOURS[number % len(COLOURS)]
-        for number, line in enumerate(drawn)
-    ]
-    width, height = (
-        LEFT + PLOT_WIDTH + (LEGEND if len(drawn) > INLINE_LEGEND_LINES else MARGIN),
-        TOP + PLOT_HEIGHT + 52,
-    )
+    colours = []
+    bands: list[str] = []
+    curves: list[str] = []
+    for number, line in enumerate(drawn):
+        colour = line.colour or COLOURS[number % len(COLOURS)]
+        colours.append(colour)
+        bands += _band(frame, line, colour)
+        curves += _curve(frame, line, colour, marks)
+    right_margin = LEGEND_WIDTH if len(drawn) > MAX_INLINE_NAMES else MARGIN
+    width = LEFT + PLOT_WIDTH + right_margin
+    height = TOP + PLOT_HEIGHT + 52
+    clip = f'<rect x="{LEFT:g}" y="{TOP:g}" width="{PLOT_WIDTH:g}" height="{PLOT_HEIGHT:g}"/>'
     return "\n".join(
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" width="{width:g}"'
@@ -115,18 +122,10 @@ def chart(
             f'<rect width="100%" height="100%" fill="{IDLE}"/>',
             f'<text x="{LEFT:g}" y="24" font-size="15" font-weight="bold">{escape(title)}</text>',
             *_axes(frame, across, up),
-            f'<clipPath id="plot"><rect x="{LEFT:g}" y="{TOP:g}" width="{PLOT_WIDTH:g}" height="{PLOT_HEIGHT:g}"/></clipPath>',
+            f'<clipPath id="plot">{clip}</clipPath>',
             '<g clip-path="url(#plot)">' if top is not None else "<g>",
-            *[
-                part
-                for line, colour in zip(drawn, colours, strict=True)
-                for part in _band(frame, line, colour)
-            ],
-            *[
-                part
-                for line, colour in zip(drawn, colours, strict=True)
-                for part in _line(frame, line, colour, marks)
-            ],
+            *bands,
+            *curves,
             "</g>",
             *_legend(drawn, colours),
             "</svg>\n",
@@ -135,26 +134,30 @@ def chart(
 
 
 def _frame(lines: Sequence[Series], top: float | None) -> _Frame:
-    xs = [x for line in lines for x in line.x]
-    ys = [y for line in lines for y in (*line.y, *line.low, *line.high)]
-    ys = ys if top is None else [min(y, top) for y in ys]
+    xs: list[float] = []
+    ys: list[float] = []
+    for line in lines:
+        xs += line.x
+        ys += [*line.y, *line.low, *line.high]
+    if top is not None:
+        ys = [min(y, top) for y in ys]
+    left = min(xs)
+    right = max(xs)
+    if right == left:
+        right = left + 1
     room = (max(ys) - min(ys)) * 0.04 or 1.0
-    return _Frame(
-        min(xs),
-        max(xs) if max(xs) > min(xs) else min(xs) + 1,
-        min(ys) - room,
-        max(ys) + room,
-    )
+    return _Frame(left, right, min(ys) - room, max(ys) + room)
 
 
 def _axes(frame: _Frame, across: str, up: str) -> Iterator[str]:
-    bottom, right = TOP + PLOT_HEIGHT, LEFT + PLOT_WIDTH
+    bottom = TOP + PLOT_HEIGHT
+    right = LEFT + PLOT_WIDTH
     for y in _ticks(frame.low, frame.high):
-        at = frame.at(frame.left, y)[1]
+        at = frame.place(frame.left, y)[1]
         yield f'<path d="M{LEFT:g} {at:.1f}H{right:g}" stroke="{LINE_COLOUR}"/>'
         yield f'<text x="{LEFT - 7:g}" y="{at + 4:.1f}" text-anchor="end" fill="{TEXT_COLOUR}">{short(y, 5)}</text>'
     for x in _ticks(frame.left, frame.right):
-        at = frame.at(x, frame.low)[0]
+        at = frame.place(x, frame.low)[0]
         yield f'<path d="M{at:.1f} {bottom:g}v5" stroke="{TEXT_COLOUR}"/>'
         yield f'<text x="{at:.1f}" y="{bottom + 19:g}" text-anchor="middle" fill="{TEXT_COLOUR}">{short(x, 5)}</text>'
     yield f'<path d="M{LEFT:g} {TOP:g}V{bottom:g}H{right:g}" fill="none" stroke="{TEXT_COLOUR}"/>'
@@ -166,49 +169,44 @@ def _axes(frame: _Frame, across: str, up: str) -> Iterator[str]:
 def _ticks(low: float, high: float) -> list[float]:
     step = round_step(high - low, 6)
     first = int(low / step) - 1
-    return [
-        number * step
-        for number in range(first, first + 20)
-        if low <= number * step <= high
-    ]
+    multiples = [number * step for number in range(first, first + 20)]
+    return [multiple for multiple in multiples if low <= multiple <= high]
 
 
 def _band(frame: _Frame, line: Series, colour: str) -> Iterator[str]:
     if line.low:
-        there = [frame.at(x, y) for x, y in zip(line.x, line.high, strict=True)]
-        back = [frame.at(x, y) for x, y in zip(line.x, line.low, strict=True)][::-1]
-        points = " ".join(f"{x:.1f},{y:.1f}" for x, y in (*there, *back))
+        upper_edge = frame.places(line.x, line.high)
+        lower_edge = frame.places(line.x, line.low)
+        points = " ".join(upper_edge + lower_edge[::-1])
         yield f'<polygon points="{points}" fill="{colour}" fill-opacity="0.13"/>'
 
 
-def _line(frame: _Frame, line: Series, colour: str, marks: bool) -> Iterator[str]:
-    points = [frame.at(x, y) for x, y in zip(line.x, line.y, strict=True)]
-    dash = ' stroke-dasharray="6 4"' if line.dashed else ""
+def _curve(frame: _Frame, line: Series, colour: str, marks: bool) -> Iterator[str]:
+    points = " ".join(frame.places(line.x, line.y))
     yield (
-        f'<polyline points="{" ".join(f"{x:.1f},{y:.1f}" for x, y in points)}" fill="none" stroke="{colour}"'
-        f' stroke-width="1.8" stroke-linejoin="round"{dash}/>'
+        f'<polyline points="{points}" fill="none" stroke="{colour}"'
+        f' stroke-width="1.8" stroke-linejoin="round"{_dash(line)}/>'
     )
-    if marks or len(points) == 1:  # a line of one point is none
-        yield from (
-            f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.2" fill="{colour}"/>'
-            for x, y in points
-        )
+    if marks or len(line.x) == 1:  # a line of one point would be invisible
+        for point in zip(line.x, line.y, strict=True):
+            x, y = frame.place(*point)
+            yield f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.2" fill="{colour}"/>'
+
+
+def _dash(line: Series) -> str:
+    return ' stroke-dasharray="6 4"' if line.dashed else ""
 
 
 def _legend(lines: Sequence[Series], colours: Sequence[str]) -> Iterator[str]:
-    few = len(lines) <= INLINE_LEGEND_LINES
-    left = (
-        LEFT
-        + PLOT_WIDTH
-        + (
-            16 - sum(44 + LETTER_WIDTH * len(line.name) for line in lines)
-            if few
-            else 16
-        )
-    )
-    for number, (line, colour) in enumerate(zip(lines, colours, strict=True)):
-        y = 20 if few else TOP + 10 + 20 * number
-        dash = ' stroke-dasharray="6 4"' if line.dashed else ""
-        yield f'<path d="M{left:g} {y:g}h22" stroke="{colour}" stroke-width="2.5"{dash}/>'
+    is_inline = len(lines) <= MAX_INLINE_NAMES
+    widths = [44 + LETTER_WIDTH * len(line.name) for line in lines]
+    left = LEFT + PLOT_WIDTH + 16
+    if is_inline:
+        left -= sum(widths)
+    for number, line in enumerate(lines):
+        y = 20 if is_inline else TOP + 10 + 20 * number
+        stroke = f'stroke="{colours[number]}" stroke-width="2.5"{_dash(line)}'
+        yield f'<path d="M{left:g} {y:g}h22" {stroke}/>'
         yield f'<text x="{left + 28:g}" y="{y + 4:g}">{escape(line.name)}</text>'
-        left += 44 + LETTER_WIDTH * len(line.name) if few else 0
+        if is_inline:
+            left += widths[number]

@@ -1,6 +1,7 @@
-// What is known. A timeline's columns are typed arrays, one entry an action, lane by lane; an action is its number.
+// The data. The columns of a timeline are typed arrays with one entry per action, lane by lane;
+// an action is its number.
 //
-//   columns.js  data ─ unpack ─► lines[]                  these three are put into the page one after the other,
+//   columns.js  data ─ unpack ─► lines[]                  the page contains these three, one after the other,
 //   plot.js     lines[], state ─ draw() ─► canvas         in one function
 //   page.js     mouse, keys, buttons ─► state ─► redraw()
 const $ = (id) => document.getElementById(id);
@@ -14,14 +15,13 @@ async function unpack({ kind, data }) {
   return new KINDS[kind](await new Response(stream).arrayBuffer());
 }
 const lines = [];
-for (const { columns, ...facts } of data.timelines) {
+for (const { columns, units, ...facts } of data.timelines) {
   for (const name in columns) facts[name] = await unpack(columns[name]);
-  lines.push({ ...facts, count: facts.start.length });
+  lines.push({ ...facts, ...units, count: facts.start.length });
 }
 $("data").remove();
 const COUNT = lines.length, RANKS = Math.max(...lines.map((l) => l.ranks));
 const MAKESPAN = Math.max(...lines.map((l) => l.makespan)) || 1;
-const HELD = Math.max(...lines.map((l) => l.held.reduce((a, b) => Math.max(a, b), 0))) || 1;
 
 // ---------------------------------------------------------------- the actions
 const op = (l, i) => data.ops[Math.floor(l.paint[i] / data.tones)];
@@ -29,14 +29,14 @@ const rankOf = (l, i) => l.home[l.stage[i]];
 const label = (l, i) => l.microbatch[i] + (l.slice[i] ? "." + l.slice[i] : "");
 const action = (l, i) => l.stage[i] + op(l, i).letter + label(l, i);
 
-function search(column, time, first, end) { // the first entry past a time
+function search(column, time, first, end) { // the first entry after a time
   while (first < end) {
     const middle = (first + end) >> 1;
     if (column[middle] > time) end = middle; else first = middle + 1;
   }
   return first;
 }
-function members(l) { // the actions of each micro-batch: where they begin, and all of them in that order
+function members(l) { // the actions of each micro-batch: all of them in that order, and where each one's begin
   const begin = new Uint32Array(l.microbatches + 1), all = new Uint32Array(l.count);
   for (let i = 0; i < l.count; i++) begin[l.microbatch[i] + 1]++;
   for (let m = 0; m < l.microbatches; m++) begin[m + 1] += begin[m];
@@ -51,26 +51,29 @@ function chain(l) { // the critical path, last action first
   for (let i = last; i >= 0 && !on[i]; i = l.cause[i] - 1) { found.push(i); on[i] = 1; }
   return { found, on };
 }
-function peaks(l) { // the most bytes of activations each rank holds
+function peaks(l) { // the largest number of bytes of activations on each rank
   const most = new Float32Array(l.ranks);
   for (let i = 0; i < l.count; i++) most[rankOf(l, i)] = Math.max(most[rankOf(l, i)], l.held[i]);
   return most;
 }
 for (const l of lines) Object.assign(l, { of: members(l), critical: chain(l), peaks: peaks(l) });
+const mostHeld = (l) => l.peaks.reduce((a, b) => Math.max(a, b), 0);
+for (const l of lines) // timelines with the same units share a scale
+  l.heldScale = Math.max(...lines.filter((other) => other.inBytes === l.inBytes).map(mostHeld)) || 1;
 
-// ---------------------------------------------------------------- how numbers are written
+// ---------------------------------------------------------------- numbers as text
 function short(value, digits = 4) {
   if (!value || !isFinite(value)) return String(value || 0);
   const text = value.toFixed(Math.min(20, Math.max(0, digits - 1 - Math.floor(Math.log10(Math.abs(value))))));
   return text.includes(".") ? text.replace(/\.?0+$/, "") : text;
 }
-function seconds(value, digits = 6, size = Math.abs(value)) {
-  if (!data.seconds) return short(value, digits);
+function seconds(l, value, digits = 6, size = Math.abs(value)) { // in the units of a timeline
+  if (!l.seconds) return short(value, digits);
   const [unit, one] = size >= 1 || !size ? ["s", 1] : size >= 1e-3 ? ["ms", 1e-3] : ["µs", 1e-6];
   return short(value / one, digits) + " " + unit;
 }
-function bytes(value) {
-  if (!data.bytes) return short(value);
+function bytes(l, value) {
+  if (!l.inBytes) return short(value);
   const power = value < 1024 ? 0 : Math.min(4, Math.floor(Math.log2(value) / 10));
   return short(value / 1024 ** power, 3) + " " + ["B", "KiB", "MiB", "GiB", "TiB"][power];
 }

@@ -1,4 +1,4 @@
-"""The frame of every page: one file that fetches nothing, in light and dark."""
+"""The frame of every page: one HTML file that loads nothing else, in light and dark."""
 
 from __future__ import annotations
 
@@ -25,5 +25,5 @@ style-src 'unsafe-inline'; img-src data:">
 
 
 def framed(title: str, css: str, body: str) -> str:
-    """A whole page; `body` is HTML already."""
+    """A whole page around a body in HTML."""
     return FRAME.format(title=escape(title), css=css, body=body)

@@ -1,11 +1,12 @@
 """A timeline as a page to explore: one HTML file that needs nothing else.
 
-    page.html ─┬ page.css                   the look, put in as it is
-               ├ columns.js plot.js page.js  the life: what is known, what is seen, what is done
-               └ data: JSON                 facts, colours, and a column for every thing known of an action:
-                   start  "f4" base64(zlib(...))    1 000 000 actions are some 10 MB
+    page.html ─┬ page.css                    the style
+               ├ columns.js plot.js page.js  the data, the drawing, the controls
+               └ data: JSON                  facts, colours, and columns with one entry per action:
+                   start  "f4" base64(zlib(...))     1 000 000 actions take about 10 MB
 
-Two timelines are drawn over each other, rank by rank, on one time axis: predicted above measured.
+Several timelines share a time axis, and the rows of each rank lie next to each other: predicted
+above measured.
 """
 
 from __future__ import annotations
@@ -65,56 +66,62 @@ Critical path</button></span>
 <dt><kbd>Esc</kbd></dt><dd>clear</dd>
 </dl></details>
 </nav>
-<main><canvas id="plot" tabindex="0" role="img" aria-label="Timeline, a row a rank"></canvas></main>
+<main><canvas id="plot" tabindex="0" role="img" aria-label="Timeline with a row for each rank"></canvas></main>
 <footer><canvas id="overview" role="img" aria-label="Share of ranks at work over time"></canvas></footer>
 <div id="tip" role="status" aria-live="polite" hidden></div>
 """
 
 
 def page(timelines: Sequence[tuple[str, Timeline]], title: str = "") -> str:
-    """The text of a page that shows one timeline or several, each with its name.
+    """The HTML of a page that shows timelines, each with its name.
 
     >>> from penstock import UnitCost, make, simulate
     >>> page([("predicted", simulate(make("1f1b", ranks=4, microbatches=8), UnitCost()))])[:15]
     '<!doctype html>'
     """
     if not timelines:
-        raise ShapeError("a page needs at least one timeline; none was given")
+        raise ShapeError("a page needs at least one timeline")
     data = {
         "timelines": [_timeline(name, timeline) for name, timeline in timelines],
-        "seconds": any(timeline.units.seconds for _, timeline in timelines),
-        "bytes": any(timeline.units.bytes for _, timeline in timelines),
-        "alike": _alike([timeline for _, timeline in timelines]),
+        "alike": _have_one_schedule([timeline for _, timeline in timelines]),
         "paints": PAINTS,
         "tones": TONES,
         "ops": [{"letter": op.value, "name": OP_NAMES[op]} for op in OPS],
     }
-    words = title or " and ".join(name for name, _ in timelines) or "Pipeline schedule"
-    script = SCRIPT.format(
-        data=json.dumps(data, separators=(",", ":")).replace("<", "\\u003c"),
-        js="".join(_near(name) for name in ("columns.js", "plot.js", "page.js")),
-    )
-    return framed(
-        words, _near("page.css"), f"{BODY.format(title=escape(words))}\n{script}"
-    )
+    if not title:
+        title = " and ".join(name for name, _ in timelines) or "Pipeline schedule"
+    data_text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
+    code = "".join(map(_asset, ("columns.js", "plot.js", "page.js")))
+    script = SCRIPT.format(data=data_text, js=code)
+    body = BODY.format(title=escape(title))
+    return framed(title, _asset("page.css"), f"{body}\n{script}")
 
 
-def _near(name: str) -> str:
+def _asset(name: str) -> str:
+    """The text of a file that comes with this package."""
     return files("penstock.view").joinpath(name).read_text(encoding="utf-8")
 
 
-def _alike(timelines: Sequence[Timeline]) -> bool:
-    """Whether all are of one schedule, so that an action has the same number in each."""
+def _have_one_schedule(timelines: Sequence[Timeline]) -> bool:
+    """Whether all timelines have one schedule, so that an action has the same number in each."""
     first = timelines[0].schedule
     return all(t.schedule is first or t.schedule == first for t in timelines)
 
 
 def _timeline(name: str, timeline: Timeline) -> dict[str, object]:
-    schedule, table = timeline.schedule, timeline.schedule.table
-    cuts = {microbatch.cuts: None for microbatch in schedule.microbatches}
-    number = {cut: index for index, cut in enumerate(cuts)}
+    schedule = timeline.schedule
+    table = schedule.table
+    cut_numbers: dict[tuple[int, ...], int] = {}
+    cuts = [
+        cut_numbers.setdefault(microbatch.cuts, len(cut_numbers))
+        for microbatch in schedule.microbatches
+    ]
     return {
         "name": name,
+        "units": {
+            "seconds": timeline.units.seconds,
+            "inBytes": timeline.units.bytes,
+        },
         "ranks": schedule.ranks,
         "microbatches": len(schedule.microbatches),
         "makespan": timeline.makespan,
@@ -122,28 +129,23 @@ def _timeline(name: str, timeline: Timeline) -> dict[str, object]:
         "peak": float((timeline.weights + timeline.peak_activations).max()),
         "places": int(places(timeline).max()) + 1,
         "slices": schedule.slices,
-        "cuts": list(cuts),
+        "cuts": list(cut_numbers),
         "weights": timeline.weights.tolist(),
         "columns": {
             "first": _ints(table.first),
             "home": _ints(np.array([stage.rank for stage in schedule.stages])),
             "part": _ints(np.array([stage.part for stage in schedule.stages])),
-            "cut": _ints(
-                np.array(
-                    [number[microbatch.cuts] for microbatch in schedule.microbatches]
-                )
-            ),
+            "cut": _ints(np.array(cuts)),
             "paint": _ints(paints(timeline)),
             "stage": _ints(table.stage),
             "microbatch": _ints(table.microbatch),
             "slice": _ints(table.slice),
-            "target": _ints(table.target() + 1),  # 0: no message
-            "cause": _ints(timeline.cause.astype(np.int64) + 1),  # 0: none
+            "target": _ints(table.target() + 1),  # 0 if it sends no message
+            "cause": _ints(timeline.cause.astype(np.int64) + 1),  # 0 if there is none
             "start": _floats(timeline.start),
             "end": _floats(timeline.end),
-            "lasts": _floats(
-                timeline.end - timeline.start
-            ),  # exact, where the difference of two large times is not
+            # The difference of two large 32-bit times would not be exact.
+            "lasts": _floats(timeline.end - timeline.start),
             "held": _floats(timeline.activations),
             "sent": _floats(timeline.sent),
             "arrived": _floats(timeline.arrived),
@@ -153,14 +155,13 @@ def _timeline(name: str, timeline: Timeline) -> dict[str, object]:
 
 
 def _ints(values: NDArray[Any]) -> Column:
-    """In as few bytes as they need."""
-    most = int(values.max()) if len(values) else 0
-    kind = next(
-        kind
-        for kind, limit in (("u1", 2**8), ("u2", 2**16), ("u4", 2**32))
-        if most < limit
-    )
-    return _column(values, kind)
+    """A column of the smallest type that holds the values."""
+    largest = int(values.max()) if len(values) else 0
+    if largest < 2**8:
+        return _column(values, "u1")
+    if largest < 2**16:
+        return _column(values, "u2")
+    return _column(values, "u4")
 
 
 def _floats(values: NDArray[Any]) -> Column:

@@ -1,37 +1,37 @@
-// What is done: the mouse, the keys and the buttons change the state; and what the page says about an action.
+// The controls: the mouse, the keys and the buttons change the state. Also the texts about an action.
 //
 //   move ─► pick() ─► hover ─► tip          wheel, drag, arrows ─► look()          click, number ─► choose()
 
-// ---------------------------------------------------------------- what the page says
+// ---------------------------------------------------------------- texts
 const make = (name, text = "", kind = "") => {
   const node = document.createElement(name);
   node.textContent = text;
   node.className = kind;
   return node;
 };
-function waited(l, i) { // what held an action up
+function waited(l, i) { // what delayed an action
   const cause = l.cause[i] - 1, rank = rankOf(l, i), first = i === l.first[rank];
   const idle = l.start[i] - (first ? 0 : l.end[i - 1]);
-  const lost = idle > MAKESPAN * 1e-6 ? `, idle ${seconds(idle, 3)}` : "";
+  const lost = idle > MAKESPAN * 1e-6 ? `, idle ${seconds(l, idle, 3)}` : "";
   if (cause < 0) return "nothing" + lost;
   if (rankOf(l, cause) === rank) return action(l, cause) + " on this rank" + lost;
-  return `${action(l, cause)} from rank ${rankOf(l, cause)}, arrived ${seconds(l.arrived[cause])}${lost}`;
+  return `${action(l, cause)} from rank ${rankOf(l, cause)}, arrived ${seconds(l, l.arrived[cause])}${lost}`;
 }
-function about(k, i) { // pairs of words: what is known of an action
+function about(k, i) { // the facts about an action, with their names
   const l = lines[k];
   const facts = [
     ["rank", String(rankOf(l, i))],
     ["stage", `${l.stage[i]}, part ${l.part[l.stage[i]]}`],
     ["micro-batch", String(l.microbatch[i])],
     ["tokens", tokens(l.cuts[l.cut[l.microbatch[i]]], l.slice[i])],
-    ["start", seconds(l.start[i])],
-    ["end", seconds(l.end[i])],
-    ["duration", seconds(l.lasts[i])],
+    ["start", seconds(l, l.start[i])],
+    ["end", seconds(l, l.end[i])],
+    ["duration", seconds(l, l.lasts[i])],
     ["waited for", waited(l, i)],
-    ["holds", bytes(l.held[i]) + " of activations"],
+    ["holds", bytes(l, l.held[i]) + " of activations"],
   ];
-  const times = isFinite(l.sent[i]) ? `, left ${seconds(l.sent[i])}, there ${seconds(l.arrived[i])}` : "";
-  if (l.target[i]) facts.push(["sends", `${bytes(l.bytes[i])} to rank ${l.target[i] - 1}${times}`]);
+  const times = isFinite(l.sent[i]) ? `, leaves ${seconds(l, l.sent[i])}, arrives ${seconds(l, l.arrived[i])}` : "";
+  if (l.target[i]) facts.push(["sends", `${bytes(l, l.bytes[i])} to rank ${l.target[i] - 1}${times}`]);
   if (data.alike) lines.forEach((other, n) => n !== k && facts.push([other.name, against(other, l, i)]));
   return facts;
 }
@@ -41,8 +41,8 @@ function tokens(cuts, piece) { // of a slice
 }
 function against(other, l, i) { // the same action in another timeline
   const late = other.start[i] - l.start[i], longer = other.lasts[i] - l.lasts[i];
-  const signed = (value) => (value < 0 ? "−" : "+") + seconds(Math.abs(value), 3);
-  return `${seconds(other.start[i])} to ${seconds(other.end[i])} (start ${signed(late)}, duration ${signed(longer)})`;
+  const signed = (value) => (value < 0 ? "−" : "+") + seconds(l, Math.abs(value), 3);
+  return `${seconds(other, other.start[i])} to ${seconds(other, other.end[i])} (start ${signed(late)}, duration ${signed(longer)})`;
 }
 function tell(px, py) { // the tip, near a point
   const tip = $("tip");
@@ -61,20 +61,22 @@ function tell(px, py) { // the tip, near a point
 function stats() {
   const first = lines[0], change = (of) => COUNT > 1 && of(lines[COUNT - 1]) - of(first);
   const ratio = (of) => (COUNT > 1 && of(first) ? change(of) / of(first) : 0);
+  const sameSizes = lines.every((l) => l.inBytes === first.inBytes); // otherwise nobody can compare them
   const rows = [
     ["ranks", (l) => l.ranks],
     ["micro-batches", (l) => l.microbatches],
     ["actions", (l) => l.count.toLocaleString("en")],
-    ["makespan", (l) => seconds(l.makespan, 4), ratio((l) => l.makespan), "%"],
+    ["makespan", (l) => seconds(l, l.makespan, 4), ratio((l) => l.makespan), "%"],
     ["bubble", (l) => percent(l.bubble), change((l) => l.bubble), " pp"],
-    ["peak", (l) => bytes(l.peak), ratio((l) => l.peak), "%"],
+    ["peak", (l) => bytes(l, l.peak), ratio((l) => l.peak), sameSizes ? "%" : ""],
   ];
   for (const [name, of, delta, unit] of rows) {
     const card = make("div"), values = [...new Set(lines.map(of))];
     card.append(make("dt", name));
-    lines.slice(0, unit ? COUNT : values.length).forEach((l) => {
+    const compared = delta !== undefined;
+    lines.slice(0, compared ? COUNT : values.length).forEach((l) => {
       const line = make("dd");
-      if (COUNT > 1 && unit) line.append(make("small", l.name));
+      if (COUNT > 1 && compared) line.append(make("small", l.name));
       line.append(String(of(l)));
       card.append(line);
     });
@@ -101,7 +103,7 @@ function legend() {
 }
 const entry = (chip, text) => { const item = make("span"); item.append(chip, text); return item; };
 
-// ---------------------------------------------------------------- what is marked
+// ---------------------------------------------------------------- selection
 function pick(px, py) { // the action at a point of the plot
   if (px < GUTTER || py < AXIS) return null;
   const rank = Math.floor((py + state.top - AXIS - 4) / block());
@@ -131,7 +133,7 @@ function toggle(name) {
   resize();
   look(state.t0, state.t1, (state.top / before) * block());
 }
-function step(along, across) { // to the next action of the rank, or of the next rank at that time
+function step(along, across) { // to the next action of the rank, or to the next rank at the same time
   const { k, i } = state.hover || { k: 0, i: 0 }, l = lines[k], rank = rankOf(l, i);
   let next = state.hover ? i + along : 0;
   if (across) {
@@ -141,7 +143,7 @@ function step(along, across) { // to the next action of the rank, or of the next
   if (next < 0 || next >= l.count || (along && state.hover && rankOf(l, next) !== rank)) return;
   show(k, next);
 }
-function show(k, i) { // brings an action into view and tells about it
+function show(k, i) { // brings an action into view and shows its facts
   const l = lines[k], span = state.t1 - state.t0, rank = rankOf(l, i), at = y(rank, k);
   const t0 = l.end[i] > state.t1 || l.start[i] < state.t0 ? (l.start[i] + l.end[i]) / 2 - span / 2 : state.t0;
   const top = at < AXIS || at + state.row > height ? state.top + at - height / 2 : state.top;

@@ -1,7 +1,7 @@
-// What is seen: a row a rank and timeline, time from left to right.
+// The drawing: a row for each rank and timeline, with time from left to right.
 //
 //   ┌ gutter ┬ axis ───────────────┐
-//   │ rank 0 │ [0][1]   [ 0 ]      │  row: its boxes; below them, when asked for, the curve of its memory
+//   │ rank 0 │ [0][1]   [ 0 ]      │  row: its boxes, and below them, on demand, the curve of its memory
 //   │ rank 1 │    [0][ 0 ]         │  a block is all rows of a rank and the gap below them
 //   └────────┴─────────────────────┘
 
@@ -23,7 +23,7 @@ const y = (rank, k) => AXIS + 4 + rank * block() + k * (state.row + curve() + (s
 const middle = (rank, k) => y(rank, k) + state.row / 2;
 const room = () => window.innerHeight - canvas.parentElement.getBoundingClientRect().top - 58 - 26;
 const fits = (row) => { state.row = row; return content() <= room(); };
-function fitRow() { // the tallest rows with which all ranks are in view
+function fitRow() { // the tallest rows that show all ranks at once
   for (let row = 36; row > 3; row--) if (fits(row)) return row;
   return Math.max(state.memory ? 10 : 1.25, (room() - AXIS - 8) / RANKS / COUNT - gap() / COUNT);
 }
@@ -137,7 +137,7 @@ function box(left, top, wide, tall) {
   if (tall < 12 || wide < 7) return pen.fillRect(left, top, wide, tall);
   pen.beginPath(); pen.roundRect(left, top, wide, tall, 3); pen.fill();
 }
-function density(rows) { // too many boxes to tell apart: each pixel gets the mean of what happens in its time
+function density(rows) { // too many boxes to see: each pixel gets the mean colour of its time
   const wide = Math.round(plotWidth() * dpr), scale = wide / (state.t1 - state.t0), back = colours.back;
   if (!rows.length) return;
   strips.width = wide; strips.height = rows.length;
@@ -170,16 +170,16 @@ function density(rows) { // too many boxes to tell apart: each pixel gets the me
   rows.forEach(({ k, rank }, line) =>
     pen.drawImage(strips, 0, line, wide, 1, GUTTER, y(rank, k), plotWidth(), state.row + (state.row < 4 ? 0.5 : 0)));
 }
-function memory({ l, k, rank, a, b }) { // a step an action; between two, the lesser of theirs
+function memory({ l, k, rank, a, b }) { // one step per action; between two actions, the smaller of their values
   const base = y(rank, k) + state.row + curve(), end = l.first[rank + 1], from = Math.max(a - 1, l.first[rank]);
-  const level = (value) => base - (value / HELD) * (curve() - 3);
+  const level = (value) => base - (value / l.heldScale) * (curve() - 3);
   if (from >= end) return;
   pen.beginPath(); pen.moveTo(x(l.start[from]), base);
   let last = -Infinity, most = 0;
   for (let i = from; i < Math.min(b + 1, end); i++) {
     const left = Math.max(x(l.start[i]), last), right = x(l.end[i]), next = i + 1 < end ? l.held[i + 1] : 0;
     most = Math.max(most, l.held[i]);
-    if (right - last < 1 && i + 1 < end) continue; // within a pixel the highest stands for all
+    if (right - last < 1 && i + 1 < end) continue; // within a pixel, only the highest is drawn
     const after = level(Math.min(l.held[i], next));
     pen.lineTo(left, level(most)); pen.lineTo(right, level(most)); pen.lineTo(right, after);
     if (i + 1 < end) pen.lineTo(x(l.start[i + 1]), after);
@@ -189,7 +189,7 @@ function memory({ l, k, rank, a, b }) { // a step an action; between two, the le
   pen.fillStyle = colours.veil; pen.fill();
   pen.strokeStyle = colours.accent; pen.lineWidth = 1; pen.stroke();
 }
-function critical(l, k) { // each action of the chain outlined, and the way from one to the next
+function critical(l, k) { // outlines the actions of the chain, and connects them
   pen.strokeStyle = colours.mark; pen.lineWidth = 1.5;
   pen.beginPath();
   l.critical.found.forEach((i, n) => {
@@ -202,7 +202,7 @@ function critical(l, k) { // each action of the chain outlined, and the way from
   });
   pen.stroke();
 }
-function path(l, k, dense) { // the actions of the chosen micro-batch, and its messages
+function path(l, k, dense) { // the actions of the selected micro-batch, and its messages
   const mine = l.of(state.selected);
   if (dense) for (const i of mine) {
     const left = x(l.start[i]), tall = Math.max(state.row, 2);
@@ -249,7 +249,7 @@ function axis(step) {
   pen.textAlign = "center";
   for (let t = Math.ceil(state.t0 / step) * step; t <= state.t1 + step * 1e-6; t += step) {
     const exact = Math.round(t / step) * step, digits = 2 + Math.ceil(Math.log10(Math.max(1, Math.abs(exact) / step)));
-    const text = seconds(exact, digits, state.t1), half = pen.measureText(text).width / 2;
+    const text = seconds(lines[0], exact, digits, state.t1), half = pen.measureText(text).width / 2;
     pen.fillText(text, Math.min(x(t), width - half - 4), AXIS / 2);
     pen.fillRect(x(t), AXIS - 5, 1, 4);
   }
@@ -269,14 +269,14 @@ function gutter(from, to) {
     pen.fillStyle = colours.soft;
     if (COUNT > 1 && state.row >= 11) lines.forEach((l, k) => pen.fillText(clip(l.name), GUTTER - 8, middle(rank, k)));
     if (state.memory && state.row >= 9) lines.forEach((l, k) =>
-      rank < l.ranks && pen.fillText(bytes(l.peaks[rank]), GUTTER - 8, y(rank, k) + state.row + curve() / 2));
+      rank < l.ranks && pen.fillText(bytes(l, l.peaks[rank]), GUTTER - 8, y(rank, k) + state.row + curve() / 2));
   }
 }
 const clip = (text) => (text.length > 10 ? text.slice(0, 9) + "…" : text);
 
-// ---------------------------------------------------------------- the whole, small
-const WORK = 8; // rows of the overview are so far from its edges
-function shares(l, bins) { // of all ranks, how many are at each op in each bin of time
+// ---------------------------------------------------------------- overview
+const WORK = 8; // pixels between the overview and its edges
+function shares(l, bins) { // the share of ranks at each op, in each bin of time
   const found = data.ops.map(() => new Float32Array(bins)), scale = bins / MAKESPAN;
   for (let i = 0; i < l.count; i++) {
     const sum = found[Math.floor(l.paint[i] / data.tones)], begin = l.start[i] * scale, end = l.end[i] * scale;

@@ -1,11 +1,12 @@
-"""A run on one page: figures, curves, the timelines, a sample of text. One HTML file that needs nothing else.
+"""The report of a run: one HTML file that needs nothing else.
 
 ┌──────────────────────────────┐
 │ facts                        │
 │ loss ╲__    norm ~~  speed ‾ │   `chart`
 │ ┌──────────────────────────┐ │
-│ │ predicted over measured  │ │   `page`, in a frame of its own
+│ │ predicted over measured  │ │   `page`, in a frame
 │ └──────────────────────────┘ │
+│ where the time went          │   a table with a row for each rank
 │ why this plan                │   sentences and a table
 │ memory, differences          │   lists
 │ sample                       │
@@ -18,15 +19,24 @@ from collections.abc import Sequence
 from html import escape
 from math import isfinite
 
+from penstock.ir.idle import idle, message_seconds
 from penstock.ir.timeline import Timeline
 from penstock.view.chart import Series, chart
 from penstock.view.frame import framed
 from penstock.view.html import page
+from penstock.view.palette import write_time
 
-Why = tuple[
-    Sequence[str], Sequence[str], Sequence[Sequence[str]]
-]  # sentences; heads and rows of a table
+Rows = Sequence[Sequence[str]]
+Why = tuple[Sequence[str], Sequence[str], Rows]  # sentences; heads and rows of a table
 Figure = tuple[str, Sequence[Series]]  # a title, and curves over the steps
+TIME_HEADS = (
+    "rank",
+    "working",
+    "waiting for other ranks",
+    "messages on the way",
+    "host",
+    "after its last action",
+)
 
 CSS = """\
 :root { color-scheme: light dark; --page: #f5f6f8; --card: #fff; --ink: #1b2430; --soft: #5b6675; --line: #dde2e9; }
@@ -45,13 +55,13 @@ dd { margin: 0; font-weight: 600; }
 .charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(440px, 100%), 1fr)); gap: 10px; }
 figure { margin: 0; }
 ul { margin: 0; padding-left: 28px; }
-.why { background: var(--card); border: 1px solid var(--line); border-radius: 8px; padding: 2px 12px; }
-.why { overflow-x: auto; }
+.why, .time { background: var(--card); border: 1px solid var(--line); border-radius: 8px; padding: 2px 12px; }
+.why, .time { overflow-x: auto; }
 .why p { margin: 6px 0; max-width: 90ch; }
 table { border-collapse: collapse; margin: 8px 0; font-variant-numeric: tabular-nums; }
 th, td { text-align: left; padding: 3px 18px 3px 0; white-space: nowrap; }
 th { color: var(--soft); font-weight: 400; font-size: 12px; border-bottom: 1px solid var(--line); }
-tbody tr:first-child { font-weight: 600; }
+.why tbody tr:first-child { font-weight: 600; }
 @media (max-width: 600px) { th, td { white-space: normal; padding-right: 10px; } }
 svg { width: 100%; height: auto; display: block; }
 iframe { width: 100%; height: min(70vh, 760px); border: 1px solid var(--line); border-radius: 8px; }
@@ -67,59 +77,90 @@ def report_page(
     sample: str = "",
     lists: Sequence[tuple[str, Sequence[str]]] = (),
     why: Why = ((), (), ()),
+    time_rows: Rows = (),
 ) -> str:
-    """The text of the page; empty sections are left out. `lists`: lines under a heading each; `why`: why this plan.
+    """The HTML of the report, without its empty sections.
+
+    `lists` are lines under headings, `why` explains the plan, and `time_rows` come from
+    `time_rows_of`.
 
     >>> "<svg" in report_page("A run", [("steps", "3")], [("loss", [Series("train", (1, 2), (2.0, 1.0))])], [])
     True
     """
-    cells = "".join(
-        f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>"
-        for name, value in facts
-    )
-    body = [f"<dl>{cells}</dl>"]
-    drawn = "".join(_figure(*figure) for figure in figures)
-    if drawn:
-        body.append(f'<h2>Curves</h2>\n<div class="charts">{drawn}</div>')
+    cells = [_fact(name, value) for name, value in facts]
+    body = [f"<h1>{escape(title)}</h1>", f"<dl>{''.join(cells)}</dl>"]
+    charts = "".join(_figure(*figure) for figure in figures)
+    if charts:
+        body.append(f'<h2>Curves</h2>\n<div class="charts">{charts}</div>')
     if timelines:
-        words = escape(page(timelines, "One step"), quote=True)
-        frame = f'<iframe title="Timelines of one step" srcdoc="{words}"></iframe>'
+        inner = escape(page(timelines, "One step"), quote=True)
+        frame = f'<iframe title="Timelines of one step" srcdoc="{inner}"></iframe>'
         body.append(f"<h2>Predicted over measured</h2>\n{frame}")
+    if time_rows:
+        table = _table(TIME_HEADS, time_rows)
+        body.append(f'<h2>Where the time went</h2>\n<div class="time">{table}</div>')
     if why[0]:
-        body.append(f'<h2>Why this plan</h2>\n<div class="why">{_reasons(*why)}</div>')
+        sentences, heads, rows = why
+        paragraphs = "".join(f"<p>{escape(sentence)}</p>" for sentence in sentences)
+        table = _table(heads, rows) if rows else ""
+        block = f'<div class="why">{paragraphs}{table}</div>'
+        body.append(f"<h2>Why this plan</h2>\n{block}")
     for heading, lines in lists:
         if lines:
             items = "".join(f"<li>{escape(line)}</li>" for line in lines)
             body.append(f"<h2>{escape(heading)}</h2>\n<ul>{items}</ul>")
     if sample:
         body.append(f"<h2>Sample</h2>\n<pre>{escape(sample)}</pre>")
-    return framed(title, CSS, "\n".join([f"<h1>{escape(title)}</h1>", *body]))
+    return framed(title, CSS, "\n".join(body))
 
 
-def _reasons(
-    sentences: Sequence[str], heads: Sequence[str], rows: Sequence[Sequence[str]]
-) -> str:
-    """Paragraphs, and a table if there are rows."""
-    words = "".join(f"<p>{escape(sentence)}</p>" for sentence in sentences)
-    if not rows:
-        return words
+def time_rows_of(predicted: Timeline, measured: Timeline) -> list[list[str]]:
+    """The time of each rank in a measured step, as shares of the makespan.
+
+    The prediction says how long a message takes.
+    """
+    idle_seconds = idle(measured, message_seconds(predicted))
+    rows = []
+    for rank, working in enumerate(measured.busy.tolist()):
+        seconds = (
+            working,
+            idle_seconds.schedule[rank],
+            idle_seconds.hop[rank],
+            idle_seconds.host[rank],
+            idle_seconds.end[rank],
+        )
+        cells = [_share(each, measured) for each in seconds]
+        rows.append([str(rank), *cells])
+    return rows
+
+
+def _share(seconds: float, timeline: Timeline) -> str:
+    share = seconds / (timeline.makespan or 1.0)
+    return f"{write_time(seconds, timeline.units)} ({share:.0%})"
+
+
+def _fact(name: str, value: str) -> str:
+    return f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>"
+
+
+def _table(heads: Sequence[str], rows: Rows) -> str:
     top = "".join(f"<th>{escape(head)}</th>" for head in heads)
-    lines = "".join(
-        f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>"
-        for row in rows
-    )
-    return f"{words}<table><thead><tr>{top}</tr></thead><tbody>{lines}</tbody></table>"
+    lines = []
+    for row in rows:
+        cells = "".join(f"<td>{escape(cell)}</td>" for cell in row)
+        lines.append(f"<tr>{cells}</tr>")
+    body = "".join(lines)
+    return f"<table><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table>"
 
 
 def _figure(title: str, lines: Sequence[Series]) -> str:
-    """Of each line the points that are numbers."""
+    """A chart of the finite points of each line; nothing if there are none."""
     shown = []
     for line in lines:
         points = [(x, y) for x, y in zip(line.x, line.y, strict=True) if isfinite(y)]
         if points:
-            shown.append(
-                Series(
-                    line.name, tuple(x for x, _ in points), tuple(y for _, y in points)
-                )
-            )
-    return f"<figure>{chart(shown, title, 'step', '')}</figure>" if shown else ""
+            xs, ys = zip(*points, strict=True)
+            shown.append(Series(line.name, xs, ys))
+    if not shown:
+        return ""
+    return f"<figure>{chart(shown, title, 'step', '')}</figure>"

@@ -1,13 +1,13 @@
 """A timeline as a figure, in the style of the papers.
 
     title
-    rank 0 [0][1][2]      [ 0 ][3]...      a row a rank, a box an action, its micro-batch's number in it
-    rank 1    [0][1]   [ 0 ]               idle is white; the further along model and sentence, the darker
+    rank 0 [0][1][2]      [ 0 ][3]...      a row per rank, a box per action with the number of its micro-batch
+    rank 1    [0][1]   [ 0 ]               idle is white; later parts and later tokens are darker
            0     5     10    15            time
     [] forward  [] backward                what the colours mean
     4 ranks · 8 micro-batches · makespan 33 · bubble 27.3%
 
-Few boxes are drawn one by one. Of too many to see, each pixel gets the mean colour of what happens in its time.
+If there are too many boxes to see, each pixel gets the mean colour of its time instead.
 """
 
 from __future__ import annotations
@@ -34,15 +34,17 @@ from penstock.view.palette import (
     label_of,
 )
 
-MAX_BOXES = 20_000  # more than so many are drawn as means
-MAX_NAMED_BOXES = 2_000  # more than so many get neither a name under the mouse nor an element of their own
-DIGIT_WIDTH = 0.58  # of the font's size: how wide a digit is
-AXIS_COLOUR, GRID_COLOUR = "#5b6675", "#d7dce3"
+MAX_BOXES = 20_000  # beyond that, pixels show mean colours
+MAX_NAMED_BOXES = 2_000  # beyond that, boxes have no tooltip and share elements
+DIGIT_WIDTH = 0.58  # width of a digit over the font size
+AXIS_COLOUR = "#5b6675"
+GRID_COLOUR = "#d7dce3"
+FONT = 'font-family="Helvetica, Arial, sans-serif" font-size="12"'
 
 
 @dataclass(frozen=True, slots=True)
 class Sheet:
-    """Where things lie, in pixels."""
+    """The layout, in pixels."""
 
     left: float
     top: float
@@ -54,122 +56,138 @@ class Sheet:
 
     @property
     def bottom(self) -> float:
-        """Below the last row."""
+        """The lower edge of the last row."""
         return self.top + self.rows * self.row
 
     @property
     def font(self) -> float:
-        """Size of the numbers in boxes."""
+        """The size of the numbers in boxes."""
         return min(11.0, (self.row - self.gap) * 0.62)
 
     def x(self, time: Floats) -> Floats:
-        """Where a time lies."""
-        found: Floats = self.left + time * (self.width / self.makespan)
-        return found
+        """The horizontal positions of times."""
+        pixels: Floats = self.left + time * (self.width / self.makespan)
+        return pixels
 
     def y(self, rank: int) -> float:
-        """The upper edge of a rank's boxes."""
+        """The upper edge of the boxes of a rank."""
         return self.top + rank * self.row + self.gap / 2
 
 
 def svg(timeline: Timeline, title: str = "") -> str:
-    """The figure, as the text of an SVG file.
+    """The text of an SVG file.
 
     >>> from penstock import UnitCost, make, simulate
     >>> svg(simulate(make("1f1b", ranks=4, microbatches=8), UnitCost()))[:4]
     '<svg'
     """
     sheet = _sheet(timeline, title)
-    width, height = sheet.left + sheet.width + 16, sheet.bottom + 82
-    few = len(timeline.start) <= MAX_BOXES and sheet.width * sheet.rows >= 3 * len(
-        timeline.start
-    )
-    return "\n".join(
-        [
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_n(width)} {_n(height)}" width="{_n(width)}"'
-            f' height="{_n(height)}" font-family="Helvetica, Arial, sans-serif" font-size="12" fill="{INK}" role="img">',
-            f"<title>{_text(title or 'Pipeline schedule')}</title>",
-            f'<rect width="100%" height="100%" fill="{IDLE}"/>',
-            *(
-                [
-                    f'<text x="{sheet.left}" y="22" font-size="15" font-weight="bold">{_text(title)}</text>'
-                ]
-                if title
-                else []
-            ),
-            *_rows(sheet),
-            *(_boxes(timeline, sheet) if few else _image(timeline, sheet)),
-            *_axis(timeline, sheet),
-            *_legend(timeline, sheet),
-            f'<text x="{sheet.left}" y="{_n(sheet.bottom + 70)}">{_text(" · ".join(palette.facts(timeline)))}</text>',
-            "</svg>\n",
-        ]
-    )
+    width = _n(sheet.left + sheet.width + 16)
+    height = _n(sheet.bottom + 82)
+    lines = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}"'
+        f' height="{height}" {FONT} fill="{INK}" role="img">',
+        f"<title>{_text(title or 'Pipeline schedule')}</title>",
+        f'<rect width="100%" height="100%" fill="{IDLE}"/>',
+    ]
+    if title:
+        style = 'font-size="15" font-weight="bold"'
+        lines.append(f'<text x="{sheet.left}" y="22" {style}>{_text(title)}</text>')
+    lines += _rows(sheet)
+    boxes = len(timeline.start)
+    if boxes <= MAX_BOXES and sheet.width * sheet.rows >= 3 * boxes:
+        lines += _boxes(timeline, sheet)
+    else:
+        lines += _image(timeline, sheet)
+    lines += _axis(timeline, sheet)
+    lines += _legend(timeline, sheet)
+    facts = _text(" · ".join(palette.facts(timeline)))
+    lines.append(f'<text x="{sheet.left}" y="{_n(sheet.bottom + 70)}">{facts}</text>')
+    lines.append("</svg>\n")
+    return "\n".join(lines)
 
 
 def _sheet(timeline: Timeline, title: str) -> Sheet:
-    """A short box gets room for its number, as long as the whole stays on a page."""
-    ranks, seconds = timeline.schedule.ranks, timeline.end - timeline.start
-    brief = (
-        float(np.quantile(seconds[seconds > 0], 0.1)) if (seconds > 0).any() else 1.0
-    )
-    wide = 7.0 * _longest(timeline) + 9
-    width = float(np.clip(timeline.makespan / brief * wide, 460, 1500))
+    """A layout in which short boxes have room for their numbers, if the page is large enough."""
+    ranks = timeline.schedule.ranks
+    seconds = timeline.end - timeline.start
+    positive = seconds[seconds > 0]
+    short_seconds = float(np.quantile(positive, 0.1)) if len(positive) else 1.0
+    short_width = 7.0 * _longest_label(timeline) + 9
+    width = np.clip(timeline.makespan / short_seconds * short_width, 460, 1500)
     row = float(np.clip(900 // ranks, 2, 26))
-    gap = 4.0 if row >= 16 else 1.0 if row >= 5 else 0.0
+    gap = 0.0
+    if row >= 16:
+        gap = 4.0
+    elif row >= 5:
+        gap = 1.0
     return Sheet(
-        64, 36 if title else 12, round(width), row, gap, ranks, timeline.makespan or 1.0
+        left=64,
+        top=36 if title else 12,
+        width=round(float(width)),
+        row=row,
+        gap=gap,
+        rows=ranks,
+        makespan=timeline.makespan or 1.0,
     )
 
 
 def _n(number: float) -> str:
+    """A number as SVG writes it."""
     return short(round(number, 2), 7)
 
 
-def _text(words: str) -> str:
-    return escape("".join(sign for sign in words if sign.isprintable() or sign == " "))
+def _text(text: str) -> str:
+    """A text as SVG writes it, without control characters."""
+    printable = [sign for sign in text if sign.isprintable()]
+    return escape("".join(printable))
 
 
-# ---------------------------------------------------------------- what ranks do
+# ---------------------------------------------------------------- rows and boxes
 def _rows(sheet: Sheet) -> Iterator[str]:
-    """A frame around each row of boxes, or around all of them where rows are thin; ranks by name."""
-    tall = sheet.gap >= 4
-    for rank in range(sheet.rows if tall else 1):
-        height = sheet.row - sheet.gap if tall else sheet.bottom - sheet.top
+    """A frame around each row, or around all of them if they are thin, and the names of the ranks."""
+    is_tall = sheet.gap >= 4
+    frames = sheet.rows if is_tall else 1
+    height = sheet.row - sheet.gap if is_tall else sheet.bottom - sheet.top
+    for rank in range(frames):
         yield (
             f'<rect x="{sheet.left}" y="{_n(sheet.y(rank))}" width="{_n(sheet.width)}" height="{_n(height)}"'
             f' fill="{IDLE}" stroke="{GRID_COLOUR}"/>'
         )
-    step = (
-        1
-        if sheet.row >= 14
-        else int(palette.round_step(sheet.rows, int(sheet.rows * sheet.row / 16)) + 0.5)
-    )
+    step = 1
+    if sheet.row < 14:
+        names = int(sheet.rows * sheet.row / 16)
+        step = max(round(palette.round_step(sheet.rows, names)), 1)
     yield '<g text-anchor="end">'
-    for rank in range(0, sheet.rows, max(step, 1)):
-        yield f'<text x="{sheet.left - 8}" y="{_n(sheet.top + (rank + 0.5) * sheet.row + 4)}">rank {rank}</text>'
+    for rank in range(0, sheet.rows, step):
+        y = sheet.top + (rank + 0.5) * sheet.row + 4
+        yield f'<text x="{sheet.left - 8}" y="{_n(y)}">rank {rank}</text>'
     yield "</g>"
 
 
 def _boxes(timeline: Timeline, sheet: Sheet) -> Iterator[str]:
-    """A rectangle a span, and then the numbers that fit."""
-    begin, end = sheet.x(timeline.start).tolist(), sheet.x(timeline.end).tolist()
+    """A box for each action, and then the numbers that fit."""
+    begin = sheet.x(timeline.start).tolist()
+    end = sheet.x(timeline.end).tolist()
     paint = palette.paints(timeline).tolist()
-    yield f'<g class="spans"{_edge(sheet)}>'
-    yield from (_named if len(begin) <= MAX_NAMED_BOXES else _outlined)(
-        timeline, sheet, begin, end, paint
-    )
+    edge = f' stroke="{IDLE}" stroke-width="0.8"' if sheet.gap >= 1 else ""
+    yield f'<g class="spans"{edge}>'
+    if len(begin) <= MAX_NAMED_BOXES:
+        yield from _named_boxes(timeline, sheet, begin, end, paint)
+    else:
+        yield from _box_paths(timeline, sheet, begin, end, paint)
     yield "</g>"
     yield from _numbers(timeline, sheet, begin, end, paint)
 
 
-def _named(
+def _named_boxes(
     timeline: Timeline,
     sheet: Sheet,
     begin: list[float],
     end: list[float],
     paint: list[int],
 ) -> Iterator[str]:
+    """A rectangle for each action, with a tooltip."""
     height = _n(sheet.row - sheet.gap)
     units = timeline.units
     for number, (rank, action, start, stop) in enumerate(timeline.spans()):
@@ -180,14 +198,14 @@ def _named(
         )
 
 
-def _outlined(
+def _box_paths(
     timeline: Timeline,
     sheet: Sheet,
     begin: list[float],
     end: list[float],
     paint: list[int],
 ) -> Iterator[str]:
-    """One path a paint: a box takes a third of the letters of a rectangle."""
+    """One path for each paint, which takes a third of the bytes of rectangles."""
     lines: defaultdict[int, list[str]] = defaultdict(list)
     height = _n(sheet.row - sheet.gap)
     for number, span in enumerate(timeline.spans()):
@@ -195,14 +213,8 @@ def _outlined(
         lines[paint[number]].append(
             f"M{_n(begin[number])} {_n(sheet.y(span.rank))}h{width}v{height}h-{width}z"
         )
-    yield from (
-        f'<path fill="{PAINTS[tone].fill}" d="{"".join(line)}"/>'
-        for tone, line in lines.items()
-    )
-
-
-def _edge(sheet: Sheet) -> str:
-    return f' stroke="{IDLE}" stroke-width="0.8"' if sheet.gap >= 1 else ""
+    for tone, boxes in lines.items():
+        yield f'<path fill="{PAINTS[tone].fill}" d="{"".join(boxes)}"/>'
 
 
 def _numbers(
@@ -212,36 +224,35 @@ def _numbers(
     end: list[float],
     paint: list[int],
 ) -> Iterator[str]:
-    """The numbers that fit their boxes. If short boxes have no room for `3.1`, all say `3`: shades tell the slices."""
+    """The numbers that fit into their boxes.
+
+    If short boxes have no room for `3.1`, all boxes say `3`, and the shades tell the slices.
+    """
     if sheet.font < 6:
         return
     digit = sheet.font * DIGIT_WIDTH
-    exact = (
-        _longest(timeline) * digit
-        <= float(np.quantile(np.subtract(end, begin), 0.1)) - 2
-    )
+    short_width = float(np.quantile(np.subtract(end, begin), 0.1))
+    shows_slices = _longest_label(timeline) * digit <= short_width - 2
     yield f'<g class="numbers" text-anchor="middle" font-size="{_n(sheet.font)}" pointer-events="none">'
     for number, (rank, action, _, _) in enumerate(timeline.spans()):
-        label = label_of(action.microbatch, action.slice if exact else 0)
+        label = label_of(action.microbatch, action.slice if shows_slices else 0)
         if len(label) * digit <= end[number] - begin[number] - 2:
-            x, y = (
-                (begin[number] + end[number]) / 2,
-                sheet.top + (rank + 0.5) * sheet.row + sheet.font * 0.36,
-            )
+            x = (begin[number] + end[number]) / 2
+            y = sheet.top + (rank + 0.5) * sheet.row + sheet.font * 0.36
             yield f'<text x="{_n(x)}" y="{_n(y)}" fill="{PAINTS[paint[number]].ink}">{label}</text>'
     yield "</g>"
 
 
-def _longest(timeline: Timeline) -> int:
-    """Signs of the longest label."""
-    return len(
-        label_of(len(timeline.schedule.microbatches) - 1, timeline.schedule.slices - 1)
-    )
+def _longest_label(timeline: Timeline) -> int:
+    """The number of characters of the longest label."""
+    schedule = timeline.schedule
+    return len(label_of(len(schedule.microbatches) - 1, schedule.slices - 1))
 
 
 def _image(timeline: Timeline, sheet: Sheet) -> Iterator[str]:
-    """A picture with a pixel row a rank, stretched over the rows."""
-    paint, columns = palette.paints(timeline), int(sheet.width)
+    """A picture with a row of pixels for each rank, stretched over the rows."""
+    paint = palette.paints(timeline)
+    columns = int(sheet.width)
     pixels = np.empty((sheet.rows, columns, 3))
     for rank in range(sheet.rows):
         work, colour = palette.means(timeline, rank, columns, paint)
@@ -255,7 +266,7 @@ def _image(timeline: Timeline, sheet: Sheet) -> Iterator[str]:
 
 
 def _png(pixels: Ints) -> bytes:
-    """The smallest PNG there is: signature, header, data, end. A row begins with its filter, 0: none."""
+    """A minimal PNG: signature, header, data, end. Each row begins with 0, for no filter."""
 
     def chunk(kind: bytes, data: bytes) -> bytes:
         return (
@@ -278,45 +289,49 @@ def _png(pixels: Ints) -> bytes:
 
 # ---------------------------------------------------------------- what is around them
 def _axis(timeline: Timeline, sheet: Sheet) -> Iterator[str]:
-    """Time under the rows, in round numbers."""
+    """Round times below the rows."""
     step = palette.round_step(sheet.makespan, int(sheet.width / 70))
-    times: Floats = (
-        np.arange(int(sheet.makespan / step * (1 + 1e-9)) + 1).astype(np.float64) * step
-    )
+    last = int(sheet.makespan / step * (1 + 1e-9))
+    times: Floats = np.arange(last + 1).astype(np.float64) * step
     base = sheet.bottom + 3
-    line = f"M{sheet.left} {_n(base)}h{_n(sheet.width)}" + "".join(
-        f"M{_n(x)} {_n(base)}v4" for x in sheet.x(times)
-    )
+    line = f"M{sheet.left} {_n(base)}h{_n(sheet.width)}"
+    line += "".join(f"M{_n(x)} {_n(base)}v4" for x in sheet.x(times))
     yield f'<path d="{line}" stroke="{AXIS_COLOUR}" fill="none"/>'
     yield f'<g class="time" text-anchor="middle" font-size="11" fill="{AXIS_COLOUR}">'
     for time, x in zip(times.tolist(), sheet.x(times).tolist(), strict=True):
-        yield f'<text x="{_n(x)}" y="{_n(base + 16)}">{write_time(time, timeline.units) if time else 0}</text>'
+        label = write_time(time, timeline.units) if time else "0"
+        yield f'<text x="{_n(x)}" y="{_n(base + 16)}">{label}</text>'
     yield "</g>"
 
 
 def _legend(timeline: Timeline, sheet: Sheet) -> Iterator[str]:
-    """Each op that occurs, from its lightest to its darkest shade where shades have a meaning."""
-    x, y = sheet.left, sheet.bottom + 36
-    shaded = " and ".join(_shades(timeline))
+    """Each op that occurs, with several shades if they have a meaning."""
+    x = sheet.left
+    y = sheet.bottom + 36
+    meaning = " and ".join(_shade_meanings(timeline))
+    levels = (0.15, 0.5, 0.85) if meaning else (0.5,)
+    width = 21 / len(levels)
     yield '<g class="legend">'
     for op in palette.ops_of(timeline):
-        levels = (0.15, 0.5, 0.85) if shaded else (0.5,)
-        wide = 21 / len(levels)
-        for piece, level in enumerate(levels):
-            box = f'<rect x="{_n(x + wide * piece)}" y="{_n(y)}" width="{_n(wide)}" height="12"'
+        for number, level in enumerate(levels):
+            left = x + width * number
+            box = f'<rect x="{_n(left)}" y="{_n(y)}" width="{_n(width)}" height="12"'
             yield f'{box} fill="{palette.paint_of(op, level).fill}"/>'
         yield f'<text x="{_n(x + 27)}" y="{_n(y + 10.5)}">{OP_NAMES[op]}</text>'
         x += 27 + 5.2 * len(OP_NAMES[op]) + 26
     yield f'<rect x="{_n(x)}" y="{_n(y)}" width="21" height="12" fill="{IDLE}" stroke="{GRID_COLOUR}"/>'
     yield f'<text x="{_n(x + 27)}" y="{_n(y + 10.5)}">idle</text>'
-    if shaded:
-        yield f'<text x="{_n(x + 64)}" y="{_n(y + 10.5)}" fill="{AXIS_COLOUR}">light to dark: {shaded}</text>'
+    if meaning:
+        text = f"light to dark: {meaning}"
+        yield f'<text x="{_n(x + 64)}" y="{_n(y + 10.5)}" fill="{AXIS_COLOUR}">{text}</text>'
     yield "</g>"
 
 
-def _shades(timeline: Timeline) -> list[str]:
-    """What light and dark stand for."""
-    several = int(palette.places(timeline).max()) > 0
-    return ["stages of a rank"] * several + ["slices of a micro-batch"] * (
-        timeline.schedule.slices > 1
-    )
+def _shade_meanings(timeline: Timeline) -> list[str]:
+    """The meanings of light and dark."""
+    meanings = []
+    if int(palette.places(timeline).max()) > 0:
+        meanings.append("stages of a rank")
+    if timeline.schedule.slices > 1:
+        meanings.append("slices of a micro-batch")
+    return meanings

@@ -1,7 +1,7 @@
-"""A timeline for Perfetto (ui.perfetto.dev) and chrome://tracing.
+"""A timeline as a trace for Perfetto (ui.perfetto.dev) and chrome://tracing.
 
 rank 0  [0F0][0F1]            [0B0]        ph X   an action, with stage, part, micro-batch, slice
-            └──► s ... f                   ph s,f a message: from where and when it left to what used it
+            └──► s ... f                   ph s,f a message, from its source to the action that uses it
 rank 1       [1F0]     [1B0]
 activations rank 0  ▁▂▂▂▁                  ph C   bytes held
 """
@@ -17,7 +17,7 @@ from penstock.ir.table import Ints, Table
 from penstock.ir.timeline import Timeline
 from penstock.view.palette import OP_NAMES, activation_steps
 
-MICRO = 1e6  # a trace counts microseconds
+MICROSECONDS = 1e6  # in a second; traces count microseconds
 Event = dict[str, object]
 
 
@@ -37,7 +37,7 @@ def trace(timeline: Timeline) -> str:
 
 
 def consumers(table: Table) -> Ints:
-    """The action on another rank that uses each action's message; -1 where there is no message."""
+    """The action that uses the message of each action; -1 if it sends none."""
     user = np.full(len(table), -1, dtype=np.int64)
     for column in table.needs.T:
         mine = np.flatnonzero(column >= 0)
@@ -66,12 +66,15 @@ def _names(timeline: Timeline) -> Iterator[Event]:
 
 
 def _work(timeline: Timeline, users: Ints) -> Iterator[Event]:
-    """An action, then the arrows that end and begin at it: a reader binds an arrow to the action before it."""
-    stages, sources = timeline.schedule.stages, _sources(users)
-    sent = np.where(
-        np.isnan(timeline.sent), timeline.end, timeline.sent
-    ).tolist()  # unknown: at once
-    using = users.tolist()
+    """Each action, followed by the arrows that end and begin at it.
+
+    Viewers attach an arrow to the action before it.
+    """
+    stages = timeline.schedule.stages
+    sources = _sources(users)
+    # A message with an unknown time leaves at the end of its action.
+    sent = np.where(np.isnan(timeline.sent), timeline.end, timeline.sent).tolist()
+    user_list = users.tolist()
     for number, (rank, action, start, end) in enumerate(timeline.spans()):
         op, stage, microbatch, piece = action
         yield {
@@ -80,8 +83,8 @@ def _work(timeline: Timeline, users: Ints) -> Iterator[Event]:
             "tid": rank,
             "name": str(action),
             "cat": OP_NAMES[op],
-            "ts": start * MICRO,
-            "dur": (end - start) * MICRO,
+            "ts": start * MICROSECONDS,
+            "dur": (end - start) * MICROSECONDS,
             "args": {
                 "stage": stage,
                 "part": stages[stage].part,
@@ -91,15 +94,16 @@ def _work(timeline: Timeline, users: Ints) -> Iterator[Event]:
         }
         for source in sources.get(number, ()):
             yield {**_arrow("f", rank, source, start), "bp": "e"}
-        if using[number] >= 0:
+        if user_list[number] >= 0:
             yield _arrow("s", rank, number, sent[number])
 
 
 def _sources(users: Ints) -> dict[int, list[int]]:
-    found: dict[int, list[int]] = {}
+    """The actions whose messages each action uses."""
+    sources: dict[int, list[int]] = {}
     for source in np.flatnonzero(users >= 0).tolist():
-        found.setdefault(int(users[source]), []).append(source)
-    return found
+        sources.setdefault(int(users[source]), []).append(source)
+    return sources
 
 
 def _arrow(phase: str, rank: int, source: int, time: float) -> Event:
@@ -110,15 +114,16 @@ def _arrow(phase: str, rank: int, source: int, time: float) -> Event:
         "id": source,
         "name": "message",
         "cat": "message",
-        "ts": time * MICRO,
+        "ts": time * MICROSECONDS,
     }
 
 
 def _memory(timeline: Timeline) -> Iterator[Event]:
-    """What a rank holds, whenever that changes."""
+    """The activations of each rank, whenever they change."""
     digits = len(str(timeline.schedule.ranks - 1))
     for rank in range(timeline.schedule.ranks):
-        name, before = f"activations rank {rank:0{digits}}", None
+        name = f"activations rank {rank:0{digits}}"
+        before = None
         times, held = activation_steps(timeline, rank)
         for time, amount in zip(times.tolist(), held.tolist(), strict=True):
             if amount != before:
@@ -126,7 +131,7 @@ def _memory(timeline: Timeline) -> Iterator[Event]:
                     "ph": "C",
                     "pid": 0,
                     "name": name,
-                    "ts": time * MICRO,
+                    "ts": time * MICROSECONDS,
                     "args": {"bytes": amount},
                 }
             before = amount
