@@ -1,7 +1,7 @@
 """Runs one rank's lane of a program on real tensors. The same code for every schedule.
 
-An `Executor` is made once and runs step after step; what one step does is in `penstock.runtime.passes`. Before the
-first step the ranks agree on what each of them cannot see alone (`penstock.runtime.agreement`), and during it what a
+An `Executor` is made once and runs step after step; what one step does is in `penstock.runtime.walk`. Before the
+first step the ranks agree on what each of them cannot see alone (`penstock.runtime.rank_agreement`), and during it what a
 user's modules and loss do is compared with what they should.
 """
 
@@ -15,26 +15,26 @@ from torch import nn
 
 from penstock.errors import ShapeError
 from penstock.ir.program import Program
-from penstock.runtime.agreement import Agreement, agree
 from penstock.runtime.backward import make_deferrable
 from penstock.runtime.batch import Batch
 from penstock.runtime.comm.comm import Comm
-from penstock.runtime.faults import changed, stages_of
-from penstock.runtime.frozen import Rests, at_rest
+from penstock.runtime.deferral_report import Watch
+from penstock.runtime.frozen_stages import Rests, at_rest
 from penstock.runtime.gradients import Replicas, Tied, groups_of, ties_of
 from penstock.runtime.lane import lane_turns, receives_of
-from penstock.runtime.losses import Loss, reduction_of
-from penstock.runtime.passes import Pass
+from penstock.runtime.loss_reduction import Loss, reduction_of
 from penstock.runtime.process.malloc import keep_freed_memory
+from penstock.runtime.rank_agreement import Agreement, agree
 from penstock.runtime.recorder import Clock, Recorder
 from penstock.runtime.replay import Replays, Tape, refuse_shares
-from penstock.runtime.result import Result
 from penstock.runtime.shards import Shards
 from penstock.runtime.slices import refuse_whole
+from penstock.runtime.stage_checks import changed, stages_of
+from penstock.runtime.step_result import Result
 from penstock.runtime.visits import Mean, Visits
-from penstock.runtime.watch import Watch
+from penstock.runtime.walk import Pass
 
-__all__ = ["Executor", "Loss", "Pass", "Result", "execute"]
+__all__ = ["Executor", "Loss", "Pass", "Result"]
 
 
 class Executor:
@@ -198,16 +198,3 @@ def _length_checks(
         if getattr(plain, "remembers_lengths", False):
             checks.append(plain.refuse_lengths)
     return checks
-
-
-def execute(
-    program: Program,
-    stages: Mapping[int, nn.Module],
-    batch: Batch,
-    comm: Comm,
-    loss: Loss,
-    width: int,
-    dtype: torch.dtype = torch.float32,
-) -> Result:
-    """One timed step of one rank, without keeping the executor."""
-    return Executor(program, stages, comm, loss, width, dtype).step(batch, timed=True)

@@ -24,7 +24,7 @@ from penstock.errors import ShapeError
 from penstock.ir.needs import FORWARD
 from penstock.ir.schedule import Schedule
 from penstock.runtime.comm.comm import Comm, Pending
-from penstock.runtime.share import local_share
+from penstock.runtime.dtensor_share import local_share
 
 
 @dataclass(frozen=True, slots=True)

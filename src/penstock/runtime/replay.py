@@ -26,13 +26,13 @@ from torch import Tensor, nn
 from penstock.errors import RunError, ShapeError
 from penstock.runtime.backward import record_in
 from penstock.runtime.batch import Batch
-from penstock.runtime.frozen import Rests
+from penstock.runtime.dtensor_share import local_share
+from penstock.runtime.frozen_stages import Rests
 from penstock.runtime.lane import Do, Step, Turn
 from penstock.runtime.randomness import TURN, drawing_again, drawn_since, states
-from penstock.runtime.share import local_share
 
 if TYPE_CHECKING:
-    from penstock.runtime.passes import Pass
+    from penstock.runtime.walk import Pass
 
 RecordedWork = Callable[[], Tensor | None]
 StageVisit = tuple[int, int]  # a stage and a micro-batch

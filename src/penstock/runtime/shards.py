@@ -20,9 +20,9 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from penstock.ir.schedule import Schedule
 from penstock.runtime.backward import accumulate
+from penstock.runtime.dtensor_share import local_share
 from penstock.runtime.gradients import Tied, completion
 from penstock.runtime.process.malloc import ONCE, USED, keep_freed_memory, taken_once
-from penstock.runtime.share import local_share
 
 
 def shard_layers(part: nn.Module, layers: list[nn.Module], mesh: DeviceMesh) -> None:

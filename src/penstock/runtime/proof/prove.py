@@ -31,11 +31,11 @@ from penstock.errors import ProofError
 from penstock.ir.schedule import Schedule
 from penstock.runtime.batch import Batch
 from penstock.runtime.comm.comm import Comm
+from penstock.runtime.dtensor_share import local_share
 from penstock.runtime.executor import Executor
 from penstock.runtime.proof.judge import Difference, Judge
 from penstock.runtime.proof.traceless import is_compiled, kept_numbers, uncompiled
 from penstock.runtime.proof.ways import REDRAWS, Bench, Option, call
-from penstock.runtime.share import local_share
 
 _log = logging.getLogger(__name__)
 ROWS = 2  # of a micro-batch, at most: two show whether rows leak into each other

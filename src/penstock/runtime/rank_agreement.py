@@ -1,6 +1,6 @@
 """What the ranks tell one another before the first step, as each sees only its own stages.
 
-    which stages train             so that no gradient is computed or sent that nobody needs (`penstock.runtime.frozen`)
+    which stages train             so that no gradient is computed or sent that nobody needs (`penstock.runtime.frozen_stages`)
     whether any stage recomputes   so that ranks that are threads take turns at drawing random numbers
     which weights are really one   ranks that are threads may hold the same tensor: its gradient is not summed twice
     whether copies are equal       weights that are to be one, but were drawn with different seeds, never would be
@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from penstock.errors import RunError, ShapeError
 from penstock.ir.schedule import Schedule
 from penstock.runtime.comm.comm import Comm
+from penstock.runtime.dtensor_share import local_share
 from penstock.runtime.gradients import SharedParameters, Tied, ranks_of
-from penstock.runtime.share import local_share
 
 _PROCESS = secrets.randbits(60)  # tells the memory of this process from that of others
 _BITS = (1 << 62) - 1

@@ -28,14 +28,14 @@ from penstock.ir.schedule import Schedule
 from penstock.runtime.backward import Ledger, record_in, walk_back
 from penstock.runtime.batch import Batch
 from penstock.runtime.comm.comm import Arriving, Pending
-from penstock.runtime.faults import detached, not_a_tensor, unfit_message
 from penstock.runtime.lane import Do, Step
-from penstock.runtime.losses import Reduction, as_sum, refuse_other_loss
+from penstock.runtime.loss_reduction import Reduction, as_sum, refuse_other_loss
 from penstock.runtime.randomness import TURN, Drawn, drawing_again, drawn_since, states
 from penstock.runtime.recorder import Moment, Recording
 from penstock.runtime.replay import Replays
-from penstock.runtime.result import Result
 from penstock.runtime.slices import Carries, spans_of
+from penstock.runtime.stage_checks import detached, not_a_tensor, unfit_message
+from penstock.runtime.step_result import Result
 
 if TYPE_CHECKING:
     from penstock.runtime.executor import Executor

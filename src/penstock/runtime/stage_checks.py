@@ -11,7 +11,7 @@ from penstock.errors import RunError, ShapeError
 from penstock.ir.schedule import Schedule
 from penstock.runtime.comm.comm import Comm
 from penstock.runtime.lane import Step
-from penstock.runtime.losses import described
+from penstock.runtime.loss_reduction import described
 
 
 def stages_of(
