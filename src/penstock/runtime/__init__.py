@@ -9,8 +9,8 @@ from penstock.runtime.gradients import Tied
 from penstock.runtime.process.launch import finish, init, spawn
 from penstock.runtime.process.watchdog import watching
 from penstock.runtime.proof.prove import Proof, prove
-from penstock.runtime.replay import CudaTape, Tape
 from penstock.runtime.shards import shard_layers
+from penstock.runtime.tape import CudaTape, Tape
 from penstock.runtime.visits import Mean
 
 __all__ = [

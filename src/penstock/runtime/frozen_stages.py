@@ -48,7 +48,7 @@ def places_at_rest(
     return frozenset(idle), frozenset(closed)
 
 
-def at_rest(
+def rest_frozen_stages(
     schedule: Schedule, trains: Sequence[bool], turns: Iterable[Turn]
 ) -> tuple[list[Turn], Rests]:
     """A rank's turns without the messages that nobody needs, and what else is not done."""

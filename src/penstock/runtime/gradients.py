@@ -37,6 +37,14 @@ class SharedParameters:
     ready: int  # the tick at which all contributions are
     parameters: tuple[nn.Parameter, ...]
 
+    def local_gradients(self) -> list[Tensor]:
+        """The numbers of the gradients that this process holds."""
+        gradients = []
+        for parameter in self.parameters:
+            if parameter.grad is not None:
+                gradients.append(local_share(parameter.grad))
+        return gradients
+
 
 class Replicas:
     """The sums of one rank, begun and awaited step after step."""
@@ -59,7 +67,6 @@ class Replicas:
         self.sums: list[
             tuple[Pending, Tensor, SharedParameters]
         ] = []  # in the same order
-        self.before: list[list[Tensor | None]] = []
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -71,15 +78,9 @@ class Replicas:
         self.order = [one for one in self.order if one.name not in names]
 
     def begin(self) -> None:
-        """A new step. Gradients of earlier ones, which are summed already, are laid aside."""
+        """Begin a step. The gradients of earlier ones, which are summed already, must be laid aside."""
         self.next = 0
         self.complete.clear()
-        self.before = [
-            [parameter.grad for parameter in shared.parameters] for shared in self.order
-        ]
-        for shared in self.order:
-            for parameter in shared.parameters:
-                parameter.grad = None
         self.after(-1)
 
     def after(self, number: int) -> None:
@@ -96,33 +97,19 @@ class Replicas:
         for parameter in shared.parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-        flat = torch.cat(
-            [
-                local_share(p.grad).reshape(-1)
-                for p in shared.parameters
-                if p.grad is not None
-            ]
-        )
+        gradients = shared.local_gradients()
+        flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
         self.sums.append((self.comm.add(flat, shared.group), flat, shared))
 
     def finish(self) -> None:
-        """Waits for the sums, and adds them to what earlier steps have left."""
+        """Wait for the sums and make them the gradients."""
         assert self.next == len(self.order), "a sum was never begun"
-        for (pending, flat, shared), before in zip(self.sums, self.before, strict=True):
+        for pending, flat, shared in self.sums:
             pending.wait()
-            held = [
-                local_share(parameter.grad)
-                for parameter in shared.parameters
-                if parameter.grad is not None
-            ]
-            pieces = torch.split(flat, [one.numel() for one in held])
-            for parameter, one, piece, earlier in zip(
-                shared.parameters, held, pieces, before, strict=True
-            ):
-                one.copy_(piece.view_as(one))
-                assert parameter.grad is not None
-                if earlier is not None:
-                    parameter.grad += earlier
+            gradients = shared.local_gradients()
+            pieces = torch.split(flat, [gradient.numel() for gradient in gradients])
+            for gradient, piece in zip(gradients, pieces, strict=True):
+                gradient.copy_(piece.view_as(gradient))
         self.sums.clear()
 
 

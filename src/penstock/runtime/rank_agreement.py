@@ -38,7 +38,9 @@ class Agreement:
         bool, ...
     ]  # by stage: whether any of its parameters does; also one that has no parameters
     recomputes: bool  # some stage of some rank
-    one: frozenset[str]  # sums (by name) over ranks that hold one and the same tensor
+    one_tensor: frozenset[
+        str
+    ]  # sums (by name) over ranks that hold one and the same tensor
 
 
 def agree(

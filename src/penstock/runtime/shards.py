@@ -10,7 +10,6 @@ and sums take memory for whole layers, once a step: it is given back (`penstock.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 
 import torch
@@ -23,13 +22,15 @@ from penstock.runtime.backward import accumulate
 from penstock.runtime.dtensor_share import local_share
 from penstock.runtime.gradients import Tied, completion
 from penstock.runtime.process.malloc import ONCE, USED, keep_freed_memory, taken_once
+from penstock.runtime.torch_internals import (
+    finish_sharded_backward,
+    ignore_fsdp_view_warning,
+)
 
 
 def shard_layers(part: nn.Module, layers: list[nn.Module], mesh: DeviceMesh) -> None:
     """Leaves this process its share of each layer of a part, and of the rest of it."""
-    warnings.filterwarnings(
-        "ignore", message="FSDP2-wrapped module .* returned a view"
-    )  # nobody writes into it
+    ignore_fsdp_view_warning()
     for module in (*layers, part):
         made: FSDPModule = fully_shard(module, mesh=mesh, reshard_after_forward=False)
         made.set_gradient_divide_factor(
@@ -92,7 +93,7 @@ class Shards:
         if part is not None:
             _last(part, True)
             with taken_once():
-                fully_shard.state(part)._root_post_backward_final_callback()  # type: ignore[attr-defined]
+                finish_sharded_backward(part)
             for first, twin in self.twins:
                 if twin.grad is not None:
                     accumulate(first, twin.grad)

@@ -14,7 +14,7 @@ from penstock.runtime.lane import Step
 from penstock.runtime.loss_reduction import described
 
 
-def stages_of(
+def stages_of_rank(
     schedule: Schedule, stages: Mapping[int, nn.Module], comm: Comm
 ) -> dict[int, nn.Module]:
     """The modules of this rank's stages; raises if one is missing, or no module."""
@@ -51,7 +51,7 @@ def stages_of(
     return {number: stages[number] for number in due}
 
 
-def not_a_tensor(step: Step, module: nn.Module, y: object) -> ShapeError:
+def not_a_tensor_error(step: Step, module: nn.Module, y: object) -> ShapeError:
     """A stage that returned something else."""
     want = (
         "the logits, for the loss"
@@ -89,7 +89,7 @@ def unfit_message(
     return None
 
 
-def detached(step: Step, module: nn.Module) -> RunError:
+def detached_error(step: Step, module: nn.Module) -> RunError:
     """A stage that cannot be trained, though it has parameters to train or a gradient to pass on."""
     return RunError(
         f"{step.instruction} has no gradient to compute: what stage {step.stage} ({type(module).__name__}) returned "
@@ -99,7 +99,7 @@ def detached(step: Step, module: nn.Module) -> RunError:
     )
 
 
-def changed(names: list[str]) -> ShapeError:
+def changed_error(names: list[str]) -> ShapeError:
     """Parameters that were frozen or thawed after the ranks agreed on what trains."""
     some = ", ".join(names[:3]) + (
         f" and {len(names) - 3} more" if len(names) > 3 else ""

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
 
-from torch import Tensor, nn
+from torch import nn
 
 from penstock.errors import ShapeError
 from penstock.ir.schedule import Schedule
@@ -49,7 +49,6 @@ class Visits:
             for m in schedule.microbatches
         ]
         self.owners: dict[nn.Parameter, int] = {}  # of the parts that some skip
-        self.before: list[tuple[nn.Parameter, Tensor | None]] = []
         if mean is Mean.VISITS:
             partial = {
                 part
@@ -63,25 +62,15 @@ class Visits:
                     module.parameters() if part in partial else (), part
                 )
 
-    def begin(self) -> None:
-        """A new step."""
-        self.before = [(parameter, parameter.grad) for parameter in self.owners]
-        for parameter in self.owners:
-            parameter.grad = None
-
     def finish(self, batch: Batch) -> None:
-        """Weighs the gradients of this step and adds them to those of earlier ones."""
+        """Scale the gradients of this step, without those of earlier steps."""
         if not self.owners:
             return
         counts = [int((labels != IGNORED_LABEL).sum()) for labels in batch.labels]
         scales = visit_scales(self.parts, self.paths, counts)
-        for parameter, earlier in self.before:
+        for parameter, part in self.owners.items():
             if parameter.grad is not None:
-                parameter.grad *= scales[self.owners[parameter]]
-                if earlier is not None:
-                    parameter.grad += earlier
-            else:
-                parameter.grad = earlier
+                parameter.grad *= scales[part]
 
 
 def _refuse_tied(tied: Mapping[str, Tied], partial: set[int]) -> None:

@@ -28,7 +28,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import (
+
+from penstock.errors import RunError
+from penstock.runtime.comm.cuda import CudaDriver
+from penstock.runtime.comm.ring import Due, Ring, ring_bytes
+from penstock.runtime.comm.room import RingShape
+from penstock.runtime.torch_internals import (
     AllreduceOptions,
     BarrierOptions,
     BroadcastOptions,
@@ -37,11 +42,6 @@ from torch._C._distributed_c10d import (
     Store,
     Work,
 )
-
-from penstock.errors import RunError
-from penstock.runtime.comm.cuda import CudaDriver
-from penstock.runtime.comm.ring import Due, Ring, ring_bytes
-from penstock.runtime.comm.room import RingShape
 
 BACKEND_NAME = "penstock_ipc"
 RING_SLOTS, RING_SLOT_BYTES = (

@@ -14,7 +14,7 @@ import os
 import subprocess
 import sys
 
-import torch
+from penstock.runtime.torch_internals import supports_amx
 
 LIMIT, LESS = "ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16"
 AMX_TRIAL = "import torch; a = torch.ones(64, 64, dtype=torch.bfloat16); a @ a"
@@ -26,9 +26,7 @@ def avoid_broken_amx(announced: bool | None = None) -> bool:
 
     To be called before the first product of this process; processes that it starts inherit it.
     """
-    if LIMIT in os.environ or not (
-        torch.cpu._is_amx_tile_supported() if announced is None else announced
-    ):
+    if LIMIT in os.environ or not (supports_amx() if announced is None else announced):
         return False
     if (
         subprocess.run(

@@ -30,14 +30,18 @@ from typing import Any, Generic, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, TCPStore
-from torch.distributed.distributed_c10d import Store, _get_default_store
 from torch.distributed.rendezvous import rendezvous
 
 from penstock.errors import PeerLostError, RunError
 from penstock.runtime.comm import ipc
 from penstock.runtime.comm.process import ProcessComm
 from penstock.runtime.process.status import ERRORS
+from penstock.runtime.torch_internals import (
+    PrefixStore,
+    Store,
+    TCPStore,
+    default_store,
+)
 
 Returned = TypeVar("Returned")
 Worker: TypeAlias = tuple[BaseProcess, Connection]  # and what it says
@@ -95,7 +99,7 @@ def run_on_ranks(
 
 def after_first(comm: ProcessComm, work: Callable[[], None]) -> None:
     """Rank 0 does some work, however long it takes; the others wait for it without a limit, but not for a dead one."""
-    store = PrefixStore("penstock/first", _get_default_store())
+    store = PrefixStore("penstock/first", default_store())
     if comm.rank == 0:
         work()
         store.set("done", "yes")

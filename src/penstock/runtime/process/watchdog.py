@@ -33,7 +33,6 @@ from types import TracebackType
 from typing import Protocol
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import Store, _get_default_store
 
 from penstock.errors import FileError, PeerLostError, PenstockError, RunError
 from penstock.ir.action import parse_action
@@ -49,6 +48,7 @@ from penstock.runtime.process.status import (
     lost_failure,
     stuck_failure,
 )
+from penstock.runtime.torch_internals import Store, default_store
 
 TICK_SECONDS = 0.25  # seconds between two looks
 GRACE_SECONDS = (
@@ -110,7 +110,7 @@ class Watchdog:
         silence: float = 30.0,
     ) -> None:
         self.executor, self.comm, self.silence = executor, comm, silence
-        shared = store or _get_default_store()
+        shared = store or default_store()
         own = shared.clone()  # type: ignore[attr-defined]  # a connection that nothing else can block
         self.board = Board(own, comm.rank, comm.ranks, comm.name)
         self.thread = threading.Thread(

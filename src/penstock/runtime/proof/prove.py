@@ -36,6 +36,7 @@ from penstock.runtime.executor import Executor
 from penstock.runtime.proof.judge import Difference, Judge
 from penstock.runtime.proof.traceless import is_compiled, kept_numbers, uncompiled
 from penstock.runtime.proof.ways import REDRAWS, Bench, Option, call
+from penstock.runtime.torch_internals import original_module
 
 _log = logging.getLogger(__name__)
 ROWS = 2  # of a micro-batch, at most: two show whether rows leak into each other
@@ -293,7 +294,7 @@ def _judge(bench: Bench, verdict: Verdict) -> None:
 
 def _look_at_weights(bench: Bench, where: str, verdict: Verdict) -> None:
     """A W that has nothing to do makes a split backward useless."""
-    plain = getattr(bench.module, "_orig_mod", bench.module)
+    plain = original_module(bench.module)
     tables = {
         id(p)
         for one in plain.modules()

@@ -14,7 +14,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.dropout import _DropoutNd
+
+from penstock.runtime.torch_internals import (
+    compiled_call,
+    is_dropout,
+    module_attributes,
+    original_module,
+    own_buffers,
+    own_layers,
+    set_compiled_call,
+)
+from penstock.runtime.torch_internals import is_compiled as is_compiled_itself
 
 
 class Memory:
@@ -24,16 +34,14 @@ class Memory:
     attributes are set to what they were.
     """
 
-    OWN = frozenset(
-        {*nn.Module().__dict__, "_compiled_call_impl"}
-    )  # of every module: parameters, hooks, ...
+    OWN = module_attributes()  # of every module: parameters, hooks, ...
 
     def __init__(self, module: nn.Module) -> None:
         self.kept: list[tuple[dict[str, Any], dict[str, tuple[Any, Any]]]] = []
         for one in module.modules():
             for values, skipped in (
                 (one.__dict__, self.OWN),
-                (one._buffers, frozenset[str]()),
+                (own_buffers(one), frozenset[str]()),
             ):
                 saved = {
                     name: (value, _copied(value))
@@ -80,42 +88,35 @@ def _put_back(value: Any, copy: Any) -> None:
 
 def is_compiled(module: nn.Module) -> bool:
     """Whether torch.compile looks after it, or after any layer of it."""
-    return any(
-        hasattr(one, "_orig_mod") or _compiled_call(one) is not None
-        for one in module.modules()
-    )
-
-
-def _compiled_call(module: nn.Module) -> Callable[..., Any] | None:
-    return module._compiled_call_impl
+    return any(is_compiled_itself(layer) for layer in module.modules())
 
 
 @contextmanager
 def uncompiled(module: nn.Module) -> Iterator[nn.Module]:
     """The module as it was written, its layers too."""
-    plain: nn.Module = getattr(module, "_orig_mod", module)
+    plain = original_module(module)
     layers = [
         (parent, name, child)
         for parent in list(plain.modules())
-        for name, child in list(parent._modules.items())
-        if child is not None and hasattr(child, "_orig_mod")
+        for name, child in list(own_layers(parent).items())
+        if child is not None and original_module(child) is not child
     ]
     calls = [
-        (one, _compiled_call(one))
+        (one, compiled_call(one))
         for one in plain.modules()
-        if _compiled_call(one) is not None
+        if compiled_call(one) is not None
     ]
     try:
         for parent, name, child in layers:
-            parent._modules[name] = child.get_submodule("_orig_mod")
+            own_layers(parent)[name] = original_module(child)
         for one, _ in calls:
-            one._compiled_call_impl = None
+            set_compiled_call(one, None)
         yield plain
     finally:
         for parent, name, child in layers:
-            parent._modules[name] = child
+            own_layers(parent)[name] = child
         for one, compiled in calls:
-            one._compiled_call_impl = compiled
+            set_compiled_call(one, compiled)
 
 
 @contextmanager
@@ -123,7 +124,7 @@ def silenced(module: nn.Module) -> Iterator[None]:
     """Without dropout: layers of torch's, and layers that keep its probability in an attribute that says so."""
     changed: list[tuple[nn.Module, str, float]] = []
     for one in module.modules():
-        words = ["p"] if isinstance(one, _DropoutNd) else []
+        words = ["p"] if is_dropout(one) else []
         words += [
             name
             for name, value in vars(one).items()

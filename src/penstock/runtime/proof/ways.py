@@ -38,6 +38,7 @@ from penstock.runtime.proof.traceless import (
     silenced,
     uncompiled,
 )
+from penstock.runtime.torch_internals import original_name
 
 SEED = 20_817  # of whatever is drawn while a stage runs, and of the gradients that inner stages get
 OUTPUT, LOSS, INPUT_GRADIENT = "the output", "the loss", "the gradient of the input"
@@ -153,9 +154,7 @@ class Bench:
 
     def _trained(self) -> list[tuple[str, nn.Parameter]]:
         named = self.module.named_parameters()
-        return [
-            (name.replace("_orig_mod.", ""), p) for name, p in named if p.requires_grad
-        ]
+        return [(original_name(name), p) for name, p in named if p.requires_grad]
 
     # ------------------------------------------------------------ the plain way
     def whole(
