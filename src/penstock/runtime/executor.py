@@ -58,11 +58,11 @@ LengthCheck = Callable[[Sequence[int]], None]
 class Executor:
     """One rank's lane, ready to run step after step. All ranks build theirs at the same time.
 
-    `stages` maps the stages of this rank to their modules. `width` and `dtype` describe the hidden state between stages.
-    `loss` takes logits and labels, and returns the sum of the losses of the labels, or their mean if `reduction` is
-    "mean". The stages in `recompute` keep only their input and compute their forward again in the backward. `tied` names
-    parameters that several parts use; by default these are the ones that `penstock.models.split` has found. A `tape`
-    records the actions and plays them in every step.
+    `stages` maps the stages of this rank to their modules. `width` and `dtype` describe the hidden state between
+    stages. `loss` takes logits and labels, and returns the sum of the labels' losses, or their mean if `reduction` is
+    "mean". The stages in `recompute` keep only their input and compute their forward again in the backward. `tied`
+    names parameters that several parts use; by default these are the ones that `penstock.models.split` has found. A
+    `tape` records the actions and plays them in every step.
     """
 
     def __init__(

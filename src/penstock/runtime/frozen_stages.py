@@ -1,11 +1,12 @@
-"""Stages that do not train: what of the backward nobody needs.
+"""Leaves out the backwards of frozen stages, and the messages between them, that no trained parameter needs.
 
-    stages     0        1        2        3             stage 2 trains, or some of it; the others are frozen
+    stages     0        1        2        3             stage 2 trains, at least in part; the others are frozen
     forward   F ─────► F ─────► F ─────► F
     backward   .        .        B ◄───── B             3 still passes the gradient on; 0 and 1 have nothing to do,
-                                                        and 2 does not send them any
-A backward that nobody needs stays in the lane, so that all lanes are as they were planned, but does nothing. Its
-message is left out on both ends.
+                                                        and 2 does not send them any gradient
+
+A backward that nobody needs stays in the lane, so that all lanes are as planned, but it does nothing. Its message is
+left out on both ends.
 """
 
 from __future__ import annotations
@@ -13,65 +14,63 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from penstock.ir.action import Action
 from penstock.ir.schedule import Schedule
-from penstock.runtime.lane import Do, Turn
+from penstock.runtime.lane import Do, Step, Turn
 
-Place = tuple[int, int]  # a stage and a micro-batch
+StageVisit = tuple[int, int]  # stage, micro-batch
 
 
 @dataclass(frozen=True, slots=True)
 class Rests:
-    """Of one rank, by the numbers of actions: what is not done."""
+    """The actions of one rank that have less to do, by their numbers."""
 
     idle: frozenset[int] = (
         frozenset()
-    )  # nothing trains on this stage or before it: no graph, no backward
-    closed: frozenset[int] = (
-        frozenset()
-    )  # forwards before which nothing trains: their input needs no gradient
+    )  # no graph, no backward: nothing trains up to here
+    closed: frozenset[int] = frozenset()  # forwards whose input needs no gradient
 
 
-def places_at_rest(
+def resting_visits(
     schedule: Schedule, trains: Sequence[bool]
-) -> tuple[frozenset[Place], frozenset[Place]]:
-    """Where nothing has to be done in the backward, and where no gradient has to come out."""
-    idle, closed = set(), set()
+) -> tuple[frozenset[StageVisit], frozenset[StageVisit]]:
+    """The visits whose backward has nothing to do, and those that need not pass a gradient on."""
+    idle = set()
+    closed = set()
     for number, microbatch in enumerate(schedule.microbatches):
-        needed = False
+        needed = False  # whether anything has trained so far on this path
         for stage in microbatch.path:
+            visit = stage, number
             if not needed:
-                closed.add((stage, number))
+                closed.add(visit)
             needed = needed or trains[stage]
             if not needed:
-                idle.add((stage, number))
+                idle.add(visit)
     return frozenset(idle), frozenset(closed)
 
 
 def rest_frozen_stages(
     schedule: Schedule, trains: Sequence[bool], turns: Iterable[Turn]
 ) -> tuple[list[Turn], Rests]:
-    """A rank's turns without the messages that nobody needs, and what else is not done."""
-    idle, closed = places_at_rest(schedule, trains)
-    kept, still, shut = [], set(), set()
+    """A rank's turns without the messages that nobody needs, and its actions that have less to do."""
+    idle_visits, closed_visits = resting_visits(schedule, trains)
+    needed_turns = []
+    idle = set()
+    closed = set()
     for turn in turns:
+        messages = [m for m in turn.messages if not _is_unneeded(m, closed_visits)]
+        needed_turns.append(replace(turn, messages=tuple(messages)))
         step = turn.step
-        messages = [
-            m
-            for m in turn.messages
-            if not (m.goes_back and _place(m.instruction.action) in closed)
-        ]
-        kept.append(replace(turn, messages=tuple(messages)))
-        if step is not None and (step.stage, step.microbatch) in idle:
-            still.add(step.value)
-        if (
-            step is not None
-            and step.do is Do.FORWARD
-            and (step.stage, step.microbatch) in closed
-        ):
-            shut.add(step.value)
-    return kept, Rests(frozenset(still), frozenset(shut))
+        if step is None:
+            continue
+        visit = step.stage, step.microbatch
+        if visit in idle_visits:
+            idle.add(step.value)
+        if step.do is Do.FORWARD and visit in closed_visits:
+            closed.add(step.value)
+    return needed_turns, Rests(frozenset(idle), frozenset(closed))
 
 
-def _place(action: Action) -> Place:
-    return action.stage, action.microbatch
+def _is_unneeded(message: Step, closed: frozenset[StageVisit]) -> bool:
+    """Whether a message is a gradient for stages that do not train."""
+    action = message.instruction.action
+    return message.goes_back and (action.stage, action.microbatch) in closed

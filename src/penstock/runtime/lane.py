@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 
 from penstock.ir.action import Action, Op
 from penstock.ir.needs import BACKWARD, FORWARD, WEIGHTS
@@ -79,12 +79,8 @@ def lane_turns(program: Program, rank: int) -> list[Turn]:
 
 def receives_of(turns: Sequence[Turn]) -> list[Step]:
     """The receives of a lane, in order."""
-    receives = []
-    for turn in turns:
-        for message in turn.messages:
-            if message.do is Do.RECEIVE:
-                receives.append(message)
-    return receives
+    messages = chain.from_iterable(turn.messages for turn in turns)
+    return [message for message in messages if message.do is Do.RECEIVE]
 
 
 def _turn(steps: list[Step]) -> Turn:

@@ -25,6 +25,7 @@ from penstock.runtime.backward import record_in
 from penstock.runtime.batch import Batch
 from penstock.runtime.dtensor_share import local_share
 from penstock.runtime.earlier_gradients import EarlierGradients
+from penstock.runtime.frozen_stages import StageVisit
 from penstock.runtime.lane import Do, Step, Turn
 from penstock.runtime.randomness import TURN, Drawn, drawing_again, drawn_since, states
 from penstock.runtime.slices import Units, cut_units
@@ -37,7 +38,6 @@ from penstock.runtime.stage_actions import (
 from penstock.runtime.step_values import StepValues
 from penstock.runtime.takes import (
     Kind,
-    StageVisit,
     TakeMoment,
     assign_takes,
     stage_visits,
@@ -67,12 +67,7 @@ class PlayedActions:
 
     def forward(self, step: Step) -> None:
         """Play a forward. The loss is copied, because the next micro-batch of the take overwrites it."""
-        if step.source >= 0:
-            inputs = [self.values.tensor(step.source)]
-        else:
-            inputs = [self.units.inputs[step.unit]]
-        if step.last:
-            inputs.append(self.units.labels[step.unit])
+        inputs = self.inputs_of(step)
         if self.recordings.draws_again(step):
             y = self.play_and_remember_randomness(step, inputs)
         else:
@@ -81,6 +76,17 @@ class PlayedActions:
         self.kept.add(step.value)
         self.values.publish(step, y.clone() if step.last else y)
         self.give_back_input(step)
+
+    def inputs_of(self, step: Step) -> list[Tensor]:
+        """The inputs of a forward: tokens or a hidden state and, on the last stage, labels."""
+        inputs = []
+        if step.source >= 0:
+            inputs.append(self.values.tensor(step.source))
+        else:
+            inputs.append(self.units.inputs[step.unit])
+        if step.last:
+            inputs.append(self.units.labels[step.unit])
+        return inputs
 
     def play_and_remember_randomness(
         self, step: Step, inputs: Sequence[Tensor]

@@ -242,12 +242,14 @@ class ComputedActions:
             self.refuse_detached(step, kept)
             self.skip_backward(step, kept)
             return
-        if step.last:
-            gradient = torch.ones_like(kept.y)
-        else:
-            gradient = self.values.tensor(step.source).to(kept.y.dtype)
-        self.walk_graph(step, kept, gradient)
+        self.walk_graph(step, kept, self.output_gradient(step, kept.y))
         self.finish_backward(step, kept)
+
+    def output_gradient(self, step: Step, y: Tensor) -> Tensor:
+        """The gradient of y: 1 for the loss, else what the next stage has computed."""
+        if step.last:
+            return torch.ones_like(y)
+        return self.values.tensor(step.source).to(y.dtype)
 
     def walk_graph(self, step: Step, kept: KeptForward, gradient: Tensor) -> None:
         """Walk autograd's graph of one forward, which is freed afterwards."""

@@ -12,10 +12,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from penstock.runtime.frozen_stages import Rests
+from penstock.runtime.frozen_stages import Rests, StageVisit
 from penstock.runtime.lane import Do, Step, Turn
 
-StageVisit = tuple[int, int]  # stage, micro-batch
 MicroBatchShape = tuple[int, ...]  # rows, tokens and cuts of a micro-batch
 TakeMoment = tuple[Do, int]  # an action within a take: what it does, on which slice
 
