@@ -39,7 +39,8 @@ from penstock.ir import Op, Schedule, lower
 from penstock.ir.program import Receive, RunAction, Send
 from penstock.measure.sleeping import Sleeping
 from penstock.runtime import Executor, Ledger, ProcessComm, batch_of
-from penstock.runtime.backward import record_in, walk_back
+from penstock.runtime.backward import record_in
+from penstock.runtime.torch_internals import walk_back
 
 RESULT = Path(__file__).parent.parent / "docs" / "results" / "overhead.md"
 NAMES = {

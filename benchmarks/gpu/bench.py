@@ -30,7 +30,7 @@ from penstock.measure.links import gather_rows as rows_of_all
 from penstock.models import LlamaConfig, even_partition, token_loss
 from penstock.runtime import Batch, Comm, CudaTape, Executor, batch_of
 from penstock.runtime.comm.ipc import IpcGroup
-from penstock.runtime.replay import recording_bytes
+from penstock.runtime.torch_internals import recording_bytes
 from penstock.train.profile import Request, measure_request
 from penstock.train.weights import draw_parameters, hold
 

@@ -27,8 +27,9 @@ from penstock.runtime import (
     run_threads,
 )
 from penstock.runtime.backward import record_in
-from penstock.runtime.executor import Pass
+from penstock.runtime.stage_actions import ComputedActions
 from penstock.runtime.visits import Visits
+from penstock.runtime.walk import Walk
 from penstock.schedules.transforms import split_backward
 from pipelines import data, gpt, layers_of, llama, piped, unsplit, worst
 
@@ -393,23 +394,29 @@ def test_the_measured_timeline_obeys_the_needs_and_is_the_same_on_every_rank():
     [("1f1b", {}), ("zb-v", {}), ("seq1f1b", {"slices": 2}), ("hanayo", {})],
 )
 def test_nothing_of_a_step_waits_for_the_garbage_collector(name, more, monkeypatch):
-    """Tensors of a pass in a circle would stay for many steps: on a GPU hardly anything calls the collector."""
-    passes, begin = [], Pass.__init__
-
-    def noted(self, *args, **more) -> None:
-        passes.append(weakref.ref(self))
-        begin(self, *args, **more)
-
-    monkeypatch.setattr(Pass, "__init__", noted)
+    """A reference cycle would keep a step's tensors for many steps: on a GPU hardly anything calls the collector."""
+    made: list[weakref.ref] = []
+    for kind in (Walk, ComputedActions):
+        monkeypatch.setattr(kind, "__init__", noting(kind.__init__, made))
     schedule = make(name, ranks=2, microbatches=4, **more)
     gc.disable()
     try:
         piped(schedule, llama(schedule.parts), [data(4), data(4, seed=1)])
-        left = [one for one in passes if one() is not None]
+        alive = [reference for reference in made if reference() is not None]
     finally:
         gc.enable()
-    assert len(passes) == 6
-    assert not left
+    assert len(made) == 2 * 6
+    assert not alive
+
+
+def noting(construct, made):
+    """A constructor that also notes, weakly, what it constructs."""
+
+    def construct_and_note(self, *args, **options) -> None:
+        made.append(weakref.ref(self))
+        construct(self, *args, **options)
+
+    return construct_and_note
 
 
 def test_an_error_in_a_stage_reaches_the_caller_as_it_is():

@@ -570,7 +570,7 @@ def test_a_program_that_goes_back_wrongly_is_caught_by_the_executor(fault):
 
     message = {
         "swapped": "comes out of order",
-        "missing": "came back to token 4, of 8",
+        "missing": "came back only to token 4",
     }[fault]
     with pytest.raises(RunError, match=message):
         run_threads(1, work)

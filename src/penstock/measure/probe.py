@@ -22,9 +22,10 @@ import torch
 from torch import Tensor, nn
 
 from penstock.carry import Carry, Slice
-from penstock.runtime.backward import Ledger, make_deferrable, record_in, walk_back
+from penstock.runtime.backward import Ledger, make_deferrable, record_in
 from penstock.runtime.executor import Loss
-from penstock.runtime.replay import Tape
+from penstock.runtime.tape import Tape
+from penstock.runtime.torch_internals import sleep_on_gpu, walk_back
 
 GPU_CYCLES_PER_SECOND = 2e9  # at most
 # The first launch of a kernel loads it, which takes far longer than any sleep should.
@@ -241,7 +242,7 @@ class Probe:
         if self.device.type != "cuda":
             action()
             return time.perf_counter() - begin
-        torch.cuda._sleep(int(GPU_CYCLES_PER_SECOND * max(self.launches)))  # type: ignore[no-untyped-call]
+        sleep_on_gpu(int(GPU_CYCLES_PER_SECOND * max(self.launches)))
         start = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         start.record()

@@ -30,7 +30,7 @@ from penstock.measure.points import Where, measuring_points
 from penstock.measure.probe import PassTimes, Probe, Subject
 from penstock.runtime.comm.comm import Comm
 from penstock.runtime.process.malloc import keep_freed_memory
-from penstock.runtime.replay import Tape
+from penstock.runtime.tape import Tape
 
 PROFILE_ROUNDS = 6
 # A point is measured for this long in each round, but with at most MAX_PASSES passes.

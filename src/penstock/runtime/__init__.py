@@ -3,14 +3,14 @@
 from penstock.runtime.backward import Ledger, current_ledger, defer, make_deferrable
 from penstock.runtime.batch import Batch, batch_of, cut_batch
 from penstock.runtime.comm import Comm, ProcessComm, ShapedComm, ThreadComm, run_threads
-from penstock.runtime.executor import Executor, Result, execute
+from penstock.runtime.dtensor_share import cut_share, local_share, share_offset
+from penstock.runtime.executor import Executor, Result
 from penstock.runtime.gradients import Tied
 from penstock.runtime.process.launch import finish, init, spawn
 from penstock.runtime.process.watchdog import watching
 from penstock.runtime.proof.prove import Proof, prove
-from penstock.runtime.replay import CudaTape, Tape
 from penstock.runtime.shards import shard_layers
-from penstock.runtime.share import cut_share, local_share, share_offset
+from penstock.runtime.tape import CudaTape, Tape
 from penstock.runtime.visits import Mean
 
 __all__ = [
@@ -32,7 +32,6 @@ __all__ = [
     "cut_batch",
     "cut_share",
     "defer",
-    "execute",
     "finish",
     "init",
     "local_share",

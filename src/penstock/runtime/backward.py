@@ -13,12 +13,14 @@ does everything, and its W nothing.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from penstock.runtime.torch_internals import has_gradient_hooks, is_compiled
 
 DeferredWork = Callable[[], None]
 _here = threading.local()  # the ledger of the forward that runs on this thread
@@ -58,22 +60,6 @@ def defer(ledger: Ledger | None, work: DeferredWork) -> None:
 def record_in(ledger: Ledger | None) -> None:
     """Forwards on this thread write into that ledger from now on."""
     _here.ledger = ledger
-
-
-def walk_back(roots: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
-    """`torch.autograd.backward` less its argument handling, which costs as much as a small graph does."""
-    _ENGINE.run_backward(
-        tuple(roots),
-        tuple(gradients),
-        False,
-        False,
-        (),
-        allow_unreachable=True,
-        accumulate_grad=True,
-    )
-
-
-_ENGINE = torch.autograd.Variable._execution_engine
 
 
 class _Linear(torch.autograd.Function):
@@ -176,14 +162,6 @@ def make_deferrable(module: nn.Module) -> None:
         make_deferrable(inner)
 
 
-def is_compiled(module: nn.Module) -> bool:
-    """Whether torch.compile made it, or `module.compile()` did."""
-    return (
-        hasattr(module, "_orig_mod")
-        or getattr(module, "_compiled_call_impl", None) is not None
-    )
-
-
 def _is_turned(module: nn.Module) -> bool:
     """Whether this is the linear layer of transformers' GPT-2, known by its name, its shapes and its forward."""
     if (
@@ -229,8 +207,4 @@ def _can_wait(ledger: Ledger, weight: Tensor, bias: Tensor | None) -> bool:
 
 
 def _is_plain(parameter: Tensor) -> bool:
-    return (
-        parameter.is_leaf
-        and not parameter._backward_hooks
-        and not parameter._post_accumulate_grad_hooks
-    )
+    return parameter.is_leaf and not has_gradient_hooks(parameter)

@@ -1,6 +1,7 @@
-"""The data of one step: a micro-batch's tokens and labels, and over how many labels the loss is a mean.
+"""The data of one step: the tokens and labels of its micro-batches, and the number of labels that count.
 
-Packed documents: `starts` has, for each token, the first one of its document; attention does not go across.
+For packed documents, `starts` holds for each token the position at which its document starts. Attention does not cross
+documents.
 
     tokens   a b c d e f        starts   0 0 0 3 3 3        two documents in a row of six tokens
 """
@@ -20,12 +21,15 @@ IGNORED_LABEL = -100  # the label of a token that does not count
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Micro-batches of any number of rows and tokens. Labels are shifted already; `valid` counts those of the step."""
+    """Micro-batches of any number of rows and tokens.
+
+    Labels are shifted already. `valid` is the number of labels that count in the whole step.
+    """
 
     inputs: tuple[Tensor, ...]
     labels: tuple[Tensor, ...]
     valid: int
-    starts: tuple[Tensor, ...] = ()  # none: a row is one document
+    starts: tuple[Tensor, ...] = ()  # empty: a row is one document
 
     @property
     def shapes(self) -> tuple[tuple[int, int], ...]:
@@ -34,7 +38,7 @@ class Batch:
 
     @property
     def longest(self) -> tuple[int, ...]:
-        """Tokens of the longest sequence of each micro-batch; of packed rows, of the longest document."""
+        """The length of the longest sequence in each micro-batch; in packed rows, of the longest document."""
         if not self.starts:
             return tuple(tokens for _, tokens in self.shapes)
         lengths = []
@@ -50,33 +54,41 @@ def batch_of(
     valid: int | None = None,
     starts: Sequence[Tensor] = (),
 ) -> Batch:
-    """A batch from micro-batches; without `valid` the labels that count are counted here."""
-    for word, others in (("labels", labels), ("starts", starts or inputs)):
-        if len(inputs) != len(others):
+    """A batch of these micro-batches. Without `valid`, the labels that count are counted here."""
+    _refuse_unequal("labels", inputs, labels)
+    if starts:
+        _refuse_unequal("starts", inputs, starts)
+    if valid is None:
+        valid = sum(int((y != IGNORED_LABEL).sum()) for y in labels)
+    return Batch(tuple(inputs), tuple(labels), max(valid, 1), tuple(starts))
+
+
+def _refuse_unequal(
+    name: str, inputs: Sequence[Tensor], others: Sequence[Tensor]
+) -> None:
+    """Raise an error unless each micro-batch has one tensor of its own rows and tokens."""
+    if len(inputs) != len(others):
+        raise ShapeError(
+            f"{len(inputs)} micro-batches have {len(others)} {name}: give each its own"
+        )
+    for number, (x, other) in enumerate(zip(inputs, others, strict=True)):
+        if x.shape[:2] != other.shape[:2]:
             raise ShapeError(
-                f"{len(inputs)} micro-batches have {len(others)} {word}: give each its own"
+                f"micro-batch {number} has tokens {tuple(x.shape)} and {name} {tuple(other.shape)}"
             )
-        for number, (x, y) in enumerate(zip(inputs, others, strict=True)):
-            if x.shape[:2] != y.shape[:2]:
-                raise ShapeError(
-                    f"micro-batch {number} has tokens {tuple(x.shape)} and {word} {tuple(y.shape)}"
-                )
-    count = (
-        sum(int((y != IGNORED_LABEL).sum()) for y in labels) if valid is None else valid
-    )
-    return Batch(tuple(inputs), tuple(labels), max(count, 1), tuple(starts))
 
 
 def cut_batch(
     inputs: Tensor, labels: Tensor, microbatches: int, starts: Tensor | None = None
 ) -> Batch:
-    """Rows dealt out to so many micro-batches, the first ones one row larger where they do not divide."""
+    """Deal rows out to micro-batches; if they do not divide evenly, the first ones get one row more."""
     if microbatches > len(inputs):
         raise ShapeError(
             f"{len(inputs)} rows cannot make {microbatches} micro-batches; the most is {len(inputs)}"
         )
-    dealt = [
-        torch.tensor_split(one, microbatches)
-        for one in (inputs, labels, *([] if starts is None else [starts]))
-    ]
-    return batch_of(dealt[0], dealt[1], starts=dealt[2] if starts is not None else ())
+    cut_inputs = torch.tensor_split(inputs, microbatches)
+    cut_labels = torch.tensor_split(labels, microbatches)
+    if starts is None:
+        return batch_of(cut_inputs, cut_labels)
+    cut_starts = torch.tensor_split(starts, microbatches)
+    return batch_of(cut_inputs, cut_labels, starts=cut_starts)

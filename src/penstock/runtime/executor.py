@@ -1,8 +1,14 @@
-"""Runs one rank's lane of a program on real tensors. The same code for every schedule.
+"""Runs one rank's lane of a program on real tensors, with the same code for every schedule.
 
-An `Executor` is made once and runs step after step; what one step does is in `penstock.runtime.passes`. Before the
-first step the ranks agree on what each of them cannot see alone (`penstock.runtime.agreement`), and during it what a
-user's modules and loss do is compared with what they should.
+An `Executor` is built once and then runs step after step.
+
+    Executor          builds everything below once; checks what a user's modules and loss do in the first step
+    Walk              one step: runs the actions of the lane and sends messages    `penstock.runtime.walk`
+    StageActions      what F, B, I and W do: computed, or played from recordings   `penstock.runtime.stage_actions`
+    StepGradients     sums over replicas and shards, and earlier gradients         `penstock.runtime.step_gradients`
+
+Each rank sees only its own stages, so before the first step the ranks agree on what they can know only together
+(`penstock.runtime.rank_agreement`).
 """
 
 from __future__ import annotations
@@ -15,35 +21,48 @@ from torch import nn
 
 from penstock.errors import ShapeError
 from penstock.ir.program import Program
-from penstock.runtime.agreement import Agreement, agree
 from penstock.runtime.backward import make_deferrable
 from penstock.runtime.batch import Batch
 from penstock.runtime.comm.comm import Comm
-from penstock.runtime.faults import changed, stages_of
-from penstock.runtime.frozen import Rests, at_rest
+from penstock.runtime.frozen_stages import rest_frozen_stages
 from penstock.runtime.gradients import Replicas, Tied, groups_of, ties_of
-from penstock.runtime.lane import lane_turns, receives_of
-from penstock.runtime.losses import Loss, reduction_of
-from penstock.runtime.passes import Pass
+from penstock.runtime.lane import Lane, Turn, lane_turns
+from penstock.runtime.loss_reduction import Loss, reduction_of
+from penstock.runtime.messages import Messages
 from penstock.runtime.process.malloc import keep_freed_memory
+from penstock.runtime.rank_agreement import Agreement, agree
 from penstock.runtime.recorder import Clock, Recorder
-from penstock.runtime.replay import Replays, Tape, refuse_shares
-from penstock.runtime.result import Result
+from penstock.runtime.replay import PlayedActions, Recordings, refuse_shares
 from penstock.runtime.shards import Shards
-from penstock.runtime.slices import refuse_whole
+from penstock.runtime.slices import Units, cut_units, refuse_whole
+from penstock.runtime.stage_actions import (
+    ComputedActions,
+    FirstStepChecks,
+    LaneStages,
+    StageActions,
+)
+from penstock.runtime.stage_checks import changed_error, stages_of_rank
+from penstock.runtime.step_gradients import StepGradients
+from penstock.runtime.step_result import Result
+from penstock.runtime.step_values import StepValues
+from penstock.runtime.tape import Tape
+from penstock.runtime.torch_internals import original_module
 from penstock.runtime.visits import Mean, Visits
-from penstock.runtime.watch import Watch
+from penstock.runtime.walk import Walk
 
-__all__ = ["Executor", "Loss", "Pass", "Result", "execute"]
+__all__ = ["Executor", "Loss", "Result"]
+
+LengthCheck = Callable[[Sequence[int]], None]
 
 
 class Executor:
-    """One rank's lane, ready to run step after step. All ranks make theirs at the same time.
+    """One rank's lane, ready to run step after step. All ranks build theirs at the same time.
 
-    `stages` are the modules of this rank's stages, `width` and `dtype` those of the hidden state between them. `loss`
-    takes logits and labels and returns the sum of the labels' losses, or their mean if `reduction` says so. `recompute`
-    names stages that keep their input alone and compute their forward again. `tied` names parameters that several parts
-    use; without it those that `penstock.models.split` knows of are taken.
+    `stages` maps the stages of this rank to their modules. `width` and `dtype` describe the hidden state between
+    stages. `loss` takes logits and labels, and returns the sum of the labels' losses, or their mean if `reduction` is
+    "mean". The stages in `recompute` keep only their input and compute their forward again in the backward. `tied`
+    names parameters that several parts use; by default these are the ones that `penstock.models.split` has found. A
+    `tape` records the actions and plays them in every step.
     """
 
     def __init__(
@@ -61,153 +80,231 @@ class Executor:
         tape: Tape | None = None,
         reduction: str = "sum",
     ) -> None:
-        self.program, self.comm, self.loss = program, comm, loss
-        self.reduction, self.knows_loss = (
-            reduction_of(reduction),
-            False,
-        )  # whether the loss was found to be that
-        self.modules, self.width, self.dtype = (
-            stages_of(program.schedule, stages, comm),
-            width,
-            dtype,
+        schedule = program.schedule
+        loss_reduction = reduction_of(reduction)
+        self.program = program
+        self.comm = comm
+        self.width = width
+        self.dtype = dtype
+        self.tape = tape
+        self.modules = stages_of_rank(schedule, stages, comm)
+        self.stages = LaneStages(
+            self.modules, loss, loss_reduction, recompute, autocast
         )
-        self.recompute, self.autocast, self.tape = recompute, autocast, tape
-        self.replays: Replays | None = None  # of the first batch's shape
-        refuse_whole(program.schedule, self.modules)
+        refuse_whole(schedule, self.modules)
         if tape is not None:
             refuse_shares(self.modules)
-        self.turns = lane_turns(program, comm.rank)
-        self.receives = receives_of(self.turns)
-        tied = ties_of(program.schedule, self.modules) if tied is None else tied
+        self.lane = Lane(lane_turns(program, comm.rank))
+
+        if tied is None:
+            tied = ties_of(schedule, self.modules)
         self.tied = tied
-        comm.prepare(groups_of(program.schedule, tied))
-        self.replicas = Replicas(program.schedule, self.modules, comm, tied)
-        self.shards = Shards(program.schedule, self.modules, comm.rank, tied)
-        if (
-            not self.shards.parts
-        ):  # they save memory, which what is kept would cost again
-            keep_freed_memory()
-        self.visits = Visits(program.schedule, self.modules, mean, tied)
-        self.world = tuple(range(comm.ranks))
-        self.recorder, self.clock = (
-            Recorder(program.schedule, comm),
-            Clock(self.modules.values()),
+        comm.prepare(groups_of(schedule, tied))
+        self.gradients = StepGradients(
+            Shards(schedule, self.modules, comm.rank, tied),
+            Replicas(schedule, self.modules, comm, tied),
+            Visits(schedule, self.modules, mean, tied),
         )
-        self.at = 0  # the turn that runs now
-        self.room: Sequence[
-            tuple[int, ...]
-        ] = ()  # shapes of messages that there is room for
-        self.named = [
-            (f"{name} of stage {n}", p)
-            for n, m in self.modules.items()
-            for name, p in m.named_parameters()
-        ]
-        self.trainable = [p.requires_grad for _, p in self.named]
-        self.agreed: Agreement | None = None  # before the first step
-        self.rests, self.common, self.takes_turns = Rests(), frozenset[int](), False
-        self.watch = Watch(self.modules)
+        if not self.gradients.shards.parts:
+            # Sharding saves memory, and keeping freed memory would spend it again.
+            keep_freed_memory()
+
+        self.recorder = Recorder(schedule, comm)
+        self.clock = Clock(self.modules.values())
+        self.agreement: Agreement | None = None  # None before the first step
+        self.recordings: Recordings | None = None  # for the shape of the first batch
+        self.reserved_shapes: Sequence[tuple[int, ...]] = ()  # of messages
+        self.named_parameters = _named_parameters(self.modules)
+        self.trainable = [p.requires_grad for _, p in self.named_parameters]
         self.length_checks = _length_checks(self.modules.values())
         if any(turn.step is not None and turn.step.split for turn in self.turns):
             for module in self.modules.values():
                 make_deferrable(module)
 
     @property
+    def turns(self) -> Sequence[Turn]:
+        """The turns of the lane."""
+        return self.lane.turns
+
+    @property
     def doing(self) -> str:
         """The action that runs now, or that waits for its input."""
-        step = self.turns[self.at].step
+        step = self.turns[self.lane.position].step
         return str(step.instruction) if step is not None else "the start"
 
-    def step(self, batch: Batch, timed: bool = False) -> Result:
-        """Forward and backward of every micro-batch once; gradients are added to what is there."""
-        self.check_lengths(batch)
-        run = Pass(self, batch, timed)
-        if [p.requires_grad for _, p in self.named] != self.trainable:
-            raise changed(
-                [
-                    n
-                    for (n, p), was in zip(self.named, self.trainable, strict=True)
-                    if p.requires_grad != was
-                ]
-            )
-        if self.agreed is None:
-            self.agreed = self.agree()
-            run.checks = True
-        if run.shapes != self.room:
-            self.comm.reserve(self.program, run.shapes, self.dtype)
-            self.room = run.shapes
-        if self.tape is not None and not batch.starts:
-            self.replays = self.replays or Replays(run, self.tape)
-            if self.replays.fits(batch):
-                run.replays = self.replays
-        return run.run()
+    @property
+    def recording_bytes(self) -> int:
+        """GPU memory that only the recordings of the actions can use."""
+        return 0 if self.recordings is None else self.recordings.reserved_bytes
 
+    def message_shapes(self, batch: Batch) -> Sequence[tuple[int, ...]]:
+        """The shapes of the messages of a step on this batch."""
+        return self.cut(batch).shapes
+
+    # ------------------------------------------------------------ steps
+    def step(self, batch: Batch, timed: bool = False) -> Result:
+        """Run the forward and backward of every micro-batch once, and add to the gradients."""
+        self.check_lengths(batch)
+        units = self.cut(batch)
+        self.refuse_changed_parameters()
+        checks = None
+        if self.agreement is None:
+            self.agreement = self.agree()
+            checks = FirstStepChecks(self.modules)
+        self.reserve(units)
+        recordings = self.recordings_for(units, checks)
+        values = StepValues()
+        actions: StageActions
+        if recordings is None:
+            actions = ComputedActions(
+                self.stages, units, values, self.comm.give_back, checks=checks
+            )
+        else:
+            actions = PlayedActions(recordings, units, values, self.comm.give_back)
+        walk = Walk(
+            self.lane,
+            actions,
+            self.messages(units, values, training=True),
+            units,
+            values,
+            self.gradients,
+            recordings,
+            clock=self.clock if timed else None,
+        )
+        result = walk.run(self.comm, self.recorder)
+        if checks is not None:
+            checks.deferrals.warn()
+        return result
+
+    def evaluate(self, batch: Batch) -> float:
+        """The mean loss of a batch. Runs only the forwards of the same lanes."""
+        self.check_lengths(batch)
+        units = self.cut(batch)
+        values = StepValues()
+        actions = ComputedActions(
+            self.stages, units, values, self.comm.give_back, training=False
+        )
+        walk = Walk(
+            self.lane,
+            actions,
+            self.messages(units, values, training=False),
+            units,
+            values,
+            self.gradients,
+            training=False,
+        )
+        return walk.run(self.comm, self.recorder).loss
+
+    def cut(self, batch: Batch) -> Units:
+        """The units of a batch."""
+        return cut_units(self.program.schedule, batch, self.width, self.dtype)
+
+    def messages(self, units: Units, values: StepValues, training: bool) -> Messages:
+        """The messages of one step."""
+        autocast = self.stages.autocast is not None
+        receives = self.lane.receives
+        return Messages(self.comm, receives, units, values, training, autocast)
+
+    def reserve(self, units: Units) -> None:
+        """Let the `Comm` make room for messages of these shapes."""
+        shapes = units.shapes
+        if shapes != self.reserved_shapes:
+            self.comm.reserve(self.program, shapes, self.dtype)
+            self.reserved_shapes = shapes
+
+    def recordings_for(
+        self, units: Units, checks: FirstStepChecks | None
+    ) -> Recordings | None:
+        """The recordings to play in this step; None if its actions have to be computed."""
+        if self.tape is None or units.batch.starts:
+            return None
+        if self.recordings is None:
+            self.recordings = Recordings(
+                self.stages,
+                self.program.schedule,
+                self.turns,
+                units,
+                self.tape,
+                checks,
+            )
+        return self.recordings if self.recordings.fits(units.batch) else None
+
+    # ------------------------------------------------------------ checks
     def check_lengths(self, batch: Batch) -> None:
-        """Lets stages refuse a batch whose lengths would matter to one another; replicas see only some of them."""
+        """Let stages refuse a batch in which the length of one sequence would change the result of another.
+
+        All ranks check all lengths, because a replica sees only some of the micro-batches.
+        """
         if self.length_checks:
             lengths = batch.longest
             for check in self.length_checks:
                 check(lengths)
 
+    def refuse_changed_parameters(self) -> None:
+        """Raise an error if parameters were frozen or unfrozen after construction."""
+        trainable = [parameter.requires_grad for _, parameter in self.named_parameters]
+        if trainable == self.trainable:
+            return
+        changed = []
+        for (name, parameter), before in zip(
+            self.named_parameters, self.trainable, strict=True
+        ):
+            if parameter.requires_grad != before:
+                changed.append(name)
+        raise changed_error(changed)
+
     def agree(self) -> Agreement:
-        """What only all ranks together know; then what follows from it here."""
+        """Find out what only all ranks together know, and set up this rank accordingly."""
         schedule = self.program.schedule
-        found = agree(
+        replicas = self.gradients.replicas
+        agreement = agree(
             schedule,
             self.modules,
             self.comm,
-            self.replicas.order,
+            replicas.order,
             self.tied,
-            self.recompute,
+            self.stages.recompute,
         )
-        if not any(
-            found.trains[stage] for m in schedule.microbatches for stage in m.path
-        ):
+        visited = {stage for m in schedule.microbatches for stage in m.path}
+        if not any(agreement.trains[stage] for stage in visited):
             raise ShapeError(
                 "no stage has a parameter that trains: requires_grad is False for all of them\n"
                 "  unfreeze some and make a new Executor, or call evaluate instead of step"
             )
-        self.common = frozenset(
-            id(p)
-            for one in self.replicas.order
-            if one.name in found.one
-            for p in one.parameters
-        )
-        if self.common.intersection(map(id, self.visits.owners)):
+        common = set()
+        for shared in replicas.order:
+            if shared.name in agreement.one_tensor:
+                common.update(id(parameter) for parameter in shared.parameters)
+        if common.intersection(map(id, self.gradients.visits.owners)):
             raise ShapeError(
-                "ranks that are threads share the memory of a part that some micro-batches skip: for "
-                "Mean.VISITS give each rank a copy of its own (copy.deepcopy of the model)"
+                "ranks that are threads share the memory of a part that some micro-batches skip\n"
+                "  for Mean.VISITS give each rank its own copy (copy.deepcopy of the model)"
             )
-        self.replicas.leave_out(found.one)
-        self.turns, self.rests = at_rest(schedule, found.trains, self.turns)
-        self.receives, self.takes_turns = receives_of(self.turns), found.recomputes
-        return found
-
-    def evaluate(self, batch: Batch) -> float:
-        """The mean loss of a batch: the forwards of the same lanes alone."""
-        self.check_lengths(batch)
-        return Pass(self, batch, timed=False, training=False).run().loss
+        replicas.leave_out(agreement.one_tensor)
+        turns, rests = rest_frozen_stages(schedule, agreement.trains, self.turns)
+        self.lane = Lane(turns)
+        self.stages.rests = rests
+        self.stages.common = frozenset(common)
+        self.stages.takes_turns = agreement.recomputes
+        return agreement
 
 
-def _length_checks(
-    modules: Iterable[nn.Module],
-) -> list[Callable[[Sequence[int]], None]]:
-    """The checks of stages for which one sequence's length changes another's result."""
-    checks: list[Callable[[Sequence[int]], None]] = []
+def _named_parameters(
+    modules: Mapping[int, nn.Module],
+) -> list[tuple[str, nn.Parameter]]:
+    """All parameters with names that say which stage they belong to."""
+    named = []
+    for stage, module in modules.items():
+        for name, parameter in module.named_parameters():
+            named.append((f"{name} of stage {stage}", parameter))
+    return named
+
+
+def _length_checks(modules: Iterable[nn.Module]) -> list[LengthCheck]:
+    """The checks of stages in which the length of one sequence changes the result of another."""
+    checks: list[LengthCheck] = []
     for module in modules:
-        plain: Any = getattr(module, "_orig_mod", module)
-        if getattr(plain, "remembers_lengths", False):
-            checks.append(plain.refuse_lengths)
+        original: Any = original_module(module)
+        if getattr(original, "remembers_lengths", False):
+            checks.append(original.refuse_lengths)
     return checks
-
-
-def execute(
-    program: Program,
-    stages: Mapping[int, nn.Module],
-    batch: Batch,
-    comm: Comm,
-    loss: Loss,
-    width: int,
-    dtype: torch.dtype = torch.float32,
-) -> Result:
-    """One timed step of one rank, without keeping the executor."""
-    return Executor(program, stages, comm, loss, width, dtype).step(batch, timed=True)

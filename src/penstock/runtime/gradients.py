@@ -1,12 +1,12 @@
-"""Gradients of what lives on several ranks: replicas of a part (data parallelism, Chimera), and tied parameters.
+"""Sums the gradients of parameters that live on several ranks: replicas of a part, and tied parameters.
 
-A sum is begun as soon as the last contribution of this rank is in, and runs while the rank goes on:
+A sum begins as soon as this rank's last contribution is complete, and runs while the rank goes on:
 
     rank 0 | 0F0 4F1 ... 4B1 0B0 [sum of part 0 ......]
-    rank 1 | 1F0 5F1 ... 1B0 5B1        [sum of part 1]      waited for at the end of the step
+    rank 1 | 1F0 5F1 ... 1B0 5B1        [sum of part 1]      both are awaited at the end of the step
 
-Ranks must begin the sums of one group in one order, though each may finish its parts in another: the order is that in
-which the parts are complete on all ranks, by the clock of the schedule.
+All ranks of a group must begin their sums in the same order, although each may finish its parts in another order. They
+use the order in which the parts are complete on all ranks, by the clock of the schedule.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from penstock.errors import ShapeError
 from penstock.ir.needs import FORWARD
 from penstock.ir.schedule import Schedule
 from penstock.runtime.comm.comm import Comm, Pending
-from penstock.runtime.share import local_share
+from penstock.runtime.dtensor_share import local_share
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,13 +33,18 @@ class SharedParameters:
 
     name: str
     group: tuple[int, ...]
-    last: int  # the action of this rank after which its contribution is complete; -1: it has none
-    ready: int  # the tick at which all contributions are
+    last: int  # this rank's last contributing action; -1: it contributes nothing
+    ready: int  # the tick at which the contributions of all ranks are complete
     parameters: tuple[nn.Parameter, ...]
+
+    def local_gradients(self) -> list[Tensor]:
+        """The numbers of the gradients that this process holds."""
+        gradients = [parameter.grad for parameter in self.parameters]
+        return [local_share(grad) for grad in gradients if grad is not None]
 
 
 class Replicas:
-    """The sums of one rank, begun and awaited step after step."""
+    """The sums of one rank, which begin and end in every step."""
 
     def __init__(
         self,
@@ -49,88 +54,72 @@ class Replicas:
         tied: Mapping[str, Tied] | None = None,
     ) -> None:
         self.comm = comm
+        ties = tied or {}
         shared = [
-            *_parts(schedule, modules, comm.rank, tied or {}),
-            *_tied(schedule, comm.rank, tied or {}),
+            *_shared_parts(schedule, modules, comm.rank, ties),
+            *_shared_ties(schedule, comm.rank, ties),
         ]
-        self.order = sorted(shared, key=lambda s: (s.ready, s.name))
+        self.order = sorted(shared, key=lambda sum_: (sum_.ready, sum_.name))
         self.next = 0
         self.complete: set[int] = set()
-        self.sums: list[
-            tuple[Pending, Tensor, SharedParameters]
-        ] = []  # in the same order
-        self.before: list[list[Tensor | None]] = []
+        self.sums: list[tuple[Pending, Tensor, SharedParameters]] = []
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """All that are summed."""
-        return [parameter for one in self.order for parameter in one.parameters]
+        """All parameters whose gradients are summed."""
+        return [parameter for shared in self.order for parameter in shared.parameters]
 
     def leave_out(self, names: Collection[str]) -> None:
-        """These are one tensor for all of their ranks, which are threads: its gradient is the sum already."""
-        self.order = [one for one in self.order if one.name not in names]
+        """Skip the sums with these names.
+
+        Their ranks are threads that share one tensor, so its gradient is the sum already.
+        """
+        self.order = [shared for shared in self.order if shared.name not in names]
 
     def begin(self) -> None:
-        """A new step. Gradients of earlier ones, which are summed already, are laid aside."""
+        """Begin a step. The gradients of earlier steps, which are summed already, must be laid aside."""
         self.next = 0
         self.complete.clear()
-        self.before = [
-            [parameter.grad for parameter in shared.parameters] for shared in self.order
-        ]
-        for shared in self.order:
-            for parameter in shared.parameters:
-                parameter.grad = None
         self.after(-1)
 
-    def after(self, number: int) -> None:
-        """An action is done: begins the sums that are due, in their order."""
-        self.complete.add(number)
-        while (
-            self.next < len(self.order) and self.order[self.next].last in self.complete
-        ):
-            self.start(self.order[self.next])
+    def after(self, action: int) -> None:
+        """Note that an action is done, and begin the sums that are due, in their order."""
+        self.complete.add(action)
+        while self.next < len(self.order):
+            shared = self.order[self.next]
+            if shared.last not in self.complete:
+                return
+            self.start(shared)
             self.next += 1
 
     def start(self, shared: SharedParameters) -> None:
-        """Sums one flat tensor of all its gradients."""
+        """Begin to sum all gradients of one group as one flat tensor."""
         for parameter in shared.parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-        flat = torch.cat(
-            [
-                local_share(p.grad).reshape(-1)
-                for p in shared.parameters
-                if p.grad is not None
-            ]
-        )
-        self.sums.append((self.comm.add(flat, shared.group), flat, shared))
+        gradients = shared.local_gradients()
+        flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+        pending = self.comm.add(flat, shared.group)
+        self.sums.append((pending, flat, shared))
 
     def finish(self) -> None:
-        """Waits for the sums, and adds them to what earlier steps have left."""
+        """Wait for the sums and make them the gradients."""
         assert self.next == len(self.order), "a sum was never begun"
-        for (pending, flat, shared), before in zip(self.sums, self.before, strict=True):
+        for pending, flat, shared in self.sums:
             pending.wait()
-            held = [
-                local_share(parameter.grad)
-                for parameter in shared.parameters
-                if parameter.grad is not None
-            ]
-            pieces = torch.split(flat, [one.numel() for one in held])
-            for parameter, one, piece, earlier in zip(
-                shared.parameters, held, pieces, before, strict=True
-            ):
-                one.copy_(piece.view_as(one))
-                assert parameter.grad is not None
-                if earlier is not None:
-                    parameter.grad += earlier
+            gradients = shared.local_gradients()
+            pieces = torch.split(flat, [gradient.numel() for gradient in gradients])
+            for gradient, piece in zip(gradients, pieces, strict=True):
+                gradient.copy_(piece.view_as(gradient))
         self.sums.clear()
 
 
 @dataclass(frozen=True, slots=True)
 class Tied:
-    """A parameter that several parts use; `parameter` is this rank's copy, if it has one.
+    """A parameter that several parts use.
 
-    `twins` are further copies of it on this rank, where one for all of its parts cannot be (`penstock.runtime.shards`).
+    `parameter` is this rank's copy, if it has one. `twins` are further copies on this rank, where its parts cannot
+    share one (`penstock.runtime.shards`).
     """
 
     parts: tuple[int, ...]
@@ -140,36 +129,38 @@ class Tied:
 
 @runtime_checkable
 class Cut(Protocol):
-    """A part that `penstock.models.split` made: it knows which parameters other parts hold too."""
+    """A part that `penstock.models.split` made. It knows which of its parameters other parts hold too."""
 
     shared: Mapping[str, tuple[int, ...]]
 
     def whole_names(self) -> Mapping[str, nn.Parameter]:
-        """Its parameters under their names in the whole model."""
+        """Its parameters by their names in the whole model."""
         ...
 
 
 def ties_of(schedule: Schedule, modules: Mapping[int, nn.Module]) -> dict[str, Tied]:
-    """The tied parameters that this rank's parts know of, with the copy that this rank has.
+    """The tied parameters that this rank's parts know of, with this rank's copies.
 
     A process that builds the whole model and keeps only its own parts has its own copy of a tied parameter. Nothing in
-    the module shows that another rank has one too; the part remembers it from `split`.
+    the module shows that another rank has a copy too, but the part remembers it from `split`.
     """
-    cuts = [(stage, cut) for stage, module in modules.items() for cut in _cuts(module)]
-    names = {name: owners for _, cut in cuts for name, owners in cut.shared.items()}
-    return {
-        name: _tie(schedule, name, owners, cuts)
-        for name, owners in sorted(names.items())
-    }
+    cuts = []
+    owners_of: dict[str, tuple[int, ...]] = {}
+    for stage, module in modules.items():
+        for cut in _cuts(module):
+            cuts.append((stage, cut))
+            owners_of.update(cut.shared)
+    ties = {}
+    for name, owners in sorted(owners_of.items()):
+        ties[name] = _tie(schedule, name, owners, cuts)
+    return ties
 
 
 def _cuts(module: nn.Module) -> Iterator[Cut]:
     """The parts inside a stage's module, which may be compiled or wrapped."""
-    return (
-        inner
-        for inner in module.modules()
-        if isinstance(inner, Cut) and isinstance(inner.shared, Mapping)
-    )
+    for layer in module.modules():
+        if isinstance(layer, Cut) and isinstance(layer.shared, Mapping):
+            yield layer
 
 
 def _tie(
@@ -178,106 +169,106 @@ def _tie(
     owners: tuple[int, ...],
     cuts: Sequence[tuple[int, Cut]],
 ) -> Tied:
-    found: dict[int, nn.Parameter] = {}
+    copies: dict[int, nn.Parameter] = {}
     sharded = False
     for stage, cut in cuts:
-        held, part = cut.whole_names().get(name), schedule.stages[stage].part
-        if (held is not None) != (part in owners):
+        parameter = cut.whole_names().get(name)
+        part = schedule.stages[stage].part
+        if (parameter is not None) != (part in owners):
+            listed = " and ".join(map(str, owners))
+            holds = "holds it" if parameter is not None else "does not hold it"
             raise ShapeError(
-                f"stage {stage} is part {part} of the schedule, but by `split` the parts {_listed(owners)} hold {name}"
-                f", and this module does {'' if held is not None else 'not '}hold it\n  give the stage of part n the "
-                "n-th part, all from one call of `split`, or name the owners yourself: Executor(tied={...})"
+                f"stage {stage} is part {part} of the schedule, but by `split` the parts {listed} hold {name}, and "
+                f"this module {holds}\n"
+                "  give the stage of part n the n-th part, all from one call of `split`, or name the owners yourself: "
+                "Executor(tied={...})"
             )
-        if held is not None:
-            found[id(held)] = held
+        if parameter is not None:
+            copies[id(parameter)] = parameter
             sharded |= isinstance(cut, FSDPModule)
-    first, *others = found.values() or [None]
-    if others and not sharded:
+    if not copies:
+        return Tied(owners, None)
+    first, *twins = copies.values()
+    if twins and not sharded:
         raise ShapeError(
-            f"the stages of this rank hold {len(found)} separate copies of {name}, which the model has once\n"
+            f"the stages of this rank hold {len(copies)} separate copies of {name}, which the model has once\n"
             "  take all parts of a rank from one call of `split`, and do not copy them one by one"
         )
-    return Tied(owners, first, tuple(one for one in others if one is not None))
-
-
-def _listed(numbers: Sequence[int]) -> str:
-    return " and ".join(map(str, numbers))
+    return Tied(owners, first, tuple(twins))
 
 
 def groups_of(
     schedule: Schedule, tied: Mapping[str, Tied] | None = None
 ) -> list[tuple[int, ...]]:
     """Every group of ranks that will sum, in an order that is the same on all ranks."""
-    groups = [ranks_of(schedule, (part,)) for part in range(schedule.parts)]
-    groups += [ranks_of(schedule, shared.parts) for shared in (tied or {}).values()]
-    return sorted({group for group in groups if len(group) > 1})
+    groups = {ranks_of(schedule, (part,)) for part in range(schedule.parts)}
+    for shared in (tied or {}).values():
+        groups.add(ranks_of(schedule, shared.parts))
+    return sorted(group for group in groups if len(group) > 1)
 
 
 def ranks_of(schedule: Schedule, parts: Sequence[int]) -> tuple[int, ...]:
-    """The ranks that hold a stage of these parts; one that no micro-batch visits gets the sum all the same."""
+    """The ranks that hold a stage of these parts. A stage that no micro-batch visits gets the sum all the same."""
     return tuple(
         sorted({stage.rank for stage in schedule.stages if stage.part in parts})
     )
 
 
-def _parts(
+def _shared_parts(
     schedule: Schedule,
     modules: Mapping[int, nn.Module],
     rank: int,
     tied: Mapping[str, Tied],
 ) -> list[SharedParameters]:
-    elsewhere = {
-        id(one) for shared in tied.values() for one in (shared.parameter, *shared.twins)
-    }
-    found = []
+    """The parts that this rank holds a replica of, without their tied parameters."""
+    tied_ids = set()
+    for tie in tied.values():
+        tied_ids.update(id(copy) for copy in (tie.parameter, *tie.twins))
+    sums = []
     for part in range(schedule.parts):
         group = ranks_of(schedule, (part,))
-        if len(group) > 1 and rank in group:
-            mine = [
-                m for stage, m in modules.items() if schedule.stages[stage].part == part
-            ]
-            parameters = {
-                id(p): p
-                for m in mine
-                for p in m.parameters()
-                if p.requires_grad and id(p) not in elsewhere
-            }
-            if parameters:
-                last, ready = completion(schedule, (part,), rank)
-                found.append(
-                    SharedParameters(
-                        f"part {part}", group, last, ready, tuple(parameters.values())
-                    )
-                )
-    return found
+        if len(group) == 1 or rank not in group:
+            continue
+        parameters: dict[nn.Parameter, None] = {}
+        for stage, module in modules.items():
+            if schedule.stages[stage].part == part:
+                parameters.update(dict.fromkeys(module.parameters()))
+        trained = tuple(
+            p for p in parameters if p.requires_grad and id(p) not in tied_ids
+        )
+        if trained:
+            last, ready = completion(schedule, (part,), rank)
+            sums.append(SharedParameters(f"part {part}", group, last, ready, trained))
+    return sums
 
 
-def _tied(
+def _shared_ties(
     schedule: Schedule, rank: int, tied: Mapping[str, Tied]
 ) -> list[SharedParameters]:
-    found = []
-    for name, shared in tied.items():
-        group = ranks_of(schedule, shared.parts)
-        if len(group) > 1 and rank in group:
-            if shared.parameter is None:
-                raise ShapeError(
-                    f"rank {rank} holds a part that uses {name}: give Executor(tied=...) its copy of it"
-                )
-            if not shared.parameter.requires_grad:
-                continue
-            last, ready = completion(schedule, shared.parts, rank)
-            found.append(
-                SharedParameters(
-                    f"tied {name}", group, last, ready, (shared.parameter,)
-                )
+    """The tied parameters that other ranks hold too."""
+    sums = []
+    for name, tie in tied.items():
+        group = ranks_of(schedule, tie.parts)
+        if len(group) == 1 or rank not in group:
+            continue
+        parameter = tie.parameter
+        if parameter is None:
+            raise ShapeError(
+                f"rank {rank} holds a part that uses {name}: give Executor(tied=...) its copy of it"
             )
-    return found
+        if parameter.requires_grad:
+            last, ready = completion(schedule, tie.parts, rank)
+            sums.append(
+                SharedParameters(f"tied {name}", group, last, ready, (parameter,))
+            )
+    return sums
 
 
 def completion(schedule: Schedule, parts: Sequence[int], rank: int) -> tuple[int, int]:
-    """The last backward of these parts on a rank, and the tick of the last on any."""
+    """The last backward of these parts on a rank (-1: none), and the tick of the last one on any rank."""
     table = schedule.table
-    part = np.array([stage.part for stage in schedule.stages])[table.stage]
-    adds = np.flatnonzero(np.isin(part, parts) & (table.kind != FORWARD))
-    mine = adds[table.rank[adds] == rank]
-    return int(mine.max(initial=-1)), int(table.tick[adds].max(initial=0))
+    part_of_stage = np.array([stage.part for stage in schedule.stages])
+    part = part_of_stage[table.stage]
+    backwards = np.flatnonzero(np.isin(part, parts) & (table.kind != FORWARD))
+    own = backwards[table.rank[backwards] == rank]
+    return int(own.max(initial=-1)), int(table.tick[backwards].max(initial=0))

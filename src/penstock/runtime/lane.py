@@ -1,10 +1,10 @@
-"""A rank's lane worked out: every instruction as a step that holds numbers instead of names.
+"""A rank's lane, compiled: every instruction becomes a step that holds numbers instead of names.
 
-    2F1     the value it makes, the value it takes in (what 1F1 made), its stage's module, its micro-batch
-    2B1     the value it makes, the gradient it takes (what 3B1 made), the forward it goes back over (2F1)
+    2F1     the value it makes, the value it needs (the output of 1F1), its stage and its micro-batch
+    2B1     the value it makes, the gradient it needs (the output of 3B1), and the forward it goes back over (2F1)
 
-Values are numbered like the actions that make them, units (slices of micro-batches) one micro-batch after the other.
-Who needs what is read from the schedule's table of needs.
+A value has the number of the action that makes it. Units, which are slices of micro-batches, are numbered one
+micro-batch after the other. Who needs what comes from the schedule's table of needs.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 
 from penstock.ir.action import Action, Op
 from penstock.ir.needs import BACKWARD, FORWARD, WEIGHTS
@@ -21,7 +21,7 @@ from penstock.ir.schedule import Schedule
 
 
 class Do(IntEnum):
-    """What a step does."""
+    """What a step does. The first three are actions."""
 
     FORWARD = 0
     BACKWARD = 1
@@ -33,33 +33,44 @@ class Do(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One instruction, worked out; -1 stands for none."""
+    """One compiled instruction; -1 marks a field that does not apply."""
 
     do: Do
     instruction: Instruction
     value: int  # made, sent, received or freed
-    source: int = -1  # the value it takes: the input of an F, the gradient of a B
-    forward: int = -1  # of a B, I or W: the F it belongs to
+    source: int = -1  # the value it needs: the input of an F, the gradient of a B
+    forward: int = -1  # the F to which a B, I or W belongs
     stage: int = -1
     microbatch: int = -1
-    unit: int = -1  # the slice of the micro-batch; its number among those of all
-    last: bool = False  # on the last stage of the path: the loss is here
+    unit: int = -1  # the slice, numbered over all micro-batches
+    last: bool = False  # on the last stage of the path, where the loss is
     split: bool = False  # an I, or an F whose backward is an I
     peer: int = -1
-    goes_back: bool = False  # a message that is a gradient
+    goes_back: bool = False  # the message is a gradient
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One action with what follows it before the next: messages, in their order, and values to drop."""
+    """One action and what follows it before the next one: messages in order, and values to drop."""
 
     step: Step | None  # None: only messages, before the first action
     messages: tuple[Step, ...]
     frees: tuple[int, ...]
 
 
+class Lane:
+    """The turns of one rank, and the one that runs now."""
+
+    __slots__ = ("position", "receives", "turns")
+
+    def __init__(self, turns: Sequence[Turn]) -> None:
+        self.turns = turns
+        self.receives = receives_of(turns)
+        self.position = 0
+
+
 def lane_turns(program: Program, rank: int) -> list[Turn]:
-    """A rank's lane as turns."""
+    """The turns of a rank's lane."""
     steps = lane_steps(program, rank)
     starts = [number for number, step in enumerate(steps) if step.do <= Do.WEIGHTS]
     cuts = sorted({0, *starts, len(steps)})
@@ -67,28 +78,30 @@ def lane_turns(program: Program, rank: int) -> list[Turn]:
 
 
 def receives_of(turns: Sequence[Turn]) -> list[Step]:
-    """The receives of a lane, in their order."""
-    return [step for turn in turns for step in turn.messages if step.do is Do.RECEIVE]
+    """The receives of a lane, in order."""
+    messages = chain.from_iterable(turn.messages for turn in turns)
+    return [message for message in messages if message.do is Do.RECEIVE]
 
 
 def _turn(steps: list[Step]) -> Turn:
     action = steps[0] if steps[0].do <= Do.WEIGHTS else None
     messages = tuple(step for step in steps if step.do in (Do.SEND, Do.RECEIVE))
-    return Turn(
-        action, messages, tuple(step.value for step in steps if step.do is Do.FREE)
-    )
+    frees = tuple(step.value for step in steps if step.do is Do.FREE)
+    return Turn(action, messages, frees)
 
 
 def lane_steps(program: Program, rank: int) -> list[Step]:
-    """A rank's lane, worked out."""
-    number = {action: n for n, action in enumerate(_actions(program.schedule))}
-    first = list(
-        accumulate((m.slices for m in program.schedule.microbatches), initial=0)
-    )
-    return [
-        _step(program.schedule, instruction, number, first)
-        for instruction in program.lanes[rank]
-    ]
+    """The instructions of a rank's lane, compiled."""
+    schedule = program.schedule
+    values = {action: number for number, action in enumerate(_actions(schedule))}
+    slices = (microbatch.slices for microbatch in schedule.microbatches)
+    first_units = list(accumulate(slices, initial=0))
+    steps = []
+    for instruction in program.lanes[rank]:
+        action = instruction.action
+        unit = first_units[action.microbatch] + action.slice
+        steps.append(_step(schedule, instruction, values[action], unit))
+    return steps
 
 
 def _actions(schedule: Schedule) -> Iterator[Action]:
@@ -96,65 +109,68 @@ def _actions(schedule: Schedule) -> Iterator[Action]:
         yield from lane
 
 
-def _step(
-    schedule: Schedule,
-    instruction: Instruction,
-    number: dict[Action, int],
-    first: list[int],
-) -> Step:
-    action, value = instruction.action, number[instruction.action]
-    unit = first[action.microbatch] + action.slice
-    back = action.op is not Op.F
+def _step(schedule: Schedule, instruction: Instruction, value: int, unit: int) -> Step:
     if isinstance(instruction, Free):
         return Step(Do.FREE, instruction, value)
-    if isinstance(instruction, Send):
-        return Step(
-            Do.SEND,
-            instruction,
-            value,
-            unit=unit,
-            peer=instruction.peer,
-            goes_back=back,
-        )
-    if isinstance(instruction, Receive):
-        return Step(
-            Do.RECEIVE,
-            instruction,
-            value,
-            unit=unit,
-            peer=instruction.peer,
-            goes_back=back,
-        )
+    if isinstance(instruction, Send | Receive):
+        return _message(instruction, value, unit)
     assert isinstance(instruction, RunAction)
-    return _run(schedule, instruction, value, unit)
+    return _action(schedule, instruction, value, unit)
 
 
-def _run(schedule: Schedule, instruction: RunAction, value: int, unit: int) -> Step:
-    table, action = schedule.table, instruction.action
-    needed = [int(n) for n in table.needs[value] if n >= 0]
-    source = next((n for n in needed if table.stage[n] != action.stage), -1)
-    kind = int(table.kind[value])
-    forward = (
-        value
-        if kind == FORWARD
-        else next((n for n in needed if table.kind[n] == FORWARD), -1)
+def _message(instruction: Send | Receive, value: int, unit: int) -> Step:
+    return Step(
+        Do.SEND if isinstance(instruction, Send) else Do.RECEIVE,
+        instruction,
+        value,
+        unit=unit,
+        peer=instruction.peer,
+        goes_back=instruction.action.op is not Op.F,
     )
-    if kind == WEIGHTS:
-        forward = next(
-            int(n)
-            for n in table.needs[needed[0]]
-            if n >= 0 and table.kind[n] == FORWARD
-        )
+
+
+def _action(schedule: Schedule, instruction: RunAction, value: int, unit: int) -> Step:
+    table = schedule.table
+    action = instruction.action
+    path = schedule.microbatches[action.microbatch].path
+    kind = int(table.kind[value])
+    forward = _forward_of(schedule, value)
     backward = int(table.at[table.slots[forward] + BACKWARD])
     return Step(
         Do(kind),
         instruction,
         value,
-        source,
+        _source_of(schedule, value, action.stage),
         forward,
         action.stage,
         action.microbatch,
         unit,
-        last=schedule.microbatches[action.microbatch].path[-1] == action.stage,
+        last=path[-1] == action.stage,
         split=table.action(backward).op is Op.I,
     )
+
+
+def _source_of(schedule: Schedule, value: int, stage: int) -> int:
+    """The needed value that another stage makes; -1 if there is none."""
+    for needed in _needs(schedule, value):
+        if schedule.table.stage[needed] != stage:
+            return needed
+    return -1
+
+
+def _forward_of(schedule: Schedule, value: int) -> int:
+    """The forward to which an action belongs."""
+    kind = int(schedule.table.kind[value])
+    if kind == FORWARD:
+        return value
+    needed = _needs(schedule, value)
+    if kind == WEIGHTS:  # a W needs its I, which needs the F
+        needed = _needs(schedule, needed[0])
+    for number in needed:
+        if schedule.table.kind[number] == FORWARD:
+            return number
+    return -1
+
+
+def _needs(schedule: Schedule, value: int) -> list[int]:
+    return [int(number) for number in schedule.table.needs[value] if number >= 0]

@@ -1,10 +1,11 @@
-"""Random numbers of a forward that is computed twice: dropout must drop the same values both times.
+"""Repeats the random numbers of a forward that is computed twice: dropout must drop the same values both times.
 
     F     remembers the generators before and after it        seed 7, 0 drawn  ──►  seed 7, 64 drawn
-    B     sets them back, computes the forward again, checks that they end where they did, and goes on from now
+    B     sets them back, computes the forward again, and checks that they end in the same state; then restores them
 
-torch has one generator for the CPU and one for each GPU, for all threads of a process. Ranks that are threads therefore
-take turns at their forwards if any of them recomputes (`TURN`); otherwise one would draw in the middle of another's.
+Torch has one generator for the CPU and one for each GPU, which all threads of a process share. If any rank recomputes,
+ranks that are threads therefore run their forwards one at a time (`TURN`). Otherwise one thread would draw in the
+middle of another's forward.
 """
 
 from __future__ import annotations
@@ -19,52 +20,48 @@ from torch import Tensor
 
 from penstock.errors import RunError
 
-States: TypeAlias = tuple[
-    Tensor, ...
-]  # of the CPU's generator and, on a GPU, of that GPU's
+States: TypeAlias = tuple[Tensor, ...]  # of the CPU's generator, and of the GPU's
 TURN = threading.RLock()
 
 
 class Drawn(NamedTuple):
-    """The generators before and after a forward that drew."""
+    """The states of the generators before and after a forward that drew random numbers."""
 
     before: States
     after: States
 
 
 def states(device: torch.device) -> States:
-    """The generators that a forward on this device may draw from; a few microseconds."""
+    """The states of the generators that a forward on this device may use. Takes a few microseconds."""
     cpu = torch.get_rng_state()
-    return (
-        (cpu,)
-        if device.type == "cpu"
-        else (cpu, torch.get_device_module(device).get_rng_state(device))
-    )
+    if device.type == "cpu":
+        return (cpu,)
+    return cpu, torch.get_device_module(device).get_rng_state(device)
 
 
 def drawn_since(before: States, device: torch.device) -> Drawn | None:
-    """What was drawn since then; None if nothing was, as in most models."""
+    """The states then and now; None if nothing was drawn in between, as in most models."""
     after = states(device)
     return None if same(before, after) else Drawn(before, after)
 
 
-def same(some: States, others: States) -> bool:
-    """Whether they will draw the same numbers."""
-    return all(torch.equal(one, other) for one, other in zip(some, others, strict=True))
+def same(states: States, others: States) -> bool:
+    """Whether generators in these states draw the same numbers."""
+    return all(torch.equal(a, b) for a, b in zip(states, others, strict=True))
 
 
-def set_back(to: States, device: torch.device) -> None:
-    """Makes the generators draw what they drew from there."""
-    torch.set_rng_state(to[0])
-    if len(to) > 1:
-        torch.get_device_module(device).set_rng_state(to[1], device)
+def set_back(states: States, device: torch.device) -> None:
+    """Set the generators back to these states."""
+    torch.set_rng_state(states[0])
+    if len(states) > 1:
+        torch.get_device_module(device).set_rng_state(states[1], device)
 
 
 @contextmanager
 def drawing_again(
     drawn: Drawn | None, device: torch.device, what: object
 ) -> Iterator[None]:
-    """Inside, the numbers of the first time are drawn once more; afterwards it goes on as if nothing had been drawn."""
+    """Inside, draw the numbers of the first time again; afterwards go on as if nothing had been drawn."""
     if drawn is None:
         yield
         return
@@ -86,7 +83,7 @@ def drawing_again(
 
 @contextmanager
 def undrawn(device: torch.device) -> Iterator[None]:
-    """What is drawn inside is drawn again afterwards."""
+    """Afterwards, set the generators back to their states before."""
     with TURN:
         now = states(device)
         try:

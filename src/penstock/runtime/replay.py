@@ -1,326 +1,340 @@
-"""Actions recorded once and replayed: on a GPU one launch instead of hundreds (CUDA graphs).
+"""Actions that are recorded once and then played: on a GPU one launch replaces hundreds (CUDA graphs).
 
-Before the first step all that a stage does with a micro-batch is recorded, in the order in which it does it, on tensors
-that stay where they are. A replay then needs what the action takes to be copied there. A recording holds one
-micro-batch at a time, so a stage has as many as it has micro-batches in flight:
+Before the first step, the actions of a stage with one micro-batch are recorded in their order, on tensors whose
+memory never moves. To play an action, its inputs are copied there first.
 
-    stage 1    F0  F1  F2  B0  F3  B1  F4  B2 ...
-    take        a   b   c   a   a   b   b   c
-
-A take is all that stays for one micro-batch: x and y of every slice, what the backward keeps, the gradients. Memory
-that one of its actions has used for a while serves the next ones of the same take alone, since nothing is known of how
-the actions of two takes follow each other. So recorded stages need more memory than others.
+One set of such recordings is a take (`penstock.runtime.takes`). It has memory for one micro-batch: x and y of every
+slice, what the backward keeps, and the gradients. Memory that one of its actions has freed can serve only later
+actions of the same take, because nothing is known about how the actions of two takes will interleave. Recorded
+stages therefore need more memory than others.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from penstock.errors import RunError, ShapeError
+from penstock.ir.schedule import Schedule
 from penstock.runtime.backward import record_in
 from penstock.runtime.batch import Batch
-from penstock.runtime.frozen import Rests
+from penstock.runtime.dtensor_share import local_share
+from penstock.runtime.earlier_gradients import EarlierGradients
+from penstock.runtime.frozen_stages import StageVisit
 from penstock.runtime.lane import Do, Step, Turn
-from penstock.runtime.randomness import TURN, drawing_again, drawn_since, states
-from penstock.runtime.share import local_share
-
-if TYPE_CHECKING:
-    from penstock.runtime.passes import Pass
-
-RecordedWork = Callable[[], Tensor | None]
-StageVisit = tuple[int, int]  # a stage and a micro-batch
-MicroBatchShape = tuple[int, ...]  # of a micro-batch: rows, tokens, where it is cut
-TakeMoment = tuple[Do, int]  # an action of a take: what it does, and on which slice
-
-
-class Tape(Protocol):
-    """Records work. What was made while recording is there again, in the same memory, whenever it is played."""
-
-    def begin(self) -> None:
-        """A new take: what it records is played in the order of recording, and then from the start again."""
-        ...
-
-    def rehearse(self, work: RecordedWork) -> None:
-        """Does work that is not recorded, where the recordings will be made."""
-        ...
-
-    def record(self, work: RecordedWork) -> tuple[Tensor | None, Callable[[], None]]:
-        """What it makes, and what plays it. It is not said to be made before it is played."""
-        ...
+from penstock.runtime.randomness import TURN, Drawn, drawing_again, drawn_since, states
+from penstock.runtime.slices import Units, cut_units
+from penstock.runtime.stage_actions import (
+    ComputedActions,
+    FirstStepChecks,
+    GiveBack,
+    LaneStages,
+)
+from penstock.runtime.step_values import StepValues
+from penstock.runtime.takes import (
+    Kind,
+    TakeMoment,
+    assign_takes,
+    stage_visits,
+    take_moment,
+)
+from penstock.runtime.tape import Tape
+from penstock.runtime.torch_internals import recording_bytes, zero_all
 
 
-class CudaTape:
-    """CUDA graphs: every take has memory of its own."""
+# ---------------------------------------------------------------- playing
+class PlayedActions:
+    """The actions of one step, played from recordings."""
 
-    def __init__(self) -> None:
-        self.stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        self.pool = torch.cuda.graph_pool_handle()
+    def __init__(
+        self,
+        recordings: Recordings,
+        units: Units,
+        values: StepValues,
+        give_back: GiveBack,
+    ) -> None:
+        self.recordings = recordings
+        self.units = units
+        self.values = values
+        self.give_back = give_back
+        self.kept: set[int] = set()
+        self.drawn: dict[int, Drawn] = {}  # random numbers, by forward
 
-    def begin(self) -> None:
-        """A new take."""
-        self.pool = torch.cuda.graph_pool_handle()
+    def forward(self, step: Step) -> None:
+        """Play a forward. The loss is copied, because the next micro-batch of the take overwrites it."""
+        inputs = self.inputs_of(step)
+        if self.recordings.draws_again(step):
+            y = self.play_and_remember_randomness(step, inputs)
+        else:
+            y = self.recordings.play(step, *inputs)
+        assert y is not None
+        self.kept.add(step.value)
+        self.values.publish(step, y.clone() if step.last else y)
+        self.give_back_input(step)
 
-    def rehearse(self, work: RecordedWork) -> None:
-        """Loads kernels, and lets libraries take their memory."""
-        self.stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self.stream):
-            work()
-        torch.cuda.current_stream().wait_stream(self.stream)
+    def inputs_of(self, step: Step) -> list[Tensor]:
+        """The inputs of a forward: tokens or a hidden state and, on the last stage, labels."""
+        inputs = []
+        if step.source >= 0:
+            inputs.append(self.values.tensor(step.source))
+        else:
+            inputs.append(self.units.inputs[step.unit])
+        if step.last:
+            inputs.append(self.units.labels[step.unit])
+        return inputs
 
-    def record(self, work: RecordedWork) -> tuple[Tensor | None, Callable[[], None]]:
-        """One graph. It is played at once, so that it lies on the GPU before any stream waits for another rank."""
-        graph = torch.cuda.CUDAGraph()
-        torch.cuda.synchronize()
-        with torch.cuda.stream(self.stream):
-            graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
-            try:
-                made = work()
-            except BaseException:
-                with suppress(
-                    RuntimeError
-                ):  # it would only say that the recording was broken off
-                    graph.capture_end()
-                raise
-            graph.capture_end()
-        graph.replay()
-        return made, graph.replay
+    def play_and_remember_randomness(
+        self, step: Step, inputs: Sequence[Tensor]
+    ) -> Tensor | None:
+        """Play a forward that draws random numbers, which its backward will draw again.
 
+        A CUDA graph draws from the generator's state at the time it is played, so setting back that state is enough.
+        """
+        device = inputs[0].device
+        with TURN:
+            before = states(device)
+            y = self.recordings.play(step, *inputs)
+            drawn = drawn_since(before, device)
+        if drawn is not None:
+            self.drawn[step.value] = drawn
+        return y
 
-def recording_bytes() -> int:
-    """Bytes of the GPU that recordings of this process have for themselves and no tensor holds now."""
-    segments = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
-    mine = (one for one in segments if tuple(one["segment_pool_id"]) != (0, 0))
-    return sum(int(one["total_size"] - one["allocated_size"]) for one in mine)
+    def backward(self, step: Step) -> None:
+        """Play a backward. Its result is copied: it may still be in flight when the take is played again."""
+        if step.value not in self.recordings.stages.rests.idle:
+            inputs = [] if step.last else [self.values.tensor(step.source)]
+            with self.first_randomness(step):
+                gradient = self.recordings.play(step, *inputs)
+            if gradient is not None:
+                self.values.held[step.value] = gradient.clone()
+        if not step.split:
+            self.kept.remove(step.forward)
+        self.give_back_input(step)
+
+    def first_randomness(self, step: Step) -> AbstractContextManager[None]:
+        """A context that draws the random numbers of the forward again, if it drew any."""
+        drawn = self.drawn.pop(step.forward, None)
+        if drawn is None:
+            return nullcontext()
+        return drawing_again(drawn, self.recordings.device, step.instruction)
+
+    def weights(self, step: Step) -> None:
+        """Play the weight gradients that the I has left."""
+        self.recordings.play(step)
+        self.kept.remove(step.forward)
+
+    def give_back_input(self, step: Step) -> None:
+        """Give back the receive buffer of an input, which has been copied."""
+        for buffer in self.values.take_buffers(step):
+            self.give_back(buffer)
 
 
 @dataclass(slots=True)
 class RecordedAction:
     """One action of a take."""
 
-    into: tuple[Tensor, ...]  # where to copy what it takes
-    made: Tensor | None  # and where what it makes is found
+    inputs: tuple[Tensor, ...]  # where the recording reads its inputs
+    result: Tensor | None  # where it leaves its result
     play: Callable[[], None]
 
-    def __call__(self, *given: Tensor) -> Tensor | None:
-        """Acts on what is given."""
-        for target, source in zip(self.into, given, strict=True):
+    def __call__(self, *inputs: Tensor) -> Tensor | None:
+        """Play the recording on these inputs."""
+        for target, source in zip(self.inputs, inputs, strict=True):
             target.copy_(source)
         self.play()
-        return self.made
+        return self.result
 
 
 Take = Mapping[TakeMoment, RecordedAction]
 
 
-class Kind(NamedTuple):
-    """Micro-batches of one kind can follow each other in a take of a stage."""
+class Recordings:
+    """The recorded actions of one rank, for batches of one shape."""
 
-    stage: int
-    shape: MicroBatchShape
-    steps: tuple[
-        tuple[Do, int, bool, bool], ...
-    ]  # what is done, on which slice; split, last
-    idle: bool = False  # nothing trains up to here: the forward keeps nothing, and there is no backward
-    closed: bool = False  # nothing trains before it: its input gets no gradient
-
-
-class Replays:
-    """The takes of one rank for batches of one shape."""
-
-    def __init__(self, run: Pass, tape: Tape) -> None:
-        self.shapes = run.batch.shapes
-        places = stage_visits(run.e.turns)
-        self.rest = Rest(
-            run.e.modules[stage] for stage in {stage for stage, _ in places}
-        )
-        self.valid = torch.ones((), device=run.batch.inputs[0].device)
-        self.takes: dict[StageVisit, Take] = {}
-        self.drawing: set[StageVisit] = (
-            set()
-        )  # whose recorded backward must draw the random numbers of its forward again
-        made: dict[tuple[Kind, int], Take] = {}
-        cuts = [microbatch.cuts for microbatch in run.e.program.schedule.microbatches]
-        alike = [(*shape, *cut) for shape, cut in zip(self.shapes, cuts, strict=True)]
-        device, drawing = run.batch.inputs[0].device, set[Kind]()
-        for place, (kind, number) in assign_takes(places, alike, run.e.rests).items():
-            if (kind, number) not in made:
-                steps = places[place]
-                if number == 0:
-                    before, other = states(device), self.stand_in(run, steps)
-                    other.checks = run.checks
-                    tape.rehearse(partial(_walk, other, steps))
-                    drawing |= (
-                        {kind} if drawn_since(before, device) is not None else set()
-                    )
-                made[kind, number] = self.take(run, steps, tape)
-            self.takes[place] = made[kind, number]
-            if kind in drawing and kind.stage in run.e.recompute:
-                self.drawing.add(place)
-        self.rest.clear()
+    def __init__(
+        self,
+        stages: LaneStages,
+        schedule: Schedule,
+        turns: Sequence[Turn],
+        units: Units,
+        tape: Tape,
+        checks: FirstStepChecks | None = None,
+    ) -> None:
+        self.stages = stages
+        self.shapes = units.batch.shapes
+        self.device = units.batch.inputs[0].device
+        self.valid = torch.ones((), device=self.device)
+        visits = stage_visits(turns)
+        modules = [stages.modules[stage] for stage in {stage for stage, _ in visits}]
+        self.gradients = FixedGradients(modules)
+        earlier = EarlierGradients()
+        earlier.lay_aside(self.gradients.parameters)
+        self.gradients.install()
+        session = RecordingSession(stages, schedule, units, self.valid, tape, checks)
+        session.record_visits(visits)
+        earlier.restore()
+        self.takes = session.takes
+        self.drawing = session.drawing
 
     @cached_property
-    def aside(self) -> int:
-        """Bytes that all recordings have for themselves. Asked for once: a look at all of the GPU's memory is long."""
-        return recording_bytes() if self.valid.is_cuda else 0
-
-    def begin(self, valid: int) -> None:
-        """A new step, over so many valid tokens."""
-        self.valid.fill_(valid)
-        self.rest.begin()
+    def reserved_bytes(self) -> int:
+        """GPU memory that only recordings can use. Computed once, because a look at all of the memory is slow."""
+        return recording_bytes() if self.device.type == "cuda" else 0
 
     def fits(self, batch: Batch) -> bool:
-        """Whether a batch looks like the recorded one."""
+        """Whether a batch has the shape that was recorded."""
         return batch.shapes == self.shapes and not batch.starts
 
-    def stand_in(self, run: Pass, steps: Sequence[Step]) -> Pass:
-        """A step of its own for one micro-batch, on tensors that stay."""
-        valid: int = self.valid  # type: ignore[assignment]  # a number that changes from step to step
-        other = run.like(replace(run.batch, valid=valid))
-        other.draws = False
-        mine = {step.unit for step in steps}
-        other.inputs = tuple(
-            x.clone() if unit in mine else x for unit, x in enumerate(run.inputs)
-        )
-        other.labels = tuple(
-            y.clone() if unit in mine else y for unit, y in enumerate(run.labels)
-        )
+    def begin(self, valid: int) -> None:
+        """Begin a step with this number of valid tokens."""
+        self.valid.fill_(valid)
+        self.gradients.begin()
+
+    def draws_again(self, step: Step) -> bool:
+        """Whether the backward draws the random numbers of this forward again."""
+        return (step.stage, step.microbatch) in self.drawing
+
+    def play(self, step: Step, *inputs: Tensor) -> Tensor | None:
+        """Play the recording of a step."""
+        return self.takes[step.stage, step.microbatch][take_moment(step)](*inputs)
+
+
+# ---------------------------------------------------------------- recording
+class RecordingSession:
+    """Records the takes of one rank.
+
+    `valid` is a tensor that stands for the number of valid tokens, which changes from step to step.
+    """
+
+    def __init__(
+        self,
+        stages: LaneStages,
+        schedule: Schedule,
+        units: Units,
+        valid: Tensor,
+        tape: Tape,
+        checks: FirstStepChecks | None,
+    ) -> None:
+        self.stages = stages
+        self.schedule = schedule
+        self.units = units
+        self.valid = valid
+        self.tape = tape
+        self.checks = checks
+        self.takes: dict[StageVisit, Take] = {}
+        self.drawing: set[StageVisit] = set()  # their backward draws the numbers again
+
+    def record_visits(self, visits: Mapping[StageVisit, Sequence[Step]]) -> None:
+        """Record one take for all visits that can share it."""
+        shapes = []
+        for number, shape in enumerate(self.units.batch.shapes):
+            shapes.append((*shape, *self.schedule.microbatches[number].cuts))
+        assigned = assign_takes(visits, shapes, self.stages.rests)
+        takes: dict[tuple[Kind, int], Take] = {}
+        drawing: set[Kind] = set()
+        for visit, (kind, number) in assigned.items():
+            if (kind, number) not in takes:
+                steps = visits[visit]
+                if number == 0 and self.rehearse(steps):
+                    drawing.add(kind)
+                takes[kind, number] = self.record_take(steps)
+            self.takes[visit] = takes[kind, number]
+            if kind in drawing and kind.stage in self.stages.recompute:
+                self.drawing.add(visit)
+
+    def rehearse(self, steps: Sequence[Step]) -> bool:
+        """Run the steps once without recording; return whether they drew random numbers."""
+        before = states(self.valid.device)
+        actions = self.stand_in(steps)
+        actions.checks = self.checks
+        self.tape.rehearse(partial(_run_all, actions, steps))
+        return drawn_since(before, self.valid.device) is not None
+
+    def stand_in(self, steps: Sequence[Step]) -> ComputedActions:
+        """Actions for one micro-batch, on tensors whose memory never moves."""
+        valid: int = self.valid  # type: ignore[assignment]
+        batch = replace(self.units.batch, valid=valid)
+        units = cut_units(self.schedule, batch, self.units.width, self.units.dtype)
+        own = {step.unit for step in steps}
+        units.inputs = _clone_some(self.units.inputs, own)
+        units.labels = _clone_some(self.units.labels, own)
+        values = StepValues()
+        shapes = units.shapes
         for step in steps:
             if step.source >= 0:
-                shape, device = run.shapes[step.unit], run.inputs[step.unit].device
-                other.held[step.source] = torch.zeros(
-                    shape, dtype=run.e.dtype, device=device
-                )
-        return other
+                shape = shapes[step.unit]
+                device = units.inputs[step.unit].device
+                zeros = torch.zeros(shape, dtype=units.dtype, device=device)
+                values.held[step.source] = zeros
+        return ComputedActions(
+            self.stages, units, values, _nothing_to_give, restores_randomness=False
+        )
 
-    def take(self, run: Pass, steps: Sequence[Step], tape: Tape) -> Take:
-        """Records all that is done with one micro-batch."""
-        tape.begin()
-        other = self.stand_in(run, steps)
-        found: dict[TakeMoment, RecordedAction] = {}
+    def record_take(self, steps: Sequence[Step]) -> Take:
+        """Record all actions of one micro-batch on one stage."""
+        self.tape.begin()
+        actions = self.stand_in(steps)
+        take: dict[TakeMoment, RecordedAction] = {}
         for step in steps:
-            if _does_nothing(other, step):
-                _act(
-                    other, step
-                )  # an empty graph cannot be recorded, but slices must have come back
-                found[take_moment(step)] = RecordedAction((), None, _nothing)
-                continue
-            try:
-                made, play = tape.record(partial(_act, other, step))
-            except torch.OutOfMemoryError:
-                raise
-            except RuntimeError as error:
-                why = str(error).strip().partition("\n")[0]
-                hint = "without recordings it may run: run.graphs = false, or no tape"
-                raise RunError(
-                    f"{step.instruction} cannot be recorded: {why}\n  {hint}"
-                ) from error
-            found[take_moment(step)] = RecordedAction(_into(other, step), made, play)
-        _forget(other)
-        return found
+            take[take_moment(step)] = self.record_action(actions, step)
+        _drop_graphs(actions)
+        return take
 
-    # ------------------------------------------------------------ actions
-    def forward(self, run: Pass, step: Step) -> None:
-        """Plays a forward. The loss is copied: the next micro-batch of the take overwrites it."""
-        x = run.tensor(step.source) if step.source >= 0 else run.inputs[step.unit]
-        given = (x, *([run.labels[step.unit]] if step.last else []))
-        draws = (step.stage, step.microbatch) in self.drawing
-        y = self.draw(run, step, given) if draws else self.part(step)(*given)
-        assert y is not None
-        run.kept[step.value] = None
-        run.give(step, y.clone() if step.last else y)
-        self.give_back(run, step)
-
-    def draw(self, run: Pass, step: Step, given: tuple[Tensor, ...]) -> Tensor | None:
-        """Plays a forward that draws random numbers, which its backward will draw again.
-
-        A CUDA graph takes them from where the generator stands when it is played, so setting that back is enough.
-        """
-        device = given[0].device
-        with TURN:
-            before = states(device)
-            y = self.part(step)(*given)
-            drawn = drawn_since(before, device)
-        if drawn is not None:
-            run.drawn[step.value] = drawn
-        return y
-
-    def backward(self, run: Pass, step: Step) -> None:
-        """Plays a backward. What it makes is copied: it may still be on its way when the take is played again."""
-        if step.value not in run.e.rests.idle:
-            drawn = run.drawn.pop(step.forward, None)
-            with (
-                drawing_again(drawn, self.valid.device, step.instruction)
-                if drawn is not None
-                else nullcontext()
-            ):
-                made = self.part(step)(
-                    *([] if step.last else [run.tensor(step.source)])
-                )
-            if made is not None:
-                run.held[step.value] = made.clone()
-        if not step.split:
-            del run.kept[step.forward]
-        self.give_back(run, step)
-
-    def weights(self, run: Pass, step: Step) -> None:
-        """Plays what the I has left."""
-        self.part(step)()
-        del run.kept[step.forward]
-
-    def part(self, step: Step) -> RecordedAction:
-        """The recording of an action."""
-        return self.takes[step.stage, step.microbatch][take_moment(step)]
-
-    def give_back(self, run: Pass, step: Step) -> None:
-        """What was received has been copied."""
-        for buffer in run.borrow(step):
-            run.e.comm.give_back(buffer)
+    def record_action(self, actions: ComputedActions, step: Step) -> RecordedAction:
+        """Record one action."""
+        if _does_nothing(actions, step):
+            # An empty graph cannot be recorded, but the slices must be marked as done.
+            _run(actions, step)
+            return RecordedAction((), None, _play_nothing)
+        try:
+            result, play = self.tape.record(partial(_run, actions, step))
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            reason = str(error).strip().partition("\n")[0]
+            raise RunError(
+                f"{step.instruction} cannot be recorded: {reason}\n"
+                "  without recordings it may run: run.graphs = false, or no tape"
+            ) from error
+        return RecordedAction(_inputs_of(actions, step), result, play)
 
 
-class Rest:
-    """Gradients that stay where they are, since recordings add to them there."""
+class FixedGradients:
+    """Gradients whose memory never moves, because recordings add to them there."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
-        parameters = {
-            id(p): p
-            for module in modules
-            for p in module.parameters()
-            if p.requires_grad
-        }
-        self.parameters = list(parameters.values())
-        self.before = [p.grad for p in self.parameters]
-        self.places = [torch.zeros_like(p) for p in self.parameters]
-        self.put()
+        trained: dict[nn.Parameter, None] = {}
+        for module in modules:
+            for parameter in module.parameters():
+                if parameter.requires_grad:
+                    trained[parameter] = None
+        self.parameters = list(trained)
+        self.places = [torch.zeros_like(parameter) for parameter in trained]
 
-    def put(self) -> None:
-        """Every parameter's gradient is the one that stays."""
+    def install(self) -> None:
+        """Make the fixed memory the gradient of every parameter."""
         for parameter, place in zip(self.parameters, self.places, strict=True):
             parameter.grad = place
 
-    def clear(self) -> None:
-        """Recording is over: gradients are what they were before it."""
-        for parameter, before in zip(self.parameters, self.before, strict=True):
-            parameter.grad = before
-        self.before.clear()
+    def move_out(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Copy gradients that are about to be laid aside out of the fixed memory.
 
-    def lift(self, laid: Iterable[nn.Parameter]) -> None:
-        """Gradients of earlier steps that others will lay aside must not lie where this step's will be."""
-        mine = {
-            id(p): place for p, place in zip(self.parameters, self.places, strict=True)
-        }
-        for parameter in laid:
-            if parameter.grad is not None and parameter.grad is mine.get(id(parameter)):
-                parameter.grad = parameter.grad.clone()
+        This step writes there, so the gradients of earlier steps cannot stay.
+        """
+        pairs = zip(self.parameters, self.places, strict=True)
+        place_of = dict(pairs)
+        for parameter in parameters:
+            gradient = parameter.grad
+            if gradient is not None and gradient is place_of.get(parameter):
+                parameter.grad = gradient.clone()
 
     def begin(self) -> None:
-        """A new step adds to what is there."""
+        """Begin a step, which adds to the gradients that parameters have now."""
         empty = []
         for parameter, place in zip(self.parameters, self.places, strict=True):
             if parameter.grad is None:
@@ -328,115 +342,89 @@ class Rest:
             elif parameter.grad is not place:
                 place.copy_(parameter.grad)
         if empty:
-            torch._foreach_zero_(empty)
-        self.put()
+            zero_all(empty)
+        self.install()
 
 
-# ---------------------------------------------------------------- which take a micro-batch has
 def refuse_shares(modules: Mapping[int, nn.Module]) -> None:
-    """Raises if a stage cannot be recorded: its weights are shared out over processes, which talk within an action."""
+    """Raise an error if the weights of a stage are shared by processes.
+
+    The processes communicate within an action, which cannot be recorded.
+    """
     for stage, module in modules.items():
         for name, parameter in module.named_parameters():
             if local_share(parameter) is not parameter:
                 raise ShapeError(
-                    f"stage {stage} cannot be recorded: {name} is shared out over processes; "
-                    "use no mesh, or no tape"
+                    f"stage {stage} cannot be recorded: {name} is sharded over several "
+                    "processes\n  train without a mesh, or without a tape"
                 )
 
 
-def stage_visits(turns: Sequence[Turn]) -> dict[StageVisit, list[Step]]:
-    """All that each stage of a lane does with each micro-batch, in its order; places in the order of their first."""
-    found: dict[StageVisit, list[Step]] = {}
-    for turn in turns:
-        if turn.step is not None:
-            found.setdefault((turn.step.stage, turn.step.microbatch), []).append(
-                turn.step
-            )
-    return found
-
-
-def assign_takes(
-    places: Mapping[StageVisit, Sequence[Step]],
-    shapes: Sequence[MicroBatchShape],
-    rests: Rests | None = None,
-) -> dict[StageVisit, tuple[Kind, int]]:
-    """For every place its kind, and which take of that kind: the first that is free."""
-    found: dict[StageVisit, tuple[Kind, int]] = {}
-    until: dict[
-        Kind, list[int]
-    ] = {}  # of each take, the last action of the place that has it now
-    for place, steps in places.items():
-        kind = recording_kind(steps, shapes[place[1]])
-        if rests is not None and (rests.idle or rests.closed):
-            first = steps[0].value
-            kind = kind._replace(idle=first in rests.idle, closed=first in rests.closed)
-        takes = until.setdefault(kind, [])
-        number = next(
-            (n for n, last in enumerate(takes) if last < steps[0].value), len(takes)
-        )
-        takes[number : number + 1] = [steps[-1].value]
-        found[place] = kind, number
-    return found
-
-
-def recording_kind(steps: Sequence[Step], shape: MicroBatchShape) -> Kind:
-    """What must be alike for one recording to serve."""
-    done = tuple((*take_moment(step), step.split, step.last) for step in steps)
-    return Kind(steps[0].stage, shape, done)
-
-
-def take_moment(step: Step) -> TakeMoment:
-    """Where in its take a step is."""
-    return step.do, step.instruction.action.slice
-
-
-# ---------------------------------------------------------------- the executor's own actions, on tensors that stay
-def _walk(run: Pass, steps: Sequence[Step]) -> None:
-    """All of them, once."""
+# ---------------------------------------------------------------- computed actions, on tensors that never move
+def _run_all(actions: ComputedActions, steps: Sequence[Step]) -> None:
     for step in steps:
-        _act(run, step)
-    _forget(run)
+        _run(actions, step)
+    _drop_graphs(actions)
 
 
-def _does_nothing(run: Pass, step: Step) -> bool:
+def _run(actions: ComputedActions, step: Step) -> Tensor | None:
+    """Run one action and return its result."""
+    act = (actions.forward, actions.backward, actions.weights)[step.do]
+    with torch.enable_grad():
+        act(step)
+    record_in(None)
+    if step.last and step.do is Do.FORWARD:
+        return actions.values.losses.pop()
+    if step.do is Do.WEIGHTS:
+        return None
+    result = actions.values.held.get(step.value)
+    return result.detach() if isinstance(result, Tensor) else None
+
+
+def _does_nothing(actions: ComputedActions, step: Step) -> bool:
     """Whether nothing trains up to this backward, or its I has left nothing for this W."""
     if step.do is Do.FORWARD:
         return False
-    kept = run.kept.get(step.forward)
-    empty = kept is None or kept.ledger is None or not kept.ledger.due
-    return step.value in run.e.rests.idle or (step.do is Do.WEIGHTS and empty)
+    if step.value in actions.stages.rests.idle:
+        return True
+    if step.do is not Do.WEIGHTS:
+        return False
+    kept = actions.kept.get(step.forward)
+    return kept is None or kept.ledger is None or not kept.ledger.due
 
 
-def _nothing() -> None:
-    """Plays what does nothing."""
+def _drop_graphs(actions: ComputedActions) -> None:
+    """Detach all values: their autograd nodes belong to the stream of the recording and must not live on."""
+    held = actions.values.held
+    for number, value in held.items():
+        if isinstance(value, Tensor):
+            held[number] = value.detach()
 
 
-def _forget(run: Pass) -> None:
-    """Where results came from: it would keep autograd's nodes alive, which belong to the stream of the recording."""
-    run.held.update(
-        {key: x.detach() for key, x in run.held.items() if isinstance(x, Tensor)}
-    )
-
-
-def _act(run: Pass, step: Step) -> Tensor | None:
-    """One action, and what it makes."""
-    with torch.enable_grad():
-        run.act[step.do](step)
-    record_in(None)
-    if step.last and step.do is Do.FORWARD:
-        return run.losses.pop()
-    if step.do is Do.WEIGHTS:
-        return None
-    made = run.held.get(step.value)
-    return made.detach() if isinstance(made, Tensor) else None
-
-
-def _into(run: Pass, step: Step) -> tuple[Tensor, ...]:
-    """Where what an action takes is copied to."""
+def _inputs_of(actions: ComputedActions, step: Step) -> tuple[Tensor, ...]:
+    """The tensors that an action reads its inputs from."""
     if step.do is Do.WEIGHTS:
         return ()
-    taken = [run.tensor(step.source)] if step.source >= 0 else []
-    if step.do is Do.FORWARD:
-        taken = taken or [run.inputs[step.unit]]
-        taken += [run.labels[step.unit]] if step.last else []
-    return tuple(taken)
+    inputs = []
+    if step.source >= 0:
+        inputs.append(actions.values.tensor(step.source))
+    elif step.do is Do.FORWARD:
+        inputs.append(actions.units.inputs[step.unit])
+    if step.do is Do.FORWARD and step.last:
+        inputs.append(actions.units.labels[step.unit])
+    return tuple(inputs)
+
+
+def _clone_some(tensors: Sequence[Tensor], own: set[int]) -> tuple[Tensor, ...]:
+    clones = []
+    for unit, tensor in enumerate(tensors):
+        clones.append(tensor.clone() if unit in own else tensor)
+    return tuple(clones)
+
+
+def _play_nothing() -> None:
+    """Play an action that does nothing."""
+
+
+def _nothing_to_give(buffer: Tensor) -> None:
+    """A recording receives no messages, so it has no receive buffer to give back."""

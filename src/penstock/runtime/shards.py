@@ -1,16 +1,15 @@
-"""Weights that several processes share between steps, by torch's FSDP2: gathered once a step, gradients summed once.
+"""Weights that several processes shard between steps with torch's FSDP2: gathered and summed once per step.
 
     rank 1, shard 0 │ ▄   F0 gathers │ ▄▀  F1 B0 B1  sum │ ▄           each runs the whole lane of the rank, on
-    rank 1, shard 1 │  ▀  F2         │ ▄▀  F3 B2 B3      │  ▀          micro-batches of its own
+    rank 1, shard 1 │  ▀  F2         │ ▄▀  F3 B2 B3      │  ▀          its own micro-batches
 
 FSDP would gather and sum around every forward and backward. A pipeline has many of them, and a split backward adds to
-the weights outside of autograd; so here the sum of a part is made when its last action on this rank is done. Gathers
-and sums take memory for whole layers, once a step: it is given back (`penstock.runtime.process.malloc`).
+the gradients outside of autograd. Here a part is therefore summed once, when its last action on this rank is done.
+Gathers and sums need memory for whole layers once per step, which is given back (`penstock.runtime.process.malloc`).
 """
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 
 import torch
@@ -20,38 +19,40 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from penstock.ir.schedule import Schedule
 from penstock.runtime.backward import accumulate
+from penstock.runtime.dtensor_share import local_share
 from penstock.runtime.gradients import Tied, completion
 from penstock.runtime.process.malloc import ONCE, USED, keep_freed_memory, taken_once
-from penstock.runtime.share import local_share
+from penstock.runtime.torch_internals import (
+    finish_sharded_backward,
+    ignore_fsdp_view_warning,
+)
 
 
 def shard_layers(part: nn.Module, layers: list[nn.Module], mesh: DeviceMesh) -> None:
-    """Leaves this process its share of each layer of a part, and of the rest of it."""
-    warnings.filterwarnings(
-        "ignore", message="FSDP2-wrapped module .* returned a view"
-    )  # nobody writes into it
+    """Leave this process its share of each layer of a part, and of the rest of the part."""
+    ignore_fsdp_view_warning()
     for module in (*layers, part):
-        made: FSDPModule = fully_shard(module, mesh=mesh, reshard_after_forward=False)
-        made.set_gradient_divide_factor(
-            1.0
-        )  # a sum: losses are divided by the tokens of all already
-        made.set_force_sum_reduction_for_comms(True)
-        module.register_forward_pre_hook(
-            _gathers, prepend=True
-        )  # before FSDP's own, and
-        module.register_forward_pre_hook(_has_gathered)  # after it
+        sharded: FSDPModule = fully_shard(
+            module, mesh=mesh, reshard_after_forward=False
+        )
+        # A sum, not a mean: losses are divided by the valid tokens of all processes already.
+        sharded.set_gradient_divide_factor(1.0)
+        sharded.set_force_sum_reduction_for_comms(True)
+        # One hook runs before FSDP's own, which gathers, and one after it.
+        module.register_forward_pre_hook(_before_gather, prepend=True)
+        module.register_forward_pre_hook(_after_gather)
 
 
-def _gathers(*_: object) -> None:
+def _before_gather(*_: object) -> None:
     keep_freed_memory(ONCE)
 
 
-def _has_gathered(*_: object) -> None:
+def _after_gather(*_: object) -> None:
     keep_freed_memory(USED)
 
 
 class Shards:
-    """One rank's parts that are shared so; none, and nothing is done."""
+    """The sharded parts of one rank. Without any, every method does nothing."""
 
     def __init__(
         self,
@@ -60,51 +61,49 @@ class Shards:
         rank: int,
         tied: Mapping[str, Tied] | None = None,
     ) -> None:
-        self.parts: dict[int, FSDPModule] = {}  # by the last action of this rank on it
-        self.all: list[FSDPModule] = []
-        for part in sorted({schedule.stages[stage].part for stage in modules}):
-            module = next(
-                m for stage, m in modules.items() if schedule.stages[stage].part == part
-            )
+        self.parts: dict[int, FSDPModule] = {}  # by their last action on this rank
+        self.all: list[FSDPModule] = []  # parts and their layers
+        first_modules: dict[int, nn.Module] = {}  # by part
+        for stage, module in modules.items():
+            first_modules.setdefault(schedule.stages[stage].part, module)
+        for part, module in sorted(first_modules.items()):
             if isinstance(module, FSDPModule):
-                self.parts[completion(schedule, (part,), rank)[0]] = module
-                self.all += [
-                    inner for inner in module.modules() if isinstance(inner, FSDPModule)
-                ]
-        self.twins = [
-            (one.parameter, twin)
-            for one in (tied or {}).values()
-            for twin in one.twins
-            if one.parameter is not None
-        ]
+                last, _ = completion(schedule, (part,), rank)
+                self.parts[last] = module
+                self.all += [m for m in module.modules() if isinstance(m, FSDPModule)]
+        self.twins: list[tuple[nn.Parameter, nn.Parameter]] = []
+        for tie in (tied or {}).values():
+            if tie.parameter is not None:
+                self.twins += [(tie.parameter, twin) for twin in tie.twins]
 
     def begin(self) -> None:
-        """A new pass: each layer is gathered by its first forward, and stays."""
+        """Begin a step. The first forward of each layer will gather its weights, which then stay."""
         with torch.no_grad():
             for first, twin in self.twins:
                 local_share(twin).copy_(local_share(first))
         for part in self.parts.values():
-            _last(part, False)
+            _set_last_backward(part, False)
 
-    def after(self, number: int) -> None:
-        """An action is done: if it was the last of a part, sums the part's gradients and drops its gathered weights."""
-        part = self.parts.get(number)
-        if part is not None:
-            _last(part, True)
-            with taken_once():
-                fully_shard.state(part)._root_post_backward_final_callback()  # type: ignore[attr-defined]
-            for first, twin in self.twins:
-                if twin.grad is not None:
-                    accumulate(first, twin.grad)
-                    twin.grad = None
+    def after(self, action: int) -> None:
+        """If an action was the last of a part, sum the part's gradients and drop the gathered weights."""
+        part = self.parts.get(action)
+        if part is None:
+            return
+        _set_last_backward(part, True)
+        with taken_once():
+            finish_sharded_backward(part)
+        for first, twin in self.twins:
+            if twin.grad is not None:
+                accumulate(first, twin.grad)
+                twin.grad = None
 
     def finish(self) -> None:
-        """Drops what is gathered still: all of it after an evaluation."""
+        """Drop all weights that are still gathered: after an evaluation, all of them."""
         for module in self.all:
             module.reshard()
 
 
-def _last(part: FSDPModule, last: bool) -> None:
+def _set_last_backward(part: FSDPModule, last: bool) -> None:
     part.set_is_last_backward(last)
     part.set_requires_gradient_sync(last)
     part.set_reshard_after_backward(last)

@@ -1,29 +1,81 @@
-"""A micro-batch of a batch, cut as the schedule says: which tokens, and what is carried from slice to slice.
+"""Cuts the micro-batches of a batch into slices of tokens, as the schedule says, and holds what slices carry on.
 
-schedule   tokens 8, cuts 0 4 6 8              as it was planned
+schedule   tokens 8, cuts 0 4 6 8              as planned
 batch      tokens 8: 0:4 4:6 6:8               the same
-           tokens 1024: 0:512 512:768 768:1024 another length: the same shares
+           tokens 1024: 0:512 512:768 768:1024 another length in the same proportions
+
+A unit is one slice of a micro-batch, or all of it if it is not cut. Units are numbered one micro-batch after the other.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from penstock.carry import Carry, Slice
 from penstock.errors import RunError, ShapeError
 from penstock.ir.schedule import MicroBatch, Schedule, stretch
 from penstock.runtime.batch import Batch
 from penstock.runtime.lane import Step
+from penstock.runtime.torch_internals import original_module
 
-TokenSpan = tuple[int, int]
+TokenSpan = tuple[int, int]  # the first token, and the one after the last
+
+
+@dataclass(slots=True)
+class Units:
+    """The data of one step, by unit."""
+
+    batch: Batch
+    inputs: tuple[Tensor, ...]
+    labels: tuple[Tensor, ...]
+    width: int  # of the hidden states between stages
+    dtype: torch.dtype  # of the hidden states
+    carries: Carries | None  # None: every unit is one document in one piece
+
+    @property
+    def shapes(self) -> list[tuple[int, ...]]:
+        """The shapes of the hidden states: rows, tokens, width."""
+        return [(x.shape[0], x.shape[1], self.width) for x in self.inputs]
+
+    @property
+    def sliced(self) -> bool:
+        """Whether any micro-batch is cut."""
+        return len(self.inputs) > len(self.batch.inputs)
+
+
+def cut_units(
+    schedule: Schedule, batch: Batch, width: int, dtype: torch.dtype
+) -> Units:
+    """Cut a batch as the schedule says."""
+    due = len(schedule.microbatches)
+    if len(batch.inputs) != due:
+        raise ShapeError(
+            f"the batch has {len(batch.inputs)} micro-batches, but the schedule has {due}\n"
+            f"  cut it into {due}: cut_batch(inputs, labels, {due})"
+        )
+    if schedule.slices == 1 and not batch.starts:
+        return Units(batch, batch.inputs, batch.labels, width, dtype, None)
+    spans = []
+    inputs = []
+    labels = []
+    for number, microbatch in enumerate(schedule.microbatches):
+        tokens = batch.inputs[number].shape[1]
+        for begin, end in spans_of(microbatch, tokens):
+            spans.append((begin, end))
+            inputs.append(batch.inputs[number][:, begin:end])
+            labels.append(batch.labels[number][:, begin:end])
+    carries = Carries(batch, spans)
+    return Units(batch, tuple(inputs), tuple(labels), width, dtype, carries)
 
 
 def spans_of(microbatch: MicroBatch, tokens: int) -> list[TokenSpan]:
-    """First token of each slice and the one after its last, for a sequence of so many tokens.
+    """The token spans of a micro-batch's slices, for a sequence of this many tokens.
 
     >>> spans_of(MicroBatch((0,), tokens=8, cuts=(0, 4, 6, 8)), 1024)
     [(0, 512), (512, 768), (768, 1024)]
@@ -32,50 +84,61 @@ def spans_of(microbatch: MicroBatch, tokens: int) -> list[TokenSpan]:
 
 
 def refuse_whole(schedule: Schedule, modules: Mapping[int, nn.Module]) -> None:
-    """Raises if a module of a sliced schedule cannot be run slice by slice."""
+    """Raise an error if the schedule is sliced and a module cannot run slice by slice."""
     if schedule.slices == 1:
         return
     for stage, module in modules.items():
-        inner = getattr(module, "_orig_mod", module)  # compiled
-        reason = getattr(inner, "unsliceable", "")
-        if not reason and "piece" not in inspect.signature(inner.forward).parameters:
-            reason = f"forward of {type(inner).__name__} takes no second argument `piece` (penstock.carry)"
+        reason = _why_unsliceable(original_module(module))
         if reason:
             raise ShapeError(
                 f"stage {stage} cannot be sliced: {reason}; make the schedule with slices=1"
             )
 
 
-class Carries:
-    """What the stages of a rank carry in one step, by stage and micro-batch."""
+def _why_unsliceable(module: nn.Module) -> str:
+    """Why a module cannot run slice by slice; empty if it can."""
+    reason = str(getattr(module, "unsliceable", ""))
+    if reason or "piece" in inspect.signature(module.forward).parameters:
+        return reason
+    name = type(module).__name__
+    return f"forward of {name} takes no second argument `piece` (penstock.carry)"
 
-    def __init__(self, batch: Batch, spans: list[list[TokenSpan]]) -> None:
+
+class Carries:
+    """What the stages of a rank carry from slice to slice in one step, by stage and micro-batch."""
+
+    def __init__(self, batch: Batch, spans: Sequence[TokenSpan]) -> None:
         self.batch = batch
-        self.spans = [span for one in spans for span in one]
+        self.spans = spans  # by unit
         self.held: dict[tuple[int, int], Carry] = {}
 
     def open(self, step: Step) -> Slice:
         """The slice that a forward runs on."""
-        where, (begin, end) = (step.stage, step.microbatch), self.spans[step.unit]
+        visit = step.stage, step.microbatch
+        begin, end = self.spans[step.unit]
         if begin == 0:
-            starts = self.batch.starts[step.microbatch] if self.batch.starts else None
-            self.held[where] = Carry(
-                self.batch.inputs[step.microbatch].shape[1], starts
-            )
-        if where not in self.held:
+            self.held[visit] = self._new_carry(step.microbatch)
+        if visit not in self.held:
             raise RunError(
                 f"{step.instruction} comes before the first slice of its micro-batch"
             )
-        return self.held[where].open(begin, end)
+        return self.held[visit].open(begin, end)
+
+    def _new_carry(self, microbatch: int) -> Carry:
+        starts = self.batch.starts[microbatch] if self.batch.starts else None
+        return Carry(self.batch.inputs[microbatch].shape[1], starts)
 
     def drop(self, step: Step) -> None:
-        """A micro-batch is done with on this stage: its first slice came back or, in evaluation, its last one went."""
+        """Forget a micro-batch that is finished on a stage.
+
+        In training its first slice has come back; in evaluation its last slice has gone forward.
+        """
         del self.held[step.stage, step.microbatch]
 
     def check_empty(self) -> None:
-        """Raises if anything is left: then a backward is missing, and so is a gradient."""
+        """Raise an error if anything is left: then a backward is missing, and so is a gradient."""
         for (stage, microbatch), carry in self.held.items():
             raise RunError(
-                f"state is left over: on stage {stage} micro-batch {microbatch} went forward to token {carry.reached} "
-                f"and came back to token {carry.left}, of {carry.tokens}"
+                f"the step left state behind: on stage {stage}, micro-batch {microbatch} went forward to token "
+                f"{carry.reached} of {carry.tokens}, but came back only to token {carry.left}"
             )

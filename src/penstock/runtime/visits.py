@@ -1,16 +1,16 @@
-"""Over which micro-batches a part's gradient is a mean, where paths leave out parts.
+"""Chooses the micro-batches over which a part's gradient is a mean, when some micro-batches skip the part.
 
-    part            0     1     2          3 micro-batches of equal size, paths  0 1 / 0 2 / 0 2
+    part            0     1     2          3 micro-batches of equal size, with the paths  0 1 / 0 2 / 0 2
     visited by    a b c   a    b c
 
-    ALL           1/3    1/3   1/3         of each visitor's gradient: a part left out got a gradient of zero
-    VISITS        1/3     1    1/2         a part left out was not asked
+    ALL           1/3    1/3   1/3         the weight of each visitor: a skipped part has a gradient of zero
+    VISITS        1/3     1    1/2         a skipped part has no gradient
 
 A pipeline divides every loss by the valid tokens of the whole step, so it computes ALL. VISITS is the same gradient
-times (all valid tokens) / (those that visited the part). With equal coverage that is one constant a part: Adam divides
-it out again, and only its epsilon and a clipping of the whole norm see a difference. Where visitors change from step
-to step, or some steps are full, and with plain SGD, the two differ. With AdamW no difference was seen
-(docs/results/convergence.md), so ALL, which needs no work, is the default.
+times (all valid tokens) / (valid tokens that visited the part). If the coverage never changes, that is one constant per
+part. Adam divides the constant out again; only its epsilon and clipping by the norm of all gradients see a difference.
+The two differ with plain SGD, and where visitors change from step to step or some steps run the full model. With AdamW
+we saw no difference (docs/results/convergence.md), so the default is ALL, which needs no work.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
 
-from torch import Tensor, nn
+from torch import nn
 
 from penstock.errors import ShapeError
 from penstock.ir.schedule import Schedule
@@ -27,14 +27,14 @@ from penstock.runtime.gradients import Tied
 
 
 class Mean(StrEnum):
-    """Over which tokens a part's gradient is a mean."""
+    """The tokens over which a part's gradient is a mean."""
 
     ALL = "all"
     VISITS = "visits"
 
 
 class Visits:
-    """The weights of one rank's parts; gradients of earlier steps are laid aside meanwhile."""
+    """The weights of one rank's parts."""
 
     def __init__(
         self,
@@ -44,50 +44,45 @@ class Visits:
         tied: Mapping[str, Tied] | None = None,
     ) -> None:
         self.parts = schedule.parts
-        self.paths = [
-            [schedule.stages[stage].part for stage in m.path]
-            for m in schedule.microbatches
-        ]
-        self.owners: dict[nn.Parameter, int] = {}  # of the parts that some skip
-        self.before: list[tuple[nn.Parameter, Tensor | None]] = []
-        if mean is Mean.VISITS:
-            partial = {
-                part
-                for part in range(schedule.parts)
-                if any(part not in path for path in self.paths)
-            }
-            _refuse_tied(tied or {}, partial)
-            for stage, module in modules.items():
-                part = schedule.stages[stage].part
-                self.owners |= dict.fromkeys(
-                    module.parameters() if part in partial else (), part
-                )
-
-    def begin(self) -> None:
-        """A new step."""
-        self.before = [(parameter, parameter.grad) for parameter in self.owners]
-        for parameter in self.owners:
-            parameter.grad = None
+        self.paths = []
+        for microbatch in schedule.microbatches:
+            self.paths.append([schedule.stages[s].part for s in microbatch.path])
+        self.owners: dict[nn.Parameter, int] = {}  # parameters to scale, and their part
+        if mean is Mean.ALL:
+            return
+        skipped = _skipped_parts(self.parts, self.paths)
+        _refuse_tied(tied or {}, skipped)
+        for stage, module in modules.items():
+            part = schedule.stages[stage].part
+            if part in skipped:
+                self.owners.update(dict.fromkeys(module.parameters(), part))
 
     def finish(self, batch: Batch) -> None:
-        """Weighs the gradients of this step and adds them to those of earlier ones."""
+        """Scale the gradients of this step, without those of earlier steps."""
         if not self.owners:
             return
         counts = [int((labels != IGNORED_LABEL).sum()) for labels in batch.labels]
         scales = visit_scales(self.parts, self.paths, counts)
-        for parameter, earlier in self.before:
+        for parameter, part in self.owners.items():
             if parameter.grad is not None:
-                parameter.grad *= scales[self.owners[parameter]]
-                if earlier is not None:
-                    parameter.grad += earlier
-            else:
-                parameter.grad = earlier
+                parameter.grad *= scales[part]
 
 
-def _refuse_tied(tied: Mapping[str, Tied], partial: set[int]) -> None:
-    """A parameter of two parts that different micro-batches visit has no mean over visits."""
+def _skipped_parts(parts: int, paths: Sequence[Sequence[int]]) -> set[int]:
+    """The parts that at least one micro-batch skips."""
+    skipped = set()
+    for path in paths:
+        skipped.update(set(range(parts)).difference(path))
+    return skipped
+
+
+def _refuse_tied(tied: Mapping[str, Tied], skipped: set[int]) -> None:
+    """Raise an error if a parameter belongs to two parts that different micro-batches visit.
+
+    It has no mean over visits.
+    """
     for name, shared in tied.items():
-        if len(shared.parts) > 1 and partial.intersection(shared.parts):
+        if len(shared.parts) > 1 and skipped.intersection(shared.parts):
             parts = " and ".join(map(str, shared.parts))
             raise ShapeError(
                 f"{name} is in parts {parts}, of which some are skipped: take the mean over all tokens"
@@ -97,9 +92,10 @@ def _refuse_tied(tied: Mapping[str, Tied], partial: set[int]) -> None:
 def visit_scales(
     parts: int, paths: Sequence[Sequence[int]], tokens: Sequence[int]
 ) -> tuple[float, ...]:
-    """By what each part's gradient is multiplied to be a mean over its visitors, given each micro-batch's valid tokens.
+    """The factors that turn each part's gradient into a mean over its visitors.
 
-    A part that nobody visited, and one that is on no path because all end there (the head), keeps its gradient.
+    `tokens` are the valid tokens of each micro-batch. A part on no path keeps its gradient: nobody visited it, or it is
+    the head, where all paths end.
 
     >>> visit_scales(3, [(0, 1), (0, 2), (0, 2)], [8, 8, 8])
     (1.0, 3.0, 1.5)
@@ -108,22 +104,29 @@ def visit_scales(
         raise ShapeError(
             f"{len(paths)} paths have {len(tokens)} counts of tokens: give each micro-batch its own"
         )
-    met = [
-        sum(count for path, count in zip(paths, tokens, strict=True) if part in path)
-        for part in range(parts)
-    ]
-    return tuple(sum(tokens) / visited if visited else 1.0 for visited in met)
+    total = sum(tokens)
+    scales = []
+    for part in range(parts):
+        visited = 0
+        for path, count in zip(paths, tokens, strict=True):
+            if part in path:
+                visited += count
+        scales.append(total / visited if visited else 1.0)
+    return tuple(scales)
 
 
 def scale_gradients(parts: Sequence[nn.Module], scales: Sequence[float]) -> None:
-    """Multiplies the gradients of each part by its scale, in place: after the backwards, before any clipping."""
+    """Multiply the gradients of each part by its scale, in place.
+
+    Call it after all backwards and before any clipping.
+    """
     scale_of: dict[int, float] = {}
     for number, (part, scale) in enumerate(zip(parts, scales, strict=True)):
         for parameter in part.parameters():
             if scale_of.setdefault(id(parameter), scale) != scale:
                 raise ShapeError(
-                    f"part {number} shares a parameter with one that is scaled otherwise, by "
-                    f"{scale_of[id(parameter)]:g} and {scale:g}: tie only parts that all paths visit"
+                    f"part {number} shares a parameter with a part that has another scale ({scale:g} and "
+                    f"{scale_of[id(parameter)]:g}): tie only parts that all paths visit"
                 )
     for part in parts:
         for parameter in part.parameters():

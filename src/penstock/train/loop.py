@@ -39,7 +39,6 @@ from penstock.runtime import (
     share_offset,
     watching,
 )
-from penstock.runtime.executor import Pass
 from penstock.train.checkpoint import (
     CheckpointFacts,
     Saver,
@@ -382,7 +381,7 @@ class Examiner:
         """The loss of each pass over held-out text: their sum is the mean over all of it."""
         found = self.loader.evaluation(batches)
         if self.own and found:
-            shapes = Pass(self.executor, found[0], timed=False, training=False).shapes
+            shapes = self.executor.message_shapes(found[0])
             self.executor.comm.reserve(
                 self.executor.program, shapes, self.executor.dtype
             )
@@ -481,8 +480,7 @@ def describe(sizes: Sizes) -> dict[str, object]:
 def _memory(device: torch.device, executor: Executor) -> int:
     """The most bytes this rank has had: of the GPU, or of the process."""
     if device.type == "cuda":
-        aside = 0 if executor.replays is None else executor.replays.aside
-        return int(torch.cuda.max_memory_allocated(device)) + aside
+        return int(torch.cuda.max_memory_allocated(device)) + executor.recording_bytes
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
         1 if sys.platform == "darwin" else 1024
     )

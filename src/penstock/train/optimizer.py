@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from penstock.config import OptimizerConfig
 from penstock.runtime import Comm, local_share
+from penstock.runtime.torch_internals import multiply_all, norms_of_all
 from penstock.train.weights import Holding
 
 NORM_EPSILON = 1e-6  # added to a norm before dividing by it, as torch does
@@ -112,7 +113,7 @@ class Gradients:
         found = [self.holding.parameters[name].grad for name in self.counted]
         zero = torch.zeros((), device=self.device)
         present = [local_share(grad) for grad in found if grad is not None]
-        norms = iter(torch._foreach_norm(present)) if present else iter(())
+        norms = iter(norms_of_all(present)) if present else iter(())
         return (
             torch.stack([zero if grad is None else next(norms) for grad in found])
             .double()
@@ -128,4 +129,4 @@ class Gradients:
                 if one.grad is not None
             ]
             if found:  # a rank may have nothing to train
-                torch._foreach_mul_(found, most / (norm + NORM_EPSILON))
+                multiply_all(found, most / (norm + NORM_EPSILON))

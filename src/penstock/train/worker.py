@@ -33,6 +33,10 @@ from penstock.formats.plan_json import read_plan
 from penstock.models.tensor import check_shares
 from penstock.runtime import ProcessComm, finish, init
 from penstock.runtime.process.launch import hear_signals
+from penstock.runtime.torch_internals import (
+    is_connection_error_text,
+    is_memory_error_text,
+)
 from penstock.train.checkpoint import newest
 from penstock.train.data.corpus import open_corpus
 from penstock.train.data.tokenizer import kept_tokenizer, tokenizer_of
@@ -49,16 +53,6 @@ CONFIG_FILE, PLAN_FILE, STOP_FILE, PIDS_FOLDER, FAILURE_FILE = (
     "failure.json",
 )
 FULL_FILE = "full"  # a rank had too little memory
-ALLOCATION = ("allocate memory", "not enough memory", "bad alloc")  # in torch's words
-CONNECTION = (
-    "gloo",
-    "nccl",
-    "connection",
-    "socket",
-    "broken pipe",
-    "process group",
-    "timed out",
-)
 _log = logging.getLogger(__name__)
 
 
@@ -119,9 +113,7 @@ def ran_out_of_memory(error: Exception) -> bool:
     """Whether memory could not be allocated: on a GPU, or by torch or Python on the CPU."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
-    return isinstance(error, RuntimeError) and any(
-        words in str(error) for words in ALLOCATION
-    )
+    return isinstance(error, RuntimeError) and is_memory_error_text(str(error))
 
 
 def broken_connection(error: Exception) -> bool:
@@ -130,9 +122,7 @@ def broken_connection(error: Exception) -> bool:
         error, ConnectionError | EOFError | TimeoutError | torch.distributed.DistError
     ):
         return True
-    return isinstance(error, RuntimeError) and any(
-        words in str(error).lower() for words in CONNECTION
-    )
+    return isinstance(error, RuntimeError) and is_connection_error_text(str(error))
 
 
 def _last_words(error: Exception, folder: Path, started: bool) -> str:

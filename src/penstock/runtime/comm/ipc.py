@@ -32,7 +32,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import (
+
+from penstock.errors import RunError
+from penstock.runtime.comm.cuda import CudaDriver
+from penstock.runtime.comm.ring import Request, Ring, ring_bytes
+from penstock.runtime.comm.room import RingShape
+from penstock.runtime.torch_internals import (
     AllreduceOptions,
     BarrierOptions,
     BroadcastOptions,
@@ -41,11 +46,6 @@ from torch._C._distributed_c10d import (
     Store,
     Work,
 )
-
-from penstock.errors import RunError
-from penstock.runtime.comm.cuda import CudaDriver
-from penstock.runtime.comm.ring import Request, Ring, ring_bytes
-from penstock.runtime.comm.room import RingShape
 
 BACKEND_NAME = "penstock_ipc"
 # The rings for messages, at first; `IpcGroup.reserve` makes them larger.

@@ -14,7 +14,7 @@ import os
 import subprocess
 import sys
 
-import torch
+from penstock.runtime.torch_internals import supports_amx
 
 ISA_LIMIT_VARIABLE = "ONEDNN_MAX_CPU_ISA"
 ISA_WITHOUT_AMX = "AVX512_CORE_BF16"
@@ -31,7 +31,7 @@ def avoid_broken_amx(advertised: bool | None = None) -> bool:
     if ISA_LIMIT_VARIABLE in os.environ:
         return False
     if advertised is None:
-        advertised = torch.cpu._is_amx_tile_supported()
+        advertised = supports_amx()
     if not advertised:
         return False
     trial = subprocess.run(

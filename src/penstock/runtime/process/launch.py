@@ -31,14 +31,18 @@ from typing import Any, Generic, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, TCPStore
-from torch.distributed.distributed_c10d import Store, _get_default_store
 from torch.distributed.rendezvous import rendezvous
 
 from penstock.errors import PeerLostError, RunError
 from penstock.runtime.comm import ipc
 from penstock.runtime.comm.process import ProcessComm
 from penstock.runtime.process.status import ERRORS
+from penstock.runtime.torch_internals import (
+    PrefixStore,
+    Store,
+    TCPStore,
+    default_store,
+)
 
 Returned = TypeVar("Returned")
 Worker: TypeAlias = tuple[BaseProcess, Connection]  # a process and the pipe from it
@@ -107,7 +111,7 @@ def after_first(comm: ProcessComm, work: Callable[[], None]) -> None:
 
     They do stop waiting if rank 0 dies.
     """
-    store = PrefixStore("penstock/first", _get_default_store())
+    store = PrefixStore("penstock/first", default_store())
     if comm.rank == 0:
         work()
         store.set("done", "yes")

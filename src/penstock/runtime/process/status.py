@@ -16,9 +16,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from torch.distributed.distributed_c10d import PrefixStore, Store
-
 from penstock.errors import PeerLostError, ProofError, RunError, StuckError
+from penstock.runtime.torch_internals import PrefixStore, Store
 
 MAX_RANKS_SHOWN = 32  # in the text of a failure
 COUNTER_POLL_SECONDS = 0.02

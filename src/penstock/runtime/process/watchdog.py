@@ -35,7 +35,6 @@ from types import TracebackType
 from typing import Protocol
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import Store, _get_default_store
 
 from penstock.errors import FileError, PeerLostError, PenstockError, RunError
 from penstock.ir.action import parse_action
@@ -51,6 +50,7 @@ from penstock.runtime.process.status import (
     lost_failure,
     stuck_failure,
 )
+from penstock.runtime.torch_internals import Store, default_store
 
 TICK_SECONDS = 0.25  # between two looks
 TICKS_BETWEEN_ROUNDS = 4  # rank 0 checks the heartbeats of all ranks this often
@@ -113,7 +113,7 @@ class Watchdog:
         self.comm = comm
         self.silence = silence
         # Its own connection to the store, which nothing else can block.
-        shared = store or _get_default_store()
+        shared = store or default_store()
         connection = shared.clone()  # type: ignore[attr-defined]
         self.board = Board(connection, comm.rank, comm.ranks, comm.name)
         self.thread = threading.Thread(

@@ -33,6 +33,7 @@ from penstock.errors import ProofError
 from penstock.ir.schedule import Schedule
 from penstock.runtime.batch import Batch
 from penstock.runtime.comm.comm import Comm
+from penstock.runtime.dtensor_share import local_share
 from penstock.runtime.executor import Executor
 from penstock.runtime.proof.judge import Difference, Judge
 from penstock.runtime.proof.traceless import (
@@ -41,7 +42,7 @@ from penstock.runtime.proof.traceless import (
     uncompiled,
 )
 from penstock.runtime.proof.ways import REDRAWS, Bench, Option, call_whole
-from penstock.runtime.share import local_share
+from penstock.runtime.torch_internals import original_module
 
 _log = logging.getLogger(__name__)
 MAX_ROWS = 2  # of a micro-batch: two are enough to show that rows leak into each other
@@ -327,7 +328,7 @@ def _is_only_random(judge: Judge, difference: Difference) -> bool:
 
 def _check_split(bench: Bench, where: str, verdict: Verdict) -> None:
     """Warn if the backward is split, but W has nothing to do."""
-    plain = getattr(bench.module, "_orig_mod", bench.module)
+    plain = original_module(bench.module)
     tables: set[int] = set()
     for layer in plain.modules():
         if isinstance(layer, nn.Embedding):

@@ -16,9 +16,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.dropout import _DropoutNd
 
 from penstock.runtime.backward import is_compiled
+from penstock.runtime.torch_internals import (
+    compiled_call,
+    is_dropout,
+    module_attributes,
+    original_module,
+    own_buffers,
+    own_layers,
+    set_compiled_call,
+)
 
 NO_NAMES: frozenset[str] = frozenset()
 
@@ -32,14 +40,14 @@ class ModuleMemory:
     """
 
     # Attributes that every module has, such as its parameters and hooks.
-    COMMON = frozenset({*nn.Module().__dict__, "_compiled_call_impl"})
+    COMMON = module_attributes()
 
     def __init__(self, module: nn.Module) -> None:
         # A dict of a layer, and for each of its names the value and a copy of its contents.
         self.saved: list[tuple[dict[str, Any], dict[str, tuple[Any, Any]]]] = []
         for layer in module.modules():
             self._save(layer.__dict__, self.COMMON)
-            self._save(layer._buffers, NO_NAMES)
+            self._save(own_buffers(layer), NO_NAMES)
 
     def _save(self, values: dict[str, Any], skipped: frozenset[str]) -> None:
         saved = {}
@@ -93,27 +101,27 @@ def has_compiled_layer(module: nn.Module) -> bool:
 @contextmanager
 def uncompiled(module: nn.Module) -> Iterator[nn.Module]:
     """The module without torch.compile, and its layers without it too."""
-    plain: nn.Module = getattr(module, "_orig_mod", module)
+    plain = original_module(module)
     wrappers: list[tuple[nn.Module, str, nn.Module]] = []  # parent, name, child
     calls: list[tuple[nn.Module, Callable[..., Any]]] = []
     for layer in plain.modules():
-        for name, child in layer._modules.items():
-            if child is not None and hasattr(child, "_orig_mod"):
+        for name, child in own_layers(layer).items():
+            if child is not None and original_module(child) is not child:
                 wrappers.append((layer, name, child))
-        compiled_call = layer._compiled_call_impl
-        if compiled_call is not None:
-            calls.append((layer, compiled_call))
+        call = compiled_call(layer)
+        if call is not None:
+            calls.append((layer, call))
     try:
         for parent, name, child in wrappers:
-            parent._modules[name] = child.get_submodule("_orig_mod")
+            own_layers(parent)[name] = original_module(child)
         for layer, _ in calls:
-            layer._compiled_call_impl = None
+            set_compiled_call(layer, None)
         yield plain
     finally:
         for parent, name, child in wrappers:
-            parent._modules[name] = child
-        for layer, compiled_call in calls:
-            layer._compiled_call_impl = compiled_call
+            own_layers(parent)[name] = child
+        for layer, call in calls:
+            set_compiled_call(layer, call)
 
 
 @contextmanager
@@ -121,7 +129,7 @@ def without_dropout(module: nn.Module) -> Iterator[None]:
     """Switch off torch's dropout layers, and layers with a probability named after it."""
     changed: list[tuple[nn.Module, str, float]] = []
     for layer in module.modules():
-        names = ["p"] if isinstance(layer, _DropoutNd) else []
+        names = ["p"] if is_dropout(layer) else []
         for name, value in vars(layer).items():
             if "drop" in name and type(value) is float:
                 names.append(name)

@@ -39,6 +39,7 @@ from penstock.runtime.proof.traceless import (
     uncompiled,
     without_dropout,
 )
+from penstock.runtime.torch_internals import original_name
 
 # For all random numbers: those that a stage draws, and the gradients of inner stages.
 SEED = 20_817
@@ -156,7 +157,7 @@ class Bench:
         trained = []
         for name, parameter in self.module.named_parameters():
             if parameter.requires_grad:
-                trained.append((name.replace("_orig_mod.", ""), parameter))
+                trained.append((original_name(name), parameter))
         return trained
 
     # ------------------------------------------------------------ the plain way

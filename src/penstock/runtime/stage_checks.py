@@ -1,4 +1,4 @@
-"""What can be wrong with a user's own stages, in words: which stage, what it did, what is expected, what to do."""
+"""Checks of a user's own stages, with errors that say which stage is wrong, what is expected and what to do."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ from penstock.errors import RunError, ShapeError
 from penstock.ir.schedule import Schedule
 from penstock.runtime.comm.comm import Comm
 from penstock.runtime.lane import Step
-from penstock.runtime.losses import described
+from penstock.runtime.loss_reduction import described
+
+MAX_NAMES_SHOWN = 3
 
 
-def stages_of(
+def stages_of_rank(
     schedule: Schedule, stages: Mapping[int, nn.Module], comm: Comm
 ) -> dict[int, nn.Module]:
-    """The modules of this rank's stages; raises if one is missing, or no module."""
+    """The modules of this rank's stages. Raises an error if one is missing or is not a module."""
     if comm.ranks != schedule.ranks:
         raise ShapeError(
             f"the schedule is for {schedule.ranks} ranks, but there are {comm.ranks}\n"
@@ -29,15 +31,12 @@ def stages_of(
         for number, stage in enumerate(schedule.stages)
         if stage.rank == comm.rank
     ]
-    given = ", ".join(map(str, sorted(stages))) or "none"
     unknown = [number for number in stages if number not in range(len(schedule.stages))]
     missing = [number for number in due if number not in stages]
     if unknown or missing:
-        what = (
-            f"has no stage {unknown[0]}"
-            if unknown
-            else f"puts stage {missing[0]} on rank {comm.rank}"
-        )
+        given = ", ".join(map(str, sorted(stages))) or "none"
+        what = f"has no stage {unknown[0]}" if unknown else ""
+        what = what or f"puts stage {missing[0]} on rank {comm.rank}"
         raise ShapeError(
             f"the schedule {what}, but the stages given to the Executor are: {given}\n"
             f"  rank {comm.rank} needs a module for each of: {', '.join(map(str, due)) or 'none'}; "
@@ -51,8 +50,8 @@ def stages_of(
     return {number: stages[number] for number in due}
 
 
-def not_a_tensor(step: Step, module: nn.Module, y: object) -> ShapeError:
-    """A stage that returned something else."""
+def not_a_tensor_error(step: Step, module: nn.Module, y: object) -> ShapeError:
+    """The error for a stage that did not return a tensor."""
     want = (
         "the logits, for the loss"
         if step.last
@@ -67,9 +66,10 @@ def not_a_tensor(step: Step, module: nn.Module, y: object) -> ShapeError:
 def unfit_message(
     step: Step, x: Tensor, shape: tuple[int, ...], dtype: torch.dtype, autocast: bool
 ) -> ShapeError | None:
-    """A result that the next rank does not expect; None if it only has to be cast, without loss."""
+    """The error for a result that the next rank does not expect; None if a cast without loss is enough."""
     action = step.instruction.action
-    got, what = described(x), "gave the gradient" if step.goes_back else "returned"
+    got = described(x)
+    what = "gave the gradient" if step.goes_back else "returned"
     if tuple(x.shape) != tuple(shape):
         return ShapeError(
             f"stage {action.stage} {what} {got} in {action}, but rank {step.peer} expects the shape {tuple(shape)}: "
@@ -89,8 +89,8 @@ def unfit_message(
     return None
 
 
-def detached(step: Step, module: nn.Module) -> RunError:
-    """A stage that cannot be trained, though it has parameters to train or a gradient to pass on."""
+def detached_error(step: Step, module: nn.Module) -> RunError:
+    """The error for a stage whose output depends on nothing that trains, although it should."""
     return RunError(
         f"{step.instruction} has no gradient to compute: what stage {step.stage} ({type(module).__name__}) returned "
         "does not depend on its input or its parameters\n"
@@ -99,12 +99,12 @@ def detached(step: Step, module: nn.Module) -> RunError:
     )
 
 
-def changed(names: list[str]) -> ShapeError:
-    """Parameters that were frozen or thawed after the ranks agreed on what trains."""
-    some = ", ".join(names[:3]) + (
-        f" and {len(names) - 3} more" if len(names) > 3 else ""
-    )
+def changed_error(names: list[str]) -> ShapeError:
+    """The error for parameters that were frozen or unfrozen after the ranks agreed on what trains."""
+    listed = ", ".join(names[:MAX_NAMES_SHOWN])
+    if len(names) > MAX_NAMES_SHOWN:
+        listed += f" and {len(names) - MAX_NAMES_SHOWN} more"
     return ShapeError(
-        f"requires_grad of {some} has changed since the Executor was made, and the other ranks do not know\n"
+        f"requires_grad of {listed} has changed since the Executor was made, and the other ranks do not know\n"
         "  make a new Executor on every rank after freezing or unfreezing parameters"
     )

@@ -1,11 +1,11 @@
-"""What the ranks tell one another before the first step, as each sees only its own stages.
+"""What the ranks tell one another before the first step, because each sees only its own stages.
 
-    which stages train             so that no gradient is computed or sent that nobody needs (`penstock.runtime.frozen`)
-    whether any stage recomputes   so that ranks that are threads take turns at drawing random numbers
-    which weights are really one   ranks that are threads may hold the same tensor: its gradient is not summed twice
-    whether copies are equal       weights that are to be one, but were drawn with different seeds, never would be
+    which stages train             no gradient is computed or sent that nobody needs (`penstock.runtime.frozen_stages`)
+    whether any stage recomputes   then ranks that are threads take turns at drawing random numbers
+    which weights are one tensor   ranks that are threads may share it, and its gradient must not be summed twice
+    whether copies are equal       weights that start from different seeds would never become equal
 
-All ranks see the same numbers, so that all of them refuse what does not fit, and none waits for the others.
+All ranks see the same numbers, so all of them refuse what does not fit, and no rank waits for the others.
 """
 
 from __future__ import annotations
@@ -22,23 +22,21 @@ from torch import Tensor, nn
 from penstock.errors import RunError, ShapeError
 from penstock.ir.schedule import Schedule
 from penstock.runtime.comm.comm import Comm
+from penstock.runtime.dtensor_share import local_share
 from penstock.runtime.gradients import SharedParameters, Tied, ranks_of
-from penstock.runtime.share import local_share
 
-_PROCESS = secrets.randbits(60)  # tells the memory of this process from that of others
-_BITS = (1 << 62) - 1
-_CODES = 100_003  # so that sums of squares stay exact
+_PROCESS_ID = secrets.randbits(60)  # distinguishes the memory of processes
+_INT64_MASK = (1 << 62) - 1
+_MAX_CODE = 100_003  # small enough that sums of squares stay exact
 
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
     """What all ranks know."""
 
-    trains: tuple[
-        bool, ...
-    ]  # by stage: whether any of its parameters does; also one that has no parameters
+    trains: tuple[bool, ...]  # by stage; a stage without parameters counts as trained
     recomputes: bool  # some stage of some rank
-    one: frozenset[str]  # sums (by name) over ranks that hold one and the same tensor
+    one_tensor: frozenset[str]  # names of sums whose ranks share one tensor
 
 
 def agree(
@@ -49,54 +47,58 @@ def agree(
     tied: Mapping[str, Tied],
     recompute: Collection[int],
 ) -> Agreement:
-    """All ranks call it at the same time."""
-    groups = {
-        f"part {part}": ranks_of(schedule, (part,)) for part in range(schedule.parts)
-    }
-    groups |= {
-        f"tied {name}": ranks_of(schedule, one.parts) for name, one in tied.items()
-    }
-    groups = {name: group for name, group in groups.items() if len(group) > 1}
-    _refuse_other_ties(comm, sorted(groups), sorted(tied))
-    stages = torch.zeros(3, len(schedule.stages), dtype=torch.int64)
+    """Agree with the other ranks. All ranks call it at the same time."""
+    groups = _sharing_groups(schedule, tied)
+    names = sorted(groups)
+    _refuse_other_ties(comm, names, sorted(tied))
+    facts = torch.zeros(3, len(schedule.stages), dtype=torch.int64)
     for stage, module in modules.items():
         parameters = list(module.parameters())
         trained = sum(p.numel() for p in parameters if p.requires_grad)
-        stages[:, stage] = torch.tensor(
-            [trained, not parameters or trained > 0, stage in recompute]
-        )
+        trains = not parameters or trained > 0
+        facts[:, stage] = torch.tensor([trained, trains, stage in recompute])
     marks = torch.zeros(2, len(groups), comm.ranks, dtype=torch.int64)
-    mine = {one.name: one.parameters for one in sums}
-    for row, name in enumerate(sorted(groups)):
-        if name in mine:
-            marks[:, row, comm.rank] = torch.tensor(
-                [memory_mark(mine[name][0], comm.rank), checksum(mine[name])]
-            )
-    everything = torch.cat([stages.flatten(), marks.flatten()])
+    own = {shared.name: shared.parameters for shared in sums}
+    for row, name in enumerate(names):
+        if name in own:
+            memory = memory_mark(own[name][0], comm.rank)
+            marks[:, row, comm.rank] = torch.tensor([memory, checksum(own[name])])
+    everything = torch.cat([facts.flatten(), marks.flatten()])
     comm.add(everything, tuple(range(comm.ranks))).wait()
-    stages, marks = (
-        everything[: stages.numel()].view_as(stages),
-        everything[stages.numel() :].view_as(marks),
-    )
-    _refuse_unequal_parts(schedule, stages[0].tolist())
-    one = frozenset(
-        name
-        for row, name in enumerate(sorted(groups))
-        if _is_one(name, groups[name], marks[0, row].tolist(), marks[1, row].tolist())
-    )
-    return Agreement(tuple(map(bool, stages[1].tolist())), bool(stages[2].any()), one)
+    facts = everything[: facts.numel()].view_as(facts)
+    marks = everything[facts.numel() :].view_as(marks)
+    _refuse_unequal_parts(schedule, facts[0].tolist())
+    one_tensor = set()
+    for row, name in enumerate(names):
+        memory_marks = marks[0, row].tolist()
+        checksums = marks[1, row].tolist()
+        if _is_one_tensor(name, groups[name], memory_marks, checksums):
+            one_tensor.add(name)
+    trains_by_stage = tuple(map(bool, facts[1].tolist()))
+    return Agreement(trains_by_stage, bool(facts[2].any()), frozenset(one_tensor))
+
+
+def _sharing_groups(
+    schedule: Schedule, tied: Mapping[str, Tied]
+) -> dict[str, tuple[int, ...]]:
+    """The ranks that share each part and each tied parameter, by name."""
+    groups = {}
+    for part in range(schedule.parts):
+        groups[f"part {part}"] = ranks_of(schedule, (part,))
+    for name, tie in tied.items():
+        groups[f"tied {name}"] = ranks_of(schedule, tie.parts)
+    return {name: group for name, group in groups.items() if len(group) > 1}
 
 
 def memory_mark(parameter: Tensor, rank: int) -> int:
-    """A number that only the same memory of the same process has; not 0."""
-    place = (
-        local_share(parameter).data_ptr() or -1 - rank
-    )  # an empty share lies nowhere
-    return (hash((_PROCESS, os.getpid(), place)) & _BITS) or 1
+    """A number other than 0 that only the same memory of the same process has."""
+    # An empty share has no address.
+    place = local_share(parameter).data_ptr() or -1 - rank
+    return (hash((_PROCESS_ID, os.getpid(), place)) & _INT64_MASK) or 1
 
 
 def checksum(parameters: Sequence[Tensor]) -> int:
-    """A number that equal parameters have on any machine, whatever the order in which it adds."""
+    """A number that is the same for equal parameters on any machine, whatever the order of its additions."""
     sums = [
         _bits(local_share(parameter).detach()).sum(dtype=torch.int64)
         for parameter in parameters
@@ -105,7 +107,7 @@ def checksum(parameters: Sequence[Tensor]) -> int:
         (place + 1) * number
         for place, number in enumerate(torch.stack([s.cpu() for s in sums]).tolist())
     )
-    return int(total) & _BITS
+    return int(total) & _INT64_MASK
 
 
 def _bits(x: Tensor) -> Tensor:
@@ -114,8 +116,8 @@ def _bits(x: Tensor) -> Tensor:
 
 
 def _refuse_other_ties(comm: Comm, groups: list[str], tied: list[str]) -> None:
-    """All ranks must name the same tied parameters: n Σc² = (Σc)² only if all codes c are alike."""
-    code = zlib.crc32("\n".join([*groups, "", *tied]).encode()) % _CODES
+    """Raise an error unless all ranks name the same tied parameters: n Σc² = (Σc)² only if all codes c are equal."""
+    code = zlib.crc32("\n".join([*groups, "", *tied]).encode()) % _MAX_CODE
     sums = torch.tensor([code, code * code], dtype=torch.int64)
     comm.add(sums, tuple(range(comm.ranks))).wait()
     if int(sums[1]) * comm.ranks != int(sums[0]) ** 2:
@@ -137,10 +139,10 @@ def _refuse_unequal_parts(schedule: Schedule, trained: list[int]) -> None:
             )
 
 
-def _is_one(
+def _is_one_tensor(
     name: str, group: tuple[int, ...], marks: list[int], sums: list[int]
 ) -> bool:
-    """Whether all ranks of a group hold one tensor; raises if only some do, or if their copies differ."""
+    """Whether all ranks of a group share one tensor. Raises an error if only some do, or if their copies differ."""
     found = [marks[rank] for rank in group]
     what, ranks = name.removeprefix("tied "), " and ".join(map(str, group))
     if not any(found):

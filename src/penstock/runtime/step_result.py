@@ -1,4 +1,4 @@
-"""What a step gives back."""
+"""The result of a step: its loss and, if the step was timed, its timeline."""
 
 from __future__ import annotations
 
@@ -10,17 +10,19 @@ from penstock.runtime.recorder import Recording
 
 
 class Result:
-    """Of one step: the mean loss over all valid tokens and, if timed, when everything ran; alike on all ranks.
+    """The mean loss of a step over all valid tokens and, if it was timed, its timeline. All ranks get the same.
 
-    Both are brought together over the ranks while the caller goes on, and waited for when they are read.
+    Both are summed over the ranks while the caller goes on. Reading them waits for the sums.
     """
 
     __slots__ = ("_loss", "_recording", "_sum")
 
     def __init__(
-        self, loss: Tensor, summed: Pending, recording: Recording | None = None
+        self, loss: Tensor, pending: Pending, recording: Recording | None = None
     ) -> None:
-        self._loss, self._sum, self._recording = loss, summed, recording
+        self._loss = loss
+        self._sum = pending
+        self._recording = recording
 
     @property
     def loss(self) -> float:
@@ -30,5 +32,5 @@ class Result:
 
     @property
     def timeline(self) -> Timeline | None:
-        """When everything ran; None if the step was not timed."""
+        """The timeline of the step; None if the step was not timed."""
         return None if self._recording is None else self._recording.timeline()

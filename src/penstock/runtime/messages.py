@@ -1,0 +1,97 @@
+"""The messages of one step: receives are posted ahead of time, and sends overlap with what follows them.
+
+A receive that is posted early finds its buffer ready. Posting too many would cost memory, so the number
+follows from the window of the `Comm` and the size of the largest message.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from math import prod
+
+from penstock.runtime.comm.comm import Comm, Pending
+from penstock.runtime.lane import Step
+from penstock.runtime.slices import Units
+from penstock.runtime.stage_checks import unfit_message
+from penstock.runtime.step_values import StepValues
+
+MAX_SENDS_IN_FLIGHT = 16
+MIN_RECEIVES_AHEAD = 4
+MAX_RECEIVES_AHEAD = 256
+
+
+class Messages:
+    """The messages of one rank in one step."""
+
+    def __init__(
+        self,
+        comm: Comm,
+        receives: Sequence[Step],
+        units: Units,
+        values: StepValues,
+        training: bool,
+        autocast: bool,
+    ) -> None:
+        self.comm = comm
+        self.receives = receives
+        self.shapes = units.shapes
+        self.dtype = units.dtype
+        self.values = values
+        self.training = training
+        self.autocast = autocast
+        self.sends: deque[Pending] = deque()
+        self.posted = 0  # receives
+        self.reached = 0  # receives
+        largest_bytes = max(map(prod, self.shapes)) * self.dtype.itemsize
+        self.ahead = receives_ahead(comm.window, largest_bytes)
+
+    def begin(self) -> None:
+        """Post the first receives."""
+        self.post(self.ahead)
+
+    def reach_receive(self) -> None:
+        """The lane has come to a receive: post it and, if the window is half empty, refill it."""
+        self.reached += 1
+        if self.posted < self.reached + self.ahead // 2:
+            self.post(self.reached + self.ahead)
+
+    def post(self, count: int) -> None:
+        """Post receives until `count` of them are posted."""
+        last = min(count, len(self.receives))
+        while self.posted < last:
+            step = self.receives[self.posted]
+            self.posted += 1
+            if self.training or not step.goes_back:
+                shape = self.shapes[step.unit]
+                arriving = self.comm.receive(shape, self.dtype, step.peer)
+                self.values.held[step.value] = arriving
+
+    def send(self, step: Step) -> None:
+        """Send without waiting; if too many sends are in flight, wait for the oldest first."""
+        if len(self.sends) >= MAX_SENDS_IN_FLIGHT:
+            self.sends.popleft().wait()
+        x = self.values.tensor(step.value).detach()
+        shape = self.shapes[step.unit]
+        if x.dtype is not self.dtype or x.shape != shape:
+            error = unfit_message(step, x, shape, self.dtype, self.autocast)
+            if error is not None:
+                raise error
+            x = x.to(self.dtype)
+        self.sends.append(self.comm.send(x, step.peer))
+
+    def finish(self) -> None:
+        """Wait for all sends."""
+        while self.sends:
+            self.sends.popleft().wait()
+
+
+def receives_ahead(window_bytes: int, message_bytes: int) -> int:
+    """How many receives to post before the lane reaches them: what the window holds, within limits.
+
+    Without a window no receive is posted early.
+    """
+    if not window_bytes:
+        return 0
+    fitting = window_bytes // max(message_bytes, 1)
+    return min(max(fitting, MIN_RECEIVES_AHEAD), MAX_RECEIVES_AHEAD)

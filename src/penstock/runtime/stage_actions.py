@@ -1,0 +1,329 @@
+"""What the actions F, B, I and W of a stage do with tensors.
+
+    F   x (tokens, or the output of the stage before)  ──module──►   y       keeps (x, y) for the backward
+    B   gradient of y (or the loss itself)             ──autograd──►  x.grad  adds to the gradients of the weights
+    I   the same walk, but linear layers leave their weight gradients to W
+
+A sliced micro-batch has one x per slice. `penstock.carry` says what a stage carries from slice to slice, and how
+the gradient of that comes back. `penstock.runtime.replay` is the second implementation: it plays recordings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from penstock.carry import Slice
+from penstock.runtime.backward import Ledger, record_in
+from penstock.runtime.deferral_report import DeferralReport
+from penstock.runtime.frozen_stages import Rests
+from penstock.runtime.lane import Step
+from penstock.runtime.loss_reduction import Loss, Reduction, as_sum, refuse_other_loss
+from penstock.runtime.randomness import TURN, Drawn, drawing_again, drawn_since, states
+from penstock.runtime.slices import Units
+from penstock.runtime.stage_checks import detached_error, not_a_tensor_error
+from penstock.runtime.step_values import StepValues
+from penstock.runtime.torch_internals import walk_back
+
+GiveBack = Callable[[Tensor], None]  # returns a receive buffer to the `Comm`
+
+
+class StageActions(Protocol):
+    """The actions of one rank in one step."""
+
+    @property
+    def kept(self) -> Collection[int]:
+        """The forwards whose backward is not finished."""
+        ...
+
+    def forward(self, step: Step) -> None:
+        """Run an F."""
+        ...
+
+    def backward(self, step: Step) -> None:
+        """Run a B or an I."""
+        ...
+
+    def weights(self, step: Step) -> None:
+        """Run a W."""
+        ...
+
+
+@dataclass(slots=True)
+class LaneStages:
+    """The stages of one rank and how they compute.
+
+    The second group of fields is known once the ranks have agreed (`penstock.runtime.rank_agreement`).
+    """
+
+    modules: Mapping[int, nn.Module]
+    loss: Loss
+    reduction: Reduction
+    recompute: frozenset[int]  # stages that compute their forward again
+    autocast: torch.dtype | None
+
+    rests: Rests = field(default_factory=Rests)
+    common: frozenset[int] = frozenset()  # ids of parameters that threads share
+    takes_turns: bool = False  # whether ranks that are threads run forwards one by one
+
+
+class FirstStepChecks:
+    """Checks of a user's modules and loss, which run only in the first step."""
+
+    def __init__(self, modules: Mapping[int, nn.Module]) -> None:
+        self.deferrals = DeferralReport(modules)
+        self.loss_is_checked = False
+
+
+@dataclass(slots=True)
+class KeptForward:
+    """What a forward keeps for its backward."""
+
+    x: Tensor
+    y: Tensor | None  # None: the backward computes it again
+    ledger: Ledger | None
+    buffers: list[Tensor]  # receive buffers of x and of the gradient of y
+    piece: Slice | None = None
+    drawn: Drawn | None = None  # random numbers that the backward has to draw again
+
+
+class ComputedActions:
+    """The actions of one step, computed by the modules of the stages.
+
+    `restores_randomness=False` leaves the generators of random numbers alone when a forward runs again. That is
+    for recordings, where the player of the recording sets them back.
+    """
+
+    def __init__(
+        self,
+        stages: LaneStages,
+        units: Units,
+        values: StepValues,
+        give_back: GiveBack,
+        training: bool = True,
+        checks: FirstStepChecks | None = None,
+        restores_randomness: bool = True,
+    ) -> None:
+        self.stages = stages
+        self.units = units
+        self.values = values
+        self.give_back = give_back
+        self.training = training
+        self.checks = checks
+        self.restores_randomness = restores_randomness
+        self.kept: dict[int, KeptForward] = {}
+
+    # ------------------------------------------------------------ F
+    def forward(self, step: Step) -> None:
+        """Run the stage and keep what its backward needs."""
+        x = self.stage_input(step)
+        carries = self.units.carries
+        piece = None if carries is None else carries.open(step)
+        if not self.training:
+            self.evaluate(step, x, piece)
+        elif step.value in self.stages.rests.idle:
+            self.forward_without_graph(step, x, piece)
+        elif step.stage in self.stages.recompute:
+            self.forward_to_recompute(step, x, piece)
+        else:
+            ledger = self.new_ledger(step)
+            record_in(ledger)
+            y = self.apply(step, x, piece)
+            buffers = self.values.take_buffers(step)
+            self.kept[step.value] = KeptForward(x, y, ledger, buffers, piece)
+            self.values.publish(step, y)
+
+    def stage_input(self, step: Step) -> Tensor:
+        """The tokens, or the hidden state from the stage before."""
+        if step.source < 0:
+            return self.units.inputs[step.unit]
+        x = self.values.tensor(step.source).detach()
+        if self.training and step.value not in self.stages.rests.closed:
+            x.requires_grad_()
+        return x
+
+    def evaluate(self, step: Step, x: Tensor, piece: Slice | None) -> None:
+        """Run a forward that has no backward."""
+        self.values.publish(step, self.apply(step, x, piece))
+        if piece is not None and piece.end == piece.tokens:
+            assert self.units.carries is not None
+            self.units.carries.drop(step)
+
+    def forward_without_graph(self, step: Step, x: Tensor, piece: Slice | None) -> None:
+        """Run a forward up to which nothing trains, so that its backward has nothing to do."""
+        with torch.no_grad():
+            self.values.publish(step, self.apply(step, x, piece))
+        buffers = self.values.take_buffers(step)
+        self.kept[step.value] = KeptForward(x, None, None, buffers, piece)
+
+    def forward_to_recompute(self, step: Step, x: Tensor, piece: Slice | None) -> None:
+        """Run a forward that keeps only its input and the random numbers it drew."""
+        y, drawn = self.apply_once(step, x, piece)
+        self.values.publish(step, y)
+        ledger = self.new_ledger(step)
+        buffers = self.values.take_buffers(step)
+        self.kept[step.value] = KeptForward(x, None, ledger, buffers, piece, drawn)
+
+    def apply_once(
+        self, step: Step, x: Tensor, piece: Slice | None
+    ) -> tuple[Tensor, Drawn | None]:
+        """The output without a graph, and the random numbers that were drawn for it."""
+        with torch.no_grad():
+            if not self.restores_randomness:
+                return self.apply(step, x, piece), None
+            with TURN:
+                before = states(x.device)
+                y = self.apply(step, x, piece)
+                return y, drawn_since(before, x.device)
+
+    def new_ledger(self, step: Step) -> Ledger | None:
+        """A ledger for the weight gradients of a split backward."""
+        return Ledger(self.stages.common) if step.split else None
+
+    def apply(self, step: Step, x: Tensor, piece: Slice | None) -> Tensor:
+        """The output of a stage.
+
+        On the last stage that is the micro-batch's share of the loss: of the mean over all valid tokens.
+        """
+        if self.stages.takes_turns:
+            with TURN:
+                return self.apply_autocast(step, x, piece)
+        return self.apply_autocast(step, x, piece)
+
+    def apply_autocast(self, step: Step, x: Tensor, piece: Slice | None) -> Tensor:
+        """The same under autocast, if the user asked for it."""
+        if self.stages.autocast is None:
+            return self.compute(step, x, piece)
+        with torch.autocast(x.device.type, self.stages.autocast):
+            return self.compute(step, x, piece)
+
+    def compute(self, step: Step, x: Tensor, piece: Slice | None) -> Tensor:
+        """Call the module and, on the last stage, the loss."""
+        module = self.stages.modules[step.stage]
+        y: Tensor = module(x) if piece is None else module(x, piece)
+        if not isinstance(y, Tensor):
+            raise not_a_tensor_error(step, module, y)
+        return self.loss_share(step, y) if step.last else y
+
+    def loss_share(self, step: Step, logits: Tensor) -> Tensor:
+        """The loss of one unit, divided by the number of valid tokens of the whole step."""
+        stages = self.stages
+        labels = self.units.labels[step.unit]
+        if self.checks is not None and not self.checks.loss_is_checked:
+            self.checks.loss_is_checked = refuse_other_loss(
+                stages.loss,
+                logits,
+                labels,
+                stages.reduction,
+                step.stage,
+                self.units.sliced,
+            )
+        loss = stages.loss(logits, labels)
+        if stages.reduction is Reduction.MEAN:
+            loss = as_sum(loss, labels)
+        return loss / self.units.batch.valid
+
+    # ------------------------------------------------------------ B and I
+    def backward(self, step: Step) -> None:
+        """Compute the gradient of x from that of y. A split backward leaves the linear weights to W."""
+        kept = self.kept[step.forward] if step.split else self.kept.pop(step.forward)
+        if step.value in self.stages.rests.idle:
+            self.skip_backward(step, kept)
+            return
+        if kept.y is None:
+            kept.y = self.apply_again(step, kept)
+        if kept.ledger is not None:
+            kept.ledger.open = True
+        if not kept.y.requires_grad:
+            self.refuse_detached(step, kept)
+            self.skip_backward(step, kept)
+            return
+        self.walk_graph(step, kept, self.output_gradient(step, kept.y))
+        self.finish_backward(step, kept)
+
+    def output_gradient(self, step: Step, y: Tensor) -> Tensor:
+        """The gradient of y: 1 for the loss, else what the next stage has computed."""
+        if step.last:
+            return torch.ones_like(y)
+        return self.values.tensor(step.source).to(y.dtype)
+
+    def walk_graph(self, step: Step, kept: KeptForward, gradient: Tensor) -> None:
+        """Walk autograd's graph of one forward, which is freed afterwards."""
+        assert kept.y is not None
+        deferrals = None
+        if self.checks is not None and step.split:
+            deferrals = self.checks.deferrals
+            deferrals.begin(step.stage)
+        # Activation checkpointing inside a stage runs forwards during this walk.
+        record_in(kept.ledger)
+        if kept.piece is None:
+            walk_back((kept.y,), (gradient,))
+        else:
+            roots, gradients = kept.piece.carry.back(kept.piece)
+            walk_back((kept.y, *roots), (gradient, *gradients))
+            self.close_slice(step, kept.piece)
+        if deferrals is not None:
+            deferrals.end(step.stage)
+        kept.y = None
+
+    def finish_backward(self, step: Step, kept: KeptForward) -> None:
+        """Hold the gradient of x for the stage before, and give back buffers."""
+        gradient = kept.x.grad
+        kept.x.grad = None
+        kept.buffers += self.values.take_buffers(step)
+        if gradient is not None:
+            self.values.held[step.value] = gradient
+            # Autograd may have written it into a receive buffer, which is still to be sent.
+            place = gradient.data_ptr()
+            kept.buffers = [b for b in kept.buffers if b.data_ptr() != place]
+        if not step.split:
+            self.give_back_buffers(kept)
+
+    def apply_again(self, step: Step, kept: KeptForward) -> Tensor:
+        """Run the forward again to get its graph, with the random numbers of the first time."""
+        record_in(kept.ledger)
+        if kept.piece is not None:
+            kept.piece.again = True
+        with drawing_again(kept.drawn, kept.x.device, step.instruction):
+            return self.apply(step, kept.x, kept.piece)
+
+    def refuse_detached(self, step: Step, kept: KeptForward) -> None:
+        """Raise an error if the output should depend on something that trains, but does not."""
+        module = self.stages.modules[step.stage]
+        trains = any(parameter.requires_grad for parameter in module.parameters())
+        if kept.x.requires_grad or trains:
+            raise detached_error(step, module)
+
+    def skip_backward(self, step: Step, kept: KeptForward) -> None:
+        """Finish a backward that has nothing to compute."""
+        kept.y = None
+        kept.buffers += self.values.take_buffers(step)
+        if kept.piece is not None:
+            kept.piece.carry.back(kept.piece)
+            self.close_slice(step, kept.piece)
+        if not step.split:
+            self.give_back_buffers(kept)
+
+    def close_slice(self, step: Step, piece: Slice) -> None:
+        """Hand the gradients of a slice to the slice before it; the first slice ends the micro-batch."""
+        piece.carry.close(piece)
+        if piece.begin == 0:
+            assert self.units.carries is not None
+            self.units.carries.drop(step)
+
+    # ------------------------------------------------------------ W
+    def weights(self, step: Step) -> None:
+        """Compute the weight gradients that the I has left."""
+        kept = self.kept.pop(step.forward)
+        if kept.ledger is not None:  # None: nothing trains here
+            kept.ledger.settle()
+        self.give_back_buffers(kept)
+
+    def give_back_buffers(self, kept: KeptForward) -> None:
+        """Let the buffers of a finished unit take the next messages."""
+        for buffer in kept.buffers:
+            self.give_back(buffer)

@@ -1,0 +1,71 @@
+"""A tape records work once and plays it many times. On a GPU it is a CUDA graph: one launch replaces hundreds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+RecordedWork = Callable[[], Tensor | None]
+
+
+class Tape(Protocol):
+    """Records work. Playing it computes the same results again, in the same memory."""
+
+    def begin(self) -> None:
+        """Begin a new take. Its recordings are played in the order of recording, over and over."""
+        ...
+
+    def rehearse(self, work: RecordedWork) -> None:
+        """Do work without recording it, on the stream where it will be recorded."""
+        ...
+
+    def record(self, work: RecordedWork) -> tuple[Tensor | None, Callable[[], None]]:
+        """Record work; return its result and a function that plays it.
+
+        The result may hold no valid numbers before the first time it is played.
+        """
+        ...
+
+
+class CudaTape:
+    """Records CUDA graphs. Every take has its own memory pool."""
+
+    def __init__(self) -> None:
+        self.stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        self.pool = torch.cuda.graph_pool_handle()
+
+    def begin(self) -> None:
+        """Begin a new take with a new memory pool."""
+        self.pool = torch.cuda.graph_pool_handle()
+
+    def rehearse(self, work: RecordedWork) -> None:
+        """Do work once, so that kernels are loaded and libraries have allocated their memory."""
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
+            work()
+        torch.cuda.current_stream().wait_stream(self.stream)
+
+    def record(self, work: RecordedWork) -> tuple[Tensor | None, Callable[[], None]]:
+        """Record one graph.
+
+        It is played at once: the first launch uploads it to the GPU, and that must not happen later, while a
+        stream waits for another rank.
+        """
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        with torch.cuda.stream(self.stream):
+            graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
+            try:
+                result = work()
+            except BaseException:
+                # Ending a broken capture raises an error of its own, which says less.
+                with suppress(RuntimeError):
+                    graph.capture_end()
+                raise
+            graph.capture_end()
+        graph.replay()
+        return result, graph.replay

@@ -1,0 +1,266 @@
+"""Every use of torch that is not public API, one small function each.
+
+A new version of torch may change these without notice. `tests/runtime/test_torch_internals.py` has a test per function
+that fails clearly when that happens. Nothing else in the package may use a private name of torch, except subclasses
+that override one of its methods (`penstock.models.split`).
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._C._distributed_c10d import (
+    AllreduceOptions,
+    BarrierOptions,
+    BroadcastOptions,
+    PrefixStore,
+    ProcessGroup,
+    ReduceOp,
+    Store,
+    TCPStore,
+    Work,
+)
+from torch.distributed.distributed_c10d import _get_default_store
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.nn.modules.dropout import _DropoutNd
+
+# The types with which `penstock.runtime.comm.ipc` implements a backend, and the stores of `torch.distributed`. Torch
+# documents most of them, but exports some only from here.
+__all__ = [
+    "AllreduceOptions",
+    "BarrierOptions",
+    "BroadcastOptions",
+    "PrefixStore",
+    "ProcessGroup",
+    "ReduceOp",
+    "Store",
+    "TCPStore",
+    "Work",
+    "compiled_call",
+    "default_store",
+    "finish_sharded_backward",
+    "gradient_version",
+    "has_gradient_hooks",
+    "ignore_fsdp_view_warning",
+    "is_compiled",
+    "is_connection_error_text",
+    "is_dropout",
+    "is_memory_error_text",
+    "module_attributes",
+    "multiply_all",
+    "norms_of_all",
+    "original_module",
+    "original_name",
+    "own_buffers",
+    "own_layers",
+    "recording_bytes",
+    "set_compiled_call",
+    "share_offset",
+    "sleep_on_gpu",
+    "supports_amx",
+    "walk_back",
+    "zero_all",
+]
+
+
+# ---------------------------------------------------------------- autograd
+_ENGINE = torch.autograd.Variable._execution_engine
+
+
+def walk_back(roots: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+    """Run the backward from `roots`, like `torch.autograd.backward`.
+
+    The public function checks its arguments first, which takes as long as the backward of a small graph.
+    If torch changes the arguments of the engine, every backward fails.
+    """
+    _ENGINE.run_backward(
+        tuple(roots),
+        tuple(gradients),
+        False,  # keep the graph
+        False,  # create a graph of the backward
+        (),
+        allow_unreachable=True,
+        accumulate_grad=True,
+    )
+
+
+def gradient_version(gradient: Tensor | None) -> tuple[int, int]:
+    """A pair that differs after anybody wrote to a gradient or replaced it; (0, 0) if there is none.
+
+    Without the counter, the warning about weight gradients that cannot wait for W would be wrong.
+    """
+    if gradient is None:
+        return 0, 0
+    return id(gradient), gradient._version
+
+
+def has_gradient_hooks(parameter: Tensor) -> bool:
+    """Whether a hook sees the gradient of a parameter.
+
+    Such a gradient must come from autograd. If torch renamed these attributes, deferred gradients would bypass hooks.
+    """
+    hooks = parameter._backward_hooks
+    accumulation_hooks = parameter._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+    return bool(hooks) or bool(accumulation_hooks)
+
+
+# ---------------------------------------------------------------- many tensors at once
+def zero_all(tensors: Sequence[Tensor]) -> None:
+    """Set all tensors to zero, on a GPU with a few launches for all of them."""
+    torch._foreach_zero_(list(tensors))
+
+
+def norms_of_all(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    """The Euclidean norm of each tensor, on a GPU with a few launches for all of them."""
+    return torch._foreach_norm(list(tensors))
+
+
+def multiply_all(tensors: Sequence[Tensor], factor: float) -> None:
+    """Multiply all tensors in place, on a GPU with a few launches for all of them."""
+    torch._foreach_mul_(list(tensors), factor)
+
+
+# ---------------------------------------------------------------- modules and torch.compile
+def original_module(module: nn.Module) -> nn.Module:
+    """The module that `torch.compile` has wrapped; a module that is not wrapped itself.
+
+    If the wrapper kept it under another name, attributes of a user's compiled module would not be found.
+    """
+    original: nn.Module = getattr(module, "_orig_mod", module)
+    return original
+
+
+def original_name(name: str) -> str:
+    """The name that a parameter has without the wrappers of `torch.compile`."""
+    return name.replace("_orig_mod.", "")
+
+
+def compiled_call(module: nn.Module) -> Callable[..., Any] | None:
+    """What `module.compile()` has put in place of the module's call; None if it was not called."""
+    return module._compiled_call_impl
+
+
+def set_compiled_call(module: nn.Module, call: Callable[..., Any] | None) -> None:
+    """Replace what `compiled_call` returns."""
+    module._compiled_call_impl = call
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether this module itself is compiled, by `torch.compile(module)` or by `module.compile()`.
+
+    Otherwise a split backward would change the linear layers inside a compiled module.
+    """
+    return original_module(module) is not module or compiled_call(module) is not None
+
+
+def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
+    """The buffers of a module itself, to be changed in place."""
+    return module._buffers
+
+
+def own_layers(module: nn.Module) -> dict[str, nn.Module | None]:
+    """The children of a module itself, to be changed in place."""
+    return module._modules
+
+
+def module_attributes() -> frozenset[str]:
+    """The attributes that every module has from torch: parameters, hooks and so on."""
+    return frozenset({*nn.Module().__dict__, "_compiled_call_impl"})
+
+
+def is_dropout(module: nn.Module) -> bool:
+    """Whether this is one of torch's dropout layers, which share a private base class."""
+    return isinstance(module, _DropoutNd)
+
+
+# ---------------------------------------------------------------- sharded tensors
+def share_offset(tensor: Tensor) -> tuple[int, ...]:
+    """Where the numbers of this process begin in a sharded tensor; zeros for a plain tensor.
+
+    A wrong offset would mix up the weights of a checkpoint.
+    """
+    if not isinstance(tensor, DTensor):
+        return (0,) * tensor.dim()
+    _, offset = compute_local_shape_and_global_offset(
+        tensor.shape, tensor.device_mesh, tensor.placements
+    )
+    return tuple(offset)
+
+
+def finish_sharded_backward(part: FSDPModule) -> None:
+    """Sum the gradients of a sharded module now, and drop the weights that it has gathered.
+
+    FSDP does this at the end of a backward. A pipeline has many backwards and wants one sum after the last of them.
+    Without this call, gradients would stay unsummed.
+    """
+    fully_shard.state(part)._root_post_backward_final_callback()  # type: ignore[attr-defined]
+
+
+def ignore_fsdp_view_warning() -> None:
+    """Silence FSDP's warning about a module that returns a view: nobody writes into the output of a stage."""
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
+
+
+# ---------------------------------------------------------------- processes
+def default_store() -> Store:
+    """The store of the default process group, through which the ranks tell each other about errors."""
+    return _get_default_store()
+
+
+MEMORY_ERROR_TEXTS = ("allocate memory", "not enough memory", "bad alloc")
+CONNECTION_ERROR_TEXTS = (
+    "gloo",
+    "nccl",
+    "connection",
+    "socket",
+    "broken pipe",
+    "process group",
+    "timed out",
+)
+
+
+def is_memory_error_text(text: str) -> bool:
+    """Whether torch reports with this text that the host has too little memory.
+
+    Torch raises a plain RuntimeError for it. If the text changed, a user would see a traceback instead of advice.
+    """
+    return any(part in text for part in MEMORY_ERROR_TEXTS)
+
+
+def is_connection_error_text(text: str) -> bool:
+    """Whether torch reports with this text that another process is gone.
+
+    Gloo raises a plain RuntimeError for it. If the text changed, training would stop instead of restarting.
+    """
+    lower = text.lower()
+    return any(part in lower for part in CONNECTION_ERROR_TEXTS)
+
+
+# ---------------------------------------------------------------- devices
+def supports_amx() -> bool:
+    """Whether the CPU advertises AMX tiles."""
+    return bool(torch.cpu._is_amx_tile_supported())
+
+
+def sleep_on_gpu(cycles: int) -> None:
+    """Keep the current stream of the GPU busy for a number of clock cycles, so that launches queue up behind it."""
+    torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]
+
+
+def recording_bytes() -> int:
+    """Bytes of GPU memory that are reserved for CUDA graphs of this process and hold no tensor now.
+
+    The allocator's snapshot is public, but the names of its fields are not. Without it, reports of a run's memory would
+    leave out what recordings reserve.
+    """
+    total = 0
+    for segment in torch.cuda.memory_snapshot():  # type: ignore[no-untyped-call]
+        if tuple(segment["segment_pool_id"]) != (0, 0):
+            total += int(segment["total_size"] - segment["allocated_size"])
+    return total

@@ -1,0 +1,149 @@
+"""One step of one rank: walks its lane once, action after action, with the messages in between.
+
+    turn    wait for the input ─► run the action ─► post receives, send ─► drop values that nobody needs
+
+`penstock.runtime.stage_actions` says what the actions do and `penstock.runtime.messages` how values travel.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from penstock.runtime.backward import record_in
+from penstock.runtime.comm.comm import Comm
+from penstock.runtime.lane import Do, Lane, Step
+from penstock.runtime.messages import Messages
+from penstock.runtime.recorder import Clock, Moment, Recorder
+from penstock.runtime.replay import Recordings
+from penstock.runtime.slices import Units
+from penstock.runtime.stage_actions import StageActions
+from penstock.runtime.step_gradients import StepGradients
+from penstock.runtime.step_result import Result
+from penstock.runtime.step_values import StepValues
+
+
+class Walk:
+    """One step of one rank under way.
+
+    With `training=False` it runs only the forwards. A `clock` times every action.
+    """
+
+    def __init__(
+        self,
+        lane: Lane,
+        actions: StageActions,
+        messages: Messages,
+        units: Units,
+        values: StepValues,
+        gradients: StepGradients,
+        recordings: Recordings | None = None,
+        training: bool = True,
+        clock: Clock | None = None,
+    ) -> None:
+        self.lane = lane
+        self.actions = actions
+        self.messages = messages
+        self.units = units
+        self.values = values
+        self.gradients = gradients
+        self.recordings = recordings
+        self.training = training
+        self.clock = clock
+        self.start: list[Moment] = []
+        self.end: list[Moment] = []
+        self.forwards_kept: list[int] = []  # while each action runs
+
+    def run(self, comm: Comm, recorder: Recorder) -> Result:
+        """Walk the lane without pauses for the garbage collector, then sum the loss over the ranks."""
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            with torch.set_grad_enabled(self.training):
+                self.walk()
+        finally:
+            record_in(None)
+            if collects:
+                gc.enable()
+        loss = self.total_loss()
+        pending = comm.add(loss, tuple(range(comm.ranks)))
+        if self.clock is None:
+            return Result(loss, pending)
+        start = self.clock.seconds(self.start)
+        end = self.clock.seconds(self.end)
+        recording = recorder.gather(start, end, self.forwards_kept)
+        return Result(loss, pending, recording)
+
+    def total_loss(self) -> Tensor:
+        """The sum of the losses that were computed on this rank."""
+        losses = self.values.losses
+        device = losses[0].device if losses else None
+        total = torch.zeros((), dtype=torch.float64, device=device)
+        for loss in losses:
+            total += loss
+        return total
+
+    def walk(self) -> None:
+        """Run the turns of the lane: the hot loop."""
+        training = self.training
+        values = self.values
+        held = values.held
+        lane = self.lane
+        messages = self.messages
+        gradients = self.gradients
+        actions = self.actions
+        act = (actions.forward, actions.backward, actions.weights)
+        self.begin()
+        tell_gradients = training and gradients.wait_for_actions
+        for number, turn in enumerate(lane.turns):
+            step = turn.step
+            if step is not None and (training or step.do is Do.FORWARD):
+                lane.position = number
+                value = held.get(step.source)
+                if value is not None and not isinstance(value, Tensor):
+                    held[step.source] = value.wait()
+                    values.received = training
+                if self.clock is not None:
+                    self.run_timed(self.clock, step, act[step.do])
+                else:
+                    act[step.do](step)
+                if tell_gradients:
+                    gradients.after(step.value)
+            for message in turn.messages:
+                if message.do is Do.RECEIVE:
+                    messages.reach_receive()
+                elif training or not message.goes_back:
+                    messages.send(message)
+            for freed in turn.frees:
+                held.pop(freed, None)
+        self.finish()
+
+    def begin(self) -> None:
+        """Start the clock, prepare the gradients and post the first receives."""
+        if self.clock is not None:
+            self.clock.begin()
+        if self.training:
+            self.gradients.begin(self.units.batch, self.recordings)
+        self.gradients.shards.begin()
+        self.messages.begin()
+
+    def finish(self) -> None:
+        """Wait for sends and sums."""
+        self.messages.finish()
+        if self.units.carries is not None:
+            self.units.carries.check_empty()
+        self.gradients.shards.finish()
+        if self.training:
+            self.gradients.finish(self.units.batch)
+
+    def run_timed(self, clock: Clock, step: Step, act: Callable[[Step], None]) -> None:
+        """Run an action, and note when it ran and how many forwards were kept meanwhile."""
+        self.start.append(clock.now())
+        act(step)
+        self.end.append(clock.now())
+        kept = self.actions.kept
+        just_dropped = step.do is not Do.FORWARD and step.forward not in kept
+        self.forwards_kept.append(len(kept) + just_dropped)

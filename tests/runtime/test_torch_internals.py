@@ -1,0 +1,242 @@
+"""One test per private name of torch that the package uses: a new version that changes it fails here, by name."""
+
+from __future__ import annotations
+
+import ast
+import re
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
+
+import penstock
+from penstock.runtime import torch_internals as internals
+
+PRIVATE_NAMES = re.compile(
+    r"torch\._[A-Za-z]|torch\.\w+\._[a-z]|_execution_engine|_foreach_|_orig_mod|_compiled_call_impl"
+    r"|_distributed_c10d|_get_default_store|_post_accumulate_grad_hooks|_DropoutNd"
+)
+
+
+@pytest.fixture
+def lone_process():
+    """A process group of one process, without a network."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def compiled(module: nn.Module) -> nn.Module:
+    return torch.compile(module, backend="eager")
+
+
+def test_no_other_file_uses_a_private_name_of_torch():
+    root = Path(penstock.__file__).parent
+    for file in root.rglob("*.py"):
+        if file.name == "torch_internals.py":
+            continue
+        code = ast.unparse(ast.parse(file.read_text()))
+        lines = [line for line in code.splitlines() if PRIVATE_NAMES.search(line)]
+        assert not lines, f"{file.relative_to(root)}: {lines[0].strip()}"
+
+
+# ---------------------------------------------------------------- autograd
+def test_walk_back_computes_what_backward_does():
+    x = torch.tensor([1.0, 2.0], requires_grad=True)
+    unused = torch.tensor(1.0, requires_grad=True)
+    for _ in range(2):
+        internals.walk_back((x * x, x + 0), (torch.ones(2), torch.ones(2)))
+    assert x.grad.tolist() == [2 * (2.0 + 1), 2 * (4.0 + 1)]
+    assert unused.grad is None
+
+
+def test_the_version_of_a_gradient_changes_when_it_is_written():
+    gradient = torch.zeros(2)
+    before = internals.gradient_version(gradient)
+    assert internals.gradient_version(gradient) == before
+    gradient += 1
+    assert internals.gradient_version(gradient) != before
+    assert internals.gradient_version(None) == (0, 0)
+
+
+def test_both_kinds_of_gradient_hooks_are_found():
+    assert not internals.has_gradient_hooks(nn.Parameter(torch.zeros(2)))
+    hooked = nn.Parameter(torch.zeros(2))
+    hooked.register_hook(lambda gradient: gradient)
+    assert internals.has_gradient_hooks(hooked)
+    accumulated = nn.Parameter(torch.zeros(2))
+    accumulated.register_post_accumulate_grad_hook(lambda parameter: None)
+    assert internals.has_gradient_hooks(accumulated)
+
+
+# ---------------------------------------------------------------- many tensors at once
+def test_zero_all_clears_every_tensor():
+    tensors = [torch.ones(2), torch.ones(3)]
+    internals.zero_all(tensors)
+    assert all(not tensor.any() for tensor in tensors)
+
+
+def test_norms_of_all_are_euclidean():
+    norms = internals.norms_of_all([torch.tensor([3.0, 4.0]), torch.tensor([2.0])])
+    assert [float(norm) for norm in norms] == [5.0, 2.0]
+
+
+def test_multiply_all_works_in_place():
+    tensors = [torch.ones(2), torch.ones(1)]
+    internals.multiply_all(tensors, 0.5)
+    assert [tensor.tolist() for tensor in tensors] == [[0.5, 0.5], [0.5]]
+
+
+# ---------------------------------------------------------------- modules and torch.compile
+def test_the_original_of_a_compiled_module_is_found():
+    plain = nn.Linear(2, 2)
+    assert internals.original_module(compiled(plain)) is plain
+    assert internals.original_module(plain) is plain
+
+
+def test_the_original_names_of_parameters_are_found():
+    wrapped = nn.Sequential(compiled(nn.Linear(2, 2)))
+    names = [internals.original_name(name) for name, _ in wrapped.named_parameters()]
+    assert names == ["0.weight", "0.bias"]
+
+
+def test_a_module_compiled_in_either_way_is_recognized():
+    assert not internals.is_compiled(nn.Linear(2, 2))
+    assert internals.is_compiled(compiled(nn.Linear(2, 2)))
+    in_place = nn.Linear(2, 2)
+    in_place.compile(backend="eager")
+    assert internals.is_compiled(in_place)
+
+
+def test_the_compiled_call_of_a_module_can_be_taken_away_and_put_back():
+    module = nn.Linear(2, 2)
+    assert internals.compiled_call(module) is None
+    module.compile(backend="eager")
+    call = internals.compiled_call(module)
+    assert call is not None
+    internals.set_compiled_call(module, None)
+    assert not internals.is_compiled(module)
+    internals.set_compiled_call(module, call)
+    assert internals.compiled_call(module) is call
+
+
+def test_own_buffers_can_be_changed_in_place():
+    module = nn.BatchNorm1d(2)
+    internals.own_buffers(module)["running_mean"] = torch.ones(2)
+    assert module.running_mean.tolist() == [1.0, 1.0]
+
+
+def test_own_layers_can_be_changed_in_place():
+    module = nn.Sequential(nn.Linear(2, 2))
+    internals.own_layers(module)["0"] = nn.Identity()
+    assert isinstance(module[0], nn.Identity)
+
+
+def test_the_attributes_of_every_module_are_known():
+    module = nn.Linear(2, 2)
+    module.compile(backend="eager")
+    own = set(module.__dict__) - internals.module_attributes()
+    assert own == {"in_features", "out_features"}
+
+
+def test_dropout_layers_are_recognized():
+    layers = (nn.Dropout(), nn.Dropout1d(), nn.Dropout2d(), nn.Dropout3d())
+    assert all(internals.is_dropout(layer) for layer in layers)
+    assert internals.is_dropout(nn.AlphaDropout())
+    assert not internals.is_dropout(nn.Linear(2, 2))
+
+
+# ---------------------------------------------------------------- sharded tensors and processes
+def test_the_offset_of_a_share_is_found(lone_process):
+    mesh = init_device_mesh("cpu", (1,))
+    tensor = distribute_tensor(torch.zeros(4, 2), mesh, [Shard(0)])
+    assert internals.share_offset(tensor) == (0, 0)
+    assert internals.share_offset(torch.zeros(4, 2, 3)) == (0, 0, 0)
+
+
+def test_finish_sharded_backward_sums_the_gradients_of_a_module(lone_process):
+    module = nn.Linear(2, 2)
+    sharded = fully_shard(module, mesh=init_device_mesh("cpu", (1,)))
+    sharded.set_is_last_backward(False)
+    sharded.set_requires_gradient_sync(False)
+    sharded(torch.ones(1, 2)).sum().backward()
+    assert module.weight.grad is None
+    sharded.set_is_last_backward(True)
+    sharded.set_requires_gradient_sync(True)
+    internals.finish_sharded_backward(sharded)
+    assert module.weight.grad is not None
+    assert module.weight.grad.to_local().tolist() == [[1.0, 1.0], [1.0, 1.0]]
+
+
+def test_the_warning_of_fsdp_about_views_is_silenced():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        internals.ignore_fsdp_view_warning()
+        warnings.warn("FSDP2-wrapped module 'x' returned a view", stacklevel=1)
+
+
+def test_the_default_store_is_the_one_of_the_group(lone_process):
+    internals.default_store().set("key", "value")
+    assert internals.default_store().get("key") == b"value"
+
+
+def test_the_types_of_a_backend_are_those_that_torch_uses():
+    assert issubclass(internals.TCPStore, internals.Store)
+    assert issubclass(internals.PrefixStore, internals.Store)
+    assert internals.ProcessGroup is dist.ProcessGroup
+    assert internals.ReduceOp is dist.ReduceOp
+    for options in (
+        internals.AllreduceOptions,
+        internals.BroadcastOptions,
+        internals.BarrierOptions,
+    ):
+        assert hasattr(options(), "timeout")
+    assert internals.AllreduceOptions().reduceOp == dist.ReduceOp.SUM
+    assert internals.BroadcastOptions().rootRank == 0
+    assert hasattr(internals.Work, "wait")
+
+
+def test_torch_reports_a_host_without_memory_with_a_known_text():
+    with pytest.raises(RuntimeError) as refusal:
+        torch.empty(1 << 60, dtype=torch.uint8)
+    assert internals.is_memory_error_text(str(refusal.value))
+    assert not internals.is_memory_error_text("mat1 and mat2 have unequal shapes")
+
+
+def test_texts_about_lost_connections_are_recognized():
+    reset = "[gloo/transport/tcp/pair.cc:547] Connection reset by peer"
+    assert internals.is_connection_error_text(reset)
+    assert not internals.is_connection_error_text("mat1 and mat2 have unequal shapes")
+
+
+# ---------------------------------------------------------------- devices
+def test_torch_says_whether_the_cpu_supports_amx():
+    assert internals.supports_amx() in (True, False)
+
+
+def test_the_gpu_has_a_sleep():
+    assert callable(torch.cuda._sleep)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_recording_bytes_count_the_memory_of_a_graph_only():
+    before = internals.recording_bytes()
+    x = torch.ones(1 << 20, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        (x * 2 + 1).sum()
+    assert internals.recording_bytes() > before
+
+
+def test_the_snapshot_of_gpu_memory_is_read_by_its_fields(monkeypatch):
+    """The fields' names are checked on a GPU; here only that pools of graphs are told from the rest."""
+    plain = {"segment_pool_id": (0, 0), "total_size": 8, "allocated_size": 2}
+    recorded = {"segment_pool_id": (0, 1), "total_size": 32, "allocated_size": 4}
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: [plain, recorded])
+    assert internals.recording_bytes() == 28
