@@ -769,3 +769,13 @@ def test_a_run_has_the_same_losses_with_a_proof_and_without(name, tmp_path, capl
     with caplog.at_level(logging.INFO):
         train(job)
     assert any("proved 2 stages" in words for words in caplog.messages)
+
+
+def test_a_loss_that_is_a_mean_is_proven_too():
+    def mean_loss(logits: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+    schedule = make("1f1b", ranks=2, microbatches=2)
+    proof = proven(schedule, llama(), loss=mean_loss, reduction="mean")
+    assert proof.stages == 2
+    assert not proof.warnings

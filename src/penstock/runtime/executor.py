@@ -112,6 +112,9 @@ class Executor:
         self.recorder = Recorder(schedule, comm)
         self.clock = Clock(self.modules.values())
         self.agreement: Agreement | None = None  # None before the first step
+        self.warns_of_deferrals = (
+            True  # whether the first step says what cannot wait for W
+        )
         self.recordings: Recordings | None = None  # for the shape of the first batch
         self.reserved_shapes: Sequence[tuple[int, ...]] = ()  # of messages
         self.named_parameters = _named_parameters(self.modules)
@@ -172,7 +175,7 @@ class Executor:
             clock=self.clock if timed else None,
         )
         result = walk.run(self.comm, self.recorder)
-        if checks is not None:
+        if checks is not None and self.warns_of_deferrals:
             checks.deferrals.warn()
         return result
 

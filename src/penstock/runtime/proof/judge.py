@@ -135,8 +135,8 @@ class Judge:
         executor = self.bench.executor
         types = {p.dtype for p in self.bench.module.parameters()}
         types.add(executor.dtype)
-        if cast and executor.autocast is not None:
-            types.add(executor.autocast)
+        if cast and executor.stages.autocast is not None:
+            types.add(executor.stages.autocast)
         eps = max(torch.finfo(kind).eps for kind in types if kind.is_floating_point)
         if torch.float32 in types:
             eps = max(eps, PRODUCT_EPS[torch.get_float32_matmul_precision()])

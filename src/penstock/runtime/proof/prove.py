@@ -149,7 +149,7 @@ def _devices(executor: Executor) -> set[torch.device]:
 def _find_obstacle(executor: Executor) -> str:
     """Why one rank alone cannot run a plain call, or an empty text."""
     shared = any(local_share(p) is not p for p in _parameters(executor))
-    if executor.shards.parts or shared:
+    if executor.gradients.shards.parts or shared:
         return (
             "its weights are distributed over processes (mesh.shard, mesh.tensor), so no "
             "rank can run a plain call alone"

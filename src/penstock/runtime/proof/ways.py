@@ -30,6 +30,7 @@ from penstock.ir.schedule import MicroBatch, Schedule, Stage, schedule_of, stret
 from penstock.runtime.batch import IGNORED_LABEL, Batch
 from penstock.runtime.comm.thread import Hub, ThreadComm
 from penstock.runtime.executor import Executor
+from penstock.runtime.loss_reduction import Reduction, as_sum
 from penstock.runtime.proof.traceless import (
     ModuleMemory,
     autograd_writes,
@@ -115,8 +116,8 @@ class Bench:
         applies = {
             Option.SLICES: self.microbatches[0].slices > 1,
             Option.SPLIT: has_weight_actions,
-            Option.RECOMPUTE: self.stage in executor.recompute,
-            Option.AUTOCAST: executor.autocast is not None,
+            Option.RECOMPUTE: self.stage in executor.stages.recompute,
+            Option.AUTOCAST: executor.stages.autocast is not None,
             Option.RECORDED: executor.tape is not None,
             Option.COMPILED: has_compiled_layer(self.module),
             Option.INTERLEAVED: len(self.microbatches) > 1,
@@ -189,7 +190,7 @@ class Bench:
                 with self.autocast(autocast):
                     y = call_whole(plain, x, sample.starts)
                     if self.last:
-                        loss = self.executor.loss(y, sample.target) / self.label_count
+                        loss = self._loss(y, sample.target)
                 if self.last:
                     _backward(loss, torch.ones_like(loss))
                     losses.append(loss.detach().double())
@@ -206,7 +207,7 @@ class Bench:
 
     def autocast(self, enabled: bool) -> AbstractContextManager[object]:
         """A context with the executor's autocast type, if it has one and it is enabled."""
-        dtype = self.executor.autocast
+        dtype = self.executor.stages.autocast
         if not enabled or dtype is None:
             return nullcontext()
         return torch.autocast(self.device.type, dtype)
@@ -243,6 +244,13 @@ class Bench:
             output = torch.cat([sink.joined() for sink in sinks])
             return self._results(OUTPUT, output, input_gradients)
 
+    def _loss(self, y: Tensor, labels: Tensor) -> Tensor:
+        """The share of a micro-batch in the mean loss of all labels."""
+        loss = self.executor.stages.loss(y, labels)
+        if self.executor.stages.reduction is Reduction.MEAN:
+            loss = as_sum(loss, labels)
+        return loss / self.label_count
+
     def _batch(self) -> Batch:
         """The samples as a batch of an executor."""
         inputs = tuple(sample.x for sample in self.samples)
@@ -261,16 +269,17 @@ class Bench:
             lower(schedule),
             modules,
             ThreadComm(Hub(1), 0),
-            executor.loss if self.last else _weighted_sum,
+            executor.stages.loss if self.last else _weighted_sum,
             executor.width,
             executor.dtype,
             recompute=frozenset(recompute),
-            autocast=executor.autocast if Option.AUTOCAST in options else None,
+            autocast=executor.stages.autocast if Option.AUTOCAST in options else None,
             tied={},  # the other holders of a tied weight are not part of this run
             tape=executor.tape if Option.RECORDED in options else None,
+            reduction=executor.stages.reduction if self.last else Reduction.SUM,
         )
         # The proof warns about a W without work itself, with the stage's real number.
-        solo.watch.early = {stage: [] for stage in modules}
+        solo.warns_of_deferrals = False
         return solo
 
     def _solo_schedule(
