@@ -18,9 +18,8 @@ if TYPE_CHECKING:
     from penstock.cost import Cluster
     from penstock.plan.paths import PathPlan
 
-ITERATIONS = (
-    25_500  # as in penstock.plan.paths.staged_search, which is imported only when it is needed
-)
+# As in penstock.plan.paths.staged_search, which is imported only when it is needed.
+ITERATIONS = 25_500
 
 
 def paths_command(
