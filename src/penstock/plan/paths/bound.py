@@ -45,7 +45,7 @@ from penstock.plan.paths.windows import Window, least_end, round_down
 MAX_PART_ORDERS = 2000  # orders of parts that are tried one by one
 MAX_SUBSET_PARTS = 12  # parts up to which the orders are listed at all
 ANY_PART = -1  # stands for any part on a path, if there are too many orders
-BISECTIONS = 60
+TIME_BISECTIONS = 60
 LEAST_SECONDS = 1e-12  # to divide by
 COUNT_ROUNDING = 1e-9
 
@@ -114,7 +114,7 @@ class _Work:
 def _least_by_bisection(high: float, is_enough: Callable[[float], bool]) -> float:
     """Return a time just below the least one that is enough, given one that is."""
     low = 0.0
-    for _ in range(BISECTIONS):
+    for _ in range(TIME_BISECTIONS):
         middle = (low + high) / 2
         if is_enough(middle):
             high = middle

@@ -41,7 +41,7 @@ MAX_PRICED_NODES = 250  # larger clusters would take too long
 # Steps of the search for cheapest trips, in each update of the prices.
 MAX_CHEAPEST_STEPS = 400_000
 MIN_CHEAPEST_STEPS_PER_NODE = 200
-BISECTIONS = 40
+PRICE_BISECTIONS = 40
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -165,7 +165,7 @@ def _optimum(
 
     low = 0.0
     high = float(base.max()) * data + 1.0
-    for _ in range(BISECTIONS):
+    for _ in range(PRICE_BISECTIONS):
         end = (low + high) / 2
         least_demand = float(np.partition(demanded(end), data - 1)[:data].sum())
         if offered(end) >= least_demand:
