@@ -192,7 +192,7 @@ def test_sites_that_are_cities_need_no_links(run):
     ("text", "says"),
     [
         (None, "cannot read broken.toml: No such file"),
-        ("penstock = ", "broken.toml:1:12: this is not TOML"),
+        ("penstock = ", "broken.toml:1:11: this is not TOML"),
         (
             TWO + "[links]\nlatency = [[0, 1]]\n",
             "the latency matrix has 1 rows, but there are 2 nodes",

@@ -1,4 +1,4 @@
-"""Clusters: what a cluster.toml can say, what it is refused for, and what it means to the simulator."""
+"""Clusters: reading and rejecting a cluster.toml, and its effect on a simulation."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TWO = (
 )
 
 
-def test_nodes_and_links_are_read_pair_by_pair_site_by_site_and_as_a_matrix():
+def test_links_are_read_by_pair_by_site_and_as_a_matrix():
     text = TWO + (
         "[links]\nlatency = 0.1\nbandwidth = 1e8\n"
         '[[link]]\nbetween = ["Tokyo", "Paris"]\nlatency = 0.2\n'
@@ -46,7 +46,7 @@ def test_nodes_and_links_are_read_pair_by_pair_site_by_site_and_as_a_matrix():
     assert matrix.latency[2] == (5.0, 6.0, 0.0)
 
 
-def test_what_is_dumped_is_loaded_again():
+def test_a_dumped_cluster_loads_as_an_equal_one():
     rng = np.random.default_rng(0)
     for serial in (False, True):
         slots = [int(rng.integers(1, 9)) if n % 2 else None for n in range(5)]
@@ -133,7 +133,7 @@ def test_a_file_is_written_and_read(tmp_path):
         ),
     ],
 )
-def test_a_bad_file_is_refused_with_what_to_do(text, says):
+def test_a_bad_file_is_refused_with_advice(text, says):
     with pytest.raises(FileError, match=says):
         load_cluster(text)
 
@@ -197,7 +197,7 @@ def test_latency_grows_with_distance_and_bandwidth_falls():
         Cluster.geo(["Pariss"])
 
 
-def test_slots_come_from_bytes_where_they_are_not_given():
+def test_slots_come_from_bytes_if_they_are_not_given():
     cluster = Cluster(
         (Node(slots=2), Node(memory=10.0)), ((0.0, 1.0),) * 2, ((1.0, 1.0),) * 2
     )

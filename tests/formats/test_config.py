@@ -1,4 +1,4 @@
-"""A config says what is wrong with it before anything starts."""
+"""Errors in a config are reported before anything starts."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from penstock.formats.config_toml import (
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_every_preset_is_in_range_and_comes_back_from_its_file(name):
+def test_every_preset_is_valid_and_survives_a_round_trip(name):
     config = preset(name)
     assert check_config(config) is config
     assert load_config(dump_config(config)) == config
 
 
-def test_every_value_says_what_it_is_for():
+def test_every_value_has_a_comment():
     text = dump_config(Config())
     values = sum(
         len(fields(getattr(Config(), section.name))) for section in fields(Config)
@@ -40,7 +40,7 @@ def test_every_value_says_what_it_is_for():
 
 @given(st.text(max_size=20), st.lists(st.text(max_size=8), max_size=3))
 @settings(max_examples=50, deadline=None)
-def test_any_text_comes_back_from_a_file(folder, sources):
+def test_any_string_survives_a_round_trip(folder, sources):
     assume(
         not any(text.startswith("~/") for text in (folder, *sources))
     )  # that is a place at home
@@ -52,12 +52,12 @@ def test_any_text_comes_back_from_a_file(folder, sources):
     assert load_config(dump_config(config)) == config
 
 
-def test_what_a_file_leaves_out_is_as_in_its_preset():
+def test_missing_values_come_from_the_preset():
     config = load_config('preset = "gpt2"\n[run]\nsteps = 7\n')
     assert config == replace(PRESETS["gpt2"], run=replace(PRESETS["gpt2"].run, steps=7))
 
 
-def test_set_changes_one_value_of_any_kind():
+def test_set_changes_values_of_every_type():
     config = apply_changes(
         Config(),
         [
@@ -136,13 +136,13 @@ def test_set_changes_one_value_of_any_kind():
         ),
     ],
 )
-def test_a_wrong_value_is_named_with_what_would_be_right(text, words):
+def test_a_wrong_value_is_named_with_the_right_type_or_range(text, words):
     with pytest.raises(ConfigError) as caught:
         load_config(text)
     assert words in str(caught.value)
 
 
-def test_everything_wrong_is_said_at_once():
+def test_one_error_has_all_wrong_values():
     with pytest.raises(ConfigError) as caught:
         load_config("[run]\nsteps = 0\nkeep = 0\n[model]\nwidth = 0")
     assert len(str(caught.value).splitlines()) == 3
@@ -152,12 +152,12 @@ def test_everything_wrong_is_said_at_once():
     "change",
     ["model.layers", "layers=3", "modle.layers=3", "model.layrs=3", "model.layers=x"],
 )
-def test_a_wrong_set_is_named(change):
+def test_the_error_for_a_wrong_set_quotes_it(change):
     with pytest.raises(ConfigError, match="--set"):
         apply_changes(Config(), [change])
 
 
-def test_a_file_that_cannot_be_read_is_said_so(tmp_path):
+def test_a_config_that_cannot_be_read_is_an_error_with_advice(tmp_path):
     with pytest.raises(FileError, match="penstock init"):
         read_config(tmp_path / "none.toml")
     broken = tmp_path / "broken.toml"
@@ -170,7 +170,7 @@ def test_a_file_that_cannot_be_read_is_said_so(tmp_path):
         preset("llama-1bb")
 
 
-def test_what_a_run_names_is_found_from_anywhere(tmp_path, monkeypatch):
+def test_absolute_paths_work_from_any_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     changes = (
         'data.sources=["text", "~/more.txt"]',
@@ -187,7 +187,7 @@ def test_what_a_run_names_is_found_from_anywhere(tmp_path, monkeypatch):
     assert with_absolute_paths(found) == found
 
 
-def test_a_place_at_home_is_found_there(monkeypatch):
+def test_a_path_in_the_home_folder_is_expanded(monkeypatch):
     monkeypatch.setenv("HOME", "/home/me")
     config = apply_changes(
         Config(),
@@ -201,6 +201,6 @@ def test_a_place_at_home_is_found_there(monkeypatch):
 
 
 @pytest.mark.parametrize("text", ["x = " + "[" * 5000, "[run]\nsteps = " + "1" * 5000])
-def test_what_no_reader_can_take_is_no_toml(text):
+def test_too_deep_nesting_and_too_many_digits_are_not_toml(text):
     with pytest.raises(FileError, match="this is not TOML"):
         load_config(text)

@@ -1,4 +1,4 @@
-"""plan.json comes back as it went, and every way to break it gives one clear error."""
+"""A plan.json survives a round trip, and every way to break it gives one clear error."""
 
 from __future__ import annotations
 
@@ -71,8 +71,8 @@ def refusal(text: str) -> str:
     return str(caught.value)
 
 
-# ---------------------------------------------------------------- there and back
-def test_a_plan_reads_as_its_picture(plan: Plan) -> None:
+# ---------------------------------------------------------------- round trips
+def test_a_plan_is_written_as_pictured(plan: Plan) -> None:
     assert dump_plan(plan) == PICTURE
     assert load_plan(PICTURE) == plan
 
@@ -89,7 +89,7 @@ def test_facts_are_found_by_name(plan: Plan) -> None:
     assert hash(plan) == hash(load_plan(PICTURE))
 
 
-def test_a_bare_plan_comes_back() -> None:
+def test_a_plan_without_facts_survives_a_round_trip() -> None:
     plan = Plan(make("gpipe", ranks=1, microbatches=1))
     assert load_plan(dump_plan(plan)) == plan
 
@@ -100,7 +100,7 @@ def test_layout_does_not_matter(plan: Plan) -> None:
 
 
 @pytest.mark.parametrize("name", REGISTRY)
-def test_every_named_schedule_comes_back(name: str) -> None:
+def test_every_named_schedule_survives_a_round_trip(name: str) -> None:
     for schedule in named_schedules(name):
         plan = Plan(schedule, name)
         assert load_plan(dump_plan(plan)) == plan
@@ -117,7 +117,7 @@ FACTS = st.one_of(
 
 @given(st.integers(0, 2**32 - 1), st.text(), st.dictionaries(st.text(), FACTS))
 @settings(max_examples=200, deadline=None)
-def test_any_plan_comes_back(
+def test_any_plan_survives_a_round_trip(
     seed: int, name: str, why: dict[str, str | float | int | bool | None]
 ) -> None:
     rng = np.random.default_rng(seed)
@@ -136,14 +136,14 @@ def test_any_plan_comes_back(
     assert dump_plan(again) == dump_plan(plan)
 
 
-def test_a_file_comes_back(plan: Plan, tmp_path: Path) -> None:
+def test_a_written_file_reads_back_the_same(plan: Plan, tmp_path: Path) -> None:
     write_plan(plan, tmp_path / "plan.json")
     assert read_plan(tmp_path / "plan.json") == plan
     (tmp_path / "bom.json").write_text(PICTURE, encoding="utf-8-sig")
     assert read_plan(str(tmp_path / "bom.json")) == plan
 
 
-# ---------------------------------------------------------------- plans that make no sense
+# ---------------------------------------------------------------- impossible plans
 def test_a_partition_must_fit_the_parts(plan: Plan) -> None:
     with pytest.raises(ShapeError, match="for 3 parts, but the schedule has 2"):
         Plan(plan.schedule, partition=(1, 2, 3))
@@ -177,7 +177,7 @@ def test_a_fact_that_json_cannot_hold_is_refused(plan: Plan, fact: float) -> Non
         (lambda path: path.write_bytes(PICTURE.encode("utf-16")), "is not text"),
     ],
 )
-def test_a_file_that_is_no_plan_is_named(
+def test_the_error_for_a_file_that_is_not_a_plan_names_it(
     tmp_path: Path, make_file: Callable[[Path], object], words: str
 ) -> None:
     path = tmp_path / "plan.json"
@@ -187,7 +187,7 @@ def test_a_file_that_is_no_plan_is_named(
     assert str(path) in str(caught.value)
 
 
-def test_a_path_that_cannot_be_one_is_refused(plan: Plan, tmp_path: Path) -> None:
+def test_an_impossible_path_is_refused(plan: Plan, tmp_path: Path) -> None:
     with pytest.raises(FileError, match="cannot read"):
         read_plan("a\0b")
     with pytest.raises(FileError, match="cannot write"):
@@ -239,8 +239,8 @@ def test_every_format_accepts_a_byte_order_mark(
         assert read(path)
 
 
-# ---------------------------------------------------------------- texts that are no plan
-def test_a_text_that_is_cut_off_says_where_it_ends() -> None:
+# ---------------------------------------------------------------- texts that are not a plan
+def test_the_error_for_a_truncated_text_says_where_it_ends() -> None:
     cut = PICTURE[: PICTURE.index("0B0 0B1")]
     assert refusal(cut) == (
         "my.json:20:5: the file ends too early\n\n"
@@ -250,7 +250,7 @@ def test_a_text_that_is_cut_off_says_where_it_ends() -> None:
     )
 
 
-def test_every_cut_says_that_it_ends_too_early() -> None:
+def test_every_truncated_text_ends_too_early() -> None:
     whole = (
         PICTURE.replace('"1f1b"', '"1f1b \\u00e9"').replace("33.0", "-3.5e-07").rstrip()
     )
@@ -259,7 +259,7 @@ def test_every_cut_says_that_it_ends_too_early() -> None:
         assert "ends too early" in text or "is empty" in text, text
 
 
-def test_what_is_not_json_is_drawn() -> None:
+def test_a_text_that_is_not_json_is_drawn() -> None:
     assert refusal(PICTURE.replace('"tokens": 1,', '"tokens": 1;')) == (
         "my.json:17:33: this is not JSON: Expecting ',' delimiter\n\n"
         '  17 |     {"path": [0, 1], "tokens": 1; "count": 2}\n'
@@ -268,13 +268,13 @@ def test_what_is_not_json_is_drawn() -> None:
     )
 
 
-def test_nesting_and_digits_past_all_bounds_are_refused() -> None:
+def test_too_deep_nesting_and_too_many_digits_are_refused() -> None:
     assert "nested too deep" in refusal("[" * 100_000)
     assert "too long" in refusal(PICTURE.replace("33.0", "3" * 5000))
 
 
 @pytest.mark.parametrize("text", ["[]", "3", '"plan"', "{}", '{"schedule": 1}'])
-def test_json_that_is_no_plan_is_refused(text: str) -> None:
+def test_json_that_is_not_a_plan_is_refused(text: str) -> None:
     assert "my.json:1:1: this is not a Penstock plan" in refusal(text)
 
 
@@ -390,7 +390,7 @@ CHANGES = [
 
 
 @pytest.mark.parametrize(("old", "new", "what", "advice"), CHANGES)
-def test_a_change_for_the_worse_is_named_with_its_place(
+def test_the_error_for_a_wrong_value_has_its_line_and_column(
     old: str, new: str, what: str, advice: str
 ) -> None:
     assert PICTURE.count(old) == 1
@@ -399,7 +399,7 @@ def test_a_change_for_the_worse_is_named_with_its_place(
     assert advice in text
 
 
-def test_a_word_that_is_no_action_has_a_caret_under_it() -> None:
+def test_a_word_that_is_not_an_action_has_carets_under_it() -> None:
     assert refusal(PICTURE.replace("1B0 1F1", "1B0 1X1")) == (
         "my.json:21:14: word 2 of lane 1, '1X1', is not an action\n\n"
         '  21 |     "1F0 1B0 1X1 1B1"\n'
@@ -432,7 +432,7 @@ def test_lanes_without_an_action_are_refused(lanes: str) -> None:
     )
 
 
-def test_equal_neighbours_share_a_line_and_others_do_not() -> None:
+def test_only_equal_neighbours_share_a_line() -> None:
     sliced = MicroBatch((0,), 4, (0, 1, 4))
     whole = MicroBatch((0,), 4)
     words = "0F0 0F1 0F1.1 0F2 0F2.1 0F3 0B0 0B1.1 0B1 0B2.1 0B2 0B3"

@@ -1,4 +1,4 @@
-"""torch's schedule CSV: what the installed torch emits passes our checker, and torch takes what we write."""
+"""torch's schedule CSV: our checker accepts what the installed torch emits, and torch reads what we write."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_the_orders_torch_emits_pass_our_checker(
 
 
 @pytest.mark.parametrize("shape", WITH_COMMUNICATION, ids=str)
-def test_communication_is_passed_over(shape: tuple[str, int, int, int]) -> None:
+def test_communication_is_skipped(shape: tuple[str, int, int, int]) -> None:
     text = emitted(*shape, with_comms=True)
     assert "SEND_F" in text
     assert "UNSHARD" in text
@@ -131,7 +131,7 @@ def test_the_order_torch_draws_for_1f1b_is_refused() -> None:
     assert "  rank 2 | 2F1 2B0 2F2 2B1 2F3 2B2 2F4 2B3\n               ^^^" in text
 
 
-# ---------------------------------------------------------------- what we write, torch reads
+# ---------------------------------------------------------------- torch reads what we write
 def taken_by_torch(schedule: Schedule, path: Path) -> list[list[str]]:
     """Torch's own loader and validation of our CSV, and its lowering to communication; the actions as it saw them."""
     path.write_text(dump_torch_csv(schedule), newline="")
@@ -173,7 +173,7 @@ WHOLE = (
 
 
 @pytest.mark.parametrize("name", REGISTRY)
-def test_torch_takes_what_we_write(name: str, tmp_path: Path) -> None:
+def test_torch_reads_what_we_write(name: str, tmp_path: Path) -> None:
     for schedule in named_schedules(name):
         try:
             text = dump_torch_csv(schedule)
@@ -191,7 +191,7 @@ def test_torch_takes_what_we_write(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("shape", EMITTED, ids=str)
-def test_torch_takes_its_orders_back_from_us(
+def test_torch_reads_its_own_orders_written_by_us(
     shape: tuple[str, int, int, int], tmp_path: Path
 ) -> None:
     text = emitted(*shape)
@@ -200,7 +200,7 @@ def test_torch_takes_its_orders_back_from_us(
     assert load_torch_csv(dump_torch_csv(schedule), "ours.csv") == schedule
 
 
-def test_torch_takes_random_schedules_of_ours(tmp_path: Path) -> None:
+def test_torch_reads_our_random_schedules(tmp_path: Path) -> None:
     taken = 0
     for seed in range(400):
         schedule = random_schedule(np.random.default_rng([5, seed]), slices=1)
@@ -214,7 +214,7 @@ def test_torch_takes_random_schedules_of_ours(tmp_path: Path) -> None:
     assert taken > 20
 
 
-def test_an_idle_rank_at_the_end_comes_back() -> None:
+def test_an_idle_rank_at_the_end_survives_a_round_trip() -> None:
     lane = [parse_action("0F0"), parse_action("0B0")]
     schedule = schedule_of([Stage(0, 0)], [MicroBatch((0,))], [lane, []])
     assert load_torch_csv(dump_torch_csv(schedule), "ours.csv") == schedule
@@ -260,7 +260,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("schedule", "words"), REFUSED)
-def test_what_the_csv_cannot_hold_is_not_written(
+def test_a_schedule_that_the_csv_cannot_hold_is_refused(
     schedule: Schedule, words: str
 ) -> None:
     with pytest.raises(FileError, match=words) as caught:
@@ -268,7 +268,7 @@ def test_what_the_csv_cannot_hold_is_not_written(
     assert "plan.json holds everything" in str(caught.value)
 
 
-# ---------------------------------------------------------------- texts that are no schedule
+# ---------------------------------------------------------------- texts that are not a schedule
 UNREADABLE = [
     ("", "has no action"),
     ("\n\n", "has no action"),
@@ -291,13 +291,13 @@ UNREADABLE = [
 
 
 @pytest.mark.parametrize(("text", "words"), UNREADABLE)
-def test_a_text_that_is_no_schedule_is_refused(text: str, words: str) -> None:
+def test_a_text_that_is_not_a_schedule_is_refused(text: str, words: str) -> None:
     with pytest.raises(FileError, match=words) as caught:
         load_torch_csv(text, "my.csv")
     assert "my.csv" in str(caught.value)
 
 
-def test_a_cell_that_is_no_action_has_a_caret_under_it() -> None:
+def test_a_cell_that_is_not_an_action_has_carets_under_it() -> None:
     with pytest.raises(FileError) as caught:
         load_torch_csv("0F0,0F1,0F2\n,,1F0,1F1,1F2,nonsense,1B0", "my.csv")
     assert str(caught.value) == (

@@ -1,4 +1,4 @@
-"""Each fault of three tables that are no schedule, by its words and its caret."""
+"""Each fault of three tables that are not a schedule, by its message and its carets."""
 
 from __future__ import annotations
 
@@ -51,13 +51,13 @@ def test_a_missing_last_backward_is_drawn_under_its_forward():
     assert caret_is_under(error, "0F1")
 
 
-def test_a_doubled_action_is_drawn_where_it_stands_again():
+def test_a_duplicate_action_is_drawn_where_it_occurs_again():
     error = refused("0F0 0F1 0B0 0B1 0B1", *LANES[1:])
     assert "0B1 occurs twice" in str(error)
     assert "rank 0 | 0F0 0F1 0B0 0B1 0B1\n                           ^^^" in str(error)
 
 
-def test_a_whole_backward_beside_a_split_one_is_refused():
+def test_a_whole_backward_next_to_a_split_one_is_refused():
     assert "0I1 and 0B1 both occur" in str(
         refused("0F0 0F1 0B0 0B1 0I1 0W1", *LANES[1:])
     )
@@ -75,7 +75,7 @@ def test_w_without_i_is_refused():
     )
 
 
-def test_an_action_on_the_wrong_rank_is_sent_home():
+def test_an_action_in_the_wrong_lane_is_refused_with_the_right_one():
     error = refused("0F0 0F1 1F0 0B0 0B1", "1F1 1B0 1B1", LANES[2])
     assert "1F0 is in the lane of rank 0, but stage 1 lives on rank 1" in str(error)
     assert caret_is_under(error, "1F0")
@@ -141,7 +141,7 @@ def test_a_backward_before_its_own_forward_is_a_circle_of_one():
     assert "rank 2 waits at 2B0 for 2F0, which rank 2 runs after 2B0" in str(error)
 
 
-def test_slices_go_back_last_first():
+def test_backwards_of_slices_run_from_the_last_to_the_first():
     sliced = (MicroBatch((0,), 8, (0, 3, 8)),)
     one = (Stage(0, 0),)
     assert tables("0F0 0F0.1 0B0.1 0B0", stages=one, microbatches=sliced).slices == 2

@@ -1,4 +1,4 @@
-"""Where idle time goes: on a simulated timeline nothing is the host's, and all of it adds up."""
+"""Idle time is split by cause: the parts add up, and a simulation has no host time."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NAMES = ["gpipe", "1f1b", "hanayo", "zb-v", "interleaved"]
 
 @pytest.mark.parametrize("comm", [0.0, 0.1])
 @pytest.mark.parametrize("name", NAMES)
-def test_idle_time_adds_up_and_a_simulated_host_has_none(name, comm):
+def test_idle_time_adds_up_and_a_simulation_has_no_host_time(name, comm):
     timeline = simulate(make(name, ranks=4, microbatches=8), UnitCost(comm=comm))
     found = idle(timeline, comm)
     total = (
@@ -27,7 +27,7 @@ def test_idle_time_adds_up_and_a_simulated_host_has_none(name, comm):
     assert (sum(found.hop) > 0) == (comm > 0)
 
 
-def test_a_rank_that_begins_late_is_the_hosts():
+def test_the_delay_of_a_rank_that_starts_late_is_host_time():
     timeline = simulate(make("1f1b", ranks=2, microbatches=2), UnitCost())
     late = np.full(len(timeline.start), 0.5)
     late[0] = 0.0

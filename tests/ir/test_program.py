@@ -89,7 +89,7 @@ def test_instructions_of_different_kinds_differ() -> None:
     )
 
 
-def test_the_evidence_is_every_transfer_in_a_possible_order(program: Program) -> None:
+def test_the_proof_is_every_transfer_in_a_possible_order(program: Program) -> None:
     assert [str(transfer) for transfer in verify(program)] == [
         "0F0 0>1",
         "0F1 0>1",
@@ -187,7 +187,7 @@ FAULTS = [  # (claim, rank, what its lane has, what is written there, what the e
     [row for _, *row in FAULTS],
     ids=[row[0] for row in FAULTS],
 )
-def test_one_change_for_the_worse_is_refused(
+def test_a_program_with_one_fault_is_refused(
     program: Program, rank: int, old: str, new: str, what: str
 ) -> None:
     text = fault(edit(program, rank, old, new))
@@ -201,7 +201,7 @@ def test_a_run_out_of_order_is_refused(program: Program) -> None:
     assert "           ^^^" in text
 
 
-def test_a_lane_that_is_left_out_is_refused(program: Program) -> None:
+def test_a_missing_lane_is_refused(program: Program) -> None:
     assert "rank 1 never runs 1F0" in fault(
         replace(program, lanes=(program.lanes[0], ()))
     )
@@ -210,7 +210,7 @@ def test_a_lane_that_is_left_out_is_refused(program: Program) -> None:
     )
 
 
-def test_what_is_no_instruction_is_refused(program: Program) -> None:
+def test_an_object_that_is_not_an_instruction_is_refused(program: Program) -> None:
     strange = replace(program, lanes=((parse_action("0F0"),), program.lanes[1]))  # type: ignore[arg-type]
     assert "<0F0> is not an instruction" in fault(strange)
 
@@ -231,14 +231,14 @@ def test_a_message_from_the_wrong_rank_is_refused() -> None:
     assert "rank 1 sends 1F0 to rank 2, which never receives it" in text
 
 
-def test_passing_on_what_another_rank_made_is_refused() -> None:
+def test_forwarding_the_result_of_another_rank_is_refused() -> None:
     program = lower(make("gpipe", ranks=3, microbatches=1))
     assert "rank 1 sends 0F0>2, but 0F0 runs on rank 0" in fault(
         edit(program, 1, "0F0<0", "0F0<0 0F0>2")
     )
 
 
-def test_messages_in_another_order_than_they_are_sent_are_refused() -> None:
+def test_messages_received_in_another_order_than_sent_are_refused() -> None:
     program = lower(make("gpipe", ranks=2, microbatches=2))
     text = fault(edit(program, 1, "0F0<0 1F0 ~0F0 0F1<0", "0F1<0 0F0<0 1F0 ~0F0"))
     assert "message 0 from rank 0 to rank 1 is 0F0, but rank 1 takes it for 0F1" in text
@@ -259,7 +259,7 @@ def test_a_circle_of_ranks_that_wait_for_each_other_is_drawn(program: Program) -
     )
 
 
-def test_a_circle_of_three_leaves_out_who_only_waits_for_it() -> None:
+def test_a_circle_of_three_leaves_out_a_rank_that_only_waits_for_it() -> None:
     paths = [(0, 1, 3), (1, 2), (2, 0)]
     acts = ["0F0 0F2 0B2 0B0", "1F1 1F0 1B0 1B1", "2F2 2F1 2B1 2B2", "3F0 3B0"]
     tables = (
@@ -285,7 +285,7 @@ def test_a_circle_of_three_leaves_out_who_only_waits_for_it() -> None:
     verify(lower(schedule))
 
 
-def test_all_faults_come_in_one_error_and_the_many_are_counted(
+def test_one_error_has_all_faults_and_counts_those_it_does_not_show(
     program: Program,
 ) -> None:
     bare = tuple(
@@ -297,7 +297,7 @@ def test_all_faults_come_in_one_error_and_the_many_are_counted(
     assert text.endswith("and 4 more faults")
 
 
-def test_another_program_is_accepted_where_it_is_safe(program: Program) -> None:
+def test_a_different_program_is_accepted_if_it_is_safe(program: Program) -> None:
     verify(edit(program, 0, "~0F0 ~1B0 ~0B0 1B1<1", "1B1<1 ~0F0 ~1B0 ~0B0"))
 
 
@@ -363,7 +363,7 @@ def ticks_when_sends_block(program: Program) -> dict[Action, int]:
     return ends
 
 
-def test_blocking_sends_hold_nobody_up_on_the_clock() -> None:
+def test_blocking_sends_delay_no_rank_on_the_clock() -> None:
     for seed in range(100):
         schedule = random_schedule(np.random.default_rng([6, seed]))
         table = schedule.table
@@ -436,7 +436,7 @@ def test_broken_programs_are_refused_or_still_run(block: int) -> None:
     assert 20 < passed < 280
 
 
-def test_a_program_without_or_with_twice_any_of_its_instructions_is_refused() -> None:
+def test_a_program_that_lacks_or_repeats_any_instruction_is_refused() -> None:
     for seed in range(200):
         rng = np.random.default_rng([2, seed])
         program = lower(random_schedule(rng, microbatches=2))

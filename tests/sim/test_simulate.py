@@ -99,7 +99,7 @@ def test_it_agrees_with_simpy_on_random_schedules_and_costs(serial):
             )
 
 
-def test_memory_is_what_a_ledger_counts():
+def test_memory_equals_the_count_of_a_ledger():
     rng = np.random.default_rng(7)
     for _ in range(60):
         schedule = random_schedule(rng)
@@ -174,7 +174,7 @@ def test_a_serial_link_carries_one_message_at_a_time():
     assert arrivals == [[6.5, 7.5], [6.5, 11.5]]  # 5 s on the wire each
 
 
-def test_weights_count_for_the_rank_that_holds_them():
+def test_weights_count_on_the_rank_that_holds_them():
     part = PartCost(Seconds(1), Seconds(1), Seconds(1), held=2, weights=100)
     timeline = simulate(
         make("chimera", ranks=2, microbatches=2), ModelCost((part, part))
@@ -199,7 +199,7 @@ def test_a_slice_costs_by_its_length_and_its_prefix():
     assert one.of(10, 100) == pytest.approx(1 + 1 + 1 + 1.05)
 
 
-def test_recomputation_costs_a_forward_and_holds_the_input_alone_until_it_is_due():
+def test_recomputation_costs_a_forward_and_holds_only_the_input_until_then():
     def part(recompute: bool) -> PartCost:
         return PartCost(
             Seconds(1),
@@ -244,12 +244,12 @@ def test_noise_is_repeatable_bounded_and_different_by_seed():
         (lambda: Network(latency=((0.0, 1.0), (1.0,))), "another length"),
     ],
 )
-def test_a_network_that_cannot_be_is_refused(make_cost, word):
+def test_an_impossible_network_is_refused(make_cost, word):
     with pytest.raises(ShapeError, match=word):
         make_cost()
 
 
-def test_a_cost_for_too_few_parts_or_ranks_says_so():
+def test_a_cost_for_too_few_parts_or_ranks_is_refused():
     part = PartCost(Seconds(1), Seconds(1), Seconds(1))
     schedule = make("gpipe", ranks=3, microbatches=2)
     with pytest.raises(ShapeError, match="3 parts, but the cost has 2"):
@@ -260,7 +260,7 @@ def test_a_cost_for_too_few_parts_or_ranks_says_so():
         simulate(schedule, ModelCost((part,) * 3, Network(latency=((0.0,),))))
 
 
-def test_a_gradient_is_as_large_as_what_came_on_its_own_path():
+def test_a_gradient_is_as_large_as_the_input_on_its_own_path():
     sizes = (1000.0, 1.0, 1.0)
     parts = tuple(
         PartCost(Seconds(1), Seconds(1), Seconds(1), message=size) for size in sizes

@@ -132,7 +132,7 @@ def measured() -> Timeline:
     return simulate(make("1f1b", ranks=4, microbatches=8), UnitCost(B=2.25, comm=0.5))
 
 
-def test_hovering_an_action_tells_what_it_is_and_when(browser: Page) -> None:
+def test_hovering_over_an_action_shows_its_facts_and_times(browser: Page) -> None:
     browser.open(("predicted", measured())).point("1B2")
     span = next(span for span in measured().spans() if str(span.action) == "1B2")
     assert browser.ask("penstock.hovered") == "1B2"
@@ -144,11 +144,11 @@ def test_hovering_an_action_tells_what_it_is_and_when(browser: Page) -> None:
         span.end,
         2.25,
     ]
-    assert tip["sends"].startswith("1 to rank 0, left ")
+    assert tip["sends"].startswith("1 to rank 0, leaves ")
     assert tip["holds"] == "3 of activations"
 
 
-def test_hovering_tells_what_an_action_waited_for(browser: Page) -> None:
+def test_hovering_shows_what_an_action_waited_for(browser: Page) -> None:
     browser.open(("predicted", predicted())).point("2F0")
     assert browser.tip()["waited for"] == "1F0 from rank 1, arrived 2, idle 2"
     browser.point("2F1")
@@ -262,7 +262,7 @@ def test_highlighting_dims_the_others(browser: Page) -> None:
     assert sum(browser.ask(other)) > sum(browser.ask(mine))
 
 
-def test_memory_and_critical_path_are_drawn_when_asked_for(browser: Page) -> None:
+def test_memory_and_critical_path_are_drawn_on_demand(browser: Page) -> None:
     browser.open(("predicted", predicted()))
     before = browser.ask("document.getElementById('plot').toDataURL()")
     browser.press("memory")

@@ -110,7 +110,7 @@ def test_plain_redraws_the_picture_of_the_docstring(name: str) -> None:
     )
 
 
-def test_plain_writes_slices_as_actions_do() -> None:
+def test_plain_writes_slices_like_actions() -> None:
     timeline = simulate(chunked(2, 1, 1, 2), UnitCost(F=2, B=2))
     assert plain(timeline).splitlines() == [
         "rank 0 | F0   F0.1 .    .    B0.1 B0",
@@ -118,7 +118,7 @@ def test_plain_writes_slices_as_actions_do() -> None:
     ]
 
 
-def test_plain_takes_any_tick_that_divides_all_times() -> None:
+def test_plain_accepts_any_tick_that_divides_all_times() -> None:
     timeline = simulate(chunked(3, 4, 3, 1), UnitCost(F=1, B=1))
     assert plain(timeline, tick=1 / 3).startswith("rank 0 | F0 F1 F2 F3 F0 ")
 
@@ -130,7 +130,7 @@ def test_plain_refuses_times_between_ticks() -> None:
         plain(simulate(make("gpipe", ranks=2, microbatches=1), UnitCost(F=0.5, B=1.5)))
 
 
-def test_plain_aligns_ranks_of_two_digits() -> None:
+def test_plain_aligns_ranks_with_two_digits() -> None:
     lines = plain(
         simulate(make("gpipe", ranks=11, microbatches=1), UnitCost())
     ).splitlines()
@@ -149,7 +149,7 @@ def test_gantt_fits_the_width(timeline: Any, width: int) -> None:
     )
 
 
-def test_gantt_shows_every_action_and_the_facts_where_there_is_room() -> None:
+def test_gantt_shows_every_action_and_the_facts_if_there_is_room() -> None:
     text = gantt(small(), 200).plain
     lanes = [
         re.findall(r"[FB]\d", line)
@@ -162,7 +162,7 @@ def test_gantt_shows_every_action_and_the_facts_where_there_is_room() -> None:
     assert "makespan 34.6 · bubble 30.6% · peak 4" in text
 
 
-def test_gantt_of_many_ranks_shows_some_and_says_so() -> None:
+def test_gantt_of_many_ranks_shows_a_selection_and_says_so() -> None:
     lines = gantt(large(), 120).plain.splitlines()
     shown = [int(line.split()[1]) for line in lines if line.strip().startswith("rank")]
     assert len(shown) == 64
@@ -176,7 +176,7 @@ def boxes(figure: ElementTree.Element) -> list[ElementTree.Element]:
 
 
 @pytest.mark.parametrize("timeline", TIMELINES)
-def test_svg_is_well_formed_and_needs_no_other_file(timeline: Any) -> None:
+def test_svg_is_well_formed_and_self_contained(timeline: Any) -> None:
     text = svg(timeline(), 'a <title> & "more"\x00')
     assert 'a <title> & "more"' in ElementTree.fromstring(text).findtext(
         f"{SVG}title", ""
@@ -185,7 +185,7 @@ def test_svg_is_well_formed_and_needs_no_other_file(timeline: Any) -> None:
 
 
 @pytest.mark.parametrize("timeline", [small, sliced, idle_rank, real])
-def test_svg_has_a_box_a_span_as_long_as_it_lasts(timeline: Any) -> None:
+def test_svg_has_a_box_for_each_span_with_its_length(timeline: Any) -> None:
     found = np.array(
         [
             float(box.get("width", ""))
@@ -213,7 +213,7 @@ def test_svg_shades_stages_and_slices() -> None:
     assert len(fills) == 2 * 2 * 2  # F and B, two stages of a rank, two slices
 
 
-def test_svg_writes_seconds_and_bytes_only_where_they_are() -> None:
+def test_svg_writes_units_only_for_seconds_and_bytes() -> None:
     assert "makespan 425.6 ms · bubble 30.6% · peak 1.12 GiB" in svg(real())
     assert "makespan 34.6 · bubble 30.6% · peak 4<" in svg(small())
 
@@ -230,7 +230,7 @@ def test_means_of_columns_keep_the_seconds_worked() -> None:
         assert work.sum() * timeline.makespan / 37 == pytest.approx(busy)
 
 
-def test_the_ink_on_every_paint_can_be_read() -> None:
+def test_the_ink_on_every_paint_is_readable() -> None:
     assert min(palette.contrast(fill, ink) for fill, ink in palette.PAINTS) > 4
 
 
@@ -255,7 +255,7 @@ def test_trace_has_every_span_once_with_its_times(timeline: Any) -> None:
     )
 
 
-def test_trace_tells_stage_part_micro_batch_and_slice() -> None:
+def test_trace_has_stage_part_micro_batch_and_slice() -> None:
     schedule = sliced().schedule
     for event, span in zip(events(sliced(), "X"), sliced().spans(), strict=True):
         _, stage, microbatch, piece = span.action
@@ -293,7 +293,7 @@ def test_an_arrow_of_the_trace_ends_at_the_start_of_an_action() -> None:
     assert all((event["tid"], event["ts"]) in begins for event in events(sliced(), "f"))
 
 
-def test_trace_names_a_track_a_rank_and_counts_its_activations() -> None:
+def test_trace_has_a_named_track_and_activations_for_each_rank() -> None:
     names = {
         event["tid"]: event["args"]["name"]
         for event in events(small(), "M")
@@ -351,12 +351,12 @@ def test_names_and_titles_cannot_break_the_page() -> None:
     assert data_of(text)["timelines"][0]["name"] == "</script><b>"
 
 
-def test_page_knows_whether_timelines_are_of_one_schedule() -> None:
+def test_page_knows_whether_timelines_have_one_schedule() -> None:
     assert data_of(page([("predicted", small()), ("measured", real())]))["alike"]
     assert not data_of(page([("one", small()), ("other", sliced())]))["alike"]
 
 
-def test_page_of_nothing_is_refused() -> None:
+def test_page_without_timelines_is_refused() -> None:
     with pytest.raises(ShapeError, match="at least one timeline"):
         page([])
 
@@ -390,7 +390,7 @@ def test_seconds_have_a_unit(seconds: float, text: str) -> None:
     assert write_time(seconds, REAL_UNITS) == text
 
 
-def test_names_of_few_lines_stand_beside_the_title_and_those_of_more_beside_the_plot():
+def test_few_names_stand_next_to_the_title_and_many_next_to_the_plot():
     few, many = (
         chart(
             [Series(f"line {n}", (0, 1), (n, 1)) for n in range(count)], "t", "x", "y"
@@ -409,7 +409,7 @@ def test_names_of_few_lines_stand_beside_the_title_and_those_of_more_beside_the_
     ] == [58, 78, 98]
 
 
-def test_times_of_a_report_are_seconds_though_its_sizes_are_counts():
+def test_a_measured_page_has_seconds_but_no_bytes():
     timeline = simulate(make("1f1b", ranks=2, microbatches=2), UnitCost())
     measured = replace(timeline, units=MEASURED_UNITS)
     assert '"units":{"seconds":true,"inBytes":false}' in page([("measured", measured)])

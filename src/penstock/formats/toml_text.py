@@ -163,7 +163,7 @@ def _explain(text: str, message: str) -> tuple[str, int]:
     """The message of `tomllib` without the place, and the place."""
     place = _PLACE.search(message)
     if place is None:
-        return _END.sub(", but the file ends here", message), len(text.rstrip())
+        return _END.sub(" at the end of the file", message), len(text.rstrip())
     lines = text.split("\n")
     line = int(place[1]) - 1
     column = int(place[2]) - 1
