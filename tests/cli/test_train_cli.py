@@ -34,6 +34,7 @@ from penstock.formats.config_toml import (
     written_keys,
 )
 from penstock.ir import parse_action
+from penstock.plan.planner import plan_run
 from penstock.runtime import run_threads
 from penstock.schedules.transforms import replicate
 from penstock.train.data.corpus import open_corpus
@@ -41,7 +42,6 @@ from penstock.train.history import StepRow, read_rows
 from penstock.train.hub import settle_tokenizer
 from penstock.train.launcher import _story
 from penstock.train.loop import Trainer, describe
-from penstock.train.session import plan_run
 from penstock.train.worker import Verdict, job_of, model_sizes, read_failure
 
 
@@ -282,8 +282,8 @@ def test_what_one_rank_cannot_begin_with_is_said_once_and_not_tried_again_and_ag
         here("draw hanayo --ranks 2 --microbatches 4 -o runs/lost/plan.json").code == 0
     )
     code = (
-        "from pathlib import Path; from penstock.cli.train import rank; "
-        "from penstock.train.launcher import launch; launch(rank, Path('runs/lost'), 2, 1, False)"
+        "from pathlib import Path; from penstock.train.entry import run_worker; "
+        "from penstock.train.launcher import launch; launch(run_worker, Path('runs/lost'), 2, 1, False)"
     )
     done = subprocess.run(
         [sys.executable, "-c", code],

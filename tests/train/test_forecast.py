@@ -25,6 +25,7 @@ from penstock.measure.profile import measure
 from penstock.models import GPTConfig, LlamaConfig, even_partition
 from penstock.runtime import spawn
 from penstock.sim import simulate_shared
+from penstock.train.after.report import Summary, render_report
 from penstock.train.forecast import (
     PROFILE,
     forecast,
@@ -34,7 +35,6 @@ from penstock.train.forecast import (
 )
 from penstock.train.history import StepRow
 from penstock.train.profile import Request, subjects_of
-from penstock.train.session import Summary, render_report
 from penstock.train.weights import hold
 
 QUANTUM = 1 / 64

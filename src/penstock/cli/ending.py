@@ -10,7 +10,7 @@ from penstock.cli.tables import console, write
 from penstock.train.screen import in_seconds
 
 if TYPE_CHECKING:
-    from penstock.train.session import Summary
+    from penstock.train.after.report import Summary
     from penstock.train.worker import Verdict
 
 SAMPLE = "sample.txt"  # in the folder of a run
@@ -20,7 +20,7 @@ def show_ending(folder: Path, verdict: Verdict, sample: int) -> None:
     """Report, figures, where things are, and a sample."""
     from penstock.train.after.generate import generate_text as go_on
     from penstock.train.after.generate import open_trained
-    from penstock.train.session import render_report, summarize_run
+    from penstock.train.after.report import render_report, summarize_run
 
     if verdict.stopped and not verdict.step:
         _print_no_checkpoint(folder)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Collection
-from contextlib import nullcontext
 from errno import ENOSPC
 from functools import partial
 from pathlib import Path
@@ -24,14 +23,12 @@ from penstock.cli.forecast import (
 )
 from penstock.cli.tables import console, counting, progress, tell, write
 from penstock.errors import ConfigError, FileError, PenstockError, RunError
-from penstock.train.screen import Screen, log_to
 
 if TYPE_CHECKING:
     from penstock.config import Config
     from penstock.ir import Plan
     from penstock.train.data.corpus import Corpus
     from penstock.train.lock import Lock
-    from penstock.train.worker import Verdict
 
 RUNS_FOLDER, DEFAULT_PRESET = Path("runs"), "tiny"
 Changes = Annotated[
@@ -77,6 +74,7 @@ def train_command(
     """
     _needs_torch()
     from penstock.formats.config_toml import written_keys
+    from penstock.train.entry import run_worker
     from penstock.train.launcher import (
         avoid_broken_amx,
         ended_by_signals,
@@ -117,7 +115,7 @@ def train_command(
         processes = plan.schedule.ranks * config.mesh.size
         try:
             verdict = launch(
-                rank,
+                run_worker,
                 folder,
                 processes,
                 config.run.restarts,
@@ -230,7 +228,7 @@ def report_command(
 
     Example: penstock report runs/tiny
     """
-    from penstock.train.session import render_report, summarize_run
+    from penstock.train.after.report import render_report, summarize_run
 
     sample = run / SAMPLE
     text = sample.read_text(encoding="utf-8") if sample.is_file() else ""
@@ -348,12 +346,12 @@ def _prepared(
 
     from penstock.formats import dump_plan, write_plan
     from penstock.formats.config_toml import dump_config, with_absolute_paths
+    from penstock.plan.planner import plan_run
     from penstock.train.capacity import check_memory, check_timing
     from penstock.train.data.corpus import open_corpus, source_files
     from penstock.train.data.tokenizer import keep_tokenizer
     from penstock.train.history import TIMELINE
     from penstock.train.loop import check_resumable
-    from penstock.train.session import plan_run
     from penstock.train.worker import CONFIG_FILE, PLAN_FILE, cache_of, model_sizes
 
     with progress("planning"):
@@ -440,26 +438,13 @@ def _said_of(corpus: Corpus, config: Config) -> str:
 
 
 # ---------------------------------------------------------------- meanwhile
-def rank(folder: str, resume: bool) -> Verdict:
-    """What each local worker runs."""
-    import os
-
-    from penstock.formats.config_toml import read_config
-    from penstock.train.worker import CONFIG_FILE, work
-
-    first, told = os.environ.get("RANK") == "0", console(stderr=True)
-    log_to(told, first)
-    run = read_config(Path(folder) / CONFIG_FILE).run
-    with Screen(run.steps, run.log, told) if first else nullcontext() as screen:
-        return work(Path(folder), resume, screen.put if screen is not None else None)
-
-
 def _as_a_rank(
     config: Config, folder: Path, resume: bool, sample: int, given: Collection[str]
 ) -> None:
     """Under torchrun: rank 0 prepares the folder, the others wait for it; then as a local worker."""
     import os
 
+    from penstock.train.entry import run_worker
     from penstock.train.launcher import after_first, forget_previous_end, restarted
     from penstock.train.lock import Lock
     from penstock.train.worker import join
@@ -484,7 +469,7 @@ def _as_a_rank(
     except PenstockError:
         lock.clean_up()
         raise
-    verdict = rank(str(folder), resume)
+    verdict = run_worker(str(folder), resume)
     if verdict.error:
         raise RunError(verdict.text)
     if os.environ["RANK"] == "0":

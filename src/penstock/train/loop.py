@@ -40,6 +40,7 @@ from penstock.runtime import (
     watching,
 )
 from penstock.runtime.executor import Pass
+from penstock.schedules.coverage import hold_every_part, through_all_parts
 from penstock.train.checkpoint import (
     CheckpointFacts,
     Saver,
@@ -49,7 +50,6 @@ from penstock.train.checkpoint import (
     read_facts,
     sweep,
 )
-from penstock.train.coverage import hold_every_part, through_all_parts
 from penstock.train.data.corpus import Corpus
 from penstock.train.data.loader import Deal, Loader, check_same_data, wanted_by
 from penstock.train.history import History, StepRow, write_timeline

@@ -37,7 +37,7 @@ from penstock.models import (
     split,
 )
 from penstock.runtime import Tied, cut_share, local_share
-from penstock.train.coverage import visited_parts
+from penstock.schedules.coverage import visited_parts
 
 Sizes = LlamaConfig | GPTConfig
 STD = 0.02  # of drawn matrices
