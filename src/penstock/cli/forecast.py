@@ -13,70 +13,60 @@ if TYPE_CHECKING:
     from penstock.config import Config
     from penstock.ir import Plan
     from penstock.train.forecast import Forecast
+    from penstock.train.placement import Placement
 
 SLOW = 1.1  # times longer than the kernels alone: worth a word
 
 
-def devices_are_cpus(config: Config) -> bool:
-    """Whether a run has no GPU, by wish or because there is none."""
-    import torch
-
-    return config.run.device == "cpu" or not torch.cuda.is_available()
-
-
-def describe_devices(config: Config, processes: int) -> str:
-    """Where the processes of a run will be."""
-    import os
-
-    import torch
-
-    from penstock.runtime.process.mps import workers_of_a_gpu
-
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if (
-        config.run.device == "cpu"
-        or gpus == 0
-        or (config.mesh.size > 1 and gpus < processes)
-    ):
-        why = (
-            f" ({gpus} GPUs are too few)"
-            if gpus and config.run.device == "auto"
-            else ""
-        )
-        if config.run.device == "cuda":  # in a dry run
-            why = "; run.device = cuda, but torch sees no GPU here: times are of these cores"
-        return f"{processes} processes on {os.cpu_count()} CPU cores, gloo{why}"
-    if gpus >= processes:
-        return f"{processes} processes on {gpus} GPUs, NCCL"
-    beside = gpus * workers_of_a_gpu() >= processes
-    how = (
-        "side by side"
-        if beside
-        else f"by turns (penstock testbed --workers {-(-processes // gpus)}: side by side)"
+def describe_placement(placement: Placement) -> str:
+    """Say where the processes of a run will be."""
+    machine = placement.machine
+    who = f"{placement.processes} processes"
+    if placement.neighbours != placement.processes:
+        who += f", {placement.neighbours} of them here"
+    if placement.device == "cpu":
+        why = ""
+        if placement.wanted == "cuda":  # in a dry run
+            why = (
+                "; run.device = cuda, but torch sees no GPU here: "
+                "times are of these cores"
+            )
+        elif placement.wanted == "auto" and machine.gpus:
+            why = f" ({machine.gpus} GPUs are too few)"
+        return f"{who} on {machine.cores} CPU cores, gloo{why}"
+    where = f"{who} on {machine.gpus} GPUs"
+    if not placement.shares_gpus:
+        return f"{where}, NCCL"
+    if placement.processors == placement.neighbours:
+        return f"{where}, penstock_ipc, side by side"
+    workers = -(-placement.neighbours // machine.gpus)
+    return (
+        f"{where}, penstock_ipc, by turns "
+        f"(penstock testbed --workers {workers}: side by side)"
     )
-    return f"{processes} processes on {gpus} GPUs, penstock_ipc, {how}"
 
 
-def forecast_of(config: Config, plan: Plan, folder: Path | None = None) -> Forecast:
+def forecast_of(
+    config: Config, plan: Plan, placement: Placement, folder: Path | None = None
+) -> Forecast:
     """Times the pieces of the model, and keeps what was found in a folder, if there is one."""
     from penstock.formats import write_profile
-    from penstock.train.forecast import PROFILE, forecast, machine_of, profile_run
+    from penstock.train.forecast import PROFILE, forecast, profile_run
 
-    machine = machine_of(config, plan.schedule.ranks)
     with progress("timing a layer"):
-        found = profile_run(config, plan, machine)
+        found = profile_run(config, plan, placement)
     if folder is not None:
         write_profile(found, folder / PROFILE)
-    return forecast(config, plan, found, machine.processors)
+    return forecast(config, plan, found, placement.processors)
 
 
-def prediction(config: Config, plan: Plan, folder: Path) -> str:
+def prediction(config: Config, plan: Plan, placement: Placement, folder: Path) -> str:
     """The forecast of a run in words; that there is none stops no run."""
     from penstock.train.forecast import known_forecast
 
     try:
         found = known_forecast(folder, config, plan) or forecast_of(
-            config, plan, folder
+            config, plan, placement, folder
         )
         return describe_step(found, config) + hint(found, config)
     except PenstockError as error:
@@ -97,12 +87,12 @@ def print_memory(found: Forecast, config: Config) -> None:
     )
 
 
-def tell_if_too_large(config: Config, plan: Plan) -> None:
+def tell_if_too_large(config: Config, plan: Plan, placement: Placement) -> None:
     """Says so if a run that is only planned here would not fit here."""
     from penstock.train.capacity import why_too_large
     from penstock.train.worker import model_sizes
 
-    refusal = why_too_large(config, plan, model_sizes(config))
+    refusal = why_too_large(config, plan, model_sizes(config), placement)
     if refusal:
         tell("memory", refusal)
 

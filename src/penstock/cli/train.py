@@ -13,9 +13,8 @@ import typer
 
 from penstock.cli.ending import SAMPLE, show_ending
 from penstock.cli.forecast import (
-    describe_devices,
+    describe_placement,
     describe_step,
-    devices_are_cpus,
     forecast_of,
     prediction,
     print_memory,
@@ -29,6 +28,7 @@ if TYPE_CHECKING:
     from penstock.ir import Plan
     from penstock.train.data.corpus import Corpus
     from penstock.train.lock import Lock
+    from penstock.train.placement import Placement
 
 RUNS_FOLDER, DEFAULT_PRESET = Path("runs"), "tiny"
 Changes = Annotated[
@@ -83,11 +83,11 @@ def train_command(
         way_on,
     )
     from penstock.train.lock import locking
-    from penstock.train.mesh import check_gpus
+    from penstock.train.placement import check_gpus_suffice, uses_gpus
 
     config, folder = _config(source, preset, changes or [], resume or dry_run)
     given = written_keys(source, changes or [])
-    if config.run.precision == "bfloat16" and devices_are_cpus(config):
+    if config.run.precision == "bfloat16" and not uses_gpus(config):
         avoid_broken_amx()
     if under_launcher():
         _as_a_rank(config, folder, resume, sample, given)
@@ -95,15 +95,15 @@ def train_command(
     if not dry_run:
         _refuse(config, folder, resume)
     with locking() as lock, ended_by_signals(partial(tell, "ended")):
-        config, plan, corpus = _prepared(
+        config, plan, corpus, placement = _prepared(
             config, folder, resume, None if dry_run else lock, given
         )
-        check_gpus(config, plan.schedule.ranks)
-        _announce(config, plan, folder, corpus)
+        check_gpus_suffice(config, placement)
+        _announce(config, plan, folder, corpus, placement)
         if dry_run:
-            found = forecast_of(config, plan)
+            found = forecast_of(config, plan, placement)
             print_memory(found, config)
-            tell_if_too_large(config, plan)
+            tell_if_too_large(config, plan, placement)
             console().print(
                 f"predicted: {describe_step(found, config)}",
                 highlight=False,
@@ -111,13 +111,12 @@ def train_command(
             )
             return
         if config.run.forecast:
-            tell("predicted", prediction(config, plan, folder))
-        processes = plan.schedule.ranks * config.mesh.size
+            tell("predicted", prediction(config, plan, placement, folder))
         try:
             verdict = launch(
                 run_worker,
                 folder,
-                processes,
+                placement.processes,
                 config.run.restarts,
                 resume,
                 partial(tell, "stopping"),
@@ -324,9 +323,10 @@ def _refuse(config: Config, folder: Path, resume: bool) -> None:
     from penstock.train.checkpoint import newest
     from penstock.train.hub import weight_files
     from penstock.train.loop import nothing_to_resume
-    from penstock.train.worker import model_sizes, need_gpu
+    from penstock.train.placement import check_gpu_exists
+    from penstock.train.worker import model_sizes
 
-    need_gpu(config)
+    check_gpu_exists(config)
     model_sizes(config)
     if config.model.weights:
         weight_files(Path(config.model.weights))
@@ -340,7 +340,7 @@ def _prepared(
     resume: bool,
     lock: Lock | None,
     given: Collection[str],
-) -> tuple[Config, Plan, Corpus | None]:
+) -> tuple[Config, Plan, Corpus | None, Placement]:
     """Plans, reads the text, and writes down what every rank will read; without a lock, text is only looked for."""
     from dataclasses import replace
 
@@ -352,15 +352,17 @@ def _prepared(
     from penstock.train.data.tokenizer import keep_tokenizer
     from penstock.train.history import TIMELINE
     from penstock.train.loop import check_resumable
+    from penstock.train.placement import decide_placement
     from penstock.train.worker import CONFIG_FILE, PLAN_FILE, cache_of, model_sizes
 
     with progress("planning"):
         config, plan = plan_run(config, model_sizes(config).layers, given)
+    placement = decide_placement(config, plan.schedule.ranks * config.mesh.size)
     if lock is None:
-        check_timing(config, plan, model_sizes(config))
+        check_timing(config, model_sizes(config), placement)
         source_files(config.data)
-        return config, plan, None
-    check_memory(config, plan, model_sizes(config))
+        return config, plan, None, placement
+    check_memory(config, plan, model_sizes(config), placement)
     with counting("reading text") as watch:
         corpus = open_corpus(config.data, cache_of(config, folder), watch)
     if resume:
@@ -394,10 +396,16 @@ def _prepared(
     ) != dump_plan(plan):
         (folder / TIMELINE).unlink(missing_ok=True)  # of another schedule
     write_plan(plan, folder / PLAN_FILE)
-    return config, plan, corpus
+    return config, plan, corpus, placement
 
 
-def _announce(config: Config, plan: Plan, folder: Path, corpus: Corpus | None) -> None:
+def _announce(
+    config: Config,
+    plan: Plan,
+    folder: Path,
+    corpus: Corpus | None,
+    placement: Placement,
+) -> None:
     """What was picked, a line each."""
     from penstock.train.after.generate import parameter_count
     from penstock.train.worker import model_sizes
@@ -422,7 +430,7 @@ def _announce(config: Config, plan: Plan, folder: Path, corpus: Corpus | None) -
             "step",
             f"{tokens:,} tokens; {config.run.steps} steps, {config.run.precision}",
         ),
-        ("workers", describe_devices(config, ranks * mesh.size)),
+        ("workers", describe_placement(placement)),
         ("folder", str(folder)),
     ):
         tell(name, words)
@@ -447,12 +455,13 @@ def _as_a_rank(
     from penstock.train.entry import run_worker
     from penstock.train.launcher import after_first, forget_previous_end, restarted
     from penstock.train.lock import Lock
+    from penstock.train.placement import launched_placement
     from penstock.train.worker import join
 
-    comm, lock = join(config), Lock()
+    comm, lock = join(config, launched_placement(config)), Lock()
 
     def prepare() -> None:
-        told, plan, corpus = _prepared(
+        told, plan, corpus, placement = _prepared(
             config, folder, resume and not restarted(), lock, given
         )
         if not restarted():
@@ -462,7 +471,7 @@ def _as_a_rank(
             raise ConfigError(
                 f"the schedule has {words}, but {comm.ranks} were launched"
             )
-        _announce(told, plan, folder, corpus)
+        _announce(told, plan, folder, corpus, placement)
 
     try:
         after_first(comm, prepare)

@@ -37,6 +37,7 @@ from torch.distributed.rendezvous import rendezvous
 from penstock.errors import PeerLostError, RunError
 from penstock.runtime.comm import ipc
 from penstock.runtime.comm.process import ProcessComm
+from penstock.runtime.process.machine import own_gpu
 from penstock.runtime.process.status import ERRORS
 
 Returned = TypeVar("Returned")
@@ -112,7 +113,7 @@ def after_first(comm: ProcessComm, work: Callable[[], None]) -> None:
 def _join(backend: str, store: Store, rank: int, ranks: int, limit: timedelta) -> None:
     gpu = None
     if backend in ("nccl", ipc.BACKEND_NAME):
-        gpu = torch.device("cuda", _gpu())
+        gpu = torch.device("cuda", own_gpu())
         torch.cuda.set_device(gpu)
     if backend == ipc.BACKEND_NAME:
         ipc.register()
@@ -132,15 +133,10 @@ def _join(backend: str, store: Store, rank: int, ranks: int, limit: timedelta) -
         ) from None
 
 
-def _gpu() -> int:
-    """The GPU that is this rank's by its place on its machine."""
-    return int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count()
-
-
 def _backend(store: Store, rank: int, ranks: int) -> str:
     """The same answer on all ranks: they compare their GPUs."""
     mine = (
-        str(torch.cuda.get_device_properties(_gpu()).uuid)
+        str(torch.cuda.get_device_properties(own_gpu()).uuid)
         if torch.cuda.is_available()
         else ""
     )
