@@ -23,6 +23,7 @@ from penstock.errors import ConfigError, ShapeError
 from penstock.ir import Plan, Schedule
 from penstock.models import even_partition
 from penstock.models.count import parameters_of
+from penstock.sim.simulate import weights_of
 from penstock.train.mesh import NUMBERS_PER_PARAMETER, held_in_layer
 from penstock.train.placement import Placement
 from penstock.train.screen import in_bytes
@@ -138,13 +139,11 @@ def needs_of(load: Load) -> list[Need]:
     schedule = load.schedule
     first = schedule.table.first
     held = levels(schedule, columns(schedule, cost))
-    weights = [0.0] * schedule.ranks
-    for number, stage in enumerate(schedule.stages):
-        weights[stage.rank] += cost.weights(schedule, number)
+    weights = weights_of(schedule, cost)
     needs = []
     for rank in range(schedule.ranks):
         peak = max(held[first[rank] : first[rank + 1]], default=0.0)
-        needs.append(Need(rank, weights[rank], float(peak)))
+        needs.append(Need(rank, float(weights[rank]), float(peak)))
     return needs
 
 
@@ -168,6 +167,10 @@ def _cost_of_part(load: Load, number: int) -> PartCost:
         held += message
     layer_numbers = layers * counts.layer * _numbers_held(load.mesh, 2)
     end_numbers = end_parameters * _numbers_held(load.mesh, 3)
+    weights = FLOAT_BYTES * (layer_numbers + end_numbers)
+    tied = _tied_bytes(load)
+    if number == 0 == last:
+        weights -= tied
     no_time = Seconds()
     return PartCost(
         no_time,
@@ -175,9 +178,21 @@ def _cost_of_part(load: Load, number: int) -> PartCost:
         no_time,
         held=held,
         message=message,
-        weights=FLOAT_BYTES * (layer_numbers + end_numbers),
+        weights=weights,
+        tied=tied,
         recompute=load.recompute,
     )
+
+
+def _tied_bytes(load: Load) -> float:
+    """Bytes of the matrix that embedding and head share on a rank that has both.
+
+    Sharded parts each keep their own copy, so they share nothing.
+    """
+    if not load.sizes.tied or load.mesh.shard > 1:
+        return 0.0
+    numbers = load.sizes.vocab * load.sizes.width * _numbers_held(load.mesh, 3)
+    return FLOAT_BYTES * numbers
 
 
 def _bytes_held_by_layer(load: Load) -> float:
