@@ -927,7 +927,7 @@ def test_no_sources_are_the_default_and_never_the_folder_at_hand(text, here):
         ),
         ("a.jsonl.zst", b"x", "a.jsonl.zst is an archive: unpack it first"),
         ("a.tar.gz", b"x", "is an archive"),
-        ("a.bin", b"some text", "a.bin is no text: penstock reads"),
+        ("a.bin", b"some text", "a.bin is not text: Penstock reads"),
         ("a.txt", b"text\0text", "a.txt is not text: byte 4 is zero"),
         ("a.txt", b"\x1f\x8b8", "a.txt is compressed by gzip, whatever its name says"),
         ("a.txt.gz", b"some text", "cannot read a.txt.gz: Not a gzipped file"),
