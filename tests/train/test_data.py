@@ -586,7 +586,7 @@ def test_a_tokenizer_that_is_none_is_said_so(tmp_path):
     with pytest.raises(FileError, match="there is no tokenizer"):
         tokenizer_of(str(tmp_path / "none.json"))
     Path(tmp_path / "bad.json").write_text("{}")
-    with pytest.raises(FileError, match="is no tokenizer"):
+    with pytest.raises(FileError, match="is not a tokenizer"):
         tokenizer_of(str(tmp_path / "bad.json"))
 
 
