@@ -35,7 +35,7 @@ from torch.distributed.pipelining import schedules as peer
 from penstock import Schedule, lower, make, simulate
 from penstock.models import Llama, LlamaConfig, even_partition, split, token_loss
 from penstock.runtime import Batch, Executor, ProcessComm, cut_batch
-from penstock.train.session import own_cost
+from penstock.sim.own_times import own_cost
 
 RESULT = Path(__file__).parent.parent / "docs" / "results" / "llama.md"
 CONFIG = LlamaConfig(vocab=2048, width=256, layers=8, heads=8, kv_heads=8, inner=672)

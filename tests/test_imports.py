@@ -22,7 +22,10 @@ ROOMS = {
     "formats": {"ir", "cost", "config", "errors"},
     "sim": {"ir", "cost"},
     "schedules": {"ir", "cost", "sim", "errors"},
-    "plan": {"ir", "cost", "partition", "formats", "schedules", "sim", "errors"},
+    "plan": {
+        *("ir", "cost", "config", "formats", "partition", "schedules", "sim"),
+        "errors",
+    },
     "view": {"ir", "errors"},
     "runtime": {"ir", "cost", "carry", "errors"},
     "measure": {"ir", "cost", "carry", "runtime", "errors"},

@@ -40,7 +40,7 @@ from penstock.formats import read_plan
 from penstock.ir.idle import idle
 from penstock.measure.links import network_of
 from penstock.runtime import Comm, spawn
-from penstock.train.session import own_cost
+from penstock.sim.own_times import own_cost
 
 NAMES: dict[str, tuple[str, dict[str, int]]] = {
     "gpipe": ("gpipe", {}),

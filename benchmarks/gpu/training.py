@@ -16,7 +16,7 @@ from typing import Any
 
 from bench import arguments, quartiles, write
 
-from penstock.train.session import summarize_run
+from penstock.train.after.report import summarize_run
 
 SIZES = (
     "--preset llama-150m --set data.batch=16 --set run.log=100 --set run.evaluate=0 --set run.save=0 "

@@ -1,14 +1,15 @@
-"""What a run is told: six sections of plain values, frozen, checked before anything starts.
+"""The config of a run: six sections of plain values, frozen, and checked before anything starts.
 
-    [model]      sizes, or a folder to start from          what is trained
-    [data]       text, tokenizer, tokens, batch            on what
+    [model]      sizes, or a folder to start from          what to train
+    [data]       text, tokenizer, tokens, batch            on which text
     [schedule]   name and shape                            in which order
-    [mesh]       processes of a rank                       who holds what of a part
+    [mesh]       processes of a rank                       how a rank shares its part
     [optimizer]  rates, decay, clipping                    how the weights move
     [run]        steps, seed, precision, when to save      for how long, and where
 
-Each value knows its default, what it is for, and its range: `penstock init` writes that down, and a value outside is
-refused by its name. Files and `--set`: `penstock.formats.config_toml`.
+Each value knows its default, its meaning and its range. `penstock init` writes them into
+a config file, and a value outside its range is refused by name.
+`penstock.formats.config_toml` reads and writes files and `--set`.
 """
 
 from __future__ import annotations
@@ -28,16 +29,16 @@ PRECISIONS = ("float32", "bfloat16")
 DEVICES = ("auto", "cpu", "cuda")
 AUTO = "auto"
 BYTE_TOKENIZER = "bytes"
-PLANS = (".json", ".csv")  # endings of files that hold a schedule
+PLANS = (".json", ".csv")  # suffixes of files that hold a schedule
 
 
 def is_plan_file(name: str) -> bool:
-    """Whether schedule.name is a file, which has its own ranks and micro-batches."""
+    """Whether schedule.name is a file, which brings its own ranks and micro-batches."""
     return Path(name).suffix in PLANS
 
 
 def names_a_file(tokenizer: str) -> bool:
-    """Whether data.tokenizer is a tokenizer.json."""
+    """Whether data.tokenizer is the path of a tokenizer.json."""
     return tokenizer not in (AUTO, BYTE_TOKENIZER)
 
 
@@ -48,198 +49,220 @@ def setting(
     most: float | None = None,
     above: float | None = None,
 ) -> Value:
-    """A field with its default, what it is for, and its range."""
-    limits = {"about": about, "least": least, "most": most, "above": above}
-    made: Value = field(default=default, metadata=MappingProxyType(limits))
-    return made
+    """Declare a field with its default, its meaning and its range."""
+    facts = {"about": about, "least": least, "most": most, "above": above}
+    value: Value = field(default=default, metadata=MappingProxyType(facts))
+    return value
 
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """Sizes of the model; or a Hugging Face folder, which has its own."""
+    """The sizes of the model, or a Hugging Face folder that defines them."""
 
-    family: str = setting("llama", "llama or gpt")
-    layers: int = setting(8, "layers", least=1, most=10_000)
+    family: str = setting("llama", "model family: llama or gpt")
+    layers: int = setting(8, "number of layers", least=1, most=10_000)
     width: int = setting(64, "features of the hidden state", least=1)
-    heads: int = setting(4, "attention heads; width is a multiple of it", least=1)
+    heads: int = setting(4, "attention heads; they must divide width", least=1)
     kv_heads: int = setting(
-        4, "heads of keys and values (llama); heads is a multiple of it", least=1
+        4, "heads of keys and values (llama); they must divide heads", least=1
     )
     inner: int = setting(176, "features inside the MLP", least=1)
-    vocab: int = setting(0, "words; 0: as many as the tokenizer has", least=0)
+    vocab: int = setting(
+        0, "size of the vocabulary; 0 takes that of the tokenizer", least=0
+    )
     positions: int = setting(
-        0, "the longest sequence (gpt); 0: as long as data.tokens", least=0
+        0, "longest sequence, in tokens (gpt); 0 takes data.tokens", least=0
     )
     theta: float = setting(10000.0, "base of the rotary frequencies (llama)", above=0)
-    tied: bool = setting(False, "one weight for embedding and output")
+    tied: bool = setting(False, "use one matrix for the embedding and the output")
     weights: str = setting(
         "",
-        "a folder with config.json and *.safetensors to start from; its sizes are taken",
+        "Hugging Face folder to start from (config.json, *.safetensors); its sizes replace those above",
     )
 
 
 @dataclass(frozen=True, slots=True)
 class DataConfig:
-    """Text, and how it becomes sequences."""
+    """The text, and how it becomes sequences."""
 
     sources: tuple[str, ...] = setting(
         (),
-        "files or folders: text or .jsonl, also as .gz, .bz2 or .xz; none: Python's own standard library",
+        "files or folders with text or .jsonl, also as .gz, .bz2 or .xz; empty takes Python's standard library",
     )
     endings: tuple[str, ...] = setting(
         (".txt", ".md", ".py", ".jsonl", ".txt.gz", ".jsonl.gz"),
-        "files taken from folders",
+        "endings of the files that are read from folders",
     )
-    field: str = setting("text", "the field of a JSONL line that holds its text")
+    field: str = setting("text", "field of a JSONL line that holds the text")
     tokenizer: str = setting(
         AUTO,
-        "bytes, or a tokenizer.json of Hugging Face's; auto: that of model.weights, else bytes",
+        "bytes, or the path of a tokenizer.json; auto takes that of model.weights, or else bytes",
     )
-    tokens: int = setting(128, "tokens of a sequence", least=2)
+    tokens: int = setting(128, "tokens per sequence", least=2)
     batch: int = setting(
         16,
-        "sequences of a step, over all micro-batches, copies, shards and accumulated passes",
+        "sequences per step, over all micro-batches, copies, shards and accumulated passes",
         least=1,
     )
     separate: bool = setting(
         False,
-        "packed documents apart: a token sees, and guesses, only its own; false: across them",
+        "keep packed documents apart: a token attends to and predicts only its own document",
     )
     held_out: float = setting(
-        0.02, "share of the sequences kept for evaluation", least=0, most=0.5
+        0.02,
+        "share of the sequences that is held out for evaluation",
+        least=0,
+        most=0.5,
     )
     cache: str = setting(
-        "", "folder of the token cache; empty: cache, next to the run's folder"
+        "",
+        "folder of the token cache; empty takes the folder cache next to the run's folder",
     )
 
 
 @dataclass(frozen=True, slots=True)
 class ScheduleConfig:
-    """Which schedule; 0 leaves a word of the shape out."""
+    """The schedule and its shape; 0 leaves a value to the schedule."""
 
-    name: str = setting(AUTO, "auto, a name of `penstock list`, or a plan.json")
-    ranks: int = setting(4, "workers of one copy of the pipeline", least=1)
-    microbatches: int = setting(8, "micro-batches of one copy, shard and pass", least=1)
-    waves: int = setting(0, "waves over the ranks (hanayo)", least=0)
-    chunks: int = setting(0, "chunks of the model on a rank (interleaved)", least=0)
-    slices: int = setting(0, "token slices of a micro-batch", least=0)
-    skips: int = setting(0, "parts each micro-batch leaves out (skip)", least=0)
-    copies: int = setting(
-        1, "copies of the pipeline side by side (data parallel)", least=1
+    name: str = setting(
+        AUTO, "auto, a name from `penstock list`, or the path of a plan.json"
     )
-    split: bool = setting(False, "split each backward into input and weight gradient")
+    ranks: int = setting(4, "ranks of one copy of the pipeline", least=1)
+    microbatches: int = setting(8, "micro-batches per copy, shard and pass", least=1)
+    waves: int = setting(0, "waves over the ranks (hanayo)", least=0)
+    chunks: int = setting(0, "chunks of the model per rank (interleaved)", least=0)
+    slices: int = setting(0, "token slices per micro-batch", least=0)
+    skips: int = setting(0, "parts that each micro-batch skips (skip)", least=0)
+    copies: int = setting(1, "data-parallel copies of the pipeline", least=1)
+    split: bool = setting(
+        False, "split each backward into input gradient and weight gradient"
+    )
     partition: tuple[int, ...] = setting(
-        (), "layers of each part; none: as equal as it goes"
+        (), "number of layers of each part; empty makes them as equal as possible"
     )
 
 
 @dataclass(frozen=True, slots=True)
 class MeshConfig:
-    """A rank of the schedule as several processes: shard x tensor of them."""
+    """How many processes make up a rank of the schedule: shard x tensor."""
 
     shard: int = setting(
         1,
-        "processes that share a rank's weights between steps, on data of their own (FSDP2)",
+        "processes that divide a rank's weights between steps and train on different data (FSDP2)",
         least=1,
     )
     tensor: int = setting(
         1,
-        "processes that share each layer's heads and features (DTensor); it divides both",
+        "processes that divide each layer's heads and features (DTensor); it must divide both",
         least=1,
     )
 
     @property
     def size(self) -> int:
-        """Processes of a rank."""
+        """The number of processes of a rank."""
         return self.shard * self.tensor
 
     def over(self, ranks: int) -> str:
-        """All processes of a schedule of so many ranks, in words.
+        """Describe all processes of a schedule with `ranks` ranks.
 
         >>> MeshConfig().over(3), MeshConfig(shard=2, tensor=4).over(3)
         ('3 ranks', '3 ranks x shard 2 x tensor 4 = 24 processes')
         """
         if self.size == 1:
             return f"{ranks} ranks"
-        return f"{ranks} ranks x shard {self.shard} x tensor {self.tensor} = {ranks * self.size} processes"
+        processes = ranks * self.size
+        mesh = f"shard {self.shard} x tensor {self.tensor}"
+        return f"{ranks} ranks x {mesh} = {processes} processes"
 
 
 @dataclass(frozen=True, slots=True)
 class OptimizerConfig:
-    """AdamW; the rate rises over the warm-up, then falls along a cosine."""
+    """AdamW. The rate rises during the warm-up, then falls along a cosine."""
 
-    rate: float = setting(1e-2, "the highest learning rate", above=0)
+    rate: float = setting(1e-2, "highest learning rate", above=0)
     final: float = setting(
-        0.1, "the last rate, as a share of the highest", least=0, most=1
+        0.1, "last learning rate, as a share of the highest", least=0, most=1
     )
-    warmup: int = setting(20, "steps until the highest rate", least=0)
-    beta1: float = setting(0.9, "decay of the mean gradient", least=0, most=0.999999)
-    beta2: float = setting(0.95, "decay of the mean square", least=0, most=0.9999999)
-    eps: float = setting(1e-8, "added to the root of the mean square", above=0)
+    warmup: int = setting(20, "steps until the highest learning rate", least=0)
+    beta1: float = setting(
+        0.9, "decay of the running mean of gradients", least=0, most=0.999999
+    )
+    beta2: float = setting(
+        0.95, "decay of the running mean of squared gradients", least=0, most=0.9999999
+    )
+    eps: float = setting(
+        1e-8, "added to the root of the mean square, against division by zero", above=0
+    )
     decay: float = setting(
-        0.1, "weight decay of matrices; norms and biases have none", least=0
+        0.1, "weight decay of matrices; norms and biases do not decay", least=0
     )
     clip: float = setting(
-        1.0, "largest norm of all gradients together; 0: not clipped", least=0
+        1.0, "largest norm of all gradients together; 0 switches clipping off", least=0
     )
 
 
 @dataclass(frozen=True, slots=True)
 class RunConfig:
-    """For how long, and where things go."""
+    """How long a run takes, what it saves, and where it computes."""
 
-    folder: str = setting("", "of this run; empty: a new one in runs")
+    folder: str = setting("", "folder of this run; empty makes a new one in runs")
     steps: int = setting(200, "optimizer steps", least=1)
-    seed: int = setting(0, "of weights and data order", least=0, most=2**63 - 1)
-    device: str = setting(AUTO, "auto, cpu or cuda")
+    seed: int = setting(
+        0, "seed of the initial weights and of the data order", least=0, most=2**63 - 1
+    )
+    device: str = setting(AUTO, "cpu, cuda, or auto: GPUs if there are any")
     precision: str = setting(
-        "float32", "float32, or bfloat16 (autocast; weights stay float32)"
+        "float32", "float32, or bfloat16 (autocast; the weights stay float32)"
     )
     recompute: bool = setting(
         False,
-        "keep only the inputs of stages, and compute the rest again in the backward",
+        "keep only the inputs of stages and recompute the rest in the backward, to save memory",
     )
     graphs: bool = setting(
         False,
-        "record every action of a stage once and replay it (CUDA graphs; takes more memory)",
+        "record every action of a stage once and replay it (CUDA graphs); this takes more memory",
     )
     accumulate: int = setting(
-        1, "passes through the pipeline whose gradients make one step", least=1
+        1, "passes through the pipeline per step; their gradients are added up", least=1
     )
-    log: int = setting(10, "steps between two lines", least=1)
+    log: int = setting(10, "steps between two lines of the log", least=1)
     evaluate: int = setting(
-        50, "steps between two evaluations; 0: only after the last step", least=0
+        50,
+        "steps between two evaluations; 0 evaluates only after the last step",
+        least=0,
     )
-    evaluations: int = setting(2, "batches of an evaluation", least=1)
+    evaluations: int = setting(2, "batches per evaluation", least=1)
     save: int = setting(
-        50, "steps between two checkpoints; 0: only at the end", least=0
+        50, "steps between two checkpoints; 0 saves only at the end", least=0
     )
-    keep: int = setting(2, "checkpoints that stay", least=1)
+    keep: int = setting(2, "number of checkpoints to keep", least=1)
     timed: int = setting(
         50,
-        "steps between two measured timelines, and step 3, and the last; 0: none",
+        "steps between two measured timelines, besides step 3 and the last; 0 measures none",
         least=0,
     )
     forecast: bool = setting(
-        True, "time a layer before the run, and say what a step will take"
+        True, "time a layer before the run and predict the time of a step"
     )
     prove: bool = setting(
         True,
-        "before the first step, compare every stage as the plan runs it with a plain call of it",
+        "check before the first step that every stage computes under the plan what a plain call does",
     )
     check_memory: bool = setting(
         True, "refuse to start if the run needs more memory than this machine has"
     )
     restarts: int = setting(
         3,
-        "times that a run whose worker died starts again from its checkpoint",
+        "how often a run restarts from its checkpoint after a worker has died",
         least=0,
     )
     patience: float = setting(
-        300.0, "seconds that a rank may wait for another", above=0
+        300.0, "seconds that a rank may wait for another one", above=0
     )
     threads: int = setting(
-        0, "CPU threads of a worker; 0: the machine's cores, shared out", least=0
+        0,
+        "CPU threads per worker; 0 divides the machine's cores among the workers",
+        least=0,
     )
 
 
@@ -256,12 +279,12 @@ class Config:
 
     @property
     def rows(self) -> int:
-        """Sequences of one micro-batch."""
+        """Sequences per micro-batch."""
         return self.data.batch // self.passages
 
     @property
     def passages(self) -> int:
-        """Micro-batches of a step, over copies, shards and accumulated passes."""
+        """Micro-batches per step, over copies, shards and accumulated passes."""
         return (
             self.schedule.microbatches
             * self.schedule.copies
@@ -337,47 +360,44 @@ PRESETS: dict[str, Config] = {
 
 # ---------------------------------------------------------------- checking
 def check_config(config: Config, counted: bool = False) -> Config:
-    """The same config, or one error with everything that is wrong in it.
+    """Return the same config, or raise one error that lists all of its faults.
 
-    A plan file brings its own micro-batches: until it is read, and they are `counted`, nothing is said about them.
+    A plan file brings its own micro-batches. Their number is not checked until the file
+    has been read, which the caller says with `counted`.
     """
-    faults = [
-        fault
-        for section in fields(config)
-        for fault in _ranges(section.name, getattr(config, section.name))
-    ]
-    faults += _choices(config) + _sizes(
-        config, counted or not is_plan_file(config.schedule.name)
-    )
+    faults = []
+    for section in fields(config):
+        faults += _range_faults(section.name, getattr(config, section.name))
+    faults += _choice_faults(config)
+    counted = counted or not is_plan_file(config.schedule.name)
+    faults += _size_faults(config, counted)
     if config.run.graphs:
-        faults += [
-            f"run.graphs = true does not go with {why}"
-            for why in reasons_against_recording(config)
-        ]
+        for reason in reasons_against_recording(config):
+            faults.append(f"run.graphs = true does not go with {reason}")
     if faults:
         raise ConfigError("\n".join(faults))
     return config
 
 
-def _ranges(section: str, values: object) -> list[str]:
+def _range_faults(section: str, values: object) -> list[str]:
+    """The values of a section that are outside their ranges."""
     faults = []
     for item in fields(values):  # type: ignore[arg-type]
-        value, limits = getattr(values, item.name), item.metadata
+        value = getattr(values, item.name)
         if isinstance(value, bool) or not isinstance(value, int | float):
             continue
-        words = _outside(value, limits)
-        if words:
-            faults.append(
-                f"{section}.{item.name} = {value:g} must be {words}"
-                if isinstance(value, float)
-                else f"{section}.{item.name} = {value} must be {words}"
-            )
+        wanted = _wanted_range(value, item.metadata)
+        if wanted:
+            shown = f"{value:g}" if isinstance(value, float) else str(value)
+            faults.append(f"{section}.{item.name} = {shown} must be {wanted}")
     return faults
 
 
-def _outside(value: float, limits: Mapping[str, Any]) -> str:
-    """The range, in words, if the value is not in it."""
-    least, most, above = limits.get("least"), limits.get("most"), limits.get("above")
+def _wanted_range(value: float, limits: Mapping[str, Any]) -> str:
+    """The range that a value violates, in words; empty if it is inside."""
+    least = limits.get("least")
+    most = limits.get("most")
+    above = limits.get("above")
     if isinstance(value, float) and not isfinite(value):
         return "a finite number"
     if isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
@@ -386,64 +406,69 @@ def _outside(value: float, limits: Mapping[str, Any]) -> str:
         return f"at least {least:g}"
     if most is not None and value > most:
         return f"at most {most:g}"
-    return f"above {above:g}" if above is not None and value <= above else ""
+    if above is not None and value <= above:
+        return f"above {above:g}"
+    return ""
 
 
-def _choices(config: Config) -> list[str]:
-    faults = []
-    for kind, value, known in (
+def _choice_faults(config: Config) -> list[str]:
+    """The values that are not among the known names."""
+    choices = (
         ("model.family", config.model.family, MODEL_FAMILIES),
         ("run.precision", config.run.precision, PRECISIONS),
         ("run.device", config.run.device, DEVICES),
-    ):
+    )
+    faults = []
+    for key, value, known in choices:
         if value not in known:
-            faults.append(str(UnknownNameError(kind, value, known)))
+            faults.append(str(UnknownNameError(key, value, known)))
     return faults
 
 
-def _sizes(config: Config, counted: bool) -> list[str]:
-    """What two values must agree on."""
-    model, data, schedule = config.model, config.data, config.schedule
+def _size_faults(config: Config, counted: bool) -> list[str]:
+    """The values that contradict each other."""
+    model = config.model
+    data = config.data
+    schedule = config.schedule
+    passages = config.passages
     faults = []
-    if counted and data.batch % max(config.passages, 1):
-        fit = -(-data.batch // config.passages) * config.passages
+    if counted and data.batch % max(passages, 1):
+        fitting = -(-data.batch // passages) * passages
         faults.append(
-            f"data.batch = {data.batch} sequences do not deal out to {config.passages} micro-batches "
-            f"(microbatches {schedule.microbatches} x copies {schedule.copies} x shard {config.mesh.shard} x "
-            f"accumulate {config.run.accumulate}); {fit} do"
+            f"data.batch = {data.batch} sequences do not deal out to {passages} "
+            f"micro-batches (microbatches {schedule.microbatches} x copies "
+            f"{schedule.copies} x shard {config.mesh.shard} x accumulate "
+            f"{config.run.accumulate}); {fitting} do"
         )
-    if (
-        model.family == "gpt"
-        and not model.weights
-        and 0 < model.positions < data.tokens
-    ):
+    if model.weights:
+        return faults  # Its folder has its own sizes.
+    if model.family == "gpt" and 0 < model.positions < data.tokens:
         faults.append(
-            f"data.tokens = {data.tokens} is more than model.positions = {model.positions}"
+            f"data.tokens = {data.tokens} is more than "
+            f"model.positions = {model.positions}"
         )
-    if (
-        schedule.partition
-        and not model.weights
-        and sum(schedule.partition) != model.layers
-    ):
+    layers = sum(schedule.partition)
+    if schedule.partition and layers != model.layers:
         faults.append(
-            f"schedule.partition has {sum(schedule.partition)} layers, but model.layers = {model.layers}"
+            f"schedule.partition has {layers} layers, but model.layers = {model.layers}"
         )
     return faults
 
 
 def reasons_against_recording(config: Config) -> list[str]:
-    """What of a run cannot be recorded, and why: graphs replay what is the same in every step, on one GPU."""
-    others = (
-        (
-            "data.separate = true",
-            config.data.separate,
-            "documents differ from step to step",
-        ),
-        (
-            f"mesh.shard = {config.mesh.shard} and mesh.tensor = {config.mesh.tensor}",
-            config.mesh.size > 1,
-            "the processes of a mesh talk within an action",
-        ),
-        ("run.device = cpu", config.run.device == "cpu", "a CPU has no graphs"),
-    )
-    return [f"{name}: {why}" for name, false, why in others if false]
+    """Return why the actions of a run cannot be recorded as CUDA graphs; empty if they can.
+
+    A graph replays what is the same in every step, on one GPU.
+    """
+    mesh = config.mesh
+    reasons = []
+    if config.data.separate:
+        reasons.append("data.separate = true: documents differ from step to step")
+    if mesh.size > 1:
+        reasons.append(
+            f"mesh.shard = {mesh.shard} and mesh.tensor = {mesh.tensor}: "
+            "the processes of a mesh talk within an action"
+        )
+    if config.run.device == "cpu":
+        reasons.append("run.device = cpu: a CPU has no graphs")
+    return reasons

@@ -35,6 +35,7 @@ from penstock.formats.config_toml import (
     written_keys,
 )
 from penstock.ir import parse_action
+from penstock.plan.planner import plan_run
 from penstock.runtime import run_threads
 from penstock.schedules.transforms import replicate
 from penstock.train.data.corpus import open_corpus
@@ -42,7 +43,6 @@ from penstock.train.history import StepRow, read_rows
 from penstock.train.hub import settle_tokenizer
 from penstock.train.launcher import _story
 from penstock.train.loop import Trainer, describe
-from penstock.train.session import plan_run
 from penstock.train.worker import Verdict, job_of, model_sizes, read_failure
 
 
@@ -285,8 +285,8 @@ def test_what_one_rank_cannot_begin_with_is_said_once_and_not_tried_again_and_ag
         here("draw hanayo --ranks 2 --microbatches 4 -o runs/lost/plan.json").code == 0
     )
     code = (
-        "from pathlib import Path; from penstock.cli.train import rank; "
-        "from penstock.train.launcher import launch; launch(rank, Path('runs/lost'), 2, 1, False)"
+        "from pathlib import Path; from penstock.train.entry import run_worker; "
+        "from penstock.train.launcher import launch; launch(run_worker, Path('runs/lost'), 2, 1, False)"
     )
     done = subprocess.run(
         [sys.executable, "-c", code],
@@ -930,7 +930,7 @@ def test_no_sources_are_the_default_and_never_the_folder_at_hand(text, here):
         ),
         ("a.jsonl.zst", b"x", "a.jsonl.zst is an archive: unpack it first"),
         ("a.tar.gz", b"x", "is an archive"),
-        ("a.bin", b"some text", "a.bin is no text: penstock reads"),
+        ("a.bin", b"some text", "a.bin is not text: Penstock reads"),
         ("a.txt", b"text\0text", "a.txt is not text: byte 4 is zero"),
         ("a.txt", b"\x1f\x8b8", "a.txt is compressed by gzip, whatever its name says"),
         ("a.txt.gz", b"some text", "cannot read a.txt.gz: Not a gzipped file"),

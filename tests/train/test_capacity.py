@@ -30,6 +30,7 @@ from penstock.train.capacity import (
     places_of,
     too_large,
 )
+from penstock.train.placement import decide_placement
 from penstock.train.profile import Request, subjects_of
 from penstock.train.weights import blueprint, sizes_of
 from penstock.train.worker import Verdict
@@ -126,16 +127,16 @@ def test_a_container_may_have_less_than_its_machine(tmp_path, monkeypatch):
 
 def test_ranks_are_counted_where_they_are(monkeypatch):
     config = replace(CONFIG, mesh=MeshConfig(shard=2), run=RunConfig(device="cpu"))
-    assert places_of(config, 2)[0].ranks == (0, 0, 1, 1)
+    assert places_of(decide_placement(config, 4), 2)[0].ranks == (0, 0, 1, 1)
     for name, value in {
         "RANK": "3",
         "LOCAL_RANK": "1",
         "LOCAL_WORLD_SIZE": "2",
     }.items():
         monkeypatch.setenv(name, value)
-    assert places_of(config, 2)[0].ranks == (1, 1)
+    assert places_of(decide_placement(config, 4), 2)[0].ranks == (1, 1)
     monkeypatch.delenv("LOCAL_WORLD_SIZE")
-    assert places_of(config, 2)[0].ranks == (1,)
+    assert places_of(decide_placement(config, 4), 2)[0].ranks == (1,)
 
 
 def test_ranks_on_gpus_are_counted_by_gpu(monkeypatch):
@@ -146,7 +147,7 @@ def test_ranks_on_gpus_are_counted_by_gpu(monkeypatch):
         "get_device_properties",
         lambda gpu: type("P", (), {"total_memory": 100 + gpu}),
     )
-    assert places_of(CONFIG, 3) == [
+    assert places_of(decide_placement(CONFIG, 3)) == [
         Place("GPU 0", 100, (0, 2)),
         Place("GPU 1", 101, (1,)),
     ]
@@ -205,7 +206,7 @@ def here(monkeypatch, capsys, tmp_path):
         ("data.batch=1600000000", "any one of these would fit: data.batch="),
         (
             "model.width=100000000 --dry-run",
-            "to time one layer, the embedding and the head takes",
+            "timing one layer, the embedding and the head takes",
         ),
     ],
 )

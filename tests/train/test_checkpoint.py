@@ -404,7 +404,7 @@ def test_generation_goes_on_from_its_prompt_and_the_seed_decides(tmp_path):
     )
     draw_parameters(trained.holding, 0)
     next(iter(trained.holding.parameters.values())).data.fill_(float("nan"))
-    with pytest.raises(RunError, match="gives no numbers"):
+    with pytest.raises(RunError, match="NaN or infinite logits"):
         generate_text(trained, "ab", 3)
     assert corpus().trained
     with pytest.raises(FileError, match="has no checkpoint"):

@@ -291,14 +291,14 @@ def test_pythons_own_library_is_the_default_text():
         (
             "bad.jsonl",
             '{"text": "a"}\n{"text"\n',
-            "bad.jsonl:2:8: this line is no JSON: Expecting ':' delimiter",
+            "bad.jsonl:2:8: this line is not JSON: Expecting ':' delimiter",
         ),
         ("bad.jsonl", '{"body": "a"}\n', "no text under 'text'; it has 'body'"),
-        ("bad.jsonl", "[1]\n", "bad.jsonl:1: this line is no JSON object"),
+        ("bad.jsonl", "[1]\n", "bad.jsonl:1: this line is not a JSON object"),
         (
             "bad.jsonl",
             '{"text": 3}\n',
-            "bad.jsonl:1: what is under 'text' is no text: 3",
+            "bad.jsonl:1: the value of 'text' is not text: 3",
         ),
         ("short.txt", "abc", "too few for sequences of 10"),
         ("empty.txt", "", "the text is empty"),
@@ -350,7 +350,7 @@ def test_text_that_was_copied_elsewhere_is_the_same_text(tmp_path):
 
 
 def test_a_large_file_is_read_in_pieces_and_says_how_far_it_is(tmp_path, monkeypatch):
-    monkeypatch.setattr(corpus_module, "PIECE", 64)
+    monkeypatch.setattr(corpus_module, "PIECE_BYTES", 64)
     (tmp_path / "a.txt").write_bytes(bytes(range(1, 201)))
     (tmp_path / "b.jsonl").write_text('{"text": "xyz"}\n' * 20)
     seen: list[tuple[int, int]] = []
@@ -375,7 +375,7 @@ def test_a_large_file_is_read_in_pieces_and_says_how_far_it_is(tmp_path, monkeyp
 def test_compressed_text_and_lines_of_json_are_unpacked(
     ending, pack, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(corpus_module, "PIECE", 64)
+    monkeypatch.setattr(corpus_module, "PIECE_BYTES", 64)
     plain, lines = b"a few words " * 30, b'{"text": "xyz"}\n' * 3
     for name, content in (("a.txt", plain), ("b.jsonl", lines)):
         (tmp_path / f"{name}{ending}").write_bytes(pack(content))
@@ -454,7 +454,7 @@ def test_a_tokenizer_json_makes_the_words_that_its_own_library_makes(tmp_path):
             ),
             tmp_path / "cache",
         )
-    with pytest.raises(FileError, match="byte 0 is no UTF-8"):
+    with pytest.raises(FileError, match="byte 0 is not UTF-8"):
         ours.encode(b"\xff", "some file")
 
 
@@ -546,7 +546,7 @@ def test_a_long_text_in_pieces_has_the_tokens_of_the_whole(
     theirs.no_truncation()
     (tmp_path / "a.txt").write_text(ODD_TEXT, encoding="utf-8")
     (tmp_path / "b.jsonl").write_text(json.dumps({"text": ODD_TEXT[::-1]}) + "\n")
-    monkeypatch.setattr(corpus_module, "PIECE", 1024)
+    monkeypatch.setattr(corpus_module, "PIECE_BYTES", 1024)
     seen: list[int] = []
     encode_all = FileTokenizer.encode_all
     monkeypatch.setattr(
@@ -573,11 +573,11 @@ def test_a_long_text_in_pieces_has_the_tokens_of_the_whole(
 def test_what_is_no_text_in_a_later_piece_is_said_by_its_place(tmp_path, monkeypatch):
     trained_tokenizer("byte level").save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "a.txt").write_bytes(b"some words " * 200 + b"\xff\xff")
-    monkeypatch.setattr(corpus_module, "PIECE", 1024)
+    monkeypatch.setattr(corpus_module, "PIECE_BYTES", 1024)
     data = DataConfig(
         sources=(str(tmp_path / "a.txt"),), tokenizer=str(tmp_path / "tokenizer.json")
     )
-    with pytest.raises(FileError, match=r"a\.txt is not text: byte 2200 is no UTF-8"):
+    with pytest.raises(FileError, match=r"a\.txt is not text: byte 2200 is not UTF-8"):
         open_corpus(data, tmp_path / "cache")
 
 
@@ -586,7 +586,7 @@ def test_a_tokenizer_that_is_none_is_said_so(tmp_path):
     with pytest.raises(FileError, match="there is no tokenizer"):
         tokenizer_of(str(tmp_path / "none.json"))
     Path(tmp_path / "bad.json").write_text("{}")
-    with pytest.raises(FileError, match="is no tokenizer"):
+    with pytest.raises(FileError, match="is not a tokenizer"):
         tokenizer_of(str(tmp_path / "bad.json"))
 
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock import REGISTRY, Plan, UnitCost, make, simulate
-from penstock.cli.forecast import describe_devices, hint
+from penstock.cli.forecast import describe_placement, hint
 from penstock.config import Config, DataConfig, ModelConfig, RunConfig
 from penstock.cost import ModelCost, PartCost, PausedCost, Profile, Seconds
 from penstock.cost.profile import Point, block, enlarge
@@ -25,16 +25,16 @@ from penstock.measure.profile import measure
 from penstock.models import GPTConfig, LlamaConfig, even_partition
 from penstock.runtime import spawn
 from penstock.sim import simulate_shared
+from penstock.train.after.report import Summary, render_report
 from penstock.train.forecast import (
     PROFILE,
     forecast,
     known_forecast,
-    machine_of,
     profile_mark,
 )
 from penstock.train.history import StepRow
+from penstock.train.placement import decide_placement
 from penstock.train.profile import Request, subjects_of
-from penstock.train.session import Summary, render_report
 from penstock.train.weights import hold
 
 QUANTUM = 1 / 64
@@ -280,7 +280,9 @@ def test_a_report_lays_the_forecast_over_what_was_measured_and_names_the_largest
 def test_a_machine_has_as_many_processors_as_its_threads_leave(monkeypatch):
     monkeypatch.setattr("os.cpu_count", lambda: 8)
     found = [
-        machine_of(replace(CONFIG, run=RunConfig(threads=threads, device="cpu")), 4)
+        decide_placement(
+            replace(CONFIG, run=RunConfig(threads=threads, device="cpu")), 4
+        )
         for threads in (0, 1, 4, 16)
     ]
     assert [(one.processors, one.threads) for one in found] == [
@@ -331,8 +333,9 @@ def gpus(monkeypatch):
 )
 def test_ranks_of_a_testbed_compute_side_by_side(gpus, count, share, at_once, words):
     gpus(count, share)
-    assert machine_of(Config(), 4).processors == at_once
-    assert describe_devices(Config(), 4) == words
+    placement = decide_placement(Config(), 4)
+    assert placement.processors == at_once
+    assert describe_placement(placement) == words
 
 
 def test_launches_that_take_longer_than_the_work_are_told():

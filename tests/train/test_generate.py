@@ -91,7 +91,7 @@ def test_the_cache_changes_no_word(sizes, temperature, seed):
 
 @pytest.mark.parametrize("temperature", [-1.0, float("nan"), float("inf")])
 def test_a_temperature_that_is_none_is_refused(temperature):
-    with pytest.raises(ShapeError, match="is no temperature"):
+    with pytest.raises(ShapeError, match="is not a temperature"):
         generate_text(trained(LLAMA), "def ", 1, temperature)
 
 
@@ -145,5 +145,5 @@ def test_a_temperature_next_to_nothing_takes_the_likeliest_word():
 
 def test_a_prompt_may_be_any_bytes_and_a_seed_may_not_be_any_number():
     assert generate_text(trained(LLAMA), "\udcff", 0) == "\ufffd"
-    with pytest.raises(ShapeError, match="is no seed"):
+    with pytest.raises(ShapeError, match="is not a seed"):
         generate_text(trained(LLAMA), "def ", 1, seed=10**30)

@@ -144,7 +144,7 @@ def test_tensorboard_gets_every_figure(tmp_path):
 @pytest.mark.parametrize("line", ['{"step": "1"}', '{"loss": [1]}', "[]", "3"])
 def test_a_line_that_is_no_step_is_named(line, tmp_path):
     (tmp_path / "metrics.jsonl").write_text(f"{line}\n" * 2)
-    with pytest.raises(FileError, match="1: this line is no step of a run"):
+    with pytest.raises(FileError, match="1: this line is not a step of a run"):
         read_rows(tmp_path)
 
 
@@ -160,5 +160,5 @@ def test_a_line_that_is_no_step_is_named(line, tmp_path):
 )
 def test_a_timeline_that_is_none_is_said_so(text, tmp_path):
     (tmp_path / "timeline.json").write_text(text)
-    with pytest.raises(FileError, match="is no timeline of this run"):
+    with pytest.raises(FileError, match="is not a timeline of this run"):
         read_timeline(tmp_path, make("1f1b", ranks=2, microbatches=2))

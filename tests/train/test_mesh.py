@@ -235,7 +235,7 @@ def test_the_command_line_starts_a_process_for_every_place_of_the_mesh(
             "[mesh] has no key 'tensors'\n  did you mean 'tensor'?",
         ),
         ("mesh.shard=0", "mesh.shard = 0 must be at least 1"),
-        ("mesh.tensor=2 run.device=cuda", "8 processes, a GPU each, but there are"),
+        ("mesh.tensor=2 run.device=cuda", "8 processes need a GPU each, but there are"),
     ],
 )
 def test_a_mesh_that_cannot_be_is_refused_before_anything_starts(

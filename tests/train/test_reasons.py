@@ -10,9 +10,10 @@ import pytest
 from penstock import Plan, make
 from penstock.config import Config, ScheduleConfig
 from penstock.formats import dump_plan, load_plan
+from penstock.plan.planner import plan_run
 from penstock.train.after.reasons import reasons_of
+from penstock.train.after.report import Summary, render_report
 from penstock.train.history import StepRow
-from penstock.train.session import Summary, plan_run, render_report
 
 ROWS = tuple(StepRow(step, 1.0, 1.0, 0.1, 2.0, 10, 10, 0.1) for step in range(1, 4))
 

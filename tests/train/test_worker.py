@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
+import sys
 
 import pytest
 import torch
 import torch.distributed as dist
+import typer
 
+import module_workers
 from penstock.errors import PeerLostError
 from penstock.formats import write_plan
 from penstock.formats.config_toml import dump_config, load_config
@@ -16,14 +20,14 @@ from penstock.ir import Plan
 from penstock.runtime import Executor
 from penstock.schedules import make
 from penstock.train.history import read_rows
-from penstock.train.launcher import forget_previous_end
+from penstock.train.launcher import forget_previous_end, launch
 from penstock.train.worker import read_failure, work
 
 CONFIG = """
 model = { layers = 1, width = 16, heads = 2, kv_heads = 2, inner = 16 }
 data = { sources = ["text.txt"], tokens = 8, batch = 2 }
 schedule = { name = "1f1b", ranks = 1, microbatches = 2 }
-run = { steps = 3, evaluate = 0, save = 0, timed = 0, threads = 1 }
+run = { steps = 3, evaluate = 0, save = 0, timed = 0, prove = false, threads = 1 }
 """
 CPU_FULL = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 5000000000 bytes. Error code 12"
 GPU_FULL = "CUDA out of memory. Tried to allocate 3.00 GiB. GPU 0 has a total capacity of 2 GiB"
@@ -146,3 +150,20 @@ def test_a_start_that_was_stopped_says_so_when_it_starts_again(folder, monkeypat
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     verdict = work(folder, False)
     assert (verdict.step, verdict.stopped, verdict.error) == (0, True, "")
+
+
+def test_a_worker_process_does_not_load_the_command_line(tmp_path, monkeypatch):
+    for name in (
+        "GLOO_SOCKET_IFNAME",
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE",
+        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT",
+        "TORCH_CPP_LOG_LEVEL",
+    ):
+        monkeypatch.setenv(name, os.environ.get(name, ""))
+        monkeypatch.delenv(name)
+    assert typer.__name__ in sys.modules  # the parent has it, as `penstock train` does
+    verdict = launch(module_workers.list_modules, tmp_path, 1, 0, False)
+    loaded = verdict.text.split()
+    assert "penstock.train.worker" in loaded
+    assert "typer" not in loaded
+    assert not [name for name in loaded if name.startswith("penstock.cli")]

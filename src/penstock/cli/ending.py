@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from penstock.cli.tables import console, print_plain, write
 
 if TYPE_CHECKING:
-    from penstock.train.session import Summary
+    from penstock.train.after.report import Summary
     from penstock.train.worker import Verdict
 
 REPORT = "report.html"  # in the folder of a run
@@ -20,7 +20,7 @@ SAMPLE_PROMPT = "def "
 def show_ending(folder: Path, verdict: Verdict, sample: int) -> None:
     """Write the report and a sample of `sample` tokens, and print how the run ended."""
     from penstock.train.after.generate import generate_text, open_trained
-    from penstock.train.session import render_report, summarize_run
+    from penstock.train.after.report import render_report, summarize_run
 
     if verdict.stopped and not verdict.step:
         _print_no_checkpoint(folder)

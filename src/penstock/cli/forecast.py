@@ -12,71 +12,59 @@ if TYPE_CHECKING:
     from penstock.config import Config
     from penstock.ir import Plan
     from penstock.train.forecast import Forecast
+    from penstock.train.placement import Placement
 
 MIN_LAUNCH_OVERHEAD = (
     1.1  # time with launches / time of the kernels; less is not worth a hint
 )
 
 
-def devices_are_cpus(config: Config) -> bool:
-    """Return whether a run uses CPUs, by choice or because torch sees no GPU."""
-    import torch
-
-    return config.run.device == "cpu" or not torch.cuda.is_available()
-
-
-def describe_devices(config: Config, processes: int) -> str:
+def describe_placement(placement: Placement) -> str:
     """Describe where the processes of a run will be."""
-    import torch
-
-    from penstock.runtime.process.mps import workers_of_a_gpu
-
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    device = config.run.device
-    mesh_needs_more = config.mesh.size > 1 and gpus < processes
-    if device == "cpu" or gpus == 0 or mesh_needs_more:
-        return _describe_cpus(device, processes, gpus)
-    if gpus >= processes:
-        return f"{processes} processes on {gpus} GPUs, NCCL"
-    manner = "side by side"
-    if gpus * workers_of_a_gpu() < processes:
-        workers = -(-processes // gpus)
-        manner = f"in turns (side by side with penstock testbed --workers {workers})"
-    return f"{processes} processes on {gpus} GPUs, penstock_ipc, {manner}"
-
-
-def _describe_cpus(device: str, processes: int, gpus: int) -> str:
-    import os
-
-    reason = ""
-    if gpus and device == "auto":
-        reason = f" ({gpus} GPUs are too few)"
-    if device == "cuda":  # only a dry run gets here
-        reason = (
-            "; run.device = cuda, but torch sees no GPU here, so times are those of "
-            "these cores"
-        )
-    return f"{processes} processes on {os.cpu_count()} CPU cores, gloo{reason}"
+    machine = placement.machine
+    processes = f"{placement.processes} processes"
+    if placement.neighbours != placement.processes:
+        processes += f", {placement.neighbours} of them here"
+    if placement.device == "cpu":
+        reason = ""
+        if placement.wanted == "cuda":  # only a dry run gets here
+            reason = (
+                "; run.device = cuda, but torch sees no GPU here, so times are those "
+                "of these cores"
+            )
+        elif placement.wanted == "auto" and machine.gpus:
+            reason = f" ({machine.gpus} GPUs are too few)"
+        return f"{processes} on {machine.cores} CPU cores, gloo{reason}"
+    where = f"{processes} on {machine.gpus} GPUs"
+    if not placement.shares_gpus:
+        return f"{where}, NCCL"
+    if placement.processors == placement.neighbours:
+        return f"{where}, penstock_ipc, side by side"
+    workers = -(-placement.neighbours // machine.gpus)
+    return (
+        f"{where}, penstock_ipc, in turns "
+        f"(side by side with penstock testbed --workers {workers})"
+    )
 
 
 def measured_forecast(
-    config: Config, plan: Plan, folder: Path | None = None
+    config: Config, plan: Plan, placement: Placement, folder: Path | None = None
 ) -> Forecast:
     """Measure and predict a step, while the terminal shows that this is going on."""
     from penstock.train.forecast import measure_forecast
 
     with progress("timing a layer"):
-        return measure_forecast(config, plan, folder)
+        return measure_forecast(config, plan, placement, folder)
 
 
-def prediction(config: Config, plan: Plan, folder: Path) -> str:
+def prediction(config: Config, plan: Plan, placement: Placement, folder: Path) -> str:
     """Describe the forecast of a run. A failed forecast never blocks a run."""
     from penstock.train.forecast import known_forecast
 
     try:
         forecast = known_forecast(folder, config, plan)
         if forecast is None:
-            forecast = measured_forecast(config, plan, folder)
+            forecast = measured_forecast(config, plan, placement, folder)
         return describe_step(forecast, config) + hint(forecast, config)
     except PenstockError as error:
         return f"not known: {str(error).splitlines()[0]}"
@@ -96,12 +84,12 @@ def print_memory(forecast: Forecast, config: Config) -> None:
     print_table(heads, rows)
 
 
-def tell_if_too_large(config: Config, plan: Plan) -> None:
+def tell_if_too_large(config: Config, plan: Plan, placement: Placement) -> None:
     """Print a warning if a run would not fit into the memory of this machine."""
     from penstock.train.capacity import why_too_large
     from penstock.train.worker import model_sizes
 
-    reason = why_too_large(config, plan, model_sizes(config))
+    reason = why_too_large(config, plan, model_sizes(config), placement)
     if reason:
         tell("memory", reason)
 

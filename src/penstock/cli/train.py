@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Optional
@@ -12,16 +11,14 @@ import typer
 
 from penstock.cli.ending import show_ending
 from penstock.cli.forecast import (
-    describe_devices,
+    describe_placement,
     describe_step,
-    devices_are_cpus,
     measured_forecast,
     prediction,
     print_memory,
     tell_if_too_large,
 )
 from penstock.cli.tables import (
-    console,
     counting,
     print_plain,
     progress,
@@ -29,14 +26,13 @@ from penstock.cli.tables import (
     write,
 )
 from penstock.errors import ConfigError, FileError, PenstockError, RunError
-from penstock.train.screen import Screen, log_to
 
 if TYPE_CHECKING:
     from penstock.config import Config
     from penstock.ir import Plan
     from penstock.train.data.corpus import Corpus
     from penstock.train.lock import Lock
-    from penstock.train.worker import Verdict
+    from penstock.train.placement import Placement
 
 Changes = Annotated[
     Optional[list[str]],
@@ -84,6 +80,7 @@ def train_command(
     """
     require_torch()
     from penstock.formats.config_toml import written_keys
+    from penstock.train.entry import run_worker
     from penstock.train.launcher import (
         avoid_broken_amx,
         ended_by_signals,
@@ -92,13 +89,13 @@ def train_command(
         way_on,
     )
     from penstock.train.lock import locking
-    from penstock.train.mesh import check_gpus
+    from penstock.train.placement import check_gpus_suffice, uses_gpus
     from penstock.train.start import check_start, find_run
 
     exists = resume or dry_run
     config, folder = find_run(source, preset, changes or [], exists)
     given = written_keys(source, changes or [])
-    if config.run.precision == "bfloat16" and devices_are_cpus(config):
+    if config.run.precision == "bfloat16" and not uses_gpus(config):
         avoid_broken_amx()
     if under_launcher():
         _as_a_rank(config, folder, resume, sample, given)
@@ -106,22 +103,21 @@ def train_command(
     if not dry_run:
         check_start(config, folder, resume)
     with locking() as lock, ended_by_signals(partial(tell, "ended")):
-        config, plan, corpus = _prepare(
+        config, plan, corpus, placement = _prepare(
             config, folder, resume, None if dry_run else lock, given
         )
-        check_gpus(config, plan.schedule.ranks)
-        _announce(config, plan, folder, corpus)
+        check_gpus_suffice(config, placement)
+        _announce(config, plan, folder, corpus, placement)
         if dry_run:
-            _print_dry_run(config, plan)
+            _print_dry_run(config, plan, placement)
             return
         if config.run.forecast:
-            tell("predicted", prediction(config, plan, folder))
-        processes = plan.schedule.ranks * config.mesh.size
+            tell("predicted", prediction(config, plan, placement, folder))
         try:
             verdict = launch(
-                rank,
+                run_worker,
                 folder,
-                processes,
+                placement.processes,
                 config.run.restarts,
                 resume,
                 partial(tell, "stopping"),
@@ -172,23 +168,33 @@ def _prepare(
     resume: bool,
     lock: Lock | None,
     given: Collection[str],
-) -> tuple[Config, Plan, Corpus | None]:
+) -> tuple[Config, Plan, Corpus | None, Placement]:
     """Plan, read the text and write the files of the run; without a lock, only check."""
-    from penstock.train.session import plan_run
+    from penstock.plan.planner import plan_run
+    from penstock.train.placement import decide_placement
     from penstock.train.start import check_dry_run, prepare_run
     from penstock.train.worker import model_sizes
 
     with progress("planning"):
         config, plan = plan_run(config, model_sizes(config).layers, given)
+    placement = decide_placement(config, plan.schedule.ranks * config.mesh.size)
     if lock is None:
-        check_dry_run(config, plan)
-        return config, plan, None
+        check_dry_run(config, placement)
+        return config, plan, None, placement
     with counting("reading text") as watch:
-        config, corpus = prepare_run(config, plan, folder, resume, lock, watch)
-    return config, plan, corpus
+        config, corpus = prepare_run(
+            config, plan, placement, folder, resume, lock, watch
+        )
+    return config, plan, corpus, placement
 
 
-def _announce(config: Config, plan: Plan, folder: Path, corpus: Corpus | None) -> None:
+def _announce(
+    config: Config,
+    plan: Plan,
+    folder: Path,
+    corpus: Corpus | None,
+    placement: Placement,
+) -> None:
     """Print what will be trained, how and where, with one line for each topic."""
     from penstock.train.after.generate import parameter_count
     from penstock.train.worker import model_sizes
@@ -214,7 +220,7 @@ def _announce(config: Config, plan: Plan, folder: Path, corpus: Corpus | None) -
         tell("data", _describe_text(corpus, config))
     tell("tokenizer", config.data.tokenizer)
     tell("step", f"{tokens:,} tokens; {config.run.steps} steps, {config.run.precision}")
-    tell("workers", describe_devices(config, ranks * config.mesh.size))
+    tell("workers", describe_placement(placement))
     tell("folder", str(folder))
 
 
@@ -227,45 +233,35 @@ def _describe_text(corpus: Corpus, config: Config) -> str:
     )
 
 
-def _print_dry_run(config: Config, plan: Plan) -> None:
+def _print_dry_run(config: Config, plan: Plan, placement: Placement) -> None:
     """Print the memory and the speed that a run would have."""
-    forecast = measured_forecast(config, plan)
+    forecast = measured_forecast(config, plan, placement)
     print_memory(forecast, config)
-    tell_if_too_large(config, plan)
+    tell_if_too_large(config, plan, placement)
     print_plain(f"predicted: {describe_step(forecast, config)}")
 
 
 # ---------------------------------------------------------------- meanwhile
-def rank(folder: str, resume: bool) -> Verdict:
-    """What each local worker runs."""
-    import os
-
-    from penstock.formats.config_toml import read_config
-    from penstock.train.worker import CONFIG_FILE, work
-
-    first, told = os.environ.get("RANK") == "0", console(stderr=True)
-    log_to(told, first)
-    run = read_config(Path(folder) / CONFIG_FILE).run
-    with Screen(run.steps, run.log, told) if first else nullcontext() as screen:
-        return work(Path(folder), resume, screen.put if screen is not None else None)
-
-
 def _as_a_rank(
     config: Config, folder: Path, resume: bool, sample: int, given: Collection[str]
 ) -> None:
     """Run as one of torchrun's workers. Rank 0 prepares the folder while the others wait."""
     import os
 
+    from penstock.train.entry import run_worker
     from penstock.train.launcher import after_first, forget_previous_end, restarted
     from penstock.train.lock import Lock
+    from penstock.train.placement import launched_placement
     from penstock.train.worker import join
 
-    comm = join(config)
+    comm = join(config, launched_placement(config))
     lock = Lock()
 
     def prepare() -> None:
         first_resume = resume and not restarted()
-        full_config, plan, corpus = _prepare(config, folder, first_resume, lock, given)
+        full_config, plan, corpus, placement = _prepare(
+            config, folder, first_resume, lock, given
+        )
         if not restarted():
             forget_previous_end(folder)
         mesh = full_config.mesh
@@ -274,14 +270,14 @@ def _as_a_rank(
                 f"the schedule has {mesh.over(plan.schedule.ranks)}, but {comm.ranks} "
                 "were launched"
             )
-        _announce(full_config, plan, folder, corpus)
+        _announce(full_config, plan, folder, corpus, placement)
 
     try:
         after_first(comm, prepare)
     except PenstockError:
         lock.clean_up()
         raise
-    verdict = rank(str(folder), resume)
+    verdict = run_worker(str(folder), resume)
     if verdict.error:
         raise RunError(verdict.text)
     if os.environ["RANK"] == "0":

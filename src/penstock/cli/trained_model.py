@@ -110,7 +110,7 @@ def report_command(
 
     Example: penstock report runs/tiny
     """
-    from penstock.train.session import render_report, summarize_run
+    from penstock.train.after.report import render_report, summarize_run
 
     sample = run / SAMPLE
     text = sample.read_text(encoding="utf-8") if sample.is_file() else ""

@@ -1,9 +1,9 @@
-"""From a text file to a trained, exported model: what a run is told, its data, its loop, its checkpoints.
+"""From a text file to a trained, exported model.
 
-    config.py config_file.py                  what to do            corpus.py tokenizer.py order.py data.py   on what
-    weights.py optimizer.py loop.py           one rank's training   checkpoint.py history.py                  what stays
-    worker.py launcher.py                     ranks as processes    hub.py generate.py                        and after
-    profile.py trial.py                       before a run: how long a layer takes; does a schedule run?
+    placement.py capacity.py forecast.py      before a run      profile.py trial.py         time a layer, try a schedule
+    launcher.py entry.py worker.py            processes         lock.py screen.py           the folder, the terminal
+    loop.py weights.py optimizer.py mesh.py   training          checkpoint.py history.py    what a run leaves behind
+    data/                                     text to batches   hub.py after/               exporting and evaluating
 
-Nothing is imported here: configs and histories are read without torch.
+This file imports nothing, so that configs and histories can be read without torch.
 """

@@ -1,11 +1,12 @@
-"""Does a run fit into the memory of this machine? Answered from its sizes alone, before anything starts.
+"""Checks from its sizes alone whether a run fits into the memory of this machine.
 
     sizes, schedule ──► bytes of each rank: weights, gradients, optimizer state; activations at the fullest moment
                                   │
     this machine ──► bytes of its RAM, or of each GPU ──► fits, or an error with both figures and what would fit
 
-Nothing is timed or built, so the answer takes no longer for a million layers than for one. Left out is what a step
-needs for a moment only, and what Python and torch themselves take.
+Nothing is timed or built, so the answer takes no longer for a million layers than for one.
+The estimate leaves out what a step needs only for a moment, and what Python and torch
+need themselves.
 """
 
 from __future__ import annotations
@@ -22,27 +23,30 @@ from penstock.errors import ConfigError, ShapeError
 from penstock.ir import Plan, Schedule
 from penstock.models import even_partition
 from penstock.models.count import parameters_of
-from penstock.train.forecast import machine_of
-from penstock.train.mesh import held_in_layer
+from penstock.sim.simulate import weights_of
+from penstock.train.mesh import NUMBERS_PER_PARAMETER, held_in_layer
+from penstock.train.placement import Placement
 from penstock.train.weights import Sizes
 from penstock.view.numbers import write_size
 
-FLOAT = 4  # bytes
-COPIES = 4  # of each parameter: itself, its gradient, and two means of AdamW
+FLOAT_BYTES = 4
+
 RANKS_SHOWN = 4
-SPARE = 0.95  # share of a memory that suggested sizes may fill: what is available changes all the time
+# The share of a memory that suggested sizes may fill. Some stays free, because the
+# available memory changes all the time.
+USABLE_SHARE = 0.95
 CGROUP = Path("/sys/fs/cgroup")
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """All that the memory of a run depends on."""
+    """Everything that the memory of a run depends on."""
 
     sizes: Sizes
     schedule: Schedule
     partition: tuple[int, ...]
     rows: int  # sequences of a micro-batch
-    tokens: int
+    tokens: int  # of a sequence
     mesh: MeshConfig
     recompute: bool
     half: bool  # most activations have two bytes instead of four
@@ -50,7 +54,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """Bytes that one process of a rank holds."""
+    """The bytes that one process of a rank holds."""
 
     rank: int
     weights: float  # with gradients and optimizer state
@@ -58,7 +62,7 @@ class Need:
 
     @property
     def total(self) -> float:
-        """All of them."""
+        """All bytes of the process."""
         return self.weights + self.activations
 
 
@@ -72,8 +76,7 @@ class Place:
 
 
 def load_of(config: Config, plan: Plan, sizes: Sizes) -> Load:
-    """What a config and its plan ask for."""
-    run = config.run
+    """Return what a config and its plan ask for."""
     return Load(
         sizes,
         plan.schedule,
@@ -81,201 +84,203 @@ def load_of(config: Config, plan: Plan, sizes: Sizes) -> Load:
         config.rows,
         config.data.tokens,
         config.mesh,
-        run.recompute,
-        run.precision == "bfloat16",
+        config.run.recompute,
+        config.run.precision == "bfloat16",
     )
 
 
-def check_memory(config: Config, plan: Plan, sizes: Sizes) -> None:
-    """Raises if the processes of this machine need more memory than it has, unless run.check_memory is false."""
-    refusal = why_too_large(config, plan, sizes) if config.run.check_memory else ""
+def check_memory(
+    config: Config, plan: Plan, sizes: Sizes, placement: Placement
+) -> None:
+    """Raise ConfigError if a run needs more memory than this machine has.
+
+    run.check_memory = false switches the check off.
+    """
+    if not config.run.check_memory:
+        return
+    refusal = why_too_large(config, plan, sizes, placement)
     if refusal:
         raise ConfigError(
             f"{refusal}\n  --set run.check_memory=false starts the run all the same"
         )
 
 
-def why_too_large(config: Config, plan: Plan, sizes: Sizes) -> str:
-    """Why a run does not fit into this machine, and what would; empty if it fits."""
-    return too_large(
-        load_of(config, plan, sizes), places_of(config, plan.schedule.ranks), config
-    )
+def why_too_large(
+    config: Config, plan: Plan, sizes: Sizes, placement: Placement
+) -> str:
+    """Say why a run does not fit into this machine, and what would; empty if it fits."""
+    places = places_of(placement, config.mesh.size)
+    return too_large(load_of(config, plan, sizes), places, config)
 
 
-def check_timing(config: Config, plan: Plan, sizes: Sizes) -> None:
-    """Raises if not even the processes that time one layer, the embedding and the head fit into this machine."""
-    if config.run.check_memory:
-        counts, machine = parameters_of(sizes), machine_of(config, plan.schedule.ranks)
-        need = (
-            COPIES
-            * FLOAT
-            * (counts.embed + counts.layer + counts.head)
-            * machine.processors
+def check_timing(config: Config, sizes: Sizes, placement: Placement) -> None:
+    """Raise ConfigError if this machine cannot even time one layer, embedding and head."""
+    if not config.run.check_memory:
+        return
+    counts = parameters_of(sizes)
+    parameters = counts.embed + counts.layer + counts.head
+    each = NUMBERS_PER_PARAMETER * FLOAT_BYTES * parameters
+    need = each * placement.processors
+    room = sum(place.bytes for place in places_of(placement, config.mesh.size))
+    if need > room:
+        raise ConfigError(
+            "timing one layer, the embedding and the head takes "
+            f"{write_size(need)} of memory, and this machine has {write_size(room)}\n"
+            "  take a smaller model.width, model.inner or model.vocab; "
+            "--set run.check_memory=false tries it all the same"
         )
-        room = sum(place.bytes for place in places_of(config, plan.schedule.ranks))
-        if need > room:
-            raise ConfigError(
-                f"to time one layer, the embedding and the head takes {write_size(need)} of memory, and "
-                f"this machine has {write_size(room)}\n  take a smaller model.width, model.inner or "
-                "model.vocab; --set run.check_memory=false tries it all the same"
-            )
 
 
 # ---------------------------------------------------------------- what a run needs
 def needs_of(load: Load) -> list[Need]:
-    """The need of one process of each rank."""
-    cost = ModelCost(
-        tuple(_part(load, number) for number in range(len(load.partition))),
-        tokens=load.tokens,
-    )
-    schedule, first = load.schedule, load.schedule.table.first
+    """Return the need of one process of each rank."""
+    parts = [_cost_of_part(load, number) for number in range(len(load.partition))]
+    cost = ModelCost(tuple(parts), tokens=load.tokens)
+    schedule = load.schedule
+    first = schedule.table.first
     held = levels(schedule, columns(schedule, cost))
-    weights = [0.0] * schedule.ranks
-    for number, stage in enumerate(schedule.stages):
-        weights[stage.rank] += cost.weights(schedule, number)
-    return [
-        Need(
-            rank,
-            weights[rank],
-            float(max(held[first[rank] : first[rank + 1]], default=0.0)),
-        )
-        for rank in range(schedule.ranks)
-    ]
+    weights = weights_of(schedule, cost)
+    needs = []
+    for rank in range(schedule.ranks):
+        peak = max(held[first[rank] : first[rank + 1]], default=0.0)
+        needs.append(Need(rank, float(weights[rank]), float(peak)))
+    return needs
 
 
-def _part(load: Load, number: int) -> PartCost:
-    """The bytes of one part; it takes no time here."""
-    counts, layers, last = (
-        parameters_of(load.sizes),
-        load.partition[number],
-        len(load.partition) - 1,
-    )
-    ends = (counts.embed if number == 0 else 0) + (counts.head if number == last else 0)
-    held, message = layers * _held_by_layer(load), load.rows * load.sizes.width * FLOAT
+def _cost_of_part(load: Load, number: int) -> PartCost:
+    """The bytes of one part; time does not matter here."""
+    counts = parameters_of(load.sizes)
+    layers = load.partition[number]
+    last = len(load.partition) - 1
+    end_parameters = 0
+    if number == 0:
+        end_parameters += counts.embed
     if number == last:
-        held += (
-            load.rows * FLOAT * (load.sizes.vocab + 2 * load.sizes.width)
-        )  # logits, and what the norm keeps
+        end_parameters += counts.head
+    held = layers * _bytes_held_by_layer(load)
+    message = load.rows * load.sizes.width * FLOAT_BYTES
+    if number == last:
+        # The logits, and what the final norm keeps.
+        numbers = load.sizes.vocab + 2 * load.sizes.width
+        held += load.rows * FLOAT_BYTES * numbers
     else:
         held += message
-    nothing = Seconds()
-    weights = FLOAT * (
-        layers * counts.layer * _copies(load.mesh, 2) + ends * _copies(load.mesh, 3)
-    )
+    layer_numbers = layers * counts.layer * _numbers_held(load.mesh, 2)
+    end_numbers = end_parameters * _numbers_held(load.mesh, 3)
+    weights = FLOAT_BYTES * (layer_numbers + end_numbers)
+    tied = _tied_bytes(load)
+    if number == 0 == last:
+        weights -= tied
+    no_time = Seconds()
     return PartCost(
-        nothing,
-        nothing,
-        nothing,
+        no_time,
+        no_time,
+        no_time,
         held=held,
         message=message,
         weights=weights,
+        tied=tied,
         recompute=load.recompute,
     )
 
 
-def _held_by_layer(load: Load) -> float:
-    """Bytes that a layer keeps of each token of a micro-batch."""
+def _tied_bytes(load: Load) -> float:
+    """Bytes of the matrix that embedding and head share on a rank that has both.
+
+    Sharded parts each keep their own copy, so they share nothing.
+    """
+    if not load.sizes.tied or load.mesh.shard > 1:
+        return 0.0
+    numbers = load.sizes.vocab * load.sizes.width * _numbers_held(load.mesh, 3)
+    return FLOAT_BYTES * numbers
+
+
+def _bytes_held_by_layer(load: Load) -> float:
+    """Bytes that a layer keeps for each token position of a micro-batch."""
     whole, cut = held_in_layer(load.sizes)
-    return load.rows * (
-        whole * FLOAT + cut * (FLOAT / 2 if load.half else FLOAT) / load.mesh.tensor
-    )
+    cut_bytes = FLOAT_BYTES / 2 if load.half else FLOAT_BYTES
+    return load.rows * (whole * FLOAT_BYTES + cut * cut_bytes / load.mesh.tensor)
 
 
-def _copies(mesh: MeshConfig, gathered: int) -> float:
-    """How many numbers a process holds for each parameter of its rank: see `penstock.train.mesh.shares_of`."""
-    whole = gathered if mesh.shard > 1 else 0
-    return (COPIES / mesh.shard + whole) / mesh.tensor
+def _numbers_held(mesh: MeshConfig, gathered: int) -> float:
+    """Numbers that a process holds for each parameter of its rank.
+
+    `gathered` counts the full copies during a pass; see `penstock.train.mesh.shares_of`.
+    """
+    copies = gathered if mesh.shard > 1 else 0
+    return (NUMBERS_PER_PARAMETER / mesh.shard + copies) / mesh.tensor
 
 
 # ---------------------------------------------------------------- what this machine has
-def places_of(config: Config, ranks: int) -> list[Place]:
-    """The memories of this machine, with the ranks of the processes in each. Other machines look after their own."""
+def places_of(placement: Placement, processes_per_rank: int = 1) -> list[Place]:
+    """Return the memories of this machine, with the ranks of the processes in each.
+
+    Other machines check their own.
+    """
     import torch  # noqa: PLC0415
 
-    local = [
-        process // config.mesh.size
-        for process in _local_processes(ranks * config.mesh.size)
-    ]
-    if machine_of(config, ranks).device == "cpu":
-        return [Place("this machine", available_memory(), tuple(local))]
-    gpus = torch.cuda.device_count()
-    sizes = [
-        float(torch.cuda.get_device_properties(gpu).total_memory) for gpu in range(gpus)
-    ]
-    return [
-        Place(f"GPU {gpu}", sizes[gpu], tuple(local[gpu::gpus]))
-        for gpu in range(min(gpus, len(local)))
-    ]
-
-
-def _local_processes(all_: int) -> range:
-    """Those of this machine: all of them, or under a launcher those that it says; if it does not, only this one."""
-    if "RANK" not in os.environ:
-        return range(all_)
-    rank, beside = int(os.environ["RANK"]), int(os.environ.get("LOCAL_RANK", "0"))
-    if "LOCAL_WORLD_SIZE" not in os.environ:
-        return range(min(rank, all_), min(rank + 1, all_))
-    return range(
-        min(rank - beside, all_),
-        min(rank - beside + int(os.environ["LOCAL_WORLD_SIZE"]), all_),
-    )
+    ranks = [process // processes_per_rank for process in placement.local]
+    if placement.device == "cpu":
+        return [Place("this machine", available_memory(), tuple(ranks))]
+    gpus = placement.machine.gpus
+    places = []
+    for gpu in range(min(gpus, len(ranks))):
+        size = float(torch.cuda.get_device_properties(gpu).total_memory)
+        places.append(Place(f"GPU {gpu}", size, tuple(ranks[gpu::gpus])))
+    return places
 
 
 def available_memory() -> float:
-    """Bytes of RAM that new processes can have; limits of a container count."""
-    found = [float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))]
+    """Return the bytes of RAM that new processes can have, within a container's limit."""
+    limits = [float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))]
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-        found += [
-            1024.0 * int(line.split()[1])
-            for line in lines
-            if line.startswith("MemAvailable:")
-        ]
+        free = [line for line in lines if line.startswith("MemAvailable:")]
+        limits += [1024.0 * int(line.split()[1]) for line in free]
     except (OSError, ValueError):
-        pass  # not on Linux
+        pass  # This is not Linux.
     try:
-        limit, used = (
-            (CGROUP / name).read_text(encoding="ascii")
-            for name in ("memory.max", "memory.current")
-        )
-        found += (
-            [max(0.0, float(limit) - float(used))] if limit.strip() != "max" else []
-        )
+        limit = (CGROUP / "memory.max").read_text(encoding="ascii").strip()
+        used = (CGROUP / "memory.current").read_text(encoding="ascii")
+        if limit != "max":
+            limits.append(max(0.0, float(limit) - float(used)))
     except (OSError, ValueError):
-        pass  # no container, or one of the older kind
-    return min(found)
+        pass  # This is no container, or one with an older interface.
+    return min(limits)
 
 
 # ---------------------------------------------------------------- the two together
 def too_large(load: Load, places: list[Place], config: Config) -> str:
-    """Why a load does not fit into these places, and what would; empty if it does."""
+    """Say why a load does not fit into these places, and what would; empty if it fits."""
     needs = needs_of(load)
     full = [place for place in places if _taken(needs, place) > place.bytes]
     if not full:
         return ""
     worst = max(full, key=lambda place: _taken(needs, place) / max(place.bytes, 1.0))
     lines = [
-        f"this run needs about {write_size(_taken(needs, worst))} of memory, but {worst.name} has "
-        f"{write_size(worst.bytes)} available"
+        f"this run needs about {write_size(_taken(needs, worst))} of memory, "
+        f"but {worst.name} has {write_size(worst.bytes)} available"
     ]
-    shown = sorted(set(worst.ranks), key=lambda rank: -needs[rank].total)[:RANKS_SHOWN]
+    ranks = sorted(set(worst.ranks), key=lambda rank: -needs[rank].total)
+    shown = ranks[:RANKS_SHOWN]
     each = " each" if load.mesh.size > 1 else ""
-    lines += [
-        f"  rank {rank}: {write_size(needs[rank].weights)} of weights, gradients and optimizer state, "
-        f"{write_size(needs[rank].activations)} of activations{each}"
-        for rank in sorted(shown)
-    ]
-    if len(set(worst.ranks)) > len(shown):
+    for rank in sorted(shown):
+        weights = write_size(needs[rank].weights)
+        activations = write_size(needs[rank].activations)
         lines.append(
-            f"  and {len(set(worst.ranks)) - len(shown)} more ranks, which need less"
+            f"  rank {rank}: {weights} of weights, gradients and optimizer state, "
+            f"{activations} of activations{each}"
         )
-    found = list(_smaller(load, lambda other: _fits(other, places), config))
-    lines.append(
-        f"  any one of these would fit: {', '.join(found)}"
-        if found
-        else "  no single size can be made small enough; `penstock init --preset tiny` writes a config that "
-        "fits most machines"
-    )
+    if len(ranks) > len(shown):
+        lines.append(f"  and {len(ranks) - len(shown)} more ranks, which need less")
+    remedies = list(_smaller_settings(load, lambda one: _fits(one, places), config))
+    if remedies:
+        lines.append(f"  any one of these would fit: {', '.join(remedies)}")
+    else:
+        lines.append(
+            "  no single size can be made small enough; `penstock init --preset tiny` "
+            "writes a config that fits most machines"
+        )
     return "\n".join(lines)
 
 
@@ -285,79 +290,101 @@ def _taken(needs: list[Need], place: Place) -> float:
 
 def _fits(load: Load, places: list[Place]) -> bool:
     needs = needs_of(load)
-    return all(_taken(needs, place) <= SPARE * place.bytes for place in places)
+    return all(_taken(needs, place) <= USABLE_SHARE * place.bytes for place in places)
 
 
-def _smaller(load: Load, fits: Callable[[Load], bool], config: Config) -> Iterator[str]:
-    """Settings that would make a run fit, each by itself."""
-    sizes, parts = load.sizes, load.schedule.parts
+@dataclass(frozen=True, slots=True)
+class _Setting:
+    """A setting that can be made smaller."""
 
-    def resized(**change: int) -> Load:
-        return replace(load, sizes=replace(sizes, **change))  # type: ignore[arg-type]
+    name: str
+    value: int
+    step: int  # it must stay a multiple of this
+    change: Callable[[int], Load]  # the load with another value
 
-    def deep(layers: int) -> Load:
-        return replace(resized(layers=layers), partition=even_partition(layers, parts))
 
-    knobs: list[
-        tuple[str, int, int, Callable[[int], Load]]
-    ] = [  # the largest value, what it must be a multiple of
-        (
-            "data.tokens",
-            load.tokens,
-            max(m.slices for m in load.schedule.microbatches),
-            lambda n: replace(load, tokens=n),
-        ),
-        (
-            "data.batch",
-            config.data.batch,
-            config.passages,
-            lambda n: replace(load, rows=n // config.passages),
-        ),
-    ]
-    if not config.model.weights:
-        knobs = [
-            ("model.layers", sizes.layers, parts, deep),
-            ("model.width", sizes.width, 2 * sizes.heads, lambda n: resized(width=n)),
-            ("model.inner", sizes.inner, load.mesh.tensor, lambda n: resized(inner=n)),
-            *(
-                [("model.vocab", sizes.vocab, 1, lambda n: resized(vocab=n))]
-                if config.model.vocab
-                else []
-            ),
-            *knobs,
-        ]
+def _smaller_settings(
+    load: Load, fits: Callable[[Load], bool], config: Config
+) -> Iterator[str]:
+    """The settings that would make a run fit, each by itself."""
     if not load.recompute and fits(replace(load, recompute=True)):
         yield "run.recompute=true"
-    for name, most, step, make in knobs:
-        count = _rounded(_largest(most // step - 1, _fitting(fits, make, step)))
-        if count and (name, count) != ("data.tokens", 1):
-            yield f"{name}={count * step}"
+    settings = _data_settings(load, config)
+    if not config.model.weights:
+        settings = [*_model_settings(load, config), *settings]
+    for setting in settings:
+        count = _largest_fitting(setting, fits)
+        if count and (setting.name, count) != ("data.tokens", 1):
+            yield f"{setting.name}={count * setting.step}"
 
 
-def _fitting(
-    fits: Callable[[Load], bool], make: Callable[[int], Load], step: int
-) -> Callable[[int], bool]:
-    return lambda count: fits(make(count * step))
+def _data_settings(load: Load, config: Config) -> list[_Setting]:
+    slices = max(microbatch.slices for microbatch in load.schedule.microbatches)
+    passages = config.passages
+
+    def with_tokens(tokens: int) -> Load:
+        return replace(load, tokens=tokens)
+
+    def with_batch(batch: int) -> Load:
+        return replace(load, rows=batch // passages)
+
+    return [
+        _Setting("data.tokens", load.tokens, slices, with_tokens),
+        _Setting("data.batch", config.data.batch, passages, with_batch),
+    ]
+
+
+def _model_settings(load: Load, config: Config) -> list[_Setting]:
+    sizes = load.sizes
+    parts = load.schedule.parts
+
+    def resize(**change: int) -> Load:
+        return replace(load, sizes=replace(sizes, **change))  # type: ignore[arg-type]
+
+    def with_layers(layers: int) -> Load:
+        return replace(resize(layers=layers), partition=even_partition(layers, parts))
+
+    settings = [
+        _Setting("model.layers", sizes.layers, parts, with_layers),
+        _Setting(
+            "model.width", sizes.width, 2 * sizes.heads, lambda n: resize(width=n)
+        ),
+        _Setting(
+            "model.inner", sizes.inner, load.mesh.tensor, lambda n: resize(inner=n)
+        ),
+    ]
+    if config.model.vocab:
+        settings.append(
+            _Setting("model.vocab", sizes.vocab, 1, lambda n: resize(vocab=n))
+        )
+    return settings
+
+
+def _largest_fitting(setting: _Setting, fits: Callable[[Load], bool]) -> int:
+    """The largest smaller value that fits, in steps, rounded down; 0 if none does.
+
+    If a value fits, so does every smaller one, so we search by halves.
+    """
+    low = 0
+    high = setting.value // setting.step - 1
+    while low < high:
+        middle = (low + high + 1) // 2
+        try:
+            good = fits(setting.change(middle * setting.step))
+        except ShapeError:
+            good = False
+        if good:
+            low = middle
+        else:
+            high = middle - 1
+    return _rounded(low)
 
 
 def _rounded(count: int) -> int:
-    """Two digits, rounded down.
+    """Round down to two digits.
 
     >>> _rounded(15820646), _rounded(99)
     (15000000, 99)
     """
     unit: int = 10 ** max(0, len(str(count)) - 2)
     return count // unit * unit
-
-
-def _largest(most: int, fits: Callable[[int], bool]) -> int:
-    """The largest number up to `most` that fits; 0 if none does. What fits, fits with less too."""
-    low, high = 0, most
-    while low < high:
-        middle = (low + high + 1) // 2
-        try:
-            good = fits(middle)
-        except ShapeError:
-            good = False
-        low, high = (middle, high) if good else (low, middle - 1)
-    return low

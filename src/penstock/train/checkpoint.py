@@ -1,20 +1,21 @@
-"""Checkpoints that any split can take up: tensors under their names in the unsplit model, a file a rank, then a rename.
+"""Checkpoints that any split of the model can load: tensors have their names in the unsplit model.
 
     checkpoints/
-      step-00000050/                                  whole and checked: a note with every file's size and checksum
+      step-00000050/                                  complete: checkpoint.json has every file's size and checksum
         shard-00001-model-00001-of-00004.safetensors      layers.0.…, optimizer.exp_avg.layers.0.…
         …
         checkpoint.json
-      step-00000100.saving/                           on its way, or left by a crash: nobody reads it
+      step-00000100.saving/                           still being written, or left by a crash: nobody reads it
 
     step 100   copy to memory ┐                       ranks write on threads while training goes on;
     step 101   .......  write ┤ "done" goes with the   no thread talks to another rank
     step 102   .......        ┘ sum of step 102 ──► all done: rank 0 renames
 
-Files are written and read by torch's DCP in its safetensors storage, each rank for itself (`no_dist`): no plan goes
-over the network, and no pickle is written or read. (DCP's own default, `.metadata`, is a pickle.) Which rank saves a
-replica is known from the schedule. Of a tensor that several processes share (`penstock.train.mesh`) each writes its own
-share, with its place in the whole; any other split reads from these what it needs. All ranks must see the folder.
+Torch's DCP writes and reads the files in its safetensors storage, each rank for itself
+(`no_dist`). So no plan goes over the network, and no pickle is written or read (DCP's own
+default, `.metadata`, is a pickle). The schedule says which rank saves a replica. If several
+processes share a tensor (`penstock.train.mesh`), each writes its own share with its place in
+the whole, and any other split reads what it needs. All ranks must see the folder.
 """
 
 from __future__ import annotations
@@ -46,16 +47,20 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from penstock.errors import FileError, RunError
 from penstock.runtime import Comm, local_share, share_offset
 
-CheckpointFacts: TypeAlias = dict[str, Any]  # JSON
+CheckpointFacts: TypeAlias = dict[str, Any]  # the content of checkpoint.json
 NOTE = "checkpoint.json"
-SAVING = ".saving"
+STEP_PREFIX = "step-"
+SAVING = ".saving"  # suffix of a folder that is not complete
 CHECKPOINT_VERSION = 1
 _log = logging.getLogger(__name__)
 
 
 # ---------------------------------------------------------------- saving
 class Saver:
-    """One rank's share of saving, step after step. `begin` copies and returns; `commit` when all ranks are done."""
+    """Saves one rank's share of checkpoints in the background.
+
+    `begin` copies the tensors and returns. Call `commit` once all ranks are done.
+    """
 
     def __init__(
         self,
@@ -65,11 +70,12 @@ class Saver:
         keep: int,
         names: Collection[str] = (),
     ) -> None:
-        self.folder, self.rank, self.ranks, self.keep = folder, rank, ranks, keep
-        self.names = (
-            names  # of the model's parameters: a complete checkpoint has them all
-        )
-        self.step: int | None = None  # what is on its way; the same on all ranks
+        self.folder = folder
+        self.rank = rank
+        self.ranks = ranks
+        self.keep = keep
+        self.names = names  # all parameters of the model
+        self.step: int | None = None  # being saved; the same on all ranks
         self.facts: CheckpointFacts = {}
         self.thread: threading.Thread | None = None
         self.failure: str = ""
@@ -77,14 +83,17 @@ class Saver:
     def begin(
         self, step: int, tensors: Mapping[str, Tensor], facts: CheckpointFacts
     ) -> None:
-        """Copies what is to be saved, and begins to write it."""
-        assert self.step is None, f"step {self.step} is still on its way"
-        self.step, self.facts, self.failure = step, facts, ""
-        copies = {
-            name: local_share(one).detach().to("cpu", copy=True).contiguous()
-            for name, one in tensors.items()
-        }
-        corners = {name: share_offset(one) for name, one in tensors.items()}
+        """Copy the tensors, and begin to write them."""
+        assert self.step is None, f"step {self.step} is still being saved"
+        self.step = step
+        self.facts = facts
+        self.failure = ""
+        copies = {}
+        corners = {}
+        for name, tensor in tensors.items():
+            share = local_share(tensor).detach()
+            copies[name] = share.to("cpu", copy=True).contiguous()
+            corners[name] = share_offset(tensor)
         self.thread = threading.Thread(
             target=self._write,
             args=(self.path, copies, corners),
@@ -94,8 +103,8 @@ class Saver:
 
     @property
     def path(self) -> Path:
-        """Where the step that is on its way goes meanwhile."""
-        return self.folder / f"step-{self.step:08d}{SAVING}"
+        """The folder of the step that is being saved, until it is complete."""
+        return self.folder / f"{STEP_PREFIX}{self.step:08d}{SAVING}"
 
     def _write(
         self,
@@ -103,40 +112,47 @@ class Saver:
         tensors: dict[str, Tensor],
         corners: dict[str, tuple[int, ...]],
     ) -> None:
-        """On its own thread: this rank's file, and a note on it."""
+        """Write this rank's file and its fingerprint; runs on a thread."""
         try:
             path.mkdir(parents=True, exist_ok=True)
             if tensors:
                 _save(path, tensors, corners, self.rank, self.ranks)
-            mine = path.glob(f"*-{self.rank + 1:05d}-of-{self.ranks:05d}.safetensors")
-            note = path / f"rank-{self.rank:05d}.json"
-            _write_synced(
-                note, json.dumps({file.name: _fingerprint(file) for file in mine})
-            )
+            pattern = f"*-{self.rank + 1:05d}-of-{self.ranks:05d}.safetensors"
+            files = {file.name: _fingerprint(file) for file in path.glob(pattern)}
+            _write_synced(path / f"rank-{self.rank:05d}.json", json.dumps(files))
         except OSError as error:
             self.failure = f"cannot write {path}: {error.strerror or error}"
         except BaseException as error:
             self.failure = f"cannot write {path}: {_cause(error)}"
 
     def done(self) -> bool:
-        """Whether this rank's share is written; an error if it cannot be."""
+        """Whether this rank's share is written; raise RunError if writing failed."""
         if self.thread is None or self.thread.is_alive():
             return False
         self.thread.join()
-        if self.failure:
-            good = newest(self.folder)
-            last = (
-                f"the last good checkpoint is {good[0]}; make room, then go on with --resume"
-                if good
-                else "there is no checkpoint yet; make room, then start again, without --resume"
+        if not self.failure:
+            return True
+        checkpoints = newest(self.folder)
+        if checkpoints:
+            hint = (
+                f"the last good checkpoint is {checkpoints[0]}; "
+                "make room, then go on with --resume"
             )
-            raise RunError(f"{self.failure}\n  {last}")
-        return True
+        else:
+            hint = (
+                "there is no checkpoint yet; "
+                "make room, then start again, without --resume"
+            )
+        raise RunError(f"{self.failure}\n  {hint}")
 
     def commit(self) -> Path:
-        """All ranks are done: gives the checkpoint its name, and drops old ones. Rank 0 does it, the others note it."""
+        """Give the checkpoint its final name and delete old ones, once all ranks are done.
+
+        Rank 0 does it; the others only note it.
+        """
         assert self.step is not None
-        path, final = self.path, self.folder / f"step-{self.step:08d}"
+        path = self.path
+        final = self.folder / f"{STEP_PREFIX}{self.step:08d}"
         if self.rank == 0:
             try:
                 _publish(path, final, self.facts | {"step": self.step})
@@ -149,7 +165,7 @@ class Saver:
         return final
 
     def finish(self, comm: Comm) -> None:
-        """Waits for what is on its way. All ranks call it."""
+        """Wait until the checkpoint in progress is complete; all ranks must call it."""
         if self.step is not None:
             assert self.thread is not None
             self.thread.join()
@@ -160,22 +176,24 @@ class Saver:
 
 
 class _Planner(DefaultSavePlanner):
-    """Tells DCP where each tensor lies in its whole; after its check that all of it is there, as no rank has it."""
+    """Tells DCP where each tensor lies in the whole tensor.
+
+    It does so after DCP's own check that a tensor is complete, since no rank has all of it.
+    """
 
     def __init__(self, corners: Mapping[str, tuple[int, ...]]) -> None:
         super().__init__()
         self.corners = corners
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        """The same plan, every item moved to its place."""
+        """Return the plan with every item moved to its place."""
         plan = super().finish_plan(new_plan)
-        return replace(plan, items=[self._moved(item) for item in plan.items])
+        return replace(plan, items=[self._move(item) for item in plan.items])
 
-    def _moved(self, item: WriteItem) -> WriteItem:
+    def _move(self, item: WriteItem) -> WriteItem:
         assert item.tensor_data is not None
-        chunk = replace(
-            item.tensor_data.chunk, offsets=torch.Size(self.corners[item.index.fqn])
-        )
+        corner = torch.Size(self.corners[item.index.fqn])
+        chunk = replace(item.tensor_data.chunk, offsets=corner)
         return replace(item, tensor_data=replace(item.tensor_data, chunk=chunk))
 
 
@@ -186,33 +204,32 @@ def _save(
     rank: int,
     ranks: int,
 ) -> None:
-    """This rank's tensors as one file, by DCP; the last entry of the mapping only says how many files there are."""
-    warnings.filterwarnings(
-        "ignore", message="torch.distributed is disabled"
-    )  # it says so, since we ask for it
-    places = dict.fromkeys(tensors, rank + 1) | {"": ranks}
-    writer = HuggingFaceStorageWriter(str(path), places, save_distributed=True)
+    """Write this rank's tensors as one file, with DCP."""
+    # DCP warns about what we asked for.
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+    # The last entry only tells DCP how many files there are.
+    file_numbers = dict.fromkeys(tensors, rank + 1) | {"": ranks}
+    writer = HuggingFaceStorageWriter(str(path), file_numbers, save_distributed=True)
     dcp_save(
         dict(tensors), storage_writer=writer, planner=_Planner(corners), no_dist=True
     )
 
 
 def _publish(path: Path, final: Path, facts: CheckpointFacts) -> None:
-    """One note out of all ranks' notes, then the rename, after which the checkpoint is there."""
+    """Join the notes of all ranks into checkpoint.json, and rename the folder."""
     files: dict[str, Any] = {}
     for note in sorted(path.glob("rank-*.json")):
         files |= json.loads(note.read_text(encoding="utf-8"))
         note.unlink()
-    whole = {
+    content = {
         "penstock": "checkpoint",
         "version": CHECKPOINT_VERSION,
         **facts,
         "files": files,
     }
-    _write_synced(path / NOTE, json.dumps(whole, indent=1) + "\n")
-    if (
-        final.exists()
-    ):  # a damaged one, or one of a run that went on from an earlier step
+    _write_synced(path / NOTE, json.dumps(content, indent=1) + "\n")
+    if final.exists():
+        # It is damaged, or the run has resumed from an earlier step.
         shutil.rmtree(final)
     path.rename(final)
     _sync_folder(final.parent)
@@ -222,38 +239,43 @@ def _publish(path: Path, final: Path, facts: CheckpointFacts) -> None:
 def prune(
     folder: Path, keep: int, names: Collection[str] = (), step: int | None = None
 ) -> None:
-    """Keeps the newest ones, and nothing that a crash has left. The newest complete one stays in any case.
+    """Delete all but the `keep` newest checkpoints, and what a crash left behind.
 
-    With `step`, nothing of a later step is touched: other ranks may have begun to save it already.
+    The newest complete checkpoint always stays. With `step`, later steps are not touched,
+    because other ranks may already be saving one.
     """
-    found = newest(folder)
-    kept = next(
-        (number for number, path in enumerate(found) if is_complete(path, names)),
-        len(found),
-    )
-    for number, old in enumerate(found):
-        if number >= keep and number != kept:
-            shutil.rmtree(old, ignore_errors=True)
+    checkpoints = newest(folder)
+    newest_complete = None
+    for path in checkpoints:
+        if is_complete(path, names):
+            newest_complete = path
+            break
+    for path in checkpoints[keep:]:
+        if path != newest_complete:
+            shutil.rmtree(path, ignore_errors=True)
     sweep(folder, step)
 
 
 def is_complete(path: Path, names: Collection[str] = ()) -> bool:
-    """Whether a checkpoint has its note, all of its files in their sizes, and these tensors; checksums are not read."""
+    """Whether a checkpoint has all of its files in full size, and these tensors.
+
+    It does not verify checksums.
+    """
     try:
-        files = read_facts(path)["files"]
-        sizes = all(
-            (path / name).stat().st_size == known["bytes"]
-            for name, known in files.items()
-        )
-        return sizes and not missing_tensors(path, names)
+        for name, known in read_facts(path)["files"].items():
+            if (path / name).stat().st_size != known["bytes"]:
+                return False
+        return not missing_tensors(path, names)
     except (FileError, OSError):
         return False
 
 
 def missing_tensors(path: Path, names: Collection[str]) -> list[str]:
-    """Of these names those under which no file of a checkpoint has a tensor; only headers are read."""
+    """Return the names for which a checkpoint has no tensor; it reads only headers."""
+    if not names:
+        return []
     found: set[str] = set()
-    for file in path.glob("*.safetensors") if names else ():
+    for file in path.glob("*.safetensors"):
         try:
             with safe_open(file, framework="pt") as opened:
                 found |= set(opened.keys())
@@ -263,39 +285,43 @@ def missing_tensors(path: Path, names: Collection[str]) -> list[str]:
 
 
 def sweep(folder: Path, step: int | None = None) -> None:
-    """Drops what a crash has left, up to a step if given: a file of it must not get into the next checkpoint."""
-    for left in folder.glob(f"step-*{SAVING}"):
-        number = left.name[5 : -len(SAVING)]
+    """Delete incomplete checkpoints, so that their files do not get into the next one.
+
+    With `step`, those of later steps stay.
+    """
+    for left in folder.glob(f"{STEP_PREFIX}*{SAVING}"):
+        number = left.name.removeprefix(STEP_PREFIX).removesuffix(SAVING)
         if step is None or not number.isdigit() or int(number) <= step:
             shutil.rmtree(left, ignore_errors=True)
 
 
 # ---------------------------------------------------------------- finding
 def newest(folder: Path) -> list[Path]:
-    """Checkpoints by their steps, the last first, good or not."""
-    found = [
-        path
-        for path in folder.glob("step-*")
-        if path.name[5:].isdigit() and path.is_dir()
-    ]
-    return sorted(found, key=lambda path: int(path.name[5:]), reverse=True)
+    """Return all checkpoints, the newest first, damaged ones included."""
+    checkpoints = {}
+    for path in folder.glob(f"{STEP_PREFIX}*"):
+        number = path.name.removeprefix(STEP_PREFIX)
+        if number.isdigit() and path.is_dir():
+            checkpoints[path] = int(number)
+    return sorted(checkpoints, key=lambda path: checkpoints[path], reverse=True)
 
 
 def newest_good(
     folder: Path, comm: Comm | None = None, names: Collection[str] = ()
 ) -> Path | None:
-    """The last checkpoint that is whole; each rank reads its share of every file through, and all agree.
+    """Return the newest checkpoint without damage; all ranks get the same answer.
 
-    With `names`, the model's parameters, one that lacks some of them is not whole.
+    The ranks divide the files among them and verify every checksum. With `names`, a
+    checkpoint that lacks one of these tensors counts as damaged.
     """
     rank, ranks = (comm.rank, comm.ranks) if comm else (0, 1)
     for path in newest(folder):
-        found = list(checkpoint_faults(path, rank, ranks))
-        if not found and rank == 0:
-            found += _lost(path, names)
-        for fault in found:
+        faults = list(checkpoint_faults(path, rank, ranks))
+        if not faults and rank == 0:
+            faults = _missing_faults(path, names)
+        for fault in faults:
             _log.warning("%s is damaged: %s", path, fault)
-        count = torch.tensor([float(len(found))], dtype=torch.float64)
+        count = torch.tensor([float(len(faults))], dtype=torch.float64)
         if comm is not None:
             comm.add(count, tuple(range(ranks))).wait()
         if not count.item():
@@ -305,31 +331,26 @@ def newest_good(
     return None
 
 
-def _lost(path: Path, names: Collection[str]) -> list[str]:
+def _missing_faults(path: Path, names: Collection[str]) -> list[str]:
     try:
-        lost = missing_tensors(path, names)
-    except FileError as error:  # a file that another rank reads through
+        missing = missing_tensors(path, names)
+    except FileError as error:  # in a file that another rank verifies
         return [str(error)]
-    return (
-        [
-            f"it has no {lost[0]}"
-            + (f" and {len(lost) - 1} other weights" if lost[1:] else "")
-        ]
-        if lost
-        else []
-    )
+    if not missing:
+        return []
+    others = f" and {len(missing) - 1} other weights" if len(missing) > 1 else ""
+    return [f"it has no {missing[0]}{others}"]
 
 
 def checkpoint_faults(path: Path, rank: int = 0, ranks: int = 1) -> Iterator[str]:
-    """What is wrong with a checkpoint: the note, and of every ranks-th file size and checksum."""
+    """Yield what is wrong with checkpoint.json and with this rank's share of the files."""
     try:
         files = read_facts(path)["files"]
     except FileError as error:
         yield str(error)
         return
-    for number, (name, known) in enumerate(sorted(files.items())):
-        if number % ranks != rank:
-            continue
+    for name in sorted(files)[rank::ranks]:
+        known = files[name]
         file = path / name
         if not file.is_file():
             yield f"{name} is missing"
@@ -340,43 +361,47 @@ def checkpoint_faults(path: Path, rank: int = 0, ranks: int = 1) -> Iterator[str
 
 
 def read_facts(path: Path) -> CheckpointFacts:
-    """What the note says: step, data, model, files."""
+    """Read the step, data, model and files of a checkpoint."""
     try:
         facts = json.loads((path / NOTE).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         why = getattr(error, "strerror", None) or error
         raise FileError(f"{NOTE} cannot be read: {why}") from None
-    if (
-        not isinstance(facts, dict)
-        or facts.get("penstock") != "checkpoint"
-        or not isinstance(facts.get("files"), dict)
-    ):
+    foreign = not isinstance(facts, dict) or facts.get("penstock") != "checkpoint"
+    if foreign or not isinstance(facts.get("files"), dict):
         raise FileError(f"{NOTE} is not the note of a checkpoint")
     version = facts.get("version", CHECKPOINT_VERSION)
     if isinstance(version, int) and version > CHECKPOINT_VERSION:
         raise FileError(
-            f"{path} is of version {version}; this Penstock reads up to {CHECKPOINT_VERSION}: upgrade it"
+            f"{path} is of version {version}; this Penstock reads up to "
+            f"{CHECKPOINT_VERSION}: upgrade it"
         )
-    facts = {
-        "version": CHECKPOINT_VERSION,
-        "model": dict[str, Any](),
-        "data": dict[str, Any](),
-        **facts,
-    }
-    kinds = {"version": int, "step": int, "model": dict, "data": dict}
-    wrong = [key for key, kind in kinds.items() if not isinstance(facts.get(key), kind)]
-    files = facts["files"].values()
-    if wrong or not all(
-        isinstance(one, dict) and {"bytes", "crc32"} <= one.keys() for one in files
-    ):
+    empty: dict[str, Any] = {}
+    defaults = {"version": CHECKPOINT_VERSION, "model": empty, "data": empty}
+    facts = {**defaults, **facts}
+    wrong = _wrong_facts(facts)
+    if wrong:
         raise FileError(
-            f"{NOTE} is not the note of a checkpoint: {' and '.join(wrong) or 'files'} cannot be that"
+            f"{NOTE} is not the note of a checkpoint: "
+            f"{' and '.join(wrong)} cannot be that"
         )
     return facts
 
 
+def _wrong_facts(facts: CheckpointFacts) -> list[str]:
+    """The keys whose values have the wrong type."""
+    kinds = {"version": int, "step": int, "model": dict, "data": dict}
+    wrong = [key for key, kind in kinds.items() if not isinstance(facts.get(key), kind)]
+    if wrong:
+        return wrong
+    for known in facts["files"].values():
+        if not isinstance(known, dict) or not {"bytes", "crc32"} <= known.keys():
+            return ["files"]
+    return []
+
+
 def load(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Fills tensors by their names, whoever has saved them."""
+    """Fill tensors by their names, whichever rank saved them."""
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")
     try:
         dcp_load(
@@ -394,7 +419,7 @@ def load(path: Path, tensors: Mapping[str, Tensor]) -> None:
 
 # ---------------------------------------------------------------- bytes
 def _fingerprint(file: Path) -> dict[str, int]:
-    """Size and checksum, to find damage (not to stop somebody who wants to deceive)."""
+    """The size and checksum of a file; they reveal damage, but not an attack."""
     total = 0
     with file.open("rb") as opened:
         while piece := opened.read(1 << 20):
@@ -412,7 +437,7 @@ def _write_synced(file: Path, text: str) -> None:
 def _sync_folder(folder: Path) -> None:
     try:
         handle = os.open(folder, os.O_RDONLY)
-    except OSError:  # no such thing here
+    except OSError:  # Not every system can open a folder.
         return
     try:
         os.fsync(handle)
@@ -421,8 +446,8 @@ def _sync_folder(folder: Path) -> None:
 
 
 def _cause(error: BaseException) -> str:
-    """DCP wraps what went wrong by rank; the innermost reason says most."""
+    """The reason inside an error of DCP, which wraps failures by rank."""
     failures = getattr(error, "failures", None)
     inner = next(iter(failures.values())) if failures else error
-    found = inner[0] if isinstance(inner, tuple) else inner
-    return str(getattr(found, "strerror", None) or found)
+    reason = inner[0] if isinstance(inner, tuple) else inner
+    return str(getattr(reason, "strerror", None) or reason)

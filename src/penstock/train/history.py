@@ -1,9 +1,9 @@
-"""What a run leaves behind, line by line: for people, for TensorBoard, for the report.
+"""The figures of a run, written step by step: for people, for TensorBoard, for the report.
 
-RUN/metrics.jsonl      a line a step, written at once: a crash loses none
+RUN/metrics.jsonl      a line per step, flushed at once, so that a crash loses none
 RUN/timeline.json      the last step that was timed, every action with start and end
-RUN/tensorboard/       the same figures, if TensorBoard is there
-Weights & Biases       if it is installed and WANDB_MODE or WANDB_API_KEY say so; RUN/wandb.id is its name there
+RUN/tensorboard/       the same figures, if TensorBoard is installed
+Weights & Biases       if it is installed and WANDB_MODE or WANDB_API_KEY is set; RUN/wandb.id has the run's id there
 """
 
 from __future__ import annotations
@@ -26,16 +26,23 @@ from penstock.ir.schedule import Schedule
 from penstock.ir.timeline import MEASURED_UNITS, Timeline
 
 _log = logging.getLogger(__name__)
-METRICS, TIMELINE, WANDB = "metrics.jsonl", "timeline.json", "wandb.id"
-ROOM = "make room, then go on from the last checkpoint with --resume, or without one start again"
+# Files in the folder of a run.
+METRICS = "metrics.jsonl"
+TIMELINE = "timeline.json"
+WANDB = "wandb.id"
+ROOM = (
+    "make room, then go on from the last checkpoint with --resume; "
+    "without a checkpoint, start again"
+)
 
 
 @dataclass(frozen=True, slots=True)
 class StepRow:
     """One optimizer step, counted from 1.
 
-    `bubble` where the step was timed, `evaluation` where one followed, `mfu` where the device is known: the share of
-    its peak in bf16 that the model's own operations make up.
+    `bubble` is known if the step was timed, `evaluation` if one followed, and `mfu` if the
+    peak of the device is known: the share of its bf16 peak that the model's own
+    operations make up.
     """
 
     step: int
@@ -43,7 +50,7 @@ class StepRow:
     norm: float  # of all gradients, before clipping
     rate: float
     seconds: float
-    tokens: int  # trained on in this step
+    tokens: int  # of this step
     memory: int  # bytes of the fullest rank
     epoch: float
     bubble: float | None = None
@@ -52,30 +59,30 @@ class StepRow:
 
     @property
     def speed(self) -> float:
-        """Tokens a second."""
+        """Tokens per second."""
         return self.tokens / self.seconds if self.seconds else 0.0
 
 
 class Sink(Protocol):
-    """Takes figures."""
+    """A place outside the run's folder that takes figures."""
 
     def put(self, step: int, figures: Mapping[str, float]) -> None:
-        """Those of one step."""
+        """Take the figures of one step."""
         ...
 
     def close(self) -> None:
-        """No more will come."""
+        """Finish; no more figures will come."""
         ...
 
 
 class History:
-    """The files of a run, kept by rank 0. A run that goes on from step k drops the lines after k."""
+    """The files of a run, written by rank 0. A run that resumes from step k drops later lines."""
 
     def __init__(self, folder: Path, begin: int, name: str = "") -> None:
         self.folder = folder
-        self.rows = (
-            [row for row in read_rows(folder) if row.step <= begin] if begin else []
-        )
+        self.rows: list[StepRow] = []
+        if begin:
+            self.rows = [row for row in read_rows(folder) if row.step <= begin]
         part = folder / f"{METRICS}.part"
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -86,14 +93,11 @@ class History:
             raise FileError(
                 f"cannot write {folder / METRICS}: {error.strerror}"
             ) from None
-        self.sinks = [
-            sink
-            for sink in (_tensorboard(folder, begin), _wandb(folder, name))
-            if sink is not None
-        ]
+        sinks = (_tensorboard(folder, begin), _wandb(folder, name))
+        self.sinks = [sink for sink in sinks if sink is not None]
 
     def put(self, row: StepRow) -> None:
-        """A step is done."""
+        """Write down a step."""
         self.rows.append(row)
         try:
             self.file.write(_line(row))
@@ -112,30 +116,24 @@ class History:
             "evaluation": row.evaluation,
             "MFU": row.mfu,
         }
+        known = {key: value for key, value in figures.items() if value is not None}
         for sink in self.sinks:
-            sink.put(
-                row.step,
-                {key: value for key, value in figures.items() if value is not None},
-            )
+            sink.put(row.step, known)
 
     def close(self) -> None:
-        """No more will come."""
+        """Close all files; no more steps will come."""
         self.file.close()
         for sink in self.sinks:
             sink.close()
 
 
 def _line(row: StepRow) -> str:
-    return (
-        json.dumps(
-            {key: value for key, value in asdict(row).items() if value is not None}
-        )
-        + "\n"
-    )
+    known = {key: value for key, value in asdict(row).items() if value is not None}
+    return json.dumps(known) + "\n"
 
 
 def read_rows(folder: Path) -> list[StepRow]:
-    """The steps that a run has written down; a last line that a crash has cut off is left out."""
+    """Read the steps of a run, without a last line that a crash has cut off."""
     try:
         lines = (folder / METRICS).read_text(encoding="utf-8").splitlines()
     except (FileNotFoundError, NotADirectoryError):
@@ -149,17 +147,18 @@ def read_rows(folder: Path) -> list[StepRow]:
         except (ValueError, TypeError, RecursionError):
             if number < len(lines):
                 raise FileError(
-                    f"{folder / METRICS}:{number}: this line is no step of a run"
+                    f"{folder / METRICS}:{number}: this line is not a step of a run"
                 ) from None
     return rows
 
 
-def _row(said: object) -> StepRow:
-    if not isinstance(said, dict) or not all(
-        isinstance(value, int | float) for value in said.values()
-    ):
-        raise TypeError("a figure is no number")
-    return StepRow(**said)
+def _row(content: object) -> StepRow:
+    if not isinstance(content, dict):
+        raise TypeError("a step is an object")
+    for value in content.values():
+        if not isinstance(value, int | float):
+            raise TypeError("a figure must be a number")
+    return StepRow(**content)
 
 
 # ---------------------------------------------------------------- elsewhere
@@ -178,16 +177,13 @@ class _Board:
 def _tensorboard(folder: Path, begin: int) -> Sink | None:
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # its own affairs
+            warnings.simplefilter("ignore")  # TensorBoard's own warnings
             from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415  # optional
     except ImportError:
-        _log.info("no TensorBoard here: pip install tensorboard")
+        _log.info("TensorBoard is not installed: pip install tensorboard")
         return None
-    return _Board(
-        SummaryWriter(
-            str(folder / "tensorboard"), purge_step=begin + 1 if begin else None
-        )
-    )
+    purge_step = begin + 1 if begin else None
+    return _Board(SummaryWriter(str(folder / "tensorboard"), purge_step=purge_step))
 
 
 class _Wandb:
@@ -202,9 +198,10 @@ class _Wandb:
 
 
 def _wandb(folder: Path, name: str) -> Sink | None:
-    """Only for somebody who has set it up: it would ask for a login otherwise. A run that goes on is one run there too.
+    """Log to Weights & Biases, but only if it is set up: else it would ask for a login.
 
-    The project, and all else, is as WANDB_PROJECT and its sisters say. What goes wrong there stops no training.
+    A resumed run stays one run there too. WANDB_PROJECT and its other variables apply. A
+    failure there does not stop the training.
     """
     if not {"WANDB_API_KEY", "WANDB_MODE"} & set(os.environ):
         return None
@@ -212,28 +209,29 @@ def _wandb(folder: Path, name: str) -> Sink | None:
         import wandb  # noqa: PLC0415  # optional
     except ImportError:
         _log.warning(
-            "WANDB_MODE or WANDB_API_KEY is set, but wandb is not installed: pip install wandb"
+            "WANDB_MODE or WANDB_API_KEY is set, but wandb is not installed: "
+            "pip install wandb"
         )
         return None
-    known, told = folder / WANDB, folder / "config.toml"
+    id_file = folder / WANDB
+    config_file = folder / "config.toml"
     try:
+        config = None
+        if config_file.is_file():
+            config = tomllib.loads(config_file.read_text(encoding="utf-8"))
         run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", "penstock"),
             name=name or folder.resolve().name,
             dir=str(folder),
-            id=known.read_text().strip() if known.is_file() else None,
+            id=id_file.read_text().strip() if id_file.is_file() else None,
             resume="allow",
-            config=tomllib.loads(told.read_text(encoding="utf-8"))
-            if told.is_file()
-            else None,
+            config=config,
             settings=wandb.Settings(silent=True, console="off"),
         )
-        known.write_text(f"{run.id}\n")
-    except Exception as error:  # it has many of its own
-        _log.warning(
-            "no Weights & Biases: %s",
-            str(error).strip().splitlines()[0] if str(error).strip() else error,
-        )
+        id_file.write_text(f"{run.id}\n")
+    except Exception as error:  # It raises many types of its own.
+        lines = str(error).strip().splitlines()
+        _log.warning("no Weights & Biases: %s", lines[0] if lines else error)
         return None
     _log.info("Weights & Biases: %s", run.url or run.dir)
     return _Wandb(run)
@@ -241,15 +239,14 @@ def _wandb(folder: Path, name: str) -> Sink | None:
 
 # ---------------------------------------------------------------- timelines
 def write_timeline(folder: Path, step: int, timeline: Timeline) -> None:
-    """Keeps a measured timeline: its columns as lists, what is not known as null."""
-    columns = {
-        item.name: _listed(getattr(timeline, item.name))
-        for item in fields(timeline)
-        if item.name not in ("schedule", "units")
-    }
+    """Write a measured timeline: its columns as lists, unknown values as null."""
+    content: dict[str, object] = {"step": step}
+    for item in fields(timeline):
+        if item.name not in ("schedule", "units"):
+            content[item.name] = _json_list(getattr(timeline, item.name))
     part = folder / f"{TIMELINE}.part"
     try:
-        part.write_text(json.dumps({"step": step, **columns}), encoding="utf-8")
+        part.write_text(json.dumps(content), encoding="utf-8")
         part.replace(folder / TIMELINE)
     except OSError as error:
         raise RunError(
@@ -257,7 +254,7 @@ def write_timeline(folder: Path, step: int, timeline: Timeline) -> None:
         ) from None
 
 
-def _listed(
+def _json_list(
     column: np.ndarray[tuple[int, ...], np.dtype[np.float64]],
 ) -> list[float | None]:
     return [
@@ -267,26 +264,22 @@ def _listed(
 
 
 def read_timeline(folder: Path, schedule: Schedule) -> tuple[int, Timeline] | None:
-    """The measured timeline of a run, and of which step it is; None if no step was timed."""
+    """Read the measured timeline of a run and its step; None if no step was timed."""
     try:
-        columns = json.loads((folder / TIMELINE).read_text(encoding="utf-8"))
-        step = int(columns.pop("step"))
-        made = {
-            name: np.array([math.nan if v is None else float(v) for v in column])
-            for name, column in columns.items()
-        }
-        made["cause"] = made["cause"].astype(np.int32)
-        if (
-            len(
-                {len(made[name]) for name in ("start", "end", "cause")}
-                | {schedule.actions}
-            )
-            > 1
-        ):
-            raise ValueError(
-                f"the schedule has {schedule.actions} actions, the timeline {len(made['start'])}"
-            )
-        return step, Timeline(schedule, **made, units=MEASURED_UNITS)
+        content = json.loads((folder / TIMELINE).read_text(encoding="utf-8"))
+        step = int(content.pop("step"))
+        columns = {}
+        for name, values in content.items():
+            numbers = [math.nan if value is None else float(value) for value in values]
+            columns[name] = np.array(numbers)
+        columns["cause"] = columns["cause"].astype(np.int32)
+        for name in ("start", "end", "cause"):
+            if len(columns[name]) != schedule.actions:
+                raise ValueError(
+                    f"the schedule has {schedule.actions} actions, "
+                    f"the timeline {len(columns[name])}"
+                )
+        return step, Timeline(schedule, **columns, units=MEASURED_UNITS)
     except FileNotFoundError:
         return None
     except (
@@ -298,5 +291,5 @@ def read_timeline(folder: Path, schedule: Schedule) -> tuple[int, Timeline] | No
         RecursionError,
     ) as error:
         raise FileError(
-            f"{folder / TIMELINE} is no timeline of this run: {error}"
+            f"{folder / TIMELINE} is not a timeline of this run: {error}"
         ) from None

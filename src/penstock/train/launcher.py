@@ -1,4 +1,4 @@
-"""Workers on this machine, by torch's elastic launcher: when one dies, all start again from the last checkpoint.
+"""Starts the workers of a run on this machine, and restarts them from the last checkpoint when one dies.
 
     launch ──► rank 0 ─ rank 1 ─ rank 2 ─ rank 3
                          ✗ killed              the others are ended
@@ -6,7 +6,8 @@
     Ctrl-C ──► RUN/stop ──► all finish their step, save, leave
     a failure that would repeat ──► RUN/failure.json ──► no restart
 
-On several machines: `torchrun --nnodes … -m penstock train config.toml` on each; that is the same launcher.
+The launcher is torch's elastic launcher. To train on several machines, run `torchrun --nnodes …
+-m penstock train config.toml` on each; that is the same launcher.
 """
 
 from __future__ import annotations
@@ -62,31 +63,32 @@ __all__ = [
 ]
 
 LOCALHOST = "127.0.0.1"
-SECONDS_TO_SAVE = 60  # seconds for workers to save, once asked
-ERRORS = (ConfigError, FileError, ProofError, ShapeError)
-KINDS: dict[str, type[PenstockError]] = {kind.__name__: kind for kind in ERRORS}
-HINTS = {  # by what a worker was killed with
-    -signal.SIGKILL: "\n  often the system, out of memory: fewer data.tokens or a smaller batch; run.recompute=true",
-    -signal.SIGILL: "\n  an instruction that this processor does not have: run.precision=float32 may do without it",
+SECONDS_TO_SAVE = 60  # Time that workers get to save once they are asked to stop.
+CHECK_SECONDS = 0.1  # Time between two looks at the workers.
+ERROR_TYPES: dict[str, type[PenstockError]] = {
+    kind.__name__: kind for kind in (ConfigError, FileError, ProofError, ShapeError)
+}
+HINTS = {  # by the exit code of a worker
+    -signal.SIGKILL: "\n  often the system, out of memory: "
+    "fewer data.tokens or a smaller batch; run.recompute=true",
+    -signal.SIGILL: "\n  the processor does not have an instruction that was used: "
+    "run.precision=float32 may do without it",
 }
 WorkerEntry = Callable[[str, bool], Verdict]
 Say = Callable[[str], None]  # shows the user a line
 
 
 def restarted() -> bool:
-    """Whether the launcher has started this process in the place of one that died."""
+    """Whether the launcher started this process to replace one that died."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
 
 
 def forget_previous_end(folder: Path) -> None:
-    """What an earlier run has left for its workers is not for those of this one."""
-    for left in (
-        folder / STOP_FILE,
-        folder / FAILURE_FILE,
-        folder / FULL_FILE,
-        *(folder / PIDS_FOLDER).glob("*.pid"),
-    ):
-        left.unlink(missing_ok=True)
+    """Remove the files that tell workers how an earlier run in this folder ended."""
+    for name in (STOP_FILE, FAILURE_FILE, FULL_FILE):
+        (folder / name).unlink(missing_ok=True)
+    for file in (folder / PIDS_FOLDER).glob("*.pid"):
+        file.unlink(missing_ok=True)
 
 
 def launch(
@@ -95,22 +97,19 @@ def launch(
     ranks: int,
     restarts: int,
     resume: bool,
-    say: Say = lambda words: None,
+    say: Say = lambda line: None,
 ) -> Verdict:
-    """Runs `entry(folder, resume)` in so many processes; how rank 0 ended, or an error in words.
+    """Run `entry(folder, resume)` in `ranks` processes, and return how rank 0 ended.
 
-    `entry` is a function of a module; it is pickled for our own children.
+    `entry` must be a function of a module, because it is pickled for the workers. A
+    failure of a worker is raised as an error.
     """
-    _quiet()
+    _silence_torch()
     forget_previous_end(folder)
-    os.environ.setdefault(
-        "GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo"
-    )
-    # torch 2.13 keeps one store over all restarts, and new ranks find the addresses of dead ones in it: a new one each
-    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SECONDS_TO_SAVE))
-    linux = sys.platform == "linux"
-    if linux:
+    _set_environment()
+    method = "spawn"
+    if sys.platform == "linux":
+        method = "forkserver"
         serve_forks([entry.__module__, "penstock.train.worker"])
     config = LaunchConfig(
         min_nodes=1,
@@ -121,73 +120,94 @@ def launch(
         rdzv_endpoint=f"{LOCALHOST}:0",
         local_addr=LOCALHOST,
         max_restarts=restarts,
-        monitor_interval=0.1,
-        start_method="forkserver" if linux else "spawn",
+        monitor_interval=CHECK_SECONDS,
+        start_method=method,
         signals_to_handle="SIGQUIT",
     )
     with _stopping(folder / STOP_FILE, say):
-        try:
-            verdicts: dict[int, Verdict] = elastic_launch(config, entry)(
-                str(folder), resume
-            )
-        except ChildFailedError as error:
-            said = read_failure(folder)
-            if said is None:
-                raise RunError(_story(error, restarts, folder)) from None
-            verdicts = {0: said}
-        except (EOFError, ConnectionError):  # multiprocessing has lost its server
-            raise RunError(
-                "the process that starts the workers is gone: somebody or the system has killed it\n"
-                f"  {way_on(folder)}"
-            ) from None
-        except SignalException as error:
-            raise RunError(
-                f"the run was ended by {error.sigval.name}\n  {way_on(folder)}"
-            ) from None
-    worst = next(
-        (one for one in verdicts.values() if one.error and one.error != "RunError"),
-        None,
-    )
-    found = worst or next((one for one in verdicts.values() if one.error), verdicts[0])
-    if found.error:
-        raise KINDS.get(found.error, RunError)(found.text)
-    return found
+        verdicts = _run_workers(config, entry, folder, resume)
+    return _raise_worst(verdicts)
 
 
+def _set_environment() -> None:
+    """Set the variables that workers inherit."""
+    loopback = "lo0" if sys.platform == "darwin" else "lo"
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
+    # Torch 2.13 keeps one store over all restarts, in which new ranks find the addresses
+    # of dead ones. This gives every restart a new store.
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SECONDS_TO_SAVE))
+
+
+def _run_workers(
+    config: LaunchConfig, entry: WorkerEntry, folder: Path, resume: bool
+) -> dict[int, Verdict]:
+    """Run the workers until they end; return their verdicts by rank."""
+    verdicts: dict[int, Verdict]
+    try:
+        verdicts = elastic_launch(config, entry)(str(folder), resume)
+    except ChildFailedError as error:
+        failure = read_failure(folder)
+        if failure is None:
+            text = _story(error, config.max_restarts, folder)
+            raise RunError(text) from None
+        verdicts = {0: failure}
+    except (EOFError, ConnectionError):
+        # multiprocessing has lost the process that it forks workers from.
+        raise RunError(
+            "the process that starts the workers is gone: "
+            f"somebody or the system has killed it\n  {way_on(folder)}"
+        ) from None
+    except SignalException as error:
+        raise RunError(
+            f"the run was ended by {error.sigval.name}\n  {way_on(folder)}"
+        ) from None
+    return verdicts
+
+
+def _raise_worst(verdicts: dict[int, Verdict]) -> Verdict:
+    """Return the verdict of rank 0, or raise the error of a failed rank.
+
+    A RunError often only follows from the error of another rank, so others come first.
+    """
+    failures = [verdict for verdict in verdicts.values() if verdict.error]
+    if not failures:
+        return verdicts[0]
+    failures.sort(key=lambda verdict: verdict.error == "RunError")
+    worst = failures[0]
+    raise ERROR_TYPES.get(worst.error, RunError)(worst.text)
+
+
+# ---------------------------------------------------------------- signals
 @contextmanager
-def _stopping(stop: Path, say: Say) -> Iterator[None]:
-    """The first Ctrl-C, SIGTERM or SIGHUP asks the workers to stop; the second ends them."""
+def _stopping(stop_file: Path, say: Say) -> Iterator[None]:
+    """Let the first Ctrl-C, SIGTERM or SIGHUP ask workers to stop, and the second end them."""
 
     def ask(number: int, frame: FrameType | None) -> None:
-        if stop.exists():
-            _end(stop.parent / PIDS_FOLDER)
+        if stop_file.exists():
+            _kill_workers(stop_file.parent / PIDS_FOLDER)
             raise KeyboardInterrupt
-        stop.touch()
+        stop_file.touch()
         say("this step is finished and saved first; Ctrl-C ends all at once")
 
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    heard = [
-        signal.SIGINT,
-        *(
-            number
-            for number in ENDING
-            if signal.getsignal(number) is not signal.SIG_IGN
-        ),
-    ]
-    before = {number: signal.signal(number, ask) for number in heard}
+    before = {number: signal.signal(number, ask) for number in _heard_signals(True)}
     try:
         yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-        stop.unlink(missing_ok=True)
+        stop_file.unlink(missing_ok=True)
 
 
 @contextmanager
 def ended_by_signals(say: Say) -> Iterator[None]:
-    """SIGTERM and SIGHUP raise SystemExit, so that what was begun is cleaned up. `launch` has its own way with them."""
+    """Let SIGTERM and SIGHUP raise SystemExit, so that the caller can clean up.
+
+    While `launch` runs, it handles these signals itself.
+    """
 
     def end(number: int, frame: FrameType | None) -> None:
         say(f"by {signal.Signals(number).name}")
@@ -196,10 +216,7 @@ def ended_by_signals(say: Say) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    heard = [
-        number for number in ENDING if signal.getsignal(number) is not signal.SIG_IGN
-    ]
-    before = {number: signal.signal(number, end) for number in heard}
+    before = {number: signal.signal(number, end) for number in _heard_signals(False)}
     try:
         yield
     finally:
@@ -207,44 +224,58 @@ def ended_by_signals(say: Say) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _end(pids: Path) -> None:
-    """Ends all workers at once: they would wait for a launcher that waits for them."""
+def _heard_signals(interrupt: bool) -> list[signal.Signals]:
+    """The signals to handle: those that end a job, unless this process ignores them."""
+    ignored = [n for n in ENDING if signal.getsignal(n) is signal.SIG_IGN]
+    heard = [number for number in ENDING if number not in ignored]
+    return [signal.SIGINT, *heard] if interrupt else heard
+
+
+def _kill_workers(pids: Path) -> None:
+    """Kill all workers, because they and the launcher would wait for each other."""
     for file in pids.glob("*.pid"):
         with suppress(OSError, ValueError):
             os.kill(int(file.read_text()), signal.SIGKILL)
 
 
-def _quiet() -> None:
-    """Torch's launcher says much on its way; what matters comes back from it."""
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    logging.getLogger("torch.multiprocessing").setLevel(logging.CRITICAL)
-    logging.getLogger("torch.distributed.launcher").setLevel(logging.CRITICAL)
+def _silence_torch() -> None:
+    """Silence the log of torch's launcher; errors come back as exceptions."""
+    for name in (
+        "torch.distributed.elastic",
+        "torch.multiprocessing",
+        "torch.distributed.launcher",
+    ):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
 
 
+# ---------------------------------------------------------------- messages
 def _story(error: ChildFailedError, restarts: int, folder: Path) -> str:
+    """What happened to the first worker that failed, and how to continue."""
     rank, failure = error.get_first_failure()
-    what = (
-        f"was killed by {failure.signal_name()}"
-        if failure.exitcode < 0
-        else f"failed: {_said(failure.message)}"
-    )
-    tried = f", {restarts} restarts did not help" if restarts else ""
-    return f"rank {rank} {what}{tried}\n  {way_on(folder)}{HINTS.get(failure.exitcode, '')}"
+    if failure.exitcode < 0:
+        event = f"was killed by {failure.signal_name()}"
+    else:
+        event = f"failed: {_last_line(failure.message)}"
+    attempts = f", {restarts} restarts did not help" if restarts else ""
+    hint = HINTS.get(failure.exitcode, "")
+    return f"rank {rank} {event}{attempts}\n  {way_on(folder)}{hint}"
 
 
 def way_on(folder: Path) -> str:
-    """How to continue a run that has ended too early."""
-    good = newest(folder / "checkpoints")
-    if not good:
+    """Say how to continue a run that ended too early."""
+    checkpoints = newest(folder / "checkpoints")
+    if not checkpoints:
         return "there is no checkpoint yet; start again with the same command"
-    return f"the last checkpoint is {good[0]}; go on with: penstock train {folder} --resume"
-
-
-def _said(message: object) -> str:
-    """Of what a worker has left behind, the words: its last line, without the trace."""
-    text = (
-        message.get("message", str(message))
-        if isinstance(message, dict)
-        else str(message)
+    return (
+        f"the last checkpoint is {checkpoints[0]}; "
+        f"go on with: penstock train {folder} --resume"
     )
-    return text.strip().splitlines()[-1] if text.strip() else "it did not say why"
+
+
+def _last_line(message: object) -> str:
+    """The last line of what a worker left behind, which is its error without the trace."""
+    text = str(message)
+    if isinstance(message, dict):
+        text = message.get("message", text)
+    lines = text.strip().splitlines()
+    return lines[-1] if lines else "it did not say why"

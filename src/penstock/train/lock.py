@@ -1,6 +1,8 @@
-"""One process at a time trains in a folder: two would write each other's steps, and sweep away what the other saves.
+"""Lets only one process at a time train in a folder.
 
-The process that has the lock also made the folder, if it was not there. If it trains no step, it removes it again.
+Two processes would mix up their steps, and delete each other's unfinished checkpoints.
+The process that holds the lock also creates the folder if it is missing. If it then trains
+no step, it removes the folder again.
 """
 
 from __future__ import annotations
@@ -16,21 +18,19 @@ from penstock.errors import ConfigError
 from penstock.train.history import METRICS
 
 LOCK = "lock"  # in the folder of a run
-PROGRESS = (
-    METRICS,
-    "checkpoints/step-*",
-)  # a folder with one of these holds something worth keeping
+# A folder in which one of these is not empty is worth keeping.
+PROGRESS_FILES = (METRICS, "checkpoints/step-*")
 
 
 class Lock:
-    """Of one folder, once it is there. It ends with its process, however that ends."""
+    """The lock of one folder. The system releases it when the process ends."""
 
     def __init__(self) -> None:
         self.handle = -1
-        self.made: list[Path] = []  # folders that were missing, the innermost first
+        self.created: list[Path] = []  # folders that were missing, innermost first
 
     def claim(self, folder: Path) -> None:
-        """Makes the folder if it is missing. Raises if another process trains there."""
+        """Create the folder if it is missing; raise if another process trains there."""
         missing = [path for path in (folder, *folder.parents) if not path.exists()]
         folder.mkdir(parents=True, exist_ok=True)
         self.handle = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
@@ -39,32 +39,33 @@ class Lock:
         except BlockingIOError:
             self.free()
             raise ConfigError(
-                f"another process trains in {folder}\n  wait until it has ended, or name another "
-                "run.folder"
+                f"another process trains in {folder}\n"
+                "  wait until it has ended, or name another run.folder"
             ) from None
-        except OSError:  # a file system that has no locks
+        except OSError:  # This file system has no locks.
             self.free()
         else:
-            self.made = missing
+            self.created = missing
 
     def clean_up(self) -> None:
-        """Removes the folder if this start has made it and no step was trained. Call it while the lock is held."""
-        if not self.made or self.handle < 0:
+        """Remove the folder if this process created it and trained no step.
+
+        Call it while the lock is held.
+        """
+        if not self.created or self.handle < 0:
             return
-        folder, *parents = self.made
-        if any(
-            file.is_dir() or file.stat().st_size
-            for name in PROGRESS
-            for file in folder.glob(name)
-        ):
-            return
+        folder, *parents = self.created
+        for pattern in PROGRESS_FILES:
+            for file in folder.glob(pattern):
+                if file.is_dir() or file.stat().st_size:
+                    return
         shutil.rmtree(folder, ignore_errors=True)
         for parent in parents:
-            with suppress(OSError):  # not empty: the token cache stays
+            with suppress(OSError):  # It holds other files, such as the token cache.
                 parent.rmdir()
 
     def free(self) -> None:
-        """The folder is anybody's again."""
+        """Release the lock."""
         if self.handle >= 0:
             with suppress(OSError):
                 os.close(self.handle)
@@ -73,7 +74,7 @@ class Lock:
 
 @contextmanager
 def locking() -> Iterator[Lock]:
-    """A lock that is free again afterwards; nothing is left of a start that trained no step."""
+    """Yield a lock that is released afterwards, and clean up if no step was trained."""
     lock = Lock()
     try:
         yield lock

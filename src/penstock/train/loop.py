@@ -1,18 +1,17 @@
-"""Training, in one process: the same lines in every one, with a thread, a process or a GPU behind `comm`.
+"""The training loop of one process; a thread, a process or a GPU may be behind `comm`.
 
     batches ─► executor.step ─► gradients.measure ─► clip ─► AdamW ─► row ─┬─ evaluate, now and then
        ▲        the lane          one sum over all                         ├─ save, now and then
-       └───────────────────────────────────────────────────────────────────┴─ stop, if anybody was asked to
+       └───────────────────────────────────────────────────────────────────┴─ stop, if a rank was asked to
 
-What a step does depends on config and seed alone: schedules, ranks, copies and meshes change the order of sums, nothing
-else.
+The result of a step depends only on the config and the seed. Schedules, ranks, copies and
+meshes change the order in which numbers are added, and nothing else.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-import os
 import resource
 import sys
 import time
@@ -39,6 +38,8 @@ from penstock.runtime import (
     share_offset,
     watching,
 )
+from penstock.runtime.process.machine import count_neighbours
+from penstock.schedules.coverage import hold_every_part, through_all_parts
 from penstock.train.checkpoint import (
     CheckpointFacts,
     Saver,
@@ -48,7 +49,6 @@ from penstock.train.checkpoint import (
     read_facts,
     sweep,
 )
-from penstock.train.coverage import hold_every_part, through_all_parts
 from penstock.train.data.corpus import Corpus
 from penstock.train.data.loader import Deal, Loader, check_same_data, wanted_by
 from penstock.train.history import History, StepRow, write_timeline
@@ -58,16 +58,18 @@ from penstock.train.weights import Holding, Sizes, copy_weights, draw_parameters
 
 _log = logging.getLogger(__name__)
 WatchRow = Callable[[StepRow], None]
-STOP_WORD, SAVED_WORD = 0, 1  # what ranks tell each other with every step
-FIRST_TIMED_STEP = (
-    3  # the first step that is worth timing: those before it find everything cold
-)
-OPTIMIZER_SLOTS = ("exp_avg", "exp_avg_sq", "step")  # of AdamW, for each parameter
+# The counts that ranks exchange with every step: how many were asked to stop, and how many
+# have saved their share of a checkpoint.
+STOP_COUNT = 0
+SAVED_COUNT = 1
+# Earlier steps are not worth timing, because caches are still cold.
+FIRST_TIMED_STEP = 3
+OPTIMIZER_SLOTS = ("exp_avg", "exp_avg_sq", "step")  # AdamW's state of each parameter
 
 
 @dataclass(frozen=True, slots=True)
 class RunOutcome:
-    """How a run ended: after which step, and whether it was asked to stop before its last."""
+    """The last step of a run, and whether it was asked to stop before its end."""
 
     step: int
     stopped: bool
@@ -75,38 +77,35 @@ class RunOutcome:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A run, the same on all ranks."""
+    """Everything that defines a run; it is the same on all ranks."""
 
     config: Config
     plan: Plan
     sizes: Sizes
     corpus: Corpus
     folder: Path
-    resume: bool = False  # from the newest good checkpoint; without one, from the start if `fresh`, else an error
-    fresh: bool = False
+    resume: bool = False  # start from the newest good checkpoint
+    fresh: bool = False  # if there is no checkpoint, start from the beginning
 
     def __post_init__(self) -> None:
-        object.__setattr__(
-            self,
-            "plan",
-            replace(self.plan, schedule=hold_every_part(self.plan.schedule)),
-        )
+        schedule = hold_every_part(self.plan.schedule)
+        object.__setattr__(self, "plan", replace(self.plan, schedule=schedule))
 
     @property
     def partition(self) -> tuple[int, ...]:
-        """Layers of each part."""
-        return self.plan.partition or even_partition(
-            self.sizes.layers, self.plan.schedule.parts
-        )
+        """The number of layers of each part."""
+        if self.plan.partition:
+            return self.plan.partition
+        return even_partition(self.sizes.layers, self.plan.schedule.parts)
 
     @property
     def checkpoints(self) -> Path:
-        """Their folder."""
+        """The folder of the checkpoints."""
         return self.folder / "checkpoints"
 
 
 class Trainer:
-    """One process of a run: a rank of the schedule, or its share of one."""
+    """One process of a run: a rank of the schedule, or a share of one."""
 
     def __init__(
         self,
@@ -115,20 +114,22 @@ class Trainer:
         device: torch.device | None = None,
         watch: WatchRow | None = None,
     ) -> None:
-        self.job, self.comm, self.watch = job, comm, watch
+        config = job.config
+        schedule = job.plan.schedule
+        self.job = job
+        self.comm = comm
+        self.watch = watch
         self.device = device or torch.device("cpu")
-        config, schedule = job.config, job.plan.schedule
         self.place = place_of(comm, config.mesh, schedule.ranks, self.device)
         pipeline = self.place.pipeline
         self.holding = hold(
             job.sizes, schedule, job.partition, pipeline.rank, self.device, self.place
         )
-        wanted = wanted_by(schedule, pipeline.rank, config.data.separate)
         deal = Deal(
             config.rows,
             len(schedule.microbatches),
             config.run.accumulate,
-            wanted,
+            wanted_by(schedule, pipeline.rank, config.data.separate),
             config.mesh.shard,
             self.place.shard,
         )
@@ -136,7 +137,7 @@ class Trainer:
         self.executor = executor_of(job, schedule, self.holding, pipeline)
         self.examiner = Examiner(self, through_all_parts(schedule))
         self.optimizer = adamw(self.holding.trained, config.optimizer)
-        self.gradients = Gradients(self.holding, comm, self.device, words=2)
+        self.gradients = Gradients(self.holding, comm, self.device, counts=2)
         self.saver = Saver(
             job.checkpoints, comm.rank, comm.ranks, config.run.keep, self.holding.names
         )
@@ -147,28 +148,26 @@ class Trainer:
 
     # ------------------------------------------------------------ beginning
     def begin(self) -> None:
-        """Weights: drawn, read from a folder, or those of the newest good checkpoint."""
-        job, found = self.job, None
+        """Fill the weights: from the newest good checkpoint, from a folder, or at random."""
+        job = self.job
+        checkpoint = None
         if job.resume:
-            found = newest_good(job.checkpoints, self.comm, self.holding.names)
-            if found is None and not job.fresh:
+            checkpoint = newest_good(job.checkpoints, self.comm, self.holding.names)
+            if checkpoint is None and not job.fresh:
                 raise nothing_to_resume(job.checkpoints)
-        if found is not None:
-            self.resume(found)
+        if checkpoint is not None:
+            self.resume(checkpoint)
         elif job.config.model.weights:
             from penstock.train.hub import read_weights  # noqa: PLC0415  # safetensors, only where it is needed
 
-            copy_weights(
-                self.holding,
-                read_weights(
-                    Path(job.config.model.weights), self.holding.parameters, job.sizes
-                ),
-            )
+            folder = Path(job.config.model.weights)
+            tensors = read_weights(folder, self.holding.parameters, job.sizes)
+            copy_weights(self.holding, tensors)
         else:
             draw_parameters(self.holding, job.config.run.seed)
 
     def resume(self, path: Path) -> None:
-        """Goes on from a checkpoint of the same model, whatever split has saved it."""
+        """Continue from a checkpoint of the same model, however it was split."""
         facts = read_facts(path)
         check_same_model(path, facts, self.job.sizes)
         tensors = self.tensors(empty=True)
@@ -184,39 +183,50 @@ class Trainer:
             _log.info("going on from %s", path)
 
     def tensors(self, empty: bool = False) -> dict[str, Tensor]:
-        """All that is saved, by name: weights and the optimizer's state. `empty`: to be filled, of all held."""
-        found: dict[str, Tensor] = {}
+        """Return the tensors that this process saves, by name.
+
+        They are its weights and its optimizer state. With `empty`, return blank tensors
+        for everything it holds, to be filled from a checkpoint.
+        """
+        tensors: dict[str, Tensor] = {}
         for name, parameter in self.holding.parameters.items():
-            if not empty and (
-                name not in self.holding.owned or not local_share(parameter).numel()
-            ):
+            if not empty and not self._saves(name):
                 continue
-            found[name] = parameter.detach()
+            tensors[name] = parameter.detach()
             state = self.optimizer.state.get(parameter, {})
             for slot in OPTIMIZER_SLOTS:
-                if slot == "step" and not empty and any(share_offset(parameter)):
-                    continue  # whoever has the first number of a parameter counts its steps
-                blank = (
-                    torch.zeros(1, device=self.device)
-                    if slot == "step"
-                    else torch.zeros_like(parameter)
-                )
+                counter = slot == "step"
+                if counter and not empty and any(share_offset(parameter)):
+                    # The process with the first number of a parameter counts its steps.
+                    continue
+                blank = torch.zeros_like(parameter)
+                if counter:
+                    blank = torch.zeros(1, device=self.device)
                 tensor = blank if empty else state.get(slot, blank)
-                found[f"optimizer.{slot}.{name}"] = (
-                    tensor.detach().reshape(1) if slot == "step" else tensor.detach()
-                )
-        return found
+                tensor = tensor.detach()
+                if counter:
+                    tensor = tensor.reshape(1)
+                tensors[f"optimizer.{slot}.{name}"] = tensor
+        return tensors
+
+    def _saves(self, name: str) -> bool:
+        """Whether this process saves a parameter: it owns it and has numbers of it."""
+        if name not in self.holding.owned:
+            return False
+        return local_share(self.holding.parameters[name]).numel() > 0
 
     def prove(self) -> None:
-        """Compares every stage as the plan runs it with plain calls, on data of the next step. Nothing of it stays."""
+        """Check that every stage computes under the plan what a plain call computes.
+
+        It uses the data of the next step, and leaves no trace in weights or loader.
+        """
         seen = self.loader.seen
         batch = self.loader.step()[0]
         self.loader.seen = seen
         proof = prove(self.executor, batch)
         if self.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(
-                self.device
-            )  # a step's peak is what is reported
+            # The report shows the peak of the steps, not of the proof.
+            torch.cuda.reset_peak_memory_stats(self.device)
         if self.comm.rank == 0 and not proof.skipped:
             _log.info(
                 "proved %d stages in %.1f s: the plan computes the gradients of plain calls",
@@ -226,17 +236,16 @@ class Trainer:
 
     # ------------------------------------------------------------ running
     def run(self, stop: Callable[[], bool] = lambda: False) -> RunOutcome:
-        """All steps, or as many as until somebody asks to stop; ends with a checkpoint."""
-        if self.comm.rank == 0:
+        """Train until the last step, or until a rank is asked to stop; then save."""
+        first = self.comm.rank == 0
+        if first:
             sweep(self.job.checkpoints)
         self.comm.barrier()
         with watching(self.executor):
             self.begin()
             if self.job.config.run.prove:
                 self.prove()
-            history = (
-                History(self.job.folder, self.step) if self.comm.rank == 0 else None
-            )
+            history = History(self.job.folder, self.step) if first else None
             try:
                 stopped = self.steps(history, stop)
                 self.saver.finish(self.comm)
@@ -246,29 +255,31 @@ class Trainer:
         return RunOutcome(self.step, stopped)
 
     def steps(self, history: History | None, stop: Callable[[], bool]) -> bool:
-        """Step after step; whether it was asked to stop."""
+        """Run the steps; return whether a rank was asked to stop."""
         settings = self.job.config.run
         while self.step < settings.steps:
             began = time.perf_counter()
-            share, bubble = self.forward_and_back(is_timed(self.step + 1, settings))
-            most = _memory(self.device, self.executor)
-            loss, norm, memory, words = self.gradients.measure(
-                share, most, self.words(stop)
+            loss_share, bubble = self.forward_and_back(
+                is_timed(self.step + 1, settings)
             )
-            if self.saver.step is not None and words[SAVED_WORD] == self.comm.ranks:
+            memory_peak = _peak_memory(self.device, self.executor)
+            loss, norm, memory, counts = self.gradients.measure(
+                loss_share, memory_peak, self.counts(stop)
+            )
+            if self.saver.step is not None and counts[SAVED_COUNT] == self.comm.ranks:
                 self.saver.commit()
             if not math.isfinite(loss) or not math.isfinite(norm):
                 self.give_up(loss, norm)
             rate = self.update(norm)
             seconds = time.perf_counter() - began
             self.step += 1
-            due = bool(settings.evaluate) and self.step % settings.evaluate == 0
-            evaluation = self.evaluate() if due or self.step == settings.steps else None
+            last = self.step == settings.steps
+            stopping = counts[STOP_COUNT] > 0
+            evaluation = None
+            if last or _is_due(self.step, settings.evaluate):
+                evaluation = self.evaluate()
             if history is not None:
-                tokens, epoch = (
-                    self.loader.deal.sequences * self.loader.corpus.length,
-                    self.loader.epoch,
-                )
+                tokens = self.loader.deal.sequences * self.loader.corpus.length
                 row = StepRow(
                     self.step,
                     loss,
@@ -277,7 +288,7 @@ class Trainer:
                     seconds,
                     tokens,
                     max(memory),
-                    epoch,
+                    self.loader.epoch,
                     bubble,
                     evaluation,
                     self.utilization(tokens / seconds),
@@ -285,19 +296,22 @@ class Trainer:
                 history.put(row)
                 if self.watch is not None:
                     self.watch(row)
-            last = words[STOP_WORD] > 0 or self.step == settings.steps
-            if last or (settings.save and self.step % settings.save == 0):
+            if stopping or last or _is_due(self.step, settings.save):
                 self.save()
-            if words[STOP_WORD]:
+            if stopping:
                 return True
         return False
 
-    def words(self, stop: Callable[[], bool]) -> list[int]:
-        """What this rank tells the others: whether it was asked to stop, and whether its share is saved."""
-        return [int(stop()), int(self.saver.step is not None and self.saver.done())]
+    def counts(self, stop: Callable[[], bool]) -> list[int]:
+        """Whether this rank was asked to stop, and whether it has saved its share."""
+        saved = self.saver.step is not None and self.saver.done()
+        return [int(stop()), int(saved)]
 
     def forward_and_back(self, timed: bool) -> tuple[float, float | None]:
-        """All passes of a step: this process's share of the loss, and the bubble if it was timed."""
+        """Run all passes of a step; return this process's share of the loss, and the bubble.
+
+        The bubble is None if the step was not timed.
+        """
         results = [self.executor.step(batch, timed) for batch in self.loader.step()]
         loss = sum(result.loss for result in results) if self.place.speaks else 0.0
         timeline = results[-1].timeline
@@ -308,21 +322,22 @@ class Trainer:
         return loss, timeline.bubble
 
     def update(self, norm: float) -> float:
-        """Moves the weights; the rate at which."""
-        settings = self.job.config
-        rate = rate_at(self.step, settings.run.steps, settings.optimizer)
+        """Update the weights, and return the learning rate."""
+        config = self.job.config
+        rate = rate_at(self.step, config.run.steps, config.optimizer)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        self.gradients.clip(norm, settings.optimizer.clip)
+        self.gradients.clip(norm, config.optimizer.clip)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         for name, parameter in self.holding.parameters.items():
             if name not in self.holding.trained:
-                parameter.grad = None  # a sum over replicas of a part that no path visits has left zeros
+                # The sum over replicas of a part that no path visits left zeros here.
+                parameter.grad = None
         return rate
 
     def evaluate(self) -> float | None:
-        """The mean loss of the whole model on what is held out; None if nothing is."""
+        """Return the mean loss of the whole model on held-out text; None without any."""
         losses = self.examiner.losses(self.job.config.run.evaluations)
         share = sum(losses) if self.place.speaks else 0.0
         total = torch.tensor([share], dtype=torch.float64, device=self.device)
@@ -331,13 +346,13 @@ class Trainer:
 
     # ------------------------------------------------------------ saving
     def save(self) -> None:
-        """Begins a checkpoint; one that is still on its way is waited for."""
+        """Begin a checkpoint, after waiting for an earlier one that is still being written."""
         if self.saver.step is not None:
             self.saver.finish(self.comm)
         self.saver.begin(self.step, self.tensors(), self.facts())
 
     def facts(self) -> CheckpointFacts:
-        """What a checkpoint says of itself."""
+        """Return the description that goes into a checkpoint."""
         return {
             "model": describe(self.job.sizes),
             "data": self.loader.state(),
@@ -349,59 +364,70 @@ class Trainer:
         }
 
     def give_up(self, loss: float, norm: float) -> None:
-        """A loss or a gradient that is no number: the weights before this step are saved, then it ends."""
-        self.loader.seen -= self.loader.deal.sequences  # the step was not made
-        if self.saver.step is not None:
-            self.saver.finish(self.comm)
-        self.saver.begin(self.step, self.tensors(), self.facts())
+        """Save the weights before a step whose loss or gradients are not finite, and raise."""
+        self.loader.seen -= self.loader.deal.sequences  # This step does not count.
+        self.save()
         self.saver.finish(self.comm)
         raise RunError(
-            f"in step {self.step + 1} the loss is {loss:g} and the norm of the gradients {norm:g}\n"
-            f"  the weights before that step are saved in {self.job.checkpoints}; go on with --resume and a lower "
-            "optimizer.rate, a lower optimizer.clip or a longer optimizer.warmup"
+            f"in step {self.step + 1} the loss is {loss:g} and the norm of the gradients "
+            f"{norm:g}\n  the weights before that step are saved in "
+            f"{self.job.checkpoints}; go on with --resume and a lower optimizer.rate, "
+            "a lower optimizer.clip or a longer optimizer.warmup"
         )
 
 
 class Examiner:
-    """Measures the whole model in the pipeline: held-out text goes through all parts, whatever paths are trained."""
+    """Evaluates the whole model in the pipeline, whatever paths are trained.
+
+    Held-out text goes through all parts. If the schedule skips parts, the evaluation has
+    its own lanes, with links that training may not use.
+    """
 
     def __init__(self, trainer: Trainer, schedule: Schedule) -> None:
-        job, place = trainer.job, trainer.place
-        self.executor, self.loader = trainer.executor, trainer.loader
-        self.own = (
-            schedule is not job.plan.schedule
-        )  # it has lanes of its own, with links that training may not use
-        if self.own:
-            self.executor = executor_of(job, schedule, trainer.holding, place.pipeline)
-            wanted = wanted_by(schedule, place.pipeline.rank, job.config.data.separate)
+        job = trainer.job
+        pipeline = trainer.place.pipeline
+        self.executor = trainer.executor
+        self.loader = trainer.loader
+        self.needs_links = schedule is not job.plan.schedule
+        if self.needs_links:
+            self.executor = executor_of(job, schedule, trainer.holding, pipeline)
+            wanted = wanted_by(schedule, pipeline.rank, job.config.data.separate)
             deal = replace(trainer.loader.deal, wanted=wanted)
             self.loader = Loader(job.corpus, deal, job.config.run.seed, trainer.device)
 
     def losses(self, batches: int) -> list[float]:
-        """The loss of each pass over held-out text: their sum is the mean over all of it."""
-        found = self.loader.evaluation(batches)
-        if self.own and found:
-            shapes = self.executor.message_shapes(found[0])
-            self.executor.comm.reserve(
-                self.executor.program, shapes, self.executor.dtype
-            )
-            self.own = False
-        return [self.executor.evaluate(batch) for batch in found]
+        """Return the loss of each pass; their sum is the mean loss over all sequences."""
+        passes = self.loader.evaluation(batches)
+        if self.needs_links and passes:
+            executor = self.executor
+            shapes = executor.message_shapes(passes[0])
+            executor.comm.reserve(executor.program, shapes, executor.dtype)
+            self.needs_links = False
+        return [self.executor.evaluate(batch) for batch in passes]
 
 
 def is_timed(step: int, settings: RunConfig) -> bool:
-    """Whether a step is worth a timeline: so that also a short run, and one that is stopped, has one."""
-    return bool(settings.timed) and (
-        step % settings.timed == 0 or step in (FIRST_TIMED_STEP, settings.steps)
-    )
+    """Whether to record the timeline of a step.
+
+    An early step and the last are included, so that short and stopped runs have one too.
+    """
+    if not settings.timed:
+        return False
+    return _is_due(step, settings.timed) or step in (FIRST_TIMED_STEP, settings.steps)
+
+
+def _is_due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
 
 
 def nothing_to_resume(checkpoints: Path) -> RunError:
-    """What is said where a run cannot go on. Only a folder without any checkpoint may be started in."""
+    """Return the error for a run that cannot resume."""
     if newest(checkpoints):
         return RunError(
-            f"no checkpoint in {checkpoints} is good: all are damaged or lack weights of this model\n"
-            "  start anew in another run.folder, or delete that folder and start without --resume"
+            f"no checkpoint in {checkpoints} is good: "
+            "all are damaged or lack weights of this model\n"
+            "  start anew in another run.folder, "
+            "or delete that folder and start without --resume"
         )
     return RunError(
         f"there is no good checkpoint in {checkpoints}\n  start anew, without --resume"
@@ -409,26 +435,29 @@ def nothing_to_resume(checkpoints: Path) -> RunError:
 
 
 def check_same_model(path: Path, facts: CheckpointFacts, sizes: Sizes) -> None:
-    """Raises if a checkpoint is of a model with other sizes."""
-    theirs, ours = facts.get("model", {}), describe(sizes)
-    other = [
-        f"its {key} is {theirs.get(key)}, here it is {value}"
-        for key, value in ours.items()
-        if theirs.get(key) != value
-    ]
-    if other:
+    """Raise RunError if a checkpoint belongs to a model with other sizes."""
+    theirs = facts.get("model", {})
+    differences = []
+    for key, value in describe(sizes).items():
+        if theirs.get(key) != value:
+            differences.append(f"its {key} is {theirs.get(key)}, here it is {value}")
+    if differences:
         raise RunError(
-            f"{path} is of another model: {'; '.join(other)}\n"
+            f"{path} is of another model: {'; '.join(differences)}\n"
             "  go on with its own sizes, or start anew in another run.folder"
         )
 
 
 def check_resumable(checkpoints: Path, sizes: Sizes, corpus: Corpus, seed: int) -> None:
-    """Raises if a run cannot go on from its newest checkpoint; before anything of the run is written anew."""
+    """Raise RunError if a run cannot resume from its newest checkpoint.
+
+    This happens before the run overwrites any file.
+    """
     for path in newest(checkpoints):
         try:
             facts = read_facts(path)
-        except FileError:  # damaged: the ranks will look for an earlier one, and say so
+        except FileError:
+            # It is damaged. The ranks will report that and look for an earlier one.
             continue
         check_same_model(path, facts, sizes)
         check_same_data(facts.get("data", {}), corpus, seed)
@@ -436,51 +465,51 @@ def check_resumable(checkpoints: Path, sizes: Sizes, corpus: Corpus, seed: int) 
 
 
 def executor_of(job: Job, schedule: Schedule, holding: Holding, comm: Comm) -> Executor:
-    """The rank's lane of a schedule over the plan's stages, ready to run."""
+    """Return an executor for this rank's lane of a schedule over the plan's stages."""
     run = job.config.run
-    mine = frozenset(holding.stages) if run.recompute else frozenset()
+    recompute = frozenset(holding.stages) if run.recompute else frozenset()
+    record = run.graphs and schedule is job.plan.schedule
     return Executor(
         lower(schedule),
         holding.stages,
         comm,
         token_loss,
         holding.width,
-        recompute=mine,
+        recompute=recompute,
         autocast=torch.bfloat16 if run.precision == "bfloat16" else None,
         tied=holding.tied,
-        tape=CudaTape() if run.graphs and schedule is job.plan.schedule else None,
+        tape=CudaTape() if record else None,
     )
 
 
 def flops_utilization(
     sizes: Sizes, tokens: int, ranks: int, device: torch.device
 ) -> Callable[[float], float | None]:
-    """From tokens a second to the share of the peak of all devices (MFU); to None where that is not known."""
-    peak = (
-        peak_flops(torch.cuda.get_device_name(device))
-        if device.type == "cuda"
-        else None
-    )
+    """Return a function from tokens per second to model FLOPs utilization (MFU).
+
+    MFU is the share of the peak of all devices. The function returns None if the peak of
+    the device is not known.
+    """
+    peak = None
+    if device.type == "cuda":
+        peak = peak_flops(torch.cuda.get_device_name(device))
     if peak is None:
         return lambda speed: None
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
-    devices = ranks * min(1.0, torch.cuda.device_count() / here)  # ranks may share one
+    gpus_per_rank = torch.cuda.device_count() / count_neighbours(ranks)
+    devices = ranks * min(1.0, gpus_per_rank)  # Ranks may share a GPU.
     share = flops_per_token(sizes, tokens) / (devices * peak)
     return lambda speed: speed * share
 
 
 def describe(sizes: Sizes) -> dict[str, object]:
-    """A model in plain values."""
-    return {
-        "family": type(sizes).__name__.removesuffix("Config").lower(),
-        **asdict(sizes),
-    }
+    """Describe a model in plain values."""
+    family = type(sizes).__name__.removesuffix("Config").lower()
+    return {"family": family, **asdict(sizes)}
 
 
-def _memory(device: torch.device, executor: Executor) -> int:
-    """The most bytes this rank has had: of the GPU, or of the process."""
+def _peak_memory(device: torch.device, executor: Executor) -> int:
+    """The peak memory of this rank in bytes, of its GPU or of its process."""
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device)) + executor.recording_bytes
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
-        1 if sys.platform == "darwin" else 1024
-    )
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

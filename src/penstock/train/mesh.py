@@ -1,13 +1,13 @@
 """Where a process stands when a rank of the schedule is several processes (torch's DeviceMesh).
 
-                 shard 0               shard 1           a pipeline is a column: 0 4, 1 5, 2 6, 3 7. Its processes send
-              tensor 0  tensor 1    tensor 0  tensor 1   each other activations, as the schedule says
+                 shard 0               shard 1           A column is a pipeline: 0 4, 1 5, 2 6, 3 7. Its processes
+              tensor 0  tensor 1    tensor 0  tensor 1   send each other activations, as the schedule says.
     rank 0       0         1           2         3
-    rank 1       4         5           6         7       a row holds the weights of one rank between them
+    rank 1       4         5           6         7       A row shares the weights of one rank.
 
-    tensor   processes with the same micro-batches: each has some heads and features of every layer (DTensor)
-    shard    processes with micro-batches of their own: each keeps a part of the weights, of their gradients and of the
-             optimizer between steps (FSDP2)
+    tensor   processes with the same micro-batches; each has some heads and features of every layer (DTensor)
+    shard    processes with different micro-batches; each keeps a share of the weights, their gradients and the
+             optimizer state between steps (FSDP2)
 
 Copies of the pipeline that keep all weights are more ranks of the schedule (`schedule.copies`).
 """
@@ -22,7 +22,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from penstock.config import Config, MeshConfig
+from penstock.config import MeshConfig
 from penstock.errors import ConfigError, RunError
 from penstock.models import GPTConfig, Part
 from penstock.models.tensor import largest_share, share_layers
@@ -30,51 +30,57 @@ from penstock.runtime import Comm, ProcessComm, shard_layers
 from penstock.train.weights import Sizes, blueprint
 
 AXES = ("rank", "shard", "tensor")
+NUMBERS_PER_PARAMETER = 4  # itself, its gradient, and two means of AdamW
 
 
 @dataclass(frozen=True, slots=True)
 class MeshPlace:
-    """One process among all."""
+    """The place of one process in the mesh."""
 
     world: Comm  # all processes
-    pipeline: Comm  # those of its pipeline; its rank there is its rank in the schedule
+    pipeline: Comm  # its pipeline; its rank there is its rank in the schedule
     shard: int = 0
     tensor: int = 0
-    mesh: DeviceMesh | None = None  # None: every rank is one process
+    mesh: DeviceMesh | None = None  # None if every rank is one process
 
     @property
     def speaks(self) -> bool:
-        """Whether it tells the others what all of its pipeline know."""
+        """Whether this process reports what every process of its pipeline knows."""
         return self.pipeline.rank == 0 and self.tensor == 0
 
     def arrange(self, part: Part) -> None:
-        """Leaves this process its share of a part."""
+        """Reduce a part to the share of this process."""
         if self.mesh is None:
             return
         if self.mesh["tensor"].size() > 1:
             share_layers(part, self.mesh["tensor"])
         if self.mesh["shard"].size() > 1:
-            layers = [
-                part.get_submodule(path)
-                for path in part.anatomy.layers[part.begin : part.end]
-            ]
+            paths = part.anatomy.layers[part.begin : part.end]
+            layers = [part.get_submodule(path) for path in paths]
             shard_layers(part, layers, self.mesh["shard"])
 
     def counts(self, parameter: nn.Parameter) -> bool:
-        """Whether its share of a parameter is nobody else's: processes of one tensor row have equal norms, say."""
+        """Whether no other process counts and saves the same numbers of a parameter.
+
+        The processes of a tensor row all hold a copy of each norm; only the first counts
+        it.
+        """
         if self.tensor == 0:
             return True
         if not isinstance(parameter, DTensor):
             return False
         axes = parameter.device_mesh.mesh_dim_names or ()
-        placed = dict(zip(axes, parameter.placements, strict=True))
-        return "tensor" in placed and not placed["tensor"].is_replicate()
+        placements = dict(zip(axes, parameter.placements, strict=True))
+        return "tensor" in placements and not placements["tensor"].is_replicate()
 
 
 def place_of(
     comm: Comm, mesh: MeshConfig, ranks: int, device: torch.device
 ) -> MeshPlace:
-    """The place of this process, for a schedule of so many ranks. All processes call it."""
+    """Return the place of this process, for a schedule with `ranks` ranks.
+
+    All processes must call it.
+    """
     if comm.ranks != ranks * mesh.size:
         raise ConfigError(
             f"the schedule has {mesh.over(ranks)}, but {comm.ranks} were launched"
@@ -83,69 +89,78 @@ def place_of(
         return MeshPlace(comm, comm)
     if not isinstance(comm, ProcessComm):
         raise RunError(
-            "mesh.shard and mesh.tensor need a process for each share; threads have none"
+            "mesh.shard and mesh.tensor need a process for each share; threads will not do"
         )
     if device.type != comm.wire.type or dist.get_backend() not in ("gloo", "nccl"):
         raise RunError(
-            f"mesh.shard and mesh.tensor need a GPU for each process; {comm.ranks} processes share too few\n"
-            "  say run.device = cpu, or take fewer processes"
+            "mesh.shard and mesh.tensor need a GPU for each process, "
+            f"but {comm.ranks} processes share fewer GPUs\n"
+            "  set run.device = cpu, or use fewer processes"
         )
-    made = init_device_mesh(
-        device.type, (ranks, mesh.shard, mesh.tensor), mesh_dim_names=AXES
+    shape = (ranks, mesh.shard, mesh.tensor)
+    device_mesh = init_device_mesh(device.type, shape, mesh_dim_names=AXES)
+    shard = device_mesh.get_local_rank("shard")
+    tensor = device_mesh.get_local_rank("tensor")
+    pipeline = ProcessComm(
+        comm.patience,
+        comm.device,
+        device_mesh.get_group("rank"),
+        f"shard {shard}, tensor {tensor}",
     )
-    shard, tensor = made.get_local_rank("shard"), made.get_local_rank("tensor")
-    name = f"shard {shard}, tensor {tensor}"
-    pipeline = ProcessComm(comm.patience, comm.device, made.get_group("rank"), name)
-    pipeline.beside = [comm.world, made.get_group("shard"), made.get_group("tensor")]
-    return MeshPlace(comm, pipeline, shard, tensor, made)
+    pipeline.beside = [
+        comm.world,
+        device_mesh.get_group("shard"),
+        device_mesh.get_group("tensor"),
+    ]
+    return MeshPlace(comm, pipeline, shard, tensor, device_mesh)
 
 
-def check_gpus(config: Config, ranks: int) -> None:
-    """Refuses fewer GPUs than processes: those of a rank talk GPU to GPU; other processes can go through the CPU."""
-    gpus, mesh = torch.cuda.device_count(), config.mesh
-    if config.run.device == "cuda" and mesh.size > 1 and gpus < ranks * mesh.size:
-        raise ConfigError(
-            f"{mesh.over(ranks)}, a GPU each, but there are {gpus}\n  take fewer, or run.device=cpu"
-        )
-
-
-# ---------------------------------------------------------------- how much that is
+# ---------------------------------------------------------------- the share of a process
 @dataclass(frozen=True, slots=True)
 class Share:
-    """Of an embedding, a layer or a head what one process has, 1 being all."""
+    """The share of an embedding, a layer or a head that one process has; 1 is all of it."""
 
     work: float  # seconds of a forward or a backward
     held: float  # activations
     numbers: float  # parameters between steps
-    memory: float  # weights, gradients and optimizer at most
+    memory: float  # peak of weights, gradients and optimizer state
 
 
 def shares_of(sizes: Sizes, mesh: MeshConfig) -> tuple[Share, Share, Share]:
-    """Of embedding, layer and head, in the fullest process. Hidden states and logits are whole in each.
+    """Return the shares of embedding, layer and head in the fullest process.
 
-    A sharded parameter is one of `shard` shares of four numbers (itself, its gradient, two means) and, during a pass,
-    the gathered weight and its gradient. While a piece is summed there is one copy more of its gradients: of embedding
-    and head, which are one piece; one layer among many does not count.
+    Every process has whole hidden states and logits. Of a sharded parameter it holds one
+    of `shard` shares of four numbers (the parameter, its gradient and two means), and
+    during a pass the gathered weight and its gradient. While the gradients of a module
+    are summed, one more copy of them exists. That counts for embedding and head, each of
+    which is one module, but not for one layer among many.
     """
-    model, tensor, shard = blueprint(sizes), mesh.tensor, mesh.shard
-    paths, works = ("embed", "layers.0", "head"), (1.0, 1 / tensor, 1 / tensor)
+    model = blueprint(sizes)
     whole, cut = held_in_layer(sizes)
-    helds = (1.0, (whole + cut / tensor) / (whole + cut), 1.0)
-    found = []
-    for path, work, held in zip(paths, works, helds, strict=True):
-        piece = model.get_submodule(path)
-        numbers = largest_share(piece, path, tensor) / sum(
-            p.numel() for p in piece.parameters()
-        )
-        copies = 0 if shard == 1 else 2 if path == "layers.0" else 3
-        found.append(
-            Share(work, held, numbers / shard, numbers * (1 / shard + copies / 4))
-        )
-    return found[0], found[1], found[2]
+    layer_held = (whole + cut / mesh.tensor) / (whole + cut)
+    rows = (
+        ("embed", 1.0, 1.0, 3),
+        ("layers.0", 1 / mesh.tensor, layer_held, 2),
+        ("head", 1 / mesh.tensor, 1.0, 3),
+    )
+    shares = []
+    for path, work, held, copies in rows:
+        module = model.get_submodule(path)
+        total = sum(parameter.numel() for parameter in module.parameters())
+        numbers = largest_share(module, path, mesh.tensor) / total
+        gathered = copies / NUMBERS_PER_PARAMETER if mesh.shard > 1 else 0.0
+        memory = numbers * (1 / mesh.shard + gathered)
+        shares.append(Share(work, held, numbers / mesh.shard, memory))
+    embed, layer, head = shares
+    return embed, layer, head
 
 
 def held_in_layer(sizes: Sizes) -> tuple[int, int]:
-    """Numbers that a token leaves in a layer for its backward: of the hidden state, and of heads and features."""
+    """Return how many numbers a token leaves in a layer for the backward.
+
+    The first number counts the hidden state, which every process holds whole; the second
+    counts heads and features, which tensor parallelism divides.
+    """
     if isinstance(sizes, GPTConfig):
         return 4 * sizes.width, 4 * sizes.width + 2 * sizes.inner
     keys = sizes.kv_heads * sizes.head_width

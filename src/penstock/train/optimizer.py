@@ -1,13 +1,13 @@
-"""AdamW over all ranks as one: one rate, one norm of all gradients, each parameter counted once.
+"""AdamW over all ranks: one learning rate, one norm of all gradients, and each parameter counted once.
 
-    rate     ╱‾‾╲            rises over the warm-up, falls along half a cosine to its last share
+    rate     ╱‾‾╲            rises during the warm-up, then falls along half a cosine to its final share
            ╱      ╲___
 
-    rank 0  ‖g‖² of its parameters ─┐                    the squares travel by parameter, each from its owner,
-    rank 1  ‖g‖² of its parameters ─┼─► one column ──► norm      and are added in one order: the same bits whatever
-    rank 2  ...                     ─┘                    the split
+    rank 0  ‖g‖² of its parameters ─┐                            Each square comes from the owner of its parameter.
+    rank 1  ‖g‖² of its parameters ─┼─► one column ──► norm      They are added in one order, so the result has the
+    rank 2  ...                     ─┘                           same bits however the model is split.
 
-Of a parameter that several processes share each has its own share measured, and its own share updated.
+If several processes share a parameter, each measures and updates its own share.
 """
 
 from __future__ import annotations
@@ -31,23 +31,22 @@ NORM_EPSILON = 1e-6  # added to a norm before dividing by it, as torch does
 def adamw(
     parameters: Mapping[str, nn.Parameter], settings: OptimizerConfig
 ) -> torch.optim.AdamW:
-    """Matrices decay, vectors do not. Fused: one pass over the memory instead of several."""
-    groups: dict[
-        tuple[bool, object], list[nn.Parameter]
-    ] = {}  # one update takes tensors of one mesh
+    """Return a fused AdamW in which matrices decay and vectors do not."""
+    # One fused update takes only tensors of one mesh.
+    groups: dict[tuple[bool, object], list[nn.Parameter]] = {}
     for parameter in parameters.values():
         mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
-        groups.setdefault((parameter.dim() > 1, mesh), []).append(parameter)
-    decays = {True: settings.decay, False: 0.0}
-    listed: list[dict[str, Any]] = [
-        {"params": some, "weight_decay": decays[matrices]}
-        for (matrices, _), some in groups.items()
-    ]
+        is_matrix = parameter.dim() > 1
+        groups.setdefault((is_matrix, mesh), []).append(parameter)
+    listed: list[dict[str, Any]] = []
+    for (is_matrix, _), members in groups.items():
+        decay = settings.decay if is_matrix else 0.0
+        listed.append({"params": members, "weight_decay": decay})
+    if not listed:
+        # A rank may have nothing to train, but torch refuses an empty list of groups.
+        listed.append({"params": []})
     return torch.optim.AdamW(
-        listed
-        or [
-            {"params": []}
-        ],  # a rank may have nothing to train; torch refuses an empty list of groups
+        listed,
         lr=settings.rate,
         betas=(settings.beta1, settings.beta2),
         eps=settings.eps,
@@ -56,7 +55,7 @@ def adamw(
 
 
 def rate_at(step: int, steps: int, settings: OptimizerConfig) -> float:
-    """The learning rate of a step, counted from 0.
+    """Return the learning rate of a step, counted from 0.
 
     >>> from penstock.config import OptimizerConfig
     >>> [round(rate_at(step, 10, OptimizerConfig(rate=1.0, warmup=2, final=0.1)), 3) for step in (0, 1, 2, 6, 9)]
@@ -70,63 +69,68 @@ def rate_at(step: int, steps: int, settings: OptimizerConfig) -> float:
 
 
 class Gradients:
-    """A process's gradients, measured together with those of all others.
+    """The gradients of a process, measured together with those of all others.
 
-    One sum a step carries everything that they tell each other: squares, a column of memory, `words`, small counts that
-    everybody adds to (who wants to stop, who has saved), and the loss.
+    One sum per step carries everything that the processes tell each other: the squares,
+    the memory of each, `counts` small numbers that everybody adds to (how many were asked
+    to stop, how many have saved), and the loss.
     """
 
     def __init__(
-        self, holding: Holding, comm: Comm, device: torch.device, words: int
+        self, holding: Holding, comm: Comm, device: torch.device, counts: int
     ) -> None:
-        self.holding, self.comm, self.device, self.words = holding, comm, device, words
-        place = {name: number for number, name in enumerate(holding.names)}
-        self.counted = [name for name in holding.parameters if name in holding.owned]
-        self.places = torch.tensor(
-            [place[name] for name in self.counted], dtype=torch.long, device=device
-        )
+        self.holding = holding
+        self.comm = comm
+        self.device = device
+        self.counts = counts
+        self.owned = [name for name in holding.parameters if name in holding.owned]
+        numbers = {name: number for number, name in enumerate(holding.names)}
+        places = [numbers[name] for name in self.owned]
+        self.places = torch.tensor(places, dtype=torch.long, device=device)
 
     def measure(
-        self, loss: float, memory: int, words: list[int]
+        self, loss: float, memory: int, counts: list[int]
     ) -> tuple[float, float, list[int], list[int]]:
-        """The loss, of which each gives its share; the norm of all gradients; of every process its bytes; the sums of
-        the words. All call it."""
-        names, ranks = len(self.holding.names), self.comm.ranks
-        column = torch.zeros(
-            names + ranks + self.words + 1, dtype=torch.float64, device=self.device
-        )
+        """Add up what all processes measured; all of them must call it.
+
+        Each gives its share of the loss, its bytes of memory and its counts. Return the
+        whole loss, the norm of all gradients, the bytes of every process, and the sums of
+        the counts.
+        """
+        names = len(self.holding.names)
+        ranks = self.comm.ranks
+        length = names + ranks + self.counts + 1
+        column = torch.zeros(length, dtype=torch.float64, device=self.device)
         squares = self._squares()
         if squares is not None:
             column[self.places] = squares
         column[names + self.comm.rank] = float(memory)
-        column[names + ranks :] = torch.tensor([*words, loss], dtype=torch.float64)
+        column[names + ranks :] = torch.tensor([*counts, loss], dtype=torch.float64)
         self.comm.add(column, tuple(range(ranks))).wait()
-        found = column.cpu()
-        norm = math.sqrt(float(found[:names].sum()))
-        told = [int(value) for value in found[names:-1].tolist()]
-        return float(found[-1]), norm, told[:ranks], told[ranks:]
+        sums = column.cpu()
+        norm = math.sqrt(float(sums[:names].sum()))
+        integers = [int(value) for value in sums[names:-1].tolist()]
+        return float(sums[-1]), norm, integers[:ranks], integers[ranks:]
 
     def _squares(self) -> Tensor | None:
-        """Of each parameter that this rank counts; one without a gradient has none."""
-        if not self.counted:
+        """The squared norm of each parameter that this process owns; 0 without a gradient."""
+        if not self.owned:
             return None
-        found = [self.holding.parameters[name].grad for name in self.counted]
-        zero = torch.zeros((), device=self.device)
-        present = [local_share(grad) for grad in found if grad is not None]
+        gradients = [self.holding.parameters[name].grad for name in self.owned]
+        present = [local_share(grad) for grad in gradients if grad is not None]
         norms = iter(norms_of_all(present)) if present else iter(())
-        return (
-            torch.stack([zero if grad is None else next(norms) for grad in found])
-            .double()
-            .square()
-        )
+        zero = torch.zeros((), device=self.device)
+        column = [zero if grad is None else next(norms) for grad in gradients]
+        return torch.stack(column).double().square()
 
     def clip(self, norm: float, most: float) -> None:
-        """Scales all gradients so that their norm is at most so much; 0: any."""
-        if most and norm > most:
-            found = [
-                local_share(one.grad)
-                for one in self.holding.parameters.values()
-                if one.grad is not None
-            ]
-            if found:  # a rank may have nothing to train
-                multiply_all(found, most / (norm + NORM_EPSILON))
+        """Scale all gradients so that their norm is at most `most`; 0 leaves them alone."""
+        if not most or norm <= most:
+            return
+        gradients = [
+            local_share(parameter.grad)
+            for parameter in self.holding.parameters.values()
+            if parameter.grad is not None
+        ]
+        if gradients:  # A rank may have nothing to train.
+            multiply_all(gradients, most / (norm + NORM_EPSILON))

@@ -1,6 +1,6 @@
-"""A model's pieces, ready to be measured, on this process or on as many ranks as are asked for.
+"""The pieces of a model, ready to be measured in this process or in several ranks.
 
-model of two layers ──split──► embedding | layer layer | head          the whole one need not fit
+model of two layers ──split──► embedding | layer layer | head          the whole model need not fit
 """
 
 from __future__ import annotations
@@ -36,101 +36,107 @@ from penstock.models import (
 from penstock.runtime import Comm, CudaTape, spawn
 from penstock.runtime.process.amx import avoid_broken_amx
 from penstock.runtime.process.launch import run_on_ranks, under_launcher
+from penstock.runtime.process.machine import count_neighbours, look_at_machine, own_gpu
 from penstock.train import weights
 from penstock.train.data.tokenizer import ByteTokenizer
 from penstock.train.weights import Sizes
 
-DEPTH = 2  # layers that are measured in a row: what is done once a part (positions, masks) is shared by them
+# Layers that are measured in a row, because they share work that is done once per part,
+# such as positions and masks.
+DEPTH = 2
 DTYPES = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
     "float64": torch.float64,
 }
-PROFILE_PATIENCE = (
-    3600.0  # seconds that a rank waits for another one that still measures
-)
+# Seconds that a rank waits for another one that still measures.
+PROFILE_PATIENCE = 3600.0
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What to measure, and how. `model`: sizes of ours, or the folder of a Hugging Face model, for its config."""
+    """What to measure, and how."""
 
+    # Our own sizes, or the folder of a Hugging Face model with a config.json.
     model: LlamaConfig | GPTConfig | Path
-    tokens: int
-    rows: int = 1
+    tokens: int  # of a sequence
+    rows: int = 1  # sequences of a micro-batch
     device: str = "cpu"
     dtype: str = "float32"
-    autocast: str | None = None  # compute in this type
-    threads: int | None = None  # of a rank; None: as torch has it
-    links: bool = False  # every pair of ranks
+    autocast: str | None = None  # the type in which to compute
+    threads: int | None = None  # of a rank; None keeps torch's own number
+    links: bool = False  # also measure the link between every pair of ranks
     rounds: int = PROFILE_ROUNDS
-    separate: bool = False  # rows of two documents each, that do not see each other
-    mean: bool = False  # of all passes over a slice; else their median
+    separate: bool = False  # rows hold two documents that do not see each other
+    mean: bool = False  # the mean of all passes over a slice, instead of their median
     depth: int = DEPTH  # layers measured in a row
-    graphs: bool = False  # recorded actions, as in a run with run.graphs
-    where: tuple[
-        Where, ...
-    ] = ()  # slices, by tokens and prefix; none: some forty that say most of all others
+    graphs: bool = False  # record actions, as run.graphs does
+    # Slices to measure, by tokens and prefix; if empty, about forty typical ones.
+    where: tuple[Where, ...] = ()
 
 
 def preset_sizes(preset: str, tokens: int, changes: Mapping[str, int]) -> Sizes:
-    """A preset of the trainer's, with some sizes changed; a GPT has positions for at least so many tokens."""
+    """Return the sizes of a preset of the trainer, with some of them changed.
+
+    A GPT gets positions for at least `tokens` tokens.
+    """
     model = config_file.preset(preset).model
     if model.family == "gpt" and "kv_heads" in changes:
         raise ShapeError(
-            f"{preset} has no kv_heads: every head has keys and values of its own"
+            f"{preset} has no kv_heads: every head has its own keys and values"
         )
-    model = replace(model, **changes, positions=max(model.positions, tokens))  # type: ignore[arg-type]
-    return weights.sizes_of(model, 0 if model.vocab else ByteTokenizer.vocab, tokens)
+    positions = max(model.positions, tokens)
+    model = replace(model, **changes, positions=positions)  # type: ignore[arg-type]
+    vocab = 0 if model.vocab else ByteTokenizer.vocab
+    return weights.sizes_of(model, vocab, tokens)
 
 
 def profile_model(
     request: Request, ranks: int = 1, watch: ProgressText = lambda text: None
 ) -> Profile | None:
-    """The profile of a model: in this process, under torchrun in all of its, or in so many new ones on this machine.
+    """Measure the profile of a model.
 
-    None on the other ranks of torchrun.
+    Under torchrun all of its ranks measure, and all but the first return None. Otherwise
+    `ranks` new processes measure at the same time, or this process if `ranks` is 1.
     """
-    if (
-        "bfloat16" in (request.dtype, request.autocast)
-        and torch.device(request.device).type == "cpu"
-    ):
+    on_cpu = torch.device(request.device).type == "cpu"
+    if on_cpu and "bfloat16" in (request.dtype, request.autocast):
         avoid_broken_amx()
     if under_launcher():
         return run_on_ranks(measure_request, request, watch, patience=PROFILE_PATIENCE)
-    if ranks > 1:
-        watch(f"{ranks} ranks measure at the same time")
-        backend = "gloo" if torch.device(request.device).type == "cpu" else None
-        return spawn(
-            ranks,
-            measure_request,
-            request,
-            _silent,
-            patience=PROFILE_PATIENCE,
-            backend=backend,
-        )[0]
-    return measure_request(None, request, watch)
+    if ranks == 1:
+        return measure_request(None, request, watch)
+    watch(f"{ranks} ranks measure at the same time")
+    profiles = spawn(
+        ranks,
+        measure_request,
+        request,
+        _silent,
+        patience=PROFILE_PATIENCE,
+        backend="gloo" if on_cpu else None,
+    )
+    return profiles[0]
 
 
 def _silent(text: str) -> None:
-    """The other ranks say nothing."""
+    """Show nothing, on all ranks but the first."""
 
 
 def measure_request(
     comm: Comm | None, request: Request, watch: ProgressText = _silent
 ) -> Profile:
-    """What this process measures, at the same time as all others of the `comm`."""
+    """Measure in this process, at the same time as all other ranks of `comm`."""
     if request.threads is not None:
         torch.set_num_threads(request.threads)
-    watch = watch if comm is None or comm.rank == 0 else _silent
-    middle = statistics.fmean if request.mean else statistics.median
+    if comm is not None and comm.rank > 0:
+        watch = _silent
     subjects = subjects_of(request, comm)
     if request.graphs and subjects.layer.inputs.device.type != "cuda":
         raise RunError(
-            "graphs record the launches of a GPU, and this profile is of a CPU; leave them out"
+            "graphs record the launches of a GPU, but this profile is of a CPU; "
+            "leave them out"
         )
-    tape = CudaTape() if request.graphs else None
     return measure(
         subjects,
         comm,
@@ -138,67 +144,67 @@ def measure_request(
         request.rounds,
         watch,
         request.where,
-        middle,
-        tape,
+        statistics.fmean if request.mean else statistics.median,
+        CudaTape() if request.graphs else None,
     )
 
 
+# ---------------------------------------------------------------- the pieces of a model
 def subjects_of(request: Request, comm: Comm | None = None) -> Subjects:
-    """The pieces of the model, on their device, with random tokens and hidden states."""
-    device, dtype = _device(request.device, comm), _dtype(request.dtype)
+    """Build the pieces of a model on their device, with random tokens and hidden states."""
+    device = _device(request.device, comm)
+    dtype = _dtype(request.dtype)
     torch.manual_seed(0)
-    model, layers, vocab, facts = _small(request)
+    model, layers, vocab, facts = _shallow_model(request)
     model = model.to(device=device, dtype=dtype)
     depth = min(request.depth, layers)
     embed, middle, head = split(model, (0, depth, 0))
     shape = (request.rows, request.tokens)
-    words, labels = (torch.randint(0, vocab, shape, device=device) for _ in range(2))
+    words = torch.randint(0, vocab, shape, device=device)
+    labels = torch.randint(0, vocab, shape, device=device)
     hidden = torch.randn(*shape, model_width(model), device=device, dtype=dtype)
-    cast = None if request.autocast is None else _dtype(request.autocast)
-    halves = torch.tensor(
-        [request.tokens // 2, request.tokens - request.tokens // 2], device=device
-    )
-    starts = document_starts(halves).expand(shape) if request.separate else None
+    autocast = None if request.autocast is None else _dtype(request.autocast)
+    starts = None
+    if request.separate:
+        half = request.tokens // 2
+        lengths = torch.tensor([half, request.tokens - half], device=device)
+        starts = document_starts(lengths).expand(shape)
     return Subjects(
-        Subject(embed, words, autocast=cast, starts=starts),
+        Subject(embed, words, autocast=autocast, starts=starts),
         Subject(
             middle,
             hidden,
             depth,
             prefixes=not middle.unsliceable,
-            autocast=cast,
+            autocast=autocast,
             starts=starts,
         ),
-        Subject(head, hidden, loss=token_loss, labels=labels, autocast=cast),
+        Subject(head, hidden, loss=token_loss, labels=labels, autocast=autocast),
         layers,
         facts,
-        _facts(device, request, 1 if comm is None else comm.ranks),
+        _device_facts(device, request, 1 if comm is None else comm.ranks),
     )
 
 
-def _small(request: Request) -> tuple[nn.Module, int, int, Facts]:
-    """The model with fewer layers, the number it really has, its words, and what it is."""
-    given = request.model
-    if isinstance(given, Path):
-        return _hugging_face(given, request)
-    make: Callable[[Any], nn.Module] = Llama if isinstance(given, LlamaConfig) else GPT
-    if isinstance(given, GPTConfig) and request.tokens > given.positions:
+def _shallow_model(request: Request) -> tuple[nn.Module, int, int, Facts]:
+    """The model with fewer layers, its real number of layers, its vocabulary, its facts."""
+    sizes = request.model
+    if isinstance(sizes, Path):
+        return _hugging_face_model(sizes, request)
+    if isinstance(sizes, GPTConfig) and request.tokens > sizes.positions:
         raise ShapeError(
-            f"{request.tokens} tokens, but only {given.positions} positions"
+            f"{request.tokens} tokens, but only {sizes.positions} positions"
         )
-    facts = (
-        ("family", type(given).__name__.removesuffix("Config").lower()),
-        *asdict(given).items(),
-    )
-    return (
-        make(replace(given, layers=min(request.depth, given.layers))),
-        given.layers,
-        given.vocab,
-        facts,
-    )
+    family = type(sizes).__name__.removesuffix("Config").lower()
+    facts = (("family", family), *asdict(sizes).items())
+    build: Callable[[Any], nn.Module] = Llama if isinstance(sizes, LlamaConfig) else GPT
+    model = build(replace(sizes, layers=min(request.depth, sizes.layers)))
+    return model, sizes.layers, sizes.vocab, facts
 
 
-def _hugging_face(folder: Path, request: Request) -> tuple[nn.Module, int, int, Facts]:
+def _hugging_face_model(
+    folder: Path, request: Request
+) -> tuple[nn.Module, int, int, Facts]:
     tokens = request.tokens
     try:
         from transformers import AutoConfig, AutoModelForCausalLM  # noqa: PLC0415  # an optional extra
@@ -208,23 +214,21 @@ def _hugging_face(folder: Path, request: Request) -> tuple[nn.Module, int, int, 
         ) from None
     if not (folder / "config.json").is_file():
         raise FileError(
-            f"there is no config.json in {folder}\n  name the folder of a Hugging Face model"
+            f"there is no config.json in {folder}\n"
+            "  name the folder of a Hugging Face model"
         )
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
-        layers, longest = (
-            int(config.num_hidden_layers),
-            int(getattr(config, "max_position_embeddings", tokens)),
-        )
+        layers = int(config.num_hidden_layers)
+        longest = int(getattr(config, "max_position_embeddings", tokens))
         if tokens > longest:
             raise ShapeError(f"{tokens} tokens, but {folder} is for {longest} at most")
         config.num_hidden_layers = min(request.depth, layers)
         config.use_cache = False
         model = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
     except (OSError, ValueError, AttributeError) as error:
-        raise FileError(
-            f"cannot make a model of {folder}: {str(error).splitlines()[0]}"
-        ) from None
+        reason = str(error).splitlines()[0]
+        raise FileError(f"cannot make a model of {folder}: {reason}") from None
     facts = (
         ("family", str(type(model).__name__)),
         ("layers", layers),
@@ -233,30 +237,30 @@ def _hugging_face(folder: Path, request: Request) -> tuple[nn.Module, int, int, 
     return model, layers, int(config.vocab_size), facts
 
 
-# ---------------------------------------------------------------- where
+# ---------------------------------------------------------------- the device
 def _device(name: str, comm: Comm | None) -> torch.device:
+    """The device of this process; processes of one machine take different GPUs."""
     try:
         device = torch.device(name)
     except RuntimeError:
         raise ShapeError(
-            f"there is no device {name!r}; cpu, cuda or cuda:1 are some"
+            f"there is no device {name!r}; use cpu, cuda or cuda:1, for example"
         ) from None
-    if device.type == "cuda":
-        if not torch.cuda.is_available():
-            raise RunError("this machine has no GPU that torch can see; --device cpu")
-        gpus = torch.cuda.device_count()
-        here = int(
-            os.environ.get("LOCAL_WORLD_SIZE", 1 if comm is None else comm.ranks)
+    if device.type != "cuda":
+        return device
+    gpus = look_at_machine().gpus
+    if not gpus:
+        raise RunError("this machine has no GPU that torch can see; --device cpu")
+    processes = count_neighbours(1 if comm is None else comm.ranks)
+    if processes > gpus and "CUDA_MPS_PIPE_DIRECTORY" not in os.environ:
+        raise RunError(
+            f"{processes} ranks on {gpus} GPUs would slow each other while they measure; "
+            f"--ranks {gpus}, or give each a share: "
+            f"penstock testbed --workers {processes} -- ..."
         )
-        if here > gpus and "CUDA_MPS_PIPE_DIRECTORY" not in os.environ:
-            raise RunError(
-                f"{here} ranks on {gpus} GPUs would slow each other while they measure; --ranks {gpus}, or "
-                f"give each a share: penstock testbed --workers {here} -- ..."
-            )
-        if device.index is None:
-            mine = int(os.environ.get("LOCAL_RANK", 0 if comm is None else comm.rank))
-            device = torch.device("cuda", mine % gpus)
-        torch.cuda.set_device(device)
+    if device.index is None:
+        device = torch.device("cuda", own_gpu(0 if comm is None else comm.rank))
+    torch.cuda.set_device(device)
     return device
 
 
@@ -266,12 +270,10 @@ def _dtype(name: str) -> torch.dtype:
     return DTYPES[name]
 
 
-def _facts(device: torch.device, request: Request, ranks: int) -> Facts:
-    name = (
-        torch.cuda.get_device_name(device)
-        if device.type == "cuda"
-        else platform.processor() or platform.machine()
-    )
+def _device_facts(device: torch.device, request: Request, ranks: int) -> Facts:
+    name = platform.processor() or platform.machine()
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
     return (
         ("device", device.type),
         ("name", name),

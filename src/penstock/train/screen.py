@@ -1,4 +1,4 @@
-"""What a run shows while it trains: one live line on a terminal, plain lines in a log.
+"""Shows the steps of a run: one live line on a terminal, plain lines in a log.
 
 step  40/200  loss 3.0137  norm 0.527  3,135 tokens/s  343 MiB  bubble 39.7%  ━━━━╸━━━━━ 0:00:41
 """
@@ -17,22 +17,24 @@ if TYPE_CHECKING:
     from penstock.train.history import StepRow
 
 
-NARROW = 100  # columns, with no room for a bar: the time that is left comes first
+# A terminal with fewer columns has no room for a bar; the remaining time comes first.
+MIN_BAR_COLUMNS = 100
 
 
 class Screen:
-    """Shows steps as they come."""
+    """Shows steps as they are done."""
 
-    def __init__(self, steps: int, every: int, told: Console) -> None:
-        self.steps, self.every, self.told = steps, every, told
+    def __init__(self, steps: int, every: int, console: Console) -> None:
+        self.steps = steps
+        self.every = every
+        self.console = console
         self.stop: Callable[[], None] = lambda: None
-        self.update: Callable[[str, int], None] | None = (
-            None  # of the live line, if there is one
-        )
+        # Changes the live line, if there is one.
+        self.update: Callable[[str, int], None] | None = None
         self.bubble = ""
 
     def __enter__(self) -> Screen:
-        if self.told.is_terminal:
+        if self.console.is_terminal:
             from rich.progress import (  # noqa: PLC0415
                 BarColumn,
                 Progress,
@@ -40,13 +42,14 @@ class Screen:
                 TimeRemainingColumn,
             )
 
-            words, left = TextColumn("{task.description}"), TimeRemainingColumn()
+            words = TextColumn("{task.description}")
+            left = TimeRemainingColumn()
             columns = (
                 (left, words)
-                if self.told.width < NARROW
+                if self.console.width < MIN_BAR_COLUMNS
                 else (words, BarColumn(bar_width=20), left)
             )
-            live = Progress(*columns, console=self.told, transient=True)
+            live = Progress(*columns, console=self.console, transient=True)
             task = live.add_task("starting", total=self.steps)
             self.update = lambda words, step: live.update(
                 task, description=words, completed=step
@@ -59,13 +62,15 @@ class Screen:
         self.stop()
 
     def put(self, row: StepRow) -> None:
-        """A step is done. An evaluation stays on the screen, whatever comes after it."""
+        """Show a step. A line with an evaluation stays on the screen."""
         if row.bubble is not None:
             self.bubble = f"  bubble {row.bubble:.1%}"
         mfu = f"  MFU {row.mfu:.1%}" if row.mfu is not None else ""
+        digits = len(str(self.steps))
         words = (
-            f"step {row.step:>{len(str(self.steps))}}/{self.steps}  loss {row.loss:.4f}  norm {row.norm:.3f}  "
-            f"{row.speed:,.0f} tokens/s  {write_size(row.memory)}{self.bubble}{mfu}"
+            f"step {row.step:>{digits}}/{self.steps}  loss {row.loss:.4f}  "
+            f"norm {row.norm:.3f}  {row.speed:,.0f} tokens/s  "
+            f"{write_size(row.memory)}{self.bubble}{mfu}"
         )
         if self.update is not None:
             self.update(words, row.step)
@@ -74,15 +79,15 @@ class Screen:
             held = (
                 f"  held out {row.evaluation:.4f}" if row.evaluation is not None else ""
             )
-            self.told.print(words + held, highlight=False, soft_wrap=True)
+            self.console.print(words + held, highlight=False, soft_wrap=True)
 
 
-def log_to(told: Console, everything: bool) -> None:
-    """Shows what the rooms below say: everything, or only what is wrong."""
+def log_to(console: Console, everything: bool) -> None:
+    """Show the log of the package: everything, or only warnings and errors."""
 
     class Lines(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            told.print(
+            console.print(
                 record.getMessage(),
                 style="dim",
                 highlight=False,

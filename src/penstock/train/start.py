@@ -32,12 +32,12 @@ from penstock.train.hub import settle_tokenizer, weight_files
 from penstock.train.launcher import restarted, under_launcher
 from penstock.train.lock import Lock
 from penstock.train.loop import check_resumable, nothing_to_resume
+from penstock.train.placement import Placement, check_gpu_exists
 from penstock.train.worker import (
     CONFIG_FILE,
     PLAN_FILE,
     cache_of,
     model_sizes,
-    need_gpu,
     with_kept_files,
 )
 
@@ -71,7 +71,7 @@ def find_run(
 
 def check_start(config: Config, folder: Path, resume: bool) -> None:
     """Refuse what no worker could begin with, before any worker starts."""
-    need_gpu(config)
+    check_gpu_exists(config)
     model_sizes(config)
     if config.model.weights:
         weight_files(Path(config.model.weights))
@@ -79,15 +79,16 @@ def check_start(config: Config, folder: Path, resume: bool) -> None:
         raise nothing_to_resume(folder / CHECKPOINTS)
 
 
-def check_dry_run(config: Config, plan: Plan) -> None:
+def check_dry_run(config: Config, placement: Placement) -> None:
     """Refuse what a dry run could not measure, and sources that are missing."""
-    check_timing(config, plan, model_sizes(config))
+    check_timing(config, model_sizes(config), placement)
     source_files(config.data)
 
 
 def prepare_run(
     config: Config,
     plan: Plan,
+    placement: Placement,
     folder: Path,
     resume: bool,
     lock: Lock,
@@ -98,7 +99,7 @@ def prepare_run(
     Calls `watch` with the amount of text that is done, and with the total.
     """
     sizes = model_sizes(config)
-    check_memory(config, plan, sizes)
+    check_memory(config, plan, sizes, placement)
     corpus = open_corpus(config.data, cache_of(config, folder), watch)
     if resume:
         check_resumable(folder / CHECKPOINTS, sizes, corpus, config.run.seed)

@@ -1,4 +1,4 @@
-"""A small Llama through a schedule, on threads, beside the same model in one piece: are all gradients the same?
+"""Trains a small Llama one step through a schedule, and compares all gradients with the unsplit model.
 
 schedule ──► part 0 ─ part 1 ─ ... on threads ──► gradients ─┐
 the same weights and tokens, one piece         ──► gradients ─┴─ the largest difference, by name
@@ -19,31 +19,34 @@ from penstock.ir.timeline import Timeline
 from penstock.models import Llama, LlamaConfig, part_parameters, split, token_loss
 from penstock.runtime import Batch, Comm, Executor, Result, batch_of, run_threads
 
-TRIAL_VOCAB, TRIAL_WIDTH = 61, 16
-# Both ways compute in float64, but they may add in another order, and which kernels run depends on the CPU. That moves
-# gradients near 1 by some 1e-16 for each addition; a wrong schedule moves them by far more than this.
+TRIAL_VOCAB = 61
+TRIAL_WIDTH = 16
+# Both sides compute in float64, but they may add in another order, and the kernels depend on
+# the CPU. Each addition changes a gradient near 1 by about 1e-16; a wrong schedule changes
+# it by far more than this tolerance.
 TOLERANCE = 1e-10
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """What a trial found."""
+    """The result of a trial."""
 
     loss: float
-    whole_loss: float  # of the model in one piece
-    gradients: int  # how many were compared, on all ranks
-    worst: float  # the largest difference of any number in any of them
-    name: str  # of the parameter with that difference
+    whole_loss: float  # of the unsplit model
+    gradients: int  # the number of compared gradients, on all ranks
+    worst: float  # the largest difference of any number
+    name: str  # the parameter with the largest difference
     timeline: Timeline | None
 
     @property
     def exact(self) -> bool:
-        """Whether all that differs is rounding."""
-        return self.worst < TOLERANCE and abs(self.loss - self.whole_loss) < TOLERANCE
+        """Whether the two differ only by rounding."""
+        loss_difference = abs(self.loss - self.whole_loss)
+        return self.worst < TOLERANCE and loss_difference < TOLERANCE
 
 
 def trial(schedule: Schedule, seed: int = 0) -> Trial:
-    """Runs one step both ways, in float64, with micro-batches of different sizes."""
+    """Run one step both ways, in float64, with micro-batches of different sizes."""
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab=TRIAL_VOCAB,
@@ -53,40 +56,41 @@ def trial(schedule: Schedule, seed: int = 0) -> Trial:
         kv_heads=2,
         inner=24,
     )
-    model, batch = Llama(config).double(), _batch(schedule)
+    model = Llama(config).double()
+    batch = _random_batch(schedule)
     whole = copy.deepcopy(model)
-    whole_loss = _in_one_piece(schedule, whole, batch)
+    whole_loss = _train_unsplit(schedule, whole, batch)
     copies = [copy.deepcopy(model) for _ in range(schedule.ranks)]
     program = lower(schedule)
 
     def work(comm: Comm) -> Result:
         parts = split(copies[comm.rank], [1] * schedule.parts)
-        mine = {
-            n: parts[stage.part]
-            for n, stage in enumerate(schedule.stages)
-            if stage.rank == comm.rank
-        }
-        return Executor(
-            program, mine, comm, token_loss, TRIAL_WIDTH, torch.float64
-        ).step(batch, timed=True)
+        mine = {}
+        for number, stage in enumerate(schedule.stages):
+            if stage.rank == comm.rank:
+                mine[number] = parts[stage.part]
+        executor = Executor(program, mine, comm, token_loss, TRIAL_WIDTH, torch.float64)
+        return executor.step(batch, timed=True)
 
     results = run_threads(schedule.ranks, work)
-    return _compared(schedule, copies, whole, results[0], whole_loss)
+    return _compare(schedule, copies, whole, results[0], whole_loss)
 
 
-def _batch(schedule: Schedule) -> Batch:
-    """Sequences as long as they were planned, or a few tokens where only shares matter."""
-    tokens = [m.tokens * max(1, 8 // m.tokens) for m in schedule.microbatches]
-    inputs = [
-        torch.randint(0, TRIAL_VOCAB, (1 + m % 2, length))
-        for m, length in enumerate(tokens)
-    ]
-    return batch_of(inputs, [torch.randint(0, TRIAL_VOCAB, x.shape) for x in inputs])
+def _random_batch(schedule: Schedule) -> Batch:
+    """Sequences of the planned lengths, or of a few tokens where only shares matter."""
+    inputs = []
+    for number, microbatch in enumerate(schedule.microbatches):
+        tokens = microbatch.tokens * max(1, 8 // microbatch.tokens)
+        rows = 1 + number % 2
+        inputs.append(torch.randint(0, TRIAL_VOCAB, (rows, tokens)))
+    labels = [torch.randint(0, TRIAL_VOCAB, words.shape) for words in inputs]
+    return batch_of(inputs, labels)
 
 
-def _in_one_piece(schedule: Schedule, model: nn.Module, batch: Batch) -> float:
-    """Every micro-batch through the parts on its path, one after the other."""
-    parts, total = split(model, [1] * schedule.parts), 0.0
+def _train_unsplit(schedule: Schedule, model: nn.Module, batch: Batch) -> float:
+    """Send every micro-batch through the parts on its path, one after the other."""
+    parts = split(model, [1] * schedule.parts)
+    total = 0.0
     for number, labels in enumerate(batch.labels):
         x: Tensor = batch.inputs[number]
         for stage in schedule.microbatches[number].path:
@@ -97,7 +101,7 @@ def _in_one_piece(schedule: Schedule, model: nn.Module, batch: Batch) -> float:
     return total
 
 
-def _compared(
+def _compare(
     schedule: Schedule,
     copies: Sequence[nn.Module],
     whole: nn.Module,
@@ -105,18 +109,15 @@ def _compared(
     whole_loss: float,
 ) -> Trial:
     expected = {name: parameter.grad for name, parameter in whole.named_parameters()}
-    found: list[tuple[float, str]] = []
+    differences: list[tuple[float, str]] = []
     for stage in schedule.stages:
         part = split(copies[stage.rank], [1] * schedule.parts)[stage.part]
         for name, parameter in part_parameters(part).items():
-            found.append(
-                (
-                    _difference(parameter.grad, expected[name]),
-                    f"{name} on rank {stage.rank}",
-                )
-            )
-    worst, name = max(found)
-    return Trial(result.loss, whole_loss, len(found), worst, name, result.timeline)
+            difference = _difference(parameter.grad, expected[name])
+            differences.append((difference, f"{name} on rank {stage.rank}"))
+    worst, name = max(differences)
+    count = len(differences)
+    return Trial(result.loss, whole_loss, count, worst, name, result.timeline)
 
 
 def _difference(ours: Tensor | None, theirs: Tensor | None) -> float:

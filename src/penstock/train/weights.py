@@ -1,14 +1,14 @@
-"""A rank's own parts of the model, with weights that do not depend on who holds them.
+"""A rank's own parts of the model; the initial weights do not depend on who holds them.
 
     blueprint     the whole model without memory (on torch's meta device)
        │ split
        ▼
-    part 0 │ part 1 │ part 2 │ part 3        a rank gives memory to its own, and nothing to the others'
+    part 0 │ part 1 │ part 2 │ part 3        a rank allocates memory only for its own parts
               │
               └── layers.2.mlp.up.weight     drawn from the seed and this name, or read from a Hugging Face folder
 
-So rank 3 of 8 has the same numbers in a layer as a single process has, and a model that fits no single machine is never
-in one place.
+So rank 3 of 8 has the same numbers in a layer as a single process has, and a model that fits
+no single machine never exists in one place.
 """
 
 from __future__ import annotations
@@ -37,47 +37,48 @@ from penstock.models import (
     split,
 )
 from penstock.runtime import Tied, cut_share, local_share
-from penstock.train.coverage import visited_parts
+from penstock.schedules.coverage import visited_parts
 
 Sizes = LlamaConfig | GPTConfig
-STD = 0.02  # of drawn matrices
+INITIAL_STD = 0.02  # standard deviation of initial matrices
 
 
 class Sharing(Protocol):
-    """Who shares a rank's parameters: `penstock.train.mesh.Place`."""
+    """How processes share the parameters of a rank: `penstock.train.mesh.MeshPlace`."""
 
     def arrange(self, part: Part) -> None:
-        """Leaves this process its share of a part that has no memory yet."""
+        """Reduce a part that has no memory yet to the share of this process."""
         ...
 
     def counts(self, parameter: nn.Parameter) -> bool:
-        """Whether its share of a parameter is nobody else's."""
+        """Whether no other process counts and saves the same numbers of a parameter."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """What one rank holds: a module for each of its stages, and its parameters under their names in the model."""
+    """What one rank holds: a module per stage, and its parameters by their names in the model."""
 
     stages: Mapping[int, Part]
     parameters: Mapping[str, nn.Parameter]
     tied: Mapping[str, Tied]
     owned: frozenset[
         str
-    ]  # of its parameters, those that it counts and saves; replicas elsewhere do not
-    names: tuple[str, ...]  # of all parameters of the model, in one order on all ranks
+    ]  # parameters that this process, and no replica, counts and saves
+    names: tuple[
+        str, ...
+    ]  # all parameters of the model, in the same order on all ranks
     width: int
-    trained: Mapping[
-        str, nn.Parameter
-    ]  # of its parameters, those of parts that some path visits
+    trained: Mapping[str, nn.Parameter]  # parameters of parts that some path visits
 
 
 def sizes_of(model: ModelConfig, vocab: int, tokens: int) -> Sizes:
-    """The sizes that a config asks for, with what the tokenizer and the data decide."""
+    """Return the sizes that a config, its tokenizer and its data ask for."""
     words = model.vocab or vocab
     if words < vocab:
         raise ConfigError(
-            f"model.vocab = {words} is less than the tokenizer's {vocab} words; 0 takes as many"
+            f"model.vocab = {words} is less than the tokenizer's {vocab} words; "
+            "0 takes as many"
         )
     if model.family == "gpt":
         return GPTConfig(
@@ -102,7 +103,7 @@ def sizes_of(model: ModelConfig, vocab: int, tokens: int) -> Sizes:
 
 
 def blueprint(sizes: Sizes) -> Stack:
-    """The whole model, without memory."""
+    """Build the whole model without memory."""
     with torch.device("meta"):
         return GPT(sizes) if isinstance(sizes, GPTConfig) else Llama(sizes)
 
@@ -116,15 +117,18 @@ def hold(
     device: torch.device | None = None,
     place: Sharing | None = None,
 ) -> Holding:
-    """The parts of a rank, or this process's share of them, with memory for their weights, not yet filled."""
-    model = blueprint(sizes)
-    names = tuple(
-        name for name, _ in model.named_parameters()
-    )  # now, while tied ones are still one
+    """Return the parts of a rank, or this process's share of them.
+
+    They have memory for their weights, but the weights are not filled yet.
+    """
     if len(partition) != schedule.parts:
         raise ShapeError(
-            f"the partition is for {len(partition)} parts, but the schedule has {schedule.parts}"
+            f"the partition is for {len(partition)} parts, "
+            f"but the schedule has {schedule.parts}"
         )
+    model = blueprint(sizes)
+    # List the names before the split, while tied parameters are still one.
+    names = tuple(name for name, _ in model.named_parameters())
     parts = split(model, partition)
     mine = sorted({stage.part for stage in schedule.stages if stage.rank == rank})
     shared = shared_names(parts)
@@ -136,32 +140,27 @@ def hold(
     twins: dict[str, tuple[nn.Parameter, ...]] = {}
     for number in mine:
         _tie(parts[number], held, twins)
-    tied = {
-        name: Tied(where, held.get(name), twins.get(name, ()))
-        for name, where in shared.items()
-    }
-    stages = {
-        n: parts[stage.part]
-        for n, stage in enumerate(schedule.stages)
-        if stage.rank == rank
-    }
+    tied = {}
+    for name, where in shared.items():
+        tied[name] = Tied(where, held.get(name), twins.get(name, ()))
+    stages = {}
+    for number, stage in enumerate(schedule.stages):
+        if stage.rank == rank:
+            stages[number] = parts[stage.part]
     owners = _owners(schedule, parts)
-    owned = frozenset(
-        name
-        for name, one in held.items()
-        if owners[name] == rank and (place is None or place.counts(one))
-    )
-    moved = {
-        name
-        for part in visited_parts(schedule)
-        for name in part_parameters(parts[part])
-    }
-    trained = {name: one for name, one in held.items() if name in moved}
-    return Holding(stages, held, tied, owned, names, model.width, trained)
+    owned = set()
+    for name, parameter in held.items():
+        if owners[name] == rank and (place is None or place.counts(parameter)):
+            owned.add(name)
+    visited: set[str] = set()
+    for part in visited_parts(schedule):
+        visited |= part_parameters(parts[part]).keys()
+    trained = {name: one for name, one in held.items() if name in visited}
+    return Holding(stages, held, tied, frozenset(owned), names, model.width, trained)
 
 
 def hold_whole(sizes: Sizes, device: torch.device | None = None) -> Holding:
-    """The model in one piece, as a rank that holds everything."""
+    """Return the model in one piece, as a rank that holds everything."""
     from penstock.ir.action import Action, Op  # noqa: PLC0415
     from penstock.ir.schedule import MicroBatch, Stage, schedule_of  # noqa: PLC0415
 
@@ -175,9 +174,10 @@ def _tie(
     held: dict[str, nn.Parameter],
     twins: dict[str, tuple[nn.Parameter, ...]],
 ) -> None:
-    """Notes a part's parameters; one that another part of this rank has too becomes the same one.
+    """Add the parameters of a part to `held`.
 
-    Not so where FSDP looks after the part: it has its own idea of which parameters are its. Then they are twins.
+    If another part of this rank has the same parameter, both parts then share one. FSDP
+    manages its own parameters and cannot share them, so there they become twins.
     """
     if isinstance(part, FSDPModule):
         for name, parameter in part_parameters(part).items():
@@ -195,7 +195,7 @@ def _tie(
 
 
 def _owners(schedule: Schedule, parts: Sequence[Part]) -> dict[str, int]:
-    """Of every parameter the first rank that holds it."""
+    """The first rank that holds each parameter."""
     owners: dict[str, int] = {}
     for stage in sorted(schedule.stages, key=lambda stage: stage.rank):
         for name in part_parameters(parts[stage.part]):
@@ -205,56 +205,52 @@ def _owners(schedule: Schedule, parts: Sequence[Part]) -> dict[str, int]:
 
 # ---------------------------------------------------------------- numbers
 def draw_parameters(holding: Holding, seed: int) -> None:
-    """Fills a rank's weights: normal matrices, zero biases, norms that are the identity."""
+    """Fill a rank's weights: normal matrices, zero biases, and norms that do nothing."""
     drawn: set[str] = set()
     for part in holding.stages.values():
         for path, module in part.named_modules():
-            here = {
-                f"{path}.{leaf}": leaf
-                for leaf, _ in module.named_parameters(recurse=False)
-            }
-            if isinstance(module, nn.Linear | nn.Embedding):
-                for name, leaf in here.items():
-                    _fill(
-                        getattr(module, leaf),
-                        part.tied.get(name, name),
-                        seed,
-                        leaf == "weight",
-                    )
-            elif here:
-                module.reset_parameters()  # norms have nothing to draw
-            drawn |= {part.tied.get(name, name) for name in here}
+            drawn |= _draw_module(part, path, module, seed)
     assert drawn == set(holding.parameters), drawn ^ set(holding.parameters)
+
+
+def _draw_module(part: Part, path: str, module: nn.Module, seed: int) -> set[str]:
+    """Fill the parameters of one module, and return their names in the whole model."""
+    names = {}
+    for leaf, _ in module.named_parameters(recurse=False):
+        name = f"{path}.{leaf}"
+        names[leaf] = part.tied.get(name, name)
+    if isinstance(module, nn.Linear | nn.Embedding):
+        for leaf, name in names.items():
+            _fill(getattr(module, leaf), name, seed, leaf == "weight")
+    elif names:
+        module.reset_parameters()  # type: ignore[operator]  # Norms have nothing to draw.
+    return set(names.values())
 
 
 def _fill(parameter: nn.Parameter, name: str, seed: int, matrix: bool) -> None:
     with torch.no_grad():
-        if matrix:
-            numbers = torch.Generator().manual_seed(_seed_of(seed, name))
-            local_share(parameter).copy_(
-                cut_share(
-                    torch.normal(0.0, STD, parameter.shape, generator=numbers),
-                    parameter,
-                )
-            )
-        else:
+        if not matrix:
             parameter.zero_()
+            return
+        generator = torch.Generator().manual_seed(_seed_of(seed, name))
+        numbers = torch.normal(0.0, INITIAL_STD, parameter.shape, generator=generator)
+        local_share(parameter).copy_(cut_share(numbers, parameter))
 
 
 def _seed_of(seed: int, name: str) -> int:
-    return (
-        int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:8], "big")
-        >> 1
-    )
+    """A seed of 63 bits for one parameter."""
+    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> 1
 
 
 def copy_weights(holding: Holding, tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """Copies weights into a rank's parameters."""
+    """Copy weights into a rank's parameters."""
     with torch.no_grad():
         for name, tensor in tensors:
             parameter = holding.parameters[name]
             if parameter.shape != tensor.shape:
                 raise ShapeError(
-                    f"{name} is {tuple(tensor.shape)}, but the model has {tuple(parameter.shape)}"
+                    f"{name} is {tuple(tensor.shape)}, "
+                    f"but the model has {tuple(parameter.shape)}"
                 )
             local_share(parameter).copy_(cut_share(tensor, parameter))

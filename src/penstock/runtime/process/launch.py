@@ -36,6 +36,7 @@ from torch.distributed.rendezvous import rendezvous
 from penstock.errors import PeerLostError, RunError
 from penstock.runtime.comm import ipc
 from penstock.runtime.comm.process import ProcessComm
+from penstock.runtime.process.machine import own_gpu
 from penstock.runtime.process.status import ERRORS
 from penstock.runtime.torch_internals import (
     PrefixStore,
@@ -129,7 +130,7 @@ def _join(backend: str, store: Store, rank: int, ranks: int, limit: timedelta) -
     """Create the default process group."""
     gpu = None
     if backend in ("nccl", ipc.BACKEND_NAME):
-        gpu = torch.device("cuda", _local_gpu())
+        gpu = torch.device("cuda", own_gpu())
         torch.cuda.set_device(gpu)
     if backend == ipc.BACKEND_NAME:
         ipc.register()
@@ -149,17 +150,11 @@ def _join(backend: str, store: Store, rank: int, ranks: int, limit: timedelta) -
         ) from None
 
 
-def _local_gpu() -> int:
-    """The number of this rank's GPU, which follows from its place on its machine."""
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    return local_rank % torch.cuda.device_count()
-
-
 def _choose_backend(store: Store, rank: int, ranks: int) -> str:
     """Compare the GPUs of all ranks, and choose the same backend on all of them."""
     mine = ""
     if torch.cuda.is_available():
-        uuid = torch.cuda.get_device_properties(_local_gpu()).uuid
+        uuid = torch.cuda.get_device_properties(own_gpu()).uuid
         mine = f"{socket.gethostname()} {uuid}"
     store.set(f"penstock/gpu/{rank}", mine)
     keys = [f"penstock/gpu/{other}" for other in range(ranks)]

@@ -1,11 +1,12 @@
-"""How well a model does when only some of its parts run.
+"""Measures how well a model does when only some of its parts run.
 
     all     0 1 2 3 4 5  head      perplexity with every part
     random  0 . 2 3 . .  head      several draws: mean and spread
     best    0 1 . . . 5  head      the subset that does best
 
-The first part, with the embedding, and the head always run; parts keep their order; what is left out is not made up
-for by any rescaling. A model is cut into one layer a part and the head alone; of given parts the last is the head.
+The first part, which has the embedding, and the head always run. Parts keep their order, and
+nothing is rescaled to make up for those left out. A whole model is cut into one layer per
+part and the head; if parts are given, the last one must be the head.
 """
 
 from __future__ import annotations
@@ -27,9 +28,10 @@ from penstock.runtime import Batch
 from penstock.train.after.passage import run_along_paths
 
 PartPath = tuple[int, ...]
-WholeOrParts = nn.Module | Sequence[nn.Module]  # whole, or its parts
+WholeOrParts = nn.Module | Sequence[nn.Module]  # a whole model, or its parts
 
-MAX_SUBSETS = 200  # more than so many are not all tried to find the best one
+MAX_EXPONENT = 700.0  # exp of more would overflow.
+MAX_SUBSETS = 200  # If there are more subsets, the best one is searched greedily.
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,30 +39,31 @@ class AblationRow:
     """The perplexity of one way to leave out parts."""
 
     way: str  # all, random, best
-    kept: int  # parts that run, the head not counted
-    parts: int  # that there are
-    perplexity: float  # of random draws the mean
-    spread: float  # of random draws the standard deviation
+    kept: int  # parts that run, without the head
+    parts: int  # all parts, without the head
+    perplexity: float  # for random draws, the mean
+    spread: float  # for random draws, the standard deviation
     ratio: float  # to the perplexity with all parts
-    path: PartPath  # of random draws none
+    path: PartPath  # for random draws, empty
 
 
 Rows = tuple[AblationRow, ...]
 
 
 def parts_of(model: WholeOrParts) -> list[nn.Module]:
-    """A model as parts of one layer, and the head; parts as they are."""
+    """Cut a model into parts of one layer and the head; return parts as they are."""
     if isinstance(model, nn.Module):
         return [*split(model, [1] * layer_count(model) + [0])]
     if len(model) < 2:
         raise ShapeError(
-            "one part has nothing to leave out; make the head a part of its own: split(model, [..., 0])"
+            "a single part leaves nothing to leave out; "
+            "make the head its own part: split(model, [..., 0])"
         )
     return list(model)
 
 
 def skips_of(parts: int, share: float) -> int:
-    """How many of so many parts, the head not counted, make up a share of them, to the nearest.
+    """Return how many of `parts` parts make up a share of them, to the nearest.
 
     >>> skips_of(12, 0.33), skips_of(12, 0.25)
     (4, 3)
@@ -75,41 +78,48 @@ def skips_of(parts: int, share: float) -> int:
 def omit_parts(
     parts: int, share: float, draws: int = 1, seed: int = 0
 ) -> tuple[PartPath, ...]:
-    """Paths that leave out a share of the parts, drawn at random, all different; all there are, if these are fewer.
+    """Return different random paths that leave out a share of the parts.
+
+    If fewer than `draws` exist, return all of them.
 
     >>> omit_parts(4, 0.5, draws=9)
     ((0, 1), (0, 2), (0, 3))
     """
-    skips, draw = skips_of(parts, share), Random(f"omission {seed}")
+    skips = skips_of(parts, share)
+    draw = Random(f"omission {seed}")
     if math.comb(parts - 1, skips) <= draws:
         return _subsets(parts, skips)
-    found: dict[PartPath, None] = {}
-    while len(found) < draws:
-        found[(0, *sorted(draw.sample(range(1, parts), parts - 1 - skips)))] = None
-    return tuple(found)
+    paths: dict[PartPath, None] = {}
+    while len(paths) < draws:
+        others = sorted(draw.sample(range(1, parts), parts - 1 - skips))
+        paths[(0, *others)] = None
+    return tuple(paths)
 
 
 @torch.no_grad()
 def perplexity(
     model: WholeOrParts, batches: Sequence[Batch], keep: Sequence[int] | None = None
 ) -> float:
-    """exp of the mean loss of a token, when only the parts in `keep` run (without it: all), and the head."""
+    """Return exp of the mean loss per token when only the parts in `keep` and the head run.
+
+    Without `keep`, all parts run.
+    """
     parts = parts_of(model)
     path = tuple(range(len(parts) - 1)) if keep is None else tuple(keep)
-    loss, valid = 0.0, 0
-    with _resting(parts):
+    loss = 0.0
+    valid = 0
+    with _without_dropout(parts):
         for batch in batches:
-            made = run_along_paths(
-                parts, batch.inputs, [path] * len(batch.inputs), batch.starts
-            )
-            loss += float(
-                sum(
-                    token_loss(x, y).double()
-                    for x, y in zip(made, batch.labels, strict=True)
-                )
-            )
-            valid += sum(valid_tokens(y) for y in batch.labels)
-    return math.exp(min(loss / max(valid, 1), 700.0))  # beyond, it is no number
+            paths = [path] * len(batch.inputs)
+            outputs = run_along_paths(parts, batch.inputs, paths, batch.starts)
+            losses = [
+                token_loss(logits, labels).double()
+                for logits, labels in zip(outputs, batch.labels, strict=True)
+            ]
+            loss += float(sum(losses))
+            valid += sum(valid_tokens(labels) for labels in batch.labels)
+    mean_loss = loss / max(valid, 1)
+    return math.exp(min(mean_loss, MAX_EXPONENT))
 
 
 def best_subset(
@@ -118,9 +128,10 @@ def best_subset(
     share: float,
     subsets: int = MAX_SUBSETS,
 ) -> PartPath:
-    """The path that does best without a share of the parts: of all, or, if there are too many, found greedily.
+    """Return the path that does best without a share of the parts.
 
-    Greedily: from all parts, always the one is left out that is missed least.
+    If there are more than `subsets` subsets, search greedily: start with all parts, and
+    always leave out the one that is missed least.
     """
     parts = parts_of(model)
     count = len(parts) - 1
@@ -129,7 +140,7 @@ def best_subset(
         return min(
             _subsets(count, skips), key=lambda path: perplexity(parts, batches, path)
         )
-    return list(_shrinking(parts, batches, skips))[skips]
+    return list(_greedy_paths(parts, batches, skips))[skips]
 
 
 def evaluate_ablation(
@@ -141,9 +152,10 @@ def evaluate_ablation(
     search: Sequence[Batch] = (),
     subsets: int = MAX_SUBSETS,
 ) -> Rows:
-    """Perplexity with all parts, and without each share in `omit`: random draws, and the best subset.
+    """Measure the perplexity with all parts, and without each share in `omit`.
 
-    The best subset is looked for on the batches of `search`: without any, on those it is then measured on, which
+    Each share gets a row of random draws and one of the best subset. The best subset is
+    searched on the batches of `search`; without any, on those it is then measured on, which
     flatters it a little.
     """
     parts = parts_of(model)
@@ -153,12 +165,12 @@ def evaluate_ablation(
     deepest = max((skips_of(count, share) for share in omit), default=0)
     greedy = [tuple(range(count))]
     if any(math.comb(count - 1, skips_of(count, share)) > subsets for share in omit):
-        greedy = list(_shrinking(parts, search or batches, deepest))
+        greedy = list(_greedy_paths(parts, search or batches, deepest))
     for share in omit:
         skips = skips_of(count, share)
         found = [
             perplexity(parts, batches, path)
-            for path in _drawn(count, share, draws, seed)
+            for path in omit_parts(count, share, draws, seed)
         ]
         spread = stdev(found) if len(found) > 1 else 0.0
         rows.append(
@@ -185,30 +197,27 @@ def evaluate_ablation(
     return tuple(rows)
 
 
-_drawn = omit_parts  # `evaluate` has a word of the same name
-
-
 def _subsets(parts: int, skips: int) -> tuple[PartPath, ...]:
     return tuple(
         (0, *others) for others in combinations(range(1, parts), parts - 1 - skips)
     )
 
 
-def _shrinking(
+def _greedy_paths(
     parts: Sequence[nn.Module], batches: Sequence[Batch], skips: int
 ) -> Iterator[PartPath]:
-    """All parts, then one less, then one less ..., each time without the one that is missed least."""
+    """Yield all parts, then one fewer each time, without the one that is missed least."""
     path = tuple(range(len(parts) - 1))
     yield path
     for _ in range(skips):
-        shorter = [(*path[:at], *path[at + 1 :]) for at in range(1, len(path))]
-        path = min(shorter, key=lambda one: perplexity(parts, batches, one))
+        shorter = [(*path[:n], *path[n + 1 :]) for n in range(1, len(path))]
+        path = min(shorter, key=lambda shorter: perplexity(parts, batches, shorter))
         yield path
 
 
 @contextmanager
-def _resting(parts: Sequence[nn.Module]) -> Iterator[None]:
-    """No dropout meanwhile."""
+def _without_dropout(parts: Sequence[nn.Module]) -> Iterator[None]:
+    """Switch dropout off for a while."""
     before = [part.training for part in parts]
     try:
         for part in parts:

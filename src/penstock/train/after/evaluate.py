@@ -1,4 +1,4 @@
-"""A run's model on the text that was held out from it, whole and with parts left out."""
+"""Evaluates a run's model on its held-out text, whole and with parts left out."""
 
 from __future__ import annotations
 
@@ -17,39 +17,39 @@ from penstock.train.worker import CONFIG_FILE, cache_of, with_kept_files
 
 @dataclass(frozen=True, slots=True)
 class Examination:
-    """The perplexities of a run's model, and how many of its held-out sequences they were measured on."""
+    """The perplexities of a run's model, and the held-out sequences they were measured on."""
 
     rows: Rows
     sequences: int
     held_out: int
-    tokens: int  # of a sequence
-    searched: int  # further sequences, on which the best subsets were looked for; 0: on the measured ones
+    tokens: int  # per sequence
+    # Further sequences, on which the best subsets were searched; 0 if on the measured ones.
+    searched: int
 
     @property
     def text(self) -> str:
-        """What was measured on, in words."""
-        count = (
-            f"all {self.sequences:,}"
-            if self.sequences == self.held_out
-            else f"{self.sequences:,}"
+        """Describe the text that was measured on."""
+        if self.sequences == self.held_out:
+            count = f"all {self.sequences:,}"
+        else:
+            count = f"{self.sequences:,} of {self.held_out:,}"
+        words = f"{count} held-out sequences of {self.tokens} tokens, each once"
+        if not any(row.way == "best" for row in self.rows):
+            return words
+        if self.searched:
+            return f"{words}; best subsets were searched on {self.searched:,} others"
+        return (
+            f"{words}; best subsets were searched on the same ones, which flatters them"
         )
-        of = "" if self.sequences == self.held_out else f" of {self.held_out:,}"
-        words = f"{count}{of} held-out sequences of {self.tokens} tokens, each once"
-        if any(row.way == "best" for row in self.rows):
-            words += (
-                f"; best subsets were searched on {self.searched:,} others"
-                if self.searched
-                else "; best subsets were searched on the same ones, which flatters them"
-            )
-        return words
 
 
 def evaluate_run(
     run: Path, omit: Sequence[float], draws: int = 8, batches: int = 2, seed: int = 0
 ) -> Examination:
-    """Perplexity of a run's last checkpoint, on as many held-out sequences as so many batches have, each at most once.
+    """Measure the perplexity of a run's last checkpoint on `batches` batches of held-out text.
 
-    Best subsets are looked for on other held-out text than they are measured on, if there is any left.
+    Each sequence counts at most once. Best subsets are searched on other held-out text than
+    they are measured on, if there is any left.
     """
     for share in omit:
         if not 0 <= share < 1:

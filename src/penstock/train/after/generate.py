@@ -1,8 +1,10 @@
-"""Text from a trained model: the last checkpoint of a run, or a Hugging Face folder, in one piece on this machine.
+"""Generates text with a trained model, in one piece on this machine.
 
 prompt ──► words ──► model ──► logits of the last ──► a word, drawn at a temperature ──┐
                      ▲   keys and values of all words stay: each goes through it once  │
                      └─────────────────────────────────────────────────────────────────┘
+
+The model is the last checkpoint of a run, or a Hugging Face folder.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ from penstock.train.data.tokenizer import (
 from penstock.train.hub import read_sizes, read_weights, write_folder
 from penstock.train.weights import Holding, Sizes, copy_weights, hold_whole
 
-SMALL_WIDTH = 1024  # features
+SMALL_WIDTH = 1024  # Narrower models run faster on one thread.
 MAX_SEED = 1 << 63
 
 
@@ -54,7 +56,7 @@ class Trained:
 
 
 def open_trained(path: Path) -> Trained:
-    """The model of a run's folder, of one checkpoint, or of a Hugging Face folder."""
+    """Open the model of a run, of one checkpoint, or of a Hugging Face folder."""
     if (path / "config.json").is_file():
         sizes = read_sizes(path)
         holding = hold_whole(sizes)
@@ -97,25 +99,25 @@ def open_trained(path: Path) -> Trained:
 
 
 def _tokenizer(checkpoint: Path, facts: CheckpointFacts) -> str:
-    """The one that a checkpoint names, as its run's folder has it, wherever that has gone."""
+    """The tokenizer of a checkpoint, or the copy in its run's folder if it is gone."""
     return kept_tokenizer(
         str(facts.get("tokenizer", BYTE_TOKENIZER)), checkpoint.parent.parent
     )
 
 
 def parameter_count(sizes: Sizes) -> int:
-    """How many numbers are trained."""
+    """Count the parameters of a model."""
     return parameters_of(sizes).total
 
 
-def trained_sizes(said: dict[str, Any]) -> Sizes:
-    """What `describe` has written."""
+def trained_sizes(described: dict[str, Any]) -> Sizes:
+    """Read the sizes that `penstock.train.loop.describe` has written."""
     kind: type[LlamaConfig] | type[GPTConfig] = (
-        GPTConfig if said.get("family") == "gpt" else LlamaConfig
+        GPTConfig if described.get("family") == "gpt" else LlamaConfig
     )
     known = {item.name for item in fields(kind)}
     try:
-        return kind(**{key: value for key, value in said.items() if key in known})
+        return kind(**{key: value for key, value in described.items() if key in known})
     except (TypeError, ShapeError, ZeroDivisionError) as error:
         raise FileError(
             f"the checkpoint does not say the sizes of its model: {error}"
@@ -123,7 +125,7 @@ def trained_sizes(said: dict[str, Any]) -> Sizes:
 
 
 def export_run(path: Path, folder: Path) -> Trained:
-    """Writes a run's model as a Hugging Face folder."""
+    """Write a run's model as a Hugging Face folder."""
     if folder.exists() and not folder.is_dir():
         raise FileError(f"{folder} is a file\n  name a new folder")
     if folder.exists() and any(folder.iterdir()):
@@ -140,19 +142,24 @@ def export_run(path: Path, folder: Path) -> Trained:
 
 # ---------------------------------------------------------------- word by word
 class Reader:
-    """Reads a row of words as it grows, each word once: the next slice of a sequence that carries keys and values.
+    """Reads a growing row of words, each word once, and keeps keys and values.
 
     row    d e f _ m a i n        the prompt is one slice, every word after it another
            └─────┘ ' ' ' '
     """
 
     def __init__(self, model: Part, longest: int, room: int) -> None:
-        self.model, self.longest, self.room = model, longest, room
-        self.first = 0  # word that the window begins with
+        self.model = model
+        self.longest = longest
+        self.room = room
+        self.first = 0  # the first word of the window
         self.carry = Carry(min(room, longest))
 
     def last(self, row: Sequence[int]) -> Tensor:
-        """Logits after the last word. Where positions are used up, their last half begins a new window."""
+        """Return the logits after the last word.
+
+        If all positions are used, the last half of them begins a new window.
+        """
         if len(row) - self.first > self.longest:
             self.first = len(row) - max(self.longest // 2, 1)
             self.carry = Carry(min(self.room - self.first, self.longest))
@@ -166,32 +173,33 @@ class Reader:
 def generate_text(
     trained: Trained, prompt: str, tokens: int, temperature: float = 0.8, seed: int = 0
 ) -> str:
-    """The prompt and what follows it; temperature 0 takes the likeliest word each time."""
+    """Return the prompt and a continuation; temperature 0 takes the likeliest words."""
     if tokens < 0:
         raise ShapeError(f"{tokens} tokens cannot be added; the least is 0")
     if not 0 <= temperature < math.inf:
         raise ShapeError(
-            f"{temperature:g} is no temperature; 0 takes the likeliest word, 1 draws as trained"
+            f"{temperature:g} is not a temperature; 0 takes the likeliest word, "
+            "1 draws as trained"
         )
     if not 0 <= seed < MAX_SEED:
-        raise ShapeError(f"{seed} is no seed; it must be 0 or more, and less than 2^63")
+        raise ShapeError(f"{seed} is not a seed; it must be from 0 to 2^63 - 1")
     words: Tokenizer = tokenizer_of(trained.tokenizer)
     row = words.encode(
         prompt.encode("utf-8", "surrogateescape"), "the prompt"
     ).tolist() or [words.end or 0]
     draw = torch.Generator().manual_seed(seed)
     if trained.sizes.width < SMALL_WIDTH:
-        torch.set_num_threads(1)  # more would mostly wait for each other
+        torch.set_num_threads(1)
     room = len(row) + tokens
     longest = trained.sizes.positions if isinstance(trained.sizes, GPTConfig) else room
     reader = Reader(trained.model, longest, room)
     for _ in range(tokens):
-        logits = reader.last(row)[
-            : words.vocab
-        ]  # a model may have room for more than there are
+        # A model may have more words than the tokenizer.
+        logits = reader.last(row)[: words.vocab]
         if not torch.isfinite(logits).all():
             raise RunError(
-                f"the model in {trained.path} gives no numbers\n  it was not trained well; see its loss"
+                f"the model in {trained.path} produced NaN or infinite logits\n"
+                "  check its loss"
             )
         if temperature == 0:
             row.append(int(logits.argmax()))

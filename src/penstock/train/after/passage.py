@@ -1,10 +1,11 @@
-"""Micro-batches through the parts of one model, each along its own path, in one process.
+"""Sends micro-batches through the parts of one model, each along its own path, in one process.
 
-    paths            0 1 . 3      0 . 2 3      0 2 1 .            a micro-batch each
+    paths            0 1 . 3      0 . 2 3      0 2 1 .            one per micro-batch
     calls, in turn   part 0: a b c   part 1: a   part 2: b c   part 1: c   part 3: a b   head: a b c
 
-Whoever waits for the same part goes through it together: a call has as many rows as it can, and there are no more calls
-than parts, but for swaps. Rows do not see each other, so this is what a pipeline computes with these paths.
+Micro-batches that wait for the same part go through it together, so that a call has as many
+rows as possible, and there are no more calls than parts, except for swaps. Rows do not see
+each other, so the result is that of a pipeline with these paths.
 """
 
 from __future__ import annotations
@@ -26,9 +27,10 @@ def run_along_paths(
     paths: Sequence[PartPath],
     starts: Sequence[Tensor] = (),
 ) -> list[Tensor]:
-    """Tokens of each micro-batch to its logits. Paths name parts; the last part, with the head, ends them all.
+    """Return the logits of each micro-batch.
 
-    `starts`, if rows are packed with documents: of each token the first one of its document.
+    Paths name parts. The last part, which has the head, ends them all and is not named. If
+    rows are packed with documents, `starts` has the start of each token's document.
     """
     if len(inputs) != len(paths):
         raise ShapeError(
@@ -44,30 +46,30 @@ def run_along_paths(
                 f"micro-batch {number} cannot go along {tuple(path)}: a path begins with part 0 and names parts "
                 f"up to {len(parts) - 2}; part {len(parts) - 1} has the head and comes by itself"
             )
-    states, left = list(inputs), [list(path) for path in paths]
+    states = list(inputs)
+    left = [list(path) for path in paths]
     while any(left):
         part = min(path[0] for path in left if path)
         here = [number for number, path in enumerate(left) if path and path[0] == part]
-        _together(parts[part], states, here, starts)
+        _run_together(parts[part], states, here, starts)
         for number in here:
             left[number].pop(0)
-    _together(parts[-1], states, list(range(len(states))), starts)
+    _run_together(parts[-1], states, list(range(len(states))), starts)
     return states
 
 
-def _together(
+def _run_together(
     part: nn.Module,
     states: list[Tensor],
     numbers: Sequence[int],
     starts: Sequence[Tensor],
 ) -> None:
-    """These micro-batches through a part: those of equal length in one call."""
+    """Run micro-batches through a part; those of equal length share a call."""
     for length in dict.fromkeys(states[number].shape[1] for number in numbers):
         same = [number for number in numbers if states[number].shape[1] == length]
         first = torch.cat([starts[number] for number in same]) if starts else None
         piece = () if first is None else (Carry(length, first).open(0, length),)
-        made = part(torch.cat([states[number] for number in same]), *piece)
-        for number, state in zip(
-            same, made.split([len(states[number]) for number in same]), strict=True
-        ):
+        rows = [len(states[number]) for number in same]
+        outputs = part(torch.cat([states[number] for number in same]), *piece)
+        for number, state in zip(same, outputs.split(rows), strict=True):
             states[number] = state

@@ -1,4 +1,4 @@
-"""Why a run has the plan that it has, in sentences and a table: from what the planner has written into plan.json."""
+"""Explains why a run has its plan, from what the planner wrote into plan.json."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ from penstock.ir.plan import Fact
 from penstock.view.numbers import write_size, write_time
 
 AUTO = "auto"
-MAKESPAN, PEAK = (
-    "makespan of ",
-    "peak_activations of ",
-)  # with the name of another candidate behind it
+# Prefixes of facts about another candidate, whose name follows.
+MAKESPAN = "makespan of "
+PEAK = "peak_activations of "
 HEADS = ("schedule", "predicted time", "compared with the chosen", "peak activations")
 SHARES = ("bubble", "gap")
 TIMES = ("makespan", "lower_bound", "noisy_makespan")
@@ -23,7 +22,7 @@ TOLD = (*TIMES, *SHARES, "peak_activations", "candidates", "too_large", "memory"
 
 @dataclass(frozen=True, slots=True)
 class Reasons:
-    """Sentences, and the candidates that were compared, if any: a row each, the chosen one first."""
+    """Sentences, and a table of the compared candidates with the chosen one first."""
 
     sentences: tuple[str, ...]
     heads: tuple[str, ...] = ()
@@ -31,7 +30,7 @@ class Reasons:
 
 
 def reasons_of(plan: Plan, named: str = "") -> Reasons:
-    """Why this plan; `named` is what the config says in schedule.name, empty if that is not known."""
+    """Explain a plan; `named` is schedule.name of the config, or empty if it is not known."""
     facts = dict(plan.why)
     if "makespan" not in facts:
         return Reasons((*_origin(plan, named), *_others(facts)))
@@ -41,7 +40,7 @@ def reasons_of(plan: Plan, named: str = "") -> Reasons:
 
 
 def _origin(plan: Plan, named: str) -> list[str]:
-    """Who has chosen it, and from what."""
+    """Where the plan comes from, and what it was compared with."""
     facts, size = (
         dict(plan.why),
         f"{plan.schedule.ranks} ranks and {len(plan.schedule.microbatches)} micro-batches",
@@ -71,7 +70,7 @@ def _origin(plan: Plan, named: str) -> list[str]:
 
 
 def _figures(facts: dict[str, Fact]) -> list[str]:
-    """Its time, and how far that is from what any order could reach."""
+    """The time of the plan, and how far it is from the lower bound."""
     lines = []
     if "profile" not in facts and "backward" in facts:
         lines.append(
@@ -96,7 +95,7 @@ def _figures(facts: dict[str, Fact]) -> list[str]:
 
 
 def _rows(plan: Plan, facts: dict[str, Fact]) -> tuple[tuple[str, ...], ...]:
-    """The chosen one and its rivals, the fastest first."""
+    """The chosen candidate, then its rivals from the fastest to the slowest."""
     own, found = facts["makespan"], []
     for key, value in facts.items():
         if key.startswith(MAKESPAN) and isinstance(value, int | float):
@@ -124,7 +123,7 @@ def _rows(plan: Plan, facts: dict[str, Fact]) -> tuple[tuple[str, ...], ...]:
 
 
 def _others(facts: dict[str, Fact]) -> list[str]:
-    """Facts of a planner that have no sentence of their own."""
+    """Facts of a planner that the sentences above do not mention."""
     return [
         f"{key.replace('_', ' ')}: {_plain(value)}"
         for key, value in facts.items()
@@ -136,12 +135,12 @@ def _others(facts: dict[str, Fact]) -> list[str]:
 
 # ---------------------------------------------------------------- numbers with their units
 def time_of(facts: dict[str, Fact], value: float) -> str:
-    """A time of a plan: in seconds if it was planned with measured times, else in forward passes."""
+    """Format a time: seconds if the plan used measured times, else forward passes."""
     return f"{value:,.2f}" if "backward" in facts else write_time(value)
 
 
 def size_of(facts: dict[str, Fact], value: Fact) -> str:
-    """The activations of a rank: bytes if they were measured, else micro-batches."""
+    """Format activations: bytes if the plan used measured sizes, else micro-batches."""
     if not isinstance(value, int | float):
         return ""
     if "profile" in facts:

@@ -4,14 +4,16 @@
       │       │    │ │ │
       ▼       ▼    ▼ ▼ ▼
     ┌──────┬─┬────┬─┬──┬─┬──┬─┬──┬─┐
-    │ a    │0│ b  │0│  │0│  │0│  │0│      packed, one after the other, an end between two
+    │ a    │0│ b  │0│  │0│  │0│  │0│      packed one after the other, with an end word after each
     └──────┴─┴────┴─┴──┴─┴──┴─┴──┴─┘
-    └─ sequence 0 ─┴─ sequence 1 ─┴─ …    cut where the length is full
+    └─ sequence 0 ─┴─ sequence 1 ─┴─ …    cut when the length is reached
 
-A sequence may hold several documents. Attention goes across them, unless `data.separate` says that it must not.
+A sequence may hold several documents. Attention crosses their borders unless
+`data.separate` forbids it.
 
-The file's name is made of what it was made from, so that other text, or another tokenizer, is another file. What is in
-it has a digest of its own: text that was moved or copied is the same text, and a run goes on with it.
+The name of the file is a digest of its sources, so other text or another tokenizer gets
+another file. Its content has a second digest: text that was moved or copied is still the
+same text, and a run can resume with it.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ import os
 import sysconfig
 import uuid
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from io import BytesIO
@@ -48,8 +50,8 @@ SKIPPED_FOLDERS = {
     "lib2to3",
     "config-stdlib",
 }
-CACHE_VERSION = 2  # of the cache
-PIECE = 1 << 22  # bytes that are encoded at once
+CACHE_VERSION = 2
+PIECE_BYTES = 1 << 22  # encoded at once
 UNPACK: dict[str, Callable[[BinaryIO], AbstractContextManager[Any]]] = {
     ".gz": lambda raw: gzip.GzipFile(fileobj=raw),
     ".bz2": bz2.BZ2File,
@@ -57,8 +59,8 @@ UNPACK: dict[str, Callable[[BinaryIO], AbstractContextManager[Any]]] = {
 }
 ADVICE = "Penstock reads text and .jsonl, also as .gz, .bz2 or .xz"
 TABLE = (
-    "a table: write its texts as lines of JSON, pandas.read_parquet(...).to_json('text.jsonl', orient='records', "
-    "lines=True) say"
+    "a table: write its texts as lines of JSON, for example with "
+    "pandas.read_parquet(...).to_json('text.jsonl', orient='records', lines=True)"
 )
 ARCHIVE = "an archive: unpack it first"
 BINARY = dict.fromkeys((".parquet", ".arrow", ".feather", ".orc"), TABLE)
@@ -79,9 +81,9 @@ BINARY |= dict.fromkeys(
         ".docx",
         ".h5",
     ),
-    f"no text: {ADVICE[0].lower()}{ADVICE[1:]}",
+    f"not text: {ADVICE}",
 )
-MAGIC = {  # what files begin with
+MAGIC = {  # the first bytes of files that are not text
     b"PAR1": "a Parquet table",
     b"ARROW1": "an Arrow table",
     b"\x28\xb5\x2f\xfd": "compressed by zstd",
@@ -91,104 +93,115 @@ MAGIC = {  # what files begin with
     b"PK\x03\x04": "a zip archive",
     b"%PDF-": "a PDF",
 }
-ProgressBytes = Callable[[int, int], None]  # bytes that are read, of how many
+ProgressBytes = Callable[[int, int], None]  # bytes read, and bytes in all
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Corpus:
-    """All tokens, and how they are cut: `trained` sequences are for training, the `held_out` ones after them not."""
+    """All tokens, cut into sequences: `trained` ones for training, then `held_out` ones."""
 
     tokens: TokenArray
     length: int  # tokens of a sequence
     trained: int
     held_out: int
     digest: str  # of the tokens
-    end: int | None = (
-        None  # the word after each document, if documents are to be told apart
-    )
+    end: int | None = None  # the word after each document, if documents are kept apart
 
     def sequence(self, number: int) -> TokenArray:
-        """A sequence and the token after it, so that each of its tokens has a next one."""
+        """Return a sequence and the token after it, which is the label of the last one."""
         return self.tokens[number * self.length : (number + 1) * self.length + 1]
 
 
 def open_corpus(
     data: DataConfig, cache: Path, watch: ProgressBytes = lambda done, total: None
 ) -> Corpus:
-    """The corpus of a config; its tokens are made once, and found in the cache after that. `watch` sees how it goes."""
-    tokenizer, files = tokenizer_of(data.tokenizer), source_files(data)
+    """Open the corpus of a config.
+
+    The text is encoded once, and found in the cache after that. `watch` sees the progress.
+    """
+    tokenizer = tokenizer_of(data.tokenizer)
+    files = source_files(data)
     if data.separate and tokenizer.end is None:
         raise FileError(
-            f"{_named(data)} has no word that ends a document, so documents cannot be told apart\n"
-            "  set data.separate=false, or use a tokenizer with one, <|endoftext|> say"
+            f"{_tokenizer_name(data)} has no word that ends a document, "
+            "so documents cannot be told apart\n"
+            "  set data.separate=false, or use a tokenizer with such a word, "
+            "for example <|endoftext|>"
         )
-    name = _name(data, files)
-    row, note = cache / f"{name}.bin", cache / f"{name}.json"
-    if not _whole(row, note):
+    name = _cache_name(data, files)
+    row = cache / f"{name}.bin"
+    note = cache / f"{name}.json"
+    if not _is_complete(row, note):
         _fill(row, note, data, tokenizer, files, watch)
     facts = json.loads(note.read_text(encoding="utf-8"))
+    dtype = np.uint16 if facts["width"] == 2 else np.uint32
     try:
-        tokens: TokenArray = np.memmap(
-            row, dtype=np.uint16 if facts["width"] == 2 else np.uint32, mode="r"
-        )
+        tokens: TokenArray = np.memmap(row, dtype=dtype, mode="r")
     except OSError as error:
         raise FileError(
-            f"cannot read the token cache {row}: {error.strerror}\n  data.cache names its folder"
+            f"cannot read the token cache {row}: {error.strerror}\n"
+            "  data.cache names its folder"
         ) from None
-    return cut_corpus(
-        tokens, data, facts["digest"], tokenizer.end if data.separate else None
-    )
+    end = tokenizer.end if data.separate else None
+    return cut_corpus(tokens, data, facts["digest"], end)
 
 
 def cut_corpus(
     tokens: TokenArray, data: DataConfig, digest: str = "", end: int | None = None
 ) -> Corpus:
-    """Sequences of one length, the last ones held out."""
+    """Cut tokens into sequences of one length, and hold out the last ones."""
     sequences = (len(tokens) - 1) // data.tokens
-    held = (
-        max(min(max(round(sequences * data.held_out), 1), sequences - 1), 0)
-        if data.held_out
-        else 0
-    )
     if sequences < 1:
         raise FileError(
-            f"the text has {len(tokens)} tokens, too few for sequences of {data.tokens}\n"
+            f"the text has {len(tokens)} tokens, "
+            f"too few for sequences of {data.tokens}\n"
             "  give more text in data.sources, or shorter sequences in data.tokens"
         )
-    return Corpus(tokens, data.tokens, sequences - held, held, digest, end)
+    held_out = 0
+    if data.held_out:
+        held_out = max(round(sequences * data.held_out), 1)
+        held_out = min(held_out, sequences - 1)
+    return Corpus(tokens, data.tokens, sequences - held_out, held_out, digest, end)
 
 
 # ---------------------------------------------------------------- files
 def source_files(data: DataConfig) -> list[Path]:
-    """Every file, folders walked in the order of names; an error names a source that is not there or has nothing."""
+    """Return every file of a config's sources, with folders in the order of names.
+
+    Raises FileError for a source that is missing, empty or not text.
+    """
     if not data.sources:
         return sorted(_walk(Path(sysconfig.get_path("stdlib")), (".py",)))
-    found: list[Path] = []
+    files: list[Path] = []
     for source in data.sources:
-        if not source.strip():
-            raise FileError(
-                "data.sources has a source without a name\n  name files or folders, or give an empty list "
-                "for Python's own standard library"
-            )
-        path = Path(source).expanduser()
-        if path.is_dir():
-            inside = sorted(_walk(path, data.endings, everything=True))
-            if not inside:
-                raise FileError(
-                    f"the folder {source} has no file that ends in {' '.join(data.endings)}\n"
-                    "  name another folder in data.sources, or more endings in data.endings"
-                )
-            found += inside
-        elif path.is_file():
-            found.append(path)
-        else:
-            raise FileError(
-                f"cannot read {source}: there is no such file or folder\n  see data.sources"
-            )
-    for file in found:
-        if _kind(file) in BINARY:
-            raise FileError(f"{file} is {BINARY[_kind(file)]}")
-    return found
+        files += _files_of(source, data.endings)
+    for file in files:
+        kind = _kind(file)
+        if kind in BINARY:
+            raise FileError(f"{file} is {BINARY[kind]}")
+    return files
+
+
+def _files_of(source: str, endings: tuple[str, ...]) -> list[Path]:
+    if not source.strip():
+        raise FileError(
+            "data.sources has a source without a name\n  name files or folders, "
+            "or give an empty list for Python's own standard library"
+        )
+    path = Path(source).expanduser()
+    if path.is_file():
+        return [path]
+    if not path.is_dir():
+        raise FileError(
+            f"cannot read {source}: there is no such file or folder\n  see data.sources"
+        )
+    files = sorted(_walk(path, endings, everything=True))
+    if not files:
+        raise FileError(
+            f"the folder {source} has no file that ends in {' '.join(endings)}\n"
+            "  name another folder in data.sources, or more endings in data.endings"
+        )
+    return files
 
 
 def _walk(
@@ -208,43 +221,49 @@ def _walk(
                 yield Path(parent) / name
 
 
-def _named(data: DataConfig) -> str:
+def _tokenizer_name(data: DataConfig) -> str:
     return data.tokenizer if names_a_file(data.tokenizer) else BYTE_TOKENIZER
 
 
-def _name(data: DataConfig, files: list[Path]) -> str:
-    """Of names, sizes and times of change: reading it all to know whether to read it all would help nobody."""
-    tokenizer = _named(data)
-    known = hashlib.sha256(f"{CACHE_VERSION}\n{tokenizer}\n{data.field}\n".encode())
-    named = [*files, Path(tokenizer)] if names_a_file(tokenizer) else [*files]
-    for file in named:
+def _cache_name(data: DataConfig, files: list[Path]) -> str:
+    """A digest of the names, sizes and times of the sources, and of the tokenizer.
+
+    It does not depend on their content, since the cache exists to avoid reading that.
+    """
+    tokenizer = _tokenizer_name(data)
+    settings = f"{CACHE_VERSION}\n{tokenizer}\n{data.field}\n"
+    digest = hashlib.sha256(settings.encode())
+    sources = [*files]
+    if names_a_file(tokenizer):
+        sources.append(Path(tokenizer))
+    for file in sources:
         try:
-            about = file.stat()
+            status = file.stat()
         except OSError as error:
             raise FileError(f"cannot read {file}: {error.strerror}") from None
-        known.update(
-            f"{file.resolve()}\n{about.st_size}\n{about.st_mtime_ns}\n".encode(
-                "utf-8", "surrogateescape"
-            )
-        )
-    return f"tokens-{known.hexdigest()[:16]}"
+        entry = f"{file.resolve()}\n{status.st_size}\n{status.st_mtime_ns}\n"
+        digest.update(entry.encode("utf-8", "surrogateescape"))
+    return f"tokens-{digest.hexdigest()[:16]}"
 
 
 class Piece(NamedTuple):
-    """Of a document all, or as much as is encoded at once."""
+    """A document, or as much of it as is encoded at once."""
 
     text: bytes
-    ends: bool  # the document
-    place: int  # bytes of the file that are read
-    line: int = 0  # of a .jsonl
+    ends: bool  # whether the document ends with this piece
+    place: int  # bytes of the file that have been read
+    line: int = 0  # the line in a .jsonl file
     before: int = 0  # bytes of the document before this piece
 
 
-Cut = Callable[[bytes], int]  # where a text may be cut into two; 0: not yet
+Cut = Callable[[bytes], int]  # where a text may be cut in two; 0 if it may not yet
 
 
 def text_pieces(file: Path, field: str, cut: Cut) -> Iterator[Piece]:
-    """The texts of a file, cut where `cut` allows it: all of it, or of each line of a .jsonl one field."""
+    """Yield the texts of a file, cut where `cut` allows it.
+
+    A text is the whole file, or one field of each line of a .jsonl file.
+    """
     try:
         with file.open("rb") as raw, _unpacked(file, raw) as opened:
             if _kind(file) == ".jsonl":
@@ -255,7 +274,8 @@ def text_pieces(file: Path, field: str, cut: Cut) -> Iterator[Piece]:
                 yield piece
     except (EOFError, zlib.error, lzma.LZMAError) as error:
         raise FileError(
-            f"cannot unpack {file}: {error}\n  it is damaged, or was not written to its end"
+            f"cannot unpack {file}: {error}\n"
+            "  it is damaged, or was not written completely"
         ) from None
     except OSError as error:
         raise FileError(
@@ -264,48 +284,47 @@ def text_pieces(file: Path, field: str, cut: Cut) -> Iterator[Piece]:
 
 
 def _kind(file: Path) -> str:
-    """The ending of a file, without that of its compression: .jsonl of a.jsonl.gz."""
-    return (file.with_suffix("") if file.suffix in UNPACK else file).suffix.lower()
+    """The suffix of a file without its compression: .jsonl for a.jsonl.gz."""
+    if file.suffix in UNPACK:
+        file = file.with_suffix("")
+    return file.suffix.lower()
 
 
 def _unpacked(file: Path, raw: BinaryIO) -> AbstractContextManager[IO[bytes]]:
-    """What a compressed file holds; other files as they are."""
+    """The content of a compressed file, or the file as it is."""
     return UNPACK[file.suffix](raw) if file.suffix in UNPACK else nullcontext(raw)
 
 
 def _cut_up(
     opened: IO[bytes], cut: Cut, place: Callable[[], int], line: int = 0
 ) -> Iterator[Piece]:
-    """A document in pieces. Where it cannot be cut more of it is read, twice as much each time."""
-    held, size, before = b"", PIECE // 4, 0
+    """Yield a document in pieces. Where it cannot be cut, read twice as much."""
+    text = b""
+    size = PIECE_BYTES // 4
+    before = 0
     while more := opened.read(size):
-        held += more
-        end = cut(held) if len(held) >= size else 0
+        text += more
+        end = cut(text) if len(text) >= size else 0
         if end:
-            yield Piece(held[:end], False, place(), line, before)
-            held, size, before = held[end:], PIECE // 4, before + end
+            yield Piece(text[:end], False, place(), line, before)
+            text = text[end:]
+            before += end
+            size = PIECE_BYTES // 4
         else:
-            size = len(held)
-    yield Piece(held, True, place(), line, before)
+            size = len(text)
+    yield Piece(text, True, place(), line, before)
 
 
 def _check_text(piece: Piece, file: Path) -> None:
-    """Raises if a file is something else than text."""
-    found = next(
-        (
-            what
-            for begin, what in MAGIC.items()
-            if not piece.before and piece.text.startswith(begin)
-        ),
-        None,
-    )
-    if found:
-        raise FileError(f"{file} is {found}, whatever its name says\n  {ADVICE}")
+    """Raise FileError if a file is not text."""
+    for first_bytes, kind in MAGIC.items():
+        if not piece.before and piece.text.startswith(first_bytes):
+            raise FileError(f"{file} is {kind}, whatever its name says\n  {ADVICE}")
     zero = piece.text.find(b"\0")
     if zero >= 0:
         raise FileError(
-            f"{file} is not text: byte {piece.before + zero} is zero\n  {ADVICE}; text in UTF-16 must be "
-            "converted to UTF-8"
+            f"{file} is not text: byte {piece.before + zero} is zero\n"
+            f"  {ADVICE}; text in UTF-16 must be converted to UTF-8"
         )
 
 
@@ -323,36 +342,37 @@ def _text_of(line: bytes, field: str, where: str) -> bytes:
         entry = json.loads(line.rstrip())
     except json.JSONDecodeError as error:
         raise FileError(
-            f"{where}:{error.colno}: this line is no JSON: {error.msg}"
+            f"{where}:{error.colno}: this line is not JSON: {error.msg}"
         ) from None
     except (ValueError, RecursionError) as error:
-        raise FileError(f"{where}: this line is no JSON: {error}") from None
+        raise FileError(f"{where}: this line is not JSON: {error}") from None
     if not isinstance(entry, dict):
         raise FileError(
-            f"{where}: this line is no JSON object\n  a document is an object, its text under {field!r}"
+            f"{where}: this line is not a JSON object\n"
+            f"  a document is an object with its text under {field!r}"
         )
     if field not in entry:
         known = ", ".join(map(repr, list(entry)[:8])) or "nothing"
         raise FileError(
-            f"{where}: this line has no text under {field!r}; it has {known}\n  say which in data.field"
+            f"{where}: this line has no text under {field!r}; it has {known}\n"
+            "  name the field in data.field"
         )
     text = entry[field]
     if not isinstance(text, str):
         raise FileError(
-            f"{where}: what is under {field!r} is no text: {json.dumps(text)[:40]}\n  put it in quotes, or "
-            "leave the line out"
+            f"{where}: the value of {field!r} is not text: {json.dumps(text)[:40]}\n"
+            "  put it in quotes, or leave the line out"
         )
     return text.encode("utf-8", "surrogatepass")
 
 
 # ---------------------------------------------------------------- the cache
-def _whole(row: Path, note: Path) -> bool:
-    """Whether the cache is there and as long as it says."""
+def _is_complete(row: Path, note: Path) -> bool:
+    """Whether the cache exists and is as long as its note says."""
     try:
         facts = json.loads(note.read_text(encoding="utf-8"))
-        return bool(
-            row.stat().st_size == facts["tokens"] * facts["width"] and facts["digest"]
-        )
+        expected = facts["tokens"] * facts["width"]
+        return row.stat().st_size == expected and bool(facts["digest"])
     except (OSError, ValueError, KeyError, TypeError):
         return False
 
@@ -365,72 +385,95 @@ def _fill(
     files: list[Path],
     watch: ProgressBytes,
 ) -> None:
-    """Writes beside its place, then moves there: the note, which makes it whole, last."""
+    """Write the cache under another name and rename it; the note makes it complete."""
     width = 2 if tokenizer.vocab <= 1 << 16 else 4
-    tail = [] if tokenizer.end is None else [tokenizer.end]
-    end = np.asarray(tail, dtype=np.uint16 if width == 2 else np.uint32)
-    tokens, read, digest = 0, 0, hashlib.sha256()
     try:
         row.parent.mkdir(parents=True, exist_ok=True)
-        place = row.with_name(f"tokens-{uuid.uuid4().hex}.part")
-        with place.open("xb") as part:
-            try:
-                for words, ends in _encoded(files, data, tokenizer, watch):
-                    read += len(words)
-                    for some in (words, end) if ends else (words,):
-                        part.write(some.data)
-                        digest.update(some.data)
-                        tokens += len(some)
-                if not read:
-                    raise FileError("the text is empty\n  give some in data.sources")
-            except BaseException:
-                place.unlink()
-                raise
-        place.replace(row)
-        _note(
-            note,
-            {
-                "tokens": tokens,
-                "width": width,
-                "files": len(files),
-                "digest": digest.hexdigest()[:16],
-            },
-        )
+        part = row.with_name(f"tokens-{uuid.uuid4().hex}.part")
+        encoded = _encode_files(files, data, tokenizer, watch)
+        tokens, digest = _write_tokens(part, encoded, tokenizer.end, width)
+        part.replace(row)
+        facts = {
+            "tokens": tokens,
+            "width": width,
+            "files": len(files),
+            "digest": digest,
+        }
+        note_part = note.with_suffix(".json.part")
+        note_part.write_text(json.dumps(facts), encoding="utf-8")
+        note_part.replace(note)
     except OSError as error:
-        what = f"cannot write the token cache {row}: {error.strerror}"
-        raise FileError(f"{what}\n  data.cache names its folder") from None
+        raise FileError(
+            f"cannot write the token cache {row}: {error.strerror}\n"
+            "  data.cache names its folder"
+        ) from None
 
 
-def _encoded(
+def _write_tokens(
+    file: Path,
+    encoded: Iterable[tuple[TokenArray, bool]],
+    end_word: int | None,
+    width: int,
+) -> tuple[int, str]:
+    """Write tokens with an end word after each document; return their count and digest."""
+    end_words = [] if end_word is None else [end_word]
+    end = np.asarray(end_words, dtype=np.uint16 if width == 2 else np.uint32)
+    digest = hashlib.sha256()
+    text_tokens = 0
+    all_tokens = 0
+    with file.open("xb") as opened:
+        try:
+            for words, document_ends in encoded:
+                text_tokens += len(words)
+                for array in (words, end) if document_ends else (words,):
+                    opened.write(array.data)
+                    digest.update(array.data)
+                    all_tokens += len(array)
+            if not text_tokens:
+                raise FileError("the text is empty\n  give some in data.sources")
+        except BaseException:
+            file.unlink()
+            raise
+    return all_tokens, digest.hexdigest()[:16]
+
+
+def _encode_files(
     files: list[Path], data: DataConfig, tokenizer: Tokenizer, watch: ProgressBytes
 ) -> Iterator[tuple[TokenArray, bool]]:
-    """The words of every piece, and whether a document ends with it; many short ones are encoded together."""
-    total, before = sum(file.stat().st_size for file in files), 0
+    """Yield the words of every piece, and whether its document ends with it.
+
+    Many short pieces are encoded together.
+    """
+    total = sum(file.stat().st_size for file in files)
+    before = 0
     for file in files:
-        held: list[Piece] = []
-        count = begin = 0  # bytes of these, and where they begin in the file
+        pieces: list[Piece] = []
+        count = 0  # bytes of these pieces
+        begin = 0  # where they begin in the file
         for piece in text_pieces(file, data.field, tokenizer.cut):
-            held.append(piece)
+            pieces.append(piece)
             count += len(piece.text)
-            if max(count, piece.place - begin) >= PIECE:
-                yield from _words(held, tokenizer, file)
+            if max(count, piece.place - begin) >= PIECE_BYTES:
+                yield from _encode_pieces(pieces, tokenizer, file)
                 watch(before + piece.place, total)
-                held, count, begin = [], 0, piece.place
-        yield from _words(held, tokenizer, file)
+                pieces = []
+                count = 0
+                begin = piece.place
+        yield from _encode_pieces(pieces, tokenizer, file)
         before += file.stat().st_size
         watch(before, total)
 
 
-def _words(
-    held: list[Piece], tokenizer: Tokenizer, file: Path
+def _encode_pieces(
+    pieces: list[Piece], tokenizer: Tokenizer, file: Path
 ) -> Iterator[tuple[TokenArray, bool]]:
     try:
-        encoded = tokenizer.encode_all([piece.text for piece in held], str(file))
+        encoded = tokenizer.encode_all([piece.text for piece in pieces], str(file))
     except FileError:
-        for piece in held:  # the one that it is, by its line
-            _check_utf8(piece, file)
+        for piece in pieces:
+            _check_utf8(piece, file)  # This error also names the line.
         raise
-    return zip(encoded, (piece.ends for piece in held), strict=True)
+    return zip(encoded, (piece.ends for piece in pieces), strict=True)
 
 
 def _check_utf8(piece: Piece, file: Path) -> None:
@@ -439,9 +482,3 @@ def _check_utf8(piece: Piece, file: Path) -> None:
     except UnicodeDecodeError as error:
         where = f"{file}:{piece.line}" if piece.line else f"{file}"
         raise not_text(where, piece.before + error.start) from None
-
-
-def _note(note: Path, facts: dict[str, int | str]) -> None:
-    part = note.with_suffix(".json.part")
-    part.write_text(json.dumps(facts), encoding="utf-8")
-    part.replace(note)

@@ -1,12 +1,13 @@
-"""Batches out of a corpus: shuffled, dealt out to micro-batches, and going on exactly where they stopped.
+"""Batches from a corpus: shuffled, dealt out to micro-batches, and resumed exactly where they stopped.
 
-    position   0   1   2   3   4   5   6   7 │ 8 …          one count over all epochs, and that is the whole state
+    position   0   1   2   3   4   5   6   7 │ 8 …          one count over all epochs, which is the whole state
     sequence   7   2   9   4   0   5   1   8 │ …            `shuffled`
                └ mb 0 ┘└ mb 1 ┘└ mb 2 ┘└ mb 3 ┘             a step: rows x micro-batches x copies x passes
-               └── copy 0 ────┘└── copy 1 ────┘             so every copy has its own sequences, and every shard
+               └── copy 0 ────┘└── copy 1 ────┘             every copy and every shard has its own sequences
 
-The order does not depend on how a step is cut: other ranks, micro-batches or copies see the same steps. Labels are
-shifted before anything is cut; where documents are told apart, the last word of one has nothing to guess.
+The order does not depend on how a step is divided: with other ranks, micro-batches or copies,
+a step sees the same sequences. Labels are shifted before anything is cut. Where documents
+are kept apart, the last word of a document has nothing to predict.
 """
 
 from __future__ import annotations
@@ -28,51 +29,50 @@ from penstock.train.data.corpus import Corpus
 from penstock.train.data.order import shuffled
 
 LoaderState: TypeAlias = dict[str, int | str]
-FILLER = -1  # in the place of a sequence: a row that does not count
+FILLER = -1  # in place of a sequence number: a row that does not count
 
 
 @dataclass(frozen=True, slots=True)
 class Deal:
-    """How a step is cut: `passes` through a pipeline of `microbatches`, each of so many rows."""
+    """How a step is divided: `passes` through a pipeline of `microbatches` of `rows` rows each."""
 
     rows: int
-    microbatches: int  # of the schedule, all copies together
+    microbatches: int  # of the schedule, over all copies
     passes: int = 1
     wanted: frozenset[int] | None = (
-        None  # micro-batches whose tokens this rank looks at; None: all
+        None  # micro-batches whose tokens this rank reads; None: all
     )
-    shards: int = (
-        1  # pipelines that do the same at the same time, each with sequences of its own
-    )
-    shard: int = 0  # which of them this is
+    shards: int = 1  # pipelines that run at the same time, each with its own sequences
+    shard: int = 0  # the number of this pipeline among the shards
 
     @property
     def each(self) -> int:
-        """Sequences of a pass of this shard."""
+        """Sequences per pass of this shard."""
         return self.rows * self.microbatches
 
     @property
     def sequences(self) -> int:
-        """Of a step, of all shards."""
+        """Sequences per step, over all shards."""
         return self.each * self.shards * self.passes
 
 
 def wanted_by(schedule: Schedule, rank: int, separate: bool = False) -> frozenset[int]:
-    """Micro-batches that begin or end on a rank, the others need no data there; or, where all that come by must know
-    their documents, those that come by."""
-    looked = (
-        (n, m.path if separate else (m.path[0], m.path[-1]))
-        for n, m in enumerate(schedule.microbatches)
-    )
-    return frozenset(
-        number
-        for number, stages in looked
-        if any(schedule.stages[s].rank == rank for s in stages)
-    )
+    """Return the micro-batches whose tokens a rank reads.
+
+    These are the ones that begin or end on the rank. With `separate`, every stage must know
+    where documents begin, so they are all that visit the rank.
+    """
+    wanted = set()
+    for number, microbatch in enumerate(schedule.microbatches):
+        path = microbatch.path
+        readers = path if separate else (path[0], path[-1])
+        if any(schedule.stages[stage].rank == rank for stage in readers):
+            wanted.add(number)
+    return frozenset(wanted)
 
 
 def starts_in(tokens: Tensor, end: int) -> Tensor:
-    """Of each token of packed rows the first one of its document; `end` is the last one of each.
+    """Return the start of each token's document in packed rows; `end` ends a document.
 
     >>> starts_in(torch.tensor([[5, 0, 6, 7, 0, 8]]), end=0).tolist()
     [[0, 0, 2, 2, 2, 5]]
@@ -82,29 +82,31 @@ def starts_in(tokens: Tensor, end: int) -> Tensor:
 
 
 class Loader:
-    """Step after step of a corpus; it can be stopped and taken up anywhere."""
+    """Reads a corpus step by step; it can stop and resume anywhere."""
 
     def __init__(
         self, corpus: Corpus, deal: Deal, seed: int, device: torch.device | None = None
     ) -> None:
-        self.corpus, self.deal, self.seed = corpus, deal, seed
+        self.corpus = corpus
+        self.deal = deal
+        self.seed = seed
         self.device = device or torch.device("cpu")
-        self.seen = 0  # sequences
+        self.seen = 0  # sequences read so far
 
     @property
     def epoch(self) -> float:
-        """How often everything was seen."""
+        """How often the whole corpus was read."""
         return self.seen / self.corpus.trained
 
     def step(self) -> list[Batch]:
-        """The batches of the next optimizer step, a pass each; the loss is a mean over all of them."""
+        """Return the batches of the next step, one per pass; the loss is a mean over all."""
         passes = [self._numbers(turn) for turn in range(self.deal.passes)]
         valid = self._valid(number for numbers in passes for number in numbers)
         self.seen += self.deal.sequences
         return [self._batch(self._own(numbers), valid) for numbers in passes]
 
     def _own(self, numbers: list[int]) -> list[int]:
-        """Of the sequences of a pass those of this shard."""
+        """The sequences of a pass that belong to this shard."""
         each = self.deal.each
         return numbers[self.deal.shard * each : (self.deal.shard + 1) * each]
 
@@ -117,10 +119,11 @@ class Loader:
         ]
 
     def evaluation(self, batches: int) -> list[Batch]:
-        """Held-out sequences, the same every time and each at most once: as many as so many steps have, or all.
+        """Return passes over held-out sequences, as many as `batches` steps have, or all.
 
-        They come in passes as a step does. Where they do not fill the last pass, rows whose labels do not count do. The
-        losses of all passes add up to the mean over all sequences. Without held-out sequences there is no pass.
+        They are the same every time, and each sequence appears at most once. Rows whose
+        labels do not count fill up the last pass. The losses of all passes add up to the
+        mean over all sequences. Without held-out sequences there are no passes.
         """
         each = self.deal.each * self.deal.shards
         count = self.examined(batches)
@@ -130,58 +133,65 @@ class Loader:
         valid = self._valid(numbers)
         passes = [numbers[begin : begin + each] for begin in range(0, count, each)]
         passes[-1] += [FILLER] * (each - len(passes[-1]))
-        return [self._batch(self._own(some), valid) for some in passes]
+        return [self._batch(self._own(members), valid) for members in passes]
 
     def examined(self, batches: int) -> int:
-        """How many held-out sequences an evaluation of so many batches sees."""
+        """Count the held-out sequences that an evaluation of `batches` batches reads."""
         return min(batches * self.deal.sequences, self.corpus.held_out)
 
     def _batch(self, numbers: list[int], valid: int) -> Batch:
-        """A pass: the sequences of each micro-batch, or of those that others look after only the shape."""
-        rows, length = self.deal.rows, self.corpus.length
+        """One pass. Micro-batches that this rank does not read have only a shape."""
+        rows = self.deal.rows
+        wanted = self.deal.wanted
+        zero = torch.zeros((), dtype=torch.long, device=self.device)
+        blank = zero.expand(rows, self.corpus.length)
         dealt = []
         for number in range(self.deal.microbatches):
-            if self.deal.wanted is None or number in self.deal.wanted:
+            if wanted is None or number in wanted:
                 dealt.append(self._rows(numbers[number * rows : (number + 1) * rows]))
             else:
-                blank = torch.zeros((), dtype=torch.long, device=self.device).expand(
-                    rows, length
-                )
                 dealt.append((blank, blank, blank))
         inputs, labels, starts = zip(*dealt, strict=True)
         return Batch(inputs, labels, valid, () if self.corpus.end is None else starts)
 
     def _valid(self, numbers: Iterable[int]) -> int:
-        """Labels that count in these sequences: all, but for the last word of a document, where that is known."""
-        end, sequences = self.corpus.end, list(numbers)
-        ends = (
-            0
-            if end is None
-            else sum(
-                int((self.corpus.sequence(one)[:-1] == end).sum()) for one in sequences
-            )
-        )
-        return max(len(sequences) * self.corpus.length - ends, 1)
+        """Count the labels of these sequences, without the last word of each document."""
+        end = self.corpus.end
+        labels = 0
+        for number in numbers:
+            labels += self.corpus.length
+            if end is not None:
+                words = self.corpus.sequence(number)[:-1]
+                labels -= int((words == end).sum())
+        return max(labels, 1)
 
     def _rows(self, numbers: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
-        """Tokens, labels, where documents start: a sequence has one token more than it uses, the label of its last."""
-        found = [
-            self.corpus.sequence(self.corpus.trained if number == FILLER else number)
-            for number in numbers
-        ]
-        whole = torch.from_numpy(np.stack(found).astype(np.int64))
-        starts = None if self.corpus.end is None else starts_in(whole, self.corpus.end)
-        targets = shift_labels(whole, starts)
-        targets[[number == FILLER for number in numbers]] = IGNORED_LABEL
-        made = (whole, targets, whole if starts is None else starts)
-        inputs, labels, first = (
-            one[:, :-1].contiguous().to(self.device) for one in made
-        )
-        return inputs, labels, first
+        """Tokens, labels and document starts of some sequences.
+
+        A sequence has one more token than it uses: the label of its last one.
+        """
+        first_held_out = self.corpus.trained
+        sequences = []
+        for number in numbers:
+            stored = first_held_out if number == FILLER else number
+            sequences.append(self.corpus.sequence(stored))
+        tokens = torch.from_numpy(np.stack(sequences).astype(np.int64))
+        starts = None
+        if self.corpus.end is not None:
+            starts = starts_in(tokens, self.corpus.end)
+        labels = shift_labels(tokens, starts)
+        labels[[number == FILLER for number in numbers]] = IGNORED_LABEL
+        if starts is None:
+            starts = tokens
+        return self._used(tokens), self._used(labels), self._used(starts)
+
+    def _used(self, rows: Tensor) -> Tensor:
+        """Rows without their last column, on the loader's device."""
+        return rows[:, :-1].contiguous().to(self.device)
 
     # ------------------------------------------------------------ stopping and going on
     def state(self) -> LoaderState:
-        """All there is to know."""
+        """Return everything that is needed to resume."""
         return {
             "seen": self.seen,
             "seed": self.seed,
@@ -190,13 +200,13 @@ class Loader:
         }
 
     def resume(self, state: LoaderState) -> None:
-        """Goes on where another stopped; other data, another seed or other lengths would be another order."""
+        """Continue where another loader stopped, with the same data, seed and lengths."""
         check_same_data(state, self.corpus, self.seed)
         self.seen = int(state["seen"])
 
 
 def check_same_data(state: LoaderState, corpus: Corpus, seed: int) -> None:
-    """Raises if a loader with this state has seen other sequences, or in another order."""
+    """Raise RunError if a loader with this state read other sequences or another order."""
     for key, ours in (
         ("digest", corpus.digest),
         ("seed", seed),
@@ -204,7 +214,8 @@ def check_same_data(state: LoaderState, corpus: Corpus, seed: int) -> None:
     ):
         if state.get(key) != ours:
             raise RunError(
-                f"the checkpoint was trained on other data: its {key} is {state.get(key)}, here it is {ours}\n"
-                "  give the same text, run.seed and data.tokens; to train these weights on other text, export them "
-                "and start from them with model.weights"
+                f"the checkpoint was trained on other data: its {key} is "
+                f"{state.get(key)}, here it is {ours}\n"
+                "  give the same text, run.seed and data.tokens; to train these weights on "
+                "other text, export them and start from them with model.weights"
             )

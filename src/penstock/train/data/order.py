@@ -1,19 +1,22 @@
-"""A shuffled order of any length that is computed, not stored: the k-th sequence of an epoch from seed, epoch and k.
+"""A shuffled order of any length that is computed instead of stored.
 
     k ──┬── left ──────(+)──► right'        a Feistel network permutes the numbers below a power of four;
         └── right ─ mix ┘──► left'          one that falls outside is sent through again until it is inside
 
-So the state of a run's data is one number, how many sequences it has seen, and the order is the same on every machine.
+The k-th sequence of an epoch follows from the seed, the epoch and k. So the state of a run's
+data is one number, the count of sequences seen, and the order is the same on every machine.
 """
 
 from __future__ import annotations
 
 MIXING_ROUNDS = 6
-MASK = (1 << 64) - 1
+MASK_64_BITS = (1 << 64) - 1
 
 
 def shuffled(position: int, length: int, seed: int) -> int:
-    """Which of `length` sequences comes at a position; positions past the end are in further epochs, shuffled anew.
+    """Return which of `length` sequences comes at a position.
+
+    Positions past the end belong to further epochs, each with its own order.
 
     >>> sorted(shuffled(k, 5, seed=1) for k in range(5))
     [0, 1, 2, 3, 4]
@@ -24,12 +27,12 @@ def shuffled(position: int, length: int, seed: int) -> int:
     half = max((length - 1).bit_length() + 1, 2) // 2
     key = _mix(_mix(seed) ^ epoch)
     while True:
-        index = _permuted(index, half, key)
+        index = _permute(index, half, key)
         if index < length:
             return index
 
 
-def _permuted(index: int, half: int, key: int) -> int:
+def _permute(index: int, half: int, key: int) -> int:
     low = (1 << half) - 1
     left, right = index >> half, index & low
     for turn in range(MIXING_ROUNDS):
@@ -38,8 +41,8 @@ def _permuted(index: int, half: int, key: int) -> int:
 
 
 def _mix(number: int) -> int:
-    """Sixty-four bits, well stirred (the finisher of splitmix64)."""
-    number = (number + 0x9E3779B97F4A7C15) & MASK
-    number = (number ^ number >> 30) * 0xBF58476D1CE4E5B9 & MASK
-    number = (number ^ number >> 27) * 0x94D049BB133111EB & MASK
+    """Mix 64 bits (the finisher of splitmix64)."""
+    number = (number + 0x9E3779B97F4A7C15) & MASK_64_BITS
+    number = (number ^ number >> 30) * 0xBF58476D1CE4E5B9 & MASK_64_BITS
+    number = (number ^ number >> 27) * 0x94D049BB133111EB & MASK_64_BITS
     return number ^ number >> 31

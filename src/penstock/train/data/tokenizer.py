@@ -1,4 +1,4 @@
-"""From text to numbers and back: bytes as they are, or a tokenizer.json of Hugging Face's.
+"""Turns text into numbers and back: bytes as they are, or a Hugging Face tokenizer.json.
 
 bytes            "def" ──► 100 101 102            256 words; 0 stands between two documents
 tokenizer.json   "def" ──► 4299                   needs the package `tokenizers`
@@ -17,72 +17,75 @@ from numpy.typing import NDArray
 from penstock.config import names_a_file
 from penstock.errors import FileError, RunError
 
-ENDS = (
+# Words that end a document in known families of tokenizers.
+END_WORDS = (
     "<|endoftext|>",
     "<|end_of_text|>",
     "</s>",
     "<eos>",
     "<|eot_id|>",
     "[SEP]",
-)  # of a document, in known families
-TOKENIZER = "tokenizer.json"  # in a Hugging Face folder, and in a run's
-CONTEXT = 4096  # bytes on either side of a cut that must give the same tokens with and without it
-TRIES = 64  # places that are tried before more of a text is read
+)
+TOKENIZER = "tokenizer.json"  # in a Hugging Face folder, and in the folder of a run
+# Bytes on either side of a cut that must give the same tokens with and without the cut.
+CONTEXT_BYTES = 4096
+MAX_TRIED_CUTS = 64  # before more of a text is read
 TokenArray = NDArray[np.uint16] | NDArray[np.uint32]
 
 
 class Tokenizer(Protocol):
-    """What the data needs of one."""
+    """What the data needs of a tokenizer."""
 
     @property
     def vocab(self) -> int:
-        """How many words it has."""
+        """The number of words."""
         ...
 
     @property
     def end(self) -> int | None:
-        """The word that stands between two documents, if there is one."""
+        """The word that stands between two documents; None if there is none."""
         ...
 
     def cut(self, raw: bytes) -> int:
-        """Where the beginning of a text may be cut, so that both sides encoded alone give the words of the whole.
+        """Return where the beginning of a text may be cut in two; 0 if it may not.
 
-        0: not in these bytes.
+        Encoding both sides alone must give the words of the whole.
         """
         ...
 
     def encode(self, raw: bytes, source: str) -> TokenArray:
-        """A document as words; `source` is its name in errors."""
+        """Return the words of a document; `source` is its name in errors."""
         ...
 
     def encode_all(self, raws: Sequence[bytes], source: str) -> list[TokenArray]:
-        """Several at once."""
+        """Encode several documents at once."""
         ...
 
     def decode(self, words: Sequence[int]) -> str:
-        """Words as text; what is no text is marked."""
+        """Return words as text, with a mark for bytes that are not text."""
         ...
 
 
 class ByteTokenizer:
-    """Every byte is a word."""
+    """Uses every byte as a word."""
 
-    vocab, end = 256, 0
+    vocab = 256
+    end = 0
 
     def cut(self, raw: bytes) -> int:
-        """Anywhere."""
+        """Cut at the end: bytes may be cut anywhere."""
         return len(raw)
 
     def encode(self, raw: bytes, source: str) -> TokenArray:
-        """The bytes."""
+        """Return the bytes as words."""
         return np.frombuffer(raw, dtype=np.uint8).astype(np.uint16)
 
     def encode_all(self, raws: Sequence[bytes], source: str) -> list[TokenArray]:
-        """One after the other."""
+        """Encode the documents one after the other."""
         return [self.encode(raw, source) for raw in raws]
 
     def decode(self, words: Sequence[int]) -> str:
-        """The text of these bytes.
+        """Return the text of these bytes.
 
         >>> ByteTokenizer().decode([104, 105])
         'hi'
@@ -91,22 +94,23 @@ class ByteTokenizer:
 
 
 def _between_words(raw: bytes, begin: int, end: int) -> Iterator[int]:
-    """Places after a single end of line, and before a single space, from the last to the first."""
+    """Places after a single end of line or before a single space, from last to first."""
     while begin < end:
-        line, space = raw.rfind(b"\n", begin, end - 1) + 1, raw.rfind(b" ", begin, end)
+        line = raw.rfind(b"\n", begin, end - 1) + 1
+        space = raw.rfind(b" ", begin, end)
         place = max(line, space)
         if place <= begin:
             return
-        around = (
-            raw[place - 2 : place + 1] if line > space else raw[place - 1 : place + 2]
-        )  # word, white, word
+        # Three bytes: the end of a word, white space, the beginning of a word.
+        first = place - 2 if line > space else place - 1
+        around = raw[first : first + 3]
         if len(around) == 3 and around[:1].strip() and around[2:].strip():
             yield place
         end = place if line > space else place - 1
 
 
 class FileTokenizer:
-    """A tokenizer.json."""
+    """Uses a Hugging Face tokenizer.json."""
 
     def __init__(self, path: str) -> None:
         try:
@@ -117,101 +121,105 @@ class FileTokenizer:
             ) from None
         if not Path(path).is_file():
             raise FileError(
-                f"there is no tokenizer {path}\n  data.tokenizer is bytes, or a tokenizer.json that exists"
+                f"there is no tokenizer {path}\n"
+                "  data.tokenizer is bytes, or a tokenizer.json that exists"
             )
         try:
             self.theirs = Theirs.from_file(path)
-        except Exception as error:  # it raises nothing more special
-            raise FileError(f"{path} is no tokenizer.json: {error}") from None
-        self.theirs.no_truncation()  # for models of one sentence; here a document is as long as it is
+        except Exception as error:  # The package has no type of its own.
+            raise FileError(f"{path} is not a tokenizer.json: {error}") from None
+        # Truncation and padding are for models of one sentence.
+        self.theirs.no_truncation()
         self.theirs.no_padding()
-        known = self.theirs.get_vocab(with_added_tokens=True)
-        self.vocab = (
-            int(max(known.values(), default=-1)) + 1
-        )  # numbers that it leaves out have a place too
+        # Numbers without a word also take a place in the vocabulary.
+        numbers = self.theirs.get_vocab(with_added_tokens=True).values()
+        self.vocab = int(max(numbers, default=-1)) + 1
 
     @property
     def end(self) -> int | None:
-        """The first of the usual ones that it knows."""
-        found = (self.theirs.token_to_id(word) for word in ENDS)
-        return next((int(number) for number in found if number is not None), None)
+        """The first of the usual end words that the tokenizer knows."""
+        for word in END_WORDS:
+            number = self.theirs.token_to_id(word)
+            if number is not None:
+                return int(number)
+        return None
 
     def cut(self, raw: bytes) -> int:
-        """Between two words, where the text on either side, up to CONTEXT bytes of it, gives the same tokens together
-        and apart. A tokenizer that does not split text into words before it looks for tokens is not cut."""
+        """Cut between two words, where the text gives the same tokens together and apart.
+
+        Up to CONTEXT_BYTES bytes on either side are compared. A tokenizer that does not
+        split text into words before it looks for tokens is never cut.
+        """
         if self.theirs.pre_tokenizer is None:
             return 0
-        places = _between_words(
-            raw, len(raw) // 2, len(raw) - min(CONTEXT, len(raw) // 8)
-        )
-        return next(
-            (place for place in islice(places, TRIES) if self._may_cut(raw, place)), 0
-        )
+        margin = min(CONTEXT_BYTES, len(raw) // 8)
+        places = _between_words(raw, len(raw) // 2, len(raw) - margin)
+        for place in islice(places, MAX_TRIED_CUTS):
+            if self._may_cut(raw, place):
+                return place
+        return 0
 
     def _may_cut(self, raw: bytes, place: int) -> bool:
-        around = (raw[max(0, place - CONTEXT) : place], raw[place : place + CONTEXT])
-        left, right = (
-            one.decode("utf-8", errors="ignore") for one in around
-        )  # the ends may cut a letter in two
+        # The outer ends may cut a letter in two, which is ignored.
+        before = raw[max(0, place - CONTEXT_BYTES) : place]
+        after = raw[place : place + CONTEXT_BYTES]
+        left = before.decode("utf-8", errors="ignore")
+        right = after.decode("utf-8", errors="ignore")
         if left[-2:].isspace() or right[:2].isspace():
             return False
-        apart, whole = (
-            self.theirs.encode_batch_fast([left, right], add_special_tokens=False),
-            left + right,
-        )
-        return bool(
-            apart[0].ids + apart[1].ids
-            == self.theirs.encode(whole, add_special_tokens=False).ids
-        )
+        apart = self.theirs.encode_batch_fast([left, right], add_special_tokens=False)
+        together = self.theirs.encode(left + right, add_special_tokens=False)
+        return bool(apart[0].ids + apart[1].ids == together.ids)
 
     def encode(self, raw: bytes, source: str) -> TokenArray:
-        """Without special words around it: they are put between documents by whoever packs them."""
+        """Return the words of a document; the corpus adds the words between documents."""
         return self.encode_all([raw], source)[0]
 
     def encode_all(self, raws: Sequence[bytes], source: str) -> list[TokenArray]:
-        """On all cores, if there are several."""
+        """Encode several documents on all cores."""
         try:
             texts = [raw.decode("utf-8") for raw in raws]
         except UnicodeDecodeError as error:
             raise not_text(source, error.start) from None
-        rows = [
-            one.ids
-            for one in self.theirs.encode_batch_fast(texts, add_special_tokens=False)
-        ]
+        encoded = self.theirs.encode_batch_fast(texts, add_special_tokens=False)
         if self.vocab <= 1 << 16:
-            return [np.asarray(row, dtype=np.uint16) for row in rows]
-        return [np.asarray(row, dtype=np.uint32) for row in rows]
+            return [np.asarray(one.ids, dtype=np.uint16) for one in encoded]
+        return [np.asarray(one.ids, dtype=np.uint32) for one in encoded]
 
     def decode(self, words: Sequence[int]) -> str:
-        """The text of these words."""
+        """Return the text of these words."""
         return str(self.theirs.decode(list(words), skip_special_tokens=False))
 
 
 def not_text(source: str, place: int) -> FileError:
-    """The error for bytes that a tokenizer cannot read."""
+    """Return the error for bytes that a tokenizer cannot read."""
     return FileError(
-        f"{source} is not text: byte {place} is no UTF-8\n  leave it out, or use bytes"
+        f"{source} is not text: byte {place} is not UTF-8\n"
+        "  leave it out, or set data.tokenizer=bytes"
     )
 
 
 def tokenizer_of(name: str) -> Tokenizer:
-    """By its name in a config; "auto" without a folder to start from is bytes."""
+    """Return the tokenizer that a config names; "auto" means bytes here."""
     return FileTokenizer(name) if names_a_file(name) else ByteTokenizer()
 
 
 def kept_tokenizer(name: str, folder: Path) -> str:
-    """The tokenizer of a run: the one that it names, or its own copy if that is gone or has been changed."""
-    own, theirs = folder / TOKENIZER, Path(name)
-    if (
-        not names_a_file(name)
-        or not own.is_file()
-        or (theirs.is_file() and theirs.read_bytes() == own.read_bytes())
-    ):
+    """Return the tokenizer of a run, given the one that its config names.
+
+    It is the run's own copy if the named file is gone or has changed.
+    """
+    copy = folder / TOKENIZER
+    if not names_a_file(name) or not copy.is_file():
         return name
-    return str(own.absolute())
+    named = Path(name)
+    if named.is_file() and named.read_bytes() == copy.read_bytes():
+        return name
+    return str(copy.absolute())
 
 
 def keep_tokenizer(name: str, folder: Path) -> None:
-    """A copy of a tokenizer.json in the folder of its run, which can then be moved."""
-    if names_a_file(name) and Path(name).resolve() != (folder / TOKENIZER).resolve():
-        (folder / TOKENIZER).write_bytes(Path(name).read_bytes())
+    """Copy a tokenizer.json into the folder of its run, which can then be moved."""
+    copy = folder / TOKENIZER
+    if names_a_file(name) and Path(name).resolve() != copy.resolve():
+        copy.write_bytes(Path(name).read_bytes())

@@ -17,6 +17,11 @@ from penstock.errors import RunError, ShapeError
 from penstock.formats import dump_plan
 from penstock.ir import Op, parse_action
 from penstock.runtime import spawn
+from penstock.schedules.coverage import (
+    hold_every_part,
+    through_all_parts,
+    visited_parts,
+)
 from penstock.schedules.transforms import replicate, slice_tokens, split_backward
 from penstock.train.after.ablation import perplexity
 from penstock.train.after.generate import export_run, generate_text, open_trained
@@ -28,7 +33,6 @@ from penstock.train.checkpoint import (
     newest_good,
     prune,
 )
-from penstock.train.coverage import hold_every_part, through_all_parts, visited_parts
 from penstock.train.data.loader import Deal, Loader
 from penstock.train.history import read_rows
 from penstock.train.loop import Job

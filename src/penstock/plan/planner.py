@@ -1,0 +1,238 @@
+"""From a config to a plan: the schedule that it asks for, with the layers of each part.
+
+schedule.name = plan.json, plan.csv   read the file; its shape replaces the config's
+schedule.name = auto                  compare all schedules and take the fastest that fits
+schedule.name = hanayo, ...           make the schedule of that name
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+from penstock.config import AUTO, Config, ScheduleConfig, check_config, is_plan_file
+from penstock.cost import UnitCost
+from penstock.errors import ConfigError
+from penstock.formats import read_plan, read_torch_csv
+from penstock.ir import Op, Plan
+from penstock.ir.schedule import stretch
+from penstock.partition import even_partition
+from penstock.plan.candidates import candidate_plan, portfolio, rivals, title
+from penstock.schedules import make
+from penstock.schedules.coverage import count_pipelines, hold_every_part
+from penstock.schedules.transforms import replicate
+
+# The latency of a message that `auto` assumes, in forward passes of one micro-batch
+# through one rank.
+ASSUMED_LATENCY = 0.05
+SIZE_KEYS = ("ranks", "microbatches")
+SHAPE_KEYS = (*SIZE_KEYS, "waves", "chunks", "slices", "skips")
+
+
+def plan_run(
+    config: Config, layers: int, given: Collection[str] | None = None
+) -> tuple[Config, Plan]:
+    """Return the plan that a config asks for, for a model with `layers` layers.
+
+    A plan file brings its own ranks, micro-batches and shape; the returned config has
+    them too. `given` names the values that the user wrote, such as "schedule.ranks". One
+    that contradicts the file is an error. Without `given`, every value that differs from
+    its default counts as written.
+    """
+    shape = config.schedule
+    if is_plan_file(shape.name):
+        plan = _read_plan_file(Path(shape.name))
+        schedule = _shape_from_file(plan, shape, given)
+        config = check_config(replace(config, schedule=schedule), counted=True)
+    elif shape.name == AUTO:
+        _refuse_unused(shape)
+        plan = _fastest_plan(shape, layers)
+    else:
+        plan = _named_plan(shape)
+    plan = _replicate_plan(plan, config.schedule.copies)
+    plan = replace(plan, schedule=hold_every_part(plan.schedule))
+    for microbatch in set(plan.schedule.microbatches):
+        stretch(microbatch, config.data.tokens)  # Raises if slices outnumber tokens.
+    return config, _partition_plan(plan, config, layers)
+
+
+def _named_plan(shape: ScheduleConfig) -> Plan:
+    sizes = {key: getattr(shape, key) for key in SHAPE_KEYS if getattr(shape, key)}
+    name = _title_of(shape.name, sizes)
+    if shape.split:
+        sizes["split"] = 1
+    return Plan(make(shape.name, **sizes), name)
+
+
+def _title_of(name: str, sizes: Mapping[str, int]) -> str:
+    words = [name]
+    for key, value in sizes.items():
+        if key not in SIZE_KEYS:
+            words.append(f"{key}={value}")
+    return " ".join(words)
+
+
+def _replicate_plan(plan: Plan, copies: int) -> Plan:
+    if copies == 1:
+        return plan
+    schedule = replicate(plan.schedule, copies)
+    return Plan(schedule, f"{plan.name} copies={copies}", (), plan.why)
+
+
+def _partition_plan(plan: Plan, config: Config, layers: int) -> Plan:
+    """Add the number of layers of each part to a plan."""
+    parts = plan.schedule.parts
+    given = config.schedule.partition or plan.partition
+    if given and (len(given) != parts or sum(given) != layers):
+        raise ConfigError(
+            f"the partition {list(given)} is for {len(given)} parts and {sum(given)} "
+            f"layers, but there are {parts} parts and {layers} layers"
+        )
+    if parts > layers:
+        raise ConfigError(
+            f"{plan.name} on {plan.schedule.ranks} ranks has {parts} parts, but the model "
+            f"has only {layers} layers: set model.layers={parts}, or fewer "
+            "schedule.ranks, waves or chunks"
+        )
+    return replace(plan, partition=tuple(given) or even_partition(layers, parts))
+
+
+# ---------------------------------------------------------------- schedule.name = auto
+def _refuse_unused(shape: ScheduleConfig) -> None:
+    """Raise if the config fixes a shape, because `auto` would ignore it."""
+    chosen_by_auto = ("waves", "chunks", "slices", "skips", "split")
+    ignored = [f"schedule.{key}" for key in chosen_by_auto if getattr(shape, key)]
+    if ignored:
+        raise ConfigError(
+            f"auto picks the shape, so {' and '.join(ignored)} would change nothing\n"
+            "  name a schedule in schedule.name (`penstock list`), or leave the rest out"
+        )
+
+
+def _fastest_plan(shape: ScheduleConfig, layers: int) -> Plan:
+    """The fastest known schedule that holds no more activations than 1F1B does."""
+    ranks = shape.ranks
+    if layers < ranks:
+        raise ConfigError(
+            f"{layers} layers cannot fill {ranks} ranks: "
+            f"set schedule.ranks to {layers} or less"
+        )
+    if ranks == 1:
+        return Plan(make("1f1b", ranks=1, microbatches=shape.microbatches), "1f1b")
+    memory = float(ranks)
+    compared = portfolio(
+        ranks,
+        shape.microbatches,
+        UnitCost(comm=ASSUMED_LATENCY),
+        memory,
+        stages=layers // ranks,
+        slices=1,
+    )
+    fitting = [one for one in compared.candidates if one.schedule.parts <= layers]
+    best = fitting[0]
+    assumptions = (
+        ("memory", memory),
+        ("forward", 1.0),
+        ("backward", 2.0),
+        ("comm", ASSUMED_LATENCY),
+    )
+    comparison = rivals(fitting, best, len(compared.too_large))
+    plan = candidate_plan(best, (*assumptions, *comparison))
+    return replace(plan, name=title(best.name, best.shape))
+
+
+# ---------------------------------------------------------------- a plan file
+def _read_plan_file(file: Path) -> Plan:
+    if file.suffix == ".csv":
+        return Plan(read_torch_csv(file), file.stem)
+    return read_plan(file)
+
+
+def _shape_from_file(
+    plan: Plan, shape: ScheduleConfig, given: Collection[str] | None
+) -> ScheduleConfig:
+    """The shape of a plan file, after a check that the user's own values agree with it.
+
+    A value of 0 or an empty list leaves the choice to the file.
+    """
+    stated = _stated_values(shape, given)
+    actual = _shape_of(plan)
+    copies = stated.get("copies", 1)
+    faults = []
+    for key, value in stated.items():
+        total = value * copies if key in SIZE_KEYS else value
+        if actual[key] in ((), total) or (key, value) == ("copies", 1):
+            continue
+        factor = f" x schedule.copies = {copies}" if total != value else ""
+        faults.append(
+            f"schedule.{key} = {_config_text(value)}{factor}, but {shape.name} has "
+            f"{_config_text(actual[key])}"
+        )
+    if faults:
+        faults.append(
+            "  a plan file has its own shape: leave these values out, or name another plan"
+        )
+        raise ConfigError("\n".join(faults))
+    return ScheduleConfig(
+        shape.name,
+        plan.schedule.ranks,
+        len(plan.schedule.microbatches),
+        partition=() if plan.partition else stated.get("partition", ()),
+    )
+
+
+def _stated_values(
+    shape: ScheduleConfig, given: Collection[str] | None
+) -> dict[str, Any]:
+    """The values of [schedule] that the user wrote, without the name, 0 and empty ones."""
+    values = {item.name: getattr(shape, item.name) for item in fields(shape)}
+    del values["name"]
+    if given is None:
+        defaults = ScheduleConfig()
+        written = {
+            key for key, value in values.items() if value != getattr(defaults, key)
+        }
+    else:
+        written = {key for key in values if f"schedule.{key}" in given}
+    return {key: value for key, value in values.items() if key in written and value}
+
+
+def _shape_of(plan: Plan) -> dict[str, object]:
+    """The value of each key of [schedule] in a plan, over all copies.
+
+    Where ranks or micro-batches differ, the value is a text such as "1 or 2".
+    """
+    schedule = plan.schedule
+    stages = [0] * schedule.ranks
+    for stage in schedule.stages:
+        stages[stage.rank] += 1
+    actions = [action for lane in schedule.lanes for action in lane]
+    return {
+        "ranks": schedule.ranks,
+        "microbatches": len(schedule.microbatches),
+        "copies": count_pipelines(schedule),
+        "waves": _common_value([count / 2 for count in stages]),
+        "chunks": _common_value(stages),
+        "slices": _common_value([m.slices for m in schedule.microbatches]),
+        "skips": _common_value(
+            [schedule.parts - len(m.path) for m in schedule.microbatches]
+        ),
+        "split": any(action.op is Op.W for action in actions),
+        "partition": plan.partition,
+    }
+
+
+def _common_value(values: Collection[float]) -> object:
+    """The value that all have, or a text that lists the different ones."""
+    different = sorted(set(values))
+    if len(different) > 1:
+        return " or ".join(f"{value:g}" for value in different)
+    value = different[0]
+    return int(value) if value == int(value) else value
+
+
+def _config_text(value: object) -> str:
+    """A value as a config file shows it."""
+    return str(list(value)) if isinstance(value, tuple) else str(value).lower()

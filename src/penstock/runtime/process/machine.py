@@ -1,0 +1,68 @@
+"""This machine as a run sees it: its cores, its GPUs, and the processes of the run that are on it.
+
+A launcher such as torchrun describes each process in its environment:
+
+    RANK=5  WORLD_SIZE=8              process 5 of 8, over all machines
+    LOCAL_RANK=1  LOCAL_WORLD_SIZE=4  process 1 of 4 on its own machine
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import torch
+
+from penstock.runtime.process.mps import workers_of_a_gpu
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """The processors of a machine."""
+
+    cores: int
+    gpus: int  # that torch can use
+    workers_per_gpu: int  # processes that one GPU serves at the same time
+
+
+def look_at_machine() -> Machine:
+    """Return what this machine has."""
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return Machine(os.cpu_count() or 1, gpus, workers_of_a_gpu())
+
+
+def count_launched() -> int:
+    """Count the processes that the launcher started on all machines; 1 without one."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def count_neighbours(processes: int) -> int:
+    """Count the processes of a run that share this machine's cores and GPUs.
+
+    Without a launcher all processes are here. Some launchers do not say how many are on
+    this machine; then we assume all of them, so that nothing is used twice.
+    """
+    return int(os.environ.get("LOCAL_WORLD_SIZE", processes))
+
+
+def local_processes(processes: int) -> range:
+    """The processes of a run that are known to be on this machine.
+
+    Under a launcher that does not say how many there are, only this one is known.
+    """
+    if "RANK" not in os.environ:
+        return range(processes)
+    first = int(os.environ["RANK"])
+    count = 1
+    if "LOCAL_WORLD_SIZE" in os.environ:
+        first -= int(os.environ.get("LOCAL_RANK", "0"))
+        count = int(os.environ["LOCAL_WORLD_SIZE"])
+    return range(min(first, processes), min(first + count, processes))
+
+
+def own_gpu(default: int = 0) -> int:
+    """The number of the GPU that this process uses; neighbours take turns.
+
+    `default` is the number of this process on its machine if no launcher gives it.
+    """
+    return int(os.environ.get("LOCAL_RANK", default)) % torch.cuda.device_count()

@@ -1,0 +1,149 @@
+"""Parts that no path visits: which rank holds them, and how an evaluation reaches them.
+
+    parts   0 1 2 3 head      paths 0 1 3 head, 0 3 1 head: no micro-batch visits part 2
+
+Training along these paths never changes part 2, but its weights still belong to the
+model. So one rank holds them, every checkpoint contains them, and the loss on held-out
+text is measured through all parts in order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from penstock.errors import ShapeError
+from penstock.ir.action import Action, Op
+from penstock.ir.schedule import MicroBatch, Schedule, Stage, schedule_of
+
+
+def hold_every_part(schedule: Schedule) -> Schedule:
+    """Add a stage for each part that has none, on the rank with the fewest stages.
+
+    Raises ShapeError if a path does not begin with the first part, which has the
+    embedding, or does not end with the last part, which has the head.
+    """
+    _check_ends(schedule)
+    held = {stage.part for stage in schedule.stages}
+    missing = [part for part in range(schedule.parts) if part not in held]
+    if not missing:
+        return schedule
+    counts = [0] * schedule.ranks
+    for stage in schedule.stages:
+        counts[stage.rank] += 1
+    added = []
+    for part in missing:
+        rank = counts.index(min(counts))
+        counts[rank] += 1
+        added.append(Stage(rank, part))
+    stages = [*schedule.stages, *added]
+    return schedule_of(stages, schedule.microbatches, schedule.lanes)
+
+
+def _check_ends(schedule: Schedule) -> None:
+    last = schedule.parts - 1
+    for number, microbatch in enumerate(schedule.microbatches):
+        begin = schedule.stages[microbatch.path[0]].part
+        end = schedule.stages[microbatch.path[-1]].part
+        if (begin, end) != (0, last):
+            raise ShapeError(
+                f"the path of micro-batch {number} goes from part {begin} to part "
+                f"{end}; it must begin with part 0, which has the embedding, and end "
+                f"with part {last}, which has the head\n"
+                "  put both on every path of the plan"
+            )
+
+
+def visited_parts(schedule: Schedule) -> frozenset[int]:
+    """Return the parts that some micro-batch visits; the others are never trained."""
+    stages = {stage for m in set(schedule.microbatches) for stage in m.path}
+    return frozenset(schedule.stages[stage].part for stage in stages)
+
+
+def through_all_parts(schedule: Schedule) -> Schedule:
+    """Send every micro-batch through all parts in order, for an evaluation.
+
+    The stages stay the same, and a schedule whose paths already visit every part in
+    order is returned as it is. Each micro-batch keeps the stages it visits. For every
+    other part it takes a stage of its own pipeline (its own data-parallel copy) if
+    there is one; micro-batches take turns where there are several.
+    """
+    if _visits_all_parts_in_order(schedule):
+        return schedule
+    pipelines = _pipelines(schedule)
+    microbatches = []
+    for number, microbatch in enumerate(schedule.microbatches):
+        own = {schedule.stages[stage].part: stage for stage in microbatch.path}
+        pipeline = pipelines[microbatch.path[0]]
+        path = []
+        for part in range(schedule.parts):
+            stage = own.get(part)
+            if stage is None:
+                stage = _nearest_stage(schedule, part, pipelines, pipeline, number)
+            path.append(stage)
+        microbatches.append(replace(microbatch, path=tuple(path)))
+    lanes = _wavefronts(schedule, microbatches)
+    return schedule_of(schedule.stages, microbatches, lanes)
+
+
+def _visits_all_parts_in_order(schedule: Schedule) -> bool:
+    every_part = list(range(schedule.parts))
+    for microbatch in set(schedule.microbatches):
+        if [schedule.stages[stage].part for stage in microbatch.path] != every_part:
+            return False
+    return True
+
+
+def count_pipelines(schedule: Schedule) -> int:
+    """Count the pipelines that no micro-batch connects, such as data-parallel copies."""
+    pipelines = _pipelines(schedule)
+    return len({pipelines[microbatch.path[0]] for microbatch in schedule.microbatches})
+
+
+def _pipelines(schedule: Schedule) -> list[int]:
+    """The pipeline of each stage: stages that a path connects share a number."""
+    group = list(range(len(schedule.stages)))
+
+    def root(stage: int) -> int:
+        while group[stage] != stage:
+            stage = group[stage]
+        return stage
+
+    for path in {microbatch.path for microbatch in schedule.microbatches}:
+        for stage in path[1:]:
+            group[root(stage)] = root(path[0])
+    return [root(stage) for stage in range(len(group))]
+
+
+def _nearest_stage(
+    schedule: Schedule, part: int, pipelines: Sequence[int], pipeline: int, turn: int
+) -> int:
+    """A stage of a part: in this pipeline, else on one of its ranks, else any."""
+    numbered = list(enumerate(schedule.stages))
+    ranks = {stage.rank for n, stage in numbered if pipelines[n] == pipeline}
+    candidates = [n for n, stage in numbered if stage.part == part]
+    same_pipeline = [n for n in candidates if pipelines[n] == pipeline]
+    same_ranks = [n for n in candidates if schedule.stages[n].rank in ranks]
+    nearest = same_pipeline or same_ranks or candidates
+    return nearest[turn % len(nearest)]
+
+
+def _wavefronts(
+    schedule: Schedule, microbatches: Sequence[MicroBatch]
+) -> list[list[Action]]:
+    """Lanes with all forwards first: micro-batch m is at step p of its path in tick m + p.
+
+    The backwards follow in reverse order. A schedule needs them, although an
+    evaluation does not run them.
+    """
+    forwards = sorted(
+        (number + place, number, stage, piece)
+        for number, microbatch in enumerate(microbatches)
+        for place, stage in enumerate(microbatch.path)
+        for piece in range(microbatch.slices)
+    )
+    lanes: list[list[Action]] = [[] for _ in range(schedule.ranks)]
+    for op, order in ((Op.F, forwards), (Op.B, forwards[::-1])):
+        for _, number, stage, piece in order:
+            lanes[schedule.stages[stage].rank].append(Action(op, stage, number, piece))
+    return lanes

@@ -1,0 +1,130 @@
+"""Where a run computes: decided once, by `decide_placement`, and passed on to everyone who asks.
+
+    config      run.device, run.threads, mesh  ─┐
+    schedule    number of processes             ├─► Placement ─► forecast, memory check, workers,
+    machine     cores, GPUs, testbed            │                the line that `penstock train` shows
+    launcher    processes on this machine      ─┘
+
+The rules:
+
+- A run uses GPUs if torch sees one, unless run.device is cpu.
+- The processes of one rank (mesh.shard x mesh.tensor) talk GPU to GPU, so they cannot share
+  a GPU. With too few GPUs, run.device = auto falls back to the CPU and cuda is an error.
+- Other processes may share GPUs. They compute at the same time only in a testbed
+  (`penstock.runtime.process.mps`) and take turns otherwise.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from penstock.config import AUTO, Config
+from penstock.errors import ConfigError, RunError
+
+if TYPE_CHECKING:
+    from penstock.runtime.process.machine import Machine
+
+CPU_BACKEND = "gloo"
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where the processes of a run compute, as seen from one machine."""
+
+    device: str  # "cpu" or "cuda"
+    machine: Machine
+    processes: int  # of the whole run
+    neighbours: int  # processes that share the cores and GPUs of this machine
+    local: range  # processes that are known to be on this machine
+    threads: int  # CPU threads of each process
+    wanted: str  # run.device
+
+    @property
+    def backend(self) -> str | None:
+        """The torch backend between the processes; None if they must agree on one.
+
+        On GPUs it depends on all machines, so the processes compare their GPUs when
+        they meet (`penstock.runtime.process.launch.init`).
+        """
+        if self.wanted == "cpu":
+            return CPU_BACKEND
+        too_few_gpus = self.device == "cpu" and self.machine.gpus > 0
+        return CPU_BACKEND if too_few_gpus else None
+
+    @property
+    def shares_gpus(self) -> bool:
+        """Whether several processes use the same GPU."""
+        return self.device == "cuda" and self.machine.gpus < self.neighbours
+
+    @property
+    def processors(self) -> int:
+        """The number of processes on this machine that can compute at the same time."""
+        if self.device == "cuda":
+            slots = self.machine.gpus * self.machine.workers_per_gpu
+        else:
+            slots = max(1, self.machine.cores // self.threads)
+        return min(slots, self.neighbours)
+
+
+def decide_placement(config: Config, processes: int) -> Placement:
+    """Decide where the processes of a run compute."""
+    from penstock.runtime.process.machine import (  # noqa: PLC0415  # needs torch
+        count_neighbours,
+        local_processes,
+        look_at_machine,
+    )
+
+    machine = look_at_machine()
+    neighbours = count_neighbours(processes)
+    wanted = config.run.device
+    device = "cuda" if machine.gpus and wanted != "cpu" else "cpu"
+    if wanted == AUTO and config.mesh.size > 1 and machine.gpus < neighbours:
+        device = "cpu"
+    threads = config.run.threads or max(1, machine.cores // neighbours)
+    local = local_processes(processes)
+    return Placement(device, machine, processes, neighbours, local, threads, wanted)
+
+
+def launched_placement(config: Config) -> Placement:
+    """The placement of a run whose processes a launcher has already started."""
+    from penstock.runtime.process.machine import count_launched  # noqa: PLC0415
+
+    return decide_placement(config, count_launched())
+
+
+def uses_gpus(config: Config) -> bool:
+    """Whether a run may use GPUs: there is one, and the config allows it."""
+    from penstock.runtime.process.machine import look_at_machine  # noqa: PLC0415
+
+    return config.run.device != "cpu" and look_at_machine().gpus > 0
+
+
+def check_gpu_exists(config: Config) -> None:
+    """Raise RunError if a config needs a GPU and torch sees none."""
+    from penstock.runtime.process.machine import look_at_machine  # noqa: PLC0415
+
+    if look_at_machine().gpus:
+        return
+    if config.run.device == "cuda":
+        raise RunError(
+            "run.device = cuda, but torch sees no GPU here\n"
+            "  set run.device to auto or cpu"
+        )
+    if config.run.graphs:
+        raise RunError(
+            "run.graphs = true records launches of a GPU, but torch sees none here\n"
+            "  leave run.graphs at false"
+        )
+
+
+def check_gpus_suffice(config: Config, placement: Placement) -> None:
+    """Raise ConfigError if the processes of a rank would have to share GPUs."""
+    mesh = config.mesh
+    gpus = placement.machine.gpus
+    if placement.wanted == "cuda" and mesh.size > 1 and gpus < placement.neighbours:
+        ranks = placement.processes // mesh.size
+        raise ConfigError(
+            f"{mesh.over(ranks)} need a GPU each, but there are {gpus}\n"
+            "  use fewer processes, or set run.device=cpu"
+        )
