@@ -274,7 +274,7 @@ class Executor:
                 "no stage has a parameter that trains: requires_grad is False for all of them\n"
                 "  unfreeze some and make a new Executor, or call evaluate instead of step"
             )
-        common = set()
+        common: set[int] = set()
         for shared in replicas.order:
             if shared.name in agreement.one_tensor:
                 common.update(id(parameter) for parameter in shared.parameters)

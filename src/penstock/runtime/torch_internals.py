@@ -106,7 +106,7 @@ def has_gradient_hooks(parameter: Tensor) -> bool:
     Such a gradient must come from autograd. If torch renamed these attributes, deferred gradients would bypass hooks.
     """
     hooks = parameter._backward_hooks
-    accumulation_hooks = parameter._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+    accumulation_hooks = parameter._post_accumulate_grad_hooks
     return bool(hooks) or bool(accumulation_hooks)
 
 
@@ -199,7 +199,7 @@ def finish_sharded_backward(part: FSDPModule) -> None:
     FSDP does this at the end of a backward. A pipeline has many backwards and wants one sum after the last of them.
     Without this call, gradients would stay unsummed.
     """
-    fully_shard.state(part)._root_post_backward_final_callback()  # type: ignore[attr-defined]
+    fully_shard.state(part)._root_post_backward_final_callback()
 
 
 def ignore_fsdp_view_warning() -> None:

@@ -24,7 +24,7 @@ from penstock.ir.timeline import Timeline
 from penstock.view.chart import Series, chart
 from penstock.view.frame import framed
 from penstock.view.html import page
-from penstock.view.palette import write_time
+from penstock.view.numbers import write_time
 
 Rows = Sequence[Sequence[str]]
 Why = tuple[Sequence[str], Sequence[str], Rows]  # sentences; heads and rows of a table

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.runtime.backward import is_compiled
 from penstock.runtime.torch_internals import (
     compiled_call,
+    is_compiled,
     is_dropout,
     module_attributes,
     original_module,
