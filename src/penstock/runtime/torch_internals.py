@@ -199,7 +199,7 @@ def finish_sharded_backward(part: FSDPModule) -> None:
     FSDP does this at the end of a backward. A pipeline has many backwards and wants one sum after the last of them.
     Without this call, gradients would stay unsummed.
     """
-    fully_shard.state(part)._root_post_backward_final_callback()
+    fully_shard.state(part)._root_post_backward_final_callback()  # type: ignore[attr-defined]
 
 
 def ignore_fsdp_view_warning() -> None:
