@@ -1,16 +1,16 @@
-"""A sequence read slice by slice: what later slices need of earlier ones, and the gradient that comes back for it.
+"""What the later slices of a sequence need from the earlier ones, and the gradient that comes back for it.
 
     forward    slice 0      slice 1            slice 2
     extend     [k k . . .]  [k k k k .]        [k k k k k]     one buffer of all tokens; each slice fills its own rows
-    take          -            h                  h            a state: what the slice before has left
+    take          -            h                  h            a state that the slice before has left
     leave         h ─────────► h ───────────────► h
 
     backward   slice 2      slice 1            slice 0         the last slice first
-    extend     [d d d d d]  [+ + + + .]        [+ + . . .]     each adds to the rows it saw; its own are complete then
+    extend     [d d d d d]  [+ + + + .]        [+ + . . .]     each adds to the rows it saw; then its own are complete
     take, leave   d ─────────► d ───────────────► d
 
-A module that can be sliced takes a second argument, `piece`, and asks it. Attention extends its keys and values; a
-recurrent layer takes a state and leaves one. Memory is that of one sequence, whatever the number of slices.
+A module that can be sliced takes a second argument, `piece`. Attention uses it to extend its keys and values; a
+recurrent layer takes a state from it and leaves one. It all needs the memory of one sequence, for any number of slices.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from torch import Tensor
 
 from penstock.errors import RunError
 
-Key: TypeAlias = tuple[Hashable, str]  # whose, and what
+Key: TypeAlias = tuple[Hashable, str]  # owner, name
 
 
 class Carry:
-    """Of one sequence in one stage: the rows and states so far and, on the way back, their gradients.
+    """The rows and states of one sequence in one stage so far and, on the way back, their gradients.
 
-    `starts` is for packed documents: of each token the first one of its document, (rows, tokens).
+    For packed documents, `starts` holds the position at which each token's document starts: (rows, tokens).
     """
 
     __slots__ = (
@@ -44,18 +44,17 @@ class Carry:
     )
 
     def __init__(self, tokens: int, starts: Tensor | None = None) -> None:
-        self.tokens, self.starts = tokens, starts
+        self.tokens = tokens
+        self.starts = starts
         self.reached = 0  # tokens that went forward
-        self.left = tokens  # tokens that did not come back yet
+        self.left = tokens  # tokens that have not come back yet
         self.rows: dict[Key, Tensor] = {}
         self.gradients: dict[Key, Tensor] = {}
         self.states: dict[Key, Tensor] = {}  # what the last slice left
-        self.state_gradients: dict[
-            Key, Tensor
-        ] = {}  # what the slice that came back last has to say of it
+        self.state_gradients: dict[Key, Tensor] = {}  # from the last backward
 
     def open(self, begin: int, end: int) -> Slice:
-        """The next slice, on its way forward."""
+        """Begin the forward of the next slice."""
         if begin != self.reached or not begin < end <= self.tokens:
             raise RunError(
                 f"tokens {begin}:{end} of {self.tokens} go forward, but the next one is {self.reached}"
@@ -64,7 +63,10 @@ class Carry:
         return Slice(self, begin, end)
 
     def back(self, piece: Slice) -> tuple[list[Tensor], list[Tensor]]:
-        """A slice is about to go back: states it left from which the backward must also begin, with their gradients."""
+        """Begin the backward of a slice; return the states it left whose gradients are known, and these gradients.
+
+        The backward must begin from these states too.
+        """
         if self.reached != self.tokens or piece.end != self.left:
             forward = f"the forward of token {self.reached}"
             due = (
@@ -83,7 +85,7 @@ class Carry:
         return [left for left, _ in roots], [gradient for _, gradient in roots]
 
     def close(self, piece: Slice) -> None:
-        """A slice came back: keeps what the slice before it needs to know."""
+        """End the backward of a slice; keep the gradients that the slice before it needs."""
         self.left = piece.begin
         self.state_gradients = {
             key: one.grad for key, one in piece.taken.items() if one.grad is not None
@@ -93,25 +95,27 @@ class Carry:
 
 
 class Slice:
-    """The tokens `begin` to `end` of a sequence, on their way through a stage."""
+    """The tokens from `begin` to `end` of a sequence, while a stage computes them."""
 
     __slots__ = ("added", "again", "begin", "carry", "end", "gave", "taken")
 
     def __init__(self, carry: Carry, begin: int, end: int) -> None:
-        self.carry, self.begin, self.end = carry, begin, end
-        self.again = False  # its forward runs once more, before its backward
+        self.carry = carry
+        self.begin = begin
+        self.end = end
+        self.again = False  # whether its forward runs a second time, for the backward
         self.taken: dict[Key, Tensor] = {}
         self.gave: dict[Key, Tensor] = {}
-        self.added: Tensor | None = None  # the mask, once made
+        self.added: Tensor | None = None  # the mask, once computed
 
     @property
     def tokens(self) -> int:
-        """Of the whole sequence."""
+        """The number of tokens of the whole sequence."""
         return self.carry.tokens
 
     @property
     def causal(self) -> bool:
-        """Whether plain causal attention is right: nothing before it, and one document."""
+        """Whether plain causal attention is right: this is the first slice, and there is one document."""
         return self.begin == 0 and self.carry.starts is None
 
     @property
@@ -120,7 +124,7 @@ class Slice:
         return self.tokens > self.end - self.begin
 
     def positions(self, device: torch.device) -> Tensor:
-        """Of each token its place in its document: (tokens), or (rows, tokens) if there are several."""
+        """The position of each token in its document: (tokens), or (rows, tokens) if documents are packed."""
         place = torch.arange(self.begin, self.end, device=device)
         starts = self.carry.starts
         return (
@@ -130,14 +134,14 @@ class Slice:
         )
 
     def all_positions(self, device: torch.device) -> Tensor:
-        """The positions of the whole sequence, of which `positions` are those from `begin` to `end`."""
+        """The positions of all tokens of the sequence; `positions` are those from `begin` to `end`."""
         place = torch.arange(self.tokens, device=device)
         return (
             place if self.carry.starts is None else place - self.carry.starts.to(device)
         )
 
     def mask(self, device: torch.device, dtype: torch.dtype) -> Tensor:
-        """`seen` as attention takes it: on a GPU what the flash kernels know, else one tensor for all layers."""
+        """`seen` as attention takes it: on a GPU as flash kernels know it, otherwise one tensor for all layers."""
         if self.carry.starts is None and device.type == "cuda" and dtype.itemsize == 2:
             # imported here: it loads all of torch's compiler, and only a GPU needs it
             from torch.nn.attention.bias import causal_lower_right  # noqa: PLC0415
@@ -151,9 +155,9 @@ class Slice:
         return self.added
 
     def seen(self, device: torch.device) -> Tensor:
-        """Which of all keys so far each query sees: those before it, in its own document. (tokens, keys), or with rows.
+        """The keys that each query sees, which are those before it in its document: (tokens, keys), or with rows.
 
-        Queries are the last of the keys, not the first: the mask is aligned at its lower right corner.
+        The queries are the last of the keys, so the mask is aligned at its lower right corner.
 
             keys   0 1 2 3 4 5
             3      ■ ■ ■ ■ . .
@@ -168,12 +172,12 @@ class Slice:
         return ((key <= query) & (key >= start))[:, None]
 
     def extend(self, owner: Hashable, name: str, x: Tensor, dim: int = -2) -> Tensor:
-        """x of this slice after those of all slices before it, along `dim`; a view of the buffer that holds them."""
+        """Append x to that of all earlier slices along `dim`; return a view of the buffer that holds them all."""
         rows: Tensor = _Extend.apply(x, self, (owner, name), dim % x.dim())  # type: ignore[no-untyped-call]
         return rows
 
     def take(self, owner: Hashable, name: str) -> Tensor | None:
-        """The state that the slice before has left; None in the first slice."""
+        """The state that the previous slice has left; None in the first slice."""
         key = (owner, name)
         state = self.taken.get(key) if self.again else self.carry.states.get(key)
         if state is None:
@@ -182,7 +186,7 @@ class Slice:
         return self.taken[key]
 
     def leave(self, owner: Hashable, name: str, state: Tensor) -> None:
-        """A state for the next slice."""
+        """Leave a state for the next slice."""
         key = (owner, name)
         if state.requires_grad:
             self.gave[key] = state
@@ -191,7 +195,7 @@ class Slice:
 
 
 class _Extend(torch.autograd.Function):
-    """Writes past autograd: what earlier slices saved of the buffer are rows that nobody writes again."""
+    """Writes to a buffer without telling autograd: nobody writes again to the rows that earlier slices have saved."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, piece: Slice, key: Key, dim: int) -> Tensor:
@@ -208,7 +212,7 @@ class _Extend(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         piece, dim, sums = ctx.piece, ctx.dim, ctx.piece.carry.gradients
         total = sums.get(ctx.key)
-        if total is None:  # of the last slice, which sees all rows
+        if total is None:  # this is the last slice, which sees all rows
             wide = torch.promote_types(grad.dtype, torch.float32)
             total = sums[ctx.key] = grad.to(wide, copy=True)
         else:

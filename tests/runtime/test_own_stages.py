@@ -259,7 +259,7 @@ def test_a_split_backward_is_exact_and_says_which_layers_cannot_wait(
     warned = [
         record.getMessage()
         for record in caplog.records
-        if "computed in I" in record.getMessage()
+        if "weight gradients in I" in record.getMessage()
     ]
     assert len(warned) == (0 if kind in WAITS else 2)  # one an executor
     assert all(

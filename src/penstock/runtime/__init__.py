@@ -1,4 +1,4 @@
-"""Schedules on real tensors: executors, ways to talk, split backwards."""
+"""Runs schedules on real tensors: executors, communication between ranks, and split backwards."""
 
 from penstock.runtime.backward import Ledger, current_ledger, defer, make_deferrable
 from penstock.runtime.batch import Batch, batch_of, cut_batch

@@ -1,13 +1,13 @@
-"""Split backwards in one traversal: linear layers compute the input gradient at once and leave the weight gradient.
+"""Splits a backward in one traversal: linear layers compute their input gradient and defer their weight gradient.
 
     I   one walk through the graph; each linear layer gives  grad_x = grad_y W   and keeps (x, grad_y) in the ledger
-    W   the ledger is settled: for each entry                grad_W += grad_y^T x
+    W   settles the ledger; for each entry                   grad_W += grad_y^T x
 
-A layer can wait if it is an `nn.Linear`, or a subclass with the same forward, or the `Conv1D` of transformers, and if
-its weight is a plain parameter without hooks. Everything else has its weight gradient in I: norms and embeddings, which
-are little work, and layers that compute in their own way, of which the executor warns. A module that wants to leave
-such work calls `defer` inside the backward of an autograd function. A compiled module is one piece for autograd: its I
-does everything, and its W nothing.
+A layer can wait if it is an `nn.Linear`, a subclass with the same forward, or the `Conv1D` of transformers, and if its
+weight is a plain parameter without hooks. All other weight gradients are computed in I: norms and embeddings, which are
+little work, and layers with their own computation, about which the executor warns. A custom module can defer such work
+too: it calls `defer` inside the backward of an autograd function. A compiled module is a single node for autograd, so
+its I does everything and its W nothing.
 """
 
 from __future__ import annotations
@@ -27,17 +27,18 @@ _here = threading.local()  # the ledger of the forward that runs on this thread
 
 
 class Ledger:
-    """Weight gradients that are due, of one forward."""
+    """The deferred weight gradients of one forward."""
 
     __slots__ = ("common", "due", "open")
 
     def __init__(self, common: frozenset[int] = frozenset()) -> None:
         self.due: list[DeferredWork] = []
-        self.open = False  # whether the backward that runs now may leave work
-        self.common = common  # ids of parameters that other threads add to as well: only autograd does that safely
+        self.open = False  # whether the current backward may defer work
+        # Ids of parameters to which other threads add too. Only autograd does that safely.
+        self.common = common
 
     def settle(self) -> None:
-        """Does what is due."""
+        """Do all deferred work."""
         with torch.no_grad():
             for work in self.due:
                 work()
@@ -45,12 +46,12 @@ class Ledger:
 
 
 def current_ledger() -> Ledger | None:
-    """The ledger of the forward that runs now: keep it in an autograd function's context, for `defer`."""
+    """The ledger of the forward that runs now. Keep it in the context of an autograd function, for `defer`."""
     return getattr(_here, "ledger", None)
 
 
 def defer(ledger: Ledger | None, work: DeferredWork) -> None:
-    """Leaves work for W if this backward is split, else does it now."""
+    """Leave work for W if this backward is split; otherwise do it now."""
     if ledger is not None and ledger.open:
         ledger.due.append(work)
     else:
@@ -58,7 +59,7 @@ def defer(ledger: Ledger | None, work: DeferredWork) -> None:
 
 
 def record_in(ledger: Ledger | None) -> None:
-    """Forwards on this thread write into that ledger from now on."""
+    """Make forwards on this thread use this ledger from now on."""
     _here.ledger = ledger
 
 
@@ -117,7 +118,7 @@ def _turned(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def accumulate_product(weight: Tensor, grad: Tensor, x: Tensor) -> None:
-    """Adds grad^T x to a weight's gradient, without a copy of it in between where the types allow."""
+    """Add grad^T x to a weight's gradient, without a temporary copy where the types allow it."""
     if weight.grad is None or weight.grad.dtype != grad.dtype:
         accumulate(weight, grad.t() @ x)
     else:
@@ -125,7 +126,7 @@ def accumulate_product(weight: Tensor, grad: Tensor, x: Tensor) -> None:
 
 
 def accumulate(parameter: Tensor, grad: Tensor) -> None:
-    """Adds to a parameter's gradient, as autograd would."""
+    """Add to a parameter's gradient, as autograd would."""
     grad = grad.to(parameter.dtype)
     if parameter.grad is None:
         parameter.grad = grad
@@ -136,7 +137,7 @@ def accumulate(parameter: Tensor, grad: Tensor) -> None:
 def linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, turned: bool = False
 ) -> Tensor:
-    """`nn.functional.linear` whose weight gradient can wait; under autocast in its type."""
+    """`nn.functional.linear` with a weight gradient that can wait. Under autocast it computes in autocast's type."""
     if torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
         with torch.autocast(x.device.type, enabled=False):
@@ -148,7 +149,7 @@ def linear(
 
 # ---------------------------------------------------------------- which layers can wait
 def make_deferrable(module: nn.Module) -> None:
-    """Lets the linear layers inside a module leave their weight gradients. Once is enough; nothing else changes."""
+    """Let the linear layers inside a module defer their weight gradients. Calling it again changes nothing."""
     if is_compiled(module):  # one piece
         return
     if (
@@ -163,7 +164,7 @@ def make_deferrable(module: nn.Module) -> None:
 
 
 def _is_turned(module: nn.Module) -> bool:
-    """Whether this is the linear layer of transformers' GPT-2, known by its name, its shapes and its forward."""
+    """Whether this is the linear layer of transformers' GPT-2, judged by its name, shapes and forward."""
     if (
         type(module).__name__ != "Conv1D"
         or "addmm" not in type(module).forward.__code__.co_names
@@ -177,7 +178,7 @@ def _is_turned(module: nn.Module) -> bool:
 
 
 def _linear_forward(self: nn.Linear, x: Tensor) -> Tensor:
-    """A linear layer's forward: with a ledger the one that can wait, else its own."""
+    """The forward of a linear layer, whose weight gradient can wait if there is a ledger."""
     ledger, weight, bias = current_ledger(), self.weight, self.bias
     if ledger is None or not _can_wait(ledger, weight, bias):
         return nn.functional.linear(x, weight, bias)
@@ -185,7 +186,7 @@ def _linear_forward(self: nn.Linear, x: Tensor) -> Tensor:
 
 
 def _turned_forward(self: nn.Module, x: Tensor) -> Tensor:
-    """The same of a layer whose weight lies turned."""
+    """The same for a layer with a transposed weight."""
     ledger, weight, bias = current_ledger(), self.weight, self.bias
     if ledger is None or not _can_wait(ledger, weight, bias):  # type: ignore[arg-type]
         return type(self).forward(self, x)  # type: ignore[no-any-return]
@@ -193,9 +194,9 @@ def _turned_forward(self: nn.Module, x: Tensor) -> Tensor:
 
 
 def _can_wait(ledger: Ledger, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether the gradient is what we would add later: of a plain parameter that trains, and that nobody watches.
+    """Whether adding the gradient later gives the same result: for plain trained parameters without hooks.
 
-    A parametrized weight is computed anew each time, and what it is computed from gets its gradient in I.
+    A parametrized weight is computed in every forward, and the parameters it is computed from get their gradient in I.
     """
     if (
         not weight.requires_grad

@@ -1,10 +1,10 @@
-"""Whether a loss is a sum or a mean over labels. Both look alike and train, but only one of them as it should.
+"""Checks whether a loss is a sum or a mean over labels: both train, but only one trains as it should.
 
-    sum     loss(a and b) = loss(a) + loss(b)            what an executor divides by the labels of the whole step
-    mean    loss(a and b) = half of that                 multiplied by its labels first, if `reduction` says so
+    sum     loss(a and b) = loss(a) + loss(b)            the executor divides it by the labels of the whole step
+    mean    loss(a and b) = half of that                 the executor first multiplies it by its number of labels
 
-A mean that is taken for a sum is divided twice. So in the first step the loss is asked for a few labels at once and for
-each half of them: a few labels of one row, whose halves lie side by side, and two rows.
+A mean that is taken for a sum would be divided twice. In the first step we therefore compute the loss of a few labels
+at once and of each half of them: once for a few labels of one row, and once for one label in each of two rows.
 """
 
 from __future__ import annotations
@@ -20,31 +20,29 @@ from penstock.errors import ShapeError
 from penstock.runtime.batch import IGNORED_LABEL
 from penstock.runtime.randomness import undrawn
 
-Loss: TypeAlias = Callable[
-    [Tensor, Tensor], Tensor
-]  # logits and labels to the sum of the losses, or to their mean
-LABELS = 32  # that are looked at
-Pieces: TypeAlias = tuple[Tensor, Tensor]
+Loss: TypeAlias = Callable[[Tensor, Tensor], Tensor]  # logits, labels -> sum or mean
+MAX_LABELS_CHECKED = 32
+Pieces: TypeAlias = tuple[Tensor, Tensor]  # rows and tokens
 
 
 class Reduction(StrEnum):
-    """What a loss makes of the losses of its labels."""
+    """How a loss combines the losses of its labels."""
 
     SUM = "sum"
     MEAN = "mean"
 
 
-def reduction_of(word: str) -> Reduction:
-    """By its name."""
-    if word not in list(Reduction):
+def reduction_of(name: str) -> Reduction:
+    """The reduction of this name."""
+    if name not in list(Reduction):
         raise ShapeError(
-            f"reduction must be 'sum' or 'mean', not {word!r}: what the loss makes of its labels' losses"
+            f"reduction must be 'sum' or 'mean', not {name!r}: it says how the loss combines its labels' losses"
         )
-    return Reduction(word)
+    return Reduction(name)
 
 
 def as_sum(mean: Tensor, labels: Tensor) -> Tensor:
-    """The sum over labels whose mean is known; zero if none of them counts."""
+    """The sum of the losses with this mean; zero if no label counts."""
     count = (labels != IGNORED_LABEL).sum()
     return torch.where(count > 0, mean, torch.zeros_like(mean)) * count
 
@@ -52,9 +50,9 @@ def as_sum(mean: Tensor, labels: Tensor) -> Tensor:
 def refuse_other_loss(
     loss: Loss, y: Tensor, labels: Tensor, said: Reduction, stage: int, sliced: bool
 ) -> bool:
-    """Raises if a loss is not what was said of it. False: these labels do not show it.
+    """Raise an error if a loss is not the stated reduction; return whether these labels were enough to tell.
 
-    `sliced`: the labels of one row come in several calls, so that the loss must be a sum over them.
+    If `sliced`, the labels of one row come in several calls, so the loss must be a sum over them.
     """
     y = y.detach()
     with torch.no_grad(), undrawn(y.device):
@@ -128,7 +126,7 @@ def _refuse(
 
 
 def _cuts(labels: Tensor) -> Iterator[tuple[int, tuple[Pieces, Pieces]]]:
-    """Rows and tokens of two pieces with equally many labels that count: in one row, and in two rows."""
+    """Two pieces with the same number of labels that count: in one row, and in two rows."""
     counts = (labels.detach() != IGNORED_LABEL).cpu()
     if counts.dim() > 2:  # further dimensions belong to a label
         counts = counts.flatten(2).all(2)
@@ -136,7 +134,7 @@ def _cuts(labels: Tensor) -> Iterator[tuple[int, tuple[Pieces, Pieces]]]:
         int(counts.sum(1).argmax()),
         int(counts.sum(0).argmax()),
     )  # with the most of them
-    places = counts[row].nonzero().flatten()[:LABELS]
+    places = counts[row].nonzero().flatten()[:MAX_LABELS_CHECKED]
     half = len(places) // 2
     if half:
         begin, middle, end = (
@@ -158,12 +156,12 @@ def _at(x: Tensor, piece: Pieces) -> Tensor:
 
 
 def _side(cut: tuple[Pieces, Pieces]) -> int:
-    """Whether two pieces lie one below the other (0) or side by side (1)."""
+    """The dimension along which two pieces join: 0 if they are rows, 1 if they lie in the same row."""
     return 1 if torch.equal(cut[0][0], cut[1][0]) else 0
 
 
 def described(value: object) -> str:
-    """A value in words: its type, and of a tensor its numbers and shape."""
+    """A value in words: its type and, for a tensor, its data type and shape."""
     if isinstance(value, Tensor):
         return f"a {str(value.dtype).removeprefix('torch.')} tensor of shape {tuple(value.shape)}"
     if isinstance(value, tuple | list):

@@ -1,13 +1,14 @@
-"""From each rank's clock to one `Timeline`, of the same type that the simulator makes.
+"""Brings the times that each rank measures together into one `Timeline`, the type that the simulator makes too.
 
-Clocks of one host agree; those of others are set by pings with rank 0, of which the shortest tells most:
+The clocks of one host agree. The clocks of other hosts are compared with rank 0's by pings, of which the shortest is
+the most exact:
 
     rank 0  t0 ──────►                  offset = there - (t0 + t1) / 2
     rank r         there ──────►
     rank 0                      t1
 
-A CPU's moments are read off its clock. A GPU's are events on its stream, so that a span is what its kernels took, not
-what it took to launch them; they are read when the step is over.
+A moment on a CPU is read from its clock. A moment on a GPU is an event on its stream, so that a span is the time of the
+kernels and not of their launch. Events are read when the step is over.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ Moment = float | torch.cuda.Event
 
 
 class Clock:
-    """Moments of the device on which a rank's modules are, in seconds of this machine's clock."""
+    """Notes moments on the device of a rank's modules, and converts them to seconds of this host's clock."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self.on_gpu = any(
@@ -39,7 +40,7 @@ class Clock:
         self.zero_seconds = 0.0
 
     def begin(self) -> None:
-        """Sets a GPU's events against the clock; nothing else runs on it meanwhile."""
+        """Relate the events of a GPU to the host's clock, while nothing else runs on the GPU."""
         if self.on_gpu:
             torch.cuda.synchronize()
             self.zero = _event()
@@ -47,7 +48,7 @@ class Clock:
             self.zero_seconds = time.perf_counter()
 
     def seconds(self, moments: Sequence[Moment]) -> list[float]:
-        """Moments as seconds, once they are over."""
+        """Convert moments to seconds, once they are over."""
         if self.on_gpu:
             torch.cuda.synchronize()
         return [self._second(moment) for moment in moments]
@@ -66,19 +67,21 @@ def _event() -> torch.cuda.Event:
 
 
 class Recorder:
-    """Gathers what the ranks of one schedule have recorded."""
+    """Gathers the times that the ranks of one schedule have measured."""
 
     def __init__(self, schedule: Schedule, comm: Comm) -> None:
-        self.schedule, self.comm = schedule, comm
-        self.offset: float | None = None  # of this rank's clock against rank 0's
+        self.schedule = schedule
+        self.comm = comm
+        self.offset: float | None = None  # seconds ahead of rank 0's clock
 
     def gather(
         self, start: Sequence[float], end: Sequence[float], level: Sequence[int]
     ) -> Recording:
-        """Begins to bring together what the ranks have recorded. All ranks call it, each with its own."""
+        """Begin to gather the times of all ranks. All ranks call it, each with its own times."""
         if self.offset is None:
             self.offset = clock_offset(self.comm)
-        table, rank = self.schedule.table, self.comm.rank
+        table = self.schedule.table
+        rank = self.comm.rank
         columns = torch.zeros(3, len(table), dtype=torch.float64)
         here = slice(int(table.first[rank]), int(table.first[rank + 1]))
         share = 1.0 / table.crowd[table.stage[here]]
@@ -95,21 +98,23 @@ class Recorder:
 
 
 class Recording:
-    """A step's times on their way to every rank."""
+    """The times of a step, on their way to every rank."""
 
     __slots__ = ("columns", "pending", "schedule")
 
     def __init__(self, schedule: Schedule, columns: Tensor, pending: Pending) -> None:
-        self.schedule, self.columns, self.pending = schedule, columns, pending
+        self.schedule = schedule
+        self.columns = columns
+        self.pending = pending
 
     def timeline(self) -> Timeline:
-        """The timeline, once all times are here."""
+        """Wait for all times, and return the timeline."""
         self.pending.wait()
         return _timeline(self.schedule, self.columns)
 
 
 def _timeline(schedule: Schedule, columns: Tensor) -> Timeline:
-    """Columns as a timeline that begins at 0. A message is there when the action that takes it begins."""
+    """A timeline that begins at 0. A message arrives, as far as we know, when the action that needs it begins."""
     table = schedule.table
     begin, end, held = (column.numpy() for column in columns)
     first = begin.min()
@@ -135,21 +140,20 @@ def _timeline(schedule: Schedule, columns: Tensor) -> Timeline:
 
 
 def clock_offset(comm: Comm) -> float:
-    """How far this rank's clock is ahead of rank 0's. All ranks call it at once."""
-    found = 0.0
+    """The seconds by which this rank's clock is ahead of rank 0's. All ranks call it at the same time."""
+    offset = 0.0
     for other in range(1, comm.ranks):
         if comm.rank == 0:
             for _ in range(CLOCK_PINGS):
                 _echo(comm, other)
         elif comm.rank == other:
-            found = min(
-                (_ping(comm) for _ in range(CLOCK_PINGS)), key=lambda pair: pair[0]
-            )[1]
-    return found
+            pings = [_ping(comm) for _ in range(CLOCK_PINGS)]
+            _, offset = min(pings, key=lambda ping: ping[0])
+    return offset
 
 
 def _ping(comm: Comm) -> tuple[float, float]:
-    """One ping to rank 0: how long it took, and the offset it shows."""
+    """Send one ping to rank 0; return its duration and the offset that it shows."""
     begin = time.perf_counter()
     comm.send(torch.zeros(1, dtype=torch.float64), 0).wait()
     there = float(comm.receive((1,), torch.float64, 0).wait())
