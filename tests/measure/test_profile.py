@@ -676,7 +676,8 @@ def test_a_hugging_face_folder_is_measured_by_its_config(run):
     code, _, err = run(
         "profile --hf folder --tokens 16 --rounds 1 --threads 1 -o mine.json"
     )
-    assert (code, err) == (0, "wrote mine.json\n")
+    assert code == 0
+    assert err.startswith("wrote mine.json\n")  # on a busy machine a warning follows
     assert read_profile("mine.json").layers == 5
     assert run("profile --hf folder --tokens 100")[2].startswith(
         "ShapeError: 100 tokens, but folder is for 64 at most"
