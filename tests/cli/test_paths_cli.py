@@ -216,7 +216,7 @@ def test_sites_that_are_cities_need_no_links(run):
         (TWO.replace("slots = 3", ""), "node 0 has neither slots nor memory"),
         (
             TWO.replace("slots = 3", "memory = 1e9"),
-            "node 0 has a memory, but no bytes a micro-batch are given",
+            "node 0 has a memory, but the bytes of a micro-batch are unknown",
         ),
     ],
 )
