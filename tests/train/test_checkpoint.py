@@ -367,9 +367,9 @@ def test_an_export_does_not_overwrite(tmp_path):
         ({"attention_bias": True}, "attention_bias"),
         ({"hidden_act": "gelu"}, "hidden_act"),
         ({"head_dim": 7}, "head_dim"),
-        ({"hidden_size": None}, "does not say the sizes of a model"),
-        ({"num_attention_heads": 0}, "does not say the sizes of a model"),
-        ({"vocab_size": "many"}, "does not say the sizes of a model"),
+        ({"hidden_size": None}, "does not have the sizes of a model"),
+        ({"num_attention_heads": 0}, "does not have the sizes of a model"),
+        ({"vocab_size": "many"}, "does not have the sizes of a model"),
     ],
 )
 def test_a_folder_of_a_model_that_ours_is_not_is_refused(change, words, tmp_path):

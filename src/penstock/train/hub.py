@@ -1,7 +1,9 @@
-"""Hugging Face folders: where training may start, and what it may end with. Only safetensors; nothing is unpickled.
+"""Reads and writes Hugging Face folders: a model to start from, or the model that training made.
 
 folder/config.json          sizes       ◄──►   LlamaConfig, GPTConfig
-folder/*.safetensors        weights     ◄──►   our names, one tensor at a time: a rank reads its own alone
+folder/*.safetensors        weights     ◄──►   our names, one tensor at a time: a rank reads only its own
+
+Only safetensors are read; nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ from penstock.models import GPTConfig, LlamaConfig, gpt, llama
 from penstock.train.data.tokenizer import TOKENIZER, ByteTokenizer
 from penstock.train.weights import Sizes
 
-LLAMA = {
+# Our names of sizes, and those in a config.json.
+LLAMA_KEYS = {
     "vocab": "vocab_size",
     "width": "hidden_size",
     "layers": "num_hidden_layers",
@@ -32,7 +35,7 @@ LLAMA = {
     "inner": "intermediate_size",
     "eps": "rms_norm_eps",
 }
-GPT2 = {
+GPT2_KEYS = {
     "vocab": "vocab_size",
     "width": "n_embd",
     "layers": "n_layer",
@@ -44,26 +47,26 @@ GPT2 = {
 
 # ---------------------------------------------------------------- sizes
 def read_sizes(folder: Path) -> Sizes:
-    """The sizes of the model in a folder; an error if it is one that ours are not."""
+    """Read the sizes of the model in a folder; raise if we have no such model."""
     file = folder / "config.json"
     try:
-        said: Any = json.loads(file.read_text(encoding="utf-8"))
+        content: Any = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         what = f"cannot read {file}: {error.strerror}"
         raise FileError(
             f"{what}\n  model.weights is a folder with config.json and *.safetensors"
         ) from None
     except (ValueError, RecursionError) as error:
-        raise FileError(f"{file} is no JSON: {error}") from None
-    if not isinstance(said, dict):
-        raise FileError(f"{file} is no JSON object")
-    family = said.get("model_type")
+        raise FileError(f"{file} is not JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise FileError(f"{file} is not a JSON object")
+    family = content.get("model_type")
     if family not in ("llama", "gpt2"):
         raise FileError(f"{file} is of a model of type {family!r}; known: llama, gpt2")
     try:
-        return _llama(said, file) if family == "llama" else _gpt(said, file)
+        return _llama(content, file) if family == "llama" else _gpt(content, file)
     except KeyError as error:
-        raise FileError(f"{file} does not say {error}") from None
+        raise FileError(f"{file} does not have {error}") from None
     except (
         TypeError,
         AttributeError,
@@ -71,55 +74,52 @@ def read_sizes(folder: Path) -> Sizes:
         ZeroDivisionError,
         ShapeError,
     ) as error:
-        raise FileError(f"{file} does not say the sizes of a model: {error}") from None
+        raise FileError(f"{file} does not have the sizes of a model: {error}") from None
 
 
-def _llama(said: dict[str, Any], file: Path) -> LlamaConfig:
-    sizes = {ours: said[theirs] for ours, theirs in LLAMA.items()}
-    rope = said.get("rope_parameters") or {}
-    theta = float(rope.get("rope_theta", said.get("rope_theta", 10000.0)))
-    scaled = said.get("rope_scaling") or (
+def _llama(content: dict[str, Any], file: Path) -> LlamaConfig:
+    sizes = {ours: content[theirs] for ours, theirs in LLAMA_KEYS.items()}
+    rope = content.get("rope_parameters") or {}
+    theta = float(rope.get("rope_theta", content.get("rope_theta", 10000.0)))
+    scaled = content.get("rope_scaling") or (
         rope if rope.get("rope_type", "default") != "default" else None
     )
-    head = said.get("head_dim") or sizes["width"] // sizes["heads"]
-    _refuse(
-        file,
-        {
-            "rope_scaling": scaled,
-            "attention_bias": said.get("attention_bias"),
-            "mlp_bias": said.get("mlp_bias"),
-            "hidden_act": said.get("hidden_act", "silu")
-            if said.get("hidden_act", "silu") != "silu"
-            else None,
-            "head_dim": head if head * sizes["heads"] != sizes["width"] else None,
-        },
-    )
-    tied = bool(said.get("tie_word_embeddings", False))
+    head = content.get("head_dim") or sizes["width"] // sizes["heads"]
+    activation = content.get("hidden_act", "silu")
+    unsupported = {
+        "rope_scaling": scaled,
+        "attention_bias": content.get("attention_bias"),
+        "mlp_bias": content.get("mlp_bias"),
+        "hidden_act": activation if activation != "silu" else None,
+        "head_dim": head if head * sizes["heads"] != sizes["width"] else None,
+    }
+    _refuse_features(file, unsupported)
+    tied = bool(content.get("tie_word_embeddings", False))
     return LlamaConfig(
-        kv_heads=said.get("num_key_value_heads") or sizes["heads"],
+        kv_heads=content.get("num_key_value_heads") or sizes["heads"],
         theta=theta,
         tied=tied,
         **sizes,
     )
 
 
-def _gpt(said: dict[str, Any], file: Path) -> GPTConfig:
-    act = said.get("activation_function", "gelu_new")
-    _refuse(
-        file,
-        {
-            "activation_function": act if act != "gelu_new" else None,
-            "add_cross_attention": said.get("add_cross_attention"),
-        },
-    )
-    inner = said.get("n_inner") or 4 * said["n_embd"]
-    tied = bool(said.get("tie_word_embeddings", True))
+def _gpt(content: dict[str, Any], file: Path) -> GPTConfig:
+    activation = content.get("activation_function", "gelu_new")
+    unsupported = {
+        "activation_function": activation if activation != "gelu_new" else None,
+        "add_cross_attention": content.get("add_cross_attention"),
+    }
+    _refuse_features(file, unsupported)
+    inner = content.get("n_inner") or 4 * content["n_embd"]
+    tied = bool(content.get("tie_word_embeddings", True))
     return GPTConfig(
-        inner=inner, tied=tied, **{ours: said[theirs] for ours, theirs in GPT2.items()}
+        inner=inner,
+        tied=tied,
+        **{ours: content[theirs] for ours, theirs in GPT2_KEYS.items()},
     )
 
 
-def _refuse(file: Path, features: Mapping[str, object]) -> None:
+def _refuse_features(file: Path, features: Mapping[str, object]) -> None:
     for name, value in features.items():
         if value:
             raise FileError(
@@ -128,7 +128,7 @@ def _refuse(file: Path, features: Mapping[str, object]) -> None:
 
 
 def config_json(sizes: Sizes) -> dict[str, object]:
-    """What transformers reads; the longest sequence is what it takes by default."""
+    """Return the config.json of a model for transformers."""
     plain: dict[str, object] = {
         "dtype": "float32",
         "tie_word_embeddings": sizes.tied,
@@ -138,7 +138,7 @@ def config_json(sizes: Sizes) -> dict[str, object]:
     if isinstance(sizes, GPTConfig):
         return (
             plain
-            | {theirs: getattr(sizes, ours) for ours, theirs in GPT2.items()}
+            | {theirs: getattr(sizes, ours) for ours, theirs in GPT2_KEYS.items()}
             | {
                 "architectures": ["GPT2LMHeadModel"],
                 "model_type": "gpt2",
@@ -152,7 +152,7 @@ def config_json(sizes: Sizes) -> dict[str, object]:
         )
     return (
         plain
-        | {theirs: getattr(sizes, ours) for ours, theirs in LLAMA.items()}
+        | {theirs: getattr(sizes, ours) for ours, theirs in LLAMA_KEYS.items()}
         | {
             "architectures": ["LlamaForCausalLM"],
             "model_type": "llama",
@@ -168,28 +168,37 @@ def config_json(sizes: Sizes) -> dict[str, object]:
 
 # ---------------------------------------------------------------- tokenizer
 def settle_tokenizer(config: Config) -> Config:
-    """The same config, with "auto" as the tokenizer of the folder to start from; without such a folder, as bytes.
+    """Replace the tokenizer "auto" by that of model.weights, or by bytes without a folder.
 
-    Raises if the folder has no tokenizer.json and its model has more or fewer words than there are bytes.
+    Raises ConfigError if the folder has no tokenizer.json and the size of its vocabulary
+    shows that the model was not trained on bytes.
     """
     if config.data.tokenizer != AUTO:
         return config
-    name, folder = BYTE_TOKENIZER, config.model.weights
-    if folder and (Path(folder) / TOKENIZER).is_file():
-        name = str(Path(folder) / TOKENIZER)
-    elif folder and (words := read_sizes(Path(folder)).vocab) != ByteTokenizer.vocab:
+    tokenizer = BYTE_TOKENIZER
+    if config.model.weights:
+        tokenizer = _tokenizer_of_folder(Path(config.model.weights))
+    return replace(config, data=replace(config.data, tokenizer=tokenizer))
+
+
+def _tokenizer_of_folder(folder: Path) -> str:
+    if (folder / TOKENIZER).is_file():
+        return str(folder / TOKENIZER)
+    vocab = read_sizes(folder).vocab
+    if vocab != ByteTokenizer.vocab:
         raise ConfigError(
-            f"the model in {folder} has {words} words, so it was not trained on bytes, but there is no {TOKENIZER} "
-            "beside it\n  name one in data.tokenizer; data.tokenizer=bytes trains it on bytes all the same"
+            f"the model in {folder} has {vocab} words, so it was not trained on bytes, "
+            f"but there is no {TOKENIZER} beside it\n  name one in data.tokenizer; "
+            "data.tokenizer=bytes trains it on bytes all the same"
         )
-    return replace(config, data=replace(config.data, tokenizer=name))
+    return BYTE_TOKENIZER
 
 
 # ---------------------------------------------------------------- weights
 def read_weights(
     folder: Path, names: Iterable[str], sizes: Sizes
 ) -> Iterator[tuple[str, Tensor]]:
-    """Of these parameters of ours the tensors that a folder has."""
+    """Yield the tensors that a folder has for these parameters of ours."""
     where = weight_files(folder)
     for name in names:
         theirs = _their_name(name, sizes)
@@ -208,7 +217,7 @@ def read_weights(
 
 
 def weight_files(folder: Path) -> dict[str, Path]:
-    """In which file each tensor is."""
+    """Return the file of each tensor."""
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise FileError(
@@ -247,7 +256,7 @@ def write_folder(
     sizes: Sizes,
     tokenizer: str = BYTE_TOKENIZER,
 ) -> None:
-    """A folder that `transformers` loads; a tokenizer.json goes along."""
+    """Write a folder that `transformers` loads, with its tokenizer.json if it has one."""
     states = (
         gpt.gpt_to_hf(weights, sizes)
         if isinstance(sizes, GPTConfig)
@@ -266,11 +275,8 @@ def write_folder(
         if names_a_file(tokenizer):
             shutil.copyfile(tokenizer, folder / TOKENIZER)
     except (OSError, SafetensorError) as error:
-        for name in (
-            "model.safetensors",
-            "config.json",
-            TOKENIZER,
-        ):  # half of it is no model
+        # Half a folder is not a model, so remove what was written.
+        for name in ("model.safetensors", "config.json", TOKENIZER):
             (folder / name).unlink(missing_ok=True)
         raise FileError(
             f"cannot write {folder}: {getattr(error, 'strerror', None) or error}"
