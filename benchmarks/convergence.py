@@ -46,7 +46,7 @@ from torch import Tensor
 from penstock.models import Llama, LlamaConfig, split, token_loss
 from penstock.runtime import Batch, batch_of
 from penstock.runtime.visits import Mean, scale_gradients, visit_scales
-from penstock.schedules.deal import Paths, deals, fixed, with_full
+from penstock.schedules.deal import Paths, deals, fixed_paths, with_full
 from penstock.train.after.ablation import evaluate_ablation, perplexity, skips_of
 from penstock.train.after.passage import run_along_paths
 
@@ -250,7 +250,7 @@ def held_out(text: Tensor, scale: Scale) -> tuple[list[Batch], list[Batch]]:
 
 # ---------------------------------------------------------------- a run
 def paths_of(v: Variant, scale: Scale, seed: int) -> Iterator[Paths]:
-    choose = fixed if v.fixed else deals
+    choose = fixed_paths if v.fixed else deals
     steps = choose(
         scale.parts, scale.microbatches, skips_of(scale.parts, v.share), v.swaps, seed
     )

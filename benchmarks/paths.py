@@ -26,13 +26,13 @@ import numpy as np
 
 from penstock.cost import Cluster, Node
 from penstock.cost.cities import CITIES
-from penstock.plan.paths.allreduce import sum_seconds_by_part
+from penstock.plan.paths.allreduce import allreduce_seconds_by_part
 from penstock.plan.paths.baselines import full_pipeline, random_paths, shortest_paths
 from penstock.plan.paths.planner import PathPlan, plan_paths, rule_faults
 from penstock.plan.paths.problem import PLANNED, PUBLISHED, Policy, even_parts
 from penstock.plan.paths.recovery import replan
 from penstock.plan.paths.rotation import rotate
-from penstock.plan.paths.staged_search import ITERATIONS
+from penstock.plan.paths.staged_search import DEFAULT_SEARCH_MOVES
 
 ROOT = Path(__file__).parent.parent
 CITED = json.loads((ROOT / "tests" / "data" / "skippipe.json").read_text())
@@ -42,7 +42,7 @@ PLACES = list(CITIES)[:42]
 CLOCK = time.process_time
 SHORT, DEFAULT, LONG = (
     6_300,
-    ITERATIONS,
+    DEFAULT_SEARCH_MOVES,
     65_500,
 )  # moves of a search of three, four and five stages
 GROWTH = {
@@ -240,7 +240,7 @@ def gradients(iterations: int) -> list[Row]:
         places(20), parts, 6, gradients=size, iterations=iterations, clock=CLOCK
     )
     labels = np.array(blind.solution.labels)
-    sums = sum_seconds_by_part(blind.problem.traffic, labels, 6, size)
+    sums = allreduce_seconds_by_part(blind.problem.traffic, labels, 6, size)
     ends = np.zeros(20)
     np.maximum.at(ends, blind.schedule.table.rank, blind.timeline.end)
     late = float((ends + sums[labels])[ends > 0].max())

@@ -37,7 +37,7 @@ from bench import (
 from penstock import Schedule, make, simulate
 from penstock.cost.network import Network
 from penstock.formats import read_plan
-from penstock.ir.idle import idle
+from penstock.ir.idle import split_idle_time
 from penstock.measure.links import network_of
 from penstock.runtime import Comm, spawn
 from penstock.sim.own_times import own_cost
@@ -165,7 +165,7 @@ def one(
         "own": simulate(schedule, own_cost(timeline)).makespan,
         "bubble": timeline.bubble,
         "work": timeline.busy.tolist(),
-        "idle": idle(timeline, hop)._asdict(),
+        "idle": split_idle_time(timeline, hop)._asdict(),
         "hop": hop,
         "memory": peaks["ours"],
         "loss": losses,
@@ -189,7 +189,7 @@ def one(
         again = machines["recorded"].timeline()  # type: ignore[attr-defined]
         row["recorded_bubble"], row["recorded_idle"] = (
             again.bubble,
-            idle(again, hop)._asdict(),
+            split_idle_time(again, hop)._asdict(),
         )
         for who in machines:
             over = [b / a for a, b in zip(times["recorded"], times[who], strict=True)]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from penstock import UnitCost, make, simulate
-from penstock.ir.idle import idle
+from penstock.ir.idle import split_idle_time
 
 NAMES = ["gpipe", "1f1b", "hanayo", "zb-v", "interleaved"]
 
@@ -17,7 +17,7 @@ NAMES = ["gpipe", "1f1b", "hanayo", "zb-v", "interleaved"]
 @pytest.mark.parametrize("name", NAMES)
 def test_idle_time_adds_up_and_a_simulation_has_no_host_time(name, comm):
     timeline = simulate(make(name, ranks=4, microbatches=8), UnitCost(comm=comm))
-    found = idle(timeline, comm)
+    found = split_idle_time(timeline, comm)
     total = (
         np.sum([found.schedule, found.hop, found.host, found.end], axis=0)
         + timeline.busy
@@ -31,7 +31,7 @@ def test_the_delay_of_a_rank_that_starts_late_is_host_time():
     timeline = simulate(make("1f1b", ranks=2, microbatches=2), UnitCost())
     late = np.full(len(timeline.start), 0.5)
     late[0] = 0.0
-    found = idle(
+    found = split_idle_time(
         replace(timeline, start=timeline.start + late, end=timeline.end + late), 0.0
     )
     assert found.host[0] == pytest.approx(0.5)

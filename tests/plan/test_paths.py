@@ -19,7 +19,7 @@ from penstock.cost.cities import CITIES
 from penstock.errors import ShapeError
 from penstock.formats import dump_plan, load_plan
 from penstock.ir import Action, MicroBatch, Op, Stage
-from penstock.plan.paths.allreduce import least_sum_seconds, sum_seconds
+from penstock.plan.paths.allreduce import allreduce_seconds, least_allreduce_seconds
 from penstock.plan.paths.arrangement import (
     part_designs,
     part_of_each_node,
@@ -45,7 +45,7 @@ from penstock.plan.paths.recovery import DEFAULT_RECOVERY_MOVES, replan
 from penstock.plan.paths.rotation import parts_met, rotate
 from penstock.plan.paths.rules import Rules, order_fault, part_subsets
 from penstock.plan.paths.solution import Solution, simulate_solution
-from penstock.plan.paths.staged_search import ITERATIONS, stage_moves
+from penstock.plan.paths.staged_search import DEFAULT_SEARCH_MOVES, stage_moves
 from penstock.plan.paths.windows import Window, least_end
 
 CITED = json.loads((Path(__file__).parents[1] / "data" / "skippipe.json").read_text())
@@ -164,7 +164,7 @@ def test_plans_under_the_published_rules_are_as_good_or_better_after_the_default
     name, given, most
 ):
     found = plan_instance(name, given)
-    assert found.simulations == ITERATIONS
+    assert found.simulations == DEFAULT_SEARCH_MOVES
     assert not found.cut_short
     assert found.makespan <= most
     check_plan(found)
@@ -562,7 +562,7 @@ def test_the_plan_takes_the_allreduce_of_gradients_into_account():
     ends = np.zeros(12)
     np.maximum.at(ends, blind.schedule.table.rank, blind.timeline.end)
     sums = [
-        sum_seconds(blind.problem.traffic, np.flatnonzero(labels == part), 2e8)
+        allreduce_seconds(blind.problem.traffic, np.flatnonzero(labels == part), 2e8)
         for part in range(4)
     ]
     assert seen.makespan < max(
@@ -577,8 +577,8 @@ def test_an_allreduce_is_never_quicker_than_its_lower_bound():
         nodes = rng.permutation(10)[: rng.integers(2, 8)]
         size = float(rng.choice([1.0, 1e6, 1e9]))
         assert (
-            sum_seconds(traffic, nodes, size)
-            >= least_sum_seconds(traffic, len(nodes), size) - 1e-12
+            allreduce_seconds(traffic, nodes, size)
+            >= least_allreduce_seconds(traffic, len(nodes), size) - 1e-12
         )
 
 
@@ -662,7 +662,7 @@ def test_more_work_never_gives_a_worse_plan_of_a_large_cluster():
 def test_a_search_has_stages_of_growing_length():
     """The stages do not depend on the budget. By default the search ends with its fourth stage."""
     assert [stage_moves(stage) for stage in range(5)] == [300, 1200, 4800, 19200, 40000]
-    assert sum(stage_moves(stage) for stage in range(4)) == ITERATIONS
+    assert sum(stage_moves(stage) for stage in range(4)) == DEFAULT_SEARCH_MOVES
 
 
 @pytest.mark.parametrize("count", [42, 200])

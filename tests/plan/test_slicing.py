@@ -183,7 +183,7 @@ def test_compiled_and_plain_searches_agree(monkeypatch):
     ]
     results = []
     for large in (0, math.inf):
-        monkeypatch.setattr(compiled, "COMPILE_FROM", large)
+        monkeypatch.setattr(compiled, "MIN_COMPILED_SIZE", large)
         results.append(
             [best_cuts(times, 9, slices) for times in given for slices in (None, 5)]
         )

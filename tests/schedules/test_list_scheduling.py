@@ -11,9 +11,9 @@ from penstock.errors import ShapeError
 from penstock.schedules.list_scheduling import (
     backward_first,
     defer_weights,
-    in_turn,
     list_schedule,
     oldest_first,
+    sequential_schedule,
 )
 from penstock.schedules.orders import loop_placement, paths_through, wave_placement
 from penstock.schedules.transforms import split_backward
@@ -22,7 +22,7 @@ from random_schedules import random_cost, random_schedule
 
 def least_caps(stages, microbatches, cost, split) -> list[float]:
     """Return the most that one whole micro-batch takes on each rank."""
-    draft = in_turn(stages, microbatches, split)
+    draft = sequential_schedule(stages, microbatches, split)
     gains = columns(draft, cost).gain
     caps = np.zeros((draft.ranks, len(microbatches)))
     np.add.at(caps, (draft.table.rank, draft.table.microbatch), gains)
@@ -121,7 +121,7 @@ def test_compiled_and_plain_loops_make_the_same_schedule(monkeypatch):
     plain = list_schedule(
         stages, paths_through(stages, 7), UnitCost(comm=0.05), cap=3, split=True
     )
-    monkeypatch.setattr("penstock.ir.compiled.COMPILE_FROM", 0)
+    monkeypatch.setattr("penstock.ir.compiled.MIN_COMPILED_SIZE", 0)
     compiled = list_schedule(
         stages, paths_through(stages, 7), UnitCost(comm=0.05), cap=3, split=True
     )
@@ -174,7 +174,7 @@ def test_recomputed_activations_need_room_only_once(chunks, split):
     least = float(
         max(
             simulate(
-                in_turn(stages, paths_through(stages, 8), split), cost
+                sequential_schedule(stages, paths_through(stages, 8), split), cost
             ).peak_activations
         )
     )

@@ -24,7 +24,7 @@ from penstock.cost import NoisyCost
 from penstock.cost.columns import columns
 from penstock.errors import ShapeError
 from penstock.ir import MicroBatch, Op, Stage, parse_action, schedule_of
-from penstock.schedules.list_scheduling import in_turn
+from penstock.schedules.list_scheduling import sequential_schedule
 from random_schedules import random_cost, random_schedule
 
 
@@ -267,7 +267,7 @@ def test_a_gradient_is_as_large_as_the_input_on_its_own_path():
     )
     cost = ModelCost(parts, Network(0.0, 1.0))
     paths = [MicroBatch(path) for path in ((0, 2), (1, 2), (2,))]
-    schedule = in_turn([Stage(0, 0), Stage(1, 1), Stage(2, 2)], paths)
+    schedule = sequential_schedule([Stage(0, 0), Stage(1, 1), Stage(2, 2)], paths)
     sizes = columns(schedule, cost).bytes.tolist()
     for number, size in enumerate(sizes):  # of a message that is sent
         assert size in (0.0, cost.message(schedule, schedule.table.action(number)))

@@ -26,7 +26,7 @@ from penstock.plan.paths.rules import Rules, order_fault  # noqa: E402
 from penstock.runtime import batch_of  # noqa: E402
 from penstock.runtime.visits import scale_gradients, visit_scales  # noqa: E402
 from penstock.schedules import deal  # noqa: E402
-from penstock.schedules.deal import Paths, deals, fixed, with_full  # noqa: E402
+from penstock.schedules.deal import Paths, deals, fixed_paths, with_full  # noqa: E402
 from penstock.schedules.skip_paths import schedule_along  # noqa: E402
 from penstock.train.after import ablation as omission  # noqa: E402
 from penstock.train.after.ablation import (  # noqa: E402
@@ -187,9 +187,9 @@ def test_the_picture_in_the_docstring_is_what_is_drawn():
 
 
 def test_fixed_paths_stay_and_other_seeds_have_others():
-    first, second = islice(fixed(12, 11, 4, seed=1), 2)
+    first, second = islice(fixed_paths(12, 11, 4, seed=1), 2)
     assert first == second == next(deals(12, 11, 4, seed=1))
-    assert first != next(fixed(12, 11, 4, seed=2))
+    assert first != next(fixed_paths(12, 11, 4, seed=2))
 
 
 @pytest.mark.parametrize("every", [1, 2, 3, 10])

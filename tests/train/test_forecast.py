@@ -20,7 +20,7 @@ from penstock.formats import write_profile
 from penstock.formats.profile_json import dump_profile, load_profile
 from penstock.ir import Action, MicroBatch, Op, Stage, needs
 from penstock.ir.schedule import schedule_of
-from penstock.measure.overhead import overhead_per_action, time_empty_pipeline
+from penstock.measure.overhead import empty_schedule, overhead_per_action
 from penstock.measure.profile import measure
 from penstock.models import GPTConfig, LlamaConfig, even_partition
 from penstock.runtime import spawn
@@ -374,7 +374,7 @@ def test_the_layer_that_is_timed_has_the_mask_of_the_data(sizes, separate, monke
 
 
 def test_hollow_stages_run_and_cost_something():
-    assert time_empty_pipeline(3).actions == 48
+    assert empty_schedule(3).actions == 48
     turns = spawn(2, overhead_per_action, 1, 16, 8)
     assert turns[0] == turns[1]
     assert 1e-6 < turns[0] < 0.1

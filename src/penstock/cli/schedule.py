@@ -294,11 +294,11 @@ def _shape(
 
 def _own_shape(source: str, shape: dict[str, int]) -> dict[str, int]:
     """Return those of the shape options that a schedule knows; a file knows none."""
-    from penstock.schedules import FOR_ALL, REGISTRY, shape_of
+    from penstock.schedules import COMMON_SHAPE_WORDS, REGISTRY, shape_of
 
     if source not in REGISTRY:
         return {}
-    known = {*shape_of(source), *FOR_ALL}
+    known = {*shape_of(source), *COMMON_SHAPE_WORDS}
     return {name: value for name, value in shape.items() if name in known}
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from penstock.cost.cost import Cost
-from penstock.ir.action import CODE, Action, Op
+from penstock.ir.action import OP_CODES, Action, Op
 from penstock.ir.needs import BACKWARD, FORWARD, WEIGHTS
 from penstock.ir.schedule import Schedule
 from penstock.ir.table import Floats, Ints, Table
@@ -92,7 +92,7 @@ def _codes(schedule: Schedule) -> tuple[Ints, Ints]:
     span = base[table.microbatch] + table.slice
     op_and_stage = table.op.astype(np.int64) * len(schedule.stages) + table.stage
     code = op_and_stage * spans + span
-    codes = len(CODE) * len(schedule.stages) * spans
+    codes = len(OP_CODES) * len(schedule.stages) * spans
     if codes > 4 * len(table) + 1024:  # most codes do not occur: sort instead of count
         _, examples, numbers = np.unique(code, return_index=True, return_inverse=True)
         return examples, numbers
@@ -180,7 +180,7 @@ def _losses(table: Table, held: Floats, kept: Floats) -> Floats:
     loss = np.zeros(len(table))
     backward = np.flatnonzero(table.kind == BACKWARD)
     loss[backward] = held[table.at[table.slots[backward] - 1]]
-    split = backward[table.op[backward] == CODE[Op.I]]
+    split = backward[table.op[backward] == OP_CODES[Op.I]]
     loss[split] -= kept[split]
     weights = np.flatnonzero(table.kind == WEIGHTS)
     loss[weights] = kept[table.at[table.slots[weights] - 1]]

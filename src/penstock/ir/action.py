@@ -24,7 +24,7 @@ class Op(StrEnum):
 
 
 OPS = tuple(Op)
-CODE = {
+OP_CODES = {
     op: code for code, op in enumerate(OPS)
 }  # in tables of numbers: F 0, B 1, I 2, W 3
 

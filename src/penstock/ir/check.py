@@ -20,7 +20,7 @@ import numpy as np
 
 from penstock.errors import ScheduleError
 from penstock.ir.action import Action, Op
-from penstock.ir.compiled import at_speed
+from penstock.ir.compiled import compile_if_large
 from penstock.ir.needs import BACKWARD, FORWARD, WEIGHTS, needed_slots
 from penstock.ir.table import Ints, Table, split_slots, tabulate
 
@@ -300,7 +300,7 @@ def _order_faults(schedule: Schedule, table: Table) -> list[str]:
     """
     table.tick = np.zeros(len(table), dtype=np.int32)
     cursor = table.first[:-1].copy()
-    walk = at_speed(_walk, len(table))
+    walk = compile_if_large(_walk, len(table))
     walk(table.first, table.rank, table.needs, table.tick, cursor)
     if (cursor < table.first[1:]).any():
         return [_draw_circle(schedule, table, cursor)]

@@ -14,7 +14,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 # Plain Python takes about as long for this many actions as loading the compiled loop.
-COMPILE_FROM = 20_000
+MIN_COMPILED_SIZE = 20_000
 
 
 @cache
@@ -25,6 +25,6 @@ def _compile(loop: Callable[P, R]) -> Callable[P, R]:
     return compiled
 
 
-def at_speed(loop: Callable[P, R], size: int) -> Callable[P, R]:
+def compile_if_large(loop: Callable[P, R], size: int) -> Callable[P, R]:
     """The loop itself for small input, or its compiled version for large input."""
-    return _compile(loop) if size >= COMPILE_FROM else loop
+    return _compile(loop) if size >= MIN_COMPILED_SIZE else loop

@@ -37,7 +37,7 @@ def message_seconds(timeline: Timeline) -> float:
     return float(np.median(known)) if len(known) else 0.0
 
 
-def idle(timeline: Timeline, hop: float) -> Idle:
+def split_idle_time(timeline: Timeline, hop: float) -> Idle:
     """Split the idle time by cause, if a message takes `hop` seconds."""
     table = timeline.schedule.table
     ranks = timeline.schedule.ranks

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.ir.action import CODE, OPS, Action, Op
+from penstock.ir.action import OP_CODES, OPS, Action, Op
 from penstock.ir.needs import BACKWARD, KIND
 
 if TYPE_CHECKING:
@@ -112,7 +112,7 @@ def tabulate(
         actions = chain.from_iterable(lanes)
         return np.fromiter((action[field] for action in actions), np.int64, total)
 
-    codes = (CODE[action[0]] for action in chain.from_iterable(lanes))
+    codes = (OP_CODES[action[0]] for action in chain.from_iterable(lanes))
     op = np.fromiter(codes, np.int8, total)
     stage = column(1)
     microbatch = column(2)
@@ -196,5 +196,5 @@ def split_slots(table: Table) -> Bools:
     """For every backward slot, whether an I fills it, so that a W must follow."""
     filled = table.at[BACKWARD::3]
     split = np.zeros(len(filled), dtype=np.bool_)
-    split[filled >= 0] = table.op[filled[filled >= 0]] == CODE[Op.I]
+    split[filled >= 0] = table.op[filled[filled >= 0]] == OP_CODES[Op.I]
     return split

@@ -45,7 +45,7 @@ class EmptyStage(nn.Module):
         return y
 
 
-def time_empty_pipeline(ranks: int) -> Schedule:
+def empty_schedule(ranks: int) -> Schedule:
     """A schedule with all forwards, then all backwards, and one stage per rank."""
     lanes = []
     for rank in range(ranks):
@@ -62,7 +62,7 @@ def overhead_per_action(comm: Comm, rows: int, tokens: int, width: int) -> float
 
     All ranks must call this.
     """
-    schedule = time_empty_pipeline(comm.ranks)
+    schedule = empty_schedule(comm.ranks)
     executor = Executor(
         lower(schedule),
         {comm.rank: EmptyStage(width)},

@@ -30,12 +30,12 @@ GRID_STEPS = 128  # prefixes are multiples of this fraction of the sequence
 PREFIX_SHARES = (0.0, 0.1, 0.5, 1.0)
 HELD_OUT_SHARES = ((0.0, 0.25), (0.25, 0.75))
 
-Where = tuple[int, int]  # the tokens of a slice, and of the prefix before it
+SlicePoint = tuple[int, int]  # the tokens of a slice, and of the prefix before it
 
 
 def measuring_points(
     tokens: int, sliceable: bool = True, tile: int = 1
-) -> tuple[list[Where], list[Where]]:
+) -> tuple[list[SlicePoint], list[SlicePoint]]:
     """Choose slices of a sequence to fit a curve to, and others to hold out of the fit.
 
     If the module cannot be sliced, all prefixes are empty. All lengths are multiples of
@@ -51,10 +51,10 @@ def measuring_points(
         )
     lengths = _fitted_lengths(tokens, tile)
     between = _held_out_lengths(lengths, tile)
-    fitted: set[Where] = set()
+    fitted: set[SlicePoint] = set()
     for length in lengths:
         fitted |= _with_prefixes(length, PREFIX_SHARES, tokens, tile)
-    held_out: set[Where] = set()
+    held_out: set[SlicePoint] = set()
     for number, length in enumerate(between):
         held_out |= _with_prefixes(length, HELD_OUT_SHARES[number % 2], tokens, tile)
     if not sliceable:
@@ -86,7 +86,7 @@ def _held_out_lengths(lengths: Sequence[int], tile: int) -> list[int]:
 
 def _with_prefixes(
     length: int, shares: Sequence[float], tokens: int, tile: int
-) -> set[Where]:
+) -> set[SlicePoint]:
     """A length with prefixes that are shares of the longest possible one.
 
     The longest prefix is exact; the others are rounded down to a grid.

@@ -26,7 +26,7 @@ from penstock.ir.plan import Facts
 from penstock.measure.footprint import footprint
 from penstock.measure.links import network_of
 from penstock.measure.overhead import overhead_per_action
-from penstock.measure.points import Where, measuring_points
+from penstock.measure.points import SlicePoint, measuring_points
 from penstock.measure.probe import PassTimes, Probe, Subject
 from penstock.runtime.comm.comm import Comm
 from penstock.runtime.process.malloc import keep_freed_memory
@@ -61,7 +61,7 @@ class Setup:
     comm: Comm | None
     rounds: int
     watch: ProgressText
-    where: tuple[Where, ...]
+    where: tuple[SlicePoint, ...]
     middle: Middle
     tape: Tape | None
 
@@ -72,7 +72,7 @@ def measure(
     links: bool = False,
     rounds: int = PROFILE_ROUNDS,
     watch: ProgressText = lambda text: None,
-    where: Sequence[Where] = (),
+    where: Sequence[SlicePoint] = (),
     middle: Middle = statistics.median,
     tape: Tape | None = None,
 ) -> Profile:
@@ -140,7 +140,7 @@ def _measure_block(name: str, subject: Subject, setup: Setup) -> tuple[Block, fl
     probe = Probe(subject, setup.tape)
     if setup.where:
         fitted = _distinct_points(subject, setup.where)
-        held_out: list[Where] = []
+        held_out: list[SlicePoint] = []
     else:
         tile = tile_of(probe.device.type)
         fitted, held_out = measuring_points(subject.tokens, subject.prefixes, tile)
@@ -165,7 +165,7 @@ def _measure_block(name: str, subject: Subject, setup: Setup) -> tuple[Block, fl
     return measured, launch
 
 
-def _distinct_points(subject: Subject, where: Sequence[Where]) -> list[Where]:
+def _distinct_points(subject: Subject, where: Sequence[SlicePoint]) -> list[SlicePoint]:
     """The slices that differ for a subject; without prefixes, only lengths matter."""
     points = set()
     for tokens, prefix in where:
@@ -174,7 +174,7 @@ def _distinct_points(subject: Subject, where: Sequence[Where]) -> list[Where]:
 
 
 def _measure_points(
-    name: str, probe: Probe, points: Sequence[Where], setup: Setup
+    name: str, probe: Probe, points: Sequence[SlicePoint], setup: Setup
 ) -> Tensor:
     """The seconds of F, B, I and W at each point, in the shape (points, 4)."""
     measured: list[list[PassTimes]] = [[] for _ in points]

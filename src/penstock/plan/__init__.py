@@ -12,7 +12,7 @@ from penstock.plan.candidates import (
     Portfolio,
     candidate_plan,
     portfolio,
-    rivals,
+    rival_facts,
     title,
 )
 
@@ -22,6 +22,6 @@ __all__ = [
     "candidate_plan",
     "lower_bound",
     "portfolio",
-    "rivals",
+    "rival_facts",
     "title",
 ]

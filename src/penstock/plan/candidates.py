@@ -36,7 +36,7 @@ from penstock.schedules.orders import (
     require_at_least,
     wave_placement,
 )
-from penstock.schedules.size import MAX_ACTIONS, refuse_size
+from penstock.schedules.size import MAX_ACTIONS, refuse_if_too_large
 from penstock.schedules.transforms import split_backward
 from penstock.sim.simulate import simulate
 
@@ -128,7 +128,7 @@ def portfolio(
         slices=slices,
         weights=weights,
     )
-    refuse_size(
+    refuse_if_too_large(
         2 * ranks * microbatches,
         f"any schedule with ranks={ranks} microbatches={microbatches}",
     )
@@ -141,7 +141,7 @@ def portfolio(
         watch(name)
         try:
             schedule = recipe.build()
-            candidate = noisy_makespan(
+            candidate = evaluate_schedule(
                 recipe.name, recipe.shape, recipe.sort, schedule, cost
             )
         except ShapeError as error:  # this schedule, or the cost, has no such shape
@@ -205,7 +205,7 @@ def candidate_plan(
     return Plan(candidate.schedule, candidate.name, partition, why)
 
 
-def rivals(
+def rival_facts(
     candidates: Sequence[Candidate], chosen: Candidate, too_large: int = 0
 ) -> Facts:
     """Return facts about the candidates that a plan was chosen from.
@@ -223,7 +223,7 @@ def rivals(
     return tuple(facts.items())
 
 
-def noisy_makespan(
+def evaluate_schedule(
     name: str,
     shape: ShapeWords,
     sort: str,
@@ -302,10 +302,10 @@ def _recipes(
 def _build_split(
     build: Callable[[], Schedule], cost: Cost, memory: float | None
 ) -> Schedule:
-    return with_split(build(), cost, memory)
+    return split_and_defer(build(), cost, memory)
 
 
-def with_split(schedule: Schedule, cost: Cost, memory: float | None) -> Schedule:
+def split_and_defer(schedule: Schedule, cost: Cost, memory: float | None) -> Schedule:
     """Split the backwards, and put each W where its rank would idle.
 
     Two ways are tried: in the memory that the schedule needs anyway, and in all of the memory. More

@@ -19,7 +19,7 @@ from penstock.formats import read_plan, read_torch_csv
 from penstock.ir import Op, Plan
 from penstock.ir.schedule import stretch
 from penstock.partition import even_partition
-from penstock.plan.candidates import candidate_plan, portfolio, rivals, title
+from penstock.plan.candidates import candidate_plan, portfolio, rival_facts, title
 from penstock.schedules import make
 from penstock.schedules.coverage import count_pipelines, hold_every_part
 from penstock.schedules.transforms import replicate
@@ -138,7 +138,7 @@ def _fastest_plan(shape: ScheduleConfig, layers: int) -> Plan:
         ("backward", 2.0),
         ("comm", ASSUMED_LATENCY),
     )
-    comparison = rivals(fitting, best, len(compared.too_large))
+    comparison = rival_facts(fitting, best, len(compared.too_large))
     plan = candidate_plan(best, (*assumptions, *comparison))
     return replace(plan, name=title(best.name, best.shape))
 

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from penstock.ir.schedule import Schedule
-from penstock.runtime.lane import Do, Step, Turn
+from penstock.runtime.lane import Do, LaneStep, Turn
 
 StageVisit = tuple[int, int]  # stage, micro-batch
 
@@ -70,7 +70,7 @@ def rest_frozen_stages(
     return needed_turns, Rests(frozenset(idle), frozenset(closed))
 
 
-def _is_unneeded(message: Step, closed: frozenset[StageVisit]) -> bool:
+def _is_unneeded(message: LaneStep, closed: frozenset[StageVisit]) -> bool:
     """Whether a message is a gradient for stages that do not train."""
     action = message.instruction.action
     return message.goes_back and (action.stage, action.microbatch) in closed

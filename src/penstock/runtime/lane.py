@@ -32,7 +32,7 @@ class Do(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class LaneStep:
     """One compiled instruction; -1 marks a field that does not apply."""
 
     do: Do
@@ -53,8 +53,8 @@ class Step:
 class Turn:
     """One action and what follows it before the next one: messages in order, and values to drop."""
 
-    step: Step | None  # None: only messages, before the first action
-    messages: tuple[Step, ...]
+    step: LaneStep | None  # None: only messages, before the first action
+    messages: tuple[LaneStep, ...]
     frees: tuple[int, ...]
 
 
@@ -77,20 +77,20 @@ def lane_turns(program: Program, rank: int) -> list[Turn]:
     return [_turn(steps[begin:end]) for begin, end in pairwise(cuts)]
 
 
-def receives_of(turns: Sequence[Turn]) -> list[Step]:
+def receives_of(turns: Sequence[Turn]) -> list[LaneStep]:
     """The receives of a lane, in order."""
     messages = chain.from_iterable(turn.messages for turn in turns)
     return [message for message in messages if message.do is Do.RECEIVE]
 
 
-def _turn(steps: list[Step]) -> Turn:
+def _turn(steps: list[LaneStep]) -> Turn:
     action = steps[0] if steps[0].do <= Do.WEIGHTS else None
     messages = tuple(step for step in steps if step.do in (Do.SEND, Do.RECEIVE))
     frees = tuple(step.value for step in steps if step.do is Do.FREE)
     return Turn(action, messages, frees)
 
 
-def lane_steps(program: Program, rank: int) -> list[Step]:
+def lane_steps(program: Program, rank: int) -> list[LaneStep]:
     """The instructions of a rank's lane, compiled."""
     schedule = program.schedule
     values = {action: number for number, action in enumerate(_actions(schedule))}
@@ -109,17 +109,19 @@ def _actions(schedule: Schedule) -> Iterator[Action]:
         yield from lane
 
 
-def _step(schedule: Schedule, instruction: Instruction, value: int, unit: int) -> Step:
+def _step(
+    schedule: Schedule, instruction: Instruction, value: int, unit: int
+) -> LaneStep:
     if isinstance(instruction, Free):
-        return Step(Do.FREE, instruction, value)
+        return LaneStep(Do.FREE, instruction, value)
     if isinstance(instruction, Send | Receive):
         return _message(instruction, value, unit)
     assert isinstance(instruction, RunAction)
     return _action(schedule, instruction, value, unit)
 
 
-def _message(instruction: Send | Receive, value: int, unit: int) -> Step:
-    return Step(
+def _message(instruction: Send | Receive, value: int, unit: int) -> LaneStep:
+    return LaneStep(
         Do.SEND if isinstance(instruction, Send) else Do.RECEIVE,
         instruction,
         value,
@@ -129,14 +131,16 @@ def _message(instruction: Send | Receive, value: int, unit: int) -> Step:
     )
 
 
-def _action(schedule: Schedule, instruction: RunAction, value: int, unit: int) -> Step:
+def _action(
+    schedule: Schedule, instruction: RunAction, value: int, unit: int
+) -> LaneStep:
     table = schedule.table
     action = instruction.action
     path = schedule.microbatches[action.microbatch].path
     kind = int(table.kind[value])
     forward = _forward_of(schedule, value)
     backward = int(table.at[table.slots[forward] + BACKWARD])
-    return Step(
+    return LaneStep(
         Do(kind),
         instruction,
         value,

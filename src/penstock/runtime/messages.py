@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from math import prod
 
 from penstock.runtime.comm.comm import Comm, Pending
-from penstock.runtime.lane import Step
+from penstock.runtime.lane import LaneStep
 from penstock.runtime.slices import Units
 from penstock.runtime.stage_checks import unfit_message
 from penstock.runtime.step_values import StepValues
@@ -27,7 +27,7 @@ class Messages:
     def __init__(
         self,
         comm: Comm,
-        receives: Sequence[Step],
+        receives: Sequence[LaneStep],
         units: Units,
         values: StepValues,
         training: bool,
@@ -67,7 +67,7 @@ class Messages:
                 arriving = self.comm.receive(shape, self.dtype, step.peer)
                 self.values.held[step.value] = arriving
 
-    def send(self, step: Step) -> None:
+    def send(self, step: LaneStep) -> None:
         """Send without waiting; if too many sends are in flight, wait for the oldest first."""
         if len(self.sends) >= MAX_SENDS_IN_FLIGHT:
             self.sends.popleft().wait()

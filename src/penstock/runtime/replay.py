@@ -26,7 +26,7 @@ from penstock.runtime.batch import Batch
 from penstock.runtime.dtensor_share import local_share
 from penstock.runtime.earlier_gradients import EarlierGradients
 from penstock.runtime.frozen_stages import StageVisit
-from penstock.runtime.lane import Do, Step, Turn
+from penstock.runtime.lane import Do, LaneStep, Turn
 from penstock.runtime.randomness import TURN, Drawn, drawing_again, drawn_since, states
 from penstock.runtime.slices import Units, cut_units
 from penstock.runtime.stage_actions import (
@@ -65,7 +65,7 @@ class PlayedActions:
         self.kept: set[int] = set()
         self.drawn: dict[int, Drawn] = {}  # random numbers, by forward
 
-    def forward(self, step: Step) -> None:
+    def forward(self, step: LaneStep) -> None:
         """Play a forward. The loss is copied, because the next micro-batch of the take overwrites it."""
         inputs = self.inputs_of(step)
         if self.recordings.draws_again(step):
@@ -77,7 +77,7 @@ class PlayedActions:
         self.values.publish(step, y.clone() if step.last else y)
         self.give_back_input(step)
 
-    def inputs_of(self, step: Step) -> list[Tensor]:
+    def inputs_of(self, step: LaneStep) -> list[Tensor]:
         """The inputs of a forward: tokens or a hidden state and, on the last stage, labels."""
         inputs = []
         if step.source >= 0:
@@ -89,7 +89,7 @@ class PlayedActions:
         return inputs
 
     def play_and_remember_randomness(
-        self, step: Step, inputs: Sequence[Tensor]
+        self, step: LaneStep, inputs: Sequence[Tensor]
     ) -> Tensor | None:
         """Play a forward that draws random numbers, which its backward will draw again.
 
@@ -104,7 +104,7 @@ class PlayedActions:
             self.drawn[step.value] = drawn
         return y
 
-    def backward(self, step: Step) -> None:
+    def backward(self, step: LaneStep) -> None:
         """Play a backward. Its result is copied: it may still be in flight when the take is played again."""
         if step.value not in self.recordings.stages.rests.idle:
             inputs = [] if step.last else [self.values.tensor(step.source)]
@@ -116,19 +116,19 @@ class PlayedActions:
             self.kept.remove(step.forward)
         self.give_back_input(step)
 
-    def first_randomness(self, step: Step) -> AbstractContextManager[None]:
+    def first_randomness(self, step: LaneStep) -> AbstractContextManager[None]:
         """A context that draws the random numbers of the forward again, if it drew any."""
         drawn = self.drawn.pop(step.forward, None)
         if drawn is None:
             return nullcontext()
         return drawing_again(drawn, self.recordings.device, step.instruction)
 
-    def weights(self, step: Step) -> None:
+    def weights(self, step: LaneStep) -> None:
         """Play the weight gradients that the I has left."""
         self.recordings.play(step)
         self.kept.remove(step.forward)
 
-    def give_back_input(self, step: Step) -> None:
+    def give_back_input(self, step: LaneStep) -> None:
         """Give back the receive buffer of an input, which has been copied."""
         for buffer in self.values.take_buffers(step):
             self.give_back(buffer)
@@ -195,11 +195,11 @@ class Recordings:
         self.valid.fill_(valid)
         self.gradients.begin()
 
-    def draws_again(self, step: Step) -> bool:
+    def draws_again(self, step: LaneStep) -> bool:
         """Whether the backward draws the random numbers of this forward again."""
         return (step.stage, step.microbatch) in self.drawing
 
-    def play(self, step: Step, *inputs: Tensor) -> Tensor | None:
+    def play(self, step: LaneStep, *inputs: Tensor) -> Tensor | None:
         """Play the recording of a step."""
         return self.takes[step.stage, step.microbatch][take_moment(step)](*inputs)
 
@@ -229,7 +229,7 @@ class RecordingSession:
         self.takes: dict[StageVisit, Take] = {}
         self.drawing: set[StageVisit] = set()  # their backward draws the numbers again
 
-    def record_visits(self, visits: Mapping[StageVisit, Sequence[Step]]) -> None:
+    def record_visits(self, visits: Mapping[StageVisit, Sequence[LaneStep]]) -> None:
         """Record one take for all visits that can share it."""
         shapes = []
         for number, shape in enumerate(self.units.batch.shapes):
@@ -247,7 +247,7 @@ class RecordingSession:
             if kind in drawing and kind.stage in self.stages.recompute:
                 self.drawing.add(visit)
 
-    def rehearse(self, steps: Sequence[Step]) -> bool:
+    def rehearse(self, steps: Sequence[LaneStep]) -> bool:
         """Run the steps once without recording; return whether they drew random numbers."""
         before = states(self.valid.device)
         actions = self.stand_in(steps)
@@ -255,7 +255,7 @@ class RecordingSession:
         self.tape.rehearse(partial(_run_all, actions, steps))
         return drawn_since(before, self.valid.device) is not None
 
-    def stand_in(self, steps: Sequence[Step]) -> ComputedActions:
+    def stand_in(self, steps: Sequence[LaneStep]) -> ComputedActions:
         """Actions for one micro-batch, on tensors whose memory never moves."""
         valid: int = self.valid  # type: ignore[assignment]
         batch = replace(self.units.batch, valid=valid)
@@ -275,7 +275,7 @@ class RecordingSession:
             self.stages, units, values, _nothing_to_give, restores_randomness=False
         )
 
-    def record_take(self, steps: Sequence[Step]) -> Take:
+    def record_take(self, steps: Sequence[LaneStep]) -> Take:
         """Record all actions of one micro-batch on one stage."""
         self.tape.begin()
         actions = self.stand_in(steps)
@@ -285,7 +285,7 @@ class RecordingSession:
         _drop_graphs(actions)
         return take
 
-    def record_action(self, actions: ComputedActions, step: Step) -> RecordedAction:
+    def record_action(self, actions: ComputedActions, step: LaneStep) -> RecordedAction:
         """Record one action."""
         if _does_nothing(actions, step):
             # An empty graph cannot be recorded, but the slices must be marked as done.
@@ -361,13 +361,13 @@ def refuse_shares(modules: Mapping[int, nn.Module]) -> None:
 
 
 # ---------------------------------------------------------------- computed actions, on tensors that never move
-def _run_all(actions: ComputedActions, steps: Sequence[Step]) -> None:
+def _run_all(actions: ComputedActions, steps: Sequence[LaneStep]) -> None:
     for step in steps:
         _run(actions, step)
     _drop_graphs(actions)
 
 
-def _run(actions: ComputedActions, step: Step) -> Tensor | None:
+def _run(actions: ComputedActions, step: LaneStep) -> Tensor | None:
     """Run one action and return its result."""
     act = (actions.forward, actions.backward, actions.weights)[step.do]
     with torch.enable_grad():
@@ -381,7 +381,7 @@ def _run(actions: ComputedActions, step: Step) -> Tensor | None:
     return result.detach() if isinstance(result, Tensor) else None
 
 
-def _does_nothing(actions: ComputedActions, step: Step) -> bool:
+def _does_nothing(actions: ComputedActions, step: LaneStep) -> bool:
     """Whether nothing trains up to this backward, or its I has left nothing for this W."""
     if step.do is Do.FORWARD:
         return False
@@ -401,7 +401,7 @@ def _drop_graphs(actions: ComputedActions) -> None:
             held[number] = value.detach()
 
 
-def _inputs_of(actions: ComputedActions, step: Step) -> tuple[Tensor, ...]:
+def _inputs_of(actions: ComputedActions, step: LaneStep) -> tuple[Tensor, ...]:
     """The tensors that an action reads its inputs from."""
     if step.do is Do.WEIGHTS:
         return ()

@@ -21,7 +21,12 @@ from penstock.ir.schedule import Schedule
 from penstock.runtime.backward import accumulate
 from penstock.runtime.dtensor_share import local_share
 from penstock.runtime.gradients import Tied, completion
-from penstock.runtime.process.malloc import ONCE, USED, keep_freed_memory, taken_once
+from penstock.runtime.process.malloc import (
+    SHARDED_KEPT_BYTES,
+    TRANSIENT_KEPT_BYTES,
+    keep_freed_memory,
+    return_freed_memory,
+)
 from penstock.runtime.torch_internals import (
     finish_sharded_backward,
     ignore_fsdp_view_warning,
@@ -44,11 +49,11 @@ def shard_layers(part: nn.Module, layers: list[nn.Module], mesh: DeviceMesh) -> 
 
 
 def _before_gather(*_: object) -> None:
-    keep_freed_memory(ONCE)
+    keep_freed_memory(TRANSIENT_KEPT_BYTES)
 
 
 def _after_gather(*_: object) -> None:
-    keep_freed_memory(USED)
+    keep_freed_memory(SHARDED_KEPT_BYTES)
 
 
 class Shards:
@@ -90,7 +95,7 @@ class Shards:
         if part is None:
             return
         _set_last_backward(part, True)
-        with taken_once():
+        with return_freed_memory():
             finish_sharded_backward(part)
         for first, twin in self.twins:
             if twin.grad is not None:

@@ -21,7 +21,7 @@ from penstock.carry import Carry, Slice
 from penstock.errors import RunError, ShapeError
 from penstock.ir.schedule import MicroBatch, Schedule, stretch
 from penstock.runtime.batch import Batch
-from penstock.runtime.lane import Step
+from penstock.runtime.lane import LaneStep
 from penstock.runtime.torch_internals import original_module
 
 TokenSpan = tuple[int, int]  # the first token, and the one after the last
@@ -112,7 +112,7 @@ class Carries:
         self.spans = spans  # by unit
         self.held: dict[tuple[int, int], Carry] = {}
 
-    def open(self, step: Step) -> Slice:
+    def open(self, step: LaneStep) -> Slice:
         """The slice that a forward runs on."""
         visit = step.stage, step.microbatch
         begin, end = self.spans[step.unit]
@@ -128,7 +128,7 @@ class Carries:
         starts = self.batch.starts[microbatch] if self.batch.starts else None
         return Carry(self.batch.inputs[microbatch].shape[1], starts)
 
-    def drop(self, step: Step) -> None:
+    def drop(self, step: LaneStep) -> None:
         """Forget a micro-batch that is finished on a stage.
 
         In training its first slice has come back; in evaluation its last slice has gone forward.

@@ -21,7 +21,7 @@ from penstock.carry import Slice
 from penstock.runtime.backward import Ledger, record_in
 from penstock.runtime.deferral_report import DeferralReport
 from penstock.runtime.frozen_stages import Rests
-from penstock.runtime.lane import Step
+from penstock.runtime.lane import LaneStep
 from penstock.runtime.loss_reduction import Loss, Reduction, as_sum, refuse_other_loss
 from penstock.runtime.randomness import TURN, Drawn, drawing_again, drawn_since, states
 from penstock.runtime.slices import Units
@@ -40,15 +40,15 @@ class StageActions(Protocol):
         """The forwards whose backward is not finished."""
         ...
 
-    def forward(self, step: Step) -> None:
+    def forward(self, step: LaneStep) -> None:
         """Run an F."""
         ...
 
-    def backward(self, step: Step) -> None:
+    def backward(self, step: LaneStep) -> None:
         """Run a B or an I."""
         ...
 
-    def weights(self, step: Step) -> None:
+    def weights(self, step: LaneStep) -> None:
         """Run a W."""
         ...
 
@@ -118,7 +118,7 @@ class ComputedActions:
         self.kept: dict[int, KeptForward] = {}
 
     # ------------------------------------------------------------ F
-    def forward(self, step: Step) -> None:
+    def forward(self, step: LaneStep) -> None:
         """Run the stage and keep what its backward needs."""
         x = self.stage_input(step)
         carries = self.units.carries
@@ -137,7 +137,7 @@ class ComputedActions:
             self.kept[step.value] = KeptForward(x, y, ledger, buffers, piece)
             self.values.publish(step, y)
 
-    def stage_input(self, step: Step) -> Tensor:
+    def stage_input(self, step: LaneStep) -> Tensor:
         """The tokens, or the hidden state from the stage before."""
         if step.source < 0:
             return self.units.inputs[step.unit]
@@ -146,21 +146,25 @@ class ComputedActions:
             x.requires_grad_()
         return x
 
-    def evaluate(self, step: Step, x: Tensor, piece: Slice | None) -> None:
+    def evaluate(self, step: LaneStep, x: Tensor, piece: Slice | None) -> None:
         """Run a forward that has no backward."""
         self.values.publish(step, self.apply(step, x, piece))
         if piece is not None and piece.end == piece.tokens:
             assert self.units.carries is not None
             self.units.carries.drop(step)
 
-    def forward_without_graph(self, step: Step, x: Tensor, piece: Slice | None) -> None:
+    def forward_without_graph(
+        self, step: LaneStep, x: Tensor, piece: Slice | None
+    ) -> None:
         """Run a forward up to which nothing trains, so that its backward has nothing to do."""
         with torch.no_grad():
             self.values.publish(step, self.apply(step, x, piece))
         buffers = self.values.take_buffers(step)
         self.kept[step.value] = KeptForward(x, None, None, buffers, piece)
 
-    def forward_to_recompute(self, step: Step, x: Tensor, piece: Slice | None) -> None:
+    def forward_to_recompute(
+        self, step: LaneStep, x: Tensor, piece: Slice | None
+    ) -> None:
         """Run a forward that keeps only its input and the random numbers it drew."""
         y, drawn = self.apply_once(step, x, piece)
         self.values.publish(step, y)
@@ -169,7 +173,7 @@ class ComputedActions:
         self.kept[step.value] = KeptForward(x, None, ledger, buffers, piece, drawn)
 
     def apply_once(
-        self, step: Step, x: Tensor, piece: Slice | None
+        self, step: LaneStep, x: Tensor, piece: Slice | None
     ) -> tuple[Tensor, Drawn | None]:
         """The output without a graph, and the random numbers that were drawn for it."""
         with torch.no_grad():
@@ -180,11 +184,11 @@ class ComputedActions:
                 y = self.apply(step, x, piece)
                 return y, drawn_since(before, x.device)
 
-    def new_ledger(self, step: Step) -> Ledger | None:
+    def new_ledger(self, step: LaneStep) -> Ledger | None:
         """A ledger for the weight gradients of a split backward."""
         return Ledger(self.stages.common) if step.split else None
 
-    def apply(self, step: Step, x: Tensor, piece: Slice | None) -> Tensor:
+    def apply(self, step: LaneStep, x: Tensor, piece: Slice | None) -> Tensor:
         """The output of a stage.
 
         On the last stage that is the micro-batch's share of the loss: of the mean over all valid tokens.
@@ -194,14 +198,14 @@ class ComputedActions:
                 return self.apply_autocast(step, x, piece)
         return self.apply_autocast(step, x, piece)
 
-    def apply_autocast(self, step: Step, x: Tensor, piece: Slice | None) -> Tensor:
+    def apply_autocast(self, step: LaneStep, x: Tensor, piece: Slice | None) -> Tensor:
         """The same under autocast, if the user asked for it."""
         if self.stages.autocast is None:
             return self.compute(step, x, piece)
         with torch.autocast(x.device.type, self.stages.autocast):
             return self.compute(step, x, piece)
 
-    def compute(self, step: Step, x: Tensor, piece: Slice | None) -> Tensor:
+    def compute(self, step: LaneStep, x: Tensor, piece: Slice | None) -> Tensor:
         """Call the module and, on the last stage, the loss."""
         module = self.stages.modules[step.stage]
         y: Tensor = module(x) if piece is None else module(x, piece)
@@ -209,7 +213,7 @@ class ComputedActions:
             raise not_a_tensor_error(step, module, y)
         return self.loss_share(step, y) if step.last else y
 
-    def loss_share(self, step: Step, logits: Tensor) -> Tensor:
+    def loss_share(self, step: LaneStep, logits: Tensor) -> Tensor:
         """The loss of one unit, divided by the number of valid tokens of the whole step."""
         stages = self.stages
         labels = self.units.labels[step.unit]
@@ -228,7 +232,7 @@ class ComputedActions:
         return loss / self.units.batch.valid
 
     # ------------------------------------------------------------ B and I
-    def backward(self, step: Step) -> None:
+    def backward(self, step: LaneStep) -> None:
         """Compute the gradient of x from that of y. A split backward leaves the linear weights to W."""
         kept = self.kept[step.forward] if step.split else self.kept.pop(step.forward)
         if step.value in self.stages.rests.idle:
@@ -245,13 +249,13 @@ class ComputedActions:
         self.walk_graph(step, kept, self.output_gradient(step, kept.y))
         self.finish_backward(step, kept)
 
-    def output_gradient(self, step: Step, y: Tensor) -> Tensor:
+    def output_gradient(self, step: LaneStep, y: Tensor) -> Tensor:
         """The gradient of y: 1 for the loss, else what the next stage has computed."""
         if step.last:
             return torch.ones_like(y)
         return self.values.tensor(step.source).to(y.dtype)
 
-    def walk_graph(self, step: Step, kept: KeptForward, gradient: Tensor) -> None:
+    def walk_graph(self, step: LaneStep, kept: KeptForward, gradient: Tensor) -> None:
         """Walk autograd's graph of one forward, which is freed afterwards."""
         assert kept.y is not None
         deferrals = None
@@ -270,7 +274,7 @@ class ComputedActions:
             deferrals.end(step.stage)
         kept.y = None
 
-    def finish_backward(self, step: Step, kept: KeptForward) -> None:
+    def finish_backward(self, step: LaneStep, kept: KeptForward) -> None:
         """Hold the gradient of x for the stage before, and give back buffers."""
         gradient = kept.x.grad
         kept.x.grad = None
@@ -283,7 +287,7 @@ class ComputedActions:
         if not step.split:
             self.give_back_buffers(kept)
 
-    def apply_again(self, step: Step, kept: KeptForward) -> Tensor:
+    def apply_again(self, step: LaneStep, kept: KeptForward) -> Tensor:
         """Run the forward again to get its graph, with the random numbers of the first time."""
         record_in(kept.ledger)
         if kept.piece is not None:
@@ -291,14 +295,14 @@ class ComputedActions:
         with drawing_again(kept.drawn, kept.x.device, step.instruction):
             return self.apply(step, kept.x, kept.piece)
 
-    def refuse_detached(self, step: Step, kept: KeptForward) -> None:
+    def refuse_detached(self, step: LaneStep, kept: KeptForward) -> None:
         """Raise an error if the output should depend on something that trains, but does not."""
         module = self.stages.modules[step.stage]
         trains = any(parameter.requires_grad for parameter in module.parameters())
         if kept.x.requires_grad or trains:
             raise detached_error(step, module)
 
-    def skip_backward(self, step: Step, kept: KeptForward) -> None:
+    def skip_backward(self, step: LaneStep, kept: KeptForward) -> None:
         """Finish a backward that has nothing to compute."""
         kept.y = None
         kept.buffers += self.values.take_buffers(step)
@@ -308,7 +312,7 @@ class ComputedActions:
         if not step.split:
             self.give_back_buffers(kept)
 
-    def close_slice(self, step: Step, piece: Slice) -> None:
+    def close_slice(self, step: LaneStep, piece: Slice) -> None:
         """Hand the gradients of a slice to the slice before it; the first slice ends the micro-batch."""
         piece.carry.close(piece)
         if piece.begin == 0:
@@ -316,7 +320,7 @@ class ComputedActions:
             self.units.carries.drop(step)
 
     # ------------------------------------------------------------ W
-    def weights(self, step: Step) -> None:
+    def weights(self, step: LaneStep) -> None:
         """Compute the weight gradients that the I has left."""
         kept = self.kept.pop(step.forward)
         if kept.ledger is not None:  # None: nothing trains here

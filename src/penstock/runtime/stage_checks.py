@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from penstock.errors import RunError, ShapeError
 from penstock.ir.schedule import Schedule
 from penstock.runtime.comm.comm import Comm
-from penstock.runtime.lane import Step
+from penstock.runtime.lane import LaneStep
 from penstock.runtime.loss_reduction import described
 
 MAX_NAMES_SHOWN = 3
@@ -50,7 +50,7 @@ def stages_of_rank(
     return {number: stages[number] for number in due}
 
 
-def not_a_tensor_error(step: Step, module: nn.Module, y: object) -> ShapeError:
+def not_a_tensor_error(step: LaneStep, module: nn.Module, y: object) -> ShapeError:
     """The error for a stage that did not return a tensor."""
     want = (
         "the logits, for the loss"
@@ -64,7 +64,11 @@ def not_a_tensor_error(step: Step, module: nn.Module, y: object) -> ShapeError:
 
 
 def unfit_message(
-    step: Step, x: Tensor, shape: tuple[int, ...], dtype: torch.dtype, autocast: bool
+    step: LaneStep,
+    x: Tensor,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    autocast: bool,
 ) -> ShapeError | None:
     """The error for a result that the next rank does not expect; None if a cast without loss is enough."""
     action = step.instruction.action
@@ -89,7 +93,7 @@ def unfit_message(
     return None
 
 
-def detached_error(step: Step, module: nn.Module) -> RunError:
+def detached_error(step: LaneStep, module: nn.Module) -> RunError:
     """The error for a stage whose output depends on nothing that trains, although it should."""
     return RunError(
         f"{step.instruction} has no gradient to compute: what stage {step.stage} ({type(module).__name__}) returned "

@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from penstock.runtime.comm.comm import Arriving
-from penstock.runtime.lane import Step
+from penstock.runtime.lane import LaneStep
 
 
 class StepValues:
@@ -30,14 +30,14 @@ class StepValues:
         assert isinstance(tensor, Tensor)
         return tensor
 
-    def publish(self, step: Step, y: Tensor) -> None:
+    def publish(self, step: LaneStep, y: Tensor) -> None:
         """Keep the output of a forward for the next stage, or as a share of the loss."""
         if step.last:
             self.losses.append(y.detach())
         else:
             self.held[step.value] = y
 
-    def take_buffers(self, step: Step) -> list[Tensor]:
+    def take_buffers(self, step: LaneStep) -> list[Tensor]:
         """The buffer that holds this action's input, if the input was received.
 
         The action that takes the buffer has to give it back.

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from penstock.runtime.frozen_stages import Rests, StageVisit
-from penstock.runtime.lane import Do, Step, Turn
+from penstock.runtime.lane import Do, LaneStep, Turn
 
 MicroBatchShape = tuple[int, ...]  # rows, tokens and cuts of a micro-batch
 TakeMoment = tuple[Do, int]  # an action within a take: what it does, on which slice
@@ -29,9 +29,9 @@ class Kind(NamedTuple):
     closed: bool = False  # nothing trains before it: its input needs no gradient
 
 
-def stage_visits(turns: Sequence[Turn]) -> dict[StageVisit, list[Step]]:
+def stage_visits(turns: Sequence[Turn]) -> dict[StageVisit, list[LaneStep]]:
     """The steps of each stage with each micro-batch, in the order of the lane."""
-    visits: dict[StageVisit, list[Step]] = {}
+    visits: dict[StageVisit, list[LaneStep]] = {}
     for turn in turns:
         step = turn.step
         if step is not None:
@@ -41,7 +41,7 @@ def stage_visits(turns: Sequence[Turn]) -> dict[StageVisit, list[Step]]:
 
 
 def assign_takes(
-    visits: Mapping[StageVisit, Sequence[Step]],
+    visits: Mapping[StageVisit, Sequence[LaneStep]],
     shapes: Sequence[MicroBatchShape],
     rests: Rests | None = None,
 ) -> dict[StageVisit, tuple[Kind, int]]:
@@ -71,7 +71,9 @@ def _first_free(busy_until: Sequence[int], action: int) -> int:
     return len(busy_until)
 
 
-def recording_kind(steps: Sequence[Step], shape: MicroBatchShape, rests: Rests) -> Kind:
+def recording_kind(
+    steps: Sequence[LaneStep], shape: MicroBatchShape, rests: Rests
+) -> Kind:
     """The kind of a visit."""
     actions = tuple((*take_moment(step), step.split, step.last) for step in steps)
     first = steps[0].value
@@ -84,6 +86,6 @@ def recording_kind(steps: Sequence[Step], shape: MicroBatchShape, rests: Rests) 
     )
 
 
-def take_moment(step: Step) -> TakeMoment:
+def take_moment(step: LaneStep) -> TakeMoment:
     """The key of a step within its take."""
     return step.do, step.instruction.action.slice

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from penstock.runtime.backward import record_in
 from penstock.runtime.comm.comm import Comm
-from penstock.runtime.lane import Do, Lane, Step
+from penstock.runtime.lane import Do, Lane, LaneStep
 from penstock.runtime.messages import Messages
 from penstock.runtime.recorder import Clock, Moment, Recorder
 from penstock.runtime.replay import Recordings
@@ -139,7 +139,9 @@ class Walk:
         if self.training:
             self.gradients.finish(self.units.batch)
 
-    def run_timed(self, clock: Clock, step: Step, act: Callable[[Step], None]) -> None:
+    def run_timed(
+        self, clock: Clock, step: LaneStep, act: Callable[[LaneStep], None]
+    ) -> None:
         """Run an action, and note when it ran and how many forwards were kept meanwhile."""
         self.start.append(clock.now())
         act(step)

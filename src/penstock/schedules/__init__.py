@@ -14,7 +14,7 @@ from penstock.schedules.gpipe import gpipe
 from penstock.schedules.hanayo import hanayo
 from penstock.schedules.interleaved import interleaved
 from penstock.schedules.one_f_one_b import one_f_one_b
-from penstock.schedules.size import count_actions, refuse_size
+from penstock.schedules.size import count_actions, refuse_if_too_large
 from penstock.schedules.skip_paths import skip
 from penstock.schedules.token_sliced import seq1f1b, terapipe
 from penstock.schedules.transforms import (
@@ -43,7 +43,7 @@ REGISTRY: dict[str, Callable[..., Schedule]] = {
 }
 
 # The shape words that every schedule accepts beside its own; see `make`.
-FOR_ALL = ("slices", "split", "copies")
+COMMON_SHAPE_WORDS = ("slices", "split", "copies")
 
 
 def shape_of(name: str) -> tuple[str, ...]:
@@ -86,7 +86,7 @@ def make(name: str, **shape: int) -> Schedule:
     own_words = shape_of(name)
     _check_words(name, own_words, shape)
     title = " ".join([name, *(f"{word}={value}" for word, value in shape.items())])
-    refuse_size(max_actions(name, **shape), title)
+    refuse_if_too_large(max_actions(name, **shape), title)
 
     own_shape = {word: value for word, value in shape.items() if word in own_words}
     schedule = REGISTRY[name](**own_shape)
@@ -102,10 +102,10 @@ def make(name: str, **shape: int) -> Schedule:
 def _check_words(name: str, own_words: tuple[str, ...], shape: dict[str, int]) -> None:
     """Refuse unknown words of a shape, and a shape without ranks or micro-batches."""
     for word in shape:
-        if word not in own_words and word not in FOR_ALL:
+        if word not in own_words and word not in COMMON_SHAPE_WORDS:
             raise ShapeError(
                 f"{name} has no {word}; its shape is {', '.join(own_words)}, "
-                f"and every schedule takes {', '.join(FOR_ALL)}"
+                f"and every schedule takes {', '.join(COMMON_SHAPE_WORDS)}"
             )
     missing = [word for word in ("ranks", "microbatches") if word not in shape]
     if missing:

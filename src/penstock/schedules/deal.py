@@ -78,7 +78,7 @@ def deals(
     return _deal_steps(deck, microbatches, swaps, _random(seed))
 
 
-def fixed(
+def fixed_paths(
     parts: int,
     microbatches: int,
     skips: int,

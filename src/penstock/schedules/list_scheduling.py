@@ -24,7 +24,7 @@ from penstock.cost.columns import Columns, columns, levels
 from penstock.cost.cost import Cost
 from penstock.errors import ShapeError
 from penstock.ir.action import Action, Op
-from penstock.ir.compiled import at_speed
+from penstock.ir.compiled import compile_if_large
 from penstock.ir.needs import FORWARD, KIND, WEIGHTS
 from penstock.ir.schedule import MicroBatch, Schedule, Stage, schedule_of
 from penstock.ir.table import Floats, Ints
@@ -87,7 +87,7 @@ def list_schedule(
     >>> float(max(simulate(wave, UnitCost()).peak_activations))
     3.0
     """
-    draft = in_turn(stages, microbatches, split)
+    draft = sequential_schedule(stages, microbatches, split)
     costs = columns(draft, cost)
     caps = _caps_of_ranks(draft, costs, cap)
     ordinals = _ordinals(draft, priority)
@@ -123,7 +123,7 @@ def defer_weights(
     return _reorder(schedule, costs, caps, needs, ordinals, (), banker=False)
 
 
-def in_turn(
+def sequential_schedule(
     stages: Sequence[Stage], microbatches: Sequence[MicroBatch], split: bool = False
 ) -> Schedule:
     """The plainest order: one micro-batch after the other, each there and back."""
@@ -166,7 +166,7 @@ def _reorder(
     loss = costs.loss / unit
     lent = _lent(draft, costs) / unit
 
-    started = at_speed(_run_list, len(table))(
+    started = compile_if_large(_run_list, len(table))(
         table.rank,
         table.microbatch,
         (needs >= 0).sum(axis=1),

@@ -17,7 +17,7 @@ TWO_STAGE_SCHEDULES = ("zb-v", "v-half", "v-min", "dualpipe-v")
 SPLIT_SCHEDULES = ("zb-h1", "interleaved-zb", *TWO_STAGE_SCHEDULES)
 
 
-def refuse_size(actions: int, what: str) -> None:
+def refuse_if_too_large(actions: int, what: str) -> None:
     """Refuse a schedule of more than `MAX_ACTIONS` actions; the error calls it `what`."""
     if actions > MAX_ACTIONS:
         raise ShapeError(

@@ -18,7 +18,7 @@ from penstock.errors import ShapeError
 from penstock.ir.action import Action, Op
 from penstock.ir.schedule import MicroBatch, Schedule, Stage, schedule_of
 from penstock.schedules.orders import require_at_least, split_backwards
-from penstock.schedules.size import refuse_size
+from penstock.schedules.size import refuse_if_too_large
 
 
 def split_backward(schedule: Schedule) -> Schedule:
@@ -79,7 +79,7 @@ def even_cuts(slices: int) -> tuple[int, ...]:
 def replicate(schedule: Schedule, copies: int) -> Schedule:
     """Data parallelism: put copies of the pipeline side by side, each with its own ranks and micro-batches."""
     require_at_least(1, copies=copies)
-    refuse_size(copies * schedule.actions, f"a pipeline in {copies} copies")
+    refuse_if_too_large(copies * schedule.actions, f"a pipeline in {copies} copies")
     stages: list[Stage] = []
     microbatches: list[MicroBatch] = []
     lanes: list[list[Action]] = []

@@ -14,7 +14,7 @@ import numpy as np
 
 from penstock.cost.columns import Columns, columns, levels
 from penstock.cost.cost import Cost
-from penstock.ir.compiled import at_speed
+from penstock.ir.compiled import compile_if_large
 from penstock.ir.schedule import Schedule
 from penstock.ir.table import Floats, Ints
 from penstock.ir.timeline import Timeline
@@ -34,7 +34,7 @@ def simulate(schedule: Schedule, cost: Cost) -> Timeline:
     sent = np.full(len(table), np.nan)
     arrived = np.full(len(table), np.nan)
     cause = np.full(len(table), -1, dtype=np.int32)
-    run = at_speed(_run, len(table))
+    run = compile_if_large(_run, len(table))
     run(
         table.order,
         table.rank,

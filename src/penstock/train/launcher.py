@@ -37,7 +37,7 @@ from penstock.errors import (
 )
 from penstock.runtime.process.amx import avoid_broken_amx
 from penstock.runtime.process.launch import (
-    ENDING,
+    ENDING_SIGNALS,
     after_first,
     serve_forks,
     under_launcher,
@@ -226,8 +226,8 @@ def ended_by_signals(say: Say) -> Iterator[None]:
 
 def _heard_signals(interrupt: bool) -> list[signal.Signals]:
     """The signals to handle: those that end a job, unless this process ignores them."""
-    ignored = [n for n in ENDING if signal.getsignal(n) is signal.SIG_IGN]
-    heard = [number for number in ENDING if number not in ignored]
+    ignored = [n for n in ENDING_SIGNALS if signal.getsignal(n) is signal.SIG_IGN]
+    heard = [number for number in ENDING_SIGNALS if number not in ignored]
     return [signal.SIGINT, *heard] if interrupt else heard
 
 

@@ -20,7 +20,7 @@ from penstock.cost.profile import Profile
 from penstock.errors import FileError, RunError, ShapeError
 from penstock.formats import config_toml as config_file
 from penstock.ir.plan import Facts
-from penstock.measure.points import Where
+from penstock.measure.points import SlicePoint
 from penstock.measure.probe import Subject
 from penstock.measure.profile import PROFILE_ROUNDS, ProgressText, Subjects, measure
 from penstock.models import (
@@ -73,7 +73,7 @@ class Request:
     depth: int = DEPTH  # layers measured in a row
     graphs: bool = False  # record actions, as run.graphs does
     # Slices to measure, by tokens and prefix; if empty, about forty typical ones.
-    where: tuple[Where, ...] = ()
+    where: tuple[SlicePoint, ...] = ()
 
 
 def preset_sizes(preset: str, tokens: int, changes: Mapping[str, int]) -> Sizes:

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from html import escape
 from math import isfinite
 
-from penstock.ir.idle import idle, message_seconds
+from penstock.ir.idle import message_seconds, split_idle_time
 from penstock.ir.timeline import Timeline
 from penstock.view.chart import Series, chart
 from penstock.view.frame import framed
@@ -119,7 +119,7 @@ def time_rows_of(predicted: Timeline, measured: Timeline) -> list[list[str]]:
 
     The prediction says how long a message takes.
     """
-    idle_seconds = idle(measured, message_seconds(predicted))
+    idle_seconds = split_idle_time(measured, message_seconds(predicted))
     rows = []
     for rank, working in enumerate(measured.busy.tolist()):
         seconds = (

@@ -14,7 +14,7 @@ from penstock.ir.table import Floats, Ints
 from penstock.plan.paths.path_simulator import Traffic
 
 
-def sum_seconds(traffic: Traffic, nodes: Ints, size: float) -> float:
+def allreduce_seconds(traffic: Traffic, nodes: Ints, size: float) -> float:
     """Return the seconds to sum `size` bytes of gradients over these nodes."""
     count = len(nodes)
     if count < 2 or size <= 0:
@@ -44,18 +44,18 @@ def _slowest_ring_link(seconds: Floats) -> float:
     return max(slowest, float(seconds[here, 0]))
 
 
-def sum_seconds_by_part(
+def allreduce_seconds_by_part(
     traffic: Traffic, labels: Ints, parts: int, size: float
 ) -> Floats:
     """Return the seconds for each part. The head is on the data nodes and is summed with part 0."""
     seconds = np.zeros(parts)
     for part in range(parts):
         replicas = np.flatnonzero(labels == part)
-        seconds[part] = sum_seconds(traffic, replicas, size)
+        seconds[part] = allreduce_seconds(traffic, replicas, size)
     return seconds
 
 
-def least_sum_seconds(traffic: Traffic, replicas: int, size: float) -> float:
+def least_allreduce_seconds(traffic: Traffic, replicas: int, size: float) -> float:
     """Return a lower bound on the seconds to sum `size` bytes over any `replicas` nodes."""
     if replicas < 2 or size <= 0 or traffic.nodes < 2:
         return 0.0

@@ -21,7 +21,7 @@ from random import Random
 import numpy as np
 
 from penstock.ir.table import Floats
-from penstock.plan.paths.allreduce import sum_seconds_by_part
+from penstock.plan.paths.allreduce import allreduce_seconds_by_part
 from penstock.plan.paths.budget import Budget
 from penstock.plan.paths.path_simulator import simulate_paths
 from penstock.plan.paths.problem import Problem, expand_paths, start_conditions
@@ -86,7 +86,7 @@ class Annealing:
         return set(idle)
 
     def _allreduce_seconds(self) -> Floats:
-        return sum_seconds_by_part(
+        return allreduce_seconds_by_part(
             self.problem.traffic,
             self.labels,
             self.problem.body,

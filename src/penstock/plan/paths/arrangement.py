@@ -18,7 +18,7 @@ import numpy as np
 
 from penstock.errors import ShapeError
 from penstock.ir.table import Floats, Ints
-from penstock.plan.paths.allreduce import sum_seconds, sum_seconds_by_part
+from penstock.plan.paths.allreduce import allreduce_seconds, allreduce_seconds_by_part
 from penstock.plan.paths.circuits import improve_circuits
 from penstock.plan.paths.problem import Problem
 from penstock.plan.paths.rules import part_orders, spread_parts
@@ -228,7 +228,9 @@ def _bring_replicas_together(
     """Let circuits exchange their parts as long as the slowest all-reduce gets no slower."""
     random = np.random.default_rng(seed)
     labels = _labels_from(problem, circuits, designs)
-    sums = sum_seconds_by_part(problem.traffic, labels, problem.body, problem.gradients)
+    sums = allreduce_seconds_by_part(
+        problem.traffic, labels, problem.body, problem.gradients
+    )
     for _ in range(min(EXCHANGES_PER_CIRCUIT * len(circuits), MAX_EXCHANGES)):
         i, j = random.choice(len(circuits), 2, replace=False).tolist()
         if designs[i] == designs[j]:
@@ -238,7 +240,9 @@ def _bring_replicas_together(
         new_sums = sums.copy()
         for part in {*designs[i], *designs[j]}:
             replicas = np.flatnonzero(labels == part)
-            new_sums[part] = sum_seconds(problem.traffic, replicas, problem.gradients)
+            new_sums[part] = allreduce_seconds(
+                problem.traffic, replicas, problem.gradients
+            )
         if _allreduce_value(new_sums) <= _allreduce_value(sums):
             sums = new_sums
             designs[i], designs[j] = designs[j], designs[i]

@@ -29,7 +29,7 @@ from penstock.plan.paths.solution import (
     path_in_order,
     simulate_solution,
 )
-from penstock.plan.paths.staged_search import ITERATIONS
+from penstock.plan.paths.staged_search import DEFAULT_SEARCH_MOVES
 
 SHORTENING_MOVES = 4000
 WORK_PER_FORWARD = 2.5  # forward and backward of a part, in forwards
@@ -37,7 +37,7 @@ WORK_PER_FORWARD = 2.5  # forward and backward of a part, in forwards
 
 def full_pipeline(
     plan: PathPlan,
-    iterations: int = ITERATIONS,
+    iterations: int = DEFAULT_SEARCH_MOVES,
     seconds: float | None = None,
     seed: int = 0,
     clock: TimeSource = time.perf_counter,

@@ -35,7 +35,10 @@ from itertools import chain, islice, pairwise
 import numpy as np
 
 from penstock.ir.table import Floats, Ints
-from penstock.plan.paths.allreduce import least_sum_seconds, sum_seconds_by_part
+from penstock.plan.paths.allreduce import (
+    allreduce_seconds_by_part,
+    least_allreduce_seconds,
+)
 from penstock.plan.paths.cycles import min_plus, shortest_cycles
 from penstock.plan.paths.prices import Market, price_bound
 from penstock.plan.paths.problem import Problem
@@ -193,7 +196,9 @@ def _bound_for_labels(problem: Problem, labels: Ints) -> float:
     work = _Work(problem)
     data = np.flatnonzero(labels == 0)
     trips = _shortest_trips(problem, work, labels, data)
-    sums = sum_seconds_by_part(problem.traffic, labels, problem.body, problem.gradients)
+    sums = allreduce_seconds_by_part(
+        problem.traffic, labels, problem.body, problem.gradients
+    )
     ends = []
     for number, node in enumerate(data.tolist()):
         trip = float(trips.trip[number])
@@ -412,7 +417,7 @@ def _bound_for_sizes(problem: Problem, sizes: Ints) -> float:
         last_end = max(last_end, problem.policy.rounds * float(through_any.max()))
     if problem.hops:
         last_end = max(last_end, price_bound(_market(problem, work, trip), data))
-    allreduce = least_sum_seconds(traffic, data, problem.gradients)
+    allreduce = least_allreduce_seconds(traffic, data, problem.gradients)
     slot_seconds = problem.microbatches * data * _least_slot_seconds(work, problem)
     return max(
         last_end + allreduce,

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from penstock.ir.compiled import COMPILE_FROM, at_speed
+from penstock.ir.compiled import MIN_COMPILED_SIZE, compile_if_large
 from penstock.ir.table import Floats, Ints
 from penstock.plan.paths.problem import Problem
 from penstock.plan.paths.rules import Rules
@@ -88,7 +88,7 @@ def improve_circuits(
     fixed = labels is not None
     if labels is None:
         labels = np.full(problem.traffic.nodes, -1)
-    at_speed(_anneal, COMPILE_FROM)(
+    compile_if_large(_anneal, MIN_COMPILED_SIZE)(
         circuits,
         spare,
         len(spare) - 1,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from penstock.ir.compiled import COMPILE_FROM, at_speed
+from penstock.ir.compiled import MIN_COMPILED_SIZE, compile_if_large
 from penstock.ir.table import Floats
 
 # Steps of the search for shortest trips. If they do not suffice, the shortest walk counts.
@@ -31,7 +31,9 @@ def shortest_cycles(link: Floats, home: Floats, hops: int) -> Floats:
     walks = walks_home(link, home, hops)
     shortest = np.empty(len(link))
     max_steps = MAX_TRIP_STEPS // len(link) + MIN_TRIP_STEPS_PER_NODE
-    at_speed(_find_trips, COMPILE_FROM)(link, walks, hops, max_steps, shortest)
+    compile_if_large(_find_trips, MIN_COMPILED_SIZE)(
+        link, walks, hops, max_steps, shortest
+    )
     return shortest
 
 
@@ -52,7 +54,7 @@ def walks_home(link: Floats, home: Floats, hops: int) -> Floats:
 def min_plus(left: Floats, right: Floats) -> Floats:
     """Return the minimum of left[i, k] + right[k, j] over k."""
     out = np.full((len(left), right.shape[1]), np.inf)
-    at_speed(_min_plus_loop, COMPILE_FROM)(
+    compile_if_large(_min_plus_loop, MIN_COMPILED_SIZE)(
         np.ascontiguousarray(left), np.ascontiguousarray(right), out
     )
     return out

@@ -16,7 +16,7 @@ from __future__ import annotations
 import numpy as np
 
 from penstock.errors import ShapeError
-from penstock.ir.compiled import COMPILE_FROM, at_speed
+from penstock.ir.compiled import MIN_COMPILED_SIZE, compile_if_large
 from penstock.ir.table import Floats, Ints
 from penstock.plan.paths.circuits import circuit_terms
 from penstock.plan.paths.problem import Problem
@@ -51,7 +51,7 @@ def exchange_parts(problem: Problem, labels: Ints, seed: int) -> Ints:
         int(replicas[0]) * len(orders) * problem.hops * links + traffic.nodes
     )
     labels = labels.copy()
-    at_speed(_anneal, COMPILE_FROM)(
+    compile_if_large(_anneal, MIN_COMPILED_SIZE)(
         labels,
         np.array(orders, dtype=np.int64),
         np.array(first, dtype=np.int64),

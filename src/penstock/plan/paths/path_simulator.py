@@ -30,7 +30,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from penstock.ir.compiled import COMPILE_FROM, at_speed
+from penstock.ir.compiled import MIN_COMPILED_SIZE, compile_if_large
 from penstock.ir.needs import BACKWARD, FORWARD, RULES
 from penstock.ir.table import Floats, Ints
 
@@ -184,7 +184,7 @@ def simulate_paths(
     finish = np.zeros(count)
     links = (traffic.nodes, traffic.nodes) if traffic.serial else (1, 1)
     link_free = np.zeros(links)
-    makespan = at_speed(_run, COMPILE_FROM)(
+    makespan = compile_if_large(_run, MIN_COMPILED_SIZE)(
         nodes,
         parts,
         holding,

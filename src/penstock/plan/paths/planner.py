@@ -28,7 +28,7 @@ from penstock.ir.plan import Facts, Plan
 from penstock.ir.schedule import MicroBatch, Schedule, Stage, schedule_of
 from penstock.ir.table import Ints
 from penstock.ir.timeline import Timeline
-from penstock.plan.paths.allreduce import sum_seconds_by_part
+from penstock.plan.paths.allreduce import allreduce_seconds_by_part
 from penstock.plan.paths.arrangement import (
     arrange,
     find_circuits,
@@ -51,8 +51,8 @@ from penstock.plan.paths.rules import (
     rules_text,
 )
 from penstock.plan.paths.solution import Solution, simulate_solution
-from penstock.plan.paths.staged_search import ITERATIONS, search
-from penstock.schedules.size import refuse_size
+from penstock.plan.paths.staged_search import DEFAULT_SEARCH_MOVES, search
+from penstock.schedules.size import refuse_if_too_large
 from penstock.sim.simulate import simulate
 
 CIRCUIT_MOVES_PER_CIRCUIT = 20_000  # moves that find the first circuits
@@ -124,7 +124,7 @@ def plan_paths(
     gradients: float = 0.0,
     gap: float = 0.0,
     first_gap: float = 0.0,
-    iterations: int = ITERATIONS,
+    iterations: int = DEFAULT_SEARCH_MOVES,
     seconds: float | None = None,
     seed: int = 0,
     clock: TimeSource = time.perf_counter,
@@ -179,7 +179,7 @@ def best_plan(
     shape: the number of nodes of each part.
     """
     per_data_node = 2 * (problem.hops + 2) * problem.microbatches * problem.slices
-    refuse_size(
+    refuse_if_too_large(
         per_data_node * int(shape[0]),
         f"{shape[0]} data nodes with microbatches={problem.microbatches} slices={problem.slices}",
     )
@@ -300,7 +300,9 @@ def step_seconds(problem: Problem, schedule: Schedule, labels: Ints) -> float:
     timeline = simulate(schedule, problem.cost())
     if problem.gradients <= 0:
         return timeline.makespan
-    sums = sum_seconds_by_part(problem.traffic, labels, problem.body, problem.gradients)
+    sums = allreduce_seconds_by_part(
+        problem.traffic, labels, problem.body, problem.gradients
+    )
     ends = np.zeros(schedule.ranks)
     np.maximum.at(ends, schedule.table.rank, timeline.end)
     busy = (ends > 0) & (labels >= 0)

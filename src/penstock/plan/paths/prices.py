@@ -29,7 +29,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from penstock.ir.compiled import COMPILE_FROM, at_speed
+from penstock.ir.compiled import MIN_COMPILED_SIZE, compile_if_large
 from penstock.ir.table import Floats, Ints
 from penstock.plan.paths.cycles import walks_home
 
@@ -137,7 +137,7 @@ def _optimum(
     own = 1.0 / (data * market.window)
     cheapest = np.zeros(count)
     trips = np.zeros((count, market.hops + 1), dtype=np.int64)
-    at_speed(_find_cheapest_trips, COMPILE_FROM)(
+    compile_if_large(_find_cheapest_trips, MIN_COMPILED_SIZE)(
         link,
         home,
         walks,

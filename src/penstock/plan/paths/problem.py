@@ -24,7 +24,7 @@ from penstock.ir.table import Floats, Ints
 from penstock.plan.paths.path_simulator import QueueOrder, Traffic
 from penstock.plan.paths.rules import Rules
 from penstock.schedules.orders import require_at_least
-from penstock.schedules.size import refuse_size
+from penstock.schedules.size import refuse_if_too_large
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +101,7 @@ class Problem:
             raise ShapeError(
                 f"paths need at least two parts and a head, not {len(self.parts)} parts in all"
             )
-        refuse_size(
+        refuse_if_too_large(
             2 * (self.hops + 2) * self.microbatches * self.slices,
             f"one data node with microbatches={self.microbatches} slices={self.slices}",
         )
@@ -176,7 +176,7 @@ def even_parts(
     message, held: bytes of a whole micro-batch's message, and of what a part holds of it.
     """
     require_at_least(1, parts=parts)
-    refuse_size(2 * parts, f"a path over parts={parts}")
+    refuse_if_too_large(2 * parts, f"a path over parts={parts}")
     forward_token = forward / tokens
     half_backward = Seconds(token=backward * forward_token / 2)
     part = PartCost(

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from penstock.ir.table import Floats, Ints
-from penstock.plan.paths.allreduce import sum_seconds_by_part
+from penstock.plan.paths.allreduce import allreduce_seconds_by_part
 from penstock.plan.paths.path_simulator import PathTimes, QueueOrder, simulate_paths
 from penstock.plan.paths.problem import Problem, expand_paths, start_conditions
 
@@ -80,7 +80,9 @@ def step_end(problem: Problem, times: PathTimes, labels: Ints, sums: Floats) -> 
 def choose_queueing(problem: Problem, solution: Solution) -> Solution:
     """Return the solution with the queue order, stagger and care that end the step first."""
     labels = np.array(solution.labels)
-    sums = sum_seconds_by_part(problem.traffic, labels, problem.body, problem.gradients)
+    sums = allreduce_seconds_by_part(
+        problem.traffic, labels, problem.body, problem.gradients
+    )
     best = solution
     least = math.inf
     for queue_order in problem.policy.queue_orders:
@@ -113,5 +115,7 @@ def solution_value(problem: Problem, solution: Solution) -> tuple[float, float]:
     """Return the end of the step and the mean end of the micro-batches. Less is better."""
     labels = np.array(solution.labels)
     times = simulate_solution(problem, solution)
-    sums = sum_seconds_by_part(problem.traffic, labels, problem.body, problem.gradients)
+    sums = allreduce_seconds_by_part(
+        problem.traffic, labels, problem.body, problem.gradients
+    )
     return step_end(problem, times, labels, sums), float(times.finish.mean())

@@ -22,7 +22,7 @@ from penstock.plan.paths.problem import Problem
 from penstock.plan.paths.solution import Solution, choose_queueing, solution_value
 
 # Moves of a search by default: four whole stages, about two seconds for twenty nodes.
-ITERATIONS = 25_500
+DEFAULT_SEARCH_MOVES = 25_500
 FIRST_STAGE_MOVES = 300
 STAGE_GROWTH = 4  # each stage has this many times the moves of the one before
 MAX_STAGE_MOVES = 40_000

@@ -28,7 +28,7 @@ from penstock.cost.cost import Cost
 from penstock.cost.curve import Seconds
 from penstock.errors import ShapeError
 from penstock.ir.action import Action, Op
-from penstock.ir.compiled import at_speed
+from penstock.ir.compiled import compile_if_large
 from penstock.ir.schedule import MicroBatch, Schedule, schedule_of
 from penstock.ir.table import Floats, Ints
 from penstock.plan.slices.dynamic_program import EXPECTED_PASSES, reach, retrace
@@ -263,7 +263,7 @@ def _find_short(step: _Step, limit: float) -> list[bool]:
 def _run_pass(step: _Step, limit: float) -> None:
     """Fill `reached` with the least sum of every length, in points, with slices below a limit."""
     first, sums, peaks = step.planner.grid
-    walk = at_speed(reach, len(sums) * EXPECTED_PASSES)
+    walk = compile_if_large(reach, len(sums) * EXPECTED_PASSES)
     walk(first, sums, peaks[0], peaks[0], False, limit, limit, limit, step.reached)
 
 
@@ -319,7 +319,7 @@ def _cut_document(step: _Step, place: int, limit: float) -> tuple[int, ...]:
     first, sums, peaks = step.planner.grid
     steps = np.empty(len(first), dtype=np.int64)
     highest = np.empty(2)
-    walk_back = at_speed(retrace, len(sums) * EXPECTED_PASSES)
+    walk_back = compile_if_large(retrace, len(sums) * EXPECTED_PASSES)
     count = walk_back(
         first,
         sums,

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from penstock.ir.compiled import at_speed
+from penstock.ir.compiled import compile_if_large
 from penstock.ir.table import Floats, Ints
 from penstock.plan.slices.limit_search import (
     PROBE_ROUNDS,
@@ -49,8 +49,8 @@ def pass_over(grid: Grid, slices: int | None = None, rows: int = 1) -> LimitedPa
     points = len(grid.first) - 1
     layers = slices or 1
     size = len(grid.sums) * EXPECTED_PASSES * layers
-    walk = at_speed(reach if slices is None else _reach_in_layers, size)
-    walk_back = at_speed(retrace, size)
+    walk = compile_if_large(reach if slices is None else _reach_in_layers, size)
+    walk_back = compile_if_large(retrace, size)
     reached = np.empty((layers + 1 if slices else 1, points + 1))
     steps = np.empty(points, dtype=np.int64)
     highest = np.empty(2)

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from penstock.ir.compiled import at_speed
+from penstock.ir.compiled import compile_if_large
 from penstock.ir.table import Floats, Ints
 from penstock.plan.slices.stage_times import StageTables
 
@@ -49,7 +49,7 @@ def remaining_times(shares: Floats, sums: Floats, peaks: Floats) -> RemainingTim
         # The highest peak is above the limit before the one that admits it.
         floors = np.concatenate([[0.0], limits[:-1]])
     least = np.full(points + 1, np.inf)
-    fill = at_speed(_fill_remaining, points * points * len(limits))
+    fill = compile_if_large(_fill_remaining, points * points * len(limits))
     fill(sums, peaks, limits, floors, least)
     return RemainingTimes(shares, least)
 

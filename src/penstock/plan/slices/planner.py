@@ -32,9 +32,9 @@ from penstock.ir.table import Floats
 from penstock.plan.candidates import (
     Candidate,
     ShapeWords,
-    noisy_makespan,
+    evaluate_schedule,
+    split_and_defer,
     title,
-    with_split,
 )
 from penstock.plan.slices.closed_form import equal_length
 from penstock.plan.slices.cuts import best_cuts
@@ -306,8 +306,10 @@ def _simulate_order(
     """Build and simulate an order; the peak includes the gradients of keys and values."""
     schedule = order.build()
     if order.split:
-        schedule = with_split(schedule, cost, memory)
-    candidate = noisy_makespan(order.name, order.shape, sort, schedule, cost, seeds=())
+        schedule = split_and_defer(schedule, cost, memory)
+    candidate = evaluate_schedule(
+        order.name, order.shape, sort, schedule, cost, seeds=()
+    )
     if not gradients or schedule.slices == 1:
         return candidate
     activations = simulate(schedule, cost).activations
@@ -321,7 +323,7 @@ def _simulate_noise(
     """Return the candidate with its makespan under noise."""
     schedule = candidate.schedule
     price = _regroup_cost(cost, regrouped, ranks, len(schedule.stages) // ranks)
-    noisy = noisy_makespan(
+    noisy = evaluate_schedule(
         candidate.name, candidate.shape, candidate.sort, schedule, price
     )
     return replace(candidate, noisy=noisy.noisy)

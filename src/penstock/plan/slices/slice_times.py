@@ -24,7 +24,7 @@ import numpy as np
 
 from penstock.cost.curve import TERMS, Seconds
 from penstock.errors import ShapeError
-from penstock.ir.compiled import at_speed
+from penstock.ir.compiled import compile_if_large
 from penstock.ir.table import Floats, Ints
 
 MAX_PEAKS = 2  # the peaks that a slice can have: forward and backward
@@ -134,7 +134,7 @@ class TableTimes:
         if self.peak_count > 1:
             total = self.peaks[0] + self.peaks[1]
         longest = np.zeros(self.points, dtype=np.int64)
-        at_speed(_find_longest, self.points**2)(total, limit, longest)
+        compile_if_large(_find_longest, self.points**2)(total, limit, longest)
         return _grid_up_to(longest, self.of)
 
 
@@ -175,7 +175,7 @@ def times_from_table(forward: Floats, backward: Floats | None = None) -> TableTi
 def _check_seconds(table: Floats) -> None:
     """Refuse a table in which a slice inside the sequence has a negative time or NaN."""
     place = np.zeros(2, dtype=np.int64)
-    if at_speed(_find_invalid, len(table) ** 2)(table, place):
+    if compile_if_large(_find_invalid, len(table) ** 2)(table, place):
         prefix, column = place.tolist()
         raise ShapeError(
             f"a slice of {column + 1} points after {prefix} "

@@ -28,7 +28,7 @@ from penstock.plan.slices.slice_times import (
     seconds_along,
     times_from_curves,
 )
-from penstock.schedules.list_scheduling import in_turn
+from penstock.schedules.list_scheduling import sequential_schedule
 
 # Times that differ by less than this share count as equal.
 EQUAL_TIME_SHARE = 1e-9
@@ -261,7 +261,7 @@ def stage_curves(
     for shares in PROBE_SHARES:
         cuts = sorted({round(tokens * share) for share in shares})
         microbatches.append(MicroBatch(path, tokens, tuple(cuts)))
-    probe = in_turn(stages, microbatches)
+    probe = sequential_schedule(stages, microbatches)
     return tuple(_fit_stage(probe, cost, stage) for stage in path)
 
 
@@ -281,7 +281,7 @@ def _ask_every_slice(
             every_cuts.append(cuts)
             token_cuts = tuple(grain * end for end in cuts)
             microbatches.append(MicroBatch(path, points * grain, token_cuts))
-    probe = in_turn(stages, microbatches)
+    probe = sequential_schedule(stages, microbatches)
     forward = np.zeros((len(stages), points, points))
     backward = np.zeros((len(stages), points, points))
     for number, cuts in enumerate(every_cuts):

@@ -31,7 +31,7 @@ from typing import NamedTuple
 import numpy as np
 
 from penstock.errors import ShapeError
-from penstock.ir.compiled import at_speed
+from penstock.ir.compiled import compile_if_large
 from penstock.ir.table import Floats, Ints
 from penstock.plan.slices.cuts import best_cuts, check_lengths
 from penstock.plan.slices.label_search import (
@@ -144,7 +144,7 @@ def longest_path(
     check_lengths(lengths, tables.points)
     sizes = np.tile(np.asarray(lengths, dtype=np.int64), microbatches)
     prefixes = (np.cumsum(sizes) - sizes) % tables.points
-    walk = at_speed(_walk, len(sizes) * tables.stages * EXPECTED_MOVES)
+    walk = compile_if_large(_walk, len(sizes) * tables.stages * EXPECTED_MOVES)
     there = walk(tables.forward, tables.onward[:-1], prefixes, sizes)
     back = walk(tables.backward, tables.homeward[1:], prefixes, sizes)
     return there + back

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from penstock.runtime.comm.ring import count_slots
-from penstock.runtime.lane import Do, Step, Turn
+from penstock.runtime.lane import Do, LaneStep, Turn
 
 SLOT_ALIGNMENT = 4096  # a slot's bytes are a multiple of this
 MAX_RING_BYTES = 1 << 30  # a program that needs more still runs, but waits for room
@@ -83,7 +83,7 @@ def _drop_used(requested: deque[tuple[int, int]], used: int) -> int:
             return freed
 
 
-def _receives(turn: Turn, source: int) -> Iterator[Step]:
+def _receives(turn: Turn, source: int) -> Iterator[LaneStep]:
     """The receives of a turn that come from one rank."""
     for step in turn.messages:
         if step.do is Do.RECEIVE and step.peer == source:

@@ -57,7 +57,7 @@ PREPARE_POLL_SECONDS = 0.1
 KILLED = "(killed)"
 ENDED = "(ended)"
 # The signals that end all processes of a job or of a terminal.
-ENDING = (signal.SIGTERM, signal.SIGHUP)
+ENDING_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -318,7 +318,7 @@ def serve_forks(modules: list[str]) -> None:
     # A Ctrl-C that comes meanwhile is kept for this process.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     handlers = {}
-    for number in (signal.SIGINT, *ENDING):
+    for number in (signal.SIGINT, *ENDING_SIGNALS):
         handlers[number] = signal.signal(number, signal.SIG_IGN)
     try:
         forkserver.ensure_running()

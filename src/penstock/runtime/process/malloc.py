@@ -24,9 +24,9 @@ MMAP_THRESHOLD = -3
 # The free memory that the heap keeps at its end, and the largest block that it keeps.
 KEPT_BYTES = 1 << 30
 # The largest block that is kept where weights are sharded: for layers that compute,
-USED = 8 << 20
+SHARDED_KEPT_BYTES = 8 << 20
 # and for weights that are gathered and gradients that are summed.
-ONCE = 1 << 20
+TRANSIENT_KEPT_BYTES = 1 << 20
 
 
 def keep_freed_memory(max_block: int = KEPT_BYTES) -> bool:
@@ -43,13 +43,13 @@ def keep_freed_memory(max_block: int = KEPT_BYTES) -> bool:
 
 
 @contextmanager
-def taken_once() -> Iterator[None]:
+def return_freed_memory() -> Iterator[None]:
     """Large blocks allocated in this context are returned to the system once freed."""
-    keep_freed_memory(ONCE)
+    keep_freed_memory(TRANSIENT_KEPT_BYTES)
     try:
         yield
     finally:
-        keep_freed_memory(USED)
+        keep_freed_memory(SHARDED_KEPT_BYTES)
 
 
 @cache
