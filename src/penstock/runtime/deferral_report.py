@@ -91,7 +91,7 @@ class DeferralReport:
 
 
 def _embedding_ids(module: nn.Module) -> set[int]:
-    ids = set()
+    ids: set[int] = set()
     for layer in module.modules():
         if isinstance(layer, nn.Embedding):
             ids.update(id(parameter) for parameter in layer.parameters())

@@ -221,7 +221,7 @@ def _shared_parts(
     tied: Mapping[str, Tied],
 ) -> list[SharedParameters]:
     """The parts that this rank holds a replica of, without their tied parameters."""
-    tied_ids = set()
+    tied_ids: set[int] = set()
     for tie in tied.values():
         tied_ids.update(id(copy) for copy in (tie.parameter, *tie.twins))
     sums = []

@@ -106,7 +106,7 @@ def has_gradient_hooks(parameter: Tensor) -> bool:
     Such a gradient must come from autograd. If torch renamed these attributes, deferred gradients would bypass hooks.
     """
     hooks = parameter._backward_hooks
-    accumulation_hooks = parameter._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+    accumulation_hooks = parameter._post_accumulate_grad_hooks
     return bool(hooks) or bool(accumulation_hooks)
 
 
