@@ -316,7 +316,7 @@ def test_frozen_parts_leave_the_gradients_of_the_others_exact(name, frozen):
         worst(ours, {key: 2 * gradient for key, gradient in gradients.items()}) < 1e-12
     )
     first = next(part for part in range(schedule.parts) if part not in frozen)
-    sent = [m for e in ours.executors for m in e.receives if m.goes_back]
+    sent = [m for e in ours.executors for m in e.lane.receives if m.goes_back]
     assert all(schedule.stages[m.instruction.action.stage].part > first for m in sent)
 
 

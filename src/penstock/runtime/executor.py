@@ -81,15 +81,18 @@ class Executor:
         reduction: str = "sum",
     ) -> None:
         schedule = program.schedule
-        loss_reduction = reduction_of(reduction)
         self.program = program
         self.comm = comm
+        self.loss = loss
+        self.reduction = reduction_of(reduction)
         self.width = width
         self.dtype = dtype
+        self.recompute = recompute
+        self.autocast = autocast
         self.tape = tape
         self.modules = stages_of_rank(schedule, stages, comm)
         self.stages = LaneStages(
-            self.modules, loss, loss_reduction, recompute, autocast
+            self.modules, loss, self.reduction, recompute, autocast
         )
         refuse_whole(schedule, self.modules)
         if tape is not None:
@@ -100,12 +103,13 @@ class Executor:
             tied = ties_of(schedule, self.modules)
         self.tied = tied
         comm.prepare(groups_of(schedule, tied))
+        self.shards = Shards(schedule, self.modules, comm.rank, tied)
         self.gradients = StepGradients(
-            Shards(schedule, self.modules, comm.rank, tied),
+            self.shards,
             Replicas(schedule, self.modules, comm, tied),
             Visits(schedule, self.modules, mean, tied),
         )
-        if not self.gradients.shards.parts:
+        if not self.shards.parts:
             # Sharding saves memory, and keeping freed memory would spend it again.
             keep_freed_memory()
 
@@ -204,7 +208,7 @@ class Executor:
 
     def messages(self, units: Units, values: StepValues, training: bool) -> Messages:
         """The messages of one step."""
-        autocast = self.stages.autocast is not None
+        autocast = self.autocast is not None
         receives = self.lane.receives
         return Messages(self.comm, receives, units, values, training, autocast)
 
@@ -266,7 +270,7 @@ class Executor:
             self.comm,
             replicas.order,
             self.tied,
-            self.stages.recompute,
+            self.recompute,
         )
         visited = {stage for m in schedule.microbatches for stage in m.path}
         if not any(agreement.trains[stage] for stage in visited):
