@@ -1,4 +1,4 @@
-"""Our models against Hugging Face's; parts against the whole, for ours and for theirs."""
+"""Compares our models with Hugging Face's, and parts with whole models, for both."""
 
 from __future__ import annotations
 
