@@ -15,10 +15,10 @@ $(VENV)/.ready: pyproject.toml
 	$(BIN)/pip install --quiet --disable-pip-version-check --editable ".[dev]"
 	touch $@
 
-demo: setup ## train a small Llama on four workers: report, checkpoint and sample are in runs/
+demo: setup ## train a small Llama on four workers; the report, checkpoint and sample are in runs/
 	$(BIN)/penstock train
 
-figures: setup ## plan, simulate and draw: the pictures are in out/
+figures: setup ## plan, simulate and draw schedules; the figures are in out/
 	mkdir -p $(OUT)
 	$(BIN)/penstock plan --ranks 4 --microbatches 8 --comm 0.05 --memory 4 --top 8 --output $(OUT)/plan.json
 	$(BIN)/penstock check $(OUT)/plan.json --run
@@ -33,22 +33,22 @@ figures: setup ## plan, simulate and draw: the pictures are in out/
 test: setup ## run all tests
 	$(BIN)/pytest -n 2 --dist worksteal
 
-fuzz: setup ## compare CASES random pipelines with unsplit Hugging Face models, from SEED on
+fuzz: setup ## compare CASES random pipelines with unsplit Hugging Face models, starting at SEED
 	$(BIN)/python tests/fuzz.py --cases $(CASES) --seed $(SEED)
 
-check: setup ## ruff, types, import graph
+check: setup ## run ruff, mypy and the test of the import graph
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/pytest tests/test_imports.py
 
-bench: setup ## measure what the docs claim; tables go to docs/results
+bench: setup ## run the benchmarks that need no quiet machine; tables go to docs/results
 	$(BIN)/python benchmarks/scale.py
 	$(BIN)/python benchmarks/portfolio.py
 	$(BIN)/python benchmarks/paths.py
 	$(BIN)/python benchmarks/slicing.py
 	$(BIN)/python benchmarks/terapipe.py
 
-docs: setup $(VENV)/.docs ## redraw the generated pages and build the site: open build/site/index.html
+docs: setup $(VENV)/.docs ## generate the pages and build the site; open build/site/index.html
 	$(BIN)/python docs/build.py
 	$(BIN)/python docs/measure.py --write
 	$(BIN)/python docs/website.py
@@ -56,7 +56,7 @@ $(VENV)/.docs: $(VENV)/.ready
 	$(BIN)/pip install --quiet --disable-pip-version-check --editable ".[docs]"
 	touch $@
 
-clean: ## remove what the other targets made
+clean: ## remove everything that the other targets made
 	rm -rf $(VENV) $(OUT) build runs
 
 .PHONY: help setup demo figures test fuzz check bench docs clean

@@ -54,7 +54,7 @@ def main() -> None:
     own = eager(ranks=4, microbatches=16)
     known = make("1f1b", ranks=4, microbatches=16)
     messages = verify(lower(own))
-    print(f"a schedule; its {len(messages)} messages cannot block each other")
+    print(f"the schedule is valid; its {len(messages)} messages cannot deadlock")
     for comm in (0.0, 0.25, 0.5):
         ours = simulate(own, UnitCost(comm=comm))
         theirs = simulate(known, UnitCost(comm=comm))

@@ -1,4 +1,4 @@
-"""A command line, in this process or in its own, for the tests of the verbs."""
+"""Runs command lines for the tests, in this process or in another one."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ forecast = false
 def called(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], line: str
 ) -> tuple[int, str, str]:
-    """Runs it, without `penstock` before it; gives exit code, stdout, stderr."""
+    """Run a command line, given without `penstock`; return exit code, stdout, stderr."""
     monkeypatch.setattr(sys, "argv", ["penstock", *shlex.split(line, comments=True)])
     code = 0
     try:
@@ -56,7 +56,7 @@ def called(
 
 
 def environment(**more: str) -> dict[str, str]:
-    """Of a process of its own: this penstock, wide lines."""
+    """Return the environment of another process: this penstock, and wide lines."""
     return (
         os.environ
         | {"PYTHONPATH": str(Path(penstock.__file__).parents[1]), "COLUMNS": "200"}
@@ -65,11 +65,12 @@ def environment(**more: str) -> dict[str, str]:
 
 
 def ended(folder: Path, line: str, after: float) -> tuple[int, str]:
-    """
-    Runs a command line in a process of its own, and presses Ctrl-C so many seconds after its start; exit code, stderr.
+    """Run a command line in another process, and press Ctrl-C `after` seconds.
 
-    Not in this process: Python drops an interrupt that comes inside a callback of the garbage collector, and here
-    hypothesis has one. Nor while torch is imported, whose C++ aborts on it.
+    Returns the exit code and stderr. It is another process because Python drops an
+    interrupt that arrives inside a callback of the garbage collector, and hypothesis has
+    such a callback here. Torch is imported first because its C++ code aborts when an
+    interrupt arrives during the import.
     """
     begin = "import torch, numba; from penstock.cli.app import main; print('begun', flush=True); main()"
     process = subprocess.Popen(
@@ -84,11 +85,9 @@ def ended(folder: Path, line: str, after: float) -> tuple[int, str]:
         assert process.stdout is not None
         assert process.stdout.readline() == "begun\n"
         time.sleep(after)
-        assert process.poll() is None, "it ended before it was asked to"
+        assert process.poll() is None, "it ended before Ctrl-C"
         process.send_signal(signal.SIGINT)
-        _, err = process.communicate(
-            timeout=600
-        )  # compiled loops may be compiled first
+        _, err = process.communicate(timeout=600)  # numba may have to compile first
     finally:
         process.kill()
         process.wait()
@@ -96,8 +95,8 @@ def ended(folder: Path, line: str, after: float) -> tuple[int, str]:
 
 
 def wait_for(folder: Path, steps: int, seconds: float = 600.0) -> None:
-    """Wait until a run in this folder has made so many steps."""
-    late = time.monotonic() + seconds
+    """Wait until the run in this folder has trained `steps` steps."""
+    deadline = time.monotonic() + seconds
     while len(read_rows(folder)) < steps:
-        assert time.monotonic() < late, "it does not train"
+        assert time.monotonic() < deadline, "the run does not train"
         time.sleep(0.02)

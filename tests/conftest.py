@@ -1,4 +1,4 @@
-"""Ctrl-C works in all tests, also if they were started in the background of a shell, which turns it off."""
+"""Makes Ctrl-C work in all tests, even if a shell started them in the background, where it is turned off."""
 
 from __future__ import annotations
 

@@ -45,8 +45,8 @@ from pipelines import gradients_of, piped, without_float32
 from random_schedules import random_schedule
 
 VOCAB = 37
-LIMIT = 8  # tokens up to which rotary frequencies are those of pretraining
-POSITIONS = 20  # of GPT-2's table; the longest sequence drawn has 19 tokens
+LIMIT = 8  # tokens; longer sequences get other rotary frequencies
+POSITIONS = 20  # rows of GPT-2's table; the longest sequence has 19 tokens
 FAMILIES = ("llama", "mistral", "qwen2", "gpt2")
 ROPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
 FROZEN = (
@@ -59,7 +59,7 @@ FROZEN = (
     "a layer",
     "half",
 )
-FLOAT64 = 1e-10  # sums in another order
+FLOAT64 = 1e-10  # tolerance for sums in another order
 FLOAT32 = (
     64 * 2.0**-24
 )  # Hugging Face's eager attention rounds its softmax to float32, in up to a dozen layers
@@ -73,7 +73,7 @@ Said = tuple[list[float], dict[str, Tensor]]  # the loss of each step, and the g
 # ---------------------------------------------------------------- a case
 @dataclass(frozen=True)
 class Case:
-    """All that one seed decides. `marks` names it for a reader, and for counting what was covered."""
+    """Everything that one seed decides. `marks` describes it, and counts what was covered."""
 
     seed: int
     family: str
@@ -97,7 +97,7 @@ class Case:
 
 
 def draw_case(seed: int) -> Case:
-    """The case of a seed. No model is made yet."""
+    """Draw the case of a seed. No model is built yet."""
     rng = np.random.default_rng([41, seed])
     dropout = 0.3 if rng.random() < 0.15 else 0.0
     name, schedule = draw_schedule(rng, ranks=1 if dropout else None)
@@ -152,7 +152,7 @@ def draw_case(seed: int) -> Case:
 
 
 def draw_schedule(rng: np.random.Generator, ranks: int | None) -> tuple[str, Schedule]:
-    """One of the registry, perhaps cut, split and copied; or one of all that the tables can say."""
+    """Draw a schedule from the registry, perhaps sliced, split and copied, or a random one."""
     if rng.random() < 0.3:
         sizes = {
             "ranks": ranks or int(rng.integers(1, 4)),
@@ -179,7 +179,7 @@ def draw_schedule(rng: np.random.Generator, ranks: int | None) -> tuple[str, Sch
             "microbatches": int(rng.integers(1, 5)),
         }
         schedule = make(name, **sizes, **own)
-    except ShapeError:  # it does not come in this shape
+    except ShapeError:  # the schedule does not have this shape
         return draw_schedule(rng, ranks)
     schedule = (
         recut(schedule, cuts) if "slices" in own else slice_tokens(schedule, cuts)
@@ -198,7 +198,7 @@ def draw_cuts(rng: np.random.Generator, slices: int) -> tuple[int, ...]:
 
 
 def draw_partition(rng: np.random.Generator, parts: int) -> tuple[int, ...]:
-    """One or two layers a part; the ends may have none, if something is left."""
+    """Draw one or two layers per part; the first and the last part may have none."""
     layers = [int(rng.choice([1, 1, 1, 2])) for _ in range(parts)]
     for end in (0, -1):
         if parts > 2 and rng.random() < 0.2:
@@ -207,7 +207,7 @@ def draw_partition(rng: np.random.Generator, parts: int) -> tuple[int, ...]:
 
 
 def draw_lengths(rng: np.random.Generator, schedule: Schedule) -> tuple[int, ...]:
-    """As planned, or some micro-batches a multiple as long: their cuts are shares."""
+    """Keep the planned lengths, or make some micro-batches a multiple as long."""
     planned = [m.tokens for m in schedule.microbatches]
     if rng.random() < 0.3:
         return tuple(n * int(rng.choice([1, 2])) if n < 10 else n for n in planned)
@@ -217,7 +217,7 @@ def draw_lengths(rng: np.random.Generator, schedule: Schedule) -> tuple[int, ...
 def draw_settings(
     rng: np.random.Generator, family: str, layers: int, dropout: float
 ) -> tuple[dict[str, object], str]:
-    """What the config is told, and the rotary type."""
+    """Draw the options of the config, and the rotary type."""
     plain: dict[str, object] = {
         "vocab_size": VOCAB,
         "num_hidden_layers": layers,
@@ -291,7 +291,7 @@ def draw_rope(rng: np.random.Generator, kind: str, angles: int) -> dict[str, obj
 
 # ---------------------------------------------------------------- its model and data
 def model_of(case: Case) -> nn.Module:
-    """In float64 and ready to train, every bias and norm away from where it begins."""
+    """Build the model in float64, with biases and norms away from their initial values."""
     kinds = {
         "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
         "mistral": (transformers.MistralConfig, transformers.MistralForCausalLM),
@@ -311,7 +311,7 @@ def model_of(case: Case) -> nn.Module:
 
 
 def freeze(model: nn.Module, case: Case) -> None:
-    """Parameters that are not trained. A tied head is frozen with its embedding."""
+    """Return the parameters to freeze. A tied head is frozen with its embedding."""
     parts = split(model, case.partition)
     last = len(parts) - 1
     inside = {id(p): part for part, one in enumerate(parts) for p in one.parameters()}
@@ -337,7 +337,10 @@ def freeze(model: nn.Module, case: Case) -> None:
 
 
 def batch_for(case: Case, step: int) -> Batch:
-    """One or two rows a micro-batch, some labels left out; documents of any lengths if packed."""
+    """Draw one or two rows per micro-batch; some labels do not count.
+
+    Packed rows hold documents of random lengths.
+    """
     draw = torch.Generator().manual_seed(1000 * case.seed + step)
     inputs, labels, starts = [], [], []
     for number, length in enumerate(case.lengths):
@@ -353,7 +356,7 @@ def batch_for(case: Case, step: int) -> Batch:
 
 
 def documents(length: int, draw: torch.Generator) -> Tensor:
-    """Where the document of each token begins, in a row cut at up to three places."""
+    """Return where each token's document starts, in a row cut at up to three places."""
     cuts = (
         torch.randperm(length - 1, generator=draw)[
             : int(torch.randint(0, 4, (), generator=draw))
@@ -366,7 +369,10 @@ def documents(length: int, draw: torch.Generator) -> Tensor:
 
 # ---------------------------------------------------------------- what Hugging Face's model says
 def unsplit(case: Case, model: nn.Module, batches: Sequence[Batch]) -> Said:
-    """Losses and summed gradients of the whole model, one micro-batch after the other, each along its own path."""
+    """Return the losses and summed gradients of the unsplit model.
+
+    Micro-batches run one after the other, each along its own path.
+    """
     model = copy.deepcopy(model)
     losses: list[float] = []
     for batch in batches:
@@ -401,7 +407,7 @@ def layers_on_path(case: Case, number: int) -> list[int]:
 
 @contextmanager
 def along(model: nn.Module, layers: Sequence[int]) -> Iterator[None]:
-    """The model with these of its layers, in this order."""
+    """Run the model with only these layers, in this order."""
     base, name = (
         (model.model, "layers") if hasattr(model, "model") else (model.transformer, "h")
     )
@@ -433,7 +439,7 @@ class Verdict:
 
 
 def run_case(case: Case) -> Verdict:
-    """Runs a case; whatever happens becomes a verdict."""
+    """Run a case, and turn any outcome into a verdict."""
     torch.manual_seed(case.seed)
     try:
         with warnings.catch_warnings():
@@ -451,7 +457,7 @@ def run_case(case: Case) -> Verdict:
 
 
 def difference_of(case: Case, model: nn.Module, batches: Sequence[Batch]) -> str:
-    """What differs from Hugging Face's model; empty if nothing does."""
+    """Describe the difference from Hugging Face's model; "" if there is none."""
     expected = unsplit(case, model, batches)
     if case.checkpointing:
         model.gradient_checkpointing_enable()
@@ -472,7 +478,7 @@ def difference_of(case: Case, model: nn.Module, batches: Sequence[Batch]) -> str
 
 
 def dropout_difference(case: Case, model: nn.Module, batches: Sequence[Batch]) -> str:
-    """What differs, with the same random numbers, from a run without recomputation, plain autograd, or the model."""
+    """Describe the difference, with the same random numbers, from plain runs or the model."""
 
     def run(recompute: frozenset[int]) -> Said:
         torch.manual_seed(case.seed)
@@ -497,7 +503,7 @@ def dropout_difference(case: Case, model: nn.Module, batches: Sequence[Batch]) -
 
 
 def in_lane_order(case: Case, model: nn.Module, batches: Sequence[Batch]) -> Said:
-    """The forwards of the one rank's lane in plain autograd, and one backward through all."""
+    """Run the forwards of the only rank in plain autograd, then one backward through all."""
     model = copy.deepcopy(model)
     parts, losses = split(model, case.partition), []
     for batch in batches:
@@ -519,7 +525,7 @@ def in_lane_order(case: Case, model: nn.Module, batches: Sequence[Batch]) -> Sai
 def difference(
     case: Case, losses: Sequence[float], gradients: dict[str, Tensor], expected: Said
 ) -> str:
-    """The first loss or gradient that is another than expected; a missing gradient is one of zeros."""
+    """Describe the first wrong loss or gradient; a missing gradient counts as zeros."""
     limit = FLOAT32 if case.kernel == "eager" and case.family != "gpt2" else FLOAT64
     for ours, theirs in zip(losses, expected[0], strict=True):
         if not math.isclose(ours, theirs, rel_tol=limit, abs_tol=limit):
@@ -547,7 +553,10 @@ def difference(
 
 # ---------------------------------------------------------------- many
 def run_many(seeds: Sequence[int]) -> Counter[str]:
-    """Runs the cases of these seeds; prints failures as they come (of one seed the whole traceback), and a summary."""
+    """Run the cases of these seeds, print failures as they happen, and a summary.
+
+    With a single seed, a failure prints its whole traceback.
+    """
     words: Counter[str] = Counter()
     reasons: Counter[str] = Counter()
     began = time.monotonic()
@@ -582,7 +591,7 @@ def run_many(seeds: Sequence[int]) -> Counter[str]:
 
 
 def main() -> int:
-    """The command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(
         description="Compare random pipelines with Hugging Face's unsplit models."
     )

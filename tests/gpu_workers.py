@@ -1,4 +1,4 @@
-"""Workers that share a GPU, for the tests of it."""
+"""Workers that share one GPU, for its tests."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ CASES = (
 
 
 def trains_like_one_piece(comm: Comm, recorded: bool = False) -> dict[str, float]:
-    """The worst relative error of a gradient, by schedule; `recorded`: actions are CUDA graphs."""
+    """Return the worst relative error of a gradient for each schedule.
+
+    If `recorded`, actions are CUDA graphs.
+    """
     torch.manual_seed(0)
     layers = 4 * comm.ranks
     whole = Llama(
@@ -70,7 +73,7 @@ def trains_like_one_piece(comm: Comm, recorded: bool = False) -> dict[str, float
 
 
 def memory_of_steps(comm: Comm) -> list[int]:
-    """Bytes at the fullest moment of each of some steps under the watchdog, which looks seldom."""
+    """Return the peak memory, in bytes, of each of some steps under a slow watchdog."""
     torch.manual_seed(0)
     whole = Llama(
         LlamaConfig(
@@ -91,5 +94,5 @@ def memory_of_steps(comm: Comm) -> list[int]:
 
 
 def kind_of(comm: Comm) -> str:
-    """The backend that was chosen."""
+    """Return the backend that was chosen."""
     return torch.distributed.get_backend()

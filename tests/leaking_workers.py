@@ -1,4 +1,4 @@
-"""Local workers of a model whose layers on rank 1 look at later tokens."""
+"""Local workers; the layers on rank 1 wrongly look at later tokens."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def leaking(layer: LlamaLayer, x: Tensor, *beside: object) -> Tensor:
 
 
 def rank(folder: str, resume: bool) -> Verdict:
-    """A worker as the launcher starts it."""
+    """Run a worker as the launcher does."""
     if os.environ["RANK"] == "1":
         LlamaLayer.forward = leaking
     return start(folder, resume)

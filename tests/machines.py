@@ -1,4 +1,4 @@
-"""Two machines for a test: network namespaces of this one, joined by a cable. Needs root and Linux."""
+"""Two virtual machines for a test: network namespaces joined by a virtual cable. Needs root and Linux."""
 
 from __future__ import annotations
 
@@ -17,9 +17,14 @@ def ip(*words: str) -> None:
 
 @contextmanager
 def two_machines() -> Iterator[list[tuple[str, str, str]]]:
-    """Name of the namespace, of its network card, and its address, for both; skips where this is not allowed."""
+    """Yield the namespace, the network card and the address of both machines.
+
+    Skips the test where network namespaces are not allowed.
+    """
     if shutil.which("ip") is None:
-        pytest.skip("no `ip` here to make network namespaces with")
+        pytest.skip(
+            "the program `ip`, which makes network namespaces, is not installed"
+        )
     mark = os.getpid() % 100_000
     both = [
         (f"ps{mark}{side}", f"p{mark}{side}", f"10.77.{mark % 250}.{1 + n}")
@@ -44,7 +49,10 @@ def two_machines() -> Iterator[list[tuple[str, str, str]]]:
 
 
 def limit(machines: list[tuple[str, str, str]], megabits: int) -> None:
-    """Limits the cable between them, both ways, by the kernel's token bucket; skips where there is none."""
+    """Limit the bandwidth of the cable in both directions, with the kernel's token bucket.
+
+    Skips the test where the kernel has none.
+    """
     for name, card, _ in machines:
         words = [
             "tc",
@@ -62,7 +70,7 @@ def limit(machines: list[tuple[str, str, str]], megabits: int) -> None:
         line = [*words, "burst", "64kb", "latency", "500ms"]
         made = subprocess.run(line, capture_output=True, text=True, check=False)
         if made.returncode:
-            pytest.skip(f"the kernel has no tbf here: {made.stderr.strip()}")
+            pytest.skip(f"this kernel has no token bucket (tbf): {made.stderr.strip()}")
 
 
 def remove(both: list[tuple[str, str, str]]) -> None:

@@ -1,4 +1,4 @@
-"""What the processes of tests/test_mesh.py do: a case each, compared with the model in one piece."""
+"""The processes of tests/train/test_mesh.py: each runs cases and compares them with the unsplit model."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ CPU, TOKENS = torch.device("cpu"), 6
 
 @dataclass(frozen=True)
 class Case:
-    """A schedule on a mesh, and a model."""
+    """A schedule, a mesh and a model."""
 
     name: str = "1f1b"
     shape: dict[str, int] = field(default_factory=dict)
@@ -58,7 +58,7 @@ class Case:
 
 
 def gradients(comm: ProcessComm, cases: list[Case]) -> list[dict[str, float]]:
-    """Of each case how far loss, gradients and norm are from those of the model in one piece."""
+    """Return how far loss, gradients and norm are from the unsplit model's, for each case."""
     torch.set_default_dtype(torch.float64)
     return [_gradients(comm, case) for case in cases]
 
@@ -116,7 +116,7 @@ def _gradients(comm: ProcessComm, case: Case) -> dict[str, float]:
 
 
 def _data(count: int) -> tuple[list[Tensor], list[Tensor]]:
-    """Micro-batches of different sizes, with labels that do not count."""
+    """Return micro-batches of different sizes; some labels do not count."""
     numbers = torch.Generator().manual_seed(1)
     inputs = [
         torch.randint(0, VOCAB, (1 + m % 2, TOKENS), generator=numbers)
@@ -148,7 +148,7 @@ def trains(
     resume: bool = False,
     until: int = 0,
 ) -> int:
-    """The run of tests/trainings.py on a mesh; up to `until`, if it is to stop early."""
+    """Run the training of tests/trainings.py on a mesh; stop early after step `until`."""
     given = {"ranks": 2, "microbatches": 2, **case.shape}
     schedule = make(case.name, **given)
     config = replace(
@@ -171,7 +171,7 @@ def trains(
 def trains_along(
     comm: ProcessComm, folder: str, plan: str, meshes: dict[str, MeshConfig], steps: int
 ) -> None:
-    """A run along a plan's own paths, on one mesh after the other, each in a folder of its name."""
+    """Train along the paths of a plan, on one mesh after the other, each in its own folder."""
     found = load_plan(plan)
     for name, mesh in meshes.items():
         shape = replace(
@@ -188,14 +188,14 @@ def trains_along(
 
 # ---------------------------------------------------------------- memory
 def peaks(comm: ProcessComm, meshes: list[MeshConfig], sizes: Sizes) -> list[int]:
-    """Of each mesh the most bytes that two steps have taken, one process being one row of it."""
+    """Return the peak memory of two steps of this process, in bytes, for each mesh."""
     torch.set_num_threads(1)
     small = sizes_of(
         ModelConfig(layers=2, width=16, heads=4, kv_heads=4, inner=24), VOCAB, TOKENS
     )
     found = []
     for mesh in meshes:
-        _steps(comm, mesh, small)  # whatever comes once a process
+        _steps(comm, mesh, small)  # costs that occur once per process
         found.append(_steps(comm, mesh, sizes))
     return found
 
@@ -211,7 +211,9 @@ def _steps(comm: ProcessComm, mesh: MeshConfig, sizes: Sizes) -> int:
         lower(schedule), holding.stages, place.pipeline, token_loss, holding.width
     )
     for parameter in holding.parameters.values():
-        local_share(parameter).detach().fill_(0.01)  # drawing takes long
+        local_share(parameter).detach().fill_(
+            0.01
+        )  # drawing random weights would take long
     optimizer = adamw(holding.parameters, SMALL.optimizer)
     for _ in range(2):
         executor.step(batch_of(*_data(1)))
@@ -227,7 +229,7 @@ def _status(name: str) -> int:
 
 # ---------------------------------------------------------------- trouble
 def sleeps(comm: ProcessComm) -> None:
-    """Rank 1 of one of two pipelines that share layers falls asleep."""
+    """Let rank 1 of one of two pipelines that share layers fall asleep."""
     schedule, mesh = make("1f1b", ranks=2, microbatches=4), MeshConfig(tensor=2)
     place = place_of(comm, mesh, schedule.ranks, CPU)
     sizes = Case().sizes(schedule.parts)

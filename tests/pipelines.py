@@ -1,4 +1,4 @@
-"""A model through a schedule on threads, and the same model unsplit: what the tests of the runtime compare."""
+"""Runs a model through a schedule on threads, and unsplit, so that tests can compare the two."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def exact_norm(norm: nn.Module, x: Tensor) -> Tensor:
 
 
 def without_float32(model: nn.Module) -> nn.Module:
-    """Hugging Face's RMS norms round to float32 on the way, whatever comes in; these do not."""
+    """Replace Hugging Face's RMS norms, which round to float32, by norms that do not."""
     for module in model.modules():
         if type(module).__name__.endswith("RMSNorm"):
             module.forward = types.MethodType(exact_norm, module)
@@ -68,7 +68,7 @@ def without_float32(model: nn.Module) -> nn.Module:
 
 
 def layers_of(schedule: Schedule) -> tuple[int, ...]:
-    """One layer a part; a head that is a part of its own has none."""
+    """Return a partition with one layer per part; a separate head has no layer."""
     head_alone = (
         schedule.parts > schedule.ranks
         and schedule.stages[-1].rank == 0
@@ -82,7 +82,7 @@ def _is_skip(schedule: Schedule) -> bool:
 
 
 def data(microbatches: int, tokens: int = TOKENS, seed: int = 0) -> Batch:
-    """Micro-batches of one and two rows in turn, some labels not counted."""
+    """Return micro-batches of one and two rows in turn; some labels do not count."""
     draw = torch.Generator().manual_seed(seed)
     inputs = [
         torch.randint(0, VOCAB, (1 + m % 2, tokens), generator=draw)
@@ -110,7 +110,10 @@ def gradients_of(model: nn.Module) -> dict[str, Tensor]:
 def unsplit(
     schedule: Schedule, model: nn.Module, batches: Sequence[Batch]
 ) -> tuple[list[float], dict[str, Tensor]]:
-    """Losses and summed gradients of the model in one piece: of each micro-batch the parts on its path."""
+    """Return the losses and summed gradients of the unsplit model.
+
+    Each micro-batch runs only the parts on its path.
+    """
     model = copy.deepcopy(model)
     parts = split(model, layers_of(schedule))
     losses = []
@@ -137,7 +140,7 @@ def piped(
     partition: Sequence[int] = (),
     **options: object,
 ) -> Outcome:
-    """The same through the schedule, a thread a rank, each with its own copy of the model."""
+    """Run the schedule with one thread per rank, each with its own copy of the model."""
     partition = partition or layers_of(schedule)
     program, width = lower(schedule), model_width(model)
     copies = [copy.deepcopy(model) for _ in range(schedule.ranks)]
@@ -189,7 +192,7 @@ def piped(
 
 
 def worst(ours: Outcome, theirs: dict[str, Tensor]) -> float:
-    """The largest difference of any gradient on any rank from the unsplit model's."""
+    """Return the largest difference between a gradient and the unsplit model's."""
     found = 0.0
     for name, gradient in ours.gradients.items():
         other = theirs.get(name.split(":")[2])

@@ -1,4 +1,4 @@
-"""What the processes of tests/test_process.py do. Under a launcher a script: `process_workers.py NAME [RANK]`."""
+"""The processes of tests/runtime/test_process.py; a launcher runs the script `process_workers.py NAME [RANK]`."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Block(nn.Module):
 
 
 class Tricky(nn.Module):
-    """A part that does something unexpected in its third forward."""
+    """A part that fails in a chosen way in its third forward."""
 
     def __init__(self, part: nn.Module, trick: Trick) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class Tricky(nn.Module):
 
 
 def model_of(parts: int) -> nn.Sequential:
-    """The same model on every rank."""
+    """Return a model that is the same on every rank."""
     torch.manual_seed(0)
     return nn.Sequential(
         nn.Embedding(WORDS, WIDTH),
@@ -77,7 +77,7 @@ def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def batch_for(schedule: Schedule, step: int = 0) -> Batch:
-    """Micro-batches of uneven rows, and tokens that change from step to step."""
+    """Return micro-batches of different sizes, whose tokens change with each step."""
     draw = torch.Generator().manual_seed(step)
     sizes = [
         (1 + (m + step) % 3, 4 + 3 * step) for m in range(len(schedule.microbatches))
@@ -90,7 +90,7 @@ def batch_for(schedule: Schedule, step: int = 0) -> Batch:
 
 
 def unsplit(schedule: Schedule, model: nn.Sequential, batch: Batch) -> float:
-    """The loss of the whole model, its gradients added up in the model."""
+    """Return the loss of the unsplit model, and add its gradients up in the model."""
     total = 0.0
     for number, x in enumerate(batch.inputs):
         for stage in schedule.microbatches[number].path:
@@ -122,7 +122,7 @@ def executor_of(
 def compare(
     comm: ProcessComm, cases: list[tuple[str, dict[str, int]]]
 ) -> list[tuple[str, float, float]]:
-    """Of each schedule: the largest difference of a gradient and of a loss from the unsplit model's."""
+    """Return the largest difference of a gradient and of a loss, for each schedule."""
     return [
         (f"{name} {shape}", *compare_one(comm, make(name, **shape)))
         for name, shape in cases
@@ -163,7 +163,7 @@ def compare_one(comm: ProcessComm, schedule: Schedule) -> tuple[float, float]:
 
 
 def talk(comm: ProcessComm) -> dict[str, list[list[float]]]:
-    """Tensors of unusual forms, from rank to rank and summed."""
+    """Send and sum tensors of unusual shapes and types."""
     other = 1 - comm.rank
     turned = torch.arange(6.0).reshape(2, 3).t()
     sends = [
@@ -189,7 +189,7 @@ def talk(comm: ProcessComm) -> dict[str, list[list[float]]]:
 
 
 def group(comm: ProcessComm) -> tuple[list[float], list[str]]:
-    """Groups that not all ranks are in, made twice; then sums over one that was never made, and unlike groups."""
+    """Create groups of some ranks twice, then sum over a missing group and over unequal groups."""
     groups = [(0, 2), (1, 2), (0, 1, 2)]
     for _ in range(2):
         comm.prepare(groups)
@@ -212,7 +212,7 @@ def group(comm: ProcessComm) -> tuple[list[float], list[str]]:
 
 
 def prepare(comm: ProcessComm, folder: str) -> bool:
-    """Rank 0 takes longer than the patience of the others; whether all found what it made."""
+    """Let rank 0 take longer than the patience of the others; return whether all saw its result."""
     made = Path(folder) / "made"
 
     def slowly() -> None:
@@ -224,7 +224,7 @@ def prepare(comm: ProcessComm, folder: str) -> bool:
 
 
 def mismatch(comm: ProcessComm, rows: tuple[int, int]) -> None:
-    """Rank 0 is given another number of rows than rank 1."""
+    """Give rank 0 another number of rows than rank 1."""
     schedule = make("1f1b", ranks=2, microbatches=4)
     executor = executor_of(schedule, comm, model_of(2))
     x = torch.zeros(rows[comm.rank], 5, dtype=torch.long)
@@ -233,7 +233,7 @@ def mismatch(comm: ProcessComm, rows: tuple[int, int]) -> None:
 
 
 def fail(comm: ProcessComm, how: str) -> int:
-    """Rank 1 comes to an end, while the others wait for it."""
+    """End rank 1 while the others wait for it."""
     comm.barrier()
     if comm.rank == 1:
         if how == "raise":
@@ -246,7 +246,7 @@ def fail(comm: ProcessComm, how: str) -> int:
 
 
 def sleepers(comm: ProcessComm, folder: str) -> None:
-    """Writes down who it is, then sleeps."""
+    """Write the process id to a file, then sleep."""
     with open(os.path.join(folder, str(comm.rank)), "w") as file:
         file.write(str(os.getpid()))
     time.sleep(600)
@@ -257,7 +257,7 @@ def call_sleepers(folder: str) -> None:
 
 
 def sleep_or_raise(comm: ProcessComm, folder: str) -> None:
-    """Rank 0 sleeps, and hears nothing; rank 1 fails once that is so."""
+    """Let rank 0 sleep, and rank 1 fail after rank 0 has fallen asleep."""
     comm.barrier()
     if comm.rank == 0:
         sleepers(comm, folder)
@@ -269,7 +269,7 @@ def sleep_or_raise(comm: ProcessComm, folder: str) -> None:
 
 
 def messages(comm: ProcessComm, count: int) -> float:
-    """Seconds a message takes there and back."""
+    """Return the seconds that a message takes there and back."""
     tensor, other = torch.zeros(4, 8), 1 - comm.rank
     begin = time.perf_counter()
     for _ in range(count):
@@ -291,7 +291,7 @@ def sleep_deaf(_: Tensor) -> None:
 
 def signal_myself(number: signal.Signals) -> Trick:
     def trick(_: Tensor) -> None:
-        time.sleep(1.5)  # until the watchdog has said where this rank is
+        time.sleep(1.5)  # until the watchdog has reported where this rank is
         os.kill(os.getpid(), number)
 
     return trick
@@ -312,7 +312,7 @@ TRICKS: dict[str, Trick | None] = {
 
 
 def train(name: str, culprit: int) -> None:
-    """Three steps of 1F1B; `name` says what goes wrong on rank `culprit` in the third forward of the first step."""
+    """Run three steps of 1F1B; rank `culprit` fails in its third forward, as `name` says."""
     comm = init(patience=2.0 if name in ("sleep", "deaf") else 300.0)
     schedule = make("1f1b", ranks=comm.ranks, microbatches=8)
     trick = TRICKS[name] if comm.rank == culprit else None
@@ -326,7 +326,7 @@ def train(name: str, culprit: int) -> None:
 
 
 def train_as(environment: dict[str, str], errors: str, name: str, culprit: int) -> None:
-    """The same in a process that was not started as a script."""
+    """Do the same in a process that was not started as a script."""
     os.environ.update(environment)
     with open(errors, "w") as file:
         os.dup2(file.fileno(), 2)

@@ -1,4 +1,4 @@
-"""Schedules drawn at random from all that the tables can say. For any test that claims something of every schedule.
+"""Random schedules, out of all that the tables can express, for tests that claim something about every schedule.
 
     stages         parts anywhere, several on a rank, some of them as replicas, numbered in no order
     micro-batches  paths that skip parts, swap them and pick a replica; cut anywhere, or not at all
@@ -34,7 +34,7 @@ def random_schedule(
     slices: int = 3,
     ends: bool = False,
 ) -> Schedule:
-    """A valid schedule; the same generator state gives the same one."""
+    """Draw a valid schedule; the same generator state gives the same one."""
     ranks = ranks or int(rng.integers(1, 6))
     stages = random_stages(rng, ranks, parts or int(rng.integers(1, 7)))
     draw = random_whole_microbatch if ends else random_microbatch
@@ -42,7 +42,7 @@ def random_schedule(
         draw(rng, stages, slices)
         for _ in range(microbatches or int(rng.integers(1, 6)))
     ]
-    split = rng.choice([0.0, 0.5, 1.0])  # of the backwards
+    split = rng.choice([0.0, 0.5, 1.0])  # share of the backwards
     safe: Lanes = [[] for _ in range(ranks)]
     for number, microbatch in enumerate(batch):
         for action in there_and_back(rng, number, microbatch, split):
@@ -53,7 +53,7 @@ def random_schedule(
 
 
 def random_stages(rng: np.random.Generator, ranks: int, parts: int) -> list[Stage]:
-    """Every part once, and some again, on any rank."""
+    """Place every part once, and some of them again, on random ranks."""
     held = [
         *range(parts),
         *rng.integers(0, parts, size=rng.integers(0, parts + 1)).tolist(),
@@ -65,7 +65,7 @@ def random_stages(rng: np.random.Generator, ranks: int, parts: int) -> list[Stag
 def random_microbatch(
     rng: np.random.Generator, stages: list[Stage], slices: int
 ) -> MicroBatch:
-    """A path over some of the parts, mostly in order, one replica of each; some cuts."""
+    """Draw a path over some parts, mostly in order, with one replica of each, and cuts."""
     parts = sorted({stage.part for stage in stages})
     visited = [part for part in parts if rng.random() < 0.8] or parts[:1]
     if rng.random() < 0.3:
@@ -82,7 +82,7 @@ def random_microbatch(
 def random_whole_microbatch(
     rng: np.random.Generator, stages: list[Stage], slices: int
 ) -> MicroBatch:
-    """The same, but its path begins at the first part and ends at the last, which hold embedding and head."""
+    """Draw a path that starts at the first part and ends at the last, as models need."""
     drawn = random_microbatch(rng, stages, slices)
     last = max(stage.part for stage in stages)
     inner = [stage for stage in drawn.path if 0 < stages[stage].part < last]
@@ -98,7 +98,7 @@ def random_whole_microbatch(
 def there_and_back(
     rng: np.random.Generator, number: int, microbatch: MicroBatch, split: float
 ) -> Iterator[Action]:
-    """All of one micro-batch, one thing at a time: forward along its path, and back."""
+    """Return the actions of one micro-batch in turn: forward along its path, and back."""
     pieces = range(microbatch.slices)
     for stage in microbatch.path:
         yield from (Action(Op.F, stage, number, piece) for piece in pieces)
@@ -109,7 +109,7 @@ def there_and_back(
 
 
 def random_order(rng: np.random.Generator, schedule: Schedule) -> Lanes:
-    """Lanes in an order drawn at random among those in which everything comes after what it needs."""
+    """Draw an order of the lanes in which every action follows what it needs."""
     table = schedule.table
     needed = [[n for n in row if n >= 0] for row in table.needs.tolist()]
     users: list[list[int]] = [[] for _ in needed]
@@ -118,7 +118,9 @@ def random_order(rng: np.random.Generator, schedule: Schedule) -> Lanes:
             users[before].append(number)
     waits = [len(row) for row in needed]
     ready = [number for number, count in enumerate(waits) if not count]
-    haste = rng.choice([0.0, 0.7, 1.0])  # how often what became ready last goes first
+    haste = rng.choice(
+        [0.0, 0.7, 1.0]
+    )  # how often the action that became ready last goes first
     lanes: Lanes = [[] for _ in schedule.lanes]
     for last, pick in zip(
         (rng.random(len(needed)) < haste).tolist(),
@@ -137,7 +139,7 @@ def random_order(rng: np.random.Generator, schedule: Schedule) -> Lanes:
 def broken(
     rng: np.random.Generator, schedule: Schedule
 ) -> tuple[list[Stage], list[MicroBatch], Lanes]:
-    """The tables of a schedule after one to three random changes to its lanes. They may still be a schedule."""
+    """Make one to three random changes to the lanes. The result may still be valid."""
     lanes = [list(lane) for lane in schedule.lanes]
     for _ in range(rng.integers(1, 4)):
         busy = [lane for lane in lanes if lane]
@@ -161,7 +163,7 @@ def broken(
 
 
 def _strange(rng: np.random.Generator, action: Action) -> Action:
-    """An action with one of its four words changed."""
+    """Change one of the four fields of an action."""
     number = int(rng.integers(-1, 8))
     return (
         action._replace(op=tuple(Op)[rng.integers(4)]),
@@ -172,7 +174,7 @@ def _strange(rng: np.random.Generator, action: Action) -> Action:
 
 
 def named_schedules(name: str) -> Iterator[Schedule]:
-    """The schedule of that name in every small shape it has; whatever else it must be told is 2."""
+    """Yield the schedule of this name in every small shape; other options are 2."""
     told = [
         word
         for word, asked in signature(REGISTRY[name]).parameters.items()

@@ -1,4 +1,4 @@
-"""One of two ranks on a limited link: `shaped_workers.py RANK ADDRESS CARD BYTES`. Says how long two messages took."""
+"""One of two ranks on a limited link; prints the time of two messages: `shaped_workers.py RANK ADDRESS CARD BYTES`."""
 
 from __future__ import annotations
 

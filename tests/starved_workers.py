@@ -1,4 +1,4 @@
-"""Local workers of which rank 1 has too little memory for a step: `starved_workers.py FOLDER`."""
+"""Local workers; rank 1 runs out of memory in its first step: `starved_workers.py FOLDER`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def starved(executor: Executor, batch: object, timed: bool = False) -> None:
 
 
 def rank(folder: str, resume: bool) -> Verdict:
-    """A worker as the launcher starts it."""
+    """Run a worker as the launcher does."""
     if os.environ["RANK"] == "1":
         Executor.step = starved
     return cli_train.rank(folder, resume)

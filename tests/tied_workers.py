@@ -1,4 +1,4 @@
-"""The loop of docs/guides/hugging_face.md, as a rank runs it: it builds the whole model and keeps its own parts."""
+"""The loop of docs/guides/hugging_face.md as one rank runs it: it builds the whole model and keeps its own parts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ STEPS = 3
 
 
 def gpt2() -> torch.nn.Module:
-    """A small one, whose head is its embedding."""
+    """Return a small model whose head is tied to its embedding."""
     torch.manual_seed(0)
     config = transformers.GPT2Config(
         vocab_size=37,
@@ -48,7 +48,7 @@ def batches(microbatches: int) -> list[Batch]:
 
 
 def in_one_piece(microbatches: int) -> tuple[list[float], torch.nn.Module]:
-    """The unsplit model after the same steps."""
+    """Train the unsplit model for the same steps, and return it."""
     model, losses = gpt2(), []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     for batch in batches(microbatches):
@@ -66,7 +66,10 @@ def in_one_piece(microbatches: int) -> tuple[list[float], torch.nn.Module]:
 def train(
     comm: Comm, schedule: Schedule, model: torch.nn.Module | None = None
 ) -> tuple[list[float], dict[str, list[float]]]:
-    """Losses of a few steps, and the weights of this rank after them, by their names in the whole model."""
+    """Train a few steps; return their losses and the weights of this rank.
+
+    Weights have their names in the whole model.
+    """
     model = gpt2() if model is None else copy.deepcopy(model)
     parts = split(model, even_partition(layer_count(model), schedule.parts))
     mine = {

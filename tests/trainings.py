@@ -1,4 +1,4 @@
-"""A small run on threads, for the tests of the trainer: every rank a thread with its own parts."""
+"""Small training runs for the tests of the trainer. Every rank is a thread with its own parts."""
 
 from __future__ import annotations
 
@@ -26,11 +26,9 @@ from penstock.train.history import StepRow, read_rows
 from penstock.train.loop import Job, RunOutcome, Trainer
 from penstock.train.weights import sizes_of
 
-VOCAB, LENGTH, END = (
-    31,
-    8,
-    7,
-)  # END: the last word of a document, where documents are told apart
+VOCAB = 31
+LENGTH = 8
+END = 7  # the last word of a document, where documents are kept apart
 SMALL = Config(
     ModelConfig(layers=4, width=16, heads=4, kv_heads=2, inner=24, vocab=VOCAB),
     DataConfig(tokens=LENGTH, batch=8, held_out=0.1),
@@ -41,7 +39,7 @@ SMALL = Config(
 
 
 def corpus(config: Config = SMALL) -> Corpus:
-    """Words that can be learned: each depends on the one before."""
+    """Return words that can be learned, because each depends on the one before."""
     draw = np.random.default_rng(0)
     noise, words = draw.integers(0, 3, 4000), [1]
     for step in noise:
@@ -62,7 +60,7 @@ def job_of(
     resume: bool = False,
     **shape: int,
 ) -> Job:
-    """A run with a schedule by its name and shape."""
+    """Return a run with the schedule of this name and shape."""
     given = {"ranks": 2, "microbatches": 4, **shape}
     total = len(make(name, **given).microbatches)
     config = replace(
@@ -79,7 +77,7 @@ def job_of(
 def train(
     job: Job, stop: Callable[[int], Callable[[], bool]] = lambda rank: lambda: False
 ) -> list[StepRow]:
-    """Runs it, a thread a rank; what was written down."""
+    """Run a job with one thread per rank, and return its history."""
     outcomes(job, stop)
     return read_rows(job.folder)
 
@@ -99,7 +97,7 @@ def losses(rows: list[StepRow]) -> list[float]:
 
 
 def apart(ours: list[StepRow], theirs: list[float]) -> float:
-    """The largest difference of two loss curves."""
+    """Return the largest difference between two loss curves."""
     assert len(ours) == len(theirs)
     return max(abs(a - b) for a, b in zip(losses(ours), theirs, strict=True))
 

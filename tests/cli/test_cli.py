@@ -1,4 +1,4 @@
-"""The command line as a new user meets it, mistakes included."""
+"""The command line as a new user sees it, including mistakes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from penstock.formats import load_torch_csv, read_plan
 
 @pytest.fixture
 def run(monkeypatch, capsys, tmp_path):
-    """Runs a command line in an empty folder; gives exit code, stdout, stderr."""
+    """Run a command line in an empty folder; return exit code, stdout, stderr."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "100")
 
@@ -52,7 +52,7 @@ def test_costs_are_options(run):
 
 
 @pytest.mark.parametrize("ending", ["svg", "html", "json", "csv", "trace.json"])
-def test_draw_writes_by_the_ending(run, ending):
+def test_draw_writes_the_format_of_the_ending(run, ending):
     code, out, err = run(f"draw {HANAYO} -o x.{ending}")
     assert (code, out) == (0, "")
     assert err == f"wrote x.{ending}\n"
@@ -74,7 +74,7 @@ def test_draw_writes_by_the_ending(run, ending):
         assert json.loads(text)["traceEvents"]
 
 
-def test_draw_shows_a_line_a_rank_in_the_terminal(run):
+def test_draw_shows_one_line_per_rank_in_the_terminal(run):
     code, out, _ = run(f"draw {HANAYO}")
     assert code == 0
     assert sum(line.startswith("rank") for line in out.splitlines()) == 4
@@ -82,7 +82,7 @@ def test_draw_shows_a_line_a_rank_in_the_terminal(run):
 
 
 @pytest.mark.parametrize("ending", ["json", "csv"])
-def test_a_file_stands_in_for_a_name(run, ending):
+def test_a_file_can_replace_the_name_of_a_schedule(run, ending):
     run(f"draw {HANAYO} -o x.{ending}")
     _, by_name, _ = run(f"simulate {HANAYO} --comm 0.1 --json")
     _, by_file, _ = run(f"simulate x.{ending} --comm 0.1 --json")
@@ -91,7 +91,7 @@ def test_a_file_stands_in_for_a_name(run, ending):
     assert code == 0
 
 
-def test_plan_ranks_and_writes_the_best(run):
+def test_plan_ranks_the_schedules_and_writes_the_best(run):
     code, out, _ = run(
         "plan --ranks 4 --microbatches 8 --comm 0.05 --memory 4 -o plan.json --json"
     )
@@ -121,7 +121,7 @@ def test_check_run_compares_every_gradient_with_the_unsplit_model(run, source):
     assert facts["worst"] < 1e-10
 
 
-def test_check_run_takes_sliced_schedules(run):
+def test_check_run_accepts_sliced_schedules(run):
     pytest.importorskip("torch")
     run("draw seq1f1b --ranks 2 --microbatches 2 --slices 3 -o x.json")
     code, out, err = run("check x.json --run")
@@ -130,11 +130,9 @@ def test_check_run_takes_sliced_schedules(run):
 
 
 def test_check_run_tells_a_wrong_gradient_from_rounding(run, monkeypatch):
-    """The ranks get weights that are off by 1e-7: far more than what float64 rounds, and still hard to see."""
+    """The weights of the ranks are off by 1e-7: far more than rounding, but still small."""
     trial = pytest.importorskip("penstock.train.trial")
-    shifts = iter(
-        [0.0, 1e-7, 1e-7]
-    )  # of the model in one piece, then of each rank's copy
+    shifts = iter([0.0, 1e-7, 1e-7])  # the unsplit model, then each rank's copy
 
     def copied(model):
         twin, shift = copy.deepcopy(model), next(shifts)
@@ -163,7 +161,7 @@ def test_plan_prints_a_table_that_fits(run):
     assert all(len(line) <= 100 for line in out.splitlines())
 
 
-def test_compare_lays_two_over_each_other(run):
+def test_compare_shows_two_schedules_on_one_page(run):
     run(f"draw {HANAYO} -o x.json")
     code, _, err = run(
         "compare 1f1b x.json --ranks 4 --microbatches 4 --comm 0.05 -o report.html"
@@ -180,7 +178,7 @@ def test_list_knows_every_schedule(run):
     assert all(name in out for name in REGISTRY)
 
 
-def test_every_verb_has_help_with_an_example(run):
+def test_every_command_has_help_with_an_example(run):
     for command in app.registered_commands:
         name = command.name or command.callback.__name__.rstrip("_")
         code, out, _ = run(f"{name} --help")
@@ -242,7 +240,7 @@ def test_a_broken_plan_is_shown_with_its_place(run):
     assert "^^^" in err
 
 
-def test_a_file_and_a_shape_do_not_go_together(run):
+def test_a_file_cannot_be_combined_with_a_shape(run):
     run(f"draw {HANAYO} -o x.json")
     code, _, err = run("simulate x.json --ranks 4")
     assert code == 2
@@ -289,7 +287,7 @@ def test_an_absurd_size_is_refused_with_the_number_of_actions(run, line):
 
 
 @pytest.mark.parametrize("width", [80, 60, 40, 20])
-def test_no_number_of_a_table_is_cut(run, monkeypatch, width):
+def test_no_number_in_a_table_is_cut_off(run, monkeypatch, width):
     line = "plan --ranks 2 --microbatches 4 --comm 0.05 --forward 33.777"
     rows = json.loads(run(f"{line} --json")[1])["schedules"]
     monkeypatch.setenv("COLUMNS", str(width))

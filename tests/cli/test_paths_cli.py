@@ -1,4 +1,4 @@
-"""`penstock paths` and what a user may get wrong: one clear line each; Ctrl-C shows the best plan so far."""
+"""`penstock paths`: a mistake gives one clear message, and Ctrl-C shows the best plan so far."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TWO = 'penstock = "cluster"\n[[nodes]]\nsite = "Tokyo"\nslots = 3\n[[nodes]]\nsi
 
 @pytest.fixture
 def run(monkeypatch, capsys, tmp_path):
-    """Runs a command line in a folder with a cluster.toml; gives exit code, stdout, stderr."""
+    """Run a command line in a folder with a cluster.toml; return exit code, stdout, stderr."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "120")
     write_cluster(Cluster.geo(CITIES), "cluster.toml")
@@ -66,7 +66,7 @@ def test_the_same_command_writes_the_same_plan(run):
     assert Path("one.json").read_bytes() == Path("other.json").read_bytes()
 
 
-def test_a_time_limit_that_cuts_a_search_short_is_said(run):
+def test_a_search_that_a_time_limit_cuts_short_says_so(run):
     code, out, _ = run(
         f"paths cluster.toml {SIZES} --share 0.25 --seconds 1e-9 -o plan.json"
     )
@@ -86,7 +86,7 @@ def test_a_time_limit_that_cuts_a_search_short_is_said(run):
     )
 
 
-def test_the_full_pipeline_is_planned_as_the_paths_are(run):
+def test_the_full_pipeline_is_planned_in_the_same_way_as_the_paths(run):
     found = json.loads(run(f"paths cluster.toml {SIZES} --share 0.25 --json")[1])
     data = len(found["nodes"][0])
     alone = json.loads(
@@ -145,10 +145,10 @@ def test_a_broken_rule_is_named_with_its_micro_batches(run):
     )
     code, out, _ = run("check other.json")
     assert code == 0
-    assert "rules" not in out  # it was made by none
+    assert "rules" not in out  # it was planned without rules
 
 
-def test_a_plan_that_was_changed_by_hand_is_held_to_its_rules(run):
+def test_a_plan_changed_by_hand_must_still_follow_its_rules(run):
     run(f"paths cluster.toml {SIZES} --share 0.25 -o plan.json")
     plan = read_plan("plan.json")
     text = dump_plan(plan).replace(str(plan.facts["slots"]), " ".join(["1"] * 8))
@@ -160,7 +160,7 @@ def test_a_plan_that_was_changed_by_hand_is_held_to_its_rules(run):
 
 @pytest.fixture
 def interruptible():
-    """As on a terminal, wherever the tests run."""
+    """Handle Ctrl-C as in a terminal, wherever the tests run."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -220,7 +220,7 @@ def test_sites_that_are_cities_need_no_links(run):
         ),
     ],
 )
-def test_a_broken_cluster_is_one_clear_message(run, text, says):
+def test_a_broken_cluster_gives_one_clear_message(run, text, says):
     if text is not None:
         Path("broken.toml").write_text(text)
     code, out, err = run(
@@ -256,7 +256,7 @@ def test_a_broken_cluster_is_one_clear_message(run, text, says):
         ("--rule wait=-1", "wait is -1.0 seconds"),
     ],
 )
-def test_what_cannot_be_planned_is_one_clear_message(run, words, says):
+def test_a_wrong_option_gives_one_clear_message(run, words, says):
     code, out, err = run(f"paths cluster.toml {SIZES} {words}")
     assert (code, out) == (2, "")
     assert says in err

@@ -1,4 +1,4 @@
-"""Ctrl-C while a command is still starting: whatever is being imported, it ends with one line and exit code 130."""
+"""Ctrl-C while a command starts: whatever is being imported, it prints one line and the exit code is 130."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ AS_MODULE, AS_SCRIPT = (
 def interrupted_in(
     module: str, folder: Path, begin: list[str], line: str
 ) -> subprocess.CompletedProcess[str]:
-    """Runs a command line that is interrupted while it imports a module: a stand-in presses Ctrl-C."""
+    """Run a command line, and press Ctrl-C while it imports a module.
+
+    A fake module of that name presses the keys.
+    """
     (folder / f"{module}.py").write_text(PRESSED)
     env = environment()
     env["PYTHONPATH"] = os.pathsep.join([str(folder), env["PYTHONPATH"]])
@@ -47,12 +50,12 @@ def interrupted_in(
     ],
 )
 @pytest.mark.parametrize("begin", [AS_MODULE, AS_SCRIPT], ids=["module", "script"])
-def test_ctrl_c_during_an_import_is_one_line(tmp_path, module, line, begin):
+def test_ctrl_c_during_an_import_prints_one_line(tmp_path, module, line, begin):
     done = interrupted_in(module, tmp_path, begin, line)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "Interrupted.\n")
 
 
-def test_ctrl_c_after_the_imports_is_one_line(tmp_path):
+def test_ctrl_c_after_the_imports_prints_one_line(tmp_path):
     code = (
         "import os, signal, penstock.cli.tables as screen; from penstock.__main__ import main\n"
         "screen.print_table = lambda *_: os.kill(os.getpid(), signal.SIGINT)\nmain()"

@@ -1,4 +1,4 @@
-"""Training as a user meets it: real processes, killed, stopped, resumed; and what is said when it cannot be."""
+"""Training as a user sees it: real processes that are killed, stopped and resumed, and the errors before they start."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ from penstock.train.worker import Verdict, job_of, model_sizes, read_failure
 
 @pytest.fixture
 def text(tmp_path):
-    """A folder with some text and a config."""
+    """Return a folder with some text and a config."""
     lines = [
         f"the {n % 7} cats sat on {n % 5} mats and said {n % 3}\n" for n in range(3000)
     ]
@@ -67,7 +67,7 @@ class Done:
 
 
 def run(folder: Path, line: str, **more: str) -> Done:
-    """A command line of its own process, as from a shell."""
+    """Run a command line in another process, as from a shell."""
     command, env = (
         [sys.executable, "-W", "error", "-m", "penstock", *line.split()],
         environment(**more),
@@ -93,14 +93,14 @@ def start(folder: Path, line: str) -> subprocess.Popen[str]:
 
 
 def weights(run_folder: Path, step: int) -> dict[str, torch.Tensor]:
-    """Everything that a checkpoint holds, read without our code."""
+    """Return the tensors of a checkpoint, read without our code."""
     files = (run_folder / "checkpoints" / f"step-{step:08d}").glob("*.safetensors")
     return {name: tensor for file in files for name, tensor in load_file(file).items()}
 
 
 @pytest.fixture
 def here(monkeypatch, capsys, text):
-    """Runs a command line in this process; gives exit code, stdout, stderr."""
+    """Run a command line in this process; return exit code, stdout, stderr."""
     monkeypatch.chdir(text)
     monkeypatch.setenv("COLUMNS", "200")
 
@@ -144,7 +144,7 @@ def test_a_run_ends_with_a_curve_a_report_a_checkpoint_and_a_sample(
         "Largest differences",
         "rank 1: parts ",
         "of weights and optimizer",
-        "hanayo: 2 ranks",
+        "2 ranks and 4 micro-batches",
     ):
         assert words in page, words
     assert (folder / "checkpoints" / "step-00000012" / "checkpoint.json").is_file()
@@ -183,7 +183,7 @@ def test_a_run_ends_with_a_curve_a_report_a_checkpoint_and_a_sample(
 
 # ---------------------------------------------------------------- trouble
 def undisturbed(folder: Path, other: Path) -> list[StepRow]:
-    """The run of a folder once more, in another, with threads for ranks."""
+    """Repeat the run of a folder in another folder, with threads for ranks."""
     job = replace(job_of(folder, read_config(folder / "config.toml")), folder=other)
     run_threads(job.plan.schedule.ranks, lambda comm: Trainer(job, comm).run())
     return read_rows(other)
@@ -273,9 +273,7 @@ def test_under_a_launcher_the_folder_must_be_named(here, monkeypatch):
     )
 
 
-def test_what_one_rank_cannot_begin_with_is_said_once_and_not_tried_again_and_again(
-    text, here
-):
+def test_an_error_before_the_first_step_is_printed_and_not_retried(text, here):
     folder = text / "runs" / "lost"
     folder.mkdir(parents=True)
     (folder / "config.toml").write_text(
@@ -312,7 +310,7 @@ def test_two_processes_do_not_train_in_one_folder(text, here):
     assert "another process trains in runs/config" in done.err
 
 
-def test_a_second_ctrl_c_ends_all_at_once(text):
+def test_a_second_ctrl_c_ends_all_processes_at_once(text):
     process = start(
         text, "train config.toml --set run.steps=10000000 --set run.save=0 --sample 0"
     )
@@ -342,7 +340,7 @@ def test_a_folder_may_have_brackets_in_its_name(text, here):
     assert "report      a[/b] [red]x/report.html" in done.out
 
 
-def test_words_of_a_shape_that_would_change_nothing_are_refused(text, here):
+def test_shape_options_that_would_change_nothing_are_refused(text, here):
     done = here(
         "train config.toml --dry-run --set schedule.name=auto --set schedule.waves=3 --set schedule.split=true"
     )
@@ -358,7 +356,7 @@ def test_words_of_a_shape_that_would_change_nothing_are_refused(text, here):
     assert "schedule.slices = 3, but own.json has 1" in done.err
 
 
-def test_a_run_goes_on_with_its_own_copy_of_a_tokenizer(text, here):
+def test_a_run_continues_with_its_own_copy_of_a_tokenizer(text, here):
     tokenizers = pytest.importorskip("tokenizers")
     words = {
         "<unk>": 0,
@@ -382,7 +380,7 @@ def test_a_run_goes_on_with_its_own_copy_of_a_tokenizer(text, here):
     assert "trained 5 steps" in more.out
 
 
-def test_a_full_disk_is_said_though_nothing_can_be_written(tmp_path):
+def test_a_full_disk_is_reported_although_nothing_can_be_written(tmp_path):
     (tmp_path / "failure.json").touch()
     found = read_failure(tmp_path)
     assert found is not None
@@ -420,7 +418,7 @@ if any("forkserver" in word for word in sys.orig_argv):
 """
 
 
-def test_that_the_process_which_starts_workers_was_killed_is_said_and_nothing_is_left(
+def test_an_error_says_that_the_process_which_starts_workers_was_killed(
     text,
 ):
     (text / "sitecustomize.py").write_text(KILLED)
@@ -639,7 +637,7 @@ def test_a_mistake_is_one_message_before_anything_starts(here, text, line, words
     )
 
 
-def test_a_folder_that_is_no_run_is_said_so(here, text):
+def test_a_folder_without_a_run_is_refused(here, text):
     (text / "folder").mkdir()
     assert (
         "folder is not the folder of a run: it has no config.toml"
@@ -655,7 +653,7 @@ def test_a_folder_that_is_no_run_is_said_so(here, text):
         ("data.tokens=16", "its length is 32, here it is 16"),
     ],
 )
-def test_a_resume_that_cannot_be_leaves_the_run_as_it_was(change, words, here, text):
+def test_a_refused_resume_leaves_the_run_as_it_was(change, words, here, text):
     config = read_config(text / "config.toml")
     corpus = open_corpus(config.data, text / "runs" / "cache")
     saved = text / "runs" / "mine" / "checkpoints" / "step-00000003"
@@ -679,7 +677,7 @@ def test_a_resume_that_cannot_be_leaves_the_run_as_it_was(change, words, here, t
     ]
 
 
-def test_how_a_killed_worker_is_told_depends_on_the_signal_and_on_what_is_saved(
+def test_the_error_of_a_killed_worker_names_the_signal_and_the_last_checkpoint(
     tmp_path,
 ):
     killed = {0: ProcessFailure(0, 1, -signal.SIGILL, "<N/A>")}
@@ -695,7 +693,7 @@ def test_how_a_killed_worker_is_told_depends_on_the_signal_and_on_what_is_saved(
     )
 
 
-def test_a_run_is_not_overwritten_and_nothing_to_resume_is_said(text, here):
+def test_a_run_is_not_overwritten_and_a_resume_needs_a_checkpoint(text, here):
     (text / "runs" / "config" / "checkpoints" / "step-00000003").mkdir(parents=True)
     done = here("train config.toml --set run.folder=runs/config")
     assert done.code == 2
@@ -706,9 +704,7 @@ def test_a_run_is_not_overwritten_and_nothing_to_resume_is_said(text, here):
     assert "Traceback" not in lost.err
 
 
-def test_a_folder_in_which_nothing_was_saved_may_be_started_in_and_not_resumed(
-    text, here
-):
+def test_a_folder_without_a_checkpoint_can_be_started_in_but_not_resumed(text, here):
     left = (
         text / "runs" / "mine" / "checkpoints" / "step-00000003.saving"
     )  # as a full disk leaves it
@@ -729,9 +725,7 @@ def test_a_folder_in_which_nothing_was_saved_may_be_started_in_and_not_resumed(
 
 
 # ---------------------------------------------------------------- a plan file has its own shape
-def test_a_plan_file_decides_its_shape_and_a_value_that_says_otherwise_is_refused(
-    text, here
-):
+def test_a_plan_file_has_its_own_shape_and_a_contradicting_value_is_refused(text, here):
     (text / "bare.toml").write_text(
         '[data]\nsources = ["text.txt"]\n[model]\nlayers = 4\n'
     )
@@ -820,7 +814,7 @@ def test_copies_in_a_plan_file_agree_with_ranks_times_copies(text, here):
     assert "schedule.partition = [2, 2], but two.json has [1, 3]" in refused.err
 
 
-def test_a_run_takes_up_another_plan_file_without_saying_its_shape(text, here):
+def test_a_run_can_continue_with_another_plan_file(text, here):
     assert here("train config.toml --set run.steps=2 --sample 0").code == 0
     assert here("draw 1f1b --ranks 1 --microbatches 2 -o one.json").code == 0
     more = here(
@@ -862,7 +856,7 @@ def test_a_plan_that_leaves_out_a_part_trains_resumes_evaluates_and_exports(text
 
 
 # ---------------------------------------------------------------- fine-tuning
-def test_the_tokenizer_of_the_folder_that_training_starts_from_is_taken(text, here):
+def test_fine_tuning_uses_the_tokenizer_of_the_pretrained_model(text, here):
     tokenizers = pytest.importorskip("tokenizers")
     words = {
         "<unk>": 0,
@@ -903,8 +897,8 @@ def test_the_tokenizer_of_the_folder_that_training_starts_from_is_taken(text, he
     ), lost.err
 
 
-# ---------------------------------------------------------------- text that is none
-def test_no_sources_are_the_default_and_never_the_folder_at_hand(text, here):
+# ---------------------------------------------------------------- sources that are not text
+def test_empty_sources_mean_the_default_and_never_the_current_folder(text, here):
     assert (
         load_config(
             (text / "config.toml").read_text(), changes=["data.sources="]
@@ -941,7 +935,7 @@ def test_no_sources_are_the_default_and_never_the_folder_at_hand(text, here):
         ),
     ],
 )
-def test_a_source_that_is_no_text_is_refused(name, content, words, text, here):
+def test_a_source_that_is_not_text_is_refused(name, content, words, text, here):
     (text / name).write_bytes(content)
     done = here(f"train config.toml --set data.sources={name}")
     assert (done.code, words in done.err) == (2, True), done.err

@@ -1,4 +1,4 @@
-"""What a token costs is what torch counts, and a share of a peak is shown only where the peak is known."""
+"""Our count of operations equals torch's, and utilization is shown only where the peak is known."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MODELS = [
 
 @pytest.mark.parametrize("sizes", MODELS, ids=["grouped", "tied", "gpt"])
 @pytest.mark.parametrize("tokens", [8, 24])
-def test_the_count_is_torchs_own(sizes, tokens):
+def test_the_count_equals_torchs(sizes, tokens):
     model = GPT(sizes) if isinstance(sizes, GPTConfig) else Llama(sizes)
     words = torch.zeros(2, tokens, dtype=torch.long)
     with (
@@ -54,7 +54,7 @@ def test_devices_are_known_by_their_names(name, peak):
     assert peak_flops(name) == peak
 
 
-def test_utilization_is_the_share_of_all_devices_peaks(monkeypatch):
+def test_utilization_is_the_share_of_the_peak_of_all_devices(monkeypatch):
     sizes, gpu = MODELS[0], torch.device("cuda", 0)
     monkeypatch.setattr(
         torch.cuda, "get_device_name", lambda device: "NVIDIA A100-SXM4-80GB"
@@ -71,7 +71,7 @@ def test_utilization_is_the_share_of_all_devices_peaks(monkeypatch):
 
 
 @pytest.mark.parametrize(("mfu", "words"), [(0.4321, "  MFU 43.2%"), (None, "")])
-def test_the_line_of_a_step_shows_it_where_it_is_known(mfu, words):
+def test_the_line_of_a_step_shows_utilization_where_it_is_known(mfu, words):
     told = io.StringIO()
     with Screen(2, 1, Console(file=told, width=200)) as screen:
         screen.put(StepRow(1, 2.0, 1.0, 0.1, 0.5, 100, 1000, 0.1, mfu=mfu))
@@ -80,7 +80,7 @@ def test_the_line_of_a_step_shows_it_where_it_is_known(mfu, words):
 
 
 @pytest.mark.parametrize("width", [80, 160])
-def test_the_live_line_says_how_long_it_will_take_also_where_it_is_narrow(width):
+def test_the_live_line_shows_the_remaining_time_even_if_it_is_narrow(width):
     told = io.StringIO()
     with Screen(
         5000,
@@ -88,5 +88,5 @@ def test_the_live_line_says_how_long_it_will_take_also_where_it_is_narrow(width)
         Console(file=told, width=width, force_terminal=True, color_system=None),
     ) as screen:
         screen.put(StepRow(853, 2.56, 0.969, 1e-3, 0.1, 2048, 324_800_000, 0.1, 0.431))
-    assert "-:--:--" in told.getvalue()  # after one step nobody knows
+    assert "-:--:--" in told.getvalue()  # unknown after one step
     assert "step  853/5000  loss 2.5600" in told.getvalue()

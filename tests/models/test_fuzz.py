@@ -1,4 +1,4 @@
-"""Some cases of the fuzzer, chosen so that every kind of model, schedule and option occurs. `make fuzz` runs more."""
+"""Cases of the fuzzer that cover every kind of model, schedule and option. `make fuzz` runs more."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ SLICED_DYNAMIC, SLICED_CHECKPOINTING, PLAIN = 386, 81, 0
 
 @pytest.fixture(autouse=True)
 def one_thread():
-    """Ranks are threads already; tensors this small only wait for more of them."""
+    """Use one torch thread: ranks are threads already, and the tensors are small."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -96,7 +96,7 @@ def test_the_seeds_cover_every_kind_of_model_schedule_and_option():
     assert any(len(set(case.lengths)) > 1 for case in cases)
 
 
-def test_a_seed_is_a_case():
+def test_a_seed_always_gives_the_same_case():
     assert draw_case(3) == draw_case(3)
     assert draw_case(3) != draw_case(4)
 
@@ -104,7 +104,7 @@ def test_a_seed_is_a_case():
 def test_a_wrong_gradient_is_a_failure_and_is_printed_with_its_seed(
     monkeypatch, capsys
 ):
-    """The rotary module of a slice that sees only its own positions, as it once was."""
+    """Restores an old bug: the rotary module of a slice sees only the slice's positions."""
     assert run_case(draw_case(SLICED_DYNAMIC)) == Verdict("exact")
     monkeypatch.setattr(
         hf, "_angles", lambda rotary, x, piece: rotary(x, hf._places(x, piece))

@@ -581,11 +581,11 @@ def test_a_model_that_looks_both_ways_cannot_be_sliced():
     bert = Bert(BertConfig(VOCAB, 16, 2, 4, 24, 16)).double()
     schedule = make("seq1f1b", ranks=2, microbatches=2, slices=2)
     with pytest.raises(
-        ShapeError, match="stage 0 cannot be sliced: its tokens see those after them"
+        ShapeError, match="stage 0 cannot be sliced: its tokens see later tokens"
     ):
         piped(schedule, bert, [data(2, 8)])
     with pytest.raises(
-        ShapeError, match="cannot run a slice: its tokens see those after them"
+        ShapeError, match="cannot run a slice: its tokens see later tokens"
     ):
         split(bert, [1, 1])[0](torch.zeros(1, 4, dtype=torch.long), Carry(8).open(0, 4))
 

@@ -1,4 +1,4 @@
-"""Models on one device, the loss they are trained with, and the cut into parts."""
+"""Models for one device, the loss they are trained with, and the way they are split into parts."""
 
 from __future__ import annotations
 
@@ -45,12 +45,15 @@ __all__ = [
 ]
 
 IGNORED_LABEL = -100
-"""The label of a token that has nothing to guess."""
+"""The label of a token whose prediction does not count."""
 
 
 def token_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """Cross entropy SUMMED over the labels that count: losses of micro-batches and slices then add up, whatever their
-    sizes, and one division by the `valid_tokens` of the whole batch makes the mean."""
+    """Return the cross entropy, summed (not averaged) over the labels that count.
+
+    Sums of micro-batches and slices of any size can be added up. Dividing once by the
+    `valid_tokens` of the whole batch gives the mean.
+    """
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return F.cross_entropy(
         wide.flatten(0, -2),
@@ -61,14 +64,15 @@ def token_loss(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def valid_tokens(labels: Tensor) -> int:
-    """Labels that count."""
+    """Return the number of labels that count."""
     return int((labels != IGNORED_LABEL).sum())
 
 
 def shift_labels(tokens: Tensor, starts: Tensor | None = None) -> Tensor:
-    """Of every token the next one, as a causal model guesses it; the last has none, nor has the last of a document.
+    """Label each token with the next one, which a causal model must predict.
 
-    Shift first, then cut into slices: the label of a slice's last token is in the next slice.
+    The last token of a row or of a document has no next one. Shift before cutting into
+    slices: the label of a slice's last token is in the next slice.
 
     >>> shift_labels(torch.tensor([[5, 6, 7]])).tolist()
     [[6, 7, -100]]
@@ -78,15 +82,18 @@ def shift_labels(tokens: Tensor, starts: Tensor | None = None) -> Tensor:
     labels = F.pad(tokens[:, 1:], (0, 1), value=IGNORED_LABEL)
     if starts is None:
         return labels
-    return labels.masked_fill(
-        F.pad(starts[:, 1:] != starts[:, :-1], (0, 1), value=True), IGNORED_LABEL
-    )
+    next_is_other = starts[:, 1:] != starts[:, :-1]
+    ends_document = F.pad(next_is_other, (0, 1), value=True)
+    return labels.masked_fill(ends_document, IGNORED_LABEL)
 
 
 def document_starts(lengths: Tensor) -> Tensor:
-    """Of each token of a row packed with documents of these lengths, the first one of its document.
+    """Return the position where each token's document starts.
+
+    The row is packed with documents of these lengths.
 
     >>> document_starts(torch.tensor([2, 3])).tolist()
     [0, 0, 2, 2, 2]
     """
-    return torch.repeat_interleave(lengths.cumsum(0) - lengths, lengths)
+    starts = lengths.cumsum(0) - lengths
+    return torch.repeat_interleave(starts, lengths)

@@ -1,4 +1,6 @@
-"""Bert: an encoder that sees both ways and guesses masked words. One device, no dropout, nothing of pipelines.
+"""Bert: an encoder that sees both ways and predicts masked words.
+
+It runs on one device, has no dropout, and knows nothing about pipelines.
 
 x ──┬─ attention ─(+)─ norm ─┬─ mlp ─(+)─ norm ─►        one layer, normed after each sum
     └────────────┘           └───────┘
@@ -20,10 +22,12 @@ from penstock.models.split import Stack, draw_weights, require_multiple, require
 
 @dataclass(frozen=True, slots=True)
 class BertConfig:
-    """Sizes of a Bert. `inner` features in the MLP; at most `positions` tokens; `types` kinds of segments.
+    """Sizes of a Bert.
 
-    `padding` is the token that fills up short rows. As in Hugging Face's model, its vector begins at zero and gets no
-    gradient from being looked up. None: there is no such token.
+    The MLP has `inner` features, a sequence at most `positions` tokens, and there are
+    `types` kinds of segments. `padding` is the token that fills up short rows, or None.
+    As in Hugging Face's model, its vector starts at zero and gets no gradient from
+    look-ups.
     """
 
     vocab: int
@@ -47,12 +51,12 @@ class BertConfig:
             raise ShapeError(f"eps must be above 0, not {self.eps}")
         if self.padding is not None and not 0 <= self.padding < self.vocab:
             raise ShapeError(
-                f"padding must be a token, 0 to {self.vocab - 1}, or None, not {self.padding}"
+                f"padding must be None or a token from 0 to {self.vocab - 1}, not {self.padding}"
             )
 
 
 class BertEmbedding(nn.Module):
-    """The vectors of a token, of its position and of its segment's type, summed and normed."""
+    """The sum of the vectors of a token, its position and its segment type, normed."""
 
     def __init__(self, config: BertConfig) -> None:
         super().__init__()
@@ -64,21 +68,21 @@ class BertEmbedding(nn.Module):
         self.norm = nn.LayerNorm(config.width, eps=config.eps)
 
     def forward(self, tokens: Tensor, types: Tensor | None = None) -> Tensor:
-        """Token ids to hidden state; without types all is of type 0."""
+        """Turn token ids into a hidden state; without `types`, all segments are of type 0."""
         if tokens.shape[1] > self.positions.num_embeddings:
             raise ShapeError(
                 f"{tokens.shape[1]} tokens, but only {self.positions.num_embeddings} positions"
             )
-        place = torch.arange(tokens.shape[1], device=tokens.device)
-        kinds = torch.zeros_like(tokens) if types is None else types
-        x: Tensor = self.norm(
-            self.tokens(tokens) + self.types(kinds) + self.positions(place)
-        )
+        if types is None:
+            types = torch.zeros_like(tokens)
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        total = self.tokens(tokens) + self.types(types) + self.positions(positions)
+        x: Tensor = self.norm(total)
         return x
 
 
 class BertAttention(nn.Module):
-    """Every token sees every token that `real` allows."""
+    """Attention in which every token sees all tokens that are not padding."""
 
     def __init__(self, config: BertConfig) -> None:
         super().__init__()
@@ -89,20 +93,22 @@ class BertAttention(nn.Module):
         self.output = nn.Linear(config.width, config.width)
 
     def forward(self, x: Tensor, real: Tensor | None) -> Tensor:
-        """`real`: (batch, tokens), True where a token is no padding."""
-        q, k, v = (self.heads(to(x)) for to in (self.query, self.key, self.value))
+        """Mix the tokens; `real`, (batch, tokens), is False for padding."""
+        q = self.heads(self.query(x))
+        k = self.heads(self.key(x))
+        v = self.heads(self.value(x))
         mask = None if real is None else real[:, None, None, :]
         mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
         y: Tensor = self.output(mixed.transpose(1, 2).flatten(2))
         return y
 
     def heads(self, x: Tensor) -> Tensor:
-        """(batch, tokens, heads * head_width) to (batch, heads, tokens, head_width)."""
+        """Reshape (batch, tokens, width) to (batch, heads, tokens, head_width)."""
         return x.view(*x.shape[:-1], -1, self.head_width).transpose(1, 2)
 
 
 class BertMLP(nn.Module):
-    """down(gelu(up(x)))."""
+    """The MLP of a layer: down(gelu(up(x)))."""
 
     def __init__(self, config: BertConfig) -> None:
         super().__init__()
@@ -110,13 +116,13 @@ class BertMLP(nn.Module):
         self.down = nn.Linear(config.inner, config.width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Token by token."""
+        """Apply the MLP to each token."""
         y: Tensor = self.down(F.gelu(self.up(x)))
         return y
 
 
 class BertLayer(nn.Module):
-    """Attention, then MLP, each added to x and normed after."""
+    """Attention, then MLP. Each is added to x, and the sum is normed."""
 
     def __init__(self, config: BertConfig) -> None:
         super().__init__()
@@ -126,14 +132,14 @@ class BertLayer(nn.Module):
         self.mlp_norm = nn.LayerNorm(config.width, eps=config.eps)
 
     def forward(self, x: Tensor, real: Tensor | None = None) -> Tensor:
-        """Hidden state to hidden state."""
+        """Return the next hidden state."""
         x = self.attention_norm(x + self.attention(x, real))
         y: Tensor = self.mlp_norm(x + self.mlp(x))
         return y
 
 
 class BertHead(nn.Module):
-    """One more dense layer and norm, then a score for every word."""
+    """A dense layer and a norm, then a logit for every word."""
 
     def __init__(self, config: BertConfig) -> None:
         super().__init__()
@@ -142,31 +148,35 @@ class BertHead(nn.Module):
         self.output = nn.Linear(config.width, config.vocab)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Hidden state to logits."""
+        """Turn a hidden state into logits."""
         logits: Tensor = self.output(self.norm(F.gelu(self.dense(x))))
         return logits
 
 
 class Bert(Stack):
-    """A Bert with weights drawn at random from torch's generator.
+    """A Bert with random weights, drawn from torch's generator.
 
-    Types and padding are known to the whole model only: what flows between its parts is the hidden state, no mask.
+    Only the whole model takes types and a padding mask: parts pass nothing but the
+    hidden state.
     """
 
     def __init__(self, config: BertConfig) -> None:
-        embed, head = BertEmbedding(config), BertHead(config)
+        embed = BertEmbedding(config)
+        head = BertHead(config)
         if config.tied:
             head.output.weight = embed.tokens.weight
-        super().__init__(
-            config.width, embed, (BertLayer(config) for _ in range(config.layers)), head
-        )
+        layers = (BertLayer(config) for _ in range(config.layers))
+        super().__init__(config.width, embed, layers, head)
         self.config = config
         draw_weights(self)
 
     def forward(
         self, tokens: Tensor, types: Tensor | None = None, real: Tensor | None = None
     ) -> Tensor:
-        """Token ids to logits; `types` of the segments; `real` is True where a token is no padding."""
+        """Turn token ids, (batch, tokens), into logits.
+
+        `types` are the types of the segments; `real` is False for padding.
+        """
         x = self.embed(tokens, types)
         for layer in self.layers:
             x = layer(x, real)
@@ -174,7 +184,7 @@ class Bert(Stack):
         return logits
 
 
-# ---------------------------------------------------------------- names, ours and Hugging Face's
+# ---------------------------------------------------------------- Hugging Face's names
 BERT_NAMES = {
     "embed.tokens": "bert.embeddings.word_embeddings",
     "embed.positions": "bert.embeddings.position_embeddings",
@@ -197,38 +207,36 @@ OTHER_HEADS = ("bert.pooler.", "cls.seq_relationship.", "bert.embeddings.positio
 
 
 def bert_from_hf(state: Mapping[str, Tensor], config: BertConfig) -> dict[str, Tensor]:
-    """The weights of a BertForMaskedLM (a BertForPreTraining's other head is left out) for `Bert.load_state_dict`."""
-    names, double = _names(config)
-    ours = rename(
-        {
-            name: w
-            for name, w in state.items()
-            if not name.startswith((*OTHER_HEADS, double))
-        },
-        inverse_names(names),
-    )
-    return (
-        ours | {"head.output.weight": ours["embed.tokens.weight"]}
-        if config.tied
-        else ours
-    )
+    """Convert the weights of a BertForMaskedLM for `Bert.load_state_dict`.
+
+    The other head of a BertForPreTraining is left out.
+    """
+    names, unused = _names(config)
+    skipped = (*OTHER_HEADS, unused)
+    kept = {name: w for name, w in state.items() if not name.startswith(skipped)}
+    ours = rename(kept, inverse_names(names))
+    if config.tied:
+        ours["head.output.weight"] = ours["embed.tokens.weight"]
+    return ours
 
 
 def bert_to_hf(state: Mapping[str, Tensor], config: BertConfig) -> dict[str, Tensor]:
-    """The way back: the names that Hugging Face saves, a tied weight once."""
-    once = {
-        name: w
-        for name, w in state.items()
-        if name != "head.output.weight" or not config.tied
-    }
-    return rename(once, _names(config)[0])
+    """Convert weights back to the names that Hugging Face saves, a tied weight once."""
+    once = dict(state)
+    if config.tied:
+        once.pop("head.output.weight", None)
+    names, _ = _names(config)
+    return rename(once, names)
 
 
 def _names(config: BertConfig) -> tuple[dict[str, str], str]:
-    """Hugging Face has the last bias twice: tied with the weight they are one, else only the decoder's is used."""
-    used, double = "cls.predictions.bias", "cls.predictions.decoder.bias"
-    return (
-        (BERT_NAMES, double)
-        if config.tied
-        else (BERT_NAMES | {"head.output.bias": double}, used)
-    )
+    """Return the names, and the name of the output bias to ignore.
+
+    Hugging Face has the output bias twice. If weights are tied, both are the same;
+    otherwise only the decoder's is used.
+    """
+    bias = "cls.predictions.bias"
+    decoder_bias = "cls.predictions.decoder.bias"
+    if config.tied:
+        return BERT_NAMES, decoder_bias
+    return BERT_NAMES | {"head.output.bias": decoder_bias}, bias

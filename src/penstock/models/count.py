@@ -1,4 +1,4 @@
-"""How many parameters a model has, counted from its sizes without building it."""
+"""Counts the parameters of a model from its sizes, without building it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from penstock.models.llama import LlamaConfig
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """Parameters of the pieces of a model. A tied output matrix is in `embed` and in `head`; `total` counts it once."""
+    """The number of parameters of the pieces of a model.
+
+    A tied output matrix counts in both `embed` and `head`, but only once in `total`.
+    """
 
     embed: int
     layer: int
@@ -19,25 +22,34 @@ class Counts:
 
 
 def parameters_of(sizes: LlamaConfig | GPTConfig) -> Counts:
-    """Counts the embedding, one layer, the head, and the whole model."""
-    width, inner, words = sizes.width, sizes.inner, sizes.vocab * sizes.width
+    """Count the parameters of the embedding, one layer, the head and the whole model."""
+    matrix = sizes.vocab * sizes.width  # of the embedding, and of the output
     if isinstance(sizes, GPTConfig):
-        attention = (
-            4 * width**2 + 4 * width
-        )  # query, key, value and output, each with a bias
-        mlp = 2 * width * inner + inner + width
-        embed, layer, head = (
-            words + sizes.positions * width,
-            attention + mlp + 4 * width,
-            words + 2 * width,
-        )
+        embed = matrix + sizes.positions * sizes.width
+        layer = _gpt_layer(sizes)
+        head = matrix + 2 * sizes.width  # and a norm with a bias
     else:
-        keys = sizes.kv_heads * sizes.head_width
-        attention = 2 * width**2 + 2 * width * keys
-        embed, layer, head = (
-            words,
-            attention + 3 * width * inner + 2 * width,
-            words + width,
-        )
-    total = embed + sizes.layers * layer + head - (words if sizes.tied else 0)
+        embed = matrix
+        layer = _llama_layer(sizes)
+        head = matrix + sizes.width
+    total = embed + sizes.layers * layer + head
+    if sizes.tied:
+        total -= matrix
     return Counts(embed, layer, head, total)
+
+
+def _gpt_layer(sizes: GPTConfig) -> int:
+    """Count query, key, value, output and the MLP, all with biases, and two norms."""
+    attention = 4 * sizes.width**2 + 4 * sizes.width
+    mlp = 2 * sizes.width * sizes.inner + sizes.inner + sizes.width
+    norms = 4 * sizes.width
+    return attention + mlp + norms
+
+
+def _llama_layer(sizes: LlamaConfig) -> int:
+    """Count the matrices of a layer, which have no biases, and two norms."""
+    keys = sizes.kv_heads * sizes.head_width
+    attention = 2 * sizes.width**2 + 2 * sizes.width * keys
+    mlp = 3 * sizes.width * sizes.inner
+    norms = 2 * sizes.width
+    return attention + mlp + norms

@@ -1,11 +1,11 @@
-"""Floating point operations of training on a token, and how many a device can do at most.
+"""The floating point operations of training on one token, and the peak that a device can reach.
 
-    forward and backward    6 for every weight that a token is multiplied with: 2 forward, 4 backward
-    attention               12 x layers x width x tokens: scores and mixing, each 2 forward and 4 backward
+    matrices     6 per weight that a token is multiplied with: 2 forward, 4 backward
+    attention    12 x layers x width x tokens: scores and mixing, each 2 forward and 4 backward
 
-The embedding is a look-up and counts nothing; a head tied to it counts. Attention counts as if every token saw the
-whole sequence, and recomputing counts nothing: this is how model FLOPs utilization (MFU) was defined with PaLM
-(Chowdhery et al. 2022), and what others report.
+The embedding is a look-up and does not count, but a head tied to it does. Attention counts as if every token saw the
+whole sequence, and recomputation does not count. PaLM defined model FLOPs utilization (MFU) in this way (Chowdhery et
+al. 2022), and others report it so.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ from __future__ import annotations
 from penstock.models.gpt import GPTConfig
 from penstock.models.llama import LlamaConfig
 
-PEAKS = {  # by the name that torch gives a device; dense bf16, from the makers' data sheets; first match counts
+# Dense bf16 operations per second, from the vendors' data sheets, by a part of the name
+# that torch gives the device. The first match counts.
+PEAK_FLOPS = {
     "GB200": 2500e12,
     "B200": 2250e12,
     "B100": 1750e12,
@@ -41,26 +43,31 @@ PEAKS = {  # by the name that torch gives a device; dense bf16, from the makers'
 
 
 def peak_flops(device: str) -> float | None:
-    """The most a device can do in a second, in bf16; None if it is not known.
+    """Return the peak of a device in bf16 operations per second; None if unknown.
 
     >>> peak_flops("NVIDIA H200"), peak_flops("NVIDIA A100-SXM4-80GB"), peak_flops("some CPU")
     (989000000000000.0, 312000000000000.0, None)
     """
-    return next((peak for name, peak in PEAKS.items() if name in device), None)
+    for name, peak in PEAK_FLOPS.items():
+        if name in device:
+            return peak
+    return None
 
 
 def flops_per_token(sizes: LlamaConfig | GPTConfig, tokens: int) -> float:
-    """Of training on one token of a sequence of so many."""
-    return 6.0 * _multiplied(sizes) + 12.0 * sizes.layers * sizes.width * tokens
+    """Return the operations of training on one token of a sequence of `tokens`."""
+    matrices = 6.0 * _matrix_weights(sizes)
+    attention = 12.0 * sizes.layers * sizes.width * tokens
+    return matrices + attention
 
 
-def _multiplied(sizes: LlamaConfig | GPTConfig) -> int:
-    """Weights of the matrices that every token goes through."""
+def _matrix_weights(sizes: LlamaConfig | GPTConfig) -> int:
+    """Return the number of weights in the matrices that multiply every token."""
     head = sizes.vocab * sizes.width
     if isinstance(sizes, GPTConfig):
-        return (
-            sizes.layers * (4 * sizes.width**2 + 2 * sizes.width * sizes.inner) + head
-        )
+        layer = 4 * sizes.width**2 + 2 * sizes.width * sizes.inner
+        return sizes.layers * layer + head
     keys = sizes.kv_heads * sizes.head_width
-    layer = 2 * sizes.width**2 + 2 * sizes.width * keys + 3 * sizes.width * sizes.inner
+    attention = 2 * sizes.width**2 + 2 * sizes.width * keys
+    layer = attention + 3 * sizes.width * sizes.inner
     return sizes.layers * layer + head

@@ -1,4 +1,6 @@
-"""GPT, as GPT-2 is: learned positions, layer norms, a GELU by tanh. One device, no dropout, nothing of pipelines.
+"""GPT as in GPT-2: learned positions, layer norms, and GELU approximated by tanh.
+
+It runs on one device, has no dropout, and knows nothing about pipelines.
 
 x ──┬─ norm ─ attention ─(+)─┬─ norm ─ mlp ─(+)─►        one layer
     └───────────────────────┘└──────────────┘
@@ -10,20 +12,23 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from penstock.carry import Slice
 from penstock.errors import ShapeError
-from penstock.models.attention import attend
+from penstock.models.attention import attend, token_positions
 from penstock.models.hf import inverse_names, rename
 from penstock.models.split import Decoder, draw_weights, require_multiple, require_sizes
 
 
 @dataclass(frozen=True, slots=True)
 class GPTConfig:
-    """Sizes of a GPT. `inner` features in the MLP (GPT-2: 4 * width); at most `positions` tokens in a sequence."""
+    """Sizes of a GPT.
+
+    The MLP has `inner` features (GPT-2: 4 * width), a sequence at most `positions`
+    tokens.
+    """
 
     vocab: int
     width: int
@@ -45,7 +50,7 @@ class GPTConfig:
 
 
 class GPTEmbedding(nn.Module):
-    """A token's vector plus its position's."""
+    """The sum of the vectors of a token and its position."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -53,23 +58,19 @@ class GPTEmbedding(nn.Module):
         self.positions = nn.Embedding(config.positions, config.width)
 
     def forward(self, tokens: Tensor, piece: Slice | None = None) -> Tensor:
-        """Token ids to hidden state."""
+        """Turn token ids into a hidden state."""
         length = tokens.shape[1] if piece is None else piece.tokens
         if length > self.positions.num_embeddings:
             raise ShapeError(
                 f"{length} tokens, but only {self.positions.num_embeddings} positions"
             )
-        place = (
-            torch.arange(length, device=tokens.device)
-            if piece is None
-            else piece.positions(tokens.device)
-        )
-        x: Tensor = self.tokens(tokens) + self.positions(place)
+        positions = token_positions(tokens, piece)
+        x: Tensor = self.tokens(tokens) + self.positions(positions)
         return x
 
 
 class GPTAttention(nn.Module):
-    """Causal, all heads with keys and values of their own."""
+    """Causal attention in which every head has its own keys and values."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -78,16 +79,15 @@ class GPTAttention(nn.Module):
         self.output = nn.Linear(config.width, config.width)
 
     def forward(self, x: Tensor, piece: Slice | None = None) -> Tensor:
-        """Of all of x, or of a slice."""
-        q, k, v = (
-            self.qkv(x).unflatten(-1, (-1, 3, self.head_width)).permute(3, 0, 2, 1, 4)
-        )
+        """Mix the tokens of x: a whole sequence, or a slice of one."""
+        by_head = self.qkv(x).unflatten(-1, (-1, 3, self.head_width))
+        q, k, v = by_head.permute(3, 0, 2, 1, 4)
         y: Tensor = self.output(attend(self, q, k, v, piece))
         return y
 
 
 class GPTMLP(nn.Module):
-    """down(gelu(up(x)))."""
+    """The MLP of a layer: down(gelu(up(x)))."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -95,13 +95,13 @@ class GPTMLP(nn.Module):
         self.down = nn.Linear(config.inner, config.width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Token by token."""
+        """Apply the MLP to each token."""
         y: Tensor = self.down(F.gelu(self.up(x), approximate="tanh"))
         return y
 
 
 class GPTLayer(nn.Module):
-    """Attention, then MLP, each on a normed x and added to it."""
+    """Attention, then MLP. Each reads a normed x and is added to x."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -111,14 +111,14 @@ class GPTLayer(nn.Module):
         self.mlp = GPTMLP(config)
 
     def forward(self, x: Tensor, piece: Slice | None = None) -> Tensor:
-        """Hidden state to hidden state."""
+        """Return the next hidden state."""
         x = x + self.attention(self.attention_norm(x), piece)
         y: Tensor = x + self.mlp(self.mlp_norm(x))
         return y
 
 
 class GPTHead(nn.Module):
-    """Last norm, then a score for every word."""
+    """The last norm, then a logit for every word."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -126,26 +126,26 @@ class GPTHead(nn.Module):
         self.output = nn.Linear(config.width, config.vocab, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Hidden state to logits."""
+        """Turn a hidden state into logits."""
         logits: Tensor = self.output(self.norm(x))
         return logits
 
 
 class GPT(Decoder):
-    """A GPT with weights drawn at random from torch's generator."""
+    """A GPT with random weights, drawn from torch's generator."""
 
     def __init__(self, config: GPTConfig) -> None:
-        embed, head = GPTEmbedding(config), GPTHead(config)
+        embed = GPTEmbedding(config)
+        head = GPTHead(config)
         if config.tied:
             head.output.weight = embed.tokens.weight
-        super().__init__(
-            config.width, embed, (GPTLayer(config) for _ in range(config.layers)), head
-        )
+        layers = (GPTLayer(config) for _ in range(config.layers))
+        super().__init__(config.width, embed, layers, head)
         self.config = config
         draw_weights(self)
 
 
-# ---------------------------------------------------------------- names, ours and Hugging Face's
+# ---------------------------------------------------------------- Hugging Face's names
 GPT_NAMES = {
     "embed.tokens": "transformer.wte",
     "embed.positions": "transformer.wpe",
@@ -163,54 +163,46 @@ BUFFERS = (".attn.bias", ".attn.masked_bias")
 
 
 def gpt_from_hf(state: Mapping[str, Tensor], config: GPTConfig) -> dict[str, Tensor]:
-    """The weights of a GPT2LMHeadModel, or of a bare GPT2Model, for `GPT.load_state_dict`."""
-    bare = (
-        "" if any(name.startswith("transformer.") for name in state) else "transformer."
-    )
-    named = {
-        name if name == "lm_head.weight" else bare + name: w
-        for name, w in state.items()
-    }
-    ours = _transpose(
-        rename(
-            {n: w for n, w in named.items() if not n.endswith(BUFFERS)},
-            inverse_names(GPT_NAMES),
-        )
-    )
-    ours = {name: _regrouped(name, w, (3, config.heads)) for name, w in ours.items()}
-    return (
-        ours | {"head.output.weight": ours["embed.tokens.weight"]}
-        if config.tied
-        else ours
-    )
+    """Convert the weights of a GPT2LMHeadModel or a bare GPT2Model for `GPT.load_state_dict`."""
+    is_bare = not any(name.startswith("transformer.") for name in state)
+    full_names = {}
+    for name, w in state.items():
+        prefix = "transformer." if is_bare and name != "lm_head.weight" else ""
+        if not name.endswith(BUFFERS):
+            full_names[prefix + name] = w
+    ours = _transpose(rename(full_names, inverse_names(GPT_NAMES)))
+    ours = _regroup(ours, (3, config.heads))
+    if config.tied:
+        ours["head.output.weight"] = ours["embed.tokens.weight"]
+    return ours
 
 
 def gpt_to_hf(state: Mapping[str, Tensor], config: GPTConfig) -> dict[str, Tensor]:
-    """The way back: the names that Hugging Face saves, a tied weight once."""
-    once = {
-        name: w
-        for name, w in state.items()
-        if name != "head.output.weight" or not config.tied
-    }
-    return rename(
-        _transpose(
-            {name: _regrouped(name, w, (config.heads, 3)) for name, w in once.items()}
-        ),
-        GPT_NAMES,
-    )
+    """Convert weights back to the names that Hugging Face saves, a tied weight once."""
+    once = dict(state)
+    if config.tied:
+        once.pop("head.output.weight", None)
+    theirs = _transpose(_regroup(once, (config.heads, 3)))
+    return rename(theirs, GPT_NAMES)
 
 
 def _transpose(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """GPT-2 keeps the matrices of its layers the other way round."""
-    return {
-        name: w.t().contiguous() if name.endswith(TRANSPOSED) else w
-        for name, w in state.items()
-    }
+    """Transpose the matrices of the layers, which GPT-2 stores the other way round."""
+    result = {}
+    for name, w in state.items():
+        result[name] = w.t().contiguous() if name.endswith(TRANSPOSED) else w
+    return result
 
 
-def _regrouped(name: str, w: Tensor, groups: tuple[int, int]) -> Tensor:
-    """GPT-2 has the queries of all heads, then all keys, then all values; ours go head by head, so that a run of rows
-    has some heads whole."""
-    if ".qkv." not in name or w.is_meta:
-        return w
-    return w.reshape(*groups, -1, *w.shape[1:]).transpose(0, 1).reshape(w.shape)
+def _regroup(state: Mapping[str, Tensor], groups: tuple[int, int]) -> dict[str, Tensor]:
+    """Reorder the rows of the queries, keys and values.
+
+    GPT-2 has the queries of all heads, then all keys, then all values. Ours go head by
+    head, so that consecutive rows hold whole heads.
+    """
+    result = dict(state)
+    for name, w in state.items():
+        if ".qkv." in name and not w.is_meta:
+            rows = w.reshape(*groups, -1, *w.shape[1:])
+            result[name] = rows.transpose(0, 1).reshape(w.shape)
+    return result

@@ -1,12 +1,12 @@
-"""Hugging Face decoders, taken apart by their layer lists, without tracing and without importing transformers.
+"""Splits Hugging Face decoders by their lists of layers, without tracing and without importing transformers.
 
     family                   first part               every part         last part
     Llama, Mistral, Qwen2    model.embed_tokens       model.rotary_emb   model.norm, lm_head
     GPT-2                    transformer.wte, .wpe,                      transformer.ln_f, lm_head
                              .drop
 
-The list is closed, by class name: another decoder may have its modules in the same places and yet do more between them
-(Gemma scales its embeddings), which would train, wrongly, in silence.
+Only these classes are accepted. Another decoder may have its modules in the same places and yet do more between them
+(Gemma scales its embeddings). Split in the same way, it would silently train wrong.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from penstock.carry import Slice
 from penstock.errors import PenstockError, ShapeError
+from penstock.models.attention import token_positions
 
 KERNELS = (
     "eager",
@@ -33,19 +34,20 @@ KERNELS = (
 # ---------------------------------------------------------------- anatomy
 @dataclass(frozen=True, slots=True)
 class Anatomy:
-    """Where the pieces of a model are, by name, and how to run them: `enter`, `through` some layers, then the head.
+    """The names of a model's pieces, and how to run them: `enter`, `through` layers, then the head.
 
-    `root` is whatever has the pieces asked for under their names: the model, or a part of it.
+    The first argument of both functions, the root, is the module that has the pieces
+    under these names: the model or a part of it.
     """
 
     width: int
-    embed: tuple[str, ...]  # what only the first part holds
+    embed: tuple[str, ...]  # held only by the first part
     layers: tuple[str, ...]
-    head: tuple[str, ...]  # what only the last part holds, in the order it runs
-    everywhere: tuple[str, ...]  # what has no weights, and every part needs
+    head: tuple[str, ...]  # held only by the last part, in the order they run
+    everywhere: tuple[str, ...]  # without weights; every part has a copy
     enter: Callable[[nn.Module, Tensor, Slice | None], Tensor]
     through: Callable[[nn.Module, Iterable[nn.Module], Tensor, Slice | None], Tensor]
-    unsliceable: str = ""  # why it cannot be run slice by slice, if it cannot
+    unsliceable: str = ""  # why it cannot be run slice by slice; "" if it can
 
 
 HF_FAMILIES = {
@@ -57,46 +59,38 @@ HF_FAMILIES = {
 
 
 def hf_anatomy(model: nn.Module) -> Anatomy:
-    """Where the pieces of a Hugging Face decoder are; an error that says what was looked for if it is none."""
+    """Return the anatomy of a Hugging Face decoder; refuse any other model."""
     config: Any = getattr(model, "config", None)
-    family = next(
-        (
-            cls.__name__
-            for cls in type(model).__mro__
-            if cls.__name__ in HF_FAMILIES and _is_theirs(cls)
-        ),
-        None,
-    )
+    family = _family_of(model)
     if family is None or config is None:
-        raise PenstockError(
-            _unknown(
-                type(model).__name__, bool(getattr(config, "is_encoder_decoder", False))
-            )
-        )
+        two_stacks = bool(getattr(config, "is_encoder_decoder", False))
+        raise PenstockError(_unknown(type(model).__name__, two_stacks))
     _refuse_extras(family, config)
-    layers = tuple(
-        f"{HF_FAMILIES[family]}.{i}" for i in range(config.num_hidden_layers)
-    )
-    anatomy = (_gpt2 if family == "GPT2LMHeadModel" else _llama)(
-        config.hidden_size, layers
-    )
-    _look_for(
-        model,
-        family,
-        (*anatomy.embed, *anatomy.everywhere, *anatomy.layers, *anatomy.head),
-    )
+    prefix = HF_FAMILIES[family]
+    layers = tuple(f"{prefix}.{i}" for i in range(config.num_hidden_layers))
+    if family == "GPT2LMHeadModel":
+        anatomy = _gpt2(config.hidden_size, layers)
+        attention = "attn"
+    else:
+        anatomy = _llama(config.hidden_size, layers)
+        attention = "self_attn"
+    pieces = (*anatomy.embed, *anatomy.everywhere, *anatomy.layers, *anatomy.head)
+    _look_for(model, family, pieces)
     _refuse_own_forward(model, family)
     for path in layers:
-        _sight(
-            model.get_submodule(
-                f"{path}.{'attn' if family == 'GPT2LMHeadModel' else 'self_attn'}"
-            )
-        )
+        _sight(model.get_submodule(f"{path}.{attention}"))  # refuses unknown kernels
     return anatomy
 
 
+def _family_of(model: nn.Module) -> str | None:
+    for cls in type(model).__mro__:
+        if cls.__name__ in HF_FAMILIES and _is_theirs(cls):
+            return cls.__name__
+    return None
+
+
 def _llama(width: int, layers: tuple[str, ...]) -> Anatomy:
-    """Positions are angles, computed by the model's own rotary module."""
+    """Llama's anatomy: positions are angles from the model's own rotary module."""
 
     def enter(root: nn.Module, tokens: Tensor, piece: Slice | None) -> Tensor:
         return cast(Tensor, root.get_submodule("model.embed_tokens")(tokens))
@@ -107,13 +101,16 @@ def _llama(width: int, layers: tuple[str, ...]) -> Anatomy:
         angles = _angles(root.get_submodule("model.rotary_emb"), x, piece)
         return _masked(layers, "self_attn", x, piece, position_embeddings=angles)
 
-    head, rotary = ("model.norm", "lm_head"), ("model.rotary_emb",)
-    return Anatomy(width, ("model.embed_tokens",), layers, head, rotary, enter, through)
+    embed = ("model.embed_tokens",)
+    head = ("model.norm", "lm_head")
+    rotary = ("model.rotary_emb",)
+    return Anatomy(width, embed, layers, head, rotary, enter, through)
 
 
 def _gpt2(width: int, layers: tuple[str, ...]) -> Anatomy:
-    """Positions are a table of weights, added to the tokens."""
+    """GPT-2's anatomy: positions are a table of weights, added to the tokens."""
     embed = ("transformer.wte", "transformer.wpe", "transformer.drop")
+    head = ("transformer.ln_f", "lm_head")
 
     def enter(root: nn.Module, tokens: Tensor, piece: Slice | None) -> Tensor:
         words, positions, drop = (root.get_submodule(path) for path in embed)
@@ -122,33 +119,32 @@ def _gpt2(width: int, layers: tuple[str, ...]) -> Anatomy:
             raise ShapeError(
                 f"{length} tokens, but only {positions.num_embeddings} positions"
             )
-        return cast(Tensor, drop(words(tokens) + positions(_places(tokens, piece))))
+        x = words(tokens) + positions(_places(tokens, piece))
+        return cast(Tensor, drop(x))
 
     def through(
         root: nn.Module, layers: Iterable[nn.Module], x: Tensor, piece: Slice | None
     ) -> Tensor:
         return _masked(layers, "attn", x, piece)
 
-    return Anatomy(
-        width, embed, layers, ("transformer.ln_f", "lm_head"), (), enter, through
-    )
+    return Anatomy(width, embed, layers, head, (), enter, through)
 
 
 def _places(x: Tensor, piece: Slice | None) -> Tensor:
-    """The position of each token, (1 or rows, tokens)."""
-    place = (
-        torch.arange(x.shape[1], device=x.device)
-        if piece is None
-        else piece.positions(x.device)
-    )
-    return place if place.dim() == 2 else place[None]
+    """Return the position of each token, (1 or rows, tokens)."""
+    return _as_rows(token_positions(x, piece))
+
+
+def _as_rows(positions: Tensor) -> Tensor:
+    return positions if positions.dim() == 2 else positions[None]
 
 
 def _angles(rotary: Any, x: Tensor, piece: Slice | None) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of the tokens at hand, from the model's own rotary module.
+    """Return the cosines and sines of the tokens, from the model's own rotary module.
 
-    The types `dynamic` and `longrope` choose their frequencies by the largest position that they are given. A slice
-    therefore asks for the positions of its whole sequence and takes its own rows of the answer.
+    The types `dynamic` and `longrope` choose their frequencies by the largest position
+    that they are given. A slice therefore asks for the positions of its whole sequence
+    and takes its own rows of the answer.
     """
     kind = str(getattr(rotary, "rope_type", "default"))
     if "dynamic" not in kind and kind != "longrope":
@@ -156,104 +152,110 @@ def _angles(rotary: Any, x: Tensor, piece: Slice | None) -> tuple[Tensor, Tensor
         return cos, sin
     whole = _places(x, None) if piece is None else piece.all_positions(x.device)
     if "dynamic" in kind:
-        packed = piece is not None and piece.carry.starts is not None
-        _forget_lengths(
-            rotary, int(whole.max()) + 1 if packed else whole.shape[-1], x.device
-        )
-    cos, sin = rotary(x, whole if whole.dim() == 2 else whole[None])
+        length = whole.shape[-1]
+        if piece is not None and piece.carry.starts is not None:  # packed documents
+            length = int(whole.max()) + 1
+        _forget_lengths(rotary, length, x.device)
+    cos, sin = rotary(x, _as_rows(whole))
     if piece is None:
         return cos, sin
     return cos[:, piece.begin : piece.end], sin[:, piece.begin : piece.end]
 
 
 def _forget_lengths(rotary: Any, length: int, device: torch.device) -> None:
-    """Makes a `dynamic` rotary module choose its frequencies by this sequence alone."""
+    """Make a `dynamic` rotary module choose its frequencies by this sequence alone."""
     refuse_lengths(rotary, [length])
-    rotary.register_buffer(
-        "inv_freq", rotary.original_inv_freq.to(device), persistent=False
-    )
+    frequencies = rotary.original_inv_freq.to(device)
+    rotary.register_buffer("inv_freq", frequencies, persistent=False)
     rotary.max_seq_len_cached = int(rotary.original_max_seq_len)
 
 
 def remembers_lengths(rotary: Any) -> bool:
-    """Whether a rotary module keeps something of the longest sequence so far."""
+    """Return whether a rotary module depends on the longest sequence so far."""
     return "dynamic" in str(getattr(rotary, "rope_type", "default"))
 
 
 def refuse_lengths(rotary: Any, lengths: Iterable[int]) -> None:
-    """Raises if sequences of these lengths and those before them give a `dynamic` rotary module a history.
+    """Refuse lengths for which a `dynamic` rotary module would depend on its history.
 
-    The module keeps the frequencies of the longest sequence so far for every later one that is shorter but not shorter
-    than `max_position_embeddings`. Then the result depends on the order of the micro-batches, which a schedule changes
-    and recomputation repeats, so only one such length is accepted.
+    The module keeps the frequencies of the longest sequence so far, and uses them for
+    all later sequences of `max_position_embeddings` tokens or more. The result would
+    depend on the order of the micro-batches, which a schedule changes and recomputation
+    repeats. So only one length of that size is accepted.
     """
     if not remembers_lengths(rotary):
         return
-    plain, cached = int(rotary.original_max_seq_len), int(rotary.max_seq_len_cached)
+    plain = int(rotary.original_max_seq_len)
+    cached = int(rotary.max_seq_len_cached)
     for length in lengths:
         if length < plain:
             continue
-        first = getattr(rotary, "long_length", cached if cached > plain else length)
+        longest = cached if cached > plain else length
+        first = getattr(rotary, "long_length", longest)
         if length != first:
             raise ShapeError(
                 f"sequences of {first} and of {length} tokens cannot be mixed with rope_type={rotary.rope_type!r}: "
-                f"Hugging Face's model keeps the frequencies of the longest one so far, so their order would matter\n"
-                f"give all sequences (or the longest document of each micro-batch) one length, or fewer than {plain} "
-                "tokens (max_position_embeddings), or choose another rope_type, such as 'yarn'"
+                "Hugging Face's model keeps the frequencies of the longest one so far, so their order would matter\n"
+                "give all sequences (or the longest document of each micro-batch) the same length, or fewer than "
+                f"{plain} tokens (max_position_embeddings), or choose another rope_type, such as 'yarn'"
             )
         rotary.long_length = length
 
 
 def _unknown(name: str, encoder_decoder: bool) -> str:
-    reason = (
-        "its layers are two stacks, an encoder and a decoder"
-        if encoder_decoder
-        else "it is of no family known"
-    )
+    reason = "its family is not supported"
+    if encoder_decoder:
+        reason = "it has two stacks of layers, an encoder and a decoder"
+    families = ", ".join(HF_FAMILIES)
     return (
         f"cannot split a {name}: {reason}\n"
-        f"looked for a model of penstock.models, or a Hugging Face {', '.join(HF_FAMILIES)} (or a subclass)"
+        f"use a model of penstock.models, or a Hugging Face {families} (or a subclass)"
     )
 
 
 def _refuse_extras(family: str, config: Any) -> None:
-    """What the forward of a family can do that parts do not."""
-    for word, plain in (
-        ("is_encoder_decoder", False),
-        ("add_cross_attention", False),
-        ("is_causal", True),
-    ):
-        if getattr(config, word, plain) is not plain:
+    """Refuse options that the whole model knows but its parts do not."""
+    supported = {
+        "is_encoder_decoder": False,
+        "add_cross_attention": False,
+        "is_causal": True,
+    }
+    for option, value in supported.items():
+        if getattr(config, option, value) is not value:
             raise PenstockError(
-                f"cannot split a {family} with {word}={not plain}: only plain causal decoders"
+                f"cannot split a {family} with {option}={not value}: only plain causal "
+                "decoders can be split"
             )
 
 
 def _is_theirs(cls: type) -> bool:
-    """Whether a class is Hugging Face's own: another one of the same name may do something else."""
+    """Return whether a class is Hugging Face's own, and not another of the same name."""
     return cls.__module__.startswith("transformers.models.")
 
 
 def _refuse_own_forward(model: nn.Module, family: str) -> None:
-    """Parts run the modules inside a model, not the forward of the model: one that was overridden would be ignored."""
-    for module in (model, model.get_submodule(HF_FAMILIES[family].partition(".")[0])):
-        theirs = next((cls for cls in type(module).__mro__ if _is_theirs(cls)), None)
-        if theirs is None or type(module).forward is not getattr(
-            theirs, "forward", None
-        ):
-            name = type(module).__name__
+    """Refuse a model with an overridden forward, which its parts would ignore.
+
+    Parts run the modules inside a model, not the model's own forward.
+    """
+    inner = HF_FAMILIES[family].partition(".")[0]
+    for module in (model, model.get_submodule(inner)):
+        cls = type(module)
+        theirs = next((base for base in cls.__mro__ if _is_theirs(base)), None)
+        if theirs is None or cls.forward is not getattr(theirs, "forward", None):
             raise PenstockError(
-                f"cannot split this {family}: {name} has a forward of its own, which parts would not run\n"
-                f"put what it adds into the layers, the embedding or the loss, and use Hugging Face's own class"
+                f"cannot split this {family}: {cls.__name__} overrides forward, and parts would not run it\n"
+                "move what it adds into the layers, the embedding or the loss, and use Hugging Face's own class"
             )
 
 
 def _look_for(model: nn.Module, family: str, paths: Iterable[str]) -> None:
-    held = {name for name, _ in model.named_modules(remove_duplicate=False)}
-    missing = [path for path in paths if path not in held]
+    """Refuse a model in which one of these modules is missing."""
+    names = {name for name, _ in model.named_modules(remove_duplicate=False)}
+    missing = [path for path in paths if path not in names]
     if missing:
         raise PenstockError(
-            f"cannot split this {family}: looked for {', '.join(missing)}, which it does not have"
+            f"cannot split this {family}: it has no {', '.join(missing)}"
         )
 
 
@@ -267,7 +269,7 @@ CHECKPOINTED = (
 
 
 class PastKeys:
-    """What attention of Hugging Face asks for the keys and values before its own; here a slice's."""
+    """The cache that Hugging Face's attention asks for earlier keys and values: those of a slice."""
 
     def __init__(self, piece: Slice) -> None:
         self.piece = piece
@@ -275,10 +277,10 @@ class PastKeys:
     def update(
         self, k: Tensor, v: Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """All so far."""
-        return self.piece.extend(layer_idx, "keys", k), self.piece.extend(
-            layer_idx, "values", v
-        )
+        """Append keys and values, and return all so far."""
+        keys = self.piece.extend(layer_idx, "keys", k)
+        values = self.piece.extend(layer_idx, "values", v)
+        return keys, values
 
 
 def _masked(
@@ -286,24 +288,26 @@ def _masked(
     attention: str,
     x: Tensor,
     piece: Slice | None,
-    **beside: Any,
+    **arguments: Any,
 ) -> Tensor:
-    """Through the layers, with one mask for all that see alike; none at all where the kernel knows what is causal."""
+    """Run the layers, with one mask for all layers that see alike."""
     masks: dict[tuple[str, int | None], Tensor | None] = {}
     if piece is not None and piece.partial:
-        beside["past_key_values"] = PastKeys(piece)
+        arguments["past_key_values"] = PastKeys(piece)
     for layer in layers:
         sight = _sight(layer.get_submodule(attention))
         if sight not in masks:
             masks[sight] = causal_mask(*sight, x, piece)
-        x = layer(x, attention_mask=masks[sight], **beside)
+        x = layer(x, attention_mask=masks[sight], **arguments)
     return x
 
 
 def causal_mask(
     kernel: str, window: int | None, x: Tensor, piece: Slice | None = None
 ) -> Tensor | None:
-    """What a layer must be told to see only the past, `window` tokens of it. None: it knows by itself.
+    """Return the mask with which a layer sees only the last `window` tokens.
+
+    None means that the kernel needs no mask.
 
     tokens   window 3
     0        ■ . . . .
@@ -315,36 +319,35 @@ def causal_mask(
     if kernel.startswith("flash"):
         if piece is not None and piece.carry.starts is not None:
             raise PenstockError(
-                f"{kernel} looks across packed documents; model.set_attn_implementation('sdpa')"
+                f"{kernel} would look across packed documents; call model.set_attn_implementation('sdpa')"
             )
         return None
     begin, end = (0, x.shape[1]) if piece is None else (piece.begin, piece.end)
-    if (
-        kernel == "sdpa"
-        and (piece is None or piece.causal)
-        and (window is None or end <= window)
-    ):
+    fits_window = window is None or end <= window
+    is_causal = piece is None or piece.causal
+    if kernel == "sdpa" and is_causal and fits_window:
         return None
-    back = torch.arange(begin, end, device=x.device)[:, None] - torch.arange(
-        end, device=x.device
-    )
-    seen = (back >= 0 if piece is None else piece.seen(x.device)) & (
-        back < (end if window is None else window)
-    )
-    seen = seen if seen.dim() == 4 else seen[None, None]
+    queries = torch.arange(begin, end, device=x.device)[:, None]
+    distance = queries - torch.arange(end, device=x.device)
+    allowed = distance >= 0 if piece is None else piece.seen(x.device)
+    seen = allowed & (distance < (end if window is None else window))
+    if seen.dim() != 4:
+        seen = seen[None, None]
     if kernel == "eager":
-        return torch.zeros_like(seen, dtype=x.dtype).masked_fill(
-            ~seen, torch.finfo(x.dtype).min
-        )
+        zeros = torch.zeros_like(seen, dtype=x.dtype)
+        return zeros.masked_fill(~seen, torch.finfo(x.dtype).min)
     return seen
 
 
 def _sight(attention: Any) -> tuple[str, int | None]:
-    """Which kernel, and how far back: Mistral has one window for all layers, Qwen2 one a layer, the others none."""
+    """Return the kernel of a layer's attention, and its window.
+
+    Mistral has one window for all layers, Qwen2 one per layer, the others have none.
+    """
     kernel = str(attention.config._attn_implementation)
     if kernel not in KERNELS:
         raise PenstockError(
-            f"attention {kernel!r} cannot run in parts; model.set_attn_implementation('sdpa') can"
+            f"attention {kernel!r} cannot run in parts; call model.set_attn_implementation('sdpa')"
         )
     mistral = any(cls.__name__ == "MistralAttention" for cls in type(attention).__mro__)
     holder = attention.config if mistral else attention
@@ -353,12 +356,15 @@ def _sight(attention: Any) -> tuple[str, int | None]:
 
 # ---------------------------------------------------------------- names
 def rename(state: Mapping[str, Tensor], names: Mapping[str, str]) -> dict[str, Tensor]:
-    """A state with its names translated. `names` holds names of modules or of tensors, `*` for a layer's number."""
+    """Translate the names of a state.
+
+    `names` maps names of modules or tensors; `*` stands for the number of a layer.
+    """
     return {_translate(name, names): tensor for name, tensor in state.items()}
 
 
 def inverse_names(names: Mapping[str, str]) -> dict[str, str]:
-    """The way back."""
+    """Return the mapping in the other direction."""
     return {theirs: ours for ours, theirs in names.items()}
 
 
@@ -372,5 +378,5 @@ def _translate(name: str, names: Mapping[str, str]) -> str:
     if module in names:
         return f"{names[module].replace('*', number)}.{leaf}"
     raise PenstockError(
-        f"there is no place for {name!r}; known: {', '.join(sorted(names))}"
+        f"unknown weight {name!r}; known names: {', '.join(sorted(names))}"
     )

@@ -1,4 +1,6 @@
-"""Llama: rotary positions, grouped queries, RMS norms, a gated MLP. One device, no dropout, nothing of pipelines.
+"""Llama: rotary positions, grouped queries, RMS norms and a gated MLP.
+
+It runs on one device, has no dropout, and knows nothing about pipelines.
 
 x ──┬─ norm ─ attention ─(+)─┬─ norm ─ mlp ─(+)─►        one layer
     └───────────────────────┘└──────────────┘
@@ -18,14 +20,17 @@ from torch import Tensor, nn
 
 from penstock.carry import Slice
 from penstock.errors import ShapeError
-from penstock.models.attention import attend
+from penstock.models.attention import attend, token_positions
 from penstock.models.hf import inverse_names, rename
 from penstock.models.split import Decoder, draw_weights, require_multiple, require_sizes
 
 
 @dataclass(frozen=True, slots=True)
 class LlamaConfig:
-    """Sizes of a Llama. `inner` features in the MLP; `theta` the base of the rotary frequencies."""
+    """Sizes of a Llama.
+
+    The MLP has `inner` features; `theta` is the base of the rotary frequencies.
+    """
 
     vocab: int
     width: int
@@ -44,7 +49,9 @@ class LlamaConfig:
         require_sizes(1, kv_heads=self.kv_heads, inner=self.inner)
         require_multiple("width", self.width, "heads", self.heads)
         require_multiple("heads", self.heads, "kv_heads", self.kv_heads)
-        require_multiple("width / heads", self.head_width, "2 (rotary turns pairs)", 2)
+        require_multiple(
+            "width / heads", self.head_width, "2 (rotary positions turn pairs)", 2
+        )
         if self.theta <= 0 or self.eps <= 0:
             raise ShapeError(
                 f"theta and eps must be above 0, not {self.theta} and {self.eps}"
@@ -52,109 +59,98 @@ class LlamaConfig:
 
     @property
     def head_width(self) -> int:
-        """Features of one head."""
+        """The number of features of one head."""
         return self.width // self.heads
 
 
 class Rotary(nn.Module):
     """The angles by which each position turns its queries and keys.
 
-    It keeps no table: nothing to move, cast or save. The angles are float32 by definition, whatever x is, for this is
-    how every Llama was trained.
+    It stores no table, so there is nothing to move, cast or save. The angles are
+    computed in float32 whatever the type of x is, because every Llama was trained so.
     """
 
     def __init__(self, head_width: int, theta: float) -> None:
         super().__init__()
-        self.head_width, self.theta = head_width, theta
+        self.head_width = head_width
+        self.theta = theta
 
     def forward(self, x: Tensor, piece: Slice | None = None) -> tuple[Tensor, Tensor]:
-        """Cosines, and sines whose first half is negative: (tokens, head_width) each, or (rows, 1, tokens, head_width)
-        if rows differ."""
+        """Return the cosines, and the sines with a negative first half.
+
+        Both are (tokens, head_width), or (rows, 1, tokens, head_width) if rows differ.
+        """
         pair = torch.arange(0, self.head_width, 2, device=x.device, dtype=torch.float32)
-        token = (
-            torch.arange(x.shape[1], device=x.device)
-            if piece is None
-            else piece.positions(x.device)
-        )
-        token = token if token.dim() == 1 else token[:, None]
-        angles = token[..., None].float() * (
-            1.0 / self.theta ** (pair / self.head_width)
-        )
-        kept = torch.promote_types(x.dtype, torch.float32)
-        cos, sin = angles.cos().to(kept), angles.sin().to(kept)
+        frequency = 1.0 / self.theta ** (pair / self.head_width)
+        position = token_positions(x, piece)
+        if position.dim() > 1:
+            position = position[:, None]
+        angles = position[..., None].float() * frequency
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        cos = angles.cos().to(dtype)
+        sin = angles.sin().to(dtype)
         return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
 
 
 class _Turn(torch.autograd.Function):
-    """Four kernels there and four back, nothing kept but the angles."""
+    """Takes four kernels forward and four backward, and saves only the angles."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        return _turned(x, cos, sin, 1.0)
+        return _turn(x, cos, sin, 1.0)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         cos, sin = ctx.saved_tensors
-        return _turned(grad, cos, sin, -1.0), None, None
+        return _turn(grad, cos, sin, -1.0), None, None
 
 
-def _turned(x: Tensor, cos: Tensor, sin: Tensor, way: float) -> Tensor:
-    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin, value=way).to(
-        x.dtype
-    )
+def _turn(x: Tensor, cos: Tensor, sin: Tensor, direction: float) -> Tensor:
+    """Turn x by the angles if the direction is 1, back if it is -1."""
+    other_half = x.roll(x.shape[-1] // 2, -1)
+    y = torch.addcmul(x * cos, other_half, sin, value=direction)
+    return y.to(x.dtype)
 
 
 def rotate_half(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotates feature i with feature i + half, in float32 at least."""
-    if torch.compiler.is_compiling():  # which makes one kernel of it anyway
-        return _turned(x, cos, sin, 1.0)
+    """Rotate feature i with feature i + half, in float32 or more."""
+    if torch.compiler.is_compiling():  # the compiler fuses it into one kernel
+        return _turn(x, cos, sin, 1.0)
     y: Tensor = _Turn.apply(x, cos, sin)  # type: ignore[no-untyped-call]
     return y
 
 
 class LlamaAttention(nn.Module):
-    """Causal, with groups of heads on the same keys and values."""
+    """Causal attention in which groups of heads share keys and values."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
-        self.head_width, self.grouped = (
-            config.head_width,
-            config.kv_heads != config.heads,
-        )
+        self.head_width = config.head_width
+        self.grouped = config.kv_heads != config.heads
+        kv_width = config.kv_heads * config.head_width
         self.query = nn.Linear(config.width, config.width, bias=False)
-        self.key = nn.Linear(
-            config.width, config.kv_heads * config.head_width, bias=False
-        )
-        self.value = nn.Linear(
-            config.width, config.kv_heads * config.head_width, bias=False
-        )
+        self.key = nn.Linear(config.width, kv_width, bias=False)
+        self.value = nn.Linear(config.width, kv_width, bias=False)
         self.output = nn.Linear(config.width, config.width, bias=False)
 
     def forward(
         self, x: Tensor, cos: Tensor, sin: Tensor, piece: Slice | None = None
     ) -> Tensor:
-        """Of all of x, or of a slice."""
-        q, k, v = (self.heads(to(x)) for to in (self.query, self.key, self.value))
-        y: Tensor = self.output(
-            attend(
-                self,
-                rotate_half(q, cos, sin),
-                rotate_half(k, cos, sin),
-                v,
-                piece,
-                self.grouped,
-            )
-        )
+        """Mix the tokens of x: a whole sequence, or a slice of one."""
+        q = rotate_half(self.heads(self.query(x)), cos, sin)
+        k = rotate_half(self.heads(self.key(x)), cos, sin)
+        v = self.heads(self.value(x))
+        y: Tensor = self.output(attend(self, q, k, v, piece, self.grouped))
         return y
 
     def heads(self, x: Tensor) -> Tensor:
-        """(batch, tokens, heads * head_width) to (batch, heads, tokens, head_width)."""
+        """Reshape (batch, tokens, heads * head_width) to (batch, heads, tokens, head_width)."""
         return x.view(*x.shape[:-1], -1, self.head_width).transpose(1, 2)
 
 
 class LlamaMLP(nn.Module):
-    """down(silu(gate(x)) * up(x))."""
+    """The MLP of a layer: down(silu(gate(x)) * up(x))."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
@@ -163,13 +159,13 @@ class LlamaMLP(nn.Module):
         self.down = nn.Linear(config.inner, config.width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Token by token."""
+        """Apply the MLP to each token."""
         y: Tensor = self.down(F.silu(self.gate(x)) * self.up(x))
         return y
 
 
 class LlamaLayer(nn.Module):
-    """Attention, then MLP, each on a normed x and added to it."""
+    """Attention, then MLP. Each reads a normed x and is added to x."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
@@ -181,14 +177,14 @@ class LlamaLayer(nn.Module):
     def forward(
         self, x: Tensor, cos: Tensor, sin: Tensor, piece: Slice | None = None
     ) -> Tensor:
-        """Hidden state to hidden state."""
+        """Return the next hidden state."""
         x = x + self.attention(self.attention_norm(x), cos, sin, piece)
         y: Tensor = x + self.mlp(self.mlp_norm(x))
         return y
 
 
 class LlamaHead(nn.Module):
-    """Last norm, then a score for every word."""
+    """The last norm, then a logit for every word."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
@@ -196,27 +192,27 @@ class LlamaHead(nn.Module):
         self.output = nn.Linear(config.width, config.vocab, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Hidden state to logits."""
+        """Turn a hidden state into logits."""
         logits: Tensor = self.output(self.norm(x))
         return logits
 
 
 class Llama(Decoder):
-    """A Llama with weights drawn at random from torch's generator."""
+    """A Llama with random weights, drawn from torch's generator."""
 
     def __init__(self, config: LlamaConfig) -> None:
-        embed, head = nn.Embedding(config.vocab, config.width), LlamaHead(config)
+        embed = nn.Embedding(config.vocab, config.width)
+        head = LlamaHead(config)
         if config.tied:
             head.output.weight = embed.weight
         layers = (LlamaLayer(config) for _ in range(config.layers))
-        super().__init__(
-            config.width, embed, layers, head, Rotary(config.head_width, config.theta)
-        )
+        rotary = Rotary(config.head_width, config.theta)
+        super().__init__(config.width, embed, layers, head, rotary)
         self.config = config
         draw_weights(self)
 
 
-# ---------------------------------------------------------------- names, ours and Hugging Face's
+# ---------------------------------------------------------------- Hugging Face's names
 LLAMA_NAMES = {
     "embed": "model.embed_tokens",
     "layers.*.attention_norm": "model.layers.*.input_layernorm",
@@ -236,21 +232,17 @@ LLAMA_NAMES = {
 def llama_from_hf(
     state: Mapping[str, Tensor], config: LlamaConfig
 ) -> dict[str, Tensor]:
-    """The weights of a LlamaForCausalLM, in memory or as saved, as `Llama.load_state_dict` takes them."""
-    ours = rename(
-        {name: w for name, w in state.items() if not name.endswith("inv_freq")},
-        inverse_names(LLAMA_NAMES),
-    )
-    return ours | {"head.output.weight": ours["embed.weight"]} if config.tied else ours
+    """Convert the weights of a LlamaForCausalLM for `Llama.load_state_dict`."""
+    weights = {name: w for name, w in state.items() if not name.endswith("inv_freq")}
+    ours = rename(weights, inverse_names(LLAMA_NAMES))
+    if config.tied:
+        ours["head.output.weight"] = ours["embed.weight"]
+    return ours
 
 
 def llama_to_hf(state: Mapping[str, Tensor], config: LlamaConfig) -> dict[str, Tensor]:
-    """The way back: the names that Hugging Face saves, a tied weight once."""
-    return rename(
-        {
-            name: w
-            for name, w in state.items()
-            if name != "head.output.weight" or not config.tied
-        },
-        LLAMA_NAMES,
-    )
+    """Convert weights back to the names that Hugging Face saves, a tied weight once."""
+    once = dict(state)
+    if config.tied:
+        once.pop("head.output.weight", None)
+    return rename(once, LLAMA_NAMES)

@@ -1,12 +1,12 @@
-"""A model is a stack of pieces; a part is a run of them, cut out where a partition says.
+"""Splits a model, which is a stack of pieces, into parts. A part is a run of pieces; a partition says where to cut.
 
     tokens ─► embed ─► layer 0 ─► layer 1 ─► layer 2 ─► … ─► layer L-1 ─► head ─► logits
              └────────── part 0 ─────────┘ └─── part 1 ───┘ └───── last part ─────┘
                                           x                x
                                     (batch, tokens, width) flows between parts
 
-A part has the shape of the model with the other pieces left out, so `layers.3.mlp.up.weight` is called so in the model
-and in whichever part holds it: what is saved under these names can be read back into any other split.
+A part has the structure of the model without the other pieces. So `layers.3.mlp.up.weight` has the same name in the
+model and in the part that holds it, and weights saved under these names can be loaded into any other split.
 """
 
 from __future__ import annotations
@@ -25,31 +25,34 @@ from penstock.models import hf
 
 # ---------------------------------------------------------------- sizes
 def require_sizes(least: int, **sizes: int) -> None:
-    """Refuses any size under `least`, by its name."""
+    """Refuse any size below `least`; the error names it."""
     for name, size in sizes.items():
         if size < least:
             raise ShapeError(f"{name} must be at least {least}, not {size}")
 
 
-def require_multiple(whole: str, size: int, by: str, of: int) -> None:
-    """Refuses a `size` that does not cut into `of` equal pieces; says which ones near it do."""
-    if size % of:
-        near = " or ".join(
-            str(fit) for fit in (size // of * of, -(-size // of) * of) if fit
-        )
-        raise ShapeError(
-            f"{whole} must be a multiple of {by}: {size} is not one of {of}; {near} is"
-        )
+def require_multiple(name: str, size: int, divisor_name: str, divisor: int) -> None:
+    """Refuse a size that is not a multiple of the divisor; name the nearest that are."""
+    if size % divisor == 0:
+        return
+    below = size // divisor * divisor
+    above = below + divisor
+    nearest = f"{below} or {above}" if below else str(above)
+    raise ShapeError(
+        f"{name} must be a multiple of {divisor_name}: {size} is not one of {divisor}; "
+        f"{nearest} is"
+    )
 
 
 # ---------------------------------------------------------------- the stack
 class Stack(nn.Module):
-    """Embedding, equal layers, head, one after the other; the shape that Llama, GPT and Bert share.
+    """An embedding, equal layers and a head: the structure that Llama, GPT and Bert share.
 
-    `rotary`, where there is one, has no weights and is asked once a call; its answer goes to every layer beside x.
+    A `rotary` module has no weights. It is called once per forward, and every layer gets
+    its result besides x.
     """
 
-    unsliceable = "its tokens see those after them, so no slice can be run before the whole sequence is there"
+    unsliceable = "its tokens see later tokens, so a slice cannot run before the whole sequence is known"
 
     def __init__(
         self,
@@ -69,38 +72,45 @@ class Stack(nn.Module):
 
 
 class Decoder(Stack):
-    """A stack whose tokens see only those before them: a sequence can be run slice by slice."""
+    """A stack whose tokens see only earlier tokens, so it can run slice by slice."""
 
     unsliceable = ""
 
     def forward(self, tokens: Tensor, piece: Slice | None = None) -> Tensor:
-        """(batch, tokens) of token ids to (batch, tokens, vocab) of logits; of a slice, if `piece` says so."""
-        logits: Tensor = self.head(
-            _through(self, self.layers, _enter(self, tokens, piece), piece)
-        )
+        """Turn token ids, (batch, tokens), into logits, (batch, tokens, vocab).
+
+        If a `piece` is given, the tokens are that slice of a sequence.
+        """
+        x = _enter(self, tokens, piece)
+        x = _through(self, self.layers, x, piece)
+        logits: Tensor = self.head(x)
         return logits
 
 
 def draw_weights(model: nn.Module, std: float = 0.02) -> None:
-    """Normal weights, zero biases and a zero vector for padding; norms stay the identity they are born as."""
+    """Draw normal weights; set biases and the vector of padding to zero.
+
+    Norms stay as they are created, which is the identity.
+    """
     for module in model.modules():
         if isinstance(module, nn.Linear | nn.Embedding):
             nn.init.normal_(module.weight, std=std)
         if isinstance(module, nn.Linear) and module.bias is not None:
             nn.init.zeros_(module.bias)
-    for (
-        module
-    ) in model.modules():  # last: the weight of a tied head is drawn again above
+    for module in model.modules():  # last, because a tied head draws its weight again
         if isinstance(module, nn.Embedding) and module.padding_idx is not None:
             nn.init.zeros_(module.weight.data[module.padding_idx])
 
 
 def find_anatomy(model: nn.Module) -> hf.Anatomy:
-    """Of one of our models, a part that is all of one, or a Hugging Face decoder; refuses what it does not know."""
+    """Return the anatomy of one of our models, a part with all layers, or a Hugging Face decoder.
+
+    Refuses any other model.
+    """
     if isinstance(model, Part):
         if not (model.first and model.last):
             raise ShapeError(
-                f"a part of the layers {model.begin}:{model.end} is no whole model: it cannot be split"
+                f"cannot split the part with layers {model.begin}:{model.end}: it is not a whole model"
             )
         return model.anatomy
     if not isinstance(model, Stack):
@@ -120,46 +130,46 @@ def find_anatomy(model: nn.Module) -> hf.Anatomy:
 
 
 def _enter(root: nn.Module, tokens: Tensor, piece: Slice | None) -> Tensor:
+    """Turn token ids into a hidden state; a plain embedding does not need the slice."""
     embed = root.get_submodule("embed")
-    return cast(
-        Tensor,
-        embed(tokens)
-        if isinstance(embed, nn.Embedding)
-        else embed(tokens, *_beside(piece)),
-    )
+    if isinstance(embed, nn.Embedding):
+        return cast(Tensor, embed(tokens))
+    return cast(Tensor, embed(tokens, *_optional(piece)))
 
 
 def _through(
     root: nn.Module, layers: Iterable[nn.Module], x: Tensor, piece: Slice | None
 ) -> Tensor:
-    angles = (
-        root.get_submodule("rotary")(x, *_beside(piece))
-        if hasattr(root, "rotary")
-        else ()
-    )
+    """Run a hidden state through some layers."""
+    angles: tuple[Tensor, ...] = ()
+    if hasattr(root, "rotary"):
+        angles = root.get_submodule("rotary")(x, *_optional(piece))
     for layer in layers:
-        x = layer(x, *angles, *_beside(piece))
+        x = layer(x, *angles, *_optional(piece))
     return x
 
 
-def _beside(piece: Slice | None) -> tuple[Slice, ...]:
-    """A layer that knows nothing of slices runs as long as there are none."""
+def _optional(piece: Slice | None) -> tuple[Slice, ...]:
+    """Return no argument if there is no slice: layers may know nothing about slices."""
     return () if piece is None else (piece,)
 
 
 def model_width(model: nn.Module) -> int:
-    """Features of the hidden state that flows from part to part."""
+    """Return the number of features of the hidden state between two parts."""
     return find_anatomy(model).width
 
 
 def layer_count(model: nn.Module) -> int:
-    """Layers that a partition of the model must add up to."""
+    """Return the number of layers, which a partition must add up to."""
     return len(find_anatomy(model).layers)
 
 
 # ---------------------------------------------------------------- the parts
 class Part(nn.Module):
-    """The layers `begin` to `end` of a model, after the embedding if `first`, before the head if `last`."""
+    """The layers `begin` to `end` of a model.
+
+    The first part also has the embedding, the last part the head.
+    """
 
     def __init__(
         self,
@@ -175,109 +185,122 @@ class Part(nn.Module):
         self.tied = tied
         self.shared: dict[
             str, tuple[int, ...]
-        ] = {}  # tied parameters that several parts hold; filled by `split`
+        ] = {}  # see `shared_names`; set by `split`
 
     @property
     def paths(self) -> tuple[str, ...]:
-        """Names of the pieces that hold weights, in the order they run."""
+        """The names of the pieces that have weights, in the order they run."""
         embed = self.anatomy.embed if self.first else ()
         head = self.anatomy.head if self.last else ()
         return (*embed, *self.anatomy.layers[self.begin : self.end], *head)
 
     @property
     def unsliceable(self) -> str:
-        """Why it cannot be run slice by slice; empty if it can."""
-        layers = (
-            self.get_submodule(path)
-            for path in self.anatomy.layers[self.begin : self.end]
-        )
-        checkpointed = any(
-            getattr(layer, "gradient_checkpointing", False) for layer in layers
-        )
-        return self.anatomy.unsliceable or (hf.CHECKPOINTED if checkpointed else "")
+        """Why it cannot run slice by slice; "" if it can."""
+        if self.anatomy.unsliceable:
+            return self.anatomy.unsliceable
+        for layer in self._layers():
+            if getattr(layer, "gradient_checkpointing", False):
+                return hf.CHECKPOINTED
+        return ""
 
     @property
     def remembers_lengths(self) -> bool:
         """Whether the length of one sequence changes what the part computes for another."""
-        return any(
-            hf.remembers_lengths(self.get_submodule(path))
-            for path in self.anatomy.everywhere
-        )
+        modules = map(self.get_submodule, self.anatomy.everywhere)
+        return any(map(hf.remembers_lengths, modules))
 
     def refuse_lengths(self, lengths: Sequence[int]) -> None:
-        """Raises if a batch with these longest sequences (of packed rows: documents), one a micro-batch, cannot be run.
+        """Refuse a batch whose sequences cannot be mixed.
 
-        A part checks what it sees by itself. Replicas see only some of the micro-batches, so a batch is checked whole.
+        `lengths` has the length of the longest sequence of each micro-batch, or of the
+        longest document if rows are packed. A part also checks what it runs, but a
+        replica sees only some of the micro-batches.
         """
         for path in self.anatomy.everywhere:
             hf.refuse_lengths(self.get_submodule(path), lengths)
 
     def forward(self, x: Tensor, piece: Slice | None = None) -> Tensor:
-        """Token ids in if `first`, logits out if `last`, hidden states else; of a slice, if `piece` says so."""
-        if (
-            piece is not None
-            and (piece.partial or self.anatomy.unsliceable)
-            and self.unsliceable
-        ):
-            raise ShapeError(f"cannot run a slice: {self.unsliceable}")
+        """Turn a hidden state into the next one.
+
+        The first part takes token ids instead, and the last part returns logits. If a
+        `piece` is given, x is that slice of a sequence.
+        """
+        if piece is not None:
+            self._refuse_slice(piece)
         if self.first:
             x = self.anatomy.enter(self, x, piece)
         if self.begin < self.end:
-            layers = [
-                self.get_submodule(path)
-                for path in self.anatomy.layers[self.begin : self.end]
-            ]
-            x = self.anatomy.through(self, layers, x, piece)
-        for path in self.anatomy.head if self.last else ():
-            x = self.get_submodule(path)(x)
+            x = self.anatomy.through(self, self._layers(), x, piece)
+        if self.last:
+            for path in self.anatomy.head:
+                x = self.get_submodule(path)(x)
         return x
 
+    def _layers(self) -> list[nn.Module]:
+        paths = self.anatomy.layers[self.begin : self.end]
+        return [self.get_submodule(path) for path in paths]
+
+    def _refuse_slice(self, piece: Slice) -> None:
+        """Refuse a slice if the part cannot run slice by slice."""
+        if not piece.partial and not self.anatomy.unsliceable:
+            return
+        reason = self.unsliceable
+        if reason:
+            raise ShapeError(f"cannot run a slice: {reason}")
+
     def whole_names(self) -> dict[str, nn.Parameter]:
-        """Its parameters under their names in the whole model, a tied one under its first name there."""
+        """Return its parameters by their names in the whole model.
+
+        A tied parameter has the first of its names there.
+        """
         return {
             self.tied.get(name, name): parameter
             for name, parameter in self.named_parameters()
         }
 
     def extra_repr(self) -> str:
-        """Which layers, and what else."""
-        ends = [
-            word
-            for word, there in (("embedding", self.first), ("head", self.last))
-            if there
-        ]
-        return ", ".join([f"layers {self.begin}:{self.end}", *ends])
+        """Return the layers, and whether it has the embedding and the head."""
+        pieces = [f"layers {self.begin}:{self.end}"]
+        if self.first:
+            pieces.append("embedding")
+        if self.last:
+            pieces.append("head")
+        return ", ".join(pieces)
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Part:
-        """Torch, where it makes new parameters (`to_empty`), would make two of a tied one; here it stays one."""
+        """Keep tied parameters tied where torch creates new ones, as in `to_empty`."""
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self.tie()
         return self
 
     def tie(self) -> None:
-        """Makes one parameter again of what should be one."""
-        held = dict(self.named_parameters(remove_duplicate=False))
+        """Replace every further copy of a tied parameter by the first one."""
+        parameters = dict(self.named_parameters(remove_duplicate=False))
         for other, name in self.tied.items():
-            if other in held and name in held:
+            if other in parameters and name in parameters:
                 path, _, leaf = other.rpartition(".")
-                setattr(self.get_submodule(path), leaf, held[name])
+                setattr(self.get_submodule(path), leaf, parameters[name])
 
 
 def split(model: nn.Module, partition: Sequence[int]) -> list[Part]:
-    """Cuts a model into parts of so many layers each, (3, 2, 3) say. The parts share the model's own parameters:
+    """Split a model into parts with these numbers of layers. The parts share the model's own parameters.
+
+    With the partition (3, 2, 3):
 
     embed  0 1 2 │ 3 4 │ 5 6 7  head
           part 0    1       2
     """
     anatomy = find_anatomy(model)
     _check(tuple(partition), len(anatomy.layers))
-    tied, bounds = _tied(model), pairwise(accumulate(partition, initial=0))
-    parts = [
-        Part(anatomy, layers, (index == 0, index == len(partition) - 1), tied)
-        for index, layers in enumerate(bounds)
-    ]
-    for part in parts:
+    tied = _tied(model)
+    bounds = pairwise(accumulate(partition, initial=0))
+    parts = []
+    for index, layers in enumerate(bounds):
+        ends = (index == 0, index == len(partition) - 1)
+        part = Part(anatomy, layers, ends, tied)
         _fill(part, model)
+        parts.append(part)
     shared = shared_names(parts)
     for part in parts:
         part.shared = shared
@@ -285,48 +308,51 @@ def split(model: nn.Module, partition: Sequence[int]) -> list[Part]:
 
 
 def part_parameters(part: Part) -> dict[str, nn.Parameter]:
-    """A part's parameters under their names in the whole model, a tied one under its first name there."""
+    """Return the parameters of a part by their names in the whole model."""
     return part.whole_names()
 
 
 def shared_names(parts: Sequence[Part]) -> dict[str, tuple[int, ...]]:
-    """Names of tied parameters that live in several parts, and in which: {"embed.weight": (0, 2)}."""
+    """Return the tied parameters that several parts hold: {"embed.weight": (0, 2)}."""
     owners: dict[str, tuple[int, ...]] = {}
     for index, part in enumerate(parts):
         for name in part_parameters(part):
             owners[name] = (*owners.get(name, ()), index)
-    return {name: held for name, held in owners.items() if len(held) > 1}
+    return {name: indices for name, indices in owners.items() if len(indices) > 1}
 
 
 def _check(partition: tuple[int, ...], layers: int) -> None:
     require_sizes(1, parts=len(partition))
-    require_sizes(
-        0, **{f"layers of part {part}": count for part, count in enumerate(partition)}
-    )
+    for part, count in enumerate(partition):
+        require_sizes(0, **{f"layers of part {part}": count})
     for part in range(1, len(partition) - 1):
         if not partition[part]:
             raise ShapeError(
-                f"part {part} of {partition} is empty: only the first and the last may have 0 layers"
+                f"part {part} of {partition} has no layers: only the first and the last part may have none"
             )
     if sum(partition) != layers:
         raise ShapeError(
-            f"the partition {partition} has {sum(partition)} layers, the model {layers}"
+            f"the partition {partition} has {sum(partition)} layers, but the model has {layers}"
         )
 
 
 def _tied(model: nn.Module) -> dict[str, str]:
-    """Every further name of a parameter, with its first one."""
-    first = {id(parameter): name for name, parameter in model.named_parameters()}
-    names = model.named_parameters(remove_duplicate=False)
-    return {
-        name: first[id(parameter)]
-        for name, parameter in names
-        if first[id(parameter)] != name
-    }
+    """Return every further name of a tied parameter, with its first name."""
+    first_names = {id(parameter): name for name, parameter in model.named_parameters()}
+    tied = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        first = first_names[id(parameter)]
+        if first != name:
+            tied[name] = first
+    return tied
 
 
 def _fill(part: Part, model: nn.Module) -> None:
-    """Pieces with weights are the model's own; what is everywhere is copied, as parts may live on different devices."""
+    """Add the pieces of a part.
+
+    Pieces with weights are the model's own. Pieces that every part needs are copied,
+    because parts may be on different devices.
+    """
     for path in part.paths:
         _graft(part, path, model.get_submodule(path))
     for path in part.anatomy.everywhere:
@@ -335,8 +361,9 @@ def _fill(part: Part, model: nn.Module) -> None:
 
 
 def _graft(root: nn.Module, path: str, module: nn.Module) -> None:
-    *way, leaf = path.split(".")
-    for name in way:
+    """Add a module under a path, and empty modules along the path where needed."""
+    *parents, leaf = path.split(".")
+    for name in parents:
         if not hasattr(root, name):
             root.add_module(name, nn.Module())
         root = root.get_submodule(name)

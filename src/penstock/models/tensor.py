@@ -1,15 +1,16 @@
-"""Layers over several processes at once, by torch's DTensor: each holds some heads and some features, all hold x.
+"""Tensor parallelism with torch's DTensor: each process holds some heads and features, and all hold x.
 
     tokens ─► embedding: some words ─(sum)─► x
     x ─► query, key, value: some heads ─► attention ─► output ─(sum)─► x
-    x ─► gate, up: some features ─────────────────────► down ───(sum)─► x           one sum there, one sum back
+    x ─► gate, up: some features ─────────────────────► down ───(sum)─► x           one sum forward, one sum backward
     x ─► norm ─► head: some words ─(gather)─► logits
 
-Norms are small and alike everywhere. Parameters keep their names and, as DTensors, their shapes.
+Norms are small, so every process has them whole. Parameters keep their names and, as DTensors, their shapes.
 """
 
 from __future__ import annotations
 
+from math import gcd
 from types import MethodType
 from typing import Any
 
@@ -35,7 +36,7 @@ from penstock.models.gpt import GPTConfig
 from penstock.models.llama import LlamaConfig
 from penstock.models.split import Part
 
-ROW_SHARED = (
+ROW_SHARDED = (
     "attention.query",
     "attention.key",
     "attention.value",
@@ -43,121 +44,121 @@ ROW_SHARED = (
     "mlp.gate",
     "mlp.up",
 )
-COLUMN_SHARED = ("attention.output", "mlp.down")
-DOORS = ("attention", "mlp")
+COLUMN_SHARDED = ("attention.output", "mlp.down")
+REPLICATED_INPUT = ("attention", "mlp")
 
 
-class Door(ParallelStyle):
-    """Where x comes in: several layers take it, and their gradients for it are summed once, not once a layer."""
+class ReplicateInput(ParallelStyle):
+    """Replicates the input x of a module.
+
+    Several matrices read x. Their gradients for x are summed once for the module, not
+    once for each matrix.
+    """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def enter(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-            return (
-                DTensor.from_local(
-                    args[0], device_mesh, (Replicate(),), run_check=False
-                ),
-                *args[1:],
-            )
+            placements = (Replicate(),)
+            x = DTensor.from_local(args[0], device_mesh, placements, run_check=False)
+            return (x, *args[1:])
 
         module.register_forward_pre_hook(enter)
         return module
 
 
-class Words(ParallelStyle):
-    """An embedding of which each holds some words, and gives zeros for the others'.
+class ShardWords(ParallelStyle):
+    """Gives each process some words of an embedding; it returns zeros for the others.
 
-    Torch's own style does the same forward, but makes the gradient of all words everywhere.
+    Torch's own style does the same in the forward, but its backward computes the
+    gradient of all words in every process.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         assert isinstance(module, nn.Embedding)
-        module.weight = nn.Parameter(
-            distribute_tensor(
-                module.weight, device_mesh, [Shard(0)], src_data_rank=None
-            )
+        weight = distribute_tensor(
+            module.weight, device_mesh, [Shard(0)], src_data_rank=None
         )
-        first = device_mesh.get_local_rank() * _share(
-            module.num_embeddings, device_mesh.size()
-        )
+        module.weight = nn.Parameter(weight)
+        words_each = _share(module.num_embeddings, device_mesh.size())
+        first = device_mesh.get_local_rank() * words_each
 
         def forward(self: nn.Embedding, tokens: Tensor) -> Tensor:
             assert isinstance(self.weight, DTensor)
             rows = self.weight.to_local()
-            places = tokens - first
-            others = (places < 0) | (places >= len(rows))
-            mine = F.embedding(places.masked_fill(others, 0), rows).masked_fill(
-                others[..., None], 0.0
-            )
-            shares = DTensor.from_local(mine, device_mesh, (Partial(),))
-            return shares.redistribute(placements=(Replicate(),)).to_local()
+            local = tokens - first
+            others = (local < 0) | (local >= len(rows))
+            vectors = F.embedding(local.masked_fill(others, 0), rows)
+            own = vectors.masked_fill(others[..., None], 0.0)
+            partial_sum = DTensor.from_local(own, device_mesh, (Partial(),))
+            return partial_sum.redistribute(placements=(Replicate(),)).to_local()
 
         module.forward = MethodType(forward, module)  # type: ignore[method-assign]
         return module
 
 
 def _share(words: int, shares: int) -> int:
-    """Words of each share but the last, as DTensor cuts them."""
+    """Return the size of every share but the last, as DTensor cuts them."""
     return -(-words // shares)
 
 
 def share_layers(part: Part, mesh: DeviceMesh) -> None:
-    """Leaves this process its share of a part; parameters may still be without memory."""
-    styles = {
-        path: style
-        for path, module in part.named_modules()
-        if (style := _style(path, module)) is not None
-    }
+    """Reduce a part to the share of this process. Its parameters may be on `meta`."""
+    styles = {}
+    for path, module in part.named_modules():
+        style = _style(path, module)
+        if style is not None:
+            styles[path] = style
     parallelize_module(part, mesh, styles, src_data_rank=None)
     part.tie()
 
 
 def _style(path: str, module: nn.Module) -> ParallelStyle | None:
+    """Return how to divide a module; None if every process has it whole."""
     if path in ("embed", "embed.tokens") and isinstance(module, nn.Embedding):
-        return Words()
+        return ShardWords()
     if path == "head.output":
         return ColwiseParallel(output_layouts=Replicate())
     inner = ".".join(path.split(".")[2:]) if path.startswith("layers.") else ""
-    if inner in DOORS:
-        return Door()
-    if inner in ROW_SHARED:
+    if inner in REPLICATED_INPUT:
+        return ReplicateInput()
+    if inner in ROW_SHARDED:
         return ColwiseParallel()
-    return RowwiseParallel() if inner in COLUMN_SHARED else None
+    if inner in COLUMN_SHARDED:
+        return RowwiseParallel()
+    return None
 
 
 def largest_share(piece: nn.Module, path: str, tensor: int) -> int:
-    """Numbers that the fullest of so many processes holds of a piece of a model: its embedding, a layer, its head."""
-    found = 0
+    """Return how many parameters of a piece the fullest of `tensor` processes holds.
+
+    A piece is the embedding, a layer or the head of a model.
+    """
+    count = 0
     for inner, module in piece.named_modules():
         style = _style(f"{path}.{inner}".removesuffix("."), module)
         for leaf, parameter in module.named_parameters(recurse=False):
-            whole = style is None or (
-                isinstance(style, RowwiseParallel) and leaf == "bias"
-            )
-            cut = 1 if isinstance(style, RowwiseParallel) else 0  # dimension
-            found += (
-                parameter.numel()
-                if whole
-                else parameter.numel()
-                // parameter.shape[cut]
-                * _share(parameter.shape[cut], tensor)
-            )
-    return found
+            by_column = isinstance(style, RowwiseParallel)
+            if style is None or (by_column and leaf == "bias"):
+                count += parameter.numel()
+                continue
+            length = parameter.shape[1 if by_column else 0]
+            count += parameter.numel() // length * _share(length, tensor)
+    return count
 
 
 def check_shares(sizes: LlamaConfig | GPTConfig, tensor: int) -> None:
-    """Refuses to cut a model into so many shares if a head or a feature would be cut through."""
+    """Refuse a number of shares that would divide a head or leave a process without words."""
     counts = {"heads": sizes.heads, "inner": sizes.inner}
     if isinstance(sizes, LlamaConfig):
         counts["kv_heads"] = sizes.kv_heads
+    largest = gcd(*counts.values())
     for name, count in counts.items():
         if count % tensor:
-            fits = [
-                n for n in range(1, tensor) if all(c % n == 0 for c in counts.values())
-            ]
+            fitting = max(n for n in range(1, tensor) if largest % n == 0)
             raise ShapeError(
-                f"mesh.tensor = {tensor} does not divide {name} = {count} of the model; {fits[-1]} does"
+                f"mesh.tensor = {tensor} does not divide the model's {name} = {count}; "
+                f"{fitting} does"
             )
     if (tensor - 1) * _share(sizes.vocab, tensor) >= sizes.vocab:
         raise ShapeError(
-            f"mesh.tensor = {tensor} leaves a process without any of the {sizes.vocab} words"
+            f"mesh.tensor = {tensor} is too large: with {sizes.vocab} words, a process would have none"
         )
