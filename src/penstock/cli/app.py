@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import typer
 
-from penstock.cli.paths import SearchInterrupted, paths_command
+from penstock.cli.paths import INTERRUPTED, SearchInterrupted, paths_command
 from penstock.cli.plan import plan_command
 from penstock.cli.profile import profile_command
 from penstock.cli.schedule import (
@@ -29,7 +29,6 @@ from penstock.cli.trained_model import (
 from penstock.errors import PenstockError
 
 USER_ERROR = 2  # exit code
-INTERRUPTED = 130  # exit code after Ctrl-C
 
 app = typer.Typer(
     no_args_is_help=True,
