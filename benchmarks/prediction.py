@@ -33,7 +33,7 @@ from penstock.measure.profile import measure
 from penstock.models import Llama, LlamaConfig, even_partition, split, token_loss
 from penstock.runtime import Comm, Executor, batch_of, spawn
 from penstock.schedules.transforms import slice_tokens
-from penstock.train.profile import Request, subjects_of
+from penstock.train.profile import ProfileRequest, subjects_of
 
 RESULT = Path(__file__).parent.parent / "docs" / "results" / "prediction.md"
 RANKS = 2
@@ -50,8 +50,8 @@ class Setting:
     steps: int  # rounds of them in a turn
 
     @property
-    def request(self) -> Request:
-        return Request(self.config, self.tokens, threads=1)
+    def request(self) -> ProfileRequest:
+        return ProfileRequest(self.config, self.tokens, threads=1)
 
 
 FULL = Setting(

@@ -31,7 +31,7 @@ from penstock.models import LlamaConfig, even_partition, token_loss
 from penstock.runtime import Batch, Comm, CudaTape, Executor, batch_of
 from penstock.runtime.comm.ipc import IpcGroup
 from penstock.runtime.torch_internals import recording_bytes
-from penstock.train.profile import Request, measure_request
+from penstock.train.profile import ProfileRequest, measure_request
 from penstock.train.weights import draw_parameters, hold
 
 Step = Callable[
@@ -128,7 +128,7 @@ def profile_of(comm: Comm, size: Size, rounds: int) -> Profile:
     dtype = str(size.dtype).removeprefix("torch.")
     return measure_request(
         comm,
-        Request(
+        ProfileRequest(
             size.config,
             size.tokens,
             device=size.device,

@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 
 from penstock.errors import ConfigError, UnknownNameError
 
-Value = TypeVar("Value")
+SettingValue = TypeVar("SettingValue")
 MODEL_FAMILIES = ("llama", "gpt")
 PRECISIONS = ("float32", "bfloat16")
 DEVICES = ("auto", "cpu", "cuda")
@@ -43,15 +43,15 @@ def names_a_file(tokenizer: str) -> bool:
 
 
 def setting(
-    default: Value,
+    default: SettingValue,
     about: str,
     least: float | None = None,
     most: float | None = None,
     above: float | None = None,
-) -> Value:
+) -> SettingValue:
     """Declare a field with its default, its meaning and its range."""
     facts = {"about": about, "least": least, "most": most, "above": above}
-    value: Value = field(default=default, metadata=MappingProxyType(facts))
+    value: SettingValue = field(default=default, metadata=MappingProxyType(facts))
     return value
 
 

@@ -23,7 +23,7 @@ from penstock.measure.profile import measure
 from penstock.models import GPTConfig, LlamaConfig
 from penstock.models.count import parameters_of
 from penstock.train.capacity import (
-    Place,
+    MemoryPool,
     available_memory,
     load_of,
     needs_of,
@@ -31,7 +31,7 @@ from penstock.train.capacity import (
     too_large,
 )
 from penstock.train.placement import decide_placement
-from penstock.train.profile import Request, subjects_of
+from penstock.train.profile import ProfileRequest, subjects_of
 from penstock.train.weights import blueprint, sizes_of
 from penstock.train.worker import Verdict
 
@@ -77,7 +77,7 @@ def test_parameters_are_counted_as_the_model_has_them(sizes):
 def test_bytes_by_sizes_are_those_that_are_measured(sizes):
     found = measure(
         subjects_of(
-            Request(sizes, 64, 2, where=((64, 0),), rounds=1, mean=True, depth=1)
+            ProfileRequest(sizes, 64, 2, where=((64, 0),), rounds=1, mean=True, depth=1)
         ),
         rounds=1,
         where=((64, 0),),
@@ -148,15 +148,15 @@ def test_ranks_on_gpus_are_counted_by_gpu(monkeypatch):
         lambda gpu: type("P", (), {"total_memory": 100 + gpu}),
     )
     assert places_of(decide_placement(CONFIG, 3)) == [
-        Place("GPU 0", 100, (0, 2)),
-        Place("GPU 1", 101, (1,)),
+        MemoryPool("GPU 0", 100, (0, 2)),
+        MemoryPool("GPU 1", 101, (1,)),
     ]
 
 
 # ---------------------------------------------------------------- the two together
 @pytest.mark.parametrize("room", [2e6, 2e7, 1e8])
 def test_what_is_said_to_fit_does(room):
-    places = [Place("this machine", room, (0, 1, 2, 3))]
+    places = [MemoryPool("this machine", room, (0, 1, 2, 3))]
     words = too_large(load(), places, CONFIG)
     changes = re.findall(r"[a-z]+\.[a-z]+=\w+", words)
     assert changes or "no single size" in words
@@ -172,7 +172,10 @@ def test_what_is_said_to_fit_does(room):
         )
         other = load_of(config, plan, sizes_of(config.model, 256, config.data.tokens))
         assert too_large(other, places, config) == "", change
-    assert too_large(load(), [Place("this machine", 1e12, (0, 1, 2, 3))], CONFIG) == ""
+    assert (
+        too_large(load(), [MemoryPool("this machine", 1e12, (0, 1, 2, 3))], CONFIG)
+        == ""
+    )
 
 
 @pytest.fixture

@@ -34,7 +34,7 @@ from penstock.train.forecast import (
 )
 from penstock.train.history import StepRow
 from penstock.train.placement import decide_placement
-from penstock.train.profile import Request, subjects_of
+from penstock.train.profile import ProfileRequest, subjects_of
 from penstock.train.weights import hold
 
 QUANTUM = 1 / 64
@@ -362,7 +362,7 @@ def test_the_layer_that_is_timed_has_the_mask_of_the_data(sizes, separate, monke
         "scaled_dot_product_attention",
         lambda *args, **more: (masks.append(more["attn_mask"]), real(*args, **more))[1],
     )
-    request = Request(
+    request = ProfileRequest(
         sizes, 32, 2, separate=separate, where=((32, 0),), rounds=1, mean=True
     )
     found = measure(subjects_of(request), rounds=1, where=request.where, middle=fmean)
@@ -390,7 +390,9 @@ def test_hollow_stages_run_and_cost_something():
     ids=["gpt", "llama"],
 )
 def test_the_forecast_counts_a_tied_weight_as_often_as_ranks_hold_it(sizes):
-    measured = measure(subjects_of(Request(sizes, 16)), rounds=1, where=((16, 0),))
+    measured = measure(
+        subjects_of(ProfileRequest(sizes, 16)), rounds=1, where=((16, 0),)
+    )
     profile = load_profile(dump_profile(measured))
     for name, ranks in (("hanayo", 2), ("1f1b", 2), ("gpipe", 1), ("skip", 3)):
         schedule = make(name, microbatches=2, ranks=ranks)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Optional
 
 import typer
 
-from penstock.cli.cost import check_memory, price_of
+from penstock.cli.cost import check_memory_option, price_of
 from penstock.cli.options import (
     AcceptError,
     BackwardOption,
@@ -87,7 +87,7 @@ def plan_command(
     from penstock.plan.choice import Limits
 
     price = price_of(forward, backward, comm, profile, tokens, accept_error)
-    check_memory(memory)
+    check_memory_option(memory)
     limits = Limits(memory, stages, slices, weights, granularity)
     choice = _choose(ranks, microbatches, price, limits)
     if output is not None:

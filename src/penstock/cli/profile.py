@@ -137,7 +137,7 @@ def profile_command(
     if slots is not None:
         raise ShapeError("--slots needs --links, which writes a cluster.toml")
     model = hf if hf is not None else measuring.preset_sizes(preset, tokens, given)
-    request = measuring.Request(
+    request = measuring.ProfileRequest(
         model,
         tokens,
         rows,

@@ -340,7 +340,7 @@ def _read(file: Path) -> Plan:
 def _try(schedule: Schedule) -> dict[str, object]:
     """Run a small model through a schedule; raise an error if a gradient differs."""
     try:
-        from penstock.train.trial import TOLERANCE, trial
+        from penstock.train.trial import GRADIENT_TOLERANCE, trial
     except ModuleNotFoundError as error:
         raise RunError(
             f"--run needs {error.name}, which is not installed: "
@@ -358,7 +358,7 @@ def _try(schedule: Schedule) -> dict[str, object]:
         "gradients": outcome.gradients,
         "worst": outcome.worst,
         "worst_in": outcome.name,
-        "tolerance": TOLERANCE,
+        "tolerance": GRADIENT_TOLERANCE,
         "loss": outcome.loss,
     }
 

@@ -24,7 +24,7 @@ from penstock.errors import ShapeError, UnknownNameError
 
 UNLIMITED_SLOTS = 2**31 - 1
 Matrix = tuple[tuple[float, ...], ...]  # [source][target]
-Place = TypeVar("Place")
+PlaceType = TypeVar("PlaceType")
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +135,9 @@ class Cluster:
 
 
 def _matrix(
-    places: Sequence[Place], value: Callable[[Place, Place], float], diagonal: float
+    places: Sequence[PlaceType],
+    value: Callable[[PlaceType, PlaceType], float],
+    diagonal: float,
 ) -> Matrix:
     """A value for each ordered pair of places, and `diagonal` from a place to itself."""
     rows = []

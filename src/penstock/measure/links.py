@@ -31,7 +31,7 @@ from penstock.cost.network import Network
 from penstock.runtime.comm.comm import Comm
 
 MESSAGE_BYTES = (1 << 10, 1 << 16, 1 << 19, 1 << 20, 1 << 22)
-FLOAT_BYTES = 4
+FLOAT32_BYTES_ON_LINK = 4
 # Messages of each size; their median counts, because single ones are sometimes delayed.
 MIN_REPEATS = 3
 MAX_REPEATS = 9
@@ -182,7 +182,7 @@ def answer(comm: Comm, other: int, device: torch.device | str = "cpu") -> None:
         if not count:
             return
         for _ in range(count):
-            shape = (size // FLOAT_BYTES,)
+            shape = (size // FLOAT32_BYTES_ON_LINK,)
             message = comm.receive(shape, torch.float32, other).wait()
             _send_number(comm, 0, other, device)
             comm.give_back(message)
@@ -205,7 +205,7 @@ def _receive_number(comm: Comm, source: int) -> int:
 def _time_trip(comm: Comm, other: int, size: int, device: torch.device | str) -> float:
     """The seconds from sending a message to receiving its reply."""
     begin = time.perf_counter()
-    sent = comm.send(torch.zeros(size // FLOAT_BYTES, device=device), other)
+    sent = comm.send(torch.zeros(size // FLOAT32_BYTES_ON_LINK, device=device), other)
     reply = comm.receive((1,), torch.float64, other).wait()
     comm.give_back(reply)
     sent.wait()

@@ -9,7 +9,7 @@ from penstock.models.llama import LlamaConfig
 
 
 @dataclass(frozen=True, slots=True)
-class Counts:
+class ParameterCounts:
     """The number of parameters of the pieces of a model.
 
     A tied output matrix counts in both `embed` and `head`, but only once in `total`.
@@ -21,7 +21,7 @@ class Counts:
     total: int
 
 
-def parameters_of(sizes: LlamaConfig | GPTConfig) -> Counts:
+def parameters_of(sizes: LlamaConfig | GPTConfig) -> ParameterCounts:
     """Count the parameters of the embedding, one layer, the head and the whole model."""
     matrix = sizes.vocab * sizes.width  # of the embedding, and of the output
     if isinstance(sizes, GPTConfig):
@@ -35,7 +35,7 @@ def parameters_of(sizes: LlamaConfig | GPTConfig) -> Counts:
     total = embed + sizes.layers * layer + head
     if sizes.tied:
         total -= matrix
-    return Counts(embed, layer, head, total)
+    return ParameterCounts(embed, layer, head, total)
 
 
 def _gpt_layer(sizes: GPTConfig) -> int:

@@ -34,7 +34,7 @@ from penstock.runtime.rank_agreement import Agreement, agree
 from penstock.runtime.recorder import Clock, Recorder
 from penstock.runtime.replay import PlayedActions, Recordings, refuse_shares
 from penstock.runtime.shards import Shards
-from penstock.runtime.slices import Units, cut_units, refuse_whole
+from penstock.runtime.slices import BatchUnits, cut_units, refuse_whole
 from penstock.runtime.stage_actions import (
     ComputedActions,
     FirstStepChecks,
@@ -202,17 +202,19 @@ class Executor:
         )
         return walk.run(self.comm, self.recorder).loss
 
-    def cut(self, batch: Batch) -> Units:
+    def cut(self, batch: Batch) -> BatchUnits:
         """The units of a batch."""
         return cut_units(self.program.schedule, batch, self.width, self.dtype)
 
-    def messages(self, units: Units, values: StepValues, training: bool) -> Messages:
+    def messages(
+        self, units: BatchUnits, values: StepValues, training: bool
+    ) -> Messages:
         """The messages of one step."""
         autocast = self.autocast is not None
         receives = self.lane.receives
         return Messages(self.comm, receives, units, values, training, autocast)
 
-    def reserve(self, units: Units) -> None:
+    def reserve(self, units: BatchUnits) -> None:
         """Let the `Comm` make room for messages of these shapes."""
         shapes = units.shapes
         if shapes != self.reserved_shapes:
@@ -220,7 +222,7 @@ class Executor:
             self.reserved_shapes = shapes
 
     def recordings_for(
-        self, units: Units, checks: FirstStepChecks | None
+        self, units: BatchUnits, checks: FirstStepChecks | None
     ) -> Recordings | None:
         """The recordings to play in this step; None if its actions have to be computed."""
         if self.tape is None or units.batch.starts:

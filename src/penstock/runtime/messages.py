@@ -12,7 +12,7 @@ from math import prod
 
 from penstock.runtime.comm.comm import Comm, Pending
 from penstock.runtime.lane import LaneStep
-from penstock.runtime.slices import Units
+from penstock.runtime.slices import BatchUnits
 from penstock.runtime.stage_checks import unfit_message
 from penstock.runtime.step_values import StepValues
 
@@ -28,7 +28,7 @@ class Messages:
         self,
         comm: Comm,
         receives: Sequence[LaneStep],
-        units: Units,
+        units: BatchUnits,
         values: StepValues,
         training: bool,
         autocast: bool,

@@ -21,7 +21,7 @@ from torch import Tensor
 from penstock.errors import RunError
 
 States: TypeAlias = tuple[Tensor, ...]  # of the CPU's generator, and of the GPU's
-TURN = threading.RLock()
+DRAWING_LOCK = threading.RLock()
 
 
 class Drawn(NamedTuple):
@@ -65,7 +65,7 @@ def drawing_again(
     if drawn is None:
         yield
         return
-    with TURN:
+    with DRAWING_LOCK:
         now = states(device)
         set_back(drawn.before, device)
         try:
@@ -84,7 +84,7 @@ def drawing_again(
 @contextmanager
 def undrawn(device: torch.device) -> Iterator[None]:
     """Afterwards, set the generators back to their states before."""
-    with TURN:
+    with DRAWING_LOCK:
         now = states(device)
         try:
             yield

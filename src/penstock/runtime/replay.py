@@ -27,8 +27,14 @@ from penstock.runtime.dtensor_share import local_share
 from penstock.runtime.earlier_gradients import EarlierGradients
 from penstock.runtime.frozen_stages import StageVisit
 from penstock.runtime.lane import Do, LaneStep, Turn
-from penstock.runtime.randomness import TURN, Drawn, drawing_again, drawn_since, states
-from penstock.runtime.slices import Units, cut_units
+from penstock.runtime.randomness import (
+    DRAWING_LOCK,
+    Drawn,
+    drawing_again,
+    drawn_since,
+    states,
+)
+from penstock.runtime.slices import BatchUnits, cut_units
 from penstock.runtime.stage_actions import (
     ComputedActions,
     FirstStepChecks,
@@ -54,7 +60,7 @@ class PlayedActions:
     def __init__(
         self,
         recordings: Recordings,
-        units: Units,
+        units: BatchUnits,
         values: StepValues,
         give_back: GiveBack,
     ) -> None:
@@ -96,7 +102,7 @@ class PlayedActions:
         A CUDA graph draws from the generator's state at the time it is played, so setting back that state is enough.
         """
         device = inputs[0].device
-        with TURN:
+        with DRAWING_LOCK:
             before = states(device)
             y = self.recordings.play(step, *inputs)
             drawn = drawn_since(before, device)
@@ -161,7 +167,7 @@ class Recordings:
         stages: LaneStages,
         schedule: Schedule,
         turns: Sequence[Turn],
-        units: Units,
+        units: BatchUnits,
         tape: Tape,
         checks: FirstStepChecks | None = None,
     ) -> None:
@@ -215,7 +221,7 @@ class RecordingSession:
         self,
         stages: LaneStages,
         schedule: Schedule,
-        units: Units,
+        units: BatchUnits,
         valid: Tensor,
         tape: Tape,
         checks: FirstStepChecks | None,

@@ -28,7 +28,7 @@ TokenSpan = tuple[int, int]  # the first token, and the one after the last
 
 
 @dataclass(slots=True)
-class Units:
+class BatchUnits:
     """The data of one step, by unit."""
 
     batch: Batch
@@ -51,7 +51,7 @@ class Units:
 
 def cut_units(
     schedule: Schedule, batch: Batch, width: int, dtype: torch.dtype
-) -> Units:
+) -> BatchUnits:
     """Cut a batch as the schedule says."""
     due = len(schedule.microbatches)
     if len(batch.inputs) != due:
@@ -60,7 +60,7 @@ def cut_units(
             f"  cut it into {due}: cut_batch(inputs, labels, {due})"
         )
     if schedule.slices == 1 and not batch.starts:
-        return Units(batch, batch.inputs, batch.labels, width, dtype, None)
+        return BatchUnits(batch, batch.inputs, batch.labels, width, dtype, None)
     spans = []
     inputs = []
     labels = []
@@ -71,7 +71,7 @@ def cut_units(
             inputs.append(batch.inputs[number][:, begin:end])
             labels.append(batch.labels[number][:, begin:end])
     carries = Carries(batch, spans)
-    return Units(batch, tuple(inputs), tuple(labels), width, dtype, carries)
+    return BatchUnits(batch, tuple(inputs), tuple(labels), width, dtype, carries)
 
 
 def spans_of(microbatch: MicroBatch, tokens: int) -> list[TokenSpan]:

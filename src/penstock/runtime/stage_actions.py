@@ -23,8 +23,14 @@ from penstock.runtime.deferral_report import DeferralReport
 from penstock.runtime.frozen_stages import Rests
 from penstock.runtime.lane import LaneStep
 from penstock.runtime.loss_reduction import Loss, Reduction, as_sum, refuse_other_loss
-from penstock.runtime.randomness import TURN, Drawn, drawing_again, drawn_since, states
-from penstock.runtime.slices import Units
+from penstock.runtime.randomness import (
+    DRAWING_LOCK,
+    Drawn,
+    drawing_again,
+    drawn_since,
+    states,
+)
+from penstock.runtime.slices import BatchUnits
 from penstock.runtime.stage_checks import detached_error, not_a_tensor_error
 from penstock.runtime.step_values import StepValues
 from penstock.runtime.torch_internals import walk_back
@@ -101,7 +107,7 @@ class ComputedActions:
     def __init__(
         self,
         stages: LaneStages,
-        units: Units,
+        units: BatchUnits,
         values: StepValues,
         give_back: GiveBack,
         training: bool = True,
@@ -179,7 +185,7 @@ class ComputedActions:
         with torch.no_grad():
             if not self.restores_randomness:
                 return self.apply(step, x, piece), None
-            with TURN:
+            with DRAWING_LOCK:
                 before = states(x.device)
                 y = self.apply(step, x, piece)
                 return y, drawn_since(before, x.device)
@@ -194,7 +200,7 @@ class ComputedActions:
         On the last stage that is the micro-batch's share of the loss: of the mean over all valid tokens.
         """
         if self.stages.takes_turns:
-            with TURN:
+            with DRAWING_LOCK:
                 return self.apply_autocast(step, x, piece)
         return self.apply_autocast(step, x, piece)
 

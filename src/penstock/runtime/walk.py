@@ -19,7 +19,7 @@ from penstock.runtime.lane import Do, Lane, LaneStep
 from penstock.runtime.messages import Messages
 from penstock.runtime.recorder import Clock, Moment, Recorder
 from penstock.runtime.replay import Recordings
-from penstock.runtime.slices import Units
+from penstock.runtime.slices import BatchUnits
 from penstock.runtime.stage_actions import StageActions
 from penstock.runtime.step_gradients import StepGradients
 from penstock.runtime.step_result import Result
@@ -37,7 +37,7 @@ class Walk:
         lane: Lane,
         actions: StageActions,
         messages: Messages,
-        units: Units,
+        units: BatchUnits,
         values: StepValues,
         gradients: StepGradients,
         recordings: Recordings | None = None,

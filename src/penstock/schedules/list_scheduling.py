@@ -32,7 +32,7 @@ from penstock.ir.table import Floats, Ints
 Priority = Callable[[Schedule, Action], tuple[int, ...]]
 
 # Times, and shares of bytes, that are closer than this count as equal.
-TOLERANCE = 1e-9
+EQUAL_TIME_TOLERANCE = 1e-9
 # The rank of each kind of action in a priority: forward, backward, weights.
 KIND_ORDER = (1, 0, 2)
 
@@ -213,7 +213,7 @@ def _caps_of_ranks(
     lent = _lent(draft, costs)
     stays = _sum_by_microbatch(draft, costs.gain - lent).max(axis=1)
     least = stays + _largest_on_ranks(draft, lent)
-    for rank in np.flatnonzero(caps < least * (1 - TOLERANCE)).tolist():
+    for rank in np.flatnonzero(caps < least * (1 - EQUAL_TIME_TOLERANCE)).tolist():
         raise ShapeError(
             f"a cap of {caps[rank]:g} on rank {rank} does not hold one micro-batch, "
             f"which takes {least[rank]:g}; "
@@ -359,12 +359,12 @@ def _run_list(  # noqa: PLR0912, PLR0915
         """Whether the rank could still finish all micro-batches if the action started now."""
         cash = free[here] - gain[action]
         stays = gain[action] - lent[action]
-        if not banker or cash < -TOLERANCE:
-            return bool(cash >= -TOLERANCE)
+        if not banker or cash < -EQUAL_TIME_TOLERANCE:
+            return bool(cash >= -EQUAL_TIME_TOLERANCE)
         cash += lent[action]
         for m in range(oldest[here], max(newest[here], microbatch[action]) + 1):
             taken = stays if m == microbatch[action] else 0.0
-            if claim[here, m] - taken + spare[here] > cash + TOLERANCE:
+            if claim[here, m] - taken + spare[here] > cash + EQUAL_TIME_TOLERANCE:
                 return False
             cash += held[here, m] + taken
         return True
@@ -416,7 +416,7 @@ def _run_list(  # noqa: PLR0912, PLR0915
         if len(events) == 0:
             return start_order
         now = events[0][0]
-        while len(events) > 0 and events[0][0] <= now + TOLERANCE:
+        while len(events) > 0 and events[0][0] <= now + EQUAL_TIME_TOLERANCE:
             _, number, ended = heapq.heappop(events)
             here = rank[number]
             its = microbatch[number]

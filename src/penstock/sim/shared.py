@@ -24,11 +24,11 @@ from penstock.ir.timeline import Timeline
 from penstock.sim.simulate import simulate, timeline_of
 
 RELATIVE_TOLERANCE = 1e-12  # an action with less work left than this is done
-TURN = 4e-3  # seconds that a process keeps a core while others wait: a tick of most Linux kernels
+MIN_TURN_SECONDS = 4e-3  # seconds that a process keeps a core while others wait: a tick of most Linux kernels
 
 
 def simulate_shared(
-    schedule: Schedule, cost: Cost, processors: int, turn: float = TURN
+    schedule: Schedule, cost: Cost, processors: int, turn: float = MIN_TURN_SECONDS
 ) -> Timeline:
     """The timeline of a schedule whose ranks share processors.
 

@@ -29,7 +29,7 @@ from penstock.train.placement import Placement
 from penstock.train.weights import Sizes
 from penstock.view.numbers import write_size
 
-FLOAT_BYTES = 4
+FLOAT32_BYTES = 4
 
 RANKS_SHOWN = 4
 # The share of a memory that suggested sizes may fill. Some stays free, because the
@@ -67,7 +67,7 @@ class Need:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class MemoryPool:
     """A memory, and the ranks of the processes that share it."""
 
     name: str
@@ -119,7 +119,7 @@ def check_timing(config: Config, sizes: Sizes, placement: Placement) -> None:
         return
     counts = parameters_of(sizes)
     parameters = counts.embed + counts.layer + counts.head
-    each = NUMBERS_PER_PARAMETER * FLOAT_BYTES * parameters
+    each = NUMBERS_PER_PARAMETER * FLOAT32_BYTES * parameters
     need = each * placement.processors
     room = sum(place.bytes for place in places_of(placement, config.mesh.size))
     if need > room:
@@ -158,16 +158,16 @@ def _cost_of_part(load: Load, number: int) -> PartCost:
     if number == last:
         end_parameters += counts.head
     held = layers * _bytes_held_by_layer(load)
-    message = load.rows * load.sizes.width * FLOAT_BYTES
+    message = load.rows * load.sizes.width * FLOAT32_BYTES
     if number == last:
         # The logits, and what the final norm keeps.
         numbers = load.sizes.vocab + 2 * load.sizes.width
-        held += load.rows * FLOAT_BYTES * numbers
+        held += load.rows * FLOAT32_BYTES * numbers
     else:
         held += message
     layer_numbers = layers * counts.layer * _numbers_held(load.mesh, 2)
     end_numbers = end_parameters * _numbers_held(load.mesh, 3)
-    weights = FLOAT_BYTES * (layer_numbers + end_numbers)
+    weights = FLOAT32_BYTES * (layer_numbers + end_numbers)
     tied = _tied_bytes(load)
     if number == 0 == last:
         weights -= tied
@@ -192,14 +192,14 @@ def _tied_bytes(load: Load) -> float:
     if not load.sizes.tied or load.mesh.shard > 1:
         return 0.0
     numbers = load.sizes.vocab * load.sizes.width * _numbers_held(load.mesh, 3)
-    return FLOAT_BYTES * numbers
+    return FLOAT32_BYTES * numbers
 
 
 def _bytes_held_by_layer(load: Load) -> float:
     """Bytes that a layer keeps for each token position of a micro-batch."""
     whole, cut = held_in_layer(load.sizes)
-    cut_bytes = FLOAT_BYTES / 2 if load.half else FLOAT_BYTES
-    return load.rows * (whole * FLOAT_BYTES + cut * cut_bytes / load.mesh.tensor)
+    cut_bytes = FLOAT32_BYTES / 2 if load.half else FLOAT32_BYTES
+    return load.rows * (whole * FLOAT32_BYTES + cut * cut_bytes / load.mesh.tensor)
 
 
 def _numbers_held(mesh: MeshConfig, gathered: int) -> float:
@@ -212,7 +212,7 @@ def _numbers_held(mesh: MeshConfig, gathered: int) -> float:
 
 
 # ---------------------------------------------------------------- what this machine has
-def places_of(placement: Placement, processes_per_rank: int = 1) -> list[Place]:
+def places_of(placement: Placement, processes_per_rank: int = 1) -> list[MemoryPool]:
     """Return the memories of this machine, with the ranks of the processes in each.
 
     Other machines check their own.
@@ -221,12 +221,12 @@ def places_of(placement: Placement, processes_per_rank: int = 1) -> list[Place]:
 
     ranks = [process // processes_per_rank for process in placement.local]
     if placement.device == "cpu":
-        return [Place("this machine", available_memory(), tuple(ranks))]
+        return [MemoryPool("this machine", available_memory(), tuple(ranks))]
     gpus = placement.machine.gpus
     places = []
     for gpu in range(min(gpus, len(ranks))):
         size = float(torch.cuda.get_device_properties(gpu).total_memory)
-        places.append(Place(f"GPU {gpu}", size, tuple(ranks[gpu::gpus])))
+        places.append(MemoryPool(f"GPU {gpu}", size, tuple(ranks[gpu::gpus])))
     return places
 
 
@@ -250,7 +250,7 @@ def available_memory() -> float:
 
 
 # ---------------------------------------------------------------- the two together
-def too_large(load: Load, places: list[Place], config: Config) -> str:
+def too_large(load: Load, places: list[MemoryPool], config: Config) -> str:
     """Say why a load does not fit into these places, and what would; empty if it fits."""
     needs = needs_of(load)
     full = [place for place in places if _taken(needs, place) > place.bytes]
@@ -284,11 +284,11 @@ def too_large(load: Load, places: list[Place], config: Config) -> str:
     return "\n".join(lines)
 
 
-def _taken(needs: list[Need], place: Place) -> float:
+def _taken(needs: list[Need], place: MemoryPool) -> float:
     return sum(needs[rank].total for rank in place.ranks)
 
 
-def _fits(load: Load, places: list[Place]) -> bool:
+def _fits(load: Load, places: list[MemoryPool]) -> bool:
     needs = needs_of(load)
     return all(_taken(needs, place) <= USABLE_SHARE * place.bytes for place in places)
 

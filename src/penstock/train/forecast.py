@@ -144,7 +144,7 @@ def _share_of_block(block: Block, share: Share, slowdown: float) -> Block:
 def profile_run(config: Config, plan: Plan, placement: Placement) -> Profile:
     """Time the pieces of a run's model, in as many processes as will compute at once."""
     from penstock.models.flops import flops_per_token  # noqa: PLC0415  # torch
-    from penstock.train.profile import Request, profile_model  # noqa: PLC0415
+    from penstock.train.profile import ProfileRequest, profile_model  # noqa: PLC0415
     from penstock.train.worker import model_sizes  # noqa: PLC0415
 
     tokens = config.data.tokens
@@ -162,7 +162,7 @@ def profile_run(config: Config, plan: Plan, placement: Placement) -> Profile:
     for boundaries in cuts:
         for begin, end in pairwise(boundaries):
             slices.add(((end - begin) // shortening, begin // shortening))
-    request = Request(
+    request = ProfileRequest(
         sizes,
         tokens // shortening,
         rows,

@@ -38,6 +38,7 @@ from penstock.errors import (
 from penstock.runtime.process.amx import avoid_broken_amx
 from penstock.runtime.process.launch import (
     ENDING_SIGNALS,
+    LOCALHOST,
     after_first,
     serve_forks,
     under_launcher,
@@ -62,7 +63,6 @@ __all__ = [
     "way_on",
 ]
 
-LOCALHOST = "127.0.0.1"
 SECONDS_TO_SAVE = 60  # Time that workers get to save once they are asked to stop.
 CHECK_SECONDS = 0.1  # Time between two looks at the workers.
 ERROR_TYPES: dict[str, type[PenstockError]] = {

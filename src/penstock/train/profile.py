@@ -55,7 +55,7 @@ PROFILE_PATIENCE = 3600.0
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class ProfileRequest:
     """What to measure, and how."""
 
     # Our own sizes, or the folder of a Hugging Face model with a config.json.
@@ -93,7 +93,7 @@ def preset_sizes(preset: str, tokens: int, changes: Mapping[str, int]) -> Sizes:
 
 
 def profile_model(
-    request: Request, ranks: int = 1, watch: ProgressText = lambda text: None
+    request: ProfileRequest, ranks: int = 1, watch: ProgressText = lambda text: None
 ) -> Profile | None:
     """Measure the profile of a model.
 
@@ -124,7 +124,7 @@ def _silent(text: str) -> None:
 
 
 def measure_request(
-    comm: Comm | None, request: Request, watch: ProgressText = _silent
+    comm: Comm | None, request: ProfileRequest, watch: ProgressText = _silent
 ) -> Profile:
     """Measure in this process, at the same time as all other ranks of `comm`."""
     if request.threads is not None:
@@ -150,7 +150,7 @@ def measure_request(
 
 
 # ---------------------------------------------------------------- the pieces of a model
-def subjects_of(request: Request, comm: Comm | None = None) -> Subjects:
+def subjects_of(request: ProfileRequest, comm: Comm | None = None) -> Subjects:
     """Build the pieces of a model on their device, with random tokens and hidden states."""
     device = _device(request.device, comm)
     dtype = _dtype(request.dtype)
@@ -186,7 +186,7 @@ def subjects_of(request: Request, comm: Comm | None = None) -> Subjects:
     )
 
 
-def _shallow_model(request: Request) -> tuple[nn.Module, int, int, Facts]:
+def _shallow_model(request: ProfileRequest) -> tuple[nn.Module, int, int, Facts]:
     """The model with fewer layers, its real number of layers, its vocabulary, its facts."""
     sizes = request.model
     if isinstance(sizes, Path):
@@ -203,7 +203,7 @@ def _shallow_model(request: Request) -> tuple[nn.Module, int, int, Facts]:
 
 
 def _hugging_face_model(
-    folder: Path, request: Request
+    folder: Path, request: ProfileRequest
 ) -> tuple[nn.Module, int, int, Facts]:
     tokens = request.tokens
     try:
@@ -270,7 +270,7 @@ def _dtype(name: str) -> torch.dtype:
     return DTYPES[name]
 
 
-def _device_facts(device: torch.device, request: Request, ranks: int) -> Facts:
+def _device_facts(device: torch.device, request: ProfileRequest, ranks: int) -> Facts:
     name = platform.processor() or platform.machine()
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)

@@ -16,6 +16,7 @@ from penstock.config import Config, check_config
 from penstock.errors import ConfigError, FileError
 from penstock.formats import dump_plan, write_plan
 from penstock.formats.config_toml import (
+    DEFAULT_PRESET,
     apply_changes,
     dump_config,
     preset,
@@ -42,7 +43,6 @@ from penstock.train.worker import (
 )
 
 CHECKPOINTS = "checkpoints"  # in the folder of a run
-DEFAULT_PRESET = "tiny"
 MAX_RUNS_OF_A_NAME = 1000
 RUNS_FOLDER = Path("runs")
 

@@ -24,7 +24,7 @@ TRIAL_WIDTH = 16
 # Both sides compute in float64, but they may add in another order, and the kernels depend on
 # the CPU. Each addition changes a gradient near 1 by about 1e-16; a wrong schedule changes
 # it by far more than this tolerance.
-TOLERANCE = 1e-10
+GRADIENT_TOLERANCE = 1e-10
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class Trial:
     def exact(self) -> bool:
         """Whether the two differ only by rounding."""
         loss_difference = abs(self.loss - self.whole_loss)
-        return self.worst < TOLERANCE and loss_difference < TOLERANCE
+        return self.worst < GRADIENT_TOLERANCE and loss_difference < GRADIENT_TOLERANCE
 
 
 def trial(schedule: Schedule, seed: int = 0) -> Trial:

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 MAX_LABELS = 2_500  # prefixes that are kept; beyond that there is no bound from here
 TIME_TOLERANCE = 1e-12  # seconds
 
-Counts = tuple[int, int, int, int]  # of F, H, h and B in a prefix
+TaskCounts = tuple[int, int, int, int]  # of F, H, h and B in a prefix
 # When the node is free, and then when the micro-batches under way come back: for H, for h, for B.
 Label = tuple[float, ...]
 
@@ -55,10 +55,10 @@ def least_end(window: Window, microbatches: int, slots: int) -> float:
     >>> least_end(Window(1.0, 0.5, 0.5, 2.0, there=2.0, back=3.0), microbatches=1, slots=1)
     9.0
     """
-    prefixes: dict[Counts, list[Label]] = {(0, 0, 0, 0): [(0.0,)]}
+    prefixes: dict[TaskCounts, list[Label]] = {(0, 0, 0, 0): [(0.0,)]}
     seen = 0
     for _ in range(4 * microbatches):
-        longer: dict[Counts, list[Label]] = {}
+        longer: dict[TaskCounts, list[Label]] = {}
         for counts, labels in prefixes.items():
             undominated = _undominated(labels)
             seen += len(undominated)
@@ -74,15 +74,15 @@ def least_end(window: Window, microbatches: int, slots: int) -> float:
 
 
 def _extend(
-    window: Window, counts: Counts, label: Label, microbatches: int, slots: int
-) -> list[tuple[Counts, Label]]:
+    window: Window, counts: TaskCounts, label: Label, microbatches: int, slots: int
+) -> list[tuple[TaskCounts, Label]]:
     """Return the prefixes that are one letter longer."""
     begun, headed, turned, done = counts
     free = label[0]
     for_head = label[1 : 1 + begun - headed]
     for_turn = label[1 + begun - headed : 1 + begun - turned]
     for_back = label[1 + begun - turned :]
-    extensions: list[tuple[Counts, Label]] = []
+    extensions: list[tuple[TaskCounts, Label]] = []
     if begun < microbatches and begun - done < slots:  # F
         end = free + window.forward
         extended = (

@@ -35,7 +35,7 @@ from torch import Tensor
 
 from penstock.errors import RunError
 from penstock.runtime.comm.cuda import CudaDriver
-from penstock.runtime.comm.ring import Request, Ring, ring_bytes
+from penstock.runtime.comm.ring import Ring, SlotRequest, ring_bytes
 from penstock.runtime.comm.room import RingShape
 from penstock.runtime.torch_internals import (
     AllreduceOptions,
@@ -307,7 +307,7 @@ class IpcMessage(Work):
     def __init__(
         self,
         group: IpcGroup,
-        request: tuple[Ring, Request] | None,
+        request: tuple[Ring, SlotRequest] | None,
         tensor: Tensor | None = None,
         event: torch.cuda.Event | None = None,
     ) -> None:

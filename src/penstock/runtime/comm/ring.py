@@ -41,7 +41,7 @@ class Driver(Protocol):
 
 
 @dataclass(slots=True)
-class Request:
+class SlotRequest:
     """A message that the receiver has asked for, and the address it will be copied to.
 
     `owner` is the tensor at that address; the request keeps it alive until the copy.
@@ -77,7 +77,7 @@ class Ring:
         self.head = base + slots * size
         self.tail = self.head + FLAG_BYTES
         self.slots_used = 0  # since the start, by this end
-        self.requests: deque[Request] = deque()  # oldest first
+        self.requests: deque[SlotRequest] = deque()  # oldest first
 
     def put(self, address: int, size: int, stream: int) -> None:
         """Copy a message into the ring."""
@@ -101,15 +101,15 @@ class Ring:
 
     def request(
         self, address: int, size: int, stream: int, owner: object = None
-    ) -> Request:
+    ) -> SlotRequest:
         """Ask for the next message, to be copied to `address` later."""
-        request = Request(address, size, owner)
+        request = SlotRequest(address, size, owner)
         self.requests.append(request)
         while self._requested_slots() > self.slots // 2:
             self.take_oldest(stream)
         return request
 
-    def fetch(self, request: Request, stream: int) -> None:
+    def fetch(self, request: SlotRequest, stream: int) -> None:
         """Take out a requested message, and all requested before it."""
         while not request.taken:
             self.take_oldest(stream)

@@ -21,7 +21,7 @@ from penstock.runtime.torch_internals import PrefixStore, Store
 
 MAX_RANKS_SHOWN = 32  # in the text of a failure
 COUNTER_POLL_SECONDS = 0.02
-ADVICE = "if such a long wait can be right, raise the patience (run.patience)"
+PATIENCE_ADVICE = "if such a long wait can be right, raise the patience (run.patience)"
 ERRORS = {
     kind.__name__: kind for kind in (RunError, ProofError, StuckError, PeerLostError)
 }
@@ -158,7 +158,7 @@ def stuck_failure(
         blamed = _blamed_peer(rank, states)
     culprits = [waiter] if blamed is None else [waiter, blamed]
     head = "; ".join(f"rank {culprit} {states[culprit]}" for culprit in culprits)
-    end = f"nothing came for {patience:g} s; {ADVICE}"
+    end = f"nothing came for {patience:g} s; {PATIENCE_ADVICE}"
     return Failure("StuckError", f"{head}{describe_ranks(states)}\n\n{end}")
 
 

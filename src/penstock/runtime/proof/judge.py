@@ -38,7 +38,7 @@ PRODUCT_EPS = {"highest": 0.0, "high": 2.0**-10, "medium": 2.0**-7}
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
+class TensorDifference:
     """A tensor that differs by more than rounding, or the error of the planned way."""
 
     name: str
@@ -96,7 +96,7 @@ class Judge:
         """Whether the expected result is finite, so that it can be compared."""
         return all(isfinite(norm) for norm in self.norms.values())
 
-    def compare(self, options: Options) -> list[Difference]:
+    def compare(self, options: Options) -> list[TensorDifference]:
         """Run the planned way with these options, and return what differs too much."""
         try:
             results = self.bench.run_planned(options, self.quiet)
@@ -104,7 +104,9 @@ class Judge:
             raise
         except Exception as error:  # a layer may raise anything
             first_line = str(error).strip().partition("\n")[0]
-            return [Difference("", raised=f"{type(error).__name__}: {first_line}")]
+            return [
+                TensorDifference("", raised=f"{type(error).__name__}: {first_line}")
+            ]
         cast = Option.AUTOCAST in options
         gaps = _gaps(results, self.expected)
         limits = {name: self.limit(name, cast) for name in gaps}
@@ -117,7 +119,7 @@ class Judge:
             if limit:
                 self.worst = max(self.worst, gap / limit)
             if gap > limit:
-                differences.append(Difference(name, gap, limit, self.norms[name]))
+                differences.append(TensorDifference(name, gap, limit, self.norms[name]))
         return differences
 
     def limit(self, name: str, cast: bool) -> float:

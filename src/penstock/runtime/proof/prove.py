@@ -35,7 +35,7 @@ from penstock.runtime.batch import Batch
 from penstock.runtime.comm.comm import Comm
 from penstock.runtime.dtensor_share import local_share
 from penstock.runtime.executor import Executor
-from penstock.runtime.proof.judge import Difference, Judge
+from penstock.runtime.proof.judge import Judge, TensorDifference
 from penstock.runtime.proof.traceless import (
     has_compiled_layer,
     restored_random,
@@ -84,7 +84,7 @@ class Proof:
 
 
 @dataclass(slots=True)
-class Verdict:
+class RankVerdict:
     """The result of a proof for the stages of one rank."""
 
     failure: str = ""
@@ -116,7 +116,7 @@ def prove(executor: Executor, batch: Batch) -> Proof:
     with restored_random(devices, comm.barrier):
         verdict = _judge_stages(executor, batch, rows)
         shared = _share_facts(comm, _as_dict(verdict))
-    verdicts = [Verdict(**fields) for fields in shared]
+    verdicts = [RankVerdict(**fields) for fields in shared]
     if any(device.type == "cuda" for device in devices):
         torch.cuda.empty_cache()
     warnings: list[str] = []
@@ -157,8 +157,8 @@ def _find_obstacle(executor: Executor) -> str:
     return ""
 
 
-def _as_dict(verdict: Verdict) -> dict[str, Any]:
-    return {name: getattr(verdict, name) for name in Verdict.__slots__}
+def _as_dict(verdict: RankVerdict) -> dict[str, Any]:
+    return {name: getattr(verdict, name) for name in RankVerdict.__slots__}
 
 
 def _share_facts(comm: Comm, facts: dict[str, Any]) -> list[dict[str, Any]]:
@@ -192,7 +192,7 @@ def choose_microbatches(schedule: Schedule) -> dict[int, int]:
     return chosen
 
 
-def _judge_stages(executor: Executor, batch: Batch, rows: int | None) -> Verdict:
+def _judge_stages(executor: Executor, batch: Batch, rows: int | None) -> RankVerdict:
     """Judge all stages of this rank, each on its real input."""
     chosen = choose_microbatches(executor.program.schedule)
     benches: dict[int, Bench] = {}
@@ -203,7 +203,7 @@ def _judge_stages(executor: Executor, batch: Batch, rows: int | None) -> Verdict
         number = chosen[stage]
         labels = batch.labels[number][:rows]
         benches[stage].set_input(x, labels, _starts(batch, number, rows))
-    verdict = Verdict()
+    verdict = RankVerdict()
     for bench in benches.values():
         _judge(bench, verdict)
         bench.samples.clear()
@@ -269,7 +269,7 @@ def _forward(bench: Bench, x: Tensor, starts: Tensor | None) -> Tensor:
 
 
 # ---------------------------------------------------------------- one stage
-def _judge(bench: Bench, verdict: Verdict) -> None:
+def _judge(bench: Bench, verdict: RankVerdict) -> None:
     """Judge one stage, and add the result to the verdict."""
     where = f"stage {bench.stage} on rank {bench.executor.comm.rank}"
     for make_judge in _rounds(bench):
@@ -319,14 +319,14 @@ def _rounds(bench: Bench) -> list[Callable[[], Judge]]:
     return rounds
 
 
-def _is_only_random(judge: Judge, difference: Difference) -> bool:
+def _is_only_random(judge: Judge, difference: TensorDifference) -> bool:
     """Whether a stage without dropout still draws numbers that explain a difference."""
     if not judge.quiet or difference.raised:
         return False
     return judge.depends_on_random(difference.name)
 
 
-def _check_split(bench: Bench, where: str, verdict: Verdict) -> None:
+def _check_split(bench: Bench, where: str, verdict: RankVerdict) -> None:
     """Warn if the backward is split, but W has nothing to do."""
     plain = original_module(bench.module)
     tables: set[int] = set()
@@ -368,7 +368,7 @@ def _find_cause(judge: Judge) -> list[Option]:
 
 
 def _failure_text(
-    where: str, differences: Sequence[Difference], cause: Sequence[Option]
+    where: str, differences: Sequence[TensorDifference], cause: Sequence[Option]
 ) -> str:
     """The error message: what differs, why, and what to do."""
     first = differences[0]

@@ -236,7 +236,7 @@ class Bench:
             trained = [name for name, _ in self._trained()]
             self.deferred = {name for name in trained if name not in written}
             feeds = [end for end in modules.values() if isinstance(end, Feed)]
-            sinks = [end for end in modules.values() if isinstance(end, Sink)]
+            sinks = [end for end in modules.values() if isinstance(end, OutputSink)]
             input_gradients = [feed.joined() for feed in feeds]
             if self.last:
                 loss = torch.tensor(result.loss, dtype=torch.float64)
@@ -301,7 +301,7 @@ class Bench:
                 path.insert(0, feeds[number])
             if not self.last:
                 sinks[number] = len(modules)
-                modules[len(modules)] = Sink()
+                modules[len(modules)] = OutputSink()
                 path.append(sinks[number])
             tokens = sample.x.shape[1]
             cuts: tuple[int, ...] = ()
@@ -525,7 +525,7 @@ class Feed(End):
         return y
 
 
-class Sink(End):
+class OutputSink(End):
     """Catches the stage's output."""
 
     def forward(self, x: Tensor, piece: Slice | None = None) -> Tensor:

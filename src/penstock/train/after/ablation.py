@@ -47,7 +47,7 @@ class AblationRow:
     path: PartPath  # for random draws, empty
 
 
-Rows = tuple[AblationRow, ...]
+TokenRows = tuple[AblationRow, ...]
 
 
 def parts_of(model: WholeOrParts) -> list[nn.Module]:
@@ -151,7 +151,7 @@ def evaluate_ablation(
     seed: int = 0,
     search: Sequence[Batch] = (),
     subsets: int = MAX_SUBSETS,
-) -> Rows:
+) -> TokenRows:
     """Measure the perplexity with all parts, and without each share in `omit`.
 
     Each share gets a row of random draws and one of the best subset. The best subset is

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from penstock.errors import FileError, ShapeError
 from penstock.formats.config_toml import read_config
-from penstock.train.after.ablation import Rows, evaluate_ablation
+from penstock.train.after.ablation import TokenRows, evaluate_ablation
 from penstock.train.after.generate import open_trained
 from penstock.train.data.corpus import open_corpus
 from penstock.train.data.loader import Deal, Loader
@@ -19,7 +19,7 @@ from penstock.train.worker import CONFIG_FILE, cache_of, with_kept_files
 class Examination:
     """The perplexities of a run's model, and the held-out sequences they were measured on."""
 
-    rows: Rows
+    rows: TokenRows
     sequences: int
     held_out: int
     tokens: int  # per sequence

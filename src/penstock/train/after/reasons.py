@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from penstock.config import AUTO
 from penstock.ir import Plan
 from penstock.ir.plan import Fact
 from penstock.view.numbers import write_size, write_time
 
-AUTO = "auto"
 # Prefixes of facts about another candidate, whose name follows.
 MAKESPAN = "makespan of "
 PEAK = "peak_activations of "

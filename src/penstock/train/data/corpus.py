@@ -57,7 +57,7 @@ UNPACK: dict[str, Callable[[BinaryIO], AbstractContextManager[Any]]] = {
     ".bz2": bz2.BZ2File,
     ".xz": lzma.LZMAFile,
 }
-ADVICE = "Penstock reads text and .jsonl, also as .gz, .bz2 or .xz"
+READABLE_KINDS = "Penstock reads text and .jsonl, also as .gz, .bz2 or .xz"
 TABLE = (
     "a table: write its texts as lines of JSON, for example with "
     "pandas.read_parquet(...).to_json('text.jsonl', orient='records', lines=True)"
@@ -81,7 +81,7 @@ BINARY |= dict.fromkeys(
         ".docx",
         ".h5",
     ),
-    f"not text: {ADVICE}",
+    f"not text: {READABLE_KINDS}",
 )
 MAGIC = {  # the first bytes of files that are not text
     b"PAR1": "a Parquet table",
@@ -256,10 +256,10 @@ class Piece(NamedTuple):
     before: int = 0  # bytes of the document before this piece
 
 
-Cut = Callable[[bytes], int]  # where a text may be cut in two; 0 if it may not yet
+CutText = Callable[[bytes], int]  # where a text may be cut in two; 0 if it may not yet
 
 
-def text_pieces(file: Path, field: str, cut: Cut) -> Iterator[Piece]:
+def text_pieces(file: Path, field: str, cut: CutText) -> Iterator[Piece]:
     """Yield the texts of a file, cut where `cut` allows it.
 
     A text is the whole file, or one field of each line of a .jsonl file.
@@ -296,7 +296,7 @@ def _unpacked(file: Path, raw: BinaryIO) -> AbstractContextManager[IO[bytes]]:
 
 
 def _cut_up(
-    opened: IO[bytes], cut: Cut, place: Callable[[], int], line: int = 0
+    opened: IO[bytes], cut: CutText, place: Callable[[], int], line: int = 0
 ) -> Iterator[Piece]:
     """Yield a document in pieces. Where it cannot be cut, read twice as much."""
     text = b""
@@ -319,17 +319,19 @@ def _check_text(piece: Piece, file: Path) -> None:
     """Raise FileError if a file is not text."""
     for first_bytes, kind in MAGIC.items():
         if not piece.before and piece.text.startswith(first_bytes):
-            raise FileError(f"{file} is {kind}, whatever its name says\n  {ADVICE}")
+            raise FileError(
+                f"{file} is {kind}, whatever its name says\n  {READABLE_KINDS}"
+            )
     zero = piece.text.find(b"\0")
     if zero >= 0:
         raise FileError(
             f"{file} is not text: byte {piece.before + zero} is zero\n"
-            f"  {ADVICE}; text in UTF-16 must be converted to UTF-8"
+            f"  {READABLE_KINDS}; text in UTF-16 must be converted to UTF-8"
         )
 
 
 def _lines(
-    opened: IO[bytes], field: str, file: Path, cut: Cut, place: Callable[[], int]
+    opened: IO[bytes], field: str, file: Path, cut: CutText, place: Callable[[], int]
 ) -> Iterator[Piece]:
     for number, line in enumerate(opened, start=1):
         if line.strip():
