@@ -637,7 +637,7 @@ def test_a_sequence_of_another_length_is_cut_in_the_same_shares():
         spans_of(schedule.microbatches[0], 2)
     with pytest.raises(
         ShapeError,
-        match=r"a sequence of 5 tokens leaves a slice empty when cut in the shares of",
+        match="a sequence of 5 tokens has an empty slice when it is cut in the proportions of",
     ):
         spans_of(MicroBatch((0,), 1000, (0, 1, 2, 1000)), 5)
 
