@@ -6,14 +6,14 @@ import os
 
 from torch import Tensor
 
-from penstock.cli import train as cli_train
 from penstock.models.llama import LlamaLayer
+from penstock.train import entry
 from penstock.train.worker import Verdict
 
-start = cli_train.rank
+start = entry.run_worker
 
 
-def leaking(layer: LlamaLayer, x: Tensor, *beside: object) -> Tensor:
+def leaking(layer: LlamaLayer, x: Tensor, *others: object) -> Tensor:
     return x + x.mean(1, keepdim=True) + layer.mlp(layer.mlp_norm(x))
 
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import torch
 
-from penstock.cli import train as cli_train
 from penstock.errors import RunError
 from penstock.runtime import Executor
+from penstock.train.entry import run_worker
 from penstock.train.launcher import launch
 from penstock.train.worker import Verdict
 
@@ -25,7 +25,7 @@ def rank(folder: str, resume: bool) -> Verdict:
     """Run a worker as the launcher does."""
     if os.environ["RANK"] == "1":
         Executor.step = starved
-    return cli_train.rank(folder, resume)
+    return run_worker(folder, resume)
 
 
 if __name__ == "__main__":

@@ -234,7 +234,7 @@ def test_a_broken_cluster_gives_one_clear_message(run, text, says):
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ("--share 1.5", "a share of 1.5 of the parts cannot be left out"),
+        ("--share 1.5", "a path cannot leave out a share of 1.5 of the parts"),
         ("--share 0.9", "a path over 0 of 4 parts; leave out less"),
         ("--parts 9", "8 nodes cannot hold 9 parts; the least is 9 nodes"),
         ("--microbatches 0", "microbatches"),

@@ -456,7 +456,7 @@ def test_a_broken_profile_is_one_clear_error_at_its_place(
 def test_neither_a_plan_nor_an_empty_file_is_a_profile(tmp_path):
     for text, what in (
         ("", "is empty"),
-        ("[]", "this is not a profile"),
+        ("[]", "this is not a Penstock profile"),
         ("{}", 'begins with {"penstock": "profile"'),
     ):
         (tmp_path / "p.json").write_text(text)

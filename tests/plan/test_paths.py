@@ -11,7 +11,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from penstock.schedules.listing import list_schedule
 
 from penstock import PartCost, Seconds, UnitCost, lower, needs, simulate, verify
 from penstock.cost import Cluster, Node
@@ -47,6 +46,7 @@ from penstock.plan.paths.rules import Rules, order_fault, part_subsets
 from penstock.plan.paths.solution import Solution, simulate_solution
 from penstock.plan.paths.staged_search import DEFAULT_SEARCH_MOVES, stage_moves
 from penstock.plan.paths.windows import Window, least_end
+from penstock.schedules.list_scheduling import list_schedule
 
 CITED = json.loads((Path(__file__).parents[1] / "data" / "skippipe.json").read_text())
 GAPS = {"gap": CITED["model"]["gap"], "first_gap": CITED["model"]["gap_after_first"]}

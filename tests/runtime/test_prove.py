@@ -18,7 +18,6 @@ import leaking_workers
 from commands import called
 from penstock import REGISTRY, Schedule, lower, make
 from penstock.carry import Slice
-from penstock.cli import train as cli_train
 from penstock.errors import ProofError
 from penstock.models import document_starts, model_width, split, token_loss
 from penstock.runtime import (
@@ -33,6 +32,7 @@ from penstock.runtime import (
 )
 from penstock.runtime.backward import accumulate
 from penstock.schedules.transforms import slice_tokens, split_backward
+from penstock.train import entry
 from penstock.train.history import read_rows
 from pipelines import VOCAB, data, gpt, layers_of, llama
 from trainings import job_of, losses, train
@@ -666,7 +666,7 @@ def test_a_broken_model_is_refused_once_by_penstock_train(tmp_path, monkeypatch,
     (tmp_path / "config.toml").write_text(CONFIG)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "200")
-    monkeypatch.setattr(cli_train, "rank", leaking_workers.rank)
+    monkeypatch.setattr(entry, "run_worker", leaking_workers.rank)
     code, _, err = called(monkeypatch, capfd, "train config.toml --sample 0")
     assert code == 2, err
     assert (
@@ -776,6 +776,6 @@ def test_a_loss_that_is_a_mean_is_proven_too():
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
     schedule = make("1f1b", ranks=2, microbatches=2)
-    proof = proven(schedule, llama(), loss=mean_loss, reduction="mean")
+    proof = proven(schedule, llama(2), loss=mean_loss, reduction="mean")
     assert proof.stages == 2
     assert not proof.warnings

@@ -100,7 +100,7 @@ def profile_model(
     Under torchrun all of its ranks measure, and all but the first return None. Otherwise
     `ranks` new processes measure at the same time, or this process if `ranks` is 1.
     """
-    on_cpu = torch.device(request.device).type == "cpu"
+    on_cpu = _parse_device(request.device).type == "cpu"
     if on_cpu and "bfloat16" in (request.dtype, request.autocast):
         avoid_broken_amx()
     if under_launcher():
@@ -238,14 +238,18 @@ def _hugging_face_model(
 
 
 # ---------------------------------------------------------------- the device
-def _device(name: str, comm: Comm | None) -> torch.device:
-    """The device of this process; processes of one machine take different GPUs."""
+def _parse_device(name: str) -> torch.device:
     try:
-        device = torch.device(name)
+        return torch.device(name)
     except RuntimeError:
         raise ShapeError(
             f"there is no device {name!r}; use cpu, cuda or cuda:1, for example"
         ) from None
+
+
+def _device(name: str, comm: Comm | None) -> torch.device:
+    """The device of this process; processes of one machine take different GPUs."""
+    device = _parse_device(name)
     if device.type != "cuda":
         return device
     gpus = look_at_machine().gpus
