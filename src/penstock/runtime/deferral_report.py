@@ -29,6 +29,7 @@ class DeferralReport:
         self.modules = modules
         self.early: dict[int, list[str]] = {}  # names of weights, by stage
         self.watched: list[WatchedWeight] | None = None
+        self.without_work: set[int] = set()  # stages with weights, none of which waited
 
     def begin(self, stage: int) -> None:
         """Before the first I of a stage: note the versions of its gradients."""
@@ -53,6 +54,8 @@ class DeferralReport:
         for weight in self.watched:
             if gradient_version(weight.parameter.grad) != weight.version:
                 self.early[stage].append(weight.name)
+        if self.watched and len(self.early[stage]) == len(self.watched):
+            self.without_work.add(stage)
 
     def warn(self) -> None:
         """Log a warning if any large weight gradient did not wait."""

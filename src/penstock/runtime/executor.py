@@ -179,8 +179,10 @@ class Executor:
             clock=self.clock if timed else None,
         )
         result = walk.run(self.comm, self.recorder)
-        if checks is not None and self.warns_of_deferrals:
-            checks.deferrals.warn()
+        if checks is not None:
+            self.stages_without_weight_work = frozenset(checks.deferrals.without_work)
+            if self.warns_of_deferrals:
+                checks.deferrals.warn()
         return result
 
     def evaluate(self, batch: Batch) -> float:

@@ -42,7 +42,6 @@ from penstock.runtime.proof.traceless import (
     uncompiled,
 )
 from penstock.runtime.proof.ways import REDRAWS, Bench, Option, call_whole
-from penstock.runtime.torch_internals import original_module
 
 _log = logging.getLogger(__name__)
 MAX_ROWS = 2  # of a micro-batch: two are enough to show that rows leak into each other
@@ -328,17 +327,7 @@ def _is_only_random(judge: Judge, difference: TensorDifference) -> bool:
 
 def _check_split(bench: Bench, where: str, verdict: RankVerdict) -> None:
     """Warn if the backward is split, but W has nothing to do."""
-    plain = original_module(bench.module)
-    tables: set[int] = set()
-    for layer in plain.modules():
-        if isinstance(layer, nn.Embedding):
-            tables.update(id(parameter) for parameter in layer.parameters())
-    has_matrix = False
-    for parameter in plain.parameters():
-        trained_matrix = parameter.requires_grad and parameter.dim() > 1
-        if trained_matrix and id(parameter) not in tables:
-            has_matrix = True
-    if Option.SPLIT in bench.options and has_matrix and not bench.deferred:
+    if bench.splits_in_vain:
         verdict.warnings.append(
             f"{where} splits its backward for nothing: none of its layers leaves weight gradients to W; "
             "torch.nn.Linear does if it is not compiled, and so do layers that call penstock.runtime.defer"

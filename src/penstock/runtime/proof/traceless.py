@@ -4,7 +4,6 @@ ModuleMemory       restores buffers and plain attributes after a run
 uncompiled         runs the module without torch.compile
 without_dropout    switches dropout off
 noisy              changes every output by one rounding
-autograd_writes    notes which gradients autograd itself adds
 restored_random    restores torch's random number generators
 """
 
@@ -169,42 +168,6 @@ def noisy(module: nn.Module, noise: float, seed: int) -> Iterator[None]:
     finally:
         for hook in hooks:
             hook.remove()
-
-
-@contextmanager
-def autograd_writes(
-    parameters: Iterable[tuple[str, nn.Parameter]],
-) -> Iterator[set[str]]:
-    """The names of the parameters whose gradients autograd itself adds.
-
-    The others are left to a W action. This watches the nodes that add gradients. A hook on
-    the parameter itself would change the result: no gradient of a parameter with hooks is
-    left to W.
-    """
-    written: set[str] = set()
-
-    def note(name: str) -> Callable[[tuple[Tensor | None, ...]], None]:
-        def hook(gradients: tuple[Tensor | None, ...]) -> None:
-            if gradients[0] is not None:
-                written.add(name)
-
-        return hook
-
-    nodes = []  # kept, since a parameter does not keep its node alive
-    hooks = []
-    for name, parameter in parameters:
-        view = parameter.view_as(parameter)
-        assert view.grad_fn is not None
-        node = view.grad_fn.next_functions[0][0]
-        assert node is not None
-        nodes.append(node)
-        hooks.append(node.register_prehook(note(name)))
-    try:
-        yield written
-    finally:
-        for hook in hooks:
-            hook.remove()
-        nodes.clear()
 
 
 # ---------------------------------------------------------------- random numbers

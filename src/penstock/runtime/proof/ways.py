@@ -33,7 +33,6 @@ from penstock.runtime.executor import Executor
 from penstock.runtime.loss_reduction import Reduction, as_sum
 from penstock.runtime.proof.traceless import (
     ModuleMemory,
-    autograd_writes,
     has_compiled_layer,
     noisy,
     random_states,
@@ -106,8 +105,8 @@ class Bench:
             self.device = parameter.device
             break
         self.drew_random = False  # whether the last run drew random numbers
-        # Parameters whose gradients the last split backward left to its W.
-        self.deferred: set[str] = set()
+        # Whether the last split backward left nothing to its W.
+        self.splits_in_vain = False
 
     def _options(self) -> Options:
         """The options of the plan that apply to this stage."""
@@ -220,7 +219,6 @@ class Bench:
             module = self.module
             if Option.COMPILED not in options:
                 module = stack.enter_context(uncompiled(module))
-            written = stack.enter_context(autograd_writes(self._trained()))
             schedule, modules = self._solo_schedule(module, options)
             solo = self._solo_executor(schedule, modules, options)
             batch = self._batch()
@@ -233,8 +231,8 @@ class Bench:
                 torch.manual_seed(SEED)
                 with without_dropout(self.module) if quiet else nullcontext():
                     result = solo.step(batch)
-            trained = [name for name, _ in self._trained()]
-            self.deferred = {name for name in trained if name not in written}
+            if Option.SPLIT in options:
+                self.splits_in_vain = 0 in solo.stages_without_weight_work
             feeds = [end for end in modules.values() if isinstance(end, Feed)]
             sinks = [end for end in modules.values() if isinstance(end, OutputSink)]
             input_gradients = [feed.joined() for feed in feeds]
