@@ -116,9 +116,10 @@ class Executor:
         self.recorder = Recorder(schedule, comm)
         self.clock = Clock(self.modules.values())
         self.agreement: Agreement | None = None  # None before the first step
-        self.warns_of_deferrals = (
-            True  # whether the first step says what cannot wait for W
-        )
+        # Whether the first step warns about weight gradients that cannot wait for W.
+        self.warns_of_deferrals = True
+        # Found in the first step: the stages whose split backward leaves nothing to W.
+        self.stages_without_weight_work: frozenset[int] = frozenset()
         self.recordings: Recordings | None = None  # for the shape of the first batch
         self.reserved_shapes: Sequence[tuple[int, ...]] = ()  # of messages
         self.named_parameters = _named_parameters(self.modules)
