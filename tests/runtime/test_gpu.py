@@ -26,7 +26,14 @@ from penstock.models import (
     split,
     token_loss,
 )
-from penstock.runtime import CudaTape, Executor, batch_of, run_threads, spawn
+from penstock.runtime import (
+    CudaTape,
+    Executor,
+    batch_of,
+    prove,
+    run_threads,
+    spawn,
+)
 from penstock.runtime.recorder import Clock
 from penstock.schedules.transforms import slice_tokens
 
@@ -326,3 +333,25 @@ def test_messages_free_their_memory_once_sent():
     """A message has 1 MiB, a step 8 of them each way."""
     for found in spawn(2, memory_of_steps, backend="penstock_ipc", patience=60):
         assert max(found[3:]) - min(found[3:]) < 2 << 20, found
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "seq1f1b"])
+def test_recorded_stages_are_proven_without_a_warning(name):
+    """Hooks on parameters would keep autograd's nodes alive and break the recording."""
+    shape = {"slices": 4} if name == "seq1f1b" else {}
+    program = lower(make(name, ranks=1, microbatches=4, **shape))
+    model = models()["llama"]
+
+    def work(comm):
+        stages = {0: split(model, [2])[0]}
+        executor = Executor(program, stages, comm, token_loss, 256, tape=CudaTape())
+        dice = torch.Generator("cuda").manual_seed(3)
+        tokens = [
+            torch.randint(0, 512, (2, 256), device="cuda", generator=dice)
+            for _ in range(4)
+        ]
+        return prove(executor, batch_of(tokens, [shift_labels(one) for one in tokens]))
+
+    (proof,) = run_threads(1, work)
+    assert proof.stages == 1
+    assert not proof.warnings
