@@ -127,13 +127,24 @@ class ScheduleConfig:
     name: str = setting(
         AUTO, "auto, a name from `penstock list`, or the path of a plan.json"
     )
-    ranks: int = setting(4, "ranks of one copy of the pipeline", least=1)
-    microbatches: int = setting(8, "micro-batches per copy, shard and pass", least=1)
+    devices: int = setting(
+        0,
+        "processes that auto divides into copies and ranks; 0 takes ranks x copies",
+        least=0,
+    )
+    ranks: int = setting(
+        4, "ranks of one copy of the pipeline; 0 lets auto choose", least=0
+    )
+    microbatches: int = setting(
+        8, "micro-batches per copy, shard and pass; 0 lets auto choose", least=0
+    )
     waves: int = setting(0, "waves over the ranks (hanayo)", least=0)
     chunks: int = setting(0, "chunks of the model per rank (interleaved)", least=0)
     slices: int = setting(0, "token slices per micro-batch", least=0)
     skips: int = setting(0, "parts that each micro-batch skips (skip)", least=0)
-    copies: int = setting(1, "data-parallel copies of the pipeline", least=1)
+    copies: int = setting(
+        1, "data-parallel copies of the pipeline; 0 lets auto choose", least=0
+    )
     split: bool = setting(
         False, "split each backward into input gradient and weight gradient"
     )
@@ -362,14 +373,16 @@ PRESETS: dict[str, Config] = {
 def check_config(config: Config, counted: bool = False) -> Config:
     """Return the same config, or raise one error that lists all of its faults.
 
-    A plan file brings its own micro-batches. Their number is not checked until the file
-    has been read, which the caller says with `counted`.
+    A plan file brings its own micro-batches, and auto may choose them. Their number is
+    not checked until the plan is known, which the caller says with `counted`.
     """
     faults = []
     for section in fields(config):
         faults += _range_faults(section.name, getattr(config, section.name))
     faults += _choice_faults(config)
-    counted = counted or not is_plan_file(config.schedule.name)
+    faults += _open_faults(config.schedule)
+    name = config.schedule.name
+    counted = counted or not (name == AUTO or is_plan_file(name))
     faults += _size_faults(config, counted)
     if config.run.graphs:
         for reason in reasons_against_recording(config):
@@ -425,6 +438,25 @@ def _choice_faults(config: Config) -> list[str]:
     return faults
 
 
+def _open_faults(schedule: ScheduleConfig) -> list[str]:
+    """The choices that are left open although no planner will make them."""
+    if schedule.name == AUTO or is_plan_file(schedule.name):
+        return []
+    faults = []
+    for key in ("ranks", "microbatches", "copies"):
+        if not getattr(schedule, key):
+            faults.append(
+                f"schedule.{key} = 0 lets auto choose, but schedule.name = "
+                f"{schedule.name}; the least is 1"
+            )
+    if schedule.devices:
+        faults.append(
+            f"schedule.devices = {schedule.devices} is for schedule.name = auto; "
+            f"{schedule.name} takes schedule.ranks and schedule.copies"
+        )
+    return faults
+
+
 def _size_faults(config: Config, counted: bool) -> list[str]:
     """The values that contradict each other."""
     model = config.model
@@ -432,7 +464,7 @@ def _size_faults(config: Config, counted: bool) -> list[str]:
     schedule = config.schedule
     passages = config.passages
     faults = []
-    if counted and data.batch % max(passages, 1):
+    if counted and passages and data.batch % passages:
         fitting = -(-data.batch // passages) * passages
         faults.append(
             f"data.batch = {data.batch} sequences do not deal out to {passages} "

@@ -5,6 +5,8 @@ Plans store them, costs add them up, and models are cut by them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from penstock.errors import ShapeError
 
 
@@ -25,3 +27,55 @@ def even_partition(layers: int, parts: int) -> tuple[int, ...]:
         )
     share, left_over = divmod(layers, parts)
     return (share + 1,) * left_over + (share,) * (parts - left_over)
+
+
+def balanced_partition(
+    layers: int,
+    ranks: Sequence[int],
+    embed: float,
+    layer: float,
+    head: float,
+) -> tuple[int, ...]:
+    """Divide layers so that the busiest rank has as little work as possible.
+
+    Part number i lies on rank `ranks[i]`. The first part also does the work of the
+    embedding, the last that of the head. Layers are dealt out one by one, always to the
+    rank that is then least busy, and there to the part that is then shortest. Equal layers
+    can be dealt out in no better way. The first and the last part may get none at all if
+    embedding or head are work enough.
+
+    >>> balanced_partition(8, (0, 1, 2, 3), embed=0.0, layer=1.0, head=2.0)
+    (3, 2, 2, 1)
+    >>> balanced_partition(8, (0, 1, 1, 0), embed=0.0, layer=1.0, head=4.0)
+    (2, 3, 3, 0)
+    """
+    parts = len(ranks)
+    even_partition(layers, parts)  # Refuses sizes that make no sense.
+    part_work = [0.0] * parts
+    part_work[0] += embed
+    part_work[-1] += head
+    rank_work = [0.0] * (1 + max(ranks))
+    for part, rank in enumerate(ranks):
+        rank_work[rank] += part_work[part]
+    counts = [0] * parts
+
+    def give_layer(part: int) -> None:
+        counts[part] += 1
+        part_work[part] += layer
+        rank_work[ranks[part]] += layer
+
+    for part in range(1, parts - 1):
+        give_layer(part)
+    for _ in range(layers - sum(counts)):
+        give_layer(
+            min(
+                range(parts),
+                key=lambda part: (
+                    rank_work[ranks[part]],
+                    part_work[part],
+                    counts[part],
+                    part,
+                ),
+            )
+        )
+    return tuple(counts)

@@ -65,6 +65,10 @@ class Cost(ABC):
         """
         return 0.0
 
+    def update(self, schedule: Schedule) -> float:
+        """Seconds of the optimizer on the rank where it takes longest."""
+        return 0.0
+
     @property
     def serial(self) -> bool:
         """Whether a link carries one message at a time, or any number at full speed."""

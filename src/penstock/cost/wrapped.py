@@ -54,6 +54,10 @@ class WrappedCost(Cost):
         """Bytes of weights that the first and the last part share."""
         return self.cost.tied(schedule)
 
+    def update(self, schedule: Schedule) -> float:
+        """Seconds of the optimizer on the slowest rank."""
+        return self.cost.update(schedule)
+
     @property
     def serial(self) -> bool:
         """Whether a link carries one message at a time."""

@@ -7,6 +7,9 @@ People and programs read, edit and keep these files.
       "version": 1,
       "name": "1f1b",
       "partition": [8, 8, 8],                                   layers of each part
+      "recompute": [0, 1],                                      parts that keep only their input; may be left out
+      "tensor": 2,                                              processes of a rank, tensor x shard; 1 if left out
+      "shard": 1,
       "why": {
         "makespan": 33.0                                        facts: text, numbers, true, false, null
       },
@@ -70,6 +73,11 @@ def dump_plan(plan: Plan) -> str:
     }
     if plan.partition:
         entries["partition"] = json.dumps(plan.partition)
+    if plan.recompute:
+        entries["recompute"] = json.dumps(plan.recompute)
+    if (plan.tensor, plan.shard) != (1, 1):
+        entries["tensor"] = str(plan.tensor)
+        entries["shard"] = str(plan.shard)
     if plan.why:
         facts = [f"{json.dumps(key)}: {fact_text(key, fact)}" for key, fact in plan.why]
         entries["why"] = _block("{}", facts)
@@ -128,7 +136,7 @@ def load_plan(text: str, source: str = "plan.json") -> Plan:
         (),
         top,
         ("penstock", "version", "stages", "microbatches", "lanes"),
-        ("name", "partition", "why"),
+        ("name", "partition", "recompute", "tensor", "shard", "why"),
     )
     stages = read_list(page, ("stages",), top["stages"], _stage)
     runs = read_list(page, ("microbatches",), top["microbatches"], _run)
@@ -143,10 +151,16 @@ def load_plan(text: str, source: str = "plan.json") -> Plan:
         first, *others = error.faults
         raise ScheduleError((f"{source}: {first}", *others)) from None
     partition = read_list(page, ("partition",), top.get("partition", []), read_whole)
+    recompute = read_list(page, ("recompute",), top.get("recompute", []), read_whole)
+    tensor = read_whole(page, ("tensor",), top.get("tensor", 1), least=1)
+    shard = read_whole(page, ("shard",), top.get("shard", 1), least=1)
     why = read_facts_field(page, ("why",), top.get("why", {}))
     name = read_string(page, ("name",), top.get("name", ""))
+    if max(recompute, default=-1) >= schedule.parts:
+        what = f"there is no part {max(recompute)}; the parts are 0 to {schedule.parts - 1}"
+        fail(page, ("recompute",), what, "name only parts that exist")
     try:
-        return Plan(schedule, name, partition, why)
+        return Plan(schedule, name, partition, why, recompute, tensor, shard)
     except ShapeError as error:
         advice = "give the number of layers of every part, in the order of the parts"
         fail(page, ("partition",), str(error), advice)

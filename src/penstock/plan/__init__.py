@@ -7,14 +7,8 @@ every arrangement of the nodes, or for the given one.
 """
 
 from penstock.plan.bound import lower_bound
-from penstock.plan.candidates import (
-    Candidate,
-    Portfolio,
-    candidate_plan,
-    portfolio,
-    rival_facts,
-    title,
-)
+from penstock.plan.candidates import Candidate, candidate_plan, title
+from penstock.plan.portfolio import Portfolio, portfolio
 
 __all__ = [
     "Candidate",
@@ -22,6 +16,5 @@ __all__ = [
     "candidate_plan",
     "lower_bound",
     "portfolio",
-    "rival_facts",
     "title",
 ]

@@ -1,61 +1,93 @@
 """From a config to a plan: the schedule that it asks for, with the layers of each part.
 
 schedule.name = plan.json, plan.csv   read the file; its shape replaces the config's
-schedule.name = auto                  compare all schedules and take the fastest that fits
+schedule.name = auto                  search for the fastest plan that fits (`penstock.plan.search`)
 schedule.name = hanayo, ...           make the schedule of that name
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 from penstock.config import AUTO, Config, ScheduleConfig, check_config, is_plan_file
-from penstock.cost import UnitCost
 from penstock.errors import ConfigError
 from penstock.formats import read_plan, read_torch_csv
 from penstock.ir import Op, Plan
+from penstock.ir.plan import Facts
 from penstock.ir.schedule import stretch
 from penstock.partition import even_partition
-from penstock.plan.candidates import candidate_plan, portfolio, rival_facts, title
+from penstock.plan.candidates import candidate_plan, title
+from penstock.plan.search import Landscape, rival_facts
 from penstock.schedules import make
 from penstock.schedules.coverage import count_pipelines, hold_every_part
 from penstock.schedules.transforms import replicate
 
-# The latency of a message that `auto` assumes, in forward passes of one micro-batch
-# through one rank.
-ASSUMED_LATENCY = 0.05
+BOUND_HOLDS_FOR = "every plan that the search could have returned"
 SIZE_KEYS = ("ranks", "microbatches")
 SHAPE_KEYS = (*SIZE_KEYS, "waves", "chunks", "slices", "skips")
 
 
 def plan_run(
-    config: Config, layers: int, given: Collection[str] | None = None
+    config: Config,
+    layers: int,
+    given: Collection[str] | None = None,
+    plan_auto: Callable[[Config], Plan] | None = None,
 ) -> tuple[Config, Plan]:
     """Return the plan that a config asks for, for a model with `layers` layers.
 
-    A plan file brings its own ranks, micro-batches and shape; the returned config has
-    them too. `given` names the values that the user wrote, such as "schedule.ranks". One
-    that contradicts the file is an error. Without `given`, every value that differs from
-    its default counts as written.
+    A plan brings its own ranks, micro-batches, mesh and shape; the returned config has them
+    too. `given` names the values that the user wrote, such as "schedule.ranks". One that
+    contradicts a plan file is an error. Without `given`, every value that differs from its
+    default counts as written. `plan_auto` makes the plan if schedule.name is auto.
     """
     shape = config.schedule
     if is_plan_file(shape.name):
         plan = _read_plan_file(Path(shape.name))
         schedule = _shape_from_file(plan, shape, given)
-        config = check_config(replace(config, schedule=schedule), counted=True)
+        config = _adopt(replace(config, schedule=schedule), plan)
+        copies = 1  # The file has them all.
     elif shape.name == AUTO:
         _refuse_unused(shape)
-        plan = _fastest_plan(shape, layers)
+        assert plan_auto is not None, "auto needs a planner"
+        plan = plan_auto(config)
+        copies = plan.schedule.ranks // _ranks_of_a_copy(plan)
+        config = _adopt(_with_sizes(config, plan, copies), plan)
+        copies = 1
     else:
         plan = _named_plan(shape)
-    plan = _replicate_plan(plan, config.schedule.copies)
+        copies = shape.copies
+    plan = _replicate_plan(plan, copies)
     plan = replace(plan, schedule=hold_every_part(plan.schedule))
     for microbatch in set(plan.schedule.microbatches):
         stretch(microbatch, config.data.tokens)  # Raises if slices outnumber tokens.
     return config, _partition_plan(plan, config, layers)
+
+
+def _with_sizes(config: Config, plan: Plan, copies: int) -> Config:
+    """Return the config with the ranks, micro-batches and copies of a plan."""
+    schedule = replace(
+        config.schedule,
+        devices=0,
+        ranks=plan.schedule.ranks // copies,
+        microbatches=len(plan.schedule.microbatches) // copies,
+        copies=copies,
+    )
+    return replace(config, schedule=schedule)
+
+
+def _ranks_of_a_copy(plan: Plan) -> int:
+    return plan.schedule.ranks // max(1, count_pipelines(plan.schedule))
+
+
+def _adopt(config: Config, plan: Plan) -> Config:
+    """Return the config with the mesh of a plan, checked."""
+    mesh = config.mesh
+    if (plan.tensor, plan.shard) != (1, 1):
+        mesh = replace(mesh, tensor=plan.tensor, shard=plan.shard)
+    return check_config(replace(config, mesh=mesh), counted=True)
 
 
 def _named_plan(shape: ScheduleConfig) -> Plan:
@@ -111,36 +143,28 @@ def _refuse_unused(shape: ScheduleConfig) -> None:
         )
 
 
-def _fastest_plan(shape: ScheduleConfig, layers: int) -> Plan:
-    """The fastest known schedule that holds no more activations than 1F1B does."""
-    ranks = shape.ranks
-    if layers < ranks:
-        raise ConfigError(
-            f"{layers} layers cannot fill {ranks} ranks: "
-            f"set schedule.ranks to {layers} or less"
-        )
-    if ranks == 1:
-        return Plan(make("1f1b", ranks=1, microbatches=shape.microbatches), "1f1b")
-    memory = float(ranks)
-    compared = portfolio(
-        ranks,
-        shape.microbatches,
-        UnitCost(comm=ASSUMED_LATENCY),
-        memory,
-        stages=layers // ranks,
-        slices=1,
+def chosen_plan(landscape: Landscape, assumptions: Facts = ()) -> Plan:
+    """Return the best plan of a search, with all its copies and the reasons for it."""
+    cell, best = landscape.best.cell, landscape.best.candidate
+    facts: Facts = (
+        *assumptions,
+        ("copies", cell.copies),
+        ("rows", cell.rows),
+        ("lower_bound", landscape.bound),
+        ("gap", landscape.gap),
+        ("bound_holds_for", BOUND_HOLDS_FOR),
+        ("cut_short", landscape.interrupted),
+        *rival_facts(landscape),
     )
-    fitting = [one for one in compared.candidates if one.schedule.parts <= layers]
-    best = fitting[0]
-    assumptions = (
-        ("memory", memory),
-        ("forward", 1.0),
-        ("backward", 2.0),
-        ("comm", ASSUMED_LATENCY),
+    plan = candidate_plan(best, facts)
+    name = title(best.name, best.shape)
+    schedule = plan.schedule
+    if cell.copies > 1:
+        schedule = replicate(schedule, cell.copies)
+        name = f"{name} copies={cell.copies}"
+    return replace(
+        plan, schedule=schedule, name=name, tensor=cell.tensor, shard=cell.shard
     )
-    comparison = rival_facts(fitting, best, len(compared.too_large))
-    plan = candidate_plan(best, (*assumptions, *comparison))
-    return replace(plan, name=title(best.name, best.shape))
 
 
 # ---------------------------------------------------------------- a plan file

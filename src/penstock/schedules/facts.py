@@ -20,6 +20,8 @@ class ScheduleFacts:
     peak: str
     when: str = "True"
     weights: int = 1  # copies of the weights
+    stages: int = 1  # of each rank; chunks and waves multiply it
+    splits: bool = False  # whether backwards are split into I and W
     exact: bool = True  # if false, `idle` and `peak` are upper bounds
 
 
@@ -48,19 +50,33 @@ FACTS: dict[str, ScheduleFacts] = {
         "2*(P-1)/W",
         "P",
         "M == P or (W == 1 and M > P)",
+        stages=2,
     ),
-    "zb-h1": ScheduleFacts("Qi et al. 2024, arXiv 2401.10241", "P-1", "P", "M >= P"),
+    "zb-h1": ScheduleFacts(
+        "Qi et al. 2024, arXiv 2401.10241", "P-1", "P", "M >= P", splits=True
+    ),
     "interleaved-zb": ScheduleFacts(
-        "Qi et al. 2024, arXiv 2401.10241 (ZB1P)", "(P-1)/v", "P", "M % P == 0"
+        "Qi et al. 2024, arXiv 2401.10241 (ZB1P)",
+        "(P-1)/v",
+        "P",
+        "M % P == 0",
+        splits=True,
     ),
     "zb-v": ScheduleFacts(
-        "Qi et al. 2024, arXiv 2401.10241", "(P-1)/2", "P", "M >= 2*P - 1"
+        "Qi et al. 2024, arXiv 2401.10241",
+        "(P-1)/2",
+        "P",
+        "M >= 2*P - 1",
+        stages=2,
+        splits=True,
     ),
     "v-half": ScheduleFacts(
         "Qi et al. 2024, arXiv 2405.15362",
         "1.5*P - 2",
         "P/2 + 1.5",
         "M >= P and P > 2",
+        stages=2,
+        splits=True,
         exact=False,
     ),
     "v-min": ScheduleFacts(
@@ -68,10 +84,17 @@ FACTS: dict[str, ScheduleFacts] = {
         "2*P - 1.5",
         "P/3 + 1.5",
         "M >= P and P > 2",
+        stages=2,
+        splits=True,
         exact=False,
     ),
     "dualpipe-v": ScheduleFacts(
-        "DeepSeek-AI 2024, arXiv 2412.19437", "(P-1)/2", "P + 0.5", "M >= 2*P and P > 1"
+        "DeepSeek-AI 2024, arXiv 2412.19437",
+        "(P-1)/2",
+        "P + 0.5",
+        "M >= 2*P and P > 1",
+        stages=2,
+        splits=True,
     ),
     "terapipe": ScheduleFacts("Li et al. 2021, arXiv 2102.07988", "3*(P-1)/s", "M"),
     "seq1f1b": ScheduleFacts(

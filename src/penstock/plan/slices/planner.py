@@ -31,11 +31,13 @@ from penstock.ir.schedule import Schedule
 from penstock.ir.table import Floats
 from penstock.plan.candidates import (
     Candidate,
+    Judge,
     ShapeWords,
+    add_noise,
     evaluate_schedule,
-    split_and_defer,
     title,
 )
+from penstock.plan.recipes import split_and_defer
 from penstock.plan.slices.closed_form import equal_length
 from penstock.plan.slices.cuts import best_cuts
 from penstock.plan.slices.stage_times import (
@@ -308,7 +310,7 @@ def _simulate_order(
     if order.split:
         schedule = split_and_defer(schedule, cost, memory)
     candidate = evaluate_schedule(
-        order.name, order.shape, sort, schedule, cost, seeds=()
+        order.name, order.shape, sort, schedule, Judge(cost)
     )
     if not gradients or schedule.slices == 1:
         return candidate
@@ -323,10 +325,7 @@ def _simulate_noise(
     """Return the candidate with its makespan under noise."""
     schedule = candidate.schedule
     price = _regroup_cost(cost, regrouped, ranks, len(schedule.stages) // ranks)
-    noisy = evaluate_schedule(
-        candidate.name, candidate.shape, candidate.sort, schedule, price
-    )
-    return replace(candidate, noisy=noisy.noisy)
+    return add_noise(candidate, Judge(price))
 
 
 # ---------------------------------------------------------------- memory

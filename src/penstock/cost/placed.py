@@ -1,0 +1,159 @@
+"""The cost of any schedule by a profile, with the layers divided to suit the placement of its parts.
+
+A planner compares schedules with different numbers of parts, in different places, under one cost. So this cost looks
+at the schedule that it is asked about, and divides the layers of the model as that schedule needs them:
+
+    loop of 4       0    1    2    3          rank 0 has the embedding, rank 3 the head: rank 3 gets fewer layers
+    one wave of 2   0    1    1    0          rank 0 has both
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from penstock.cost.cost import Cost
+from penstock.cost.model import ModelCost
+from penstock.cost.network import value_of_pair
+from penstock.cost.profile import Block, Profile
+from penstock.ir.action import Action, Op
+from penstock.ir.schedule import Schedule
+from penstock.partition import balanced_partition, even_partition
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedCost(Cost):
+    """A profile as the cost of any schedule with sequences of `tokens` tokens.
+
+    The layers are balanced over the ranks, as measured, or divided evenly over the parts.
+    `recomputed` is the share of the parts, from the first one on, that keep only their
+    input: these hold their activations for the longest time. `partition` fixes the layers
+    of each part.
+    """
+
+    profile: Profile
+    tokens: int
+    recomputed: float = 0.0
+    balanced: bool = True
+    partition: tuple[int, ...] = ()
+    model_costs: dict[tuple[int, ...], ModelCost] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+
+    # ------------------------------------------------------------ the parts
+    def partition_of(self, schedule: Schedule) -> tuple[int, ...]:
+        """Return the layers of each part of a schedule."""
+        if self.partition:
+            return self.partition
+        return self._partition(_ranks_of_parts(schedule))
+
+    def recomputed_parts(self, schedule: Schedule) -> tuple[int, ...]:
+        """Return the parts of a schedule that are computed again in the backward."""
+        return tuple(range(_count(self.recomputed, schedule.parts)))
+
+    def model_cost(self, schedule: Schedule) -> ModelCost:
+        """The cost of this schedule's own parts."""
+        ranks = _ranks_of_parts(schedule)
+        if ranks not in self.model_costs:
+            self.model_costs[ranks] = self._model_cost(ranks)
+        return self.model_costs[ranks]
+
+    def _model_cost(self, ranks: tuple[int, ...]) -> ModelCost:
+        partition = self.partition or self._partition(ranks)
+        again = _count(self.recomputed, len(ranks))
+        last = len(ranks) - 1
+        # The overhead of an action is a pause after it, which is how it was measured.
+        profile = replace(self.profile, turn=0.0)
+        parts = tuple(
+            profile.part(layers, number == 0, number == last, number < again)
+            for number, layers in enumerate(partition)
+        )
+        return ModelCost(parts, self.profile.network, tokens=self.tokens)
+
+    def _partition(self, ranks: tuple[int, ...]) -> tuple[int, ...]:
+        profile = self.profile
+        if not self.balanced:
+            return even_partition(profile.layers, len(ranks))
+        return balanced_partition(
+            profile.layers,
+            ranks,
+            _work(profile.embed, self.tokens),
+            _work(profile.layer, self.tokens),
+            _work(profile.head, self.tokens),
+        )
+
+    def update(self, schedule: Schedule) -> float:
+        """Seconds of the optimizer on the rank where it takes longest."""
+        part_updates = self.profile.update(self.partition_of(schedule))
+        rank_updates = [0.0] * schedule.ranks
+        for rank, part in {(stage.rank, stage.part) for stage in schedule.stages}:
+            rank_updates[rank] += part_updates[part]
+        return max(rank_updates)
+
+    # ------------------------------------------------------------ the questions of the simulator
+    def seconds(self, schedule: Schedule, action: Action) -> float:
+        """How long an action computes."""
+        return self.model_cost(schedule).seconds(schedule, action)
+
+    def pause(self, schedule: Schedule, action: Action) -> float:
+        """How long the executor takes between two actions."""
+        return self.profile.turn
+
+    def held(self, schedule: Schedule, action: Action) -> float:
+        """Bytes that a forward leaves on its rank."""
+        return self.model_cost(schedule).held(schedule, action)
+
+    def kept(self, schedule: Schedule, action: Action) -> float:
+        """Bytes that an I leaves for its W."""
+        return self.model_cost(schedule).kept(schedule, action)
+
+    def rebuilt(self, schedule: Schedule, action: Action) -> float:
+        """Bytes that a backward recomputes."""
+        return self.model_cost(schedule).rebuilt(schedule, action)
+
+    def message(self, schedule: Schedule, action: Action) -> float:
+        """Bytes of an action's result."""
+        return self.model_cost(schedule).message(schedule, action)
+
+    def weights(self, schedule: Schedule, stage: int) -> float:
+        """Bytes of a stage's weights, gradients and optimizer state."""
+        return self.model_cost(schedule).weights(schedule, stage)
+
+    def tied(self, schedule: Schedule) -> float:
+        """Bytes of weights that the first and the last part share."""
+        return self.model_cost(schedule).tied(schedule)
+
+    @property
+    def serial(self) -> bool:
+        """Whether a link carries one message at a time."""
+        return self.profile.network.serial
+
+    def latency(self, source: int, target: int) -> float:
+        """Seconds until the first byte of a message arrives."""
+        network = self.profile.network
+        return value_of_pair(network.latency, source, target, "latency")
+
+    def bandwidth(self, source: int, target: int) -> float:
+        """Bytes per second."""
+        network = self.profile.network
+        return value_of_pair(network.bandwidth, source, target, "bandwidth")
+
+
+def _ranks_of_parts(schedule: Schedule) -> tuple[int, ...]:
+    """Return the rank of each part; of several copies of a part, that of the first."""
+    ranks = [-1] * schedule.parts
+    for stage in schedule.stages:
+        if ranks[stage.part] < 0:
+            ranks[stage.part] = stage.rank
+    return tuple(ranks)
+
+
+def _count(share: float, parts: int) -> int:
+    """Return a share of the parts as a number, rounded up."""
+    return min(parts, -int(-share * parts // 1))
+
+
+def _work(block: Block, tokens: int) -> float:
+    """Seconds of a block's forward and backward of one whole sequence."""
+    ops: Sequence[Op] = (Op.F, Op.B)
+    return sum(block.fit(op).curve.of(tokens, 0) for op in ops)

@@ -1,0 +1,349 @@
+"""Builds, simulates and ranks every schedule that fits, for given ranks and micro-batches.
+
+1. fixed and listed orders with whole sequences, then with more and more slices
+2. the best few are improved by local search
+3. the best of all are timed once more under noise that none of them has seen
+
+The work is counted, in schedules and moves, so the ranking is the same on any machine.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+from penstock.cost.cost import Cost
+from penstock.errors import ShapeError
+from penstock.ir.compiled import many_schedules
+from penstock.ir.schedule import Schedule
+from penstock.plan.candidates import (
+    ROUNDING,
+    Candidate,
+    Judge,
+    ShapeWords,
+    add_noise,
+    evaluate_schedule,
+    title,
+)
+from penstock.plan.improve import improve_order
+from penstock.plan.recipes import (
+    PATIENCE,
+    TRIED_SLICES,
+    Limits,
+    Placement,
+    Setting,
+    even_cuts_only,
+    fixed_recipes,
+    placements,
+    sliced_paths,
+)
+from penstock.schedules.list_scheduling import (
+    Priority,
+    backward_first,
+    list_schedule,
+    oldest_first,
+    sequential_schedule,
+)
+from penstock.schedules.orders import require_at_least
+from penstock.schedules.size import MAX_ACTIONS, refuse_if_too_large
+
+PRIORITIES: dict[str, Priority] = {
+    "list-backward": backward_first,
+    "list-oldest": oldest_first,
+}
+# Listed orders have at most this many actions; larger ones take too long to list.
+MAX_LISTED_ACTIONS = 40_000
+# Placements that are tried with more slices: the best ones with fewer.
+OPEN_PLACEMENTS = 4
+# More slices must make a family of candidates faster by this share, or they count as useless.
+LEAST_GAIN = 0.002
+IMPROVED = 4  # candidates that are improved by local search
+IMPROVING_MOVES = 20_000
+# A candidate this much slower than the best is not worth a local search.
+WORTH_IMPROVING = 1.03
+SURVEYED_STAGES = 4
+FINALISTS = 8  # candidates that are timed under noise
+# Of candidates whose times differ by less than this share, the one that takes less time
+# under noise is chosen.
+EQUALLY_FAST = 0.002
+
+
+@dataclass(frozen=True, slots=True)
+class Portfolio:
+    """All candidates that fit, the fastest first.
+
+    too_large: name and peak of the candidates that exceed the memory.
+    """
+
+    candidates: tuple[Candidate, ...]
+    too_large: tuple[tuple[str, float], ...]
+
+    @property
+    def best(self) -> Candidate:
+        """The fastest candidate."""
+        return self.candidates[0]
+
+
+def portfolio(
+    ranks: int,
+    microbatches: int,
+    cost: Cost,
+    memory: float | None = None,
+    stages: int = 16,
+    slices: int = 8,
+    weights: int = 1,
+    watch: Callable[[str], None] = lambda name: None,
+    shown: Callable[[float], str] = "{:g}".format,
+) -> Portfolio:
+    """Rank every schedule whose fullest rank holds at most `memory` bytes.
+
+    stages: the largest number of stages per rank, because a model has only so many layers.
+    slices: the largest number of slices of a sequence; 1 for models that cannot be cut.
+    weights: the largest number of copies of the weights.
+    watch: called with the name of each candidate before it is built.
+    shown: formats sizes in error messages.
+    """
+    require_at_least(
+        1,
+        ranks=ranks,
+        microbatches=microbatches,
+        stages=stages,
+        slices=slices,
+        weights=weights,
+    )
+    setting = Setting(ranks, microbatches, even_cuts_only)
+    limits = Limits(stages, slices, weights)
+    found = rank_setting(setting, Judge(cost, memory), limits, watch)
+    if not found.candidates:
+        raise nothing_fits(found, memory, shown)
+    return found
+
+
+def nothing_fits(
+    found: Portfolio, memory: float | None, shown: Callable[[float], str]
+) -> ShapeError:
+    """Return the error that says that the memory is too small, and what would be enough."""
+    name, peak = found.too_large[0]
+    return ShapeError(
+        f"nothing fits into a memory of {shown(memory or 0.0)}; "
+        f"the least is {name} with {shown(peak)}"
+    )
+
+
+def rank_setting(
+    setting: Setting,
+    judge: Judge,
+    limits: Limits,
+    watch: Callable[[str], None] = lambda name: None,
+    improve: bool = True,
+) -> Portfolio:
+    """Rank all candidates of one setting. Raises if no schedule can be built at all."""
+    refuse_if_too_large(
+        2 * setting.ranks * setting.microbatches,
+        f"any schedule with ranks={setting.ranks} microbatches={setting.microbatches}",
+    )
+    ranking = _Ranking(setting, judge, limits, watch)
+    ranking.try_fixed(1)
+    with many_schedules():
+        for slices in TRIED_SLICES:
+            if 1 < slices <= limits.slices:
+                ranking.try_fixed(slices)
+            if slices <= limits.slices:
+                ranking.try_listed(slices)
+        if not ranking.fits and not ranking.too_large:
+            raise ShapeError(f"no schedule can be built: {ranking.first_error}")
+        if improve:
+            ranking.improve_best()
+        return ranking.portfolio()
+
+
+def survey_setting(setting: Setting, judge: Judge, limits: Limits) -> Portfolio:
+    """Rank a few good candidates of a setting, to see whether it is worth more work.
+
+    They are the fixed orders with at most `SURVEYED_STAGES` stages on a rank, whole sequences.
+    """
+    stages = min(limits.stages, SURVEYED_STAGES)
+    ranking = _Ranking(setting, judge, replace(limits, stages=stages), lambda name: None)
+    ranking.try_fixed(1)
+    if not ranking.fits and not ranking.too_large:
+        raise ShapeError(f"no schedule can be built: {ranking.first_error}")
+    return ranking.portfolio(noise=False)
+
+
+class _Ranking:
+    """The candidates found so far, and which families are still worth more slices."""
+
+    def __init__(
+        self,
+        setting: Setting,
+        judge: Judge,
+        limits: Limits,
+        watch: Callable[[str], None],
+    ) -> None:
+        self.setting = setting
+        self.judge = judge
+        self.limits = limits
+        self.watch = watch
+        self.fits: list[Candidate] = []
+        self.too_large: list[tuple[str, float]] = []
+        self.first_error: ShapeError | None = None
+        self.family_best: dict[object, float] = {}
+        self.family_failures: dict[object, int] = {}
+
+    # ------------------------------------------------------------ candidates
+    def try_fixed(self, slices: int) -> None:
+        """Try the orders of the registry with this number of slices."""
+        times: dict[object, float] = {}
+        for recipe in fixed_recipes(self.setting, self.judge, self.limits, slices):
+            own_shape = tuple(pair for pair in recipe.shape if pair[0] != "slices")
+            family = (recipe.name.split("+")[0], own_shape)
+            if self.is_closed(family):
+                continue
+            time = self.try_schedule(
+                recipe.name, recipe.shape, recipe.sort, recipe.build
+            )
+            times[family] = min(time, times.get(family, math.inf))
+        self.close_families(times)
+
+    def try_listed(self, slices: int) -> None:
+        """Build orders for this cost and memory, on every placement that is still open."""
+        times: dict[object, float] = {}
+        for placement in self.open_placements(slices):
+            for cuts in self.setting.cuts(slices):
+                time = self.try_placement(placement, cuts)
+                times[placement] = min(time, times.get(placement, math.inf))
+        self.close_families(times)
+
+    def try_placement(self, placement: Placement, cuts: Sequence[int]) -> float:
+        """Try the listed orders of a placement; return the least time."""
+        setting = self.setting
+        stages = placement.stages(setting.ranks)
+        slices = len(cuts) - 1
+        actions = 3 * len(stages) * setting.microbatches * slices
+        if actions > min(MAX_LISTED_ACTIONS, MAX_ACTIONS):
+            return math.inf
+        shape: ShapeWords = ((placement.word, placement.count),)
+        if slices > 1:
+            shape = (*shape, ("slices", slices))
+        paths = sliced_paths(stages, setting.microbatches, tuple(cuts))
+        best = math.inf
+        caps = self.judge.caps(sequential_schedule(stages, paths[:1]))
+        for name, priority in PRIORITIES.items():
+            build = partial(
+                list_schedule,
+                stages,
+                paths,
+                self.judge.cost,
+                None if caps is None else caps.tolist(),
+                split=self.limits.split,
+                priority=priority,
+            )
+            best = min(best, self.try_schedule(name, shape, "listed", build))
+        return best
+
+    def try_schedule(
+        self,
+        name: str,
+        shape: ShapeWords,
+        sort: str,
+        build: Callable[[], Schedule],
+    ) -> float:
+        """Build and add a schedule; return its time, infinite if it cannot be built or does not fit."""
+        self.watch(title(name, shape))
+        try:
+            return self.add(name, shape, sort, build())
+        except ShapeError as error:  # this schedule, or the cost, has no such shape
+            self.first_error = self.first_error or error
+            return math.inf
+
+    def add(
+        self, name: str, shape: ShapeWords, sort: str, schedule: Schedule
+    ) -> float:
+        """Add a schedule to those that fit, or to those that are too large."""
+        candidate = evaluate_schedule(name, shape, sort, schedule, self.judge)
+        if not self.judge.fits(candidate.peak):
+            self.too_large.append((title(name, shape), candidate.peak))
+            return math.inf
+        self.fits.append(candidate)
+        return candidate.step
+
+    # ------------------------------------------------------------ families
+    def open_placements(self, slices: int) -> list[Placement]:
+        """Return all placements for whole sequences; then the best ones that slices still help.
+
+        Of placements that are equally fast, those with fewer stages are better.
+        """
+        every = list(placements(self.setting.ranks, self.limits))
+        if slices == 1:
+            return every
+        best = min((self.family_best.get(one, math.inf) for one in every))
+        if math.isinf(best):
+            return every
+
+        def merit(placement: Placement) -> tuple[float, int]:
+            excess = self.family_best.get(placement, math.inf) / best - 1
+            return excess // LEAST_GAIN, placement.stages_per_rank
+
+        every.sort(key=merit)
+        return [one for one in every[:OPEN_PLACEMENTS] if not self.is_closed(one)]
+
+    def is_closed(self, family: object) -> bool:
+        """Whether more slices have stopped helping a family of candidates."""
+        return self.family_failures.get(family, 0) >= PATIENCE
+
+    def close_families(self, times: dict[object, float]) -> None:
+        """Count a failure for every family that the last number of slices has not made faster."""
+        for family, time in times.items():
+            best = self.family_best.get(family, math.inf)
+            if time < best * (1 - LEAST_GAIN):
+                self.family_best[family] = time
+                self.family_failures[family] = 0
+            elif best < math.inf:
+                self.family_failures[family] = self.family_failures.get(family, 0) + 1
+
+    # ------------------------------------------------------------ the end
+    def improve_best(self) -> None:
+        """Improve the best few orders by local search."""
+        self.sort()
+        for candidate in self.fits[:IMPROVED]:
+            if candidate.step > self.fits[0].step * WORTH_IMPROVING:
+                break
+            if candidate.gap <= ROUNDING:
+                continue
+            self.watch(f"improving {title(candidate.name, candidate.shape)}")
+            caps = self.judge.caps(candidate.schedule)
+            better = improve_order(
+                candidate.schedule,
+                self.judge.cost,
+                None if caps is None else caps.tolist(),
+                IMPROVING_MOVES,
+            )
+            improved = evaluate_schedule(
+                candidate.name, candidate.shape, "improved", better, self.judge
+            )
+            if improved.step < candidate.step * (1 - ROUNDING) and self.judge.fits(
+                improved.peak
+            ):
+                self.fits.append(improved)
+        self.sort()
+
+    def sort(self) -> None:
+        """Sort the candidates that fit, the fastest first."""
+        self.fits.sort(key=lambda one: (one.step, one.peak, one.schedule.actions))
+
+    def portfolio(self, noise: bool = True) -> Portfolio:
+        """Return the ranking; with `noise`, the best rows are also timed under noise."""
+        self.sort()
+        self.too_large.sort(key=lambda row: row[1])
+        if not noise:
+            return Portfolio(tuple(self.fits), tuple(self.too_large))
+        head = [add_noise(one, self.judge) for one in self.fits[:FINALISTS]]
+        if head:
+            limit = head[0].step * (1 + EQUALLY_FAST)
+            equal = [one for one in head if one.step <= limit]
+            equal.sort(key=lambda one: (one.noisy, one.peak))
+            head = [*equal, *head[len(equal) :]]
+        rest = self.fits[FINALISTS:]
+        return Portfolio((*head, *rest), tuple(self.too_large))

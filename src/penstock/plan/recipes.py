@@ -1,0 +1,209 @@
+"""Everything that can be tried in one setting: where stages live, how sequences are cut, in which order ranks act.
+
+                     whole    2 slices   3 slices   4 slices ...        of equal length, or planned
+    loop of 1        x        x          x          x
+    loop of 2        x        x          x
+    wave of 1        x        x          x          x                   x: fixed orders, split ones, listed ones
+    wave of 2        x        x
+
+A row is a placement. More slices are tried as long as they help: a row ends after two numbers of slices that did not
+make it faster. So what is tried with a limit of four slices is also tried with a limit of eight, in the same order, and
+more allowed slices never give a slower plan. The same holds for the stages of a rank.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+from penstock.cost.cost import Cost
+from penstock.ir.schedule import MicroBatch, Schedule, Stage
+from penstock.plan.bound import lower_bound
+from penstock.plan.candidates import ROUNDING, Judge, ShapeWords
+from penstock.schedules import REGISTRY, make, shape_of
+from penstock.schedules.facts import FACTS
+from penstock.schedules.list_scheduling import defer_weights
+from penstock.schedules.orders import loop_placement, wave_placement
+from penstock.schedules.transforms import recut, slice_tokens, split_backward
+from penstock.sim.simulate import simulate
+
+Cuts = tuple[int, ...]
+TRIED_CHUNKS = (1, 2, 3, 4, 6, 8)
+TRIED_WAVES = (1, 2, 3, 4, 5, 6, 8)
+TRIED_SLICES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+# Numbers of slices in a row that may fail to help before a placement is given up.
+PATIENCE = 2
+# `skip` leaves out part of the work, so it cannot be compared with the others. Those with
+# slices in their own shape are made from whole ones here.
+NOT_TRIED = ("skip", "terapipe", "seq1f1b")
+WITH_WHOLE_BACKWARDS = ("1f1b", "interleaved", "chimera", "hanayo")  # worth splitting
+SLICED_NAMES = {"gpipe": "terapipe", "1f1b": "seq1f1b"}
+# Fixed orders that are also tried with slices.
+FIXED_WITH_SLICES = ("gpipe", "1f1b", "zb-h1", "zb-v", "hanayo")
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What every candidate must keep to, besides the memory."""
+
+    stages: int = 16  # stages of a rank at most
+    slices: int = 8  # slices of a sequence at most; 1: do not slice
+    weights: int = 1  # copies of the weights at most
+    split: bool = True  # whether backwards may be split
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """Ranks, micro-batches and the ways to cut a sequence."""
+
+    ranks: int
+    microbatches: int
+    # The different cuts into a number of slices; none if there is no such number.
+    cuts: Callable[[int], list[Cuts]]
+
+
+@dataclass(frozen=True, slots=True)
+class FixedRecipe:
+    """An order from the registry, with its shape and cuts."""
+
+    name: str
+    shape: ShapeWords
+    sort: str
+    build: Callable[[], Schedule]
+
+
+def even_cuts_only(slices: int) -> list[Cuts]:
+    """Return the one way to cut sequences if only proportions matter: into equal slices."""
+    return [tuple(range(slices + 1))]
+
+
+# ---------------------------------------------------------------- placements
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Stages of the ranks in a loop (so many chunks) or in waves."""
+
+    word: str  # "chunks" or "waves"
+    count: int
+
+    @property
+    def stages_per_rank(self) -> int:
+        """The number of stages on each rank."""
+        return self.count if self.word == "chunks" else 2 * self.count
+
+    def stages(self, ranks: int) -> list[Stage]:
+        """Return the stages on this many ranks."""
+        place = loop_placement if self.word == "chunks" else wave_placement
+        return place(ranks, self.count)
+
+
+def placements(ranks: int, limits: Limits) -> Iterator[Placement]:
+    """Yield the placements to try, from few stages to many.
+
+    On one rank every placement does the same work in the same order, so one is enough.
+    """
+    if ranks == 1:
+        yield Placement("chunks", 1)
+        return
+    every = [Placement("chunks", count) for count in TRIED_CHUNKS]
+    every += [Placement("waves", count) for count in TRIED_WAVES]
+    every.sort(key=lambda one: one.stages_per_rank)
+    for placement in every:
+        if placement.stages_per_rank <= limits.stages:
+            yield placement
+
+
+def sliced_paths(
+    stages: list[Stage], microbatches: int, cuts: Cuts
+) -> list[MicroBatch]:
+    """Return micro-batches that visit all stages in order, with these cuts."""
+    path = tuple(range(len(stages)))
+    return [MicroBatch(path, cuts[-1], cuts)] * microbatches
+
+
+# ---------------------------------------------------------------- fixed orders
+def fixed_recipes(
+    setting: Setting, judge: Judge, limits: Limits, slices: int
+) -> Iterator[FixedRecipe]:
+    """Yield the orders of the registry with this number of slices, as they are and split."""
+    for name in REGISTRY:
+        if name in NOT_TRIED or FACTS[name].weights > limits.weights:
+            continue
+        if slices > 1 and name not in FIXED_WITH_SLICES:
+            continue
+        for shape in _shapes(name, limits):
+            for cuts in setting.cuts(slices):
+                yield from _fixed_with_cuts(setting, judge, limits, name, shape, cuts)
+
+
+def _fixed_with_cuts(
+    setting: Setting,
+    judge: Judge,
+    limits: Limits,
+    name: str,
+    shape: ShapeWords,
+    cuts: Cuts,
+) -> Iterator[FixedRecipe]:
+    slices = len(cuts) - 1
+    build = partial(_build_fixed, setting, name, shape, cuts)
+    is_split = FACTS[name].splits
+    if is_split and not limits.split:
+        return
+    full_shape = shape if slices == 1 else (*shape, ("slices", slices))
+    shown = name if slices == 1 else SLICED_NAMES.get(name, name)
+    yield FixedRecipe(shown, full_shape, "fixed", build)
+    if limits.split and name in WITH_WHOLE_BACKWARDS:
+        build_split = partial(_build_split, build, judge)
+        yield FixedRecipe(f"{shown}+split", full_shape, "split", build_split)
+
+
+def _build_fixed(
+    setting: Setting, name: str, shape: ShapeWords, cuts: Cuts
+) -> Schedule:
+    slices = len(cuts) - 1
+    sizes = {"ranks": setting.ranks, "microbatches": setting.microbatches}
+    if slices > 1 and name in SLICED_NAMES:
+        sliced = make(SLICED_NAMES[name], **sizes, slices=slices)
+        return recut(sliced, cuts)
+    return slice_tokens(make(name, **sizes, **dict(shape)), cuts)
+
+
+def _shapes(name: str, limits: Limits) -> Iterator[ShapeWords]:
+    """Yield the shapes of a schedule to try, without ranks and micro-batches."""
+    words = shape_of(name)
+    if "chunks" in words:
+        counts = [count for count in TRIED_CHUNKS if 1 < count <= limits.stages]
+        yield from ((("chunks", count),) for count in counts)
+    elif "waves" in words:
+        counts = [count for count in TRIED_WAVES if 2 * count <= limits.stages]
+        yield from ((("waves", count),) for count in counts)
+    elif FACTS[name].stages <= limits.stages:
+        yield ()
+
+
+def _build_split(build: Callable[[], Schedule], judge: Judge) -> Schedule:
+    schedule = build()
+    caps = judge.caps(schedule)
+    cap = None if caps is None else float(caps.min())
+    return split_and_defer(schedule, judge.cost, cap)
+
+
+def split_and_defer(schedule: Schedule, cost: Cost, memory: float | None) -> Schedule:
+    """Split the backwards, and put each W where its rank would idle.
+
+    Two ways are tried: in the memory that the schedule needs anyway, and in all of the memory. More
+    memory lets more W wait, which does not always help the actions after them.
+    """
+    split = split_backward(schedule)
+    in_own_memory = defer_weights(split, cost)
+    timeline = simulate(in_own_memory, cost)
+    if memory is not None and (timeline.peak_activations >= memory).all():
+        return in_own_memory
+    if timeline.makespan <= lower_bound(in_own_memory, cost) * (1 + ROUNDING):
+        return in_own_memory
+    cap = math.inf if memory is None else memory
+    in_all_memory = defer_weights(split, cost, cap)
+    if simulate(in_all_memory, cost).makespan < timeline.makespan:
+        return in_all_memory
+    return in_own_memory

@@ -1,0 +1,314 @@
+"""Searches the whole space of plans: how to divide devices and batch, and for each division the best schedule.
+
+    cells      copies x ranks x tensor x shard, micro-batches x rows, recomputation      sorted by their bounds
+                  │
+    survey     a few good schedules of every cell that could still win                   the first answer
+                  │
+    ranking    all placements, slices and orders of the most promising cells             the answer
+                  │
+    bound      the least bound of all cells: no plan of the whole space is faster
+
+A cell whose bound is above the best plan so far cannot win, so it is left out. All work is counted and nothing is
+timed, so the same workload and profile give the same plan on any machine. Ctrl-C ends a search with the best so far.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from penstock.errors import ShapeError
+from penstock.ir.plan import Fact, Facts
+from penstock.plan.candidates import Candidate, Judge, title
+from penstock.plan.portfolio import Portfolio, rank_setting, survey_setting
+from penstock.plan.recipes import Limits, Setting
+from penstock.plan.workload import Cell, Workload, cells_of
+
+RANKED_CELLS = 6  # cells in which everything is tried
+# Cells whose surveyed time is above the best one by more than this share are not ranked.
+PROMISING = 1.25
+
+
+class Pricing(Protocol):
+    """What the cells of a workload cost."""
+
+    def judge(self, cell: Cell) -> Judge:
+        """Return what times and weighs the schedules of a cell."""
+
+    def setting(self, cell: Cell) -> Setting:
+        """Return the ranks and micro-batches of a cell, and how to cut its sequences."""
+
+    def bound(self, cell: Cell) -> float:
+        """Return a time that no step of this cell can beat."""
+
+    def least_bytes(self, cell: Cell) -> float:
+        """Return the bytes that the fullest device of a cell holds at least."""
+
+
+@dataclass(frozen=True, slots=True)
+class CellResult:
+    """A cell, and what the search found out about it."""
+
+    cell: Cell
+    bound: float
+    best: Candidate | None = None
+    reason: str = ""  # why there is no candidate
+
+    @property
+    def fits(self) -> bool:
+        """Whether a plan of this cell was found."""
+        return self.best is not None
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A candidate of a cell."""
+
+    cell: Cell
+    candidate: Candidate
+
+
+@dataclass(frozen=True, slots=True)
+class Landscape:
+    """All that a search found.
+
+    rows: the candidates of all cells, the fastest first.
+    cells: what is known of each cell, those with the least bounds first.
+    bound: no plan of the space takes less time.
+    interrupted: whether Ctrl-C ended the search early.
+    """
+
+    rows: tuple[Row, ...]
+    cells: tuple[CellResult, ...]
+    too_large: tuple[tuple[str, float], ...]
+    bound: float
+    interrupted: bool = False
+
+    @property
+    def best(self) -> Row:
+        """The fastest plan."""
+        return self.rows[0]
+
+    @property
+    def gap(self) -> float:
+        """How far the best plan is above the bound, as a fraction of the bound."""
+        return self.best.candidate.step / self.bound - 1.0 if self.bound else math.inf
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """What a search does at the moment, and the best so far."""
+
+    doing: str
+    best: float = math.inf  # seconds of a step
+    bound: float = 0.0
+
+
+def search(
+    workload: Workload,
+    pricing: Pricing,
+    limits: Limits,
+    watch: Callable[[Progress], None] = lambda progress: None,
+    shown: Callable[[float], str] = "{:g}".format,
+) -> Landscape:
+    """Search all cells of a workload. Raises if no plan fits."""
+    found = _Search(workload, pricing, limits, watch, shown)
+    interrupted = False
+    try:
+        found.survey()
+        found.rank_promising()
+    except KeyboardInterrupt:
+        if not found.rows:
+            raise
+        interrupted = True
+    return found.landscape(interrupted)
+
+
+class _Search:
+    """The state of a search."""
+
+    def __init__(
+        self,
+        workload: Workload,
+        pricing: Pricing,
+        limits: Limits,
+        watch: Callable[[Progress], None],
+        shown: Callable[[float], str],
+    ) -> None:
+        self.workload = workload
+        self.pricing = pricing
+        self.limits = limits
+        self.watch = watch
+        self.shown = shown
+        results = [CellResult(cell, pricing.bound(cell)) for cell in cells_of(workload)]
+        results.sort(key=lambda one: (one.bound, one.cell.processes))
+        self.results = results
+        self.bound = min((one.bound for one in results), default=math.inf)
+        self.rows: list[Row] = []
+        self.too_large: list[tuple[str, float]] = []
+        self.best = math.inf
+
+    def tell(self, doing: str) -> None:
+        """Report the progress."""
+        self.watch(Progress(doing, self.best, self.bound))
+
+    # ------------------------------------------------------------ the two passes
+    def survey(self) -> None:
+        """Try a few good schedules in every cell that could win."""
+        if len(self.results) == 1:
+            return
+        for place, result in enumerate(self.results):
+            self.results[place] = self.survey_cell(result)
+
+    def survey_cell(self, result: CellResult) -> CellResult:
+        """Survey one cell, or say why not."""
+        cell = result.cell
+        refusal = self.refusal(result)
+        if refusal:
+            return replace(result, reason=refusal)
+        self.tell(cell.name)
+        limits = self.limits_of(cell)
+        try:
+            found = survey_setting(
+                self.pricing.setting(cell), self.pricing.judge(cell), limits
+            )
+        except ShapeError as error:
+            return replace(result, reason=str(error).splitlines()[0])
+        return self.take(result, found)
+
+    def rank_promising(self) -> None:
+        """Try everything in the cells that the survey found best."""
+        order = sorted(
+            range(len(self.results)),
+            key=lambda place: self.time_of(self.results[place]),
+        )
+        ranked = 0
+        for place in order:
+            result = self.results[place]
+            is_late = self.time_of(result) > self.best * PROMISING
+            if ranked == RANKED_CELLS or (ranked and is_late):
+                break
+            if result.bound >= self.best and ranked:
+                continue
+            self.results[place] = self.rank_cell(result)
+            ranked += 1
+
+    def rank_cell(self, result: CellResult) -> CellResult:
+        """Rank everything in one cell."""
+        cell = result.cell
+        name = cell.name if len(self.results) > 1 else ""
+
+        def watch(doing: str) -> None:
+            self.tell(f"{name}: {doing}" if name else doing)
+
+        found = rank_setting(
+            self.pricing.setting(cell),
+            self.pricing.judge(cell),
+            self.limits_of(cell),
+            watch,
+        )
+        self.rows = [row for row in self.rows if row.cell != cell]
+        return self.take(result, found)
+
+    # ------------------------------------------------------------ small things
+    def refusal(self, result: CellResult) -> str:
+        """Say why a cell need not be tried; empty if it must be."""
+        memory = self.workload.memory
+        least = self.pricing.least_bytes(result.cell)
+        if memory is not None and least > memory:
+            return f"needs at least {self.shown(least)}"
+        if result.bound >= self.best:
+            return "cannot win: its bound is above the best plan"
+        return ""
+
+    def limits_of(self, cell: Cell) -> Limits:
+        """Return the limits of a cell: a rank cannot have more stages than layers."""
+        most = max(1, self.workload.layers // cell.ranks)
+        return replace(self.limits, stages=min(self.limits.stages, most))
+
+    def take(self, result: CellResult, found: Portfolio) -> CellResult:
+        """Take the candidates of a cell into the ranking."""
+        self.rows += [Row(result.cell, one) for one in found.candidates]
+        self.too_large += found.too_large
+        if not found.candidates:
+            name, peak = found.too_large[0]
+            return replace(result, reason=f"needs at least {self.shown(peak)} ({name})")
+        best = found.best
+        self.best = min(self.best, best.step)
+        return replace(result, best=best, reason="")
+
+    def time_of(self, result: CellResult) -> float:
+        """Return the time of a cell's best plan; its bound if it is the only cell."""
+        if result.best is not None:
+            return result.best.step
+        return result.bound if len(self.results) == 1 else math.inf
+
+    def landscape(self, interrupted: bool) -> Landscape:
+        """Return all that was found."""
+        if not self.rows:
+            raise ShapeError(self.why_nothing_fits())
+        self.rows.sort(key=lambda row: row.candidate.step)
+        best_cell = min(
+            (one for one in self.results if one.best is not None),
+            key=lambda one: one.best.step if one.best else math.inf,
+        )
+        # Among equally fast candidates of a cell, its ranking chose by noise.
+        assert best_cell.best is not None
+        chosen = Row(best_cell.cell, best_cell.best)
+        others = [row for row in self.rows if row.candidate is not chosen.candidate]
+        self.too_large.sort(key=lambda row: row[1])
+        return Landscape(
+            (chosen, *others),
+            tuple(self.results),
+            tuple(self.too_large),
+            self.bound,
+            interrupted,
+        )
+
+    def why_nothing_fits(self) -> str:
+        """Say why no cell has a plan."""
+        memory = self.shown(self.workload.memory or 0.0)
+        if self.too_large:
+            name, peak = min(self.too_large, key=lambda row: row[1])
+            return (
+                f"nothing fits into a memory of {memory}; "
+                f"the least is {name} with {self.shown(peak)}"
+            )
+        reasons = [one.reason for one in self.results if one.reason]
+        if not reasons:
+            return "no division of the devices and the batch is possible"
+        least = min(self.pricing.least_bytes(one.cell) for one in self.results)
+        return (
+            f"nothing fits into a memory of {memory}; "
+            f"the least that a device would hold is {self.shown(least)}"
+        )
+
+
+MAX_SHOWN_RIVALS = 6  # rows that a plan.json stores besides the chosen one
+
+
+def rival_facts(landscape: Landscape) -> Facts:
+    """Return facts about the candidates that a plan was chosen from.
+
+    These are their number, and the time and memory of the best of the others. The plain
+    `1f1b` is always among them, because everybody knows it.
+    """
+    facts: dict[str, Fact] = {
+        "candidates": len(landscape.rows),
+        "too_large": len(landscape.too_large),
+    }
+    for place, row in enumerate(landscape.rows[1:]):
+        rival = row.candidate
+        if place < MAX_SHOWN_RIVALS or rival.name == "1f1b":
+            name = row_title(row, landscape)
+            facts.setdefault(f"step of {name}", rival.step)
+            facts.setdefault(f"peak of {name}", rival.peak)
+    return tuple(facts.items())
+
+
+def row_title(row: Row, landscape: Landscape) -> str:
+    """Return the name of a row: with its cell, if there are several."""
+    name = title(row.candidate.name, row.candidate.shape)
+    return name if len(landscape.cells) == 1 else f"{name} on {row.cell.name}"

@@ -1,0 +1,255 @@
+"""A workload: everything that measuring, planning and training must agree on.
+
+    config.toml ──┐
+                  ├─► Workload ──► measure ──► profiles ──► plan ──► Plan ──► train
+    options ──────┘
+
+It says how much work a step has, what there is to do it with, and which choices are already made. Everything that is
+still open is the planner's choice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
+from math import gcd, prod
+
+from penstock.config import Config
+from penstock.errors import ConfigError
+
+# The most processes of a rank that divide each layer: a machine rarely has more GPUs.
+MAX_TENSOR = 8
+MIN_GRANULARITY = 16  # tokens; cuts are multiples of at least this many
+
+
+@dataclass(frozen=True, slots=True)
+class Fixed:
+    """The choices that are already made; 0, None or () leaves a choice to the planner."""
+
+    ranks: int = 0
+    microbatches: int = 0
+    copies: int = 0
+    tensor: int = 0
+    shard: int = 0
+    waves: int = 0
+    chunks: int = 0
+    slices: int = 0
+    split: bool | None = None
+    recompute: bool | None = None
+    partition: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """A step of training, the devices for it, and the choices that are already made."""
+
+    layers: int
+    tokens: int  # of a sequence
+    batch: int  # sequences of a step
+    devices: int  # the most processes to use
+    heads: int = 1  # tensor parallelism must divide them
+    kv_heads: int = 1
+    memory: float | None = None  # bytes of a device
+    processors: int | None = None  # that the processes share; None for one each
+    passes: int = 1  # through the pipeline in a step
+    max_stages: int = 16  # of a rank
+    max_slices: int = 16  # of a sequence; 1 for models that cannot be sliced
+    granularity: int = MIN_GRANULARITY  # tokens that cuts are multiples of
+    exact: bool = False  # all devices must be used, because they already run
+    fixed: Fixed = field(default_factory=Fixed)
+    config: Config | None = None  # of the run; None if it was made from options
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """How the devices and the batch are divided: the coarse part of a plan.
+
+        copies x ranks x tensor x shard    processes
+        copies x shard x passes x microbatches x rows    sequences of a step
+    """
+
+    copies: int
+    ranks: int
+    tensor: int
+    shard: int
+    microbatches: int
+    rows: int  # sequences of a micro-batch
+    recomputed: float  # share of the parts that keep only their input
+
+    @property
+    def processes(self) -> int:
+        """The devices that are used."""
+        return self.copies * self.ranks * self.tensor * self.shard
+
+    @property
+    def name(self) -> str:
+        """The cell in words.
+
+        >>> Cell(2, 4, 1, 1, 8, 1, 0.5).name
+        '2 x 4, 8 micro-batches of 1, half recomputed'
+        """
+        words = f"{self.copies} x {self.ranks}"
+        if self.tensor > 1:
+            words += f" x tensor {self.tensor}"
+        if self.shard > 1:
+            words += f" x shard {self.shard}"
+        words += f", {self.microbatches} micro-batches of {self.rows}"
+        if self.recomputed:
+            share = {0.5: "half ", 1.0: ""}.get(self.recomputed)
+            amount = f"{self.recomputed:.0%} " if share is None else share
+            words += f", {amount}recomputed"
+        return words
+
+
+RECOMPUTED_SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
+
+
+def cells_of(workload: Workload) -> Iterator[Cell]:
+    """Yield every way to divide the devices and the batch. Some devices may stay unused."""
+    fixed = workload.fixed
+    for tensor, shard in _meshes(workload):
+        pipelines = workload.devices // (tensor * shard)
+        most_ranks = min(pipelines, workload.layers)
+        for ranks in _choices(fixed.ranks, range(1, most_ranks + 1)):
+            for copies in _choices(fixed.copies, range(1, pipelines // ranks + 1)):
+                used = copies * ranks * tensor * shard
+                if used > workload.devices or (
+                    workload.exact and used < workload.devices
+                ):
+                    continue
+                yield from _batch_cells(workload, copies, ranks, tensor, shard)
+
+
+def _batch_cells(
+    workload: Workload, copies: int, ranks: int, tensor: int, shard: int
+) -> Iterator[Cell]:
+    share, left = divmod(workload.batch, copies * shard * workload.passes)
+    if left or not share:
+        return
+    for microbatches in _choices(workload.fixed.microbatches, divisors(share)):
+        if share % microbatches:
+            continue
+        rows = share // microbatches
+        for recomputed in _recomputed_shares(workload):
+            yield Cell(copies, ranks, tensor, shard, microbatches, rows, recomputed)
+
+
+def _meshes(workload: Workload) -> Iterator[tuple[int, int]]:
+    fixed = workload.fixed
+    powers = [1 << power for power in range(workload.devices.bit_length())]
+    for tensor in _choices(fixed.tensor, powers):
+        divides = workload.heads % tensor == 0 and workload.kv_heads % tensor == 0
+        if not fixed.tensor and (tensor > MAX_TENSOR or not divides):
+            continue
+        for shard in _choices(fixed.shard, powers):
+            if tensor * shard <= workload.devices:
+                yield tensor, shard
+
+
+def _recomputed_shares(workload: Workload) -> tuple[float, ...]:
+    fixed = workload.fixed.recompute
+    if fixed is not None:
+        return (1.0,) if fixed else (0.0,)
+    if workload.memory is None:
+        return (0.0,)  # Recomputing takes time and saves only memory.
+    return RECOMPUTED_SHARES
+
+
+def _choices(fixed: int, free: range | list[int]) -> range | list[int]:
+    return [fixed] if fixed else free
+
+
+def divisors(number: int) -> list[int]:
+    """Return all divisors of a number, the smallest first.
+
+    >>> divisors(12)
+    [1, 2, 3, 4, 6, 12]
+    """
+    return [one for one in range(1, number + 1) if number % one == 0]
+
+
+# ---------------------------------------------------------------- from a config
+def workload_of(
+    config: Config,
+    layers: int,
+    given: Collection[str] | None = None,
+    devices: int = 0,
+    memory: float | None = None,
+    processors: int | None = None,
+    granularity: int = MIN_GRANULARITY,
+    exact: bool = False,
+) -> Workload:
+    """Return the workload of a config for a model with `layers` layers.
+
+    `given` names the values that the user wrote, such as "schedule.ranks". Micro-batches
+    that nobody wrote are the planner's choice. So are ranks and copies if the number of
+    `devices` is known, here or in the config. A value of 0 is always open. Without `given`,
+    every value that is not 0 counts as written.
+    """
+    schedule = config.schedule
+    mesh = config.mesh
+
+    def written(key: str) -> bool:
+        return given is None or f"schedule.{key}" in given
+
+    devices = devices or schedule.devices
+    ranks = schedule.ranks
+    copies = schedule.copies
+    if devices:
+        ranks = ranks if written("ranks") else 0
+        copies = copies if written("copies") else 0
+    else:
+        devices = max(1, ranks) * max(1, copies) * mesh.size
+    fixed = Fixed(
+        ranks=ranks,
+        microbatches=schedule.microbatches if written("microbatches") else 0,
+        copies=copies,
+        tensor=mesh.tensor,
+        shard=mesh.shard,
+        recompute=True if config.run.recompute else None,
+        partition=schedule.partition,
+    )
+    workload = Workload(
+        layers,
+        config.data.tokens,
+        config.data.batch,
+        devices,
+        config.model.heads,
+        config.model.kv_heads,
+        memory,
+        processors,
+        config.run.accumulate,
+        granularity=gcd(granularity, config.data.tokens),
+        exact=exact,
+        fixed=fixed,
+        config=config,
+    )
+    if next(cells_of(workload), None) is None:
+        raise ConfigError(_no_cell(workload))
+    return workload
+
+
+def _no_cell(workload: Workload) -> str:
+    """Say why no division of the devices and the batch is possible."""
+    fixed = workload.fixed
+    if fixed.ranks > workload.layers:
+        return (
+            f"{workload.layers} layers cannot fill {fixed.ranks} ranks: "
+            f"set schedule.ranks to {workload.layers} or less"
+        )
+    factors = (fixed.ranks, fixed.copies, fixed.tensor, fixed.shard)
+    processes = prod(max(1, factor) for factor in factors)
+    if processes > workload.devices:
+        return (
+            f"{processes} processes are asked for, but there are {workload.devices} "
+            "devices: set schedule.devices, or leave ranks and copies to auto"
+        )
+    passages = max(1, fixed.copies) * max(1, fixed.shard) * workload.passes
+    passages *= max(1, fixed.microbatches)
+    fitting = -(-workload.batch // passages) * passages
+    return (
+        f"data.batch = {workload.batch} sequences do not deal out to {passages} "
+        f"micro-batches (microbatches {max(1, fixed.microbatches)} x copies "
+        f"{max(1, fixed.copies)} x shard {max(1, fixed.shard)} x accumulate "
+        f"{workload.passes}); {fitting} do"
+    )
