@@ -15,7 +15,7 @@ import transformers
 
 from commands import called
 from penstock import Network, Seconds, make, portfolio, simulate
-from penstock.cost import CorrectedCurve, Profile, ProfileCost
+from penstock.cost import CorrectedCurve, Profile, ProfileCost, RowProfiles
 from penstock.cost.fit import Fit, fit, fit_formula, least_squares
 from penstock.cost.profile import Point, block
 from penstock.errors import FileError, ShapeError
@@ -574,7 +574,9 @@ def test_profile_warns_if_the_profile_it_writes_is_far_off(run, monkeypatch):
 
     for error, warned in ((18.65, True), (0.2, False)):
         monkeypatch.setattr(
-            measuring, "profile_model", lambda *_, error=error: off_by(error)
+            measuring,
+            "profile_rows",
+            lambda *_, error=error: RowProfiles((off_by(error),)),
         )
         code, out, err = run("profile --tokens 64 -o p.json --json")
         assert code == 0

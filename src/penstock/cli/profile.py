@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from collections.abc import Mapping
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NamedTuple, Optional
 
@@ -13,12 +14,29 @@ from penstock.cli.tables import print_json, print_table, progress, tell, write
 from penstock.errors import RunError, ShapeError
 
 if TYPE_CHECKING:
-    from penstock.cost import Cluster, Profile
+    from penstock.cost import Cluster, Profile, RowProfiles
+    from penstock.train.profile import ProfileRequest
+
+DEFAULT_PRESET = "tiny"
+DEFAULT_TOKENS = 1024
 
 Size = Annotated[Optional[int], typer.Option(rich_help_panel="Model")]
 
 
 def profile_command(
+    source: Annotated[
+        Optional[Path],
+        typer.Argument(
+            metavar="[CONFIG]",
+            help="A config.toml or the folder of a run: measures its model as it will run.",
+        ),
+    ] = None,
+    changes: Annotated[
+        Optional[list[str]],
+        typer.Option(
+            "--set", help="Change a value of the config: section.key=value. May repeat."
+        ),
+    ] = None,
     output: Annotated[
         Optional[Path],
         typer.Option(
@@ -28,12 +46,12 @@ def profile_command(
         ),
     ] = None,
     preset: Annotated[
-        str,
+        Optional[str],
         typer.Option(
-            help="tiny, llama-150m, llama-1b or gpt2; the sizes below change it.",
+            help="tiny (the default), llama-150m, llama-1b or gpt2; the sizes below change it.",
             rich_help_panel="Model",
         ),
-    ] = "tiny",
+    ] = None,
     width: Size = None,
     layers: Size = None,
     heads: Size = None,
@@ -47,18 +65,28 @@ def profile_command(
             rich_help_panel="Model",
         ),
     ] = None,
-    tokens: Annotated[int, typer.Option(help="Tokens in a sequence.")] = 1024,
-    rows: Annotated[int, typer.Option(help="Sequences in a micro-batch.")] = 1,
-    device: Annotated[
-        str,
+    tokens: Annotated[
+        Optional[int], typer.Option(help="Tokens in a sequence. Default: 1024.")
+    ] = None,
+    rows: Annotated[
+        Optional[str],
         typer.Option(
-            help="cpu, cuda, or cuda:1; with several ranks cuda gives each its own GPU."
+            help="Sequences in a micro-batch, or several numbers such as 1,2,4. "
+            "Default: 1, or those of the config."
         ),
-    ] = "cpu",
+    ] = None,
+    device: Annotated[
+        Optional[str],
+        typer.Option(
+            help="cpu (the default), cuda, or cuda:1; with several ranks cuda gives each its own GPU."
+        ),
+    ] = None,
     dtype: Annotated[
-        str,
-        typer.Option(help="Data type of the weights: float32, bfloat16 or float16."),
-    ] = "float32",
+        Optional[str],
+        typer.Option(
+            help="Data type of the weights: float32 (the default), bfloat16 or float16."
+        ),
+    ] = None,
     autocast: Annotated[
         Optional[str],
         typer.Option(help="Compute in this data type instead: bfloat16."),
@@ -74,11 +102,12 @@ def profile_command(
         Optional[int], typer.Option(help="Threads per rank. Default: torch's choice.")
     ] = None,
     ranks: Annotated[
-        int,
+        Optional[int],
         typer.Option(
-            help="Ranks on this machine that measure at the same time, then their links."
+            help="Ranks on this machine that measure at the same time, then their links. "
+            "Default: 1, or as many as a run of the config has at work at once."
         ),
-    ] = 1,
+    ] = None,
     links: Annotated[
         bool,
         typer.Option(
@@ -92,8 +121,18 @@ def profile_command(
         typer.Option(help="With --links: micro-batches that each rank may hold."),
     ] = None,
     rounds: Annotated[
-        int, typer.Option(help="How many times to measure each point.")
-    ] = 6,
+        Optional[int],
+        typer.Option(
+            help="How many times to measure each point. Default: 6, or 3 with --quick."
+        ),
+    ] = None,
+    quick: Annotated[
+        bool,
+        typer.Option(
+            "--quick",
+            help="Measure about ten slices in a few seconds, and less exactly.",
+        ),
+    ] = False,
     json: JsonFlag = False,
 ) -> None:
     """Measure a model on this device: one layer over about forty slices, embedding, head, optimizer and links.
@@ -105,9 +144,12 @@ def profile_command(
 
     Example: penstock profile --preset llama-150m --tokens 2048 --ranks 2 --threads 1 -o profile.json
 
+    Example: penstock profile config.toml --rows 1,2,4 --quick -o profile.json
+
     Example: torchrun --nnodes 4 --nproc-per-node 1 ... -m penstock profile --links --slots 3 -o cluster.toml
     """
-    _check_counts(rows=rows, ranks=ranks, rounds=rounds, threads=threads, slots=slots)
+    _check_counts(ranks=ranks, rounds=rounds, threads=threads, slots=slots)
+    row_counts = _row_counts(rows)
     sizes = {
         "width": width,
         "layers": layers,
@@ -122,6 +164,21 @@ def profile_command(
         raise ShapeError(
             f"--hf already gives the sizes; it cannot be combined with {options}"
         )
+    settings = {
+        "preset": preset,
+        **given,
+        "hf": hf,
+        "tokens": tokens,
+        "device": device,
+        "dtype": dtype,
+        "autocast": autocast,
+        "graphs": graphs or None,
+        "threads": threads,
+    }
+    if source is not None:
+        _refuse_settings(source, settings)
+    elif changes:
+        raise ShapeError("--set changes a config; name one, or leave --set out")
     try:
         from penstock.train import profile as measuring
     except ModuleNotFoundError as error:
@@ -132,32 +189,85 @@ def profile_command(
     if output is None:
         output = Path("cluster.toml" if links else "profile.json")
     if links and output.suffix != ".json":
-        _survey(output, ranks, slots, json)
+        _survey(output, ranks or 1, slots, json)
         return
     if slots is not None:
         raise ShapeError("--slots needs --links, which writes a cluster.toml")
-    model = hf if hf is not None else measuring.preset_sizes(preset, tokens, given)
-    request = measuring.ProfileRequest(
-        model,
-        tokens,
-        rows,
-        device,
-        dtype,
-        autocast,
-        threads,
-        links,
-        rounds,
-        graphs=graphs,
-    )
+    if source is not None:
+        request, processes = _request_of_config(source, changes or [], quick)
+    else:
+        length = tokens or DEFAULT_TOKENS
+        model = hf or measuring.preset_sizes(preset or DEFAULT_PRESET, length, given)
+        request = measuring.ProfileRequest(
+            model,
+            length,
+            1,
+            device or "cpu",
+            dtype or "float32",
+            autocast,
+            threads,
+            rounds=measuring.rounds_of(quick),
+            graphs=graphs,
+            quick=quick,
+        )
+        processes = 1
+    request = replace(request, links=links, rounds=rounds or request.rounds)
     with progress("measuring") as status:
 
         def show(text: str) -> None:
             if status is not None:
                 status.update(text)
 
-        profile = measuring.profile_model(request, ranks, show)
-    if profile is not None:
-        _write_profile(profile, output, json)
+        profiles = measuring.profile_rows(
+            request, row_counts or (request.rows,), ranks or processes, show
+        )
+    if profiles is not None:
+        _write_profiles(profiles, output, json)
+
+
+def _request_of_config(
+    source: Path, changes: list[str], quick: bool
+) -> tuple[ProfileRequest, int]:
+    """Return the request to measure a run's model, and how many processes should measure."""
+    from penstock.config import is_plan_file
+    from penstock.plan.planner import plan_run
+    from penstock.train.placement import check_gpu_exists, decide_placement
+    from penstock.train.profile import request_of
+    from penstock.train.start import find_run
+    from penstock.train.worker import model_sizes
+
+    config, _ = find_run(source, None, changes, exists=True)
+    check_gpu_exists(config)
+    if is_plan_file(config.schedule.name):  # it brings its own ranks
+        config, _ = plan_run(config, model_sizes(config).layers)
+    shape = config.schedule
+    placement = decide_placement(config, shape.ranks * shape.copies * config.mesh.size)
+    return request_of(config, placement, quick=quick), placement.processors
+
+
+def _refuse_settings(source: Path, settings: Mapping[str, object]) -> None:
+    """Refuse options that a config decides."""
+    given = [name for name, value in settings.items() if value is not None]
+    if given:
+        options = " ".join(f"--{name.replace('_', '-')}" for name in given)
+        raise ShapeError(
+            f"{source} decides what is measured; it cannot be combined with {options}\n"
+            "  change its values with --set section.key=value"
+        )
+
+
+def _row_counts(text: str | None) -> tuple[int, ...]:
+    """Parse --rows; empty if it was not given."""
+    if text is None:
+        return ()
+    counts = []
+    for word in text.split(","):
+        if not word.strip().isdecimal() or int(word) < 1:
+            raise ShapeError(
+                f"--rows must be at least 1, or several numbers such as 1,2,4, not {text}"
+            )
+        counts.append(int(word))
+    return tuple(counts)
 
 
 def _check_counts(**counts: int | None) -> None:
@@ -252,27 +362,41 @@ class _FitRow(NamedTuple):
     median: float
 
 
-def _write_profile(profile: Profile, output: Path, json: bool) -> None:
-    """Write a profile, and show how well its curves fit."""
+def _write_profiles(profiles: RowProfiles, output: Path, json: bool) -> None:
+    """Write profiles, and show how well their curves fit."""
     from penstock.cost.profile import MAX_ERROR, error_warning
-    from penstock.formats import dump_profile
+    from penstock.formats import dump_row_profiles
 
-    write(output, dump_profile(profile), quiet=json)
-    if profile.worst_error > MAX_ERROR:
-        tell("WARNING", f"{output}: {error_warning(profile)}")
-    rows = _fit_rows(profile)
+    write(output, dump_row_profiles(profiles), quiet=json)
+    if profiles.worst_error > MAX_ERROR:
+        tell("WARNING", f"{output}: {error_warning(profiles)}")
     if json:
-        print_json(
+        print_json(_profile_facts(profiles, output))
+        return
+    for profile in profiles.measured:
+        _print_fits(profile, _fit_rows(profile))
+
+
+def _profile_facts(profiles: RowProfiles, output: Path) -> dict[str, object]:
+    """Return what --json prints: one profile as such, several as a list."""
+    first = profiles.measured[0]
+    facts: dict[str, object] = {
+        "file": str(output),
+        **dict(first.model),
+        **dict(first.device),
+        "worst_error": profiles.worst_error,
+        "fits": [row._asdict() for row in _fit_rows(first)],
+    }
+    if len(profiles.measured) > 1:
+        facts["rows"] = [
             {
-                "file": str(output),
-                **dict(profile.model),
-                **dict(profile.device),
+                "rows": profile.rows,
                 "worst_error": profile.worst_error,
-                "fits": [row._asdict() for row in rows],
+                "fits": [row._asdict() for row in _fit_rows(profile)],
             }
-        )
-    else:
-        _print_fits(profile, rows)
+            for profile in profiles.measured
+        ]
+    return facts
 
 
 def _fit_rows(profile: Profile) -> list[_FitRow]:
@@ -299,7 +423,7 @@ def _print_fits(profile: Profile, rows: list[_FitRow]) -> None:
     heads = (
         "",
         "op",
-        f"{profile.tokens} tokens",
+        f"{profile.rows} x {profile.tokens} tokens",
         "form",
         "worst error",
         "median error",

@@ -7,6 +7,7 @@ from penstock.cost.curve import CorrectedCurve, Curve, Seconds
 from penstock.cost.model import ModelCost, PartCost, finer
 from penstock.cost.network import Network
 from penstock.cost.profile import Profile, ProfileCost
+from penstock.cost.row_profiles import RowProfiles
 from penstock.cost.unit import UnitCost
 from penstock.cost.wrapped import NoisyCost, PausedCost, WrappedCost
 
@@ -24,6 +25,7 @@ __all__ = [
     "PausedCost",
     "Profile",
     "ProfileCost",
+    "RowProfiles",
     "Seconds",
     "UnitCost",
     "WrappedCost",

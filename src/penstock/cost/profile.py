@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 from penstock.cost.cost import Cost
 from penstock.cost.curve import Curve, Seconds, sum_curves
@@ -71,13 +72,22 @@ class Block:
         return {Op.F: self.F, Op.B: self.B, Op.I: self.I, Op.W: self.W}[op]
 
 
-def refuse_error(profile: Profile, source: str) -> None:
+class HasError(Protocol):
+    """Anything that was measured, and knows how far off it is."""
+
+    @property
+    def worst_error(self) -> float:
+        """The worst relative error on held-out points."""
+        ...
+
+
+def refuse_error(profile: HasError, source: str) -> None:
     """Refuse a profile whose error is too large to plan with; the error calls its file `source`."""
     if profile.worst_error > MAX_ERROR:
         raise ShapeError(f"{source}: {error_warning(profile)}")
 
 
-def error_warning(profile: Profile) -> str:
+def error_warning(profile: HasError) -> str:
     """What is wrong with a profile whose error is too large, and what to do."""
     return (
         f"the measured times are off by up to {profile.worst_error:,.0%} on points held out of the fit; "

@@ -23,19 +23,27 @@
 If the embedding and the head share a weight, "tied" gives the bytes of that weight, its
 gradient and its AdamW state. A table is not stored, since it follows from the formula and
 the points that took part in the fit.
+
+If micro-batches with several numbers of rows were measured, the file starts with the fewest
+rows, and "larger" lists the others in ascending order. Only what depends on the rows is
+repeated there:
+
+      "larger": [{"rows": 2, "message": 2048.0, "turn": 0.0002, "blocks": {...}}, ...]
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from penstock.cost.curve import CorrectedCurve, Curve, Seconds
 from penstock.cost.fit import Fit
 from penstock.cost.network import Network, PerPair
 from penstock.cost.profile import Block, Point, Profile
+from penstock.cost.row_profiles import RowProfiles
 from penstock.errors import ShapeError
 from penstock.formats.fields import (
     check_kind,
@@ -63,6 +71,7 @@ from penstock.ir.action import Op
 from penstock.ir.plan import Facts
 
 PROFILE_VERSION = 1
+ROW_FIELDS = ("rows", "message", "turn")  # besides the blocks
 BLOCK_NAMES = ("embed", "layer", "head")
 PROFILED_OPS = (Op.F, Op.B, Op.I, Op.W)
 CURVE_TERMS = ("base", "token", "prefix", "pair")
@@ -73,31 +82,57 @@ MIN_SECONDS = 1e-15  # a shorter time counts as no time at all
 # ---------------------------------------------------------------- writing
 def dump_profile(profile: Profile) -> str:
     """The text of a profile, with one line per fit and per point."""
-    fields = ["layers", "tokens", "rows", "message", "turn"]
-    if profile.tied:
+    return dump_row_profiles(RowProfiles((profile,)))
+
+
+def dump_row_profiles(profiles: RowProfiles) -> str:
+    """The text of profiles for several numbers of rows."""
+    first = profiles.measured[0]
+    fields = ["layers", "tokens", *ROW_FIELDS]
+    if first.tied:
         fields.append("tied")
-    sizes = ", ".join(f'"{field}": {getattr(profile, field)!r}' for field in fields)
-    blocks = {name: _block_text(getattr(profile, name)) for name in BLOCK_NAMES}
     network = {
-        "latency": profile.network.latency,
-        "bandwidth": _infinity_as_null(profile.network.bandwidth),
-        "serial": profile.network.serial,
+        "latency": first.network.latency,
+        "bandwidth": _infinity_as_null(first.network.bandwidth),
+        "serial": first.network.serial,
     }
-    lines = (
+    lines = [
         '"penstock": "profile"',
         f'"version": {PROFILE_VERSION}',
-        sizes,
-        f'"model": {_facts_text(profile.model)}',
-        f'"device": {_facts_text(profile.device)}',
-        f'"blocks": {_object_text(blocks, 4)}',
+        _sizes_text(first, fields),
+        f'"model": {_facts_text(first.model)}',
+        f'"device": {_facts_text(first.device)}',
+        f'"blocks": {_blocks_text(first)}',
         f'"network": {json.dumps(network)}',
-    )
+    ]
+    if len(profiles.measured) > 1:
+        larger = [_larger_text(profile) for profile in profiles.measured[1:]]
+        lines.append(f'"larger": [{", ".join(larger)}]')
     return "{\n  " + ",\n  ".join(lines) + "\n}\n"
 
 
 def write_profile(profile: Profile, path: str | Path) -> None:
     """Write a profile to a file."""
     write_text(path, dump_profile(profile))
+
+
+def write_row_profiles(profiles: RowProfiles, path: str | Path) -> None:
+    """Write profiles for several numbers of rows to a file."""
+    write_text(path, dump_row_profiles(profiles))
+
+
+def _larger_text(profile: Profile) -> str:
+    sizes = _sizes_text(profile, ROW_FIELDS)
+    return f'{{\n  {sizes},\n  "blocks": {_blocks_text(profile)}\n  }}'
+
+
+def _sizes_text(profile: Profile, fields: Iterable[str]) -> str:
+    return ", ".join(f'"{field}": {getattr(profile, field)!r}' for field in fields)
+
+
+def _blocks_text(profile: Profile) -> str:
+    blocks = {name: _block_text(getattr(profile, name)) for name in BLOCK_NAMES}
+    return _object_text(blocks, 4)
 
 
 def _block_text(block: Block) -> str:
@@ -152,12 +187,22 @@ def _infinity_as_null(value: PerPair) -> Value:
 
 # ---------------------------------------------------------------- reading
 def read_profile(path: str | Path) -> Profile:
-    """The profile in a file."""
-    return load_profile(read_text(path, "profile"), str(path))
+    """The profile in a file; if it has several, the one with the fewest rows."""
+    return read_row_profiles(path).measured[0]
 
 
 def load_profile(text: str, source: str = "profile.json") -> Profile:
-    """The profile in a text; errors call the file `source`."""
+    """The profile in a text, as `read_profile` has it; errors call the file `source`."""
+    return load_row_profiles(text, source).measured[0]
+
+
+def read_row_profiles(path: str | Path) -> RowProfiles:
+    """The profiles in a file, for one number of rows or for several."""
+    return load_row_profiles(read_text(path, "profile"), str(path))
+
+
+def load_row_profiles(text: str, source: str = "profile.json") -> RowProfiles:
+    """The profiles in a text; errors call the file `source`."""
     page = JsonPage(text, source, "profile")
     top = check_kind(page, parse_json(page), PROFILE_VERSION)
     required = (
@@ -172,32 +217,67 @@ def load_profile(text: str, source: str = "profile.json") -> Profile:
         "blocks",
         "network",
     )
-    read_entry(page, (), top, required, ("turn", "tied"))
+    read_entry(page, (), top, required, ("turn", "tied", "larger"))
     layers = read_whole(page, ("layers",), top["layers"], least=1)
     tokens = read_whole(page, ("tokens",), top["tokens"], least=1)
-    rows = read_whole(page, ("rows",), top["rows"], least=1)
-    blocks = read_entry(page, ("blocks",), top["blocks"], BLOCK_NAMES, ())
-    embed = _block(page, ("blocks", "embed"), blocks["embed"])
-    layer = _block(page, ("blocks", "layer"), blocks["layer"])
-    head = _block(page, ("blocks", "head"), blocks["head"])
-    for op in (Op.F, Op.B):
-        if layer.fit(op).curve.of(tokens, 0) < MIN_SECONDS:
-            steps = ("blocks", "layer", "fits", op.value)
-            fail(page, steps, f"{op.value} of a layer takes no time", "measure again")
-    return Profile(
+    first = Profile(
         layers,
         tokens,
-        rows,
-        read_number(page, ("message",), top["message"]),
-        embed,
-        layer,
-        head,
+        *_row_sizes(page, (), top),
+        *_row_blocks(page, (), top, tokens),
         network=_network(page, ("network",), top["network"]),
         model=read_facts_field(page, ("model",), top["model"]),
         device=read_facts_field(page, ("device",), top["device"]),
         turn=read_number(page, ("turn",), top.get("turn", 0.0)),
         tied=read_number(page, ("tied",), top.get("tied", 0.0)),
     )
+
+    def larger(page: Page, steps: Steps, value: Value) -> Profile:
+        entry = read_entry(page, steps, value, ("rows", "message", "blocks"), ("turn",))
+        rows, message = _row_sizes(page, steps, entry)
+        embed, layer, head = _row_blocks(page, steps, entry, tokens)
+        turn = read_number(page, (*steps, "turn"), entry.get("turn", 0.0))
+        return replace(
+            first,
+            rows=rows,
+            message=message,
+            embed=embed,
+            layer=layer,
+            head=head,
+            turn=turn,
+        )
+
+    others: tuple[Profile, ...] = ()
+    if "larger" in top:
+        others = read_list(page, ("larger",), top["larger"], larger)
+    try:
+        return RowProfiles((first, *others))
+    except ShapeError as error:
+        fail(page, ("larger",), str(error), "measure again")
+
+
+def _row_sizes(
+    page: Page, steps: Steps, entry: Mapping[str, Value]
+) -> tuple[int, float]:
+    rows = read_whole(page, (*steps, "rows"), entry["rows"], least=1)
+    return rows, read_number(page, (*steps, "message"), entry["message"])
+
+
+def _row_blocks(
+    page: Page, steps: Steps, entry: Mapping[str, Value], tokens: int
+) -> tuple[Block, Block, Block]:
+    """The blocks that were measured with one number of rows."""
+    steps = (*steps, "blocks")
+    blocks = read_entry(page, steps, entry["blocks"], BLOCK_NAMES, ())
+    embed, layer, head = (
+        _block(page, (*steps, name), blocks[name]) for name in BLOCK_NAMES
+    )
+    for op in (Op.F, Op.B):
+        if layer.fit(op).curve.of(tokens, 0) < MIN_SECONDS:
+            op_steps = (*steps, "layer", "fits", op.value)
+            what = f"{op.value} of a layer takes no time"
+            fail(page, op_steps, what, "measure again")
+    return embed, layer, head
 
 
 def _block(page: Page, steps: Steps, value: Value) -> Block:

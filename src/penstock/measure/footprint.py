@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -30,8 +30,11 @@ class Footprint:
     update: float  # seconds
 
 
-def footprint(probe: Probe) -> Footprint:
-    """Run a probe's whole sequence once, and measure what it stores."""
+def footprint(probe: Probe, same_weights: Footprint | None = None) -> Footprint:
+    """Run a probe's whole sequence once, and measure what it stores.
+
+    If the same weights were measured before, they are not measured again.
+    """
     saved: list[Tensor] = []
 
     def pack(x: Tensor) -> Tensor:
@@ -54,6 +57,8 @@ def footprint(probe: Probe) -> Footprint:
     kept = _activation_bytes(deferred, weights)
     deferred.clear()
     ledger.settle()
+    if same_weights is not None:
+        return replace(same_weights, held=held, kept=kept, message=message)
     return Footprint(held, kept, message, *_measure_update(probe))
 
 
@@ -93,7 +98,7 @@ def _measure_update(probe: Probe) -> tuple[float, float]:
     seconds = []
     for _ in range(1 + TIMED_UPDATES):
         torch.zeros(CACHE_SCRUB_BYTES, dtype=torch.uint8, device=probe.device)
-        seconds.append(probe.clock(optimizer.step))
+        seconds.append(probe.clock(optimizer.step) * probe.load)
     tensors: list[Tensor] = []
     for parameter in module.parameters():
         tensors.append(parameter)

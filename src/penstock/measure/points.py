@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from math import sqrt
+from math import log, sqrt
 
 from penstock.errors import ShapeError
 
@@ -29,6 +29,9 @@ GRID_STEPS = 128  # prefixes are multiples of this fraction of the sequence
 # Prefixes as shares of the longest one: of fitted lengths, and of held-out ones by turns.
 PREFIX_SHARES = (0.0, 0.1, 0.5, 1.0)
 HELD_OUT_SHARES = ((0.0, 0.25), (0.25, 0.75))
+# The parts of a sequence that a quick measurement fits, and those that it holds out.
+QUICK_PARTS = (1, 2, 4, 16)
+QUICK_HELD_OUT_PARTS = (6, 3)
 
 SlicePoint = tuple[int, int]  # the tokens of a slice, and of the prefix before it
 
@@ -61,6 +64,38 @@ def measuring_points(
         fitted = {(length, prefix) for length, prefix in fitted if prefix == 0}
         held_out = {(length, 0) for length in between}
     return sorted(fitted), sorted(held_out - fitted)
+
+
+def quick_points(
+    tokens: int, sliceable: bool = True, tile: int = 1
+) -> tuple[list[SlicePoint], list[SlicePoint]]:
+    """Choose about ten slices, for a measurement that must not take long.
+
+    They are a subset of those of `measuring_points`: the whole sequence, a half, a quarter
+    and a sixteenth of it with no prefix and with the longest one, and two slices between
+    them that are held out.
+
+    >>> quick_points(128)
+    ([(8, 0), (8, 120), (32, 0), (32, 96), (64, 0), (64, 64), (128, 0)], [(24, 26), (48, 20)])
+    """
+    fitted, held_out = measuring_points(tokens, sliceable, tile)
+    lengths = sorted({length for length, _ in fitted})
+    chosen = {_nearest(lengths, tokens / part) for part in QUICK_PARTS}
+    few = {(length, 0) for length in chosen}
+    if sliceable:
+        few |= {(length, tokens - length) for length in chosen}
+    between = sorted({length for length, _ in held_out})
+    judges = set()
+    for number, part in enumerate(QUICK_HELD_OUT_PARTS if between else ()):
+        length = _nearest(between, tokens / part)
+        choices = sorted(prefix for size, prefix in held_out if size == length)
+        judges.add((length, choices[-1] if number else choices[0]))
+    return sorted(few), sorted(judges - few)
+
+
+def _nearest(lengths: Sequence[int], target: float) -> int:
+    """The length whose logarithm is nearest to that of a target."""
+    return min(lengths, key=lambda length: abs(log(length / target)))
 
 
 def _fitted_lengths(tokens: int, tile: int) -> list[int]:

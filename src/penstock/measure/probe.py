@@ -15,7 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import NamedTuple
 
 import torch
@@ -32,6 +32,8 @@ GPU_CYCLES_PER_SECOND = 2e9  # at most
 MAX_SLEEP_SECONDS = 0.1
 WARM_UP_SECONDS = 0.15  # of work before recorded actions are timed
 LAUNCHES_KEPT = 4
+CLOCK_TRIALS = 5
+CLOCK_TRIAL_SECONDS = 2e-5
 LAUNCH_MARGIN = 1.5
 TimedAction = Callable[[], None]
 
@@ -79,6 +81,10 @@ class Probe:
         # All that was timed on a GPU, without and with waiting for launches.
         self.kernels = 0.0
         self.seconds = 0.0
+        # On a CPU with one thread: all processor time, and the time until it was done.
+        self.by_thread = self.device.type == "cpu" and has_thread_clock()
+        self.processor_seconds = 0.0
+        self.elapsed_seconds = 0.0
         make_deferrable(subject.module)
         # The gradients exist already, as they do from the second slice of a step on.
         for parameter in subject.module.parameters():
@@ -231,14 +237,25 @@ class Probe:
                 carry.gradients[key] = torch.zeros_like(rows, dtype=dtype)
         return piece
 
+    @property
+    def load(self) -> float:
+        """How many times longer actions took than they computed: 1 on a quiet machine."""
+        if self.processor_seconds <= 0:
+            return 1.0
+        return max(1.0, self.elapsed_seconds / self.processor_seconds)
+
     def clock(self, action: TimedAction) -> float:
         """The seconds that an action takes.
 
-        On a GPU these are the seconds of its kernels, by the GPU's own clock, or of their
+        On a CPU with one thread these are seconds of the processor, so that a point does
+        not look slow because another program ran just then. `load` says by how much all
+        actions together took longer. On a GPU these are the seconds of its kernels, by the GPU's own clock, or of their
         launch if that takes longer. The GPU sleeps until the host has launched everything,
         because in a step the host runs ahead, too.
         """
         begin = time.perf_counter()
+        if self.by_thread:
+            return self.processor_time(action)
         if self.device.type != "cuda":
             action()
             return time.perf_counter() - begin
@@ -256,6 +273,37 @@ class Probe:
         self.kernels += kernels
         self.seconds += seconds
         return seconds
+
+    def processor_time(self, action: TimedAction) -> float:
+        """The processor time of an action that runs in this thread."""
+        begin = time.perf_counter()
+        processor_begin = time.thread_time()
+        action()
+        seconds = time.thread_time() - processor_begin
+        self.elapsed_seconds += time.perf_counter() - begin
+        self.processor_seconds += seconds
+        return seconds
+
+
+def has_thread_clock() -> bool:
+    """Whether actions run in one thread, and the clock of a thread's time is fine enough."""
+    return torch.get_num_threads() == 1 and _is_thread_clock_fine()
+
+
+@cache
+def _is_thread_clock_fine() -> bool:
+    """Whether the clock of a thread's processor time moves within a short time.
+
+    Some systems count it in ticks of several milliseconds, whatever they announce.
+    """
+    for _ in range(CLOCK_TRIALS):
+        processor_begin = time.thread_time()
+        end = time.perf_counter() + CLOCK_TRIAL_SECONDS
+        while time.perf_counter() < end:
+            pass
+        if time.thread_time() <= processor_begin:
+            return False
+    return True
 
 
 def _pass_times(named: Iterable[tuple[str, float]]) -> PassTimes:

@@ -22,11 +22,12 @@ from torch import Tensor, nn
 
 from penstock.cost.network import Network
 from penstock.cost.profile import Block, Point, Profile, block, tile_of
+from penstock.cost.row_profiles import RowProfiles
 from penstock.ir.plan import Facts
 from penstock.measure.footprint import footprint
 from penstock.measure.links import network_of
 from penstock.measure.overhead import overhead_per_action
-from penstock.measure.points import SlicePoint, measuring_points
+from penstock.measure.points import SlicePoint, measuring_points, quick_points
 from penstock.measure.probe import PassTimes, Probe, Subject
 from penstock.runtime.comm.comm import Comm
 from penstock.runtime.process.malloc import keep_freed_memory
@@ -36,6 +37,11 @@ PROFILE_ROUNDS = 6
 # A point is measured for this long in each round, but with at most MAX_PASSES passes.
 SECONDS_PER_POINT = 0.06
 MAX_PASSES = 8
+# A quick measurement of a small model takes about this long in all, in QUICK_ROUNDS rounds.
+QUICK_ROUNDS = 3
+QUICK_SECONDS = 2.0
+# A model has many layers, so that their errors matter most.
+QUICK_BLOCK_SHARES = {"embedding": 0.1, "layer": 0.6, "head": 0.3}
 # Recording a slice takes longer than a pass, so it should serve several passes.
 MIN_RECORDED_PASSES = 3
 ProgressText = Callable[[str], None]
@@ -64,6 +70,7 @@ class Setup:
     where: tuple[SlicePoint, ...]
     middle: Middle
     tape: Tape | None
+    quick: bool
 
 
 def measure(
@@ -84,43 +91,74 @@ def measure(
     to compare slices, the mean to add them up. With a `tape`, actions are recorded and
     replayed.
     """
+    measured = measure_rows([subjects], comm, links, rounds, watch, where, middle, tape)
+    return measured.measured[0]
+
+
+def measure_rows(
+    subjects: Sequence[Subjects],
+    comm: Comm | None = None,
+    links: bool = False,
+    rounds: int = PROFILE_ROUNDS,
+    watch: ProgressText = lambda text: None,
+    where: Sequence[SlicePoint] = (),
+    middle: Middle = statistics.median,
+    tape: Tape | None = None,
+    quick: bool = False,
+) -> RowProfiles:
+    """Measure the profiles of a model with several numbers of rows in a micro-batch.
+
+    `subjects` has the same modules for each number of rows, the fewest rows first. Each
+    round measures all of them in random order, so that what disturbs the machine for a
+    while does not favour one number of rows. A `quick` measurement takes few points, and
+    together about QUICK_SECONDS unless single passes take longer.
+    """
     keep_freed_memory()
-    setup = Setup(comm, rounds, watch, tuple(where), middle, tape)
+    setup = Setup(comm, rounds, watch, tuple(where), middle, tape, quick)
     collects = gc.isenabled()
     gc.disable()
     try:
-        embed, _ = _measure_block("embedding", subjects.embed, setup)
-        layer, launch = _measure_block("layer", subjects.layer, setup)
-        head, _ = _measure_block("head", subjects.head, setup)
+        embeds, _ = _measure_block(
+            "embedding", [each.embed for each in subjects], setup
+        )
+        layers, launch = _measure_block(
+            "layer", [each.layer for each in subjects], setup
+        )
+        heads, _ = _measure_block("head", [each.head for each in subjects], setup)
     finally:
         if collects:
             gc.enable()
     watch("links")
-    inputs = subjects.layer.inputs
-    rows, tokens, width = inputs.shape
+    first = subjects[0]
+    device = first.layer.inputs.device
     network = Network()
-    turn = 0.0
     if comm is not None:
-        network = network_of(comm, links, inputs.device)
-        if inputs.device.type == "cpu":
+        network = network_of(comm, links, device)
+    facts = (*first.device, ("recorded", tape is not None), ("launch", launch))
+    shared = shared_weights(first.embed.module, first.head.module)
+    profiles = []
+    for each, embed, layer, head in zip(subjects, embeds, layers, heads, strict=True):
+        inputs = each.layer.inputs
+        rows, tokens, width = inputs.shape
+        turn = 0.0
+        if comm is not None and device.type == "cpu":
             turn = overhead_per_action(comm, rows, tokens, width)
-    message = float(inputs[:, 0].nbytes)
-    facts = (*subjects.device, ("recorded", tape is not None), ("launch", launch))
-    tied = head.weights * shared_weights(subjects.embed.module, subjects.head.module)
-    return Profile(
-        subjects.layers,
-        tokens,
-        rows,
-        message,
-        embed,
-        layer,
-        head,
-        network,
-        subjects.model,
-        facts,
-        turn,
-        tied,
-    )
+        profile = Profile(
+            each.layers,
+            tokens,
+            rows,
+            float(inputs[:, 0].nbytes),
+            embed,
+            layer,
+            head,
+            network,
+            each.model,
+            facts,
+            turn,
+            head.weights * shared,
+        )
+        profiles.append(profile)
+    return RowProfiles(tuple(profiles))
 
 
 def shared_weights(embed: nn.Module, head: nn.Module) -> float:
@@ -135,34 +173,52 @@ def shared_weights(embed: nn.Module, head: nn.Module) -> float:
     return shared / max(total, 1)
 
 
-def _measure_block(name: str, subject: Subject, setup: Setup) -> tuple[Block, float]:
-    """Measure a subject, and how many times longer it takes because of kernel launches."""
-    probe = Probe(subject, setup.tape)
-    if setup.where:
-        fitted = _distinct_points(subject, setup.where)
-        held_out: list[SlicePoint] = []
-    else:
-        tile = tile_of(probe.device.type)
-        fitted, held_out = measuring_points(subject.tokens, subject.prefixes, tile)
+def _measure_block(
+    name: str, subjects: Sequence[Subject], setup: Setup
+) -> tuple[list[Block], float]:
+    """Measure one block with each number of rows.
+
+    Also return how many times longer it takes because of kernel launches, with the fewest
+    rows.
+    """
+    probes = [Probe(subject, setup.tape) for subject in subjects]
+    fitted, held_out = _points_of(probes[0], setup)
     where = [*fitted, *held_out]
-    seconds = _measure_points(name, probe, where, setup) / subject.layers
-    rows = _mean_over_ranks(seconds, setup.comm).tolist()
-    launch = round(probe.seconds / probe.kernels, 2) if probe.kernels else 1.0
-    points = []
-    for number, (tokens, prefix) in enumerate(where):
-        f, b, i, w = rows[number]
-        is_held_out = number >= len(fitted)
-        points.append(Point(tokens, prefix, f, b, i, w, is_held_out))
-    memory = footprint(probe)
-    layer_tokens = subject.layers * subject.tokens
-    measured = block(
-        points,
-        memory.held / layer_tokens,
-        memory.kept / layer_tokens,
-        memory.weights / subject.layers,
-        memory.update / subject.layers,
-    )
-    return measured, launch
+    seconds = _measure_points(name, probes, where, setup) / subjects[0].layers
+    times = _mean_over_ranks(seconds, setup.comm).tolist()
+    first = probes[0]
+    launch = round(first.seconds / first.kernels, 2) if first.kernels else 1.0
+    memory = None
+    blocks = []
+    for probe, rows in zip(probes, times, strict=True):
+        points = []
+        for number, (tokens, prefix) in enumerate(where):
+            is_held_out = number >= len(fitted)
+            f, b, i, w = rows[number]
+            points.append(Point(tokens, prefix, f, b, i, w, is_held_out))
+        memory = footprint(probe, memory)
+        subject = probe.subject
+        layer_tokens = subject.layers * subject.tokens
+        measured = block(
+            points,
+            memory.held / layer_tokens,
+            memory.kept / layer_tokens,
+            memory.weights / subject.layers,
+            memory.update / subject.layers,
+        )
+        blocks.append(measured)
+    return blocks, launch
+
+
+def _points_of(
+    probe: Probe, setup: Setup
+) -> tuple[Sequence[SlicePoint], Sequence[SlicePoint]]:
+    """The slices to fit curves to, and those to hold out."""
+    subject = probe.subject
+    if setup.where:
+        return _distinct_points(subject, setup.where), []
+    choose = quick_points if setup.quick else measuring_points
+    return choose(subject.tokens, subject.prefixes, tile_of(probe.device.type))
 
 
 def _distinct_points(subject: Subject, where: Sequence[SlicePoint]) -> list[SlicePoint]:
@@ -174,18 +230,23 @@ def _distinct_points(subject: Subject, where: Sequence[SlicePoint]) -> list[Slic
 
 
 def _measure_points(
-    name: str, probe: Probe, points: Sequence[SlicePoint], setup: Setup
+    name: str, probes: Sequence[Probe], points: Sequence[SlicePoint], setup: Setup
 ) -> Tensor:
-    """The seconds of F, B, I and W at each point, in the shape (points, 4)."""
-    measured: list[list[PassTimes]] = [[] for _ in points]
+    """The seconds of F, B, I and W of each probe at each point, in the shape (probes, points, 4)."""
+    visits = [(probe, point) for probe in probes for point in points]
+    measured: list[list[PassTimes]] = [[] for _ in visits]
     min_passes = 1 if setup.tape is None else MIN_RECORDED_PASSES
-    passes = [1] * len(points)
-    numbers = range(len(points))
+    seconds_per_point = SECONDS_PER_POINT
+    if setup.quick:
+        share = QUICK_BLOCK_SHARES[name] * QUICK_SECONDS
+        seconds_per_point = share / (len(visits) * setup.rounds)
+    passes = [1] * len(visits)
+    numbers = range(len(visits))
     ready = setup.comm.barrier if setup.comm is not None else lambda: None
     for turn in range(1 + setup.rounds):
         # The seed is the same on all ranks, and so is the order.
         for number in random.Random(turn).sample(numbers, len(numbers)):
-            tokens, prefix = points[number]
+            probe, (tokens, prefix) = visits[number]
             setup.watch(
                 f"{name}: round {turn} of {setup.rounds}, {tokens} tokens after {prefix}"
             )
@@ -193,13 +254,21 @@ def _measure_points(
             if turn:
                 measured[number] += times
             else:
-                fitting = int(SECONDS_PER_POINT / sum(times[0]) + 1)
+                fitting = int(seconds_per_point / sum(times[0]) + 1)
                 passes[number] = min(max(fitting, min_passes), MAX_PASSES)
     rows = []
     for times in measured:
         columns = zip(*times, strict=True)
         rows.append([setup.middle(column) for column in columns])
-    return torch.tensor(rows, dtype=torch.float64)
+    seconds = torch.tensor(rows, dtype=torch.float64) * _load_of(probes)
+    return seconds.reshape(len(probes), len(points), len(PassTimes._fields))
+
+
+def _load_of(probes: Sequence[Probe]) -> float:
+    """How many times longer all actions took than they computed."""
+    processor = sum(probe.processor_seconds for probe in probes)
+    elapsed = sum(probe.elapsed_seconds for probe in probes)
+    return max(1.0, elapsed / processor) if processor else 1.0
 
 
 def _mean_over_ranks(seconds: Tensor, comm: Comm | None) -> Tensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import platform
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,13 +16,21 @@ from typing import Any
 import torch
 from torch import nn
 
-from penstock.cost.profile import Profile
+from penstock.config import Config
+from penstock.cost.profile import Profile, enlarge
+from penstock.cost.row_profiles import RowProfiles
 from penstock.errors import FileError, RunError, ShapeError
 from penstock.formats import config_toml as config_file
 from penstock.ir.plan import Facts
 from penstock.measure.points import SlicePoint
 from penstock.measure.probe import Subject
-from penstock.measure.profile import PROFILE_ROUNDS, ProgressText, Subjects, measure
+from penstock.measure.profile import (
+    PROFILE_ROUNDS,
+    QUICK_ROUNDS,
+    ProgressText,
+    Subjects,
+    measure_rows,
+)
 from penstock.models import (
     GPT,
     GPTConfig,
@@ -33,13 +41,16 @@ from penstock.models import (
     split,
     token_loss,
 )
+from penstock.models.flops import flops_per_token
 from penstock.runtime import Comm, CudaTape, spawn
 from penstock.runtime.process.amx import avoid_broken_amx
 from penstock.runtime.process.launch import run_on_ranks, under_launcher
 from penstock.runtime.process.machine import count_neighbours, look_at_machine, own_gpu
 from penstock.train import weights
 from penstock.train.data.tokenizer import ByteTokenizer
+from penstock.train.placement import Placement
 from penstock.train.weights import Sizes
+from penstock.train.worker import model_sizes
 
 # Layers that are measured in a row, because they share work that is done once per part,
 # such as positions and masks.
@@ -52,6 +63,10 @@ DTYPES = {
 }
 # Seconds that a rank waits for another one that still measures.
 PROFILE_PATIENCE = 3600.0
+# The largest pass of a quick measurement, in operations.
+MAX_QUICK_OPERATIONS = {"cpu": 1e10, "cuda": 1e13}
+# Sequences that take more are shortened, but to no fewer tokens than this.
+MIN_QUICK_TOKENS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +89,7 @@ class ProfileRequest:
     graphs: bool = False  # record actions, as run.graphs does
     # Slices to measure, by tokens and prefix; if empty, about forty typical ones.
     where: tuple[SlicePoint, ...] = ()
+    quick: bool = False  # about ten slices in a few seconds, and QUICK_ROUNDS rounds
 
 
 def preset_sizes(preset: str, tokens: int, changes: Mapping[str, int]) -> Sizes:
@@ -92,6 +108,87 @@ def preset_sizes(preset: str, tokens: int, changes: Mapping[str, int]) -> Sizes:
     return weights.sizes_of(model, vocab, tokens)
 
 
+def rounds_of(quick: bool) -> int:
+    """Return how often a measurement visits each point."""
+    return QUICK_ROUNDS if quick else PROFILE_ROUNDS
+
+
+def request_of(
+    config: Config, placement: Placement, rows: int | None = None, quick: bool = False
+) -> ProfileRequest:
+    """Return the request to measure the model of a run as the run will compute it.
+
+    `rows` is the number of rows of a micro-batch, by default as many as the config has.
+    """
+    precision = config.run.precision
+    return ProfileRequest(
+        model_sizes(config),
+        config.data.tokens,
+        config.rows if rows is None else rows,
+        placement.device,
+        autocast=precision if precision != "float32" else None,
+        threads=placement.threads,
+        rounds=rounds_of(quick),
+        separate=config.data.separate,
+        graphs=config.run.graphs,
+        quick=quick,
+    )
+
+
+def profile_config(
+    config: Config,
+    placement: Placement,
+    rows: Sequence[int] = (),
+    quick: bool = True,
+    ranks: int | None = None,
+    watch: ProgressText = lambda text: None,
+) -> RowProfiles | None:
+    """Measure the model of a run with several numbers of rows in a micro-batch.
+
+    By default the rows are those of the config, and as many processes measure at once as
+    will compute at once. A quick measurement leaves out what takes too long: numbers of
+    rows, which `RowProfiles` scales from the others, and if one row is already too much,
+    some of its tokens.
+    """
+    request = request_of(config, placement, None, quick)
+    counts = sorted(set(rows or (config.rows,)))
+    if quick:
+        request, counts = affordable(request, counts)
+    processes = placement.processors if ranks is None else ranks
+    profiles = profile_rows(request, counts, processes, watch)
+    tokens = config.data.tokens
+    if profiles is None or request.tokens == tokens:
+        return profiles
+    enlarged = [enlarge(each, each.rows, tokens) for each in profiles.measured]
+    return RowProfiles(tuple(enlarged))
+
+
+def affordable(
+    request: ProfileRequest, rows: Sequence[int]
+) -> tuple[ProfileRequest, list[int]]:
+    """Leave out larger micro-batches, then a layer, then tokens, until a pass is quick enough."""
+    sizes = request.model
+    assert not isinstance(sizes, Path)
+    most = MAX_QUICK_OPERATIONS[_parse_device(request.device).type]
+
+    def is_quick(request: ProfileRequest, count: int) -> bool:
+        depth = min(request.depth, sizes.layers)
+        flops = flops_per_token(sizes, request.tokens) / sizes.layers * depth
+        return flops * count * request.tokens <= most
+
+    fewest = min(rows)
+    if not is_quick(request, fewest):
+        request = replace(request, depth=1)
+    while (
+        not is_quick(request, fewest)
+        and request.tokens % 2 == 0
+        and request.tokens // 2 >= MIN_QUICK_TOKENS
+    ):
+        request = replace(request, tokens=request.tokens // 2)
+    counts = [count for count in rows if is_quick(request, count)]
+    return request, counts or [fewest]
+
+
 def profile_model(
     request: ProfileRequest, ranks: int = 1, watch: ProgressText = lambda text: None
 ) -> Profile | None:
@@ -100,18 +197,40 @@ def profile_model(
     Under torchrun all of its ranks measure, and all but the first return None. Otherwise
     `ranks` new processes measure at the same time, or this process if `ranks` is 1.
     """
+    profiles = profile_rows(request, (request.rows,), ranks, watch)
+    return None if profiles is None else profiles.measured[0]
+
+
+def profile_rows(
+    request: ProfileRequest,
+    rows: Sequence[int],
+    ranks: int = 1,
+    watch: ProgressText = lambda text: None,
+) -> RowProfiles | None:
+    """Measure the profiles of a model with these numbers of rows, instead of the request's.
+
+    Which processes measure, and what they return, is as for `profile_model`.
+    """
+    counts = tuple(sorted(set(rows)))
+    if not counts or counts[0] < 1:
+        raise ShapeError(
+            f"micro-batches of {list(rows)} rows cannot be measured; the least is 1"
+        )
     on_cpu = _parse_device(request.device).type == "cpu"
     if on_cpu and "bfloat16" in (request.dtype, request.autocast):
         avoid_broken_amx()
     if under_launcher():
-        return run_on_ranks(measure_request, request, watch, patience=PROFILE_PATIENCE)
+        return run_on_ranks(
+            measure_rows_of, request, counts, watch, patience=PROFILE_PATIENCE
+        )
     if ranks == 1:
-        return measure_request(None, request, watch)
+        return measure_rows_of(None, request, counts, watch)
     watch(f"{ranks} ranks measure at the same time")
     profiles = spawn(
         ranks,
-        measure_request,
+        measure_rows_of,
         request,
+        counts,
         _silent,
         patience=PROFILE_PATIENCE,
         backend="gloo" if on_cpu else None,
@@ -127,17 +246,27 @@ def measure_request(
     comm: Comm | None, request: ProfileRequest, watch: ProgressText = _silent
 ) -> Profile:
     """Measure in this process, at the same time as all other ranks of `comm`."""
+    return measure_rows_of(comm, request, (request.rows,), watch).measured[0]
+
+
+def measure_rows_of(
+    comm: Comm | None,
+    request: ProfileRequest,
+    rows: Sequence[int],
+    watch: ProgressText = _silent,
+) -> RowProfiles:
+    """Measure several numbers of rows, in ascending order, as `measure_request` does."""
     if request.threads is not None:
         torch.set_num_threads(request.threads)
     if comm is not None and comm.rank > 0:
         watch = _silent
-    subjects = subjects_of(request, comm)
-    if request.graphs and subjects.layer.inputs.device.type != "cuda":
+    subjects = subjects_by_rows(request, rows, comm)
+    if request.graphs and subjects[0].layer.inputs.device.type != "cuda":
         raise RunError(
             "graphs record the launches of a GPU, but this profile is of a CPU; "
             "leave them out"
         )
-    return measure(
+    return measure_rows(
         subjects,
         comm,
         request.links,
@@ -146,12 +275,20 @@ def measure_request(
         request.where,
         statistics.fmean if request.mean else statistics.median,
         CudaTape() if request.graphs else None,
+        request.quick,
     )
 
 
 # ---------------------------------------------------------------- the pieces of a model
 def subjects_of(request: ProfileRequest, comm: Comm | None = None) -> Subjects:
     """Build the pieces of a model on their device, with random tokens and hidden states."""
+    return subjects_by_rows(request, (request.rows,), comm)[0]
+
+
+def subjects_by_rows(
+    request: ProfileRequest, rows: Sequence[int], comm: Comm | None = None
+) -> list[Subjects]:
+    """Build the pieces of a model once, with inputs for each number of rows."""
     device = _device(request.device, comm)
     dtype = _dtype(request.dtype)
     torch.manual_seed(0)
@@ -159,31 +296,36 @@ def subjects_of(request: ProfileRequest, comm: Comm | None = None) -> Subjects:
     model = model.to(device=device, dtype=dtype)
     depth = min(request.depth, layers)
     embed, middle, head = split(model, (0, depth, 0))
-    shape = (request.rows, request.tokens)
-    words = torch.randint(0, vocab, shape, device=device)
-    labels = torch.randint(0, vocab, shape, device=device)
-    hidden = torch.randn(*shape, model_width(model), device=device, dtype=dtype)
     autocast = None if request.autocast is None else _dtype(request.autocast)
-    starts = None
-    if request.separate:
-        half = request.tokens // 2
-        lengths = torch.tensor([half, request.tokens - half], device=device)
-        starts = document_starts(lengths).expand(shape)
-    return Subjects(
-        Subject(embed, words, autocast=autocast, starts=starts),
-        Subject(
-            middle,
-            hidden,
-            depth,
-            prefixes=not middle.unsliceable,
-            autocast=autocast,
-            starts=starts,
-        ),
-        Subject(head, hidden, loss=token_loss, labels=labels, autocast=autocast),
-        layers,
-        facts,
-        _device_facts(device, request, 1 if comm is None else comm.ranks),
-    )
+    device_facts = _device_facts(device, request, 1 if comm is None else comm.ranks)
+    subjects = []
+    for count in rows:
+        shape = (count, request.tokens)
+        words = torch.randint(0, vocab, shape, device=device)
+        labels = torch.randint(0, vocab, shape, device=device)
+        hidden = torch.randn(*shape, model_width(model), device=device, dtype=dtype)
+        starts = None
+        if request.separate:
+            half = request.tokens // 2
+            lengths = torch.tensor([half, request.tokens - half], device=device)
+            starts = document_starts(lengths).expand(shape)
+        each = Subjects(
+            Subject(embed, words, autocast=autocast, starts=starts),
+            Subject(
+                middle,
+                hidden,
+                depth,
+                prefixes=not middle.unsliceable,
+                autocast=autocast,
+                starts=starts,
+            ),
+            Subject(head, hidden, loss=token_loss, labels=labels, autocast=autocast),
+            layers,
+            facts,
+            device_facts,
+        )
+        subjects.append(each)
+    return subjects
 
 
 def _shallow_model(request: ProfileRequest) -> tuple[nn.Module, int, int, Facts]:
