@@ -10,6 +10,7 @@ from penstock.errors import PenstockError
 
 if TYPE_CHECKING:
     from penstock.config import Config
+    from penstock.cost import Profile
     from penstock.ir import Plan
     from penstock.train.forecast import Forecast
     from penstock.train.placement import Placement
@@ -48,11 +49,17 @@ def describe_placement(placement: Placement) -> str:
 
 
 def measured_forecast(
-    config: Config, plan: Plan, placement: Placement, folder: Path | None = None
+    config: Config,
+    plan: Plan,
+    placement: Placement,
+    folder: Path | None = None,
+    profile: Profile | None = None,
 ) -> Forecast:
-    """Measure and predict a step, while the terminal shows that this is going on."""
-    from penstock.train.forecast import measure_forecast
+    """Predict a step. Without a profile, measure one while the terminal shows it."""
+    from penstock.train.forecast import forecast, measure_forecast
 
+    if profile is not None:
+        return forecast(config, plan, profile, placement.processors)
     with progress("timing a layer"):
         return measure_forecast(config, plan, placement, folder)
 

@@ -1,13 +1,14 @@
-"""`penstock plan`: ranks every schedule that fits, and says whether to slice sequences."""
+"""`penstock plan`: searches for the fastest plan, and says how far from the optimum it can be."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import pairwise
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Optional
 
 import typer
 
-from penstock.cli.cost import check_memory_option, price_of
 from penstock.cli.options import (
     AcceptError,
     BackwardOption,
@@ -18,33 +19,75 @@ from penstock.cli.options import (
     ProfileFile,
     TokensOption,
 )
-from penstock.cli.tables import print_json, print_table, progress, write
+from penstock.cli.tables import print_json, print_table, progress, tell, write
 
 if TYPE_CHECKING:
-    from penstock.plan import Candidate, Portfolio
-    from penstock.plan.choice import Choice, Limits
-    from penstock.plan.price import Price
-    from penstock.plan.slices import SlicedCandidate, SlicedPlans
+    from rich.status import Status
+
+    from penstock.plan.question import Question
+    from penstock.plan.search import Landscape, Progress, Row
 
 MAX_LENGTHS_SHOWN = 4  # a row shows the lengths of at most this many slices
+CONFIG_PANEL = "A model and its devices"
+UNIT_PANEL = "Ranks in units of the papers"
 
 
 def plan_command(
-    ranks: Annotated[int, typer.Option(help="Workers in the pipeline.")],
-    microbatches: Annotated[int, typer.Option(help="Micro-batches in a step.")],
-    memory: Annotated[
-        Optional[float],
-        typer.Option(
-            help="Activations that a rank may hold: in micro-batches, or with --profile "
-            "in MiB."
+    source: Annotated[
+        Optional[Path],
+        typer.Argument(
+            metavar="[CONFIG]",
+            help="A config.toml, whose model is measured here unless --profile or --gpu is given.",
         ),
+    ] = None,
+    changes: Annotated[
+        Optional[list[str]],
+        typer.Option(
+            "--set", help="Change a value of the config: section.key=value. May repeat."
+        ),
+    ] = None,
+    devices: Annotated[
+        Optional[int],
+        typer.Option(
+            help="Divide this many devices into copies, ranks and meshes. "
+            "Default: as many as the config has.",
+            rich_help_panel=CONFIG_PANEL,
+        ),
+    ] = None,
+    memory: Annotated[
+        Optional[str],
+        typer.Option(
+            help="Memory of a device, such as 80GiB. Without a model: micro-batches that "
+            "a rank may hold; with --profile alone a bare number means MiB."
+        ),
+    ] = None,
+    gpu: Annotated[
+        Optional[str],
+        typer.Option(
+            help="Plan for a known GPU without having one: v100, a100-40, a100-80, h100 "
+            "or h200. Its times come from a formula.",
+            rich_help_panel=CONFIG_PANEL,
+        ),
+    ] = None,
+    cluster: Annotated[
+        Optional[Path],
+        typer.Option(
+            help="A cluster.toml with the speeds of the devices and the links between them.",
+            rich_help_panel=CONFIG_PANEL,
+        ),
+    ] = None,
+    profile: ProfileFile = None,
+    tokens: TokensOption = None,
+    accept_error: AcceptError = False,
+    ranks: Annotated[
+        Optional[int], typer.Option(help="Ranks of the pipeline.")
+    ] = None,
+    microbatches: Annotated[
+        Optional[int], typer.Option(help="Micro-batches in a step.")
     ] = None,
     forward: ForwardOption = None,
     backward: BackwardOption = None,
     comm: CommOption = None,
-    profile: ProfileFile = None,
-    tokens: TokensOption = None,
-    accept_error: AcceptError = False,
     stages: Annotated[
         int,
         typer.Option(
@@ -60,8 +103,8 @@ def plan_command(
     granularity: Annotated[
         Optional[int],
         typer.Option(
-            help="With --profile: cuts are multiples of this number of tokens. "
-            "Default: 16, or 128 for a profile of a GPU."
+            help="Cuts are multiples of this number of tokens. "
+            "Default: 16, or 128 for a GPU."
         ),
     ] = None,
     weights: Annotated[
@@ -69,209 +112,220 @@ def plan_command(
     ] = 1,
     top: Annotated[int, typer.Option(help="The number of rows to show.")] = 15,
     output: OutputFile = None,
+    page: Annotated[
+        Optional[Path],
+        typer.Option(help="Write a page that shows all that was compared, as HTML."),
+    ] = None,
     json: JsonFlag = False,
 ) -> None:
-    """Build, simulate and rank every schedule that fits; with -o, write the best as a plan.json.
+    """Search for the fastest plan; with -o, write it as a plan.json that `penstock train` runs.
 
-    The bound and the gap of a row hold for its own placement and cuts: another order of the same stages could be faster
-    by the gap at most. They say nothing about other placements or cuts.
+    It divides the devices into copies, ranks and meshes, the batch into micro-batches and token slices, and the layers
+    into parts, and orders what every rank does. The bound under the table holds for every plan of that space.
 
-    With a profile it also says whether and where to cut sequences into slices, and what that gains.
+    Example: penstock plan config.toml --devices 32 --memory 80GiB --gpu h100 -o plan.json --page plan.html
 
     Example: penstock plan --ranks 8 --microbatches 16 --comm 0.05 --memory 8 -o plan.json
 
     Example: penstock plan --ranks 4 --microbatches 2 --profile profile.json --tokens 8192
     """
     from penstock.formats import dump_plan
-    from penstock.plan import candidate_plan
-    from penstock.plan.choice import Limits
-
-    price = price_of(forward, backward, comm, profile, tokens, accept_error)
-    check_memory_option(memory)
-    limits = Limits(memory, stages, slices, weights, granularity)
-    choice = _choose(ranks, microbatches, price, limits)
-    if output is not None:
-        best = choice.best
-        facts = price.facts(str(profile), memory)
-        plan = candidate_plan(best, facts, price.partition(best.schedule))
-        write(output, dump_plan(plan), quiet=json)
-    if json:
-        sizes = {"ranks": ranks, "microbatches": microbatches, "memory": memory}
-        print_json({**sizes, **_choice_facts(choice)})
-        return
-    _print_portfolio(choice.portfolio, price, limits, top)
-    if choice.sliced is not None:
-        _print_slices(choice.sliced, price, top)
-
-
-def _choose(ranks: int, microbatches: int, price: Price, limits: Limits) -> Choice:
-    """Rank all candidates while a line in the terminal shows the current one."""
-    from penstock.plan.choice import choose_plan
+    from penstock.plan.planner import chosen_plan
+    from penstock.plan.question import Options, question_of
+    from penstock.plan.search import search
     from penstock.view.numbers import write_size
 
+    options = Options(
+        source=source,
+        changes=tuple(changes or ()),
+        devices=devices,
+        memory=memory,
+        gpu=gpu,
+        cluster=cluster,
+        profile=profile,
+        tokens=tokens,
+        accept_error=accept_error,
+        ranks=ranks,
+        microbatches=microbatches,
+        forward=forward,
+        backward=backward,
+        comm=comm,
+        stages=stages,
+        slices=slices,
+        granularity=granularity,
+        weights=weights,
+    )
+    question = question_of(options, _measure_here)
     with progress("planning") as status:
+        landscape = search(
+            question.workload,
+            question.pricing,
+            question.limits,
+            show_progress(status),
+            lambda size: write_size(size, question.units, digits=4),
+        )
+    if landscape.interrupted:
+        tell("stopped", "this is the best plan so far, not the end of the search")
+    if output is not None:
+        plan = chosen_plan(landscape, question.facts)
+        write(output, dump_plan(plan), quiet=json)
+    if page is not None:
+        from penstock.view.landscape import render_landscape
 
-        def show_name(name: str) -> None:
-            if status is not None:
-                status.update(f"planning: {name}")
+        write(page, render_landscape(landscape, question), quiet=json)
+    if json:
+        print_json(_landscape_facts(landscape, question))
+        return
+    _print_landscape(landscape, question, top)
 
-        def show_size(size: float) -> str:
-            return write_size(size, price.cost.units, digits=4)
 
-        return choose_plan(ranks, microbatches, price, limits, show_name, show_size)
+def _measure_here(source: Path | None, changes: tuple[str, ...]):  # noqa: ANN202
+    raise NotImplementedError
+
+
+def show_progress(status: Status | None) -> Callable[[Progress], None]:
+    """Return a function that shows the progress of a search in a terminal."""
+
+    def show(progress: Progress) -> None:
+        if status is None:
+            return
+        text = f"planning: {progress.doing}"
+        if progress.best < float("inf"):
+            gap = ""
+            if progress.bound:
+                gap = f", at most {progress.best / progress.bound - 1:.1%} above the optimum"
+            text += f" (best so far {progress.best:.4g}{gap})"
+        status.update(text)
+
+    return show
 
 
 # ---------------------------------------------------------------- JSON
-def _choice_facts(choice: Choice) -> dict[str, object]:
-    portfolio = choice.portfolio
-    facts: dict[str, object] = {
-        "schedules": [_candidate_facts(one) for one in portfolio.candidates]
+def _landscape_facts(landscape: Landscape, question: Question) -> dict[str, object]:
+    workload = question.workload
+    return {
+        "devices": workload.devices,
+        "memory": workload.memory,
+        "lower_bound": landscape.bound,
+        "gap": landscape.gap,
+        "interrupted": landscape.interrupted,
+        "schedules": [_row_facts(row) for row in landscape.rows],
+        "cells": [
+            {
+                "copies": one.cell.copies,
+                "ranks": one.cell.ranks,
+                "tensor": one.cell.tensor,
+                "shard": one.cell.shard,
+                "microbatches": one.cell.microbatches,
+                "rows": one.cell.rows,
+                "recomputed": one.cell.recomputed,
+                "lower_bound": one.bound,
+                "step": one.best.step if one.best else None,
+                "reason": one.reason,
+            }
+            for one in landscape.cells
+        ],
+        "too_large": [
+            {"name": name, "peak": peak} for name, peak in landscape.too_large
+        ],
     }
-    if choice.sliced is not None:
-        facts["sliced"] = [_slice_facts(row) for row in choice.sliced.rows]
-        facts["verdict"] = choice.sliced.verdict
-    facts["too_large"] = [
-        {"name": name, "peak": peak} for name, peak in portfolio.too_large
-    ]
-    return facts
 
 
-def _candidate_facts(candidate: Candidate) -> dict[str, object]:
+def _row_facts(row: Row) -> dict[str, object]:
+    candidate = row.candidate
+    cell = row.cell
     return {
         "name": candidate.name,
         "shape": dict(candidate.shape),
         "order": candidate.sort,
+        "copies": cell.copies,
+        "ranks": cell.ranks,
+        "tensor": cell.tensor,
+        "shard": cell.shard,
+        "microbatches": cell.microbatches,
+        "rows": cell.rows,
+        "step": candidate.step,
         "makespan": candidate.makespan,
         "bubble": candidate.bubble,
         "peak": candidate.peak,
         "weights": candidate.weights,
-        "lower_bound": candidate.bound,
-        "gap": candidate.gap,
+        "order_bound": candidate.bound,
         "noisy_makespan": candidate.noisy,
+        "cuts": list(candidate.schedule.microbatches[0].cuts),
+        "partition": list(candidate.partition),
+        "recompute": list(candidate.recompute),
     }
 
 
-def _slice_facts(row: SlicedCandidate) -> dict[str, object]:
-    candidate = row.candidate
-    return {
-        "name": candidate.name,
-        "shape": dict(candidate.shape),
-        "order": candidate.sort,
-        "cuts": list(row.cuts),
-        "makespan": candidate.makespan,
-        "bubble": candidate.bubble,
-        "peak": candidate.peak,
-        "lower_bound": candidate.bound,
-        "speedup": row.speedup,
-    }
-
-
-# ---------------------------------------------------------------- tables
-def _print_portfolio(
-    portfolio: Portfolio, price: Price, limits: Limits, top: int
-) -> None:
-    from penstock.plan import title
+# ---------------------------------------------------------------- the table
+def _print_landscape(landscape: Landscape, question: Question, top: int) -> None:
+    from penstock.plan.candidates import title
     from penstock.view.numbers import size_scale, time_scale
 
-    shown = portfolio.candidates[:top]
-    times = time_scale(portfolio.best.makespan, price.cost.units)
-    sizes = size_scale(portfolio.best.peak, price.cost.units)
-    heads = (
-        "",
-        "schedule",
-        "order",
-        "makespan",
-        "bubble",
-        "peak",
-        "bound",
-        "gap",
-        "±10%",
-    )
-    rows = [
-        (
+    best = landscape.best.candidate
+    times = time_scale(best.step, question.units)
+    sizes = size_scale(best.peak, question.units)
+    several = len({row.cell for row in landscape.rows}) > 1
+    heads = ["", "schedule", "order", "step", "bubble", "peak", "±10%"]
+    if several:
+        heads.insert(1, "copies x ranks, micro-batches")
+    rows = []
+    for place, row in enumerate(landscape.rows[:top], start=1):
+        candidate = row.candidate
+        cells = [
             str(place),
             title(candidate.name, candidate.shape),
             candidate.sort,
-            times.number(candidate.makespan),
+            times.number(candidate.step),
             f"{candidate.bubble:.1%}",
             sizes.number(candidate.peak, 3),
-            times.number(candidate.bound),
-            f"{candidate.gap:.1%}",
             times.number(candidate.noisy),
-        )
-        for place, candidate in enumerate(shown, start=1)
-    ]
-    measured = ""
-    if price.profile is not None:
-        measured = f"{sizes.unit}; times are in {times.unit}"
-    notes = _notes(portfolio, price, limits, top, measured or "micro-batches")
-    print_table(heads, rows, notes, spare=("bound", "order", "±10%"))
+        ]
+        if several:
+            cells.insert(1, row.cell.name)
+        rows.append(cells)
+    notes = _notes(landscape, question, top, times.unit, sizes.unit)
+    print_table(heads, rows, "\n".join(notes), spare=("order", "±10%"))
 
 
 def _notes(
-    portfolio: Portfolio, price: Price, limits: Limits, top: int, units: str
-) -> str:
-    """Return the explanations under the table of candidates."""
-    from penstock.view.numbers import write_size
+    landscape: Landscape, question: Question, top: int, seconds: str, sizes: str
+) -> list[str]:
+    """Return the explanations under the table."""
+    from penstock.view.numbers import write_size, write_time
 
+    bound = write_time(landscape.bound, question.units, digits=4)
     notes = [
-        "order: fixed is the same for any cost; split and listed are adapted to this cost",
-        "±10%: mean makespan under random noise that no candidate was adapted to",
-        "bound: no order of this placement and these cuts is faster, but other placements may be; gap: distance to it",
-        f"peak: the activations of the fullest rank, in {units}",
+        f"bound: no plan of this space takes less than {bound}; "
+        f"the best one is {landscape.gap:.1%} above it",
+        f"the bound ignores {question.ignored}",
+        "order: fixed is the same for any cost; split, listed and improved are adapted to this cost",
+        "±10%: mean makespan of the best rows under random noise that no candidate was adapted to",
     ]
-    hidden = len(portfolio.candidates) - top
+    if seconds:
+        notes.append(
+            f"times are in {seconds}; peak: what the fullest device holds, in {sizes}"
+        )
+    else:
+        notes.append("peak: the activations of the fullest rank, in micro-batches")
+    cuts = landscape.best.candidate.schedule.microbatches[0].cuts
+    if len(cuts) > 2 and seconds:
+        notes.append(f"tokens of the best plan's slices: {slice_lengths(cuts)}")
+    hidden = len(landscape.rows) - top
     if hidden > 0:
         notes.append(f"{hidden} more candidates fit; --top shows more rows")
-    if portfolio.too_large:
-        name, peak = portfolio.too_large[0]
-        limit = price.memory_limit(limits.memory) or 0.0
-        units_of_cost = price.cost.units
+    if landscape.too_large:
+        name, peak = landscape.too_large[0]
+        limit = write_size(question.workload.memory or 0.0, question.units, 4)
         notes.append(
-            f"{len(portfolio.too_large)} candidates exceed the memory limit of "
-            f"{write_size(limit, units_of_cost, 4)}; the smallest of them is {name} "
-            f"({write_size(peak, units_of_cost, 4)})"
+            f"{len(landscape.too_large)} candidates exceed the memory of {limit}; "
+            f"the smallest of them is {name} ({write_size(peak, question.units, 4)})"
         )
     untried = ["skip (it leaves out work)"]
-    if limits.weights < 2:
+    if question.limits.weights < 2:
         untried.append("chimera (it needs two copies of the weights: --weights 2)")
     notes.append(f"not tried: {', '.join(untried)}")
-    return "\n".join(notes)
-
-
-def _print_slices(plans: SlicedPlans, price: Price, top: int) -> None:
-    """Print the ways to slice sequences, and whether slicing pays."""
-    from penstock.plan import title
-    from penstock.view.numbers import size_scale, time_scale
-
-    times = time_scale(plans.best.candidate.makespan, price.cost.units)
-    sizes = size_scale(plans.best.candidate.peak, price.cost.units)
-    heads = (
-        "schedule",
-        "slices",
-        "tokens of each",
-        "latency",
-        "bubble",
-        "peak",
-        "speed-up",
-    )
-    rows = []
-    for row in plans.rows[:top]:
-        candidate = row.candidate
-        shape = tuple(pair for pair in candidate.shape if pair[0] != "slices")
-        speedup = "-" if row.speedup is None else f"{row.speedup:.3f}"
-        rows.append(
-            (
-                title(candidate.name, shape),
-                str(row.slices),
-                slice_lengths(row.cuts),
-                times.number(candidate.makespan),
-                f"{candidate.bubble:.1%}",
-                sizes.number(candidate.peak, 3),
-                speedup,
-            )
-        )
-    print_table(heads, rows, plans.verdict, spare=("tokens of each", "peak"))
+    return notes
 
 
 def slice_lengths(cuts: tuple[int, ...]) -> str:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Optional
@@ -18,6 +19,7 @@ from penstock.cli.forecast import (
     print_memory,
     tell_if_too_large,
 )
+from penstock.cli.plan import show_progress
 from penstock.cli.tables import (
     counting,
     print_plain,
@@ -29,7 +31,9 @@ from penstock.errors import ConfigError, FileError, PenstockError, RunError
 
 if TYPE_CHECKING:
     from penstock.config import Config
+    from penstock.cost import Profile
     from penstock.ir import Plan
+    from penstock.train.auto import AutoPlan
     from penstock.train.data.corpus import Corpus
     from penstock.train.lock import Lock
     from penstock.train.placement import Placement
@@ -102,14 +106,16 @@ def train_command(
         return
     if not dry_run:
         check_start(config, folder, resume)
+    kept = _kept_plan(config, folder, changes or []) if resume else None
     with locking() as lock, ended_by_signals(partial(tell, "ended")):
-        config, plan, corpus, placement = _prepare(
-            config, folder, resume, None if dry_run else lock, given
+        prepared = _prepare(
+            config, folder, resume, None if dry_run else lock, given, kept
         )
+        config, plan, placement = prepared.config, prepared.plan, prepared.placement
         check_gpus_suffice(config, placement)
-        _announce(config, plan, folder, corpus, placement)
+        _announce(config, plan, folder, prepared.corpus, placement)
         if dry_run:
-            _print_dry_run(config, plan, placement)
+            _print_dry_run(prepared)
             return
         if config.run.forecast:
             tell("predicted", prediction(config, plan, placement, folder))
@@ -162,30 +168,94 @@ def require_torch() -> None:
         ) from None
 
 
+@dataclass(frozen=True, slots=True)
+class _Prepared:
+    """Everything that is known before the workers start."""
+
+    config: Config
+    plan: Plan
+    placement: Placement
+    corpus: Corpus | None  # None in a dry run
+    profile: Profile | None  # that auto planned with; None if the plan was given
+
+
 def _prepare(
     config: Config,
     folder: Path,
     resume: bool,
     lock: Lock | None,
     given: Collection[str],
-) -> tuple[Config, Plan, Corpus | None, Placement]:
-    """Plan, read the text and write the files of the run; without a lock, only check."""
-    from penstock.plan.planner import plan_run
+    kept: Plan | None = None,
+) -> _Prepared:
+    """Plan, read the text and write the files of the run; without a lock, only check.
+
+    A plan that was `kept` from before is used instead of a new one.
+    """
+    from penstock.train.forecast import keep_profile
     from penstock.train.placement import decide_placement
     from penstock.train.start import check_dry_run, prepare_run
-    from penstock.train.worker import model_sizes
 
-    with progress("planning"):
-        config, plan = plan_run(config, model_sizes(config).layers, given)
+    config, plan, profile = _plan(config, given, kept)
     placement = decide_placement(config, plan.schedule.ranks * config.mesh.size)
     if lock is None:
         check_dry_run(config, placement)
-        return config, plan, None, placement
+        return _Prepared(config, plan, placement, None, profile)
     with counting("reading text") as watch:
         config, corpus = prepare_run(
             config, plan, placement, folder, resume, lock, watch
         )
-    return config, plan, corpus, placement
+    if profile is not None:
+        keep_profile(profile, folder, config, plan)
+    return _Prepared(config, plan, placement, corpus, profile)
+
+
+def _plan(
+    config: Config, given: Collection[str], kept: Plan | None
+) -> tuple[Config, Plan, Profile | None]:
+    """Make the plan of a run. Auto measures the model first, and returns its profile too."""
+    from penstock.plan.planner import plan_run
+    from penstock.train.worker import model_sizes
+
+    layers = model_sizes(config).layers
+    profiles: list[Profile] = []
+
+    def plan_auto(config: Config) -> Plan:
+        if kept is not None:
+            return kept
+        auto = _measured_plan(config, layers, given)
+        profiles.append(auto.profile)
+        return auto.plan
+
+    config, plan = plan_run(config, layers, given, plan_auto)
+    return config, plan, profiles[0] if profiles else None
+
+
+def _measured_plan(config: Config, layers: int, given: Collection[str]) -> AutoPlan:
+    """Measure the model on this machine and search for the fastest plan."""
+    from penstock.train.auto import machine_workload, measure, plan_workload
+    from penstock.train.capacity import check_timing
+    from penstock.train.worker import model_sizes
+
+    workload, placement = machine_workload(config, layers, given)
+    check_timing(config, model_sizes(config), placement)
+    with progress("timing a layer"):
+        profiles = measure(workload, placement)
+    with progress("planning") as status:
+        return plan_workload(workload, profiles, watch=show_progress(status))
+
+
+def _kept_plan(config: Config, folder: Path, changes: Sequence[str]) -> Plan | None:
+    """Return the plan of the run in a folder, if auto made it and nothing that it depends on has changed."""
+    from penstock.config import AUTO
+    from penstock.formats import read_plan
+    from penstock.train.worker import PLAN_FILE
+
+    file = folder / PLAN_FILE
+    deciding = ("schedule.", "mesh.", "model.", "data.batch", "data.tokens", "run.")
+    changed = any(change.strip().startswith(deciding) for change in changes)
+    if config.schedule.name != AUTO or changed or not file.is_file():
+        return None
+    return read_plan(file)
 
 
 def _announce(
@@ -233,9 +303,10 @@ def _describe_text(corpus: Corpus, config: Config) -> str:
     )
 
 
-def _print_dry_run(config: Config, plan: Plan, placement: Placement) -> None:
+def _print_dry_run(prepared: _Prepared) -> None:
     """Print the memory and the speed that a run would have."""
-    forecast = measured_forecast(config, plan, placement)
+    config, plan, placement = prepared.config, prepared.plan, prepared.placement
+    forecast = measured_forecast(config, plan, placement, profile=prepared.profile)
     print_memory(forecast, config)
     tell_if_too_large(config, plan, placement)
     print_plain(f"predicted: {describe_step(forecast, config)}")
@@ -259,18 +330,18 @@ def _as_a_rank(
 
     def prepare() -> None:
         first_resume = resume and not restarted()
-        full_config, plan, corpus, placement = _prepare(
-            config, folder, first_resume, lock, given
-        )
+        kept = _kept_plan(config, folder, ()) if resume or restarted() else None
+        prepared = _prepare(config, folder, first_resume, lock, given, kept)
         if not restarted():
             forget_previous_end(folder)
-        mesh = full_config.mesh
+        plan = prepared.plan
+        mesh = prepared.config.mesh
         if plan.schedule.ranks * mesh.size != comm.ranks:
             raise ConfigError(
                 f"the schedule has {mesh.over(plan.schedule.ranks)}, but {comm.ranks} "
                 "were launched"
             )
-        _announce(full_config, plan, folder, corpus, placement)
+        _announce(prepared.config, plan, folder, prepared.corpus, prepared.placement)
 
     try:
         after_first(comm, prepare)

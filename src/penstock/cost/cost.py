@@ -65,9 +65,9 @@ class Cost(ABC):
         """
         return 0.0
 
-    def update(self, schedule: Schedule) -> float:
-        """Seconds of the optimizer on the rank where it takes longest."""
-        return 0.0
+    def updates(self, schedule: Schedule) -> list[float]:
+        """Seconds of the optimizer on each rank, after the last action."""
+        return [0.0] * schedule.ranks
 
     @property
     def serial(self) -> bool:

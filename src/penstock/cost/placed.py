@@ -27,8 +27,8 @@ class PlacedCost(Cost):
 
     The layers are balanced over the ranks, as measured, or divided evenly over the parts.
     `recomputed` is the share of the parts, from the first one on, that keep only their
-    input: these hold their activations for the longest time. `partition` fixes the layers
-    of each part.
+    input: these hold their activations for the longest time. `recompute` names such parts
+    instead, and `partition` fixes the layers of each part.
     """
 
     profile: Profile
@@ -36,6 +36,7 @@ class PlacedCost(Cost):
     recomputed: float = 0.0
     balanced: bool = True
     partition: tuple[int, ...] = ()
+    recompute: tuple[int, ...] = ()
     model_costs: dict[tuple[int, ...], ModelCost] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -49,7 +50,7 @@ class PlacedCost(Cost):
 
     def recomputed_parts(self, schedule: Schedule) -> tuple[int, ...]:
         """Return the parts of a schedule that are computed again in the backward."""
-        return tuple(range(_count(self.recomputed, schedule.parts)))
+        return self._recomputed(schedule.parts)
 
     def model_cost(self, schedule: Schedule) -> ModelCost:
         """The cost of this schedule's own parts."""
@@ -60,15 +61,18 @@ class PlacedCost(Cost):
 
     def _model_cost(self, ranks: tuple[int, ...]) -> ModelCost:
         partition = self.partition or self._partition(ranks)
-        again = _count(self.recomputed, len(ranks))
+        again = self._recomputed(len(ranks))
         last = len(ranks) - 1
         # The overhead of an action is a pause after it, which is how it was measured.
         profile = replace(self.profile, turn=0.0)
         parts = tuple(
-            profile.part(layers, number == 0, number == last, number < again)
+            profile.part(layers, number == 0, number == last, number in again)
             for number, layers in enumerate(partition)
         )
         return ModelCost(parts, self.profile.network, tokens=self.tokens)
+
+    def _recomputed(self, parts: int) -> tuple[int, ...]:
+        return self.recompute or tuple(range(_count(self.recomputed, parts)))
 
     def _partition(self, ranks: tuple[int, ...]) -> tuple[int, ...]:
         profile = self.profile
@@ -82,13 +86,13 @@ class PlacedCost(Cost):
             _work(profile.head, self.tokens),
         )
 
-    def update(self, schedule: Schedule) -> float:
-        """Seconds of the optimizer on the rank where it takes longest."""
+    def updates(self, schedule: Schedule) -> list[float]:
+        """Seconds of the optimizer on each rank."""
         part_updates = self.profile.update(self.partition_of(schedule))
         rank_updates = [0.0] * schedule.ranks
-        for rank, part in {(stage.rank, stage.part) for stage in schedule.stages}:
+        for rank, part in sorted({(one.rank, one.part) for one in schedule.stages}):
             rank_updates[rank] += part_updates[part]
-        return max(rank_updates)
+        return rank_updates
 
     # ------------------------------------------------------------ the questions of the simulator
     def seconds(self, schedule: Schedule, action: Action) -> float:

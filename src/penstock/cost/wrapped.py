@@ -54,9 +54,9 @@ class WrappedCost(Cost):
         """Bytes of weights that the first and the last part share."""
         return self.cost.tied(schedule)
 
-    def update(self, schedule: Schedule) -> float:
-        """Seconds of the optimizer on the slowest rank."""
-        return self.cost.update(schedule)
+    def updates(self, schedule: Schedule) -> list[float]:
+        """Seconds of the optimizer on each rank."""
+        return self.cost.updates(schedule)
 
     @property
     def serial(self) -> bool:

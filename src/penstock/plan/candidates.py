@@ -52,7 +52,14 @@ class Judge:
 
     def step(self, schedule: Schedule, makespan: float) -> float:
         """Return the seconds of a step whose passes take `makespan`: passes and optimizer."""
-        return self.passes * makespan + self.cost.update(schedule)
+        return self.passes * makespan + self.update(schedule)
+
+    def update(self, schedule: Schedule) -> float:
+        """Return the seconds of the optimizer: of the slowest rank, or of all on shared processors."""
+        updates = self.cost.updates(schedule)
+        if self.processors is None:
+            return max(updates)
+        return max(*updates, sum(updates) / self.processors)
 
     def caps(self, schedule: Schedule) -> Floats | None:
         """Return the bytes that are left for the activations of each rank; None for any number."""

@@ -16,14 +16,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.config import Config
-from penstock.cost import PausedCost, Profile
+from penstock.cost import Profile
 from penstock.cost.curve import sum_curves
 from penstock.cost.fit import Fit
+from penstock.cost.placed import PlacedCost
 from penstock.cost.profile import Block, enlarge
 from penstock.formats import read_profile, write_profile
 from penstock.ir import Plan, Timeline
 from penstock.ir.schedule import stretch
-from penstock.sim import simulate_shared
+from penstock.plan.candidates import Judge
 
 if TYPE_CHECKING:
     from penstock.train.mesh import Share
@@ -78,19 +79,20 @@ def forecast(config: Config, plan: Plan, profile: Profile, processors: int) -> F
     size = config.mesh.size
     schedule = plan.schedule
     profile = profile_of_process(profile, config, processors)
-    actions = replace(profile, turn=0.0).cost(
-        plan.partition, None, config.run.recompute, config.data.tokens
+    recompute = set(plan.recompute)
+    if config.run.recompute:
+        recompute = set(range(schedule.parts))
+    cost = PlacedCost(
+        profile,
+        config.data.tokens,
+        partition=plan.partition,
+        recompute=tuple(sorted(recompute)),
     )
-    # The overhead of an action is time between two actions, which is how it was measured.
-    cost = PausedCost(actions, profile.turn, profile.turn, profile.turn)
-    timeline = simulate_shared(schedule, cost, max(1, processors // size))
-    updates = [0.0] * schedule.ranks
-    update_of_part = profile.update(plan.partition)
-    for stage in schedule.stages:
-        updates[stage.rank] += update_of_part[stage.part]
+    judge = Judge(cost, processors=max(1, processors // size))
+    timeline = judge.timeline(schedule)
     return Forecast(
         timeline,
-        optimizer=max(*updates, sum(updates) * size / processors),
+        optimizer=judge.update(schedule),
         passes=config.run.accumulate,
         tokens=config.data.batch * config.data.tokens,
         processors=processors,
@@ -182,8 +184,7 @@ def profile_run(config: Config, plan: Plan, placement: Placement) -> Profile:
     )
     if sampled:
         profile = enlarge(profile, config.rows, tokens)
-    mark = ("run", profile_mark(config, plan))
-    return replace(profile, device=(*profile.device, mark))
+    return profile
 
 
 def sample_size(
@@ -240,6 +241,13 @@ def profile_mark(config: Config, plan: Plan) -> str:
     return sha256(repr(parts).encode("utf-8", "surrogateescape")).hexdigest()[:16]
 
 
+def keep_profile(profile: Profile, folder: Path, config: Config, plan: Plan) -> None:
+    """Write a profile into the folder of a run, with a mark of what it was measured for."""
+    mark = ("run", profile_mark(config, plan))
+    marked = replace(profile, device=(*profile.device, mark))
+    write_profile(marked, folder / PROFILE)
+
+
 def known_forecast(folder: Path, config: Config, plan: Plan) -> Forecast | None:
     """Forecast a run with the profile in its folder.
 
@@ -263,5 +271,5 @@ def measure_forecast(
     """
     profile = profile_run(config, plan, placement)
     if folder is not None:
-        write_profile(profile, folder / PROFILE)
+        keep_profile(profile, folder, config, plan)
     return forecast(config, plan, profile, placement.processors)

@@ -467,7 +467,11 @@ def check_resumable(checkpoints: Path, sizes: Sizes, corpus: Corpus, seed: int) 
 def executor_of(job: Job, schedule: Schedule, holding: Holding, comm: Comm) -> Executor:
     """Return an executor for this rank's lane of a schedule over the plan's stages."""
     run = job.config.run
-    recompute = frozenset(holding.stages) if run.recompute else frozenset()
+    recompute = frozenset(
+        stage
+        for stage in holding.stages
+        if run.recompute or schedule.stages[stage].part in job.plan.recompute
+    )
     record = run.graphs and schedule is job.plan.schedule
     return Executor(
         lower(schedule),

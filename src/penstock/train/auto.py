@@ -1,0 +1,104 @@
+"""schedule.name = auto: measures the model on this machine, then searches for the fastest plan.
+
+    workload ──► measure ──► profiles for several numbers of rows ──► search ──► landscape, plan
+                                                                                     │
+                                         the profile of the plan's own rows is the forecast's
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+
+from penstock.config import Config
+from penstock.cost import Profile, RowProfiles
+from penstock.cost.profile import tile_of
+from penstock.ir import Plan
+from penstock.plan.planner import chosen_plan
+from penstock.plan.pricing import ProfilePricing
+from penstock.plan.recipes import Limits
+from penstock.plan.search import Landscape, Progress, search
+from penstock.plan.workload import MIN_GRANULARITY, Workload, cells_of, workload_of
+from penstock.runtime.process.launch import under_launcher
+from penstock.train.capacity import places_of
+from penstock.train.placement import Placement, decide_placement
+from penstock.train.profile import (
+    affordable,
+    measure_rows_of,
+    profile_config,
+    request_of,
+)
+from penstock.view.numbers import write_size
+
+MAX_MEASURED_ROWS = 3
+# The share of a memory that a plan may fill; activations of a moment need the rest.
+USABLE_SHARE = 0.9
+
+
+@dataclass(frozen=True, slots=True)
+class AutoPlan:
+    """A plan, the profile that it was made with, and everything that was compared with it."""
+
+    plan: Plan
+    profile: Profile
+    landscape: Landscape
+
+
+def machine_workload(
+    config: Config, layers: int, given: Collection[str] | None = None
+) -> tuple[Workload, Placement]:
+    """Return the workload of a config on this machine, with its memory and processors."""
+    workload = workload_of(config, layers, given)
+    placement = decide_placement(config, workload.devices)
+    pools = places_of(placement, config.mesh.size)
+    memory = min(pool.bytes / max(1, len(pool.ranks)) for pool in pools)
+    shared = placement.processors < placement.neighbours
+    workload = workload_of(
+        config,
+        layers,
+        given,
+        memory=USABLE_SHARE * memory if config.run.check_memory else None,
+        processors=placement.processors if shared else None,
+        granularity=max(MIN_GRANULARITY, tile_of(placement.device)),
+        exact=under_launcher(),
+    )
+    return workload, placement
+
+
+def measure(
+    workload: Workload,
+    placement: Placement,
+    watch: Callable[[str], None] = lambda text: None,
+) -> RowProfiles:
+    """Measure the model of a workload, with the numbers of rows that a plan may choose."""
+    config = workload.config
+    assert config is not None, "only the model of a config can be measured"
+    rows = rows_to_measure(workload)
+    if under_launcher():  # Only one of the launched processes plans; the others wait.
+        request, counts = affordable(request_of(config, placement, rows[0], True), rows)
+        return measure_rows_of(None, request, counts, watch)
+    profiles = profile_config(config, placement, rows, watch=watch)
+    assert profiles is not None, "only torchrun returns None"
+    return profiles
+
+
+def rows_to_measure(workload: Workload) -> list[int]:
+    """Return the smallest and the largest number of rows of a cell, and one between them."""
+    rows = sorted({cell.rows for cell in cells_of(workload)})
+    if len(rows) <= MAX_MEASURED_ROWS:
+        return rows
+    return [rows[0], rows[len(rows) // 2], rows[-1]]
+
+
+def plan_workload(
+    workload: Workload,
+    profiles: RowProfiles,
+    limits: Limits | None = None,
+    watch: Callable[[Progress], None] = lambda progress: None,
+) -> AutoPlan:
+    """Search for the fastest plan of a workload."""
+    pricing = ProfilePricing(workload, profiles.at)
+    landscape = search(workload, pricing, limits or Limits(), watch, write_size)
+    plan = chosen_plan(landscape, (("profile", "measured"),))
+    profile = profiles.at(landscape.best.cell.rows)
+    return AutoPlan(plan, profile, landscape)
