@@ -14,6 +14,7 @@ For waves this is 3 M + 3(P-1)/(2W) + 2(P-1)c with whole backwards, 3 M + (P-1)/
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from itertools import pairwise
 
 from penstock.cost.columns import columns
@@ -23,7 +24,9 @@ from penstock.ir.needs import BACKWARD, WEIGHTS
 from penstock.ir.schedule import MicroBatch, Schedule
 
 
-def lower_bound(schedule: Schedule, cost: Cost) -> float:
+def lower_bound(
+    schedule: Schedule, cost: Cost, cap: float | Sequence[float] | None = None
+) -> float:
     """Return a time that no lanes with these stages, paths, cuts and split backwards can beat."""
     table = schedule.table
     seconds = columns(schedule, cost).seconds

@@ -89,7 +89,7 @@ def list_schedule(
     """
     draft = sequential_schedule(stages, microbatches, split)
     costs = columns(draft, cost)
-    caps = _caps_of_ranks(draft, costs, cap)
+    caps = caps_of_ranks(draft, costs, cap)
     ordinals = _ordinals(draft, priority)
     return _reorder(draft, costs, caps, draft.table.needs, ordinals, gates, banker=True)
 
@@ -152,55 +152,144 @@ def _reorder(
     banker: bool,
 ) -> Schedule:
     """Run the list scheduler on the actions of a draft, and return them in the order in which they start."""
+    run = compile_if_large(_run_list, len(draft.table))
+    inputs = _list_inputs(draft, costs, caps, needs, gates)
+    return schedule_with_lanes(draft, inputs.lanes(run, ordinals, banker))
+
+
+def schedule_with_lanes(schedule: Schedule, lanes: Ints) -> Schedule:
+    """Return a schedule with its actions in another order, given by their numbers lane by lane."""
+    first = schedule.table.first.tolist()
+    new = []
+    for old, begin, end in zip(schedule.lanes, first[:-1], first[1:], strict=True):
+        new.append([old[number - begin] for number in lanes[begin:end].tolist()])
+    return schedule_of(schedule.stages, schedule.microbatches, new)
+
+
+class Lister:
+    """Lists the actions of one draft again and again, with other priorities, caps and release times.
+
+    `many` says how often it will be called: the loop is worth compiling for many calls.
+    """
+
+    def __init__(self, draft: Schedule, costs: Columns, many: int = 1) -> None:
+        self.draft = draft
+        self.costs = costs
+        self.run = compile_if_large(_run_list, len(draft.table) * many)
+        caps = np.full(draft.ranks, np.inf)
+        self.inputs = _list_inputs(draft, costs, caps, draft.table.needs, ())
+
+    def least_caps(self) -> Floats:
+        """Return the least cap of each rank that holds one micro-batch."""
+        return _least_caps(self.draft, self.costs)
+
+    def lanes(
+        self, ordinals: Ints, caps: Floats, release: Floats | None = None
+    ) -> Ints:
+        """Return the numbers of the actions, lane by lane, in the order in which they start.
+
+        ordinals: the position of each action in the order of priority.
+        release: the earliest start of each action.
+        """
+        inputs = self.inputs._replace(caps=caps)
+        return inputs.lanes(self.run, ordinals, banker=True, release=release)
+
+
+class _ListInputs(NamedTuple):
+    """What the loop of the list scheduler needs besides priorities; bytes are those of the cost."""
+
+    draft: Schedule
+    costs: Columns
+    caps: Floats
+    lacks: Ints
+    user_start: Ints
+    users: Ints
+    hops: Floats
+    unit: float
+    lent: Floats
+    claim: Floats
+    spare: Floats
+    left: Floats
+    queues: Ints
+    queue_rank: Ints
+    gates: tuple[Ints, Ints, Ints]
+
+    def lanes(
+        self,
+        run: Callable[..., Ints],
+        ordinals: Ints,
+        banker: bool,
+        release: Floats | None = None,
+    ) -> Ints:
+        """Run the loop, and return the numbers of the actions lane by lane in the order in which they start."""
+        table = self.draft.table
+        if release is None:
+            release = np.zeros(len(table))
+        started = run(
+            table.rank,
+            table.microbatch,
+            self.lacks.copy(),
+            self.user_start,
+            self.users,
+            self.costs.seconds,
+            self.hops,
+            self.costs.gain / self.unit,
+            self.costs.loss / self.unit,
+            self.lent,
+            self.caps / self.unit,
+            self.claim.copy(),
+            self.spare,
+            self.left.copy(),
+            self.queues,
+            self.queue_rank,
+            ordinals,
+            *self.gates,
+            banker,
+            release,
+        )
+        assert (started >= 0).all(), "the list scheduler stalled"
+        # The actions of a rank are numbered together, so this sorts each lane by itself.
+        lanes: Ints = np.lexsort((started, table.rank))
+        return lanes
+
+
+def _list_inputs(
+    draft: Schedule,
+    costs: Columns,
+    caps: Floats,
+    needs: Ints,
+    gates: Sequence[Gate],
+) -> _ListInputs:
     table = draft.table
     queues = _queues(draft)
     queue_rank = np.full(3 * len(draft.stages), -1, dtype=np.int64)
     queue_rank[queues] = table.rank
-    user_start, users = _users(needs)
-    gate, gate_other, gate_limit = _gate_columns(draft, gates)
-    hops = np.where(costs.link >= 0, costs.latency + costs.wire, 0.0)
+    user_start, users = users_of(needs)
 
     # Sums of bytes are rounded, so the scheduler compares shares of the largest gain.
     unit = float(costs.gain.max(initial=0.0)) or 1.0
-    gain = costs.gain / unit
-    loss = costs.loss / unit
     lent = _lent(draft, costs) / unit
-
-    started = compile_if_large(_run_list, len(table))(
-        table.rank,
-        table.microbatch,
+    return _ListInputs(
+        draft,
+        costs,
+        caps,
         (needs >= 0).sum(axis=1),
         user_start,
         users,
-        costs.seconds,
-        hops,
-        gain,
-        loss,
+        np.where(costs.link >= 0, costs.latency + costs.wire, 0.0),
+        unit,
         lent,
-        caps / unit,
-        _sum_by_microbatch(draft, gain - lent),
+        _sum_by_microbatch(draft, costs.gain / unit - lent),
         _largest_on_ranks(draft, lent),
         _sum_by_microbatch(draft, np.ones(len(table))),
         queues,
         queue_rank,
-        ordinals,
-        gate,
-        gate_other,
-        gate_limit,
-        banker,
+        _gate_columns(draft, gates),
     )
-    assert (started >= 0).all(), "the list scheduler stalled"
-
-    first = table.first.tolist()
-    lanes = []
-    for lane, begin, end in zip(draft.lanes, first[:-1], first[1:], strict=True):
-        order = np.argsort(started[begin:end]).tolist()
-        lanes.append([lane[index] for index in order])
-    return schedule_of(draft.stages, draft.microbatches, lanes)
 
 
 # ---------------------------------------------------------------- inputs of the loop
-def _caps_of_ranks(
+def caps_of_ranks(
     draft: Schedule, costs: Columns, cap: float | Sequence[float] | None
 ) -> Floats:
     """Return a cap for each rank; each must hold at least one whole micro-batch."""
@@ -210,9 +299,7 @@ def _caps_of_ranks(
             f"there are caps for {len(given)} ranks, but stages on {draft.ranks}"
         )
     caps = np.broadcast_to(given, (draft.ranks,)).copy()
-    lent = _lent(draft, costs)
-    stays = _sum_by_microbatch(draft, costs.gain - lent).max(axis=1)
-    least = stays + _largest_on_ranks(draft, lent)
+    least = _least_caps(draft, costs)
     for rank in np.flatnonzero(caps < least * (1 - EQUAL_TIME_TOLERANCE)).tolist():
         raise ShapeError(
             f"a cap of {caps[rank]:g} on rank {rank} does not hold one micro-batch, "
@@ -222,7 +309,15 @@ def _caps_of_ranks(
     return caps
 
 
-def _users(needs: Ints) -> tuple[Ints, Ints]:
+def _least_caps(draft: Schedule, costs: Columns) -> Floats:
+    """Return the least cap of each rank that holds one whole micro-batch."""
+    lent = _lent(draft, costs)
+    stays = _sum_by_microbatch(draft, costs.gain - lent).max(axis=1)
+    least: Floats = stays + _largest_on_ranks(draft, lent)
+    return least
+
+
+def users_of(needs: Ints) -> tuple[Ints, Ints]:
     """Return a list of users, where entries `start[a]` to `start[a + 1]` are the actions that need action a."""
     user, column = np.nonzero(needs >= 0)
     source = needs[user, column]
@@ -311,6 +406,7 @@ def _run_list(  # noqa: PLR0912, PLR0915
     gate_other: Ints,
     gate_limit: Ints,
     banker: bool,
+    release: Floats,
 ) -> Ints:
     """Return the position of each action in the order in which all actions start.
 
@@ -334,7 +430,10 @@ def _run_list(  # noqa: PLR0912, PLR0915
         if queue_rank[q] >= 0:
             rank_queues[queue_rank[q]].append(q)
     for number in np.arange(len(rank)):
-        if waiting[number] == 0:
+        if release[number] > 0.0:
+            waiting[number] += 1
+            heapq.heappush(events, (release[number], number, np.int64(0)))
+        elif waiting[number] == 0:
             heapq.heappush(ready[queue[number]], (place[number], number))
     held = np.zeros_like(claim)
     oldest = np.zeros(ranks, np.int64)  # the oldest unfinished micro-batch of a rank
@@ -400,9 +499,12 @@ def _run_list(  # noqa: PLR0912, PLR0915
                     best_entry = k
             if best >= 0:
                 heap = ready[queue[best]]
-                heap[best_entry] = heap[-1]
-                heap.pop()
-                heapq.heapify(heap)
+                if best_entry == 0:
+                    heapq.heappop(heap)
+                else:
+                    heap[best_entry] = heap[-1]
+                    heap.pop()
+                    heapq.heapify(heap)
                 queue_starts[queue[best]] += 1
                 start_order[best] = count
                 count += 1

@@ -1,0 +1,308 @@
+"""Finds a good order of the lanes for given stages, micro-batches, cost and memory.
+
+Many orders are listed first, each with another rule of the list scheduler:
+
+    priority   which of the ready actions a rank starts: backwards first, the oldest micro-batch first, or the one with
+               the longest way to the end still before it
+    release    how much later than the one before a micro-batch may enter. One that enters as soon as it can often waits
+               later on, where it takes memory. Micro-batches that enter at the pace of the ranks leave it to others.
+    cap        the scheduler may be given less memory than there is; then it starts fewer micro-batches at a time
+
+The best few are then improved by local search (`penstock.plan.improve`). Work is counted in simulations of all lanes,
+and what is tried first does not depend on how much work is allowed. So more work never gives a slower schedule.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
+
+import numpy as np
+
+from penstock.cost.cost import Cost
+from penstock.ir.compiled import compile_if_large
+from penstock.ir.needs import BACKWARD, FORWARD, WEIGHTS
+from penstock.ir.schedule import MicroBatch, Schedule, Stage
+from penstock.ir.table import Floats, Ints
+from penstock.plan.bound import lower_bound
+from penstock.plan.improve import Problem, Search, fits_caps, problem_of, time_lanes
+from penstock.schedules.list_scheduling import (
+    KIND_ORDER,
+    Lister,
+    caps_of_ranks,
+    schedule_with_lanes,
+    sequential_schedule,
+)
+
+LIST_WORK = 10  # listing takes about as long as this many simulations
+IMPROVED_STARTS = 4  # how many listed orders are improved
+RELEASES = (
+    0.0,
+    1.0,
+    0.5,
+    0.8,
+    0.9,
+    1.1,
+    1.2,
+    0.65,
+)  # in a rank's time for one micro-batch
+FIRST_BATCH = 20  # listed orders before the first moves
+LATER_BATCH = 10  # and between later rounds of moves
+FIRST_MOVES = (
+    1000  # tried on each order in the first round; each later round has twice as many
+)
+CAP_SHARES = (1.0, 0.8, 0.6)
+MAX_WORK = 100_000
+MAX_TIMED_ACTIONS = 100_000_000  # in all simulations of a search together
+EQUAL_TIMES = 1e-9
+
+
+def default_work(actions: int) -> int:
+    """Return the work that takes about a second for a schedule with this many actions."""
+    return min(MAX_WORK, MAX_TIMED_ACTIONS // max(actions, 1))
+
+
+def best_order(
+    stages: Sequence[Stage],
+    microbatches: Sequence[MicroBatch],
+    cost: Cost,
+    cap: float | Sequence[float] | None = None,
+    work: int | None = None,
+    seed: int = 0,
+    split: bool | None = None,
+    starts: Sequence[Schedule] = (),
+    watch: Callable[[float], None] = lambda makespan: None,
+) -> Schedule:
+    """Return the fastest schedule found in which no rank holds more than its cap.
+
+    work: how many simulations of all lanes to spend; by default about as many as fit into a second.
+    split: whether backwards are split; by default both ways are tried.
+    starts: schedules with the same stages and micro-batches to begin with, besides the listed ones.
+    watch: called with the makespan whenever a better order is found.
+
+    >>> from penstock import UnitCost, simulate
+    >>> from penstock.schedules.orders import paths_through, wave_placement
+    >>> stages = wave_placement(3, 1)
+    >>> best = best_order(stages, paths_through(stages, 4), UnitCost(), cap=2, work=500)
+    >>> float(max(simulate(best, UnitCost()).peak_activations)) <= 2
+    True
+    """
+    hunt = _Hunt(cost, cap, seed, watch)
+    for way in (True, False) if split is None else (split,):
+        hunt.add_draft(sequential_schedule(stages, microbatches, way), work)
+    for start in starts:
+        hunt.add_start(start)
+    allowed = default_work(hunt.drafts[0].size) if work is None else work
+    hunt.run(allowed)
+    return hunt.schedule()
+
+
+class _Entry:
+    """An order that may be improved further."""
+
+    def __init__(
+        self, problem: Problem, lanes: Ints, makespan: float, seed: int
+    ) -> None:
+        self.problem = problem
+        self.lanes = lanes
+        self.makespan = makespan
+        self.seed = seed
+        self.search: Search | None = None
+
+    def improve(self, moves: int) -> None:
+        """Try this many more moves."""
+        if self.search is None:
+            self.search = Search(self.problem, self.lanes, self.seed)
+        self.search.run(moves)
+        self.lanes = self.search.best
+        self.makespan = self.search.makespan
+
+
+class _Hunt:
+    """Lists orders and improves the best of them until the work is done."""
+
+    def __init__(
+        self,
+        cost: Cost,
+        cap: float | Sequence[float] | None,
+        seed: int,
+        watch: Callable[[float], None],
+    ) -> None:
+        self.cost = cost
+        self.cap = cap
+        self.seed = seed
+        self.watch = watch
+        self.drafts: list[_Draft] = []
+        self.starts: list[Schedule] = []
+        self.entries: list[_Entry] = []
+        self.left = 0
+        self.bound = math.inf
+        self.best = math.inf
+
+    def add_draft(self, schedule: Schedule, work: int | None) -> None:
+        """Search orders of these actions."""
+        self.drafts.append(_Draft(schedule, self.cost, self.cap, work))
+        self.bound = min(self.bound, lower_bound(schedule, self.cost, self.cap))
+
+    def add_start(self, schedule: Schedule) -> None:
+        """Begin with this schedule, unless it holds too much."""
+        problem = problem_of(schedule, self.cost, self.cap)
+        lanes = np.arange(len(problem))
+        if fits_caps(problem, lanes):
+            self.starts.append(schedule)
+            self._add(problem, lanes)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the work is done, or the best order cannot be improved."""
+        if not self.entries:
+            return False
+        return self.left <= 0 or self.best <= self.bound * (1 + EQUAL_TIMES)
+
+    def run(self, work: int) -> None:
+        """Spend the work. At least one order is listed in any case."""
+        self.left = work
+        recipes = [iter(draft.recipes()) for draft in self.drafts]
+        moves = FIRST_MOVES
+        batch = FIRST_BATCH
+        while not self.is_over:
+            for draft, waiting in zip(self.drafts, recipes, strict=True):
+                for lanes in islice(waiting, batch):
+                    self.left -= LIST_WORK
+                    self._add(draft.problem, lanes)
+                    if self.is_over:
+                        return
+            for entry in self._best_entries():
+                count = min(moves, self.left)
+                entry.improve(count)
+                self.left -= count
+                self._note(entry.makespan)
+                if self.is_over:
+                    return
+            moves *= 2
+            batch = LATER_BATCH
+
+    def schedule(self) -> Schedule:
+        """Return the best schedule."""
+        best = min(self.entries, key=lambda entry: entry.makespan)
+        return schedule_with_lanes(best.problem.schedule, best.lanes)
+
+    def _add(self, problem: Problem, lanes: Ints) -> None:
+        makespan = time_lanes(problem, lanes)
+        self.entries.append(_Entry(problem, lanes, makespan, self.seed))
+        self._note(makespan)
+
+    def _note(self, makespan: float) -> None:
+        if makespan < self.best * (1 - EQUAL_TIMES):
+            self.best = makespan
+            self.watch(makespan)
+
+    def _best_entries(self) -> list[_Entry]:
+        """Return the best orders, only one of each makespan."""
+        chosen: list[_Entry] = []
+        for entry in sorted(self.entries, key=lambda entry: entry.makespan):
+            if not chosen or entry.makespan > chosen[-1].makespan * (1 + EQUAL_TIMES):
+                chosen.append(entry)
+        return chosen[:IMPROVED_STARTS]
+
+
+class _Draft:
+    """Actions to be listed, and the rules to list them with."""
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        cost: Cost,
+        cap: float | Sequence[float] | None,
+        work: int | None,
+    ) -> None:
+        self.size = len(schedule.table)
+        many = default_work(self.size) if work is None else work
+        self.problem = problem_of(schedule, cost, cap, many)
+        self.lister = Lister(schedule, self.problem.costs, max(many // LIST_WORK, 1))
+        self.caps = caps_of_ranks(schedule, self.problem.costs, cap)
+
+    def recipes(self) -> Iterator[Ints]:
+        """Yield listed orders, one for each rule."""
+        priorities = list(self._priorities())
+        for share in CAP_SHARES:
+            caps = self._caps(share)
+            if caps is None:
+                continue
+            for release in RELEASES:
+                times = self._release_times(release)
+                for ordinals in priorities:
+                    yield self.lister.lanes(ordinals, caps, times)
+
+    def _caps(self, share: float) -> Floats | None:
+        """Return a share of the caps, or None if they are infinite or the share does not hold one micro-batch."""
+        if share == 1.0:
+            return self.caps
+        least = self.lister.least_caps()
+        if not np.isfinite(self.caps).all():
+            return None
+        caps = self.caps * share
+        return None if (caps < least).any() else caps
+
+    def _release_times(self, release: float) -> Floats:
+        """Let each micro-batch enter `release` times a rank's work for one micro-batch after the one before it."""
+        table = self.problem.schedule.table
+        work = np.bincount(table.rank, self.problem.costs.seconds).max()
+        pace = release * work / len(self.problem.schedule.microbatches)
+        enters = (table.kind == FORWARD) & (table.position == 0) & (table.slice == 0)
+        times: Floats = np.where(enters, table.microbatch * pace, 0.0)
+        return times
+
+    def _priorities(self) -> Iterator[Ints]:
+        """Yield the position of each action in different orders of priority."""
+        table = self.problem.schedule.table
+        kind = np.array(KIND_ORDER)[table.kind]
+        is_weight = table.kind == WEIGHTS
+        depth = table.position
+        inner = np.where(table.kind == BACKWARD, depth, -depth)
+        piece = np.where(table.kind == FORWARD, table.slice, -table.slice)
+        tail = tails(self.problem)
+        pace = tail.max() / len(self.problem.schedule.microbatches)
+        later = table.microbatch * pace
+        # The last key counts most.
+        for keys in (
+            (piece, table.microbatch, inner, kind),
+            (piece, -depth, kind, table.microbatch, is_weight),
+            (piece, table.microbatch, -tail, kind),
+            (piece, later - tail, is_weight),
+            (piece, table.microbatch, -tail, is_weight),
+        ):
+            ordinals = np.empty(self.size, dtype=np.int64)
+            ordinals[np.lexsort(keys)] = np.arange(self.size)
+            yield ordinals
+
+
+def tails(problem: Problem) -> Floats:
+    """Return the time from the start of each action to the end of the longest chain of actions that it begins."""
+    table = problem.schedule.table
+    costs = problem.costs
+    hops = np.where(costs.link >= 0, costs.latency + costs.wire, 0.0)
+    run = compile_if_large(_run_tails, problem.size)
+    return run(
+        table.order, table.rank, problem.user_start, problem.users, costs.seconds, hops
+    )
+
+
+def _run_tails(
+    order: Ints,
+    rank: Ints,
+    user_start: Ints,
+    users: Ints,
+    seconds: Floats,
+    hops: Floats,
+) -> Floats:
+    tail = np.zeros(len(order))
+    for index in range(len(order) - 1, -1, -1):
+        number = order[index]
+        longest = 0.0
+        for user in users[user_start[number] : user_start[number + 1]]:
+            hop = hops[number] if rank[user] != rank[number] else 0.0
+            longest = max(longest, tail[user] + hop)
+        tail[number] = longest + seconds[number]
+    return tail
