@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from penstock.cost.cost import Cost
@@ -54,6 +55,18 @@ class WrappedCost(Cost):
         """Bytes of weights that the first and the last part share."""
         return self.cost.tied(schedule)
 
+    def gradients(self, schedule: Schedule, stage: int) -> float:
+        """Bytes of a stage's gradients, without those of tied weights."""
+        return self.cost.gradients(schedule, stage)
+
+    def tied_gradients(self, schedule: Schedule) -> float:
+        """Bytes of the gradients of weights that the first and the last part share."""
+        return self.cost.tied_gradients(schedule)
+
+    def sum_seconds(self, ranks: Sequence[int], size: float) -> float:
+        """How long these ranks take to sum `size` bytes of gradients."""
+        return self.cost.sum_seconds(ranks, size)
+
     @property
     def serial(self) -> bool:
         """Whether a link carries one message at a time."""
@@ -100,6 +113,11 @@ class NoisyCost(WrappedCost):
         """Bytes per second, with noise."""
         noise = self.factor("bandwidth", source, target)
         return self.cost.bandwidth(source, target) / noise
+
+    def sum_seconds(self, ranks: Sequence[int], size: float) -> float:
+        """How long these ranks take to sum `size` bytes of gradients, with noise."""
+        noise = self.factor("sum", tuple(ranks))
+        return self.cost.sum_seconds(ranks, size) * noise
 
 
 @dataclass(frozen=True, slots=True)
