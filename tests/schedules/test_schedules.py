@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -160,6 +161,8 @@ def test_makespan_bubble_memory_and_messages_match_the_published_figures(name):
     assert rows
     for _, ranks, microbatches, comm, makespan, bubble, most, least, messages in rows:
         timeline = simulate(MAKERS[name](ranks, microbatches), UnitCost(comm=comm))
+        # Chimera has two copies of each part, and the figures leave out the sum of their gradients.
+        timeline = replace(timeline, sums=())
         assert timeline.makespan == pytest.approx(makespan, abs=1e-4), (
             ranks,
             microbatches,
@@ -323,7 +326,10 @@ def test_copies_do_the_same_work_side_by_side():
     one = make("zb-v", ranks=3, microbatches=5)
     three = replicate(one, 3)
     cost = UnitCost(comm=0.1)
-    assert simulate(three, cost).makespan == pytest.approx(simulate(one, cost).makespan)
+    many = simulate(three, cost)
+    assert many.end.max() == pytest.approx(simulate(one, cost).makespan)
+    # Then the last part is summed in a ring of three: two hops each way.
+    assert many.makespan == pytest.approx(many.end.max() + 4 * 0.1)
     assert three.parts == one.parts
     assert {stage.part for stage in three.stages} == {
         stage.part for stage in one.stages

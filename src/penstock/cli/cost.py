@@ -20,6 +20,7 @@ def price_of(
     profile: Path | None = None,
     tokens: int | None = None,
     accept_error: bool = False,
+    sum_: float | None = None,
 ) -> Price:
     """Return the price that the options ask for.
 
@@ -27,8 +28,8 @@ def price_of(
     """
     if profile is None:
         _refuse_profile_options(tokens, accept_error)
-        return _unit_price(forward, backward, comm)
-    _refuse_unit_options(forward=forward, backward=backward, comm=comm)
+        return _unit_price(forward, backward, comm, sum_)
+    _refuse_unit_options(forward=forward, backward=backward, comm=comm, sum=sum_)
     return _profile_price(profile, tokens, accept_error)
 
 
@@ -39,7 +40,10 @@ def check_memory_option(memory: float | None) -> None:
 
 
 def _unit_price(
-    forward: float | None, backward: float | None, comm: float | None
+    forward: float | None,
+    backward: float | None,
+    comm: float | None,
+    sum_: float | None,
 ) -> Price:
     from penstock.cost.unit import UnitCost
     from penstock.plan.price import Price
@@ -47,7 +51,8 @@ def _unit_price(
     F = _time("--forward", 1.0 if forward is None else forward)  # noqa: N806
     B = _time("--backward", 2.0 if backward is None else backward)  # noqa: N806
     latency = _time("--comm", 0.0 if comm is None else comm)
-    return Price(UnitCost(F=F, B=B, comm=latency))
+    gradients = _time("--sum", 0.0 if sum_ is None else sum_)
+    return Price(UnitCost(F=F, B=B, comm=latency, sum=gradients))
 
 
 def _profile_price(file: Path, tokens: int | None, accept_error: bool) -> Price:
@@ -88,8 +93,8 @@ def _refuse_unit_options(**times: float | None) -> None:
 
 
 def _time(option: str, value: float) -> float:
-    """Refuse a value that is not a time; only a message may take no time at all."""
-    may_be_zero = option == "--comm"
+    """Refuse a value that is not a time; only messages and sums may take no time at all."""
+    may_be_zero = option in ("--comm", "--sum")
     if not 0 <= value <= MAX_ACTION_TIME or (value == 0 and not may_be_zero):
         least = "at least 0" if may_be_zero else "above 0"
         raise ShapeError(

@@ -25,6 +25,14 @@ CommOption = Annotated[
     Optional[float],
     typer.Option(help="Latency of a message between two ranks. Default: 0."),
 ]
+SumOption = Annotated[
+    Optional[float],
+    typer.Option(
+        "--sum",
+        help="Time to send one rank's gradients to another rank, which copies do to sum them. "
+        "Default: 0.",
+    ),
+]
 ProfileFile = Annotated[
     Optional[Path],
     typer.Option(

@@ -17,13 +17,14 @@ from penstock.cli.options import (
     JsonFlag,
     OutputFile,
     ProfileFile,
+    SumOption,
     TokensOption,
 )
 from penstock.cli.tables import console, print_json, print_table, write
 from penstock.errors import FileError, RunError, ShapeError
 
 if TYPE_CHECKING:
-    from penstock.ir import Plan, Schedule, Timeline
+    from penstock.ir import Plan, Schedule, Sum, Timeline
     from penstock.plan.price import Price, StepFacts
 
 WIDE_TERMINAL = 120  # columns; from here on `list` also shows the papers
@@ -100,6 +101,7 @@ def draw_command(
     forward: ForwardOption = None,
     backward: BackwardOption = None,
     comm: CommOption = None,
+    sum_: SumOption = None,
     output: OutputFile = None,
 ) -> None:
     """Draw a schedule in the terminal, or write it to a file.
@@ -112,7 +114,7 @@ def draw_command(
 
     shape = _shape(ranks, microbatches, waves, chunks, slices, skips, copies, split)
     plan = _plan(source, shape)
-    price = price_of(forward, backward, comm)
+    price = price_of(forward, backward, comm, sum_=sum_)
     timeline = simulate(plan.schedule, price.cost)
     if output is None:
         _draw_in_terminal(timeline)
@@ -133,6 +135,7 @@ def simulate_command(
     forward: ForwardOption = None,
     backward: BackwardOption = None,
     comm: CommOption = None,
+    sum_: SumOption = None,
     profile: ProfileFile = None,
     tokens: TokensOption = None,
     accept_error: AcceptError = False,
@@ -150,7 +153,7 @@ def simulate_command(
 
     shape = _shape(ranks, microbatches, waves, chunks, slices, skips, copies, split)
     plan = _plan(source, shape)
-    options = price_of(forward, backward, comm, profile, tokens, accept_error)
+    options = price_of(forward, backward, comm, profile, tokens, accept_error, sum_)
     price = options.for_plan(plan)
     timeline = simulate(plan.schedule, price.cost)
     bound = lower_bound(plan.schedule, price.cost)
@@ -243,6 +246,7 @@ def compare_command(
     forward: ForwardOption = None,
     backward: BackwardOption = None,
     comm: CommOption = None,
+    sum_: SumOption = None,
 ) -> None:
     """Show two schedules one above the other on one page.
 
@@ -254,7 +258,7 @@ def compare_command(
     from penstock.view import page
 
     shape = _shape(ranks, microbatches, waves, chunks, slices, skips, copies, split)
-    price = price_of(forward, backward, comm)
+    price = price_of(forward, backward, comm, sum_=sum_)
     if output.suffix.lower() != ".html":
         raise FileError(
             f"cannot write the comparison to {output}: its name must end in .html"
@@ -410,6 +414,8 @@ def _simulation_facts(
         "peak_activations": timeline.peak_activations.tolist(),
         "messages": _message_count(timeline),
     }
+    if timeline.sums:
+        facts["sums"] = [_sum_facts(one) for one in timeline.sums]
     return facts if step is None else facts | asdict(step)
 
 
@@ -431,6 +437,8 @@ def _simulation_rows(
         ("peak activations", write_sizes(timeline.peak_activations.tolist(), units)),
         ("messages", str(_message_count(timeline))),
     ]
+    if timeline.sums:
+        rows.append(("sums of gradients", _describe_sums(timeline)))
     if step is None or price.profile is None:
         return rows
     tokens = str(step.tokens)
@@ -443,6 +451,25 @@ def _simulation_rows(
         ("optimizer", write_time(step.optimizer, units)),
         ("tokens per second", short(step.tokens_per_second)),
     ]
+
+
+def _sum_facts(one: Sum) -> dict[str, object]:
+    return {
+        "name": one.name,
+        "ranks": list(one.ranks),
+        "start": one.start,
+        "end": one.end,
+        "bytes": one.bytes,
+    }
+
+
+def _describe_sums(timeline: Timeline) -> str:
+    """Return the number of sums, and how much of the makespan lies after the last action because of them."""
+    from penstock.view.numbers import write_time
+
+    wait = timeline.makespan - float(timeline.end.max())
+    waited = write_time(wait, timeline.units, 3)
+    return f"{len(timeline.sums)}; the last ends {waited} after the last action"
 
 
 def _message_count(timeline: Timeline) -> int:

@@ -10,7 +10,11 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 
+import numpy as np
+
+from penstock.cost.allreduce import ring_seconds
 from penstock.ir.action import Action
 from penstock.ir.schedule import Schedule
 from penstock.ir.timeline import REAL_UNITS, Units
@@ -68,6 +72,31 @@ class Cost(ABC):
     def updates(self, schedule: Schedule) -> list[float]:
         """Seconds of the optimizer on each rank, after the last action."""
         return [0.0] * schedule.ranks
+
+    def gradients(self, schedule: Schedule, stage: int) -> float:
+        """Bytes of a stage's gradients, without those of tied weights. Replicas sum them."""
+        return 0.0
+
+    def tied_gradients(self, schedule: Schedule) -> float:
+        """Bytes of the gradients of weights that the first and the last part share."""
+        return 0.0
+
+    def sum_seconds(self, ranks: Sequence[int], size: float) -> float:
+        """How long these ranks take to sum `size` bytes of gradients.
+
+        The default is a ring over their links: 2 (n-1) steps, each with one n-th of the bytes.
+        """
+        if len(ranks) < 2 or size <= 0:
+            return 0.0
+        latency = np.array([[self._hop(a, b) for b in ranks] for a in ranks])
+        byte = np.array([[self._byte(a, b) for b in ranks] for a in ranks])
+        return ring_seconds(latency, byte, size)
+
+    def _hop(self, source: int, target: int) -> float:
+        return 0.0 if source == target else self.latency(source, target)
+
+    def _byte(self, source: int, target: int) -> float:
+        return 0.0 if source == target else 1.0 / self.bandwidth(source, target)
 
     @property
     def serial(self) -> bool:

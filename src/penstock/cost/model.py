@@ -33,6 +33,8 @@ class PartCost:
     weights: float = 0.0  # weights, gradients and optimizer state, in bytes
     recompute: bool = False  # keep only the input, and run F again before the backward
     tied: float = 0.0  # the weights that the first and last part share, in bytes
+    gradients: float = 0.0  # that replicas sum, without tied ones, in bytes
+    tied_gradients: float = 0.0  # of the weights that the first and last part share
 
     @property
     def left(self) -> float:
@@ -149,6 +151,16 @@ class ModelCost(Cost):
             return 0.0
         return min(self.parts[0].tied, self.parts[-1].tied)
 
+    def gradients(self, schedule: Schedule, stage: int) -> float:
+        """Bytes of a stage's gradients, without those of tied weights."""
+        return self.part(schedule, stage).gradients
+
+    def tied_gradients(self, schedule: Schedule) -> float:
+        """Bytes of the gradients of weights that the first and the last part share."""
+        if len(self.parts) < 2:
+            return 0.0
+        return min(self.parts[0].tied_gradients, self.parts[-1].tied_gradients)
+
     @property
     def serial(self) -> bool:
         """Whether a link carries one message at a time."""
@@ -191,4 +203,5 @@ def share_of(part: PartCost, share: float) -> PartCost:
         held=part.held * share,
         kept=None if part.kept is None else part.kept * share,
         weights=part.weights * share,
+        gradients=part.gradients * share,
     )

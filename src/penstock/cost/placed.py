@@ -127,6 +127,14 @@ class PlacedCost(Cost):
         """Bytes of weights that the first and the last part share."""
         return self.model_cost(schedule).tied(schedule)
 
+    def gradients(self, schedule: Schedule, stage: int) -> float:
+        """Bytes of a stage's gradients, without those of tied weights."""
+        return self.model_cost(schedule).gradients(schedule, stage)
+
+    def tied_gradients(self, schedule: Schedule) -> float:
+        """Bytes of the gradients of weights that the first and the last part share."""
+        return self.model_cost(schedule).tied_gradients(schedule)
+
     @property
     def serial(self) -> bool:
         """Whether a link carries one message at a time."""

@@ -29,6 +29,8 @@ from penstock.partition import even_partition
 MAX_ERROR = 0.5
 # A block matters for an op from this share of the op's time over the whole model on.
 MIN_TIME_SHARE = 0.01
+# Weights, gradients and AdamW's two moments are as large as each other.
+TENSORS_PER_WEIGHT = 4
 # Kernels take as long for a part of a tile as for all of it.
 KERNEL_TILE_TOKENS = {"cuda": 128}
 
@@ -192,6 +194,7 @@ class Profile:
         weights = sum(count * block.weights for count, block in blocks)
         if first and last:
             weights -= self.tied
+        tied = self.tied if first != last else 0.0
         return PartCost(
             F=curve(Op.F),
             I=curve(Op.I),
@@ -201,8 +204,10 @@ class Profile:
             kept=sum(count * block.kept for count, block in blocks),
             message=self.message,
             recompute=recompute,
-            tied=self.tied if first != last else 0.0,
+            tied=tied,
             weights=weights,
+            gradients=(weights - tied) / TENSORS_PER_WEIGHT,
+            tied_gradients=tied / TENSORS_PER_WEIGHT,
         )
 
     def blocks(self, layers: int, first: bool, last: bool) -> list[tuple[int, Block]]:
@@ -343,6 +348,14 @@ class ProfileCost(Cost):
     def tied(self, schedule: Schedule) -> float:
         """Bytes of weights that the first and the last part share."""
         return self.model_cost(schedule).tied(schedule)
+
+    def gradients(self, schedule: Schedule, stage: int) -> float:
+        """Bytes of a stage's gradients, without those of tied weights."""
+        return self.model_cost(schedule).gradients(schedule, stage)
+
+    def tied_gradients(self, schedule: Schedule) -> float:
+        """Bytes of the gradients of weights that the first and the last part share."""
+        return self.model_cost(schedule).tied_gradients(schedule)
 
     def latency(self, source: int, target: int) -> float:
         """Seconds until the first byte of a message arrives."""

@@ -4,11 +4,14 @@ F = 1    the forward of everything a micro-batch does on a rank; with k stages o
          on the rank, each stage takes 1/k of it
 B = 2    its backward; a split backward takes I = W = B/2
 comm     the latency of a hop between two ranks
+sum      the time to send one rank's gradients to another rank: what two replicas take to sum
+         them. n replicas sum in a ring: 2 (n-1)/n of it, and 2 (n-1) hops
 bytes    1 stands for the activations of one micro-batch on one rank
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from penstock.cost.cost import Cost
@@ -29,6 +32,7 @@ class UnitCost(Cost):
     comm: float = 0.0
     I: float | None = None  # noqa: E741
     W: float | None = None
+    sum: float = 0.0
 
     @property
     def units(self) -> Units:
@@ -58,6 +62,15 @@ class UnitCost(Cost):
     def message(self, schedule: Schedule, action: Action) -> float:
         """The message of a whole micro-batch is one unit."""
         return _token_share(schedule, action)
+
+    def gradients(self, schedule: Schedule, stage: int) -> float:
+        """The gradients of all parts that a path has on one rank are one unit."""
+        return 1.0 / int(schedule.table.crowd[stage])
+
+    def sum_seconds(self, ranks: Sequence[int], size: float) -> float:
+        """A ring: 2 (n-1) hops, each with one n-th of the gradients."""
+        count = len(ranks)
+        return 2.0 * (count - 1) * (self.comm + self.sum * size / count)
 
     def latency(self, source: int, target: int) -> float:
         """Every hop takes the same time."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from penstock.cost.cost import Cost
@@ -58,6 +59,18 @@ class WrappedCost(Cost):
         """Seconds of the optimizer on each rank."""
         return self.cost.updates(schedule)
 
+    def gradients(self, schedule: Schedule, stage: int) -> float:
+        """Bytes of a stage's gradients, without those of tied weights."""
+        return self.cost.gradients(schedule, stage)
+
+    def tied_gradients(self, schedule: Schedule) -> float:
+        """Bytes of the gradients of weights that the first and the last part share."""
+        return self.cost.tied_gradients(schedule)
+
+    def sum_seconds(self, ranks: Sequence[int], size: float) -> float:
+        """How long these ranks take to sum `size` bytes of gradients."""
+        return self.cost.sum_seconds(ranks, size)
+
     @property
     def serial(self) -> bool:
         """Whether a link carries one message at a time."""
@@ -105,6 +118,11 @@ class NoisyCost(WrappedCost):
         noise = self.factor("bandwidth", source, target)
         return self.cost.bandwidth(source, target) / noise
 
+    def sum_seconds(self, ranks: Sequence[int], size: float) -> float:
+        """How long these ranks take to sum `size` bytes of gradients, with noise."""
+        noise = self.factor("sum", tuple(ranks))
+        return self.cost.sum_seconds(ranks, size) * noise
+
 
 @dataclass(frozen=True, slots=True)
 class PausedCost(WrappedCost):
@@ -131,3 +149,23 @@ class PausedCost(WrappedCost):
         if part == 0:
             return self.first
         return self.gap
+
+
+@dataclass(frozen=True, slots=True)
+class CopiedCost(WrappedCost):
+    """Prices two copies of a pipeline as if there were `copies` of them.
+
+    All copies do the same at the same time, so two of them show everything but the time of
+    their sums. A ring of n ranks sends 2 (n-1) shares of the gradients, each one n-th.
+    """
+
+    copies: int = 2
+
+    def sum_seconds(self, ranks: Sequence[int], size: float) -> float:
+        """How long all copies take to sum `size` bytes of gradients."""
+        if len(ranks) < 2:
+            return 0.0
+        pair = self.cost.sum_seconds(ranks[:2], 0.0)
+        bytes_of_pair = self.cost.sum_seconds(ranks[:2], size) - pair
+        count = self.copies * len(ranks) // 2
+        return (count - 1) * pair + 2.0 * (count - 1) / count * bytes_of_pair

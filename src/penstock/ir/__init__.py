@@ -12,7 +12,7 @@ from penstock.ir.needs import needs
 from penstock.ir.plan import Plan
 from penstock.ir.program import Program, lower
 from penstock.ir.schedule import MicroBatch, Schedule, Stage, schedule_of, stretch
-from penstock.ir.timeline import Message, Span, Timeline
+from penstock.ir.timeline import Message, Span, Sum, Timeline
 from penstock.ir.verify import verify
 
 __all__ = [
@@ -25,6 +25,7 @@ __all__ = [
     "Schedule",
     "Span",
     "Stage",
+    "Sum",
     "Timeline",
     "check",
     "lower",

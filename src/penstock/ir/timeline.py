@@ -62,6 +62,17 @@ class Message(NamedTuple):
     bytes: float
 
 
+class Sum(NamedTuple):
+    """A sum of gradients over ranks, which runs beside their actions, from start to end in seconds."""
+
+    name: str
+    ranks: tuple[int, ...]
+    start: float
+    end: float
+    bytes: float
+    cause: int  # the action for which it waited last; -1 if there is none
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Timeline:
     """A schedule with the times at which it ran, or would run."""
@@ -76,11 +87,13 @@ class Timeline:
     bytes: Floats  # size of the message
     cause: Ints  # the action for which each action waited last; -1 if it did not wait
     units: Units = REAL_UNITS
+    sums: tuple[Sum, ...] = ()  # in the order in which they begin
 
     @property
     def makespan(self) -> float:
-        """From 0 to the end of the last action."""
-        return float(self.end.max())
+        """From 0 to the end of the last action or sum of gradients."""
+        last = float(self.end.max())
+        return max([last, *(one.end for one in self.sums)])
 
     @property
     def busy(self) -> Floats:
@@ -144,12 +157,21 @@ class Timeline:
             sizes[link] = sizes.get(link, 0.0) + message.bytes
         return sizes
 
+    @property
+    def last_cause(self) -> int:
+        """The action that sets the makespan: the last one, or the one for which the last sum waited."""
+        last = max(self.sums, key=lambda one: one.end, default=None)
+        if last is not None and last.end > self.end.max() and last.cause >= 0:
+            return last.cause
+        return int(self.end.argmax())
+
     def critical_path(self) -> tuple[Action, ...]:
         """The chain of actions, each delayed by the one before it, that ends with the last one.
 
-        Only a shorter chain makes the step faster.
+        If a sum of gradients ends later, the chain ends with the action for which that sum
+        waited. Only a shorter chain makes the step faster.
         """
-        number = int(self.end.argmax())
+        number = self.last_cause
         chain = []
         while number >= 0:
             chain.append(self.schedule.table.action(number))

@@ -21,12 +21,13 @@ import numpy as np
 
 from penstock.cost.cost import Cost
 from penstock.cost.placed import PlacedCost
-from penstock.cost.wrapped import NoisyCost
+from penstock.cost.wrapped import CopiedCost, NoisyCost
 from penstock.ir.plan import Facts, Plan
 from penstock.ir.schedule import Schedule
 from penstock.ir.table import Floats
 from penstock.ir.timeline import Timeline
 from penstock.plan.bound import lower_bound
+from penstock.schedules.transforms import replicate
 from penstock.sim.shared import simulate_shared
 from penstock.sim.simulate import simulate, weights_of
 
@@ -43,12 +44,17 @@ class Judge:
     memory: float | None = None  # of a device, in the cost's bytes
     processors: int | None = None  # that the ranks share; None for one each
     passes: int = 1  # through the pipeline in a step
+    copies: int = 1  # of the schedule
 
     def timeline(self, schedule: Schedule) -> Timeline:
-        """Return the predicted timeline of one pass."""
-        if self.processors is None:
+        """Return the predicted timeline of one pass, with all copies or with two of them."""
+        if self.processors is not None:
+            whole = replicate(schedule, self.copies)
+            return simulate_shared(whole, self.cost, self.processors)
+        if self.copies == 1:
             return simulate(schedule, self.cost)
-        return simulate_shared(schedule, self.cost, self.processors)
+        cost = CopiedCost(self.cost, self.copies)
+        return simulate(replicate(schedule, 2), cost)
 
     def step(self, schedule: Schedule, makespan: float) -> float:
         """Return the seconds of a step whose passes take `makespan`: passes and optimizer."""
@@ -59,7 +65,7 @@ class Judge:
         updates = self.cost.updates(schedule)
         if self.processors is None:
             return max(updates)
-        return max(*updates, sum(updates) / self.processors)
+        return max(*updates, self.copies * sum(updates) / self.processors)
 
     def caps(self, schedule: Schedule) -> Floats | None:
         """Return the bytes that are left for the activations of each rank; None for any number."""

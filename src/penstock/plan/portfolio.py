@@ -12,12 +12,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 from penstock.cost.cost import Cost
 from penstock.errors import ShapeError
 from penstock.ir.compiled import many_schedules
-from penstock.ir.schedule import Schedule
+from penstock.ir.schedule import MicroBatch, Schedule, Stage
 from penstock.plan.candidates import (
     ROUNDING,
     Candidate,
@@ -27,7 +26,7 @@ from penstock.plan.candidates import (
     evaluate_schedule,
     title,
 )
-from penstock.plan.improve import improve_order
+from penstock.plan.orders import best_order, default_work
 from penstock.plan.recipes import (
     PATIENCE,
     TRIED_SLICES,
@@ -39,20 +38,10 @@ from penstock.plan.recipes import (
     placements,
     sliced_paths,
 )
-from penstock.schedules.list_scheduling import (
-    Priority,
-    backward_first,
-    list_schedule,
-    oldest_first,
-    sequential_schedule,
-)
+from penstock.schedules.list_scheduling import sequential_schedule
 from penstock.schedules.orders import require_at_least
 from penstock.schedules.size import MAX_ACTIONS, refuse_if_too_large
 
-PRIORITIES: dict[str, Priority] = {
-    "list-backward": backward_first,
-    "list-oldest": oldest_first,
-}
 # Listed orders have at most this many actions; larger ones take too long to list.
 MAX_LISTED_ACTIONS = 40_000
 # Placements that are tried with more slices: the best ones with fewer.
@@ -60,7 +49,8 @@ OPEN_PLACEMENTS = 4
 # More slices must make a family of candidates faster by this share, or they count as useless.
 LEAST_GAIN = 0.002
 IMPROVED = 4  # candidates that are improved by local search
-IMPROVING_MOVES = 20_000
+LISTING_WORK = 200  # simulations for each placement and cuts
+IMPROVING_WORK = 20_000  # simulations for each candidate that is improved
 # A candidate this much slower than the best is not worth a local search.
 WORTH_IMPROVING = 1.03
 SURVEYED_STAGES = 4
@@ -191,6 +181,7 @@ class _Ranking:
         self.first_error: ShapeError | None = None
         self.family_best: dict[object, float] = {}
         self.family_failures: dict[object, int] = {}
+        self.drafts: dict[object, tuple[list[Stage], list[MicroBatch]]] = {}
 
     # ------------------------------------------------------------ candidates
     def try_fixed(self, slices: int) -> None:
@@ -228,20 +219,31 @@ class _Ranking:
         if slices > 1:
             shape = (*shape, ("slices", slices))
         paths = sliced_paths(stages, setting.microbatches, tuple(cuts))
-        best = math.inf
+        self.drafts[shape, tuple(cuts)] = (stages, paths)
+
+        def build() -> Schedule:
+            return self.order(stages, paths, LISTING_WORK)
+
+        return self.try_schedule("listed", shape, "listed", build)
+
+    def order(
+        self,
+        stages: list[Stage],
+        paths: list[MicroBatch],
+        work: int,
+        starts: Sequence[Schedule] = (),
+    ) -> Schedule:
+        """Return the best order of a placement that is found with this much work."""
         caps = self.judge.caps(sequential_schedule(stages, paths[:1]))
-        for name, priority in PRIORITIES.items():
-            build = partial(
-                list_schedule,
-                stages,
-                paths,
-                self.judge.cost,
-                None if caps is None else caps.tolist(),
-                split=self.limits.split,
-                priority=priority,
-            )
-            best = min(best, self.try_schedule(name, shape, "listed", build))
-        return best
+        return best_order(
+            stages,
+            paths,
+            self.judge.cost,
+            None if caps is None else caps.tolist(),
+            work,
+            split=None if self.limits.split else False,
+            starts=starts,
+        )
 
     def try_schedule(
         self,
@@ -312,14 +314,13 @@ class _Ranking:
                 break
             if candidate.gap <= ROUNDING:
                 continue
+            key = (candidate.shape, candidate.schedule.microbatches[0].cuts)
+            if key not in self.drafts:
+                continue
             self.watch(f"improving {title(candidate.name, candidate.shape)}")
-            caps = self.judge.caps(candidate.schedule)
-            better = improve_order(
-                candidate.schedule,
-                self.judge.cost,
-                None if caps is None else caps.tolist(),
-                IMPROVING_MOVES,
-            )
+            stages, paths = self.drafts[key]
+            work = min(IMPROVING_WORK, default_work(candidate.schedule.actions))
+            better = self.order(stages, paths, work, [candidate.schedule])
             improved = evaluate_schedule(
                 candidate.name, candidate.shape, "improved", better, self.judge
             )

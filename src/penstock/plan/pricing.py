@@ -75,6 +75,7 @@ class ProfilePricing:
             self.workload.memory,
             self.workload.processors,
             self.workload.passes,
+            cell.copies,
         )
 
     def setting(self, cell: Cell) -> Setting:

@@ -15,14 +15,13 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from penstock.errors import ShapeError
-from penstock.ir.needs import FORWARD
 from penstock.ir.schedule import Schedule
+from penstock.ir.sums import completion, ranks_of
 from penstock.runtime.comm.comm import Comm, Pending
 from penstock.runtime.dtensor_share import local_share
 
@@ -207,13 +206,6 @@ def groups_of(
     return sorted(group for group in groups if len(group) > 1)
 
 
-def ranks_of(schedule: Schedule, parts: Sequence[int]) -> tuple[int, ...]:
-    """The ranks that hold a stage of these parts. A stage that no micro-batch visits gets the sum all the same."""
-    return tuple(
-        sorted({stage.rank for stage in schedule.stages if stage.part in parts})
-    )
-
-
 def _shared_parts(
     schedule: Schedule,
     modules: Mapping[int, nn.Module],
@@ -262,13 +254,3 @@ def _shared_ties(
                 SharedParameters(f"tied {name}", group, last, ready, (parameter,))
             )
     return sums
-
-
-def completion(schedule: Schedule, parts: Sequence[int], rank: int) -> tuple[int, int]:
-    """The last backward of these parts on a rank (-1: none), and the tick of the last one on any rank."""
-    table = schedule.table
-    part_of_stage = np.array([stage.part for stage in schedule.stages])
-    part = part_of_stage[table.stage]
-    backwards = np.flatnonzero(np.isin(part, parts) & (table.kind != FORWARD))
-    own = backwards[table.rank[backwards] == rank]
-    return int(own.max(initial=-1)), int(table.tick[backwards].max(initial=0))

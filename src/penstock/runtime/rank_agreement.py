@@ -21,9 +21,10 @@ from torch import Tensor, nn
 
 from penstock.errors import RunError, ShapeError
 from penstock.ir.schedule import Schedule
+from penstock.ir.sums import ranks_of
 from penstock.runtime.comm.comm import Comm
 from penstock.runtime.dtensor_share import local_share
-from penstock.runtime.gradients import SharedParameters, Tied, ranks_of
+from penstock.runtime.gradients import SharedParameters, Tied
 
 _PROCESS_ID = secrets.randbits(60)  # distinguishes the memory of processes
 _INT64_MASK = (1 << 62) - 1

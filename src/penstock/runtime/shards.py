@@ -18,9 +18,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from penstock.ir.schedule import Schedule
+from penstock.ir.sums import completion
 from penstock.runtime.backward import accumulate
 from penstock.runtime.dtensor_share import local_share
-from penstock.runtime.gradients import Tied, completion
+from penstock.runtime.gradients import Tied
 from penstock.runtime.process.malloc import (
     SHARDED_KEPT_BYTES,
     TRANSIENT_KEPT_BYTES,

@@ -6,6 +6,10 @@
 A message leaves when its action ends. On a serial link, each message waits for the one before
 it. A rank finishes its actions in the order of its lane, so its messages take each link in that
 order, too.
+
+Replicas of a part sum their gradients once the last backward of that part is done on all of them.
+The sum runs beside the remaining actions and takes nothing from them, but a rank takes part in one
+sum at a time. The step ends with the last action or sum.
 """
 
 from __future__ import annotations
@@ -16,8 +20,9 @@ from penstock.cost.columns import Columns, columns, levels
 from penstock.cost.cost import Cost
 from penstock.ir.compiled import compile_if_large
 from penstock.ir.schedule import Schedule
+from penstock.ir.sums import last_backwards, shared_gradients
 from penstock.ir.table import Floats, Ints
-from penstock.ir.timeline import Timeline
+from penstock.ir.timeline import Sum, Timeline
 
 
 def simulate(schedule: Schedule, cost: Cost) -> Timeline:
@@ -77,7 +82,44 @@ def timeline_of(
         costs.bytes,
         cause,
         cost.units,
+        sums_of(schedule, cost, end),
     )
+
+
+def sums_of(schedule: Schedule, cost: Cost, end: Floats) -> tuple[Sum, ...]:
+    """The sums of gradients of a step whose actions end at these times. Those that take no time are left out.
+
+    A rank begins its sums in the order of `shared_gradients`, one after the other.
+    """
+    tied_bytes = cost.tied_gradients(schedule)
+    shared = shared_gradients(schedule, tied_bytes > 0)
+    if not shared:
+        return ()
+    stage_of_part = {stage.part: number for number, stage in enumerate(schedule.stages)}
+    last = last_backwards(schedule)
+    free = [0.0] * schedule.ranks  # when each rank can take part in its next sum
+    delayed_by = [-1] * schedule.ranks  # the action for which it waits until then
+    sums = []
+    for name, parts, ranks, _ in shared:
+        size = tied_bytes
+        if len(parts) == 1:
+            size = cost.gradients(schedule, stage_of_part[parts[0]])
+        for rank in ranks:
+            for part in parts:
+                number = last.get((part, rank), -1)
+                if number >= 0 and end[number] > free[rank]:
+                    free[rank] = float(end[number])
+                    delayed_by[rank] = number
+        latest = max(ranks, key=lambda rank: free[rank])
+        start = free[latest]
+        cause = delayed_by[latest]
+        seconds = cost.sum_seconds(ranks, size)
+        for rank in ranks:
+            free[rank] = start + seconds
+            delayed_by[rank] = cause
+        if seconds > 0:
+            sums.append(Sum(name, ranks, start, start + seconds, size, cause))
+    return tuple(sums)
 
 
 def weights_of(schedule: Schedule, cost: Cost) -> Floats:

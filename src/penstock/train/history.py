@@ -242,8 +242,9 @@ def write_timeline(folder: Path, step: int, timeline: Timeline) -> None:
     """Write a measured timeline: its columns as lists, unknown values as null."""
     content: dict[str, object] = {"step": step}
     for item in fields(timeline):
-        if item.name not in ("schedule", "units"):
-            content[item.name] = _json_list(getattr(timeline, item.name))
+        value = getattr(timeline, item.name)
+        if isinstance(value, np.ndarray):
+            content[item.name] = _json_list(value)
     part = folder / f"{TIMELINE}.part"
     try:
         part.write_text(json.dumps(content), encoding="utf-8")
@@ -279,7 +280,7 @@ def read_timeline(folder: Path, schedule: Schedule) -> tuple[int, Timeline] | No
                     f"the schedule has {schedule.actions} actions, "
                     f"the timeline {len(columns[name])}"
                 )
-        return step, Timeline(schedule, **columns, units=MEASURED_UNITS)
+        return step, Timeline(schedule, **columns, units=MEASURED_UNITS, sums=())
     except FileNotFoundError:
         return None
     except (

@@ -45,18 +45,21 @@ function members(l) { // the actions of each micro-batch: all of them in that or
   return (m) => (m !== null && m < l.microbatches ? all.subarray(begin[m], begin[m + 1]) : all.subarray(0, 0));
 }
 function chain(l) { // the critical path, last action first
-  let last = 0;
-  for (let i = 1; i < l.count; i++) if (l.end[i] > l.end[last]) last = i;
   const found = [], on = new Uint8Array(l.count);
-  for (let i = last; i >= 0 && !on[i]; i = l.cause[i] - 1) { found.push(i); on[i] = 1; }
+  for (let i = l.last; i >= 0 && !on[i]; i = l.cause[i] - 1) { found.push(i); on[i] = 1; }
   return { found, on };
+}
+function sumsByRank(l) { // the sums of gradients that each rank takes part in
+  const found = Array.from({ length: l.ranks }, () => []);
+  for (const [ranks, start, end] of l.sums) for (const rank of ranks) found[rank].push([start, end]);
+  return found;
 }
 function peaks(l) { // the largest number of bytes of activations on each rank
   const most = new Float32Array(l.ranks);
   for (let i = 0; i < l.count; i++) most[rankOf(l, i)] = Math.max(most[rankOf(l, i)], l.held[i]);
   return most;
 }
-for (const l of lines) Object.assign(l, { of: members(l), critical: chain(l), peaks: peaks(l) });
+for (const l of lines) Object.assign(l, { of: members(l), critical: chain(l), peaks: peaks(l), sumsOf: sumsByRank(l) });
 const mostHeld = (l) => l.peaks.reduce((a, b) => Math.max(a, b), 0);
 for (const l of lines) // timelines with the same units share a scale
   l.heldScale = Math.max(...lines.filter((other) => other.inBytes === l.inBytes).map(mostHeld)) || 1;

@@ -26,7 +26,15 @@ from penstock.errors import ShapeError
 from penstock.ir.action import OPS
 from penstock.ir.timeline import Timeline
 from penstock.view.frame import framed
-from penstock.view.palette import OP_NAMES, PAINTS, TONES, paints, places
+from penstock.view.palette import (
+    OP_NAMES,
+    PAINTS,
+    SUM_COLOUR,
+    SUM_NAME,
+    TONES,
+    paints,
+    places,
+)
 
 Column = dict[str, str]
 
@@ -87,6 +95,7 @@ def page(timelines: Sequence[tuple[str, Timeline]], title: str = "") -> str:
         "paints": PAINTS,
         "tones": TONES,
         "ops": [{"letter": op.value, "name": OP_NAMES[op]} for op in OPS],
+        "sum": {"name": SUM_NAME, "colour": SUM_COLOUR},
     }
     if not title:
         title = " and ".join(name for name, _ in timelines) or "Pipeline schedule"
@@ -131,6 +140,8 @@ def _timeline(name: str, timeline: Timeline) -> dict[str, object]:
         "slices": schedule.slices,
         "cuts": list(cut_numbers),
         "weights": timeline.weights.tolist(),
+        "sums": [(list(one.ranks), one.start, one.end) for one in timeline.sums],
+        "last": timeline.last_cause,
         "columns": {
             "first": _ints(table.first),
             "home": _ints(np.array([stage.rank for stage in schedule.stages])),

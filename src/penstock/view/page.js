@@ -96,6 +96,11 @@ function legend() {
     chip.style.backgroundImage = `linear-gradient(90deg, ${shaded ? [at(0.1), at(0.9)] : [at(0.5), at(0.5)]})`;
     $("legend").append(entry(chip, one.name));
   });
+  if (lines.some((l) => l.sums.length)) {
+    const chip = make("i");
+    chip.style.cssText = `background-color: ${data.sum.colour}; height: 4px`;
+    $("legend").append(entry(chip, data.sum.name));
+  }
   const idle = make("i");
   idle.style.cssText = "background-color: var(--card); border-color: var(--line)";
   $("legend").append(entry(idle, "idle"));

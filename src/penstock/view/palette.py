@@ -4,6 +4,7 @@
     B  green    backward
     I  teal     input gradient      first part, first slice  ░▒▓█  last part, last slice
     W  orange   weight gradient
+    +  purple   sum of gradients    a strip below the actions, which go on meanwhile
 
 Idle is white. A *tone* is one of `TONES` steps from light to dark. A *paint* is the number
 op * TONES + tone.
@@ -34,6 +35,8 @@ OP_NAMES = {
     Op.I: "input gradient",
     Op.W: "weight gradient",
 }
+SUM_NAME = "sum of gradients"
+SUM_COLOUR = "#8457c8"
 IDLE = "#ffffff"
 INK = "#101823"
 PALE_INK = "#ffffff"

@@ -103,6 +103,7 @@ function draw() {
   pen.save();
   pen.beginPath(); pen.rect(GUTTER, AXIS, plotWidth() + 1, height - AXIS); pen.clip();
   if (dense) density(rows); else for (const row of rows) boxes(row);
+  for (const row of rows) sums(row);
   if (state.memory) for (const row of rows) memory(row);
   lines.forEach((l, k) => {
     if (state.critical) critical(l, k);
@@ -132,6 +133,11 @@ function boxes({ l, k, rank, a, b }) {
     const first = Math.max(left, GUTTER), last = Math.min(left + wide, GUTTER + plotWidth());
     if (last - first >= word.length * digit + 3) pen.fillText(word, (first + last) / 2, top + tall / 2 + 0.5);
   }
+}
+function sums({ l, k, rank }) { // a strip at the lower edge of the row, beside the actions
+  const tall = Math.min(4, state.row / 3), top = y(rank, k) + state.row - tall;
+  pen.fillStyle = data.sum.colour;
+  for (const [start, end] of l.sumsOf[rank]) pen.fillRect(x(start), top, Math.max(x(end) - x(start), 0.7), tall);
 }
 function box(left, top, wide, tall) {
   if (tall < 12 || wide < 7) return pen.fillRect(left, top, wide, tall);

@@ -31,11 +31,14 @@ from penstock.view.palette import (
     INK,
     OP_NAMES,
     PAINTS,
+    SUM_COLOUR,
+    SUM_NAME,
     label_of,
 )
 
 MAX_BOXES = 20_000  # beyond that, pixels show mean colours
 MAX_NAMED_BOXES = 2_000  # beyond that, boxes have no tooltip and share elements
+MAX_SUM_HEIGHT = 4.0  # pixels, of the strip that shows a sum of gradients
 DIGIT_WIDTH = 0.58  # width of a digit over the font size
 AXIS_COLOUR = "#5b6675"
 GRID_COLOUR = "#d7dce3"
@@ -99,6 +102,7 @@ def svg(timeline: Timeline, title: str = "") -> str:
         lines += _boxes(timeline, sheet)
     else:
         lines += _image(timeline, sheet)
+    lines += _sums(timeline, sheet)
     lines += _axis(timeline, sheet)
     lines += _legend(timeline, sheet)
     facts = _text(" · ".join(palette.facts(timeline)))
@@ -243,6 +247,24 @@ def _numbers(
     yield "</g>"
 
 
+def _sums(timeline: Timeline, sheet: Sheet) -> Iterator[str]:
+    """A strip at the lower edge of a rank's row for each sum of gradients that it takes part in."""
+    if not timeline.sums:
+        return
+    height = min(MAX_SUM_HEIGHT, sheet.row / 3)
+    units = timeline.units
+    yield f'<g class="sums" fill="{SUM_COLOUR}">'
+    for one in timeline.sums:
+        left, right = sheet.x(np.array([one.start, one.end])).tolist()
+        times = f"{write_time(one.start, units)} to {write_time(one.end, units)}"
+        title = f"<title>sum of {one.name}: {times}</title>"
+        for rank in one.ranks:
+            y = sheet.y(rank) + sheet.row - sheet.gap - height
+            box = f'<rect x="{_n(left)}" y="{_n(y)}" width="{_n(right - left)}" height="{_n(height)}">'
+            yield f"{box}{title}</rect>"
+    yield "</g>"
+
+
 def _longest_label(timeline: Timeline) -> int:
     """The number of characters of the longest label."""
     schedule = timeline.schedule
@@ -319,6 +341,10 @@ def _legend(timeline: Timeline, sheet: Sheet) -> Iterator[str]:
             yield f'{box} fill="{palette.paint_of(op, level).fill}"/>'
         yield f'<text x="{_n(x + 27)}" y="{_n(y + 10.5)}">{OP_NAMES[op]}</text>'
         x += 27 + 5.2 * len(OP_NAMES[op]) + 26
+    if timeline.sums:
+        yield f'<rect x="{_n(x)}" y="{_n(y + 4)}" width="21" height="4" fill="{SUM_COLOUR}"/>'
+        yield f'<text x="{_n(x + 27)}" y="{_n(y + 10.5)}">{SUM_NAME}</text>'
+        x += 27 + 5.2 * len(SUM_NAME) + 26
     yield f'<rect x="{_n(x)}" y="{_n(y)}" width="21" height="12" fill="{IDLE}" stroke="{GRID_COLOUR}"/>'
     yield f'<text x="{_n(x + 27)}" y="{_n(y + 10.5)}">idle</text>'
     if meaning:

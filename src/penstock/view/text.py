@@ -3,6 +3,7 @@
 rank 0 | F0 F1 F2 .  .  .  .  B0 -- F3 B1 -- .  B2 -- .  B3 --       one cell per tick of time
 rank 1 | .  F0 F1 .  .  B0 -- F2 B1 -- F3 B2 -- .  B3 -- .  .        .   idle
 rank 2 | .  .  F0 B0 -- F1 B1 -- F2 B2 -- F3 B3 -- .  .  .  .        --  the action before it goes on
+                                                                     +   idle, while gradients are summed
 """
 
 from __future__ import annotations
@@ -24,16 +25,21 @@ from penstock.view.numbers import short, write_time
 from penstock.view.palette import (
     OP_NAMES,
     PAINTS,
+    SUM_COLOUR,
+    SUM_NAME,
     Paint,
     label_of,
 )
 
 MAX_LANES = 64
+SUM_SIGN = "+"  # for a rank that only takes part in a sum of gradients
 
 
 # ---------------------------------------------------------------- plain
 def plain(timeline: Timeline, tick: float = 1.0) -> str:
     """A line per rank and a cell per tick. An action that takes no time has no cell.
+
+    A rank that only takes part in a sum of gradients has `+` in its cell.
 
     >>> from penstock import UnitCost, make, simulate
     >>> print(plain(simulate(make("1f1b", ranks=2, microbatches=2), UnitCost())))
@@ -44,6 +50,11 @@ def plain(timeline: Timeline, tick: float = 1.0) -> str:
     ticks = _ticks(timeline.makespan, tick, "the makespan")
     rows = [["."] * ticks for _ in range(ranks)]
     width = 1
+    for one in timeline.sums:
+        first = _ticks(one.start, tick, f"the start of the sum of {one.name}")
+        last = _ticks(one.end, tick, f"the end of the sum of {one.name}")
+        for rank in one.ranks:
+            rows[rank][first:last] = [SUM_SIGN] * (last - first)
     for span in timeline.spans():
         first = _ticks(span.start, tick, f"the start of {span.action}")
         last = _ticks(span.end, tick, f"the end of {span.action}")
@@ -142,13 +153,24 @@ def _lanes(
     for rank in ranks:
         line = Text()
         column = 0
+        idle = idle_columns(timeline, rank, columns)
         for run in action_columns(timeline, rank, columns):
-            line.append(" " * (run.first - column))
+            line.append(idle[column : run.first], style=SUM_COLOUR)
             label = write_label(schedule.table.action(run.action))
             run_paint = PAINTS[int(paint[run.action])]
             line.append_text(_box(label, run.last - run.first, run_paint, edge))
             column = run.last
-        yield line.append(" " * (columns - column))
+        yield line.append(idle[column:], style=SUM_COLOUR)
+
+
+def idle_columns(timeline: Timeline, rank: int, columns: int) -> str:
+    """What a rank shows in each column of time if it is idle: a sign if it takes part in a sum."""
+    middle = (np.arange(columns) + 0.5) * timeline.makespan / columns
+    signs = np.full(columns, " ")
+    for one in timeline.sums:
+        if rank in one.ranks:
+            signs[(middle >= one.start) & (middle < one.end)] = SUM_SIGN
+    return "".join(signs.tolist())
 
 
 def action_columns(
@@ -222,6 +244,9 @@ def _legend(timeline: Timeline, width: int) -> Text:
         fill, ink = palette.paint_of(op)
         line.append(f" {op.value} ", style=f"{ink} on {fill}")
         line.append(f" {OP_NAMES[op]}  ", style="dim")
+    if timeline.sums:
+        line.append(f" {SUM_SIGN} ", style=SUM_COLOUR)
+        line.append(f" {SUM_NAME}  ", style="dim")
     line.rstrip()
     line.truncate(width)
     return line

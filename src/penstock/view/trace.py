@@ -3,6 +3,7 @@
 rank 0  [0F0][0F1]            [0B0]        ph X   an action, with stage, part, micro-batch, slice
             └──► s ... f                   ph s,f a message, from its source to the action that uses it
 rank 1       [1F0]     [1B0]
+sums of rank 0        [part 1][part 0]     ph X   a sum of gradients, beside the actions
 activations rank 0  ▁▂▂▂▁                  ph C   bytes held
 """
 
@@ -15,7 +16,7 @@ import numpy as np
 
 from penstock.ir.table import Ints, Table
 from penstock.ir.timeline import Timeline
-from penstock.view.palette import OP_NAMES, activation_steps
+from penstock.view.palette import OP_NAMES, SUM_NAME, activation_steps
 
 MICROSECONDS = 1e6  # in a second; traces count microseconds
 Event = dict[str, object]
@@ -30,7 +31,12 @@ def trace(timeline: Timeline) -> str:
     ['0F0', '0F1', '0B0']
     """
     users = consumers(timeline.schedule.table)
-    events = [*_names(timeline), *_work(timeline, users), *_memory(timeline)]
+    events = [
+        *_names(timeline),
+        *_work(timeline, users),
+        *_sums(timeline),
+        *_memory(timeline),
+    ]
     return json.dumps(
         {"displayTimeUnit": "ms", "traceEvents": events}, separators=(",", ":")
     )
@@ -48,20 +54,24 @@ def consumers(table: Table) -> Ints:
 
 def _names(timeline: Timeline) -> Iterator[Event]:
     yield {"ph": "M", "pid": 0, "name": "process_name", "args": {"name": "penstock"}}
-    for rank in range(timeline.schedule.ranks):
+    ranks = timeline.schedule.ranks
+    lines = [(rank, f"rank {rank}", 2 * rank) for rank in range(ranks)]
+    summing = sorted({rank for one in timeline.sums for rank in one.ranks})
+    lines += [(ranks + rank, f"sums of rank {rank}", 2 * rank + 1) for rank in summing]
+    for line, name, place in lines:
         yield {
             "ph": "M",
             "pid": 0,
-            "tid": rank,
+            "tid": line,
             "name": "thread_name",
-            "args": {"name": f"rank {rank}"},
+            "args": {"name": name},
         }
         yield {
             "ph": "M",
             "pid": 0,
-            "tid": rank,
+            "tid": line,
             "name": "thread_sort_index",
-            "args": {"sort_index": rank},
+            "args": {"sort_index": place},
         }
 
 
@@ -96,6 +106,22 @@ def _work(timeline: Timeline, users: Ints) -> Iterator[Event]:
             yield {**_arrow("f", rank, source, start), "bp": "e"}
         if user_list[number] >= 0:
             yield _arrow("s", rank, number, sent[number])
+
+
+def _sums(timeline: Timeline) -> Iterator[Event]:
+    """Each sum of gradients, on a line of its own below the actions of each of its ranks."""
+    for one in timeline.sums:
+        for rank in one.ranks:
+            yield {
+                "ph": "X",
+                "pid": 0,
+                "tid": timeline.schedule.ranks + rank,
+                "name": one.name,
+                "cat": SUM_NAME,
+                "ts": one.start * MICROSECONDS,
+                "dur": (one.end - one.start) * MICROSECONDS,
+                "args": {"ranks": list(one.ranks), "bytes": one.bytes},
+            }
 
 
 def _sources(users: Ints) -> dict[int, list[int]]:

@@ -1,15 +1,10 @@
-"""The time that the replicas of a part need to sum their gradients (an all-reduce).
-
-    star   all send to one node, which sends the sum back    2 (latency + bytes / bandwidth)  of its slowest link
-    ring   each sends a share to the next, many times        2 (r-1) (latency + bytes / r / bandwidth)
-
-The quicker of the two counts. The ring goes from each replica to the nearest one that is left.
-"""
+"""The time that the replicas of a part need to sum their gradients: that of a ring or a star, whichever is quicker."""
 
 from __future__ import annotations
 
 import numpy as np
 
+from penstock.cost.allreduce import ring_seconds, star_seconds
 from penstock.ir.table import Floats, Ints
 from penstock.plan.paths.path_simulator import Traffic
 
@@ -22,26 +17,7 @@ def allreduce_seconds(traffic: Traffic, nodes: Ints, size: float) -> float:
     within = np.ix_(nodes, nodes)
     latency = traffic.latency[within]
     byte = traffic.byte[within]
-    whole = latency + byte * size
-    slower_way = np.maximum(whole, whole.T)
-    star = 2.0 * float(slower_way.max(axis=1).min())
-    share = latency + byte * (size / count)
-    ring = 2.0 * (count - 1) * _slowest_ring_link(share)
-    return min(star, ring)
-
-
-def _slowest_ring_link(seconds: Floats) -> float:
-    """Return the slowest link of a ring that always goes to the nearest node that is left."""
-    left = np.ones(len(seconds), dtype=np.bool_)
-    left[0] = False
-    here = 0
-    slowest = 0.0
-    for _ in range(len(seconds) - 1):
-        there = int(np.where(left, seconds[here], np.inf).argmin())
-        slowest = max(slowest, float(seconds[here, there]))
-        here = there
-        left[there] = False
-    return max(slowest, float(seconds[here, 0]))
+    return min(star_seconds(latency, byte, size), ring_seconds(latency, byte, size))
 
 
 def allreduce_seconds_by_part(
