@@ -442,13 +442,12 @@ def _open_faults(schedule: ScheduleConfig) -> list[str]:
     """The choices that are left open although no planner will make them."""
     if schedule.name == AUTO or is_plan_file(schedule.name):
         return []
-    faults = []
-    for key in ("ranks", "microbatches", "copies"):
-        if not getattr(schedule, key):
-            faults.append(
-                f"schedule.{key} = 0 lets auto choose, but schedule.name = "
-                f"{schedule.name}; the least is 1"
-            )
+    faults = [
+        f"schedule.{key} = 0 lets auto choose, but schedule.name = {schedule.name}; "
+        "the least is 1"
+        for key in ("ranks", "microbatches", "copies")
+        if not getattr(schedule, key)
+    ]
     if schedule.devices:
         faults.append(
             f"schedule.devices = {schedule.devices} is for schedule.name = auto; "

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from itertools import pairwise
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Optional
 
 import typer
 
+from penstock.cli.cost import price_of
+from penstock.cli.landscape import landscape_facts, print_landscape, show_progress
 from penstock.cli.options import (
     AcceptError,
     BackwardOption,
@@ -19,17 +20,18 @@ from penstock.cli.options import (
     ProfileFile,
     TokensOption,
 )
-from penstock.cli.tables import print_json, print_table, progress, tell, write
+from penstock.cli.tables import print_json, progress, tell, write
+from penstock.errors import ShapeError
 
 if TYPE_CHECKING:
-    from rich.status import Status
-
+    from penstock.cost import RowProfiles
+    from penstock.plan.price import Price
     from penstock.plan.question import Question
-    from penstock.plan.search import Landscape, Progress, Row
+    from penstock.plan.recipes import Limits
+    from penstock.plan.workload import Workload
+    from penstock.train.placement import Placement
 
-MAX_LENGTHS_SHOWN = 4  # a row shows the lengths of at most this many slices
 CONFIG_PANEL = "A model and its devices"
-UNIT_PANEL = "Ranks in units of the papers"
 
 
 def plan_command(
@@ -79,9 +81,7 @@ def plan_command(
     profile: ProfileFile = None,
     tokens: TokensOption = None,
     accept_error: AcceptError = False,
-    ranks: Annotated[
-        Optional[int], typer.Option(help="Ranks of the pipeline.")
-    ] = None,
+    ranks: Annotated[Optional[int], typer.Option(help="Ranks of the pipeline.")] = None,
     microbatches: Annotated[
         Optional[int], typer.Option(help="Micro-batches in a step.")
     ] = None,
@@ -131,31 +131,43 @@ def plan_command(
     """
     from penstock.formats import dump_plan
     from penstock.plan.planner import chosen_plan
-    from penstock.plan.question import Options, question_of
+    from penstock.plan.recipes import Limits
     from penstock.plan.search import search
     from penstock.view.numbers import write_size
 
-    options = Options(
-        source=source,
-        changes=tuple(changes or ()),
-        devices=devices,
-        memory=memory,
-        gpu=gpu,
-        cluster=cluster,
-        profile=profile,
-        tokens=tokens,
-        accept_error=accept_error,
-        ranks=ranks,
-        microbatches=microbatches,
-        forward=forward,
-        backward=backward,
-        comm=comm,
-        stages=stages,
-        slices=slices,
-        granularity=granularity,
-        weights=weights,
-    )
-    question = question_of(options, _measure_here)
+    limits = Limits(stages, slices, weights)
+    if source is not None or gpu is not None:
+        _refuse_beside_config(
+            ranks=ranks,
+            microbatches=microbatches,
+            tokens=tokens,
+            forward=forward,
+            backward=backward,
+            comm=comm,
+        )
+        model = ModelOptions(
+            source,
+            tuple(changes or ()),
+            devices,
+            memory,
+            gpu,
+            cluster,
+            profile,
+            accept_error,
+            granularity,
+        )
+        question = config_question(model, limits)
+    else:
+        _refuse_without_config(devices=devices, cluster=cluster, set=changes or None)
+        if ranks is None or microbatches is None:
+            raise ShapeError(
+                "name a config.toml, or give --ranks and --microbatches\n"
+                "  penstock plan config.toml --devices 8; `penstock init` writes a config"
+            )
+        price = price_of(forward, backward, comm, profile, tokens, accept_error)
+        question = pipeline_question(
+            price, profile, ranks, microbatches, memory, granularity, limits
+        )
     with progress("planning") as status:
         landscape = search(
             question.workload,
@@ -174,167 +186,134 @@ def plan_command(
 
         write(page, render_landscape(landscape, question), quiet=json)
     if json:
-        print_json(_landscape_facts(landscape, question))
+        print_json(landscape_facts(landscape, question))
         return
-    _print_landscape(landscape, question, top)
+    print_landscape(landscape, question, top)
 
 
-def _measure_here(source: Path | None, changes: tuple[str, ...]):  # noqa: ANN202
-    raise NotImplementedError
+@dataclass(frozen=True, slots=True)
+class ModelOptions:
+    """The options of a plan for a model."""
+
+    source: Path | None
+    changes: tuple[str, ...]
+    devices: int | None
+    memory: str | None
+    gpu: str | None
+    cluster: Path | None
+    profile: Path | None
+    accept_error: bool
+    granularity: int | None
 
 
-def show_progress(status: Status | None) -> Callable[[Progress], None]:
-    """Return a function that shows the progress of a search in a terminal."""
+# ---------------------------------------------------------------- questions
+def pipeline_question(
+    price: Price,
+    profile: Path | None,
+    ranks: int,
+    microbatches: int,
+    memory: str | None,
+    granularity: int | None,
+    limits: Limits,
+) -> Question:
+    """Ask for a pipeline with given ranks and micro-batches."""
+    from penstock.cost import UnitCost
+    from penstock.formats import read_row_profiles
+    from penstock.plan.question import (
+        bytes_of,
+        positive_number,
+        profile_question,
+        profile_workload,
+        unit_question,
+    )
+    from penstock.schedules.orders import require_at_least
 
-    def show(progress: Progress) -> None:
-        if status is None:
-            return
-        text = f"planning: {progress.doing}"
-        if progress.best < float("inf"):
-            gap = ""
-            if progress.bound:
-                gap = f", at most {progress.best / progress.bound - 1:.1%} above the optimum"
-            text += f" (best so far {progress.best:.4g}{gap})"
-        status.update(text)
-
-    return show
-
-
-# ---------------------------------------------------------------- JSON
-def _landscape_facts(landscape: Landscape, question: Question) -> dict[str, object]:
-    workload = question.workload
-    return {
-        "devices": workload.devices,
-        "memory": workload.memory,
-        "lower_bound": landscape.bound,
-        "gap": landscape.gap,
-        "interrupted": landscape.interrupted,
-        "schedules": [_row_facts(row) for row in landscape.rows],
-        "cells": [
-            {
-                "copies": one.cell.copies,
-                "ranks": one.cell.ranks,
-                "tensor": one.cell.tensor,
-                "shard": one.cell.shard,
-                "microbatches": one.cell.microbatches,
-                "rows": one.cell.rows,
-                "recomputed": one.cell.recomputed,
-                "lower_bound": one.bound,
-                "step": one.best.step if one.best else None,
-                "reason": one.reason,
-            }
-            for one in landscape.cells
-        ],
-        "too_large": [
-            {"name": name, "peak": peak} for name, peak in landscape.too_large
-        ],
-    }
+    require_at_least(
+        1,
+        ranks=ranks,
+        microbatches=microbatches,
+        stages=limits.stages,
+        slices=limits.slices,
+        weights=limits.weights,
+    )
+    if profile is None:
+        if granularity is not None:
+            raise ShapeError("--granularity needs a profile or a config")
+        assert isinstance(price.cost, UnitCost)
+        size = None if memory is None else positive_number(memory)
+        return unit_question(ranks, microbatches, price.cost, size, limits)
+    profiles = read_row_profiles(profile)
+    size = None if memory is None else bytes_of(memory)
+    workload = profile_workload(
+        profiles, ranks, microbatches, price.tokens, size, granularity
+    )
+    return profile_question(workload, profiles, limits, str(profile))
 
 
-def _row_facts(row: Row) -> dict[str, object]:
-    candidate = row.candidate
-    cell = row.cell
-    return {
-        "name": candidate.name,
-        "shape": dict(candidate.shape),
-        "order": candidate.sort,
-        "copies": cell.copies,
-        "ranks": cell.ranks,
-        "tensor": cell.tensor,
-        "shard": cell.shard,
-        "microbatches": cell.microbatches,
-        "rows": cell.rows,
-        "step": candidate.step,
-        "makespan": candidate.makespan,
-        "bubble": candidate.bubble,
-        "peak": candidate.peak,
-        "weights": candidate.weights,
-        "order_bound": candidate.bound,
-        "noisy_makespan": candidate.noisy,
-        "cuts": list(candidate.schedule.microbatches[0].cuts),
-        "partition": list(candidate.partition),
-        "recompute": list(candidate.recompute),
-    }
+def config_question(options: ModelOptions, limits: Limits) -> Question:
+    """Ask for the best plan of a config, on this machine or on devices that are described."""
+    from penstock.cli.train import require_torch
+
+    require_torch()
+    from penstock.formats.config_toml import written_keys
+    from penstock.plan.question import bytes_of, profile_question
+    from penstock.train.auto import machine_workload
+    from penstock.train.start import find_run
+    from penstock.train.worker import model_sizes
+
+    config, _ = find_run(options.source, None, options.changes, exists=True)
+    given = written_keys(options.source, options.changes)
+    workload, placement = machine_workload(
+        config,
+        model_sizes(config).layers,
+        given,
+        devices=options.devices or 0,
+        memory=None if options.memory is None else bytes_of(options.memory),
+        granularity=options.granularity,
+    )
+    profiles, source = _profiles_of(options, workload, placement)
+    return profile_question(workload, profiles, limits, source)
 
 
-# ---------------------------------------------------------------- the table
-def _print_landscape(landscape: Landscape, question: Question, top: int) -> None:
-    from penstock.plan.candidates import title
-    from penstock.view.numbers import size_scale, time_scale
-
-    best = landscape.best.candidate
-    times = time_scale(best.step, question.units)
-    sizes = size_scale(best.peak, question.units)
-    several = len({row.cell for row in landscape.rows}) > 1
-    heads = ["", "schedule", "order", "step", "bubble", "peak", "±10%"]
-    if several:
-        heads.insert(1, "copies x ranks, micro-batches")
-    rows = []
-    for place, row in enumerate(landscape.rows[:top], start=1):
-        candidate = row.candidate
-        cells = [
-            str(place),
-            title(candidate.name, candidate.shape),
-            candidate.sort,
-            times.number(candidate.step),
-            f"{candidate.bubble:.1%}",
-            sizes.number(candidate.peak, 3),
-            times.number(candidate.noisy),
-        ]
-        if several:
-            cells.insert(1, row.cell.name)
-        rows.append(cells)
-    notes = _notes(landscape, question, top, times.unit, sizes.unit)
-    print_table(heads, rows, "\n".join(notes), spare=("order", "±10%"))
+def _refuse_beside_config(**options: float | None) -> None:
+    """Refuse the options that contradict a config."""
+    for name, value in options.items():
+        if value is not None:
+            raise ShapeError(
+                f"--{name} is for a pipeline without a config; a config has its own: "
+                f"--set schedule.ranks=8, data.tokens and so on\n  leave --{name} out"
+            )
 
 
-def _notes(
-    landscape: Landscape, question: Question, top: int, seconds: str, sizes: str
-) -> list[str]:
-    """Return the explanations under the table."""
-    from penstock.view.numbers import write_size, write_time
-
-    bound = write_time(landscape.bound, question.units, digits=4)
-    notes = [
-        f"bound: no plan of this space takes less than {bound}; "
-        f"the best one is {landscape.gap:.1%} above it",
-        f"the bound ignores {question.ignored}",
-        "order: fixed is the same for any cost; split, listed and improved are adapted to this cost",
-        "±10%: mean makespan of the best rows under random noise that no candidate was adapted to",
-    ]
-    if seconds:
-        notes.append(
-            f"times are in {seconds}; peak: what the fullest device holds, in {sizes}"
-        )
-    else:
-        notes.append("peak: the activations of the fullest rank, in micro-batches")
-    cuts = landscape.best.candidate.schedule.microbatches[0].cuts
-    if len(cuts) > 2 and seconds:
-        notes.append(f"tokens of the best plan's slices: {slice_lengths(cuts)}")
-    hidden = len(landscape.rows) - top
-    if hidden > 0:
-        notes.append(f"{hidden} more candidates fit; --top shows more rows")
-    if landscape.too_large:
-        name, peak = landscape.too_large[0]
-        limit = write_size(question.workload.memory or 0.0, question.units, 4)
-        notes.append(
-            f"{len(landscape.too_large)} candidates exceed the memory of {limit}; "
-            f"the smallest of them is {name} ({write_size(peak, question.units, 4)})"
-        )
-    untried = ["skip (it leaves out work)"]
-    if question.limits.weights < 2:
-        untried.append("chimera (it needs two copies of the weights: --weights 2)")
-    notes.append(f"not tried: {', '.join(untried)}")
-    return notes
+def _refuse_without_config(**options: object) -> None:
+    """Refuse the options that only make sense with a config."""
+    for name, value in options.items():
+        if value is not None:
+            raise ShapeError(
+                f"--{name} needs a config: penstock plan config.toml --{name} ...\n"
+                "  `penstock init` writes one"
+            )
 
 
-def slice_lengths(cuts: tuple[int, ...]) -> str:
-    """Write the tokens of each slice; of many slices, only the first and the last.
+def _profiles_of(
+    options: ModelOptions, workload: Workload, placement: Placement
+) -> tuple[RowProfiles, str]:
+    """Return the profiles of a config's model, and where they come from."""
+    from penstock.cost.profile import refuse_error
+    from penstock.formats import read_row_profiles
+    from penstock.train.auto import measure
 
-    >>> slice_lengths((0, 384, 512)), slice_lengths(tuple(range(0, 90, 10)))
-    ('384 128', '10 ... 10')
-    """
-    lengths = [str(end - begin) for begin, end in pairwise(cuts)]
-    if len(lengths) > MAX_LENGTHS_SHOWN:
-        lengths = [lengths[0], "...", lengths[-1]]
-    return " ".join(lengths)
+    if options.profile is not None:
+        profiles = read_row_profiles(options.profile)
+        if not options.accept_error:
+            refuse_error(profiles.measured[0], str(options.profile))
+        if profiles.layers != workload.layers or profiles.tokens != workload.tokens:
+            raise ShapeError(
+                f"{options.profile} is of {profiles.layers} layers and "
+                f"{profiles.tokens} tokens, but the config has {workload.layers} layers "
+                f"and {workload.tokens} tokens\n"
+                "  measure it: penstock profile config.toml"
+            )
+        return profiles, str(options.profile)
+    with progress("timing a layer"):
+        return measure(workload, placement), "measured on this machine"

@@ -19,7 +19,7 @@ from penstock.cli.forecast import (
     print_memory,
     tell_if_too_large,
 )
-from penstock.cli.plan import show_progress
+from penstock.cli.landscape import show_progress
 from penstock.cli.tables import (
     counting,
     print_plain,

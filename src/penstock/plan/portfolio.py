@@ -44,8 +44,9 @@ from penstock.schedules.size import MAX_ACTIONS, refuse_if_too_large
 
 # Listed orders have at most this many actions; larger ones take too long to list.
 MAX_LISTED_ACTIONS = 40_000
-# Placements that are tried with more slices: the best ones with fewer.
-OPEN_PLACEMENTS = 4
+MAX_SLICED_STAGES = 8  # of a rank, in listed orders with slices
+REFINED_PLACEMENTS = 3  # placements on which other numbers of slices are tried
+REFINED_SLICES = (3, 6, 12, 24)
 # More slices must make a family of candidates faster by this share, or they count as useless.
 LEAST_GAIN = 0.002
 IMPROVED = 4  # candidates that are improved by local search
@@ -142,6 +143,7 @@ def rank_setting(
                 ranking.try_fixed(slices)
             if slices <= limits.slices:
                 ranking.try_listed(slices)
+        ranking.refine()
         if not ranking.fits and not ranking.too_large:
             raise ShapeError(f"no schedule can be built: {ranking.first_error}")
         if improve:
@@ -155,7 +157,9 @@ def survey_setting(setting: Setting, judge: Judge, limits: Limits) -> Portfolio:
     They are the fixed orders with at most `SURVEYED_STAGES` stages on a rank, whole sequences.
     """
     stages = min(limits.stages, SURVEYED_STAGES)
-    ranking = _Ranking(setting, judge, replace(limits, stages=stages), lambda name: None)
+    ranking = _Ranking(
+        setting, judge, replace(limits, stages=stages), lambda name: None
+    )
     ranking.try_fixed(1)
     if not ranking.fits and not ranking.too_large:
         raise ShapeError(f"no schedule can be built: {ranking.first_error}")
@@ -202,10 +206,22 @@ class _Ranking:
         """Build orders for this cost and memory, on every placement that is still open."""
         times: dict[object, float] = {}
         for placement in self.open_placements(slices):
-            for cuts in self.setting.cuts(slices):
-                time = self.try_placement(placement, cuts)
-                times[placement] = min(time, times.get(placement, math.inf))
+            times[placement] = self.try_cuts(placement, slices)
         self.close_families(times)
+
+    def refine(self) -> None:
+        """Try other numbers of slices on the best placements."""
+        for placement in self.best_placements():
+            for slices in REFINED_SLICES:
+                if slices <= self.limits.slices:
+                    self.try_cuts(placement, slices)
+
+    def try_cuts(self, placement: Placement, slices: int) -> float:
+        """Try a placement with all cuts into this many slices; return the least time."""
+        times = [
+            self.try_placement(placement, cuts) for cuts in self.setting.cuts(slices)
+        ]
+        return min(times, default=math.inf)
 
     def try_placement(self, placement: Placement, cuts: Sequence[int]) -> float:
         """Try the listed orders of a placement; return the least time."""
@@ -260,9 +276,7 @@ class _Ranking:
             self.first_error = self.first_error or error
             return math.inf
 
-    def add(
-        self, name: str, shape: ShapeWords, sort: str, schedule: Schedule
-    ) -> float:
+    def add(self, name: str, shape: ShapeWords, sort: str, schedule: Schedule) -> float:
         """Add a schedule to those that fit, or to those that are too large."""
         candidate = evaluate_schedule(name, shape, sort, schedule, self.judge)
         if not self.judge.fits(candidate.peak):
@@ -273,23 +287,31 @@ class _Ranking:
 
     # ------------------------------------------------------------ families
     def open_placements(self, slices: int) -> list[Placement]:
-        """Return all placements for whole sequences; then the best ones that slices still help.
+        """Return the placements that are worth trying with this number of slices.
 
-        Of placements that are equally fast, those with fewer stages are better.
+        Whole sequences are tried on all of them. Slices multiply the actions, so they are
+        tried on those with few stages, as long as they help.
         """
         every = list(placements(self.setting.ranks, self.limits))
         if slices == 1:
             return every
-        best = min((self.family_best.get(one, math.inf) for one in every))
-        if math.isinf(best):
-            return every
+        few = [one for one in every if one.stages_per_rank <= MAX_SLICED_STAGES]
+        return [one for one in few if not self.is_closed(one)]
+
+    def best_placements(self) -> list[Placement]:
+        """Return the best few placements.
+
+        Of placements that are about equally fast, those with fewer stages come first.
+        """
+        best = min(self.family_best.values(), default=math.inf)
+        found = [one for one in self.family_best if isinstance(one, Placement)]
 
         def merit(placement: Placement) -> tuple[float, int]:
-            excess = self.family_best.get(placement, math.inf) / best - 1
+            excess = self.family_best[placement] / best - 1
             return excess // LEAST_GAIN, placement.stages_per_rank
 
-        every.sort(key=merit)
-        return [one for one in every[:OPEN_PLACEMENTS] if not self.is_closed(one)]
+        found.sort(key=merit)
+        return found[:REFINED_PLACEMENTS]
 
     def is_closed(self, family: object) -> bool:
         """Whether more slices have stopped helping a family of candidates."""

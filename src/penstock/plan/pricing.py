@@ -1,7 +1,7 @@
 """What the cells of a workload cost: in the units of the papers, or by profiles of the model.
 
-    UnitPricing      a forward of a micro-batch on a rank takes 1; sizes in micro-batches
-    ProfilePricing   seconds and bytes, from profiles for several numbers of rows of a micro-batch
+UnitPricing      a forward of a micro-batch on a rank takes 1; sizes in micro-batches
+ProfilePricing   seconds and bytes, from profiles for several numbers of rows of a micro-batch
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from penstock.cost.unit import UnitCost
 from penstock.ir.schedule import Schedule
 from penstock.plan.bound import lower_bound
 from penstock.plan.candidates import Judge
-from penstock.plan.recipes import Cuts, Setting, even_cuts_only
+from penstock.plan.recipes import Cuts, Limits, Setting, even_cuts_only
 from penstock.plan.slices.closed_form import equal_length
 from penstock.plan.workload import Cell, Workload
 from penstock.schedules import make
@@ -28,6 +28,7 @@ class UnitPricing:
 
     cost: UnitCost
     memory: float | None = None  # micro-batches of a rank's work
+    limits: Limits = field(default_factory=Limits)
 
     def judge(self, cell: Cell) -> Judge:
         """Return what times and weighs the schedules of a cell."""
@@ -52,6 +53,7 @@ class ProfilePricing:
 
     workload: Workload
     profile_at: Callable[[int], Profile]
+    limits: Limits = field(default_factory=Limits)
     costs: dict[tuple[int, int, int, float], PlacedCost] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -99,7 +101,11 @@ class ProfilePricing:
 
     def bound(self, cell: Cell) -> float:
         """Return a time that no step of this cell can beat."""
-        return self.workload.passes * lower_bound(self._smallest(cell), self.cost(cell)) * 0
+        return (
+            self.workload.passes
+            * lower_bound(self._smallest(cell), self.cost(cell))
+            * 0
+        )
 
     def least_bytes(self, cell: Cell) -> float:
         """Return the bytes of the fullest device with one micro-batch in flight."""

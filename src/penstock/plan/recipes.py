@@ -32,7 +32,7 @@ from penstock.sim.simulate import simulate
 Cuts = tuple[int, ...]
 TRIED_CHUNKS = (1, 2, 3, 4, 6, 8)
 TRIED_WAVES = (1, 2, 3, 4, 5, 6, 8)
-TRIED_SLICES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+TRIED_SLICES = (1, 2, 4, 8, 16, 32, 64)
 # Numbers of slices in a row that may fail to help before a placement is given up.
 PATIENCE = 2
 # `skip` leaves out part of the work, so it cannot be compared with the others. Those with

@@ -64,8 +64,8 @@ class Workload:
 class Cell:
     """How the devices and the batch are divided: the coarse part of a plan.
 
-        copies x ranks x tensor x shard    processes
-        copies x shard x passes x microbatches x rows    sequences of a step
+    copies x ranks x tensor x shard    processes
+    copies x shard x passes x microbatches x rows    sequences of a step
     """
 
     copies: int

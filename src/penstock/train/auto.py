@@ -1,8 +1,8 @@
 """schedule.name = auto: measures the model on this machine, then searches for the fastest plan.
 
-    workload ──► measure ──► profiles for several numbers of rows ──► search ──► landscape, plan
-                                                                                     │
-                                         the profile of the plan's own rows is the forecast's
+workload ──► measure ──► profiles for several numbers of rows ──► search ──► landscape, plan
+                                                                                 │
+                                     the profile of the plan's own rows is the forecast's
 """
 
 from __future__ import annotations
@@ -45,24 +45,44 @@ class AutoPlan:
 
 
 def machine_workload(
-    config: Config, layers: int, given: Collection[str] | None = None
+    config: Config,
+    layers: int,
+    given: Collection[str] | None = None,
+    devices: int = 0,
+    memory: float | None = None,
+    granularity: int | None = None,
 ) -> tuple[Workload, Placement]:
-    """Return the workload of a config on this machine, with its memory and processors."""
-    workload = workload_of(config, layers, given)
+    """Return the workload of a config on this machine, with its memory and processors.
+
+    If a number of devices is given, the plan is for that many devices of their own, and
+    only `memory` limits it.
+    """
+    workload = workload_of(config, layers, given, devices)
     placement = decide_placement(config, workload.devices)
-    pools = places_of(placement, config.mesh.size)
-    memory = min(pool.bytes / max(1, len(pool.ranks)) for pool in pools)
-    shared = placement.processors < placement.neighbours
+    processors = None
+    if not devices:
+        memory = memory or memory_of_process(config, placement)
+        if placement.processors < placement.neighbours:
+            processors = placement.processors
     workload = workload_of(
         config,
         layers,
         given,
-        memory=USABLE_SHARE * memory if config.run.check_memory else None,
-        processors=placement.processors if shared else None,
-        granularity=max(MIN_GRANULARITY, tile_of(placement.device)),
+        devices,
+        memory,
+        processors,
+        granularity or max(MIN_GRANULARITY, tile_of(placement.device)),
         exact=under_launcher(),
     )
     return workload, placement
+
+
+def memory_of_process(config: Config, placement: Placement) -> float | None:
+    """Return the bytes that a plan may use in each process; None if that is not checked."""
+    if not config.run.check_memory:
+        return None
+    pools = places_of(placement, config.mesh.size)
+    return USABLE_SHARE * min(pool.bytes / max(1, len(pool.ranks)) for pool in pools)
 
 
 def measure(

@@ -309,9 +309,7 @@ def _simulate_order(
     schedule = order.build()
     if order.split:
         schedule = split_and_defer(schedule, cost, memory)
-    candidate = evaluate_schedule(
-        order.name, order.shape, sort, schedule, Judge(cost)
-    )
+    candidate = evaluate_schedule(order.name, order.shape, sort, schedule, Judge(cost))
     if not gradients or schedule.slices == 1:
         return candidate
     activations = simulate(schedule, cost).activations

@@ -1,0 +1,176 @@
+"""Shows what a search for a plan found: its progress, a table with notes, and JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+from penstock.cli.tables import print_table
+
+if TYPE_CHECKING:
+    from rich.status import Status
+
+    from penstock.plan.question import Question
+    from penstock.plan.search import Landscape, Progress, Row
+
+MAX_LENGTHS_SHOWN = 4  # a row shows the lengths of at most this many slices
+
+
+def show_progress(status: Status | None) -> Callable[[Progress], None]:
+    """Return a function that shows the progress of a search in a terminal."""
+
+    def show(progress: Progress) -> None:
+        if status is None:
+            return
+        text = f"planning: {progress.doing}"
+        if progress.best < float("inf"):
+            gap = ""
+            if progress.bound:
+                gap = f", at most {progress.best / progress.bound - 1:.1%} above the optimum"
+            text += f" (best so far {progress.best:.4g}{gap})"
+        status.update(text)
+
+    return show
+
+
+# ---------------------------------------------------------------- JSON
+def landscape_facts(landscape: Landscape, question: Question) -> dict[str, object]:
+    """Return everything that a search found, as JSON shows it."""
+    workload = question.workload
+    return {
+        "devices": workload.devices,
+        "memory": workload.memory,
+        "lower_bound": landscape.bound,
+        "gap": landscape.gap,
+        "interrupted": landscape.interrupted,
+        "schedules": [_row_facts(row) for row in landscape.rows],
+        "cells": [
+            {
+                "copies": one.cell.copies,
+                "ranks": one.cell.ranks,
+                "tensor": one.cell.tensor,
+                "shard": one.cell.shard,
+                "microbatches": one.cell.microbatches,
+                "rows": one.cell.rows,
+                "recomputed": one.cell.recomputed,
+                "lower_bound": one.bound,
+                "step": one.best.step if one.best else None,
+                "reason": one.reason,
+            }
+            for one in landscape.cells
+        ],
+        "too_large": [
+            {"name": name, "peak": peak} for name, peak in landscape.too_large
+        ],
+    }
+
+
+def _row_facts(row: Row) -> dict[str, object]:
+    candidate = row.candidate
+    cell = row.cell
+    return {
+        "name": candidate.name,
+        "shape": dict(candidate.shape),
+        "order": candidate.sort,
+        "copies": cell.copies,
+        "ranks": cell.ranks,
+        "tensor": cell.tensor,
+        "shard": cell.shard,
+        "microbatches": cell.microbatches,
+        "rows": cell.rows,
+        "step": candidate.step,
+        "makespan": candidate.makespan,
+        "bubble": candidate.bubble,
+        "peak": candidate.peak,
+        "weights": candidate.weights,
+        "order_bound": candidate.bound,
+        "noisy_makespan": candidate.noisy,
+        "cuts": list(candidate.schedule.microbatches[0].cuts),
+        "partition": list(candidate.partition),
+        "recompute": list(candidate.recompute),
+    }
+
+
+# ---------------------------------------------------------------- the table
+def print_landscape(landscape: Landscape, question: Question, top: int) -> None:
+    """Print the best rows of a search, and what the columns mean."""
+    from penstock.plan.candidates import title
+    from penstock.view.numbers import size_scale, time_scale
+
+    best = landscape.best.candidate
+    times = time_scale(best.step, question.units)
+    sizes = size_scale(best.peak, question.units)
+    several = len({row.cell for row in landscape.rows}) > 1
+    heads = ["", "schedule", "order", "step", "bubble", "peak", "±10%"]
+    if several:
+        heads.insert(1, "copies x ranks, micro-batches")
+    rows = []
+    for place, row in enumerate(landscape.rows[:top], start=1):
+        candidate = row.candidate
+        cells = [
+            str(place),
+            title(candidate.name, candidate.shape),
+            candidate.sort,
+            times.number(candidate.step),
+            f"{candidate.bubble:.1%}",
+            sizes.number(candidate.peak, 3),
+            times.number(candidate.noisy),
+        ]
+        if several:
+            cells.insert(1, row.cell.name)
+        rows.append(cells)
+    notes = _notes(landscape, question, top, times.unit, sizes.unit)
+    print_table(heads, rows, "\n".join(notes), spare=("order", "±10%"))
+
+
+def _notes(
+    landscape: Landscape, question: Question, top: int, seconds: str, sizes: str
+) -> list[str]:
+    """Return the explanations under the table."""
+    from penstock.view.numbers import write_size, write_time
+
+    bound = write_time(landscape.bound, question.units, digits=4)
+    notes = [
+        f"bound: no plan of this space takes less than {bound}; "
+        f"the best one is {landscape.gap:.1%} above it",
+        f"the bound ignores {question.ignored}",
+        "order: fixed is the same for any cost; split, listed and improved are adapted to this cost",
+        "±10%: mean makespan of the best rows under random noise that no candidate was adapted to",
+    ]
+    if seconds:
+        notes.append(
+            f"times are in {seconds}; peak: what the fullest device holds, in {sizes}"
+        )
+    else:
+        notes.append("peak: the activations of the fullest rank, in micro-batches")
+    cuts = landscape.best.candidate.schedule.microbatches[0].cuts
+    if len(cuts) > 2 and seconds:
+        notes.append(f"tokens of the best plan's slices: {slice_lengths(cuts)}")
+    hidden = len(landscape.rows) - top
+    if hidden > 0:
+        notes.append(f"{hidden} more candidates fit; --top shows more rows")
+    if landscape.too_large:
+        name, peak = landscape.too_large[0]
+        limit = write_size(question.workload.memory or 0.0, question.units, 4)
+        notes.append(
+            f"{len(landscape.too_large)} candidates exceed the memory of {limit}; "
+            f"the smallest of them is {name} ({write_size(peak, question.units, 4)})"
+        )
+    untried = ["skip (it leaves out work)"]
+    if question.limits.weights < 2:
+        untried.append("chimera (it needs two copies of the weights: --weights 2)")
+    notes.append(f"not tried: {', '.join(untried)}")
+    return notes
+
+
+def slice_lengths(cuts: tuple[int, ...]) -> str:
+    """Write the tokens of each slice; of many slices, only the first and the last.
+
+    >>> slice_lengths((0, 384, 512)), slice_lengths(tuple(range(0, 90, 10)))
+    ('384 128', '10 ... 10')
+    """
+    lengths = [str(end - begin) for begin, end in pairwise(cuts)]
+    if len(lengths) > MAX_LENGTHS_SHOWN:
+        lengths = [lengths[0], "...", lengths[-1]]
+    return " ".join(lengths)

@@ -1,0 +1,157 @@
+"""What a command asks the planner: a workload, its prices, and the limits of the search.
+
+--ranks --microbatches --comm ...     units of the papers
+--profile profile.json --ranks ...    a profile, without a config
+config.toml                           a config; its model is measured, or its profile is given
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import gcd
+
+from penstock.cost.profile import tile_of
+from penstock.cost.row_profiles import RowProfiles
+from penstock.cost.unit import UnitCost
+from penstock.errors import ShapeError
+from penstock.ir.plan import Facts
+from penstock.ir.timeline import PAPER_UNITS, REAL_UNITS, Units
+from penstock.plan.pricing import ProfilePricing, UnitPricing
+from penstock.plan.recipes import Limits
+from penstock.plan.search import Pricing
+from penstock.plan.workload import MIN_GRANULARITY, Fixed, Workload
+
+ANY_NUMBER_OF_LAYERS = 1 << 30
+IGNORED_IN_UNITS = "the memory, and that messages delay each other"
+IGNORED = "the memory, the links between most ranks, and the sums of gradients"
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A workload, what its plans cost, and what they must keep to."""
+
+    workload: Workload
+    pricing: Pricing
+    limits: Limits
+    units: Units = REAL_UNITS
+    facts: Facts = ()  # what a plan.json says about the assumptions
+    ignored: str = IGNORED  # what the bound leaves out
+    source: str = ""  # where the times come from, for people
+
+
+def unit_question(
+    ranks: int, microbatches: int, cost: UnitCost, memory: float | None, limits: Limits
+) -> Question:
+    """Ask for a pipeline of some ranks in the units of the papers."""
+    fixed = Fixed(
+        ranks=ranks,
+        microbatches=microbatches,
+        copies=1,
+        tensor=1,
+        shard=1,
+        recompute=False,
+    )
+    workload = Workload(
+        layers=ANY_NUMBER_OF_LAYERS,
+        tokens=1,
+        batch=microbatches,
+        devices=ranks,
+        memory=memory,
+        fixed=fixed,
+    )
+    facts: Facts = (
+        ("memory", memory),
+        ("forward", cost.F),
+        ("backward", cost.B),
+        ("comm", cost.comm),
+    )
+    return Question(
+        workload,
+        UnitPricing(cost, memory, limits),
+        limits,
+        PAPER_UNITS,
+        facts,
+        IGNORED_IN_UNITS,
+        "units of the papers: a forward of a micro-batch on a rank takes 1",
+    )
+
+
+def profile_question(
+    workload: Workload, profiles: RowProfiles, limits: Limits, source: str
+) -> Question:
+    """Ask for the best plan of a workload by profiles of its model."""
+    facts: Facts = (
+        ("memory_bytes", workload.memory),
+        ("profile", source),
+        ("tokens", workload.tokens),
+    )
+    pricing = ProfilePricing(workload, profiles.at, limits)
+    return Question(workload, pricing, limits, facts=facts, source=source)
+
+
+def profile_workload(
+    profiles: RowProfiles,
+    ranks: int,
+    microbatches: int,
+    tokens: int,
+    memory: float | None,
+    granularity: int | None,
+) -> Workload:
+    """Return the workload of a pipeline whose micro-batches have the rows of a profile."""
+    rows = profiles.rows[0]
+    fixed = Fixed(ranks=ranks, microbatches=microbatches, copies=1, tensor=1, shard=1)
+    return Workload(
+        layers=profiles.layers,
+        tokens=tokens,
+        batch=microbatches * rows,
+        devices=ranks,
+        memory=memory,
+        granularity=granularity_of(profiles, tokens, granularity),
+        fixed=fixed,
+    )
+
+
+def granularity_of(profiles: RowProfiles, tokens: int, wanted: int | None) -> int:
+    """Return the number of tokens that all cuts are multiples of.
+
+    Without a wish it is the largest number that suits both the kernels of the device and
+    the length of the sequence.
+    """
+    if wanted is not None:
+        return min(wanted, tokens)
+    device = str(dict(profiles.measured[0].device).get("device"))
+    return gcd(max(MIN_GRANULARITY, tile_of(device)), tokens)
+
+
+# ---------------------------------------------------------------- sizes
+SIZE_UNITS = {"KIB": 10, "MIB": 20, "GIB": 30, "TIB": 40, "KB": 10, "MB": 20, "GB": 30}
+BARE_UNIT = 20  # a bare number of bytes means MiB
+
+
+def bytes_of(text: str) -> float:
+    """Return the bytes of a size such as 80GiB; a bare number means MiB.
+
+    >>> bytes_of("1.5 GiB") == 1.5 * 2**30, bytes_of("172") == 172 * 2**20
+    (True, True)
+    """
+    cleaned = text.strip().upper()
+    power = BARE_UNIT
+    for unit, binary_power in SIZE_UNITS.items():
+        if cleaned.endswith(unit):
+            cleaned = cleaned.removesuffix(unit)
+            power = binary_power
+            break
+    return positive_number(cleaned, text) * 2.0**power
+
+
+def positive_number(text: str, shown: str = "") -> float:
+    """Return a number above 0, or raise an error that shows what was written."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = -1.0
+    if not 0 < number < float("inf"):
+        raise ShapeError(
+            f"--memory must be a size above 0, such as 80GiB, not {shown or text}"
+        )
+    return number
