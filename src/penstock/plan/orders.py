@@ -21,11 +21,10 @@ from itertools import islice
 import numpy as np
 
 from penstock.cost.cost import Cost
-from penstock.ir.compiled import compile_if_large
 from penstock.ir.needs import BACKWARD, FORWARD, WEIGHTS
 from penstock.ir.schedule import MicroBatch, Schedule, Stage
 from penstock.ir.table import Floats, Ints
-from penstock.plan.bound import lower_bound
+from penstock.plan.bound import longest_tails, lower_bound
 from penstock.plan.improve import Problem, Search, fits_caps, problem_of, time_lanes
 from penstock.schedules.list_scheduling import (
     KIND_ORDER,
@@ -262,7 +261,7 @@ class _Draft:
         depth = table.position
         inner = np.where(table.kind == BACKWARD, depth, -depth)
         piece = np.where(table.kind == FORWARD, table.slice, -table.slice)
-        tail = tails(self.problem)
+        tail = longest_tails(self.problem.schedule, self.problem.costs)
         pace = tail.max() / len(self.problem.schedule.microbatches)
         later = table.microbatch * pace
         # The last key counts most.
@@ -276,33 +275,3 @@ class _Draft:
             ordinals = np.empty(self.size, dtype=np.int64)
             ordinals[np.lexsort(keys)] = np.arange(self.size)
             yield ordinals
-
-
-def tails(problem: Problem) -> Floats:
-    """Return the time from the start of each action to the end of the longest chain of actions that it begins."""
-    table = problem.schedule.table
-    costs = problem.costs
-    hops = np.where(costs.link >= 0, costs.latency + costs.wire, 0.0)
-    run = compile_if_large(_run_tails, problem.size)
-    return run(
-        table.order, table.rank, problem.user_start, problem.users, costs.seconds, hops
-    )
-
-
-def _run_tails(
-    order: Ints,
-    rank: Ints,
-    user_start: Ints,
-    users: Ints,
-    seconds: Floats,
-    hops: Floats,
-) -> Floats:
-    tail = np.zeros(len(order))
-    for index in range(len(order) - 1, -1, -1):
-        number = order[index]
-        longest = 0.0
-        for user in users[user_start[number] : user_start[number + 1]]:
-            hop = hops[number] if rank[user] != rank[number] else 0.0
-            longest = max(longest, tail[user] + hop)
-        tail[number] = longest + seconds[number]
-    return tail

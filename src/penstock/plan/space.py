@@ -1,0 +1,319 @@
+"""Times that no plan of a whole space can beat: any placement, partition, cuts and order.
+
+The space has P ranks, M micro-batches of equal size that all visit every rank, at most K stages on a rank, and at most
+S slices of a micro-batch. Backwards may be split or whole. All plans of it share these facts:
+
+**Reaching the last rank.** Number the ranks in the order in which micro-batches reach them. Before rank j starts
+anything, a first slice has run on j other ranks and has hopped j times. After that, rank j must do all its work.
+A rank that is complete before the last rank is reached has delayed it by all of its stages. A rank that is not complete
+must be visited once more, which takes another hop of the way there. The bound takes the best of these choices.
+
+**The first backward.** No backward starts before all slices of a micro-batch have run on all stages. One slice has at
+least 1/S of the tokens. It runs on all stages, and all other slices run before it on the first stage or after it on the
+last one. From there, backwards reach the other ranks one after the other, as forwards do. All backwards of a rank
+follow the first one that reaches it.
+
+**One micro-batch alone** takes the way there and the way back.
+
+**Memory.** A slice is held on a stage from its forward to its backward there. Meanwhile it runs on all later stages and
+comes back, and the later slices of its micro-batch run on this stage. Add up bytes times seconds over all stages: this
+cannot exceed the cap of all ranks times the time from when they are reached to the end.
+
+A `Profile` has layers, which parts cannot cut, and ranks may have different numbers of them. So the work of a rank is
+not known, but the layers of all ranks together are. The bound is the least time in which the ranks can do all layers,
+if each begins when it is reached at the earliest. Every part has at least one layer.
+
+The bounds ignore what collides: that two micro-batches want a rank at the same time, that links are busy, that ranks
+rest after actions. They ignore sums of gradients, optimizer steps and copies. For a `Profile` they ignore the memory,
+and hold for cuts at `CUT_POINTS` equally spaced places, or coarser ones.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from penstock.cost.curve import Curve
+from penstock.cost.profile import Block, Profile
+from penstock.cost.unit import UnitCost
+from penstock.errors import ShapeError
+from penstock.ir.action import Op
+from penstock.schedules.orders import require_at_least
+
+CUT_POINTS = 64  # places at which a sequence of a profile may be cut
+BISECTIONS = 60
+
+
+def space_bound(
+    cost: UnitCost | Profile,
+    ranks: int,
+    microbatches: int,
+    stages: int,
+    slices: int = 1,
+    cap: float | None = None,
+    split: bool = True,
+    least_slice: float | None = None,
+) -> float:
+    """Return a time below that of every plan of the space.
+
+    stages: the largest number of stages on a rank.
+    slices: the largest number of slices of a micro-batch.
+    cap: the most activations on a rank, in micro-batches; only for unit costs.
+    split: whether backwards may be split.
+    least_slice: the smallest share of the tokens that a slice may have; by default slices are equal.
+
+    >>> round(space_bound(UnitCost(comm=0.03), ranks=8, microbatches=8, stages=4, slices=8), 2)
+    24.43
+    """
+    require_at_least(
+        1, ranks=ranks, microbatches=microbatches, stages=stages, slices=slices
+    )
+    share = 1.0 / slices if least_slice is None else least_slice
+    if not 0.0 < share <= 1.0 / slices * (1 + 1e-9):
+        raise ShapeError(
+            f"{slices} slices cannot all have at least {share:g} of the tokens"
+        )
+    if isinstance(cost, UnitCost):
+        space = _UnitSpace(cost, ranks, microbatches, stages, slices, split, share)
+        return max(space.time_bound(), space.memory_bound(cap))
+    return _ProfileSpace(cost, ranks, microbatches, slices, split).bound()
+
+
+# ---------------------------------------------------------------- unit costs
+@dataclass(frozen=True, slots=True)
+class _UnitSpace:
+    cost: UnitCost
+    ranks: int
+    microbatches: int
+    stages: int
+    slices: int
+    split: bool
+    share: float  # of the smallest slice
+
+    @property
+    def back(self) -> float:
+        """The least time of a rank until a gradient leaves it, for a whole micro-batch."""
+        return min(self.cost.B, self._input) if self.split else self.cost.B
+
+    @property
+    def _input(self) -> float:
+        return self.cost.B / 2 if self.cost.I is None else self.cost.I
+
+    @property
+    def backward_work(self) -> float:
+        """The least backward work of a rank for one micro-batch."""
+        weights = self.cost.B / 2 if self.cost.W is None else self.cost.W
+        both = self._input + weights
+        return min(self.cost.B, both) if self.split else self.cost.B
+
+    def one_way(self, seconds: float) -> float:
+        """Return the least time of one micro-batch through all stages, without hops."""
+        once = seconds / self.stages
+        return once + (self.ranks * seconds - once) / self.slices
+
+    def reach(self, seconds: float, complete: int) -> float:
+        """Return the least time until the last rank is reached, if this many ranks are complete by then."""
+        others = self.ranks - 1
+        pieces = complete + (others - complete) / self.stages
+        return pieces * seconds * self.share + others * self.cost.comm
+
+    def time_bound(self) -> float:
+        """Return the best of all choices of how many ranks are complete when the last one is reached."""
+        choices = range(self.ranks)
+        return min(
+            self._time_bound(there, back) for there in choices for back in choices
+        )
+
+    def _time_bound(self, complete_there: int, complete_back: int) -> float:
+        work = self.cost.F + self.backward_work
+        tail = 0.0
+        if not self.split:  # the ranks before it still have backwards to do
+            tail = self.reach(self.back, complete_there)
+        last_rank = (
+            self.reach(self.cost.F, complete_there) + self.microbatches * work + tail
+        )
+        visited_again = self.ranks - 1 - min(complete_there, complete_back)
+        hops = (self.ranks - 1 + visited_again) * self.cost.comm
+        there = self.one_way(self.cost.F) + hops
+        backwards = (
+            there
+            + self.reach(self.back, complete_back)
+            + self.microbatches * self.backward_work
+        )
+        alone = there + self.one_way(self.back) + hops
+        if self.split:
+            rest = max(self.backward_work - self.back, 0.0)
+            alone += rest * self.share / self.stages
+        return max(last_rank, backwards, alone)
+
+    def memory_bound(self, cap: float | None) -> float:
+        """Return the least time in which the ranks can hold all that they must hold."""
+        if cap is None or cap <= 0:
+            return 0.0
+        pair = self.cost.F + self.back
+        way = pair * (self.ranks + 1 / self.stages) / (2 * self.slices)
+        later_slices = pair * (1 - 1 / self.slices) / (2 * self.stages)
+        mean_reach = self.reach(self.cost.F, 0) / 2
+        return mean_reach + self.microbatches * (way + later_slices) / cap
+
+
+# ---------------------------------------------------------------- profiles
+class _ProfileSpace:
+    """The least times of a profile's blocks over all slicings."""
+
+    def __init__(
+        self, profile: Profile, ranks: int, microbatches: int, slices: int, split: bool
+    ) -> None:
+        self.profile = profile
+        self.ranks = ranks
+        self.microbatches = microbatches
+        self.slices = slices
+        self.split = split
+        points = min(CUT_POINTS, profile.tokens)
+        places = {profile.tokens * point // points for point in range(points + 1)}
+        self.places = sorted(places)
+
+    def bound(self) -> float:
+        """Return the largest of the bounds."""
+        profile = self.profile
+        hop = self._least_hop()
+        forward = self._sum_over_slices(profile.layer, (Op.F,))
+        backward = self._least_backward(profile.layer)
+        embed_forward = self._sum_over_slices(profile.embed, (Op.F,))
+        embed_backward = self._least_backward(profile.embed)
+        head_forward = self._sum_over_slices(profile.head, (Op.F,))
+        head_backward = self._least_backward(profile.head)
+        turns = 2 * profile.turn  # one forward and one backward on every rank
+        first_piece = profile.turn + self._least_piece(profile.layer, Op.F)
+        piece_back = profile.turn + self._least_piece_back(profile.layer)
+        count = self.microbatches
+
+        all_work = self._least_finish(
+            [rank * (hop + first_piece) + count * turns for rank in range(self.ranks)],
+            count * (forward + backward),
+            fixed=count * (embed_forward + embed_backward),
+            free=count * (head_forward + head_backward),
+        )
+        there = self._one_way(Op.F) + (self.ranks - 1) * hop
+        back = [there + rank * (hop + piece_back) for rank in range(self.ranks)]
+        backwards = self._least_finish(
+            [begin + count * profile.turn for begin in back],
+            count * backward,
+            fixed=count * head_backward,
+            free=count * embed_backward,
+        )
+        alone = there + self._one_way_back() + (self.ranks - 1) * hop
+        return max(all_work, backwards, alone)
+
+    def _least_finish(
+        self, begins: Sequence[float], layer: float, fixed: float, free: float
+    ) -> float:
+        """Return the least time in which ranks that begin at these times can do all layers.
+
+        fixed: work of the first of these ranks besides.
+        free: work of any one rank besides.
+        """
+        layers = self.profile.layers
+        low = 0.0
+        high = max(begins) + fixed + free + layer * layers
+
+        def suffices(end: float) -> bool:
+            for chosen in range(len(begins)):
+                done = 0
+                for rank, begin in enumerate(begins):
+                    left = end - begin - (fixed if rank == 0 else 0.0)
+                    left -= free if rank == chosen else 0.0
+                    if left < 0 and (rank in (0, chosen)):
+                        done = -1
+                        break
+                    if layer > 0:
+                        done += max(int(left / layer + 1e-9), 0)
+                if done >= layers or (layer <= 0 and done >= 0):
+                    return True
+            return False
+
+        for _ in range(BISECTIONS):
+            middle = (low + high) / 2
+            if suffices(middle):
+                high = middle
+            else:
+                low = middle
+        return low
+
+    # ------------------------------------------------------------ blocks
+    def _least_backward(self, block: Block) -> float:
+        """The least backward work of a block for one micro-batch."""
+        whole = self._sum_over_slices(block, (Op.B,))
+        if not self.split:
+            return whole
+        return min(whole, self._sum_over_slices(block, (Op.I, Op.W)))
+
+    def _sum_over_slices(self, block: Block, ops: tuple[Op, ...]) -> float:
+        """The least sum of the times of all slices, over all cuts into at most `slices` slices."""
+        curves: list[Curve] = [block.fit(op).curve for op in ops]
+        places = self.places
+        size = len(places)
+        best = [0.0] + [math.inf] * (size - 1)
+        for _ in range(min(self.slices, size - 1)):
+            longer = list(best)
+            for end in range(1, size):
+                for begin in range(end):
+                    if best[begin] < longer[end]:
+                        tokens = places[end] - places[begin]
+                        seconds = sum(c.of(tokens, places[begin]) for c in curves)
+                        longer[end] = min(longer[end], best[begin] + seconds)
+            if longer == best:
+                break
+            best = longer
+        return best[-1]
+
+    def _least_piece(self, block: Block, op: Op) -> float:
+        """The least time of a slice of any length at any place."""
+        curve = block.fit(op).curve
+        return min(curve.of(t, p) for p, t in self._spans(1))
+
+    def _least_piece_back(self, block: Block) -> float:
+        whole = self._least_piece(block, Op.B)
+        return min(whole, self._least_piece(block, Op.I)) if self.split else whole
+
+    def _spans(self, shortest: int) -> list[tuple[int, int]]:
+        """All slices with at least this many tokens, as (prefix, tokens)."""
+        return [
+            (begin, end - begin)
+            for begin in self.places
+            for end in self.places
+            if end - begin >= shortest
+        ]
+
+    def _one_way(self, op: Op) -> float:
+        """The least time of the largest slice through all layers."""
+        profile = self.profile
+        longest = -(-profile.tokens // self.slices)
+        layer = profile.layer.fit(op).curve
+        embed = profile.embed.fit(op).curve
+        head = profile.head.fit(op).curve
+        way = min(
+            profile.layers * layer.of(t, p) + embed.of(t, p) + head.of(t, p)
+            for p, t in self._spans(longest)
+        )
+        return way + self.ranks * profile.turn
+
+    def _one_way_back(self) -> float:
+        whole = self._one_way(Op.B)
+        return min(whole, self._one_way(Op.I)) if self.split else whole
+
+    def _least_hop(self) -> float:
+        """The least time of a hop between two ranks, with the shortest slice as message."""
+        network = self.profile.network
+
+        def values(pairs: float | tuple[tuple[float, ...], ...]) -> list[float]:
+            if not isinstance(pairs, tuple):
+                return [pairs]
+            rows = list(enumerate(pairs))
+            return [row[j] for i, row in rows for j in range(len(row)) if i != j]
+
+        latency = min(values(network.latency), default=0.0)
+        bandwidth = max(values(network.bandwidth), default=math.inf)
+        shortest = self.places[1] - self.places[0]
+        return latency + self.profile.message * shortest / bandwidth
