@@ -40,6 +40,8 @@ from penstock.plan.slices.closed_form import equal_length
 from penstock.plan.slices.cuts import best_cuts
 from penstock.plan.slices.stage_times import (
     Pipeline,
+    coarse_step,
+    coarsen,
     even_times,
     mean_pipeline,
     pipeline_of,
@@ -228,12 +230,8 @@ def _every_lengths(
 
 def _uneven_lengths(pipeline: Pipeline, microbatches: int) -> list[int]:
     """Return slices for the stages as they are, on a grid that is coarse enough to tabulate."""
-    step = -(-pipeline.points // MAX_UNEVEN_POINTS)
-    while pipeline.points % step:
-        step += 1
-    coarse = replace(
-        pipeline, points=pipeline.points // step, grain=pipeline.grain * step
-    )
+    step = coarse_step(pipeline.points, MAX_UNEVEN_POINTS)
+    coarse = coarsen(pipeline, step)
     slicing = uneven_cuts(tabulate_slices(coarse), microbatches, effort=UNEVEN_EFFORT)
     return [step * length for length in slicing.lengths]
 
