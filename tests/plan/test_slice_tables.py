@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import random
 from dataclasses import dataclass
@@ -9,9 +10,26 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from penstock.cost import CorrectedCurve, ModelCost, PartCost, Seconds, WrappedCost
+from commands import called
+from penstock.cost import (
+    CorrectedCurve,
+    ModelCost,
+    PartCost,
+    Profile,
+    Seconds,
+    WrappedCost,
+)
 from penstock.cost.curve import seconds_along, sum_curves
-from penstock.plan.slices import best_cuts, latency_of, sliced_plans, times_from_table
+from penstock.cost.profile import Point, block
+from penstock.errors import ShapeError
+from penstock.formats import write_profile
+from penstock.plan.slices import (
+    best_cuts,
+    cut_choices,
+    latency_of,
+    sliced_plans,
+    times_from_table,
+)
 from penstock.plan.slices.stage_times import coarsen, even_times, pipeline_of
 from penstock.schedules.orders import loop_placement
 
@@ -168,3 +186,54 @@ def test_the_least_sum_of_a_table_is_that_of_the_best_cuts_through_one_stage():
     rng = np.random.default_rng(3)
     times = times_from_table(rng.random((9, 9)), rng.random((9, 9)))
     assert times.least_sum == pytest.approx(best_cuts(times, 1).latency)
+
+
+# ---------------------------------------------------------------- limits on slices
+LONG = ModelCost(
+    (PartCost(Seconds(1e-3, 1e-4), Seconds(1e-3, 1e-4), Seconds(1e-3, 1e-4)),) * 3
+)
+
+
+def test_more_allowed_slices_never_give_a_slower_plan_and_no_limit_is_exceeded():
+    before: set[tuple[str, tuple[int, ...]]] = set()
+    fastest = math.inf
+    for limit in (1, 3, 4, 6, 7, None):
+        plans = sliced_plans(3, 1, 1024, LONG, 64, waves=(), limit=limit)
+        candidates = {(row.candidate.name, row.cuts) for row in plans.rows}
+        assert before <= candidates
+        assert plans.best.candidate.makespan <= fastest
+        if limit is not None:
+            assert max(row.slices for row in plans.rows) <= limit
+        before = candidates
+        fastest = plans.best.candidate.makespan
+
+
+@pytest.mark.parametrize("limit", [3, 5, 6])
+def test_counts_that_are_no_powers_of_two_are_tried_where_they_help(limit):
+    plans = sliced_plans(3, 1, 1024, LONG, 64, waves=(), limit=limit)
+    assert plans.best.slices == limit
+
+
+def test_cut_choices_leave_out_what_has_more_slices_than_the_limit():
+    every = cut_choices(3, 1, 1024, LONG, 32)
+    few = cut_choices(3, 1, 1024, LONG, 32, limit=4)
+    assert few == [choice for choice in every if len(choice.cuts) <= 5]
+    assert every[0] == ("whole", (0, 1024))
+    with pytest.raises(ShapeError, match="limit 0 is too few"):
+        sliced_plans(3, 1, 1024, LONG, 32, limit=0)
+
+
+def test_plan_keeps_to_its_limit_on_slices(monkeypatch, capsys, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    point = [Point(n, 0, *[1e-3 + 1e-5 * n] * 4) for n in (64, 256, 1024)]
+    profile = Profile(4, 4096, 1, 64.0, *[block(point)] * 3)
+    write_profile(profile, "p.json")
+    line = "plan --ranks 4 --microbatches 1 --profile p.json --json --slices"
+    fastest = []
+    for limit in (4, 6):
+        code, out, err = called(monkeypatch, capsys, f"{line} {limit}")
+        assert code == 0, err
+        answer = json.loads(out)
+        assert max(len(row["cuts"]) - 1 for row in answer["sliced"]) == limit
+        fastest.append(answer["sliced"][0]["makespan"])
+    assert fastest[1] < fastest[0]

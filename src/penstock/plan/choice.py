@@ -9,8 +9,6 @@ from penstock.plan.candidates import Candidate, Portfolio, portfolio
 from penstock.plan.price import Price
 from penstock.plan.slices.planner import SlicedPlans, sliced_plans
 
-SLICE_COUNTS = (2, 4, 8, 16, 32)
-
 
 @dataclass(frozen=True, slots=True)
 class Limits:
@@ -73,8 +71,8 @@ def choose_plan(
         price.cost,
         price.granularity(limits.granularity),
         memory,
-        slices=[count for count in SLICE_COUNTS if count <= limits.slices],
         regrouped=lambda parts: price.cost,
         watch=watch,
+        limit=limits.slices,
     )
     return Choice(ranking, sliced)
