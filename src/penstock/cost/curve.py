@@ -19,6 +19,10 @@ from dataclasses import dataclass, field
 from math import log
 from typing import Protocol, TypeAlias
 
+import numpy as np
+
+from penstock.ir.table import Floats
+
 Measured: TypeAlias = tuple[int, int, float]  # tokens, prefix, seconds
 Polyline: TypeAlias = tuple[
     tuple[float, float], ...
@@ -91,6 +95,31 @@ class CorrectedCurve:
         """Seconds for a slice of `tokens` after `prefix`."""
         return self.formula.of(tokens, prefix) * self.correction(tokens, prefix)
 
+    def along(self, tokens: Floats, prefixes: Floats) -> Floats:
+        """Compute `of` for many slices at once."""
+        places = np.log(tokens)
+        factors = np.empty(len(tokens))
+        after_prefix = (prefixes > 0) if self.first else np.full(len(tokens), True)
+        if not self.later:
+            after_prefix[:] = False
+        alone = ~after_prefix
+        if alone.any():
+            line = np.array(self.first)
+            factors[alone] = np.interp(places[alone], line[:, 0], line[:, 1])
+        if after_prefix.any():
+            depths = np.log(np.maximum(prefixes[after_prefix], 1))
+            rows = []
+            for _, row in self.later:
+                line = np.array(row)
+                rows.append(np.interp(depths, line[:, 0], line[:, 1]))
+            lengths = np.array([at for at, _ in self.later])
+            factors[after_prefix] = _interpolate_columns(
+                lengths, np.array(rows), places[after_prefix]
+            )
+        if self.whole:
+            factors[(prefixes == 0) & (tokens >= self.whole[0])] = self.whole[1]
+        return seconds_along(self.formula, tokens, prefixes) * factors
+
     def correction(self, tokens: int, prefix: int) -> float:
         """The factor between the formula and the measurements."""
         if self.whole and not prefix and tokens >= self.whole[0]:
@@ -126,6 +155,20 @@ def interpolate(line: Sequence[tuple[float, float]], place: float) -> float:
     return low + (high - low) * (place - left) / (right - left)
 
 
+def _interpolate_columns(lengths: Floats, rows: Floats, places: Floats) -> Floats:
+    """The value of each column, a polyline over the lengths, at a place of its own."""
+    if len(lengths) == 1:
+        only: Floats = rows[0]
+        return only
+    columns = np.arange(len(places))
+    after = np.clip(np.searchsorted(lengths, places), 1, len(lengths) - 1)
+    left = lengths[after - 1]
+    share = np.clip((places - left) / (lengths[after] - left), 0.0, 1.0)
+    low = rows[after - 1, columns]
+    values: Floats = low + (rows[after, columns] - low) * share
+    return values
+
+
 @dataclass(frozen=True, slots=True)
 class Total:
     """A weighted sum of curves."""
@@ -135,6 +178,28 @@ class Total:
     def of(self, tokens: int, prefix: int) -> float:
         """Seconds for a slice of `tokens` after `prefix`."""
         return sum(count * curve.of(tokens, prefix) for count, curve in self.terms)
+
+
+def seconds_along(curve: Curve, tokens: Floats, prefixes: Floats) -> Floats:
+    """Compute the seconds of many slices at once.
+
+    >>> seconds_along(Seconds(1.0, 2.0), np.array([1.0, 2.0]), np.array([0.0, 5.0])).tolist()
+    [3.0, 5.0]
+    """
+    if isinstance(curve, Seconds):
+        pairs = tokens * prefixes + tokens * tokens / 2
+        linear = curve.base + curve.token * tokens + curve.prefix * prefixes
+        seconds: Floats = linear + curve.pair * pairs
+        return seconds
+    if isinstance(curve, Total):
+        total = np.zeros(len(tokens))
+        for count, term in curve.terms:
+            total += count * seconds_along(term, tokens, prefixes)
+        return total
+    if isinstance(curve, CorrectedCurve):
+        return curve.along(tokens, prefixes)
+    slices = zip(tokens.tolist(), prefixes.tolist(), strict=True)
+    return np.array([curve.of(int(length), int(before)) for length, before in slices])
 
 
 def sum_curves(terms: Iterable[tuple[float, Curve]]) -> Curve:

@@ -8,7 +8,13 @@ from penstock.plan.slices.documents import (
     plan_documents,
 )
 from penstock.plan.slices.layouts import Layout, layouts
-from penstock.plan.slices.planner import SlicedCandidate, SlicedPlans, sliced_plans
+from penstock.plan.slices.planner import (
+    CutChoice,
+    SlicedCandidate,
+    SlicedPlans,
+    cut_choices,
+    sliced_plans,
+)
 from penstock.plan.slices.slice_times import (
     SliceTimes,
     times_from_curves,
@@ -21,6 +27,7 @@ from penstock.plan.slices.uneven_stages import (
 )
 
 __all__ = [
+    "CutChoice",
     "DocumentPlan",
     "Layout",
     "SliceTimes",
@@ -30,6 +37,7 @@ __all__ = [
     "UnevenSlicing",
     "best_batch",
     "best_cuts",
+    "cut_choices",
     "document_planner",
     "documents_schedule",
     "latency_of",

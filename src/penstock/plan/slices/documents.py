@@ -25,7 +25,7 @@ from typing import NamedTuple
 import numpy as np
 
 from penstock.cost.cost import Cost
-from penstock.cost.curve import Seconds
+from penstock.cost.curve import Seconds, seconds_along
 from penstock.errors import ShapeError
 from penstock.ir.action import Action, Op
 from penstock.ir.compiled import compile_if_large
@@ -36,7 +36,6 @@ from penstock.plan.slices.slice_times import (
     Grid,
     add_curves,
     full_grid,
-    seconds_along,
     times_from_curves,
 )
 from penstock.plan.slices.stage_times import stage_curves

@@ -42,6 +42,8 @@ from penstock.plan.slices.closed_form import equal_length
 from penstock.plan.slices.cuts import best_cuts
 from penstock.plan.slices.stage_times import (
     Pipeline,
+    coarse_step,
+    coarsen,
     even_times,
     mean_pipeline,
     pipeline_of,
@@ -53,8 +55,8 @@ from penstock.schedules.orders import loop_placement, require_at_least
 from penstock.schedules.transforms import recut, slice_tokens
 from penstock.sim.simulate import simulate
 
-# The numbers of slices to try, besides the one that is best for equal stages.
-SLICE_COUNTS = (2, 4, 8, 16)
+# The numbers of slices to try, besides those that are best for equal and for uneven stages.
+SLICE_COUNTS = (2, 3, 4, 5, 6, 8, 12, 16, 24, 32)
 # The most passes of a search for cuts; its best cuts so far are then simulated.
 MAX_CUT_PASSES = 2_000
 # The number of fastest candidates that are also simulated under noise.
@@ -131,6 +133,7 @@ def sliced_plans(
     gradients: float = 0.0,
     regrouped: Regroup | None = None,
     watch: Callable[[str], None] = lambda name: None,
+    limit: int | None = None,
 ) -> SlicedPlans:
     """Rank every way to slice sequences, or not to slice them, by makespan.
 
@@ -138,25 +141,26 @@ def sliced_plans(
     another number of parts (without it, the parts of a `ModelCost` are cut evenly). Cuts
     are multiples of `granularity`. `memory` is the bytes of activations that fit on a
     rank, and `gradients` the bytes per token of the gradients of keys and values there
-    while a sliced sequence runs backward. `watch` is called with each name in turn.
+    while a sliced sequence runs backward. `watch` is called with each name in turn. No
+    candidate has more slices than `limit`, and a higher limit only adds candidates, so
+    that its best plan is never slower.
     """
     fewest = {"slices": min(slices, default=1), "waves": min(waves, default=1)}
+    fewest["limit"] = 1 if limit is None else limit
     require_at_least(1, ranks=ranks, microbatches=microbatches, **fewest)
     if isinstance(cost, ModelCost) and len(cost.parts) != ranks:
         raise ShapeError(
             f"the cost has {len(cost.parts)} parts; for {ranks} ranks it must have {ranks}"
         )
-    pipeline = pipeline_of(loop_placement(ranks), cost, tokens, granularity)
-    counts = {count for count in slices if count <= pipeline.points}
-    if memory is not None:
-        counts |= _counts_for_memory(ranks, tokens, cost, memory, pipeline.points)
-
+    choices = cut_choices(
+        ranks, microbatches, tokens, cost, granularity, memory, slices, limit
+    )
     # The order of whole micro-batches is built once, and then cut in many ways.
     build = cache(partial(_build, ranks, microbatches))
     fitting: list[tuple[Candidate, tuple[int, ...]]] = []
     too_large: list[tuple[str, float]] = []
     refused: list[ShapeError] = []
-    for sort, cuts in _every_cuts(pipeline, ranks, microbatches, counts):
+    for sort, cuts in choices:
         for order in _every_order(cuts, waves, build):
             name = title(order.name, order.shape)
             watch(name)
@@ -198,44 +202,74 @@ def _with_speedups(
 
 
 # ---------------------------------------------------------------- the choices
-def _every_cuts(
-    pipeline: Pipeline, ranks: int, microbatches: int, counts: set[int]
-) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yield cuts in tokens with their sort (whole, even or planned), without repetition."""
-    seen = set()
-    for sort, lengths in _every_lengths(pipeline, ranks, microbatches, counts):
+class CutChoice(NamedTuple):
+    """One way to cut sequences, in tokens; its sort is whole, even or planned."""
+
+    sort: str
+    cuts: tuple[int, ...]
+
+
+def cut_choices(
+    ranks: int,
+    microbatches: int,
+    tokens: int,
+    cost: Cost,
+    granularity: int = 8,
+    memory: float | None = None,
+    slices: Sequence[int] = SLICE_COUNTS,
+    limit: int | None = None,
+) -> list[CutChoice]:
+    """Return the ways to cut sequences that are worth simulating, without repetition.
+
+    The arguments are those of `sliced_plans`. Which cuts are found does not depend on
+    `limit`, which only leaves out those with more slices.
+    """
+    pipeline = pipeline_of(loop_placement(ranks), cost, tokens, granularity)
+    counts = {count for count in slices if count <= pipeline.points}
+    if memory is not None:
+        counts |= _counts_for_memory(ranks, tokens, cost, memory, pipeline.points)
+    choices: dict[tuple[int, ...], CutChoice] = {}
+    for sort, lengths in _every_lengths(pipeline, ranks, microbatches, counts, limit):
         cuts = tuple((np.cumsum([0, *lengths]) * pipeline.grain).tolist())
-        if cuts not in seen:
-            seen.add(cuts)
-            yield sort, cuts
+        choices.setdefault(cuts, CutChoice(sort, cuts))
+    return list(choices.values())
 
 
 def _every_lengths(
-    pipeline: Pipeline, ranks: int, microbatches: int, counts: set[int]
+    pipeline: Pipeline,
+    ranks: int,
+    microbatches: int,
+    counts: set[int],
+    limit: int | None,
 ) -> Iterator[tuple[str, Sequence[int]]]:
-    """Yield lengths of slices in points with their sort."""
+    """Yield lengths of at most `limit` slices in points with their sort."""
     points = pipeline.points
+    most = points if limit is None else limit
     even_pipeline = pipeline if pipeline.even else mean_pipeline(pipeline)
     times = even_times(even_pipeline, microbatches)
     yield "whole", [points]
-    best = best_cuts(times, ranks, patience=MAX_CUT_PASSES).lengths
-    yield "planned", best
+    if most == 1:
+        return
+    found = [best_cuts(times, ranks, patience=MAX_CUT_PASSES).lengths]
     if not pipeline.even:
-        yield "planned", _uneven_lengths(pipeline, microbatches)
-    for count in sorted({*counts, len(best)} - {1}):
+        found.append(tuple(_uneven_lengths(pipeline, microbatches)))
+    for lengths in found:
+        if len(lengths) <= most:
+            yield "planned", lengths
+    best_count = len(found[0])
+    for count in sorted({*counts, best_count} - {1}):
+        if count > most:
+            continue
         yield "even", equal_length(points, count)
-        planned = best_cuts(times, ranks, slices=count, patience=MAX_CUT_PASSES)
-        yield "planned", planned.lengths
+        if count != best_count:
+            planned = best_cuts(times, ranks, slices=count, patience=MAX_CUT_PASSES)
+            yield "planned", planned.lengths
 
 
 def _uneven_lengths(pipeline: Pipeline, microbatches: int) -> list[int]:
     """Return slices for the stages as they are, on a grid that is coarse enough to tabulate."""
-    step = -(-pipeline.points // MAX_UNEVEN_POINTS)
-    while pipeline.points % step:
-        step += 1
-    coarse = replace(
-        pipeline, points=pipeline.points // step, grain=pipeline.grain * step
-    )
+    step = coarse_step(pipeline.points, MAX_UNEVEN_POINTS)
+    coarse = coarsen(pipeline, step)
     slicing = uneven_cuts(tabulate_slices(coarse), microbatches, effort=UNEVEN_EFFORT)
     return [step * length for length in slicing.lengths]
 

@@ -22,7 +22,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from penstock.cost.curve import TERMS, Seconds
+from penstock.cost.curve import TERMS, Seconds, seconds_along
 from penstock.errors import ShapeError
 from penstock.ir.compiled import compile_if_large
 from penstock.ir.table import Floats, Ints
@@ -116,8 +116,9 @@ class TableTimes:
 
     @property
     def least_sum(self) -> float:
-        """0, because nothing more is known without a pass."""
-        return 0.0
+        """The least sum of all cuts, whatever their peaks: a shortest path through the table."""
+        walk = compile_if_large(_find_least_sum, self.points**2)
+        return float(walk(self.sums))
 
     def of(self, prefixes: Ints, lengths: Ints) -> tuple[Floats, Floats]:
         """Look up the sums and peaks."""
@@ -136,6 +137,19 @@ class TableTimes:
         longest = np.zeros(self.points, dtype=np.int64)
         compile_if_large(_find_longest, self.points**2)(total, limit, longest)
         return _grid_up_to(longest, self.of)
+
+
+def _find_least_sum(sums: Floats) -> float:
+    """Return the least sum of slices that make up the sequence."""
+    points = len(sums)
+    best = np.full(points + 1, np.inf)
+    best[0] = 0.0
+    for prefix in range(points):
+        here = best[prefix]
+        for column in range(points - prefix):
+            there = here + sums[prefix, column]
+            best[prefix + column + 1] = min(best[prefix + column + 1], there)
+    return float(best[points])
 
 
 def _find_longest(total: Floats, limit: float, longest: Ints) -> None:
@@ -287,11 +301,3 @@ def add_curves(curves: Sequence[Seconds]) -> Seconds:
         prefix=sum(curve.prefix for curve in curves),
         pair=sum(curve.pair for curve in curves),
     )
-
-
-def seconds_along(curve: Seconds, tokens: Floats, prefix: Floats) -> Floats:
-    """Compute `Seconds.of` for many slices at once."""
-    pairs = tokens * prefix + tokens * tokens / 2
-    linear = curve.base + curve.token * tokens + curve.prefix * prefix
-    seconds: Floats = linear + curve.pair * pairs
-    return seconds

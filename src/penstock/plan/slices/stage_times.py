@@ -2,21 +2,27 @@
 
 A cost answers for one action at a time, but a planner wants the time of every possible slice. So whole sequences,
 halves, quarters and so on are asked for, and the four terms of `Seconds` are fitted to the answers. The fit is exact
-for every cost that has such terms. For others, `error` says how far off the curves are, and if the slices are few
-enough, all of them are asked for.
+for every cost that has such terms. For others, `error` says how far off the curves are, and the times of all slices
+are tabulated instead, because cuts that follow a formula miss the tiles of kernels. If the cost has measured curves,
+the table comes from them. Otherwise every slice is asked for. Where a table would be too large, the points move apart.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 
 from penstock.cost.cost import Cost
-from penstock.cost.curve import Seconds
+from penstock.cost.curve import Curve, Seconds, seconds_along, sum_curves
 from penstock.cost.fit import least_squares
+from penstock.cost.model import ModelCost
+from penstock.cost.profile import ProfileCost
+from penstock.cost.wrapped import WrappedCost
 from penstock.errors import ShapeError
 from penstock.ir.action import Action, Op
 from penstock.ir.schedule import MicroBatch, Schedule, Stage
@@ -25,15 +31,18 @@ from penstock.plan.slices.slice_times import (
     SliceTimes,
     TableTimes,
     add_curves,
-    seconds_along,
     times_from_curves,
 )
 from penstock.schedules.list_scheduling import sequential_schedule
 
 # Times that differ by less than this share count as equal.
 EQUAL_TIME_SHARE = 1e-9
-# Up to this many points, every slice may be asked for.
-MAX_TABLE_POINTS = 48
+# A table has at most this many entries, over all stages.
+MAX_TABLE_SLICES = 4_000_000
+# If a table could only have fewer points than this, the fitted curves are used.
+MIN_TABLE_POINTS = 16
+# At most about this many slices are asked for, over all stages, which takes about a second.
+MAX_ASKED_SLICES = 60_000
 # Terms below this share of the largest term are rounding errors.
 LEAST_TERM_SHARE = 1e-12
 # Boundaries, as shares of the sequence, of the slices that are asked for.
@@ -110,9 +119,13 @@ def _are_even_tables(tables: StageTables) -> bool:
         tables.onward[:-1],
         tables.homeward[1:],
     )
-    return all(
-        np.allclose(group, group[:1], rtol=EQUAL_TIME_SHARE, atol=0) for group in groups
-    )
+    for group in groups:
+        is_shared = group.strides[0] == 0
+        if not is_shared and not np.allclose(
+            group, group[:1], rtol=EQUAL_TIME_SHARE, atol=0
+        ):
+            return False
+    return True
 
 
 def _are_equal_curves(curves: Sequence[Seconds], tokens: int) -> bool:
@@ -151,12 +164,55 @@ def pipeline_of(
     points = tokens // granularity
     curves = stage_curves(stages, cost, tokens)
     error = max(curve.error for curve in curves)
-    if error <= EQUAL_TIME_SHARE or points > MAX_TABLE_POINTS:
+    if error <= EQUAL_TIME_SHARE:
         return Pipeline(points, granularity, curves)
-    forward, backward = _ask_every_slice(stages, cost, points, granularity)
-    hops = _tables_from_curves(curves, points, granularity)
+    measured = _measured_curves(stages, cost, tokens)
+    most = MAX_ASKED_SLICES if measured is None else MAX_TABLE_SLICES
+    step = coarse_step(points, int(math.sqrt(most / len(stages))))
+    if step > 1 and points // step < MIN_TABLE_POINTS:
+        return Pipeline(points, granularity, curves)
+    points = points // step
+    grain = granularity * step
+    if measured is None:
+        forward, backward = _ask_every_slice(stages, cost, points, grain)
+    else:
+        forward = _tabulate([ops.forward for ops in measured], points, grain)
+        backward = _tabulate([ops.backward for ops in measured], points, grain)
+    hops = _tables_from_curves(curves, points, grain)
     tables = StageTables(forward, backward, hops.onward, hops.homeward)
-    return Pipeline(points, granularity, curves, tables)
+    return Pipeline(points, grain, curves, tables)
+
+
+def coarse_step(points: int, most: int) -> int:
+    """Return the least number of points that are joined so that at most `most` are left.
+
+    It divides the number of points; a prime number of points is not divided at all.
+
+    >>> coarse_step(48, 64), coarse_step(96, 40), coarse_step(97, 40)
+    (1, 3, 97)
+    """
+    step = max(1, -(-points // most))
+    while points % step:
+        step += 1
+    return step
+
+
+def coarsen(pipeline: Pipeline, step: int) -> Pipeline:
+    """Return the same stages with only every `step`-th point, which must divide them."""
+    tables = pipeline.tables
+    if tables is not None and step > 1:
+        tables = StageTables(
+            tables.forward[:, ::step, step - 1 :: step],
+            tables.backward[:, ::step, step - 1 :: step],
+            tables.onward[:, ::step, step - 1 :: step],
+            tables.homeward[:, ::step, step - 1 :: step],
+        )
+    return replace(
+        pipeline,
+        points=pipeline.points // step,
+        grain=pipeline.grain * step,
+        tables=tables,
+    )
 
 
 def mean_pipeline(pipeline: Pipeline) -> Pipeline:
@@ -234,19 +290,31 @@ def tabulate_slices(pipeline: Pipeline) -> StageTables:
 def _tables_from_curves(
     curves: Sequence[StageCurves], points: int, grain: int
 ) -> StageTables:
-    prefixes, lengths = np.indices((points, points))
-    tokens = ((lengths + 1) * grain).astype(np.float64)
-    before = (prefixes * grain).astype(np.float64)
-
-    def tabulate(of_stages: Sequence[Seconds]) -> Floats:
-        return np.stack([seconds_along(curve, tokens, before) for curve in of_stages])
-
     return StageTables(
-        tabulate([curve.forward for curve in curves]),
-        tabulate([curve.backward for curve in curves]),
-        tabulate([curve.onward for curve in curves]),
-        tabulate([curve.homeward for curve in curves]),
+        _tabulate([curve.forward for curve in curves], points, grain),
+        _tabulate([curve.backward for curve in curves], points, grain),
+        _tabulate([curve.onward for curve in curves], points, grain),
+        _tabulate([curve.homeward for curve in curves], points, grain),
     )
+
+
+def _tabulate(of_stages: Sequence[Curve], points: int, grain: int) -> Floats:
+    """Return the seconds of every slice on every stage; equal stages share a table."""
+    prefixes, columns = np.indices((points, points)).reshape(2, -1)
+    inside = prefixes + columns < points
+    tokens = ((columns[inside] + 1) * grain).astype(np.float64)
+    before = (prefixes[inside] * grain).astype(np.float64)
+    distinct: list[Curve] = []
+    tables = []
+    for curve in of_stages:
+        if curve not in distinct:
+            distinct.append(curve)
+            table = np.zeros(points * points)
+            table[inside] = seconds_along(curve, tokens, before)
+            tables.append(table.reshape(points, points))
+    if len(tables) == 1:
+        return np.broadcast_to(tables[0], (len(of_stages), points, points))
+    return np.stack([tables[distinct.index(curve)] for curve in of_stages])
 
 
 # ---------------------------------------------------------------- asking a cost
@@ -256,13 +324,63 @@ def stage_curves(
     """Return the curves of stages that a sequence of this many tokens goes through in turn."""
     if tokens < 1:
         raise ShapeError(f"a sequence of {tokens} tokens is too short; the least is 1")
+    probe = _probe_schedule(stages, tokens)
+    return tuple(_fit_stage(probe, cost, stage) for stage in range(len(stages)))
+
+
+class _MeasuredCurves(NamedTuple):
+    """The curves of one stage's forward and backward, as the cost itself has them."""
+
+    forward: Curve
+    backward: Curve
+
+
+def _measured_curves(
+    stages: Sequence[Stage], cost: Cost, tokens: int
+) -> list[_MeasuredCurves] | None:
+    """Return the curves that a cost is made of; None if it is not made of curves.
+
+    The curves are compared with what the cost answers, because a cost may add something.
+    """
+    while isinstance(cost, WrappedCost) and type(cost).seconds is WrappedCost.seconds:
+        cost = cost.cost
+    probe = _probe_schedule(stages, tokens)
+    model = cost.model_cost(probe) if isinstance(cost, ProfileCost) else cost
+    if not isinstance(model, ModelCost):
+        return None
+    measured = []
+    for stage, place in enumerate(stages):
+        share = 1 / model.speed(probe, place.rank)
+        part = model.part(probe, stage)
+        ops = []
+        for op in (Op.F, Op.B):
+            curve = sum_curves([(share, each) for each in part.curves(op)])
+            if not _is_answer(curve, cost, probe, op, stage):
+                return None
+            ops.append(curve)
+        measured.append(_MeasuredCurves(*ops))
+    return measured
+
+
+def _is_answer(curve: Curve, cost: Cost, probe: Schedule, op: Op, stage: int) -> bool:
+    """Whether a cost answers what a curve says, for all slices of a schedule."""
+    for number, microbatch in enumerate(probe.microbatches):
+        for piece in range(microbatch.slices):
+            begin, end = microbatch.span(piece)
+            answer = cost.seconds(probe, Action(op, stage, number, piece))
+            if not math.isclose(answer, curve.of(end - begin, begin)):
+                return False
+    return True
+
+
+def _probe_schedule(stages: Sequence[Stage], tokens: int) -> Schedule:
+    """Return a schedule with the slices that are asked for to tell the terms apart."""
     path = tuple(range(len(stages)))
     microbatches = []
     for shares in PROBE_SHARES:
         cuts = sorted({round(tokens * share) for share in shares})
         microbatches.append(MicroBatch(path, tokens, tuple(cuts)))
-    probe = sequential_schedule(stages, microbatches)
-    return tuple(_fit_stage(probe, cost, stage) for stage in path)
+    return sequential_schedule(stages, microbatches)
 
 
 def _ask_every_slice(
