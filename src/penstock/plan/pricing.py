@@ -14,12 +14,14 @@ from penstock.cost.placed import PlacedCost
 from penstock.cost.profile import Profile
 from penstock.cost.unit import UnitCost
 from penstock.ir.schedule import Schedule
-from penstock.plan.bound import lower_bound
 from penstock.plan.candidates import Judge
 from penstock.plan.recipes import Cuts, Limits, Setting, even_cuts_only
-from penstock.plan.slices.closed_form import equal_length
+from penstock.plan.slices.planner import SLICE_COUNTS, CutChoice, cut_choices
+from penstock.plan.space import LeastTimes, least_times, profile_bound, space_bound
 from penstock.plan.workload import Cell, Workload
 from penstock.schedules import make
+
+CostKey = tuple[int, int, int, float]  # rows, tensor, shard, share that is recomputed
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +42,15 @@ class UnitPricing:
 
     def bound(self, cell: Cell) -> float:
         """Return a time that no step of this cell can beat."""
-        return 0.0
+        return space_bound(
+            self.cost,
+            cell.ranks,
+            cell.microbatches,
+            self.limits.stages,
+            self.limits.slices,
+            self.memory,
+            self.limits.split,
+        )
 
     def least_bytes(self, cell: Cell) -> float:
         """Return what every rank must hold at least: one micro-batch."""
@@ -54,7 +64,13 @@ class ProfilePricing:
     workload: Workload
     profile_at: Callable[[int], Profile]
     limits: Limits = field(default_factory=Limits)
-    costs: dict[tuple[int, int, int, float], PlacedCost] = field(
+    costs: dict[CostKey, PlacedCost] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+    least: dict[CostKey, LeastTimes] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+    choices: dict[Cell, list[CutChoice]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
 
@@ -89,23 +105,31 @@ class ProfilePricing:
         tokens = self.workload.tokens
         if slices == 1:
             return [(0, tokens)]
-        points = tokens // self.workload.granularity
-        if slices > points:
-            return []
-        lengths = equal_length(points, slices)
-        cuts = [0]
-        for length in lengths:
-            cuts.append(cuts[-1] + length * self.workload.granularity)
-        cuts[-1] = tokens
-        return [tuple(cuts)]
+        if cell not in self.choices:
+            self.choices[cell] = cut_choices(
+                cell.ranks,
+                cell.microbatches,
+                tokens,
+                self.cost(cell),
+                self.workload.granularity,
+                slices=[one for one in SLICE_COUNTS if one <= self.limits.slices],
+                limit=self.limits.slices,
+            )
+        return [one.cuts for one in self.choices[cell] if len(one.cuts) == slices + 1]
 
     def bound(self, cell: Cell) -> float:
-        """Return a time that no step of this cell can beat."""
-        return (
-            self.workload.passes
-            * lower_bound(self._smallest(cell), self.cost(cell))
-            * 0
-        )
+        """Return a time that no step of this cell can beat: its passes, and the optimizer."""
+        key = (cell.rows, cell.tensor, cell.shard, cell.recomputed)
+        cost = self.cost(cell)
+        if key not in self.least:
+            slices = min(self.limits.slices, self.workload.tokens)
+            self.least[key] = least_times(cost.profile, slices, self.limits.split)
+        bound = profile_bound(self.least[key], cell.ranks, cell.microbatches)
+        processors = self.workload.processors
+        if processors is not None:
+            work = _least_work(self.least[key]) * cell.microbatches * cell.copies
+            bound = max(bound, work / processors)
+        return self.workload.passes * bound + _least_update(cost.profile, cell.ranks)
 
     def least_bytes(self, cell: Cell) -> float:
         """Return the bytes of the fullest device with one micro-batch in flight."""
@@ -115,3 +139,13 @@ class ProfilePricing:
 
     def _smallest(self, cell: Cell) -> Schedule:
         return make("1f1b", ranks=cell.ranks, microbatches=1)
+
+
+def _least_work(times: LeastTimes) -> float:
+    """Seconds that one micro-batch takes at least, over all ranks."""
+    return times.layers * sum(times.layer) + sum(times.embed) + sum(times.head)
+
+
+def _least_update(profile: Profile, ranks: int) -> float:
+    """Seconds of the optimizer at least: its mean over the ranks."""
+    return sum(profile.update((profile.layers,))) / ranks

@@ -143,12 +143,14 @@ class _Search:
         self.watch = watch
         self.shown = shown
         results = [CellResult(cell, pricing.bound(cell)) for cell in cells_of(workload)]
-        results.sort(key=lambda one: (one.bound, one.cell.processes))
+        results.sort(key=_order_of_survey)
         self.results = results
         self.bound = min((one.bound for one in results), default=math.inf)
         self.rows: list[Row] = []
         self.too_large: list[tuple[str, float]] = []
         self.best = math.inf
+        # Cells in which everything fits, so that recomputing could only cost time.
+        self.roomy: set[Cell] = set()
 
     def tell(self, doing: str) -> None:
         """Report the progress."""
@@ -219,6 +221,8 @@ class _Search:
         least = self.pricing.least_bytes(result.cell)
         if memory is not None and least > memory:
             return f"needs at least {self.shown(least)}"
+        if replace(result.cell, recomputed=0.0) in self.roomy:
+            return "everything fits without recomputing"
         if result.bound >= self.best:
             return "cannot win: its bound is above the best plan"
         return ""
@@ -232,6 +236,8 @@ class _Search:
         """Take the candidates of a cell into the ranking."""
         self.rows += [Row(result.cell, one) for one in found.candidates]
         self.too_large += found.too_large
+        if not found.too_large and not result.cell.recomputed:
+            self.roomy.add(result.cell)
         if not found.candidates:
             name, peak = found.too_large[0]
             return replace(result, reason=f"needs at least {self.shown(peak)} ({name})")
@@ -284,6 +290,11 @@ class _Search:
             f"nothing fits into a memory of {memory}; "
             f"the least that a device would hold is {self.shown(least)}"
         )
+
+
+def _order_of_survey(result: CellResult) -> tuple[float, float, int]:
+    """Sort cells by their bounds; of equal ones, those that recompute less come first."""
+    return result.bound, result.cell.recomputed, result.cell.processes
 
 
 MAX_SHOWN_RIVALS = 6  # rows that a plan.json stores besides the chosen one

@@ -34,6 +34,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from penstock.cost.curve import Curve
 from penstock.cost.profile import Block, Profile
 from penstock.cost.unit import UnitCost
@@ -77,7 +79,7 @@ def space_bound(
     if isinstance(cost, UnitCost):
         space = _UnitSpace(cost, ranks, microbatches, stages, slices, split, share)
         return max(space.time_bound(), space.memory_bound(cap))
-    return _ProfileSpace(cost, ranks, microbatches, slices, split).bound()
+    return profile_bound(least_times(cost, slices, split), ranks, microbatches)
 
 
 # ---------------------------------------------------------------- unit costs
@@ -159,87 +161,112 @@ class _UnitSpace:
 
 
 # ---------------------------------------------------------------- profiles
-class _ProfileSpace:
-    """The least times of a profile's blocks over all slicings."""
+@dataclass(frozen=True, slots=True)
+class LeastTimes:
+    """The least times of a profile over all slicings; they hold for any ranks and micro-batches.
 
-    def __init__(
-        self, profile: Profile, ranks: int, microbatches: int, slices: int, split: bool
-    ) -> None:
+    Layer, embedding and head have their least work for one micro-batch. A piece is the
+    shortest slice of one layer, a way the largest slice through the whole model.
+    """
+
+    layers: int
+    turn: float
+    layer: tuple[float, float]  # forward and backward
+    embed: tuple[float, float]
+    head: tuple[float, float]
+    piece: tuple[float, float]
+    way: tuple[float, float]
+    hop: float
+
+
+def least_times(profile: Profile, slices: int, split: bool = True) -> LeastTimes:
+    """Find the least times of a profile with at most this many slices."""
+    space = _ProfileSpace(profile, slices, split)
+    return LeastTimes(
+        profile.layers,
+        profile.turn,
+        space.work(profile.layer),
+        space.work(profile.embed),
+        space.work(profile.head),
+        (
+            space.least_piece(profile.layer, Op.F),
+            space.least_piece_back(profile.layer),
+        ),
+        (space.one_way(Op.F), space.one_way_back()),
+        space.least_hop(),
+    )
+
+
+def profile_bound(times: LeastTimes, ranks: int, microbatches: int) -> float:
+    """Return a time below that of every plan with these ranks and micro-batches."""
+    hop, turn = times.hop, times.turn
+    forward, backward = times.layer
+    turns = 2 * turn  # one forward and one backward on every rank
+    first_piece = turn + times.piece[0]
+    piece_back = turn + times.piece[1]
+    count = microbatches
+    all_work = _least_finish(
+        [rank * (hop + first_piece) + count * turns for rank in range(ranks)],
+        times.layers,
+        count * (forward + backward),
+        fixed=count * sum(times.embed),
+        free=count * sum(times.head),
+    )
+    there = times.way[0] + ranks * turn + (ranks - 1) * hop
+    back = [there + rank * (hop + piece_back) for rank in range(ranks)]
+    backwards = _least_finish(
+        [begin + count * turn for begin in back],
+        times.layers,
+        count * backward,
+        fixed=count * times.head[1],
+        free=count * times.embed[1],
+    )
+    alone = there + times.way[1] + ranks * turn + (ranks - 1) * hop
+    return max(all_work, backwards, alone)
+
+
+def _least_finish(
+    begins: Sequence[float], layers: int, layer: float, fixed: float, free: float
+) -> float:
+    """Return the least time in which ranks that begin at these times can do all layers.
+
+    fixed: work of the first of these ranks besides.
+    free: work of any one rank besides.
+    """
+    low = 0.0
+    high = max(begins) + fixed + free + layer * layers
+    starts = np.array(begins, dtype=np.float64)
+    starts[0] += fixed
+    # With the free work on one rank: a row for each choice of that rank.
+    choices = starts + free * np.eye(len(starts))
+    for _ in range(BISECTIONS):
+        middle = (low + high) / 2
+        left = middle - choices
+        possible = (left[:, 0] >= 0) & (left.diagonal() >= 0)
+        if layer > 0:
+            done = np.floor(np.maximum(left, 0.0) / layer + 1e-9).sum(axis=1)
+            possible &= done >= layers
+        if possible.any():
+            high = middle
+        else:
+            low = middle
+    return low
+
+
+class _ProfileSpace:
+    """Searches the least times of a profile's blocks over all slicings."""
+
+    def __init__(self, profile: Profile, slices: int, split: bool) -> None:
         self.profile = profile
-        self.ranks = ranks
-        self.microbatches = microbatches
         self.slices = slices
         self.split = split
         points = min(CUT_POINTS, profile.tokens)
         places = {profile.tokens * point // points for point in range(points + 1)}
         self.places = sorted(places)
 
-    def bound(self) -> float:
-        """Return the largest of the bounds."""
-        profile = self.profile
-        hop = self._least_hop()
-        forward = self._sum_over_slices(profile.layer, (Op.F,))
-        backward = self._least_backward(profile.layer)
-        embed_forward = self._sum_over_slices(profile.embed, (Op.F,))
-        embed_backward = self._least_backward(profile.embed)
-        head_forward = self._sum_over_slices(profile.head, (Op.F,))
-        head_backward = self._least_backward(profile.head)
-        turns = 2 * profile.turn  # one forward and one backward on every rank
-        first_piece = profile.turn + self._least_piece(profile.layer, Op.F)
-        piece_back = profile.turn + self._least_piece_back(profile.layer)
-        count = self.microbatches
-
-        all_work = self._least_finish(
-            [rank * (hop + first_piece) + count * turns for rank in range(self.ranks)],
-            count * (forward + backward),
-            fixed=count * (embed_forward + embed_backward),
-            free=count * (head_forward + head_backward),
-        )
-        there = self._one_way(Op.F) + (self.ranks - 1) * hop
-        back = [there + rank * (hop + piece_back) for rank in range(self.ranks)]
-        backwards = self._least_finish(
-            [begin + count * profile.turn for begin in back],
-            count * backward,
-            fixed=count * head_backward,
-            free=count * embed_backward,
-        )
-        alone = there + self._one_way_back() + (self.ranks - 1) * hop
-        return max(all_work, backwards, alone)
-
-    def _least_finish(
-        self, begins: Sequence[float], layer: float, fixed: float, free: float
-    ) -> float:
-        """Return the least time in which ranks that begin at these times can do all layers.
-
-        fixed: work of the first of these ranks besides.
-        free: work of any one rank besides.
-        """
-        layers = self.profile.layers
-        low = 0.0
-        high = max(begins) + fixed + free + layer * layers
-
-        def suffices(end: float) -> bool:
-            for chosen in range(len(begins)):
-                done = 0
-                for rank, begin in enumerate(begins):
-                    left = end - begin - (fixed if rank == 0 else 0.0)
-                    left -= free if rank == chosen else 0.0
-                    if left < 0 and (rank in (0, chosen)):
-                        done = -1
-                        break
-                    if layer > 0:
-                        done += max(int(left / layer + 1e-9), 0)
-                if done >= layers or (layer <= 0 and done >= 0):
-                    return True
-            return False
-
-        for _ in range(BISECTIONS):
-            middle = (low + high) / 2
-            if suffices(middle):
-                high = middle
-            else:
-                low = middle
-        return low
+    def work(self, block: Block) -> tuple[float, float]:
+        """The least forward and backward work of a block for one micro-batch."""
+        return self._sum_over_slices(block, (Op.F,)), self._least_backward(block)
 
     # ------------------------------------------------------------ blocks
     def _least_backward(self, block: Block) -> float:
@@ -268,14 +295,15 @@ class _ProfileSpace:
             best = longer
         return best[-1]
 
-    def _least_piece(self, block: Block, op: Op) -> float:
+    def least_piece(self, block: Block, op: Op) -> float:
         """The least time of a slice of any length at any place."""
         curve = block.fit(op).curve
         return min(curve.of(t, p) for p, t in self._spans(1))
 
-    def _least_piece_back(self, block: Block) -> float:
-        whole = self._least_piece(block, Op.B)
-        return min(whole, self._least_piece(block, Op.I)) if self.split else whole
+    def least_piece_back(self, block: Block) -> float:
+        """The least time of the backward of a slice until its gradient leaves."""
+        whole = self.least_piece(block, Op.B)
+        return min(whole, self.least_piece(block, Op.I)) if self.split else whole
 
     def _spans(self, shortest: int) -> list[tuple[int, int]]:
         """All slices with at least this many tokens, as (prefix, tokens)."""
@@ -286,24 +314,24 @@ class _ProfileSpace:
             if end - begin >= shortest
         ]
 
-    def _one_way(self, op: Op) -> float:
+    def one_way(self, op: Op) -> float:
         """The least time of the largest slice through all layers."""
         profile = self.profile
         longest = -(-profile.tokens // self.slices)
         layer = profile.layer.fit(op).curve
         embed = profile.embed.fit(op).curve
         head = profile.head.fit(op).curve
-        way = min(
+        return min(
             profile.layers * layer.of(t, p) + embed.of(t, p) + head.of(t, p)
             for p, t in self._spans(longest)
         )
-        return way + self.ranks * profile.turn
 
-    def _one_way_back(self) -> float:
-        whole = self._one_way(Op.B)
-        return min(whole, self._one_way(Op.I)) if self.split else whole
+    def one_way_back(self) -> float:
+        """The least time of the largest slice back through all layers."""
+        whole = self.one_way(Op.B)
+        return min(whole, self.one_way(Op.I)) if self.split else whole
 
-    def _least_hop(self) -> float:
+    def least_hop(self) -> float:
         """The least time of a hop between two ranks, with the shortest slice as message."""
         network = self.profile.network
 
