@@ -10,7 +10,7 @@ from penstock.errors import PenstockError
 
 if TYPE_CHECKING:
     from penstock.config import Config
-    from penstock.cost import Profile
+    from penstock.cost import RowProfiles
     from penstock.ir import Plan
     from penstock.train.forecast import Forecast
     from penstock.train.placement import Placement
@@ -53,12 +53,13 @@ def measured_forecast(
     plan: Plan,
     placement: Placement,
     folder: Path | None = None,
-    profile: Profile | None = None,
+    profiles: RowProfiles | None = None,
 ) -> Forecast:
-    """Predict a step. Without a profile, measure one while the terminal shows it."""
+    """Predict a step. Without profiles, measure one while the terminal shows it."""
     from penstock.train.forecast import forecast, measure_forecast
 
-    if profile is not None:
+    if profiles is not None:
+        profile = profiles.at(config.rows)
         return forecast(config, plan, profile, placement.processors)
     with progress("timing a layer"):
         return measure_forecast(config, plan, placement, folder)

@@ -31,7 +31,7 @@ from penstock.errors import ConfigError, FileError, PenstockError, RunError
 
 if TYPE_CHECKING:
     from penstock.config import Config
-    from penstock.cost import Profile
+    from penstock.cost import RowProfiles
     from penstock.ir import Plan
     from penstock.train.auto import AutoPlan
     from penstock.train.data.corpus import Corpus
@@ -49,6 +49,24 @@ OptionalPreset = Annotated[
         help="Without a config: tiny, llama-150m, llama-1b or gpt2. [dim]\\[default: tiny][/]"
     ),
 ]
+
+
+# Values of a config that a plan depends on; a change of any of them needs a new plan.
+PLANNED_WITH = (
+    "schedule.",
+    "mesh.",
+    "model.",
+    "data.batch",
+    "data.tokens",
+    "data.separate",
+    "run.accumulate",
+    "run.compile",
+    "run.device",
+    "run.graphs",
+    "run.precision",
+    "run.recompute",
+    "run.threads",
+)
 
 
 def train_command(
@@ -176,7 +194,7 @@ class _Prepared:
     plan: Plan
     placement: Placement
     corpus: Corpus | None  # None in a dry run
-    profile: Profile | None  # that auto planned with; None if the plan was given
+    profiles: RowProfiles | None  # that auto planned with; None if the plan was given
 
 
 def _prepare(
@@ -191,43 +209,43 @@ def _prepare(
 
     A plan that was `kept` from before is used instead of a new one.
     """
-    from penstock.train.forecast import keep_profile
+    from penstock.train.forecast import keep_profiles
     from penstock.train.placement import decide_placement
     from penstock.train.start import check_dry_run, prepare_run
 
-    config, plan, profile = _plan(config, given, kept)
+    config, plan, profiles = _plan(config, given, kept)
     placement = decide_placement(config, plan.schedule.ranks * config.mesh.size)
     if lock is None:
         check_dry_run(config, placement)
-        return _Prepared(config, plan, placement, None, profile)
+        return _Prepared(config, plan, placement, None, profiles)
     with counting("reading text") as watch:
         config, corpus = prepare_run(
             config, plan, placement, folder, resume, lock, watch
         )
-    if profile is not None:
-        keep_profile(profile, folder, config, plan)
-    return _Prepared(config, plan, placement, corpus, profile)
+    if profiles is not None:
+        keep_profiles(profiles, folder, config, plan)
+    return _Prepared(config, plan, placement, corpus, profiles)
 
 
 def _plan(
     config: Config, given: Collection[str], kept: Plan | None
-) -> tuple[Config, Plan, Profile | None]:
-    """Make the plan of a run. Auto measures the model first, and returns its profile too."""
+) -> tuple[Config, Plan, RowProfiles | None]:
+    """Make the plan of a run. Auto measures the model first, and returns its profiles too."""
     from penstock.plan.planner import plan_run
     from penstock.train.worker import model_sizes
 
     layers = model_sizes(config).layers
-    profiles: list[Profile] = []
+    measured: list[RowProfiles] = []
 
     def plan_auto(config: Config) -> Plan:
         if kept is not None:
             return kept
         auto = _measured_plan(config, layers, given)
-        profiles.append(auto.profile)
+        measured.append(auto.profiles)
         return auto.plan
 
     config, plan = plan_run(config, layers, given, plan_auto)
-    return config, plan, profiles[0] if profiles else None
+    return config, plan, measured[0] if measured else None
 
 
 def _measured_plan(config: Config, layers: int, given: Collection[str]) -> AutoPlan:
@@ -251,8 +269,7 @@ def _kept_plan(config: Config, folder: Path, changes: Sequence[str]) -> Plan | N
     from penstock.train.worker import PLAN_FILE
 
     file = folder / PLAN_FILE
-    deciding = ("schedule.", "mesh.", "model.", "data.batch", "data.tokens", "run.")
-    changed = any(change.strip().startswith(deciding) for change in changes)
+    changed = any(change.strip().startswith(PLANNED_WITH) for change in changes)
     if config.schedule.name != AUTO or changed or not file.is_file():
         return None
     return read_plan(file)
@@ -306,7 +323,7 @@ def _describe_text(corpus: Corpus, config: Config) -> str:
 def _print_dry_run(prepared: _Prepared) -> None:
     """Print the memory and the speed that a run would have."""
     config, plan, placement = prepared.config, prepared.plan, prepared.placement
-    forecast = measured_forecast(config, plan, placement, profile=prepared.profile)
+    forecast = measured_forecast(config, plan, placement, profiles=prepared.profiles)
     print_memory(forecast, config)
     tell_if_too_large(config, plan, placement)
     print_plain(f"predicted: {describe_step(forecast, config)}")

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from penstock.config import Config
-from penstock.cost import Profile, RowProfiles
+from penstock.cost import RowProfiles
 from penstock.cost.profile import tile_of
 from penstock.ir import Plan
 from penstock.plan.planner import chosen_plan
@@ -37,10 +37,10 @@ USABLE_SHARE = 0.9
 
 @dataclass(frozen=True, slots=True)
 class AutoPlan:
-    """A plan, the profile that it was made with, and everything that was compared with it."""
+    """A plan, the profiles that it was made with, and everything that was compared with it."""
 
     plan: Plan
-    profile: Profile
+    profiles: RowProfiles
     landscape: Landscape
 
 
@@ -120,5 +120,4 @@ def plan_workload(
     pricing = ProfilePricing(workload, profiles.at)
     landscape = search(workload, pricing, limits or Limits(), watch, write_size)
     plan = chosen_plan(landscape, (("profile", "measured"),))
-    profile = profiles.at(landscape.best.cell.rows)
-    return AutoPlan(plan, profile, landscape)
+    return AutoPlan(plan, profiles, landscape)

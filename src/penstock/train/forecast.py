@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.config import Config
-from penstock.cost import Profile
+from penstock.cost import Profile, RowProfiles
 from penstock.cost.curve import sum_curves
 from penstock.cost.fit import Fit
 from penstock.cost.placed import PlacedCost
 from penstock.cost.profile import Block, enlarge
-from penstock.formats import read_profile, write_profile
+from penstock.formats import read_row_profiles, write_row_profiles
 from penstock.ir import Plan, Timeline
 from penstock.ir.schedule import stretch
 from penstock.plan.candidates import Judge
@@ -241,11 +241,15 @@ def profile_mark(config: Config, plan: Plan) -> str:
     return sha256(repr(parts).encode("utf-8", "surrogateescape")).hexdigest()[:16]
 
 
-def keep_profile(profile: Profile, folder: Path, config: Config, plan: Plan) -> None:
-    """Write a profile into the folder of a run, with a mark of what it was measured for."""
+def keep_profiles(
+    profiles: RowProfiles, folder: Path, config: Config, plan: Plan
+) -> None:
+    """Write profiles into the folder of a run, with a mark of what they were measured for."""
     mark = ("run", profile_mark(config, plan))
-    marked = replace(profile, device=(*profile.device, mark))
-    write_profile(marked, folder / PROFILE)
+    marked = [
+        replace(profile, device=(*profile.device, mark)) for profile in profiles.measured
+    ]
+    write_row_profiles(RowProfiles(tuple(marked)), folder / PROFILE)
 
 
 def known_forecast(folder: Path, config: Config, plan: Plan) -> Forecast | None:
@@ -255,11 +259,12 @@ def known_forecast(folder: Path, config: Config, plan: Plan) -> Forecast | None:
     """
     if not (folder / PROFILE).is_file():
         return None
-    profile = read_profile(folder / PROFILE)
-    facts = dict(profile.device)
+    profiles = read_row_profiles(folder / PROFILE)
+    facts = dict(profiles.measured[0].device)
     if facts.get("run") != profile_mark(config, plan):
         return None
-    return forecast(config, plan, profile, int(facts.get("ranks") or 1))
+    processors = int(facts.get("ranks") or 1)
+    return forecast(config, plan, profiles.at(config.rows), processors)
 
 
 def measure_forecast(
@@ -271,5 +276,5 @@ def measure_forecast(
     """
     profile = profile_run(config, plan, placement)
     if folder is not None:
-        keep_profile(profile, folder, config, plan)
+        keep_profiles(RowProfiles((profile,)), folder, config, plan)
     return forecast(config, plan, profile, placement.processors)
