@@ -63,6 +63,12 @@ def profile_command(
         Optional[str],
         typer.Option(help="Compute in this data type instead: bfloat16."),
     ] = None,
+    gpu: Annotated[
+        Optional[str],
+        typer.Option(
+            help="Measure nothing, but compute the profile of a GPU: v100, a100-40, a100, h100 or h200.",
+        ),
+    ] = None,
     graphs: Annotated[
         bool,
         typer.Option(
@@ -105,6 +111,10 @@ def profile_command(
 
     Example: penstock profile --preset llama-150m --tokens 2048 --ranks 2 --threads 1 -o profile.json
 
+    With --gpu it computes a profile from the data sheet of a GPU instead, for planning without that GPU.
+
+    Example: penstock profile --gpu h100 --preset llama-1b --vocab 32000 --tokens 4096 --ranks 8 --graphs -o h100.json
+
     Example: torchrun --nnodes 4 --nproc-per-node 1 ... -m penstock profile --links --slots 3 -o cluster.toml
     """
     _check_counts(rows=rows, ranks=ranks, rounds=rounds, threads=threads, slots=slots)
@@ -122,6 +132,14 @@ def profile_command(
         raise ShapeError(
             f"--hf already gives the sizes; it cannot be combined with {options}"
         )
+    if gpu is not None:
+        if hf is not None or links or slots is not None:
+            raise ShapeError("--gpu cannot be combined with --hf, --links or --slots")
+        computed = _analytic(
+            gpu, preset, given, tokens, rows, autocast, ranks, recorded=graphs
+        )
+        _write_profile(computed, output or Path("profile.json"), json)
+        return
     try:
         from penstock.train import profile as measuring
     except ModuleNotFoundError as error:
@@ -158,6 +176,32 @@ def profile_command(
         profile = measuring.profile_model(request, ranks, show)
     if profile is not None:
         _write_profile(profile, output, json)
+
+
+def _analytic(
+    gpu: str,
+    preset: str,
+    changes: dict[str, int],
+    tokens: int,
+    rows: int,
+    autocast: str | None,
+    ranks: int,
+    recorded: bool,
+) -> Profile:
+    """Compute the profile of a preset on a known GPU."""
+    from dataclasses import replace
+
+    from penstock.cost.gpus import analytic_profile, gpu_of
+    from penstock.formats import config_toml
+
+    device = gpu_of(gpu)
+    precision = autocast or next(
+        name for name in ("bfloat16", "float16") if name in device.peak
+    )
+    model = replace(config_toml.preset(preset).model, **changes)  # type: ignore[arg-type]
+    return analytic_profile(
+        model, tokens, rows, device, precision, ranks, recorded=recorded
+    )
 
 
 def _check_counts(**counts: int | None) -> None:
@@ -329,8 +373,13 @@ def _notes(profile: Profile) -> str:
     kept = write_size(layer.kept, digits=4)
     weights = write_size(layer.weights, digits=4)
     update = write_time(layer.update, digits=3)
+    errors = (
+        f"errors are those on {held_out} held-out points; the fit used {fitted} others"
+    )
+    if dict(profile.device).get("analytic"):
+        errors = f"computed, not measured; errors are those of curves through {fitted} computed points"
     return (
-        f"errors are those on {held_out} held-out points; the fit used {fitted} others\n"
+        f"{errors}\n"
         f"a layer holds {held} per token from F to B, and {kept} from I to W; its "
         f"weights, gradients and AdamW state take {weights}, an AdamW update {update}\n"
         f"{_link_note(profile)}"
