@@ -91,6 +91,12 @@ def profile_command(
         Optional[str],
         typer.Option(help="Compute in this data type instead: bfloat16."),
     ] = None,
+    gpu: Annotated[
+        Optional[str],
+        typer.Option(
+            help="Measure nothing, but compute the profile of a GPU: v100, a100-40, a100, h100 or h200.",
+        ),
+    ] = None,
     graphs: Annotated[
         bool,
         typer.Option(
@@ -146,6 +152,10 @@ def profile_command(
 
     Example: penstock profile config.toml --rows 1,2,4 --quick -o profile.json
 
+    With --gpu it computes a profile from the data sheet of a GPU instead, for planning without that GPU.
+
+    Example: penstock profile --gpu h100 --preset llama-1b --vocab 32000 --tokens 4096 --ranks 8 --graphs -o h100.json
+
     Example: torchrun --nnodes 4 --nproc-per-node 1 ... -m penstock profile --links --slots 3 -o cluster.toml
     """
     _check_counts(ranks=ranks, rounds=rounds, threads=threads, slots=slots)
@@ -179,6 +189,24 @@ def profile_command(
         _refuse_settings(source, settings)
     elif changes:
         raise ShapeError("--set changes a config; name one, or leave --set out")
+    if gpu is not None:
+        if hf is not None or links or slots is not None or source is not None:
+            raise ShapeError(
+                "--gpu cannot be combined with a config, --hf, --links or --slots\n"
+                "  penstock plan config.toml --gpu h100 plans for a config"
+            )
+        computed = _analytic(
+            gpu,
+            preset or DEFAULT_PRESET,
+            given,
+            tokens or DEFAULT_TOKENS,
+            row_counts or (1,),
+            autocast,
+            ranks or 1,
+            recorded=graphs,
+        )
+        _write_profiles(computed, output or Path("profile.json"), json)
+        return
     try:
         from penstock.train import profile as measuring
     except ModuleNotFoundError as error:
@@ -268,6 +296,35 @@ def _row_counts(text: str | None) -> tuple[int, ...]:
             )
         counts.append(int(word))
     return tuple(counts)
+
+
+def _analytic(
+    gpu: str,
+    preset: str,
+    changes: dict[str, int],
+    tokens: int,
+    rows: tuple[int, ...],
+    autocast: str | None,
+    ranks: int,
+    recorded: bool,
+) -> RowProfiles:
+    """Compute the profiles of a preset on a known GPU."""
+    from penstock.cost import RowProfiles
+    from penstock.cost.gpus import analytic_profile, gpu_of
+    from penstock.formats import config_toml
+
+    device = gpu_of(gpu)
+    precision = autocast or next(
+        name for name in ("bfloat16", "float16") if name in device.peak
+    )
+    model = replace(config_toml.preset(preset).model, **changes)  # type: ignore[arg-type]
+    profiles = [
+        analytic_profile(
+            model, tokens, count, device, precision, ranks, recorded=recorded
+        )
+        for count in sorted(set(rows))
+    ]
+    return RowProfiles(tuple(profiles))
 
 
 def _check_counts(**counts: int | None) -> None:
@@ -453,8 +510,13 @@ def _notes(profile: Profile) -> str:
     kept = write_size(layer.kept, digits=4)
     weights = write_size(layer.weights, digits=4)
     update = write_time(layer.update, digits=3)
+    errors = (
+        f"errors are those on {held_out} held-out points; the fit used {fitted} others"
+    )
+    if dict(profile.device).get("analytic"):
+        errors = f"computed, not measured; errors are those of curves through {fitted} computed points"
     return (
-        f"errors are those on {held_out} held-out points; the fit used {fitted} others\n"
+        f"{errors}\n"
         f"a layer holds {held} per token from F to B, and {kept} from I to W; its "
         f"weights, gradients and AdamW state take {weights}, an AdamW update {update}\n"
         f"{_link_note(profile)}"

@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from penstock.config import MeshConfig
+from penstock.cost.sizes import held_numbers
 from penstock.errors import ConfigError, RunError
 from penstock.models import GPTConfig, Part
 from penstock.models.tensor import largest_share, share_layers
@@ -162,6 +163,6 @@ def held_in_layer(sizes: Sizes) -> tuple[int, int]:
     counts heads and features, which tensor parallelism divides.
     """
     if isinstance(sizes, GPTConfig):
-        return 4 * sizes.width, 4 * sizes.width + 2 * sizes.inner
+        return held_numbers("gpt", sizes.width, sizes.width, sizes.inner)
     keys = sizes.kv_heads * sizes.head_width
-    return 4 * sizes.width, 3 * sizes.width + 2 * keys + 4 * sizes.inner
+    return held_numbers("llama", sizes.width, keys, sizes.inner)

@@ -1,0 +1,157 @@
+"""What follows from the sizes of a model: parameters, matrix products and activations, without torch.
+
+    embedding   a row for each word; GPT also has one for each position
+    layer       attention (query, key, value, output) and MLP, with two norms
+    head        a norm, and the matrix that gives the logits
+
+`penstock.models` builds exactly these models; a test compares the counts.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+from penstock.errors import ShapeError
+
+FAMILIES = ("llama", "gpt")
+
+
+class ModelSizes(Protocol):
+    """The sizes of a Llama or a GPT, as `penstock.config.ModelConfig` has them."""
+
+    @property
+    def family(self) -> str:
+        """`llama` or `gpt`."""
+        ...
+
+    @property
+    def layers(self) -> int:
+        """The number of layers."""
+        ...
+
+    @property
+    def width(self) -> int:
+        """The features of the hidden state."""
+        ...
+
+    @property
+    def heads(self) -> int:
+        """The attention heads."""
+        ...
+
+    @property
+    def kv_heads(self) -> int:
+        """The heads of keys and values (llama)."""
+        ...
+
+    @property
+    def inner(self) -> int:
+        """The features inside the MLP."""
+        ...
+
+    @property
+    def vocab(self) -> int:
+        """The words of the vocabulary."""
+        ...
+
+    @property
+    def positions(self) -> int:
+        """The longest sequence (gpt); 0 if it is that of the data."""
+        ...
+
+    @property
+    def tied(self) -> bool:
+        """Whether embedding and head share a matrix."""
+        ...
+
+
+class Parameters(NamedTuple):
+    """The numbers of parameters. A tied matrix counts in both `embed` and `head`."""
+
+    embed: int
+    layer: int
+    head: int
+
+
+class Matrix(NamedTuple):
+    """A matrix that every token is multiplied with."""
+
+    rows: int  # features that go in
+    columns: int  # features that come out
+
+
+def check_sizes(sizes: ModelSizes) -> None:
+    """Refuse sizes that do not describe a model."""
+    if sizes.family not in FAMILIES:
+        known = " and ".join(FAMILIES)
+        raise ShapeError(f"the model family {sizes.family!r} is unknown; use {known}")
+    if sizes.vocab < 1:
+        raise ShapeError(
+            "the size of the vocabulary is missing; give model.vocab, "
+            "or on the command line --vocab"
+        )
+    if sizes.width % sizes.heads:
+        raise ShapeError(
+            f"the width {sizes.width} is not a multiple of the {sizes.heads} heads"
+        )
+
+
+def key_width(sizes: ModelSizes) -> int:
+    """The features of the keys of a token; its values have as many."""
+    if sizes.family == "gpt":
+        return sizes.width
+    return sizes.kv_heads * (sizes.width // sizes.heads)
+
+
+def parameters_of_pieces(sizes: ModelSizes, tokens: int = 0) -> Parameters:
+    """The parameters of embedding, one layer and head. `tokens` replaces missing positions."""
+    matrix = sizes.vocab * sizes.width
+    products = sum(one.rows * one.columns for one in layer_matrices(sizes))
+    if sizes.family == "gpt":
+        positions = sizes.positions or tokens
+        biases = sum(one.columns for one in layer_matrices(sizes))
+        norms = 4 * sizes.width
+        return Parameters(
+            matrix + positions * sizes.width,
+            products + biases + norms,
+            matrix + 2 * sizes.width,
+        )
+    return Parameters(matrix, products + 2 * sizes.width, matrix + sizes.width)
+
+
+def layer_matrices(sizes: ModelSizes) -> tuple[Matrix, ...]:
+    """The matrices of one layer."""
+    width, inner = sizes.width, sizes.inner
+    keys = key_width(sizes)
+    if sizes.family == "gpt":
+        attention = (Matrix(width, 3 * width), Matrix(width, width))
+        return (*attention, Matrix(width, inner), Matrix(inner, width))
+    return (
+        Matrix(width, width),
+        Matrix(width, keys),
+        Matrix(width, keys),
+        Matrix(width, width),
+        Matrix(width, inner),
+        Matrix(width, inner),
+        Matrix(inner, width),
+    )
+
+
+def held_numbers(family: str, width: int, keys: int, inner: int) -> tuple[int, int]:
+    """How many numbers a token leaves in a layer for the backward.
+
+    The first number counts the hidden state, which stays float32 and which every process of a
+    rank holds whole; the second counts heads and features, which have the type in which the
+    layer computes and which tensor parallelism divides.
+    """
+    if family == "gpt":
+        return 4 * width, 4 * width + 2 * inner
+    return 4 * width, 3 * width + 2 * keys + 4 * inner
+
+
+def deferred_numbers(sizes: ModelSizes) -> int:
+    """How many numbers a token leaves in a layer from I to W: inputs and gradients of its products."""
+    inputs = 3 * sizes.width + sizes.inner  # query, key and value read the same x
+    gradients = sum(one.columns for one in layer_matrices(sizes))
+    norms = 3 * sizes.width if sizes.family == "llama" else 0
+    return inputs + gradients + norms
