@@ -16,7 +16,7 @@ recurrent layer takes a state from it and leaves one. It all needs the memory of
 from __future__ import annotations
 
 from collections.abc import Hashable
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -94,10 +94,41 @@ class Carry:
         piece.gave.clear()
 
 
+class DocumentPart(NamedTuple):
+    """The tokens of one document in a slice: from `begin` to `end`; the document begins at `start`."""
+
+    start: int
+    begin: int
+    end: int
+
+
+def _document_parts(starts: Tensor, begin: int) -> list[DocumentPart]:
+    """The documents in a slice that begins at `begin`, given the start of each token's document.
+
+    >>> _document_parts(torch.tensor([1, 1, 4]), 2)
+    [DocumentPart(start=1, begin=2, end=4), DocumentPart(start=4, begin=4, end=5)]
+    """
+    documents, counts = torch.unique_consecutive(starts, return_counts=True)
+    parts = []
+    for start, count in zip(documents.tolist(), counts.tolist(), strict=True):
+        parts.append(DocumentPart(start, begin, begin + count))
+        begin += count
+    return parts
+
+
 class Slice:
     """The tokens from `begin` to `end` of a sequence, while a stage computes them."""
 
-    __slots__ = ("added", "again", "begin", "carry", "end", "gave", "taken")
+    __slots__ = (
+        "added",
+        "again",
+        "begin",
+        "carry",
+        "end",
+        "found",
+        "gave",
+        "taken",
+    )
 
     def __init__(self, carry: Carry, begin: int, end: int) -> None:
         self.carry = carry
@@ -107,6 +138,7 @@ class Slice:
         self.taken: dict[Key, Tensor] = {}
         self.gave: dict[Key, Tensor] = {}
         self.added: Tensor | None = None  # the mask, once computed
+        self.found: list[list[DocumentPart]] | None = None  # documents, once found
 
     @property
     def tokens(self) -> int:
@@ -139,6 +171,16 @@ class Slice:
         return (
             place if self.carry.starts is None else place - self.carry.starts.to(device)
         )
+
+    def documents(self) -> list[list[DocumentPart]]:
+        """The parts of packed documents in this slice, for each row; empty if documents are not packed."""
+        if self.found is None:
+            self.found = []
+            starts = self.carry.starts
+            if starts is not None:
+                rows = starts[:, self.begin : self.end].cpu()
+                self.found = [_document_parts(row, self.begin) for row in rows]
+        return self.found
 
     def mask(self, device: torch.device, dtype: torch.dtype) -> Tensor:
         """`seen` as attention takes it: on a GPU as flash kernels know it, otherwise one tensor for all layers."""
