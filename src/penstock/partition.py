@@ -35,6 +35,7 @@ def balanced_partition(
     embed: float,
     layer: float,
     head: float,
+    speeds: Sequence[float] = (),
 ) -> tuple[int, ...]:
     """Divide layers so that the busiest rank has as little work as possible.
 
@@ -42,27 +43,32 @@ def balanced_partition(
     embedding, the last that of the head. Layers are dealt out one by one, always to the
     rank that is then least busy, and there to the part that is then shortest. Equal layers
     can be dealt out in no better way. The first and the last part may get none at all if
-    embedding or head are work enough.
+    embedding or head are work enough. A rank with twice the speed does its work in half
+    the time.
 
     >>> balanced_partition(8, (0, 1, 2, 3), embed=0.0, layer=1.0, head=2.0)
     (3, 2, 2, 1)
     >>> balanced_partition(8, (0, 1, 1, 0), embed=0.0, layer=1.0, head=4.0)
     (2, 3, 3, 0)
+    >>> balanced_partition(9, (0, 1), embed=0.0, layer=1.0, head=0.0, speeds=(2.0, 1.0))
+    (6, 3)
     """
     parts = len(ranks)
     even_partition(layers, parts)  # Refuses sizes that make no sense.
+    rank_speeds = list(speeds) or [1.0] * (1 + max(ranks))
     part_work = [0.0] * parts
-    part_work[0] += embed
-    part_work[-1] += head
+    part_work[0] += embed / rank_speeds[ranks[0]]
+    part_work[-1] += head / rank_speeds[ranks[-1]]
     rank_work = [0.0] * (1 + max(ranks))
     for part, rank in enumerate(ranks):
         rank_work[rank] += part_work[part]
     counts = [0] * parts
 
     def give_layer(part: int) -> None:
+        seconds = layer / rank_speeds[ranks[part]]
         counts[part] += 1
-        part_work[part] += layer
-        rank_work[ranks[part]] += layer
+        part_work[part] += seconds
+        rank_work[ranks[part]] += seconds
 
     for part in range(1, parts - 1):
         give_layer(part)
@@ -71,7 +77,7 @@ def balanced_partition(
             min(
                 range(parts),
                 key=lambda part: (
-                    rank_work[ranks[part]],
+                    rank_work[ranks[part]] + layer / rank_speeds[ranks[part]],
                     part_work[part],
                     counts[part],
                     part,

@@ -24,12 +24,16 @@ from penstock.cli.tables import print_json, progress, tell, write
 from penstock.errors import ShapeError
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    from penstock.config import Config
     from penstock.cost import RowProfiles
     from penstock.plan.price import Price
     from penstock.plan.question import Question
     from penstock.plan.recipes import Limits
     from penstock.plan.workload import Workload
     from penstock.train.placement import Placement
+    from penstock.train.weights import Sizes
 
 CONFIG_PANEL = "A model and its devices"
 
@@ -247,7 +251,7 @@ def pipeline_question(
     workload = profile_workload(
         profiles, ranks, microbatches, price.tokens, size, granularity
     )
-    return profile_question(workload, profiles, limits, str(profile))
+    return profile_question(workload, profiles.at, limits, str(profile))
 
 
 def config_question(options: ModelOptions, limits: Limits) -> Question:
@@ -255,6 +259,7 @@ def config_question(options: ModelOptions, limits: Limits) -> Question:
     from penstock.cli.train import require_torch
 
     require_torch()
+    from penstock.formats import read_cluster
     from penstock.formats.config_toml import written_keys
     from penstock.plan.question import bytes_of, profile_question
     from penstock.train.auto import machine_workload
@@ -263,16 +268,64 @@ def config_question(options: ModelOptions, limits: Limits) -> Question:
 
     config, _ = find_run(options.source, None, options.changes, exists=True)
     given = written_keys(options.source, options.changes)
+    sizes = model_sizes(config)
+    memory = None if options.memory is None else bytes_of(options.memory)
+    if options.gpu is not None:
+        return _gpu_question(options, config, sizes, given, memory, limits)
+    cluster = None
+    devices = options.devices or 0
+    if options.cluster is not None:
+        cluster = read_cluster(options.cluster)
+        devices = devices or len(cluster.nodes)
+        if devices > len(cluster.nodes):
+            raise ShapeError(
+                f"--devices {devices}, but {options.cluster} has {len(cluster.nodes)} nodes"
+            )
+        memories = [node.memory for node in cluster.nodes if node.memory is not None]
+        memory = memory or min(memories, default=None)
     workload, placement = machine_workload(
         config,
-        model_sizes(config).layers,
+        sizes.layers,
         given,
-        devices=options.devices or 0,
-        memory=None if options.memory is None else bytes_of(options.memory),
+        devices=devices,
+        memory=memory,
         granularity=options.granularity,
+        uneven=cluster is not None,
     )
     profiles, source = _profiles_of(options, workload, placement)
-    return profile_question(workload, profiles, limits, source)
+    return profile_question(workload, profiles.at, limits, source, cluster=cluster)
+
+
+def _gpu_question(
+    options: ModelOptions,
+    config: Config,
+    sizes: Sizes,
+    given: Collection[str],
+    memory: float | None,
+    limits: Limits,
+) -> Question:
+    """Ask for the best plan on GPUs of a known kind."""
+    from penstock.cost.gpus import gpu_of
+    from penstock.cost.profile import tile_of
+    from penstock.plan.question import gpu_question
+    from penstock.plan.workload import workload_of
+    from penstock.train.auto import USABLE_SHARE
+    from penstock.train.weights import config_of
+
+    if options.profile is not None or options.cluster is not None:
+        raise ShapeError("--gpu cannot be combined with --profile or --cluster")
+    gpu = gpu_of(options.gpu or "")
+    devices = options.devices or 0
+    workload = workload_of(
+        config,
+        sizes.layers,
+        given,
+        devices,
+        memory or USABLE_SHARE * gpu.memory,
+        granularity=options.granularity or tile_of("cuda"),
+        uneven=True,
+    )
+    return gpu_question(workload, config_of(sizes), gpu, limits)
 
 
 def _refuse_beside_config(**options: float | None) -> None:

@@ -37,6 +37,7 @@ class PlacedCost(Cost):
     balanced: bool = True
     partition: tuple[int, ...] = ()
     recompute: tuple[int, ...] = ()
+    speeds: tuple[float, ...] = ()  # of the ranks; 2 is twice as fast; empty for all 1
     model_costs: dict[tuple[int, ...], ModelCost] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -69,7 +70,9 @@ class PlacedCost(Cost):
             profile.part(layers, number == 0, number == last, number in again)
             for number, layers in enumerate(partition)
         )
-        return ModelCost(parts, self.profile.network, tokens=self.tokens)
+        return ModelCost(
+            parts, self.profile.network, speeds=self.speeds, tokens=self.tokens
+        )
 
     def _recomputed(self, parts: int) -> tuple[int, ...]:
         return self.recompute or tuple(range(_count(self.recomputed, parts)))
@@ -84,6 +87,7 @@ class PlacedCost(Cost):
             _work(profile.embed, self.tokens),
             _work(profile.layer, self.tokens),
             _work(profile.head, self.tokens),
+            self.speeds,
         )
 
     def updates(self, schedule: Schedule) -> list[float]:

@@ -160,7 +160,7 @@ def chosen_plan(landscape: Landscape, assumptions: Facts = ()) -> Plan:
     name = title(best.name, best.shape)
     schedule = plan.schedule
     if cell.copies > 1:
-        schedule = replicate(schedule, cell.copies)
+        schedule = replicate(schedule, cell.copies, cell.side_by_side)
         name = f"{name} copies={cell.copies}"
     return replace(
         plan, schedule=schedule, name=name, tensor=cell.tensor, shard=cell.shard

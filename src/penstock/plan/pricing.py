@@ -7,9 +7,10 @@ ProfilePricing   seconds and bytes, from profiles for several numbers of rows of
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
+from penstock.cost.cluster import Cluster
 from penstock.cost.placed import PlacedCost
 from penstock.cost.profile import Profile
 from penstock.cost.unit import UnitCost
@@ -17,11 +18,18 @@ from penstock.ir.schedule import Schedule
 from penstock.plan.candidates import Judge
 from penstock.plan.recipes import Cuts, Limits, Setting, even_cuts_only
 from penstock.plan.slices.planner import SLICE_COUNTS, CutChoice, cut_choices
-from penstock.plan.space import LeastTimes, least_times, profile_bound, space_bound
+from penstock.plan.space import (
+    LeastTimes,
+    least_hop,
+    least_times,
+    profile_bound,
+    space_bound,
+)
+from penstock.plan.topology import Machines, cluster_network
 from penstock.plan.workload import Cell, Workload
 from penstock.schedules import make
 
-CostKey = tuple[int, int, int, float]  # rows, tensor, shard, share that is recomputed
+CostKey = tuple[int, int, int]  # rows, tensor, shard
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,12 +67,17 @@ class UnitPricing:
 
 @dataclass(frozen=True, slots=True)
 class ProfilePricing:
-    """Costs by profiles. `profile_at` returns the profile for a number of rows."""
+    """Costs by profiles. `profile_at` returns the profile for a number of rows.
+
+    Links are those of the profile, of equal `machines`, or of a `cluster`.
+    """
 
     workload: Workload
     profile_at: Callable[[int], Profile]
     limits: Limits = field(default_factory=Limits)
-    costs: dict[CostKey, PlacedCost] = field(
+    machines: Machines | None = None
+    cluster: Cluster | None = None
+    costs: dict[Cell, PlacedCost] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
     least: dict[CostKey, LeastTimes] = field(
@@ -76,15 +89,31 @@ class ProfilePricing:
 
     def cost(self, cell: Cell) -> PlacedCost:
         """Return the cost of any schedule of a cell."""
-        key = (cell.rows, cell.tensor, cell.shard, cell.recomputed)
-        if key not in self.costs:
-            self.costs[key] = PlacedCost(
-                self.profile_at(cell.rows),
+        if cell not in self.costs:
+            self.costs[cell] = PlacedCost(
+                self.profile(cell),
                 self.workload.tokens,
                 cell.recomputed,
                 partition=self.workload.fixed.partition,
+                speeds=self.speeds(cell),
             )
-        return self.costs[key]
+        return self.costs[cell]
+
+    def profile(self, cell: Cell) -> Profile:
+        """Return the profile of a cell's micro-batches, with the links of its ranks."""
+        profile = self.profile_at(cell.rows)
+        if self.machines is not None:
+            return replace(profile, network=self.machines.network(cell))
+        if self.cluster is not None:
+            return replace(profile, network=cluster_network(self.cluster, cell))
+        return profile
+
+    def speeds(self, cell: Cell) -> tuple[float, ...]:
+        """Return the speeds of a cell's ranks; empty if all are equal."""
+        if self.cluster is None:
+            return ()
+        nodes = self.cluster.nodes[: cell.copies * cell.ranks]
+        return tuple(node.speed for node in nodes)
 
     def judge(self, cell: Cell) -> Judge:
         """Return what times and weighs the schedules of a cell."""
@@ -94,6 +123,8 @@ class ProfilePricing:
             self.workload.processors,
             self.workload.passes,
             cell.copies,
+            cell.side_by_side,
+            uneven=self.cluster is not None,
         )
 
     def setting(self, cell: Cell) -> Setting:
@@ -119,17 +150,19 @@ class ProfilePricing:
 
     def bound(self, cell: Cell) -> float:
         """Return a time that no step of this cell can beat: its passes, and the optimizer."""
-        key = (cell.rows, cell.tensor, cell.shard, cell.recomputed)
-        cost = self.cost(cell)
+        key = (cell.rows, cell.tensor, cell.shard)
+        profile = self.profile(cell)
         if key not in self.least:
             slices = min(self.limits.slices, self.workload.tokens)
-            self.least[key] = least_times(cost.profile, slices, self.limits.split)
-        bound = profile_bound(self.least[key], cell.ranks, cell.microbatches)
+            self.least[key] = least_times(profile, slices, self.limits.split)
+        least = replace(self.least[key], hop=least_hop(profile))
+        fastest = max(self.speeds(cell), default=1.0)
+        bound = profile_bound(least, cell.ranks, cell.microbatches) / fastest
         processors = self.workload.processors
         if processors is not None:
             work = _least_work(self.least[key]) * cell.microbatches * cell.copies
             bound = max(bound, work / processors)
-        return self.workload.passes * bound + _least_update(cost.profile, cell.ranks)
+        return self.workload.passes * bound + _least_update(profile, cell.ranks)
 
     def least_bytes(self, cell: Cell) -> float:
         """Return the bytes of the fullest device with one micro-batch in flight."""

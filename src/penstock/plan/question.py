@@ -7,10 +7,15 @@ config.toml                           a config; its model is measured, or its pr
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from math import gcd
 
-from penstock.cost.profile import tile_of
+from penstock.config import ModelConfig
+from penstock.cost.cluster import Cluster
+from penstock.cost.gpus import Gpu, analytic_profile
+from penstock.cost.profile import Profile, tile_of
 from penstock.cost.row_profiles import RowProfiles
 from penstock.cost.unit import UnitCost
 from penstock.errors import ShapeError
@@ -19,6 +24,7 @@ from penstock.ir.timeline import PAPER_UNITS, REAL_UNITS, Units
 from penstock.plan.pricing import ProfilePricing, UnitPricing
 from penstock.plan.recipes import Limits
 from penstock.plan.search import Pricing
+from penstock.plan.topology import Machines, machines_of
 from penstock.plan.workload import MIN_GRANULARITY, Fixed, Workload
 
 ANY_NUMBER_OF_LAYERS = 1 << 30
@@ -77,16 +83,43 @@ def unit_question(
 
 
 def profile_question(
-    workload: Workload, profiles: RowProfiles, limits: Limits, source: str
+    workload: Workload,
+    profile_at: Callable[[int], Profile],
+    limits: Limits,
+    source: str,
+    machines: Machines | None = None,
+    cluster: Cluster | None = None,
 ) -> Question:
-    """Ask for the best plan of a workload by profiles of its model."""
+    """Ask for the best plan of a workload by profiles of its model.
+
+    `profile_at` returns the profile for a number of rows; `source` says where it comes from.
+    """
     facts: Facts = (
         ("memory_bytes", workload.memory),
         ("profile", source),
         ("tokens", workload.tokens),
     )
-    pricing = ProfilePricing(workload, profiles.at, limits)
+    pricing = ProfilePricing(workload, profile_at, limits, machines, cluster)
     return Question(workload, pricing, limits, facts=facts, source=source)
+
+
+def gpu_question(
+    workload: Workload, model: ModelConfig, gpu: Gpu, limits: Limits
+) -> Question:
+    """Ask for the best plan on known GPUs, whose times come from a formula."""
+    config = workload.config
+    assert config is not None
+    precision = config.run.precision
+    recorded = config.run.graphs
+
+    @cache
+    def profile_at(rows: int) -> Profile:
+        return analytic_profile(
+            model, workload.tokens, rows, gpu, precision, recorded=recorded
+        )
+
+    source = f"analytic profile of the {gpu.name}, by formula and not measured"
+    return profile_question(workload, profile_at, limits, source, machines_of(gpu))
 
 
 def profile_workload(

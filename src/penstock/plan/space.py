@@ -193,7 +193,7 @@ def least_times(profile: Profile, slices: int, split: bool = True) -> LeastTimes
             space.least_piece_back(profile.layer),
         ),
         (space.one_way(Op.F), space.one_way_back()),
-        space.least_hop(),
+        least_hop(profile),
     )
 
 
@@ -331,17 +331,18 @@ class _ProfileSpace:
         whole = self.one_way(Op.B)
         return min(whole, self.one_way(Op.I)) if self.split else whole
 
-    def least_hop(self) -> float:
-        """The least time of a hop between two ranks, with the shortest slice as message."""
-        network = self.profile.network
 
-        def values(pairs: float | tuple[tuple[float, ...], ...]) -> list[float]:
-            if not isinstance(pairs, tuple):
-                return [pairs]
-            rows = list(enumerate(pairs))
-            return [row[j] for i, row in rows for j in range(len(row)) if i != j]
+def least_hop(profile: Profile) -> float:
+    """The least time of a hop between two ranks, with the shortest slice as message."""
+    network = profile.network
 
-        latency = min(values(network.latency), default=0.0)
-        bandwidth = max(values(network.bandwidth), default=math.inf)
-        shortest = self.places[1] - self.places[0]
-        return latency + self.profile.message * shortest / bandwidth
+    def values(pairs: float | tuple[tuple[float, ...], ...]) -> list[float]:
+        if not isinstance(pairs, tuple):
+            return [pairs]
+        rows = list(enumerate(pairs))
+        return [row[j] for i, row in rows for j in range(len(row)) if i != j]
+
+    latency = min(values(network.latency), default=0.0)
+    bandwidth = max(values(network.bandwidth), default=math.inf)
+    shortest = max(1, profile.tokens // CUT_POINTS)
+    return latency + profile.message * shortest / bandwidth

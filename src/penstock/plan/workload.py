@@ -11,7 +11,7 @@ still open is the planner's choice.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import gcd, prod
 
 from penstock.config import Config
@@ -56,6 +56,9 @@ class Workload:
     max_slices: int = 16  # of a sequence; 1 for models that cannot be sliced
     granularity: int = MIN_GRANULARITY  # tokens that cuts are multiples of
     exact: bool = False  # all devices must be used, because they already run
+    uneven: bool = (
+        False  # some links are faster than others, so it matters who is near whom
+    )
     fixed: Fixed = field(default_factory=Fixed)
     config: Config | None = None  # of the run; None if it was made from options
 
@@ -75,6 +78,9 @@ class Cell:
     microbatches: int
     rows: int  # sequences of a micro-batch
     recomputed: float  # share of the parts that keep only their input
+    side_by_side: bool = (
+        False  # copies of a rank are neighbours, instead of ranks of a copy
+    )
 
     @property
     def processes(self) -> int:
@@ -98,6 +104,8 @@ class Cell:
             share = {0.5: "half ", 1.0: ""}.get(self.recomputed)
             amount = f"{self.recomputed:.0%} " if share is None else share
             words += f", {amount}recomputed"
+        if self.side_by_side:
+            words += ", copies side by side"
         return words
 
 
@@ -131,7 +139,10 @@ def _batch_cells(
             continue
         rows = share // microbatches
         for recomputed in _recomputed_shares(workload):
-            yield Cell(copies, ranks, tensor, shard, microbatches, rows, recomputed)
+            cell = Cell(copies, ranks, tensor, shard, microbatches, rows, recomputed)
+            yield cell
+            if workload.uneven and copies > 1 and ranks > 1:
+                yield replace(cell, side_by_side=True)
 
 
 def _meshes(workload: Workload) -> Iterator[tuple[int, int]]:
@@ -178,6 +189,7 @@ def workload_of(
     processors: int | None = None,
     granularity: int = MIN_GRANULARITY,
     exact: bool = False,
+    uneven: bool = False,
 ) -> Workload:
     """Return the workload of a config for a model with `layers` layers.
 
@@ -221,6 +233,7 @@ def workload_of(
         config.run.accumulate,
         granularity=gcd(granularity, config.data.tokens),
         exact=exact,
+        uneven=uneven,
         fixed=fixed,
         config=config,
     )

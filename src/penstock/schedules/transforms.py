@@ -76,25 +76,36 @@ def even_cuts(slices: int) -> tuple[int, ...]:
     return tuple(range(slices + 1))
 
 
-def replicate(schedule: Schedule, copies: int) -> Schedule:
-    """Data parallelism: put copies of the pipeline side by side, each with its own ranks and micro-batches."""
+def replicate(
+    schedule: Schedule, copies: int, side_by_side: bool = False
+) -> Schedule:
+    """Data parallelism: add copies of the pipeline, each with its own ranks and micro-batches.
+
+    The ranks of a copy have neighbouring numbers; with `side_by_side`, the copies of a rank do.
+    """
     require_at_least(1, copies=copies)
     refuse_if_too_large(copies * schedule.actions, f"a pipeline in {copies} copies")
     stages: list[Stage] = []
     microbatches: list[MicroBatch] = []
     lanes: list[list[Action]] = []
     for copy in range(copies):
-        first_rank = copy * schedule.ranks
         first_stage = copy * len(schedule.stages)
         first_microbatch = copy * len(schedule.microbatches)
-        stages += [
-            Stage(stage.rank + first_rank, stage.part) for stage in schedule.stages
-        ]
+        for stage in schedule.stages:
+            rank = copy * schedule.ranks + stage.rank
+            if side_by_side:
+                rank = stage.rank * copies + copy
+            stages.append(Stage(rank, stage.part))
         for microbatch in schedule.microbatches:
             path = tuple(stage + first_stage for stage in microbatch.path)
             microbatches.append(replace(microbatch, path=path))
         lanes += [
             _renumber(lane, first_stage, first_microbatch) for lane in schedule.lanes
+        ]
+    if side_by_side:
+        ranks = schedule.ranks
+        lanes = [
+            lanes[copy * ranks + rank] for rank in range(ranks) for copy in range(copies)
         ]
     return schedule_of(stages, microbatches, lanes)
 

@@ -51,6 +51,7 @@ def machine_workload(
     devices: int = 0,
     memory: float | None = None,
     granularity: int | None = None,
+    uneven: bool = False,
 ) -> tuple[Workload, Placement]:
     """Return the workload of a config on this machine, with its memory and processors.
 
@@ -73,6 +74,7 @@ def machine_workload(
         processors,
         granularity or max(MIN_GRANULARITY, tile_of(placement.device)),
         exact=under_launcher(),
+        uneven=uneven,
     )
     return workload, placement
 

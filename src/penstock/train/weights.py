@@ -72,6 +72,33 @@ class Holding:
     trained: Mapping[str, nn.Parameter]  # parameters of parts that some path visits
 
 
+def config_of(sizes: Sizes) -> ModelConfig:
+    """Return the config of a model with these sizes; the inverse of `sizes_of`."""
+    if isinstance(sizes, GPTConfig):
+        return ModelConfig(
+            "gpt",
+            sizes.layers,
+            sizes.width,
+            sizes.heads,
+            sizes.heads,
+            sizes.inner,
+            sizes.vocab,
+            sizes.positions,
+            tied=sizes.tied,
+        )
+    return ModelConfig(
+        "llama",
+        sizes.layers,
+        sizes.width,
+        sizes.heads,
+        sizes.kv_heads,
+        sizes.inner,
+        sizes.vocab,
+        theta=sizes.theta,
+        tied=sizes.tied,
+    )
+
+
 def sizes_of(model: ModelConfig, vocab: int, tokens: int) -> Sizes:
     """Return the sizes that a config, its tokenizer and its data ask for."""
     words = model.vocab or vocab
