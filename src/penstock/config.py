@@ -305,11 +305,12 @@ class Config:
 
 
 PRESETS: dict[str, Config] = {
-    "tiny": Config(),  # about a minute on two CPU cores
+    # About a minute on two CPU cores.
+    "tiny": Config(schedule=ScheduleConfig(microbatches=0)),
     "llama-150m": Config(
         ModelConfig(layers=12, width=1024, heads=16, kv_heads=4, inner=2752, vocab=0),
         DataConfig(tokens=1024, batch=64),
-        ScheduleConfig(ranks=4, microbatches=16),
+        ScheduleConfig(devices=4, ranks=0, microbatches=0, copies=0),
         OptimizerConfig(rate=6e-4, warmup=200),
         RunConfig(
             steps=10_000,
@@ -331,7 +332,7 @@ PRESETS: dict[str, Config] = {
             tied=True,
         ),
         DataConfig(tokens=2048, batch=128),
-        ScheduleConfig(ranks=8, microbatches=32),
+        ScheduleConfig(devices=8, ranks=0, microbatches=0, copies=0),
         OptimizerConfig(rate=3e-4, warmup=1000),
         RunConfig(
             steps=100_000,
@@ -340,7 +341,6 @@ PRESETS: dict[str, Config] = {
             save=1000,
             timed=1000,
             log=10,
-            recompute=True,
         ),
     ),
     "gpt2": Config(
@@ -355,7 +355,7 @@ PRESETS: dict[str, Config] = {
             tied=True,
         ),
         DataConfig(tokens=1024, batch=64),
-        ScheduleConfig(ranks=4, microbatches=16),
+        ScheduleConfig(devices=4, ranks=0, microbatches=0, copies=0),
         OptimizerConfig(rate=6e-4, warmup=200),
         RunConfig(
             steps=10_000,

@@ -267,7 +267,9 @@ def config_question(options: ModelOptions, limits: Limits) -> Question:
     from penstock.train.worker import model_sizes
 
     config, _ = find_run(options.source, None, options.changes, exists=True)
-    given = written_keys(options.source, options.changes)
+    # Whoever asks for a number of devices wants to know how to divide them.
+    source = None if options.devices else options.source
+    given = written_keys(source, options.changes)
     sizes = model_sizes(config)
     memory = None if options.memory is None else bytes_of(options.memory)
     if options.gpu is not None:

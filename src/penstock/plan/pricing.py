@@ -24,6 +24,7 @@ from penstock.plan.space import (
     least_times,
     profile_bound,
     space_bound,
+    with_recomputation,
 )
 from penstock.plan.topology import Machines, cluster_network
 from penstock.plan.workload import Cell, Workload
@@ -156,11 +157,13 @@ class ProfilePricing:
             slices = min(self.limits.slices, self.workload.tokens)
             self.least[key] = least_times(profile, slices, self.limits.split)
         least = replace(self.least[key], hop=least_hop(profile))
+        if cell.recomputed == 1.0:
+            least = with_recomputation(least)
         fastest = max(self.speeds(cell), default=1.0)
         bound = profile_bound(least, cell.ranks, cell.microbatches) / fastest
         processors = self.workload.processors
         if processors is not None:
-            work = _least_work(self.least[key]) * cell.microbatches * cell.copies
+            work = _least_work(least) * cell.microbatches * cell.copies
             bound = max(bound, work / processors)
         return self.workload.passes * bound + _least_update(profile, cell.ranks)
 

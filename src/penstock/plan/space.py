@@ -32,7 +32,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -194,6 +194,23 @@ def least_times(profile: Profile, slices: int, split: bool = True) -> LeastTimes
         ),
         (space.one_way(Op.F), space.one_way_back()),
         least_hop(profile),
+    )
+
+
+def with_recomputation(times: LeastTimes) -> LeastTimes:
+    """Return the least times if every part runs its forward once more before its backward."""
+
+    def again(pair: tuple[float, float]) -> tuple[float, float]:
+        forward, backward = pair
+        return forward, backward + forward
+
+    return replace(
+        times,
+        layer=again(times.layer),
+        embed=again(times.embed),
+        head=again(times.head),
+        piece=again(times.piece),
+        way=again(times.way),
     )
 
 
