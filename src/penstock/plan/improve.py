@@ -11,9 +11,9 @@ Most moves touch the critical path, because no other move can make the step shor
 critical drift, which opens new ways. A move is dropped at once if a rank would hold more than its cap, or if the lanes
 could then wait for each other for ever.
 
-The search counts moves, never seconds. It works in rounds, each twice as long as the one before, and a round's
-temperatures depend on nothing but its number. So the first N moves are the same for every budget, and a larger budget
-never gives a slower schedule.
+The search counts moves, never seconds. It works in rounds that begin warm and end cold. A round's length and warmth
+depend on nothing but its number. So the first N moves are the same for every budget, and a larger budget never gives a
+slower schedule.
 """
 
 from __future__ import annotations
@@ -38,7 +38,6 @@ from penstock.schedules.list_scheduling import (
 )
 
 DEFAULT_MOVES = 20_000
-ROUND_MOVES = 1000  # of the shortest rounds
 MOVES_PER_CALL = 500  # the loop returns to Python this often
 RANDOM_NUMBERS_PER_MOVE = 5
 # Memory that differs by less than this share of the largest activation counts as equal.
@@ -51,26 +50,34 @@ MAX_DISTANCE = 64  # places that an action moves at most
 MEAN_END_WEIGHT = 0.1
 
 
-class Climate(NamedTuple):
-    """How a round begins: with these many mean actions a move may make the step slower, and with this price of memory.
+class Round(NamedTuple):
+    """One round of moves.
 
-    The price is that of one activation too much while one action runs, in mean actions. It rises without limit towards
-    the end of a round, so that the round ends below the caps. An infinite price forbids it from the start.
+    passes: how many moves there are for each action.
+    warmth: how many mean actions a move may make the step slower at the start of the round; towards its end none.
+    price: the price of one activation too much while one action runs, in mean actions. It rises without limit towards
+        the end of a round, so that rounds end below the caps. An infinite price forbids it from the start.
     """
 
+    passes: int
     warmth: float
     price: float
 
 
-CLIMATES = (
-    Climate(1.0, math.inf),
-    Climate(0.5, 2.0),
-    Climate(0.5, math.inf),
-    Climate(2.0, 2.0),
-    Climate(0.2, math.inf),
-    Climate(1.0, 2.0),
-    Climate(4.0, 2.0),
+FIRST_ROUNDS = (Round(4, 0.2, math.inf), Round(16, 0.5, math.inf), Round(64, 1.0, 0.5))
+LATER_ROUNDS = (
+    Round(256, 2.0, 1.0),
+    Round(256, 1.0, 0.3),
+    Round(256, 3.0, 0.5),
+    Round(256, 1.0, math.inf),
 )
+
+
+def round_of(number: int) -> Round:
+    """Return a round: first some short and cool ones, then long and warm ones for ever."""
+    if number < len(FIRST_ROUNDS):
+        return FIRST_ROUNDS[number]
+    return LATER_ROUNDS[(number - len(FIRST_ROUNDS)) % len(LATER_ROUNDS)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,10 +177,15 @@ class Search:
                 "the lanes wait for each other, so there is no first time to improve"
             )
 
+    @property
+    def round_moves(self) -> int:
+        """The number of moves of the current round."""
+        return round_of(self._round).passes * len(self.problem)
+
     def run(self, moves: int) -> None:
         """Try this many more moves."""
         while moves > 0:
-            length = ROUND_MOVES * _luby(self._round)
+            length = self.round_moves
             begin = self._begin
             count = min(moves, length - begin, MOVES_PER_CALL - begin % MOVES_PER_CALL)
             self._run_moves(begin, count, length)
@@ -192,13 +204,12 @@ class Search:
     def _run_moves(self, begin: int, count: int, length: int) -> None:
         problem = self.problem
         random = self._random.random((count, RANDOM_NUMBERS_PER_MOVE))
-        climate = CLIMATES[self._round % len(CLIMATES)]
         self.makespan = _call_loop(
             problem,
             random,
             begin,
             length,
-            climate,
+            round_of(self._round),
             self.lane,
             self.best,
             self.makespan,
@@ -213,7 +224,7 @@ def time_lanes(problem: Problem, lane: Ints) -> float:
         np.empty((0, RANDOM_NUMBERS_PER_MOVE)),
         0,
         1,
-        CLIMATES[0],
+        round_of(0),
         lane,
         lane,
         0.0,
@@ -226,7 +237,7 @@ def _call_loop(
     random: Floats,
     begin: int,
     length: int,
-    climate: Climate,
+    climate: Round,
     lane: Ints,
     best: Ints,
     makespan: float,
@@ -284,19 +295,6 @@ def lane_peaks(problem: Problem, lane: Ints) -> Floats:
         freed = np.cumsum(loss[begin:end]) - loss[begin:end]
         peaks[rank] = (np.cumsum(gain[begin:end]) - freed).max(initial=0.0)
     return peaks
-
-
-def _luby(number: int) -> int:
-    """Return a number of Luby's sequence 1 1 2 1 1 2 4 1 1 2 1 1 2 4 8 ..., which repeats short rounds and still grows.
-
-    >>> [_luby(number) for number in range(15)]
-    [1, 1, 2, 1, 1, 2, 4, 1, 1, 2, 1, 1, 2, 4, 8]
-    """
-    while True:
-        power = (number + 1).bit_length()
-        if number + 2 == 1 << power:
-            return 1 << (power - 1)
-        number -= (1 << (power - 1)) - 1
 
 
 # ---------------------------------------------------------------- the loop

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from itertools import islice
+from itertools import count, islice
 
 import numpy as np
 
@@ -35,7 +35,11 @@ from penstock.schedules.list_scheduling import (
 )
 
 LIST_WORK = 10  # listing takes about as long as this many simulations
-IMPROVED_STARTS = 4  # how many listed orders are improved
+IMPROVED = (
+    4,
+    2,
+    1,
+)  # how many orders take part in each round of moves; later rounds have one
 RELEASES = (
     0.0,
     1.0,
@@ -52,7 +56,7 @@ FIRST_MOVES = (
     1000  # tried on each order in the first round; each later round has twice as many
 )
 CAP_SHARES = (1.0, 0.8, 0.6)
-MAX_WORK = 100_000
+MAX_WORK = 200_000
 MAX_TIMED_ACTIONS = 100_000_000  # in all simulations of a search together
 EQUAL_TIMES = 1e-9
 
@@ -109,13 +113,15 @@ class _Entry:
         self.seed = seed
         self.search: Search | None = None
 
-    def improve(self, moves: int) -> None:
-        """Try this many more moves."""
+    def improve(self, most: int) -> int:
+        """Run one round, or as much of it as fits into `most` moves, and return the number of moves."""
         if self.search is None:
             self.search = Search(self.problem, self.lanes, self.seed)
+        moves = min(self.search.round_moves, most)
         self.search.run(moves)
         self.lanes = self.search.best
         self.makespan = self.search.makespan
+        return moves
 
 
 class _Hunt:
@@ -163,24 +169,19 @@ class _Hunt:
         """Spend the work. At least one order is listed in any case."""
         self.left = work
         recipes = [iter(draft.recipes()) for draft in self.drafts]
-        moves = FIRST_MOVES
-        batch = FIRST_BATCH
-        while not self.is_over:
+        for number in count():
+            batch = LATER_BATCH if number else FIRST_BATCH
             for draft, waiting in zip(self.drafts, recipes, strict=True):
                 for lanes in islice(waiting, batch):
                     self.left -= LIST_WORK
                     self._add(draft.problem, lanes)
                     if self.is_over:
                         return
-            for entry in self._best_entries():
-                count = min(moves, self.left)
-                entry.improve(count)
-                self.left -= count
+            for entry in self._best_entries(IMPROVED[min(number, len(IMPROVED) - 1)]):
+                self.left -= entry.improve(self.left)
                 self._note(entry.makespan)
                 if self.is_over:
                     return
-            moves *= 2
-            batch = LATER_BATCH
 
     def schedule(self) -> Schedule:
         """Return the best schedule."""
@@ -197,13 +198,13 @@ class _Hunt:
             self.best = makespan
             self.watch(makespan)
 
-    def _best_entries(self) -> list[_Entry]:
+    def _best_entries(self, most: int) -> list[_Entry]:
         """Return the best orders, only one of each makespan."""
         chosen: list[_Entry] = []
         for entry in sorted(self.entries, key=lambda entry: entry.makespan):
             if not chosen or entry.makespan > chosen[-1].makespan * (1 + EQUAL_TIMES):
                 chosen.append(entry)
-        return chosen[:IMPROVED_STARTS]
+        return chosen[:most]
 
 
 class _Draft:
