@@ -152,6 +152,13 @@ def _column(
     return column
 
 
+def example_column(
+    schedule: Schedule, ask: Callable[[Schedule, Action], float]
+) -> Floats:
+    """One quantity of a cost for every action, asked once for each op, stage and token range."""
+    return _column(schedule, _codes(schedule), ask)
+
+
 def _links(
     schedule: Schedule, cost: Cost, target: Ints, size: Floats
 ) -> tuple[Ints, Floats, Floats]:

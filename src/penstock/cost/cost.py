@@ -73,6 +73,14 @@ class Cost(ABC):
         """Seconds of the optimizer on each rank, after the last action."""
         return [0.0] * schedule.ranks
 
+    def working(self, schedule: Schedule, action: Action) -> float:
+        """Bytes that exist only while an action runs, besides those that it recomputes."""
+        return 0.0
+
+    def carried(self, schedule: Schedule, action: Action) -> float:
+        """Bytes of the keys and values of the tokens that an action works on. They are part of `held`."""
+        return 0.0
+
     def gradients(self, schedule: Schedule, stage: int) -> float:
         """Bytes of a stage's gradients, without those of tied weights. Replicas sum them."""
         return 0.0

@@ -22,6 +22,8 @@ from types import MappingProxyType
 from penstock.cost.network import Network
 from penstock.cost.profile import Block, Point, Profile, block
 from penstock.cost.sizes import (
+    FLOAT32_BYTES,
+    HALF_BYTES,
     Matrix,
     ModelSizes,
     check_sizes,
@@ -34,8 +36,6 @@ from penstock.cost.sizes import (
 from penstock.errors import ShapeError, UnknownNameError
 
 GIB = 2.0**30
-FLOAT32_BYTES = 4
-HALF_BYTES = 2
 TILE = 128  # rows and columns of the tile that a multiprocessor computes at a time
 # Shares of the data sheet's figures that kernels reach.
 PRODUCT_RATE = 0.85

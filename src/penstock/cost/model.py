@@ -35,6 +35,9 @@ class PartCost:
     tied: float = 0.0  # the weights that the first and last part share, in bytes
     gradients: float = 0.0  # that replicas sum, without tied ones, in bytes
     tied_gradients: float = 0.0  # of the weights that the first and last part share
+    working: float = 0.0  # while F, B or I runs: logits, inner gradients
+    scratch: float = 0.0  # while B or W runs: gradients of one matrix, in bytes
+    carried: float = 0.0  # keys and values, which `held` contains
 
     @property
     def left(self) -> float:
@@ -151,6 +154,19 @@ class ModelCost(Cost):
             return 0.0
         return min(self.parts[0].tied, self.parts[-1].tied)
 
+    def working(self, schedule: Schedule, action: Action) -> float:
+        """Bytes that exist only while an action runs."""
+        part = self.part(schedule, action.stage)
+        size = 0.0
+        if action.op is not Op.W:
+            size = part.working * self.length(schedule, action)
+        return size + (part.scratch if action.op in (Op.B, Op.W) else 0.0)
+
+    def carried(self, schedule: Schedule, action: Action) -> float:
+        """Bytes of the keys and values of an action's tokens."""
+        part = self.part(schedule, action.stage)
+        return part.carried * self.length(schedule, action)
+
     def gradients(self, schedule: Schedule, stage: int) -> float:
         """Bytes of a stage's gradients, without those of tied weights."""
         return self.part(schedule, stage).gradients
@@ -204,4 +220,5 @@ def share_of(part: PartCost, share: float) -> PartCost:
         kept=None if part.kept is None else part.kept * share,
         weights=part.weights * share,
         gradients=part.gradients * share,
+        carried=part.carried * share,
     )

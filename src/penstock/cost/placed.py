@@ -131,6 +131,14 @@ class PlacedCost(Cost):
         """Bytes of weights that the first and the last part share."""
         return self.model_cost(schedule).tied(schedule)
 
+    def working(self, schedule: Schedule, action: Action) -> float:
+        """Bytes that exist only while an action runs."""
+        return self.model_cost(schedule).working(schedule, action)
+
+    def carried(self, schedule: Schedule, action: Action) -> float:
+        """Bytes of the keys and values of an action's tokens."""
+        return self.model_cost(schedule).carried(schedule, action)
+
     def gradients(self, schedule: Schedule, stage: int) -> float:
         """Bytes of a stage's gradients, without those of tied weights."""
         return self.model_cost(schedule).gradients(schedule, stage)

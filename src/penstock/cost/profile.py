@@ -18,6 +18,7 @@ from penstock.cost.curve import Curve, Seconds, sum_curves
 from penstock.cost.fit import Fit, fit
 from penstock.cost.model import ModelCost, PartCost
 from penstock.cost.network import Network, value_of_pair
+from penstock.cost.sizes import part_moments
 from penstock.errors import ShapeError
 from penstock.ir.action import Action, Op
 from penstock.ir.plan import Facts
@@ -195,6 +196,9 @@ class Profile:
         if first and last:
             weights -= self.tied
         tied = self.tied if first != last else 0.0
+        moments = part_moments(
+            dict(self.model), layers, first, last, self.rows, self.is_half
+        )
         return PartCost(
             F=curve(Op.F),
             I=curve(Op.I),
@@ -208,7 +212,14 @@ class Profile:
             weights=weights,
             gradients=(weights - tied) / TENSORS_PER_WEIGHT,
             tied_gradients=tied / TENSORS_PER_WEIGHT,
+            **moments._asdict(),
         )
+
+    @property
+    def is_half(self) -> bool:
+        """Whether products compute with two bytes a number."""
+        facts = dict(self.device)
+        return (facts.get("autocast") or facts.get("dtype")) in ("bfloat16", "float16")
 
     def blocks(self, layers: int, first: bool, last: bool) -> list[tuple[int, Block]]:
         """The blocks that make up a part, with the count of each."""
@@ -348,6 +359,14 @@ class ProfileCost(Cost):
     def tied(self, schedule: Schedule) -> float:
         """Bytes of weights that the first and the last part share."""
         return self.model_cost(schedule).tied(schedule)
+
+    def working(self, schedule: Schedule, action: Action) -> float:
+        """Bytes that exist only while an action runs."""
+        return self.model_cost(schedule).working(schedule, action)
+
+    def carried(self, schedule: Schedule, action: Action) -> float:
+        """Bytes of the keys and values of an action's tokens."""
+        return self.model_cost(schedule).carried(schedule, action)
 
     def gradients(self, schedule: Schedule, stage: int) -> float:
         """Bytes of a stage's gradients, without those of tied weights."""

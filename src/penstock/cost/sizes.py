@@ -9,11 +9,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple, Protocol
 
 from penstock.errors import ShapeError
 
 FAMILIES = ("llama", "gpt")
+FLOAT32_BYTES = 4
+HALF_BYTES = 2
 
 
 class ModelSizes(Protocol):
@@ -155,3 +158,56 @@ def deferred_numbers(sizes: ModelSizes) -> int:
     gradients = sum(one.columns for one in layer_matrices(sizes))
     norms = 3 * sizes.width if sizes.family == "llama" else 0
     return inputs + gradients + norms
+
+
+class Moments(NamedTuple):
+    """Bytes of a part that exist only for a moment, or that slices carry on (see `PartCost`)."""
+
+    working: float = 0.0  # per token
+    scratch: float = 0.0
+    carried: float = 0.0  # per token
+
+
+def part_moments(
+    facts: Mapping[str, object],
+    layers: int,
+    first: bool,
+    last: bool,
+    rows: int,
+    half: bool,
+    tensor: int = 1,
+) -> Moments:
+    """The momentary bytes of a part of a model with these sizes, for `rows` sequences; nothing for unknown sizes.
+
+    A layer's backward has the gradients of its inner features and hidden states. The head's has
+    the gradients of the logits, in float32 and in the type in which products compute. A weight's
+    gradient exists in that type before it is added in float32. `tensor` processes divide all but
+    hidden states and logits.
+    """
+    names = ("width", "heads", "inner", "vocab")
+    if not all(isinstance(facts.get(name), int) for name in names):
+        return Moments()
+    width, heads, inner, vocab = (_whole(facts, name) for name in names)
+    kv_heads = _whole(facts, "kv_heads") or heads
+    if facts.get("family") == "gpt":
+        kv_heads = heads
+    item = HALF_BYTES if half else FLOAT32_BYTES
+    extra = FLOAT32_BYTES + (HALF_BYTES if half else 0)
+    working = scratch = 0
+    if layers:
+        working = item * (3 * inner // tensor + 2 * width) + 2 * FLOAT32_BYTES * width
+        scratch = extra * width * max(width, inner) // tensor
+    if first:
+        scratch = max(scratch, FLOAT32_BYTES * vocab * width // tensor)
+    if last:
+        working = max(working, extra * vocab)
+        scratch = max(scratch, extra * vocab * width // tensor)
+    keys = 2 * kv_heads * (width // max(heads, 1))
+    return Moments(
+        float(rows * working), float(scratch), rows * layers * item * keys / tensor
+    )
+
+
+def _whole(facts: Mapping[str, object], name: str) -> int:
+    value = facts.get(name)
+    return value if isinstance(value, int) else 0

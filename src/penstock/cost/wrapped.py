@@ -59,6 +59,14 @@ class WrappedCost(Cost):
         """Seconds of the optimizer on each rank."""
         return self.cost.updates(schedule)
 
+    def working(self, schedule: Schedule, action: Action) -> float:
+        """Bytes that exist only while an action runs."""
+        return self.cost.working(schedule, action)
+
+    def carried(self, schedule: Schedule, action: Action) -> float:
+        """Bytes of the keys and values of an action's tokens."""
+        return self.cost.carried(schedule, action)
+
     def gradients(self, schedule: Schedule, stage: int) -> float:
         """Bytes of a stage's gradients, without those of tied weights."""
         return self.cost.gradients(schedule, stage)

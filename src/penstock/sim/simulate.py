@@ -18,6 +18,7 @@ import numpy as np
 
 from penstock.cost.columns import Columns, columns, levels
 from penstock.cost.cost import Cost
+from penstock.cost.memory import weights_of
 from penstock.ir.compiled import compile_if_large
 from penstock.ir.schedule import Schedule
 from penstock.ir.sums import last_backwards, shared_gradients
@@ -120,28 +121,6 @@ def sums_of(schedule: Schedule, cost: Cost, end: Floats) -> tuple[Sum, ...]:
         if seconds > 0:
             sums.append(Sum(name, ranks, start, start + seconds, size, cause))
     return tuple(sums)
-
-
-def weights_of(schedule: Schedule, cost: Cost) -> Floats:
-    """The bytes of weights on each rank.
-
-    Stages of one part on a rank share their weights, and so do the first and the last part
-    their tied weights.
-    """
-    stage_of = {}  # by rank and part
-    for number, stage in enumerate(schedule.stages):
-        stage_of[stage.rank, stage.part] = number
-    weights = np.zeros(schedule.ranks)
-    for (rank, _), number in stage_of.items():
-        weights[rank] += cost.weights(schedule, number)
-    last = schedule.parts - 1
-    if last == 0:
-        return weights
-    tied = cost.tied(schedule)
-    for rank in range(schedule.ranks):
-        if (rank, 0) in stage_of and (rank, last) in stage_of:
-            weights[rank] -= tied
-    return weights
 
 
 def _run(

@@ -5,25 +5,25 @@
     this machine ──► bytes of its RAM, or of each GPU ──► fits, or an error with both figures and what would fit
 
 Nothing is timed or built, so the answer takes no longer for a million layers than for one.
-The estimate leaves out what a step needs only for a moment, and what Python and torch
-need themselves.
+`penstock.cost.memory` counts the bytes. The estimate leaves out what Python and torch need
+themselves.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from penstock.config import Config, MeshConfig
 from penstock.cost import ModelCost, PartCost, Seconds
-from penstock.cost.columns import columns, levels
+from penstock.cost.memory import device_memory
+from penstock.cost.sizes import part_moments
 from penstock.errors import ConfigError, ShapeError
 from penstock.ir import Plan, Schedule
-from penstock.models import even_partition
+from penstock.models import GPTConfig, even_partition
 from penstock.models.count import parameters_of
-from penstock.sim.simulate import weights_of
 from penstock.train.mesh import NUMBERS_PER_PARAMETER, held_in_layer
 from penstock.train.placement import Placement
 from penstock.train.weights import Sizes
@@ -50,6 +50,7 @@ class Load:
     mesh: MeshConfig
     recompute: bool
     half: bool  # most activations have two bytes instead of four
+    recorded: bool = False  # actions are recorded (run.graphs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,11 +60,14 @@ class Need:
     rank: int
     weights: float  # with gradients and optimizer state
     activations: float
+    moments: float = (
+        0.0  # messages, recordings, and what exists only while an action runs
+    )
 
     @property
     def total(self) -> float:
         """All bytes of the process."""
-        return self.weights + self.activations
+        return self.weights + self.activations + self.moments
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +90,7 @@ def load_of(config: Config, plan: Plan, sizes: Sizes) -> Load:
         config.mesh,
         config.run.recompute,
         config.run.precision == "bfloat16",
+        config.run.graphs,
     )
 
 
@@ -137,14 +142,11 @@ def needs_of(load: Load) -> list[Need]:
     parts = [_cost_of_part(load, number) for number in range(len(load.partition))]
     cost = ModelCost(tuple(parts), tokens=load.tokens)
     schedule = load.schedule
-    first = schedule.table.first
-    held = levels(schedule, columns(schedule, cost))
-    weights = weights_of(schedule, cost)
-    needs = []
-    for rank in range(schedule.ranks):
-        peak = max(held[first[rank] : first[rank + 1]], default=0.0)
-        needs.append(Need(rank, float(weights[rank]), float(peak)))
-    return needs
+    use = device_memory(schedule, cost, load.recorded)
+    moments = use.total - use.weights - use.activations
+    columns = (use.weights.tolist(), use.activations.tolist(), moments.tolist())
+    rows = zip(*columns, strict=True)
+    return [Need(rank, *row) for rank, row in enumerate(rows)]
 
 
 def _cost_of_part(load: Load, number: int) -> PartCost:
@@ -171,7 +173,21 @@ def _cost_of_part(load: Load, number: int) -> PartCost:
     tied = _tied_bytes(load)
     if number == 0 == last:
         weights -= tied
+    gradients = FLOAT32_BYTES * float(layers * counts.layer + end_parameters)
+    gradients /= load.mesh.size
+    if number in (0, last):
+        gradients -= tied / NUMBERS_PER_PARAMETER
     no_time = Seconds()
+    facts = {"family": "gpt" if isinstance(load.sizes, GPTConfig) else "llama"}
+    moments = part_moments(
+        facts | asdict(load.sizes),
+        layers,
+        number == 0,
+        number == last,
+        load.rows,
+        load.half,
+        load.mesh.tensor,
+    )
     return PartCost(
         no_time,
         no_time,
@@ -181,6 +197,9 @@ def _cost_of_part(load: Load, number: int) -> PartCost:
         weights=weights,
         tied=tied,
         recompute=load.recompute,
+        gradients=gradients,
+        tied_gradients=tied / NUMBERS_PER_PARAMETER,
+        **moments._asdict(),
     )
 
 
@@ -269,7 +288,8 @@ def too_large(load: Load, places: list[MemoryPool], config: Config) -> str:
         activations = write_size(needs[rank].activations)
         lines.append(
             f"  rank {rank}: {weights} of weights, gradients and optimizer state, "
-            f"{activations} of activations{each}"
+            f"{activations} of activations, {write_size(needs[rank].moments)} for "
+            f"messages and passing results{each}"
         )
     if len(ranks) > len(shown):
         lines.append(f"  and {len(ranks) - len(shown)} more ranks, which need less")

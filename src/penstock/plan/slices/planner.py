@@ -18,15 +18,14 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 
 from penstock.cost.cost import Cost
+from penstock.cost.memory import gathered_gradients
 from penstock.cost.model import ModelCost, finer
 from penstock.errors import ShapeError
-from penstock.ir.needs import BACKWARD
 from penstock.ir.schedule import Schedule
 from penstock.ir.table import Floats
 from penstock.plan.candidates import (
@@ -370,20 +369,8 @@ def key_value_gradient_bytes(schedule: Schedule, gradients: float) -> Floats:
     """
     table = schedule.table
     tokens_of = np.array([m.tokens for m in schedule.microbatches], dtype=np.float64)
-    tokens = tokens_of[table.microbatch]
-    slices = table.slices[table.microbatch]
-    whole_size = gradients * tokens / table.crowd[table.stage]
-    size = np.where(slices > 1, whole_size, 0.0)
-    is_backward = table.kind == BACKWARD
-    begins = np.where(is_backward & (table.slice == slices - 1), size, 0.0)
-    ends = np.where(is_backward & (table.slice == 0), size, 0.0)
-    held = np.zeros(len(table))
-    for first, last in pairwise(table.first.tolist()):
-        gathered = np.cumsum(begins[first:last])
-        released = np.cumsum(ends[first:last])
-        # An action still holds what it releases at its end.
-        held[first:last] = gathered - released + ends[first:last]
-    return held
+    whole = gradients * tokens_of[table.microbatch] / table.crowd[table.stage]
+    return gathered_gradients(schedule, whole)
 
 
 def _counts_for_memory(

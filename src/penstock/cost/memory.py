@@ -1,0 +1,241 @@
+"""All bytes that a device holds at its fullest moment, and what is left of a memory for activations.
+
+    weights       weights, gradients and optimizer state, always
+    activations   what forwards leave for their backwards, and what an I leaves for its W
+    carried       keys and values of sliced sequences: one buffer of all tokens from the first slice's forward on, and
+                  one of their gradients from the last slice's backward on, both until the first slice's backward
+    working       what exists only while an action runs: logits and their gradients, inner gradients of a layer
+    messages      one message on its way in, and a few on their way out
+    sums          copies of the gradients that are summed over ranks, from the end of the last backwards on
+
+Recorded actions (CUDA graphs) keep all of a micro-batch at fixed addresses: every stage has as many sets of
+buffers as it has micro-batches in flight, and a set never serves another stage.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from penstock.cost.columns import Columns, columns, example_column, levels
+from penstock.cost.cost import Cost
+from penstock.ir.needs import BACKWARD, FORWARD
+from penstock.ir.schedule import Schedule
+from penstock.ir.sums import shared_gradients
+from penstock.ir.table import Floats, Ints
+
+# Messages that a rank holds besides its activations: it waits for its oldest send before it
+# starts more than this, and it receives one at a time.
+SENDS_IN_FLIGHT = 4
+RECEIVES_IN_FLIGHT = 1
+# A set of recordings has its own copy of each result that it sends (the output, and the gradient of
+# the input) and of that result's counterpart, which it receives.
+COPIES_PER_MESSAGE = 2
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DeviceMemory:
+    """The bytes of each rank by use, at its fullest moment."""
+
+    weights: Floats
+    activations: Floats  # of `Timeline.peak_activations`
+    more: Floats  # carried, working and recorded beside them, at the fullest moment
+    messages: Floats
+    sums: Floats
+
+    @property
+    def total(self) -> Floats:
+        """All bytes of each rank. The copies for sums come when most activations are gone."""
+        busy = self.activations + self.more + self.messages
+        total: Floats = self.weights + np.maximum(busy, self.sums)
+        return total
+
+
+def device_bytes(schedule: Schedule, cost: Cost, recorded: bool = False) -> Floats:
+    """The bytes that each rank needs at its fullest moment, everything included."""
+    return device_memory(schedule, cost, recorded).total
+
+
+def activation_caps(
+    schedule: Schedule, cost: Cost, memory: float, recorded: bool = False
+) -> Floats:
+    """The bytes of activations that each rank has room for in `memory` bytes; negative if not even the rest fits.
+
+    They compare with `Timeline.peak_activations`. The rest is what this schedule needs beside its
+    activations; other orders of the same stages and cuts need about as much.
+    """
+    use = device_memory(schedule, cost, recorded)
+    caps: Floats = memory - use.weights - use.messages - use.more
+    # The copies for sums must fit too, however few activations there are.
+    return np.where(use.weights + use.sums > memory, np.minimum(caps, -1.0), caps)
+
+
+def device_memory(
+    schedule: Schedule, cost: Cost, recorded: bool = False
+) -> DeviceMemory:
+    """The bytes of each rank, by use."""
+    costs = columns(schedule, cost)
+    held = levels(schedule, costs)
+    activations = _peaks(schedule, held)
+    working = example_column(schedule, cost.working)
+    beside = carried_bytes(schedule, cost) + working
+    everything = _peaks(schedule, held + beside)
+    if recorded:
+        everything = _recorded_bytes(schedule, costs, beside)
+    return DeviceMemory(
+        weights=weights_of(schedule, cost),
+        activations=activations,
+        more=everything - activations,
+        messages=_message_bytes(schedule, costs),
+        sums=_sum_bytes(schedule, cost),
+    )
+
+
+def weights_of(schedule: Schedule, cost: Cost) -> Floats:
+    """The bytes of weights on each rank.
+
+    Stages of one part on a rank share their weights, and so do the first and the last part
+    their tied weights.
+    """
+    stage_of = {}  # by rank and part
+    for number, stage in enumerate(schedule.stages):
+        stage_of[stage.rank, stage.part] = number
+    weights = np.zeros(schedule.ranks)
+    for (rank, _), number in stage_of.items():
+        weights[rank] += cost.weights(schedule, number)
+    last = schedule.parts - 1
+    if last == 0:
+        return weights
+    tied = cost.tied(schedule)
+    for rank in range(schedule.ranks):
+        if (rank, 0) in stage_of and (rank, last) in stage_of:
+            weights[rank] -= tied
+    return weights
+
+
+# ---------------------------------------------------------------- what slices carry
+def carried_bytes(schedule: Schedule, cost: Cost) -> Floats:
+    """The bytes that sliced sequences carry from slice to slice, on each action's rank while it runs.
+
+    `held` counts the keys and values of the slices so far. Their buffer has all tokens of the
+    sequence, so this counts the tokens that are still to come, or already gone, and the gradients.
+    """
+    table = schedule.table
+    sliced = table.slices[table.microbatch] > 1
+    if not sliced.any():
+        return np.zeros(len(table))
+    own = np.where(sliced, example_column(schedule, cost.carried), 0.0)
+    whole = _of_visit(schedule, np.where(table.kind == FORWARD, own, 0.0))
+    is_forward = table.kind == FORWARD
+    is_backward = table.kind == BACKWARD
+    is_first = table.slice == 0
+    gain = np.where(is_forward, np.where(is_first, whole, 0.0) - own, 0.0)
+    loss = np.where(is_backward, np.where(is_first, whole, 0.0) - own, 0.0)
+    return _levels(schedule, gain, loss) + gathered_gradients(schedule, whole)
+
+
+def gathered_gradients(schedule: Schedule, whole: Floats) -> Floats:
+    """The bytes of the gradients of keys and values on each action's rank while it runs.
+
+    A sequence gathers them from the backward of its last slice, which computes them for all
+    tokens before it, to the backward of its first slice. `whole` has the bytes of a whole
+    sequence on the stage of each action.
+    """
+    table = schedule.table
+    slices = table.slices[table.microbatch]
+    size = np.where((slices > 1) & (table.kind == BACKWARD), whole, 0.0)
+    begins = np.where(table.slice == slices - 1, size, 0.0)
+    ends = np.where(table.slice == 0, size, 0.0)
+    return _levels(schedule, begins, ends)
+
+
+def _of_visit(schedule: Schedule, own: Floats) -> Floats:
+    """For each action, the sum of a quantity over all actions of its micro-batch on its stage."""
+    table = schedule.table
+    place = table.microbatch.astype(np.int64) * len(schedule.stages) + table.stage
+    sums = np.bincount(place, weights=own)
+    total: Floats = sums[place]
+    return total
+
+
+def _levels(schedule: Schedule, gain: Floats, loss: Floats) -> Floats:
+    """What is there while each action runs, if it adds `gain` when it starts and removes `loss` when it ends."""
+    level = np.empty(len(gain))
+    for first, last in pairwise(schedule.table.first.tolist()):
+        gone = np.cumsum(loss[first:last]) - loss[first:last]
+        level[first:last] = np.cumsum(gain[first:last]) - gone
+    return level
+
+
+def _peaks(schedule: Schedule, level: Floats) -> Floats:
+    """The largest value on each rank."""
+    peak = np.zeros(schedule.ranks)
+    np.maximum.at(peak, schedule.table.rank, level)
+    return peak
+
+
+# ---------------------------------------------------------------- messages, sums, recordings
+def _message_bytes(schedule: Schedule, costs: Columns) -> Floats:
+    """The largest messages on their way to and from each rank."""
+    table = schedule.table
+    outgoing = np.zeros(schedule.ranks)
+    incoming = np.zeros(schedule.ranks)
+    target = table.target()
+    senders = np.flatnonzero(target >= 0)
+    np.maximum.at(outgoing, table.rank[senders], costs.bytes[senders])
+    np.maximum.at(incoming, target[senders], costs.bytes[senders])
+    size: Floats = SENDS_IN_FLIGHT * outgoing + RECEIVES_IN_FLIGHT * incoming
+    return size
+
+
+def _sum_bytes(schedule: Schedule, cost: Cost) -> Floats:
+    """Copies of the gradients that each rank sums with others; all wait for the end of the step."""
+    copies = np.zeros(schedule.ranks)
+    tied = cost.tied_gradients(schedule)
+    stage_of_part = {stage.part: number for number, stage in enumerate(schedule.stages)}
+    for _, parts, ranks, _ in shared_gradients(schedule, tied > 0):
+        size = tied
+        if len(parts) == 1:
+            size = cost.gradients(schedule, stage_of_part[parts[0]])
+        copies[list(ranks)] += size
+    return copies
+
+
+def recordings_of(schedule: Schedule) -> Ints:
+    """How many sets of recordings each stage needs: its micro-batches in flight at the fullest moment."""
+    table = schedule.table
+    microbatches = len(schedule.microbatches)
+    place = table.stage.astype(np.int64) * microbatches + table.microbatch
+    numbers = np.arange(len(table))
+    size = len(schedule.stages) * microbatches
+    first = np.full(size, len(table), dtype=np.int64)
+    last = np.full(size, -1, dtype=np.int64)
+    np.minimum.at(first, place, numbers)
+    np.maximum.at(last, place, numbers)
+    most = np.zeros(len(schedule.stages), dtype=np.int64)
+    for stage in range(len(schedule.stages)):
+        mine = slice(stage * microbatches, (stage + 1) * microbatches)
+        visited = last[mine] >= 0
+        begins, ends = first[mine][visited], last[mine][visited]
+        if len(begins):
+            order = np.sort(begins)
+            gone = np.searchsorted(np.sort(ends), order)
+            most[stage] = int((np.arange(1, len(order) + 1) - gone).max())
+    return most
+
+
+def _recorded_bytes(schedule: Schedule, costs: Columns, beside: Floats) -> Floats:
+    """The bytes of all recordings of each rank: for each set, all of one micro-batch."""
+    table = schedule.table
+    forward = table.kind == FORWARD
+    held = np.where(forward, costs.gain, 0.0)
+    whole = _of_visit(schedule, held)
+    messages = COPIES_PER_MESSAGE * _of_visit(schedule, costs.bytes)
+    of_stage = np.zeros(len(schedule.stages))
+    np.maximum.at(of_stage, table.stage, whole + messages + beside)
+    total = np.zeros(schedule.ranks)
+    for stage, sets in enumerate(recordings_of(schedule).tolist()):
+        total[schedule.stages[stage].rank] += sets * of_stage[stage]
+    return total

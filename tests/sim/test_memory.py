@@ -1,0 +1,142 @@
+"""The bytes of a device: weights, activations, what slices carry, moments, messages, sums and recordings."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from penstock import ModelCost, PartCost, Seconds, UnitCost, make, simulate
+from penstock.config import ModelConfig
+from penstock.cost import NoisyCost, ProfileCost
+from penstock.cost.gpus import analytic_profile
+from penstock.cost.memory import (
+    activation_caps,
+    carried_bytes,
+    device_bytes,
+    device_memory,
+    recordings_of,
+)
+from penstock.cost.sizes import part_moments
+from penstock.ir import Op, lower
+
+TIME = Seconds(base=1.0)
+PART = PartCost(TIME, TIME, TIME, held=10.0, message=1.0, weights=1000.0)
+
+
+def cost_of(parts: int, **change: float) -> ModelCost:
+    return ModelCost((replace(PART, **change),) * parts)
+
+
+def test_a_device_holds_weights_activations_and_messages():
+    schedule = make("1f1b", ranks=3, microbatches=4)
+    cost = cost_of(3)
+    use = device_memory(schedule, cost)
+    assert use.weights.tolist() == [1000.0] * 3
+    assert use.activations.tolist() == [30.0, 20.0, 10.0]
+    assert use.more.tolist() == [0.0] * 3
+    # Up to four sends and one receive of one byte; all ranks send and receive.
+    assert use.messages.tolist() == [5.0] * 3
+    assert device_bytes(schedule, cost).tolist() == [1035.0, 1025.0, 1015.0]
+
+
+def test_moments_count_only_while_an_action_runs():
+    schedule = make("1f1b", ranks=1, microbatches=2, split=True)
+    cost = cost_of(1, working=3.0, scratch=50.0, kept=4.0)
+    assert {one.op for one in schedule.lanes[0]} == {Op.F, Op.I, Op.W}
+    use = device_memory(schedule, cost)
+    # An I holds 10 and works with 3; a W holds 4 and works with 50.
+    assert use.activations[0] == 10.0
+    assert use.activations[0] + use.more[0] == 54.0
+
+
+def test_sliced_sequences_carry_keys_and_values_of_all_tokens():
+    schedule = make("terapipe", ranks=1, microbatches=1, slices=4)
+    assert [str(one) for one in schedule.lanes[0]][:2] == ["0F0", "0F0.1"]
+    cost = cost_of(1, carried=2.0)
+    # A buffer of 4 x 2 bytes from the first forward on, of which `held` counts the slices so far;
+    # on the way back, as many bytes of gradients.
+    forward = [6.0, 4.0, 2.0, 0.0]
+    backward = [8.0 + 0.0, 8.0 + 2.0, 8.0 + 4.0, 8.0 + 6.0]
+    assert carried_bytes(schedule, cost).tolist() == forward + backward
+    whole = make("gpipe", ranks=1, microbatches=1)
+    assert not carried_bytes(whole, cost).any()
+
+
+def test_copies_keep_gradients_until_they_are_summed():
+    one = make("1f1b", ranks=2, microbatches=2)
+    two = make("1f1b", ranks=2, microbatches=2, copies=2)
+    cost = cost_of(2, gradients=250.0)
+    assert device_memory(one, cost).sums.tolist() == [0.0, 0.0]
+    use = device_memory(two, cost)
+    assert use.sums.tolist() == [250.0] * 4
+    # The copies come when the activations are gone.
+    assert use.total.tolist() == [1250.0] * 4
+
+
+def test_recorded_stages_keep_buffers_for_every_micro_batch_in_flight():
+    schedule = make("1f1b", ranks=3, microbatches=6)
+    assert recordings_of(schedule).tolist() == [3, 2, 1]
+    cost = cost_of(3)
+    use = device_memory(schedule, cost, recorded=True)
+    # Each set holds 10 bytes and two copies of each message of one byte that it sends.
+    assert (use.activations + use.more).tolist() == [3 * 12.0, 2 * 14.0, 12.0]
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {"name": "1f1b"},
+        {"name": "hanayo", "waves": 2},
+        {"name": "zb-v"},
+        {"name": "terapipe", "slices": 3},
+    ],
+)
+def test_recordings_are_the_takes_of_the_runtime(shape):
+    takes = pytest.importorskip("penstock.runtime.takes")
+    lane = pytest.importorskip("penstock.runtime.lane")
+    schedule = make(**shape, ranks=4, microbatches=6)
+    program = lower(schedule)
+    shapes = [(1, 1, *one.cuts) for one in schedule.microbatches]
+    found = np.zeros(len(schedule.stages), dtype=int)
+    for rank in range(schedule.ranks):
+        visits = takes.stage_visits(lane.lane_turns(program, rank))
+        for (stage, _), (_, number) in takes.assign_takes(visits, shapes).items():
+            found[stage] = max(found[stage], number + 1)
+    assert recordings_of(schedule).tolist() == found.tolist()
+
+
+def test_caps_leave_room_for_everything_else():
+    schedule = make("hanayo", ranks=4, microbatches=4, waves=1, slices=2)
+    model = ModelConfig(
+        layers=16, width=512, heads=8, kv_heads=8, inner=1408, vocab=8000
+    )
+    cost = ProfileCost(analytic_profile(model, 1024, rows=2))
+    peaks = simulate(schedule, cost).peak_activations
+    total = device_bytes(schedule, cost)
+    memory = float(total.max())
+    caps = activation_caps(schedule, cost, memory)
+    assert (caps >= peaks - 1e-6).all()
+    assert caps[total.argmax()] == pytest.approx(peaks[total.argmax()])
+    assert (activation_caps(schedule, cost, memory / 100) < 0).all()
+    assert (total > simulate(schedule, cost).weights + peaks).all()
+
+
+def test_logits_exist_only_on_the_last_part():
+    facts = {"family": "llama", "width": 64, "heads": 4, "kv_heads": 2, "inner": 128}
+    facts["vocab"] = 50_000
+    middle = part_moments(facts, 2, first=False, last=False, rows=3, half=True)
+    last = part_moments(facts, 2, first=False, last=True, rows=3, half=True)
+    assert last.working == 3 * 6 * 50_000
+    assert middle.working < last.working / 10
+    assert middle.carried == 3 * 2 * 2 * (2 * 32)
+    assert part_moments({}, 2, first=True, last=True, rows=1, half=True) == (0, 0, 0)
+
+
+def test_wrapped_costs_and_unit_costs_have_memories_too():
+    schedule = make("1f1b", ranks=2, microbatches=2, slices=2)
+    cost = cost_of(2, working=1.0, carried=1.0, scratch=2.0)
+    noisy = device_bytes(schedule, NoisyCost(cost))
+    assert noisy.tolist() == device_bytes(schedule, cost).tolist()
+    assert device_memory(schedule, UnitCost()).weights.tolist() == [0.0, 0.0]
