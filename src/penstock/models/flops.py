@@ -61,6 +61,11 @@ def flops_per_token(sizes: LlamaConfig | GPTConfig, tokens: int) -> float:
     return matrices + attention
 
 
+def keys_per_token(sizes: LlamaConfig | GPTConfig) -> int:
+    """Return the number of keys with which attention takes as long as a token's matrices."""
+    return _matrix_weights(sizes) // (2 * sizes.layers * sizes.width)
+
+
 def _matrix_weights(sizes: LlamaConfig | GPTConfig) -> int:
     """Return the number of weights in the matrices that multiply every token."""
     head = sizes.vocab * sizes.width

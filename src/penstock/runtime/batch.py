@@ -30,6 +30,8 @@ class Batch:
     labels: tuple[Tensor, ...]
     valid: int
     starts: tuple[Tensor, ...] = ()  # empty: a row is one document
+    # Where each micro-batch is cut, in tokens, with as many slices as the schedule has; empty: as the schedule says.
+    cuts: tuple[tuple[int, ...], ...] = ()
 
     @property
     def shapes(self) -> tuple[tuple[int, int], ...]:

@@ -4,6 +4,7 @@ schedule   tokens 8, cuts 0 4 6 8              as planned
 batch      tokens 8: 0:4 4:6 6:8               the same
            tokens 1024: 0:512 512:768 768:1024 another length in the same proportions
 
+A batch may bring cuts of its own, with as many slices as the schedule has, because documents differ from step to step.
 A unit is one slice of a micro-batch, or all of it if it is not cut. Units are numbered one micro-batch after the other.
 """
 
@@ -66,12 +67,34 @@ def cut_units(
     labels = []
     for number, microbatch in enumerate(schedule.microbatches):
         tokens = batch.inputs[number].shape[1]
-        for begin, end in spans_of(microbatch, tokens):
+        for begin, end in _spans_in(batch, number, microbatch, tokens):
             spans.append((begin, end))
             inputs.append(batch.inputs[number][:, begin:end])
             labels.append(batch.labels[number][:, begin:end])
     carries = Carries(batch, spans)
     return BatchUnits(batch, tuple(inputs), tuple(labels), width, dtype, carries)
+
+
+def _spans_in(
+    batch: Batch, number: int, microbatch: MicroBatch, tokens: int
+) -> list[TokenSpan]:
+    """The token spans of a micro-batch's slices: the batch's own ones, or those of the schedule."""
+    if not batch.cuts:
+        return spans_of(microbatch, tokens)
+    cuts = batch.cuts[number]
+    spans = list(pairwise(cuts))
+    is_whole = cuts[:1] == (0,) and cuts[-1:] == (tokens,)
+    if not is_whole or any(begin >= end for begin, end in spans):
+        raise ShapeError(
+            f"the batch cuts micro-batch {number} at {list(cuts)}, but it has {tokens} tokens\n"
+            f"  give ascending cuts from 0 to {tokens}"
+        )
+    if len(spans) != microbatch.slices:
+        raise ShapeError(
+            f"the batch cuts micro-batch {number} into {len(spans)} slices, "
+            f"but the schedule has {microbatch.slices}"
+        )
+    return spans
 
 
 def spans_of(microbatch: MicroBatch, tokens: int) -> list[TokenSpan]:

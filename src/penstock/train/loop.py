@@ -28,7 +28,7 @@ from penstock.ir.plan import Plan
 from penstock.ir.program import lower
 from penstock.ir.schedule import Schedule
 from penstock.models import even_partition, token_loss
-from penstock.models.flops import flops_per_token, peak_flops
+from penstock.models.flops import flops_per_token, keys_per_token, peak_flops
 from penstock.runtime import (
     Comm,
     CudaTape,
@@ -50,7 +50,13 @@ from penstock.train.checkpoint import (
     sweep,
 )
 from penstock.train.data.corpus import Corpus
-from penstock.train.data.loader import Deal, Loader, check_same_data, wanted_by
+from penstock.train.data.loader import (
+    Deal,
+    DocumentCutter,
+    Loader,
+    check_same_data,
+    wanted_by,
+)
 from penstock.train.history import History, StepRow, write_timeline
 from penstock.train.mesh import place_of
 from penstock.train.optimizer import Gradients, adamw, rate_at
@@ -133,7 +139,8 @@ class Trainer:
             config.mesh.shard,
             self.place.shard,
         )
-        self.loader = Loader(job.corpus, deal, config.run.seed, self.device)
+        cutter = cutter_of(job, self.device)
+        self.loader = Loader(job.corpus, deal, config.run.seed, self.device, cutter)
         self.executor = executor_of(job, schedule, self.holding, pipeline)
         self.examiner = Examiner(self, through_all_parts(schedule))
         self.optimizer = adamw(self.holding.trained, config.optimizer)
@@ -484,6 +491,19 @@ def executor_of(job: Job, schedule: Schedule, holding: Holding, comm: Comm) -> E
         tied=holding.tied,
         tape=CudaTape() if record else None,
     )
+
+
+def cutter_of(job: Job, device: torch.device) -> DocumentCutter | None:
+    """Return what cuts the documents of each step; None if the plan's cuts are right for all.
+
+    On a GPU attention computes the whole pack and hides what a document must not see, so
+    that documents do not change the time of a slice.
+    """
+    schedule = job.plan.schedule
+    if not job.config.data.separate or schedule.slices == 1 or device.type != "cpu":
+        return None
+    slices = tuple(microbatch.slices for microbatch in schedule.microbatches)
+    return DocumentCutter(slices, keys_per_token(job.sizes))
 
 
 def flops_utilization(

@@ -12,6 +12,7 @@ from penstock.plan.slices.documents import (
     DocumentPlan,
     document_planner,
     documents_schedule,
+    equal_work_cuts,
     plan_documents,
 )
 from penstock.plan.slices.layouts import Layout, layouts
@@ -52,6 +53,7 @@ __all__ = [
     "cut_choices",
     "document_planner",
     "documents_schedule",
+    "equal_work_cuts",
     "latency_of",
     "layouts",
     "longest_path",

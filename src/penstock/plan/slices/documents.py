@@ -143,6 +143,45 @@ def plan_documents(planner: DocumentPlanner, lengths: Sequence[int]) -> Document
     return DocumentPlan(bundles, latency, _lower_bound(step))
 
 
+def equal_work_cuts(
+    starts: Ints, slices: int, token_work: int, step: int = 1
+) -> tuple[int, ...]:
+    """Cut packed rows into slices of equal work, for the documents that they hold.
+
+    `starts` has the position at which each token's document starts, (rows, tokens). A token
+    does `token_work` units of work, and one more for each token of its document that it
+    sees. For a given number of slices, the latency is least if the longest takes as little
+    as possible. Everything is counted in integers, so that all ranks of a run find the same
+    cuts. Cuts are multiples of `step` if the slices are not too many for that.
+
+    >>> equal_work_cuts(np.array([[0, 0, 0, 0, 4, 4, 4, 4]]), slices=2, token_work=1)
+    (0, 4, 8)
+    >>> equal_work_cuts(np.zeros((1, 8), dtype=np.int64), slices=2, token_work=1)
+    (0, 5, 8)
+    """
+    rows, tokens = starts.shape
+    if not 1 <= slices <= tokens or token_work < 0 or step < 1:
+        raise ShapeError(
+            f"{tokens} tokens cannot be cut into {slices} slices in steps of {step}; "
+            f"the least is 1 of each, and the most are {tokens} slices"
+        )
+    if tokens % step or tokens // step < slices:
+        step = 1
+    seen = np.arange(1, tokens + 1) - starts
+    work = np.concatenate([[0], np.cumsum(seen.sum(axis=0) + rows * token_work)])
+    done = work[::step] * slices
+    points = tokens // step
+    cuts = [0]
+    for number in range(1, slices):
+        wanted = number * work[-1]
+        after = int(np.searchsorted(done, wanted))
+        is_nearer = after > 0 and wanted - done[after - 1] <= done[after] - wanted
+        point = after - 1 if is_nearer else after
+        # Every slice before and after has at least one point.
+        cuts.append(min(max(point, cuts[-1] + 1), points - slices + number))
+    return tuple(step * cut for cut in (*cuts, points))
+
+
 def documents_schedule(plan: DocumentPlan, ranks: int) -> Schedule:
     """Return 1F1B over the units of a plan, in which every bundle is a micro-batch.
 

@@ -7,7 +7,8 @@
 
 The order does not depend on how a step is divided: with other ranks, micro-batches or copies,
 a step sees the same sequences. Labels are shifted before anything is cut. Where documents
-are kept apart, the last word of a document has nothing to predict.
+are kept apart, the last word of a document has nothing to predict, and slices are cut anew in
+every step, because they take the same time only if the cuts follow the documents.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from torch import Tensor
 from penstock.errors import RunError
 from penstock.ir.schedule import Schedule
 from penstock.models import shift_labels
+from penstock.plan.slices.documents import equal_work_cuts
 from penstock.runtime import Batch
 from penstock.runtime.batch import IGNORED_LABEL
 from penstock.train.data.corpus import Corpus
@@ -56,6 +58,20 @@ class Deal:
         return self.each * self.shards * self.passes
 
 
+@dataclass(frozen=True, slots=True)
+class DocumentCutter:
+    """Cuts the micro-batches of each step so that their slices take the same time, for the documents they hold."""
+
+    slices: tuple[int, ...]  # of each micro-batch, as the schedule has them
+    token_work: int  # the work of a token, counted in keys that it attends to
+    step: int = 1  # tokens that cuts are multiples of
+
+    def cut(self, microbatch: int, starts: Tensor) -> tuple[int, ...]:
+        """Return the cuts of a micro-batch, given the start of each token's document."""
+        slices = self.slices[microbatch]
+        return equal_work_cuts(starts.numpy(), slices, self.token_work, self.step)
+
+
 def wanted_by(schedule: Schedule, rank: int, separate: bool = False) -> frozenset[int]:
     """Return the micro-batches whose tokens a rank reads.
 
@@ -85,10 +101,16 @@ class Loader:
     """Reads a corpus step by step; it can stop and resume anywhere."""
 
     def __init__(
-        self, corpus: Corpus, deal: Deal, seed: int, device: torch.device | None = None
+        self,
+        corpus: Corpus,
+        deal: Deal,
+        seed: int,
+        device: torch.device | None = None,
+        cutter: DocumentCutter | None = None,
     ) -> None:
         self.corpus = corpus
         self.deal = deal
+        self.cutter = cutter
         self.seed = seed
         self.device = device or torch.device("cpu")
         self.seen = 0  # sequences read so far
@@ -152,7 +174,25 @@ class Loader:
             else:
                 dealt.append((blank, blank, blank))
         inputs, labels, starts = zip(*dealt, strict=True)
-        return Batch(inputs, labels, valid, () if self.corpus.end is None else starts)
+        if self.corpus.end is None:
+            return Batch(inputs, labels, valid)
+        return Batch(inputs, labels, valid, starts, self._cuts(numbers))
+
+    def _cuts(self, numbers: list[int]) -> tuple[tuple[int, ...], ...]:
+        """The cuts of all micro-batches of a pass, which every rank must know; empty without a cutter."""
+        if self.cutter is None:
+            return ()
+        rows = self.deal.rows
+        cuts = []
+        for number in range(self.deal.microbatches):
+            own = numbers[number * rows : (number + 1) * rows]
+            cuts.append(self.cutter.cut(number, self._starts(own)))
+        return tuple(cuts)
+
+    def _starts(self, numbers: Sequence[int]) -> Tensor:
+        """The start of each token's document in some sequences."""
+        assert self.corpus.end is not None
+        return starts_in(self._tokens(numbers), self.corpus.end)[:, :-1]
 
     def _valid(self, numbers: Iterable[int]) -> int:
         """Count the labels of these sequences, without the last word of each document."""
@@ -170,12 +210,7 @@ class Loader:
 
         A sequence has one more token than it uses: the label of its last one.
         """
-        first_held_out = self.corpus.trained
-        sequences = []
-        for number in numbers:
-            stored = first_held_out if number == FILLER else number
-            sequences.append(self.corpus.sequence(stored))
-        tokens = torch.from_numpy(np.stack(sequences).astype(np.int64))
+        tokens = self._tokens(numbers)
         starts = None
         if self.corpus.end is not None:
             starts = starts_in(tokens, self.corpus.end)
@@ -184,6 +219,15 @@ class Loader:
         if starts is None:
             starts = tokens
         return self._used(tokens), self._used(labels), self._used(starts)
+
+    def _tokens(self, numbers: Sequence[int]) -> Tensor:
+        """The stored tokens of some sequences; a filler has those of the first one held out."""
+        first_held_out = self.corpus.trained
+        sequences = []
+        for number in numbers:
+            stored = first_held_out if number == FILLER else number
+            sequences.append(self.corpus.sequence(stored))
+        return torch.from_numpy(np.stack(sequences).astype(np.int64))
 
     def _used(self, rows: Tensor) -> Tensor:
         """Rows without their last column, on the loader's device."""
