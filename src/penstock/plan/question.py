@@ -37,6 +37,7 @@ class Question:
     facts: Facts = ()  # what a plan.json says about the assumptions
     ignored: str = IGNORED  # what the bound leaves out
     source: str = ""  # where the times come from, for people
+    analytic: bool = False  # whether a formula gave the times, and nothing was measured
 
 
 def unit_question(
@@ -86,7 +87,10 @@ def profile_question(
         ("tokens", workload.tokens),
     )
     pricing = ProfilePricing(workload, profiles.at, limits)
-    return Question(workload, pricing, limits, facts=facts, source=source)
+    analytic = any(dict(one.device).get("analytic") for one in profiles.measured)
+    return Question(
+        workload, pricing, limits, facts=facts, source=source, analytic=analytic
+    )
 
 
 def profile_workload(
