@@ -260,7 +260,11 @@ class _Words:
             what = f"Speed of the best plan in each place, in {self.rates.unit}."
         else:
             what = "Time of a step of the best plan in each place."
-        return [what]
+        if len(self.landscape.cells) == 1:
+            return [what]
+        return [
+            f"{what} Below it: the number of micro-batches x the sequences of each."
+        ]
 
     def heat_maps(self) -> list[HeatMap]:
         """Return the maps: over copies and ranks if there are several, and over placements."""
@@ -330,7 +334,7 @@ class _Words:
         if place.finding is Finding.TOO_LARGE:
             short = place.reason.split(" (")[0].split(":")[0]
             return HeatCell(mark, "✕", short, place.reason)
-        return HeatCell(mark, "–", "", place.reason)
+        return HeatCell(mark, "-", "", place.reason)
 
     def value(self, row: Row, colours: _Colours) -> HeatCell:
         """Return the cell of a plan."""

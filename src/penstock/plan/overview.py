@@ -144,9 +144,7 @@ def _other_divisions(best: Row) -> Iterator[_Kind]:
     )
     yield (
         "with another mesh",
-        lambda row: (
-            (row.cell.tensor, row.cell.shard) != (cell.tensor, cell.shard)
-        ),
+        lambda row: (row.cell.tensor, row.cell.shard) != (cell.tensor, cell.shard),
     )
     yield (
         "with the same ranks and copies, but other micro-batches",

@@ -29,7 +29,9 @@ from penstock.view.svg import svg
 # The strongest colour of a heat map has this share of the accent, so that ink is readable on it.
 MAX_TINT = 52
 MIN_TINT = 5
-MAX_ROOMY_COLUMNS = 10  # a map with more columns leaves out the second line of its cells
+MAX_ROOMY_COLUMNS = (
+    10  # a map with more columns leaves out the second line of its cells
+)
 TIMELINE_WIDTH = 920  # pixels, without the names of the ranks
 
 
@@ -212,9 +214,7 @@ def render_landscape(page: LandscapePage) -> str:
         summary = f"<summary>{escape(page.misfit_title)}</summary>"
         misfits = table(page.misfit_heads, page.misfits)
         body.append("<h2>What has no plan</h2>")
-        body.append(
-            f'<details class="card" id="misfits">{summary}{misfits}</details>'
-        )
+        body.append(f'<details class="card" id="misfits">{summary}{misfits}</details>')
     return framed(page.title, CSS + PAGE_CSS, "\n".join(body))
 
 
@@ -285,7 +285,9 @@ def _heat_cell(cell: HeatCell | None) -> str:
         style = f' style="--tint:{tint:.0f}"'
     tip = f' title="{escape(cell.tip, quote=True)}"' if cell.tip else ""
     note = f"<small><span>{escape(cell.note)}</span></small>" if cell.note else ""
-    return f'<td class="{classes}"{style}{tip}><span>{escape(cell.text)}</span>{note}</td>'
+    return (
+        f'<td class="{classes}"{style}{tip}><span>{escape(cell.text)}</span>{note}</td>'
+    )
 
 
 # ---------------------------------------------------------------- time over memory
