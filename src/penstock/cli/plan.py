@@ -186,9 +186,11 @@ def plan_command(
         plan = chosen_plan(landscape, question.facts)
         write(output, dump_plan(plan), quiet=json)
     if page is not None:
+        from penstock.cli.landscape_page import landscape_page
         from penstock.view.landscape import render_landscape
 
-        write(page, render_landscape(landscape, question), quiet=json)
+        shown = landscape_page(landscape, question)
+        write(page, render_landscape(shown), quiet=json)
     if json:
         print_json(landscape_facts(landscape, question))
         return

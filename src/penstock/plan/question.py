@@ -25,7 +25,7 @@ from penstock.plan.pricing import ProfilePricing, UnitPricing
 from penstock.plan.recipes import Limits
 from penstock.plan.search import Pricing
 from penstock.plan.topology import Machines, machines_of
-from penstock.plan.workload import MIN_GRANULARITY, Fixed, Workload
+from penstock.plan.workload import MIN_GRANULARITY, Fixed, Workload, cells_of
 
 ANY_NUMBER_OF_LAYERS = 1 << 30
 IGNORED_IN_UNITS = "the memory, and that messages delay each other"
@@ -43,6 +43,7 @@ class Question:
     facts: Facts = ()  # what a plan.json says about the assumptions
     ignored: str = IGNORED  # what the bound leaves out
     source: str = ""  # where the times come from, for people
+    analytic: bool = False  # whether a formula gave the times, and nothing was measured
 
 
 def unit_question(
@@ -100,7 +101,16 @@ def profile_question(
         ("tokens", workload.tokens),
     )
     pricing = ProfilePricing(workload, profile_at, limits, machines, cluster)
-    return Question(workload, pricing, limits, facts=facts, source=source)
+    first_cell = next(cells_of(workload))
+    device = dict(profile_at(first_cell.rows).device)
+    return Question(
+        workload,
+        pricing,
+        limits,
+        facts=facts,
+        source=source,
+        analytic=bool(device.get("analytic")),
+    )
 
 
 def gpu_question(

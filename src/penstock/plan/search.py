@@ -29,6 +29,7 @@ from penstock.plan.workload import Cell, Workload, cells_of
 RANKED_CELLS = 6  # cells in which everything is tried
 # Cells whose surveyed time is above the best one by more than this share are not ranked.
 PROMISING = 1.25
+CANNOT_WIN = "cannot win: its bound is above the best plan"  # reason of a cell
 
 
 class Pricing(Protocol):
@@ -224,7 +225,7 @@ class _Search:
         if replace(result.cell, recomputed=0.0) in self.roomy:
             return "everything fits without recomputing"
         if result.bound >= self.best:
-            return "cannot win: its bound is above the best plan"
+            return CANNOT_WIN
         return ""
 
     def limits_of(self, cell: Cell) -> Limits:

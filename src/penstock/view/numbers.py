@@ -48,6 +48,11 @@ SIZE_SCALES = (
     Scale("KiB", 2.0**10),
     Scale("B", 1.0),
 )
+RATE_SCALES = (
+    Scale("million tokens/s", 1e6),
+    Scale("thousand tokens/s", 1e3),
+    Scale("tokens/s", 1.0),
+)
 
 
 def time_scale(largest: float, units: Units = REAL_UNITS) -> Scale:
@@ -58,6 +63,15 @@ def time_scale(largest: float, units: Units = REAL_UNITS) -> Scale:
 def size_scale(largest: float, units: Units = REAL_UNITS) -> Scale:
     """Return the unit that suits sizes up to `largest`."""
     return _suitable(SIZE_SCALES, largest) if units.bytes else COUNT
+
+
+def rate_scale(largest: float) -> Scale:
+    """Return the unit that suits speeds up to `largest` tokens a second.
+
+    >>> rate_scale(3135).quantity(3135), rate_scale(12_345).quantity(12_345)
+    ('3,135 tokens/s', '12.35 thousand tokens/s')
+    """
+    return _suitable(RATE_SCALES, largest / 10)
 
 
 def write_time(value: float, units: Units = REAL_UNITS, digits: int = 4) -> str:

@@ -87,7 +87,7 @@ def report_page(
     >>> "<svg" in report_page("A run", [("steps", "3")], [("loss", [Series("train", (1, 2), (2.0, 1.0))])], [])
     True
     """
-    cells = [_fact(name, value) for name, value in facts]
+    cells = [fact(name, value) for name, value in facts]
     body = [f"<h1>{escape(title)}</h1>", f"<dl>{''.join(cells)}</dl>"]
     charts = "".join(_figure(*figure) for figure in figures)
     if charts:
@@ -97,13 +97,13 @@ def report_page(
         frame = f'<iframe title="Timelines of one step" srcdoc="{inner}"></iframe>'
         body.append(f"<h2>Predicted over measured</h2>\n{frame}")
     if time_rows:
-        table = _table(TIME_HEADS, time_rows)
-        body.append(f'<h2>Where the time went</h2>\n<div class="time">{table}</div>')
+        times = table(TIME_HEADS, time_rows)
+        body.append(f'<h2>Where the time went</h2>\n<div class="time">{times}</div>')
     if why[0]:
         sentences, heads, rows = why
         paragraphs = "".join(f"<p>{escape(sentence)}</p>" for sentence in sentences)
-        table = _table(heads, rows) if rows else ""
-        block = f'<div class="why">{paragraphs}{table}</div>'
+        rivals = table(heads, rows) if rows else ""
+        block = f'<div class="why">{paragraphs}{rivals}</div>'
         body.append(f"<h2>Why this plan</h2>\n{block}")
     for heading, lines in lists:
         if lines:
@@ -139,11 +139,13 @@ def _share(seconds: float, timeline: Timeline) -> str:
     return f"{write_time(seconds, timeline.units)} ({share:.0%})"
 
 
-def _fact(name: str, value: str) -> str:
+def fact(name: str, value: str) -> str:
+    """A name and its value, as an item of a `dl`."""
     return f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>"
 
 
-def _table(heads: Sequence[str], rows: Rows) -> str:
+def table(heads: Sequence[str], rows: Rows) -> str:
+    """A table of texts."""
     top = "".join(f"<th>{escape(head)}</th>" for head in heads)
     lines = []
     for row in rows:

@@ -55,7 +55,7 @@ class Sheet:
     row: float
     gap: float
     rows: int
-    makespan: float
+    makespan: float  # the time at the right edge
 
     @property
     def bottom(self) -> float:
@@ -77,19 +77,25 @@ class Sheet:
         return self.top + rank * self.row + self.gap / 2
 
 
-def svg(timeline: Timeline, title: str = "") -> str:
+def svg(
+    timeline: Timeline, title: str = "", until: float = 0.0, width: float = 0.0
+) -> str:
     """The text of an SVG file.
+
+    Figures with the same `until` and `width` have the same time axis: it ends at `until`, or
+    at the makespan if that is later, and is `width` pixels long. Without a width, the plot is
+    as wide as its numbers need.
 
     >>> from penstock import UnitCost, make, simulate
     >>> svg(simulate(make("1f1b", ranks=4, microbatches=8), UnitCost()))[:4]
     '<svg'
     """
-    sheet = _sheet(timeline, title)
-    width = _n(sheet.left + sheet.width + 16)
+    sheet = _sheet(timeline, title, until, width)
+    full_width = _n(sheet.left + sheet.width + 16)
     height = _n(sheet.bottom + 82)
     lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}"'
-        f' height="{height}" {FONT} fill="{INK}" role="img">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {full_width} {height}"'
+        f' width="{full_width}" height="{height}" {FONT} fill="{INK}" role="img">',
         f"<title>{_text(title or 'Pipeline schedule')}</title>",
         f'<rect width="100%" height="100%" fill="{IDLE}"/>',
     ]
@@ -111,14 +117,15 @@ def svg(timeline: Timeline, title: str = "") -> str:
     return "\n".join(lines)
 
 
-def _sheet(timeline: Timeline, title: str) -> Sheet:
+def _sheet(timeline: Timeline, title: str, until: float, width: float) -> Sheet:
     """A layout in which short boxes have room for their numbers, if the page is large enough."""
     ranks = timeline.schedule.ranks
     seconds = timeline.end - timeline.start
     positive = seconds[seconds > 0]
     short_seconds = float(np.quantile(positive, 0.1)) if len(positive) else 1.0
     short_width = 7.0 * _longest_label(timeline) + 9
-    width = np.clip(timeline.makespan / short_seconds * short_width, 460, 1500)
+    wanted = timeline.makespan / short_seconds * short_width
+    fitting_width = round(float(np.clip(wanted, 460, 1500)))
     row = float(np.clip(900 // ranks, 2, 26))
     gap = 0.0
     if row >= 16:
@@ -128,11 +135,11 @@ def _sheet(timeline: Timeline, title: str) -> Sheet:
     return Sheet(
         left=64,
         top=36 if title else 12,
-        width=round(float(width)),
+        width=width or fitting_width,
         row=row,
         gap=gap,
         rows=ranks,
-        makespan=timeline.makespan or 1.0,
+        makespan=max(until, timeline.makespan) or 1.0,
     )
 
 
@@ -274,14 +281,14 @@ def _longest_label(timeline: Timeline) -> int:
 def _image(timeline: Timeline, sheet: Sheet) -> Iterator[str]:
     """A picture with a row of pixels for each rank, stretched over the rows."""
     paint = palette.paints(timeline)
-    columns = int(sheet.width)
+    columns = max(1, round(sheet.width * timeline.makespan / sheet.makespan))
     pixels = np.empty((sheet.rows, columns, 3))
     for rank in range(sheet.rows):
         work, colour = palette.means(timeline, rank, columns, paint)
         pixels[rank] = 255.0 + work[:, None] * (colour - 255.0)
     data = b64encode(_png(pixels.clip(0, 255).astype(np.uint8))).decode("ascii")
     yield (
-        f'<image class="spans" x="{sheet.left}" y="{_n(sheet.top)}" width="{_n(sheet.width)}"'
+        f'<image class="spans" x="{sheet.left}" y="{_n(sheet.top)}" width="{columns}"'
         f' height="{_n(sheet.bottom - sheet.top)}" preserveAspectRatio="none" image-rendering="pixelated"'
         f' href="data:image/png;base64,{data}"/>'
     )

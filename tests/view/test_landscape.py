@@ -1,0 +1,415 @@
+"""The page of `penstock plan --page`: what won, why, and what the rest of the space looks like."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from functools import cache
+from html import unescape
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from commands import called
+from penstock import Network, UnitCost, make, simulate
+from penstock.cli.landscape_page import landscape_page
+from penstock.cost import Profile, RowProfiles
+from penstock.cost.profile import Point, block
+from penstock.ir.timeline import PAPER_UNITS
+from penstock.plan.overview import (
+    Finding,
+    divisions,
+    divisions_by_placement,
+    front,
+    placement_of,
+    placements,
+    rivals,
+    splits_backwards,
+)
+from penstock.plan.question import Question, profile_question, unit_question
+from penstock.plan.recipes import Limits
+from penstock.plan.search import CANNOT_WIN, Landscape, search
+from penstock.plan.workload import Fixed, Workload
+from penstock.view import svg
+from penstock.view.landscape import render_landscape
+from penstock.view.numbers import write_size, write_time
+
+TOKENS = 64
+VOID_TAGS = {"meta", "link", "br"}
+SMALL = "plan --ranks 2 --microbatches 3 --comm 0.05 --stages 2 --slices 2"
+
+
+def measured(factor: float) -> list[Point]:
+    """Times that grow with the tokens and with what a slice attends to."""
+    points = []
+    for tokens, prefix in [(16, 0), (32, 0), (64, 0), (16, 48), (32, 32), (48, 16)]:
+        seconds = factor * (1e-4 + tokens * 1e-5 + tokens * prefix * 1e-8)
+        points.append(Point(tokens, prefix, seconds, 2 * seconds, seconds, seconds))
+    return points
+
+
+def small_profile(analytic: bool = False) -> Profile:
+    device = (("device", "cuda"), ("analytic", True)) if analytic else ()
+    return Profile(
+        4,
+        TOKENS,
+        1,
+        256.0,
+        embed=block(measured(0.2), held=8.0, kept=0.0, weights=2e6, update=1e-4),
+        layer=block(measured(1.0), held=8e4, kept=6e4, weights=4e6, update=1e-4),
+        head=block(measured(0.5), held=4e4, kept=3e4, weights=2e6, update=1e-4),
+        network=Network(1e-5, 1e9),
+        device=device,
+    )
+
+
+def answer(question: Question) -> Landscape:
+    return search(
+        question.workload,
+        question.pricing,
+        question.limits,
+        shown=lambda size: write_size(size, question.units, digits=4),
+    )
+
+
+def small_question(memory: float | None, analytic: bool = False) -> Question:
+    workload = Workload(
+        layers=4,
+        tokens=TOKENS,
+        batch=4,
+        devices=4,
+        memory=memory,
+        fixed=Fixed(tensor=1, shard=1, recompute=False, microbatches=2),
+    )
+    profiles = RowProfiles((small_profile(analytic),))
+    source = 'a <profile> & "friends"'
+    return profile_question(workload, profiles, Limits(2, 2), source)
+
+
+@cache
+def profile_case(memory: float | None = None) -> tuple[Landscape, Question]:
+    question = small_question(memory)
+    return answer(question), question
+
+
+@cache
+def unit_case() -> tuple[Landscape, Question]:
+    question = unit_question(2, 3, UnitCost(comm=0.05), 2.0, Limits(2, 2))
+    return answer(question), question
+
+
+def rendered(landscape: Landscape, question: Question) -> str:
+    return render_landscape(landscape_page(landscape, question))
+
+
+def text_of(html: str) -> str:
+    """The text of a page, without its style and its figures."""
+    body = re.sub(r"<(style|svg|title)\b.*?</\1>", " ", html, flags=re.S)
+    return unescape(re.sub(r"\s+", " ", re.sub(r"<[^>]*>", " ", body)))
+
+
+class Balance(HTMLParser):
+    """Collects the tags that are not closed where they should be."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.faults: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: object) -> None:
+        if tag not in VOID_TAGS:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        if not self.open or self.open.pop() != tag:
+            self.faults.append(f"{tag} at {self.getpos()}")
+
+
+def faults_of(html: str) -> list[str]:
+    balance = Balance()
+    balance.feed(html)
+    return balance.faults + balance.open
+
+
+# ---------------------------------------------------------------- the command
+def test_the_command_writes_a_page_that_says_what_won_and_why(
+    tmp_path: Path, monkeypatch, capsys
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, out, err = called(monkeypatch, capsys, f"{SMALL} --memory 2 --page plan.html")
+    assert code == 0, err
+    assert "plan.html" in out + err
+    html = (tmp_path / "plan.html").read_text(encoding="utf-8")
+    assert faults_of(html) == []
+    text = text_of(html)
+    landscape, _ = unit_case()
+    best = landscape.best.candidate
+    assert f"predicted to take {write_time(best.step, PAPER_UNITS)}." in text
+    assert f"Its ranks idle {best.bubble:.1%} of the time" in text
+    peak = write_size(best.peak, PAPER_UNITS)
+    assert f"holds {peak} micro-batches, with a limit of 2 micro-batches" in text
+    assert "The best plan with plain 1F1B is 1f1b: its step takes" in text
+    assert "Stages of a rank and slices of a sequence" in text
+    assert "units of the papers" in text
+    assert "copies D, ranks P" not in text  # there is only one division
+
+
+def test_a_page_needs_no_script_and_loads_nothing() -> None:
+    html = rendered(*profile_case())
+    assert "<script" not in html
+    assert "src=" not in html
+    assert "url(" not in html
+    assert re.findall(r'href="([^"]*)"', html) == ["data:,"]
+    assert set(re.findall(r"https?://[^\"' ]+", html)) == {"http://www.w3.org/2000/svg"}
+
+
+# ---------------------------------------------------------------- why it won
+def test_each_rival_is_the_fastest_plan_of_a_kind_that_the_best_plan_is_not() -> None:
+    landscape, _ = unit_case()
+    best = landscape.best.candidate
+    assert best.slices > 1
+    assert splits_backwards(best.schedule)
+    found = {kind: rival.row for rival in rivals(landscape) for kind in rival.kinds}
+    rest = [row.candidate for row in landscape.rows[1:]]
+    assert found["without token slices"].candidate.step == min(
+        one.step for one in rest if one.slices == 1
+    )
+    assert found["with whole backwards"].candidate.step == min(
+        one.step for one in rest if not splits_backwards(one.schedule)
+    )
+    assert found["with plain 1F1B"].candidate.name == "1f1b"
+    assert "with another number of copies" not in found
+
+
+def test_the_difference_to_a_rival_is_in_percent_of_the_best_step() -> None:
+    landscape, question = unit_case()
+    plain = next(row for row in landscape.rows if row.candidate.name == "1f1b")
+    more = plain.candidate.step / landscape.best.candidate.step - 1
+    reasons = landscape_page(landscape, question).reasons
+    [reason] = [one for one in reasons if "plain 1F1B" in one]
+    assert f", {more:.1%} more, with a bubble of {plain.candidate.bubble:.1%}" in reason
+
+
+def test_divisions_are_rivals_too() -> None:
+    landscape, _ = profile_case()
+    kinds = {kind for rival in rivals(landscape) for kind in rival.kinds}
+    assert {"with another number of copies", "with another number of ranks"} <= kinds
+    for rival in rivals(landscape):
+        if "with another number of copies" in rival.kinds:
+            assert rival.row.cell.copies != landscape.best.cell.copies
+
+
+def test_a_plan_that_is_as_fast_is_not_called_slower() -> None:
+    landscape, question = unit_case()
+    best, *rest = landscape.rows
+    plain = next(row for row in rest if row.candidate.name == "1f1b")
+    tie = replace(plain, candidate=replace(plain.candidate, step=best.candidate.step))
+    tied = replace(landscape, rows=(best, tie, *rest))
+    [reason] = [one for one in landscape_page(tied, question).reasons if "1F1B" in one]
+    assert ", the same time, " in reason
+
+
+# ---------------------------------------------------------------- the maps
+def test_a_map_shows_the_speed_of_the_best_plan_of_every_division() -> None:
+    landscape, question = profile_case()
+    page = landscape_page(landscape, question)
+    first = page.heat_maps[0]
+    assert first.columns == ("P=1", "P=2", "P=3", "P=4")
+    cells = {
+        (row, column): cell
+        for row, line in first.rows
+        for column, cell in zip(first.columns, line, strict=True)
+        if cell is not None
+    }
+    assert set(cells) == {
+        (f"D={one.cell.copies}", f"P={one.cell.ranks}") for one in landscape.cells
+    }
+    best = landscape.best
+    chosen = cells[f"D={best.cell.copies}", f"P={best.cell.ranks}"]
+    speed = TOKENS * 4 / best.candidate.step
+    assert chosen.chosen
+    assert chosen.level == 1.0
+    assert float(chosen.text.replace(",", "")) == pytest.approx(
+        speed if speed < 1e4 else speed / 1e3, rel=1e-3
+    )
+    assert sum(cell.chosen for cell in cells.values()) == 1
+    assert f"{best.cell.microbatches} micro-batches of {best.cell.rows}" in chosen.tip
+
+
+def test_there_is_a_map_for_each_placement() -> None:
+    landscape, question = profile_case()
+    by_placement = divisions_by_placement(landscape)
+    assert list(by_placement) == ["1 stage", "1 wave", "2 chunks"]
+    titles = [one.title for one in landscape_page(landscape, question).heat_maps]
+    assert titles[2:] == [f"{name} on each rank" for name in by_placement]
+    for name, places in by_placement.items():
+        for place in places.values():
+            if place.row is not None:
+                assert placement_of(place.row.candidate.schedule) == name
+
+
+def test_the_best_of_the_maps_of_all_placements_is_the_map_of_the_best() -> None:
+    landscape, _ = profile_case()
+    for key, place in divisions(landscape).items():
+        steps = [
+            places[key].row.candidate.step
+            for places in divisions_by_placement(landscape).values()
+            if places[key].row is not None
+        ]
+        assert place.row is not None
+        assert place.row.candidate.step == pytest.approx(min(steps), rel=0.003)
+
+
+def test_divisions_that_do_not_fit_are_hatched_with_the_reason() -> None:
+    landscape, question = profile_case(memory=36e6)
+    unfit = {key for key, one in divisions(landscape).items() if not one.row}
+    assert (1, 1) in unfit
+    assert unfit != set(divisions(landscape))
+    html = rendered(landscape, question)
+    assert faults_of(html) == []
+    hatched = re.findall(r'<td class="large" title="([^"]*)">.*?</td>', html)
+    assert hatched
+    assert all("needs at least" in reason for reason in hatched)
+    assert "MiB" in hatched[0]
+    details = html[html.index('<details class="card" id="misfits">') :]
+    assert "<details open" not in html
+    for one in landscape.cells:
+        if not one.fits:
+            assert f"<td>{one.cell.name}</td>" in details
+            assert one.reason in unescape(details)
+
+
+def test_a_division_that_cannot_win_shows_its_bound() -> None:
+    landscape, question = profile_case()
+    best = landscape.best
+    late = tuple(
+        replace(one, best=None, reason=CANNOT_WIN, bound=2 * best.candidate.step)
+        if one.cell.ranks == 3
+        else one
+        for one in landscape.cells
+    )
+    rows = tuple(row for row in landscape.rows if row.cell.ranks != 3)
+    pruned = replace(landscape, cells=late, rows=rows, bound=best.candidate.step / 1.1)
+    assert divisions(pruned)[1, 3].finding is Finding.TOO_SLOW
+    html = rendered(pruned, question)
+    half = TOKENS * 4 / (2 * best.candidate.step)
+    [shown] = re.findall(r'<td class="slow"[^>]*><span>([^<]*)</span>', html)
+    assert float(shown.replace(",", "")) in (
+        pytest.approx(half, rel=1e-3),
+        pytest.approx(half / 1e3, rel=1e-3),
+    )
+    assert "this one is at most 10.0% above the optimum" in text_of(html)
+    assert f"The bound ignores {question.ignored}" in text_of(html)
+
+
+def test_placements_and_slices_of_the_chosen_division_are_mapped() -> None:
+    landscape, _ = unit_case()
+    found = placements(landscape)
+    assert list(dict.fromkeys(name for name, _ in found)) == [
+        "1 stage",
+        "1 wave",
+        "2 chunks",
+    ]
+    assert {slices for _, slices in found} == {1, 2}
+    for (name, slices), row in found.items():
+        alike = [
+            other.candidate.step
+            for other in landscape.rows
+            if placement_of(other.candidate.schedule) == name
+            and other.candidate.slices == slices
+        ]
+        assert row.candidate.step == pytest.approx(min(alike), rel=0.003)
+
+
+# ---------------------------------------------------------------- front, timelines, words
+def test_no_plan_beats_one_of_the_front_in_both_time_and_memory() -> None:
+    landscape, _ = unit_case()
+    line = front(landscape.rows)
+    assert len(line) > 1
+    for row in line:
+        mine = row.candidate
+        for other in landscape.rows:
+            its = other.candidate
+            assert not (its.step < mine.step * (1 - 1e-9) and its.peak <= mine.peak)
+    steps = [row.candidate.step for row in line]
+    assert steps == sorted(steps, reverse=True)
+
+
+def test_timelines_share_one_time_axis() -> None:
+    landscape, question = unit_case()
+    page = landscape_page(landscape, question)
+    names = [name.split(":")[0] for name, _ in page.timelines]
+    assert names == ["chosen", "best fixed order", "1F1B"]
+    assert page.timelines[0][1].makespan == landscape.best.candidate.makespan
+    html = rendered(landscape, question)
+    figures = re.findall(r'<div class="card timeline">(.*?)</div>', html, re.S)
+    axes = [
+        re.search(r'<g class="time".*?</g>', figure, re.S).group(0).count("<text")
+        for figure in figures
+    ]
+    ends = [
+        re.findall(r'<text x="([\d.]+)" y="[\d.]+">(\d+)</text>', f) for f in figures
+    ]
+    assert len(set(axes)) == 1
+    assert len(axes) == 3
+    assert ends[0] == ends[1] == ends[2]
+
+
+def test_a_figure_until_a_later_time_leaves_room_at_its_right() -> None:
+    timeline = simulate(make("1f1b", ranks=2, microbatches=2), UnitCost())
+    alone = svg(timeline, width=400)
+    shared = svg(timeline, until=2 * timeline.makespan, width=400)
+
+    def right_edge(drawing: str) -> float:
+        spans = drawing[drawing.index('<g class="spans"') :]
+        boxes = re.findall(r'<rect x="([\d.]+)" y="[\d.]+" width="([\d.]+)"', spans)
+        return max(float(x) + float(width) for x, width in boxes[:8])
+
+    assert right_edge(alone) == pytest.approx(64 + 400, abs=0.1)
+    assert right_edge(shared) == pytest.approx(64 + 200, abs=0.1)
+
+
+def test_names_are_escaped() -> None:
+    landscape, question = profile_case()
+    best, *rest = landscape.rows
+    strange = replace(best, candidate=replace(best.candidate, name="<b>&\"x'"))
+    html = rendered(replace(landscape, rows=(strange, *rest)), question)
+    assert faults_of(html) == []
+    assert "<b>" not in html
+    assert "<profile>" not in html
+    assert '<profile> & "friends"' in text_of(html)
+
+
+def test_the_page_says_that_a_profile_is_analytic() -> None:
+    landscape, question = profile_case()
+    measured_page = rendered(landscape, question)
+    analytic_page = rendered(landscape, small_question(None, analytic=True))
+    assert "The profile is analytic" in text_of(analytic_page)
+    assert "nothing was measured" in text_of(analytic_page)
+    assert "analytic" not in text_of(measured_page)
+
+
+def test_times_and_sizes_have_units() -> None:
+    landscape, question = profile_case()
+    page = landscape_page(landscape, question)
+    facts = dict(page.facts)
+    assert facts["step"].endswith(" ms")
+    assert facts["speed"].endswith("tokens/s")
+    assert facts["fullest device"].endswith(" MiB")
+    assert "step, ms" in page.heads
+    assert "peak, MiB" in page.heads
+    assert page.front.across.endswith("in MiB")
+    assert page.front.up.endswith("in ms")
+
+
+def test_the_table_has_the_best_twenty_rows() -> None:
+    landscape, question = profile_case()
+    page = landscape_page(landscape, question)
+    hidden = len(landscape.rows) - 20
+    assert hidden > 0
+    assert len(page.rows) == 20
+    assert f"{hidden:,} more plans fit" in page.rows_note
+    times = [float(row[3].replace(",", "")) for row in page.rows]
+    assert times[1:] == sorted(times[1:])
+    assert page.rows[0][3] + " ms" == write_time(landscape.best.candidate.step)
