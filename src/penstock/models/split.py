@@ -195,6 +195,21 @@ class Part(nn.Module):
         return (*embed, *self.anatomy.layers[self.begin : self.end], *head)
 
     @property
+    def pieces_to_compile(self) -> list[nn.Module]:
+        """The modules that torch.compile compiles one by one.
+
+        A plain embedding is a single kernel, which no compiler makes faster. What a Hugging Face model does before its
+        first layer differs from model to model, so only its layers and its head are compiled.
+        """
+        paths = list(self.paths)
+        if self.anatomy.enter is _enter:
+            paths += self.anatomy.everywhere
+        elif self.first:
+            paths = [path for path in paths if path not in self.anatomy.embed]
+        pieces = map(self.get_submodule, paths)
+        return [piece for piece in pieces if not isinstance(piece, nn.Embedding)]
+
+    @property
     def unsliceable(self) -> str:
         """Why it cannot run slice by slice; "" if it can."""
         if self.anatomy.unsliceable:

@@ -22,7 +22,13 @@ from penstock.runtime.backward import Ledger, record_in
 from penstock.runtime.deferral_report import DeferralReport
 from penstock.runtime.frozen_stages import Rests
 from penstock.runtime.lane import LaneStep
-from penstock.runtime.loss_reduction import Loss, Reduction, as_sum, refuse_other_loss
+from penstock.runtime.loss_reduction import (
+    Loss,
+    Reduction,
+    as_sum,
+    plain_loss,
+    refuse_other_loss,
+)
 from penstock.runtime.randomness import (
     DRAWING_LOCK,
     Drawn,
@@ -225,7 +231,7 @@ class ComputedActions:
         labels = self.units.labels[step.unit]
         if self.checks is not None and not self.checks.loss_is_checked:
             self.checks.loss_is_checked = refuse_other_loss(
-                stages.loss,
+                plain_loss(stages.loss),
                 logits,
                 labels,
                 stages.reduction,

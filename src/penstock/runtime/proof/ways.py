@@ -30,7 +30,7 @@ from penstock.ir.schedule import MicroBatch, Schedule, Stage, schedule_of, stret
 from penstock.runtime.batch import IGNORED_LABEL, Batch
 from penstock.runtime.comm.thread import Hub, ThreadComm
 from penstock.runtime.executor import Executor
-from penstock.runtime.loss_reduction import Reduction, as_sum
+from penstock.runtime.loss_reduction import Reduction, as_sum, plain_loss
 from penstock.runtime.proof.traceless import (
     ModuleMemory,
     has_compiled_layer,
@@ -244,7 +244,7 @@ class Bench:
 
     def _loss(self, y: Tensor, labels: Tensor) -> Tensor:
         """The share of a micro-batch in the mean loss of all labels."""
-        loss = self.executor.stages.loss(y, labels)
+        loss = plain_loss(self.executor.stages.loss)(y, labels)
         if self.executor.stages.reduction is Reduction.MEAN:
             loss = as_sum(loss, labels)
         return loss / self.label_count
