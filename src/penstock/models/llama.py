@@ -238,8 +238,13 @@ class LlamaHead(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Turn a hidden state into logits."""
-        logits: Tensor = self.output(self.norm(x))
+        logits: Tensor = self.output(self.hidden(x))
         return logits
+
+    def hidden(self, x: Tensor) -> Tensor:
+        """Return what the output layer makes logits of."""
+        y: Tensor = self.norm(x)
+        return y
 
 
 class Llama(Decoder):

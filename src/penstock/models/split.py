@@ -241,16 +241,37 @@ class Part(nn.Module):
         The first part takes token ids instead, and the last part returns logits. If a
         `piece` is given, x is that slice of a sequence.
         """
+        x = self._through(x, piece)
+        if self.last:
+            for path in self.anatomy.head:
+                x = self.get_submodule(path)(x)
+        return x
+
+    def _through(self, x: Tensor, piece: Slice | None) -> Tensor:
+        """Run the embedding, if it is here, and the layers."""
         if piece is not None:
             self._refuse_slice(piece)
         if self.first:
             x = self.anatomy.enter(self, x, piece)
         if self.begin < self.end:
             x = self.anatomy.through(self, self._layers(), x, piece)
-        if self.last:
-            for path in self.anatomy.head:
-                x = self.get_submodule(path)(x)
         return x
+
+    @property
+    def output_layer(self) -> nn.Linear | None:
+        """The layer that makes logits of what `hidden` returns; None if the part has no such layer."""
+        if not self.last or self.anatomy.enter is not _enter:
+            return None
+        head = self.get_submodule("head")
+        output = getattr(head, "output", None)
+        plain = isinstance(output, nn.Linear) and hasattr(head, "hidden")
+        return output if plain else None
+
+    def hidden(self, x: Tensor, piece: Slice | None = None) -> Tensor:
+        """Run everything but the `output_layer`, for a loss that does not need all logits at once."""
+        head: Any = self.get_submodule("head")
+        hidden: Tensor = head.hidden(self._through(x, piece))
+        return hidden
 
     def _layers(self) -> list[nn.Module]:
         paths = self.anatomy.layers[self.begin : self.end]

@@ -2,6 +2,7 @@
 
 from penstock.runtime.backward import Ledger, current_ledger, defer, make_deferrable
 from penstock.runtime.batch import Batch, batch_of, cut_batch
+from penstock.runtime.chunked_loss import ChunkedLoss
 from penstock.runtime.comm import Comm, ProcessComm, ShapedComm, ThreadComm, run_threads
 from penstock.runtime.compiled_stages import CompiledLoss, compile_stage
 from penstock.runtime.dtensor_share import cut_share, local_share, share_offset
@@ -16,6 +17,7 @@ from penstock.runtime.visits import Mean
 
 __all__ = [
     "Batch",
+    "ChunkedLoss",
     "Comm",
     "CompiledLoss",
     "CudaTape",

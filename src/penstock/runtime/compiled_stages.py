@@ -139,7 +139,7 @@ class CompiledLayer:
         The result says so too, because the head gets it without a piece.
         """
         result = self.run(method, True, *args)
-        _let_tokens_vary([result])
+        let_tokens_vary([result])
         return result
 
     def run(
@@ -153,13 +153,13 @@ class CompiledLayer:
             # Otherwise torch would compile again for inputs that need a gradient elsewhere.
             args = tuple(x.detach() if isinstance(x, Tensor) else x for x in args)
             if dynamic:
-                _let_tokens_vary(args)
+                let_tokens_vary(args)
             return compiled.call(method.__func__, (), self.layer, *args, **kwargs)
         ghosts = self.ghosts(args[0])
         if dynamic:
-            _let_tokens_vary(args)
+            let_tokens_vary(args)
             for pair in ghosts:
-                _let_tokens_vary(pair or ())
+                let_tokens_vary(pair or ())
         return compiled.call(method.__func__, ghosts, self.layer, *args, **kwargs)
 
     def ghosts(self, x: Tensor) -> tuple[Ghosts | None, ...]:
@@ -171,7 +171,7 @@ class CompiledLayer:
         return ghosts_of(ledger, self.linears, waiting, x)
 
 
-def _let_tokens_vary(tensors: Iterable[object]) -> None:
+def let_tokens_vary(tensors: Iterable[object]) -> None:
     """Make the number of tokens dynamic: it is the last size of ids and positions, else the one before the last."""
     for tensor in tensors:
         if isinstance(tensor, Tensor) and tensor.dim() > 0:
@@ -225,6 +225,6 @@ class CompiledLoss:
     def __call__(self, logits: Tensor, labels: Tensor) -> Tensor:
         """The loss of these logits."""
         labels = labels.contiguous()  # those of a slice are a view of all labels
-        _let_tokens_vary((logits, labels))
+        let_tokens_vary((logits, labels))
         loss: Tensor = self.compiled.call(self.plain, (), logits, labels)
         return loss

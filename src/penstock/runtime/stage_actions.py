@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from penstock.carry import Slice
 from penstock.runtime.backward import Ledger, record_in
+from penstock.runtime.chunked_loss import ChunkedLoss
 from penstock.runtime.deferral_report import DeferralReport
 from penstock.runtime.frozen_stages import Rests
 from penstock.runtime.lane import LaneStep
@@ -220,6 +221,11 @@ class ComputedActions:
     def compute(self, step: LaneStep, x: Tensor, piece: Slice | None) -> Tensor:
         """Call the module and, on the last stage, the loss."""
         module = self.stages.modules[step.stage]
+        if step.last and isinstance(self.stages.loss, ChunkedLoss):
+            labels, valid = self.units.labels[step.unit], self.units.batch.valid
+            share = self.stages.loss.share(module, x, piece, labels, valid)
+            if share is not None:
+                return share
         y: Tensor = module(x) if piece is None else module(x, piece)
         if not isinstance(y, Tensor):
             raise not_a_tensor_error(step, module, y)

@@ -201,7 +201,7 @@ def _judge_stages(executor: Executor, batch: Batch, rows: int | None) -> RankVer
     for stage, x in _inputs(executor, batch, chosen, rows, benches):
         number = chosen[stage]
         labels = batch.labels[number][:rows]
-        benches[stage].set_input(x, labels, _starts(batch, number, rows))
+        benches[stage].set_input(x, labels, documents_of(batch, number, rows))
     verdict = RankVerdict()
     for bench in benches.values():
         _judge(bench, verdict)
@@ -211,7 +211,7 @@ def _judge_stages(executor: Executor, batch: Batch, rows: int | None) -> RankVer
     return verdict
 
 
-def _starts(batch: Batch, number: int, rows: int | None) -> Tensor | None:
+def documents_of(batch: Batch, number: int, rows: int | None = None) -> Tensor | None:
     """Where the documents of a micro-batch start, if documents are packed."""
     return batch.starts[number][:rows] if batch.starts else None
 
@@ -237,7 +237,7 @@ def _inputs(
         x = batch.inputs[number][:rows]
         device = x.device
         shape = (x.shape[0], x.shape[1], executor.width)
-        starts = _starts(batch, number, rows)
+        starts = documents_of(batch, number, rows)
         for place, stage in enumerate(path[: end + 1]):
             rank = schedule.stages[stage].rank
             if rank != comm.rank:

@@ -242,6 +242,14 @@ class Bench:
             output = torch.cat([sink.joined() for sink in sinks])
             return self._results(OUTPUT, output, input_gradients)
 
+    def run_all(self) -> None:
+        """Run the stage once as the plan will train it, but unrecorded, and once as it will be evaluated."""
+        options = self.options - {Option.RECORDED}
+        self.run_planned(options)
+        with self._traceless(quiet=False, seed=SEED):
+            schedule, modules = self._solo_schedule(self.module, options)
+            self._solo_executor(schedule, modules, options).evaluate(self._batch())
+
     def _loss(self, y: Tensor, labels: Tensor) -> Tensor:
         """The share of a micro-batch in the mean loss of all labels."""
         loss = plain_loss(self.executor.stages.loss)(y, labels)
