@@ -28,6 +28,8 @@ MODEL_FAMILIES = ("llama", "gpt")
 PRECISIONS = ("float32", "bfloat16")
 DEVICES = ("auto", "cpu", "cuda")
 AUTO = "auto"
+SWITCHES = (AUTO, "true", "false")
+SWITCH_KEYS = ("run.compile",)  # their values may be written without quotes
 BYTE_TOKENIZER = "bytes"
 PLANS = (".json", ".csv")  # suffixes of files that hold a schedule
 
@@ -233,6 +235,16 @@ class RunConfig:
         False,
         "record every action of a stage once and replay it (CUDA graphs); this takes more memory",
     )
+    compile: str = setting(
+        AUTO,
+        "compile layers, head and loss with torch.compile: true, false, or auto, which is true on GPUs; "
+        "the first step then waits for the compiler",
+    )
+    loss_chunk: int = setting(
+        2048,
+        "tokens whose logits are in memory at a time, if all of them take more than 64 MiB; 0 keeps all in memory",
+        least=0,
+    )
     accumulate: int = setting(
         1, "passes through the pipeline per step; their gradients are added up", least=1
     )
@@ -387,6 +399,9 @@ def check_config(config: Config, counted: bool = False) -> Config:
     if config.run.graphs:
         for reason in reasons_against_recording(config):
             faults.append(f"run.graphs = true does not go with {reason}")
+    if config.run.compile == "true":
+        for reason in reasons_against_compiling(config):
+            faults.append(f"run.compile = true does not go with {reason}")
     if faults:
         raise ConfigError("\n".join(faults))
     return config
@@ -430,6 +445,7 @@ def _choice_faults(config: Config) -> list[str]:
         ("model.family", config.model.family, MODEL_FAMILIES),
         ("run.precision", config.run.precision, PRECISIONS),
         ("run.device", config.run.device, DEVICES),
+        ("run.compile", config.run.compile, SWITCHES),
     )
     faults = []
     for key, value, known in choices:
@@ -484,6 +500,17 @@ def _size_faults(config: Config, counted: bool) -> list[str]:
             f"schedule.partition has {layers} layers, but model.layers = {model.layers}"
         )
     return faults
+
+
+def reasons_against_compiling(config: Config) -> list[str]:
+    """Return why the stages of a run cannot be compiled; empty if they can."""
+    mesh = config.mesh
+    if mesh.size == 1:
+        return []
+    return [
+        f"mesh.shard = {mesh.shard} and mesh.tensor = {mesh.tensor}: "
+        "layers that are shared by processes are not compiled"
+    ]
 
 
 def reasons_against_recording(config: Config) -> list[str]:

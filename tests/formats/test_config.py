@@ -128,6 +128,14 @@ def test_set_changes_values_of_every_type():
             '[run]\ngraphs = true\ndevice = "cpu"',
             "run.graphs = true does not go with run.device = cpu",
         ),
+        (
+            "[run]\ncompile = true\n[mesh]\nshard = 2",
+            "run.compile = true does not go with mesh.shard = 2 and mesh.ten",
+        ),
+        (
+            '[run]\ncompile = "yes"',
+            "there is no run.compile 'yes'",
+        ),
         ("preset = 3", "preset must be a name in quotes"),
         (f"[run]\nsteps = {10**400}", "must be between -2^63 and 2^63"),
         (
@@ -204,3 +212,11 @@ def test_a_path_in_the_home_folder_is_expanded(monkeypatch):
 def test_too_deep_nesting_and_too_many_digits_are_not_toml(text):
     with pytest.raises(FileError, match="this is not TOML"):
         load_config(text)
+
+
+def test_a_switch_may_be_written_with_and_without_quotes():
+    for text, value in (("true", "true"), ("false", "false"), ('"auto"', "auto")):
+        config = load_config(f"[run]\ncompile = {text}")
+        assert config.run.compile == value
+        assert load_config(dump_config(config)).run.compile == value
+    assert load_config("", changes=["run.compile=true"]).run.compile == "true"

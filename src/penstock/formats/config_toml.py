@@ -17,6 +17,7 @@ from typing import NoReturn, TypeAlias
 
 from penstock.config import (
     PRESETS,
+    SWITCH_KEYS,
     Config,
     DataConfig,
     MeshConfig,
@@ -187,8 +188,10 @@ def _convert(
     if isinstance(default, float) and is_whole:
         assert isinstance(value, int)
         return float(value) if abs(value) < 1 << 1000 else inf
+    name = ".".join(steps)
+    if isinstance(value, bool) and name in SWITCH_KEYS:
+        return str(value).lower()
     if type(value) is not type(default):
-        name = ".".join(steps)
         what = f"{name} must be {TYPE_NAMES[type(default)]}, not {value!r}"
         refuse(steps, what, "")
     if isinstance(value, str):

@@ -9,8 +9,9 @@ q, k, v = Wqkv x                                         rows of Wqkv: q, k, v o
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
@@ -59,12 +60,26 @@ class GPTEmbedding(nn.Module):
 
     def forward(self, tokens: Tensor, piece: Slice | None = None) -> Tensor:
         """Turn token ids into a hidden state."""
-        length = tokens.shape[1] if piece is None else piece.tokens
+        self.refuse_length(tokens.shape[1] if piece is None else piece.tokens)
+        return self.add(tokens, token_positions(tokens, piece))
+
+    def forward_slice(
+        self, call: Callable[..., Any], tokens: Tensor, piece: Slice
+    ) -> Tensor:
+        """Run a slice, with `call` for the methods that see only tensors, so that they can be compiled."""
+        self.refuse_length(piece.tokens)
+        x: Tensor = call(self.add, tokens, token_positions(tokens, piece))
+        return x
+
+    def refuse_length(self, length: int) -> None:
+        """Refuse a sequence that is longer than the table of positions."""
         if length > self.positions.num_embeddings:
             raise ShapeError(
                 f"{length} tokens, but only {self.positions.num_embeddings} positions"
             )
-        positions = token_positions(tokens, piece)
+
+    def add(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        """Add the vectors of tokens and positions."""
         x: Tensor = self.tokens(tokens) + self.positions(positions)
         return x
 
@@ -80,10 +95,15 @@ class GPTAttention(nn.Module):
 
     def forward(self, x: Tensor, piece: Slice | None = None) -> Tensor:
         """Mix the tokens of x: a whole sequence, or a slice of one."""
-        by_head = self.qkv(x).unflatten(-1, (-1, 3, self.head_width))
-        q, k, v = by_head.permute(3, 0, 2, 1, 4)
+        q, k, v = self.project(x)
         y: Tensor = self.output(attend(self, q, k, v, piece))
         return y
+
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the queries, keys and values of x."""
+        by_head = self.qkv(x).unflatten(-1, (-1, 3, self.head_width))
+        q, k, v = by_head.permute(3, 0, 2, 1, 4)
+        return q, k, v
 
 
 class GPTMLP(nn.Module):
@@ -116,6 +136,25 @@ class GPTLayer(nn.Module):
         y: Tensor = x + self.mlp(self.mlp_norm(x))
         return y
 
+    def forward_slice(
+        self, call: Callable[..., Any], x: Tensor, piece: Slice
+    ) -> Tensor:
+        """Run a slice, with `call` for the methods that see only tensors, so that they can be compiled."""
+        q, k, v = call(self.before_mixing, x)
+        mixed = attend(self.attention, q, k, v, piece)
+        y: Tensor = call(self.after_mixing, x, mixed)
+        return y
+
+    def before_mixing(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the queries, keys and values of x."""
+        return self.attention.project(self.attention_norm(x))
+
+    def after_mixing(self, x: Tensor, mixed: Tensor) -> Tensor:
+        """Return the next hidden state, given the mixed values."""
+        x = x + self.attention.output(mixed)
+        y: Tensor = x + self.mlp(self.mlp_norm(x))
+        return y
+
 
 class GPTHead(nn.Module):
     """The last norm, then a logit for every word."""
@@ -127,8 +166,13 @@ class GPTHead(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Turn a hidden state into logits."""
-        logits: Tensor = self.output(self.norm(x))
+        logits: Tensor = self.output(self.hidden(x))
         return logits
+
+    def hidden(self, x: Tensor) -> Tensor:
+        """Return what the output layer makes logits of."""
+        y: Tensor = self.norm(x)
+        return y
 
 
 class GPT(Decoder):

@@ -10,7 +10,7 @@ heads share keys and values in groups of heads / kv_heads
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,9 +80,19 @@ class Rotary(nn.Module):
 
         Both are (tokens, head_width), or (rows, 1, tokens, head_width) if rows differ.
         """
+        return self.angles(x, token_positions(x, piece))
+
+    def forward_slice(
+        self, call: Callable[..., Any], x: Tensor, piece: Slice
+    ) -> tuple[Tensor, Tensor]:
+        """Run a slice, with `call` for the methods that see only tensors, so that they can be compiled."""
+        angles: tuple[Tensor, Tensor] = call(self.angles, x, token_positions(x, piece))
+        return angles
+
+    def angles(self, x: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the cosines and sines of these positions, for an x of this type."""
         pair = torch.arange(0, self.head_width, 2, device=x.device, dtype=torch.float32)
         frequency = 1.0 / self.theta ** (pair / self.head_width)
-        position = token_positions(x, piece)
         if position.dim() > 1:
             position = position[:, None]
         angles = position[..., None].float() * frequency
@@ -138,11 +148,21 @@ class LlamaAttention(nn.Module):
         self, x: Tensor, cos: Tensor, sin: Tensor, piece: Slice | None = None
     ) -> Tensor:
         """Mix the tokens of x: a whole sequence, or a slice of one."""
+        q, k, v = self.project(x, cos, sin)
+        y: Tensor = self.output(self.mix(q, k, v, piece))
+        return y
+
+    def project(
+        self, x: Tensor, cos: Tensor, sin: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the queries, keys and values of x."""
         q = rotate_half(self.heads(self.query(x)), cos, sin)
         k = rotate_half(self.heads(self.key(x)), cos, sin)
-        v = self.heads(self.value(x))
-        y: Tensor = self.output(attend(self, q, k, v, piece, self.grouped))
-        return y
+        return q, k, self.heads(self.value(x))
+
+    def mix(self, q: Tensor, k: Tensor, v: Tensor, piece: Slice | None) -> Tensor:
+        """Mix the values of all heads."""
+        return attend(self, q, k, v, piece, self.grouped)
 
     def heads(self, x: Tensor) -> Tensor:
         """Reshape (batch, tokens, heads * head_width) to (batch, heads, tokens, head_width)."""
@@ -182,6 +202,31 @@ class LlamaLayer(nn.Module):
         y: Tensor = x + self.mlp(self.mlp_norm(x))
         return y
 
+    def forward_slice(
+        self,
+        call: Callable[..., Any],
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        piece: Slice,
+    ) -> Tensor:
+        """Run a slice, with `call` for the methods that see only tensors, so that they can be compiled."""
+        q, k, v = call(self.before_mixing, x, cos, sin)
+        y: Tensor = call(self.after_mixing, x, self.attention.mix(q, k, v, piece))
+        return y
+
+    def before_mixing(
+        self, x: Tensor, cos: Tensor, sin: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the queries, keys and values of x."""
+        return self.attention.project(self.attention_norm(x), cos, sin)
+
+    def after_mixing(self, x: Tensor, mixed: Tensor) -> Tensor:
+        """Return the next hidden state, given the mixed values."""
+        x = x + self.attention.output(mixed)
+        y: Tensor = x + self.mlp(self.mlp_norm(x))
+        return y
+
 
 class LlamaHead(nn.Module):
     """The last norm, then a logit for every word."""
@@ -193,8 +238,13 @@ class LlamaHead(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Turn a hidden state into logits."""
-        logits: Tensor = self.output(self.norm(x))
+        logits: Tensor = self.output(self.hidden(x))
         return logits
+
+    def hidden(self, x: Tensor) -> Tensor:
+        """Return what the output layer makes logits of."""
+        y: Tensor = self.norm(x)
+        return y
 
 
 class Llama(Decoder):

@@ -195,6 +195,21 @@ class Part(nn.Module):
         return (*embed, *self.anatomy.layers[self.begin : self.end], *head)
 
     @property
+    def pieces_to_compile(self) -> list[nn.Module]:
+        """The modules that torch.compile compiles one by one.
+
+        A plain embedding is a single kernel, which no compiler makes faster. What a Hugging Face model does before its
+        first layer differs from model to model, so only its layers and its head are compiled.
+        """
+        paths = list(self.paths)
+        if self.anatomy.enter is _enter:
+            paths += self.anatomy.everywhere
+        elif self.first:
+            paths = [path for path in paths if path not in self.anatomy.embed]
+        pieces = map(self.get_submodule, paths)
+        return [piece for piece in pieces if not isinstance(piece, nn.Embedding)]
+
+    @property
     def unsliceable(self) -> str:
         """Why it cannot run slice by slice; "" if it can."""
         if self.anatomy.unsliceable:
@@ -226,16 +241,37 @@ class Part(nn.Module):
         The first part takes token ids instead, and the last part returns logits. If a
         `piece` is given, x is that slice of a sequence.
         """
+        x = self._through(x, piece)
+        if self.last:
+            for path in self.anatomy.head:
+                x = self.get_submodule(path)(x)
+        return x
+
+    def _through(self, x: Tensor, piece: Slice | None) -> Tensor:
+        """Run the embedding, if it is here, and the layers."""
         if piece is not None:
             self._refuse_slice(piece)
         if self.first:
             x = self.anatomy.enter(self, x, piece)
         if self.begin < self.end:
             x = self.anatomy.through(self, self._layers(), x, piece)
-        if self.last:
-            for path in self.anatomy.head:
-                x = self.get_submodule(path)(x)
         return x
+
+    @property
+    def output_layer(self) -> nn.Linear | None:
+        """The layer that makes logits of what `hidden` returns; None if the part has no such layer."""
+        if not self.last or self.anatomy.enter is not _enter:
+            return None
+        head = self.get_submodule("head")
+        output = getattr(head, "output", None)
+        plain = isinstance(output, nn.Linear) and hasattr(head, "hidden")
+        return output if plain else None
+
+    def hidden(self, x: Tensor, piece: Slice | None = None) -> Tensor:
+        """Run everything but the `output_layer`, for a loss that does not need all logits at once."""
+        head: Any = self.get_submodule("head")
+        hidden: Tensor = head.hidden(self._through(x, piece))
+        return hidden
 
     def _layers(self) -> list[nn.Module]:
         paths = self.anatomy.layers[self.begin : self.end]

@@ -2,7 +2,9 @@
 
 from penstock.runtime.backward import Ledger, current_ledger, defer, make_deferrable
 from penstock.runtime.batch import Batch, batch_of, cut_batch
+from penstock.runtime.chunked_loss import ChunkedLoss
 from penstock.runtime.comm import Comm, ProcessComm, ShapedComm, ThreadComm, run_threads
+from penstock.runtime.compiled_stages import CompiledLoss, compile_stage
 from penstock.runtime.dtensor_share import cut_share, local_share, share_offset
 from penstock.runtime.executor import Executor, Result
 from penstock.runtime.gradients import Tied
@@ -15,7 +17,9 @@ from penstock.runtime.visits import Mean
 
 __all__ = [
     "Batch",
+    "ChunkedLoss",
     "Comm",
+    "CompiledLoss",
     "CudaTape",
     "Executor",
     "Ledger",
@@ -28,6 +32,7 @@ __all__ = [
     "ThreadComm",
     "Tied",
     "batch_of",
+    "compile_stage",
     "current_ledger",
     "cut_batch",
     "cut_share",

@@ -6,21 +6,28 @@
 A layer can wait if it is an `nn.Linear`, a subclass with the same forward, or the `Conv1D` of transformers, and if its
 weight is a plain parameter without hooks. All other weight gradients are computed in I: norms and embeddings, which are
 little work, and layers with their own computation, about which the executor warns. A custom module can defer such work
-too: it calls `defer` inside the backward of an autograd function. A compiled module is a single node for autograd, so
-its I does everything and its W nothing.
+too: it calls `defer` inside the backward of an autograd function.
+
+Layers that `penstock.runtime.compiled_stages` has compiled wait as well: their compiled backward hands x and grad_y
+out, as the gradients of two ghosts. A module that the user has compiled is a single node for autograd, so its I does
+everything and its W nothing.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import MethodType
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
-from penstock.runtime.torch_internals import has_gradient_hooks, is_compiled
+from penstock.runtime.torch_internals import (
+    compiled_call,
+    has_gradient_hooks,
+    is_compiled,
+)
 
 DeferredWork = Callable[[], None]
 _here = threading.local()  # the ledger of the forward that runs on this thread
@@ -97,14 +104,7 @@ class _Linear(torch.autograd.Function):
             grad_x = grad @ (there.t() if turned else there)
 
         def settle() -> None:
-            rows = grad.reshape(-1, grad.shape[-1])
-            if weight.requires_grad:
-                taken = x.reshape(-1, x.shape[-1]).to(rows.dtype)
-                accumulate_product(
-                    weight, *((taken, rows) if turned else (rows, taken))
-                )
-            if bias is not None and bias.requires_grad:
-                accumulate(bias, rows.sum(0))
+            accumulate_linear(weight, bias, turned, x, grad)
 
         defer(ctx.ledger, settle)
         return grad_x, None, None, None, None
@@ -115,6 +115,18 @@ def _turned(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     flat = x.reshape(-1, x.shape[-1])
     y = flat @ weight if bias is None else torch.addmm(bias, flat, weight)
     return y.view(*x.shape[:-1], weight.shape[-1])
+
+
+def accumulate_linear(
+    weight: Tensor, bias: Tensor | None, turned: bool, x: Tensor, grad: Tensor
+) -> None:
+    """Add to the gradients of a linear layer, from its input and the gradient of its output."""
+    rows = grad.reshape(-1, grad.shape[-1])
+    if weight.requires_grad:
+        taken = x.reshape(-1, x.shape[-1]).to(rows.dtype)
+        accumulate_product(weight, *((taken, rows) if turned else (rows, taken)))
+    if bias is not None and bias.requires_grad:
+        accumulate(bias, rows.sum(0))
 
 
 def accumulate_product(weight: Tensor, grad: Tensor, x: Tensor) -> None:
@@ -147,23 +159,184 @@ def linear(
     return plain
 
 
+# ---------------------------------------------------------------- compiled linear layers
+Ghosts: TypeAlias = tuple[Tensor, Tensor]  # of x and of y
+
+
+class Trace:
+    """The ghosts of the layer that torch.compile traces now, by `ghost_number`. Empty in compiled code."""
+
+    def __init__(self) -> None:
+        self.ghosts: list[Ghosts | None] = []
+
+
+trace = Trace()
+
+
+class _CompiledLinear(torch.autograd.Function):
+    """y = x W^T + b, or x W + b where the weight lies `turned`, inside a compiled layer.
+
+    The gradients of the ghosts are x and that of y. The weight and the bias get none.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        turned: bool,
+        ghost_x: Tensor,
+        ghost_y: Tensor,
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.turned = turned
+        weight = weight.to(x.dtype)
+        bias = None if bias is None else bias.to(x.dtype)
+        return (_turned if turned else nn.functional.linear)(x, weight, bias)
+
+    @staticmethod
+    def backward(
+        ctx: Any, grad: Tensor
+    ) -> tuple[Tensor, None, None, None, Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        weight = weight.to(grad.dtype)
+        grad_x = grad @ (weight.t() if ctx.turned else weight)
+        return grad_x, None, None, None, x, grad
+
+
+class _MakeGhosts(torch.autograd.Function):
+    """Makes the ghosts of some linear layers, and hands their gradients to the ledger."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        ledger: Ledger,
+        linears: Sequence[nn.Module],
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        *weights: Tensor,
+    ) -> tuple[Tensor, ...]:
+        ctx.ledger, ctx.linears = ledger, linears
+        ctx.set_materialize_grads(False)
+        ghosts = []
+        for linear, weight in zip(linears, weights, strict=True):
+            zero = _zero(weight.device, dtype)
+            sizes = weight.shape if is_turned(linear) else weight.shape[::-1]
+            ghosts += [zero.expand(*shape, size) for size in sizes]
+        return tuple(ghosts)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, ...]:
+        for number, linear in enumerate(ctx.linears):
+            x, grad = gradients[2 * number : 2 * number + 2]
+            if x is not None and grad is not None:
+                defer(ctx.ledger, _work_of(linear, x, grad))
+        return (None,) * (4 + len(ctx.linears))
+
+
+def _work_of(linear: Any, x: Tensor, grad: Tensor) -> DeferredWork:
+    turned = is_turned(linear)
+
+    def settle() -> None:
+        accumulate_linear(linear.weight, linear.bias, turned, x, grad)
+
+    return settle
+
+
+_zeros: dict[tuple[torch.device, torch.dtype], Tensor] = {}
+
+
+def _zero(device: torch.device, dtype: torch.dtype) -> Tensor:
+    """A zero that all ghosts share. It is kept, so that recordings find it where it was."""
+    zero = _zeros.get((device, dtype))
+    if zero is None:
+        zero = _zeros[device, dtype] = torch.zeros((), dtype=dtype, device=device)
+    return zero
+
+
+def ghosts_of(
+    ledger: Ledger, linears: Sequence[nn.Module], waiting: Sequence[bool], x: Tensor
+) -> tuple[Ghosts | None, ...]:
+    """Ghosts for the linear layers that can wait, for a layer with the input x; None for the others."""
+    chosen = [linear for linear, waits in zip(linears, waiting, strict=True) if waits]
+    if not chosen:
+        return ()
+    weights: list[Tensor] = [linear.weight for linear in chosen]  # type: ignore[misc]
+    device = weights[0].device.type
+    dtype = weights[0].dtype
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+    shape = x.shape[:-1] if x.is_floating_point() else x.shape
+    made: tuple[Tensor, ...]
+    made = _MakeGhosts.apply(ledger, chosen, tuple(shape), dtype, *weights)  # type: ignore[no-untyped-call]
+    pairs = iter(zip(made[::2], made[1::2], strict=True))
+    return tuple(next(pairs) if waits else None for waits in waiting)
+
+
+def compiled_linear(layer: Any, x: Tensor, turned: bool = False) -> Tensor | None:
+    """The output of a linear layer while torch.compile traces it; None if the layer has no ghosts.
+
+    Ghosts serve once: if a layer is called again, autograd computes the weight gradient of that call. The same
+    happens if x has other rows or tokens than the input of the compiled layer, which the ghosts were made for.
+    """
+    number = getattr(layer, "ghost_number", 0)
+    if number >= len(trace.ghosts):
+        return None
+    ghosts = trace.ghosts[number]
+    if ghosts is None or x.shape != ghosts[0].shape:
+        return None
+    trace.ghosts[number] = None
+    device = x.device.type
+    if not torch.is_autocast_enabled(device):
+        y: Tensor = _CompiledLinear.apply(x, layer.weight, layer.bias, turned, *ghosts)  # type: ignore[no-untyped-call]
+        return y
+    with torch.autocast(device, enabled=False):
+        x = x.to(ghosts[0].dtype)
+        y = _CompiledLinear.apply(x, layer.weight, layer.bias, turned, *ghosts)  # type: ignore[no-untyped-call]
+        return y
+
+
 # ---------------------------------------------------------------- which layers can wait
 def make_deferrable(module: nn.Module) -> None:
     """Let the linear layers inside a module defer their weight gradients. Calling it again changes nothing."""
-    if is_compiled(module):  # one piece
+    if is_compiled(module) and not hands_out_ghosts(module):  # one piece
         return
     if (
         "forward" not in module.__dict__
     ):  # else it is done already, or has a forward of its own
-        if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward:
-            module.forward = MethodType(_linear_forward, module)  # type: ignore[method-assign]
-        elif _is_turned(module):
+        if _is_linear(module):
+            module.forward = MethodType(_linear_forward, module)
+        elif is_turned(module):
             module.forward = MethodType(_turned_forward, module)
     for inner in module.children():
         make_deferrable(inner)
 
 
-def _is_turned(module: nn.Module) -> bool:
+def hands_out_ghosts(module: nn.Module) -> bool:
+    """Whether `penstock.runtime.compiled_stages` has compiled this module, so that its W has work to do."""
+    return hasattr(compiled_call(module), "ghosts")
+
+
+def deferrable_layers(module: nn.Module) -> list[nn.Module]:
+    """The linear layers inside a module that can defer their weight gradients, each of them once."""
+    layers = []
+    for layer in module.modules():
+        own_forward = layer.__dict__.get("forward")
+        patched = getattr(own_forward, "__func__", None) in (
+            _linear_forward,
+            _turned_forward,
+        )
+        if (own_forward is None or patched) and (_is_linear(layer) or is_turned(layer)):
+            layers.append(layer)
+    return layers
+
+
+def _is_linear(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
+
+
+def is_turned(module: nn.Module) -> bool:
     """Whether this is the linear layer of transformers' GPT-2, judged by its name, shapes and forward."""
     if (
         type(module).__name__ != "Conv1D"
@@ -179,6 +352,9 @@ def _is_turned(module: nn.Module) -> bool:
 
 def _linear_forward(self: nn.Linear, x: Tensor) -> Tensor:
     """The forward of a linear layer, whose weight gradient can wait if there is a ledger."""
+    if torch.compiler.is_compiling():
+        y = compiled_linear(self, x)
+        return nn.functional.linear(x, self.weight, self.bias) if y is None else y
     ledger, weight, bias = current_ledger(), self.weight, self.bias
     if ledger is None or not _can_wait(ledger, weight, bias):
         return nn.functional.linear(x, weight, bias)
@@ -187,10 +363,18 @@ def _linear_forward(self: nn.Linear, x: Tensor) -> Tensor:
 
 def _turned_forward(self: nn.Module, x: Tensor) -> Tensor:
     """The same for a layer with a transposed weight."""
+    if torch.compiler.is_compiling():
+        y = compiled_linear(self, x, turned=True)
+        return type(self).forward(self, x) if y is None else y
     ledger, weight, bias = current_ledger(), self.weight, self.bias
     if ledger is None or not _can_wait(ledger, weight, bias):  # type: ignore[arg-type]
         return type(self).forward(self, x)  # type: ignore[no-any-return]
     return linear(x, weight, bias, turned=True)  # type: ignore[arg-type]
+
+
+def can_wait(ledger: Ledger, layer: nn.Module) -> bool:
+    """Whether the weight gradient of a linear layer can wait for W."""
+    return _can_wait(ledger, layer.weight, layer.bias)  # type: ignore[arg-type]
 
 
 def _can_wait(ledger: Ledger, weight: Tensor, bias: Tensor | None) -> bool:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from torch import nn
 
+from penstock.runtime.backward import hands_out_ghosts
 from penstock.runtime.torch_internals import gradient_version, is_compiled
 
 MAX_NAMED_LAYERS = 4
@@ -68,8 +69,9 @@ class DeferralReport:
                 "this split backward computes some weight gradients in I, so W has less to do than planned:\n"
                 "  %s\n"
                 "  an nn.Linear can wait, also a subclass that keeps its forward, and transformers' Conv1D; "
-                "other layers cannot, nor can compiled ones. Use penstock.runtime.defer in a layer of your own, or a "
-                "schedule whose backwards are whole (1f1b)",
+                "other layers cannot, nor can modules that you compiled yourself "
+                "(penstock.runtime.compile_stage compiles them so that they can). Use penstock.runtime.defer in a "
+                "layer of your own, or a schedule whose backwards are whole (1f1b)",
                 "\n  ".join(stages),
             )
 
@@ -89,7 +91,8 @@ class DeferralReport:
         listed = ", ".join(layers)
         if len(owners) > MAX_NAMED_LAYERS:
             listed += f" and {len(owners) - MAX_NAMED_LAYERS} more"
-        compiled = ", which is compiled" if is_compiled(module) else ""
+        own = is_compiled(module) and not hands_out_ghosts(module)
+        compiled = ", which is compiled" if own else ""
         return f"stage {stage}{compiled}: {share:.0%} of its trained parameters, in {listed}"
 
 

@@ -41,6 +41,12 @@ def reduction_of(name: str) -> Reduction:
     return Reduction(name)
 
 
+def plain_loss(loss: Loss) -> Loss:
+    """The loss without torch.compile or other machinery, which computes the same from logits and labels."""
+    plain: Loss = getattr(loss, "plain", loss)
+    return plain
+
+
 def as_sum(mean: Tensor, labels: Tensor) -> Tensor:
     """The sum of the losses with this mean; zero if no label counts."""
     count = (labels != IGNORED_LABEL).sum()

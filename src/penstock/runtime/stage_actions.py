@@ -19,10 +19,17 @@ from torch import Tensor, nn
 
 from penstock.carry import Slice
 from penstock.runtime.backward import Ledger, record_in
+from penstock.runtime.chunked_loss import ChunkedLoss
 from penstock.runtime.deferral_report import DeferralReport
 from penstock.runtime.frozen_stages import Rests
 from penstock.runtime.lane import LaneStep
-from penstock.runtime.loss_reduction import Loss, Reduction, as_sum, refuse_other_loss
+from penstock.runtime.loss_reduction import (
+    Loss,
+    Reduction,
+    as_sum,
+    plain_loss,
+    refuse_other_loss,
+)
 from penstock.runtime.randomness import (
     DRAWING_LOCK,
     Drawn,
@@ -214,6 +221,11 @@ class ComputedActions:
     def compute(self, step: LaneStep, x: Tensor, piece: Slice | None) -> Tensor:
         """Call the module and, on the last stage, the loss."""
         module = self.stages.modules[step.stage]
+        if step.last and isinstance(self.stages.loss, ChunkedLoss):
+            labels, valid = self.units.labels[step.unit], self.units.batch.valid
+            share = self.stages.loss.share(module, x, piece, labels, valid)
+            if share is not None:
+                return share
         y: Tensor = module(x) if piece is None else module(x, piece)
         if not isinstance(y, Tensor):
             raise not_a_tensor_error(step, module, y)
@@ -225,7 +237,7 @@ class ComputedActions:
         labels = self.units.labels[step.unit]
         if self.checks is not None and not self.checks.loss_is_checked:
             self.checks.loss_is_checked = refuse_other_loss(
-                stages.loss,
+                plain_loss(stages.loss),
                 logits,
                 labels,
                 stages.reduction,

@@ -42,16 +42,22 @@ __all__ = [
     "Store",
     "TCPStore",
     "Work",
+    "call_uncompiled",
+    "compile_graph",
     "compiled_call",
+    "compiler_limit",
     "default_store",
     "finish_sharded_backward",
     "gradient_version",
     "has_gradient_hooks",
+    "has_hooks",
     "ignore_fsdp_view_warning",
     "is_compiled",
     "is_connection_error_text",
     "is_dropout",
     "is_memory_error_text",
+    "known_compilers",
+    "let_size_vary",
     "module_attributes",
     "multiply_all",
     "norms_of_all",
@@ -62,6 +68,7 @@ __all__ = [
     "recording_bytes",
     "set_compiled_call",
     "share_offset",
+    "size_varies",
     "sleep_on_gpu",
     "supports_amx",
     "walk_back",
@@ -151,12 +158,63 @@ def set_compiled_call(module: nn.Module, call: Callable[..., Any] | None) -> Non
     module._compiled_call_impl = call
 
 
+def call_uncompiled(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Call a module, with its hooks, as if it were not compiled."""
+    return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+
 def is_compiled(module: nn.Module) -> bool:
     """Whether this module itself is compiled, by `torch.compile(module)` or by `module.compile()`.
 
     Otherwise a split backward would change the linear layers inside a compiled module.
     """
     return original_module(module) is not module or compiled_call(module) is not None
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether a hook runs before or after the forward or backward of a module."""
+    return any(
+        (
+            module._forward_hooks,
+            module._forward_pre_hooks,
+            module._backward_hooks,
+            module._backward_pre_hooks,
+        )
+    )
+
+
+def known_compilers() -> list[str]:
+    """The backends of torch.compile, by name."""
+    return list(torch.compiler.list_backends(exclude_tags=()))
+
+
+def compile_graph(compiler: str, graph: Any, inputs: list[Any]) -> Callable[..., Any]:
+    """Compile a graph, as torch.compile does with this backend.
+
+    Torch has no public name for its backends as functions.
+    """
+    from torch._dynamo import lookup_backend  # noqa: PLC0415  # loads all of torch's compiler
+
+    compiled: Callable[..., Any] = lookup_backend(compiler)(graph, inputs)
+    return compiled
+
+
+def compiler_limit() -> int:
+    """How many versions of one function torch.compile makes before it runs it uncompiled."""
+    return int(torch._dynamo.config.recompile_limit)
+
+
+def let_size_vary(tensor: Tensor, dim: int) -> None:
+    """Tell torch.compile that a size of a tensor changes from call to call.
+
+    Without it, torch would compile again for the second size that it sees.
+    """
+    torch._dynamo.maybe_mark_dynamic(tensor, dim)
+
+
+def size_varies(value: object) -> bool:
+    """Whether `let_size_vary` was called for this tensor."""
+    return bool(getattr(value, "_dynamo_weak_dynamic_indices", None))
 
 
 def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:

@@ -30,15 +30,22 @@ from penstock.ir.schedule import Schedule
 from penstock.models import even_partition, token_loss
 from penstock.models.flops import flops_per_token, keys_per_token, peak_flops
 from penstock.runtime import (
+    Batch,
+    ChunkedLoss,
     Comm,
+    CompiledLoss,
     CudaTape,
     Executor,
+    ProcessComm,
+    compile_stage,
     local_share,
     prove,
     share_offset,
     watching,
 )
+from penstock.runtime.loss_reduction import Loss
 from penstock.runtime.process.machine import count_neighbours
+from penstock.runtime.proof.warm_up import warm_up
 from penstock.schedules.coverage import hold_every_part, through_all_parts
 from penstock.train.checkpoint import (
     CheckpointFacts,
@@ -49,6 +56,7 @@ from penstock.train.checkpoint import (
     read_facts,
     sweep,
 )
+from penstock.train.compiling import COMPILER, is_compiling
 from penstock.train.data.corpus import Corpus
 from penstock.train.data.loader import (
     Deal,
@@ -131,6 +139,10 @@ class Trainer:
         self.holding = hold(
             job.sizes, schedule, job.partition, pipeline.rank, self.device, self.place
         )
+        self.compiles = is_compiling(config, self.device)
+        if self.compiles:
+            for part in self.holding.stages.values():
+                compile_stage(part, COMPILER)
         deal = Deal(
             config.rows,
             len(schedule.microbatches),
@@ -141,7 +153,9 @@ class Trainer:
         )
         cutter = cutter_of(job, self.device)
         self.loader = Loader(job.corpus, deal, config.run.seed, self.device, cutter)
-        self.executor = executor_of(job, schedule, self.holding, pipeline)
+        self.executor = executor_of(
+            job, schedule, self.holding, pipeline, self.compiles
+        )
         self.examiner = Examiner(self, through_all_parts(schedule))
         self.optimizer = adamw(self.holding.trained, config.optimizer)
         self.gradients = Gradients(self.holding, comm, self.device, counts=2)
@@ -222,14 +236,34 @@ class Trainer:
             return False
         return local_share(self.holding.parameters[name]).numel() > 0
 
+    def next_batch(self) -> Batch:
+        """The first batch of the next step, which the loader will deal again."""
+        seen = self.loader.seen
+        batch = self.loader.step()[0]
+        self.loader.seen = seen
+        return batch
+
+    def compile(self) -> None:
+        """Compile the stages of this rank while no other rank waits for them.
+
+        A rank that is done waits for the slowest compiler, so the usual patience begins afterwards.
+        """
+        began = time.perf_counter()
+        if self.comm.rank == 0:
+            _log.info("compiling the stages, which may take some minutes")
+        warm_up(self.executor, self.next_batch())
+        if isinstance(self.comm, ProcessComm):
+            self.comm.set_patience(self.job.config.run.patience)
+        if self.comm.rank == 0:
+            seconds = time.perf_counter() - began
+            _log.info("compiled the stages in %.1f s", seconds)
+
     def prove(self) -> None:
         """Check that every stage computes under the plan what a plain call computes.
 
         It uses the data of the next step, and leaves no trace in weights or loader.
         """
-        seen = self.loader.seen
-        batch = self.loader.step()[0]
-        self.loader.seen = seen
+        batch = self.next_batch()
         proof = prove(self.executor, batch)
         if self.device.type == "cuda":
             # The report shows the peak of the steps, not of the proof.
@@ -250,6 +284,8 @@ class Trainer:
         self.comm.barrier()
         with watching(self.executor):
             self.begin()
+            if self.compiles:
+                self.compile()
             if self.job.config.run.prove:
                 self.prove()
             history = History(self.job.folder, self.step) if first else None
@@ -397,7 +433,9 @@ class Examiner:
         self.loader = trainer.loader
         self.needs_links = schedule is not job.plan.schedule
         if self.needs_links:
-            self.executor = executor_of(job, schedule, trainer.holding, pipeline)
+            self.executor = executor_of(
+                job, schedule, trainer.holding, pipeline, trainer.compiles
+            )
             wanted = wanted_by(schedule, pipeline.rank, job.config.data.separate)
             deal = replace(trainer.loader.deal, wanted=wanted)
             self.loader = Loader(job.corpus, deal, job.config.run.seed, trainer.device)
@@ -471,7 +509,9 @@ def check_resumable(checkpoints: Path, sizes: Sizes, corpus: Corpus, seed: int) 
         return
 
 
-def executor_of(job: Job, schedule: Schedule, holding: Holding, comm: Comm) -> Executor:
+def executor_of(
+    job: Job, schedule: Schedule, holding: Holding, comm: Comm, compiled: bool
+) -> Executor:
     """Return an executor for this rank's lane of a schedule over the plan's stages."""
     run = job.config.run
     recompute = frozenset(
@@ -480,11 +520,16 @@ def executor_of(job: Job, schedule: Schedule, holding: Holding, comm: Comm) -> E
         if run.recompute or schedule.stages[stage].part in job.plan.recompute
     )
     record = run.graphs and schedule is job.plan.schedule
+    loss: Loss = token_loss
+    if compiled:
+        loss = CompiledLoss(loss, COMPILER)
+    if run.loss_chunk and job.config.mesh.size == 1:
+        loss = ChunkedLoss(loss, run.loss_chunk, COMPILER if compiled else "")
     return Executor(
         lower(schedule),
         holding.stages,
         comm,
-        token_loss,
+        loss,
         holding.width,
         recompute=recompute,
         autocast=torch.bfloat16 if run.precision == "bfloat16" else None,

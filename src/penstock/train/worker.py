@@ -42,6 +42,7 @@ from penstock.runtime.torch_internals import (
     is_memory_error_text,
 )
 from penstock.train.checkpoint import newest
+from penstock.train.compiling import starting_patience
 from penstock.train.data.corpus import open_corpus
 from penstock.train.data.tokenizer import kept_tokenizer, tokenizer_of
 from penstock.train.history import ROOM
@@ -253,7 +254,8 @@ def join(config: Config, placement: Placement) -> ProcessComm:
     one machine share GPUs, and gloo otherwise.
     """
     check_gpu_exists(config)
-    patience = config.run.patience
+    on_gpu = placement.backend is None and placement.wanted == "cuda"
+    patience = starting_patience(config, torch.device("cuda" if on_gpu else "cpu"))
     if placement.backend is not None:
         return init(placement.backend, patience, "cpu")
     if placement.wanted == "cuda":

@@ -154,12 +154,18 @@ class ProcessComm:
         time to end it first.
         """
         self.guard = guard
+        self.extra_seconds = extra_seconds
         self.launched.clear()
         if isinstance(self.world, IpcGroup):
             self.world.watched = guard is not None
+        self.set_patience(self.patience)
+
+    def set_patience(self, seconds: float) -> None:
+        """Let every later wait last at most this long, but not longer than the process group allows."""
+        self.patience = seconds
         # Under NCCL the GPU does the waiting; a limit would make the CPU wait instead.
-        seconds = 0.0 if self.on_gpu else self.patience + extra_seconds
-        self.limit = timedelta(seconds=seconds)
+        limit = 0.0 if self.on_gpu else seconds + self.extra_seconds
+        self.limit = timedelta(seconds=limit)
 
     def prepare(self, groups: list[tuple[int, ...]]) -> None:
         """Create the groups that `add` will use; all ranks pass the same list."""

@@ -54,7 +54,7 @@ WAYS_OUT = {
     Option.RECOMPUTE: "keep its activations: use `--set run.recompute=false`, or Executor(recompute=frozenset())",
     Option.AUTOCAST: "train it in its own precision: use `--set run.precision=float32`, or Executor(autocast=None)",
     Option.RECORDED: "do not record it: use `--set run.graphs=false`, or Executor(tape=None)",
-    Option.COMPILED: "do not compile it, or at least not the layers that differ",
+    Option.COMPILED: "do not compile it, or at least not the layers that differ: use `--set run.compile=false`",
     Option.INTERLEAVED: "its module stores something on itself in a forward and reads it in the backward, but the next "
     "forward overwrites it: store it in autograd's context, or train with one micro-batch at a time, "
     "`--set schedule.microbatches=1`",
@@ -201,7 +201,7 @@ def _judge_stages(executor: Executor, batch: Batch, rows: int | None) -> RankVer
     for stage, x in _inputs(executor, batch, chosen, rows, benches):
         number = chosen[stage]
         labels = batch.labels[number][:rows]
-        benches[stage].set_input(x, labels, _starts(batch, number, rows))
+        benches[stage].set_input(x, labels, documents_of(batch, number, rows))
     verdict = RankVerdict()
     for bench in benches.values():
         _judge(bench, verdict)
@@ -211,7 +211,7 @@ def _judge_stages(executor: Executor, batch: Batch, rows: int | None) -> RankVer
     return verdict
 
 
-def _starts(batch: Batch, number: int, rows: int | None) -> Tensor | None:
+def documents_of(batch: Batch, number: int, rows: int | None = None) -> Tensor | None:
     """Where the documents of a micro-batch start, if documents are packed."""
     return batch.starts[number][:rows] if batch.starts else None
 
@@ -237,7 +237,7 @@ def _inputs(
         x = batch.inputs[number][:rows]
         device = x.device
         shape = (x.shape[0], x.shape[1], executor.width)
-        starts = _starts(batch, number, rows)
+        starts = documents_of(batch, number, rows)
         for place, stage in enumerate(path[: end + 1]):
             rank = schedule.stages[stage].rank
             if rank != comm.rank:
@@ -330,7 +330,8 @@ def _check_split(bench: Bench, where: str, verdict: RankVerdict) -> None:
     if bench.splits_in_vain:
         verdict.warnings.append(
             f"{where} splits its backward for nothing: none of its layers leaves weight gradients to W; "
-            "torch.nn.Linear does if it is not compiled, and so do layers that call penstock.runtime.defer"
+            "torch.nn.Linear does, unless you compiled it yourself instead of calling penstock.runtime.compile_stage, "
+            "and so do layers that call penstock.runtime.defer"
         )
 
 

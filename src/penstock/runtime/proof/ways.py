@@ -30,7 +30,7 @@ from penstock.ir.schedule import MicroBatch, Schedule, Stage, schedule_of, stret
 from penstock.runtime.batch import IGNORED_LABEL, Batch
 from penstock.runtime.comm.thread import Hub, ThreadComm
 from penstock.runtime.executor import Executor
-from penstock.runtime.loss_reduction import Reduction, as_sum
+from penstock.runtime.loss_reduction import Reduction, as_sum, plain_loss
 from penstock.runtime.proof.traceless import (
     ModuleMemory,
     has_compiled_layer,
@@ -242,9 +242,17 @@ class Bench:
             output = torch.cat([sink.joined() for sink in sinks])
             return self._results(OUTPUT, output, input_gradients)
 
+    def run_all(self) -> None:
+        """Run the stage once as the plan will train it, but unrecorded, and once as it will be evaluated."""
+        options = self.options - {Option.RECORDED}
+        self.run_planned(options)
+        with self._traceless(quiet=False, seed=SEED):
+            schedule, modules = self._solo_schedule(self.module, options)
+            self._solo_executor(schedule, modules, options).evaluate(self._batch())
+
     def _loss(self, y: Tensor, labels: Tensor) -> Tensor:
         """The share of a micro-batch in the mean loss of all labels."""
-        loss = self.executor.stages.loss(y, labels)
+        loss = plain_loss(self.executor.stages.loss)(y, labels)
         if self.executor.stages.reduction is Reduction.MEAN:
             loss = as_sum(loss, labels)
         return loss / self.label_count

@@ -1,0 +1,64 @@
+"""Decides whether a run compiles its stages, which needs a compiler on the machine."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+
+import torch
+
+from penstock.config import AUTO, Config, reasons_against_compiling
+from penstock.errors import RunError
+
+# Ranks compile at the same time, but not equally long: those that are done wait for the others.
+COMPILER_SECONDS = 900.0
+COMPILER = "inductor"  # of the backends of torch.compile
+CXX_COMPILERS = ("g++", "clang++", "c++")
+C_COMPILERS = ("gcc", "clang", "cc")
+
+
+def is_compiling(config: Config, device: torch.device) -> bool:
+    """Whether a run on this device compiles its stages.
+
+    `auto` compiles on GPUs, where it was measured to help, if nothing is in its way. Raises an error if the user asked
+    for it and there is no compiler.
+    """
+    wanted = config.run.compile
+    if wanted == AUTO:
+        on_gpu = device.type == "cuda"
+        return (
+            on_gpu
+            and not reasons_against_compiling(config)
+            and not missing_compiler(device)
+        )
+    if wanted == "false":
+        return False
+    missing = missing_compiler(device)
+    if missing:
+        raise RunError(
+            f"run.compile = true needs {missing}, which is not installed here\n"
+            "  install it, or leave run.compile at auto"
+        )
+    return True
+
+
+def missing_compiler(device: torch.device) -> str:
+    """What torch.compile lacks on this machine for kernels of a device; empty if nothing."""
+    if device.type == "cuda":
+        if importlib.util.find_spec("triton") is None:
+            return "triton"
+        return _missing("CC", C_COMPILERS, "a C compiler such as gcc")
+    return _missing("CXX", CXX_COMPILERS, "a C++ compiler such as g++")
+
+
+def _missing(variable: str, programs: tuple[str, ...], description: str) -> str:
+    """The description, unless the variable or one of the programs names an executable file."""
+    names = (os.environ.get(variable, ""), *programs)
+    return "" if any(name and shutil.which(name) for name in names) else description
+
+
+def starting_patience(config: Config, device: torch.device) -> float:
+    """How long a rank may wait for another one until all stages are compiled, in seconds."""
+    extra = COMPILER_SECONDS if is_compiling(config, device) else 0.0
+    return config.run.patience + extra
