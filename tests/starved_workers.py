@@ -1,4 +1,4 @@
-"""Local workers; rank 1 runs out of memory in its first step: `starved_workers.py FOLDER`."""
+"""Local workers; rank 1 runs out of memory in its first step."""
 
 from __future__ import annotations
 
@@ -28,10 +28,9 @@ def rank(folder: str, resume: bool) -> Verdict:
     return run_worker(folder, resume)
 
 
-if __name__ == "__main__":
-    import starved_workers
-
+def main() -> None:
+    """Train in the folder that the command line names."""
     try:
-        launch(starved_workers.rank, Path(sys.argv[1]), 2, 3, False)
+        launch(rank, Path(sys.argv[1]), 2, 3, False)
     except RunError as error:
         sys.exit(str(error))
