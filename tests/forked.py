@@ -30,15 +30,12 @@ from pathlib import Path
 import penstock
 from penstock.runtime.process.launch import ENDING_SIGNALS, serve_forks
 
+# What workers and commands load. The command line is not among it, because workers go without.
 LOADED = (
     "forked",
     "mesh_workers",
     "process_workers",
     "numba",
-    "penstock.__main__",
-    "penstock.cli.app",
-    "penstock.cli.ending",
-    "penstock.cli.forecast",
     "penstock.measure",
     "penstock.plan.paths",
     "penstock.plan.planner",
@@ -46,9 +43,10 @@ LOADED = (
     "penstock.train.entry",
     "penstock.train.forecast",
     "penstock.train.launcher",
-    "penstock.train.lock",
     "penstock.train.start",
     "penstock.view",
+    "torch._dynamo",  # by the first optimizer
+    "torch.utils.tensorboard",
 )
 SIGNALS = (signal.SIGINT, *ENDING_SIGNALS)
 
