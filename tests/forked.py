@@ -11,6 +11,7 @@ that are start a real interpreter.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import signal
@@ -21,11 +22,12 @@ import threading
 import time
 import warnings
 from collections.abc import Mapping
-from importlib import import_module
+from dataclasses import dataclass
 from multiprocessing import active_children, util
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
+from runpy import run_module, run_path
 
 import penstock
 from penstock.runtime.process.launch import ENDING_SIGNALS, serve_forks
@@ -48,6 +50,7 @@ LOADED = (
     "torch._dynamo",  # by the first optimizer
     "torch.utils.tensorboard",
 )
+CLONE_NEWNET = 0x40000000  # of Linux: a namespace of networks
 SIGNALS = (signal.SIGINT, *ENDING_SIGNALS)
 
 
@@ -71,11 +74,24 @@ def end_commands() -> None:
         process.kill()
 
 
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What a shell gives to a command, apart from its words and its output."""
+
+    folder: Path
+    environment: dict[str, str]
+    strict: bool
+    session: bool
+    script: Path | None
+    network: str
+
+
 class Command:
     """A running command line, `penstock` not included. It has the methods of `Popen`.
 
     `strict` turns warnings into errors. `session` gives it a process group of its own.
-    `module` has the `main` to call; it is another one where a test breaks something first.
+    `script` is run instead of `penstock`, with `words` as its arguments. `network` is the
+    name of the network namespace to run in.
     """
 
     def __init__(
@@ -85,16 +101,15 @@ class Command:
         environment: Mapping[str, str],
         strict: bool = False,
         session: bool = False,
-        module: str = "penstock.__main__",
+        script: Path | None = None,
+        network: str = "",
     ) -> None:
         start_server()
         context = ForkServerContext()
         pipes = [context.Pipe(duplex=False) for _ in range(2)]
         theirs = [writer for _, writer in pipes]
-        arguments = (words, str(folder), dict(environment), *theirs)
-        self.process = context.Process(
-            target=_run, args=(*arguments, strict, session, module)
-        )
+        setting = Setting(folder, dict(environment), strict, session, script, network)
+        self.process = context.Process(target=_run, args=(words, setting, *theirs))
         self.process.start()
         self.chunks: list[list[bytes]] = [[], []]
         self.readers = []
@@ -148,32 +163,37 @@ def _read(pipe: Connection, chunks: list[bytes]) -> None:
 
 
 # ---------------------------------------------------------------- in the forked process
-def _run(
-    words: list[str],
-    folder: str,
-    environment: dict[str, str],
-    out: Connection,
-    err: Connection,
-    strict: bool,
-    session: bool,
-    module: str,
-) -> None:
+def _run(words: list[str], setting: Setting, out: Connection, err: Connection) -> None:
     """Become a command: as if a shell had started it."""
-    if session:
+    if setting.session:
         os.setsid()
-    os.chdir(folder)
-    _set_environment(environment)
+    if setting.network:
+        _enter(setting.network)
+    os.chdir(setting.folder)
+    _set_environment(setting.environment)
     for pipe, number in ((out, 1), (err, 2)):
         os.dup2(pipe.fileno(), number)
         pipe.close()
     for number in SIGNALS:
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    if strict:
+    if setting.strict:
         warnings.simplefilter("error")
-    sys.argv = ["penstock", *words]
+    sys.argv = [str(setting.script or "penstock"), *words]
     _serve_forks_without_loading()
-    import_module(module).main()
+    if setting.script is None:
+        run_module("penstock", run_name="__main__", alter_sys=True)
+    else:
+        sys.path.insert(0, str(setting.script.parent))
+        run_path(str(setting.script), run_name="__main__")
+
+
+def _enter(network: str) -> None:
+    """Move this process into a network namespace, as `ip netns exec` does."""
+    library = ctypes.CDLL(None, use_errno=True)
+    with open(f"/var/run/netns/{network}") as file:
+        if library.setns(file.fileno(), CLONE_NEWNET) != 0:
+            raise OSError(ctypes.get_errno(), "cannot enter a network namespace")
 
 
 def _set_environment(environment: Mapping[str, str]) -> None:

@@ -1,4 +1,4 @@
-"""Local workers; rank 1 runs out of memory in its first step."""
+"""Local workers; rank 1 runs out of memory in its first step: `starved_workers.py FOLDER`."""
 
 from __future__ import annotations
 
@@ -28,9 +28,10 @@ def rank(folder: str, resume: bool) -> Verdict:
     return run_worker(folder, resume)
 
 
-def main() -> None:
-    """Train in the folder that the command line names."""
+if __name__ == "__main__":
+    import starved_workers
+
     try:
-        launch(rank, Path(sys.argv[1]), 2, 3, False)
+        launch(starved_workers.rank, Path(sys.argv[1]), 2, 3, False)
     except RunError as error:
         sys.exit(str(error))

@@ -24,6 +24,7 @@ from torch.distributed.elastic.multiprocessing.errors import (
     ProcessFailure,
 )
 
+import starved_workers
 from commands import SMALL_CONFIG, called, ended, environment, wait_for
 from forked import Command
 from penstock import MicroBatch, Plan, Schedule, Stage, make
@@ -369,7 +370,7 @@ def test_a_rank_without_memory_for_the_first_step_says_so_and_is_not_started_aga
 ):
     assert here("train config.toml --set run.steps=1 --sample 0").code == 0
     shutil.rmtree(text / "runs" / "config" / "checkpoints")
-    starved = start(text, "runs/config", module="starved_workers")
+    starved = start(text, "runs/config", script=Path(starved_workers.__file__))
     _, err = starved.communicate()
     assert (
         "rank 1 has no memory left: CUDA out of memory. Tried to allocate 3.00 GiB\n  fewer"

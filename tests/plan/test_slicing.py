@@ -914,4 +914,4 @@ def test_a_cost_without_a_formula_has_a_valid_bound(seconds):
     cost = ModelCost((PartCost(Odd(), Odd(), Odd()),) * 4)
     plan = plan_documents(document_planner(4, cost, 256, 8, 64), [256])
     assert 0 < plan.bound <= plan.latency
-    assert sliced_plans(4, 4, 2048, cost, 8).rows[0].candidate.makespan > 0
+    assert sliced_plans(4, 4, 512, cost, 8).rows[0].candidate.makespan > 0
