@@ -1,4 +1,4 @@
-"""Makes Ctrl-C work in all tests, even if a shell started them in the background, where it is turned off.
+"""Makes Ctrl-C and SIGHUP work in all tests, even if a shell or `nohup` started them with these turned off.
 
 Commands and workers that tests start are forks of one process that has torch loaded.
 """
@@ -14,6 +14,8 @@ import pytest
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 @pytest.fixture(scope="session", autouse=True)
