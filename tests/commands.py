@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shlex
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -13,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import penstock
+from forked import Command
 from penstock.cli.app import main
 from penstock.train.history import read_rows
 
@@ -69,21 +69,10 @@ def ended(folder: Path, line: str, after: float) -> tuple[int, str]:
 
     Returns the exit code and stderr. It is another process because Python drops an
     interrupt that arrives inside a callback of the garbage collector, and hypothesis has
-    such a callback here. Torch is imported first because its C++ code aborts when an
-    interrupt arrives during the import.
+    such a callback here.
     """
-    begin = "import torch, numba; from penstock.cli.app import main; print('begun', flush=True); main()"
-    process = subprocess.Popen(
-        [sys.executable, "-c", begin, *shlex.split(line)],
-        cwd=folder,
-        env=environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    process = Command(folder, shlex.split(line), environment())
     try:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "begun\n"
         time.sleep(after)
         assert process.poll() is None, "it ended before Ctrl-C"
         process.send_signal(signal.SIGINT)
@@ -91,6 +80,7 @@ def ended(folder: Path, line: str, after: float) -> tuple[int, str]:
     finally:
         process.kill()
         process.wait()
+    assert process.returncode is not None
     return process.returncode, err
 
 

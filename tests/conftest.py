@@ -1,8 +1,30 @@
-"""Makes Ctrl-C work in all tests, even if a shell started them in the background, where it is turned off."""
+"""Makes Ctrl-C and SIGHUP work in all tests, even if a shell or `nohup` started them with these turned off.
+
+Commands and workers that tests start are forks of one process that has torch loaded.
+"""
 
 from __future__ import annotations
 
+import os
 import signal
+import sys
+from collections.abc import Iterator
+
+import pytest
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _fork_server() -> Iterator[None]:
+    """Start the process to fork from before a test needs it, if there are many tests."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        from forked import start_server  # noqa: PLC0415  # loads torch
+
+        start_server()
+    yield
+    if "forked" in sys.modules:
+        sys.modules["forked"].end_commands()

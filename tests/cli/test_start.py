@@ -76,3 +76,25 @@ def test_importing_the_package_loads_none_of_its_rooms():
     subprocess.run(
         [sys.executable, "-c", code], env=environment(), check=True, timeout=60
     )
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("simulate nope --ranks 2 --microbatches 2", "there is no schedule 'nope'"),
+        ("testbed --workers 0 -- true", "MPS serves 1 to 48 workers"),
+    ],
+)
+def test_a_mistake_is_reported_on_a_machine_without_torch(tmp_path, line, words):
+    (tmp_path / "torch.py").write_text("raise ModuleNotFoundError('no torch')\n")
+    path = os.pathsep.join([str(tmp_path), environment()["PYTHONPATH"]])
+    done = subprocess.run(
+        [sys.executable, "-m", "penstock", *line.split()],
+        env=environment(PYTHONPATH=path),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (done.returncode, words in done.stderr) == (2, True), done.stderr
+    assert "Traceback" not in done.stderr

@@ -14,6 +14,7 @@ import sys
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,10 +24,12 @@ from torch.distributed.elastic.multiprocessing.errors import (
     ProcessFailure,
 )
 
+import starved_workers
 from commands import SMALL_CONFIG, called, ended, environment, wait_for
+from forked import Command
 from penstock import MicroBatch, Plan, Schedule, Stage, make
 from penstock.config import PRESETS, Config
-from penstock.errors import RunError
+from penstock.errors import FileError, RunError
 from penstock.formats import read_plan, write_plan
 from penstock.formats.config_toml import (
     apply_changes,
@@ -39,9 +42,10 @@ from penstock.plan.planner import plan_run
 from penstock.runtime import run_threads
 from penstock.schedules.transforms import replicate
 from penstock.train.data.corpus import open_corpus
+from penstock.train.entry import run_worker
 from penstock.train.history import StepRow, read_rows
 from penstock.train.hub import settle_tokenizer
-from penstock.train.launcher import _story
+from penstock.train.launcher import _story, launch
 from penstock.train.loop import Trainer, describe
 from penstock.train.worker import Verdict, job_of, model_sizes, read_failure
 
@@ -68,28 +72,14 @@ class Done:
 
 def run(folder: Path, line: str, **more: str) -> Done:
     """Run a command line in another process, as from a shell."""
-    command, env = (
-        [sys.executable, "-W", "error", "-m", "penstock", *line.split()],
-        environment(**more),
-    )
-    done = subprocess.run(
-        command,
-        cwd=folder,
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    return Done(done.returncode, done.stdout, done.stderr)
+    process = Command(folder, line.split(), environment(**more), strict=True)
+    out, err = process.communicate()
+    assert process.returncode is not None
+    return Done(process.returncode, out, err)
 
 
-def start(folder: Path, line: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "penstock", *line.split()]
-    pipe = subprocess.PIPE
-    return subprocess.Popen(
-        command, cwd=folder, env=environment(), stdout=pipe, stderr=pipe, text=True
-    )
+def start(folder: Path, line: str, **options: Any) -> Command:
+    return Command(folder, line.split(), environment(), **options)
 
 
 def weights(run_folder: Path, step: int) -> dict[str, torch.Tensor]:
@@ -282,20 +272,8 @@ def test_an_error_before_the_first_step_is_printed_and_not_retried(text, here):
     assert (
         here("draw hanayo --ranks 2 --microbatches 4 -o runs/lost/plan.json").code == 0
     )
-    code = (
-        "from pathlib import Path; from penstock.train.entry import run_worker; "
-        "from penstock.train.launcher import launch; launch(run_worker, Path('runs/lost'), 2, 1, False)"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=text,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    assert "FileError: cannot read gone.txt" in done.stderr
+    with pytest.raises(FileError, match=r"cannot read gone\.txt"):
+        launch(run_worker, Path("runs/lost"), 2, 1, False)
 
 
 def test_two_processes_do_not_train_in_one_folder(text, here):
@@ -392,22 +370,13 @@ def test_a_rank_without_memory_for_the_first_step_says_so_and_is_not_started_aga
 ):
     assert here("train config.toml --set run.steps=1 --sample 0").code == 0
     shutil.rmtree(text / "runs" / "config" / "checkpoints")
-    tests = str(Path(__file__).parents[1])
-    both = os.pathsep.join([tests, environment()["PYTHONPATH"]])
-    done = subprocess.run(
-        [sys.executable, f"{tests}/starved_workers.py", "runs/config"],
-        cwd=text,
-        capture_output=True,
-        env=environment(PYTHONPATH=both),
-        text=True,
-        timeout=600,
-        check=False,
-    )
+    starved = start(text, "runs/config", script=Path(starved_workers.__file__))
+    _, err = starved.communicate()
     assert (
         "rank 1 has no memory left: CUDA out of memory. Tried to allocate 3.00 GiB\n  fewer"
-        in done.stderr
+        in err
     )
-    assert "restart 1 of 3" not in done.stderr
+    assert "restart 1 of 3" not in err
 
 
 # ---------------------------------------------------------------- starts that come to nothing
@@ -422,15 +391,22 @@ def test_an_error_says_that_the_process_which_starts_workers_was_killed(
     text,
 ):
     (text / "sitecustomize.py").write_text(KILLED)
-    done = run(
-        text,
-        "train config.toml",
-        PYTHONPATH=os.pathsep.join([str(text), environment()["PYTHONPATH"]]),
+    path = os.pathsep.join([str(text), environment()["PYTHONPATH"]])
+    done = subprocess.run(
+        [sys.executable, "-m", "penstock", "train", "config.toml"],
+        cwd=text,
+        env=environment(PYTHONPATH=path),
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
     )
-    assert done.code == 2
-    assert "RunError: the process that starts the workers is gone" in done.err
-    assert "there is no checkpoint yet; start again with the same command" in done.err
-    assert "Aborted" not in done.err
+    assert done.returncode == 2
+    assert "RunError: the process that starts the workers is gone" in done.stderr
+    assert (
+        "there is no checkpoint yet; start again with the same command" in done.stderr
+    )
+    assert "Aborted" not in done.stderr
     assert [path.name for path in (text / "runs").iterdir()] == ["cache"]
 
 
@@ -483,15 +459,7 @@ def test_a_failed_start_leaves_what_was_there_before(text, here, monkeypatch):
 )
 def test_sigterm_to_every_process_of_a_run_saves_and_ends(text):
     line = "train config.toml --set run.steps=4000 --set run.save=0 --set run.timed=0 --sample 0"
-    process = subprocess.Popen(
-        [sys.executable, "-m", "penstock", *line.split()],
-        cwd=text,
-        env=environment(),
-        stdout=-1,
-        stderr=-1,
-        text=True,
-        start_new_session=True,
-    )
+    process = start(text, line, session=True)
     wait_for(text / "runs" / "config", 2)
     os.killpg(process.pid, signal.SIGTERM)
     out, err = process.communicate(timeout=150)

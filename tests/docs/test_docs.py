@@ -21,6 +21,7 @@ GUIDES = sorted(
     (ROOT / "docs" / "guides").glob("*.md")
 )  # their commands are run by test_guides.py
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+SHORT = "--set data.tokens=32 --set run.evaluations=1"  # what a page sets itself wins
 BLOCK = re.compile(r"^( *)```(\w*)\n(.*?)^\1```$", re.S | re.M)
 
 
@@ -53,9 +54,15 @@ def commands(page: Path) -> list[str]:
 
 
 def arguments(line: str) -> str:
-    """The arguments of a shown command. A profile that is measured on a busy machine may be far off."""
+    """The arguments of a shown command, with short sequences for a new run.
+
+    A profile that is measured on a busy machine may be far off.
+    """
     accept = " --accept-error" if " --profile " in line else ""
-    return line.replace("\\\n", " ").removeprefix("penstock ") + accept
+    words = line.replace("\\\n", " ").removeprefix("penstock ") + accept
+    if words.startswith("train ") and "--resume" not in words:
+        return words.replace("train ", f"train {SHORT} ", 1)
+    return words
 
 
 # ---------------------------------------------------------------- what the code draws and prints

@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from commands import environment
+from forked import Command
 
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks" / "gpu"
 
 
 def run(line: str) -> None:
-    done = subprocess.run(
-        [sys.executable, *line.split()],
-        cwd=FOLDER,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    script, *words = line.split()
+    done = Command(FOLDER, words, environment(), script=FOLDER / script)
+    _, err = done.communicate()
+    assert done.returncode == 0, err
 
 
 def test_both_runtimes_run_the_same_schedules_and_find_the_same_loss(tmp_path):

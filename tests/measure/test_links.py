@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from functools import partial
 
 import pytest
 
-from commands import called
+from commands import called, environment
+from forked import Command
 from machines import limit, two_machines
 from penstock import Network
 from penstock.formats import dump_cluster, load_cluster, read_cluster
@@ -134,27 +133,12 @@ def test_two_machines_measure_the_limit_of_the_cable_between_them(tmp_path):
             "MASTER_ADDR": machines[0][2],
             "MASTER_PORT": "29572",
         }
-        line = [
-            sys.executable,
-            "-m",
-            "penstock",
-            "profile",
-            "--links",
-            "-o",
-            str(tmp_path / "cluster.toml"),
-        ]
         started = [
-            subprocess.Popen(
-                ["ip", "netns", "exec", name, *line],
-                stdout=-1,
-                stderr=-1,
-                text=True,
-                env={
-                    **os.environ,
-                    **meeting,
-                    "RANK": str(rank),
-                    "GLOO_SOCKET_IFNAME": card,
-                },
+            Command(
+                tmp_path,
+                ["profile", "--links", "-o", "cluster.toml"],
+                environment(**meeting, RANK=str(rank), GLOO_SOCKET_IFNAME=card),
+                network=name,
             )
             for rank, (name, card, _) in enumerate(machines)
         ]

@@ -914,5 +914,5 @@ def test_a_cost_without_a_formula_has_a_valid_bound(seconds):
     cost = ModelCost((PartCost(Odd(), Odd(), Odd()),) * 4)
     plan = plan_documents(document_planner(4, cost, 256, 8, 64), [256])
     assert 0 < plan.bound <= plan.latency
-    plans = sliced_plans(4, 4, 2048, cost, 8, slices=(4,), limit=8)
+    plans = sliced_plans(4, 4, 512, cost, 8, slices=(4,), limit=8)
     assert plans.best.candidate.makespan > 0

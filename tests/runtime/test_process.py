@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 import penstock
 import process_workers as workers
+from forked import Command
 from machines import two_machines
 from penstock import make
 from penstock.errors import RunError, StuckError
@@ -180,8 +181,9 @@ def test_ranks_on_two_machines_train_together_under_torchrun():
     assert len(set(losses)) == 1
 
 
-def test_scripts_run_under_plain_torchrun_and_end_when_one_is_killed():
+def test_scripts_run_under_plain_torchrun_and_end_when_one_is_killed(tmp_path):
     torchrun = [
+        sys.executable,
         "-m",
         "torch.distributed.run",
         "--standalone",
@@ -190,19 +192,12 @@ def test_scripts_run_under_plain_torchrun_and_end_when_one_is_killed():
         str(SCRIPT),
         "well",
     ]
-    lines = [
-        (torchrun, {}),
-        *(([str(SCRIPT), "kill", "1"], place) for place in places(2)),
-    ]
     started = [
-        subprocess.Popen(
-            [sys.executable, *line],
-            env=environment(**place),
-            stdout=-1,
-            stderr=-1,
-            text=True,
-        )
-        for line, place in lines
+        subprocess.Popen(torchrun, env=environment(), stdout=-1, stderr=-1, text=True),
+        *(
+            Command(tmp_path, ["kill", "1"], environment(**place), script=SCRIPT)
+            for place in places(2)
+        ),
     ]
     try:
         (said, errors), (_, hurt), _ = (one.communicate(timeout=600) for one in started)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from commands import environment
+from forked import Command
 from machines import limit, two_machines
 from penstock import ModelCost, Network, PartCost, Seconds, lower, make, simulate
 from penstock.ir import schedule_of
@@ -190,28 +190,18 @@ def one_step(schedule, cost: ModelCost, tokens: int) -> float:
 
 
 # ---------------------------------------------------------------- against a real limit
-def test_a_real_link_of_that_bandwidth_takes_as_long():
+def test_a_real_link_of_that_bandwidth_takes_as_long(tmp_path):
     """Two machines on a cable limited by the kernel's token bucket, against the emulation of it."""
     megabits, size = 80, 4_000_000
     with two_machines() as machines:
         limit(machines, megabits)
         started = [
-            subprocess.Popen(
-                [
-                    "ip",
-                    "netns",
-                    "exec",
-                    name,
-                    sys.executable,
-                    str(SCRIPT),
-                    str(rank),
-                    machines[0][2],
-                    card,
-                    str(size),
-                ],
-                stdout=-1,
-                stderr=-1,
-                text=True,
+            Command(
+                tmp_path,
+                [str(rank), machines[0][2], card, str(size)],
+                environment(),
+                script=SCRIPT,
+                network=name,
             )
             for rank, (name, card, _) in enumerate(machines)
         ]

@@ -19,7 +19,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from penstock.cost.columns import columns, levels
 from penstock.cost.cost import Cost
+from penstock.cost.memory import activation_caps, device_bytes
 from penstock.cost.placed import PlacedCost
 from penstock.cost.wrapped import CopiedCost, NoisyCost
 from penstock.ir.plan import Facts, Plan
@@ -29,7 +31,7 @@ from penstock.ir.timeline import Timeline
 from penstock.plan.bound import lower_bound
 from penstock.schedules.transforms import replicate
 from penstock.sim.shared import simulate_shared
-from penstock.sim.simulate import simulate, weights_of
+from penstock.sim.simulate import simulate
 
 ShapeWords = tuple[tuple[str, int], ...]
 NOISE_SEEDS = range(4)
@@ -47,6 +49,7 @@ class Judge:
     copies: int = 1  # of the schedule
     side_by_side: bool = False  # whether the copies of a rank have neighbouring numbers
     uneven: bool = False  # whether copies differ, because devices or links do
+    recorded: bool = False  # whether actions are recorded as CUDA graphs
 
     def timeline(self, schedule: Schedule) -> Timeline:
         """Return the predicted timeline of one pass, with all copies or with two of them."""
@@ -76,7 +79,17 @@ class Judge:
         """Return the bytes that are left for the activations of each rank; None for any number."""
         if self.memory is None:
             return None
-        return self.memory - weights_of(schedule, self.cost)
+        if not self.cost.units.bytes:  # The papers count activations and nothing else.
+            return np.full(schedule.ranks, self.memory)
+        return activation_caps(schedule, self.cost, self.memory, self.recorded)
+
+    def peak(self, schedule: Schedule) -> float:
+        """Return the bytes of the fullest device; in the units of the papers, its activations."""
+        if not self.cost.units.bytes:
+            return float(levels(schedule, columns(schedule, self.cost)).max())
+        if self.copies > 1:
+            schedule = replicate(schedule, 2)  # It also holds what sums need.
+        return float(device_bytes(schedule, self.cost, self.recorded).max())
 
     def fits(self, peak: float) -> bool:
         """Whether a device can hold this many bytes."""
@@ -143,7 +156,7 @@ def evaluate_schedule(
         judge.step(schedule, makespan),
         makespan,
         timeline.bubble,
-        float((timeline.weights + timeline.peak_activations).max()),
+        judge.peak(schedule),
         len(schedule.stages) / schedule.parts,
         lower_bound(schedule, cost),
         math.nan,

@@ -126,6 +126,7 @@ class ProfilePricing:
             cell.copies,
             cell.side_by_side,
             uneven=self.cluster is not None,
+            recorded=self.workload.recorded,
         )
 
     def setting(self, cell: Cell) -> Setting:
@@ -169,9 +170,7 @@ class ProfilePricing:
 
     def least_bytes(self, cell: Cell) -> float:
         """Return the bytes of the fullest device with one micro-batch in flight."""
-        schedule = self._smallest(cell)
-        timeline = Judge(self.cost(cell)).timeline(schedule)
-        return float((timeline.weights + timeline.peak_activations).max())
+        return Judge(self.cost(cell)).peak(self._smallest(cell))
 
     def _smallest(self, cell: Cell) -> Schedule:
         return make("1f1b", ranks=cell.ranks, microbatches=1)

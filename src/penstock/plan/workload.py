@@ -55,6 +55,7 @@ class Workload:
     max_stages: int = 16  # of a rank
     max_slices: int = 16  # of a sequence; 1 for models that cannot be sliced
     granularity: int = MIN_GRANULARITY  # tokens that cuts are multiples of
+    recorded: bool = False  # whether actions are recorded as CUDA graphs
     exact: bool = False  # all devices must be used, because they already run
     uneven: bool = (
         False  # some links are faster than others, so it matters who is near whom
@@ -232,6 +233,7 @@ def workload_of(
         processors,
         config.run.accumulate,
         granularity=gcd(granularity, config.data.tokens),
+        recorded=config.run.graphs,
         exact=exact,
         uneven=uneven,
         fixed=fixed,

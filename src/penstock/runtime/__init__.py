@@ -1,19 +1,33 @@
-"""Runs schedules on real tensors: executors, communication between ranks, and split backwards."""
+"""Runs schedules on real tensors: executors, communication between ranks, and split backwards.
 
-from penstock.runtime.backward import Ledger, current_ledger, defer, make_deferrable
-from penstock.runtime.batch import Batch, batch_of, cut_batch
-from penstock.runtime.chunked_loss import ChunkedLoss
-from penstock.runtime.comm import Comm, ProcessComm, ShapedComm, ThreadComm, run_threads
-from penstock.runtime.compiled_stages import CompiledLoss, compile_stage
-from penstock.runtime.dtensor_share import cut_share, local_share, share_offset
-from penstock.runtime.executor import Executor, Result
-from penstock.runtime.gradients import Tied
-from penstock.runtime.process.launch import finish, init, spawn
-from penstock.runtime.process.watchdog import watching
-from penstock.runtime.proof.prove import Proof, prove
-from penstock.runtime.shards import shard_layers
-from penstock.runtime.tape import CudaTape, Tape
-from penstock.runtime.visits import Mean
+Names are loaded when they are first used. So a command can use what needs no torch, such as the
+testbed or the report of an error, without loading torch, which takes seconds.
+"""
+
+from __future__ import annotations
+
+TYPE_CHECKING = False  # as in typing, which takes time to import
+if TYPE_CHECKING:
+    from penstock.runtime.backward import Ledger, current_ledger, defer, make_deferrable
+    from penstock.runtime.batch import Batch, batch_of, cut_batch
+    from penstock.runtime.chunked_loss import ChunkedLoss
+    from penstock.runtime.comm import (
+        Comm,
+        ProcessComm,
+        ShapedComm,
+        ThreadComm,
+        run_threads,
+    )
+    from penstock.runtime.compiled_stages import CompiledLoss, compile_stage
+    from penstock.runtime.dtensor_share import cut_share, local_share, share_offset
+    from penstock.runtime.executor import Executor, Result
+    from penstock.runtime.gradients import Tied
+    from penstock.runtime.process.launch import finish, init, spawn
+    from penstock.runtime.process.watchdog import watching
+    from penstock.runtime.proof.prove import Proof, prove
+    from penstock.runtime.shards import shard_layers
+    from penstock.runtime.tape import CudaTape, Tape
+    from penstock.runtime.visits import Mean
 
 __all__ = [
     "Batch",
@@ -48,3 +62,37 @@ __all__ = [
     "spawn",
     "watching",
 ]
+
+# The public names of each module.
+_MODULES = {
+    "backward": ("Ledger", "current_ledger", "defer", "make_deferrable"),
+    "batch": ("Batch", "batch_of", "cut_batch"),
+    "chunked_loss": ("ChunkedLoss",),
+    "comm": ("Comm", "ProcessComm", "ShapedComm", "ThreadComm", "run_threads"),
+    "compiled_stages": ("CompiledLoss", "compile_stage"),
+    "dtensor_share": ("cut_share", "local_share", "share_offset"),
+    "executor": ("Executor", "Result"),
+    "gradients": ("Tied",),
+    "process.launch": ("finish", "init", "spawn"),
+    "process.watchdog": ("watching",),
+    "proof.prove": ("Proof", "prove"),
+    "shards": ("shard_layers",),
+    "tape": ("CudaTape", "Tape"),
+    "visits": ("Mean",),
+}
+
+
+def __getattr__(name: str) -> object:
+    """Load a public name on first use."""
+    from importlib import import_module  # noqa: PLC0415
+
+    for module, names in _MODULES.items():
+        if name in names:
+            globals()[name] = getattr(import_module(f"penstock.runtime.{module}"), name)
+            return globals()[name]
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """All public names, including those that are not loaded yet."""
+    return sorted({*globals(), *__all__})
