@@ -65,12 +65,7 @@ class Round(NamedTuple):
 
 
 FIRST_ROUNDS = (Round(4, 0.2, math.inf), Round(16, 0.5, math.inf), Round(64, 1.0, 0.5))
-LATER_ROUNDS = (
-    Round(256, 2.0, 1.0),
-    Round(256, 1.0, 0.3),
-    Round(256, 3.0, 0.5),
-    Round(256, 1.0, math.inf),
-)
+LATER_ROUNDS = (Round(256, 2.0, 1.0), Round(256, 3.0, 0.5), Round(256, 5.0, 0.5))
 
 
 def round_of(number: int) -> Round:

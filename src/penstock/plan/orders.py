@@ -5,7 +5,8 @@ Many orders are listed first, each with another rule of the list scheduler:
     priority   which of the ready actions a rank starts: backwards first, the oldest micro-batch first, or the one with
                the longest way to the end still before it
     release    how much later than the one before a micro-batch may enter. One that enters as soon as it can often waits
-               later on, where it takes memory. Micro-batches that enter at the pace of the ranks leave it to others.
+               later on, where it takes memory, and others wait for it. So some micro-batches enter at once, and the
+               others at some pace, from much faster than the ranks can work to a little slower.
     cap        the scheduler may be given less memory than there is; then it starts fewer micro-batches at a time
 
 The best few are then improved by local search (`penstock.plan.improve`). Work is counted in simulations of all lanes,
@@ -16,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from itertools import count, islice
+from itertools import count, islice, product
 
 import numpy as np
 
@@ -34,27 +35,34 @@ from penstock.schedules.list_scheduling import (
     sequential_schedule,
 )
 
-LIST_WORK = 10  # listing takes about as long as this many simulations
+LIST_WORK = 50  # listing takes about as long as this many simulations
 IMPROVED = (
     4,
     2,
     1,
 )  # how many orders take part in each round of moves; later rounds have one
-RELEASES = (
-    0.0,
-    1.0,
-    0.5,
-    0.8,
-    0.9,
-    1.1,
-    1.2,
-    0.65,
-)  # in a rank's time for one micro-batch
-FIRST_BATCH = 20  # listed orders before the first moves
-LATER_BATCH = 10  # and between later rounds of moves
-FIRST_MOVES = (
-    1000  # tried on each order in the first round; each later round has twice as many
+MAX_ENTRIES = 16  # orders that are kept
+FIRST_BATCH = 40  # listed orders before the first moves
+LATER_BATCH = 60  # and between later rounds of moves
+# Paces at which micro-batches enter, in a rank's time for one micro-batch, and the share of the ranks that they may
+# fill at once before. The most useful ones come first.
+FIRST_RELEASES = (
+    (0.0, 0.0),
+    (1.0, 0.0),
+    (0.5, 0.0),
+    (0.15, 0.0),
+    (0.8, 0.0),
+    (0.9, 0.0),
+    (1.15, 0.5),
+    (0.25, 0.0),
+    (1.05, 0.25),
+    (0.65, 0.0),
+    (1.1, 0.0),
+    (0.4, 0.0),
+    (1.2, 0.0),
 )
+LATER_PACES = tuple(round(0.05 * step, 2) for step in range(1, 26))
+LATER_HEAD_STARTS = (0.0, 0.25, 0.375, 0.5, 0.625)
 CAP_SHARES = (1.0, 0.8, 0.6)
 MAX_WORK = 200_000
 MAX_TIMED_ACTIONS = 100_000_000  # in all simulations of a search together
@@ -191,6 +199,8 @@ class _Hunt:
     def _add(self, problem: Problem, lanes: Ints) -> None:
         makespan = time_lanes(problem, lanes)
         self.entries.append(_Entry(problem, lanes, makespan, self.seed))
+        if len(self.entries) > 2 * MAX_ENTRIES:
+            self.entries = self._best_entries(MAX_ENTRIES)
         self._note(makespan)
 
     def _note(self, makespan: float) -> None:
@@ -230,8 +240,8 @@ class _Draft:
             caps = self._caps(share)
             if caps is None:
                 continue
-            for release in RELEASES:
-                times = self._release_times(release)
+            for pace, head_start in self._releases():
+                times = self._release_times(pace, head_start)
                 for ordinals in priorities:
                     yield self.lister.lanes(ordinals, caps, times)
 
@@ -245,13 +255,22 @@ class _Draft:
         caps = self.caps * share
         return None if (caps < least).any() else caps
 
-    def _release_times(self, release: float) -> Floats:
-        """Let each micro-batch enter `release` times a rank's work for one micro-batch after the one before it."""
+    def _releases(self) -> list[tuple[float, int]]:
+        """Return pairs of a pace and the number of micro-batches that enter at once, each pair only once."""
+        ranks = self.problem.schedule.ranks
+        pairs = [*FIRST_RELEASES, *product(LATER_PACES, LATER_HEAD_STARTS)]
+        return list(
+            dict.fromkeys((pace, round(ranks * share)) for pace, share in pairs)
+        )
+
+    def _release_times(self, pace: float, head_start: int) -> Floats:
+        """Let each micro-batch enter `pace` times a rank's work for one after the one before it."""
         table = self.problem.schedule.table
         work = np.bincount(table.rank, self.problem.costs.seconds).max()
-        pace = release * work / len(self.problem.schedule.microbatches)
+        seconds = pace * work / len(self.problem.schedule.microbatches)
         enters = (table.kind == FORWARD) & (table.position == 0) & (table.slice == 0)
-        times: Floats = np.where(enters, table.microbatch * pace, 0.0)
+        waiting = np.maximum(table.microbatch - head_start, 0)
+        times: Floats = np.where(enters, waiting * seconds, 0.0)
         return times
 
     def _priorities(self) -> Iterator[Ints]:
