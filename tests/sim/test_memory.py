@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,7 +21,10 @@ from penstock.cost.memory import (
     recordings_of,
 )
 from penstock.cost.sizes import part_moments
+from penstock.formats import load_profile
 from penstock.ir import Op, lower
+
+RESULTS = Path(__file__).resolve().parents[2] / "docs" / "results" / "h200"
 
 TIME = Seconds(base=1.0)
 PART = PartCost(TIME, TIME, TIME, held=10.0, message=1.0, weights=1000.0)
@@ -36,9 +41,11 @@ def test_a_device_holds_weights_activations_and_messages():
     assert use.weights.tolist() == [1000.0] * 3
     assert use.activations.tolist() == [30.0, 20.0, 10.0]
     assert use.more.tolist() == [0.0] * 3
-    # Up to four sends and one receive of one byte; all ranks send and receive.
-    assert use.messages.tolist() == [5.0] * 3
-    assert device_bytes(schedule, cost).tolist() == [1035.0, 1025.0, 1015.0]
+    # All sends may be in flight, up to 16 of them, and one receive.
+    assert use.messages.tolist() == [5.0, 9.0, 5.0]
+    assert device_bytes(schedule, cost).tolist() == [1035.0, 1029.0, 1015.0]
+    many = make("1f1b", ranks=3, microbatches=20)
+    assert device_memory(many, cost).messages.tolist() == [17.0] * 3
 
 
 def test_moments_count_only_while_an_action_runs():
@@ -140,3 +147,42 @@ def test_wrapped_costs_and_unit_costs_have_memories_too():
     noisy = device_bytes(schedule, NoisyCost(cost))
     assert noisy.tolist() == device_bytes(schedule, cost).tolist()
     assert device_memory(schedule, UnitCost()).weights.tolist() == [0.0, 0.0]
+
+
+SHAPES = {
+    "gpipe": {},
+    "1f1b": {},
+    "interleaved v=4": {"chunks": 4},
+    "hanayo W=1": {"waves": 1},
+    "hanayo W=2": {"waves": 2},
+    "hanayo W=4": {"waves": 4},
+    "zb-h1": {},
+    "zb-v": {},
+    "interleaved-zb v=2": {"chunks": 2},
+}
+
+
+def test_bytes_are_those_that_torch_allocated_on_an_h200():
+    """Ranks without embedding and head, whose vocabulary the profile does not share."""
+    rows = json.loads((RESULTS / "profiles.json").read_text())["rows"]
+    text = json.dumps(next(row["profile"] for row in rows if row["width"] == 1024))
+    profile = replace(load_profile(text), layers=64)
+    compared = 0
+    for row in json.loads((RESULTS / "schedules-8.json").read_text())["rows"]:
+        if row["name"] not in SHAPES:
+            continue
+        schedule = make(
+            row["name"].split()[0],
+            ranks=8,
+            microbatches=row["microbatches"],
+            **SHAPES[row["name"]],
+        )
+        parts = schedule.parts
+        cost = profile.cost((64 // parts,) * parts, tokens=2048)
+        # The benchmark has no optimizer: only weights and gradients.
+        bare = tuple(replace(part, weights=part.weights / 2) for part in cost.parts)
+        found = device_bytes(schedule, replace(cost, parts=bare))
+        for rank in range(1, 7):
+            assert 0.83 < found[rank] / row["memory"][rank] < 1.02
+            compared += 1
+    assert compared >= 100

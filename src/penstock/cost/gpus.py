@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from penstock.cost.network import Network
+from penstock.cost.network import Link, Network
 from penstock.cost.profile import Block, Point, Profile, block
 from penstock.cost.sizes import (
     FLOAT32_BYTES,
@@ -67,14 +67,6 @@ FLOAT32_GRADIENT_BYTES = 16.0
 ADAM_PASSES = 6.0  # over weights, gradients and state, in float32
 PREFIX_SHARES = (0.0, 0.1, 0.25, 0.5, 0.75, 1.0)
 MIN_POINT_TOKENS = 16
-
-
-@dataclass(frozen=True, slots=True)
-class Link:
-    """Latency in seconds and bandwidth in bytes per second, in one direction."""
-
-    latency: float
-    bandwidth: float
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,6 +27,14 @@ class Network:
         _check_pairs("bandwidth", self.bandwidth, least=MIN_BANDWIDTH)
 
 
+@dataclass(frozen=True, slots=True)
+class Link:
+    """Latency in seconds and bandwidth in bytes per second, in one direction."""
+
+    latency: float
+    bandwidth: float
+
+
 def _check_pairs(quantity: str, value: PerPair, least: float) -> None:
     rows = value if isinstance(value, tuple) else ((value,),)
     if any(len(row) != len(rows) for row in rows):

@@ -69,6 +69,8 @@ class Block:
     kept: float = 0.0  # from I to the end of W
     weights: float = 0.0  # weights, gradients and AdamW's state
     update: float = 0.0  # seconds of AdamW's update
+    # Whole weights and gradients of a sharded block while a step runs; they are not in `weights`.
+    gathered: float = 0.0
 
     def fit(self, op: Op) -> Fit:
         """The fit of one op."""
@@ -196,6 +198,7 @@ class Profile:
         if first and last:
             weights -= self.tied
         tied = self.tied if first != last else 0.0
+        gathered = sum(count * block.gathered for count, block in blocks)
         moments = part_moments(
             dict(self.model), layers, first, last, self.rows, self.is_half
         )
@@ -209,7 +212,7 @@ class Profile:
             message=self.message,
             recompute=recompute,
             tied=tied,
-            weights=weights,
+            weights=weights + gathered,
             gradients=(weights - tied) / TENSORS_PER_WEIGHT,
             tied_gradients=tied / TENSORS_PER_WEIGHT,
             **moments._asdict(),

@@ -1,0 +1,242 @@
+"""The profile of one process, where a rank of the schedule is a mesh of several processes.
+
+    tensor   each process has some heads and features of every layer, and all have x. A layer sums x over the
+             processes twice in its forward, after attention and after the MLP, and twice in its backward. The
+             embedding sums x once; the head gathers the logits, and sums the gradient of x.
+    shard    each process keeps a share of the weights, their gradients and AdamW's state, and has micro-batches
+             of its own. The runtime gathers a layer once per step, before its first forward, and sums its
+             gradients once, after the last action of its part, whatever the number of micro-batches.
+
+Sums are rings over the links inside a machine. Actions wait for the sums of `tensor`, so these are part of their
+times. The sum of gradients over `shard` follows a part's last action, as AdamW's update does, so it is part of
+`update`. The gathers delay the first micro-batch on every part of its path: `gather_seconds`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import NamedTuple
+
+from penstock.cost.curve import Curve, Seconds, sum_curves
+from penstock.cost.fit import Fit
+from penstock.cost.network import Link
+from penstock.cost.profile import TENSORS_PER_WEIGHT, Block, Point, Profile
+from penstock.cost.sizes import FLOAT32_BYTES, HALF_BYTES, held_numbers
+from penstock.errors import ShapeError
+
+SUMS_PER_LAYER = 2  # of the hidden state, in a forward and in a backward each
+# Whole copies that a sharded block has during a step: the weights and their gradients, and, while
+# the gradients of an embedding or a head are summed, one more.
+GATHERED_LAYER_COPIES = 2
+GATHERED_END_COPIES = 3
+
+
+class Shares(NamedTuple):
+    """What one process has of a block; 1 is all of it."""
+
+    work: float  # seconds of an action
+    held: float  # activations
+    numbers: float  # parameters, before they are sharded
+
+
+def mesh_profile(
+    profile: Profile, tensor: int, shard: int, link: Link, slowdown: float = 1.0
+) -> Profile:
+    """The profile of a process in a mesh of `tensor` x `shard` processes, with their communication.
+
+    `link` is the one between two of these processes. With `slowdown`, processes that share too few
+    processors compute so many times longer. The sizes of the model must be among the profile's facts.
+    """
+    if tensor < 1 or shard < 1:
+        raise ShapeError(
+            f"a mesh of {tensor} x {shard} processes is impossible; both must be at least 1"
+        )
+    if tensor == shard == 1 and slowdown == 1.0:
+        return profile
+    embed, layer, head = _shares(profile, tensor)
+    item = HALF_BYTES if profile.is_half else FLOAT32_BYTES
+    hidden = profile.rows * _size(profile, "width")
+    vocab = profile.rows * _size(profile, "vocab")
+    sums = _tensor_sum(tensor, link)
+    gathers = _gather(tensor, link)
+    blocks = {}
+    for name, share, forward, backward, copies in (
+        ("embed", embed, sums(FLOAT32_BYTES * hidden), Seconds(), GATHERED_END_COPIES),
+        (
+            "layer",
+            layer,
+            sums(item * hidden, SUMS_PER_LAYER),
+            sums(item * hidden, SUMS_PER_LAYER),
+            GATHERED_LAYER_COPIES,
+        ),
+        ("head", head, gathers(item * vocab), sums(item * hidden), GATHERED_END_COPIES),
+    ):
+        original: Block = getattr(profile, name)
+        block = _share_of(original, share, slowdown, forward, backward)
+        blocks[name] = _sharded(block, shard, copies, link)
+    # Shards keep a copy of a tied weight for each part.
+    tied = 0.0 if shard > 1 else profile.tied * head.numbers
+    facts = (*profile.device, ("tensor", tensor), ("shard", shard))
+    return replace(profile, **blocks, tied=tied, device=facts)  # type: ignore[arg-type]
+
+
+def gather_seconds(profile: Profile, tensor: int, shard: int, link: Link) -> float:
+    """Seconds by which gathering sharded weights delays a step: all layers, one after the other.
+
+    The first micro-batch waits on every part of its path until that part's layers are gathered.
+    `profile` is that of the whole model, before `mesh_profile`.
+    """
+    if shard == 1:
+        return 0.0
+    total = 0.0
+    shares = _shares(profile, tensor)
+    blocks = profile.blocks(profile.layers, first=True, last=True)
+    for (count, block), share in zip(
+        blocks, (shares[1], shares[0], shares[2]), strict=True
+    ):
+        size = block.weights * share.numbers / TENSORS_PER_WEIGHT
+        total += count * _exchange(size, shard, link)
+    return total
+
+
+def _exchange(size: float, processes: int, link: Link) -> float:
+    """Seconds to gather `size` bytes from all processes, or to sum them and leave each its share."""
+    steps = processes - 1
+    return steps * (link.latency + size / processes / link.bandwidth)
+
+
+def _tensor_sum(tensor: int, link: Link) -> Callable[..., Seconds]:
+    """Seconds of sums of `bytes_per_token` over the processes of a tensor row, as a curve over tokens."""
+
+    def seconds(bytes_per_token: float, count: int = 1) -> Seconds:
+        # A ring sums in two exchanges: to its shares, and back.
+        base = 2 * _exchange(0.0, tensor, link)
+        token = 2 * _exchange(bytes_per_token, tensor, link) - base
+        return Seconds(base=count * base, token=count * token)
+
+    return seconds
+
+
+def _gather(tensor: int, link: Link) -> Callable[[float], Seconds]:
+    """The same for a gather."""
+
+    def seconds(bytes_per_token: float) -> Seconds:
+        base = _exchange(0.0, tensor, link)
+        token = _exchange(bytes_per_token, tensor, link) - base
+        return Seconds(base=base, token=token)
+
+    return seconds
+
+
+def _share_of(
+    block: Block, share: Shares, slowdown: float, forward: Seconds, backward: Seconds
+) -> Block:
+    """A block with the work of one process and the sums inside its actions. W sums nothing."""
+    work = share.work * slowdown
+
+    def scaled(fit: Fit, sums: Seconds) -> Fit:
+        curve: Curve = sum_curves([(work, fit.curve), (1.0, sums)])
+        return replace(fit, curve=curve)
+
+    points = []
+    for one in block.points:
+        place = (one.tokens, one.prefix)
+        there = forward.of(*place)
+        back = backward.of(*place)
+        point = Point(
+            *place,
+            F=work * one.F + there,
+            B=work * one.B + back,
+            I=work * one.I + back,
+            W=work * one.W,
+            held_out=one.held_out,
+        )
+        points.append(point)
+    return replace(
+        block,
+        points=tuple(points),
+        F=scaled(block.F, forward),
+        B=scaled(block.B, backward),
+        I=scaled(block.I, backward),
+        W=scaled(block.W, Seconds()),
+        held=block.held * share.held,
+        kept=block.kept * share.held,
+        weights=block.weights * share.numbers,
+        update=block.update * share.numbers * slowdown,
+    )
+
+
+def _sharded(block: Block, shard: int, copies: int, link: Link) -> Block:
+    """A block whose weights, gradients and state are divided among `shard` processes."""
+    if shard == 1:
+        return block
+    gradients = block.weights / TENSORS_PER_WEIGHT
+    return replace(
+        block,
+        weights=block.weights / shard,
+        gathered=copies * gradients,
+        update=block.update / shard + _exchange(gradients, shard, link),
+    )
+
+
+# ---------------------------------------------------------------- the share of a process
+def _shares(profile: Profile, tensor: int) -> tuple[Shares, Shares, Shares]:
+    """The shares of embedding, layer and head in the fullest of `tensor` processes."""
+    if tensor == 1:
+        everything = Shares(1.0, 1.0, 1.0)
+        return everything, everything, everything
+    facts = dict(profile.model)
+    is_gpt = facts.get("family") == "gpt"
+    width, heads, inner, vocab = (
+        _size(profile, name) for name in ("width", "heads", "inner", "vocab")
+    )
+    kv_heads = heads if is_gpt else _size(profile, "kv_heads")
+    for name, count in (("heads", heads), ("kv_heads", kv_heads), ("inner", inner)):
+        if count % tensor:
+            raise ShapeError(
+                f"{tensor} processes cannot divide the model's {name} = {count} evenly"
+            )
+    keys = kv_heads * (width // heads)
+    norms = (4 if is_gpt else 2) * width
+    cut = 2 * width * width + 2 * width * keys + (2 if is_gpt else 3) * width * inner
+    whole_numbers = norms
+    if is_gpt:
+        cut += (
+            3 * width + inner
+        )  # biases of query, key, value and of the first MLP matrix
+        whole_numbers += 2 * width  # biases of the outputs, which every process has
+    words = math.ceil(vocab / tensor)
+    positions = 0
+    if is_gpt:
+        embed_numbers = profile.embed.weights / TENSORS_PER_WEIGHT / FLOAT32_BYTES
+        positions = max(round(embed_numbers) - vocab * width, 0)
+    head_norm = (2 if is_gpt else 1) * width
+    whole, divided = held_numbers("gpt" if is_gpt else "llama", width, keys, inner)
+    item = HALF_BYTES if profile.is_half else FLOAT32_BYTES
+    all_held = whole * FLOAT32_BYTES + divided * item
+    held = (whole * FLOAT32_BYTES + divided * item / tensor) / all_held
+    return (
+        Shares(1.0, 1.0, (words * width + positions) / (vocab * width + positions)),
+        Shares(
+            1.0 / tensor,
+            held,
+            (cut / tensor + whole_numbers) / (cut + whole_numbers),
+        ),
+        Shares(
+            1.0 / tensor,
+            1.0,
+            (words * width + head_norm) / (vocab * width + head_norm),
+        ),
+    )
+
+
+def _size(profile: Profile, name: str) -> int:
+    value = dict(profile.model).get(name)
+    if not isinstance(value, int) or value < 1:
+        raise ShapeError(
+            f"the profile does not say the model's {name}, which a mesh needs; "
+            "measure it again with `penstock profile`"
+        )
+    return value

@@ -1,0 +1,115 @@
+"""The profile of a process in a mesh, with its communication."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from penstock import make
+from penstock.config import MeshConfig, ModelConfig
+from penstock.cost.gpus import analytic_profile, gpu_of
+from penstock.cost.mesh import gather_seconds, mesh_profile
+from penstock.cost.network import Link
+from penstock.errors import ShapeError
+from penstock.ir import Op
+from penstock.models import GPTConfig, LlamaConfig
+from penstock.train.mesh import shares_of
+
+MODEL = ModelConfig(
+    layers=8, width=1024, heads=16, kv_heads=8, inner=2816, vocab=32_000
+)
+FREE = Link(0.0, 1e30)
+FAST = Link(10e-6, 300e9)
+
+
+def profile_of(model: ModelConfig = MODEL, precision: str = "float32"):
+    return analytic_profile(model, 1024, rows=2, gpu="a100", precision=precision)
+
+
+@pytest.mark.parametrize("tensor", [2, 4])
+@pytest.mark.parametrize("family", ["llama", "gpt"])
+def test_shares_are_those_of_the_runtime(family, tensor):
+    common = {"vocab": 1001, "width": 64, "layers": 2, "heads": 4, "inner": 128}
+    if family == "gpt":
+        sizes = GPTConfig(**common, positions=1024)
+        model = ModelConfig(family="gpt", kv_heads=4, **common)
+    else:
+        sizes = LlamaConfig(**common, kv_heads=4)
+        model = ModelConfig(kv_heads=4, **common)
+    whole = profile_of(model)
+    for shard in (1, 2):
+        found = mesh_profile(whole, tensor, shard, FREE)
+        expected = shares_of(sizes, MeshConfig(tensor=tensor, shard=shard))
+        for name, share in zip(("embed", "layer", "head"), expected, strict=True):
+            before, after = getattr(whole, name), getattr(found, name)
+            bytes_ = after.weights + after.gathered
+            assert bytes_ / before.weights == pytest.approx(share.memory)
+            assert after.update / before.update == pytest.approx(share.numbers)
+            assert after.held / before.held == pytest.approx(share.held)
+            ratio = after.F.curve.of(512, 0) / before.F.curve.of(512, 0)
+            assert ratio == pytest.approx(share.work)
+
+
+def test_a_layer_sums_the_hidden_state_twice_forward_and_twice_backward():
+    whole = profile_of(precision="bfloat16")
+    free, priced = (mesh_profile(whole, 4, 1, link) for link in (FREE, FAST))
+    size = 2 * 1024 * 2 * 512  # rows, width, bytes and tokens
+    once = 2 * 3 * (10e-6 + size / 4 / 300e9)
+    for op, sums in ((Op.F, 2), (Op.I, 2), (Op.B, 2), (Op.W, 0)):
+        without = free.layer.fit(op).curve.of(512, 0)
+        found = priced.layer.fit(op).curve.of(512, 0)
+        assert found - without == pytest.approx(sums * once)
+        point = next(one for one in priced.layer.points if one.tokens == 512)
+        bare = next(one for one in free.layer.points if one.tokens == 512)
+        assert point.of(op) - bare.of(op) == pytest.approx(sums * once)
+    logits = 3 * (10e-6 + 2 * 32_000 * 2 * 512 / 4 / 300e9)
+    head = priced.head.F.curve.of(512, 0) - free.head.F.curve.of(512, 0)
+    assert head == pytest.approx(logits)
+
+
+def test_shards_gather_and_sum_once_a_step():
+    whole = profile_of()
+    free, priced = (mesh_profile(whole, 1, 4, link) for link in (FREE, FAST))
+    for op in Op:
+        found, alone = (one.layer.fit(op).curve for one in (priced, whole))
+        assert found.of(512, 256) == alone.of(512, 256)
+    gradients = whole.layer.weights / 4
+    once = 3 * (10e-6 + gradients / 4 / 300e9)
+    assert priced.layer.update - free.layer.update == pytest.approx(once)
+    assert gather_seconds(whole, 1, 1, FAST) == 0.0
+    assert gather_seconds(whole, 1, 4, FAST) > 8 * once
+    assert dict(priced.device)["shard"] == 4
+
+
+def test_copies_of_sharded_ranks_sum_only_their_shares():
+    whole = profile_of()
+    schedule = make("1f1b", ranks=2, microbatches=2, copies=2)
+    alone = whole.cost((4, 4))
+    cost = mesh_profile(whole, 1, 4, FAST).cost((4, 4))
+    ratio = cost.gradients(schedule, 0) / alone.gradients(schedule, 0)
+    assert ratio == pytest.approx(1 / 4)
+    # Gathered weights make the memory of a rank larger than a quarter.
+    assert cost.weights(schedule, 0) > alone.weights(schedule, 0) / 2
+
+
+def test_more_processes_share_the_work_of_a_layer():
+    whole = profile_of(replace(MODEL, width=4096, inner=11264), "bfloat16")
+    inside = gpu_of("a100").inside
+    times = [
+        mesh_profile(whole, tensor, 1, inside).layer.F.curve.of(1024, 0)
+        for tensor in (1, 2, 4, 8)
+    ]
+    assert times == sorted(times, reverse=True)
+    assert times[0] / times[3] < 8
+
+
+def test_what_cannot_be_divided_is_refused():
+    with pytest.raises(ShapeError, match="heads = 16"):
+        mesh_profile(profile_of(), 3, 1, FAST)
+    with pytest.raises(ShapeError, match="must be at least 1"):
+        mesh_profile(profile_of(), 0, 1, FAST)
+    unknown = replace(profile_of(), model=())
+    with pytest.raises(ShapeError, match="does not say the model's"):
+        mesh_profile(unknown, 2, 1, FAST)
+    assert mesh_profile(unknown, 1, 1, FAST) is unknown
