@@ -240,7 +240,7 @@ def test_a_map_shows_the_speed_of_the_best_plan_of_every_division() -> None:
 def test_there_is_a_map_for_each_placement() -> None:
     landscape, question = profile_case()
     by_placement = divisions_by_placement(landscape)
-    assert list(by_placement) == ["1 stage", "1 wave", "2 chunks"]
+    assert list(by_placement) == ["1 stage", "1 wave", "2 chunks", "2 stages"]
     titles = [one.title for one in landscape_page(landscape, question).heat_maps]
     assert titles[2:] == [f"{name} on each rank" for name in by_placement]
     for name, places in by_placement.items():

@@ -37,8 +37,15 @@ def placement_of(schedule: Schedule) -> str:
     '1 wave'
     >>> placement_of(make("chimera", ranks=4, microbatches=4))
     '2 stages, not in a line'
+
+    On one rank, waves and chunks are the same:
+
+    >>> placement_of(make("hanayo", ranks=1, microbatches=4, waves=2))
+    '4 stages'
     """
     count, left = divmod(len(schedule.stages), schedule.ranks)
+    if schedule.ranks == 1 and count > 1:
+        return f"{count} stages"
     stages = list(schedule.stages)
     if not left and stages == loop_placement(schedule.ranks, count):
         return "1 stage" if count == 1 else f"{count} chunks"
