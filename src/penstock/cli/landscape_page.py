@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from penstock.cli.landscape import slice_lengths
 from penstock.plan.candidates import title
 from penstock.plan.overview import (
+    NOT_TRIED,
     Finding,
     Map,
     Place,
@@ -267,7 +268,7 @@ class _Words:
 
     def heat_maps(self) -> list[HeatMap]:
         """Return the maps: over copies and ranks if there are several, and over placements."""
-        everything = divisions(self.landscape)
+        everything = divisions(self.landscape, self.question.pricing)
         found = placements(self.landscape)
         rows = [*found.values(), *(one.row for one in everything.values() if one.row)]
         colours = _Colours(self.landscape.best.candidate.step, rows)
@@ -280,7 +281,8 @@ class _Words:
             self.division_map("The best of all placements", everything, colours),
             self.placement_map(title, found, colours),
         ]
-        for name, places in divisions_by_placement(self.landscape).items():
+        by_placement = divisions_by_placement(self.landscape, everything)
+        for name, places in by_placement.items():
             shown = _without_empty_lines(places)
             small = self.division_map(f"{name} on each rank", shown, colours)
             maps.append(replace(small, roomy=False))
@@ -314,7 +316,7 @@ class _Words:
             for count in slices:
                 row = found.get((placement, count))
                 finding = Finding.FOUND if row else Finding.OPEN
-                place = Place(finding, row, 0.0, "not tried, or too large")
+                place = Place(finding, row, reason=NOT_TRIED)
                 cells.append(self.place(place, colours))
             rows.append((placement, tuple(cells)))
         return HeatMap(
