@@ -11,7 +11,12 @@ from typing import Any
 import pytest
 
 from penstock import Timeline, UnitCost, make, simulate
+from penstock.cli.landscape_page import landscape_page
+from penstock.plan.question import unit_question
+from penstock.plan.recipes import Limits
+from penstock.plan.search import search
 from penstock.view import Series, page, report_page
+from penstock.view.landscape import render_landscape
 
 webdriver = pytest.importorskip("selenium.webdriver")
 from selenium.webdriver.chrome.service import Service  # noqa: E402
@@ -358,3 +363,30 @@ def test_the_report_of_a_run_draws_its_curves_and_both_timelines(browser: Page) 
     browser.until("window.penstock && penstock.frames > 0")
     assert browser.ask("penstock.counts.actions") == [64, 64]
     browser.driver.switch_to.default_content()
+
+
+def test_the_page_of_a_plan_fits_a_window_and_opens_its_list_of_misfits(
+    browser: Page,
+) -> None:
+    question = unit_question(2, 3, UnitCost(comm=0.05), 2.0, Limits(2, 2))
+    landscape = search(question.workload, question.pricing, question.limits)
+    file = browser.folder / "plan.html"
+    file.write_text(
+        render_landscape(landscape_page(landscape, question)), encoding="utf-8"
+    )
+    browser.driver.get(file.as_uri())
+    assert browser.ask("document.documentElement.scrollWidth <= innerWidth")
+    assert browser.ask("document.querySelectorAll('.heat td.chosen').length") == 1
+    tint = "getComputedStyle(document.querySelector('.heat td.{}')).backgroundColor"
+    assert browser.ask(tint.format("chosen")) != browser.ask(
+        "getComputedStyle(document.querySelector('.card')).backgroundColor"
+    )
+    widths = browser.ask(
+        "[...document.querySelectorAll('.timeline svg')].map(one => one.clientWidth)"
+    )
+    assert len(widths) == 3
+    assert len(set(widths)) == 1  # one time axis
+    row = browser.driver.find_element(By.CSS_SELECTOR, "#misfits tbody tr")
+    assert not row.is_displayed()
+    browser.driver.find_element(By.CSS_SELECTOR, "#misfits summary").click()
+    assert row.is_displayed()

@@ -239,8 +239,9 @@ def test_a_map_shows_the_speed_of_the_best_plan_of_every_division() -> None:
 
 def test_there_is_a_map_for_each_placement() -> None:
     landscape, question = profile_case()
-    by_placement = divisions_by_placement(landscape)
-    assert list(by_placement) == ["1 stage", "1 wave", "2 chunks"]
+    everything = divisions(landscape, question.pricing)
+    by_placement = divisions_by_placement(landscape, everything)
+    assert list(by_placement) == ["1 stage", "1 wave", "2 chunks", "2 stages"]
     titles = [one.title for one in landscape_page(landscape, question).heat_maps]
     assert titles[2:] == [f"{name} on each rank" for name in by_placement]
     for name, places in by_placement.items():
@@ -250,11 +251,12 @@ def test_there_is_a_map_for_each_placement() -> None:
 
 
 def test_the_best_of_the_maps_of_all_placements_is_the_map_of_the_best() -> None:
-    landscape, _ = profile_case()
-    for key, place in divisions(landscape).items():
+    landscape, question = profile_case()
+    everything = divisions(landscape, question.pricing)
+    for key, place in everything.items():
         steps = [
             places[key].row.candidate.step
-            for places in divisions_by_placement(landscape).values()
+            for places in divisions_by_placement(landscape, everything).values()
             if places[key].row is not None
         ]
         assert place.row is not None
@@ -263,9 +265,10 @@ def test_the_best_of_the_maps_of_all_placements_is_the_map_of_the_best() -> None
 
 def test_divisions_that_do_not_fit_are_hatched_with_the_reason() -> None:
     landscape, question = profile_case(memory=36e6)
-    unfit = {key for key, one in divisions(landscape).items() if not one.row}
+    places = divisions(landscape, question.pricing)
+    unfit = {key for key, one in places.items() if not one.row}
     assert (1, 1) in unfit
-    assert unfit != set(divisions(landscape))
+    assert unfit != set(places)
     html = rendered(landscape, question)
     assert faults_of(html) == []
     hatched = re.findall(r'<td class="large" title="([^"]*)">.*?</td>', html)
@@ -280,6 +283,20 @@ def test_divisions_that_do_not_fit_are_hatched_with_the_reason() -> None:
             assert one.reason in unescape(details)
 
 
+def test_the_reason_of_a_division_is_that_of_its_smallest_cell() -> None:
+    landscape, question = profile_case()
+    [result] = [one for one in landscape.cells if one.cell.ranks == 4]
+    small = replace(result, best=None, reason="needs at least 3 GiB")
+    larger_cell = replace(result.cell, rows=8 * result.cell.rows)
+    large = replace(small, cell=larger_cell, reason="needs at least 24 GiB")
+    others = [row for row in landscape.rows if row.cell.ranks != 4]
+    for cells in ((small, large), (large, small)):
+        unfit = replace(landscape, cells=cells, rows=tuple(others))
+        place = divisions(unfit, question.pricing)[1, 4]
+        assert place.finding is Finding.TOO_LARGE
+        assert place.reason == "needs at least 3 GiB"
+
+
 def test_a_division_that_cannot_win_shows_its_bound() -> None:
     landscape, question = profile_case()
     best = landscape.best
@@ -291,7 +308,7 @@ def test_a_division_that_cannot_win_shows_its_bound() -> None:
     )
     rows = tuple(row for row in landscape.rows if row.cell.ranks != 3)
     pruned = replace(landscape, cells=late, rows=rows, bound=best.candidate.step / 1.1)
-    assert divisions(pruned)[1, 3].finding is Finding.TOO_SLOW
+    assert divisions(pruned, question.pricing)[1, 3].finding is Finding.TOO_SLOW
     html = rendered(pruned, question)
     half = TOKENS * 4 / (2 * best.candidate.step)
     [shown] = re.findall(r'<td class="slow"[^>]*><span>([^<]*)</span>', html)

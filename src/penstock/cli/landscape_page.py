@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import isfinite
 from typing import TYPE_CHECKING
 
 from penstock.cli.landscape import slice_lengths
 from penstock.plan.candidates import title
 from penstock.plan.overview import (
+    NOT_TRIED,
     Finding,
     Map,
     Place,
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
     from penstock.plan.search import Landscape, Row
 
 MAX_ROWS = 20
+MAX_ROOMY_RANKS = 10  # maps with more columns have cells of one line
 MAX_COLOURED_TIME = 2.5  # times the best; slower plans all have the palest colour
 SAME_TIME = 0.0005  # differences below this share count as none
 ORDER_GROUPS = {"improved": 0, "listed": 0, "split": 1, "fixed": 2}
@@ -262,13 +264,11 @@ class _Words:
             what = "Time of a step of the best plan in each place."
         if len(self.landscape.cells) == 1:
             return [what]
-        return [
-            f"{what} Below it: the number of micro-batches x the sequences of each."
-        ]
+        return [f"{what} The second line of a cell: micro-batches x sequences of each."]
 
     def heat_maps(self) -> list[HeatMap]:
         """Return the maps: over copies and ranks if there are several, and over placements."""
-        everything = divisions(self.landscape)
+        everything = divisions(self.landscape, self.question.pricing)
         found = placements(self.landscape)
         rows = [*found.values(), *(one.row for one in everything.values() if one.row)]
         colours = _Colours(self.landscape.best.candidate.step, rows)
@@ -281,9 +281,11 @@ class _Words:
             self.division_map("The best of all placements", everything, colours),
             self.placement_map(title, found, colours),
         ]
-        for name, places in divisions_by_placement(self.landscape).items():
+        by_placement = divisions_by_placement(self.landscape, everything)
+        for name, places in by_placement.items():
             shown = _without_empty_lines(places)
-            maps.append(self.division_map(f"{name} on each rank", shown, colours))
+            small = self.division_map(f"{name} on each rank", shown, colours)
+            maps.append(replace(small, roomy=False))
         return maps
 
     def division_map(self, name: str, places: Map, colours: _Colours) -> HeatMap:
@@ -300,6 +302,7 @@ class _Words:
             "copies D, ranks P",
             tuple(f"P={count}" for count in ranks),
             tuple(rows),
+            len(ranks) <= MAX_ROOMY_RANKS,
         )
 
     def placement_map(
@@ -313,7 +316,7 @@ class _Words:
             for count in slices:
                 row = found.get((placement, count))
                 finding = Finding.FOUND if row else Finding.OPEN
-                place = Place(finding, row, 0.0, "not tried, or too large")
+                place = Place(finding, row, reason=NOT_TRIED)
                 cells.append(self.place(place, colours))
             rows.append((placement, tuple(cells)))
         return HeatMap(

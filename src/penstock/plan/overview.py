@@ -18,7 +18,7 @@ from enum import StrEnum
 from penstock.ir.action import OPS, Op
 from penstock.ir.schedule import Schedule
 from penstock.plan.candidates import ROUNDING
-from penstock.plan.search import CANNOT_WIN, CellResult, Landscape, Row
+from penstock.plan.search import CANNOT_WIN, CellResult, Landscape, Pricing, Row
 from penstock.schedules.orders import loop_placement, wave_placement
 
 _WEIGHT_GRADIENT = OPS.index(Op.W)
@@ -37,8 +37,15 @@ def placement_of(schedule: Schedule) -> str:
     '1 wave'
     >>> placement_of(make("chimera", ranks=4, microbatches=4))
     '2 stages, not in a line'
+
+    On one rank, waves and chunks are the same:
+
+    >>> placement_of(make("hanayo", ranks=1, microbatches=4, waves=2))
+    '4 stages'
     """
     count, left = divmod(len(schedule.stages), schedule.ranks)
+    if schedule.ranks == 1 and count > 1:
+        return f"{count} stages"
     stages = list(schedule.stages)
     if not left and stages == loop_placement(schedule.ranks, count):
         return "1 stage" if count == 1 else f"{count} chunks"
@@ -177,22 +184,31 @@ class Place:
 
     finding: Finding
     row: Row | None = None
-    bound: float = 0.0
+    bound: float = 0.0  # of a step; known if it is too slow
     reason: str = ""
 
 
-Map = dict[tuple[int, int], Place]
+Map = dict[tuple[int, int], Place]  # by copies and ranks
+NOT_TRIED = "not tried, or too large"
 
 
-def divisions(landscape: Landscape) -> Map:
+def divisions(landscape: Landscape, pricing: Pricing) -> Map:
     """Return the best plan for each number of copies and ranks."""
-    return _map_of(landscape, landscape.rows)
+    best = _best_rows(landscape.rows)
+    results: dict[tuple[int, int], list[CellResult]] = {}
+    for result in landscape.cells:
+        key = (result.cell.copies, result.cell.ranks)
+        results.setdefault(key, []).append(result)
+    return {
+        key: _place(best.get(key), here, pricing)
+        for key, here in sorted(results.items())
+    }
 
 
-def divisions_by_placement(landscape: Landscape) -> dict[str, Map]:
-    """Return the best plan for each number of copies and ranks, for each placement on its own.
+def divisions_by_placement(landscape: Landscape, everything: Map) -> dict[str, Map]:
+    """Return `divisions` for each placement on its own, from few stages to many.
 
-    The placements come from few stages to many.
+    `everything` is the map of all placements. Where it has no plan, no placement has one.
     """
     rows: dict[str, list[Row]] = {}
     for row in landscape.rows:
@@ -201,31 +217,39 @@ def divisions_by_placement(landscape: Landscape) -> dict[str, Map]:
     def order(name: str) -> tuple[float, str]:
         return stages_of_a_rank(rows[name][0].candidate.schedule), name
 
-    return {name: _map_of(landscape, rows[name]) for name in sorted(rows, key=order)}
+    maps = {}
+    for name in sorted(rows, key=order):
+        best = _best_rows(rows[name])
+        maps[name] = {
+            key: place if place.row is None else _place_of_row(best.get(key))
+            for key, place in everything.items()
+        }
+    return maps
 
 
-def _map_of(landscape: Landscape, rows: Iterable[Row]) -> Map:
+def _best_rows(rows: Iterable[Row]) -> dict[tuple[int, int], Row]:
     best: dict[tuple[int, int], Row] = {}
     for row in rows:
         best.setdefault((row.cell.copies, row.cell.ranks), row)
-    results: dict[tuple[int, int], list[CellResult]] = {}
-    for result in landscape.cells:
-        key = (result.cell.copies, result.cell.ranks)
-        results.setdefault(key, []).append(result)
-    return {key: _place(best.get(key), here) for key, here in sorted(results.items())}
+    return best
 
 
-def _place(row: Row | None, results: list[CellResult]) -> Place:
-    bound = min(result.bound for result in results)
-    if row is not None:
-        return Place(Finding.FOUND, row, bound)
+def _place_of_row(row: Row | None) -> Place:
+    if row is None:
+        return Place(Finding.OPEN, reason=NOT_TRIED)
+    return Place(Finding.FOUND, row)
+
+
+def _place(row: Row | None, results: list[CellResult], pricing: Pricing) -> Place:
     late = [result for result in results if result.reason == CANNOT_WIN]
-    if late:
+    if row is None and late:
         bound = min(result.bound for result in late)
         return Place(Finding.TOO_SLOW, None, bound, CANNOT_WIN)
-    if all(result.reason for result in results):
-        return Place(Finding.TOO_LARGE, None, bound, results[0].reason)
-    return Place(Finding.OPEN, None, bound, "not tried, or too large")
+    if row is None and all(result.reason for result in results):
+        # With other micro-batches or less recomputation it may need more; this is the least.
+        smallest = min(results, key=lambda result: pricing.least_bytes(result.cell))
+        return Place(Finding.TOO_LARGE, None, 0.0, smallest.reason)
+    return _place_of_row(row)
 
 
 def placements(landscape: Landscape) -> dict[tuple[str, int], Row]:

@@ -58,12 +58,16 @@ class HeatCell:
 
 @dataclass(frozen=True, slots=True)
 class HeatMap:
-    """Cells in rows and columns; None leaves a cell empty."""
+    """Cells in rows and columns; None leaves a cell empty.
+
+    A map that is not roomy leaves out the second line of its cells.
+    """
 
     title: str
     corner: str  # what the rows and the columns are
     columns: tuple[str, ...]
     rows: tuple[tuple[str, tuple[HeatCell | None, ...]], ...]
+    roomy: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,7 +232,7 @@ HEAT_KEYS = {
         '<span>slower <i class="scale"></i> faster</span>'
         '<span><i class="ring"></i> the chosen plan</span>'
     ),
-    Mark.TOO_LARGE: '<span><i class="hatch"></i> has no plan, for the reason in the cell</span>',
+    Mark.TOO_LARGE: '<span><i class="hatch"></i> has no plan; the reason is in the cell or in its tooltip</span>',
     Mark.TOO_SLOW: (
         "<span><i></i> gray number: cannot win, because no plan there does better than this</span>"
     ),
@@ -266,8 +270,7 @@ def _heat_table(heat_map: HeatMap) -> str:
     for name, cells in heat_map.rows:
         tds = "".join(map(_heat_cell, cells))
         lines.append(f'<tr><th scope="row">{escape(name)}</th>{tds}</tr>')
-    roomy = len(heat_map.columns) <= MAX_ROOMY_COLUMNS
-    classes = "heat" if roomy else "heat tight"
+    classes = "heat" if heat_map.roomy else "heat tight"
     corner = f"<th>{escape(heat_map.corner)}</th>"
     return (
         f'<table class="{classes}"><thead><tr>{corner}{heads}</tr></thead>'
@@ -493,7 +496,10 @@ def _timelines(timelines: Sequence[tuple[str, Timeline]]) -> Iterator[str]:
     if not timelines:
         return
     latest = max(timeline.makespan for _, timeline in timelines)
-    yield "<h2>Timelines</h2>"
+    note = (
+        "One pass through the pipeline each, without the optimizer, on one time axis."
+    )
+    yield f'<h2>Timelines</h2>\n<p class="soft">{note}</p>'
     for title, timeline in timelines:
         drawing = svg(timeline, title, until=latest, width=TIMELINE_WIDTH)
         yield f'<div class="card timeline">{drawing}</div>'
