@@ -7,7 +7,9 @@
 `alone` is one process: a plain loop over micro-batches with torch.compile on the whole model, and our runtime with
 compiled stages, recorded and not. Weights are float32, products bfloat16 (autocast), and the optimizer is AdamW.
 `pipeline` is 8 workers on one GPU with 4 layers each, in bfloat16: torch's pipelining with compiled layers (without
-split backwards, which it cannot compile), and ours compiled, and compiled and recorded. Steps of all candidates alternate, and ratios are taken within a round.
+split backwards, which it cannot compile), and ours compiled, and compiled and recorded.
+
+Steps of all candidates alternate, and ratios are taken within a round.
 """
 
 from __future__ import annotations
