@@ -31,7 +31,7 @@ from penstock.runtime.backward import Ledger, record_in
 from penstock.runtime.compiled_stages import compiled_method
 from penstock.runtime.proof.traceless import uncompiled
 from penstock.schedules.transforms import slice_tokens
-from pipelines import VOCAB, gpt, llama, piped, unsplit, worst
+from pipelines import VOCAB, gpt, llama, piped, unsplit, without_float32, worst
 
 # Torch's tracer causes warnings of torch itself, which it hides from users.
 pytestmark = [
@@ -90,7 +90,6 @@ SCHEDULES = {
     "zb-h1": make("zb-h1", ranks=2, microbatches=3),
     "zb-v": make("zb-v", ranks=2, microbatches=4),
     "interleaved-zb": make("interleaved-zb", ranks=2, microbatches=2, chunks=2),
-    "sliced 1f1b": slice_tokens(make("1f1b", ranks=2, microbatches=2), CUTS),
     "sliced zb-h1": slice_tokens(make("zb-h1", ranks=2, microbatches=2), CUTS),
 }
 
@@ -381,3 +380,35 @@ def test_kernels_of_the_real_compiler_split_their_backward():
     torch.testing.assert_close(y, expected)
     for one, other in zip(layer.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(one.grad, other.grad)
+
+
+# ---------------------------------------------------------------- Hugging Face's models
+@pytest.mark.parametrize("family", ["GPT2", "Llama"])
+def test_layers_of_transformers_compile_and_split(family, caplog):
+    """GPT-2's linear layers have transposed weights and biases."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(4)
+    if family == "GPT2":
+        config = transformers.GPT2Config(
+            vocab_size=VOCAB, n_positions=32, n_embd=16, n_layer=2, n_head=4
+        )
+        config.resid_pdrop = config.embd_pdrop = config.attn_pdrop = 0.0
+        model = transformers.GPT2LMHeadModel(config)
+    else:
+        config = transformers.LlamaConfig(
+            vocab_size=VOCAB,
+            hidden_size=16,
+            intermediate_size=24,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+        )
+        model = transformers.LlamaForCausalLM(config)
+    schedule = make("zb-h1", ranks=2, microbatches=2)
+    model = without_float32(model.double())
+    data = batch(2)
+    losses, expected = unsplit(schedule, model, [data])
+    ours = piped(schedule, model, [data], prepare=compiled)
+    assert ours.losses[0] == pytest.approx(losses, abs=TOLERANCE)
+    assert worst(ours, expected) < TOLERANCE
+    assert not any(e.stages_without_weight_work for e in ours.executors)
+    assert "weight gradients in I" not in caplog.text

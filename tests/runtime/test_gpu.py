@@ -27,9 +27,11 @@ from penstock.models import (
     token_loss,
 )
 from penstock.runtime import (
+    ChunkedLoss,
     CudaTape,
     Executor,
     batch_of,
+    compile_stage,
     prove,
     run_threads,
     spawn,
@@ -117,6 +119,91 @@ def test_recorded_actions_train_like_unrecorded_ones(name, autocast, recompute):
         assert float((one - other).norm() / one.norm()) < (
             1e-3 if autocast is None else 2e-2
         )
+
+
+@pytest.mark.filterwarnings("ignore")  # those of torch's own compiler
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "seq1f1b"])
+@pytest.mark.parametrize("recorded", [False, True])
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16])
+def test_compiled_stages_train_like_uncompiled_ones(name, autocast, recorded):
+    """Recorded too, with a loss in chunks, and with weight gradients that wait for W. Nothing is compiled twice."""
+    shape = {"slices": 4} if name == "seq1f1b" else {}
+    program = lower(make(name, ranks=1, microbatches=4, **shape))
+    found = []
+    for compiler in ("", "inductor"):
+        model = models()["llama"]
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+        stage = split(model, [2])[0]
+        if compiler:
+            compile_stage(stage, compiler)
+
+        def work(comm, stage=stage, optimizer=optimizer, compiler=compiler):
+            executor = Executor(
+                program,
+                {0: stage},
+                comm,
+                ChunkedLoss(token_loss, 100, compiler, min_bytes=0),
+                256,
+                autocast=autocast,
+                tape=CudaTape() if recorded else None,
+            )
+            losses = []
+            counts = []
+            for seed in range(4):
+                dice = torch.Generator("cuda").manual_seed(seed)
+                tokens = [
+                    torch.randint(0, 512, (2, 256), device="cuda", generator=dice)
+                    for _ in range(4)
+                ]
+                losses.append(executor.step(batch_of(tokens, tokens)).loss)
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
+                counts.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+            assert not executor.stages_without_weight_work
+            assert counts == [counts[0]] * 4
+            return losses
+
+        losses = run_threads(1, work, patience=600)[0]
+        found.append((losses, [p.detach() for p in model.parameters()]))
+    (losses, weights), (others, theirs) = found
+    assert others == pytest.approx(losses, rel=1e-4 if autocast is None else 1e-2)
+    assert losses[-1] < losses[0]
+    for one, other in zip(weights, theirs, strict=True):
+        limit = 1e-3 if autocast is None else 2e-2
+        assert float((one - other).norm() / one.norm()) < limit
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
+def test_a_loss_in_chunks_needs_far_less_memory(name):
+    """The head has 32,000 words, and the micro-batch 8,192 tokens."""
+    torch.manual_seed(0)
+    sizes = LlamaConfig(
+        vocab=32_000, width=256, layers=1, heads=4, kv_heads=4, inner=256
+    )
+    model = Llama(sizes).cuda()
+    tokens = torch.randint(0, 32_000, (8, 1024), device="cuda")
+    peaks = []
+    losses = []
+    for loss in (token_loss, ChunkedLoss(token_loss, chunk=1024)):
+
+        def work(comm, loss=loss):
+            executor = Executor(
+                lower(make(name, ranks=1, microbatches=1)),
+                {0: split(model, [1])[0]},
+                comm,
+                loss,
+                256,
+                autocast=torch.bfloat16,
+            )
+            executor.step(batch_of([tokens], [tokens]))
+            torch.cuda.reset_peak_memory_stats()
+            return executor.step(batch_of([tokens], [tokens])).loss
+
+        model.zero_grad()
+        losses += run_threads(1, work)
+        peaks.append(torch.cuda.max_memory_allocated())
+    assert losses[1] == pytest.approx(losses[0], rel=1e-3)
+    assert peaks[1] < peaks[0] / 2
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1", "sliced"])

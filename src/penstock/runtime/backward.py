@@ -139,11 +139,10 @@ def accumulate_product(weight: Tensor, grad: Tensor, x: Tensor) -> None:
 
 def accumulate(parameter: Tensor, grad: Tensor) -> None:
     """Add to a parameter's gradient, as autograd would."""
-    grad = grad.to(parameter.dtype)
     if parameter.grad is None:
-        parameter.grad = grad
+        parameter.grad = grad.to(parameter.dtype)
     else:
-        parameter.grad += grad
+        parameter.grad += grad  # casts while it adds
 
 
 def linear(

@@ -16,8 +16,8 @@ from penstock.runtime.proof.traceless import restored_random
 from penstock.runtime.proof.ways import SEED, Bench
 
 
-def warm_up(executor: Executor, batch: Batch) -> None:
-    """Run every stage of this rank once, in training and in evaluation, and leave no trace.
+def warm_up(executor: Executor, batch: Batch, evaluates: bool = True) -> None:
+    """Run every stage of this rank once, in training and in evaluation if it `evaluates`, and leave no trace.
 
     All ranks must call this. It sends no message except to meet at the end.
     """
@@ -37,4 +37,4 @@ def warm_up(executor: Executor, batch: Batch) -> None:
                 x = x.to(tokens.device)
             labels = batch.labels[number]
             bench.set_input(x, labels, documents_of(batch, number))
-            bench.run_all()
+            bench.run_all(evaluates)

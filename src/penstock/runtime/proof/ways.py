@@ -242,10 +242,12 @@ class Bench:
             output = torch.cat([sink.joined() for sink in sinks])
             return self._results(OUTPUT, output, input_gradients)
 
-    def run_all(self) -> None:
-        """Run the stage once as the plan will train it, but unrecorded, and once as it will be evaluated."""
+    def run_all(self, evaluates: bool) -> None:
+        """Run the stage once as the plan will train it, but unrecorded, and perhaps once as it will be evaluated."""
         options = self.options - {Option.RECORDED}
         self.run_planned(options)
+        if not evaluates:
+            return
         with self._traceless(quiet=False, seed=SEED):
             schedule, modules = self._solo_schedule(self.module, options)
             self._solo_executor(schedule, modules, options).evaluate(self._batch())

@@ -1,0 +1,441 @@
+"""Times compiled stages on one GPU, beside what users run today: a plain loop and torch's pipelining, both compiled.
+
+    python benchmarks/gpu/compiled.py --part alone --model 200m --out alone-200m.json
+    python benchmarks/gpu/compiled.py --part alone --model 1b --out alone-1b.json
+    penstock testbed --workers 8 -- python benchmarks/gpu/compiled.py --part pipeline --out pipeline.json
+
+`alone` is one process: a plain loop over micro-batches with torch.compile on the whole model, and our runtime with
+compiled stages, recorded and not. Weights are float32, products bfloat16 (autocast), and the optimizer is AdamW.
+`pipeline` is 8 workers on one GPU with 4 layers each, in bfloat16: torch's pipelining with compiled layers (without
+split backwards, which it cannot compile), and ours compiled, and compiled and recorded.
+
+Steps of all candidates alternate, and ratios are taken within a round.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from bench import (
+    DRY,
+    REAL,
+    Ours,
+    Size,
+    Step,
+    Torchs,
+    arguments,
+    clocked,
+    memory,
+    note,
+    quartiles,
+    settle,
+    stages_of,
+    write,
+)
+from torch import Tensor, nn
+
+from penstock import Schedule, lower, make, simulate
+from penstock.ir.action import Op
+from penstock.models import Llama, LlamaConfig, split, token_loss
+from penstock.runtime import (
+    ChunkedLoss,
+    Comm,
+    CompiledLoss,
+    CudaTape,
+    Executor,
+    batch_of,
+    compile_stage,
+    run_threads,
+    spawn,
+)
+from penstock.runtime.proof.warm_up import warm_up
+from penstock.runtime.torch_internals import recording_bytes
+from penstock.sim.own_times import own_cost
+
+SEQUENCES = 16  # of a step
+MODELS = {
+    "200m": (
+        LlamaConfig(
+            vocab=32_000, width=1024, layers=10, heads=16, kv_heads=16, inner=2816
+        ),
+        (4, 1),
+    ),
+    "1b": (
+        LlamaConfig(
+            vocab=32_000, width=2048, layers=18, heads=16, kv_heads=16, inner=5632
+        ),
+        (8,),
+    ),
+}
+DRY_MODEL = (
+    LlamaConfig(vocab=97, width=32, layers=2, heads=2, kv_heads=2, inner=48),
+    (2,),
+)
+PIPELINES: dict[str, tuple[str, dict[str, int]]] = {
+    "1f1b": ("1f1b", {}),
+    "hanayo W=2": ("hanayo", {"waves": 2}),
+    "zb-v": ("zb-v", {}),
+    "interleaved-zb v=2": ("interleaved-zb", {"chunks": 2}),
+}
+DEPTH = 4  # layers of a rank
+COLD = 3  # steps of each candidate that are not counted
+
+
+@dataclass(frozen=True)
+class Options:
+    """What one run does."""
+
+    rounds: int
+    seconds: float  # nothing new is begun after so many
+    compiler: str
+    out: Path | None
+    device: str
+    names: tuple[str, ...] = ()
+    peer: bool = True
+
+
+# ---------------------------------------------------------------- one process
+class Alone:
+    """A model with its own weights and optimizer, one of the candidates for one process."""
+
+    def __init__(
+        self, config: LlamaConfig, tokens: Tensor, count: int, options: Options
+    ) -> None:
+        torch.manual_seed(0)
+        with torch.device(options.device):
+            self.model = Llama(config)
+        on_gpu = options.device == "cuda"
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(), lr=1e-4, fused=on_gpu
+        )
+        self.options = options
+        self.microbatches = list(tokens.chunk(count))
+        self.step: Callable[[], float] = self.loop
+
+    def update(self) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def run(self) -> float:
+        """One step with its update; the loss."""
+        loss = self.step()
+        self.update()
+        return loss
+
+    # ------------------------------------------------------------ as users write it
+    def compile_loop(self) -> None:
+        """Compile the model and the loss together, as one function."""
+        model = self.model
+
+        def loss(x: Tensor) -> Tensor:
+            return token_loss(model(x), x)
+
+        self.loss = torch.compile(loss, backend=self.options.compiler)
+
+    def loop(self) -> float:
+        total = torch.zeros((), device=self.options.device)
+        valid = sum(x.numel() for x in self.microbatches)
+        for x in self.microbatches:
+            with torch.autocast(self.options.device, torch.bfloat16):
+                loss = self.loss(x) / valid
+            loss.backward()
+            total += loss.detach()
+        return float(total)
+
+    # ------------------------------------------------------------ ours
+    def build(self, comm: Comm, recorded: bool) -> None:
+        """Put the model into an executor of one rank, with compiled stages."""
+        compiler = self.options.compiler
+        config = self.model.config
+        stage = compile_stage(split(self.model, [config.layers])[0], compiler)
+        schedule = make("1f1b", ranks=1, microbatches=len(self.microbatches))
+        executor = Executor(
+            lower(schedule),
+            {0: stage},
+            comm,
+            ChunkedLoss(CompiledLoss(token_loss, compiler), compiler=compiler),
+            config.width,
+            autocast=torch.bfloat16,
+            tape=CudaTape() if recorded and self.options.device == "cuda" else None,
+        )
+        batch = batch_of(self.microbatches, self.microbatches)
+        self.step = lambda: executor.step(batch).loss
+
+
+def run_alone(comm: Comm, name: str, options: Options, dry: bool) -> dict[str, Any]:
+    """All candidates of one model, for each number of micro-batches."""
+    begin = time.perf_counter()
+    config, counts = DRY_MODEL if dry else MODELS[name]
+    length = 32 if dry else 1024
+    sequences = 4 if dry else SEQUENCES
+    dice = torch.Generator().manual_seed(1)
+    tokens = torch.randint(0, config.vocab, (sequences, length), generator=dice)
+    tokens = tokens.to(options.device)
+    parameters = count_parameters(config)
+    rows: list[dict[str, Any]] = []
+    for count in counts:
+        if time.perf_counter() - begin > options.seconds:
+            say(f"no time for {count} micro-batches")
+            continue
+        row = compare_alone(comm, config, tokens, count, options)
+        rows.append({"model": name, "parameters": parameters, **row})
+        found = {"part": "alone", "rows": rows}
+        write(options.out, found)
+        say(f"{name}, {count} micro-batches  [{time.perf_counter() - begin:.0f} s]")
+        for who, figures in row["candidates"].items():
+            say(
+                f"  {who:<10} {figures['tokens_per_second']:>10,.0f} tokens/s  "
+                f"{figures['peak_bytes'] / 1e9:6.2f} GB  loss {figures['loss']:.4f}  "
+                f"{figures['over_plain'][0]:.3f} times the plain loop"
+            )
+    return {"part": "alone", "rows": rows}
+
+
+def count_parameters(config: LlamaConfig) -> int:
+    with torch.device("meta"):
+        return sum(parameter.numel() for parameter in Llama(config).parameters())
+
+
+def compare_alone(
+    comm: Comm, config: LlamaConfig, tokens: Tensor, count: int, options: Options
+) -> dict[str, Any]:
+    """Steps of the candidates by turns, and the peak memory of each while the others are idle."""
+    candidates: dict[str, Alone] = {}
+    held: dict[str, int] = {}  # bytes that a candidate holds between steps
+    losses: dict[str, float] = {}
+    for who in ("plain", "ours", "recorded"):
+        before = allocated(options)
+        one = Alone(config, tokens, count, options)
+        if who == "plain":
+            one.compile_loop()
+        else:
+            one.build(comm, recorded=who == "recorded")
+        began = time.perf_counter()
+        for _ in range(COLD):
+            losses[who] = one.run()
+        finish(options)
+        say(f"  {who} runs, after {time.perf_counter() - began:.0f} s")
+        candidates[who] = one
+        held[who] = allocated(options) - before
+    times: dict[str, list[float]] = {who: [] for who in candidates}
+    peaks: dict[str, int] = {}
+    for _ in range(options.rounds):
+        for who, one in candidates.items():
+            finish(options)
+            base = allocated(options)
+            reset_peak(options)
+            began = time.perf_counter()
+            one.run()
+            finish(options)
+            times[who].append(time.perf_counter() - began)
+            peaks[who] = peak(options) - base + held[who]
+    if options.device == "cuda":
+        peaks["recorded"] += recording_bytes()
+    figures = {}
+    for who in candidates:
+        middle, low, high = quartiles(times[who])
+        over = [a / b for a, b in zip(times["plain"], times[who], strict=True)]
+        figures[who] = {
+            "seconds": [middle, low, high],
+            "tokens_per_second": tokens.numel() / middle,
+            "peak_bytes": peaks[who],
+            "loss": losses[who],
+            "over_plain": quartiles(over),
+        }
+    candidates.clear()
+    del one
+    collect(options)
+    return {"microbatches": count, "tokens": tokens.numel(), "candidates": figures}
+
+
+def allocated(options: Options) -> int:
+    return int(torch.cuda.memory_allocated()) if options.device == "cuda" else 0
+
+
+def peak(options: Options) -> int:
+    return int(torch.cuda.max_memory_allocated()) if options.device == "cuda" else 0
+
+
+def reset_peak(options: Options) -> None:
+    if options.device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+
+
+def finish(options: Options) -> None:
+    if options.device == "cuda":
+        torch.cuda.synchronize()
+
+
+def collect(options: Options) -> None:
+    gc.collect()
+    if options.device == "cuda":
+        torch.cuda.empty_cache()
+
+
+def say(text: str) -> None:
+    sys.stderr.write(text + "\n")
+    sys.stderr.flush()
+
+
+# ---------------------------------------------------------------- a pipeline
+def run_pipeline(
+    comm: Comm, size: Size, microbatches: int, options: Options
+) -> dict[str, Any]:
+    """A rank: schedule after schedule."""
+    begin = time.perf_counter()
+    if size.device == "cpu":
+        torch.set_num_threads(1)
+    rows: list[dict[str, Any]] = []
+    for label in options.names or tuple(PIPELINES):
+        if time.perf_counter() - begin > options.seconds:
+            note(comm, f"no time for {label}")
+            continue
+        name, shape = PIPELINES[label]
+        schedule = make(name, ranks=comm.ranks, microbatches=microbatches, **shape)
+        row = compare_pipelines(comm, size, label, schedule, options)
+        rows.append(row)
+        if comm.rank == 0:
+            write(
+                options.out,
+                {"part": "pipeline", "size": asdict(size.config), "rows": rows},
+            )
+        times = ", ".join(
+            f"{who} {1e3 * middle:.1f} ms" for who, (middle, *_) in row["times"].items()
+        )
+        note(comm, f"{label}: {times}  [{time.perf_counter() - begin:.0f} s]")
+    return {"part": "pipeline", "size": asdict(size.config), "rows": rows}
+
+
+def compare_pipelines(
+    comm: Comm, size: Size, label: str, schedule: Schedule, options: Options
+) -> dict[str, Any]:
+    """Steps of torch's runtime and of ours by turns, on separate copies of the same weights."""
+    machines: dict[str, Step] = {}
+    stages = {
+        who: stages_of(schedule, comm, size) for who in ("torch", "ours", "recorded")
+    }
+    ours: dict[str, Ours] = {}
+    for who in ("ours", "recorded"):
+        for part in stages[who].values():
+            compile_stage(part, options.compiler)
+        one = Ours(schedule, stages[who], comm, size, recorded=who == "recorded")
+        machines[who] = ours[who] = one
+    # torch's runtime refuses compiled layers in split backwards.
+    splits = any(action.op is Op.W for action in schedule.lanes[0])
+    if options.peer and not splits:
+        for part in stages["torch"].values():
+            for layer in part.pieces_to_compile:  # type: ignore[union-attr]
+                layer.compile(backend=options.compiler)
+        native = label == "1f1b"
+        machines["torch"] = Torchs(schedule, stages["torch"], size, native=native)
+    losses: dict[str, float] = {}
+    peaks: dict[str, list[float]] = {}
+    for who in list(machines):
+        if who in ours:
+            warm_up(ours[who].executor, ours[who].batch, evaluates=False)
+        else:
+            warm_alone(stages[who], size)
+        comm.barrier()
+        for _ in range(COLD):
+            losses[who] = clocked(comm, machines[who], stages[who], size)[1]
+        note(comm, f"  {label}: {who} runs")
+    times: dict[str, list[float]] = {who: [] for who in machines}
+    for _ in range(options.rounds):
+        for who, machine in machines.items():
+            memory(comm, size)
+            took, _ = clocked(comm, machine, stages[who], size)
+            peaks[who] = memory(comm, size, who == "recorded")
+            times[who].append(took)
+    timeline = ours["recorded"].timeline()
+    row = {
+        "name": label,
+        "microbatches": len(schedule.microbatches),
+        "times": {who: quartiles(values) for who, values in times.items()},
+        "over_recorded": {
+            who: quartiles(
+                [a / b for a, b in zip(values, times["recorded"], strict=True)]
+            )
+            for who, values in times.items()
+        },
+        "simulated": simulate(schedule, own_cost(timeline)).makespan,
+        "bubble": timeline.bubble,
+        "action": float((timeline.end - timeline.start).mean()),
+        "memory": peaks,
+        "loss": losses,
+    }
+    machines.clear()
+    ours.clear()
+    stages.clear()
+    gc.collect()
+    if size.device == "cuda":
+        torch.cuda.empty_cache()
+    return row
+
+
+def warm_alone(stages: dict[int, nn.Module], size: Size) -> None:
+    """Compile every stage while no rank waits for another one."""
+    for part in stages.values():
+        x: Tensor = torch.randn(
+            1, size.tokens, size.config.width, device=size.device, dtype=size.dtype
+        )
+        words = torch.zeros(1, size.tokens, device=size.device, dtype=torch.int64)
+        x = words if part.first else x.requires_grad_()  # type: ignore[assignment]
+        y = part(x)
+        loss = token_loss(y, words) if part.last else y.float().sum()
+        loss.backward()
+        part.zero_grad(set_to_none=True)
+    settle(size)
+
+
+# ---------------------------------------------------------------- the command
+def main() -> None:
+    parser = arguments(__doc__)
+    parser.add_argument("--part", choices=("alone", "pipeline"), required=True)
+    parser.add_argument("--model", choices=tuple(MODELS), default="200m")
+    parser.add_argument("--ranks", type=int, default=8)
+    parser.add_argument("--microbatches", type=int, default=0, help="2P unless given")
+    parser.add_argument("--only", default="", help="comma-separated schedules")
+    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--seconds", type=float, default=400.0)
+    parser.add_argument("--no-torch", action="store_true", help="ours alone")
+    parser.add_argument("--compiler", default="", help="backend of torch.compile")
+    given = parser.parse_args()
+    options = Options(
+        2 if given.dry else given.rounds,
+        given.seconds,
+        given.compiler or ("aot_eager" if given.dry else "inductor"),
+        given.out.absolute() if given.out else None,
+        "cpu" if given.dry else "cuda",
+        tuple(filter(None, given.only.split(","))),
+        not given.no_torch,
+    )
+    if given.part == "alone":
+        found = run_threads(
+            1, lambda comm: run_alone(comm, given.model, options, given.dry)
+        )[0]
+    else:
+        ranks = 2 if given.dry else given.ranks
+        size = DRY
+        if not given.dry:
+            size = replace(REAL.with_layers(DEPTH * ranks), tokens=1024)
+        found = spawn(
+            ranks,
+            run_pipeline,
+            size,
+            given.microbatches or 2 * ranks,
+            options,
+            patience=400.0,
+            backend="gloo" if given.dry else "penstock_ipc",
+        )[0]
+    write(options.out, found)
+
+
+if __name__ == "__main__":
+    main()
