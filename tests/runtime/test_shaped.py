@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,6 +24,8 @@ from penstock.runtime.comm import ThreadComm
 
 KILOBYTE = torch.zeros(1, 1, 256)
 SCRIPT = Path(__file__).parents[1] / "shaped_workers.py"
+TRIES = 100  # until a busy machine has a quiet moment
+LATE = 0.01  # seconds
 
 
 def exchange(network: Network, messages: int = 1, **options: float) -> list[float]:
@@ -45,34 +49,34 @@ def exchange(network: Network, messages: int = 1, **options: float) -> list[floa
     return run_threads(2, work)[1]
 
 
-def quietest(network: Network, messages: int = 1, **options: float) -> list[float]:
-    """The least of several tries: the machine may be busy, but a message is never early."""
-    return [
-        min(times)
-        for times in zip(
-            *[exchange(network, messages, **options) for _ in range(5)], strict=True
-        )
-    ]
+def check_times(tries: Callable[[], list[float]], *due: float) -> None:
+    """Check that messages are never early, and on time in a quiet moment.
+
+    The machine may be busy, so this tries until every message was once less than 10 ms late.
+    """
+    fastest = [math.inf] * len(due)
+    for _ in range(TRIES):
+        took = tries()
+        assert all(one >= least for one, least in zip(took, due, strict=True)), took
+        fastest = list(map(min, fastest, took))
+        if all(one < d + LATE for one, d in zip(fastest, due, strict=True)):
+            return
+    raise AssertionError(f"the messages took {fastest} seconds, not {due}")
 
 
 def test_a_message_takes_latency_and_bandwidth():
-    (took,) = quietest(Network(0.02, 1024 / 0.03))
-    assert 0.05 <= took < 0.06
+    check_times(lambda: exchange(Network(0.02, 1024 / 0.03)), 0.05)
 
 
 def test_time_and_size_can_be_scaled():
-    (took,) = quietest(Network(2.0, 1024 * 1000 / 3.0), scale=0.01, inflate=1000)
-    assert 0.05 <= took < 0.06
+    network = Network(2.0, 1024 * 1000 / 3.0)
+    check_times(lambda: exchange(network, scale=0.01, inflate=1000), 0.05)
 
 
 def test_messages_of_a_serial_link_queue_and_others_do_not():
-    alone = quietest(Network(0.02, 1024 / 0.02), 3)
-    queued = quietest(Network(0.02, 1024 / 0.02, serial=True), 3)
-    assert all(0.04 <= took < 0.05 for took in alone)
-    assert all(
-        due <= took < due + 0.01
-        for took, due in zip(queued, (0.04, 0.06, 0.08), strict=True)
-    )
+    alone = Network(0.02, 1024 / 0.02)
+    check_times(lambda: exchange(alone, 3), 0.04, 0.04, 0.04)
+    check_times(lambda: exchange(replace(alone, serial=True), 3), 0.04, 0.06, 0.08)
 
 
 def test_each_direction_of_each_pair_has_its_own_link():
@@ -90,12 +94,7 @@ def test_each_direction_of_each_pair_has_its_own_link():
         shaped.receive((1, 1, 256), torch.float32, 1 - comm.rank).wait()
         return time.monotonic() - left[1 - comm.rank]
 
-    there, back = (
-        min(times)
-        for times in zip(*[run_threads(2, work) for _ in range(5)], strict=True)
-    )
-    assert 0.045 <= there < 0.06
-    assert 0.009 <= back < 0.02
+    check_times(lambda: run_threads(2, work), 0.05, 0.01)
 
 
 def test_a_sum_takes_as_long_as_a_ring():
@@ -106,8 +105,10 @@ def test_a_sum_takes_as_long_as_a_ring():
         assert x.unique().tolist() == [3.0]
         return time.monotonic() - begin
 
-    took = min(min(run_threads(3, work)) for _ in range(5))
-    assert 4 * (0.005 + 0.01) <= took < 0.08
+    took = [min(run_threads(3, work))]
+    while took[-1] >= 0.08 and len(took) < TRIES:
+        took.append(min(run_threads(3, work)))
+    assert 4 * (0.005 + 0.01) <= min(took) < 0.08
 
 
 # ---------------------------------------------------------------- a whole step
