@@ -24,7 +24,7 @@ def test_no_schedule_beats_its_bound(serial):
 
 @pytest.mark.parametrize("waves", [1, 2, 4])
 @pytest.mark.parametrize("comm", [0.0, 0.05, 0.25])
-def test_the_bound_for_waves_is_the_formula(waves, comm):
+def test_the_bound_for_waves_is_at_least_the_formula(waves, comm):
     for ranks in (2, 4, 8):
         for microbatches in (ranks, 2 * ranks):
             whole = make("hanayo", ranks=ranks, microbatches=microbatches, waves=waves)
@@ -36,9 +36,9 @@ def test_the_bound_for_waves_is_the_formula(waves, comm):
             )
             split = 3 * microbatches + (ranks - 1) / (2 * waves) + (ranks - 1) * comm
             alone = 2 * (2 * waves * (ranks - 1)) * comm  # hops of one micro-batch
-            assert lower_bound(whole, cost) == pytest.approx(
-                max(fused, 3 * ranks + alone)
-            )
+            bound = lower_bound(whole, cost)
+            assert bound >= max(fused, 3 * ranks + alone) - 1e-9
+            assert bound <= simulate(whole, cost).makespan + 1e-9
             assert lower_bound(split_backward(whole), cost) >= split - 1e-9
 
 
