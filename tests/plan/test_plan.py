@@ -37,7 +37,9 @@ def test_the_bound_for_waves_is_at_least_the_formula(waves, comm):
             )
             split = 3 * microbatches + (ranks - 1) / (2 * waves) + (ranks - 1) * comm
             alone = 2 * (2 * waves * (ranks - 1)) * comm  # hops of one micro-batch
-            assert lower_bound(whole, cost) >= max(fused, 3 * ranks + alone) - 1e-9
+            bound = lower_bound(whole, cost)
+            assert bound >= max(fused, 3 * ranks + alone) - 1e-9
+            assert bound <= simulate(whole, cost).makespan + 1e-9
             assert lower_bound(split_backward(whole), cost) >= split - 1e-9
 
 

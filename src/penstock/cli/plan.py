@@ -103,7 +103,7 @@ def plan_command(
         typer.Option(
             help="The most token slices of a sequence; 1 for models that cannot be sliced."
         ),
-    ] = 8,
+    ] = 16,
     granularity: Annotated[
         Optional[int],
         typer.Option(

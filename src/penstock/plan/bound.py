@@ -49,8 +49,6 @@ from penstock.schedules.list_scheduling import users_of
 # Bytes that differ by less than this share count as equal.
 EQUAL_SHARE = 1e-9
 PASSES = 5  # over all actions, in the least case
-# With more actions than this, heads are only raised for the first action of a path.
-MAX_ANCHORED_ACTIONS = 2000
 
 
 def lower_bound(
@@ -179,7 +177,7 @@ def _anchors(schedule: Schedule, chains: _Chains, caps: Floats) -> Iterator[_Anc
     """Yield the forwards by which micro-batches may be numbered, with what memory says about them."""
     microbatch = schedule.microbatches[0]
     pieces = microbatch.slices
-    if len(schedule.table) > MAX_ANCHORED_ACTIONS and not np.isfinite(caps).any():
+    if not np.isfinite(caps).any():
         yield _Anchor(0, 0, ())
         return
     for position, stage in enumerate(microbatch.path):
@@ -188,7 +186,9 @@ def _anchors(schedule: Schedule, chains: _Chains, caps: Floats) -> Iterator[_Anc
             ways: tuple[tuple[int, float], ...] = ()
             if np.isfinite(cap):
                 ways = tuple(_ways(schedule, chains, position, piece, cap))
-            if ways or piece == 0:
+            if position == piece == 0 or any(
+                n < len(schedule.microbatches) for n, _ in ways
+            ):
                 yield _Anchor(position, piece, ways)
 
 

@@ -1,6 +1,7 @@
 """Finds a good order of the lanes for given stages, micro-batches, cost and memory.
 
-Many orders are listed first, each with another rule of the list scheduler:
+The search begins with the schedules of the registry for these stages. Then many orders are listed, each with another
+rule of the list scheduler:
 
     priority   which of the ready actions a rank starts: backwards first, the oldest micro-batch first, or the one with
                the longest way to the end still before it
@@ -22,18 +23,30 @@ from itertools import count, islice, product
 import numpy as np
 
 from penstock.cost.cost import Cost
+from penstock.cost.wrapped import NoisyCost
+from penstock.errors import ShapeError
 from penstock.ir.needs import BACKWARD, FORWARD, WEIGHTS
-from penstock.ir.schedule import MicroBatch, Schedule, Stage
+from penstock.ir.schedule import MicroBatch, Schedule, Stage, schedule_of
 from penstock.ir.table import Floats, Ints
 from penstock.plan.bound import longest_tails, lower_bound
-from penstock.plan.improve import Problem, Search, fits_caps, problem_of, time_lanes
+from penstock.plan.improve import (
+    Problem,
+    Search,
+    fits_caps,
+    problem_of,
+    time_lanes,
+    with_cost,
+)
+from penstock.schedules import REGISTRY, make, shape_of
 from penstock.schedules.list_scheduling import (
     KIND_ORDER,
     Lister,
     caps_of_ranks,
+    defer_weights,
     schedule_with_lanes,
     sequential_schedule,
 )
+from penstock.schedules.transforms import split_backward
 
 LIST_WORK = 50  # listing takes about as long as this many simulations
 IMPROVED = (
@@ -67,6 +80,7 @@ CAP_SHARES = (1.0, 0.8, 0.6)
 MAX_WORK = 200_000
 MAX_TIMED_ACTIONS = 100_000_000  # in all simulations of a search together
 EQUAL_TIMES = 1e-9
+HARDLY_SLOWER = 1.02  # a steadier order may be slower than the best by this factor
 
 
 def default_work(actions: int) -> int:
@@ -83,6 +97,7 @@ def best_order(
     seed: int = 0,
     split: bool | None = None,
     starts: Sequence[Schedule] = (),
+    noise_seeds: Sequence[int] = (),
     watch: Callable[[float], None] = lambda makespan: None,
 ) -> Schedule:
     """Return the fastest schedule found in which no rank holds more than its cap.
@@ -90,6 +105,8 @@ def best_order(
     work: how many simulations of all lanes to spend; by default about as many as fit into a second.
     split: whether backwards are split; by default both ways are tried.
     starts: schedules with the same stages and micro-batches to begin with, besides the listed ones.
+    noise_seeds: if given, not the fastest order is returned, but among those that are hardly slower the one with the
+        least mean time under noise with these seeds. An order can be so exact that a small delay ruins it.
     watch: called with the makespan whenever a better order is found.
 
     >>> from penstock import UnitCost, simulate
@@ -102,11 +119,53 @@ def best_order(
     hunt = _Hunt(cost, cap, seed, watch)
     for way in (True, False) if split is None else (split,):
         hunt.add_draft(sequential_schedule(stages, microbatches, way), work)
-    for start in starts:
-        hunt.add_start(start)
+    known = known_orders(stages, microbatches, cost, cap, split)
+    for start in (*starts, *known):
+        hunt.add_start(start, work)
     allowed = default_work(hunt.drafts[0].size) if work is None else work
     hunt.run(allowed)
-    return hunt.schedule()
+    return hunt.schedule(noise_seeds)
+
+
+def known_orders(
+    stages: Sequence[Stage],
+    microbatches: Sequence[MicroBatch],
+    cost: Cost,
+    cap: float | Sequence[float] | None = None,
+    split: bool | None = None,
+) -> Iterator[Schedule]:
+    """Yield the schedules of the registry that have these stages, and those with split backwards made of them.
+
+    There are none for micro-batches that are cut or do not visit all stages.
+    """
+    every_stage = tuple(range(len(stages)))
+    if any(m.slices > 1 or m.path != every_stage for m in microbatches):
+        return
+    ranks = 1 + max(stage.rank for stage in stages)
+    chunks = len(stages) // ranks
+    for name in REGISTRY:
+        words = shape_of(name)
+        if "slices" in words or name == "skip":
+            continue
+        shape = {"ranks": ranks, "microbatches": len(microbatches)}
+        if "chunks" in words:
+            shape["chunks"] = chunks
+        if "waves" in words:
+            shape["waves"] = max(chunks // 2, 1)
+        try:
+            made = make(name, **shape)
+        except ShapeError:  # there is no such shape
+            continue
+        if made.stages != tuple(stages) or any(
+            m.path != every_stage for m in made.microbatches
+        ):
+            continue
+        known = schedule_of(stages, microbatches, made.lanes)
+        is_whole = not (known.table.kind == WEIGHTS).any()
+        if split is None or split != is_whole:
+            yield known
+        if is_whole and split is not False:
+            yield defer_weights(split_backward(known), cost, cap)
 
 
 class _Entry:
@@ -120,6 +179,8 @@ class _Entry:
         self.makespan = makespan
         self.seed = seed
         self.search: Search | None = None
+        self.listed = lanes
+        self.listed_makespan = makespan
 
     def improve(self, most: int) -> int:
         """Run one round, or as much of it as fits into `most` moves, and return the number of moves."""
@@ -147,7 +208,6 @@ class _Hunt:
         self.seed = seed
         self.watch = watch
         self.drafts: list[_Draft] = []
-        self.starts: list[Schedule] = []
         self.entries: list[_Entry] = []
         self.left = 0
         self.bound = math.inf
@@ -158,12 +218,12 @@ class _Hunt:
         self.drafts.append(_Draft(schedule, self.cost, self.cap, work))
         self.bound = min(self.bound, lower_bound(schedule, self.cost, self.cap))
 
-    def add_start(self, schedule: Schedule) -> None:
+    def add_start(self, schedule: Schedule, work: int | None) -> None:
         """Begin with this schedule, unless it holds too much."""
-        problem = problem_of(schedule, self.cost, self.cap)
+        many = default_work(schedule.actions) if work is None else work
+        problem = problem_of(schedule, self.cost, self.cap, many)
         lanes = np.arange(len(problem))
         if fits_caps(problem, lanes):
-            self.starts.append(schedule)
             self._add(problem, lanes)
 
     @property
@@ -191,10 +251,37 @@ class _Hunt:
                 if self.is_over:
                     return
 
-    def schedule(self) -> Schedule:
-        """Return the best schedule."""
+    def schedule(self, noise_seeds: Sequence[int]) -> Schedule:
+        """Return the best schedule, or the steadiest of the best ones if there are seeds."""
         best = min(self.entries, key=lambda entry: entry.makespan)
-        return schedule_with_lanes(best.problem.schedule, best.lanes)
+        problem, lanes = best.problem, best.lanes
+        if noise_seeds:
+            problem, lanes = self._steadiest(noise_seeds)
+        return schedule_with_lanes(problem.schedule, lanes)
+
+    def _steadiest(self, seeds: Sequence[int]) -> tuple[Problem, Ints]:
+        """Return the order with the least mean time under noise among those that are hardly slower than the best."""
+        chosen: tuple[Problem, Ints] | None = None
+        least = math.inf
+        noisy: dict[int, list[Problem]] = {}
+        for entry in self.entries:
+            key = id(entry.problem)
+            if key not in noisy:
+                noisy[key] = [
+                    with_cost(entry.problem, NoisyCost(self.cost, seed=seed))
+                    for seed in seeds
+                ]
+            orders = [(entry.makespan, entry.lanes)]
+            if entry.lanes is not entry.listed:
+                orders.append((entry.listed_makespan, entry.listed))
+            for makespan, lanes in orders:
+                if makespan <= self.best * HARDLY_SLOWER:
+                    total = sum(time_lanes(problem, lanes) for problem in noisy[key])
+                    if total < least:
+                        least = total
+                        chosen = (entry.problem, lanes)
+        assert chosen is not None, "the best order is not slower than itself"
+        return chosen
 
     def _add(self, problem: Problem, lanes: Ints) -> None:
         makespan = time_lanes(problem, lanes)

@@ -50,7 +50,7 @@ REFINED_SLICES = (3, 6, 12, 24)
 # More slices must make a family of candidates faster by this share, or they count as useless.
 LEAST_GAIN = 0.002
 IMPROVED = 4  # candidates that are improved by local search
-LISTING_WORK = 200  # simulations for each placement and cuts
+LISTING_WORK = 1_000  # simulations for each placement and cuts
 IMPROVING_WORK = 20_000  # simulations for each candidate that is improved
 # A candidate this much slower than the best is not worth a local search.
 WORTH_IMPROVING = 1.03

@@ -49,7 +49,7 @@ class Limits:
     """What every candidate must keep to, besides the memory."""
 
     stages: int = 16  # stages of a rank at most
-    slices: int = 8  # slices of a sequence at most; 1: do not slice
+    slices: int = 16  # slices of a sequence at most; 1: do not slice
     weights: int = 1  # copies of the weights at most
     split: bool = True  # whether backwards may be split
 

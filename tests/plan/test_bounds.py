@@ -1,0 +1,142 @@
+"""Bounds are below every plan, and close to good ones."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from penstock import UnitCost, lower_bound, make, simulate
+from penstock.cost import Network
+from penstock.cost.profile import Point, Profile, block
+from penstock.ir import MicroBatch
+from penstock.plan.orders import best_order
+from penstock.plan.space import space_bound
+from penstock.schedules.list_scheduling import (
+    backward_first,
+    list_schedule,
+    oldest_first,
+    sequential_schedule,
+)
+from penstock.schedules.orders import loop_placement, paths_through, wave_placement
+
+ROUNDING = 1 + 1e-9
+
+
+def test_an_optimal_order_of_three_ranks_has_almost_no_gap():
+    cost = UnitCost(comm=0.1)
+    stages = wave_placement(3, 2)
+    best = best_order(stages, paths_through(stages, 3), cost, 3, split=True)
+    makespan = simulate(best, cost).makespan
+    assert makespan <= 1.01 * lower_bound(best, cost)
+
+
+def test_a_rank_that_holds_one_micro_batch_runs_one_after_the_other():
+    stages = loop_placement(4)
+    draft = sequential_schedule(stages, paths_through(stages, 3), split=False)
+    cost = UnitCost(comm=0.1)
+    # Each micro-batch takes 12 seconds and six hops, and rank 0 holds it all the time.
+    assert lower_bound(draft, cost, cap=1) == pytest.approx(3 * 12.6)
+    assert lower_bound(draft, cost, cap=3) < 3 * 12.6
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "v-half", "interleaved-zb", "gpipe"])
+def test_no_bound_exceeds_a_schedule_in_the_memory_that_it_takes(name):
+    for ranks, microbatches, comm in [(2, 4, 0.0), (4, 4, 0.1), (4, 8, 0.3)]:
+        cost = UnitCost(comm=comm)
+        schedule = make(name, ranks=ranks, microbatches=microbatches)
+        timeline = simulate(schedule, cost)
+        caps = timeline.peak_activations.tolist()
+        assert lower_bound(schedule, cost, caps) <= timeline.makespan * ROUNDING
+        stages = len(schedule.stages) // ranks
+        space = space_bound(cost, ranks, microbatches, stages, cap=max(caps))
+        assert space <= timeline.makespan * ROUNDING
+
+
+def test_the_bound_of_a_space_is_below_random_placements_and_cuts():
+    random.seed(3)
+    for _ in range(40):
+        ranks = random.randint(1, 4)
+        counts = random.randint(1, 3)
+        slices = random.randint(1, 3)
+        microbatches = random.randint(1, 5)
+        order = [rank for rank in range(ranks) for _ in range(counts)]
+        random.shuffle(order)
+        stages = loop_placement(ranks * counts)
+        stages = [
+            type(stage)(rank, stage.part)
+            for stage, rank in zip(stages, order, strict=True)
+        ]
+        cost = UnitCost(
+            F=random.choice([1, 2]),
+            B=random.choice([2, 3]),
+            comm=random.choice([0, 0.2]),
+        )
+        cap = random.choice([None, 1.0, 2.0])
+        paths = paths_through(stages, microbatches, slices)
+        for split in (True, False):
+            schedule = list_schedule(stages, paths, cost, cap, split)
+            makespan = simulate(schedule, cost).makespan
+            bound = space_bound(cost, ranks, microbatches, counts, slices, cap, split)
+            assert bound <= makespan * ROUNDING
+            assert lower_bound(schedule, cost, cap) <= makespan * ROUNDING
+
+
+def test_more_freedom_never_raises_the_bound_of_a_space():
+    cost = UnitCost(comm=0.05)
+    bounds = [space_bound(cost, 8, 8, stages, slices=4) for stages in (1, 2, 4, 8)]
+    assert bounds == sorted(bounds, reverse=True)
+    bounds = [space_bound(cost, 8, 8, 4, slices) for slices in (1, 2, 4, 8)]
+    assert bounds == sorted(bounds, reverse=True)
+    bounds = [space_bound(cost, 8, 8, 4, 1, cap) for cap in (1, 2, 8, None)]
+    assert bounds == sorted(bounds, reverse=True)
+
+
+def profile() -> Profile:
+    def points(base: float, token: float, pair: float) -> list[Point]:
+        found = []
+        for tokens, prefix in [(16, 0), (64, 0), (128, 0), (16, 64), (64, 64)]:
+            pairs = tokens * prefix + tokens * tokens / 2
+            f = base + token * tokens + pair * pairs
+            found.append(Point(tokens, prefix, f, 2.2 * f, 1.1 * f, f))
+        return found
+
+    return Profile(
+        layers=10,
+        tokens=128,
+        rows=1,
+        message=100.0,
+        embed=block(points(1.0, 0.01, 0.0)),
+        layer=block(points(2.0, 0.1, 0.002)),
+        head=block(points(3.0, 0.3, 0.0)),
+        network=Network(latency=0.5, bandwidth=1e4),
+        turn=0.2,
+    )
+
+
+def test_the_bound_of_a_profile_is_below_partitions_cuts_and_orders():
+    measured = profile()
+    cases = [
+        (loop_placement(3), (3, 4, 3), (0, 128)),
+        (loop_placement(3), (4, 4, 2), (0, 64, 128)),
+        (wave_placement(3, 1), (2, 2, 2, 2, 1, 1), (0, 128)),
+        (wave_placement(3, 1), (2, 2, 2, 2, 1, 1), (0, 50, 96, 128)),
+        (loop_placement(3, 2), (2, 2, 2, 2, 1, 1), (0, 64, 128)),
+    ]
+    bound = space_bound(measured, ranks=3, microbatches=6, stages=2, slices=3)
+    whole = space_bound(measured, 3, 6, stages=2, slices=3, split=False)
+    best = float("inf")
+    for stages, partition, cuts in cases:
+        cost = measured.cost(partition)
+        path = tuple(range(len(stages)))
+        paths = [MicroBatch(path, 128, cuts)] * 6
+        for split in (True, False):
+            for priority in (backward_first, oldest_first):
+                listed = list_schedule(
+                    stages, paths, cost, split=split, priority=priority
+                )
+                makespan = simulate(listed, cost).makespan
+                assert makespan >= bound
+                assert split or makespan >= whole
+                best = min(best, makespan)
+    assert bound >= 0.8 * best
