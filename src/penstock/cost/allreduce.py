@@ -30,6 +30,17 @@ def ring_seconds(latency: Floats, byte: Floats, size: float) -> float:
     return 2.0 * (count - 1) * _slowest_ring_link(share)
 
 
+def even_ring_seconds(
+    ranks: int, latency: float, bandwidth: float, size: float
+) -> float:
+    """The seconds to sum `size` bytes along a ring whose links are all alike.
+
+    >>> even_ring_seconds(4, 0.5, 100.0, 400.0)
+    9.0
+    """
+    return 2.0 * (ranks - 1) * (latency + size / ranks / bandwidth)
+
+
 def star_seconds(latency: Floats, byte: Floats, size: float) -> float:
     """The seconds to sum `size` bytes on the rank with the best links, and to send the sum back."""
     whole = latency + byte * size
