@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from penstock.cost.allreduce import even_ring_seconds
+from penstock.cost.allreduce import sum_over_network
 from penstock.cost.cost import Cost
 from penstock.cost.curve import Curve, sum_curves
 from penstock.cost.network import Network, value_of_pair
@@ -181,12 +181,7 @@ class ModelCost(Cost):
 
     def sum_seconds(self, ranks: Sequence[int], size: float) -> float:
         """How long these ranks take to sum `size` bytes of gradients."""
-        latency, bandwidth = self.network.latency, self.network.bandwidth
-        if isinstance(latency, tuple) or isinstance(bandwidth, tuple):
-            return super().sum_seconds(ranks, size)
-        if len(ranks) < 2 or size <= 0:
-            return 0.0
-        return even_ring_seconds(len(ranks), latency, bandwidth, size)
+        return sum_over_network(self.network, ranks, size)
 
     @property
     def serial(self) -> bool:
