@@ -16,6 +16,7 @@ from penstock import ModelCost, Network, PartCost, Seconds, UnitCost, make, simu
 from penstock.cost import NoisyCost, Profile
 from penstock.cost.allreduce import ring_seconds
 from penstock.cost.profile import block
+from penstock.errors import ShapeError
 from penstock.ir.sums import (
     completion,
     last_backwards,
@@ -235,3 +236,13 @@ def test_the_runtime_begins_its_sums_in_the_order_of_the_simulator():
         last = [one.last for one in replicas.order]
         mine = last_backwards(schedule)
         assert last == [mine[int(name.split()[1]), rank] for name in expected]
+
+
+def test_a_matrix_of_equal_links_sums_as_one_number_does():
+    rows = tuple(tuple(2e9 for _ in range(8)) for _ in range(8))
+    schedule = make("1f1b", ranks=2, microbatches=2, copies=4)
+    even = simulate(schedule, model(2, gradients=1e9, latency=1e-3, bandwidth=2e9))
+    pairs = simulate(schedule, model(2, gradients=1e9, latency=1e-3, bandwidth=rows))
+    assert pairs.makespan == pytest.approx(even.makespan)
+    with pytest.raises(ShapeError, match="is for 2 ranks"):
+        simulate(schedule, model(2, gradients=1e9, bandwidth=((1e9, 1e9), (1e9, 1e9))))

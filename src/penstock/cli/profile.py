@@ -538,4 +538,4 @@ def _link_note(profile: Profile) -> str:
             f"links: latency {write_time(latency, digits=3)}, "
             f"bandwidth {write_size(bandwidth)}/s"
         )
-    return "links: every pair of ranks was measured"
+    return "links: every pair of ranks has its own"

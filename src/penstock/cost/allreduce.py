@@ -10,8 +10,11 @@ that use the same links at the same time are not considered.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
+from penstock.cost.network import Network, PerPair, value_of_pair
 from penstock.ir.table import Floats
 
 
@@ -28,6 +31,39 @@ def ring_seconds(latency: Floats, byte: Floats, size: float) -> float:
     count = len(latency)
     share = latency + byte * (size / count)
     return 2.0 * (count - 1) * _slowest_ring_link(share)
+
+
+def even_ring_seconds(
+    ranks: int, latency: float, bandwidth: float, size: float
+) -> float:
+    """The seconds to sum `size` bytes along a ring whose links are all alike.
+
+    >>> even_ring_seconds(4, 0.5, 100.0, 400.0)
+    9.0
+    """
+    return 2.0 * (ranks - 1) * (latency + size / ranks / bandwidth)
+
+
+def sum_over_network(network: Network, ranks: Sequence[int], size: float) -> float:
+    """The seconds to sum `size` bytes over these ranks of a network, along a ring."""
+    if len(ranks) < 2 or size <= 0:
+        return 0.0
+    latency, bandwidth = network.latency, network.bandwidth
+    if not isinstance(latency, tuple) and not isinstance(bandwidth, tuple):
+        return even_ring_seconds(len(ranks), latency, bandwidth, size)
+    hops = _matrix(latency, ranks, "latency")
+    with np.errstate(divide="ignore"):
+        byte = 1.0 / _matrix(bandwidth, ranks, "bandwidth")
+    return ring_seconds(hops, byte, size)
+
+
+def _matrix(value: PerPair, ranks: Sequence[int], quantity: str) -> Floats:
+    """One number for each pair of these ranks."""
+    if not isinstance(value, tuple):
+        return np.full((len(ranks), len(ranks)), value)
+    value_of_pair(value, max(ranks), max(ranks), quantity)  # refuses unknown ranks
+    rows = [[value[a][b] for b in ranks] for a in ranks]
+    return np.array(rows, dtype=np.float64)
 
 
 def star_seconds(latency: Floats, byte: Floats, size: float) -> float:

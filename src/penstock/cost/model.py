@@ -6,8 +6,10 @@ The seconds of an op are a curve over the tokens of a slice and the tokens befor
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+from penstock.cost.allreduce import sum_over_network
 from penstock.cost.cost import Cost
 from penstock.cost.curve import Curve, sum_curves
 from penstock.cost.network import Network, value_of_pair
@@ -176,6 +178,10 @@ class ModelCost(Cost):
         if len(self.parts) < 2:
             return 0.0
         return min(self.parts[0].tied_gradients, self.parts[-1].tied_gradients)
+
+    def sum_seconds(self, ranks: Sequence[int], size: float) -> float:
+        """How long these ranks take to sum `size` bytes of gradients."""
+        return sum_over_network(self.network, ranks, size)
 
     @property
     def serial(self) -> bool:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+from penstock.cost.allreduce import sum_over_network
 from penstock.cost.cost import Cost
 from penstock.cost.curve import Curve, Seconds, sum_curves
 from penstock.cost.fit import Fit, fit
@@ -378,6 +379,10 @@ class ProfileCost(Cost):
     def tied_gradients(self, schedule: Schedule) -> float:
         """Bytes of the gradients of weights that the first and the last part share."""
         return self.model_cost(schedule).tied_gradients(schedule)
+
+    def sum_seconds(self, ranks: Sequence[int], size: float) -> float:
+        """How long these ranks take to sum `size` bytes of gradients."""
+        return sum_over_network(self.profile.network, ranks, size)
 
     def latency(self, source: int, target: int) -> float:
         """Seconds until the first byte of a message arrives."""
