@@ -76,7 +76,7 @@ MODELS = {
 }
 DRY_MODEL = (
     LlamaConfig(vocab=97, width=32, layers=2, heads=2, kv_heads=2, inner=48),
-    (2,),
+    (2, 1),
 )
 PIPELINES: dict[str, tuple[str, dict[str, int]]] = {
     "1f1b": ("1f1b", {}),
@@ -207,6 +207,8 @@ def compare_alone(
     comm: Comm, config: LlamaConfig, tokens: Tensor, count: int, options: Options
 ) -> dict[str, Any]:
     """Steps of the candidates by turns, and the peak memory of each while the others are idle."""
+    # Otherwise a second shape would be compiled for any shape, which is slower.
+    torch._dynamo.reset()
     candidates: dict[str, Alone] = {}
     held: dict[str, int] = {}  # bytes that a candidate holds between steps
     losses: dict[str, float] = {}
