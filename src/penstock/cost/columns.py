@@ -7,6 +7,7 @@ about every single action.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextvars import ContextVar
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,6 +18,8 @@ from penstock.ir.needs import BACKWARD, FORWARD, WEIGHTS
 from penstock.ir.schedule import Schedule
 from penstock.ir.table import Floats, Ints, Table
 
+KEPT_ANSWERS = 2
+MAX_KEPT_ACTIONS = 100_000  # the answers about larger schedules are not kept
 ABSENT = -2  # marks a stage that a path does not visit
 
 
@@ -34,29 +37,53 @@ class Columns:
     pause: Floats  # seconds that its rank rests afterwards
 
 
+_recent: ContextVar[tuple[tuple[Schedule, Cost, Columns], ...]] = ContextVar(
+    "_recent", default=()
+)
+
+
 def columns(schedule: Schedule, cost: Cost) -> Columns:
-    """Ask a cost about everything in a schedule."""
+    """Ask a cost about everything in a schedule.
+
+    The last answers are kept, because a planner simulates, weighs and bounds one schedule
+    after the other.
+    """
+    for known_schedule, known_cost, known in _recent.get():
+        if known_schedule is schedule and known_cost is cost:
+            return known
+    answer = _ask_columns(schedule, cost)
+    if schedule.actions <= MAX_KEPT_ACTIONS:
+        _recent.set(((schedule, cost, answer), *_recent.get()[: KEPT_ANSWERS - 1]))
+    return answer
+
+
+def _ask_columns(schedule: Schedule, cost: Cost) -> Columns:
     table = schedule.table
     codes = _codes(schedule)
+    questions = _questions(schedule, codes)
+    codes_by_path = _codes_by_path(schedule, codes)
+    by_path = questions
+    if codes_by_path is not codes:
+        by_path = _questions(schedule, codes_by_path)
     target = table.target()
-    message = _column(schedule, _codes_by_path(schedule, codes), cost.message)
+    message = _column(schedule, by_path, cost.message)
     size = np.where(target >= 0, message, 0.0)
-    held = _column(schedule, codes, cost.held)
-    kept = _column(schedule, codes, cost.kept)
-    rebuilt = _column(schedule, codes, cost.rebuilt)
+    held = _column(schedule, questions, cost.held)
+    kept = _column(schedule, questions, cost.kept)
+    rebuilt = _column(schedule, questions, cost.rebuilt)
     loss = _losses(table, held, kept)
     extra = np.maximum(-loss, 0.0)  # an I may keep more for its W than its F left
     spike = np.maximum(rebuilt - extra, 0.0)  # held only while the action runs
     link, latency, wire = _links(schedule, cost, target, size)
     return Columns(
-        seconds=_column(schedule, codes, cost.seconds),
+        seconds=_column(schedule, questions, cost.seconds),
         gain=np.where(table.kind == FORWARD, held, 0.0) + extra + spike,
         loss=np.maximum(loss, 0.0) + spike,
         bytes=size,
         link=link,
         latency=latency,
         wire=wire,
-        pause=_column(schedule, codes, cost.pause),
+        pause=_column(schedule, questions, cost.pause),
     )
 
 
@@ -140,14 +167,22 @@ def _distinct_paths(schedule: Schedule) -> tuple[dict[tuple[int, ...], int], Int
     return paths, path_of
 
 
+def _questions(
+    schedule: Schedule, codes: tuple[Ints, Ints]
+) -> tuple[list[Action], Ints]:
+    """One example action of each combination, and each action's combination."""
+    examples, numbers = codes
+    return schedule.table.actions(examples), numbers
+
+
 def _column(
     schedule: Schedule,
-    codes: tuple[Ints, Ints],
+    questions: tuple[list[Action], Ints],
     ask: Callable[[Schedule, Action], float],
 ) -> Floats:
     """One quantity for every action, asked once for each combination."""
-    examples, numbers = codes
-    answers = [ask(schedule, schedule.table.action(int(one))) for one in examples]
+    examples, numbers = questions
+    answers = [ask(schedule, action) for action in examples]
     column: Floats = np.array(answers, dtype=np.float64)[numbers]
     return column
 
@@ -156,7 +191,7 @@ def example_column(
     schedule: Schedule, ask: Callable[[Schedule, Action], float]
 ) -> Floats:
     """One quantity of a cost for every action, asked once for each op, stage and token range."""
-    return _column(schedule, _codes(schedule), ask)
+    return _column(schedule, _questions(schedule, _codes(schedule)), ask)
 
 
 def _links(

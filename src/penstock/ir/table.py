@@ -85,6 +85,19 @@ class Table:
             int(self.slice[number]),
         )
 
+    def actions(self, numbers: Ints) -> list[Action]:
+        """The actions with these numbers."""
+        ops = self.op[numbers].tolist()
+        stages = self.stage[numbers].tolist()
+        microbatches = self.microbatch[numbers].tolist()
+        pieces = self.slice[numbers].tolist()
+        return [
+            Action(OPS[op], stage, microbatch, piece)
+            for op, stage, microbatch, piece in zip(
+                ops, stages, microbatches, pieces, strict=True
+            )
+        ]
+
     def __len__(self) -> int:
         return len(self.op)
 
