@@ -406,11 +406,15 @@ def _option_faults(config: Config) -> list[str]:
     """The options of [run] that contradict other values."""
     faults = []
     if config.run.graphs:
-        for reason in reasons_against_recording(config):
-            faults.append(f"run.graphs = true does not go with {reason}")
+        faults += [
+            f"run.graphs = true does not go with {reason}"
+            for reason in reasons_against_recording(config)
+        ]
     if config.run.compile == "true":
-        for reason in reasons_against_compiling(config):
-            faults.append(f"run.compile = true does not go with {reason}")
+        faults += [
+            f"run.compile = true does not go with {reason}"
+            for reason in reasons_against_compiling(config)
+        ]
     return faults
 
 
