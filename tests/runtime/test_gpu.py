@@ -203,7 +203,7 @@ def test_a_loss_in_chunks_needs_far_less_memory(name):
         losses += run_threads(1, work)
         peaks.append(torch.cuda.max_memory_allocated())
     assert losses[1] == pytest.approx(losses[0], rel=1e-3)
-    assert peaks[1] < peaks[0] / 2
+    assert peaks[1] < 0.6 * peaks[0]
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1", "sliced"])

@@ -131,9 +131,12 @@ def rank_setting(
     judge: Judge,
     limits: Limits,
     watch: Callable[[str], None] = lambda name: None,
-    improve: bool = True,
+    bound: float = 0.0,
 ) -> Portfolio:
-    """Rank all candidates of one setting. Raises if no schedule can be built at all."""
+    """Rank all candidates of one setting. Raises if no schedule can be built at all.
+
+    `bound` is a time that no step can beat. The search ends when it is reached.
+    """
     refuse_if_too_large(
         2 * setting.ranks * setting.microbatches,
         f"any schedule with ranks={setting.ranks} microbatches={setting.microbatches}",
@@ -142,14 +145,16 @@ def rank_setting(
     ranking.try_fixed(1)
     with many_schedules():
         for slices in TRIED_SLICES:
-            if 1 < slices <= limits.slices:
+            if slices > limits.slices or ranking.reaches(bound):
+                break
+            if slices > 1:
                 ranking.try_fixed(slices)
-            if slices <= limits.slices:
+            if not ranking.reaches(bound):
                 ranking.try_listed(slices)
-        ranking.refine()
         if not ranking.fits and not ranking.too_large:
             raise ShapeError(f"no schedule can be built: {ranking.first_error}")
-        if improve:
+        if not ranking.reaches(bound):
+            ranking.refine()
             ranking.improve_best()
         return ranking.portfolio()
 
@@ -287,6 +292,11 @@ class _Ranking:
             return math.inf
         self.fits.append(candidate)
         return candidate.step
+
+    def reaches(self, bound: float) -> bool:
+        """Whether the best step so far is as short as any can be."""
+        best = min((one.step for one in self.fits), default=math.inf)
+        return best <= bound * (1 + ROUNDING)
 
     # ------------------------------------------------------------ families
     def open_placements(self, slices: int) -> list[Placement]:

@@ -211,6 +211,7 @@ class _Search:
             self.pricing.judge(cell),
             self.limits_of(cell),
             watch,
+            result.bound,
         )
         self.rows = [row for row in self.rows if row.cell != cell]
         return self.take(result, found)
