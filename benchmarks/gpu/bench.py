@@ -14,7 +14,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -95,9 +95,14 @@ def settle(size: Size) -> None:
         torch.cuda.synchronize()
 
 
-def stages_of(schedule: Schedule, comm: Comm, size: Size) -> dict[int, nn.Module]:
-    """This rank's stages, with weights that do not depend on the schedule."""
-    partition = even_partition(size.config.layers, schedule.parts)
+def stages_of(
+    schedule: Schedule, comm: Comm, size: Size, partition: Sequence[int] = ()
+) -> dict[int, nn.Module]:
+    """This rank's stages, with weights that do not depend on the schedule.
+
+    Without a partition, all parts have equally many layers.
+    """
+    partition = partition or even_partition(size.config.layers, schedule.parts)
     holding = hold(
         size.config, schedule, partition, comm.rank, torch.device(size.device)
     )

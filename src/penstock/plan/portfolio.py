@@ -355,7 +355,10 @@ class _Ranking:
             self.watch(f"improving {title(candidate.name, candidate.shape)}")
             stages, paths = self.drafts[key]
             work = min(IMPROVING_WORK, default_work(candidate.schedule.actions))
-            better = self.order(stages, paths, work, [candidate.schedule])
+            try:
+                better = self.order(stages, paths, work, [candidate.schedule])
+            except ShapeError:  # a fixed order fits, but the caps leave no room to list
+                continue
             improved = evaluate_schedule(
                 candidate.name, candidate.shape, "improved", better, self.judge
             )

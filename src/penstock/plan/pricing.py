@@ -14,7 +14,6 @@ from penstock.cost.cluster import Cluster
 from penstock.cost.placed import PlacedCost
 from penstock.cost.profile import Profile
 from penstock.cost.unit import UnitCost
-from penstock.ir.schedule import Schedule
 from penstock.plan.candidates import Judge
 from penstock.plan.recipes import Cuts, Limits, Setting, even_cuts_only
 from penstock.plan.slices.planner import SLICE_COUNTS, CutChoice, cut_choices
@@ -28,7 +27,6 @@ from penstock.plan.space import (
 )
 from penstock.plan.topology import Machines, cluster_network
 from penstock.plan.workload import Cell, Workload
-from penstock.schedules import make
 
 CostKey = tuple[int, int, int]  # rows, tensor, shard
 
@@ -169,11 +167,19 @@ class ProfilePricing:
         return self.workload.passes * bound + _least_update(profile, cell.ranks)
 
     def least_bytes(self, cell: Cell) -> float:
-        """Return the bytes of the fullest device with one micro-batch in flight."""
-        return Judge(self.cost(cell)).peak(self._smallest(cell))
+        """Return bytes that the fullest device of a cell holds at least, with any plan.
 
-    def _smallest(self, cell: Cell) -> Schedule:
-        return make("1f1b", ranks=cell.ranks, microbatches=1)
+        When the forward of a micro-batch ends, the devices together hold all weights and all
+        activations of this micro-batch, and the fullest one holds at least the mean. Parts
+        that are recomputed hold only their inputs, so where there are some, only the weights
+        count.
+        """
+        profile = self.profile(cell)
+        whole = profile.part(profile.layers, first=True, last=True)
+        held = whole.weights
+        if not cell.recomputed:
+            held += whole.held * self.workload.tokens
+        return held / cell.ranks
 
 
 def _least_work(times: LeastTimes) -> float:
