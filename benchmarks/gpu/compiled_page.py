@@ -14,36 +14,36 @@ PAGE = RESULTS / "compiled.md"
 NAMES = {"plain": "plain loop", "ours": "ours", "recorded": "ours, recorded"}
 TEXT = """# Compiled stages on one H200
 
-One NVIDIA H200, torch 2.11. What users of torch run today is compiled, so it is what we compare with. `python benchmarks/gpu/compiled.py`
-runs all candidates in one process (or one set of processes), step by step in turn. Ratios are taken within a round of
-steps; a range has the quartiles over all rounds. Weights are float32 and products bfloat16 in the first table, all is
-bfloat16 in the second.
+One NVIDIA H200, torch 2.11. What users of torch run today is compiled, so it is what we compare with. `python
+benchmarks/gpu/compiled.py` runs all candidates in one process (or one set of processes), step by step in turn.
+Ratios are taken within a round of steps; a range has the quartiles over all rounds. Weights are float32 and
+products bfloat16 in the first table, all is bfloat16 in the second.
 
 ## One process
 
-A plain loop over micro-batches with `torch.compile` on the whole model, and our runtime with compiled layers and a loss
-in chunks. 16 sequences of 1,024 tokens a step, vocabulary 32,000, AdamW.
+A plain loop over micro-batches with `torch.compile` on the whole model, and our runtime with compiled layers
+and a loss in chunks. 16 sequences of 1,024 tokens a step, vocabulary 32,000, AdamW.
 
 {alone}
 
-Recorded, we run at {least:.2f} to {most:.2f} times the speed of the plain loop. Without recordings we lose: our executor
-calls every layer from Python, and the GPU waits for it. The plain loop compiles the whole model as one graph, so with
-one large micro-batch it has as few launches as our recording.
+Recorded, we run at {least:.2f} to {most:.2f} times the speed of the plain loop. Without recordings we lose: our
+executor calls every layer from Python, and the GPU waits for it. The plain loop compiles the whole model as one
+graph, so with one large micro-batch it has as few launches as our recording.
 
 ## Eight workers
 
-Layers of width 1,024, four on each rank, 16 micro-batches of 1,024 tokens. torch's pipelining runs with compiled
-layers, over the same transport as ours. It cannot compile split backwards (see [peers](../peers.md)), so it has no figures for
-ZB-V and Interleaved-ZB.
+Layers of width 1,024, four on each rank, 16 micro-batches of 1,024 tokens. torch's pipelining runs with
+compiled layers, over the same transport as ours. It cannot compile split backwards (see [peers](../peers.md)),
+so it has no figures for ZB-V and Interleaved-ZB.
 
 {pipeline}
 
-Compiled and recorded, the zero-bubble schedules take {split_gain:.0%} less time than 1F1B, because the weight gradients
-of compiled layers really move: each linear layer passes its input and the gradient of its output on to the W. Before,
-the compiled backward did all of the work in I and left W empty.
+Compiled and recorded, the zero-bubble schedules take {split_gain:.0%} less time than 1F1B, because the weight
+gradients of compiled layers really move: each linear layer passes its input and the gradient of its output on
+to the W. Before, the compiled backward did all of the work in I and left W empty.
 
-Recordings take memory: {memory_least:.2f} to {memory_most:.2f} times as much on the fullest rank in these runs. Split
-backwards need the most, because every stage has a set of buffers for each micro-batch in flight.
+Recordings take memory: {memory_least:.2f} to {memory_most:.2f} times as much on the fullest rank in these runs.
+Split backwards need the most, because every stage has a set of buffers for each micro-batch in flight.
 """
 
 

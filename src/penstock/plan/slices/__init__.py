@@ -1,12 +1,5 @@
 """TeraPipe's question: where to cut sequences into slices."""
 
-from penstock.plan.slices.batches import (
-    BatchChoice,
-    CutRows,
-    Stages,
-    cut_batch_alike,
-    cut_batch_freely,
-)
 from penstock.plan.slices.cuts import Slicing, best_batch, best_cuts, latency_of
 from penstock.plan.slices.documents import (
     DocumentPlan,
@@ -35,21 +28,16 @@ from penstock.plan.slices.uneven_stages import (
 )
 
 __all__ = [
-    "BatchChoice",
     "CutChoice",
-    "CutRows",
     "DocumentPlan",
     "Layout",
     "SliceTimes",
     "SlicedCandidate",
     "SlicedPlans",
     "Slicing",
-    "Stages",
     "UnevenSlicing",
     "best_batch",
     "best_cuts",
-    "cut_batch_alike",
-    "cut_batch_freely",
     "cut_choices",
     "document_planner",
     "documents_schedule",
