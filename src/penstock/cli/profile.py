@@ -222,7 +222,10 @@ def profile_command(
     if slots is not None:
         raise ShapeError("--slots needs --links, which writes a cluster.toml")
     if source is not None:
-        request, processes = _request_of_config(source, changes or [], quick)
+        request, config_rows, processes = _request_of_config(
+            source, changes or [], quick
+        )
+        row_counts = row_counts or config_rows
     else:
         length = tokens or DEFAULT_TOKENS
         model = hf or measuring.preset_sizes(preset or DEFAULT_PRESET, length, given)
@@ -255,10 +258,12 @@ def profile_command(
 
 def _request_of_config(
     source: Path, changes: list[str], quick: bool
-) -> tuple[ProfileRequest, int]:
-    """Return the request to measure a run's model, and how many processes should measure."""
-    from penstock.config import is_plan_file
+) -> tuple[ProfileRequest, tuple[int, ...], int]:
+    """Return the request to measure a run's model, the rows that a plan may choose, and how many processes measure."""
+    from penstock.config import AUTO
+    from penstock.formats.config_toml import written_keys
     from penstock.plan.planner import plan_run
+    from penstock.train.auto import machine_workload, rows_to_measure
     from penstock.train.placement import check_gpu_exists, decide_placement
     from penstock.train.profile import request_of
     from penstock.train.start import find_run
@@ -266,11 +271,18 @@ def _request_of_config(
 
     config, _ = find_run(source, None, changes, exists=True)
     check_gpu_exists(config)
-    if is_plan_file(config.schedule.name):  # it brings its own ranks
-        config, _ = plan_run(config, model_sizes(config).layers)
-    shape = config.schedule
-    placement = decide_placement(config, shape.ranks * shape.copies * config.mesh.size)
-    return request_of(config, placement, quick=quick), placement.processors
+    layers = model_sizes(config).layers
+    if config.schedule.name == AUTO:
+        given = written_keys(source, changes)
+        workload, placement = machine_workload(config, layers, given)
+        rows = tuple(rows_to_measure(workload))
+    else:
+        config, plan = plan_run(config, layers)
+        processes = plan.schedule.ranks * config.mesh.size
+        placement = decide_placement(config, processes)
+        rows = (config.rows,)
+    request = request_of(config, placement, rows[0], quick=quick)
+    return request, rows, placement.processors
 
 
 def _refuse_settings(source: Path, settings: Mapping[str, object]) -> None:

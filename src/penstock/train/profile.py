@@ -150,8 +150,8 @@ def profile_config(
     rows, which `RowProfiles` scales from the others, and if one row is already too much,
     some of its tokens.
     """
-    request = request_of(config, placement, None, quick)
     counts = sorted(set(rows or (config.rows,)))
+    request = request_of(config, placement, counts[0], quick)
     if quick:
         request, counts = affordable(request, counts)
     processes = placement.processors if ranks is None else ranks
