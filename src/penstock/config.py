@@ -401,15 +401,27 @@ def check_config(config: Config, counted: bool = False) -> Config:
     name = config.schedule.name
     counted = counted or not (name == AUTO or is_plan_file(name))
     faults += _size_faults(config, counted)
+    faults += _option_faults(config)
+    if faults:
+        raise ConfigError("\n".join(faults))
+    return config
+
+
+def _option_faults(config: Config) -> list[str]:
+    """The options of [run] that contradict other values."""
+    faults = []
     if config.run.graphs:
         for reason in reasons_against_recording(config):
             faults.append(f"run.graphs = true does not go with {reason}")
     if config.run.compile == "true":
         for reason in reasons_against_compiling(config):
             faults.append(f"run.compile = true does not go with {reason}")
-    if faults:
-        raise ConfigError("\n".join(faults))
-    return config
+    return faults
+
+
+def allows_meshes(config: Config) -> bool:
+    """Whether the options of a run go with ranks of several processes."""
+    return not _option_faults(replace(config, mesh=MeshConfig(shard=2)))
 
 
 def _range_faults(section: str, values: object) -> list[str]:

@@ -328,6 +328,8 @@ def _gpu_question(
         memory or USABLE_SHARE * gpu.memory,
         granularity=options.granularity or tile_of("cuda"),
         uneven=True,
+        open_mesh=True,
+        model=config_of(sizes),
     )
     return gpu_question(workload, config_of(sizes), gpu, limits)
 

@@ -7,7 +7,7 @@
              of its own. The runtime gathers a layer once per step, before its first forward, and sums its
              gradients once, after the last action of its part, whatever the number of micro-batches.
 
-Sums are rings over the links inside a machine. Actions wait for the sums of `tensor`, so these are part of their
+Sums are rings over the links of these processes. Actions wait for the sums of `tensor`, so these are part of their
 times. The sum of gradients over `shard` follows a part's last action, as AdamW's update does, so it is part of
 `update`. The gathers delay the first micro-batch on every part of its path: `gather_seconds`.
 """
@@ -42,12 +42,18 @@ class Shares(NamedTuple):
 
 
 def mesh_profile(
-    profile: Profile, tensor: int, shard: int, link: Link, slowdown: float = 1.0
+    profile: Profile,
+    tensor: int,
+    shard: int,
+    link: Link,
+    slowdown: float = 1.0,
+    shard_link: Link | None = None,
 ) -> Profile:
     """The profile of a process in a mesh of `tensor` x `shard` processes, with their communication.
 
-    `link` is the one between two of these processes. With `slowdown`, processes that share too few
-    processors compute so many times longer. The sizes of the model must be among the profile's facts.
+    `link` is the one between two of these processes. If shards lie on different machines, they
+    have a `shard_link` of their own. With `slowdown`, processes that share too few processors
+    compute so many times longer. The sizes of the model must be among the profile's facts.
     """
     if tensor < 1 or shard < 1:
         raise ShapeError(
@@ -75,11 +81,23 @@ def mesh_profile(
     ):
         original: Block = getattr(profile, name)
         block = _share_of(original, share, slowdown, forward, backward)
-        blocks[name] = _sharded(block, shard, copies, link)
+        blocks[name] = _sharded(block, shard, copies, shard_link or link)
     # Shards keep a copy of a tied weight for each part.
     tied = 0.0 if shard > 1 else profile.tied * head.numbers
     facts = (*profile.device, ("tensor", tensor), ("shard", shard))
     return replace(profile, **blocks, tied=tied, device=facts)  # type: ignore[arg-type]
+
+
+def split_processors(processors: int, size: int) -> tuple[int, float]:
+    """Divide processors among ranks of `size` processes each.
+
+    Return how many ranks can compute at once, and how many times longer a rank computes because
+    its processes share too few processors.
+
+    >>> split_processors(8, 4), split_processors(2, 4)
+    ((2, 1.0), (1, 2.0))
+    """
+    return max(1, processors // size), max(1.0, size / processors)
 
 
 def gather_seconds(profile: Profile, tensor: int, shard: int, link: Link) -> float:

@@ -35,6 +35,30 @@ class Link:
     bandwidth: float
 
 
+def slowest_link(network: Network) -> Link:
+    """Return the longest latency and the least bandwidth of all pairs.
+
+    >>> slowest_link(Network(0.5, ((0.0, 8.0), (4.0, 0.0))))
+    Link(latency=0.5, bandwidth=4.0)
+    """
+    return Link(
+        max(_values(network.latency), default=0.0),
+        min(_values(network.bandwidth), default=math.inf),
+    )
+
+
+def _values(value: PerPair) -> list[float]:
+    """The numbers of all pairs; no message goes from a rank to itself."""
+    if not isinstance(value, tuple):
+        return [value]
+    return [
+        number
+        for source, row in enumerate(value)
+        for target, number in enumerate(row)
+        if source != target
+    ]
+
+
 def _check_pairs(quantity: str, value: PerPair, least: float) -> None:
     rows = value if isinstance(value, tuple) else ((value,),)
     if any(len(row) != len(rows) for row in rows):

@@ -200,8 +200,9 @@ class Profile:
             weights -= self.tied
         tied = self.tied if first != last else 0.0
         gathered = sum(count * block.gathered for count, block in blocks)
+        tensor = int(dict(self.device).get("tensor") or 1)
         moments = part_moments(
-            dict(self.model), layers, first, last, self.rows, self.is_half
+            dict(self.model), layers, first, last, self.rows, self.is_half, tensor
         )
         return PartCost(
             F=curve(Op.F),

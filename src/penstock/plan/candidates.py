@@ -50,6 +50,7 @@ class Judge:
     side_by_side: bool = False  # whether the copies of a rank have neighbouring numbers
     uneven: bool = False  # whether copies differ, because devices or links do
     recorded: bool = False  # whether actions are recorded as CUDA graphs
+    gather: float = 0.0  # seconds in which a step gathers sharded weights
 
     def timeline(self, schedule: Schedule) -> Timeline:
         """Return the predicted timeline of one pass, with all copies or with two of them."""
@@ -65,8 +66,8 @@ class Judge:
         return simulate(replicate(schedule, 2), cost)
 
     def step(self, schedule: Schedule, makespan: float) -> float:
-        """Return the seconds of a step whose passes take `makespan`: passes and optimizer."""
-        return self.passes * makespan + self.update(schedule)
+        """Return the seconds of a step whose passes take `makespan`: gather, passes and optimizer."""
+        return self.gather + self.passes * makespan + self.update(schedule)
 
     def update(self, schedule: Schedule) -> float:
         """Return the seconds of the optimizer: of the slowest rank, or of all on shared processors."""

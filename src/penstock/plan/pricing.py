@@ -9,8 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
+from math import inf
 
 from penstock.cost.cluster import Cluster
+from penstock.cost.mesh import gather_seconds, mesh_profile, split_processors
+from penstock.cost.network import Link, Network, slowest_link
 from penstock.cost.placed import PlacedCost
 from penstock.cost.profile import Profile
 from penstock.cost.unit import UnitCost
@@ -28,7 +31,11 @@ from penstock.plan.space import (
 from penstock.plan.topology import Machines, cluster_network
 from penstock.plan.workload import Cell, Workload
 
-CostKey = tuple[int, int, int]  # rows, tensor, shard
+MeshKey = tuple[int, int, int, Link, Link]  # rows, tensor, shard and their links
+LeastKey = tuple[int, int, Link, float]  # rows, tensor and its link, slowdown
+
+
+NO_LINK = Link(0.0, inf)  # of a process that is alone
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +86,16 @@ class ProfilePricing:
     costs: dict[Cell, PlacedCost] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
-    least: dict[CostKey, LeastTimes] = field(
+    meshes: dict[MeshKey, Profile] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+    networks: dict[Cell, Network] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+    least: dict[LeastKey, LeastTimes] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+    bounds: dict[object, float] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
     choices: dict[Cell, list[CutChoice]] = field(
@@ -98,14 +114,59 @@ class ProfilePricing:
             )
         return self.costs[cell]
 
+    # ------------------------------------------------------------ one process of a cell
     def profile(self, cell: Cell) -> Profile:
-        """Return the profile of a cell's micro-batches, with the links of its ranks."""
-        profile = self.profile_at(cell.rows)
+        """Return the profile of a process of a cell, with the links between its ranks."""
+        place = replace(cell, microbatches=1, rows=1, recomputed=0.0)
+        if place not in self.networks:
+            self.networks[place] = self._network(cell)
+        return replace(self.process(cell), network=self.networks[place])
+
+    def process(self, cell: Cell) -> Profile:
+        """Return the profile of a process of a cell; its links between ranks do not count."""
+        key = (cell.rows, cell.tensor, cell.shard, *self.mesh_links(cell))
+        if key not in self.meshes:
+            self.meshes[key] = mesh_profile(
+                self.profile_at(cell.rows),
+                cell.tensor,
+                cell.shard,
+                key[3],
+                self.processors(cell)[1],
+                shard_link=key[4],
+            )
+        return self.meshes[key]
+
+    def _network(self, cell: Cell) -> Network:
         if self.machines is not None:
-            return replace(profile, network=self.machines.network(cell))
+            return self.machines.network(cell)
         if self.cluster is not None:
-            return replace(profile, network=cluster_network(self.cluster, cell))
-        return profile
+            return cluster_network(self.cluster, cell)
+        return self.profile_at(cell.rows).network
+
+    def mesh_links(self, cell: Cell) -> tuple[Link, Link]:
+        """Return the links between the processes of a rank: of `tensor`, and of `shard`.
+
+        Unless the machines are known, any pair of processes may have the slowest link.
+        """
+        if self.machines is not None:
+            return self.machines.mesh_links(cell)
+        if cell.tensor * cell.shard == 1:
+            return NO_LINK, NO_LINK
+        link = slowest_link(self._network(cell))
+        return link, link
+
+    def processors(self, cell: Cell) -> tuple[int | None, float]:
+        """Return the processors that ranks share, and how much longer a rank computes on them."""
+        processors = self.workload.processors
+        if processors is None:
+            return None, 1.0
+        return split_processors(processors, cell.tensor * cell.shard)
+
+    def gather(self, cell: Cell) -> float:
+        """Return the seconds in which a step gathers sharded weights."""
+        whole = self.profile_at(cell.rows)
+        _, link = self.mesh_links(cell)
+        return gather_seconds(whole, cell.tensor, cell.shard, link)
 
     def speeds(self, cell: Cell) -> tuple[float, ...]:
         """Return the speeds of a cell's ranks; empty if all are equal."""
@@ -119,12 +180,13 @@ class ProfilePricing:
         return Judge(
             self.cost(cell),
             self.workload.memory,
-            self.workload.processors,
+            self.processors(cell)[0],
             self.workload.passes,
             cell.copies,
             cell.side_by_side,
             uneven=self.cluster is not None,
             recorded=self.workload.recorded,
+            gather=self.gather(cell),
         )
 
     def setting(self, cell: Cell) -> Setting:
@@ -149,22 +211,48 @@ class ProfilePricing:
         return [one.cuts for one in self.choices[cell] if len(one.cuts) == slices + 1]
 
     def bound(self, cell: Cell) -> float:
-        """Return a time that no step of this cell can beat: its passes, and the optimizer."""
-        key = (cell.rows, cell.tensor, cell.shard)
-        profile = self.profile(cell)
-        if key not in self.least:
-            slices = min(self.limits.slices, self.workload.tokens)
-            self.least[key] = least_times(profile, slices, self.limits.split)
-        least = replace(self.least[key], hop=least_hop(profile))
-        if cell.recomputed == 1.0:
-            least = with_recomputation(least)
+        """Return a time that no step of this cell can beat: gather, passes and optimizer."""
+        update = _least_update(self.process(cell), cell.ranks)
+        passes = self.workload.passes * self._pass_bound(cell)
+        return self.gather(cell) + passes + update
+
+    def _pass_bound(self, cell: Cell) -> float:
+        """Return a time that no pass of this cell can beat.
+
+        It depends neither on the shards nor on the share that is recomputed, unless that is
+        everything. So many cells have the same bound.
+        """
+        hop = self.least_hop(cell)
         fastest = max(self.speeds(cell), default=1.0)
+        again = cell.recomputed == 1.0
+        processors, slowdown = self.processors(cell)
+        least_key = (cell.rows, cell.tensor, self.mesh_links(cell)[0], slowdown)
+        copies = 1 if processors is None else cell.copies
+        sizes = (cell.ranks, cell.microbatches, copies)
+        key = (least_key, sizes, again, hop, fastest, processors)
+        if key in self.bounds:
+            return self.bounds[key]
+        if least_key not in self.least:
+            slices = min(self.limits.slices, self.workload.tokens)
+            profile = self.process(cell)
+            self.least[least_key] = least_times(profile, slices, self.limits.split)
+        least = replace(self.least[least_key], hop=hop)
+        if again:
+            least = with_recomputation(least)
         bound = profile_bound(least, cell.ranks, cell.microbatches) / fastest
-        processors = self.workload.processors
         if processors is not None:
             work = _least_work(least) * cell.microbatches * cell.copies
             bound = max(bound, work / processors)
-        return self.workload.passes * bound + _least_update(profile, cell.ranks)
+        self.bounds[key] = bound
+        return bound
+
+    def least_hop(self, cell: Cell) -> float:
+        """Return the least time of a message between two ranks of a cell."""
+        if self.machines is None:
+            return least_hop(self.profile(cell))
+        link = self.machines.fastest_hop(cell)
+        network = Network(link.latency, link.bandwidth)
+        return least_hop(replace(self.process(cell), network=network))
 
     def least_bytes(self, cell: Cell) -> float:
         """Return bytes that the fullest device of a cell holds at least, with any plan.

@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from penstock.errors import ShapeError
+from penstock.ir.compiled import many_schedules
 from penstock.ir.plan import Fact, Facts
 from penstock.plan.candidates import Candidate, Judge, title
 from penstock.plan.portfolio import Portfolio, rank_setting, survey_setting
@@ -115,16 +116,17 @@ def search(
     shown: Callable[[float], str] = "{:g}".format,
 ) -> Landscape:
     """Search all cells of a workload. Raises if no plan fits."""
-    found = _Search(workload, pricing, limits, watch, shown)
-    interrupted = False
-    try:
-        found.survey()
-        found.rank_promising()
-    except KeyboardInterrupt:
-        if not found.rows:
-            raise
-        interrupted = True
-    return found.landscape(interrupted)
+    with many_schedules():
+        found = _Search(workload, pricing, limits, watch, shown)
+        interrupted = False
+        try:
+            found.survey()
+            found.rank_promising()
+        except KeyboardInterrupt:
+            if not found.rows:
+                raise
+            interrupted = True
+        return found.landscape(interrupted)
 
 
 class _Search:

@@ -36,11 +36,13 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from penstock.cost.curve import Curve
+from penstock.cost.curve import seconds_along
 from penstock.cost.profile import Block, Profile
 from penstock.cost.unit import UnitCost
 from penstock.errors import ShapeError
 from penstock.ir.action import Op
+from penstock.ir.compiled import compile_if_large
+from penstock.ir.table import Floats
 from penstock.schedules.orders import require_at_least
 
 CUT_POINTS = 64  # places at which a sequence of a profile may be cut
@@ -250,20 +252,36 @@ def _least_finish(
     fixed: work of the first of these ranks besides.
     free: work of any one rank besides.
     """
-    low = 0.0
     high = max(begins) + fixed + free + layer * layers
     starts = np.array(begins, dtype=np.float64)
     starts[0] += fixed
-    # With the free work on one rank: a row for each choice of that rank.
-    choices = starts + free * np.eye(len(starts))
+    bisect = compile_if_large(_bisect_finish, BISECTIONS * len(starts))
+    return float(bisect(starts, float(layers), layer, free, high))
+
+
+def _bisect_finish(
+    starts: Floats, layers: float, layer: float, free: float, high: float
+) -> float:
+    """The least time in which all layers and the free work can be done, by bisection."""
+    low = 0.0
     for _ in range(BISECTIONS):
         middle = (low + high) / 2
-        left = middle - choices
-        possible = (left[:, 0] >= 0) & (left.diagonal() >= 0)
-        if layer > 0:
-            done = np.floor(np.maximum(left, 0.0) / layer + 1e-9).sum(axis=1)
-            possible &= done >= layers
-        if possible.any():
+        done = 0.0
+        for start in starts:
+            if layer > 0 and middle > start:
+                done += math.floor((middle - start) / layer + 1e-9)
+        possible = False
+        for start in starts:  # of the rank with the free work
+            left = middle - start - free
+            if left < 0 or middle < starts[0]:
+                continue
+            if layer > 0:
+                without = math.floor((middle - start) / layer + 1e-9)
+                others = done - without
+                possible |= others + math.floor(left / layer + 1e-9) >= layers
+            else:
+                possible = True
+        if possible:
             high = middle
         else:
             low = middle
@@ -280,6 +298,11 @@ class _ProfileSpace:
         points = min(CUT_POINTS, profile.tokens)
         places = {profile.tokens * point // points for point in range(points + 1)}
         self.places = sorted(places)
+        ends = np.array(self.places, dtype=np.float64)
+        begin, end = np.triu_indices(len(ends), 1)
+        self.begin, self.end = begin, end  # of each slice, as numbers of places
+        self.prefixes = ends[begin]
+        self.tokens = ends[end] - ends[begin]
 
     def work(self, block: Block) -> tuple[float, float]:
         """The least forward and backward work of a block for one micro-batch."""
@@ -295,53 +318,39 @@ class _ProfileSpace:
 
     def _sum_over_slices(self, block: Block, ops: tuple[Op, ...]) -> float:
         """The least sum of the times of all slices, over all cuts into at most `slices` slices."""
-        curves: list[Curve] = [block.fit(op).curve for op in ops]
-        places = self.places
-        size = len(places)
-        best = [0.0] + [math.inf] * (size - 1)
+        size = len(self.places)
+        seconds = np.full((size, size), math.inf)  # by begin and end
+        seconds[self.begin, self.end] = sum(self._along(block, op) for op in ops)
+        best = np.full(size, math.inf)
+        best[0] = 0.0
         for _ in range(min(self.slices, size - 1)):
-            longer = list(best)
-            for end in range(1, size):
-                for begin in range(end):
-                    if best[begin] < longer[end]:
-                        tokens = places[end] - places[begin]
-                        seconds = sum(c.of(tokens, places[begin]) for c in curves)
-                        longer[end] = min(longer[end], best[begin] + seconds)
-            if longer == best:
+            longer = np.minimum(best, (best[:, None] + seconds).min(axis=0))
+            if (longer == best).all():
                 break
             best = longer
-        return best[-1]
+        return float(best[-1])
+
+    def _along(self, block: Block, op: Op) -> Floats:
+        """The seconds of all slices."""
+        return seconds_along(block.fit(op).curve, self.tokens, self.prefixes)
 
     def least_piece(self, block: Block, op: Op) -> float:
         """The least time of a slice of any length at any place."""
-        curve = block.fit(op).curve
-        return min(curve.of(t, p) for p, t in self._spans(1))
+        return float(self._along(block, op).min())
 
     def least_piece_back(self, block: Block) -> float:
         """The least time of the backward of a slice until its gradient leaves."""
         whole = self.least_piece(block, Op.B)
         return min(whole, self.least_piece(block, Op.I)) if self.split else whole
 
-    def _spans(self, shortest: int) -> list[tuple[int, int]]:
-        """All slices with at least this many tokens, as (prefix, tokens)."""
-        return [
-            (begin, end - begin)
-            for begin in self.places
-            for end in self.places
-            if end - begin >= shortest
-        ]
-
     def one_way(self, op: Op) -> float:
         """The least time of the largest slice through all layers."""
         profile = self.profile
         longest = -(-profile.tokens // self.slices)
-        layer = profile.layer.fit(op).curve
-        embed = profile.embed.fit(op).curve
-        head = profile.head.fit(op).curve
-        return min(
-            profile.layers * layer.of(t, p) + embed.of(t, p) + head.of(t, p)
-            for p, t in self._spans(longest)
-        )
+        blocks = profile.blocks(profile.layers, first=True, last=True)
+        seconds = sum(count * self._along(block, op) for count, block in blocks)
+        assert not isinstance(seconds, int)
+        return float(seconds[self.tokens >= longest].min())
 
     def one_way_back(self) -> float:
         """The least time of the largest slice back through all layers."""

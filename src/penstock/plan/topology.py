@@ -59,6 +59,29 @@ class Machines:
             serial=True,
         )
 
+    def mesh_links(self, cell: Cell) -> tuple[Link, Link]:
+        """Return the links between the processes of a rank: of `tensor`, and of `shard`.
+
+        The processes of a rank are neighbours, and those of a tensor row come first.
+        """
+        return (
+            self._link_inside(cell, cell.tensor),
+            self._link_inside(cell, cell.tensor * cell.shard),
+        )
+
+    def _link_inside(self, cell: Cell, group: int) -> Link:
+        """Return the slowest link inside groups of neighbouring devices."""
+        fits = cell.processes <= self.per_machine or self.per_machine % group == 0
+        return self.inside if fits else self.between
+
+    def fastest_hop(self, cell: Cell) -> Link:
+        """Return the fastest link between two ranks of a copy."""
+        distance = cell.tensor * cell.shard
+        if cell.side_by_side:
+            distance *= cell.copies
+        near = cell.processes <= self.per_machine or distance < self.per_machine
+        return self.inside if near else self.between
+
     def _machine(self, cell: Cell, copy: int, rank: int) -> int:
         """Return the machine of a rank's first device."""
         number = copy * cell.ranks + rank

@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, replace
 from math import gcd, prod
 
-from penstock.config import Config
+from penstock.config import Config, ModelConfig, allows_meshes
 from penstock.errors import ConfigError
 
 # The most processes of a rank that divide each layer: a machine rarely has more GPUs.
@@ -49,6 +49,7 @@ class Workload:
     devices: int  # the most processes to use
     heads: int = 1  # tensor parallelism must divide them
     kv_heads: int = 1
+    inner: int = 1  # features of an MLP, which it must divide too
     memory: float | None = None  # bytes of a device
     processors: int | None = None  # that the processes share; None for one each
     passes: int = 1  # through the pipeline in a step
@@ -150,7 +151,8 @@ def _meshes(workload: Workload) -> Iterator[tuple[int, int]]:
     fixed = workload.fixed
     powers = [1 << power for power in range(workload.devices.bit_length())]
     for tensor in _choices(fixed.tensor, powers):
-        divides = workload.heads % tensor == 0 and workload.kv_heads % tensor == 0
+        counts = (workload.heads, workload.kv_heads, workload.inner)
+        divides = gcd(*counts) % tensor == 0
         if not fixed.tensor and (tensor > MAX_TENSOR or not divides):
             continue
         for shard in _choices(fixed.shard, powers):
@@ -191,6 +193,8 @@ def workload_of(
     granularity: int = MIN_GRANULARITY,
     exact: bool = False,
     uneven: bool = False,
+    open_mesh: bool = False,
+    model: ModelConfig | None = None,
 ) -> Workload:
     """Return the workload of a config for a model with `layers` layers.
 
@@ -198,12 +202,17 @@ def workload_of(
     that nobody wrote are the planner's choice. So are ranks and copies if the number of
     `devices` is known, here or in the config. A value of 0 is always open. Without `given`,
     every value that is not 0 counts as written.
+
+    The mesh is that of the config. With `open_mesh` and a number of devices, the planner
+    chooses what nobody wrote of it, unless the run has options that go with no mesh. `model`
+    has the sizes of the model, if they are not those of the config.
     """
     schedule = config.schedule
     mesh = config.mesh
+    model = model or config.model
 
-    def written(key: str) -> bool:
-        return given is None or f"schedule.{key}" in given
+    def written(key: str, section: str = "schedule") -> bool:
+        return given is None or f"{section}.{key}" in given
 
     devices = devices or schedule.devices
     ranks = schedule.ranks
@@ -213,12 +222,14 @@ def workload_of(
         copies = copies if written("copies") else 0
     else:
         devices = max(1, ranks) * max(1, copies) * mesh.size
+        open_mesh = False
+    open_mesh = open_mesh and allows_meshes(config)
     fixed = Fixed(
         ranks=ranks,
         microbatches=schedule.microbatches if written("microbatches") else 0,
         copies=copies,
-        tensor=mesh.tensor,
-        shard=mesh.shard,
+        tensor=0 if open_mesh and not written("tensor", "mesh") else mesh.tensor,
+        shard=0 if open_mesh and not written("shard", "mesh") else mesh.shard,
         recompute=True if config.run.recompute else None,
         partition=schedule.partition,
     )
@@ -227,8 +238,9 @@ def workload_of(
         config.data.tokens,
         config.data.batch,
         devices,
-        config.model.heads,
-        config.model.kv_heads,
+        model.heads,
+        model.heads if model.family == "gpt" else model.kv_heads,
+        model.inner,
         memory,
         processors,
         config.run.accumulate,
