@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from penstock.cost.cost import Cost
@@ -127,6 +127,9 @@ def fixed_recipes(
     setting: Setting, judge: Judge, limits: Limits, slices: int
 ) -> Iterator[FixedRecipe]:
     """Yield the orders of the registry with this number of slices, as they are and split."""
+    if setting.ranks == 1 and judge.copies == 1:
+        # Nothing can overlap, so one order is as good as any other.
+        limits = replace(limits, stages=1, split=False)
     for name in REGISTRY:
         if name in NOT_TRIED or FACTS[name].weights > limits.weights:
             continue
