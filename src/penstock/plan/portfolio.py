@@ -393,18 +393,22 @@ class _Ranking:
 
 
 def _robust(rows: Sequence[Candidate]) -> Candidate:
-    """Choose the fastest candidate that is also fast under noise.
+    """Choose a candidate that is fast, also under noise, and as simple as can be.
 
-    Of those that are about as fast as the best, it is the one that noise delays least. A
-    fixed order wins if it is still faster under noise, because then the others are only
-    faster on paper.
+    Of those that are about as fast as the best, it is the one that noise delays least, or
+    one with fewer actions that noise delays about as little. A fixed order wins if it is
+    still faster under noise, because then the others are only faster on paper.
     """
     limit = rows[0].step * (1 + EQUALLY_FAST)
     timed = [one for one in rows if not math.isnan(one.noisy)]
-    best = min(
-        (one for one in timed if one.step <= limit),
-        key=lambda one: (one.noisy, one.peak),
-    )
+    best = _simplest([one for one in timed if one.step <= limit])
     fixed = [one for one in timed if one.sort == "fixed"]
     steadiest = min([best, *fixed], key=lambda one: one.noisy)
     return steadiest if steadiest.noisy < best.noisy * (1 - SAMPLING) else best
+
+
+def _simplest(rows: Sequence[Candidate]) -> Candidate:
+    """Return the row with the fewest actions among those that noise delays least."""
+    limit = min(one.noisy for one in rows) * (1 + SAMPLING)
+    steady = [one for one in rows if one.noisy <= limit]
+    return min(steady, key=lambda one: (one.schedule.actions, one.peak, one.noisy))
