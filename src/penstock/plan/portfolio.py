@@ -37,6 +37,7 @@ from penstock.plan.recipes import (
     fixed_recipes,
     placements,
     sliced_paths,
+    useful_limits,
 )
 from penstock.schedules.list_scheduling import sequential_schedule
 from penstock.schedules.orders import require_at_least
@@ -141,6 +142,7 @@ def rank_setting(
         2 * setting.ranks * setting.microbatches,
         f"any schedule with ranks={setting.ranks} microbatches={setting.microbatches}",
     )
+    limits = useful_limits(setting, judge, limits)
     ranking = _Ranking(setting, judge, limits, watch)
     ranking.try_fixed(1)
     with many_schedules():
@@ -164,6 +166,7 @@ def survey_setting(setting: Setting, judge: Judge, limits: Limits) -> Portfolio:
 
     They are the fixed orders with at most `SURVEYED_STAGES` stages on a rank, whole sequences.
     """
+    limits = useful_limits(setting, judge, limits)
     stages = min(limits.stages, SURVEYED_STAGES)
     ranking = _Ranking(
         setting, judge, replace(limits, stages=stages), lambda name: None

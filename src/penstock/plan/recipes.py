@@ -74,6 +74,16 @@ class FixedRecipe:
     build: Callable[[], Schedule]
 
 
+def useful_limits(setting: Setting, judge: Judge, limits: Limits) -> Limits:
+    """Return narrower limits where more choices cannot help.
+
+    On a single rank without copies nothing overlaps, so all orders take the same time.
+    """
+    if setting.ranks == 1 and judge.copies == 1:
+        return replace(limits, stages=1, slices=1, split=False)
+    return limits
+
+
 def even_cuts_only(slices: int) -> list[Cuts]:
     """Return the one way to cut sequences if only proportions matter: into equal slices."""
     return [tuple(range(slices + 1))]
@@ -127,9 +137,6 @@ def fixed_recipes(
     setting: Setting, judge: Judge, limits: Limits, slices: int
 ) -> Iterator[FixedRecipe]:
     """Yield the orders of the registry with this number of slices, as they are and split."""
-    if setting.ranks == 1 and judge.copies == 1:
-        # Nothing can overlap, so one order is as good as any other.
-        limits = replace(limits, stages=1, split=False)
     for name in REGISTRY:
         if name in NOT_TRIED or FACTS[name].weights > limits.weights:
             continue
