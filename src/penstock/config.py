@@ -411,11 +411,11 @@ def _option_faults(config: Config) -> list[str]:
     """The options of [run] that contradict other values."""
     faults = []
     if config.run.graphs:
-        for reason in reasons_against_recording(config):
-            faults.append(f"run.graphs = true does not go with {reason}")
+        reasons = reasons_against_recording(config)
+        faults += [f"run.graphs = true does not go with {why}" for why in reasons]
     if config.run.compile == "true":
-        for reason in reasons_against_compiling(config):
-            faults.append(f"run.compile = true does not go with {reason}")
+        reasons = reasons_against_compiling(config)
+        faults += [f"run.compile = true does not go with {why}" for why in reasons]
     return faults
 
 
