@@ -28,6 +28,7 @@ MODEL_FAMILIES = ("llama", "gpt")
 PRECISIONS = ("float32", "bfloat16")
 DEVICES = ("auto", "cpu", "cuda")
 AUTO = "auto"
+MAX_DEFAULT_MICROBATCHES = 4096  # of a named schedule whose micro-batches are open
 SWITCHES = (AUTO, "true", "false")
 SWITCH_KEYS = ("run.compile",)  # their values may be written without quotes
 BYTE_TOKENIZER = "bytes"
@@ -131,11 +132,13 @@ class ScheduleConfig:
     )
     devices: int = setting(
         0,
-        "processes that auto divides into copies and ranks; 0 takes ranks x copies",
+        "processes to divide into copies and ranks; 0 takes ranks x copies",
         least=0,
     )
     ranks: int = setting(
-        4, "ranks of one copy of the pipeline; 0 lets auto choose", least=0
+        4,
+        "ranks of one copy of the pipeline; 0 lets auto choose, or takes all devices",
+        least=0,
     )
     microbatches: int = setting(
         8, "micro-batches per copy, shard and pass; 0 lets auto choose", least=0
@@ -383,16 +386,18 @@ PRESETS: dict[str, Config] = {
 
 # ---------------------------------------------------------------- checking
 def check_config(config: Config, counted: bool = False) -> Config:
-    """Return the same config, or raise one error that lists all of its faults.
+    """Return the config, or raise one error that lists all of its faults.
 
     A plan file brings its own micro-batches, and auto may choose them. Their number is
-    not checked until the plan is known, which the caller says with `counted`.
+    not checked until the plan is known, which the caller says with `counted`. A named
+    schedule gets numbers for the values that the config leaves open.
     """
+    config = _settle_named(config)
     faults = []
     for section in fields(config):
         faults += _range_faults(section.name, getattr(config, section.name))
     faults += _choice_faults(config)
-    faults += _open_faults(config.schedule)
+    faults += _device_faults(config)
     name = config.schedule.name
     counted = counted or not (name == AUTO or is_plan_file(name))
     faults += _size_faults(config, counted)
@@ -406,15 +411,11 @@ def _option_faults(config: Config) -> list[str]:
     """The options of [run] that contradict other values."""
     faults = []
     if config.run.graphs:
-        faults += [
-            f"run.graphs = true does not go with {reason}"
-            for reason in reasons_against_recording(config)
-        ]
+        reasons = reasons_against_recording(config)
+        faults += [f"run.graphs = true does not go with {why}" for why in reasons]
     if config.run.compile == "true":
-        faults += [
-            f"run.compile = true does not go with {reason}"
-            for reason in reasons_against_compiling(config)
-        ]
+        reasons = reasons_against_compiling(config)
+        faults += [f"run.compile = true does not go with {why}" for why in reasons]
     return faults
 
 
@@ -470,22 +471,41 @@ def _choice_faults(config: Config) -> list[str]:
     return faults
 
 
-def _open_faults(schedule: ScheduleConfig) -> list[str]:
-    """The choices that are left open although no planner will make them."""
+def _settle_named(config: Config) -> Config:
+    """Return the config with numbers in place of what a named schedule leaves open.
+
+    Only auto chooses these numbers by their times. A named schedule takes all devices as
+    ranks of one copy, and about twice as many micro-batches as ranks.
+    """
+    schedule = config.schedule
     if schedule.name == AUTO or is_plan_file(schedule.name):
+        return config
+    copies = schedule.copies or 1
+    default = schedule.devices // (copies * max(1, config.mesh.size))
+    ranks = schedule.ranks or default or ScheduleConfig().ranks
+    microbatches = schedule.microbatches
+    if not microbatches:
+        passes = copies * max(1, config.mesh.shard * config.run.accumulate)
+        share = max(1, config.data.batch // passes)
+        most = min(2 * ranks, share, MAX_DEFAULT_MICROBATCHES)
+        fitting = [one for one in range(1, most + 1) if share % one == 0]
+        microbatches = max(fitting, default=1)
+    schedule = replace(schedule, ranks=ranks, copies=copies, microbatches=microbatches)
+    return replace(config, schedule=schedule)
+
+
+def _device_faults(config: Config) -> list[str]:
+    """A named schedule that needs more devices than there are."""
+    schedule = config.schedule
+    named = schedule.name != AUTO and not is_plan_file(schedule.name)
+    processes = schedule.ranks * schedule.copies * config.mesh.size
+    if not named or not schedule.devices or processes <= schedule.devices:
         return []
-    faults = [
-        f"schedule.{key} = 0 lets auto choose, but schedule.name = {schedule.name}; "
-        "the least is 1"
-        for key in ("ranks", "microbatches", "copies")
-        if not getattr(schedule, key)
+    return [
+        f"schedule.devices = {schedule.devices}, but {schedule.name} needs {processes} "
+        f"(ranks {schedule.ranks} x copies {schedule.copies} x mesh {config.mesh.size}); "
+        "set schedule.devices=0, or fewer ranks or copies"
     ]
-    if schedule.devices:
-        faults.append(
-            f"schedule.devices = {schedule.devices} is for schedule.name = auto; "
-            f"{schedule.name} takes schedule.ranks and schedule.copies"
-        )
-    return faults
 
 
 def _size_faults(config: Config, counted: bool) -> list[str]:

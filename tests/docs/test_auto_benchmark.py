@@ -51,7 +51,11 @@ def test_candidates_that_do_not_fit_together_run_in_groups_with_auto(auto):
     case = auto.Case("wide", auto.llama(16, 2, 31, 2), 16, 2, 2)
     contest = auto.Contest(case, None, contenders, (), 0.0, 0.0)
     groups = auto.groups_of(contest, auto.Run("cuda"))
-    assert ["".join(one.label for one in group) for group in groups] == ["ab", "ac", "ad"]
+    assert ["".join(one.label for one in group) for group in groups] == [
+        "ab",
+        "ac",
+        "ad",
+    ]
 
 
 def test_the_page_of_auto_is_made_of_its_results(auto):

@@ -28,6 +28,21 @@ def test_every_preset_is_valid_and_survives_a_round_trip(name):
     assert load_config(dump_config(config)) == config
 
 
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_named_schedule_needs_no_numbers_beside_a_preset(name):
+    config = check_config(apply_changes(preset(name), ["schedule.name=1f1b"]))
+    schedule = config.schedule
+    assert schedule.ranks * schedule.copies == (preset(name).schedule.devices or 4)
+    assert schedule.microbatches >= schedule.ranks
+    assert config.data.batch == config.rows * schedule.microbatches * schedule.copies
+
+
+def test_a_named_schedule_cannot_have_more_processes_than_devices():
+    changes = ["schedule.name=1f1b", "schedule.ranks=8", "schedule.devices=4"]
+    with pytest.raises(ConfigError, match=r"devices = 4, but 1f1b needs 8"):
+        check_config(apply_changes(Config(), changes))
+
+
 def test_every_value_has_a_comment():
     text = dump_config(Config())
     values = sum(

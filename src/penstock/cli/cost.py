@@ -33,12 +33,6 @@ def price_of(
     return _profile_price(profile, tokens, accept_error)
 
 
-def check_memory_option(memory: float | None) -> None:
-    """Refuse a memory limit that is not a positive number."""
-    if memory is not None and not memory > 0:
-        raise ShapeError(f"--memory must be a number above 0, not {memory:g}")
-
-
 def _unit_price(
     forward: float | None,
     backward: float | None,

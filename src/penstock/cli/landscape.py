@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from itertools import pairwise
 from typing import TYPE_CHECKING
@@ -85,7 +86,7 @@ def _row_facts(row: Row) -> dict[str, object]:
         "peak": candidate.peak,
         "weights": candidate.weights,
         "order_bound": candidate.bound,
-        "noisy_makespan": candidate.noisy,
+        "noisy_makespan": None if math.isnan(candidate.noisy) else candidate.noisy,
         "cuts": list(candidate.schedule.microbatches[0].cuts),
         "partition": list(candidate.partition),
         "recompute": list(candidate.recompute),
@@ -115,7 +116,7 @@ def print_landscape(landscape: Landscape, question: Question, top: int) -> None:
             times.number(candidate.step),
             f"{candidate.bubble:.1%}",
             sizes.number(candidate.peak, 3),
-            times.number(candidate.noisy),
+            "-" if math.isnan(candidate.noisy) else times.number(candidate.noisy),
         ]
         if several:
             cells.insert(1, row.cell.name)

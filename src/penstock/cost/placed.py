@@ -12,17 +12,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from penstock.cost.cost import Cost
 from penstock.cost.model import ModelCost
-from penstock.cost.network import value_of_pair
-from penstock.cost.profile import Block, Profile
+from penstock.cost.profile import Block, LayeredCost
 from penstock.ir.action import Action, Op
 from penstock.ir.schedule import Schedule
 from penstock.partition import balanced_partition, even_partition
 
 
 @dataclass(frozen=True, slots=True)
-class PlacedCost(Cost):
+class PlacedCost(LayeredCost):
     """A profile as the cost of any schedule with sequences of `tokens` tokens.
 
     The layers are balanced over the ranks, as measured, or divided evenly over the parts.
@@ -31,7 +29,6 @@ class PlacedCost(Cost):
     instead, and `partition` fixes the layers of each part.
     """
 
-    profile: Profile
     tokens: int
     recomputed: float = 0.0
     balanced: bool = True
@@ -42,7 +39,6 @@ class PlacedCost(Cost):
         default_factory=dict, init=False, repr=False, compare=False
     )
 
-    # ------------------------------------------------------------ the parts
     def partition_of(self, schedule: Schedule) -> tuple[int, ...]:
         """Return the layers of each part of a schedule."""
         if self.partition:
@@ -98,69 +94,9 @@ class PlacedCost(Cost):
             rank_updates[rank] += part_updates[part]
         return rank_updates
 
-    # ------------------------------------------------------------ the questions of the simulator
-    def seconds(self, schedule: Schedule, action: Action) -> float:
-        """How long an action computes."""
-        return self.model_cost(schedule).seconds(schedule, action)
-
     def pause(self, schedule: Schedule, action: Action) -> float:
         """How long the executor takes between two actions."""
         return self.profile.turn
-
-    def held(self, schedule: Schedule, action: Action) -> float:
-        """Bytes that a forward leaves on its rank."""
-        return self.model_cost(schedule).held(schedule, action)
-
-    def kept(self, schedule: Schedule, action: Action) -> float:
-        """Bytes that an I leaves for its W."""
-        return self.model_cost(schedule).kept(schedule, action)
-
-    def rebuilt(self, schedule: Schedule, action: Action) -> float:
-        """Bytes that a backward recomputes."""
-        return self.model_cost(schedule).rebuilt(schedule, action)
-
-    def message(self, schedule: Schedule, action: Action) -> float:
-        """Bytes of an action's result."""
-        return self.model_cost(schedule).message(schedule, action)
-
-    def weights(self, schedule: Schedule, stage: int) -> float:
-        """Bytes of a stage's weights, gradients and optimizer state."""
-        return self.model_cost(schedule).weights(schedule, stage)
-
-    def tied(self, schedule: Schedule) -> float:
-        """Bytes of weights that the first and the last part share."""
-        return self.model_cost(schedule).tied(schedule)
-
-    def working(self, schedule: Schedule, action: Action) -> float:
-        """Bytes that exist only while an action runs."""
-        return self.model_cost(schedule).working(schedule, action)
-
-    def carried(self, schedule: Schedule, action: Action) -> float:
-        """Bytes of the keys and values of an action's tokens."""
-        return self.model_cost(schedule).carried(schedule, action)
-
-    def gradients(self, schedule: Schedule, stage: int) -> float:
-        """Bytes of a stage's gradients, without those of tied weights."""
-        return self.model_cost(schedule).gradients(schedule, stage)
-
-    def tied_gradients(self, schedule: Schedule) -> float:
-        """Bytes of the gradients of weights that the first and the last part share."""
-        return self.model_cost(schedule).tied_gradients(schedule)
-
-    @property
-    def serial(self) -> bool:
-        """Whether a link carries one message at a time."""
-        return self.profile.network.serial
-
-    def latency(self, source: int, target: int) -> float:
-        """Seconds until the first byte of a message arrives."""
-        network = self.profile.network
-        return value_of_pair(network.latency, source, target, "latency")
-
-    def bandwidth(self, source: int, target: int) -> float:
-        """Bytes per second."""
-        network = self.profile.network
-        return value_of_pair(network.bandwidth, source, target, "bandwidth")
 
 
 def _ranks_of_parts(schedule: Schedule) -> tuple[int, ...]:

@@ -307,30 +307,17 @@ def enlarge(profile: Profile, rows: int, tokens: int) -> Profile:
 
 
 @dataclass(frozen=True, slots=True)
-class ProfileCost(Cost):
-    """The cost of any schedule by a profile, with the layers divided evenly among its parts.
+class LayeredCost(Cost):
+    """The cost of any schedule by a profile, whose layers are divided as the schedule needs them.
 
-    A planner compares schedules with different numbers of parts under one cost. Like
-    `UnitCost`, this one therefore looks at the schedule that it is asked about. Every
-    sequence has `tokens` tokens, by default as many as in the profile.
+    `model_cost` decides how; everything else follows from it.
     """
 
     profile: Profile
-    tokens: int | None = None
-    recompute: bool = False
-    by_parts: dict[int, ModelCost] = field(
-        default_factory=dict, init=False, repr=False, compare=False
-    )
 
     def model_cost(self, schedule: Schedule) -> ModelCost:
         """The cost of this schedule's own parts."""
-        parts = schedule.parts
-        if parts not in self.by_parts:
-            partition = even_partition(self.profile.layers, parts)
-            tokens = self.profile.tokens if self.tokens is None else self.tokens
-            cost = self.profile.cost(partition, None, self.recompute, tokens)
-            self.by_parts[parts] = cost
-        return self.by_parts[parts]
+        raise NotImplementedError
 
     def seconds(self, schedule: Schedule, action: Action) -> float:
         """How long an action computes."""
@@ -394,6 +381,32 @@ class ProfileCost(Cost):
         """Bytes per second."""
         network = self.profile.network
         return value_of_pair(network.bandwidth, source, target, "bandwidth")
+
+
+@dataclass(frozen=True, slots=True)
+class ProfileCost(LayeredCost):
+    """The cost of any schedule by a profile, with the layers divided evenly among its parts.
+
+    A planner compares schedules with different numbers of parts under one cost. Like
+    `UnitCost`, this one therefore looks at the schedule that it is asked about. Every
+    sequence has `tokens` tokens, by default as many as in the profile.
+    """
+
+    tokens: int | None = None
+    recompute: bool = False
+    by_parts: dict[int, ModelCost] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+
+    def model_cost(self, schedule: Schedule) -> ModelCost:
+        """The cost of this schedule's own parts."""
+        parts = schedule.parts
+        if parts not in self.by_parts:
+            partition = even_partition(self.profile.layers, parts)
+            tokens = self.profile.tokens if self.tokens is None else self.tokens
+            cost = self.profile.cost(partition, None, self.recompute, tokens)
+            self.by_parts[parts] = cost
+        return self.by_parts[parts]
 
 
 def tile_of(device: str) -> int:

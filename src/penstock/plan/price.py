@@ -1,4 +1,4 @@
-"""A cost together with the profile it was measured in: what a planner needs to know besides the cost.
+"""A cost together with the profile it was measured in, as the options of a command give them.
 
 from numbers        UnitCost       time in forwards of a micro-batch, memory in micro-batches
 from a profile      ProfileCost    seconds and bytes; also the layers, tokens and device of a model
@@ -7,18 +7,13 @@ from a profile      ProfileCost    seconds and bytes; also the layers, tokens an
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from math import gcd
 
 from penstock.cost.cost import Cost
-from penstock.cost.profile import Profile, tile_of
-from penstock.cost.unit import UnitCost
-from penstock.ir.plan import Facts, Plan
+from penstock.cost.profile import Profile
+from penstock.ir.plan import Plan
 from penstock.ir.schedule import Schedule
 from penstock.ir.timeline import Timeline
 from penstock.partition import even_partition
-
-BYTES_PER_MIB = 2.0**20
-MIN_GRANULARITY = 16  # tokens; cuts are multiples of at least this many
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,28 +23,6 @@ class Price:
     cost: Cost
     profile: Profile | None = None
     tokens: int = 0  # tokens of a sequence; only with a profile
-
-    def granularity(self, wanted: int | None) -> int:
-        """Return the number of tokens that all cuts are multiples of.
-
-        Without a wish it is the largest number that suits both the kernels of the device
-        and the length of the sequence.
-        """
-        if wanted is not None:
-            return min(wanted, self.tokens)
-        device = ""
-        if self.profile is not None:
-            device = str(dict(self.profile.device).get("device"))
-        return gcd(max(MIN_GRANULARITY, tile_of(device)), self.tokens)
-
-    def memory_limit(self, memory: float | None) -> float | None:
-        """Convert a memory limit to the units of the cost.
-
-        With a profile the limit is in MiB, otherwise in micro-batches.
-        """
-        if memory is None or self.profile is None:
-            return memory
-        return memory * BYTES_PER_MIB
 
     def partition(self, schedule: Schedule) -> tuple[int, ...]:
         """Return the layers of each part of an even partition; () without a profile."""
@@ -65,21 +38,6 @@ class Price:
         ranks = plan.schedule.ranks
         cost = self.profile.cost(partition, ranks, tokens=self.tokens)
         return replace(self, cost=cost)
-
-    def facts(self, profile_file: str, memory: float | None) -> Facts:
-        """Return what a plan was made with, as its file states it."""
-        if isinstance(self.cost, UnitCost):
-            return (
-                ("memory", memory),
-                ("forward", self.cost.F),
-                ("backward", self.cost.B),
-                ("comm", self.cost.comm),
-            )
-        return (
-            ("memory_mib", memory),
-            ("profile", profile_file),
-            ("tokens", self.tokens),
-        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -76,9 +76,7 @@ def even_cuts(slices: int) -> tuple[int, ...]:
     return tuple(range(slices + 1))
 
 
-def replicate(
-    schedule: Schedule, copies: int, side_by_side: bool = False
-) -> Schedule:
+def replicate(schedule: Schedule, copies: int, side_by_side: bool = False) -> Schedule:
     """Data parallelism: add copies of the pipeline, each with its own ranks and micro-batches.
 
     The ranks of a copy have neighbouring numbers; with `side_by_side`, the copies of a rank do.
@@ -105,7 +103,9 @@ def replicate(
     if side_by_side:
         ranks = schedule.ranks
         lanes = [
-            lanes[copy * ranks + rank] for rank in range(ranks) for copy in range(copies)
+            lanes[copy * ranks + rank]
+            for rank in range(ranks)
+            for copy in range(copies)
         ]
     return schedule_of(stages, microbatches, lanes)
 

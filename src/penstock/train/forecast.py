@@ -247,7 +247,8 @@ def keep_profiles(
     """Write profiles into the folder of a run, with a mark of what they were measured for."""
     mark = ("run", profile_mark(config, plan))
     marked = [
-        replace(profile, device=(*profile.device, mark)) for profile in profiles.measured
+        replace(profile, device=(*profile.device, mark))
+        for profile in profiles.measured
     ]
     write_row_profiles(RowProfiles(tuple(marked)), folder / PROFILE)
 

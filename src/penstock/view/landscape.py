@@ -29,9 +29,6 @@ from penstock.view.svg import svg
 # The strongest colour of a heat map has this share of the accent, so that ink is readable on it.
 MAX_TINT = 52
 MIN_TINT = 5
-MAX_ROOMY_COLUMNS = (
-    10  # a map with more columns leaves out the second line of its cells
-)
 TIMELINE_WIDTH = 920  # pixels, without the names of the ranks
 
 
