@@ -48,6 +48,7 @@ from torch import nn
 
 from penstock import lower
 from penstock.cost import Profile, RowProfiles
+from penstock.cost.memory import device_bytes
 from penstock.cost.profile import enlarge, tile_of
 from penstock.errors import ShapeError
 from penstock.ir import Plan
@@ -64,6 +65,7 @@ from penstock.plan.search import Landscape
 from penstock.plan.workload import MIN_GRANULARITY, Cell, Fixed, Workload, cells_of
 from penstock.runtime import Comm, CudaTape, Executor, batch_of, spawn
 from penstock.runtime.proof.warm_up import warm_up
+from penstock.runtime.torch_internals import recording_bytes
 from penstock.train.auto import plan_workload, rows_to_measure
 from penstock.train.profile import ProfileRequest, affordable, measure_rows_of
 
@@ -112,6 +114,7 @@ class Contender:
     label: str
     cell: Cell
     candidate: Candidate
+    total: float = 0.0  # bytes of all ranks
 
     @property
     def plan(self) -> Plan:
@@ -125,7 +128,7 @@ class Contest:
     case: Case
     workload: Workload
     contenders: tuple[Contender, ...]
-    missing: tuple[str, ...]  # rivals for which nothing fits
+    missing: tuple[str, ...]  # rivals that need more layers or more memory
     bound: float
     planning: float  # seconds
 
@@ -145,12 +148,12 @@ CPU_CASES = (
     Case("M < P, 4 ranks on 2 cores", llama(128, 8, 512, 4), 512, 2, 4),
 )
 GPU_CASES = (
-    Case("M = 2P", llama(1024, 32, 8192, 16), 1024, 16, 8, 16),
-    Case("short sequences", llama(1024, 32, 8192, 16), 512, 32, 8),
-    Case("M < P", llama(1024, 32, 8192, 16), 2048, 4, 8, 4),
-    Case("one long sequence", llama(1024, 16, 2048, 16), 16_384, 1, 8),
-    Case("large vocabulary", llama(1024, 32, 65_536, 16), 1024, 16, 8, 16),
-    Case("tight memory", llama(1024, 32, 8192, 16), 1024, 16, 8, 16, 0.7),
+    Case("M = 2P", llama(768, 32, 8192, 12), 512, 16, 8, 16),
+    Case("short sequences", llama(768, 32, 8192, 12), 256, 32, 8),
+    Case("M < P", llama(768, 32, 8192, 12), 2048, 4, 8, 4),
+    Case("one long sequence", llama(768, 16, 2048, 12), 8192, 1, 8),
+    Case("large vocabulary", llama(768, 32, 32_768, 12), 512, 16, 8, 16),
+    Case("tight memory", llama(768, 32, 8192, 12), 512, 16, 8, 16, 0.7),
 )
 DRY_CASES = (Case("dry", llama(32, 4, 97, 2), 32, 2, 2),)
 
@@ -248,10 +251,12 @@ def plan_case(case: Case, profiles: RowProfiles, run: Run) -> Contest:
     if fixed is not None and not any(is_same(fixed, one) for one in rivals.values()):
         rivals[BEST_FIXED] = fixed
     best = landscape.best
+    contenders = [Contender(AUTO, best.cell, best.candidate), *rivals.values()]
+    pricing = ProfilePricing(workload, profiles.at)
     return Contest(
         case,
         workload,
-        (Contender(AUTO, best.cell, best.candidate), *rivals.values()),
+        tuple(with_total(one, pricing) for one in contenders),
         tuple(name for name in RIVALS if name not in rivals),
         landscape.bound,
         planning,
@@ -318,6 +323,14 @@ def best_fixed(landscape: Landscape, whole: Contender | None) -> Contender | Non
     return min(found, key=lambda one: one.candidate.step, default=None)
 
 
+def with_total(one: Contender, pricing: ProfilePricing) -> Contender:
+    """Add the bytes of all ranks together, which share one GPU."""
+    schedule = one.candidate.schedule
+    cost = pricing.cost(one.cell)
+    needed = device_bytes(schedule, cost, pricing.workload.recorded)
+    return replace(one, total=float(needed.sum()))
+
+
 def is_same(one: Contender, other: Contender) -> bool:
     """Whether two contenders run the same actions on the same layers."""
     a, b = one.candidate, other.candidate
@@ -335,6 +348,7 @@ class Runner:
     def __init__(self, comm: Comm, contest: Contest, one: Contender, run: Run) -> None:
         plan = one.plan
         case = contest.case
+        self.held = 0  # bytes between steps
         self.size = Size(case.config, case.tokens, run.device)
         self.stages: dict[int, nn.Module] = stages_of(
             plan.schedule, comm, self.size, plan.partition
@@ -394,13 +408,15 @@ def run_contest(comm: Comm, contest: Contest, run: Run) -> dict[str, Any]:
     for group in groups_of(contest, run):
         runners: dict[str, Runner] = {}
         for one in group:
+            before = held_bytes(run)
             runner = runners[one.label] = Runner(comm, contest, one, run)
             warm_up(runner.executor, runner.batch, evaluates=False)
             comm.barrier()
             losses[one.label] = clocked(comm, runner, runner.stages, runner.size)[1]
             if run.device == "cuda":  # the first recorded step
                 clocked(comm, runner, runner.stages, runner.size)
-        measured = alternate(comm, runners, run.rounds, peaks)
+            runner.held = held_bytes(run) - before
+        measured = alternate(comm, runners, run, peaks)
         for label, values in measured.items():
             times.setdefault(label, []).extend(values)
             pairs = zip(measured[AUTO], values, strict=True)
@@ -412,20 +428,30 @@ def run_contest(comm: Comm, contest: Contest, run: Run) -> dict[str, Any]:
 
 
 def alternate(
-    comm: Comm, runners: dict[str, Runner], rounds: int, peaks: dict[str, float]
+    comm: Comm, runners: dict[str, Runner], run: Run, peaks: dict[str, float]
 ) -> dict[str, list[float]]:
     """Seconds of each runner in each round. Every round begins with another one."""
     labels = list(runners)
     times: dict[str, list[float]] = {label: [] for label in labels}
-    for number in range(rounds):
+    for number in range(run.rounds):
         first = number % len(labels)
         for label in labels[first:] + labels[:first]:
             runner = runners[label]
             memory(comm, runner.size)
+            before = torch.cuda.memory_allocated() if run.device == "cuda" else 0
             took, _ = clocked(comm, runner, runner.stages, runner.size)
-            peaks[label] = max(memory(comm, runner.size))
             times[label].append(took)
+            own = runner.held - before
+            peak = memory(comm, runner.size)[comm.rank] + own
+            peaks[label] = max(gathered(comm, peak, runner.size))
     return times
+
+
+def held_bytes(run: Run) -> int:
+    """Bytes that this process holds on its GPU between steps, with all recordings."""
+    if run.device == "cpu":
+        return 0
+    return torch.cuda.memory_allocated() + recording_bytes()
 
 
 def groups_of(contest: Contest, run: Run) -> list[list[Contender]]:
@@ -435,7 +461,7 @@ def groups_of(contest: Contest, run: Run) -> list[list[Contender]]:
         return [[auto, *rivals]]
 
     def needed(group: Sequence[Contender]) -> float:
-        return contest.case.ranks * sum(one.candidate.peak for one in group)
+        return sum(one.total for one in group)
 
     groups: list[list[Contender]] = [[auto]]
     for rival in rivals:
@@ -614,7 +640,7 @@ def results_table(found: dict[str, Any]) -> str:
                 spread(best["auto_over"]) + (" same" if best["same"] else ""),
                 spread(row["contenders"]["1f1b"]["auto_over"])
                 if "1f1b" in row["contenders"]
-                else "does not fit",
+                else "none",
             ]
         )
     return table(heads, lines, ("case", "auto's plan", "best of the others"))
@@ -643,7 +669,7 @@ def steps_table(found: dict[str, Any]) -> str:
         for label in heads[1:]:
             one = row["contenders"].get(label)
             if one is None:
-                cells.append("does not fit" if label in row["missing"] else "-")
+                cells.append("none" if label in row["missing"] else "-")
                 continue
             error = one["predicted"] / one["seconds"][0] - 1
             cells.append(f"{1e3 * one['seconds'][0]:.2f} ({error:+.1%})")
@@ -654,7 +680,7 @@ def steps_table(found: dict[str, Any]) -> str:
 def cases_table(found: dict[str, Any]) -> str:
     heads = (
         "case | P | layers | width | vocabulary | tokens | sequences | M | memory, MB | "
-        "bound / predicted | planning, s"
+        "auto's memory, predicted and measured | bound / predicted | planning, s"
     )
     lines = []
     for row in found["rows"]:
@@ -671,6 +697,8 @@ def cases_table(found: dict[str, Any]) -> str:
                 str(row["batch"]),
                 str(row["microbatches"] or "open"),
                 limit,
+                f"{auto['predicted_peak'] / 1e6:,.0f}, "
+                + (f"{auto['peak'] / 1e6:,.0f}" if auto["peak"] else "-"),
                 f"{row['bound'] / auto['predicted']:.3f}",
                 f"{row['planning']:.0f}",
             ]
@@ -702,7 +730,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--rounds", type=int, default=0, help="24 on a CPU, 8 on a GPU")
+    parser.add_argument("--rounds", type=int, default=0, help="24 on a CPU, 7 on a GPU")
     parser.add_argument("--only", default="", help="comma-separated numbers of cases")
     parser.add_argument(
         "--seconds", type=float, default=0.0, help="begin no new case after this many"
@@ -724,7 +752,7 @@ def main() -> None:
         cases = tuple(cases[int(number)] for number in given.only.split(","))
     run = Run(
         given.device,
-        given.rounds or (8 if on_gpu else 24),
+        given.rounds or (7 if on_gpu else 24),
         given.seconds or (420.0 if on_gpu else 3600.0),
         given.out.absolute() if given.out else None,
     )

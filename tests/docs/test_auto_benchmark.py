@@ -26,7 +26,7 @@ def auto(monkeypatch):
 
 def test_the_plan_of_auto_and_its_rivals_compute_the_same_loss(auto, monkeypatch):
     monkeypatch.setattr(penstock.measure.profile, "QUICK_SECONDS", 0.05)
-    case = auto.Case("small", auto.llama(16, 4, 31, 2), 16, 2, 2, memory_share=0.9)
+    case = auto.Case("small", auto.llama(16, 4, 31, 2), 16, 2, 2, 0, 0.9)
     run = auto.Run(rounds=2)
     profiles = run_threads(2, partial(auto.profile_cases, cases=[case], run=run))[0]
     contest = auto.plan_case(case, profiles[0], run)
@@ -44,10 +44,8 @@ def test_the_plan_of_auto_and_its_rivals_compute_the_same_loss(auto, monkeypatch
 
 
 def test_candidates_that_do_not_fit_together_run_in_groups_with_auto(auto):
-    class Wide:
-        peak = auto.GPU_BYTES / 5
-
-    contenders = tuple(auto.Contender(name, None, Wide()) for name in "abcd")
+    needed = 0.4 * auto.GPU_BYTES
+    contenders = tuple(auto.Contender(name, None, None, needed) for name in "abcd")
     case = auto.Case("wide", auto.llama(16, 2, 31, 2), 16, 2, 2)
     contest = auto.Contest(case, None, contenders, (), 0.0, 0.0)
     groups = auto.groups_of(contest, auto.Run("cuda"))

@@ -1,0 +1,55 @@
+"""The search where memory is short: it refuses only what no plan can hold, and it always ends with a plan that fits."""
+
+from __future__ import annotations
+
+import pytest
+
+from penstock.config import ModelConfig
+from penstock.cost import Profile
+from penstock.cost.gpus import analytic_profile
+from penstock.errors import ShapeError
+from penstock.plan.pricing import ProfilePricing
+from penstock.plan.recipes import Limits, fixed_recipes
+from penstock.plan.search import search
+from penstock.plan.workload import Cell, Fixed, Workload, cells_of
+
+MODEL = ModelConfig(layers=4, width=64, heads=2, kv_heads=2, inner=96, vocab=64)
+LIMITS = Limits(stages=2)
+
+
+def profile_at(rows: int) -> Profile:
+    return analytic_profile(MODEL, 32, rows, "h100", ranks=2)
+
+
+def pricing_for(memory: float) -> ProfilePricing:
+    fixed = Fixed(ranks=2, copies=1, tensor=1, shard=1)
+    workload = Workload(4, 32, 2, 2, memory=memory, fixed=fixed)
+    return ProfilePricing(workload, profile_at)
+
+
+def peaks(pricing: ProfilePricing, cell: Cell) -> list[float]:
+    judge = pricing.judge(cell)
+    found = []
+    for slices in (1, 2):
+        for recipe in fixed_recipes(pricing.setting(cell), judge, LIMITS, slices):
+            try:
+                found.append(judge.peak(recipe.build()))
+            except ShapeError:
+                continue
+    return found
+
+
+def test_no_schedule_of_a_cell_holds_less_than_its_least_bytes():
+    pricing = pricing_for(1e12)
+    for cell in cells_of(pricing.workload):
+        assert pricing.least_bytes(cell) <= min(peaks(pricing, cell)), cell.name
+
+
+@pytest.mark.parametrize("share", [0.01, 0.3])
+def test_a_plan_is_found_wherever_a_fixed_order_fits(share):
+    roomy = pricing_for(1e12)
+    lows = [min(peaks(roomy, cell)) for cell in cells_of(roomy.workload)]
+    memory = 1.02 * min(lows) + share * (max(lows) - min(lows))
+    pricing = pricing_for(memory)
+    best = search(pricing.workload, pricing, LIMITS).best.candidate
+    assert best.peak <= memory
