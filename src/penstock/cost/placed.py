@@ -38,6 +38,10 @@ class PlacedCost(LayeredCost):
     model_costs: dict[tuple[int, ...], ModelCost] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
+    # The last schedule with its cost: the simulator asks thousands of times about one schedule.
+    last: list[tuple[Schedule, ModelCost]] = field(
+        default_factory=list, init=False, repr=False, compare=False
+    )
 
     def partition_of(self, schedule: Schedule) -> tuple[int, ...]:
         """Return the layers of each part of a schedule."""
@@ -51,9 +55,13 @@ class PlacedCost(LayeredCost):
 
     def model_cost(self, schedule: Schedule) -> ModelCost:
         """The cost of this schedule's own parts."""
+        for known, cost in self.last:
+            if known is schedule:
+                return cost
         ranks = _ranks_of_parts(schedule)
         if ranks not in self.model_costs:
             self.model_costs[ranks] = self._model_cost(ranks)
+        self.last[:] = [(schedule, self.model_costs[ranks])]
         return self.model_costs[ranks]
 
     def _model_cost(self, ranks: tuple[int, ...]) -> ModelCost:

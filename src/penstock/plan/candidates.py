@@ -52,8 +52,11 @@ class Judge:
     recorded: bool = False  # whether actions are recorded as CUDA graphs
     gather: float = 0.0  # seconds in which a step gathers sharded weights
 
-    def timeline(self, schedule: Schedule) -> Timeline:
-        """Return the predicted timeline of one pass, with all copies or with two of them."""
+    def timeline(self, schedule: Schedule, pair: Schedule | None = None) -> Timeline:
+        """Return the predicted timeline of one pass, with all copies or with two of them.
+
+        `pair` is the schedule in two copies, if it exists already.
+        """
         if self.processors is not None:
             whole = replicate(schedule, self.copies)
             return simulate_shared(whole, self.cost, self.processors)
@@ -63,7 +66,7 @@ class Judge:
         if self.copies == 1:
             return simulate(schedule, self.cost)
         cost = CopiedCost(self.cost, self.copies)
-        return simulate(replicate(schedule, 2), cost)
+        return simulate(pair or replicate(schedule, 2), cost)
 
     def step(self, schedule: Schedule, makespan: float) -> float:
         """Return the seconds of a step whose passes take `makespan`: gather, passes and optimizer."""
@@ -84,12 +87,13 @@ class Judge:
             return np.full(schedule.ranks, self.memory)
         return activation_caps(schedule, self.cost, self.memory, self.recorded)
 
-    def peak(self, schedule: Schedule) -> float:
+    def peak(self, schedule: Schedule, pair: Schedule | None = None) -> float:
         """Return the bytes of the fullest device; in the units of the papers, its activations."""
         if not self.cost.units.bytes:
             return float(levels(schedule, columns(schedule, self.cost)).max())
         if self.copies > 1:
-            schedule = replicate(schedule, 2)  # It also holds what sums need.
+            # It also holds what sums need.
+            schedule = pair or replicate(schedule, 2)
         return float(device_bytes(schedule, self.cost, self.recorded).max())
 
     def fits(self, peak: float) -> bool:
@@ -141,7 +145,8 @@ def evaluate_schedule(
     name: str, shape: ShapeWords, sort: str, schedule: Schedule, judge: Judge
 ) -> Candidate:
     """Simulate a schedule and weigh it."""
-    timeline = judge.timeline(schedule)
+    pair = replicate(schedule, 2) if judge.copies > 1 else None
+    timeline = judge.timeline(schedule, pair)
     makespan = timeline.makespan
     cost = judge.cost
     partition: tuple[int, ...] = ()
@@ -157,7 +162,7 @@ def evaluate_schedule(
         judge.step(schedule, makespan),
         makespan,
         timeline.bubble,
-        judge.peak(schedule),
+        judge.peak(schedule, pair),
         len(schedule.stages) / schedule.parts,
         lower_bound(schedule, cost),
         math.nan,

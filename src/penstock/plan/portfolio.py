@@ -44,18 +44,27 @@ from penstock.schedules.orders import require_at_least
 from penstock.schedules.size import MAX_ACTIONS, refuse_if_too_large
 
 # Listed orders have at most this many actions; larger ones take too long to list.
-MAX_LISTED_ACTIONS = 40_000
+MAX_LISTED_ACTIONS = 16_000
+# Fixed orders with slices have at most this many actions: with so many micro-batches, slices
+# help little.
+MAX_SLICED_ACTIONS = 16_000
 MAX_SLICED_STAGES = 8  # of a rank, in listed orders with slices
 REFINED_PLACEMENTS = 3  # placements on which other numbers of slices are tried
 REFINED_SLICES = (3, 6, 12, 24)
 # More slices must make a family of candidates faster by this share, or they count as useless.
 LEAST_GAIN = 0.002
 IMPROVED = 4  # candidates that are improved by local search
-LISTING_WORK = 1_000  # simulations for each placement and cuts
+LISTING_WORK = 1_000  # simulations for each placement and cuts, of small schedules
+LISTING_ACTIONS = 1_500_000  # actions in all these simulations, of large schedules
+MIN_LISTING_WORK = 20
 IMPROVING_WORK = 20_000  # simulations for each candidate that is improved
 # A candidate this much slower than the best is not worth a local search.
 WORTH_IMPROVING = 1.03
 SURVEYED_STAGES = 4
+# A survey compares orders with at most this many micro-batches for each rank, because more of
+# them repeat what these do. Then it builds the best orders with all micro-batches.
+SURVEYED_ROUNDS = 3
+SURVEYED_ORDERS = 3  # that are built with all micro-batches, until one fits
 FINALISTS = 8  # candidates that are timed under noise
 FIXED_FINALISTS = 4  # fixed orders that are timed under noise besides
 # Of candidates whose times differ by less than this share, the one that takes less time
@@ -167,14 +176,36 @@ def survey_setting(setting: Setting, judge: Judge, limits: Limits) -> Portfolio:
     They are the fixed orders with at most `SURVEYED_STAGES` stages on a rank, whole sequences.
     """
     limits = useful_limits(setting, judge, limits)
-    stages = min(limits.stages, SURVEYED_STAGES)
+    limits = replace(limits, stages=min(limits.stages, SURVEYED_STAGES))
+    few = min(setting.microbatches, SURVEYED_ROUNDS * setting.ranks)
     ranking = _Ranking(
-        setting, judge, replace(limits, stages=stages), lambda name: None
+        replace(setting, microbatches=few), judge, limits, lambda name: None
     )
     ranking.try_fixed(1)
     if not ranking.fits and not ranking.too_large:
         raise ShapeError(f"no schedule can be built: {ranking.first_error}")
+    if few < setting.microbatches:
+        ranking = _lengthened(ranking, setting)
     return ranking.portfolio(noise=False)
+
+
+def _lengthened(short: _Ranking, setting: Setting) -> _Ranking:
+    """Return a ranking of the best orders of a short one, with all micro-batches of a setting."""
+    short.sort()
+    ranking = _Ranking(setting, short.judge, short.limits, short.watch)
+    ranking.too_large = short.too_large
+    recipes = {
+        (recipe.name, recipe.shape): recipe
+        for recipe in fixed_recipes(setting, short.judge, short.limits, 1)
+    }
+    for candidate in short.fits[:SURVEYED_ORDERS]:
+        recipe = recipes[candidate.name, candidate.shape]
+        ranking.try_schedule(recipe.name, recipe.shape, recipe.sort, recipe.build)
+        if ranking.fits:
+            break
+    if not ranking.fits and not ranking.too_large:
+        raise ShapeError(f"no schedule can be built: {ranking.first_error}")
+    return ranking
 
 
 class _Ranking:
@@ -202,6 +233,9 @@ class _Ranking:
     def try_fixed(self, slices: int) -> None:
         """Try the orders of the registry with this number of slices."""
         times: dict[object, float] = {}
+        actions = 2 * self.setting.ranks * self.setting.microbatches * slices
+        if slices > 1 and actions > MAX_SLICED_ACTIONS:
+            return
         for recipe in fixed_recipes(self.setting, self.judge, self.limits, slices):
             own_shape = tuple(pair for pair in recipe.shape if pair[0] != "slices")
             family = (recipe.name.split("+")[0], own_shape)
@@ -249,7 +283,8 @@ class _Ranking:
         self.drafts[shape, tuple(cuts)] = (stages, paths)
 
         def build() -> Schedule:
-            return self.order(stages, paths, LISTING_WORK)
+            work = max(MIN_LISTING_WORK, LISTING_ACTIONS // actions)
+            return self.order(stages, paths, min(LISTING_WORK, work))
 
         return self.try_schedule("listed", shape, "listed", build)
 

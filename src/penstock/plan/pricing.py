@@ -10,13 +10,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import inf
+from typing import NamedTuple
 
 from penstock.cost.cluster import Cluster
 from penstock.cost.mesh import gather_seconds, mesh_profile, split_processors
 from penstock.cost.network import Link, Network, slowest_link
 from penstock.cost.placed import PlacedCost
-from penstock.cost.profile import Profile
+from penstock.cost.profile import TENSORS_PER_WEIGHT, Profile
 from penstock.cost.unit import UnitCost
+from penstock.ir.action import Op
+from penstock.ir.schedule import Schedule
 from penstock.plan.candidates import Judge
 from penstock.plan.recipes import Cuts, Limits, Setting, even_cuts_only
 from penstock.plan.slices.planner import SLICE_COUNTS, CutChoice, cut_choices
@@ -33,6 +36,13 @@ from penstock.plan.workload import Cell, Workload
 
 MeshKey = tuple[int, int, int, Link, Link]  # rows, tensor, shard and their links
 LeastKey = tuple[int, int, Link, float]  # rows, tensor and its link, slowdown
+
+
+class Estimate(NamedTuple):
+    """About how long a step of a cell takes, and how much its fullest device holds."""
+
+    seconds: float
+    bytes: float
 
 
 NO_LINK = Link(0.0, inf)  # of a process that is alone
@@ -66,6 +76,10 @@ class UnitPricing:
             self.limits.split,
         )
 
+    def estimate(self, cell: Cell) -> Estimate:
+        """Return the bound: there is only one cell, so that nothing is compared."""
+        return Estimate(self.bound(cell), 0.0)
+
     def least_bytes(self, cell: Cell) -> float:
         """Return what every rank must hold at least: one micro-batch."""
         return 1.0
@@ -96,6 +110,9 @@ class ProfilePricing:
         default_factory=dict, init=False, repr=False, compare=False
     )
     bounds: dict[object, float] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+    works: dict[object, tuple[float, float]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
     choices: dict[Cell, list[CutChoice]] = field(
@@ -215,6 +232,57 @@ class ProfilePricing:
         update = _least_update(self.process(cell), cell.ranks)
         passes = self.workload.passes * self._pass_bound(cell)
         return self.gather(cell) + passes + update
+
+    def estimate(self, cell: Cell) -> Estimate:
+        """Return about what the best schedule of a cell takes, without building one.
+
+        It counts half the bubble of 1f1b, and its memory on the first rank and on the first one
+        that recomputes nothing.
+        """
+        process = self.process(cell)
+        forward, backward = self._work(cell)
+        ranks, count = cell.ranks, cell.microbatches
+        rank_work = (forward * (1 + cell.recomputed) + backward) / ranks
+        hop = self.least_hop(cell) * (ranks - 1)
+        bubble = (ranks - 1) * rank_work / 2
+        seconds = self.workload.passes * (count * rank_work + bubble + 2 * hop)
+        seconds += self.gather(cell) + _least_update(process, ranks)
+        blocks = process.blocks(process.layers, first=True, last=True)
+        weights = sum(n * (one.weights + one.gathered) for n, one in blocks) / ranks
+        seconds += self._sum_seconds(cell, weights / TENSORS_PER_WEIGHT)
+        tokens = self.workload.tokens
+        message = process.message * tokens
+        held = process.layers / ranks * process.layer.held * tokens
+        again = min(ranks, -int(-cell.recomputed * ranks // 1))
+        peaks = [0.0]
+        if again:
+            peaks.append(min(count, ranks) * message + held)
+        if again < ranks:
+            peaks.append(min(count, ranks - again) * (held + message))
+        return Estimate(seconds, weights + max(peaks))
+
+    def _work(self, cell: Cell) -> tuple[float, float]:
+        """Return the seconds of a whole forward and backward of the model."""
+        key = (cell.rows, cell.tensor, *self.mesh_links(cell))
+        if key not in self.works:
+            process, tokens = self.process(cell), self.workload.tokens
+            blocks = process.blocks(process.layers, first=True, last=True)
+            forward, backward = (
+                sum(n * one.fit(op).curve.of(tokens, 0) for n, one in blocks)
+                for op in (Op.F, Op.B)
+            )
+            self.works[key] = (forward, backward)
+        return self.works[key]
+
+    def _sum_seconds(self, cell: Cell, gradients: float) -> float:
+        """Return the seconds of a ring that sums gradients over the copies of a rank."""
+        if cell.copies == 1:
+            return 0.0
+        link = slowest_link(self.profile_at(cell.rows).network)
+        if self.machines is not None:
+            link = self.machines.copies_link(cell)
+        steps = 2 * (cell.copies - 1)
+        return steps * (link.latency + gradients / cell.copies / link.bandwidth)
 
     def _pass_bound(self, cell: Cell) -> float:
         """Return a time that no pass of this cell can beat.

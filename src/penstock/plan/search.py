@@ -23,13 +23,23 @@ from penstock.errors import ShapeError
 from penstock.ir.compiled import many_schedules
 from penstock.ir.plan import Fact, Facts
 from penstock.plan.candidates import Candidate, Judge, title
-from penstock.plan.portfolio import Portfolio, rank_setting, survey_setting
+from penstock.plan.portfolio import (
+    SURVEYED_ROUNDS,
+    Portfolio,
+    rank_setting,
+    survey_setting,
+)
+from penstock.plan.pricing import Estimate
 from penstock.plan.recipes import Limits, Setting
-from penstock.plan.workload import Cell, Workload, cells_of
+from penstock.plan.workload import RECOMPUTED_SHARES, Cell, Workload, cells_of
 
 RANKED_CELLS = 6  # cells in which everything is tried
+RANKED_ACTIONS = 1_500  # of one order of these cells, in all; one cell is tried in any case
 # Cells whose surveyed time is above the best one by more than this share are not ranked.
 PROMISING = 1.25
+# Actions of one order of each surveyed cell, in all. Cells with worse estimates are left out.
+SURVEYED_ACTIONS = 20_000
+NOT_TRIED = "left out: many cells seem to be better"  # reason of a cell
 CANNOT_WIN = "cannot win: its bound is above the best plan"  # reason of a cell
 
 
@@ -44,6 +54,9 @@ class Pricing(Protocol):
 
     def bound(self, cell: Cell) -> float:
         """Return a time that no step of this cell can beat."""
+
+    def estimate(self, cell: Cell) -> Estimate:
+        """Return about how long a step takes and how much a device holds, quickly."""
 
     def least_bytes(self, cell: Cell) -> float:
         """Return the bytes that the fullest device of a cell holds at least."""
@@ -146,7 +159,7 @@ class _Search:
         self.watch = watch
         self.shown = shown
         results = [CellResult(cell, pricing.bound(cell)) for cell in cells_of(workload)]
-        results.sort(key=_order_of_survey)
+        results.sort(key=_order_of_bounds)
         self.results = results
         self.bound = min((one.bound for one in results), default=math.inf)
         self.rows: list[Row] = []
@@ -154,6 +167,7 @@ class _Search:
         self.best = math.inf
         # Cells in which everything fits, so that recomputing could only cost time.
         self.roomy: set[Cell] = set()
+        self.left = SURVEYED_ACTIONS
 
     def tell(self, doing: str) -> None:
         """Report the progress."""
@@ -161,11 +175,21 @@ class _Search:
 
     # ------------------------------------------------------------ the two passes
     def survey(self) -> None:
-        """Try a few good schedules in every cell that could win."""
+        """Try a few good schedules in the cells that could win, the most promising first."""
         if len(self.results) == 1:
             return
+        for place in self.order_of_survey():
+            self.results[place] = self.survey_cell(self.results[place])
+
+    def order_of_survey(self) -> list[int]:
+        """Return the places of all cells: those first that seem to fit and to be fast."""
+        memory = self.workload.memory or math.inf
+        keys = []
         for place, result in enumerate(self.results):
-            self.results[place] = self.survey_cell(result)
+            seconds, size = self.pricing.estimate(result.cell)
+            too_full = max(0.0, size / memory - 1.0)
+            keys.append((too_full, seconds, place))
+        return [place for _, _, place in sorted(keys)]
 
     def survey_cell(self, result: CellResult) -> CellResult:
         """Survey one cell, or say why not."""
@@ -174,6 +198,7 @@ class _Search:
         if refusal:
             return replace(result, reason=refusal)
         self.tell(cell.name)
+        self.left -= cell.ranks * min(cell.microbatches, SURVEYED_ROUNDS * cell.ranks)
         limits = self.limits_of(cell)
         try:
             found = survey_setting(
@@ -190,12 +215,14 @@ class _Search:
             key=lambda place: self.time_of(self.results[place]),
         )
         ranked = 0
+        left = RANKED_ACTIONS
         for place in order:
             result = self.results[place]
             is_late = self.time_of(result) > self.best * PROMISING
             if ranked == RANKED_CELLS or (ranked and is_late):
                 break
-            if result.bound >= self.best and ranked:
+            left -= result.cell.ranks * result.cell.microbatches
+            if ranked and (result.bound >= self.best or left < 0):
                 continue
             self.results[place] = self.rank_cell(result)
             ranked += 1
@@ -221,14 +248,18 @@ class _Search:
     # ------------------------------------------------------------ small things
     def refusal(self, result: CellResult) -> str:
         """Say why a cell need not be tried; empty if it must be."""
-        memory = self.workload.memory
-        least = self.pricing.least_bytes(result.cell)
-        if memory is not None and least > memory:
-            return f"needs at least {self.shown(least)}"
-        if replace(result.cell, recomputed=0.0) in self.roomy:
-            return "everything fits without recomputing"
+        cell = result.cell
         if result.bound >= self.best:
             return CANNOT_WIN
+        less = [share for share in RECOMPUTED_SHARES if share < cell.recomputed]
+        if any(replace(cell, recomputed=share) in self.roomy for share in less):
+            return "everything fits with less to recompute"
+        if self.rows and self.left <= 0:
+            return NOT_TRIED
+        memory = self.workload.memory
+        least = self.pricing.least_bytes(cell) if memory is not None else 0.0
+        if memory is not None and least > memory:
+            return f"needs at least {self.shown(least)}"
         return ""
 
     def limits_of(self, cell: Cell) -> Limits:
@@ -240,7 +271,7 @@ class _Search:
         """Take the candidates of a cell into the ranking."""
         self.rows += [Row(result.cell, one) for one in found.candidates]
         self.too_large += found.too_large
-        if not found.too_large and not result.cell.recomputed:
+        if not found.too_large:
             self.roomy.add(result.cell)
         if not found.candidates:
             name, peak = found.too_large[0]
@@ -296,7 +327,7 @@ class _Search:
         )
 
 
-def _order_of_survey(result: CellResult) -> tuple[float, float, int]:
+def _order_of_bounds(result: CellResult) -> tuple[float, float, int]:
     """Sort cells by their bounds; of equal ones, those that recompute less come first."""
     return result.bound, result.cell.recomputed, result.cell.processes
 

@@ -44,7 +44,7 @@ class Machines:
 
         def link(one: tuple[int, int], other: tuple[int, int]) -> Link:
             if one[0] != other[0]:
-                return self.inside if self._copies_meet(cell) else self.between
+                return self.copies_link(cell)
             machines = {self._machine(cell, *place) for place in (one, other)}
             return self.inside if len(machines) == 1 else self.between
 
@@ -58,6 +58,11 @@ class Machines:
             matrix(lambda one: one.bandwidth),
             serial=True,
         )
+
+    def copies_link(self, cell: Cell) -> Link:
+        """Return the slowest link between copies of a rank."""
+        near = cell.processes <= self.per_machine or self._copies_meet(cell)
+        return self.inside if near else self.between
 
     def mesh_links(self, cell: Cell) -> tuple[Link, Link]:
         """Return the links between the processes of a rank: of `tensor`, and of `shard`.

@@ -45,6 +45,8 @@ def slice_tokens(schedule: Schedule, cuts: Sequence[int]) -> Schedule:
             "this schedule is sliced already; cut the schedule it was made from"
         )
     pieces = range(len(cuts) - 1)
+    if len(pieces) == 1:
+        return recut(schedule, cuts)
 
     def cut(action: Action) -> Sequence[Action]:
         order = pieces if action.op is Op.F else reversed(pieces)
