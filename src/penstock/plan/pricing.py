@@ -26,7 +26,7 @@ from penstock.plan.space import (
     space_bound,
     with_recomputation,
 )
-from penstock.plan.topology import Machines, cluster_network
+from penstock.plan.topology import Machines, cluster_network, cluster_nodes
 from penstock.plan.workload import Cell, Workload
 from penstock.schedules import make
 
@@ -110,11 +110,10 @@ class ProfilePricing:
         return profile
 
     def speeds(self, cell: Cell) -> tuple[float, ...]:
-        """Return the speeds of a cell's ranks; empty if all are equal."""
+        """Return the speeds of a cell's ranks, copy by copy; empty if all are equal."""
         if self.cluster is None:
             return ()
-        nodes = self.cluster.nodes[: cell.copies * cell.ranks]
-        return tuple(node.speed for node in nodes)
+        return tuple(node.speed for node in cluster_nodes(self.cluster, cell))
 
     def judge(self, cell: Cell) -> Judge:
         """Return what times and weighs the schedules of a cell."""
@@ -124,7 +123,6 @@ class ProfilePricing:
             self.workload.processors,
             self.workload.passes,
             cell.copies,
-            cell.side_by_side,
             uneven=self.cluster is not None,
             recorded=self.workload.recorded,
         )
