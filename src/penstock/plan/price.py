@@ -9,9 +9,14 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from math import gcd
 
+from penstock.cost.cluster import Cluster
 from penstock.cost.cost import Cost
+from penstock.cost.network import Network
+from penstock.cost.placed import PlacedCost
 from penstock.cost.profile import Profile, tile_of
+from penstock.cost.row_profiles import RowProfiles
 from penstock.cost.unit import UnitCost
+from penstock.errors import ShapeError
 from penstock.ir.plan import Facts, Plan
 from penstock.ir.schedule import Schedule
 from penstock.ir.timeline import Timeline
@@ -28,6 +33,9 @@ class Price:
     cost: Cost
     profile: Profile | None = None
     tokens: int = 0  # tokens of a sequence; only with a profile
+    profiles: RowProfiles | None = (
+        None  # for other numbers of rows; only with a profile
+    )
 
     def granularity(self, wanted: int | None) -> int:
         """Return the number of tokens that all cuts are multiples of.
@@ -57,14 +65,38 @@ class Price:
             return ()
         return even_partition(self.profile.layers, schedule.parts)
 
-    def for_plan(self, plan: Plan) -> Price:
-        """Return the price for one plan: with its own partition and number of ranks."""
+    def for_plan(self, plan: Plan, cluster: Cluster | None = None) -> Price:
+        """Return the price for one plan: with its own partition, recomputed parts and rows.
+
+        In a cluster, rank 2 runs on node 2.
+        """
         if self.profile is None:
             return self
+        profile = self.profile
+        rows = plan.facts.get("rows")
+        if self.profiles is not None and isinstance(rows, int):
+            profile = self.profiles.at(rows)
         partition = plan.partition or self.partition(plan.schedule)
         ranks = plan.schedule.ranks
-        cost = self.profile.cost(partition, ranks, tokens=self.tokens)
-        return replace(self, cost=cost)
+        speeds: tuple[float, ...] = ()
+        if cluster is not None:
+            if ranks > len(cluster.nodes):
+                raise ShapeError(
+                    f"the plan has {ranks} ranks, but the cluster has "
+                    f"{len(cluster.nodes)} nodes"
+                )
+            network = Network(cluster.latency, cluster.bandwidth, cluster.serial)
+            profile = replace(profile, network=network)
+            speeds = tuple(node.speed for node in cluster.nodes[:ranks])
+        profile.check(partition, ranks)
+        cost = PlacedCost(
+            profile,
+            self.tokens,
+            partition=partition,
+            recompute=plan.recompute,
+            speeds=speeds,
+        )
+        return replace(self, cost=cost, profile=profile)
 
     def facts(self, profile_file: str, memory: float | None) -> Facts:
         """Return what a plan was made with, as its file states it."""
