@@ -52,16 +52,17 @@ def _unit_price(
 def _profile_price(file: Path, tokens: int | None, accept_error: bool) -> Price:
     from penstock.cost import ProfileCost
     from penstock.cost.profile import refuse_error
-    from penstock.formats import read_profile
+    from penstock.formats import read_row_profiles
     from penstock.plan.price import Price
 
     if tokens is not None and tokens < 1:
         raise ShapeError(f"--tokens must be at least 1, not {tokens}")
-    profile = read_profile(file)
+    profiles = read_row_profiles(file)
+    profile = profiles.measured[0]
     if not accept_error:
         refuse_error(profile, str(file))
     length = profile.tokens if tokens is None else tokens
-    return Price(ProfileCost(profile, tokens), profile, length)
+    return Price(ProfileCost(profile, tokens), profile, length, profiles)
 
 
 def _refuse_profile_options(tokens: int | None, accept_error: bool) -> None:

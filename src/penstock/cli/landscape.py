@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     from penstock.plan.question import Question
     from penstock.plan.search import Landscape, Progress, Row
+    from penstock.plan.workload import Cell
 
 MAX_LENGTHS_SHOWN = 4  # a row shows the lengths of at most this many slices
 
@@ -43,7 +44,7 @@ def landscape_facts(landscape: Landscape, question: Question) -> dict[str, objec
         "devices": workload.devices,
         "memory": workload.memory,
         "lower_bound": landscape.bound,
-        "gap": landscape.gap,
+        "gap": finite_or_none(landscape.gap),
         "interrupted": landscape.interrupted,
         "schedules": [_row_facts(row) for row in landscape.rows],
         "cells": [
@@ -86,11 +87,16 @@ def _row_facts(row: Row) -> dict[str, object]:
         "peak": candidate.peak,
         "weights": candidate.weights,
         "order_bound": candidate.bound,
-        "noisy_makespan": None if math.isnan(candidate.noisy) else candidate.noisy,
+        "noisy_makespan": finite_or_none(candidate.noisy),
         "cuts": list(candidate.schedule.microbatches[0].cuts),
         "partition": list(candidate.partition),
         "recompute": list(candidate.recompute),
     }
+
+
+def finite_or_none(number: float) -> float | None:
+    """Return a number as JSON can store it: null if it is infinite or was not computed."""
+    return number if math.isfinite(number) else None
 
 
 # ---------------------------------------------------------------- the table
@@ -105,7 +111,7 @@ def print_landscape(landscape: Landscape, question: Question, top: int) -> None:
     several = len({row.cell for row in landscape.rows}) > 1
     heads = ["", "schedule", "order", "step", "bubble", "peak", "±10%"]
     if several:
-        heads.insert(1, "copies x ranks, micro-batches")
+        heads[1:1] = ["copies x ranks", "batch"]
     rows = []
     for place, row in enumerate(landscape.rows[:top], start=1):
         candidate = row.candidate
@@ -119,10 +125,29 @@ def print_landscape(landscape: Landscape, question: Question, top: int) -> None:
             "-" if math.isnan(candidate.noisy) else times.number(candidate.noisy),
         ]
         if several:
-            cells.insert(1, row.cell.name)
+            cells[1:1] = [row.cell.devices_text, row.cell.batch_text]
         rows.append(cells)
     notes = _notes(landscape, question, top, times.unit, sizes.unit)
-    print_table(heads, rows, "\n".join(notes), spare=("order", "±10%"))
+    if several:
+        shown = {row.cell for row in landscape.rows[:top]}
+        notes[:0] = _cell_notes(shown)
+    print_table(heads, rows, "\n".join(notes), spare=("±10%", "order", "bubble"))
+
+
+def _cell_notes(cells: Collection[Cell]) -> list[str]:
+    """Explain the words with which the cells of a table are written."""
+    notes = ["batch: micro-batches x sequences of each, for one copy"]
+    if any(cell.tensor > 1 or cell.shard > 1 for cell in cells):
+        notes.append(
+            "t2 divides each layer between two devices (tensor), s2 its weights (shard)"
+        )
+    if any(cell.recomputed for cell in cells):
+        notes.append("re50%: half of the parts are computed again in the backward")
+    if any(cell.side_by_side for cell in cells):
+        notes.append(
+            "near: the copies of a rank are neighbours, not the ranks of a copy"
+        )
+    return notes
 
 
 def _notes(
@@ -132,9 +157,11 @@ def _notes(
     from penstock.view.numbers import write_size, write_time
 
     bound = write_time(landscape.bound, question.units, digits=4)
+    gap = ""
+    if math.isfinite(landscape.gap):
+        gap = f"; the best one is {landscape.gap:.1%} above it"
     notes = [
-        f"bound: no plan of this space takes less than {bound}; "
-        f"the best one is {landscape.gap:.1%} above it",
+        f"bound: no plan of this space takes less than {bound}{gap}",
         f"the bound ignores {question.ignored}",
         "order: fixed is the same for any cost; split, listed and improved are adapted to this cost",
         "±10%: mean makespan of the best rows under random noise that no candidate was adapted to",

@@ -70,7 +70,7 @@ def plan_command(
     gpu: Annotated[
         Optional[str],
         typer.Option(
-            help="Plan for a known GPU without having one: v100, a100-40, a100-80, h100 "
+            help="Plan for a known GPU without having one: v100, a100-40, a100, h100 "
             "or h200. Its times come from a formula.",
             rich_help_panel=CONFIG_PANEL,
         ),
@@ -137,8 +137,14 @@ def plan_command(
     from penstock.plan.planner import chosen_plan
     from penstock.plan.recipes import Limits
     from penstock.plan.search import search
+    from penstock.schedules.orders import require_at_least
     from penstock.view.numbers import write_size
 
+    require_at_least(1, stages=stages, slices=slices, weights=weights, top=top)
+    if granularity is not None:
+        require_at_least(1, granularity=granularity)
+    if devices is not None:
+        require_at_least(1, devices=devices)
     limits = Limits(stages, slices, weights)
     if source is not None or gpu is not None:
         _refuse_beside_config(
@@ -227,26 +233,19 @@ def pipeline_question(
     from penstock.formats import read_row_profiles
     from penstock.plan.question import (
         bytes_of,
-        positive_number,
+        microbatches_of,
         profile_question,
         profile_workload,
         unit_question,
     )
     from penstock.schedules.orders import require_at_least
 
-    require_at_least(
-        1,
-        ranks=ranks,
-        microbatches=microbatches,
-        stages=limits.stages,
-        slices=limits.slices,
-        weights=limits.weights,
-    )
+    require_at_least(1, ranks=ranks, microbatches=microbatches)
     if profile is None:
         if granularity is not None:
             raise ShapeError("--granularity needs a profile or a config")
         assert isinstance(price.cost, UnitCost)
-        size = None if memory is None else positive_number(memory)
+        size = None if memory is None else microbatches_of(memory)
         return unit_question(ranks, microbatches, price.cost, size, limits)
     profiles = read_row_profiles(profile)
     size = None if memory is None else bytes_of(memory)

@@ -24,6 +24,7 @@ from penstock.cli.tables import console, print_json, print_table, write
 from penstock.errors import FileError, RunError, ShapeError
 
 if TYPE_CHECKING:
+    from penstock.cost.cluster import Cluster
     from penstock.ir import Plan, Schedule, Sum, Timeline
     from penstock.plan.price import Price, StepFacts
 
@@ -139,6 +140,12 @@ def simulate_command(
     profile: ProfileFile = None,
     tokens: TokensOption = None,
     accept_error: AcceptError = False,
+    cluster: Annotated[
+        Optional[Path],
+        typer.Option(
+            help="With --profile: a cluster.toml with the speeds and links of the ranks."
+        ),
+    ] = None,
     json: JsonFlag = False,
 ) -> None:
     """Predict the time, idle time and memory of a schedule.
@@ -154,7 +161,7 @@ def simulate_command(
     shape = _shape(ranks, microbatches, waves, chunks, slices, skips, copies, split)
     plan = _plan(source, shape)
     options = price_of(forward, backward, comm, profile, tokens, accept_error, sum_)
-    price = options.for_plan(plan)
+    price = options.for_plan(plan, _cluster(cluster, profile))
     timeline = simulate(plan.schedule, price.cost)
     bound = lower_bound(plan.schedule, price.cost)
     step = step_facts(price, plan, timeline)
@@ -326,6 +333,18 @@ def _plan(source: str, shape: dict[str, int]) -> Plan:
     if "split" in shape:
         title.append("split")
     return Plan(schedule, " ".join(title))
+
+
+def _cluster(file: Path | None, profile: Path | None) -> Cluster | None:
+    from penstock.formats import read_cluster
+
+    if file is None:
+        return None
+    if profile is None:
+        raise ShapeError(
+            "--cluster needs the times of a model: add --profile profile.json"
+        )
+    return read_cluster(file)
 
 
 def _read(file: Path) -> Plan:

@@ -34,7 +34,7 @@ class PlacedCost(LayeredCost):
     balanced: bool = True
     partition: tuple[int, ...] = ()
     recompute: tuple[int, ...] = ()
-    speeds: tuple[float, ...] = ()  # of the ranks; 2 is twice as fast; empty for all 1
+    speeds: tuple[float, ...] = ()  # of the ranks, copy by copy; empty if all are 1
     model_costs: dict[tuple[int, ...], ModelCost] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -91,7 +91,15 @@ class PlacedCost(LayeredCost):
             _work(profile.embed, self.tokens),
             _work(profile.layer, self.tokens),
             _work(profile.head, self.tokens),
-            self.speeds,
+            self._slowest_speeds(1 + max(ranks)),
+        )
+
+    def _slowest_speeds(self, ranks: int) -> list[float]:
+        """Return the speed of each rank of a copy, on the slowest copy: all wait for it."""
+        return (
+            [min(self.speeds[rank::ranks]) for rank in range(ranks)]
+            if self.speeds
+            else []
         )
 
     def updates(self, schedule: Schedule) -> list[float]:

@@ -162,6 +162,16 @@ class Profile:
         every sequence has that many, and a schedule's cuts are fractions of it;
         otherwise its cuts are token counts.
         """
+        self.check(partition, ranks)
+        last = len(partition) - 1
+        parts = tuple(
+            self.part(count, number == 0, number == last, recompute)
+            for number, count in enumerate(partition)
+        )
+        return ModelCost(parts, self.network, tokens=tokens)
+
+    def check(self, partition: Sequence[int], ranks: int | None = None) -> None:
+        """Refuse a partition of another number of layers, and more ranks than have links."""
         if sum(partition) != self.layers or min(partition, default=-1) < 0:
             raise ShapeError(
                 f"the partition {tuple(partition)} has {sum(partition)} layers, but the "
@@ -174,12 +184,6 @@ class Profile:
                 f"{ranks} ranks\n"
                 f"  measure them: penstock profile --ranks {ranks} --links"
             )
-        last = len(partition) - 1
-        parts = tuple(
-            self.part(count, number == 0, number == last, recompute)
-            for number, count in enumerate(partition)
-        )
-        return ModelCost(parts, self.network, tokens=tokens)
 
     def part(
         self, layers: int, first: bool, last: bool, recompute: bool = False

@@ -26,6 +26,7 @@ from penstock.config import (
     RunConfig,
     ScheduleConfig,
     check_config,
+    is_plan_file,
     names_a_file,
 )
 from penstock.errors import ConfigError, UnknownNameError
@@ -98,15 +99,27 @@ def written_keys(source: Path | None, changes: Iterable[str]) -> frozenset[str]:
     """The values that a person has written, as section.key: with --set or in a config.
 
     `source` is not a file if it is the folder of a run. The run wrote the config in there,
-    so its values do not count.
+    so its values do not count. Neither does the [schedule] of a config if --set names a
+    plan file, which replaces it.
     """
+    changes = list(changes)
     keys = {change.partition("=")[0].strip() for change in changes}
     if source is not None and source.is_file():
+        replaced = _replaced_keys(changes)
         page = TomlPage(read_text(source, "config"), str(source), "config")
         for name, section in parse_toml(page).items():
             if isinstance(section, dict):
-                keys |= {f"{name}.{key}" for key in section}
+                keys |= {f"{name}.{key}" for key in section} - replaced
     return frozenset(keys)
+
+
+def _replaced_keys(changes: Iterable[str]) -> set[str]:
+    """The keys of a config that changes replace without naming them."""
+    for change in changes:
+        name, _, value = change.partition("=")
+        if name.strip() == "schedule.name" and is_plan_file(value.strip().strip("'\"")):
+            return {f"schedule.{item.name}" for item in fields(ScheduleConfig)}
+    return set()
 
 
 def apply_changes(config: Config, changes: Iterable[str]) -> Config:

@@ -47,7 +47,6 @@ class Judge:
     processors: int | None = None  # that the ranks share; None for one each
     passes: int = 1  # through the pipeline in a step
     copies: int = 1  # of the schedule
-    side_by_side: bool = False  # whether the copies of a rank have neighbouring numbers
     uneven: bool = False  # whether copies differ, because devices or links do
     recorded: bool = False  # whether actions are recorded as CUDA graphs
     gather: float = 0.0  # seconds in which a step gathers sharded weights
@@ -61,8 +60,7 @@ class Judge:
             whole = replicate(schedule, self.copies)
             return simulate_shared(whole, self.cost, self.processors)
         if self.uneven:
-            whole = replicate(schedule, self.copies, self.side_by_side)
-            return simulate(whole, self.cost)
+            return simulate(replicate(schedule, self.copies), self.cost)
         if self.copies == 1:
             return simulate(schedule, self.cost)
         cost = CopiedCost(self.cost, self.copies)

@@ -151,7 +151,7 @@ def chosen_plan(landscape: Landscape, assumptions: Facts = ()) -> Plan:
         ("copies", cell.copies),
         ("rows", cell.rows),
         ("lower_bound", landscape.bound),
-        ("gap", landscape.gap),
+        ("gap", landscape.gap if landscape.bound else None),
         ("bound_holds_for", BOUND_HOLDS_FOR),
         ("cut_short", landscape.interrupted),
         *rival_facts(landscape),

@@ -70,6 +70,9 @@ FIXED_FINALISTS = 4  # fixed orders that are timed under noise besides
 # Of candidates whose times differ by less than this share, the one that takes less time
 # under noise is chosen.
 EQUALLY_FAST = 0.002
+# A fixed order that takes less time under noise wins if it is slower by less than this share
+# without noise. So more memory never makes a plan slower by more than this share.
+NEARLY_AS_FAST = 0.01
 # Means under noise that differ by less than this share count as equal: they are of few samples.
 SAMPLING = 0.0025
 
@@ -434,13 +437,15 @@ def _robust(rows: Sequence[Candidate]) -> Candidate:
     """Choose a candidate that is fast, also under noise, and as simple as can be.
 
     Of those that are about as fast as the best, it is the one that noise delays least, or
-    one with fewer actions that noise delays about as little. A fixed order wins if it is
-    still faster under noise, because then the others are only faster on paper.
+    one with fewer actions that noise delays about as little. A fixed order that is nearly
+    as fast wins if it is faster under noise, because then the others are only faster on
+    paper.
     """
     limit = rows[0].step * (1 + EQUALLY_FAST)
+    fixed_limit = rows[0].step * (1 + NEARLY_AS_FAST)
     timed = [one for one in rows if not math.isnan(one.noisy)]
     best = _simplest([one for one in timed if one.step <= limit])
-    fixed = [one for one in timed if one.sort == "fixed"]
+    fixed = [one for one in timed if one.sort == "fixed" and one.step <= fixed_limit]
     steadiest = min([best, *fixed], key=lambda one: one.noisy)
     return steadiest if steadiest.noisy < best.noisy * (1 - SAMPLING) else best
 

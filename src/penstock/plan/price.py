@@ -8,8 +8,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from penstock.cost.cluster import Cluster
 from penstock.cost.cost import Cost
+from penstock.cost.network import Network
+from penstock.cost.placed import PlacedCost
 from penstock.cost.profile import Profile
+from penstock.cost.row_profiles import RowProfiles
+from penstock.errors import ShapeError
 from penstock.ir.plan import Plan
 from penstock.ir.schedule import Schedule
 from penstock.ir.timeline import Timeline
@@ -23,6 +28,9 @@ class Price:
     cost: Cost
     profile: Profile | None = None
     tokens: int = 0  # tokens of a sequence; only with a profile
+    profiles: RowProfiles | None = (
+        None  # for other numbers of rows; only with a profile
+    )
 
     def partition(self, schedule: Schedule) -> tuple[int, ...]:
         """Return the layers of each part of an even partition; () without a profile."""
@@ -30,14 +38,38 @@ class Price:
             return ()
         return even_partition(self.profile.layers, schedule.parts)
 
-    def for_plan(self, plan: Plan) -> Price:
-        """Return the price for one plan: with its own partition and number of ranks."""
+    def for_plan(self, plan: Plan, cluster: Cluster | None = None) -> Price:
+        """Return the price for one plan: with its own partition, recomputed parts and rows.
+
+        In a cluster, rank 2 runs on node 2.
+        """
         if self.profile is None:
             return self
+        profile = self.profile
+        rows = plan.facts.get("rows")
+        if self.profiles is not None and isinstance(rows, int):
+            profile = self.profiles.at(rows)
         partition = plan.partition or self.partition(plan.schedule)
         ranks = plan.schedule.ranks
-        cost = self.profile.cost(partition, ranks, tokens=self.tokens)
-        return replace(self, cost=cost)
+        speeds: tuple[float, ...] = ()
+        if cluster is not None:
+            if ranks > len(cluster.nodes):
+                raise ShapeError(
+                    f"the plan has {ranks} ranks, but the cluster has "
+                    f"{len(cluster.nodes)} nodes"
+                )
+            network = Network(cluster.latency, cluster.bandwidth, cluster.serial)
+            profile = replace(profile, network=network)
+            speeds = tuple(node.speed for node in cluster.nodes[:ranks])
+        profile.check(partition, ranks)
+        cost = PlacedCost(
+            profile,
+            self.tokens,
+            partition=partition,
+            recompute=plan.recompute,
+            speeds=speeds,
+        )
+        return replace(self, cost=cost, profile=profile)
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,6 @@ from penstock.cost.placed import PlacedCost
 from penstock.cost.profile import TENSORS_PER_WEIGHT, Profile
 from penstock.cost.unit import UnitCost
 from penstock.ir.action import Op
-from penstock.ir.schedule import Schedule
 from penstock.plan.candidates import Judge
 from penstock.plan.recipes import Cuts, Limits, Setting, even_cuts_only
 from penstock.plan.slices.planner import SLICE_COUNTS, CutChoice, cut_choices
@@ -31,7 +30,7 @@ from penstock.plan.space import (
     space_bound,
     with_recomputation,
 )
-from penstock.plan.topology import Machines, cluster_network
+from penstock.plan.topology import Machines, cluster_network, cluster_nodes
 from penstock.plan.workload import Cell, Workload
 
 MeshKey = tuple[int, int, int, Link, Link]  # rows, tensor, shard and their links
@@ -186,11 +185,10 @@ class ProfilePricing:
         return gather_seconds(whole, cell.tensor, cell.shard, link)
 
     def speeds(self, cell: Cell) -> tuple[float, ...]:
-        """Return the speeds of a cell's ranks; empty if all are equal."""
+        """Return the speeds of a cell's ranks, copy by copy; empty if all are equal."""
         if self.cluster is None:
             return ()
-        nodes = self.cluster.nodes[: cell.copies * cell.ranks]
-        return tuple(node.speed for node in nodes)
+        return tuple(node.speed for node in cluster_nodes(self.cluster, cell))
 
     def judge(self, cell: Cell) -> Judge:
         """Return what times and weighs the schedules of a cell."""
@@ -200,7 +198,6 @@ class ProfilePricing:
             self.processors(cell)[0],
             self.workload.passes,
             cell.copies,
-            cell.side_by_side,
             uneven=self.cluster is not None,
             recorded=self.workload.recorded,
             gather=self.gather(cell),

@@ -167,34 +167,56 @@ def granularity_of(profiles: RowProfiles, tokens: int, wanted: int | None) -> in
 
 
 # ---------------------------------------------------------------- sizes
-SIZE_UNITS = {"KIB": 10, "MIB": 20, "GIB": 30, "TIB": 40, "KB": 10, "MB": 20, "GB": 30}
-BARE_UNIT = 20  # a bare number of bytes means MiB
+SIZE_UNITS = {
+    "KIB": 2.0**10,
+    "MIB": 2.0**20,
+    "GIB": 2.0**30,
+    "TIB": 2.0**40,
+    "KB": 1e3,
+    "MB": 1e6,
+    "GB": 1e9,
+    "TB": 1e12,
+}
+BARE_UNIT = 2.0**20  # a bare number of bytes means MiB
 
 
 def bytes_of(text: str) -> float:
-    """Return the bytes of a size such as 80GiB; a bare number means MiB.
+    """Return the bytes of a size such as 80GiB or 80GB; a bare number means MiB.
 
     >>> bytes_of("1.5 GiB") == 1.5 * 2**30, bytes_of("172") == 172 * 2**20
     (True, True)
+    >>> bytes_of("80GB")
+    80000000000.0
     """
     cleaned = text.strip().upper()
-    power = BARE_UNIT
-    for unit, binary_power in SIZE_UNITS.items():
+    factor = BARE_UNIT
+    for unit, unit_bytes in SIZE_UNITS.items():
         if cleaned.endswith(unit):
             cleaned = cleaned.removesuffix(unit)
-            power = binary_power
+            factor = unit_bytes
             break
-    return positive_number(cleaned, text) * 2.0**power
+    size = _number(cleaned) * factor
+    if not 0 < size < float("inf"):
+        raise ShapeError(
+            f"--memory must be a size above 0, such as 80GiB, not {text.strip() or repr(text)}"
+        )
+    return size
 
 
-def positive_number(text: str, shown: str = "") -> float:
-    """Return a number above 0, or raise an error that shows what was written."""
-    try:
-        number = float(text)
-    except ValueError:
-        number = -1.0
+def microbatches_of(text: str) -> float:
+    """Return a memory in micro-batches, such as 1.5, as the units of the papers count it."""
+    number = _number(text)
     if not 0 < number < float("inf"):
         raise ShapeError(
-            f"--memory must be a size above 0, such as 80GiB, not {shown or text}"
+            "without a model, --memory is a number of micro-batches above 0, such as 4, "
+            f"not {text.strip() or repr(text)}\n"
+            "  sizes such as 80GiB need a config.toml or --profile"
         )
     return number
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return -1.0

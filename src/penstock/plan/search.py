@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Protocol
 
 from penstock.errors import ShapeError
@@ -32,7 +33,9 @@ from penstock.plan.portfolio import (
 from penstock.plan.pricing import Estimate
 from penstock.plan.recipes import Limits, Setting
 from penstock.plan.workload import RECOMPUTED_SHARES, Cell, Workload, cells_of
+from penstock.schedules.size import refuse_if_too_large
 
+MAX_CELLS = 20_000  # more would take minutes to compare
 RANKED_CELLS = 6  # cells in which everything is tried
 RANKED_ACTIONS = 1_500  # of one order of these cells, in all; one cell is tried in any case
 # Cells whose surveyed time is above the best one by more than this share are not ranked.
@@ -158,7 +161,8 @@ class _Search:
         self.limits = limits
         self.watch = watch
         self.shown = shown
-        results = [CellResult(cell, pricing.bound(cell)) for cell in cells_of(workload)]
+        cells = _cells(workload)
+        results = [CellResult(cell, pricing.bound(cell)) for cell in cells]
         results.sort(key=_order_of_bounds)
         self.results = results
         self.bound = min((one.bound for one in results), default=math.inf)
@@ -325,6 +329,26 @@ class _Search:
             f"nothing fits into a memory of {memory}; "
             f"the least that a device would hold is {self.shown(least)}"
         )
+
+
+def _cells(workload: Workload) -> list[Cell]:
+    """Return the cells of a workload. Refuses too many cells and too large ones at once."""
+    cells = list(islice(cells_of(workload), MAX_CELLS + 1))
+    if len(cells) > MAX_CELLS:
+        raise ShapeError(
+            f"there are more than {MAX_CELLS:,} ways to divide {workload.devices:,} devices "
+            f"and {workload.batch:,} sequences\n"
+            "  fix some of them: --set schedule.ranks=8, schedule.microbatches=32, "
+            "mesh.tensor=1 and so on"
+        )
+    if cells:
+        smallest = min(cells, key=lambda cell: cell.ranks * cell.microbatches)
+        refuse_if_too_large(
+            2 * smallest.ranks * smallest.microbatches,
+            f"any schedule with ranks={smallest.ranks} "
+            f"microbatches={smallest.microbatches}",
+        )
+    return cells
 
 
 def _order_of_bounds(result: CellResult) -> tuple[float, float, int]:

@@ -6,15 +6,15 @@ Devices are numbered machine by machine. Copies of a pipeline can lie one after 
     in a row          copy 0       copy 1            messages stay inside a machine, sums of gradients leave it
     side by side      r0 r0 r1 r1  r2 r2 r3 r3       sums stay inside a machine, messages leave it
 
-A cluster has its own speed for each node and its own link for each pair; rank 2 runs on node 2.
+A cluster has its own speed for each node and its own link for each pair; process 2 of a plan runs on node 2.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from penstock.cost.cluster import Cluster
+from penstock.cost.cluster import Cluster, Node
 from penstock.cost.gpus import Gpu
 from penstock.cost.network import Link, Network
 from penstock.errors import ShapeError
@@ -106,12 +106,29 @@ def machines_of(gpu: Gpu) -> Machines:
 
 
 def cluster_network(cluster: Cluster, cell: Cell) -> Network:
-    """Return the links between all ranks of a cell; rank 2 runs on node 2."""
+    """Return the links between all ranks of a cell, the ranks of its first copy first."""
+    places = _places(cluster, cell)
+
+    def matrix(pairs: Sequence[Sequence[float]]) -> tuple[tuple[float, ...], ...]:
+        return tuple(tuple(pairs[one][other] for other in places) for one in places)
+
+    return Network(matrix(cluster.latency), matrix(cluster.bandwidth), cluster.serial)
+
+
+def cluster_nodes(cluster: Cluster, cell: Cell) -> list[Node]:
+    """Return the nodes of all ranks of a cell, the ranks of its first copy first."""
+    return [cluster.nodes[place] for place in _places(cluster, cell)]
+
+
+def _places(cluster: Cluster, cell: Cell) -> list[int]:
+    """Return the number of the node of each rank, copy by copy."""
     count = cell.copies * cell.ranks
     if count > len(cluster.nodes):
         raise ShapeError(f"there are {len(cluster.nodes)} nodes, but {count} ranks")
-    return Network(
-        tuple(row[:count] for row in cluster.latency[:count]),
-        tuple(row[:count] for row in cluster.bandwidth[:count]),
-        cluster.serial,
-    )
+    if not cell.side_by_side:
+        return list(range(count))
+    return [
+        rank * cell.copies + copy
+        for copy in range(cell.copies)
+        for rank in range(cell.ranks)
+    ]

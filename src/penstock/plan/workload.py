@@ -12,13 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, replace
-from math import gcd, prod
+from math import gcd, isqrt, prod
 
 from penstock.config import Config, ModelConfig, allows_meshes
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, ShapeError
 
 # The most processes of a rank that divide each layer: a machine rarely has more GPUs.
 MAX_TENSOR = 8
+MAX_DEVICES = 100_000  # more would take too long to divide in every way
 MIN_GRANULARITY = 16  # tokens; cuts are multiples of at least this many
 
 
@@ -90,6 +91,29 @@ class Cell:
         return self.copies * self.ranks * self.tensor * self.shard
 
     @property
+    def devices_text(self) -> str:
+        """How the devices are divided, in short: copies x ranks, and what else there is.
+
+        >>> Cell(2, 4, 2, 1, 8, 1, 0.5, side_by_side=True).devices_text
+        '2 x 4 t2 re50% near'
+        """
+        words = [f"{self.copies} x {self.ranks}"]
+        if self.tensor > 1:
+            words.append(f"t{self.tensor}")
+        if self.shard > 1:
+            words.append(f"s{self.shard}")
+        if self.recomputed:
+            words.append(f"re{self.recomputed:.0%}")
+        if self.side_by_side:
+            words.append("near")
+        return " ".join(words)
+
+    @property
+    def batch_text(self) -> str:
+        """How the sequences of a copy are divided: micro-batches x rows."""
+        return f"{self.microbatches} x {self.rows}"
+
+    @property
     def name(self) -> str:
         """The cell in words.
 
@@ -101,7 +125,8 @@ class Cell:
             words += f" x tensor {self.tensor}"
         if self.shard > 1:
             words += f" x shard {self.shard}"
-        words += f", {self.microbatches} micro-batches of {self.rows}"
+        plural = "" if self.microbatches == 1 else "es"
+        words += f", {self.microbatches} micro-batch{plural} of {self.rows}"
         if self.recomputed:
             share = {0.5: "half ", 1.0: ""}.get(self.recomputed)
             amount = f"{self.recomputed:.0%} " if share is None else share
@@ -120,8 +145,11 @@ def cells_of(workload: Workload) -> Iterator[Cell]:
     for tensor, shard in _meshes(workload):
         pipelines = workload.devices // (tensor * shard)
         most_ranks = min(pipelines, workload.layers)
+        shares = divisors(workload.batch // (shard * workload.passes))
         for ranks in _choices(fixed.ranks, range(1, most_ranks + 1)):
-            for copies in _choices(fixed.copies, range(1, pipelines // ranks + 1)):
+            if ranks > most_ranks:
+                continue
+            for copies in _choices(fixed.copies, shares):
                 used = copies * ranks * tensor * shard
                 if used > workload.devices or (
                     workload.exact and used < workload.devices
@@ -173,13 +201,22 @@ def _choices(fixed: int, free: range | list[int]) -> range | list[int]:
     return [fixed] if fixed else free
 
 
+def check_devices(devices: int) -> None:
+    """Refuse a number of devices that makes no sense."""
+    if not 1 <= devices <= MAX_DEVICES:
+        raise ShapeError(
+            f"there must be from 1 to {MAX_DEVICES:,} devices, not {devices:,}"
+        )
+
+
 def divisors(number: int) -> list[int]:
     """Return all divisors of a number, the smallest first.
 
     >>> divisors(12)
     [1, 2, 3, 4, 6, 12]
     """
-    return [one for one in range(1, number + 1) if number % one == 0]
+    small = [one for one in range(1, isqrt(number) + 1) if number % one == 0]
+    return sorted({*small, *(number // one for one in small)})
 
 
 # ---------------------------------------------------------------- from a config
@@ -215,6 +252,8 @@ def workload_of(
         return given is None or f"{section}.{key}" in given
 
     devices = devices or schedule.devices
+    if devices:
+        check_devices(devices)
     ranks = schedule.ranks
     copies = schedule.copies
     if devices:
@@ -268,8 +307,9 @@ def _no_cell(workload: Workload) -> str:
     processes = prod(max(1, factor) for factor in factors)
     if processes > workload.devices:
         return (
-            f"{processes} processes are asked for, but there are {workload.devices} "
-            "devices: set schedule.devices, or leave ranks and copies to auto"
+            f"copies x ranks x tensor x shard = {processes} processes, but there are only "
+            f"{workload.devices} devices: set schedule.devices to {processes}, or fewer "
+            "copies, ranks or mesh.tensor; 0 leaves copies and ranks to the planner"
         )
     passages = max(1, fixed.copies) * max(1, fixed.shard) * workload.passes
     passages *= max(1, fixed.microbatches)
