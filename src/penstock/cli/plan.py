@@ -269,8 +269,8 @@ def config_question(options: ModelOptions, limits: Limits) -> Question:
 
     config, _ = find_run(options.source, None, options.changes, exists=True)
     # Whoever asks for a number of devices wants to know how to divide them.
-    source = None if options.devices else options.source
-    given = written_keys(source, options.changes)
+    file = None if options.devices else options.source
+    given = written_keys(file, options.changes)
     sizes = model_sizes(config)
     memory = None if options.memory is None else bytes_of(options.memory)
     if options.gpu is not None:
