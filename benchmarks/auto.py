@@ -727,14 +727,49 @@ def cases_table(found: dict[str, Any]) -> str:
     return table(heads, lines, ("case",))
 
 
+def surprises(files: dict[str, dict[str, Any]], count: int = 3) -> str:
+    """The plans that gain most over the best of the others, with all that they chose."""
+    rows = []
+    for name, found in files.items():
+        for row in found["rows"]:
+            gain = row["contenders"][best_rival(row)]["auto_over"][0]
+            rows.append((gain, name, row))
+    rows.sort(key=lambda one: one[0])
+    return "\n".join(surprise(*one) for one in rows[:count])
+
+
+def surprise(gain: float, name: str, row: dict[str, Any]) -> str:
+    """One plan in words."""
+    auto = row["contenders"][AUTO]
+    best = row["contenders"][best_rival(row)]
+    text = (
+        f"- *{row['name']}* ({name}): {auto['plan']}, {auto['microbatches']} "
+        f"micro-batches of {auto['rows']}; the parts have {words_of(auto['partition'])} "
+        "layers"
+    )
+    if auto["cuts"]:
+        text += f"; sequences are cut at {words_of(auto['cuts'][1:-1])} tokens"
+    if auto["recompute"]:
+        text += f"; recomputed are the parts {words_of(auto['recompute'])}"
+    text += f". It takes {gain:.3f} of the time of {best['plan']}"
+    if "1f1b" in row["contenders"]:
+        text += f", and {row['contenders']['1f1b']['auto_over'][0]:.3f} of 1F1B's"
+    return text + "."
+
+
+def words_of(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers))
+
+
 def page() -> str:
     """The page of the results that are there."""
     parts = {}
+    files = {}
     for name in ("cpu", "h200"):
         file = RESULTS / "auto" / f"{name}.json"
         text = "This part has not been run yet."
         if file.exists():
-            found = json.loads(file.read_text())
+            found = files[name] = json.loads(file.read_text())
             rounds = found["rows"][0]["rounds"]
             text = (
                 f"On {found['machine']}, torch {found['torch']}, medians and quartiles "
@@ -743,7 +778,7 @@ def page() -> str:
                 f"{steps_table(found)}\n\nThe cases:\n\n{cases_table(found)}"
             )
         parts[name] = text
-    return TEMPLATE.read_text().format(**parts)
+    return TEMPLATE.read_text().format(**parts, surprises=surprises(files))
 
 
 def main() -> None:
