@@ -69,7 +69,12 @@ from penstock.runtime import Comm, CudaTape, Executor, batch_of, spawn
 from penstock.runtime.proof.warm_up import warm_up
 from penstock.runtime.torch_internals import recording_bytes
 from penstock.train.auto import plan_workload, rows_to_measure
-from penstock.train.profile import ProfileRequest, affordable, measure_rows_of
+from penstock.train.profile import (
+    ProfileRequest,
+    affordable,
+    measure_rows_of,
+    rounds_of,
+)
 
 RESULTS = Path(__file__).parent.parent / "docs" / "results"
 TEMPLATE = Path(__file__).parent / "auto.md"
@@ -211,7 +216,7 @@ def profile_case(comm: Comm, case: Case, run: Run) -> RowProfiles:
         run.device,
         dtype="bfloat16" if run.device == "cuda" else "float32",
         threads=1 if run.device == "cpu" else None,
-        rounds=3,
+        rounds=rounds_of(quick=True),
         graphs=run.device == "cuda",
         quick=True,
     )
