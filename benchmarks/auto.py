@@ -12,7 +12,8 @@ layers of each part that suit them, split backwards, recomputation, and the rows
 fastest in simulation.
 
 All of them then run in one set of processes, on weights of their own, step by step in turns. Ratios are taken within a
-round. A step is the forward and backward of a whole batch, without the optimizer. On a GPU, actions are recorded.
+round. On a CPU, all are built four times in different orders, because it matters where weights lie in memory. A step is
+the forward and backward of a whole batch, without the optimizer. On a GPU, actions are recorded.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import gc
 import json
 import os
 import platform
+import random
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -67,7 +69,12 @@ from penstock.runtime import Comm, CudaTape, Executor, batch_of, spawn
 from penstock.runtime.proof.warm_up import warm_up
 from penstock.runtime.torch_internals import recording_bytes
 from penstock.train.auto import plan_workload, rows_to_measure
-from penstock.train.profile import ProfileRequest, affordable, measure_rows_of
+from penstock.train.profile import (
+    ProfileRequest,
+    affordable,
+    measure_rows_of,
+    rounds_of,
+)
 
 RESULTS = Path(__file__).parent.parent / "docs" / "results"
 TEMPLATE = Path(__file__).parent / "auto.md"
@@ -99,6 +106,7 @@ class Run:
 
     device: str = "cpu"
     rounds: int = 24
+    sittings: int = 1
     seconds: float = 420.0  # no new case is begun after this many
     out: Path | None = None
 
@@ -208,7 +216,7 @@ def profile_case(comm: Comm, case: Case, run: Run) -> RowProfiles:
         run.device,
         dtype="bfloat16" if run.device == "cuda" else "float32",
         threads=1 if run.device == "cpu" else None,
-        rounds=3,
+        rounds=rounds_of(quick=True),
         graphs=run.device == "cuda",
         quick=True,
     )
@@ -405,7 +413,7 @@ def run_contest(comm: Comm, contest: Contest, run: Run) -> dict[str, Any]:
     ratios: dict[str, list[float]] = {}
     losses: dict[str, float] = {}
     peaks: dict[str, float] = {}
-    for group in groups_of(contest, run):
+    for sitting, group in sittings_of(contest, run):
         runners: dict[str, Runner] = {}
         for one in group:
             before = held_bytes(run)
@@ -416,7 +424,7 @@ def run_contest(comm: Comm, contest: Contest, run: Run) -> dict[str, Any]:
             if run.device == "cuda":  # the first recorded step
                 clocked(comm, runner, runner.stages, runner.size)
             runner.held = held_bytes(run) - before
-        measured = alternate(comm, runners, run, peaks)
+        measured = alternate(comm, runners, run, peaks, sitting)
         for label, values in measured.items():
             times.setdefault(label, []).extend(values)
             pairs = zip(measured[AUTO], values, strict=True)
@@ -428,14 +436,18 @@ def run_contest(comm: Comm, contest: Contest, run: Run) -> dict[str, Any]:
 
 
 def alternate(
-    comm: Comm, runners: dict[str, Runner], run: Run, peaks: dict[str, float]
+    comm: Comm,
+    runners: dict[str, Runner],
+    run: Run,
+    peaks: dict[str, float],
+    sitting: int,
 ) -> dict[str, list[float]]:
-    """Seconds of each runner in each round. Every round begins with another one."""
+    """Seconds of each runner in each round. Every round has another order."""
     labels = list(runners)
     times: dict[str, list[float]] = {label: [] for label in labels}
-    for number in range(run.rounds):
-        first = number % len(labels)
-        for label in labels[first:] + labels[:first]:
+    dice = random.Random(sitting)  # the same on all ranks
+    for _ in range(run.rounds // run.sittings):
+        for label in dice.sample(labels, len(labels)):
             runner = runners[label]
             memory(comm, runner.size)
             before = torch.cuda.memory_allocated() if run.device == "cuda" else 0
@@ -445,6 +457,20 @@ def alternate(
             peak = memory(comm, runner.size)[comm.rank] + own
             peaks[label] = max(gathered(comm, peak, runner.size))
     return times
+
+
+def sittings_of(
+    contest: Contest, run: Run
+) -> Iterator[tuple[int, Sequence[Contender]]]:
+    """Yield the groups that run by turns.
+
+    Where weights lie in memory makes a few per cent. So all are built again for each
+    sitting, in another order.
+    """
+    dice = random.Random(0)
+    for sitting in range(run.sittings):
+        for group in groups_of(contest, run):
+            yield sitting, dice.sample(group, len(group))
 
 
 def held_bytes(run: Run) -> int:
@@ -706,14 +732,49 @@ def cases_table(found: dict[str, Any]) -> str:
     return table(heads, lines, ("case",))
 
 
+def surprises(files: dict[str, dict[str, Any]], count: int = 3) -> str:
+    """The plans that gain most over the best of the others, with all that they chose."""
+    rows = []
+    for name, found in files.items():
+        for row in found["rows"]:
+            gain = row["contenders"][best_rival(row)]["auto_over"][0]
+            rows.append((gain, name, row))
+    rows.sort(key=lambda one: one[0])
+    return "\n".join(surprise(*one) for one in rows[:count])
+
+
+def surprise(gain: float, name: str, row: dict[str, Any]) -> str:
+    """One plan in words."""
+    auto = row["contenders"][AUTO]
+    best = row["contenders"][best_rival(row)]
+    text = (
+        f"- *{row['name']}* ({name}): {auto['plan']}, {auto['microbatches']} "
+        f"micro-batches of {auto['rows']}; the parts have {words_of(auto['partition'])} "
+        "layers"
+    )
+    if auto["cuts"]:
+        text += f"; sequences are cut at {words_of(auto['cuts'][1:-1])} tokens"
+    if auto["recompute"]:
+        text += f"; recomputed are the parts {words_of(auto['recompute'])}"
+    text += f". It takes {gain:.3f} of the time of {best['plan']}"
+    if "1f1b" in row["contenders"]:
+        text += f", and {row['contenders']['1f1b']['auto_over'][0]:.3f} of 1F1B's"
+    return text + "."
+
+
+def words_of(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers))
+
+
 def page() -> str:
     """The page of the results that are there."""
     parts = {}
+    files = {}
     for name in ("cpu", "h200"):
         file = RESULTS / "auto" / f"{name}.json"
         text = "This part has not been run yet."
         if file.exists():
-            found = json.loads(file.read_text())
+            found = files[name] = json.loads(file.read_text())
             rounds = found["rows"][0]["rounds"]
             text = (
                 f"On {found['machine']}, torch {found['torch']}, medians and quartiles "
@@ -722,7 +783,7 @@ def page() -> str:
                 f"{steps_table(found)}\n\nThe cases:\n\n{cases_table(found)}"
             )
         parts[name] = text
-    return TEMPLATE.read_text().format(**parts)
+    return TEMPLATE.read_text().format(**parts, surprises=surprises(files))
 
 
 def main() -> None:
@@ -753,6 +814,7 @@ def main() -> None:
     run = Run(
         given.device,
         given.rounds or (7 if on_gpu else 24),
+        1 if on_gpu or given.dry else 4,
         given.seconds or (420.0 if on_gpu else 3600.0),
         given.out.absolute() if given.out else None,
     )
