@@ -214,6 +214,7 @@ def test_a_config_brings_its_own_rows_precision_and_documents():
     config = replace(
         config,
         data=replace(config.data, separate=True),
+        schedule=replace(config.schedule, microbatches=8),
         run=replace(config.run, precision="bfloat16", device="cpu", threads=1),
     )
     placement = decide_placement(config, 4)

@@ -118,13 +118,16 @@ def request_of(
 ) -> ProfileRequest:
     """Return the request to measure the model of a run as the run will compute it.
 
-    `rows` is the number of rows of a micro-batch, by default as many as the config has.
+    `rows` is the number of rows of a micro-batch, by default as many as the config has,
+    or 1 if the config leaves them open.
     """
     precision = config.run.precision
+    if rows is None:
+        rows = config.rows if config.passages else 1
     return ProfileRequest(
         model_sizes(config),
         config.data.tokens,
-        config.rows if rows is None else rows,
+        rows,
         placement.device,
         autocast=precision if precision != "float32" else None,
         threads=placement.threads,
