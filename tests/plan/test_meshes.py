@@ -8,10 +8,14 @@ import pytest
 
 from penstock.config import Config, MeshConfig, ModelConfig
 from penstock.cost.gpus import gpu_of
+from penstock.formats import write_plan
+from penstock.ir import Plan
+from penstock.plan.planner import plan_run
 from penstock.plan.question import gpu_question
 from penstock.plan.recipes import Limits
 from penstock.plan.search import search
 from penstock.plan.workload import Workload, cells_of, workload_of
+from penstock.schedules import make
 
 MODEL = ModelConfig(layers=8, width=1024, heads=8, kv_heads=4, inner=2816, vocab=32_000)
 
@@ -51,3 +55,14 @@ def test_no_plan_beats_the_bound_of_its_cell_and_gathers_count():
     for cell in cells_of(asked):
         gather = question.pricing.judge(cell).gather
         assert (gather > 0) == (cell.shard > 1)
+
+
+def test_a_plan_file_brings_its_mesh_along(tmp_path):
+    file = tmp_path / "plan.json"
+    schedule = make("1f1b", ranks=1, microbatches=2)
+    write_plan(Plan(schedule, "1f1b", (2,), tensor=2, shard=2), file)
+    config = Config()
+    config = replace(config, schedule=replace(config.schedule, name=str(file)))
+    found, plan = plan_run(config, 2, given=("schedule.name",))
+    assert (found.mesh.tensor, found.mesh.shard) == (2, 2)
+    assert (plan.tensor, plan.shard) == (2, 2)
