@@ -409,14 +409,12 @@ def check_config(config: Config, counted: bool = False) -> Config:
 
 def _option_faults(config: Config) -> list[str]:
     """The options of [run] that contradict other values."""
-    faults = []
+    reasons = []
     if config.run.graphs:
-        reasons = reasons_against_recording(config)
-        faults += [f"run.graphs = true does not go with {why}" for why in reasons]
+        reasons += [("graphs", one) for one in reasons_against_recording(config)]
     if config.run.compile == "true":
-        reasons = reasons_against_compiling(config)
-        faults += [f"run.compile = true does not go with {why}" for why in reasons]
-    return faults
+        reasons += [("compile", one) for one in reasons_against_compiling(config)]
+    return [f"run.{key} = true does not go with {reason}" for key, reason in reasons]
 
 
 def allows_meshes(config: Config) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,8 +12,9 @@ from penstock.config import Config
 from penstock.errors import RunError
 from penstock.formats.config_toml import apply_changes
 from penstock.runtime.compiled_stages import compiled_method
-from penstock.train import compiling, loop
+from penstock.train import compiling, loop, profile
 from penstock.train.compiling import is_compiling, starting_patience
+from penstock.train.placement import decide_placement
 from trainings import SMALL, apart, job_of, losses, train
 
 pytestmark = [
@@ -109,3 +111,31 @@ def test_a_large_vocabulary_trains_alike_with_and_without_chunks(tmp_path):
         )
         rows[chunk] = train(job)
     assert apart(rows[200], losses(rows[0])) < 1e-4
+
+
+def test_a_profile_is_measured_as_the_run_computes(monkeypatch):
+    """Compiled, and with a loss in chunks that holds fewer bytes than all logits."""
+    monkeypatch.setattr(profile, "COMPILER", "aot_eager")
+    monkeypatch.setattr(compiling, "missing_compiler", lambda device: "")
+    changes = ("model.vocab=32000", "data.tokens=1024", "run.threads=1")
+    plain = request_for(*changes, "run.loss_chunk=0")
+    chunked = request_for(*changes, "run.loss_chunk=128", "run.compile=true")
+    assert (plain.compiled, plain.loss_chunk) == (False, 0)
+    assert (chunked.compiled, chunked.loss_chunk) == (True, 128)
+    torch._dynamo.reset()
+    compiled_method.cache_clear()
+    before = graphs()
+    found = [profile.measure_request(None, one) for one in (plain, chunked)]
+    assert graphs() > before
+    facts = [dict(one.device) for one in found]
+    assert [one["loss_chunk"] for one in facts] == [0, 128]
+    assert [one["compiled"] for one in facts] == [False, True]
+    assert 0 < found[1].head.held < found[0].head.held
+    moments = [one.part(0, first=False, last=True).working for one in found]
+    assert moments[1] < moments[0]
+
+
+def request_for(*changes):
+    config = job_config(*changes)
+    request = profile.request_of(config, decide_placement(config, 1), 1)
+    return replace(request, rounds=1, where=((1024, 0),), depth=1, threads=None)

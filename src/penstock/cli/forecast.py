@@ -115,10 +115,11 @@ def describe_step(forecast: Forecast, config: Config) -> str:
     if forecast.processors < processes:
         workers = "ranks" if config.mesh.size == 1 else "processes"
         details.append(f"{processes} {workers} on {forecast.processors} processors")
-    if config.mesh.size > 1:
-        details.append("without the sums inside a rank")
+    gather = ""
+    if forecast.gather:
+        gather = f"{write_time(forecast.gather, digits=3)} to gather weights, "
     return (
-        f"{forecast.speed:,.0f} tokens/s, {step} per step: {passes} of {makespan} "
+        f"{forecast.speed:,.0f} tokens/s, {step} per step: {gather}{passes} of {makespan} "
         f"({', '.join(details)}), optimizer {optimizer}"
     )
 

@@ -204,9 +204,16 @@ class Profile:
             weights -= self.tied
         tied = self.tied if first != last else 0.0
         gathered = sum(count * block.gathered for count, block in blocks)
-        tensor = int(dict(self.device).get("tensor") or 1)
+        device = dict(self.device)
         moments = part_moments(
-            dict(self.model), layers, first, last, self.rows, self.is_half, tensor
+            dict(self.model),
+            layers,
+            first,
+            last,
+            self.rows,
+            self.is_half,
+            int(device.get("tensor") or 1),
+            int(device.get("loss_chunk") or 0),
         )
         return PartCost(
             F=curve(Op.F),

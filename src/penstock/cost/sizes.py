@@ -176,13 +176,14 @@ def part_moments(
     rows: int,
     half: bool,
     tensor: int = 1,
+    loss_chunk: int = 0,
 ) -> Moments:
     """The momentary bytes of a part of a model with these sizes, for `rows` sequences; nothing for unknown sizes.
 
     A layer's backward has the gradients of its inner features and hidden states. The head's has
     the gradients of the logits, in float32 and in the type in which products compute. A weight's
     gradient exists in that type before it is added in float32. `tensor` processes divide all but
-    hidden states and logits.
+    hidden states and logits. With `loss_chunk`, only the logits of so many tokens exist at a time.
     """
     names = ("width", "heads", "inner", "vocab")
     if not all(isinstance(facts.get(name), int) for name in names):
@@ -200,7 +201,10 @@ def part_moments(
     if first:
         scratch = max(scratch, FLOAT32_BYTES * vocab * width // tensor)
     if last:
-        working = max(working, extra * vocab)
+        if loss_chunk:
+            scratch = max(scratch, extra * vocab * loss_chunk)
+        else:
+            working = max(working, extra * vocab)
         scratch = max(scratch, extra * vocab * width // tensor)
     keys = 2 * kv_heads * (width // max(heads, 1))
     return Moments(

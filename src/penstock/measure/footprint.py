@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from penstock.measure.probe import Probe
 from penstock.runtime.backward import DeferredWork, Ledger
+from penstock.runtime.chunked_loss import tensors_held
 
 TIMED_UPDATES = 5  # steps of the optimizer
 CACHE_SCRUB_BYTES = 64 << 20  # written to empty the caches
@@ -46,6 +47,7 @@ def footprint(probe: Probe, same_weights: Footprint | None = None) -> Footprint:
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
         probe.forward(piece, ledger)
     weights = _storages(probe.subject.module.parameters())
+    saved += tensors_held(probe.outputs[piece])
     held = _activation_bytes(saved, weights)
     message = probe.outputs[piece].nbytes
     saved.clear()
@@ -65,8 +67,9 @@ def footprint(probe: Probe, same_weights: Footprint | None = None) -> Footprint:
 def _held_tensors(work: DeferredWork) -> Iterator[Tensor]:
     """The tensors that a deferred piece of work keeps alive."""
     for cell in getattr(work, "__closure__", None) or ():
-        if isinstance(cell.cell_contents, Tensor):
-            yield cell.cell_contents
+        content = cell.cell_contents
+        several = content if isinstance(content, list | tuple) else (content,)
+        yield from (one for one in several if isinstance(one, Tensor))
 
 
 def _storages(tensors: Iterable[Tensor]) -> dict[int, int]:

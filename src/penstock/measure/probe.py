@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from penstock.carry import Carry, Slice
 from penstock.runtime.backward import Ledger, make_deferrable, record_in
+from penstock.runtime.chunked_loss import ChunkedLoss
 from penstock.runtime.executor import Loss
 from penstock.runtime.tape import Tape
 from penstock.runtime.torch_internals import sleep_on_gpu, walk_back
@@ -202,10 +203,19 @@ class Probe:
         """
         subject = self.subject
         whole = piece.end - piece.begin == subject.tokens and subject.starts is None
+        labels = None
+        if subject.loss is not None and subject.labels is not None:
+            labels = subject.labels[:, piece.begin : piece.end]
+            if isinstance(subject.loss, ChunkedLoss):
+                own_piece = None if whole else piece
+                share = subject.loss.share(
+                    subject.module, x, own_piece, labels, subject.tokens
+                )
+                if share is not None:
+                    return share
         y: Tensor = subject.module(x) if whole else subject.module(x, piece)
-        if subject.loss is None or subject.labels is None:
+        if subject.loss is None or labels is None:
             return y
-        labels = subject.labels[:, piece.begin : piece.end]
         return subject.loss(y, labels) / subject.tokens
 
     def gradient(self, piece: Slice) -> Tensor:

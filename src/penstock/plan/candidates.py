@@ -172,11 +172,17 @@ def evaluate_schedule(
 def add_noise(
     candidate: Candidate, judge: Judge, seeds: Sequence[int] = NOISE_SEEDS
 ) -> Candidate:
-    """Return the candidate with its mean makespan under noise, one simulation for each seed."""
+    """Return the candidate with its mean makespan under noise, one simulation for each seed.
+
+    Noise that makes all of the work longer or shorter would only blur the comparison, so
+    each makespan is scaled back to the amount of work without noise.
+    """
+    work = float(judge.timeline(candidate.schedule).busy.sum())
     makespans = []
     for seed in seeds:
         noisy_judge = replace(judge, cost=NoisyCost(judge.cost, seed=seed))
-        makespans.append(noisy_judge.timeline(candidate.schedule).makespan)
+        timeline = noisy_judge.timeline(candidate.schedule)
+        makespans.append(timeline.makespan * work / float(timeline.busy.sum()))
     return replace(candidate, noisy=float(np.mean(makespans)))
 
 

@@ -21,7 +21,7 @@ cannot exceed the cap of all ranks times the time from when they are reached to 
 
 A `Profile` has layers, which parts cannot cut, and ranks may have different numbers of them. So the work of a rank is
 not known, but the layers of all ranks together are. The bound is the least time in which the ranks can do all layers,
-if each begins when it is reached at the earliest. Every part has at least one layer.
+if each begins when it is reached at the earliest. Every part but the first and the last has at least one layer.
 
 The bounds ignore what collides: that two micro-batches want a rank at the same time, that links are busy, that ranks
 rest after actions. They ignore sums of gradients, optimizer steps and copies. For a `Profile` they ignore the memory,
@@ -224,15 +224,20 @@ def profile_bound(times: LeastTimes, ranks: int, microbatches: int) -> float:
     first_piece = turn + times.piece[0]
     piece_back = turn + times.piece[1]
     count = microbatches
+
+    def pieces(rank: int) -> int:
+        # The first part may have the embedding alone, and the last part the head.
+        return max(rank - 1, 0)
+
     all_work = _least_finish(
-        [rank * (hop + first_piece) + count * turns for rank in range(ranks)],
+        [rank * hop + pieces(rank) * first_piece + count * turns for rank in range(ranks)],
         times.layers,
         count * (forward + backward),
         fixed=count * sum(times.embed),
         free=count * sum(times.head),
     )
     there = times.way[0] + ranks * turn + (ranks - 1) * hop
-    back = [there + rank * (hop + piece_back) for rank in range(ranks)]
+    back = [there + rank * hop + pieces(rank) * piece_back for rank in range(ranks)]
     backwards = _least_finish(
         [begin + count * turn for begin in back],
         times.layers,

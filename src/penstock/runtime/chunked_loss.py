@@ -130,6 +130,17 @@ class _Work(NamedTuple):
     weight: Tensor
 
 
+def tensors_held(loss: Tensor) -> list[Tensor]:
+    """Return what a chunked loss keeps for its backward, which hooks on saved tensors do not see."""
+    node: Any = loss.grad_fn
+    found: list[Tensor] = list(getattr(node, "gradients", None) or ())
+    for name in ("flat", "product"):
+        tensor = getattr(node, name, None)
+        if isinstance(tensor, Tensor):
+            found.append(tensor)
+    return found
+
+
 def chunk_loss(logits: Tensor, labels: Tensor, valid: Tensor, training: bool) -> Chunk:
     """The cross entropy of some tokens divided by `valid`, and the gradient of their logits."""
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))

@@ -21,9 +21,11 @@ from penstock.cost import ModelCost, PartCost, Seconds
 from penstock.cost.memory import device_memory
 from penstock.cost.sizes import part_moments
 from penstock.errors import ConfigError, ShapeError
-from penstock.ir import Plan, Schedule
+from penstock.ir import Op, Plan, Schedule
 from penstock.models import GPTConfig, even_partition
 from penstock.models.count import parameters_of
+from penstock.runtime.chunked_loss import MIN_LOGITS_BYTES
+from penstock.train.compiling import chunk_of
 from penstock.train.mesh import NUMBERS_PER_PARAMETER, held_in_layer
 from penstock.train.placement import Placement
 from penstock.train.weights import Sizes
@@ -51,6 +53,15 @@ class Load:
     recompute: bool
     half: bool  # most activations have two bytes instead of four
     recorded: bool = False  # actions are recorded (run.graphs)
+    recomputed: tuple[int, ...] = ()  # parts that are recomputed, if not all are
+    loss_chunk: int = 0  # tokens whose logits exist at a time, if all would be large
+
+    @property
+    def chunk(self) -> int:
+        """The tokens of a chunk of the loss; 0 if all logits exist at a time."""
+        tokens = self.rows * -(-self.tokens // self.schedule.slices)
+        is_large = tokens * self.sizes.vocab * FLOAT32_BYTES >= MIN_LOGITS_BYTES
+        return self.loss_chunk if is_large else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +102,8 @@ def load_of(config: Config, plan: Plan, sizes: Sizes) -> Load:
         config.run.recompute,
         config.run.precision == "bfloat16",
         config.run.graphs,
+        plan.recompute,
+        chunk_of(config),
     )
 
 
@@ -163,8 +176,8 @@ def _cost_of_part(load: Load, number: int) -> PartCost:
     message = load.rows * load.sizes.width * FLOAT32_BYTES
     if number == last:
         # The logits, and what the final norm keeps.
-        numbers = load.sizes.vocab + 2 * load.sizes.width
-        held += load.rows * FLOAT32_BYTES * numbers
+        held += load.rows * FLOAT32_BYTES * 2 * load.sizes.width
+        held += load.rows * _bytes_of_logits(load)
     else:
         held += message
     layer_numbers = layers * counts.layer * _numbers_held(load.mesh, 2)
@@ -187,6 +200,7 @@ def _cost_of_part(load: Load, number: int) -> PartCost:
         load.rows,
         load.half,
         load.mesh.tensor,
+        load.chunk,
     )
     return PartCost(
         no_time,
@@ -196,11 +210,29 @@ def _cost_of_part(load: Load, number: int) -> PartCost:
         message=message,
         weights=weights,
         tied=tied,
-        recompute=load.recompute,
+        recompute=load.recompute or number in load.recomputed,
         gradients=gradients,
         tied_gradients=tied / NUMBERS_PER_PARAMETER,
         **moments._asdict(),
     )
+
+
+def _bytes_of_logits(load: Load) -> float:
+    """Bytes that the loss keeps for each token: its logits or, if it has chunks, their gradients.
+
+    A backward that is not split keeps the gradients of the hidden state and of the weight
+    instead, if these are smaller.
+    """
+    sizes = load.sizes
+    if not load.chunk:
+        return float(FLOAT32_BYTES * sizes.vocab)
+    item = FLOAT32_BYTES / 2 if load.half else FLOAT32_BYTES
+    kept = item * sizes.vocab
+    if any(action.op is Op.W for lane in load.schedule.lanes for action in lane):
+        return kept
+    matrix = FLOAT32_BYTES * sizes.vocab * sizes.width
+    tokens = load.rows * -(-load.tokens // load.schedule.slices)
+    return min(kept, 2 * item * sizes.width + matrix / tokens)
 
 
 def _tied_bytes(load: Load) -> float:

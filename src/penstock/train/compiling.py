@@ -10,6 +10,9 @@ import torch
 
 from penstock.config import AUTO, Config, reasons_against_compiling
 from penstock.errors import RunError
+from penstock.models import token_loss
+from penstock.runtime import ChunkedLoss, CompiledLoss
+from penstock.runtime.loss_reduction import Loss
 
 # Ranks compile at the same time, but not equally long: those that are done wait for the others.
 COMPILER_SECONDS = 900.0
@@ -41,6 +44,22 @@ def is_compiling(config: Config, device: torch.device) -> bool:
             "  install it, or leave run.compile at auto"
         )
     return True
+
+
+def loss_of(compiler: str, chunk: int) -> Loss:
+    """Return the loss of a run: compiled if a compiler is named, and in chunks of tokens unless `chunk` is 0."""
+    loss: Loss = token_loss
+    if compiler:
+        loss = CompiledLoss(loss, compiler)
+    return ChunkedLoss(loss, chunk, compiler) if chunk else loss
+
+
+def chunk_of(config: Config) -> int:
+    """Return the tokens whose logits a run has in memory at a time; 0 if it has all of them.
+
+    The processes of a mesh share the logits, so that they compute all of them at once.
+    """
+    return config.run.loss_chunk if config.mesh.size == 1 else 0
 
 
 def missing_compiler(device: torch.device) -> str:

@@ -17,17 +17,16 @@ from typing import TYPE_CHECKING
 
 from penstock.config import Config
 from penstock.cost import Profile, RowProfiles
-from penstock.cost.curve import sum_curves
-from penstock.cost.fit import Fit
+from penstock.cost.mesh import gather_seconds, mesh_profile, split_processors
+from penstock.cost.network import slowest_link
 from penstock.cost.placed import PlacedCost
-from penstock.cost.profile import Block, enlarge
+from penstock.cost.profile import enlarge
 from penstock.formats import read_row_profiles, write_row_profiles
 from penstock.ir import Plan, Timeline
 from penstock.ir.schedule import stretch
 from penstock.plan.candidates import Judge
 
 if TYPE_CHECKING:
-    from penstock.train.mesh import Share
     from penstock.train.placement import Placement
 
 PROFILE = "profile.json"  # in the folder of a run
@@ -43,7 +42,7 @@ MIN_SAMPLE_TOKENS = 64
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """A predicted step: `passes` times the timeline, then the optimizer."""
+    """A predicted step: the gather, `passes` times the timeline, then the optimizer."""
 
     timeline: Timeline
     optimizer: float  # seconds
@@ -52,11 +51,12 @@ class Forecast:
     processors: int  # that the ranks share
     # How many times longer a layer takes because the GPU waits for its launches.
     launch: float = 1.0
+    gather: float = 0.0  # seconds in which a step gathers sharded weights
 
     @property
     def seconds(self) -> float:
         """The time of the whole step."""
-        return self.passes * self.timeline.makespan + self.optimizer
+        return self.gather + self.passes * self.timeline.makespan + self.optimizer
 
     @property
     def speed(self) -> float:
@@ -76,8 +76,10 @@ class Forecast:
 
 def forecast(config: Config, plan: Plan, profile: Profile, processors: int) -> Forecast:
     """Simulate a step with the costs of a profile, on a number of processors."""
-    size = config.mesh.size
+    mesh = config.mesh
     schedule = plan.schedule
+    link = slowest_link(profile.network)
+    gather = gather_seconds(profile, mesh.tensor, mesh.shard, link)
     profile = profile_of_process(profile, config, processors)
     recompute = set(plan.recompute)
     if config.run.recompute:
@@ -88,7 +90,8 @@ def forecast(config: Config, plan: Plan, profile: Profile, processors: int) -> F
         partition=plan.partition,
         recompute=tuple(sorted(recompute)),
     )
-    judge = Judge(cost, processors=max(1, processors // size))
+    ranks_at_once, _ = split_processors(processors, mesh.size)
+    judge = Judge(cost, processors=ranks_at_once)
     timeline = judge.timeline(schedule)
     return Forecast(
         timeline,
@@ -97,55 +100,31 @@ def forecast(config: Config, plan: Plan, profile: Profile, processors: int) -> F
         tokens=config.data.batch * config.data.tokens,
         processors=processors,
         launch=float(dict(profile.device).get("launch") or 1.0),
+        gather=gather,
     )
 
 
 def profile_of_process(profile: Profile, config: Config, processors: int) -> Profile:
     """Reduce a profile to the share of one process, if a rank is several processes.
 
-    The sums between these processes are not included. They compute at the same time, and
+    Its actions contain the sums between these processes. They compute at the same time, and
     more slowly where there are fewer processors than processes of a rank.
     """
     mesh = config.mesh
     if mesh.size == 1:
         return profile
-    from penstock.train.mesh import shares_of  # noqa: PLC0415  # torch
-    from penstock.train.worker import model_sizes  # noqa: PLC0415
-
-    slowdown = max(1.0, mesh.size / processors)
-    embed, layer, head = shares_of(model_sizes(config), mesh)
-    # Shards keep a copy of a tied weight for each part.
-    tied = 0.0 if mesh.shard > 1 else profile.tied * head.memory
-    return replace(
-        profile,
-        tied=tied,
-        embed=_share_of_block(profile.embed, embed, slowdown),
-        layer=_share_of_block(profile.layer, layer, slowdown),
-        head=_share_of_block(profile.head, head, slowdown),
-    )
-
-
-def _share_of_block(block: Block, share: Share, slowdown: float) -> Block:
-    def scale(fit: Fit) -> Fit:
-        return replace(fit, curve=sum_curves([(share.work * slowdown, fit.curve)]))
-
-    return replace(
-        block,
-        F=scale(block.F),
-        B=scale(block.B),
-        I=scale(block.I),
-        W=scale(block.W),
-        held=block.held * share.held,
-        kept=block.kept * share.held,
-        weights=block.weights * share.memory,
-        update=block.update * share.numbers,
-    )
+    _, slowdown = split_processors(processors, mesh.size)
+    link = slowest_link(profile.network)
+    return mesh_profile(profile, mesh.tensor, mesh.shard, link, slowdown)
 
 
 # ---------------------------------------------------------------- measuring
 def profile_run(config: Config, plan: Plan, placement: Placement) -> Profile:
     """Time the pieces of a run's model, in as many processes as will compute at once."""
+    import torch  # noqa: PLC0415
+
     from penstock.models.flops import flops_per_token  # noqa: PLC0415  # torch
+    from penstock.train.compiling import chunk_of, is_compiling  # noqa: PLC0415
     from penstock.train.profile import ProfileRequest, profile_model  # noqa: PLC0415
     from penstock.train.worker import model_sizes  # noqa: PLC0415
 
@@ -177,6 +156,8 @@ def profile_run(config: Config, plan: Plan, placement: Placement) -> Profile:
         mean=True,
         separate=config.data.separate,
         graphs=config.run.graphs,
+        compiled=is_compiling(config, torch.device(placement.device)),
+        loss_chunk=chunk_of(config),
     )
     profile = profile_model(request, placement.processors)
     assert profile is not None, (
@@ -232,6 +213,8 @@ def profile_mark(config: Config, plan: Plan) -> str:
         data.separate,
         run.precision,
         run.graphs,
+        run.compile,
+        run.loss_chunk,
         run.device,
         run.threads,
         plan.schedule.ranks,

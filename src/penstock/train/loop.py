@@ -27,13 +27,11 @@ from penstock.errors import FileError, RunError
 from penstock.ir.plan import Plan
 from penstock.ir.program import lower
 from penstock.ir.schedule import Schedule
-from penstock.models import even_partition, token_loss
+from penstock.models import even_partition
 from penstock.models.flops import flops_per_token, keys_per_token, peak_flops
 from penstock.runtime import (
     Batch,
-    ChunkedLoss,
     Comm,
-    CompiledLoss,
     CudaTape,
     Executor,
     ProcessComm,
@@ -43,7 +41,6 @@ from penstock.runtime import (
     share_offset,
     watching,
 )
-from penstock.runtime.loss_reduction import Loss
 from penstock.runtime.process.machine import count_neighbours
 from penstock.runtime.proof.warm_up import warm_up
 from penstock.schedules.coverage import hold_every_part, through_all_parts
@@ -56,7 +53,7 @@ from penstock.train.checkpoint import (
     read_facts,
     sweep,
 )
-from penstock.train.compiling import COMPILER, is_compiling
+from penstock.train.compiling import COMPILER, chunk_of, is_compiling, loss_of
 from penstock.train.data.corpus import Corpus
 from penstock.train.data.loader import (
     Deal,
@@ -520,11 +517,7 @@ def executor_of(
         if run.recompute or schedule.stages[stage].part in job.plan.recompute
     )
     record = run.graphs and schedule is job.plan.schedule
-    loss: Loss = token_loss
-    if compiled:
-        loss = CompiledLoss(loss, COMPILER)
-    if run.loss_chunk and job.config.mesh.size == 1:
-        loss = ChunkedLoss(loss, run.loss_chunk, COMPILER if compiled else "")
+    loss = loss_of(COMPILER if compiled else "", chunk_of(job.config))
     return Executor(
         lower(schedule),
         holding.stages,

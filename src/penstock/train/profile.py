@@ -39,14 +39,15 @@ from penstock.models import (
     document_starts,
     model_width,
     split,
-    token_loss,
 )
 from penstock.models.flops import flops_per_token
-from penstock.runtime import Comm, CudaTape, spawn
+from penstock.runtime import Comm, CudaTape, compile_stage, spawn
+from penstock.runtime.chunked_loss import MIN_LOGITS_BYTES
 from penstock.runtime.process.amx import avoid_broken_amx
 from penstock.runtime.process.launch import run_on_ranks, under_launcher
 from penstock.runtime.process.machine import count_neighbours, look_at_machine, own_gpu
 from penstock.train import weights
+from penstock.train.compiling import COMPILER, chunk_of, is_compiling, loss_of
 from penstock.train.data.tokenizer import ByteTokenizer
 from penstock.train.placement import Placement
 from penstock.train.weights import Sizes
@@ -87,6 +88,8 @@ class ProfileRequest:
     mean: bool = False  # the mean of all passes over a slice, instead of their median
     depth: int = DEPTH  # layers measured in a row
     graphs: bool = False  # record actions, as run.graphs does
+    compiled: bool = False  # compile layers, head and loss, as run.compile does
+    loss_chunk: int = 0  # tokens whose logits are in memory at a time; 0 for all of them
     # Slices to measure, by tokens and prefix; if empty, about forty typical ones.
     where: tuple[SlicePoint, ...] = ()
     quick: bool = False  # about ten slices in a few seconds, and QUICK_ROUNDS rounds
@@ -134,6 +137,8 @@ def request_of(
         rounds=rounds_of(quick),
         separate=config.data.separate,
         graphs=config.run.graphs,
+        compiled=is_compiling(config, _parse_device(placement.device)),
+        loss_chunk=chunk_of(config),
         quick=quick,
     )
 
@@ -299,6 +304,10 @@ def subjects_by_rows(
     model = model.to(device=device, dtype=dtype)
     depth = min(request.depth, layers)
     embed, middle, head = split(model, (0, depth, 0))
+    if request.compiled:
+        for part in (embed, middle, head):
+            compile_stage(part, COMPILER)
+    loss = loss_of(COMPILER if request.compiled else "", request.loss_chunk)
     autocast = None if request.autocast is None else _dtype(request.autocast)
     device_facts = _device_facts(device, request, 1 if comm is None else comm.ranks)
     subjects = []
@@ -322,13 +331,20 @@ def subjects_by_rows(
                 autocast=autocast,
                 starts=starts,
             ),
-            Subject(head, hidden, loss=token_loss, labels=labels, autocast=autocast),
+            Subject(head, hidden, loss=loss, labels=labels, autocast=autocast),
             layers,
             facts,
-            device_facts,
+            (*device_facts, ("loss_chunk", _chunk_in_use(request, shape, vocab))),
         )
         subjects.append(each)
     return subjects
+
+
+def _chunk_in_use(request: ProfileRequest, shape: tuple[int, int], vocab: int) -> int:
+    """The tokens of a chunk of the loss; 0 if the logits are so small that there are no chunks."""
+    rows, tokens = shape
+    wide = rows * tokens * vocab * torch.float32.itemsize
+    return request.loss_chunk if wide >= MIN_LOGITS_BYTES else 0
 
 
 def _shallow_model(request: ProfileRequest) -> tuple[nn.Module, int, int, Facts]:
@@ -431,4 +447,5 @@ def _device_facts(device: torch.device, request: ProfileRequest, ranks: int) -> 
         ("autocast", request.autocast),
         ("threads", torch.get_num_threads()),
         ("ranks", ranks),
+        ("compiled", request.compiled),
     )

@@ -1,0 +1,68 @@
+"""Meshes in the planner: which ones are tried, and what they cost."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from penstock.config import Config, MeshConfig, ModelConfig
+from penstock.cost.gpus import gpu_of
+from penstock.formats import write_plan
+from penstock.ir import Plan
+from penstock.plan.planner import plan_run
+from penstock.plan.question import gpu_question
+from penstock.plan.recipes import Limits
+from penstock.plan.search import search
+from penstock.plan.workload import Workload, cells_of, workload_of
+from penstock.schedules import make
+
+MODEL = ModelConfig(layers=8, width=1024, heads=8, kv_heads=4, inner=2816, vocab=32_000)
+
+
+def workload(*given: str, config: Config | None = None, **more) -> Workload:
+    config = config or Config()
+    data = replace(config.data, tokens=512, batch=8)
+    config = replace(config, model=MODEL, data=data)
+    more = {"devices": 4, "open_mesh": True, "memory": 8 * 2.0**30, **more}
+    return workload_of(config, MODEL.layers, given, **more)
+
+
+def meshes(workload: Workload) -> set[tuple[int, int]]:
+    return {(cell.tensor, cell.shard) for cell in cells_of(workload)}
+
+
+def test_an_open_mesh_is_the_planners_choice_unless_it_is_written():
+    assert meshes(workload()) == {(1, 1), (1, 2), (1, 4), (2, 1), (2, 2), (4, 1)}
+    assert meshes(workload(open_mesh=False)) == {(1, 1)}
+    written = replace(Config(), mesh=MeshConfig(tensor=2))
+    assert meshes(workload("mesh.tensor", config=written)) == {(2, 1), (2, 2)}
+
+
+@pytest.mark.parametrize("option", [{"graphs": True}, {"compile": "true"}])
+def test_options_that_go_with_no_mesh_close_it(option):
+    config = Config()
+    config = replace(config, run=replace(config.run, device="cuda", **option))
+    assert meshes(workload(config=config)) == {(1, 1)}
+
+
+def test_no_plan_beats_the_bound_of_its_cell_and_gathers_count():
+    asked = workload()
+    question = gpu_question(asked, MODEL, gpu_of("h100"), Limits(stages=2, slices=1))
+    found = search(asked, question.pricing, question.limits)
+    for row in found.rows:
+        assert row.candidate.step >= question.pricing.bound(row.cell)
+    for cell in cells_of(asked):
+        gather = question.pricing.judge(cell).gather
+        assert (gather > 0) == (cell.shard > 1)
+
+
+def test_a_plan_file_brings_its_mesh_along(tmp_path):
+    file = tmp_path / "plan.json"
+    schedule = make("1f1b", ranks=1, microbatches=2)
+    write_plan(Plan(schedule, "1f1b", (2,), tensor=2, shard=2), file)
+    config = Config()
+    config = replace(config, schedule=replace(config.schedule, name=str(file)))
+    found, plan = plan_run(config, 2, given=("schedule.name",))
+    assert (found.mesh.tensor, found.mesh.shard) == (2, 2)
+    assert (plan.tensor, plan.shard) == (2, 2)
