@@ -199,6 +199,8 @@ class _Search:
                 break
             if result.bound >= self.best and ranked:
                 continue
+            if result.best is None and self.exceeds_memory(result.cell):
+                continue
             self.results[place] = self.rank_cell(result)
             ranked += 1
 
@@ -222,15 +224,19 @@ class _Search:
     # ------------------------------------------------------------ small things
     def refusal(self, result: CellResult) -> str:
         """Say why a cell need not be tried; empty if it must be."""
-        memory = self.workload.memory
-        least = self.pricing.least_bytes(result.cell)
-        if memory is not None and least > memory:
+        if self.exceeds_memory(result.cell):
+            least = self.pricing.least_bytes(result.cell)
             return f"needs at least {self.shown(least)}"
         if replace(result.cell, recomputed=0.0) in self.roomy:
             return "everything fits without recomputing"
         if result.bound >= self.best:
             return CANNOT_WIN
         return ""
+
+    def exceeds_memory(self, cell: Cell) -> bool:
+        """Whether no plan of a cell can fit."""
+        memory = self.workload.memory
+        return memory is not None and self.pricing.least_bytes(cell) > memory
 
     def limits_of(self, cell: Cell) -> Limits:
         """Return the limits of a cell: a rank cannot have more stages than layers."""
@@ -287,8 +293,7 @@ class _Search:
                 f"nothing fits into a memory of {memory}; "
                 f"the least is {name} with {self.shown(peak)}"
             )
-        reasons = [one.reason for one in self.results if one.reason]
-        if not reasons:
+        if not self.results:
             return "no division of the devices and the batch is possible"
         least = min(self.pricing.least_bytes(one.cell) for one in self.results)
         return (
