@@ -15,8 +15,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from penstock.cost.cluster import Cluster, Node
-from penstock.cost.gpus import Gpu, Link
-from penstock.cost.network import Network
+from penstock.cost.gpus import Gpu
+from penstock.cost.network import Link, Network
 from penstock.errors import ShapeError
 from penstock.plan.workload import Cell
 
