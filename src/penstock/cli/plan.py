@@ -295,8 +295,8 @@ def config_question(options: ModelOptions, limits: Limits) -> Question:
         granularity=options.granularity,
         uneven=cluster is not None,
     )
-    profiles, source = _profiles_of(options, workload, placement)
-    return profile_question(workload, profiles.at, limits, source, cluster=cluster)
+    profiles, origin = _profiles_of(options, workload, placement)
+    return profile_question(workload, profiles.at, limits, origin, cluster=cluster)
 
 
 def _gpu_question(

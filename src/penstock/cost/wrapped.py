@@ -171,9 +171,10 @@ class CopiedCost(WrappedCost):
 
     def sum_seconds(self, ranks: Sequence[int], size: float) -> float:
         """How long all copies take to sum `size` bytes of gradients."""
-        if len(ranks) < 2:
+        if len(ranks) < 2 or size <= 0:
             return 0.0
-        pair = self.cost.sum_seconds(ranks[:2], 0.0)
-        bytes_of_pair = self.cost.sum_seconds(ranks[:2], size) - pair
+        once = self.cost.sum_seconds(ranks[:2], size)
+        bytes_of_pair = self.cost.sum_seconds(ranks[:2], 2.0 * size) - once
+        pair = once - bytes_of_pair  # the latency
         count = self.copies * len(ranks) // 2
         return (count - 1) * pair + 2.0 * (count - 1) / count * bytes_of_pair

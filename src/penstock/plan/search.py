@@ -35,7 +35,7 @@ from penstock.plan.recipes import Limits, Setting
 from penstock.plan.workload import RECOMPUTED_SHARES, Cell, Workload, cells_of
 from penstock.schedules.size import refuse_if_too_large
 
-MAX_CELLS = 20_000  # more would take minutes to compare
+MAX_CELLS = 50_000  # more would take minutes to compare
 RANKED_CELLS = 6  # cells in which everything is tried
 RANKED_ACTIONS = 1_500  # of one order of these cells, in all; one cell is tried in any case
 # Cells whose surveyed time is above the best one by more than this share are not ranked.
@@ -228,6 +228,8 @@ class _Search:
             left -= result.cell.ranks * result.cell.microbatches
             if ranked and (result.bound >= self.best or left < 0):
                 continue
+            if result.best is None and self.exceeds_memory(result.cell):
+                continue
             self.results[place] = self.rank_cell(result)
             ranked += 1
 
@@ -260,11 +262,15 @@ class _Search:
             return "everything fits with less to recompute"
         if self.rows and self.left <= 0:
             return NOT_TRIED
-        memory = self.workload.memory
-        least = self.pricing.least_bytes(cell) if memory is not None else 0.0
-        if memory is not None and least > memory:
+        if self.exceeds_memory(cell):
+            least = self.pricing.least_bytes(cell)
             return f"needs at least {self.shown(least)}"
         return ""
+
+    def exceeds_memory(self, cell: Cell) -> bool:
+        """Whether no plan of a cell can fit."""
+        memory = self.workload.memory
+        return memory is not None and self.pricing.least_bytes(cell) > memory
 
     def limits_of(self, cell: Cell) -> Limits:
         """Return the limits of a cell: a rank cannot have more stages than layers."""
@@ -321,8 +327,7 @@ class _Search:
                 f"nothing fits into a memory of {memory}; "
                 f"the least is {name} with {self.shown(peak)}"
             )
-        reasons = [one.reason for one in self.results if one.reason]
-        if not reasons:
+        if not self.results:
             return "no division of the devices and the batch is possible"
         least = min(self.pricing.least_bytes(one.cell) for one in self.results)
         return (

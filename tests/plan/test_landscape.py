@@ -1,0 +1,457 @@
+"""What the search over the whole space promises: its bound, its monotony, and that plans keep their prediction."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from functools import cache
+from itertools import pairwise, product
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from optimum import optimum
+from penstock import UnitCost, simulate
+from penstock.config import ModelConfig
+from penstock.cost.cluster import Cluster, Node
+from penstock.cost.gpus import Link, analytic_profile
+from penstock.cost.placed import PlacedCost
+from penstock.errors import ShapeError
+from penstock.formats import dump_plan, load_plan
+from penstock.partition import balanced_partition
+from penstock.plan.planner import chosen_plan
+from penstock.plan.portfolio import NEARLY_AS_FAST
+from penstock.plan.price import Price
+from penstock.plan.question import (
+    bytes_of,
+    microbatches_of,
+    profile_question,
+    unit_question,
+)
+from penstock.plan.recipes import Limits
+from penstock.plan.search import Landscape, Progress, search
+from penstock.plan.topology import Machines, cluster_network, cluster_nodes
+from penstock.plan.workload import Cell, Fixed, Workload, cells_of, divisors
+from penstock.schedules.list_scheduling import sequential_schedule
+from penstock.schedules.orders import loop_placement, paths_through, wave_placement
+
+ROUNDING = 1 + 1e-9
+FEW = Limits(stages=4, slices=4)
+LAYERS = 8
+TOKENS = 256
+MODEL = ModelConfig(layers=LAYERS, width=128, heads=4, kv_heads=4, inner=256, vocab=500)
+
+
+@cache
+def profile_at(rows: int):
+    return analytic_profile(MODEL, TOKENS, rows, "h100")
+
+
+def find(question) -> Landscape:
+    return search(question.workload, question.pricing, question.limits)
+
+
+@cache
+def unit_search(
+    ranks, microbatches, memory, slices=4, stages=4, backward=2.0, comm=0.1
+):
+    cost = UnitCost(F=1.0, B=backward, comm=comm)
+    limits = Limits(stages=stages, slices=slices)
+    return find(unit_question(ranks, microbatches, cost, memory, limits))
+
+
+def workload_for(devices: int, **options) -> Workload:
+    options = {"heads": 4, "kv_heads": 4, "granularity": 64, **options}
+    fixed = Fixed(tensor=1, shard=1, **options.pop("fixed", {}))
+    return Workload(LAYERS, TOKENS, 8, devices, fixed=fixed, **options)
+
+
+@cache
+def model_search(devices, memory=None, cluster=None, limits=FEW, **fixed) -> Landscape:
+    workload = workload_for(
+        devices, memory=memory, uneven=cluster is not None, fixed=fixed
+    )
+    question = profile_question(
+        workload, profile_at, limits, "a formula", cluster=cluster
+    )
+    return find(question)
+
+
+def fastest(landscape: Landscape) -> float:
+    return min(row.candidate.step for row in landscape.rows)
+
+
+# ---------------------------------------------------------------- the bound
+@given(
+    ranks=st.integers(1, 3),
+    microbatches=st.integers(1, 3),
+    memory=st.sampled_from([None, 1.0, 1.5, 2.0]),
+    backward=st.sampled_from([1.0, 2.0, 3.0]),
+    comm=st.sampled_from([0.0, 0.1, 0.5]),
+)
+@settings(max_examples=6, deadline=None)
+def test_no_candidate_beats_the_bound_of_the_space(
+    ranks, microbatches, memory, backward, comm
+):
+    found = unit_search(ranks, microbatches, memory, 4, 4, backward, comm)
+    assert 0 < found.bound <= fastest(found) * ROUNDING
+    for row in found.rows:
+        assert memory is None or row.candidate.peak <= memory * ROUNDING
+
+
+@pytest.mark.parametrize(("devices", "memory"), [(1, None), (4, 16e6)])
+def test_no_plan_of_a_model_beats_the_bound_of_its_space(devices, memory):
+    found = model_search(devices, memory)
+    assert 0 < found.bound <= fastest(found) * ROUNDING
+    for one in found.cells:
+        if one.best is not None:
+            assert one.bound <= one.best.step * ROUNDING
+            assert memory is None or one.best.peak <= memory * ROUNDING
+
+
+@pytest.mark.parametrize("memory", [None, 1.5, 2.0])
+def test_no_optimum_of_cp_sat_beats_the_bound_of_the_space(memory):
+    cost = UnitCost(comm=0.1)
+    found = unit_search(2, 3, memory, slices=1, stages=2)
+    for stages in (loop_placement(2, 1), loop_placement(2, 2), wave_placement(2, 1)):
+        draft = sequential_schedule(stages, paths_through(stages, 3), split=True)
+        judged = optimum(draft, cost, memory, work=1.0)
+        assert found.bound <= judged.makespan * ROUNDING
+        assert fastest(found) <= judged.makespan * ROUNDING
+
+
+# ---------------------------------------------------------------- monotony
+def is_falling(landscapes) -> bool:
+    """Whether no plan is slower than the one before, apart from the share that noise may cost."""
+    steps = [found.best.candidate.step for found in landscapes]
+    times = [fastest(found) for found in landscapes]
+    return all(
+        later <= earlier * (1 + NEARLY_AS_FAST) for earlier, later in pairwise(steps)
+    ) and all(later <= earlier * ROUNDING for earlier, later in pairwise(times))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "microbatches", "backward", "comm"),
+    [(2, 5, 3.0, 0.0), (3, 4, 3.0, 0.3)],
+)
+def test_more_memory_never_gives_a_slower_plan(ranks, microbatches, backward, comm):
+    memories = (1.0, 1.5, 2.0, None)
+    assert is_falling(
+        [
+            unit_search(ranks, microbatches, memory, 4, 4, backward, comm)
+            for memory in memories
+        ]
+    )
+
+
+def test_more_slices_and_stages_never_give_a_slower_plan():
+    assert is_falling([unit_search(3, 3, 2.0, slices=count) for count in (1, 2, 4)])
+    assert is_falling([unit_search(3, 3, 2.0, stages=count) for count in (1, 2, 4)])
+
+
+def test_more_devices_and_memory_never_give_a_slower_plan_of_a_model():
+    assert is_falling([model_search(devices) for devices in (1, 2, 4)])
+    assert is_falling([model_search(4, memory) for memory in (12e6, 16e6, None)])
+
+
+def test_a_plan_is_slower_than_the_fastest_only_if_noise_delays_it_less():
+    for memory in (1.0, 1.5, 2.0, None):
+        found = unit_search(2, 5, memory, 4, 4, 3.0, 0.0)
+        best = found.best.candidate
+        quick = min(found.rows, key=lambda row: row.candidate.step).candidate
+        assert best.step <= quick.step * (1 + NEARLY_AS_FAST)
+        assert best is quick or best.noisy <= quick.noisy or math.isnan(quick.noisy)
+
+
+# ---------------------------------------------------------------- too little memory
+def test_what_fits_nowhere_is_refused_with_the_least_that_would_fit():
+    with pytest.raises(
+        ShapeError, match="into a memory of 6e\\+06; the least"
+    ) as error:
+        model_search(4, 6e6)
+    least = float(str(error.value).split()[-1])
+    assert least == pytest.approx(11.2e6, rel=0.01)
+    assert model_search(4, 12e6).best.candidate.peak < 12e6
+    with pytest.raises(ShapeError, match=r"of 0.5; the least that .* would hold is 1$"):
+        unit_search(2, 2, 0.5)
+
+
+# ---------------------------------------------------------------- Ctrl-C
+def test_ctrl_c_keeps_the_best_plan_so_far():
+    seen: list[Progress] = []
+
+    def press_ctrl_c(progress: Progress) -> None:
+        seen.append(progress)
+        if progress.best < math.inf:
+            raise KeyboardInterrupt
+
+    workload = workload_for(4)
+    question = profile_question(workload, profile_at, FEW, "a formula")
+    found = search(workload, question.pricing, FEW, press_ctrl_c)
+    assert found.interrupted
+    assert chosen_plan(found).facts["cut_short"] is True
+    assert found.best.candidate.step == seen[-1].best
+    assert found.bound == model_search(4).bound <= found.best.candidate.step
+
+
+def test_ctrl_c_before_the_first_plan_ends_the_search():
+    def press_ctrl_c(progress: Progress) -> None:
+        raise KeyboardInterrupt
+
+    question = unit_question(2, 2, UnitCost(), None, FEW)
+    with pytest.raises(KeyboardInterrupt):
+        search(question.workload, question.pricing, FEW, press_ctrl_c)
+
+
+# ---------------------------------------------------------------- plans keep their prediction
+SERIAL_CLUSTER = Cluster(
+    tuple(Node(speed=speed) for speed in (1.0, 1.0, 0.5, 0.5)),
+    tuple(
+        tuple(0.0 if a == b else 1e-5 * (1 + abs(a - b)) for b in range(4))
+        for a in range(4)
+    ),
+    tuple(tuple(1e9 * (1 + (a // 2 == b // 2)) for b in range(4)) for a in range(4)),
+    serial=True,
+)
+
+
+@pytest.mark.parametrize(
+    ("memory", "cluster", "choices"),
+    [
+        (None, None, {"copies": 2, "ranks": 2}),
+        (None, None, {"copies": 4, "ranks": 1}),
+        (None, None, {"copies": 1, "ranks": 3}),
+        (None, None, {"copies": 1, "ranks": 2, "recompute": True}),
+        (None, SERIAL_CLUSTER, {"copies": 2, "ranks": 2}),
+        (None, SERIAL_CLUSTER, {"copies": 1, "ranks": 4}),
+    ],
+)
+def test_a_plan_from_a_file_takes_the_predicted_time(memory, cluster, choices):
+    found = model_search(4, memory, cluster, **choices)
+    for row in one_row_of_each_cell(found):
+        plan = chosen_plan(replace(found, rows=(row,)))
+        plan = load_plan(dump_plan(plan))
+        price = Price(UnitCost(), profile_at(row.cell.rows), TOKENS)
+        cost = price.for_plan(plan, cluster).cost
+        makespan = simulate(plan.schedule, cost).makespan
+        assert makespan == pytest.approx(row.candidate.makespan, rel=1e-9)
+
+
+def one_row_of_each_cell(found: Landscape):
+    rows = {}
+    for row in found.rows:
+        rows.setdefault(row.cell, row)
+    return list(rows.values())
+
+
+def test_both_layouts_of_copies_are_compared_in_a_cluster():
+    found = model_search(4, None, SERIAL_CLUSTER, copies=2, ranks=2)
+    assert {one.cell.side_by_side for one in found.cells} == {False, True}
+    # Side by side, the fast nodes are one rank and the slow ones the other, which gets fewer
+    # layers. In a row, all ranks of the second copy are slow, and the first copy waits.
+    excess: dict[bool, dict[object, int]] = {False: {}, True: {}}
+    for row in found.rows:
+        first, second = layers_of_ranks(row.candidate)
+        key = (row.candidate.name, row.candidate.shape, row.cell.rows)
+        excess[row.cell.side_by_side][key] = first - second
+    both = excess[False].keys() & excess[True].keys()
+    assert len(both) > 2
+    assert all(excess[True][key] >= excess[False][key] for key in both)
+    assert any(excess[True][key] > excess[False][key] for key in both)
+
+
+def layers_of_ranks(candidate) -> list[int]:
+    layers = [0] * candidate.schedule.ranks
+    for stage in candidate.schedule.stages:
+        layers[stage.rank] += candidate.partition[stage.part]
+    return layers
+
+
+def test_copies_pay_for_the_sums_of_their_gradients():
+    alone = model_search(1, copies=1, ranks=1, microbatches=2)
+    both = model_search(2, copies=2, ranks=1, microbatches=2)
+    rows_alone = {row.cell.rows for row in alone.rows}
+    assert rows_alone == {4}
+    for row in both.rows:
+        plan = chosen_plan(replace(both, rows=(row,)))
+        cost = PlacedCost(profile_at(row.cell.rows), TOKENS, partition=plan.partition)
+        timeline = simulate(plan.schedule, cost)
+        assert len(timeline.sums) > 0
+        assert timeline.makespan > timeline.end.max()
+
+
+def test_a_search_is_the_same_twice():
+    again = find(unit_question(3, 4, UnitCost(B=3.0, comm=0.3), 2.0, FEW))
+    first = unit_search(3, 4, 2.0, 4, 4, 3.0, 0.3)
+    assert dump_plan(chosen_plan(again)) == dump_plan(chosen_plan(first))
+
+
+# ---------------------------------------------------------------- the pieces
+@given(
+    layers=st.integers(1, 8),
+    ranks=st.lists(st.integers(0, 2), min_size=1, max_size=4),
+    embed=st.sampled_from([0.0, 0.3, 1.0, 2.5]),
+    head=st.sampled_from([0.0, 0.7, 2.0, 3.0]),
+    speeds=st.tuples(*[st.sampled_from([0.5, 1.0, 2.0])] * 3),
+)
+@settings(max_examples=60, deadline=None)
+def test_a_balanced_partition_is_as_good_as_any(layers, ranks, embed, head, speeds):
+    parts = len(ranks)
+    if parts > layers:
+        with pytest.raises(ShapeError, match="cannot fill"):
+            balanced_partition(layers, ranks, embed, 1.0, head, speeds)
+        return
+
+    def busiest(partition) -> float:
+        work = [0.0] * 3
+        for part, count in enumerate(partition):
+            work[ranks[part]] += count
+        work[ranks[0]] += embed
+        work[ranks[-1]] += head
+        return max(one / speed for one, speed in zip(work, speeds, strict=True))
+
+    found = balanced_partition(layers, ranks, embed, 1.0, head, speeds)
+    assert sum(found) == layers
+    assert min(found[1:-1], default=1) >= 1
+    others = [
+        one
+        for one in product(range(layers + 1), repeat=parts)
+        if sum(one) == layers and min(one[1:-1], default=1) >= 1
+    ]
+    assert busiest(found) == pytest.approx(min(map(busiest, others)))
+
+
+@given(
+    devices=st.integers(1, 24),
+    layers=st.integers(1, 12),
+    batch=st.integers(1, 24),
+    passes=st.integers(1, 3),
+    heads=st.sampled_from([1, 4, 6]),
+    memory=st.sampled_from([None, 1e9]),
+    exact=st.booleans(),
+    uneven=st.booleans(),
+    fixed_ranks=st.sampled_from([0, 2, 5]),
+)
+@settings(max_examples=80, deadline=None)
+def test_every_cell_uses_the_devices_and_deals_out_the_batch(
+    devices, layers, batch, passes, heads, memory, exact, uneven, fixed_ranks
+):
+    workload = Workload(
+        layers,
+        64,
+        batch,
+        devices,
+        heads,
+        heads,
+        memory,
+        passes=passes,
+        exact=exact,
+        uneven=uneven,
+        fixed=Fixed(ranks=fixed_ranks),
+    )
+    cells = list(cells_of(workload))
+    assert len(cells) == len(set(cells))
+    for cell in cells:
+        used = cell.processes
+        assert used == devices if exact else used <= devices
+        assert cell.ranks <= layers
+        assert cell.ranks == (fixed_ranks or cell.ranks)
+        assert heads % cell.tensor == 0
+        dealt = cell.copies * cell.shard * passes * cell.microbatches * cell.rows
+        assert dealt == batch
+        assert not cell.side_by_side or (uneven and min(cell.copies, cell.ranks) > 1)
+        assert not (cell.recomputed and memory is None)
+    plain = {(one.copies, one.ranks) for one in cells if one.tensor == one.shard == 1}
+    expected = {
+        (copies, ranks)
+        for copies in range(1, devices + 1)
+        for ranks in range(1, min(layers, devices // copies) + 1)
+        if batch % (copies * passes) == 0
+        and ranks == (fixed_ranks or ranks)
+        and (not exact or copies * ranks == devices)
+    }
+    assert plain == expected
+
+
+@given(st.integers(1, 2000))
+def test_divisors_are_all_numbers_that_divide(number):
+    assert divisors(number) == [
+        one for one in range(1, number + 1) if number % one == 0
+    ]
+
+
+INSIDE, BETWEEN = Link(1e-6, 1e11), Link(1e-5, 1e9)
+MACHINES = Machines(4, INSIDE, BETWEEN)
+
+
+def slow_pairs(cell: Cell) -> set[tuple[int, int]]:
+    latency = MACHINES.network(cell).latency
+    if not isinstance(latency, tuple):
+        return set() if latency == INSIDE.latency else {(-1, -1)}
+    return {
+        (a, b)
+        for a, row in enumerate(latency)
+        for b, value in enumerate(row)
+        if a < b and value == BETWEEN.latency
+    }
+
+
+def test_messages_inside_a_machine_use_its_fast_links():
+    """Ranks of the first copy are numbered first, then those of the second."""
+    assert slow_pairs(Cell(1, 4, 1, 1, 8, 1, 0.0)) == set()
+    in_a_row = Cell(2, 4, 1, 1, 8, 1, 0.0)
+    across = {(a, b) for a in range(4) for b in range(4, 8)}
+    assert slow_pairs(in_a_row) == across
+    # Side by side, ranks 0 and 1 of both copies fill the first machine: 0 0 1 1 | 2 2 3 3.
+    near = replace(in_a_row, side_by_side=True)
+    inner = {(a, b) for a in (0, 1) for b in (2, 3)}
+    assert slow_pairs(near) == inner | {(a + 4, b + 4) for a, b in inner}
+    # Two devices for each rank: a machine has two ranks.
+    wide = Cell(1, 4, 2, 1, 8, 1, 0.0)
+    assert slow_pairs(wide) == inner
+
+
+def test_a_cluster_lists_the_nodes_of_the_first_copy_first():
+    cell = Cell(2, 2, 1, 1, 4, 1, 0.0)
+    speeds = [node.speed for node in cluster_nodes(SERIAL_CLUSTER, cell)]
+    assert speeds == [1.0, 1.0, 0.5, 0.5]
+    near = replace(cell, side_by_side=True)
+    assert [node.speed for node in cluster_nodes(SERIAL_CLUSTER, near)] == [
+        1.0,
+        0.5,
+        1.0,
+        0.5,
+    ]
+    latency = cluster_network(SERIAL_CLUSTER, near).latency
+    assert latency[0][1] == SERIAL_CLUSTER.latency[0][2]
+    assert latency[0][2] == SERIAL_CLUSTER.latency[0][1]
+    with pytest.raises(ShapeError, match="there are 4 nodes, but 6 ranks"):
+        cluster_network(SERIAL_CLUSTER, Cell(3, 2, 1, 1, 4, 1, 0.0))
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("80GiB", 80 * 2**30),
+        ("80 gb", 80e9),
+        ("512", 512 * 2**20),
+        ("1.5MiB", 1.5 * 2**20),
+    ],
+)
+def test_sizes_have_units(text, size):
+    assert bytes_of(text) == size
+
+
+@pytest.mark.parametrize(
+    "text", ["", "abc", "0", "-1", "nan", "inf", "GiB", "80 G", "1e400"]
+)
+def test_a_size_must_be_a_number_above_0(text):
+    with pytest.raises(ShapeError, match="must be a size above 0, such as 80GiB"):
+        bytes_of(text)
+
+
+@pytest.mark.parametrize("text", ["80GB", "0", "-2", "nan", "inf"])
+def test_a_memory_without_a_model_is_a_number_of_microbatches(text):
+    with pytest.raises(ShapeError, match=r"number of micro-batches above 0.*\n.*80GiB"):
+        microbatches_of(text)
