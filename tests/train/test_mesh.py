@@ -229,7 +229,7 @@ def test_the_command_line_starts_a_process_for_every_place_of_the_mesh(
             "mesh.tensor=4 model.kv_heads=2",
             "mesh.tensor = 4 does not divide the model's kv_heads = 2; 2 does",
         ),
-        ("mesh.shard=3", "16 sequences do not deal out to 24 micro-batches"),
+        ("mesh.shard=3", "16 sequences do not deal out to 3 micro-batches"),
         (
             "mesh.tensors=2",
             "[mesh] has no key 'tensors'\n  did you mean 'tensor'?",

@@ -384,7 +384,7 @@ def test_the_page_of_a_plan_fits_a_window_and_opens_its_list_of_misfits(
     widths = browser.ask(
         "[...document.querySelectorAll('.timeline svg')].map(one => one.clientWidth)"
     )
-    assert len(widths) == 3
+    assert len(widths) >= 2  # the best plan may itself be a fixed one
     assert len(set(widths)) == 1  # one time axis
     row = browser.driver.find_element(By.CSS_SELECTOR, "#misfits tbody tr")
     assert not row.is_displayed()

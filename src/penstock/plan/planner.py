@@ -201,8 +201,8 @@ def _shape_from_file(
         raise ConfigError("\n".join(faults))
     return ScheduleConfig(
         shape.name,
-        plan.schedule.ranks,
-        len(plan.schedule.microbatches),
+        ranks=plan.schedule.ranks,
+        microbatches=len(plan.schedule.microbatches),
         partition=() if plan.partition else stated.get("partition", ()),
     )
 

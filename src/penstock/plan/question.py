@@ -141,6 +141,8 @@ def profile_workload(
     granularity: int | None,
 ) -> Workload:
     """Return the workload of a pipeline whose micro-batches have the rows of a profile."""
+    if ranks > profiles.layers:
+        raise ShapeError(f"{profiles.layers} layers cannot fill {ranks} parts")
     rows = profiles.rows[0]
     fixed = Fixed(ranks=ranks, microbatches=microbatches, copies=1, tensor=1, shard=1)
     return Workload(
