@@ -12,10 +12,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from penstock.cost.cost import Cost
 from penstock.errors import ShapeError
 from penstock.ir.compiled import many_schedules
+from penstock.ir.needs import WEIGHTS
 from penstock.ir.schedule import MicroBatch, Schedule, Stage
 from penstock.plan.candidates import (
     ROUNDING,
@@ -71,7 +73,8 @@ FIXED_FINALISTS = 4  # fixed orders that are timed under noise besides
 # under noise is chosen.
 EQUALLY_FAST = 0.002
 # A fixed order that takes less time under noise wins if it is slower by less than this share
-# without noise. So more memory never makes a plan slower by more than this share.
+# without noise. More memory made no plan slower by more than this share in the searches of
+# tests/plan/test_search.py. That is observed, not proven.
 NEARLY_AS_FAST = 0.01
 # Means under noise that differ by less than this share count as equal: they are of few samples.
 SAMPLING = 0.0025
@@ -233,8 +236,8 @@ class _Ranking:
         self.drafts: dict[object, tuple[list[Stage], list[MicroBatch]]] = {}
 
     # ------------------------------------------------------------ candidates
-    def try_fixed(self, slices: int) -> None:
-        """Try the orders of the registry with this number of slices."""
+    def try_fixed(self, slices: int, every: bool = False) -> None:
+        """Try the orders of the registry with this number of slices: those still open, or every one."""
         times: dict[object, float] = {}
         actions = 2 * self.setting.ranks * self.setting.microbatches * slices
         if slices > 1 and actions > MAX_SLICED_ACTIONS:
@@ -242,7 +245,7 @@ class _Ranking:
         for recipe in fixed_recipes(self.setting, self.judge, self.limits, slices):
             own_shape = tuple(pair for pair in recipe.shape if pair[0] != "slices")
             family = (recipe.name.split("+")[0], own_shape)
-            if self.is_closed(family):
+            if self.is_closed(family) and not every:
                 continue
             time = self.try_schedule(
                 recipe.name, recipe.shape, recipe.sort, recipe.build
@@ -258,8 +261,16 @@ class _Ranking:
         self.close_families(times)
 
     def refine(self) -> None:
-        """Try other numbers of slices on the best placements."""
-        for placement in self.best_placements():
+        """Try other numbers of slices with fixed orders, and with listed ones on the best placements.
+
+        Fixed orders are tried again because a listed order may miss them: its work can end
+        before it has tried whole backwards.
+        """
+        best = self.best_placements()
+        for slices in REFINED_SLICES:
+            if slices <= self.limits.slices:
+                self.try_fixed(slices, every=True)
+        for placement in best:
             for slices in REFINED_SLICES:
                 if slices <= self.limits.slices:
                     self.try_cuts(placement, slices)
@@ -284,18 +295,29 @@ class _Ranking:
             shape = (*shape, ("slices", slices))
         paths = sliced_paths(stages, setting.microbatches, tuple(cuts))
         self.drafts[shape, tuple(cuts)] = (stages, paths)
+        ways = self.ways_back()
+        work = max(MIN_LISTING_WORK, min(LISTING_WORK, LISTING_ACTIONS // actions))
+        times = []
+        for split in ways:
+            build = partial(self.order, stages, paths, work // len(ways), split)
+            times.append(self.try_schedule("listed", shape, "listed", build))
+        return min(times)
 
-        def build() -> Schedule:
-            work = max(MIN_LISTING_WORK, LISTING_ACTIONS // actions)
-            return self.order(stages, paths, min(LISTING_WORK, work))
+    def ways_back(self) -> tuple[bool, ...]:
+        """Return whether to list split backwards, whole ones, or both.
 
-        return self.try_schedule("listed", shape, "listed", build)
+        In the units of the papers I and W take as long as B, so split backwards are never slower.
+        """
+        if not self.limits.split:
+            return (False,)
+        return (True, False) if self.judge.cost.units.seconds else (True,)
 
     def order(
         self,
         stages: list[Stage],
         paths: list[MicroBatch],
         work: int,
+        split: bool,
         starts: Sequence[Schedule] = (),
     ) -> Schedule:
         """Return the best order of a placement that is found with this much work."""
@@ -306,7 +328,7 @@ class _Ranking:
             self.judge.cost,
             None if caps is None else caps.tolist(),
             work,
-            split=None if self.limits.split else False,
+            split=split,
             starts=starts,
         )
 
@@ -396,8 +418,9 @@ class _Ranking:
             self.watch(f"improving {title(candidate.name, candidate.shape)}")
             stages, paths = self.drafts[key]
             work = min(IMPROVING_WORK, default_work(candidate.schedule.actions))
+            split = bool((candidate.schedule.table.kind == WEIGHTS).any())
             try:
-                better = self.order(stages, paths, work, [candidate.schedule])
+                better = self.order(stages, paths, work, split, [candidate.schedule])
             except ShapeError:  # a fixed order fits, but the caps leave no room to list
                 continue
             improved = evaluate_schedule(

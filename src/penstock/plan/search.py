@@ -37,7 +37,8 @@ from penstock.schedules.size import refuse_if_too_large
 
 MAX_CELLS = 50_000  # more would take minutes to compare
 RANKED_CELLS = 6  # cells in which everything is tried
-RANKED_ACTIONS = 1_500  # of one order of these cells, in all; one cell is tried in any case
+# Actions of one order of these cells, in all. One cell is tried in any case.
+RANKED_ACTIONS = 1_500
 # Cells whose surveyed time is above the best one by more than this share are not ranked.
 PROMISING = 1.25
 # Actions of one order of each surveyed cell, in all. Cells with worse estimates are left out.
@@ -171,6 +172,8 @@ class _Search:
         self.best = math.inf
         # Cells in which everything fits, so that recomputing could only cost time.
         self.roomy: set[Cell] = set()
+        # The bytes of the smallest plan that was tried, of cells in which none fits so far.
+        self.least_peak: dict[Cell, float] = {}
         self.left = SURVEYED_ACTIONS
 
     def tell(self, doing: str) -> None:
@@ -213,16 +216,21 @@ class _Search:
         return self.take(result, found)
 
     def rank_promising(self) -> None:
-        """Try everything in the cells that the survey found best."""
+        """Try everything in the cells that the survey found best.
+
+        Where nothing fits yet, slices may still save enough memory. So the cells come first whose
+        surveyed plans need the least.
+        """
         order = sorted(
             range(len(self.results)),
-            key=lambda place: self.time_of(self.results[place]),
+            key=lambda place: self.promise_of(self.results[place]),
         )
         ranked = 0
         left = RANKED_ACTIONS
+        any_fits = bool(self.rows)
         for place in order:
             result = self.results[place]
-            is_late = self.time_of(result) > self.best * PROMISING
+            is_late = any_fits and self.time_of(result) > self.best * PROMISING
             if ranked == RANKED_CELLS or (ranked and is_late):
                 break
             left -= result.cell.ranks * result.cell.microbatches
@@ -285,6 +293,7 @@ class _Search:
             self.roomy.add(result.cell)
         if not found.candidates:
             name, peak = found.too_large[0]
+            self.least_peak[result.cell] = peak
             return replace(result, reason=f"needs at least {self.shown(peak)} ({name})")
         best = found.best
         self.best = min(self.best, best.step)
@@ -295,6 +304,10 @@ class _Search:
         if result.best is not None:
             return result.best.step
         return result.bound if len(self.results) == 1 else math.inf
+
+    def promise_of(self, result: CellResult) -> tuple[float, float]:
+        """Return the time of a cell's best plan, and what it needs if no plan fits: the less, the better."""
+        return self.time_of(result), self.least_peak.get(result.cell, math.inf)
 
     def landscape(self, interrupted: bool) -> Landscape:
         """Return all that was found."""

@@ -230,7 +230,10 @@ def profile_bound(times: LeastTimes, ranks: int, microbatches: int) -> float:
         return max(rank - 1, 0)
 
     all_work = _least_finish(
-        [rank * hop + pieces(rank) * first_piece + count * turns for rank in range(ranks)],
+        [
+            rank * hop + pieces(rank) * first_piece + count * turns
+            for rank in range(ranks)
+        ],
         times.layers,
         count * (forward + backward),
         fixed=count * sum(times.embed),

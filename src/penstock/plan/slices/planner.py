@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from penstock.cost.columns import columns, levels
 from penstock.cost.cost import Cost
 from penstock.cost.memory import gathered_gradients
 from penstock.cost.model import ModelCost, finer
@@ -72,7 +73,10 @@ Regroup = Callable[[int], Cost]
 
 @dataclass(frozen=True, slots=True)
 class SlicedCandidate:
-    """A candidate with the cuts of its sequences, in tokens. Its peak includes the gradients of keys and values."""
+    """A candidate with the cuts of its sequences, in tokens.
+
+    Its peak counts activations and the gradients of keys and values, not all of a device.
+    """
 
     candidate: Candidate
     cuts: tuple[int, ...]
@@ -338,16 +342,16 @@ def _regroup_cost(
 def _simulate_order(
     order: _Order, sort: str, cost: Cost, memory: float | None, gradients: float
 ) -> Candidate:
-    """Build and simulate an order; the peak includes the gradients of keys and values."""
+    """Build and simulate an order; the peak counts activations and the gradients of keys and values."""
     schedule = order.build()
     if order.split:
         schedule = split_and_defer(schedule, cost, memory)
     candidate = evaluate_schedule(order.name, order.shape, sort, schedule, Judge(cost))
-    if not gradients or schedule.slices == 1:
-        return candidate
-    activations = simulate(schedule, cost).activations
-    levels = activations + key_value_gradient_bytes(schedule, gradients)
-    return replace(candidate, peak=float(levels.max()))
+    # A judge weighs a whole device, but `memory` is only what activations may fill.
+    held = levels(schedule, columns(schedule, cost))
+    if gradients:
+        held = held + key_value_gradient_bytes(schedule, gradients)
+    return replace(candidate, peak=float(held.max()))
 
 
 def _simulate_noise(
