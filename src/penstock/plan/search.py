@@ -35,6 +35,8 @@ from penstock.plan.recipes import Limits, Setting
 from penstock.plan.workload import RECOMPUTED_SHARES, Cell, Workload, cells_of
 from penstock.schedules.size import refuse_if_too_large
 
+# With more cells than this, only those are weighed that could win by their bounds.
+MAX_WEIGHED_CELLS = 1_000
 MAX_CELLS = 50_000  # more would take minutes to compare
 RANKED_CELLS = 6  # cells in which everything is tried
 # Actions of one order of these cells, in all. One cell is tried in any case.
@@ -263,6 +265,9 @@ class _Search:
     def refusal(self, result: CellResult) -> str:
         """Say why a cell need not be tried; empty if it must be."""
         cell = result.cell
+        few = len(self.results) <= MAX_WEIGHED_CELLS
+        if few and self.exceeds_memory(cell):
+            return self.misfit(cell)
         if result.bound >= self.best:
             return CANNOT_WIN
         less = [share for share in RECOMPUTED_SHARES if share < cell.recomputed]
@@ -270,10 +275,11 @@ class _Search:
             return "everything fits with less to recompute"
         if self.rows and self.left <= 0:
             return NOT_TRIED
-        if self.exceeds_memory(cell):
-            least = self.pricing.least_bytes(cell)
-            return f"needs at least {self.shown(least)}"
-        return ""
+        return self.misfit(cell) if self.exceeds_memory(cell) else ""
+
+    def misfit(self, cell: Cell) -> str:
+        """Say how much memory a cell would need."""
+        return f"needs at least {self.shown(self.pricing.least_bytes(cell))}"
 
     def exceeds_memory(self, cell: Cell) -> bool:
         """Whether no plan of a cell can fit."""
