@@ -13,6 +13,12 @@ JsonFlag = Annotated[
 OutputFile = Annotated[
     Optional[Path], typer.Option("-o", "--output", help="The file to write.")
 ]
+ConfigChanges = Annotated[
+    Optional[list[str]],
+    typer.Option(
+        "--set", help="Change a value of the config: section.key=value. May repeat."
+    ),
+]
 ForwardOption = Annotated[
     Optional[float],
     typer.Option(help="Time of one micro-batch's forward on one rank. Default: 1."),

@@ -14,6 +14,7 @@ from penstock.cli.options import (
     AcceptError,
     BackwardOption,
     CommOption,
+    ConfigChanges,
     ForwardOption,
     JsonFlag,
     OutputFile,
@@ -46,12 +47,7 @@ def plan_command(
             help="A config.toml, whose model is measured here unless --profile or --gpu is given.",
         ),
     ] = None,
-    changes: Annotated[
-        Optional[list[str]],
-        typer.Option(
-            "--set", help="Change a value of the config: section.key=value. May repeat."
-        ),
-    ] = None,
+    changes: ConfigChanges = None,
     devices: Annotated[
         Optional[int],
         typer.Option(
@@ -230,7 +226,6 @@ def pipeline_question(
 ) -> Question:
     """Ask for a pipeline with given ranks and micro-batches."""
     from penstock.cost import UnitCost
-    from penstock.formats import read_row_profiles
     from penstock.plan.question import (
         bytes_of,
         microbatches_of,
@@ -247,7 +242,8 @@ def pipeline_question(
         assert isinstance(price.cost, UnitCost)
         size = None if memory is None else microbatches_of(memory)
         return unit_question(ranks, microbatches, price.cost, size, limits)
-    profiles = read_row_profiles(profile)
+    profiles = price.profiles
+    assert profiles is not None, "price_of has read them"
     size = None if memory is None else bytes_of(memory)
     workload = profile_workload(
         profiles, ranks, microbatches, price.tokens, size, granularity

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple, Optional
 
 import typer
 
-from penstock.cli.options import JsonFlag
+from penstock.cli.options import ConfigChanges, JsonFlag
 from penstock.cli.tables import print_json, print_table, progress, tell, write
 from penstock.errors import RunError, ShapeError
 
@@ -31,12 +31,7 @@ def profile_command(
             help="A config.toml or the folder of a run: measures its model as it will run.",
         ),
     ] = None,
-    changes: Annotated[
-        Optional[list[str]],
-        typer.Option(
-            "--set", help="Change a value of the config: section.key=value. May repeat."
-        ),
-    ] = None,
+    changes: ConfigChanges = None,
     output: Annotated[
         Optional[Path],
         typer.Option(

@@ -9,6 +9,7 @@ at the schedule that it is asked about, and divides the layers of the model as t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -16,14 +17,14 @@ from penstock.cost.model import ModelCost
 from penstock.cost.profile import Block, LayeredCost
 from penstock.ir.action import Action, Op
 from penstock.ir.schedule import Schedule
-from penstock.partition import balanced_partition, even_partition
+from penstock.partition import balanced_partition
 
 
 @dataclass(frozen=True, slots=True)
 class PlacedCost(LayeredCost):
     """A profile as the cost of any schedule with sequences of `tokens` tokens.
 
-    The layers are balanced over the ranks, as measured, or divided evenly over the parts.
+    The layers are balanced over the ranks, as measured.
     `recomputed` is the share of the parts, from the first one on, that keep only their
     input: these hold their activations for the longest time. `recompute` names such parts
     instead, and `partition` fixes the layers of each part.
@@ -31,7 +32,6 @@ class PlacedCost(LayeredCost):
 
     tokens: int
     recomputed: float = 0.0
-    balanced: bool = True
     partition: tuple[int, ...] = ()
     recompute: tuple[int, ...] = ()
     speeds: tuple[float, ...] = ()  # of the ranks, copy by copy; empty if all are 1
@@ -79,12 +79,10 @@ class PlacedCost(LayeredCost):
         )
 
     def _recomputed(self, parts: int) -> tuple[int, ...]:
-        return self.recompute or tuple(range(_count(self.recomputed, parts)))
+        return self.recompute or tuple(range(count_of_share(self.recomputed, parts)))
 
     def _partition(self, ranks: tuple[int, ...]) -> tuple[int, ...]:
         profile = self.profile
-        if not self.balanced:
-            return even_partition(profile.layers, len(ranks))
         return balanced_partition(
             profile.layers,
             ranks,
@@ -124,9 +122,13 @@ def _ranks_of_parts(schedule: Schedule) -> tuple[int, ...]:
     return tuple(ranks)
 
 
-def _count(share: float, parts: int) -> int:
-    """Return a share of the parts as a number, rounded up."""
-    return min(parts, -int(-share * parts // 1))
+def count_of_share(share: float, whole: int) -> int:
+    """Return a share of a number of things, rounded up.
+
+    >>> count_of_share(0.25, 6), count_of_share(1.0, 6)
+    (2, 6)
+    """
+    return min(whole, math.ceil(share * whole))
 
 
 def _work(block: Block, tokens: int) -> float:

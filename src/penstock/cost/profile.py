@@ -9,6 +9,7 @@ Seconds and bytes are those of all rows of a micro-batch; bytes are given per to
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
@@ -326,9 +327,9 @@ class LayeredCost(Cost):
 
     profile: Profile
 
+    @abstractmethod
     def model_cost(self, schedule: Schedule) -> ModelCost:
         """The cost of this schedule's own parts."""
-        raise NotImplementedError
 
     def seconds(self, schedule: Schedule, action: Action) -> float:
         """How long an action computes."""

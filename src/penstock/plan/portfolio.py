@@ -127,16 +127,18 @@ def portfolio(
     limits = Limits(stages, slices, weights)
     found = rank_setting(setting, Judge(cost, memory), limits, watch)
     if not found.candidates:
-        raise nothing_fits(found, memory, shown)
+        raise ShapeError(nothing_fits(found.too_large, memory, shown))
     return found
 
 
 def nothing_fits(
-    found: Portfolio, memory: float | None, shown: Callable[[float], str]
-) -> ShapeError:
-    """Return the error that says that the memory is too small, and what would be enough."""
-    name, peak = found.too_large[0]
-    return ShapeError(
+    too_large: Sequence[tuple[str, float]],
+    memory: float | None,
+    shown: Callable[[float], str],
+) -> str:
+    """Say that the memory is too small, and which candidate needs the least."""
+    name, peak = min(too_large, key=lambda row: row[1])
+    return (
         f"nothing fits into a memory of {shown(memory or 0.0)}; "
         f"the least is {name} with {shown(peak)}"
     )
@@ -168,8 +170,7 @@ def rank_setting(
                 ranking.try_fixed(slices)
             if not ranking.reaches(bound):
                 ranking.try_listed(slices)
-        if not ranking.fits and not ranking.too_large:
-            raise ShapeError(f"no schedule can be built: {ranking.first_error}")
+        ranking.require_any()
         if not ranking.reaches(bound):
             ranking.refine()
             ranking.improve_best()
@@ -188,8 +189,7 @@ def survey_setting(setting: Setting, judge: Judge, limits: Limits) -> Portfolio:
         replace(setting, microbatches=few), judge, limits, lambda name: None
     )
     ranking.try_fixed(1)
-    if not ranking.fits and not ranking.too_large:
-        raise ShapeError(f"no schedule can be built: {ranking.first_error}")
+    ranking.require_any()
     if few < setting.microbatches:
         ranking = _lengthened(ranking, setting)
     return ranking.portfolio(noise=False)
@@ -209,8 +209,7 @@ def _lengthened(short: _Ranking, setting: Setting) -> _Ranking:
         ranking.try_schedule(recipe.name, recipe.shape, recipe.sort, recipe.build)
         if ranking.fits:
             break
-    if not ranking.fits and not ranking.too_large:
-        raise ShapeError(f"no schedule can be built: {ranking.first_error}")
+    ranking.require_any()
     return ranking
 
 
@@ -355,6 +354,11 @@ class _Ranking:
             return math.inf
         self.fits.append(candidate)
         return candidate.step
+
+    def require_any(self) -> None:
+        """Raise if no schedule could be built so far, whether it fits or not."""
+        if not self.fits and not self.too_large:
+            raise ShapeError(f"no schedule can be built: {self.first_error}")
 
     def reaches(self, bound: float) -> bool:
         """Whether the best step so far is as short as any can be."""

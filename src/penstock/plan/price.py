@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 
 from penstock.cost.cluster import Cluster
 from penstock.cost.cost import Cost
-from penstock.cost.network import Network
 from penstock.cost.placed import PlacedCost
 from penstock.cost.profile import Profile
 from penstock.cost.row_profiles import RowProfiles
@@ -58,8 +57,7 @@ class Price:
                     f"the plan has {ranks} ranks, but the cluster has "
                     f"{len(cluster.nodes)} nodes"
                 )
-            network = Network(cluster.latency, cluster.bandwidth, cluster.serial)
-            profile = replace(profile, network=network)
+            profile = replace(profile, network=cluster.network())
             speeds = tuple(node.speed for node in cluster.nodes[:ranks])
         profile.check(partition, ranks)
         cost = PlacedCost(
@@ -87,12 +85,7 @@ def step_facts(price: Price, plan: Plan, timeline: Timeline) -> StepFacts | None
     profile = price.profile
     if profile is None:
         return None
-    partition = plan.partition or price.partition(plan.schedule)
-    part_updates = profile.update(partition)
-    rank_updates = [0.0] * plan.schedule.ranks
-    for stage in plan.schedule.stages:
-        rank_updates[stage.rank] += part_updates[stage.part]
-    optimizer = max(rank_updates)
+    optimizer = max(price.cost.updates(plan.schedule))
     tokens = price.tokens * profile.rows * len(plan.schedule.microbatches)
     return StepFacts(
         tokens=price.tokens,

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from penstock.cost.cluster import Cluster
 from penstock.cost.mesh import gather_seconds, mesh_profile, split_processors
 from penstock.cost.network import Link, Network, slowest_link
-from penstock.cost.placed import PlacedCost
+from penstock.cost.placed import PlacedCost, count_of_share
 from penstock.cost.profile import TENSORS_PER_WEIGHT, Profile
 from penstock.cost.unit import UnitCost
 from penstock.ir.action import Op
@@ -250,7 +250,7 @@ class ProfilePricing:
         tokens = self.workload.tokens
         message = process.message * tokens
         held = process.layers / ranks * process.layer.held * tokens
-        again = min(ranks, -int(-cell.recomputed * ranks // 1))
+        again = count_of_share(cell.recomputed, ranks)
         peaks = [0.0]
         if again:
             peaks.append(min(count, ranks) * message + held)

@@ -27,6 +27,7 @@ from penstock.plan.candidates import Candidate, Judge, title
 from penstock.plan.portfolio import (
     SURVEYED_ROUNDS,
     Portfolio,
+    nothing_fits,
     rank_setting,
     survey_setting,
 )
@@ -339,16 +340,12 @@ class _Search:
 
     def why_nothing_fits(self) -> str:
         """Say why no cell has a plan."""
-        memory = self.shown(self.workload.memory or 0.0)
         if self.too_large:
-            name, peak = min(self.too_large, key=lambda row: row[1])
-            return (
-                f"nothing fits into a memory of {memory}; "
-                f"the least is {name} with {self.shown(peak)}"
-            )
+            return nothing_fits(self.too_large, self.workload.memory, self.shown)
         if not self.results:
             return "no division of the devices and the batch is possible"
         least = min(self.pricing.least_bytes(one.cell) for one in self.results)
+        memory = self.shown(self.workload.memory or 0.0)
         return (
             f"nothing fits into a memory of {memory}; "
             f"the least that a device would hold is {self.shown(least)}"

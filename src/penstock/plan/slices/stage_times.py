@@ -21,7 +21,7 @@ from penstock.cost.cost import Cost
 from penstock.cost.curve import Curve, Seconds, seconds_along, sum_curves
 from penstock.cost.fit import least_squares
 from penstock.cost.model import ModelCost
-from penstock.cost.profile import ProfileCost
+from penstock.cost.profile import LayeredCost
 from penstock.cost.wrapped import WrappedCost
 from penstock.errors import ShapeError
 from penstock.ir.action import Action, Op
@@ -345,7 +345,7 @@ def _measured_curves(
     while isinstance(cost, WrappedCost) and type(cost).seconds is WrappedCost.seconds:
         cost = cost.cost
     probe = _probe_schedule(stages, tokens)
-    model = cost.model_cost(probe) if isinstance(cost, ProfileCost) else cost
+    model = cost.model_cost(probe) if isinstance(cost, LayeredCost) else cost
     if not isinstance(model, ModelCost):
         return None
     measured = []
