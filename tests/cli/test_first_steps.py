@@ -8,7 +8,6 @@ import shlex
 import sys
 from functools import partial
 from importlib.metadata import version
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -135,7 +134,9 @@ def test_doctor_names_the_gpus(monkeypatch):
         nccl=SimpleNamespace(version=lambda: (2, 27, 5)),
     )
     monkeypatch.setattr(torch, "cuda", cuda)
-    assert finding("GPUs").found.startswith("NVIDIA H100 (80 GiB), NVIDIA H100 (80 GiB)")
+    assert finding("GPUs").found.startswith(
+        "NVIDIA H100 (80 GiB), NVIDIA H100 (80 GiB)"
+    )
     assert examine().verdict.endswith("or on 2 GPUs.")
     assert "nvidia-cuda-mps-control" in finding("NVIDIA MPS").advice
 

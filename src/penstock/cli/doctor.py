@@ -31,7 +31,9 @@ def print_first_steps() -> None:
 
 
 def doctor_command(json: JsonFlag = False) -> None:
-    """Say what this machine can do: torch, GPUs, NCCL, MPS, compilers, cores, memory; and what to do about what is missing.
+    """Say what this machine can do, what is missing, and what to do about it.
+
+    It looks at torch, GPUs, NCCL, MPS, compilers, cores, memory and the optional packages.
 
     Example: penstock doctor
     """

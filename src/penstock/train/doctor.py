@@ -63,7 +63,9 @@ class Diagnosis:
     def verdict(self) -> str:
         """What to do on this machine."""
         if not self.can_train:
-            return f"This machine can plan, simulate and draw. To train: {INSTALL_TORCH}"
+            return (
+                f"This machine can plan, simulate and draw. To train: {INSTALL_TORCH}"
+            )
         if not self.gpus:
             return "This machine can plan, simulate, draw and train, on CPU workers."
         return (
@@ -126,7 +128,8 @@ def _graphics(torch: torch, gpus: tuple[str, ...]) -> Finding:
             for number in range(len(gpus))
         ]
         each = ", ".join(
-            f"{name} ({write_size(size)})" for name, size in zip(gpus, sizes, strict=True)
+            f"{name} ({write_size(size)})"
+            for name, size in zip(gpus, sizes, strict=True)
         )
         return Finding("GPUs", State.OK, f"{each}; CUDA {torch.version.cuda}")
     if NVIDIA_DEVICE.exists() or shutil.which("nvidia-smi"):
@@ -155,7 +158,9 @@ def _communication(torch: torch, gpus: int) -> Finding:
         advice = "this torch is built without gloo, which CPU workers need: install another build"
         return Finding("backends", State.MISSING, "no gloo", advice)
     if distributed.is_nccl_available():
-        parts = ".".join(map(str, torch.cuda.nccl.version())) if gpus else "no GPU uses it"
+        parts = (
+            ".".join(map(str, torch.cuda.nccl.version())) if gpus else "no GPU uses it"
+        )
         return Finding("backends", State.OK, f"gloo, NCCL ({parts})")
     advice = ""
     if gpus:
