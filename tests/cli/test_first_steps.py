@@ -21,6 +21,8 @@ from penstock.formats.config_toml import load_config
 from penstock.train import doctor
 from penstock.train.doctor import State, examine
 
+ACCELERATORS = "penstock.train.accelerators"
+
 
 @pytest.fixture
 def run(monkeypatch, capsys, tmp_path):
@@ -91,6 +93,8 @@ def test_doctor_says_what_is_there(run):
 
 
 def test_doctor_says_how_to_install_torch(run, monkeypatch):
+    monkeypatch.delitem(sys.modules, ACCELERATORS, raising=False)
+    monkeypatch.delattr("penstock.train.accelerators", raising=False)
     monkeypatch.setitem(sys.modules, "torch", None)  # importing it now fails
     code, out, _ = run("doctor")
     assert code == 0
@@ -107,7 +111,7 @@ def test_doctor_explains_a_gpu_that_torch_cannot_use(monkeypatch, tmp_path):
     if torch.cuda.is_available():
         pytest.skip("torch uses the GPU of this machine")
     (tmp_path / "nvidia0").touch()
-    monkeypatch.setattr(doctor, "NVIDIA_DEVICE", tmp_path / "nvidia0")
+    monkeypatch.setattr(f"{ACCELERATORS}.NVIDIA_DEVICE", tmp_path / "nvidia0")
     monkeypatch.setattr(torch.version, "cuda", None)
     assert "built without CUDA" in finding("GPUs").advice
     monkeypatch.setattr(torch.version, "cuda", "12.8")
@@ -115,9 +119,9 @@ def test_doctor_explains_a_gpu_that_torch_cannot_use(monkeypatch, tmp_path):
 
 
 def test_doctor_names_what_is_missing(monkeypatch):
-    torch = pytest.importorskip("torch")
+    pytest.importorskip("torch")
     monkeypatch.setattr(doctor, "find_spec", lambda _: None)
-    monkeypatch.setattr(torch, "__version__", "1.9.0")
+    monkeypatch.setattr(doctor, "version", lambda _: "1.9.0")
     assert finding("transformers").advice.startswith("pip install 'penstock[hf]'")
     assert finding("safetensors").state is State.MISSING
     assert not examine().can_train

@@ -11,22 +11,14 @@ from __future__ import annotations
 import os
 import platform
 import re
-import shutil
 from dataclasses import dataclass
 from enum import StrEnum
 from importlib.metadata import PackageNotFoundError, requires, version
 from importlib.util import find_spec
-from pathlib import Path
-from typing import TYPE_CHECKING
 
 from penstock.runtime.process.memory import available_memory
-from penstock.runtime.process.mps import MPS_CONTROL
 from penstock.view.numbers import write_size
 
-if TYPE_CHECKING:
-    import torch
-
-NVIDIA_DEVICE = Path("/dev/nvidia0")
 INSTALL_TORCH = "pip install 'penstock[torch]'"
 INSTALL_HF = "pip install 'penstock[hf]'"
 
@@ -84,18 +76,18 @@ def examine() -> Diagnosis:
         Finding("memory", State.OK, f"{write_size(memory)} free"),
     ]
     try:
-        import torch  # noqa: PLC0415  # optional
+        from penstock.train import accelerators  # noqa: PLC0415  # needs torch
     except ModuleNotFoundError:
         advice = f"{INSTALL_TORCH}; `train`, `profile` and `check --run` need it"
         findings.append(Finding("torch", State.MISSING, "not installed", advice))
         return Diagnosis(tuple(findings), cores, memory, (), False)
-    gpus = _gpu_names(torch)
+    gpus = accelerators.gpu_names()
     findings += [
-        _torch(torch.__version__),
-        _graphics(torch, gpus),
-        _communication(torch, len(gpus)),
-        _sharing(len(gpus)),
-        _compiler(torch, bool(gpus)),
+        _torch(),
+        accelerators.find_gpus(gpus),
+        accelerators.find_backends(len(gpus)),
+        accelerators.find_sharing(len(gpus)),
+        accelerators.find_compilers(bool(gpus)),
         _package("tensorboard", "the curves of a run in TensorBoard", INSTALL_TORCH),
         _package("safetensors", "checkpoints and exported models", INSTALL_TORCH, True),
         _package("tokenizers", "text as tokens of a tokenizer.json", INSTALL_HF),
@@ -113,88 +105,10 @@ def _usable_cores() -> int:
     return os.cpu_count() or 1
 
 
-def _gpu_names(torch: torch) -> tuple[str, ...]:
-    if not torch.cuda.is_available():
-        return ()
-    count = torch.cuda.device_count()
-    return tuple(torch.cuda.get_device_name(number) for number in range(count))
-
-
-def _graphics(torch: torch, gpus: tuple[str, ...]) -> Finding:
-    """The GPUs that torch can use, and the reason if it cannot use one that is there."""
-    if gpus:
-        sizes = [
-            torch.cuda.get_device_properties(number).total_memory
-            for number in range(len(gpus))
-        ]
-        each = ", ".join(
-            f"{name} ({write_size(size)})"
-            for name, size in zip(gpus, sizes, strict=True)
-        )
-        return Finding("GPUs", State.OK, f"{each}; CUDA {torch.version.cuda}")
-    if NVIDIA_DEVICE.exists() or shutil.which("nvidia-smi"):
-        if torch.version.cuda is None:
-            advice = (
-                "this torch is built without CUDA: install another build of torch "
-                "(https://pytorch.org/get-started/locally)"
-            )
-        else:
-            advice = (
-                "torch cannot use it: compare the driver that nvidia-smi shows with CUDA "
-                f"{torch.version.cuda}, and look at CUDA_VISIBLE_DEVICES"
-            )
-        return Finding("GPUs", State.OPTIONAL, "an NVIDIA GPU is not usable", advice)
-    if torch.backends.mps.is_available():
-        advice = "Penstock does not use Apple's GPU; it trains on CPU workers here"
-        return Finding("GPUs", State.OPTIONAL, "Apple's GPU", advice)
-    advice = "runs use CPU workers; `penstock plan --gpu h100` plans for GPUs elsewhere"
-    return Finding("GPUs", State.OPTIONAL, "none", advice)
-
-
-def _communication(torch: torch, gpus: int) -> Finding:
-    """The backends over which ranks can exchange tensors."""
-    distributed = torch.distributed
-    if not distributed.is_available() or not distributed.is_gloo_available():
-        advice = "this torch is built without gloo, which CPU workers need: install another build"
-        return Finding("backends", State.MISSING, "no gloo", advice)
-    if distributed.is_nccl_available():
-        parts = (
-            ".".join(map(str, torch.cuda.nccl.version())) if gpus else "no GPU uses it"
-        )
-        return Finding("backends", State.OK, f"gloo, NCCL ({parts})")
-    advice = ""
-    if gpus:
-        advice = "GPUs exchange tensors over NCCL: install a build of torch that has it"
-    return Finding("backends", State.OPTIONAL if gpus else State.OK, "gloo", advice)
-
-
-def _sharing(gpus: int) -> Finding:
-    """Whether several workers can share one GPU, with NVIDIA's multi-process service."""
-    if shutil.which(MPS_CONTROL):
-        return Finding("NVIDIA MPS", State.OK, "`penstock testbed` can share a GPU")
-    advice = "`penstock testbed` needs a GPU"
-    if gpus:
-        advice = (
-            f"`penstock testbed` needs {MPS_CONTROL}, which comes with NVIDIA's driver; "
-            "in a container, let the host's be mounted"
-        )
-    return Finding("NVIDIA MPS", State.OPTIONAL, "not installed", advice)
-
-
-def _compiler(torch: torch, has_gpu: bool) -> Finding:
-    """Whether torch.compile has the compilers that it calls."""
-    from penstock.train.compiling import missing_compiler  # noqa: PLC0415  # needs torch
-
-    missing = missing_compiler(torch.device("cuda" if has_gpu else "cpu"))
-    if not missing:
-        return Finding("compilers", State.OK, "torch.compile has what it needs")
-    advice = f"install {missing}; only run.compile needs it"
-    return Finding("compilers", State.OPTIONAL, f"{missing} is missing", advice)
-
-
 # ---------------------------------------------------------------- packages
-def _torch(found: str) -> Finding:
+def _torch() -> Finding:
     """Whether this version of torch is one that the package was tested with."""
+    found = version("torch")
     least, below = torch_range()
     number = _number(found)
     if least <= number < below:
