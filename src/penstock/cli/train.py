@@ -277,7 +277,7 @@ def _kept_plan(config: Config, folder: Path, changes: Sequence[str]) -> Plan | N
     """Return the plan of the run in a folder, if auto made it and nothing that it depends on has changed."""
     from penstock.config import AUTO
     from penstock.formats import read_plan
-    from penstock.train.worker import PLAN_FILE
+    from penstock.train.history import PLAN_FILE
 
     file = folder / PLAN_FILE
     changed = any(change.strip().startswith(PLANNED_WITH) for change in changes)
