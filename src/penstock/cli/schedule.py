@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Optional
 
 import typer
 
+from penstock.cli.completion import complete_schedule
 from penstock.cli.cost import price_of
 from penstock.cli.options import (
     AcceptError,
@@ -33,8 +34,9 @@ WIDE_TERMINAL = 120  # columns; from here on `list` also shows the papers
 Source = Annotated[
     str,
     typer.Argument(
-        help="The name of a schedule (see `penstock list`), a plan.json, or a CSV file "
-        "from torch."
+        help="The name of a schedule (see `penstock list`), a plan.json, a CSV file "
+        "from torch, or the timeline.json of a run.",
+        autocompletion=complete_schedule,
     ),
 ]
 Ranks = Annotated[Optional[int], typer.Option(help="Workers in the pipeline.")]

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Optional
 
 import typer
 
+from penstock.cli.completion import complete_change, complete_preset
 from penstock.cli.ending import show_ending
 from penstock.cli.forecast import (
     describe_placement,
@@ -40,13 +41,23 @@ if TYPE_CHECKING:
 
 Changes = Annotated[
     Optional[list[str]],
-    typer.Option("--set", help="Change a value: section.key=value. May be repeated."),
+    typer.Option(
+        "--set",
+        help="Change a value: section.key=value. May be repeated.",
+        autocompletion=complete_change,
+    ),
 ]
-Preset = Annotated[str, typer.Option(help="tiny, llama-150m, llama-1b or gpt2.")]
+Preset = Annotated[
+    str,
+    typer.Option(
+        help="tiny, llama-150m, llama-1b or gpt2.", autocompletion=complete_preset
+    ),
+]
 OptionalPreset = Annotated[
     Optional[str],
     typer.Option(
-        help="Without a config: tiny, llama-150m, llama-1b or gpt2. [dim]\\[default: tiny][/]"
+        help="Without a config: tiny, llama-150m, llama-1b or gpt2. [dim]\\[default: tiny][/]",
+        autocompletion=complete_preset,
     ),
 ]
 
