@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Optional
 
 import typer
 
+from penstock.cli.completion import complete_gpu
 from penstock.cli.cost import price_of
 from penstock.cli.landscape import landscape_facts, print_landscape, show_progress
 from penstock.cli.options import (
@@ -68,6 +69,7 @@ def plan_command(
         typer.Option(
             help="Plan for a known GPU without having one: v100, a100-40, a100, h100 "
             "or h200. Its times come from a formula.",
+            autocompletion=complete_gpu,
             rich_help_panel=CONFIG_PANEL,
         ),
     ] = None,
