@@ -7,6 +7,7 @@ A move changes one unit of a solution, or all units that share its path:
     reorder   Two neighbors on a path change places, if the rules allow the new order.
     trade     Two nodes exchange their parts and their places on all paths (if the arrangement is free).
     relabel   A node takes another part, and the paths over it visit another replica (if the sizes are free too).
+    drop      A node that no path visits gives up its part, and takes no part in its sum (if gradients count).
     delay     A unit stands further back in all queues (if nodes follow a planned order).
 
 Every move leaves each part its share of the work.
@@ -20,8 +21,10 @@ from random import Random
 
 import numpy as np
 
+from penstock.plan.paths.allreduce import ends_of_sums
+from penstock.plan.paths.arrangement import NO_PART_HELD
 from penstock.plan.paths.budget import Budget
-from penstock.plan.paths.path_simulator import simulate_paths
+from penstock.plan.paths.path_simulator import PathTimes, simulate_paths
 from penstock.plan.paths.problem import Problem, expand_paths, start_conditions
 from penstock.plan.paths.rules import order_fault, part_orders
 from penstock.plan.paths.solution import NodePath, Solution, path_in_order, step_end
@@ -29,8 +32,10 @@ from penstock.plan.paths.solution import NodePath, Solution, path_in_order, step
 # How much the mean end of the micro-batches counts besides the last end. It guides the search where
 # the last end does not change.
 MEAN_WEIGHT = 0.5
+SUM_WEIGHT = 0.25  # how much the mean end of the parts' sums counts besides
 MAX_GROUP_NODES = 24  # nodes that are improved together
 ARRANGEMENT_MOVES = 0.25  # share of the moves that change the part of a node
+DROPS = 0.5  # share of these in which a node gives up its part, if gradients count
 RELABEL_MOVES = 0.05  # share of the moves that change the number of replicas
 HOT = 0.004  # first temperature, as a share of the makespan
 COLD = 0.0001  # last temperature, as a share of the makespan
@@ -76,7 +81,7 @@ class Annealing:
         visited = {node for path in solution.paths for node in path}
         idle = []
         for node, part in enumerate(solution.labels):
-            if part >= 0 and node not in visited:
+            if (part >= 0 or self.free) and node not in visited:
                 idle.append(node)
         if len(idle) > MAX_GROUP_NODES:
             idle = self.random.sample(idle, MAX_GROUP_NODES)
@@ -134,7 +139,19 @@ class Annealing:
         end = step_end(problem, times, self.labels)
         ends = times.finish.tolist()
         value = end + MEAN_WEIGHT * sum(ends) / len(ends)
+        if problem.has_sums and end < math.inf:
+            value += SUM_WEIGHT * self._mean_end_of_sums(times)
         return value, end, ends[-len(self.paths) :]
+
+    def _mean_end_of_sums(self, times: PathTimes) -> float:
+        """Return the mean end of the parts' sums, planned ones even if rings are used.
+
+        A ring is as slow as its slowest link, so most moves would change nothing.
+        """
+        sums = ends_of_sums(
+            self.problem.traffic, True, self.labels, times.last, times.last_up
+        )
+        return float(sums.mean())
 
     def run(self, budget: Budget, steps: int) -> bool:
         """Try `steps` moves and keep the best solution. Return False if the budget ends before.
@@ -345,6 +362,10 @@ class Annealing:
         new_part = self.random.randrange(1, self.problem.body)
         if not others or part in (0, new_part):
             return False
+        if self.problem.has_sums and self.random.random() < DROPS:
+            new_part = NO_PART_HELD
+            if part == NO_PART_HELD:
+                return False
         for unit, path in enumerate(self.paths):
             if node in path:
                 place = path.index(node)

@@ -59,6 +59,7 @@ from penstock.sim.simulate import simulate
 CIRCUIT_MOVES_PER_CIRCUIT = 20_000  # moves that find the first circuits
 MAX_CIRCUIT_NODES = 200  # more nodes get no more of these moves
 MAX_NODES_TO_DROP = 100  # largest cluster in which the search may leave out bad nodes
+NO_CIRCUITS = np.zeros((0, 1), dtype=np.int64)
 # Seconds of travel that one second of work already given to a node counts for.
 BUSY_PRICES = (0.1, 0.4, 1.5)
 
@@ -227,9 +228,19 @@ def _start_solutions(
         arrangement, circuits = fit_nodes(problem, arrangement, circuits)
         solutions += first_solutions(problem, arrangement, circuits, seed)
         if may_drop_nodes:
-            exchanged = exchange_parts(problem, arrangement, seed)
-            exchanged, _ = fit_nodes(problem, exchanged, circuits)
-            solutions += route_solutions(problem, exchanged)
+            solutions += _exchanged_solutions(problem, arrangement, seed)
+    return solutions
+
+
+def _exchanged_solutions(
+    problem: Problem, arrangement: Ints, seed: int
+) -> list[Solution]:
+    """Return solutions for arrangements that suit routes, and for one that suits sums of gradients."""
+    solutions = []
+    for with_sums in (False, True) if problem.has_sums else (False,):
+        exchanged = exchange_parts(problem, arrangement, seed, with_sums)
+        exchanged, _ = fit_nodes(problem, exchanged, NO_CIRCUITS)
+        solutions += route_solutions(problem, exchanged)
     return solutions
 
 
@@ -256,8 +267,7 @@ def first_solutions(
 
 def route_solutions(problem: Problem, labels: Ints) -> list[Solution]:
     """Return solutions in which every unit visits the cheapest nodes, for several prices of busy nodes."""
-    no_circuits = np.zeros((0, 1), dtype=np.int64)
-    without_paths = circuit_solution(problem, labels, no_circuits)
+    without_paths = circuit_solution(problem, labels, NO_CIRCUITS)
     solutions = []
     for price in BUSY_PRICES:
         paths = tuple(route_units(problem, labels, price))
