@@ -9,6 +9,9 @@ A move changes one unit of a solution, or all units that share its path:
     relabel   A node takes another part, and the paths over it visit another replica (if the sizes are free too).
     drop      A node that no path visits gives up its part, and takes no part in its sum (if gradients count).
     delay     A unit stands further back in all queues (if nodes follow a planned order).
+    reroute   The units of a path take the cheapest replicas of their parts, where busy nodes are dearer.
+    move      A data node and a node with another part exchange their parts. The units that begin there get new
+              routes, and those that passed the other node visit another replica (if the arrangement is free).
 
 Every move leaves each part its share of the work.
 """
@@ -24,6 +27,7 @@ import numpy as np
 from penstock.plan.paths.allreduce import ends_of_sums
 from penstock.plan.paths.arrangement import NO_PART_HELD
 from penstock.plan.paths.budget import Budget
+from penstock.plan.paths.circuits import circuit_terms
 from penstock.plan.paths.path_simulator import PathTimes, simulate_paths
 from penstock.plan.paths.problem import Problem, expand_paths, start_conditions
 from penstock.plan.paths.rules import order_fault, part_orders
@@ -37,6 +41,10 @@ MAX_GROUP_NODES = 24  # nodes that are improved together
 ARRANGEMENT_MOVES = 0.25  # share of the moves that change the part of a node
 DROPS = 0.5  # share of these in which a node gives up its part, if gradients count
 RELABEL_MOVES = 0.05  # share of the moves that change the number of replicas
+DATA_MOVES = 0.02  # share of the moves that give a data node's place to another node
+REROUTE_MOVES = 0.04  # share of the moves that find new routes
+# Seconds of travel that one second of work already given to a node counts for.
+BUSY_PRICES = (0.0, 0.1, 0.3, 1.0)
 HOT = 0.004  # first temperature, as a share of the makespan
 COLD = 0.0001  # last temperature, as a share of the makespan
 MAX_DELAY = 0.1  # largest delay in the queues, as a share of the makespan
@@ -69,6 +77,10 @@ class Annealing:
         self.careful = solution.careful
         visited = {node for path in self.paths for node in path}
         self.nodes = sorted(visited | self._idle_nodes(solution))
+        self.routable = not problem.policy.reserved
+        self.terms = circuit_terms(problem)
+        self.pair: list[list[float]] = self.terms.pair.tolist()
+        self.loads = np.zeros(problem.traffic.nodes)
         self.undo: list[Callable[[], None]] = []
         self.rows = np.array(self.paths, dtype=np.int64)
         self.end = math.inf
@@ -207,13 +219,17 @@ class Annealing:
         self._index_replicas()
 
     # ------------------------------------------------------------ moves: each registers how to undo it
-    def _move(self) -> bool:
+    def _move(self) -> bool:  # noqa: PLR0911
         """Make a random move. Return False if it turned out to be impossible or without effect."""
         pick = self.random.random()
         if self.free and pick < ARRANGEMENT_MOVES:
             if pick < RELABEL_MOVES and self.resizable:
                 return self._relabel()
+            if pick > ARRANGEMENT_MOVES - DATA_MOVES and self.routable:
+                return self._move_data_node()
             return self._trade()
+        if pick > 1.0 - REROUTE_MOVES and self.routable:
+            return self._reroute()
         if pick < 0.5:
             return self._swap()
         if pick < 0.8 and not self.problem.policy.reserved:
@@ -380,6 +396,105 @@ class Annealing:
         self.labels[node] = new_part
         self._index_replicas()
         return True
+
+    def _reroute(self) -> bool:
+        """Send units over the cheapest replicas of their parts."""
+        units = self._pick_units()
+        old = self.paths[units[0]]
+        if len(old) < 2:
+            return False
+        price = self._prices(units)
+        new = self._cheapest_path(old[0], old, price)
+        if new == old:
+            return False
+        self._set_paths(units, new)
+        return True
+
+    def _move_data_node(self) -> bool:
+        """Let another node take the place of a data node, and find new routes where they are needed."""
+        late = self._pick_late_unit()
+        old = self.paths[late][0]
+        if len(self.paths[late]) < 2:
+            return False
+        new = self.random.choice(self.nodes)
+        part = self.part[new]
+        others = [node for node in self.replicas[part] if node != new]
+        if part == 0 or (part > 0 and not others):
+            return False
+        passing = [unit for unit, path in enumerate(self.paths) if new in path]
+        begun = [unit for unit, path in enumerate(self.paths) if path[0] == old]
+        for unit in passing:
+            path = self.paths[unit]
+            place = path.index(new)
+            other = self.random.choice(others)
+            self._set_path(unit, (*path[:place], other, *path[place + 1 :]))
+
+        def relabel(data: int, other: int) -> None:
+            self.labels[data] = 0
+            self.labels[other] = part
+            self._index_replicas()
+
+        self.undo.append(lambda: relabel(old, new))
+        relabel(new, old)
+        for unit in begun:
+            path = self.paths[unit]
+            route = self._cheapest_path(new, path, self._prices([unit]))
+            self._set_path(unit, route)
+        return True
+
+    def _prices(self, units: list[int]) -> list[float]:
+        """Return what a visit of each node costs because of its load without these units."""
+        loads = self.loads.copy()
+        rows = np.delete(self.rows, units, axis=0)[:, 1:]
+        np.add.at(loads, rows.ravel(), 1.0)
+        weight = self.random.choice(BUSY_PRICES)
+        hop = self.terms.hop
+        prices: list[float] = (hop * (1.0 + weight * loads)).tolist()
+        return prices
+
+    def _cheapest_path(
+        self, data_node: int, path: NodePath, price: list[float]
+    ) -> NodePath:
+        """Return the cheapest path from a data node over the parts of a path, in one of their orders."""
+        parts = frozenset([self.part[node] for node in path[1:]])
+        order = self.random.choice(part_orders(parts, self.problem.rules))
+        pair = self.pair
+        inner = self.terms.inner
+        layer = [data_node]
+        costs = [0.0]
+        came: list[list[int]] = []
+        layers: list[list[int]] = []
+        for part in order:
+            replicas = self.replicas[part]
+            new_costs = []
+            back_pointers = []
+            for node in replicas:
+                row = pair[node]
+                least = math.inf
+                best = 0
+                for place, before in enumerate(layer):
+                    cost = costs[place] + inner * row[before]
+                    if cost < least:
+                        least = cost
+                        best = place
+                new_costs.append(least + price[node])
+                back_pointers.append(best)
+            came.append(back_pointers)
+            layers.append(replicas)
+            layer, costs = replicas, new_costs
+        close = self.terms.close
+        home = pair[data_node]
+        ends = [
+            cost + close * home[node] for node, cost in zip(layer, costs, strict=True)
+        ]
+        at = ends.index(min(ends))
+        nodes = []
+        for replicas, back_pointers in zip(
+            reversed(layers), reversed(came), strict=True
+        ):
+            nodes.append(replicas[at])
+            at = back_pointers[at]
+        return (data_node, *reversed(nodes))
 
     def _change_queueing(self) -> bool:
         """Change the stagger, the queue order, or the delay of one unit."""

@@ -19,7 +19,7 @@ import numpy as np
 
 from penstock.plan.paths.anneal import MAX_GROUP_NODES, Annealing
 from penstock.plan.paths.budget import Budget
-from penstock.plan.paths.problem import Problem
+from penstock.plan.paths.problem import Problem, numbers_of_nodes
 from penstock.plan.paths.solution import (
     Solution,
     better_queueing,
@@ -31,6 +31,8 @@ MAX_FAILED_GROUPS = 200  # groups in a row without a gain before the search give
 MAX_NODES_AT_ONCE = MAX_GROUP_NODES + 8  # larger solutions are improved in groups
 MIN_GROUP_MOVES = 60
 GROUP_MOVES_PER_UNIT = 12
+FAILURES_PER_EFFORT = 4  # after so many groups without a gain, groups get more moves
+MAX_EFFORT = 16  # times as many moves
 
 
 def improve_solution(
@@ -101,12 +103,13 @@ def _improve_by_groups(
         annealing = Annealing(problem, solution, units, free_now, random)
         before = (annealing.end, annealing.value)
         moves = max(MIN_GROUP_MOVES, GROUP_MOVES_PER_UNIT * len(units))
+        moves *= min(1 + failed // FAILURES_PER_EFFORT, MAX_EFFORT)
         if not annealing.run(budget, moves):
             return solution
         if (annealing.end, annealing.value) >= before:
             failed += 1
             continue
-        trial = _merge(solution, annealing)
+        trial = _copy_to_twins(problem, solution, _merge(solution, annealing), units)
         value = solution_value(problem, trial)
         if value < current:
             solution = trial
@@ -115,6 +118,54 @@ def _improve_by_groups(
         else:
             failed += 1
     return better_queueing(problem, solution)
+
+
+def _copy_to_twins(
+    problem: Problem, before: Solution, after: Solution, units: list[int]
+) -> Solution:
+    """Return the solution with the changes of these units made for all their twins too.
+
+    Twins are sets of units that share nodes, on nodes with the same numbers and links, and that
+    had the same parts, paths and delays before.
+    """
+    components = _components(before)
+    mine = [chosen for chosen in components.values() if chosen == units]
+    nodes = sorted(_nodes_of(before, units))
+    changed = {
+        node
+        for node, part in enumerate(after.labels)
+        if part != before.labels[node] or node in _nodes_of(after, units)
+    }
+    if not mine or not changed <= set(nodes):
+        return after
+    key = _twin_key(problem, before, units)
+    labels = list(after.labels)
+    paths = list(after.paths)
+    delays = list(after.delays)
+    for twins in components.values():
+        if twins == units or len(twins) != len(units):
+            continue
+        if _twin_key(problem, before, twins) != key:
+            continue
+        there = dict(zip(nodes, sorted(_nodes_of(before, twins)), strict=True))
+        for node, other in there.items():
+            labels[other] = after.labels[node]
+        for unit, twin in zip(units, twins, strict=True):
+            paths[twin] = tuple([there[node] for node in after.paths[unit]])
+            delays[twin] = after.delays[unit]
+    return replace(
+        after, labels=tuple(labels), paths=tuple(paths), delays=tuple(delays)
+    )
+
+
+def _twin_key(problem: Problem, solution: Solution, units: list[int]) -> object:
+    """Return everything that the times of these units depend on, with nodes counted from 0."""
+    nodes = sorted(_nodes_of(solution, units))
+    place = {node: number for number, node in enumerate(nodes)}
+    paths = [tuple([place[node] for node in solution.paths[unit]]) for unit in units]
+    labels = [solution.labels[node] for node in nodes]
+    delays = [solution.delays[unit] for unit in units]
+    return paths, labels, delays, numbers_of_nodes(problem, np.array(nodes))
 
 
 def _merge(solution: Solution, annealing: Annealing) -> Solution:

@@ -33,7 +33,11 @@ BUSY_PRICE = 0.4
 
 
 def exchange_parts(
-    problem: Problem, labels: Ints, seed: int, with_sums: bool = False
+    problem: Problem,
+    labels: Ints,
+    seed: int,
+    with_sums: bool = False,
+    max_moves: int = MAX_EXCHANGE_MOVES,
 ) -> Ints:
     """Return the parts of the nodes after exchanges that shorten the routes.
 
@@ -70,7 +74,7 @@ def exchange_parts(
         traffic.slots,
         problem.microbatches,
         problem.body,
-        min(MAX_EXCHANGE_MOVES, MAX_INNER_STEPS // steps_per_move),
+        min(max_moves, MAX_INNER_STEPS // steps_per_move),
         BUSY_PRICE,
         seed,
         traffic.latency,

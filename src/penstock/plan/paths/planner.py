@@ -38,6 +38,7 @@ from penstock.plan.paths.arrangement import (
 )
 from penstock.plan.paths.bound import path_bound
 from penstock.plan.paths.budget import Budget, TimeSource, never_stop
+from penstock.plan.paths.improve import MAX_NODES_AT_ONCE
 from penstock.plan.paths.model_parts import ModelParts, waved_partition
 from penstock.plan.paths.part_exchange import exchange_parts
 from penstock.plan.paths.path_simulator import PathTimes
@@ -51,6 +52,7 @@ from penstock.plan.paths.rules import (
     rules_from,
     rules_text,
 )
+from penstock.plan.paths.sites import site_solution
 from penstock.plan.paths.solution import Solution, simulate_solution
 from penstock.plan.paths.staged_search import DEFAULT_SEARCH_MOVES, search
 from penstock.schedules.size import refuse_if_too_large
@@ -192,7 +194,7 @@ def best_plan(
     bound = path_bound(problem, shape, labels)
 
     def starts(stage_seed: int) -> list[Solution]:
-        return _start_solutions(problem, labels, shape, stage_seed)
+        return _start_solutions(problem, labels, shape, budget, stage_seed)
 
     solution = search(problem, starts, budget, labels is None, seed)
     return finish_plan(problem, solution, bound, budget)
@@ -200,7 +202,7 @@ def best_plan(
 
 # ---------------------------------------------------------------- solutions to start from
 def _start_solutions(
-    problem: Problem, labels: Ints | None, shape: Ints, seed: int
+    problem: Problem, labels: Ints | None, shape: Ints, budget: Budget, seed: int
 ) -> list[Solution]:
     """Return solutions to start from, on the given arrangement or on several that are chosen here.
 
@@ -229,6 +231,11 @@ def _start_solutions(
         solutions += first_solutions(problem, arrangement, circuits, seed)
         if may_drop_nodes:
             solutions += _exchanged_solutions(problem, arrangement, seed)
+    has_sites = problem.traffic.nodes > MAX_NODES_AT_ONCE and not problem.sized
+    if has_sites and not problem.policy.reserved and problem.hops > 0:
+        by_sites = site_solution(problem, even_sizes, BUSY_PRICES, budget, seed)
+        if by_sites is not None:
+            solutions.append(by_sites)
     return solutions
 
 

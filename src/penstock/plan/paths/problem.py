@@ -351,3 +351,17 @@ def start_conditions(
         place * stagger + NEXT_ROUND_SECONDS * number for number in range(rounds)
     ]
     return after, np.concatenate(release)
+
+
+def numbers_of_nodes(problem: Problem, nodes: Ints) -> tuple[bytes, ...]:
+    """Return all numbers of some nodes. Nodes with equal numbers can have the same plan."""
+    traffic = problem.traffic
+    within = np.ix_(nodes, nodes)
+    slots = traffic.slots if traffic.part_slots is None else traffic.part_slots
+    numbers = (
+        traffic.latency[within],
+        traffic.byte[within],
+        traffic.slow[nodes],
+        slots[..., nodes],
+    )
+    return tuple(np.ascontiguousarray(one).tobytes() for one in numbers)

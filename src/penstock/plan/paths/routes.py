@@ -42,16 +42,22 @@ def deal_parts(problem: Problem, labels: Ints) -> list[tuple[int, ...]]:
     return dealt
 
 
-def route_units(problem: Problem, labels: Ints, weight: float) -> list[Route]:
+def route_units(
+    problem: Problem,
+    labels: Ints,
+    weight: float,
+    dealt: Sequence[tuple[int, ...]] | None = None,
+) -> list[Route]:
     """Return the cheapest path for each unit in turn.
 
     weight: seconds of travel that one second of work already given to a node counts for.
+    dealt: the parts that each unit visits, if they are not to be dealt out here.
     """
     terms = circuit_terms(problem)
     data = np.flatnonzero(labels == 0).tolist()
     price = np.zeros(problem.traffic.nodes)
     paths = []
-    for unit, parts in enumerate(deal_parts(problem, labels)):
+    for unit, parts in enumerate(dealt or deal_parts(problem, labels)):
         orders = part_orders(frozenset(parts), problem.rules)
         if not orders:
             raise ShapeError(
