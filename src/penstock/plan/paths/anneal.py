@@ -8,7 +8,7 @@ A move changes one unit of a solution, or all units that share its path:
     trade     Two nodes exchange their parts and their places on all paths (if the arrangement is free).
     relabel   A node takes another part, and the paths over it visit another replica (if the sizes are free too).
     drop      A node that no path visits gives up its part, and takes no part in its sum (if gradients count).
-    delay     A unit stands further back in all queues (if nodes follow a planned order).
+    delay     A unit stands further back in all queues, or in that of one task (if nodes follow a planned order).
     reroute   The units of a path take the cheapest replicas of their parts, where busy nodes are dearer.
     move      A data node and a node with another part exchange their parts. The units that begin there get new
               routes, and those that passed the other node visit another replica (if the arrangement is free).
@@ -24,12 +24,18 @@ from random import Random
 
 import numpy as np
 
+from penstock.ir.table import Ints
 from penstock.plan.paths.allreduce import ends_of_sums
 from penstock.plan.paths.arrangement import NO_PART_HELD
 from penstock.plan.paths.budget import Budget
 from penstock.plan.paths.circuits import circuit_terms
-from penstock.plan.paths.path_simulator import PathTimes, simulate_paths
-from penstock.plan.paths.problem import Problem, expand_paths, start_conditions
+from penstock.plan.paths.path_simulator import PathTimes, QueueOrder, simulate_paths
+from penstock.plan.paths.problem import (
+    Problem,
+    expand_paths,
+    positions_of,
+    start_conditions,
+)
 from penstock.plan.paths.rules import order_fault, part_orders
 from penstock.plan.paths.solution import NodePath, Solution, path_in_order, step_end
 
@@ -47,6 +53,7 @@ REROUTE_MOVES = 0.04  # share of the moves that find new routes
 BUSY_PRICES = (0.0, 0.1, 0.3, 1.0)
 HOT = 0.004  # first temperature, as a share of the makespan
 COLD = 0.0001  # last temperature, as a share of the makespan
+ONE_TASK_DELAYS = 0.5  # share of the delays that concern one task of a unit
 MAX_DELAY = 0.1  # largest delay in the queues, as a share of the makespan
 
 
@@ -68,11 +75,13 @@ class Annealing:
         self.resizable = not (problem.sized or problem.policy.reserved)
         self.labels = np.array(solution.labels, dtype=np.int64)
         self.paths: list[NodePath] = [solution.paths[unit] for unit in units]
-        delays = [0.0] * len(units)
+        self.delays = np.zeros((len(units), 2 * positions_of(problem)))
         if solution.delays:
-            delays = [solution.delays[unit] for unit in units]
-        self.delays = np.array(delays)
+            self.delays[:] = [solution.delays[unit] for unit in units]
         self.queue_order = solution.queue_order
+        self.own_orders: tuple[QueueOrder, ...] = ()
+        if solution.own_orders:
+            self.own_orders = tuple([solution.own_orders[unit] for unit in units])
         self.stagger = solution.stagger
         self.careful = solution.careful
         visited = {node for path in self.paths for node in path}
@@ -108,7 +117,7 @@ class Annealing:
 
     def solution(self) -> Solution:
         """Return the current solution for the group alone."""
-        delays = tuple(self.delays.tolist()) if self.delays.any() else ()
+        delays = tuple(map(tuple, self.delays.tolist())) if self.delays.any() else ()
         return Solution(
             tuple(self.part),
             tuple(self.paths),
@@ -116,6 +125,7 @@ class Annealing:
             self.stagger,
             delays,
             self.careful,
+            self.own_orders,
         )
 
     def _simulate(self) -> tuple[float, float, list[float]]:
@@ -123,13 +133,18 @@ class Annealing:
         problem = self.problem
         nodes, parts = expand_paths(problem, self.rows, self.labels)
         after, release = start_conditions(problem, self.rows, self.stagger)
-        delay = np.tile(self.delays, problem.policy.rounds)
+        delay = self.delays
+        if problem.policy.rounds > 1:
+            delay = np.tile(delay, (problem.policy.rounds, 1))
         slots = problem.traffic.slots_with(self.labels)
+        queue_orders: QueueOrder | Ints = self.queue_order
+        if self.own_orders:
+            queue_orders = np.tile(self.own_orders, problem.policy.rounds)
         times = simulate_paths(
             problem.traffic,
             nodes,
             parts,
-            self.queue_order,
+            queue_orders,
             after,
             release,
             delay,
@@ -141,7 +156,7 @@ class Annealing:
                 problem.traffic,
                 nodes,
                 parts,
-                self.queue_order,
+                queue_orders,
                 after,
                 release,
                 delay,
@@ -212,8 +227,11 @@ class Annealing:
         self.labels = np.array(solution.labels, dtype=np.int64)
         self.paths = list(solution.paths)
         self.rows = np.array(self.paths, dtype=np.int64)
-        self.delays = np.array(solution.delays or [0.0] * len(self.paths))
+        self.delays = np.zeros((len(self.paths), 2 * positions_of(self.problem)))
+        if solution.delays:
+            self.delays[:] = solution.delays
         self.queue_order = solution.queue_order
+        self.own_orders = solution.own_orders
         self.stagger = solution.stagger
         self.careful = solution.careful
         self._index_replicas()
@@ -500,10 +518,12 @@ class Annealing:
         """Change the stagger, the queue order, or the delay of one unit."""
         policy = self.problem.policy
         queue_order = self.queue_order
+        own_orders = self.own_orders
         stagger = self.stagger
 
         def undo_queueing() -> None:
             self.queue_order = queue_order
+            self.own_orders = own_orders
             self.stagger = stagger
 
         if not policy.ordered:
@@ -513,14 +533,20 @@ class Annealing:
         if self.random.random() < 0.2:
             self.undo.append(undo_queueing)
             self.queue_order = self.random.choice(policy.queue_orders)
-            return queue_order is not self.queue_order
-        unit = self.random.randrange(len(self.paths))
-        old = float(self.delays[unit])
+            self.own_orders = ()
+            return queue_order is not self.queue_order or bool(own_orders)
+        unit = self._pick_late_unit()
+        old = self.delays[unit].copy()
 
         def undo_delay() -> None:
             self.delays[unit] = old
 
         self.undo.append(undo_delay)
         delay = self.random.uniform(-1.0, 1.0) * self.end * MAX_DELAY
-        self.delays[unit] = self.random.choice((0.0, delay))
+        if self.random.random() < 0.25:
+            delay = 0.0
+        if self.random.random() < ONE_TASK_DELAYS:
+            self.delays[unit, self.random.randrange(len(old))] = delay
+        else:
+            self.delays[unit] = delay
         return True

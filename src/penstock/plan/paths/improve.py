@@ -19,7 +19,7 @@ import numpy as np
 
 from penstock.plan.paths.anneal import MAX_GROUP_NODES, Annealing
 from penstock.plan.paths.budget import Budget
-from penstock.plan.paths.problem import Problem, numbers_of_nodes
+from penstock.plan.paths.problem import Problem, numbers_of_nodes, positions_of
 from penstock.plan.paths.solution import (
     Solution,
     better_queueing,
@@ -92,7 +92,11 @@ def _improve_by_groups(
 ) -> Solution:
     """Improve one group after the other, the slowest first."""
     if not solution.delays:
-        solution = replace(solution, delays=(0.0,) * len(solution.paths))
+        length = 2 * positions_of(problem)
+        solution = replace(solution, delays=((0.0,) * length,) * len(solution.paths))
+    if not solution.own_orders:
+        orders = (solution.queue_order,) * len(solution.paths)
+        solution = replace(solution, own_orders=orders)
     current = solution_value(problem, solution)
     failed = 0
     end = budget.used + steps
@@ -142,6 +146,7 @@ def _copy_to_twins(
     labels = list(after.labels)
     paths = list(after.paths)
     delays = list(after.delays)
+    orders = list(after.own_orders)
     for twins in components.values():
         if twins == units or len(twins) != len(units):
             continue
@@ -153,8 +158,13 @@ def _copy_to_twins(
         for unit, twin in zip(units, twins, strict=True):
             paths[twin] = tuple([there[node] for node in after.paths[unit]])
             delays[twin] = after.delays[unit]
+            orders[twin] = after.own_orders[unit]
     return replace(
-        after, labels=tuple(labels), paths=tuple(paths), delays=tuple(delays)
+        after,
+        labels=tuple(labels),
+        paths=tuple(paths),
+        delays=tuple(delays),
+        own_orders=tuple(orders),
     )
 
 
@@ -165,7 +175,8 @@ def _twin_key(problem: Problem, solution: Solution, units: list[int]) -> object:
     paths = [tuple([place[node] for node in solution.paths[unit]]) for unit in units]
     labels = [solution.labels[node] for node in nodes]
     delays = [solution.delays[unit] for unit in units]
-    return paths, labels, delays, numbers_of_nodes(problem, np.array(nodes))
+    orders = [solution.own_orders[unit] for unit in units]
+    return paths, labels, delays, orders, numbers_of_nodes(problem, np.array(nodes))
 
 
 def _merge(solution: Solution, annealing: Annealing) -> Solution:
@@ -175,14 +186,19 @@ def _merge(solution: Solution, annealing: Annealing) -> Solution:
     changes = zip(
         annealing.units, annealing.paths, annealing.delays.tolist(), strict=True
     )
+    orders = list(solution.own_orders)
+    new_orders = annealing.own_orders or (annealing.queue_order,) * len(annealing.units)
     for unit, path, delay in changes:
         paths[unit] = path
-        delays[unit] = delay
+        delays[unit] = tuple(delay)
+    for unit, order in zip(annealing.units, new_orders, strict=True):
+        orders[unit] = order
     return replace(
         solution,
         labels=tuple(annealing.part),
         paths=tuple(paths),
         delays=tuple(delays),
+        own_orders=tuple(orders),
     )
 
 

@@ -179,7 +179,7 @@ def simulate_paths(
     traffic: Traffic,
     nodes: Ints,
     parts: Ints,
-    queue_order: QueueOrder = QueueOrder.ARRIVAL,
+    queue_order: QueueOrder | Ints = QueueOrder.ARRIVAL,
     after: Ints | None = None,
     release: Floats | None = None,
     delay: Floats | None = None,
@@ -188,10 +188,12 @@ def simulate_paths(
 ) -> PathTimes:
     """Return the times of micro-batches that visit these `nodes` with these `parts`, one row per micro-batch.
 
+    queue_order: of all micro-batches, or of each.
     slots: micro-batches that each node can hold with its part; by default the most that it can hold.
     after: the micro-batch that must be back before this one starts, or -1.
     release: the earliest start of each micro-batch.
-    delay: seconds by which a micro-batch stands further back in every queue.
+    delay: seconds by which a micro-batch stands further back in the queues of its tasks: forward and
+        backward of its first position, then of the next [micro-batch, task].
     careful: a node never gives its last slot to a young micro-batch while an older one will need it. This
         prevents deadlocks.
     """
@@ -212,7 +214,7 @@ def simulate_paths(
         graph.unlocked,
         np.full(count, -1, dtype=np.int64) if after is None else after,
         np.zeros(count) if release is None else release,
-        np.zeros(count) if delay is None else delay,
+        np.zeros((count, 2 * length)) if delay is None else delay,
         traffic.forward,
         traffic.backward,
         traffic.message,
@@ -224,7 +226,7 @@ def simulate_paths(
         traffic.first_gap,
         traffic.serial,
         link_free,
-        int(queue_order),
+        np.full(count, queue_order) if isinstance(queue_order, int) else queue_order,
         careful,
         start,
         last,
@@ -263,7 +265,7 @@ def _run(  # noqa: PLR0912, PLR0915
     first_gap: float,
     serial: bool,
     link_free: Floats,
-    queue_order: int,
+    queue_orders: Ints,
     careful: bool,
     start: Floats,
     last: Floats,
@@ -347,6 +349,7 @@ def _run(  # noqa: PLR0912, PLR0915
                 here = nodes[m, p]
                 if waiting[at] == 0:
                     back = at & 1
+                    queue_order = queue_orders[m]
                     if queue_order == 0:
                         if back == 1 or p > 0:
                             key[at] = now
@@ -366,7 +369,7 @@ def _run(  # noqa: PLR0912, PLR0915
                         key[at] -= tail[m, p, back]
                     else:
                         key[at] = -tail[m, p, back]
-                    key[at] += delay[m]
+                    key[at] += delay[m, 2 * p + back]
                     behind[at] = queue[here]
                     queue[here] = at
             if not marked[here]:

@@ -334,6 +334,12 @@ def rule_faults(plan: PathPlan) -> tuple[RuleFault, ...]:
     )
 
 
+def _queue_order_text(solution: Solution) -> str:
+    """Return the queue order, or all that are used."""
+    orders = set(solution.own_orders) or {solution.queue_order}
+    return " ".join(sorted(order.name.lower() for order in orders))
+
+
 def _slots_of(plan: PathPlan) -> Ints:
     """Return how many micro-batches each node can hold with its part."""
     return plan.problem.traffic.slots_with(np.array(plan.solution.labels))
@@ -358,7 +364,7 @@ def paths_plan(plan: PathPlan, model: ModelParts | None = None) -> Plan:
         ("skipped", problem.body - 1 - problem.hops),
         ("slices", problem.slices),
         ("waves", problem.waves),
-        ("turn", plan.solution.queue_order.name.lower()),
+        ("turn", _queue_order_text(plan.solution)),
         ("rules", rules_text(problem.rules)),
         ("slots", " ".join(map(str, _slots_of(plan).tolist()))),
         ("sums", "planned" if problem.planned_sums else "ring"),

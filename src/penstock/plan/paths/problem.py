@@ -332,6 +332,11 @@ def expand_paths(problem: Problem, paths: Ints, labels: Ints) -> tuple[Ints, Int
     return nodes, np.hstack([parts, heads])
 
 
+def positions_of(problem: Problem) -> int:
+    """Return the number of positions of a path, with the head or the way up."""
+    return 2 * (problem.hops + 1) if problem.waves else problem.hops + 2
+
+
 def start_conditions(
     problem: Problem, paths: Ints, stagger: float
 ) -> tuple[Ints, Floats]:

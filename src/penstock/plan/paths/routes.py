@@ -77,6 +77,19 @@ def route_units(
     return paths
 
 
+def cheapest_route(
+    problem: Problem, labels: Ints, data_node: int, parts: Sequence[int], loads: Floats
+) -> Route:
+    """Return the cheapest path over these parts, if nodes have been visited so many times already."""
+    terms = circuit_terms(problem)
+    price = loads * terms.hop
+    orders = part_orders(frozenset(parts), problem.rules)
+    routes = [
+        _cheapest_route(terms, labels, data_node, order, price) for order in orders
+    ]
+    return min(routes)[1]
+
+
 def random_routes(problem: Problem, labels: Ints, seed: int) -> list[Route]:
     """Return random paths that keep to the rules: any legal order, any replica with a free place."""
     random = Random(seed)

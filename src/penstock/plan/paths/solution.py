@@ -18,6 +18,7 @@ from penstock.plan.paths.path_simulator import PathTimes, QueueOrder, simulate_p
 from penstock.plan.paths.problem import Problem, expand_paths, start_conditions
 
 NodePath = tuple[int, ...]
+Delays = tuple[float, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +28,10 @@ class Solution:
     labels: the part of each node, or -1 for a node that holds none.
     paths: the nodes that each unit visits; the first is its data node.
     queue_order: which of the waiting tasks a node takes next.
+    own_orders: the queue order of each unit, if units that never meet have different ones.
     stagger: seconds between the first starts on a data node.
-    delays: seconds by which each unit stands further back in every queue; empty if no unit does.
+    delays: seconds by which each unit stands further back in the queues of its tasks, forward and
+        backward at each position of its path; empty if no unit does.
     careful: keep slots free for older micro-batches, so that no deadlock can arise.
     """
 
@@ -36,8 +39,9 @@ class Solution:
     paths: tuple[NodePath, ...]
     queue_order: QueueOrder
     stagger: float = 0.0
-    delays: tuple[float, ...] = ()
+    delays: tuple[Delays, ...] = ()
     careful: bool = False
+    own_orders: tuple[QueueOrder, ...] = ()
 
 
 def path_in_order(
@@ -55,18 +59,25 @@ def simulate_solution(problem: Problem, solution: Solution) -> PathTimes:
     after, release = start_conditions(problem, paths, solution.stagger)
     delay = None
     if solution.delays:
-        delay = np.tile(np.array(solution.delays), problem.policy.rounds)
+        delay = np.tile(np.array(solution.delays), (problem.policy.rounds, 1))
     return simulate_paths(
         problem.traffic,
         nodes,
         parts,
-        solution.queue_order,
+        _queue_orders(problem, solution),
         after,
         release,
         delay,
         solution.careful,
         problem.traffic.slots_with(labels),
     )
+
+
+def _queue_orders(problem: Problem, solution: Solution) -> QueueOrder | Ints:
+    """Return the queue order of all micro-batches, or of each."""
+    if not solution.own_orders:
+        return solution.queue_order
+    return np.tile(np.array(solution.own_orders), problem.policy.rounds)
 
 
 def step_end(problem: Problem, times: PathTimes, labels: Ints) -> float:
@@ -98,6 +109,7 @@ def choose_queueing(problem: Problem, solution: Solution) -> Solution:
                     queue_order=queue_order,
                     stagger=stagger,
                     careful=careful,
+                    own_orders=(),
                 )
                 times = simulate_solution(problem, trial)
                 end = step_end(problem, times, labels)
