@@ -51,6 +51,7 @@ DATA_MOVES = 0.02  # share of the moves that give a data node's place to another
 REROUTE_MOVES = 0.04  # share of the moves that find new routes
 # Seconds of travel that one second of work already given to a node counts for.
 BUSY_PRICES = (0.0, 0.1, 0.3, 1.0)
+WARM = 0.002  # first temperature of a search that starts from a good solution
 HOT = 0.004  # first temperature, as a share of the makespan
 COLD = 0.0001  # last temperature, as a share of the makespan
 ONE_TASK_DELAYS = 0.5  # share of the delays that concern one task of a unit
@@ -180,18 +181,18 @@ class Annealing:
         )
         return float(sums.mean())
 
-    def run(self, budget: Budget, steps: int) -> bool:
+    def run(self, budget: Budget, steps: int, hot: float = HOT) -> bool:
         """Try `steps` moves and keep the best solution. Return False if the budget ends before.
 
-        The temperature depends on `steps` only, so a larger budget continues where a smaller one
-        stopped.
+        The temperature falls from `hot` and depends on `steps` only, so a larger budget continues
+        where a smaller one stopped.
         """
         best = self.solution()
         least = (self.end, self.value)
         scale = self.value if self.value < math.inf else 1.0
         done = 0
         while done < steps and not budget.spent:
-            heat = scale * (COLD + (HOT - COLD) * (1.0 - done / steps) ** 2)
+            heat = scale * (COLD + (hot - COLD) * (1.0 - done / steps) ** 2)
             done += 1
             budget.used += 1
             self.undo.clear()

@@ -17,7 +17,7 @@ from random import Random
 
 import numpy as np
 
-from penstock.plan.paths.anneal import MAX_GROUP_NODES, Annealing
+from penstock.plan.paths.anneal import HOT, MAX_GROUP_NODES, Annealing
 from penstock.plan.paths.budget import Budget
 from penstock.plan.paths.problem import Problem, numbers_of_nodes, positions_of
 from penstock.plan.paths.solution import (
@@ -42,8 +42,9 @@ def improve_solution(
     free: bool,
     seed: int,
     steps: int,
+    hot: float = HOT,
 ) -> Solution:
-    """Return the solution after a search of `steps` moves.
+    """Return the solution after a search of `steps` moves, which begins at temperature `hot`.
 
     If the budget ends before that, the best solution so far is returned as it is. A larger budget
     meets that solution too, and so never returns a worse one.
@@ -53,7 +54,7 @@ def improve_solution(
         return _improve_by_groups(problem, solution, budget, free, random, steps)
     units = list(range(len(solution.paths)))
     annealing = Annealing(problem, solution, units, free, random)
-    complete = annealing.run(budget, steps)
+    complete = annealing.run(budget, steps, hot)
     return _better(problem, solution, annealing.solution(), complete)
 
 

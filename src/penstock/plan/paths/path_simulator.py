@@ -67,6 +67,7 @@ class Traffic:
     gap: float = 0.0  # seconds between two tasks on a node
     first_gap: float = 0.0  # seconds after the first task of a micro-batch
     serial: bool = False  # whether a link carries only one message at a time
+    wait: float = np.inf  # seconds that a task may wait on its node
     part_slots: Ints | None = None  # micro-batches that it can hold [part, node]
     sums: Floats = field(default_factory=_no_sums)  # bytes to sum [part, sum]
 
@@ -108,6 +109,7 @@ class PathTimes:
     makespan: float  # end of the last backward; infinite if micro-batches deadlock
     last: Floats  # end of the last backward on each node
     last_up: Floats  # of its head or, in a wave, of the way up
+    overdue: float  # seconds by which tasks wait longer than they may, all together
     finish: Floats  # end of each micro-batch
 
 
@@ -204,6 +206,7 @@ def simulate_paths(
     last = np.zeros(traffic.nodes)
     last_up = np.zeros(traffic.nodes)
     finish = np.zeros(count)
+    overdue = np.zeros(1)
     links = (traffic.nodes, traffic.nodes) if traffic.serial else (1, 1)
     link_free = np.zeros(links)
     makespan = compile_if_large(_run, MIN_COMPILED_SIZE)(
@@ -231,9 +234,11 @@ def simulate_paths(
         start,
         last,
         last_up,
+        traffic.wait,
+        overdue,
         finish,
     )
-    return PathTimes(start, float(makespan), last, last_up, finish)
+    return PathTimes(start, float(makespan), last, last_up, float(overdue[0]), finish)
 
 
 def _are_waves(nodes: Ints) -> bool:
@@ -270,6 +275,8 @@ def _run(  # noqa: PLR0912, PLR0915
     start: Floats,
     last: Floats,
     last_up: Floats,
+    wait: float,
+    overdue: Floats,
     finish: Floats,
 ) -> float:
     """Process the events in order of time. Only positions below `holding` take a slot.
@@ -281,6 +288,7 @@ def _run(  # noqa: PLR0912, PLR0915
     stride = length * slices * 2
     waiting = np.zeros(count * stride, np.int64)
     key = np.zeros(count * stride)
+    ready = np.zeros(count * stride)
     behind = np.full(count * stride, -1, np.int64)  # the next in the same queue
     queue = np.full(len(slow), -1, np.int64)
     used = np.zeros(len(slow), np.int64)
@@ -348,6 +356,7 @@ def _run(  # noqa: PLR0912, PLR0915
                 p = at % stride // (2 * slices)
                 here = nodes[m, p]
                 if waiting[at] == 0:
+                    ready[at] = now
                     back = at & 1
                     queue_order = queue_orders[m]
                     if queue_order == 0:
@@ -428,6 +437,8 @@ def _run(  # noqa: PLR0912, PLR0915
             seconds = forward[part, s] if back == 0 else backward[part, s]
             end = now + seconds * slow[here]
             start[m, p, s, back] = now
+            if p > 0 or back == 1 or s > 0:
+                overdue[0] += max(now - ready[best] - wait, 0.0)
             busy[here] = True
             pause = first_gap if back == 0 and p == 0 else gap
             if back == 0:

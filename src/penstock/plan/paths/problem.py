@@ -293,6 +293,7 @@ def _traffic(problem: Problem) -> Traffic:
         problem.gap,
         problem.first_gap,
         cluster.serial,
+        problem.rules.wait,
         None if (part_slots == part_slots[0]).all() else part_slots,
         _sums(problem),
     )

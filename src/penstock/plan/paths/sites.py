@@ -24,6 +24,7 @@ import numpy as np
 
 from penstock.cost.cluster import Cluster
 from penstock.ir.table import Floats, Ints
+from penstock.plan.paths.anneal import HOT, WARM
 from penstock.plan.paths.arrangement import (
     NO_PART_HELD,
     arrange,
@@ -53,7 +54,7 @@ MIN_EXCHANGE_MOVES = 200
 SITE_MOVES = 6_000  # moves that improve the plan of a site
 MAX_BALANCING_MOVES = 12  # data nodes that are moved between sites
 MAX_REFINEMENTS = 40  # searches for the slowest sites
-MAX_FAILED_REFINEMENTS = 2  # of these in a row without a gain
+MAX_FAILED_REFINEMENTS = 4  # of these in a row without a gain
 REFINEMENT_MOVES = 6_000  # of each
 TRIED_SITES = 2  # sites that a data node is offered to
 Deal = tuple[tuple[int, ...], ...]  # the parts of each unit of a data node
@@ -282,13 +283,21 @@ class _SitePlanner:
             first = self._first_plan(problem, deal)
             seconds = solution_value(problem, first)[0]
             simple = SitePlan(problem, first, seconds)
-            self.known[key] = self.improve(simple, SITE_MOVES, 0)
+            self.known[key] = self.improve(simple, SITE_MOVES, 0, HOT)
         return self.known[key]
 
-    def improve(self, plan: SitePlan, moves: int, turn: int) -> SitePlan:
+    def improve(
+        self, plan: SitePlan, moves: int, turn: int, hot: float = WARM
+    ) -> SitePlan:
         """Return the plan after a search of so many moves. Another turn makes other moves."""
         solution = improve_solution(
-            plan.problem, plan.solution, self.budget, True, self.seed + turn, moves
+            plan.problem,
+            plan.solution,
+            self.budget,
+            True,
+            self.seed + turn,
+            moves,
+            hot,
         )
         seconds = solution_value(plan.problem, solution)[0]
         return SitePlan(plan.problem, solution, seconds)

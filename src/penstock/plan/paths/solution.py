@@ -17,6 +17,9 @@ from penstock.plan.paths.allreduce import ends_of_sums
 from penstock.plan.paths.path_simulator import PathTimes, QueueOrder, simulate_paths
 from penstock.plan.paths.problem import Problem, expand_paths, start_conditions
 
+WAIT_FINE = (
+    10.0  # seconds that a plan counts as longer for each second of forbidden waiting
+)
 NodePath = tuple[int, ...]
 Delays = tuple[float, ...]
 
@@ -83,16 +86,18 @@ def _queue_orders(problem: Problem, solution: Solution) -> QueueOrder | Ints:
 def step_end(problem: Problem, times: PathTimes, labels: Ints) -> float:
     """Return the end of the last backward or sum of gradients.
 
-    It is infinite if micro-batches deadlock, or if a part does not fit on one of its nodes.
+    Seconds that tasks wait for longer than the rules allow are added many times. The end is
+    infinite if micro-batches deadlock, or if a part does not fit on one of its nodes.
     """
     if times.makespan == np.inf or problem.traffic.slots_with(labels).min() < 1:
         return math.inf
+    fine = WAIT_FINE * times.overdue
     if not problem.has_sums:
-        return times.makespan
+        return times.makespan + fine
     sums = ends_of_sums(
         problem.traffic, problem.planned_sums, labels, times.last, times.last_up
     )
-    return max(times.makespan, float(sums.max()))
+    return max(times.makespan, float(sums.max())) + fine
 
 
 def choose_queueing(problem: Problem, solution: Solution) -> Solution:
