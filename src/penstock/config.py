@@ -82,6 +82,15 @@ class ModelConfig:
         "",
         "Hugging Face folder to start from (config.json, *.safetensors); its sizes replace those above",
     )
+    config: str = setting(
+        "",
+        "Hugging Face folder whose config.json defines the model; its weights, if any, are not read",
+    )
+
+    @property
+    def folder(self) -> str:
+        """The Hugging Face folder that defines the model; empty if there is none."""
+        return self.weights or self.config
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +108,7 @@ class DataConfig:
     field: str = setting("text", "field of a JSONL line that holds the text")
     tokenizer: str = setting(
         AUTO,
-        "bytes, or the path of a tokenizer.json; auto takes that of model.weights, or else bytes",
+        "bytes, or the path of a tokenizer.json; auto takes that of model.weights or model.config, or else bytes",
     )
     tokens: int = setting(128, "tokens per sequence", least=2)
     batch: int = setting(
@@ -525,7 +534,12 @@ def _size_faults(config: Config, counted: bool) -> list[str]:
             f"{schedule.copies} x shard {config.mesh.shard} x accumulate "
             f"{config.run.accumulate}); {fitting} do"
         )
-    if model.weights:
+    if model.weights and model.config:
+        faults.append(
+            "model.weights and model.config both name a folder; "
+            "weights starts from a trained model, config from new weights"
+        )
+    if model.folder:
         return faults  # Its folder has its own sizes.
     if model.family == "gpt" and 0 < model.positions < data.tokens:
         faults.append(
