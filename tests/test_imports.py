@@ -56,7 +56,10 @@ LIBRARIES = {
     "view": {"numpy", "rich"},
     "runtime": {"numpy", "torch"},
     "measure": {"numpy", "torch"},
-    "models": {"torch"},
+    "models": {
+        "torch",
+        "transformers",
+    },  # transformers only where a decoder of it is built
     "train": {
         "numpy",
         "torch",

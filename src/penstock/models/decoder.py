@@ -58,6 +58,11 @@ class DecoderConfig:
 def read_decoder(folder: Path) -> DecoderConfig:
     """Read the config.json of a folder."""
     transformers = import_transformers(f"the model in {folder}")
+    if not (folder / "config.json").is_file():
+        raise FileError(
+            f"there is no config.json in {folder}\n"
+            "  name the folder of a Hugging Face model"
+        )
     try:
         config: Any = transformers.AutoConfig.from_pretrained(
             folder, local_files_only=True, trust_remote_code=False
@@ -76,7 +81,8 @@ def import_transformers(purpose: str) -> Any:
         raise RunError(
             f"{purpose} needs transformers, which is not installed: pip install transformers"
         ) from None
-    transformers.utils.logging.disable_progress_bar()
+    quiet: Any = transformers.utils.logging
+    quiet.disable_progress_bar()
     return transformers
 
 
