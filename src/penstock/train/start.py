@@ -28,7 +28,7 @@ from penstock.train.capacity import check_memory, check_timing
 from penstock.train.checkpoint import newest
 from penstock.train.data.corpus import Corpus, open_corpus, source_files
 from penstock.train.data.tokenizer import keep_tokenizer
-from penstock.train.history import TIMELINE
+from penstock.train.history import FULL_TIMELINE, TIMELINE
 from penstock.train.hub import settle_tokenizer, weight_files
 from penstock.train.launcher import restarted, under_launcher
 from penstock.train.lock import Lock
@@ -127,7 +127,8 @@ def _write_plan(plan: Plan, folder: Path) -> None:
     """Write the plan; a timeline that was measured with another plan is removed."""
     file = folder / PLAN_FILE
     if file.is_file() and file.read_text(encoding="utf-8") != dump_plan(plan):
-        (folder / TIMELINE).unlink(missing_ok=True)
+        for name in (TIMELINE, FULL_TIMELINE):
+            (folder / name).unlink(missing_ok=True)
     write_plan(plan, file)
 
 
