@@ -184,10 +184,10 @@ def undisturbed(tmp_path_factory):
     return rows, tensors_in(folder / "checkpoints" / "step-00000009")
 
 
-@pytest.mark.parametrize("stop", [1, 4])  # the next step is partial, or full
+@pytest.mark.parametrize("stop", [1, 3])  # the next step is partial, or full
 def test_a_run_with_changing_paths_resumes_exactly(stop, undisturbed, tmp_path):
     whole, weights = undisturbed
-    outcomes(run_of(tmp_path, *ROTATING), stop_after(stop - 1))
+    outcomes(run_of(tmp_path, *ROTATING), stop_after(stop))
     rows = train(run_of(tmp_path, *ROTATING, "run.evaluate=4", resume=True))
     assert losses(rows) == losses(whole)
     assert rows[-1].evaluation == whole[-1].evaluation
@@ -197,7 +197,9 @@ def test_a_run_with_changing_paths_resumes_exactly(stop, undisturbed, tmp_path):
 
 def test_the_history_says_how_many_layers_ran(undisturbed, tmp_path):
     assert [row.layers for row in undisturbed[0]] == [4, 3, 3, 4, 3, 3, 3, 4, 3]
-    plain = train(run_of(tmp_path, "schedule.name=1f1b", "schedule.ranks=2", "run.steps=2"))
+    plain = train(
+        run_of(tmp_path, "schedule.name=1f1b", "schedule.ranks=2", "run.steps=2")
+    )
     assert {row.layers for row in plain} == {None}
 
 
@@ -213,7 +215,8 @@ def test_a_part_that_no_path_visits_in_a_step_is_left_alone(tmp_path):
     partial = sequential_schedule(pair.stages, changed)
     plan = Plan(partial, "own", (2, 1, 1, 0), full=full_schedule(pair))
     made = run_of(tmp_path, "run.steps=2", "schedule.copies=1")
-    config = replace(made.config, paths=PathsConfig(warmup=1), schedule=ScheduleConfig("own", ranks=6, microbatches=4))  # fmt: skip
+    shape = ScheduleConfig("own", ranks=6, microbatches=4)
+    config = replace(made.config, paths=PathsConfig(warmup=1), schedule=shape)
     job = replace(made, config=config, plan=plan)
     outcomes(job, stop_after(1))
     before = tensors_in(tmp_path / "checkpoints" / "step-00000001")
@@ -221,7 +224,8 @@ def test_a_part_that_no_path_visits_in_a_step_is_left_alone(tmp_path):
     after = tensors_in(tmp_path / "checkpoints" / "step-00000002")
     moved = {key for key in before if not torch.equal(before[key], after[key])}
     skipped = {key for key in before if "layers.3." in key}
-    assert skipped and not skipped & moved
+    assert skipped
+    assert not skipped & moved
     assert {key for key in before if "layers.2.mlp" in key} <= moved
 
 
@@ -258,7 +262,10 @@ def test_the_head_of_partial_paths_has_no_layers():
     assert plan.partition == (2, 2, 2, 2, 0)
     _, plan = plan_run(apply_changes(SKIP, ["schedule.partition=[2,2,2,1,1]"]), 8)
     assert plan.partition == (2, 2, 2, 1, 1)
-    with pytest.raises(ConfigError, match="has 4 parts and a head, but the model has only 3 layers: set model.layers=4"):  # fmt: skip
+    refusal = (
+        r"has 4 parts and a head, but the model has only 3 layers: set model\.layers=4"
+    )
+    with pytest.raises(ConfigError, match=refusal):
         plan_run(SKIP, 3)
 
 
@@ -268,7 +275,8 @@ def test_kept_parts_are_on_every_path():
     for schedule in plan.schedules:
         assert all({0, 1, 3} <= set(one.path) for one in schedule.microbatches)
         assert all(2 not in one.path for one in schedule.microbatches)
-    with pytest.raises(ShapeError, match="at most 1 can be left out, because the parts 0 1 3 always run; not 2"):  # fmt: skip
+    refusal = "at most 1 can be left out, because the parts 0 1 3 always run; not 2"
+    with pytest.raises(ShapeError, match=refusal):
         plan_run(apply_changes(config, ["schedule.skips=2"]), 8)
 
 

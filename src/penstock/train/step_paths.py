@@ -84,3 +84,23 @@ def mean_layers(schedule: Schedule, partition: Sequence[int]) -> float:
     for microbatch in schedule.microbatches:
         total += sum(partition[schedule.stages[s].part] for s in microbatch.path)
     return total / len(schedule.microbatches)
+
+
+def describe_paths(plan: Plan, paths: PathsConfig) -> str:
+    """Describe which parts the steps of a run visit; empty if every step runs all of them in order."""
+    steps = step_paths(plan, paths)
+    if all(map(visits_all_parts, steps.schedules)):
+        return ""
+    layers = [mean_layers(schedule, plan.partition) for schedule in steps.partial]
+    sets = len(steps.partial)
+    words = [
+        f"{sum(layers) / sets:.3g} of {sum(plan.partition)} layers per micro-batch",
+        f"{sets} sets of paths in turn" if sets > 1 else "the same paths in every step",
+    ]
+    if steps.warmup:
+        words.append(f"all parts in the first {steps.warmup} steps")
+    if steps.period:
+        words.append(f"all parts every {steps.period} steps")
+    if paths.mean == "visits":
+        words.append("gradients are means over visits")
+    return ", ".join(words)
