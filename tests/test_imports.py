@@ -14,6 +14,7 @@ import penstock
 ROOT = Path(penstock.__file__).parent
 ROOMS = {
     "errors": set(),
+    "version": set(),
     "partition": {"errors"},
     "carry": {"errors"},
     "config": {"errors"},
@@ -36,12 +37,13 @@ ROOMS = {
     },
     "cli": {
         *("ir", "cost", "config", "formats", "schedules", "sim", "plan", "view"),
-        *("partition", "runtime", "measure", "train", "errors"),
+        *("partition", "runtime", "measure", "train", "version", "errors"),
     },
     "__main__": {"cli"},
 }
 LIBRARIES = {
     "errors": set(),
+    "version": set(),
     "partition": set(),
     "carry": {"torch"},
     "config": set(),

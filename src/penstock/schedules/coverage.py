@@ -149,8 +149,25 @@ def visits_all_parts(schedule: Schedule) -> bool:
 
 def count_pipelines(schedule: Schedule) -> int:
     """Count the pipelines that no micro-batch connects, such as data-parallel copies."""
+    return len(microbatches_by_pipeline(schedule))
+
+
+def microbatches_by_pipeline(schedule: Schedule) -> tuple[tuple[int, ...], ...]:
+    """Return the micro-batches of each pipeline that no micro-batch connects with another."""
     pipelines = _pipelines(schedule)
-    return len({pipelines[microbatch.path[0]] for microbatch in schedule.microbatches})
+    members: dict[int, list[int]] = {}
+    for number, microbatch in enumerate(schedule.microbatches):
+        members.setdefault(pipelines[microbatch.path[0]], []).append(number)
+    return tuple(tuple(own) for own in members.values())
+
+
+def visits_every_part(schedule: Schedule) -> bool:
+    """Whether every micro-batch visits every part."""
+    return all(
+        len({schedule.stages[stage].part for stage in microbatch.path})
+        == schedule.parts
+        for microbatch in set(schedule.microbatches)
+    )
 
 
 def _pipelines(schedule: Schedule) -> list[int]:

@@ -23,6 +23,8 @@ from typing import Protocol
 import numpy as np
 
 from penstock.errors import FileError, RunError
+from penstock.formats import read_plan
+from penstock.ir.plan import Plan
 from penstock.ir.schedule import Schedule
 from penstock.ir.timeline import MEASURED_UNITS, Timeline
 
@@ -31,6 +33,7 @@ _log = logging.getLogger(__name__)
 METRICS = "metrics.jsonl"
 TIMELINE = "timeline.json"
 FULL_TIMELINE = "timeline-full.json"
+PLAN_FILE = "plan.json"
 WANDB = "wandb.id"
 ROOM = (
     "make room, then go on from the last checkpoint with --resume; "
@@ -276,6 +279,26 @@ def _json_list(
     ]
 
 
+def is_timeline(path: Path) -> bool:
+    """Whether a path is the measured timeline in the folder of a run."""
+    return path.name in (TIMELINE, FULL_TIMELINE)
+
+
+def read_measured(file: Path) -> tuple[Plan, int, Timeline]:
+    """Read the plan of a run, and the timed step in this file of its folder."""
+    folder = file.parent
+    if not file.is_file():
+        raise FileError(
+            f"cannot read {file}: there is no such file\n"
+            "  a run writes it when it times a step (run.timed)"
+        )
+    plan = read_plan(folder / PLAN_FILE)
+    full = file.name == FULL_TIMELINE
+    found = read_timeline(folder, *plan.schedules, full=full)
+    assert found is not None, "the file is there"
+    return plan, *found
+
+
 def read_timeline(
     folder: Path, *schedules: Schedule, full: bool = False
 ) -> tuple[int, Timeline] | None:
@@ -284,9 +307,9 @@ def read_timeline(
     `schedules` are those of the run. With `full`, read the timeline of a step that ran all
     parts while others do not.
     """
-    name = FULL_TIMELINE if full else TIMELINE
+    file = folder / (FULL_TIMELINE if full else TIMELINE)
     try:
-        content = json.loads((folder / name).read_text(encoding="utf-8"))
+        content = json.loads(file.read_text(encoding="utf-8"))
         step = int(content.pop("step"))
         schedule = schedules[int(content.pop("paths", 0))]
         columns = {}
@@ -312,6 +335,4 @@ def read_timeline(
         AttributeError,
         RecursionError,
     ) as error:
-        raise FileError(
-            f"{folder / name} is not a timeline of this run: {error}"
-        ) from None
+        raise FileError(f"{file} is not a timeline of this run: {error}") from None

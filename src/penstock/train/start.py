@@ -28,7 +28,7 @@ from penstock.train.capacity import check_memory, check_timing
 from penstock.train.checkpoint import newest
 from penstock.train.data.corpus import Corpus, open_corpus, source_files
 from penstock.train.data.tokenizer import keep_tokenizer
-from penstock.train.history import FULL_TIMELINE, TIMELINE
+from penstock.train.history import FULL_TIMELINE, PLAN_FILE, TIMELINE
 from penstock.train.hub import settle_tokenizer, weight_files
 from penstock.train.launcher import restarted, under_launcher
 from penstock.train.lock import Lock
@@ -36,7 +36,6 @@ from penstock.train.loop import check_resumable, nothing_to_resume
 from penstock.train.placement import Placement, check_gpu_exists
 from penstock.train.worker import (
     CONFIG_FILE,
-    PLAN_FILE,
     cache_of,
     model_sizes,
     with_kept_files,
