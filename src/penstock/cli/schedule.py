@@ -212,6 +212,8 @@ def check_command(
     schedule = plan.schedule
     rules = check_rules(plan, rule or ())
     transfers = verify(lower(schedule))
+    for other in plan.schedules[1:]:
+        verify(lower(other))
     trial = _try(schedule) if run else {}
     microbatches = len(schedule.microbatches)
     if json:
