@@ -336,7 +336,7 @@ def schedule_runtime(
     """torch's runtime of `torch.distributed.pipelining` with these actions and messages, a row per rank."""
     from torch.distributed.pipelining import schedules  # noqa: PLC0415  # slow to import
 
-    runtime = schedules._PipelineScheduleRuntime(
+    runtime = schedules._PipelineScheduleRuntime(  # type: ignore[no-untyped-call]
         list(stages), microbatches, loss_fn=loss_function, scale_grads=scale_grads
     )
     actions = {
