@@ -112,7 +112,8 @@ def draw_command(
 ) -> None:
     """Draw a schedule in the terminal, or write it to a file.
 
-    The ending of the file decides the format: .svg .html .json .csv .trace.json
+    The ending of the file decides the format: .svg .html .json .csv .comms.csv .trace.json. A CSV is for
+    torch.distributed.pipelining; .comms.csv contains the messages too.
 
     The timeline.json in the folder of a run is drawn as it was measured.
 
@@ -437,11 +438,14 @@ def _draw_in_terminal(timeline: Timeline) -> None:
 
 def _render(plan: Plan, timeline: Timeline, output: Path) -> str:
     """Return the content of the file, in the format of its ending."""
-    from penstock.formats import dump_plan, dump_torch_csv
+    from penstock.formats import dump_plan, dump_torch_comms, dump_torch_csv
+    from penstock.ir import lower
     from penstock.view import page, svg, trace
 
     if output.name.lower().endswith(".trace.json"):
         return trace(timeline)
+    if output.name.lower().endswith(".comms.csv"):
+        return dump_torch_comms(lower(plan.schedule))
     writers = {
         ".svg": lambda: svg(timeline, plan.name),
         ".html": lambda: page([(plan.name, timeline)], plan.name),
@@ -450,7 +454,7 @@ def _render(plan: Plan, timeline: Timeline, output: Path) -> str:
     }
     ending = output.suffix.lower()
     if ending not in writers:
-        endings = " ".join([*writers, ".trace.json"])
+        endings = " ".join([*writers, ".trace.json", ".comms.csv"])
         raise FileError(
             f"cannot draw to {output}: its name must end in one of {endings}"
         )
