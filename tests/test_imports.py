@@ -31,6 +31,7 @@ ROOMS = {
     "runtime": {"ir", "cost", "carry", "errors"},
     "measure": {"ir", "cost", "carry", "runtime", "errors"},
     "models": {"carry", "partition", "errors"},
+    "peers": {"ir", "formats", "runtime", "errors"},
     "train": {
         *("ir", "cost", "config", "formats", "schedules", "sim", "plan", "view"),
         *("carry", "runtime", "measure", "models", "errors"),
@@ -56,10 +57,9 @@ LIBRARIES = {
     "view": {"numpy", "rich"},
     "runtime": {"numpy", "torch"},
     "measure": {"numpy", "torch"},
-    "models": {
-        "torch",
-        "transformers",
-    },  # transformers only where a decoder of it is built
+    # transformers only where a decoder of it is built
+    "models": {"torch", "transformers"},
+    "peers": {"torch"},
     "train": {
         "numpy",
         "torch",
