@@ -31,6 +31,7 @@ ROOMS = {
     "runtime": {"ir", "cost", "carry", "errors"},
     "measure": {"ir", "cost", "carry", "runtime", "errors"},
     "models": {"carry", "partition", "errors"},
+    "peers": {"ir", "formats", "runtime", "errors"},
     "train": {
         *("ir", "cost", "config", "formats", "schedules", "sim", "plan", "view"),
         *("carry", "runtime", "measure", "models", "errors"),
@@ -57,6 +58,7 @@ LIBRARIES = {
     "runtime": {"numpy", "torch"},
     "measure": {"numpy", "torch"},
     "models": {"torch"},
+    "peers": {"torch"},
     "train": {
         "numpy",
         "torch",

@@ -26,7 +26,7 @@ from penstock.plan.recipes import Limits
 from penstock.plan.search import Landscape, search
 from penstock.plan.space import least_times
 from penstock.plan.workload import Fixed, Workload
-from penstock.schedules.coverage import visited_parts, visits_every_part
+from penstock.schedules.coverage import visited_parts, visits_all_parts
 from penstock.schedules.list_scheduling import list_schedule, sequential_schedule
 from penstock.schedules.orders import loop_placement, wave_placement
 
@@ -57,7 +57,7 @@ def fastest(rows) -> float:
 
 def test_a_search_lists_partial_paths_beside_whole_ones_and_keeps_to_the_share():
     found = model_search(SKIP)
-    whole = [row for row in found.rows if visits_every_part(row.candidate.schedule)]
+    whole = [row for row in found.rows if visits_all_parts(row.candidate.schedule)]
     partial_rows = [row for row in found.rows if row not in whole]
     assert whole
     assert partial_rows
@@ -77,7 +77,7 @@ def test_a_search_lists_partial_paths_beside_whole_ones_and_keeps_to_the_share()
 
 def test_without_leave_nothing_is_left_out():
     rows = model_search(0.0).rows
-    assert all(visits_every_part(row.candidate.schedule) for row in rows)
+    assert all(visits_all_parts(row.candidate.schedule) for row in rows)
 
 
 @settings(deadline=None, max_examples=40)

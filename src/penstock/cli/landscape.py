@@ -158,11 +158,11 @@ def _notes(
 ) -> list[str]:
     """Return the explanations under the table."""
     from penstock.plan.search import row_title
-    from penstock.schedules.coverage import visits_every_part
+    from penstock.schedules.coverage import visits_all_parts
     from penstock.view.numbers import write_size, write_time
 
     def visits_all(row: Row) -> bool:
-        return visits_every_part(row.candidate.schedule)
+        return visits_all_parts(row.candidate.schedule)
 
     bound = write_time(landscape.bound, question.units, digits=4)
     gap = ""

@@ -277,7 +277,7 @@ def _kept_plan(config: Config, folder: Path, changes: Sequence[str]) -> Plan | N
     """Return the plan of the run in a folder, if auto made it and nothing that it depends on has changed."""
     from penstock.config import AUTO
     from penstock.formats import read_plan
-    from penstock.train.worker import PLAN_FILE
+    from penstock.train.history import PLAN_FILE
 
     file = folder / PLAN_FILE
     changed = any(change.strip().startswith(PLANNED_WITH) for change in changes)
@@ -295,6 +295,7 @@ def _announce(
 ) -> None:
     """Print what will be trained, how and where, with one line for each topic."""
     from penstock.train.after.generate import parameter_count
+    from penstock.train.step_paths import describe_paths
     from penstock.train.worker import model_sizes
 
     sizes = model_sizes(config)
@@ -312,6 +313,9 @@ def _announce(
         f"{plan.name}: {ranks} ranks, {microbatches} micro-batches of "
         f"{config.rows} x {config.data.tokens} tokens, layers {layers}",
     )
+    paths = describe_paths(plan, config.paths)
+    if paths:
+        tell("paths", paths)
     if config.mesh.size > 1:
         tell("mesh", config.mesh.over(ranks))
     if corpus is not None:

@@ -41,7 +41,7 @@ from penstock.plan.recipes import (
     placements,
     useful_limits,
 )
-from penstock.schedules.coverage import visited_parts, visits_every_part
+from penstock.schedules.coverage import visited_parts, visits_all_parts
 from penstock.schedules.list_scheduling import sequential_schedule
 from penstock.schedules.orders import require_at_least
 from penstock.schedules.size import MAX_ACTIONS, refuse_if_too_large
@@ -467,7 +467,7 @@ class _Ranking:
 def check_skips(candidate: Candidate, most: float) -> None:
     """Raise if micro-batches leave out more than `most` of the layers, or all of them leave out the same part."""
     schedule = candidate.schedule
-    if visits_every_part(schedule):
+    if visits_all_parts(schedule):
         return
     share = skipped_share(schedule, candidate.partition)
     if share > most * (1 + ROUNDING):
