@@ -164,6 +164,12 @@ class ScheduleConfig:
     chunks: int = setting(0, "chunks of the model per rank (interleaved)", least=0)
     slices: int = setting(0, "token slices per micro-batch", least=0)
     skips: int = setting(0, "parts that each micro-batch skips (skip)", least=0)
+    skip: float = setting(
+        0.0,
+        "share of the layers that auto may let each micro-batch leave out; this changes what is computed",
+        least=0,
+        most=0.9,
+    )
     copies: int = setting(
         1, "data-parallel copies of the pipeline; 0 lets auto choose", least=0
     )
@@ -450,6 +456,7 @@ def check_config(config: Config, counted: bool = False) -> Config:
         faults += _range_faults(section.name, getattr(config, section.name))
     faults += _choice_faults(config)
     faults += _device_faults(config)
+    faults += _skip_faults(config)
     name = config.schedule.name
     counted = counted or not (name == AUTO or is_plan_file(name))
     faults += _size_faults(config, counted)
@@ -601,6 +608,17 @@ def _device_faults(config: Config) -> list[str]:
         f"schedule.devices = {schedule.devices}, but {schedule.name} needs {processes} "
         f"(ranks {schedule.ranks} x copies {schedule.copies} x mesh {config.mesh.size}); "
         "set schedule.devices=0, or fewer ranks or copies"
+    ]
+
+
+def _skip_faults(config: Config) -> list[str]:
+    """A share that only auto takes into account, beside a named schedule."""
+    schedule = config.schedule
+    if not schedule.skip or schedule.name == AUTO or is_plan_file(schedule.name):
+        return []
+    return [
+        f"schedule.skip = {schedule.skip:g} says what auto may leave out, but "
+        f"schedule.name = {schedule.name}; for the schedule skip, set schedule.skips"
     ]
 
 
