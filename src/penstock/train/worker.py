@@ -33,6 +33,8 @@ from penstock.config import Config
 from penstock.errors import PeerLostError, PenstockError, RunError, StuckError
 from penstock.formats.config_toml import read_config
 from penstock.formats.plan_json import read_plan
+from penstock.models import DecoderConfig
+from penstock.models.decoder import check_positions
 from penstock.models.tensor import check_shares
 from penstock.runtime import ProcessComm, finish, init
 from penstock.runtime.process.launch import hear_signals
@@ -45,7 +47,7 @@ from penstock.train.checkpoint import newest
 from penstock.train.compiling import starting_patience
 from penstock.train.data.corpus import open_corpus
 from penstock.train.data.tokenizer import kept_tokenizer, tokenizer_of
-from penstock.train.history import ROOM
+from penstock.train.history import PLAN_FILE, ROOM
 from penstock.train.hub import read_sizes, settle_tokenizer
 from penstock.train.loop import Job, Trainer, WatchRow
 from penstock.train.placement import Placement, check_gpu_exists, launched_placement
@@ -53,7 +55,6 @@ from penstock.train.weights import Sizes, sizes_of
 
 # Files in the folder of a run.
 CONFIG_FILE = "config.toml"
-PLAN_FILE = "plan.json"
 STOP_FILE = "stop"
 PIDS_FOLDER = "ranks"
 FAILURE_FILE = "failure.json"
@@ -278,9 +279,11 @@ def job_of(
 def model_sizes(config: Config) -> Sizes:
     """Return the sizes of a config's model, from its folder if it starts from one."""
     vocab = tokenizer_of(config.data.tokenizer).vocab
-    folder = config.model.weights
+    folder = config.model.folder
     if folder:
         sizes = read_sizes(Path(folder))
+        if isinstance(sizes, DecoderConfig):
+            check_positions(sizes, config.data.tokens)
         if sizes.vocab < vocab:
             raise RunError(
                 f"the model in {folder} has {sizes.vocab} words, the tokenizer {vocab}\n"
