@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Optional
 
 import typer
 
-from penstock.cli.completion import complete_gpu
+from penstock.cli.completion import complete_framework, complete_gpu
 from penstock.cli.cost import price_of
 from penstock.cli.landscape import landscape_facts, print_landscape, show_progress
 from penstock.cli.options import (
@@ -28,6 +28,7 @@ from penstock.errors import ShapeError
 if TYPE_CHECKING:
     from collections.abc import Collection
 
+    from penstock.advice.pipeline import Framework
     from penstock.config import Config
     from penstock.cost import RowProfiles
     from penstock.plan.price import Price
@@ -118,6 +119,16 @@ def plan_command(
         Optional[Path],
         typer.Option(help="Write a page that shows all that was compared, as HTML."),
     ] = None,
+    framework_name: Annotated[
+        Optional[str],
+        typer.Option(
+            "--for",
+            metavar="FRAMEWORK",
+            help="Plan for another framework, and print what it takes: torchtitan, megatron, "
+            "deepspeed or automodel.",
+            autocompletion=complete_framework,
+        ),
+    ] = None,
     json: JsonFlag = False,
 ) -> None:
     """Search for the fastest plan; with -o, write it as a plan.json that `penstock train` runs.
@@ -130,6 +141,8 @@ def plan_command(
     Example: penstock plan --ranks 8 --microbatches 16 --comm 0.05 --memory 8 -o plan.json
 
     Example: penstock plan --ranks 4 --microbatches 2 --profile profile.json --tokens 8192
+
+    Example: penstock plan config.toml --devices 32 --gpu h100 --for torchtitan -o plan.json
     """
     from penstock.formats import dump_plan
     from penstock.plan.planner import chosen_plan
@@ -144,6 +157,9 @@ def plan_command(
     if devices is not None:
         require_at_least(1, devices=devices)
     limits = Limits(stages, slices, weights)
+    framework = _framework_of(framework_name)
+    if framework is not None:
+        limits = framework.narrow(limits)
     if source is not None or gpu is not None:
         _refuse_beside_config(
             ranks=ranks,
@@ -186,19 +202,30 @@ def plan_command(
         )
     if landscape.interrupted:
         tell("stopped", "this is the best plan so far, not the end of the search")
-    if output is not None:
-        plan = chosen_plan(landscape, question.facts)
-        write(output, dump_plan(plan), quiet=json)
     if page is not None:
         from penstock.cli.landscape_page import landscape_page
         from penstock.view.landscape import render_landscape
 
         shown = landscape_page(landscape, question)
         write(page, render_landscape(shown), quiet=json)
+    if framework is not None:
+        from penstock.cli.advice import show_counsel
+
+        show_counsel(landscape, question, framework, output, json)
+        return
+    if output is not None:
+        plan = chosen_plan(landscape, question.facts)
+        write(output, dump_plan(plan), quiet=json)
     if json:
         print_json(landscape_facts(landscape, question))
-        return
-    print_landscape(landscape, question, top)
+    else:
+        print_landscape(landscape, question, top)
+
+
+def _framework_of(name: str | None) -> Framework | None:
+    from penstock.advice.advise import framework_of
+
+    return None if name is None else framework_of(name)
 
 
 @dataclass(frozen=True, slots=True)
