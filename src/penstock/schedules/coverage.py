@@ -70,7 +70,7 @@ def through_all_parts(schedule: Schedule) -> Schedule:
     """
     if _visits_all_parts_in_order(schedule):
         return schedule
-    pipelines = _pipelines(schedule)
+    pipelines = pipelines_of(schedule)
     microbatches = []
     for number, microbatch in enumerate(schedule.microbatches):
         own = {schedule.stages[stage].part: stage for stage in microbatch.path}
@@ -96,12 +96,12 @@ def _visits_all_parts_in_order(schedule: Schedule) -> bool:
 
 def count_pipelines(schedule: Schedule) -> int:
     """Count the pipelines that no micro-batch connects, such as data-parallel copies."""
-    pipelines = _pipelines(schedule)
+    pipelines = pipelines_of(schedule)
     return len({pipelines[microbatch.path[0]] for microbatch in schedule.microbatches})
 
 
-def _pipelines(schedule: Schedule) -> list[int]:
-    """The pipeline of each stage: stages that a path connects share a number."""
+def pipelines_of(schedule: Schedule) -> list[int]:
+    """Return the pipeline of each stage: stages that a path connects share a number."""
     group = list(range(len(schedule.stages)))
 
     def root(stage: int) -> int:

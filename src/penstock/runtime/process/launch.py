@@ -35,7 +35,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from penstock.errors import PeerLostError, RunError
 from penstock.runtime.comm import ipc
-from penstock.runtime.comm.process import ProcessComm
+from penstock.runtime.comm.process import TORCH_EXTRA_SECONDS, ProcessComm
 from penstock.runtime.process.machine import own_gpu
 from penstock.runtime.process.status import ERRORS
 from penstock.runtime.torch_internals import (
@@ -48,8 +48,6 @@ from penstock.runtime.torch_internals import (
 Returned = TypeVar("Returned")
 Worker: TypeAlias = tuple[BaseProcess, Connection]  # a process and the pipe from it
 LOCALHOST = "127.0.0.1"
-# torch's own time limits are this much longer than ours, so that our errors come first.
-TORCH_EXTRA_SECONDS = 30.0
 # How long the other workers may take to report, once one has failed.
 SECONDS_TO_REPORT = 12.0
 MAX_WAIT_SECONDS = 3600.0  # a wait on pipes does not accept an infinite limit
@@ -259,7 +257,7 @@ def worker_outcomes(
             "import it from there"
         )
     store = TCPStore(LOCALHOST, 0, is_master=True, wait_for_workers=False)
-    context = _context()
+    context = process_context()
     workers: list[Worker] = []
     try:
         for rank in range(ranks):
@@ -291,7 +289,7 @@ def worker_outcomes(
         _end_workers(workers)
 
 
-def _context() -> BaseContext:
+def process_context() -> BaseContext:
     """How to start processes; on Linux as forks of one that has torch loaded already."""
     if sys.platform != "linux":
         return multiprocessing.get_context("spawn")
@@ -346,7 +344,7 @@ def _collect(workers: list[Worker]) -> list[WorkerOutcome[Any]]:
         remaining = end - time.monotonic()
         for ready in wait(list(ranks), timeout=min(remaining, MAX_WAIT_SECONDS)):
             rank = ranks[ready]
-            outcomes[rank] = _read_outcome(rank, *workers[rank])
+            outcomes[rank] = read_outcome(rank, *workers[rank])
             if outcomes[rank].error:
                 end = min(end, time.monotonic() + SECONDS_TO_REPORT)
     for rank in range(len(workers)):
@@ -356,7 +354,7 @@ def _collect(workers: list[Worker]) -> list[WorkerOutcome[Any]]:
     return [outcomes[rank] for rank in sorted(outcomes)]
 
 
-def _read_outcome(
+def read_outcome(
     rank: int, process: BaseProcess, pipe: Connection
 ) -> WorkerOutcome[Any]:
     """What a worker reported before it ended, or its exit code if it could not report."""
@@ -403,7 +401,7 @@ def _worker(
     A worker that failed ends at once, because torch might wait for threads that hang.
     """
     hear_signals()
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    threading.Thread(target=end_with_parent, daemon=True).start()
     os.environ.update(environment, LOCAL_RANK=str(rank))
     loopback = "lo0" if sys.platform == "darwin" else "lo"
     os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
@@ -415,26 +413,26 @@ def _worker(
         _join(backend, store, rank, ranks, limit)
         result = work(ProcessComm(patience), *args)
         finish()
-        _send_outcome(pipe, b"1", pickle.dumps(result))
+        send_outcome(pipe, b"1", pickle.dumps(result))
     except BaseException as error:
         report = {
             "error": type(error).__name__,
             "text": str(error),
             "trace": traceback.format_exc(),
         }
-        _send_outcome(pipe, b"0", json.dumps(report).encode())
+        send_outcome(pipe, b"0", json.dumps(report).encode())
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)
 
 
-def _send_outcome(pipe: Connection, success: bytes, raw: bytes) -> None:
+def send_outcome(pipe: Connection, success: bytes, raw: bytes) -> None:
     pipe.send_bytes(success)
     pipe.send_bytes(raw)
     pipe.close()
 
 
-def _end_with_parent() -> None:
+def end_with_parent() -> None:
     """End this worker when its parent is gone."""
     parent = multiprocessing.parent_process()
     if parent is not None:
