@@ -55,6 +55,7 @@ def _print_no_checkpoint(folder: Path) -> None:
 
 def _ending_lines(folder: Path, verdict: Verdict, summary: Summary) -> list[str]:
     """Return the results of a run, and where its files are."""
+    from penstock.train.after.report import list_events
     from penstock.view.numbers import write_time
 
     first = summary.rows[0]
@@ -80,6 +81,7 @@ def _ending_lines(folder: Path, verdict: Verdict, summary: Summary) -> list[str]
             f"step {summary.step} had a bubble of {summary.measured.bubble:.1%}, "
             f"{source} {summary.predicted.bubble:.1%}"
         )
+    lines += list_events(summary)
     checkpoint = folder / "checkpoints" / f"step-{verdict.step:08d}"
     lines.append(f"report      {folder / REPORT}")
     lines.append(f"checkpoint  {checkpoint}")

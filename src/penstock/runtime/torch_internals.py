@@ -269,15 +269,14 @@ def ignore_fsdp_view_warning() -> None:
 
 
 # ---------------------------------------------------------------- processes
-def gloo_group(
-    store: Store, rank: int, ranks: int, limit: timedelta
-) -> ProcessGroupGloo:
+def gloo_group(store: Store, rank: int, ranks: int, limit: timedelta) -> ProcessGroup:
     """Connect some processes through gloo, apart from the default process group.
 
     `torch.distributed` has one default group in the life of a process. Groups that are made like this can be dropped
     when a process is lost, and made anew without it. GLOO_SOCKET_IFNAME names the network interface, as usual.
     """
-    return ProcessGroupGloo(store, rank, ranks, limit)
+    group: Any = ProcessGroupGloo(store, rank, ranks, limit)
+    return group  # type: ignore[no-any-return]  # It has the methods of a ProcessGroup.
 
 
 def default_store() -> Store:

@@ -1,4 +1,4 @@
-"""The schedule that is left when ranks are lost: the others take over their micro-batches, and every one is still trained.
+"""The schedule that is left when ranks are lost: the others take over their micro-batches, so that all are trained.
 
     stages    rank 0: part 0   rank 1: part 1   rank 2: part 0   rank 3: part 1
 

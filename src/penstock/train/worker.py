@@ -317,5 +317,6 @@ def listen(asked: threading.Event) -> None:
 
 
 def write_pid(folder: Path, rank: int) -> None:
+    """Write down the process id of a rank."""
     (folder / PIDS_FOLDER).mkdir(parents=True, exist_ok=True)
     (folder / PIDS_FOLDER / f"{rank}.pid").write_text(f"{os.getpid()}\n")

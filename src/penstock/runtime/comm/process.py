@@ -195,13 +195,13 @@ class ProcessComm:
 
     def start_sum(self, tensor: Tensor, group: dist.ProcessGroup) -> dist.Work:
         """Start summing a tensor over a process group."""
-        work = dist.all_reduce(tensor, group=group, async_op=True)
+        work: dist.Work | None = dist.all_reduce(tensor, group=group, async_op=True)
         assert work is not None
         return work
 
     def start_barrier(self) -> dist.Work:
         """Start a barrier over all ranks."""
-        work = dist.barrier(self.world, async_op=True)
+        work: dist.Work | None = dist.barrier(self.world, async_op=True)
         assert work is not None
         return work
 

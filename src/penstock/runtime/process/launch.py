@@ -344,7 +344,7 @@ def _collect(workers: list[Worker]) -> list[WorkerOutcome[Any]]:
         remaining = end - time.monotonic()
         for ready in wait(list(ranks), timeout=min(remaining, MAX_WAIT_SECONDS)):
             rank = ranks[ready]
-            outcomes[rank] = read_outcome(rank, *workers[rank])
+            outcomes[rank] = _read_outcome(rank, *workers[rank])
             if outcomes[rank].error:
                 end = min(end, time.monotonic() + SECONDS_TO_REPORT)
     for rank in range(len(workers)):
@@ -354,7 +354,7 @@ def _collect(workers: list[Worker]) -> list[WorkerOutcome[Any]]:
     return [outcomes[rank] for rank in sorted(outcomes)]
 
 
-def read_outcome(
+def _read_outcome(
     rank: int, process: BaseProcess, pipe: Connection
 ) -> WorkerOutcome[Any]:
     """What a worker reported before it ended, or its exit code if it could not report."""
@@ -413,20 +413,20 @@ def _worker(
         _join(backend, store, rank, ranks, limit)
         result = work(ProcessComm(patience), *args)
         finish()
-        send_outcome(pipe, b"1", pickle.dumps(result))
+        _send_outcome(pipe, b"1", pickle.dumps(result))
     except BaseException as error:
         report = {
             "error": type(error).__name__,
             "text": str(error),
             "trace": traceback.format_exc(),
         }
-        send_outcome(pipe, b"0", json.dumps(report).encode())
+        _send_outcome(pipe, b"0", json.dumps(report).encode())
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)
 
 
-def send_outcome(pipe: Connection, success: bytes, raw: bytes) -> None:
+def _send_outcome(pipe: Connection, success: bytes, raw: bytes) -> None:
     pipe.send_bytes(success)
     pipe.send_bytes(raw)
     pipe.close()

@@ -19,11 +19,13 @@ from penstock.ir import Plan, Timeline
 from penstock.ir.compare import compare
 from penstock.sim.own_times import simulate_own_times
 from penstock.train.after.reasons import reasons_of
+from penstock.train.crew.events import Event, read_events
 from penstock.train.forecast import Forecast, known_forecast
 from penstock.train.history import StepRow, read_rows, read_timeline
 from penstock.view import Series, report_page, time_rows_of
 from penstock.view.numbers import write_size, write_time
 
+ROWS_AROUND_EVENT = 10  # steps whose median speed is shown before and after an event
 WARM_UP_STEPS = 3  # The first steps are slower because caches are cold.
 
 
@@ -37,6 +39,7 @@ class Summary:
     step: int = 0  # the step that was measured; 0 if none was
     measured: Timeline | None = None
     named: str = ""  # schedule.name in the run's config
+    events: tuple[Event, ...] = ()  # changes of the crew
 
     @property
     def predicted(self) -> Timeline | None:
@@ -87,17 +90,20 @@ def summarize_run(folder: Path) -> Summary:
         )
     plan = read_plan(folder / "plan.json")
     step, measured = read_timeline(folder, plan.schedule) or (0, None)
+    events = tuple(read_events(folder))
     if not (folder / "config.toml").is_file():
-        return Summary(rows, plan, None, step, measured)
+        return Summary(rows, plan, None, step, measured, events=events)
     config = read_config(folder / "config.toml")
     forecast = known_forecast(folder, config, plan)
-    return Summary(rows, plan, forecast, step, measured, config.schedule.name)
+    named = config.schedule.name
+    return Summary(rows, plan, forecast, step, measured, named, events)
 
 
 def render_report(summary: Summary, title: str, sample: str = "") -> str:
     """Return the HTML page of a run."""
     reasons = reasons_of(summary.plan, summary.named)
     lists = [
+        ("Events", list_events(summary)),
         ("Largest differences", _list_differences(summary)),
         ("Ranks", _list_ranks(summary)),
     ]
@@ -111,6 +117,24 @@ def render_report(summary: Summary, title: str, sample: str = "") -> str:
         (reasons.sentences, reasons.heads, reasons.rows),
         _list_idle_times(summary),
     )
+
+
+def list_events(summary: Summary) -> list[str]:
+    """Return a line for each change of the crew, with the speed before and after it."""
+    lines = []
+    for event in summary.events:
+        before = [row.speed for row in summary.rows if row.step <= event.step]
+        after = [row.speed for row in summary.rows if row.step > event.step]
+        line = (
+            f"after step {event.step}: {event.text}; {event.workers} workers went on "
+            f"after {write_time(event.seconds)}"
+        )
+        if before and after:
+            earlier = median(before[-ROWS_AROUND_EVENT:])
+            later = median(after[:ROWS_AROUND_EVENT])
+            line += f"; {earlier:,.0f} tokens/s before, {later:,.0f} after"
+        lines.append(line)
+    return lines
 
 
 def _list_facts(summary: Summary) -> list[tuple[str, str]]:

@@ -43,12 +43,14 @@ from penstock.train.crew.notes import (
     report_key,
 )
 from penstock.train.crew.succession import decide
-from penstock.train.worker import Verdict, read_failure
+from penstock.train.worker import Verdict, read_failure, saved_step
 
 LOOK_SECONDS = 0.05  # between two looks at the workers
 # The longest time between two looks that counts as silence of a worker: if this machine was
 # asleep, all workers were silent.
 MAX_LOOK_SECONDS = 1.0
+# A worker that the system has stopped (SIGSTOP) for this long is lost.
+MAX_STOPPED_SECONDS = 1.0
 # How long workers may take to report after a loss, if run.patience is longer.
 MAX_REPORT_SECONDS = 60.0
 SECONDS_TO_FINISH = 12.0  # for the other workers, once one has finished
@@ -65,6 +67,7 @@ class Worker:
     pipe: Connection
     beats: int = 0
     silent: float = 0.0  # seconds since its last sign of life
+    stopped: float = 0.0  # seconds since the system has stopped it
 
     def kill(self) -> None:
         """End the process for certain."""
@@ -198,7 +201,11 @@ class Keeper:
             beats = self.store.add(alive_key(worker.number), 0)
             worker.silent = 0.0 if beats != worker.beats else worker.silent + passed
             worker.beats = beats
-            if beats and worker.silent > self.settings.silence:
+            stopped = is_stopped(worker.process.pid)
+            worker.stopped = worker.stopped + passed if stopped else 0.0
+            if worker.stopped > MAX_STOPPED_SECONDS:
+                self.lose(worker, "was stopped (SIGSTOP), so it was ended")
+            elif beats and worker.silent > self.settings.silence:
                 limit = f"{self.settings.silence:g} s"
                 self.lose(worker, f"has shown no life for {limit} and was ended")
 
@@ -271,10 +278,13 @@ class Keeper:
                     f"{self.settings.restarts} times, which did not help"
                 )
         step = decision.step
-        if not decision.keep:
-            source = "the last checkpoint" if decision.resume else "the beginning"
-            text += f"; nobody else has its parts, so all go on from {source}"
-        self.say(f"{text}; {workers} go on after step {step}")
+        if decision.keep:
+            self.say(f"{text}; {workers} workers go on after step {step}")
+        else:
+            step = saved_step(self.folder) if decision.resume else 0
+            self.say(
+                f"{text}; it alone had its part, so {workers} workers go back to step {step}"
+            )
         self.pending = Event(step, kind, workers, 0.0, text)
 
     def note_ready(self) -> None:
@@ -287,6 +297,15 @@ class Keeper:
         self.events.put(
             Event(event.step, event.event, event.workers, round(seconds, 3), event.text)
         )
+
+
+def is_stopped(pid: int | None) -> bool:
+    """Whether the system has stopped a process; known only on Linux."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return False
+    return fields[0] == "T"
 
 
 def _end_of(code: int | None) -> str:

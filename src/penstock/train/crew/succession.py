@@ -72,7 +72,7 @@ def _homes(
     plan: Plan, lost: tuple[int, ...], reports: Mapping[int, Report]
 ) -> dict[int, int]:
     """Workers that have adopted orphaned parts before, by part."""
-    homes = {}
+    homes: dict[int, int] = {}
     for part in orphans(plan.schedule, lost):
         for worker, report in sorted(reports.items()):
             if part in report.parts:
@@ -84,11 +84,11 @@ def _missing(
     schedule: Schedule, members: tuple[int, ...], reports: Mapping[int, Report]
 ) -> list[tuple[int, int]]:
     """The ranks and parts for which a rank has no weights."""
-    missing = []
-    for stage in schedule.stages:
-        if stage.part not in reports[members[stage.rank]].parts:
-            missing.append((stage.rank, stage.part))
-    return missing
+    return [
+        (stage.rank, stage.part)
+        for stage in schedule.stages
+        if stage.part not in reports[members[stage.rank]].parts
+    ]
 
 
 def parts_without_replica(plan: Plan) -> list[int]:
