@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from crews import Crew, Killed, MortalComm
+from crews import Crew, MortalComm
 from penstock import Plan, make
 from penstock.config import ScheduleConfig
 from penstock.errors import ConfigError, PeerLostError
+from penstock.formats import write_plan
 from penstock.runtime.process.machine import Machine
 from penstock.schedules.transforms import replicate
 from penstock.train.after.report import list_events, summarize_run
@@ -138,3 +139,80 @@ def test_a_rank_that_missed_the_sum_of_a_step_commits_it_with_the_figures_of_the
     crew.run(decision)
     rows = read_rows(tmp_path / "run")
     assert losses(rows) == started_with(2, (3,))
+
+
+# ---------------------------------------------------------------- decisions
+def test_a_step_that_nobody_has_committed_is_done_again():
+    reports = {n: Report(n, 4, FIGURES, parts=(n % 2,)) for n in (0, 1, 2)}
+    decision = decide(TWO_COPIES, reports, 2, False)
+    assert (decision.step, decision.keep, decision.whole) == (4, True, False)
+    assert decision.members == (0, 1, 2)
+    assert decision.plan.name == "1f1b copies=2 without 3"
+    assert decision.plan.schedule.ranks == 3
+
+
+def test_a_part_that_is_lost_with_its_only_holder_sends_all_back_to_the_checkpoint():
+    reports = {n: Report(n, 4, FIGURES, parts=(0,)) for n in (0, 2)}
+    decision = decide(TWO_COPIES, reports, 2, False)
+    assert (decision.keep, decision.resume) == (False, True)
+    assert decision.plan.schedule.parts == 2
+
+
+def test_a_loss_before_the_first_step_starts_the_others_anew():
+    reports = {0: Report(0, 0, parts=(0,)), 1: Report(1), 2: Report(2)}
+    decision = decide(TWO_COPIES, reports, 2, resume=False)
+    assert (decision.keep, decision.resume, decision.step) == (False, False, 0)
+
+
+def test_an_interrupted_checkpoint_is_saved_again():
+    reports = {
+        n: Report(n, 4, FIGURES, saving=n == 2, parts=(n % 2,)) for n in range(3)
+    }
+    assert decide(TWO_COPIES, reports, 2, False).save
+
+
+def test_reports_and_decisions_come_back_from_json_as_they_were():
+    report = Report(3, 7, FIGURES, True, (0, 2), "rank 1 is lost")
+    assert load_report(report.dump()) == report
+    reports = {n: Report(n, 4, FIGURES, parts=(n % 2,)) for n in (0, 1, 3)}
+    decision = decide(TWO_COPIES, reports, 9, False)
+    assert load_decision(decision.dump()) == decision
+
+
+# ---------------------------------------------------------------- who is elastic
+def placement_on(device: str) -> Placement:
+    return Placement(device, Machine(4, 0, 1), 4, 4, range(4), 1, "auto")
+
+
+def test_a_run_is_elastic_by_itself_only_if_no_part_has_a_single_holder():
+    alone = Plan(make("1f1b", ranks=2, microbatches=4), "1f1b")
+    assert parts_without_replica(alone) == [0, 1]
+    assert parts_without_replica(TWO_COPIES) == []
+    assert is_elastic(SMALL, TWO_COPIES, placement_on("cpu"))
+    assert not is_elastic(SMALL, alone, placement_on("cpu"))
+    assert not is_elastic(SMALL, TWO_COPIES, placement_on("cuda"))
+    wanted = replace(SMALL, run=replace(SMALL.run, elastic="true"))
+    assert is_elastic(wanted, alone, placement_on("cpu"))
+    with pytest.raises(ConfigError, match=r"run\.elastic = true, but .* GPUs"):
+        is_elastic(wanted, TWO_COPIES, placement_on("cuda"))
+
+
+# ---------------------------------------------------------------- events
+def test_the_report_shows_the_speed_around_each_event(tmp_path):
+    train(job_of(tmp_path, "1f1b", "run.steps=4", "run.prove=false"))
+    write_plan(
+        Plan(make("1f1b", ranks=2, microbatches=4), "1f1b"), tmp_path / "plan.json"
+    )
+    log = EventLog(tmp_path, resume=False)
+    log.put(Event(2, "lost", 3, 0.8, "worker 1 was killed by SIGKILL"))
+    assert read_events(tmp_path)[0].workers == 3
+    (line,) = list_events(summarize_run(tmp_path))
+    assert line.startswith(
+        "after step 2: worker 1 was killed by SIGKILL; 3 workers went on after 800 ms; "
+    )
+    assert line.endswith(" after")
+    assert "tokens/s before" in line
+    EventLog(tmp_path, resume=True)
+    assert read_events(tmp_path)
+    EventLog(tmp_path, resume=False)
+    assert read_events(tmp_path) == []

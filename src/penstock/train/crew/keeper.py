@@ -19,7 +19,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -172,6 +172,7 @@ class Keeper:
 
     def finish(self) -> None:
         """Let the others finish, since one has."""
+        self.write_event()
         self.store.set(FINISHED, "yes")
         end = time.monotonic() + SECONDS_TO_FINISH
         for worker in self.workers.values():
@@ -289,14 +290,15 @@ class Keeper:
 
     def note_ready(self) -> None:
         """Write down an event once its generation trains again."""
-        if self.pending is None or not self.store.check([ready_key(self.generation)]):
-            return
-        seconds = time.monotonic() - self.broken_before
-        event = self.pending
-        self.pending = None
-        self.events.put(
-            Event(event.step, event.event, event.workers, round(seconds, 3), event.text)
-        )
+        if self.pending is not None and self.store.check([ready_key(self.generation)]):
+            self.write_event()
+
+    def write_event(self) -> None:
+        """Write down the last event, if it is not written yet."""
+        if self.pending is not None:
+            seconds = round(time.monotonic() - self.broken_before, 3)
+            self.events.put(replace(self.pending, seconds=seconds))
+            self.pending = None
 
 
 def is_stopped(pid: int | None) -> bool:
