@@ -114,6 +114,10 @@ class DataConfig:
         False,
         "keep packed documents apart: a token attends to and predicts only its own document",
     )
+    balance: bool = setting(
+        True,
+        "with separate, on CPUs: deal the documents of each step out so that all micro-batches take equally long",
+    )
     held_out: float = setting(
         0.02,
         "share of the sequences that is held out for evaluation",

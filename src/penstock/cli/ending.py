@@ -14,13 +14,13 @@ if TYPE_CHECKING:
 
 REPORT = "report.html"  # in the folder of a run
 SAMPLE = "sample.txt"  # in the folder of a run
-SAMPLE_PROMPT = "def "
 
 
 def show_ending(folder: Path, verdict: Verdict, sample: int) -> None:
     """Write the report and a sample of `sample` tokens, and print how the run ended."""
     from penstock.train.after.generate import generate_text, open_trained
     from penstock.train.after.report import render_report, summarize_run
+    from penstock.train.data.prompt import read_prompt
 
     if verdict.stopped and not verdict.step:
         _print_no_checkpoint(folder)
@@ -28,7 +28,7 @@ def show_ending(folder: Path, verdict: Verdict, sample: int) -> None:
     summary = summarize_run(folder)
     text = ""
     if sample:
-        text = generate_text(open_trained(folder), SAMPLE_PROMPT, sample)
+        text = generate_text(open_trained(folder), read_prompt(folder), sample)
     if text:
         write(folder / SAMPLE, text, quiet=True)
     else:

@@ -33,12 +33,14 @@ from penstock.view.landscape import (
     Mark,
 )
 from penstock.view.numbers import (
+    FORWARDS,
+    MICROBATCHES,
     Scale,
+    name_size,
+    name_time,
     rate_scale,
     size_scale,
     time_scale,
-    write_size,
-    write_time,
 )
 
 if TYPE_CHECKING:
@@ -139,20 +141,19 @@ class _Words:
 
     def time(self, seconds: float) -> str:
         """Write a time."""
-        return write_time(seconds, self.question.units)
+        return name_time(seconds, self.question.units)
 
     def size(self, size: float) -> str:
         """Write a size; in the units of the papers, in micro-batches."""
-        text = write_size(size, self.question.units)
-        return text if self.question.units.bytes else f"{text} micro-batches"
+        return name_size(size, self.question.units)
 
     def size_head(self) -> str:
         """The head of a column of sizes."""
-        return f"peak, {self.sizes.unit or 'micro-batches'}"
+        return f"peak, {self.sizes.unit or MICROBATCHES[1]}"
 
     def time_head(self) -> str:
         """The head of a column of times."""
-        return f"step, {self.times.unit}" if self.times.unit else "step"
+        return f"step, {self.times.unit or FORWARDS[1]}"
 
     def name(self, row: Row) -> str:
         """Name a plan, with its cell if there are several."""
@@ -387,8 +388,8 @@ class _Words:
             )
             for row in self.landscape.rows
         ]
-        size_unit = self.sizes.unit or "micro-batches"
-        time_unit = f", in {self.times.unit}" if self.times.unit else ""
+        size_unit = self.sizes.unit or MICROBATCHES[1]
+        time_unit = f", in {self.times.unit or FORWARDS[1]}"
         return Front(
             tuple(dots),
             GROUP_NAMES,
@@ -449,7 +450,7 @@ class _Words:
         if self.tokens:
             heads.append(self.rates.unit)
         heads += ["bubble", self.size_head(), "gap of its order"]
-        unit = f", {self.times.unit}" if self.times.unit else ""
+        unit = f", {self.times.unit or FORWARDS[1]}"
         return [*heads, f"makespan ±10%{unit}"]
 
     def cells(self, place: int, row: Row) -> list[str]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Optional
 
 import typer
 
+from penstock.cli.completion import complete_gpu
 from penstock.cli.cost import price_of
 from penstock.cli.landscape import landscape_facts, print_landscape, show_progress
 from penstock.cli.options import (
@@ -68,6 +69,7 @@ def plan_command(
         typer.Option(
             help="Plan for a known GPU without having one: v100, a100-40, a100, h100 "
             "or h200. Its times come from a formula.",
+            autocompletion=complete_gpu,
             rich_help_panel=CONFIG_PANEL,
         ),
     ] = None,
@@ -291,7 +293,9 @@ def config_question(options: ModelOptions, limits: Limits) -> Question:
         granularity=options.granularity,
         uneven=cluster is not None,
     )
-    profiles, origin = _profiles_of(options, workload, placement)
+    profiles, origin = profiles_of(
+        options.profile, options.accept_error, workload, placement
+    )
     return profile_question(workload, profiles.at, limits, origin, cluster=cluster)
 
 
@@ -349,25 +353,25 @@ def _refuse_without_config(**options: object) -> None:
             )
 
 
-def _profiles_of(
-    options: ModelOptions, workload: Workload, placement: Placement
+def profiles_of(
+    file: Path | None, accept_error: bool, workload: Workload, placement: Placement
 ) -> tuple[RowProfiles, str]:
     """Return the profiles of a config's model, and where they come from."""
     from penstock.cost.profile import refuse_error
     from penstock.formats import read_row_profiles
     from penstock.train.auto import measure
 
-    if options.profile is not None:
-        profiles = read_row_profiles(options.profile)
-        if not options.accept_error:
-            refuse_error(profiles.measured[0], str(options.profile))
+    if file is not None:
+        profiles = read_row_profiles(file)
+        if not accept_error:
+            refuse_error(profiles.measured[0], str(file))
         if profiles.layers != workload.layers or profiles.tokens != workload.tokens:
             raise ShapeError(
-                f"{options.profile} is of {profiles.layers} layers and "
+                f"{file} is of {profiles.layers} layers and "
                 f"{profiles.tokens} tokens, but the config has {workload.layers} layers "
                 f"and {workload.tokens} tokens\n"
                 "  measure it: penstock profile config.toml"
             )
-        return profiles, str(options.profile)
+        return profiles, str(file)
     with progress("timing a layer"):
         return measure(workload, placement), "measured on this machine"

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Optional
 
 import typer
 
+from penstock.cli.completion import complete_change, complete_preset
 from penstock.cli.ending import show_ending
 from penstock.cli.forecast import (
     describe_placement,
@@ -40,13 +41,23 @@ if TYPE_CHECKING:
 
 Changes = Annotated[
     Optional[list[str]],
-    typer.Option("--set", help="Change a value: section.key=value. May be repeated."),
+    typer.Option(
+        "--set",
+        help="Change a value: section.key=value. May be repeated.",
+        autocompletion=complete_change,
+    ),
 ]
-Preset = Annotated[str, typer.Option(help="tiny, llama-150m, llama-1b or gpt2.")]
+Preset = Annotated[
+    str,
+    typer.Option(
+        help="tiny, llama-150m, llama-1b or gpt2.", autocompletion=complete_preset
+    ),
+]
 OptionalPreset = Annotated[
     Optional[str],
     typer.Option(
-        help="Without a config: tiny, llama-150m, llama-1b or gpt2. [dim]\\[default: tiny][/]"
+        help="Without a config: tiny, llama-150m, llama-1b or gpt2. [dim]\\[default: tiny][/]",
+        autocompletion=complete_preset,
     ),
 ]
 
@@ -281,7 +292,7 @@ def _kept_plan(config: Config, folder: Path, changes: Sequence[str]) -> Plan | N
     """Return the plan of the run in a folder, if auto made it and nothing that it depends on has changed."""
     from penstock.config import AUTO
     from penstock.formats import read_plan
-    from penstock.train.worker import PLAN_FILE
+    from penstock.train.history import PLAN_FILE
 
     file = folder / PLAN_FILE
     changed = any(change.strip().startswith(PLANNED_WITH) for change in changes)

@@ -41,7 +41,13 @@ def export_command(
 
 def generate_command(
     run: ModelFolder,
-    prompt: Annotated[str, typer.Option(help="The beginning of the text.")] = "def ",
+    prompt: Annotated[
+        Optional[str],
+        typer.Option(
+            help="The beginning of the text. Default: the first words of a held-out "
+            "document of the run; a Hugging Face model begins at will."
+        ),
+    ] = None,
     tokens: Annotated[int, typer.Option(help="The number of tokens to add.")] = 200,
     temperature: Annotated[
         float, typer.Option(help="0 always takes the most likely token.")
@@ -54,8 +60,10 @@ def generate_command(
     """
     require_torch()
     from penstock.train.after.generate import generate_text, open_trained
+    from penstock.train.data.prompt import read_prompt
 
-    text = generate_text(open_trained(run), prompt, tokens, temperature, seed)
+    begin = read_prompt(run) if prompt is None else prompt
+    text = generate_text(open_trained(run), begin, tokens, temperature, seed)
     sys.stdout.write(text + "\n")
 
 

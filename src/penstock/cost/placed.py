@@ -86,9 +86,9 @@ class PlacedCost(LayeredCost):
         return balanced_partition(
             profile.layers,
             ranks,
-            _work(profile.embed, self.tokens),
-            _work(profile.layer, self.tokens),
-            _work(profile.head, self.tokens),
+            block_seconds(profile.embed, self.tokens),
+            block_seconds(profile.layer, self.tokens),
+            block_seconds(profile.head, self.tokens),
             self._slowest_speeds(1 + max(ranks)),
         )
 
@@ -131,7 +131,7 @@ def count_of_share(share: float, whole: int) -> int:
     return min(whole, math.ceil(share * whole))
 
 
-def _work(block: Block, tokens: int) -> float:
-    """Seconds of a block's forward and backward of one whole sequence."""
+def block_seconds(block: Block, tokens: int) -> float:
+    """Return the seconds of a block's forward and backward of one whole sequence."""
     ops: Sequence[Op] = (Op.F, Op.B)
     return sum(block.fit(op).curve.of(tokens, 0) for op in ops)

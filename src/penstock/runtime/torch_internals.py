@@ -69,6 +69,7 @@ __all__ = [
     "own_buffers",
     "own_layers",
     "recording_bytes",
+    "schedule_runtime",
     "set_compiled_call",
     "share_offset",
     "size_varies",
@@ -335,3 +336,25 @@ def recording_bytes() -> int:
         if tuple(segment["segment_pool_id"]) != (0, 0):
             total += int(segment["total_size"] - segment["allocated_size"])
     return total
+
+
+# ---------------------------------------------------------------- torch's own pipeline runtime
+def schedule_runtime(
+    stages: Sequence[Any],
+    microbatches: int,
+    loss_function: Callable[..., Tensor] | None,
+    rows: Sequence[Sequence[str]],
+    scale_grads: bool,
+) -> Any:
+    """torch's runtime of `torch.distributed.pipelining` with these actions and messages, a row per rank."""
+    from torch.distributed.pipelining import schedules  # noqa: PLC0415  # slow to import
+
+    runtime = schedules._PipelineScheduleRuntime(  # type: ignore[no-untyped-call]
+        list(stages), microbatches, loss_fn=loss_function, scale_grads=scale_grads
+    )
+    actions = {
+        rank: [schedules._Action.from_str(word) for word in row]
+        for rank, row in enumerate(rows)
+    }
+    runtime._prepare_schedule_with_comms(actions, format="compute_comms")
+    return runtime

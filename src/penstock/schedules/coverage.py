@@ -96,8 +96,25 @@ def _visits_all_parts_in_order(schedule: Schedule) -> bool:
 
 def count_pipelines(schedule: Schedule) -> int:
     """Count the pipelines that no micro-batch connects, such as data-parallel copies."""
+    return len(microbatches_by_pipeline(schedule))
+
+
+def microbatches_by_pipeline(schedule: Schedule) -> tuple[tuple[int, ...], ...]:
+    """Return the micro-batches of each pipeline that no micro-batch connects with another."""
     pipelines = pipelines_of(schedule)
-    return len({pipelines[microbatch.path[0]] for microbatch in schedule.microbatches})
+    members: dict[int, list[int]] = {}
+    for number, microbatch in enumerate(schedule.microbatches):
+        members.setdefault(pipelines[microbatch.path[0]], []).append(number)
+    return tuple(tuple(own) for own in members.values())
+
+
+def visits_every_part(schedule: Schedule) -> bool:
+    """Whether every micro-batch visits every part."""
+    return all(
+        len({schedule.stages[stage].part for stage in microbatch.path})
+        == schedule.parts
+        for microbatch in set(schedule.microbatches)
+    )
 
 
 def pipelines_of(schedule: Schedule) -> list[int]:

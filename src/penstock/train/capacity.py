@@ -11,10 +11,8 @@ themselves.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 
 from penstock.config import Config, MeshConfig
 from penstock.cost import ModelCost, PartCost, Seconds
@@ -25,6 +23,7 @@ from penstock.ir import Op, Plan, Schedule
 from penstock.models import GPTConfig, even_partition
 from penstock.models.count import parameters_of
 from penstock.runtime.chunked_loss import MIN_LOGITS_BYTES
+from penstock.runtime.process.memory import available_memory
 from penstock.train.compiling import chunk_of
 from penstock.train.mesh import NUMBERS_PER_PARAMETER, held_in_layer
 from penstock.train.placement import Placement
@@ -37,7 +36,6 @@ RANKS_SHOWN = 4
 # The share of a memory that suggested sizes may fill. Some stays free, because the
 # available memory changes all the time.
 USABLE_SHARE = 0.95
-CGROUP = Path("/sys/fs/cgroup")
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,25 +277,6 @@ def places_of(placement: Placement, processes_per_rank: int = 1) -> list[MemoryP
         size = float(torch.cuda.get_device_properties(gpu).total_memory)
         places.append(MemoryPool(f"GPU {gpu}", size, tuple(ranks[gpu::gpus])))
     return places
-
-
-def available_memory() -> float:
-    """Return the bytes of RAM that new processes can have, within a container's limit."""
-    limits = [float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))]
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-        free = [line for line in lines if line.startswith("MemAvailable:")]
-        limits += [1024.0 * int(line.split()[1]) for line in free]
-    except (OSError, ValueError):
-        pass  # This is not Linux.
-    try:
-        limit = (CGROUP / "memory.max").read_text(encoding="ascii").strip()
-        used = (CGROUP / "memory.current").read_text(encoding="ascii")
-        if limit != "max":
-            limits.append(max(0.0, float(limit) - float(used)))
-    except (OSError, ValueError):
-        pass  # This is no container, or one with an older interface.
-    return min(limits)
 
 
 # ---------------------------------------------------------------- the two together

@@ -22,6 +22,8 @@ from typing import Protocol
 import numpy as np
 
 from penstock.errors import FileError, RunError
+from penstock.formats import read_plan
+from penstock.ir.plan import Plan
 from penstock.ir.schedule import Schedule
 from penstock.ir.timeline import MEASURED_UNITS, Timeline
 
@@ -29,6 +31,7 @@ _log = logging.getLogger(__name__)
 # Files in the folder of a run.
 METRICS = "metrics.jsonl"
 TIMELINE = "timeline.json"
+PLAN_FILE = "plan.json"
 WANDB = "wandb.id"
 ROOM = (
     "make room, then go on from the last checkpoint with --resume; "
@@ -266,6 +269,25 @@ def _json_list(
         None if isinstance(value, float) and math.isnan(value) else value
         for value in column.tolist()
     ]
+
+
+def is_timeline(path: Path) -> bool:
+    """Whether a path is the measured timeline in the folder of a run."""
+    return path.name == TIMELINE
+
+
+def read_measured(folder: Path) -> tuple[Plan, int, Timeline]:
+    """Read the plan of a run, and the last step that was timed."""
+    file = folder / TIMELINE
+    if not file.is_file():
+        raise FileError(
+            f"cannot read {file}: there is no such file\n"
+            "  a run writes it when it times a step (run.timed)"
+        )
+    plan = read_plan(folder / PLAN_FILE)
+    found = read_timeline(folder, plan.schedule)
+    assert found is not None, "the file is there"
+    return plan, *found
 
 
 def read_timeline(folder: Path, schedule: Schedule) -> tuple[int, Timeline] | None:

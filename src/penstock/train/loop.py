@@ -28,7 +28,9 @@ from penstock.ir.plan import Plan
 from penstock.ir.program import lower
 from penstock.ir.schedule import Schedule
 from penstock.models import Part, even_partition
+from penstock.models.attention import PAIRS_PER_CALL
 from penstock.models.flops import flops_per_token, keys_per_token, peak_flops
+from penstock.plan.slices.packs import DocumentWork, step_clock
 from penstock.runtime import (
     Batch,
     Comm,
@@ -44,7 +46,11 @@ from penstock.runtime import (
 from penstock.runtime.process.machine import count_neighbours
 from penstock.runtime.process.watchdog import alarm_held
 from penstock.runtime.proof.warm_up import warm_up
-from penstock.schedules.coverage import hold_every_part, through_all_parts
+from penstock.schedules.coverage import (
+    hold_every_part,
+    through_all_parts,
+    visits_every_part,
+)
 from penstock.train.checkpoint import (
     CheckpointFacts,
     Saver,
@@ -56,9 +62,9 @@ from penstock.train.checkpoint import (
 )
 from penstock.train.compiling import COMPILER, chunk_of, is_compiling, loss_of
 from penstock.train.data.corpus import Corpus
+from penstock.train.data.documents import DocumentCutter, DocumentDealer
 from penstock.train.data.loader import (
     Deal,
-    DocumentCutter,
     Loader,
     check_same_data,
     wanted_by,
@@ -174,7 +180,10 @@ class Trainer:
             self.place.shard,
         )
         cutter = cutter_of(job, self.device)
-        self.loader = Loader(job.corpus, deal, config.run.seed, self.device, cutter)
+        dealer = dealer_of(job, self.device, self.compiles)
+        self.loader = Loader(
+            job.corpus, deal, config.run.seed, self.device, cutter, dealer
+        )
         self.executor = executor_of(
             job, schedule, self.holding, pipeline, self.compiles
         )
@@ -635,6 +644,29 @@ def cutter_of(job: Job, device: torch.device) -> DocumentCutter | None:
         return None
     slices = tuple(microbatch.slices for microbatch in schedule.microbatches)
     return DocumentCutter(slices, keys_per_token(job.sizes))
+
+
+def dealer_of(
+    job: Job, device: torch.device, compiled: bool = False
+) -> DocumentDealer | None:
+    """Return what deals out the documents of each step; None if rows stay as they are read.
+
+    That is the case on a GPU, where documents do not change the time of a row, for compiled
+    stages, which would be compiled again for every length, and with partial paths, where it
+    matters which documents skip which parts.
+    """
+    config = job.config
+    schedule = job.plan.schedule
+    plans_documents = config.data.separate and config.data.balance
+    if not plans_documents or device.type != "cpu" or compiled:
+        return None
+    if not visits_every_part(schedule):
+        return None
+    clock = step_clock(schedule, job.partition, config.mesh.shard)
+    if clock is None:
+        return None
+    work = DocumentWork(keys_per_token(job.sizes), PAIRS_PER_CALL)
+    return DocumentDealer(clock, work, schedule.slices)
 
 
 def flops_utilization(

@@ -27,8 +27,13 @@ from penstock.ir import Plan
 from penstock.train.capacity import check_memory, check_timing
 from penstock.train.checkpoint import newest
 from penstock.train.data.corpus import Corpus, open_corpus, source_files
-from penstock.train.data.tokenizer import keep_tokenizer
-from penstock.train.history import TIMELINE
+from penstock.train.data.prompt import PROMPT, find_prompt
+from penstock.train.data.tokenizer import (
+    keep_end_word,
+    keep_tokenizer,
+    tokenizer_of,
+)
+from penstock.train.history import PLAN_FILE, TIMELINE
 from penstock.train.hub import settle_tokenizer, weight_files
 from penstock.train.launcher import restarted, under_launcher
 from penstock.train.lock import Lock
@@ -36,7 +41,6 @@ from penstock.train.loop import check_resumable, nothing_to_resume
 from penstock.train.placement import Placement, check_gpu_exists
 from penstock.train.worker import (
     CONFIG_FILE,
-    PLAN_FILE,
     cache_of,
     model_sizes,
     with_kept_files,
@@ -112,6 +116,10 @@ def prepare_run(
         lock.claim(folder)
         (folder / CONFIG_FILE).write_text(text, encoding="utf-8")
         keep_tokenizer(config.data.tokenizer, folder)
+        tokenizer = tokenizer_of(config.data.tokenizer)
+        keep_end_word(config.data.tokenizer, tokenizer, folder)
+        prompt = find_prompt(corpus, tokenizer)
+        (folder / PROMPT).write_text(prompt, encoding="utf-8")
     except OSError as error:
         hint = "name another run.folder"
         if error.errno == ENOSPC:

@@ -43,7 +43,7 @@ from penstock.train.checkpoint import newest
 from penstock.train.compiling import starting_patience
 from penstock.train.data.corpus import open_corpus
 from penstock.train.data.tokenizer import kept_tokenizer, tokenizer_of
-from penstock.train.history import ROOM
+from penstock.train.history import PLAN_FILE, ROOM
 from penstock.train.hub import read_sizes, settle_tokenizer
 from penstock.train.loop import Job, Trainer, WatchRow
 from penstock.train.placement import Placement, check_gpu_exists, launched_placement
@@ -51,7 +51,6 @@ from penstock.train.weights import Sizes, sizes_of
 
 # Files in the folder of a run.
 CONFIG_FILE = "config.toml"
-PLAN_FILE = "plan.json"
 STOP_FILE = "stop"
 PIDS_FOLDER = "ranks"
 FAILURE_FILE = "failure.json"

@@ -182,7 +182,7 @@ def _draw_curves(rows: Sequence[StepRow]) -> list[tuple[str, tuple[Series, ...]]
     speed = curve("speed", rows, lambda row: row.speed)
     rate = curve("rate", rows, lambda row: row.rate)
     return [
-        ("loss", (train_loss, held_out_loss)),
+        ("loss, nats per token", (train_loss, held_out_loss)),
         ("norm of the gradients", (norm,)),
         ("tokens per second", (speed,)),
         ("learning rate", (rate,)),
