@@ -216,3 +216,16 @@ def test_the_report_shows_the_speed_around_each_event(tmp_path):
     assert read_events(tmp_path)
     EventLog(tmp_path, resume=False)
     assert read_events(tmp_path) == []
+
+
+def test_all_schedules_of_a_plan_lose_the_same_rank_and_keep_the_same_stages():
+    skipping = make("skip", ranks=4, microbatches=6)
+    rotated = replicate(skipping, 2)
+    plan = Plan(
+        rotated, "skip", (1,) * rotated.parts, rotation=(rotated,), full=rotated
+    )
+    for lost in ([1], [1, 5]):
+        reports = {n: Report(n) for n in range(8) if n not in lost}
+        smaller = load_decision(decide(plan, reports, 2, False).dump()).plan
+        assert [one.ranks for one in smaller.schedules] == [8 - len(lost)] * 3
+        assert len({one.stages for one in smaller.schedules}) == 1

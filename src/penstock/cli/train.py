@@ -310,6 +310,7 @@ def _announce(
 ) -> None:
     """Print what will be trained, how and where, with one line for each topic."""
     from penstock.train.after.generate import parameter_count
+    from penstock.train.step_paths import describe_paths
     from penstock.train.worker import model_sizes
 
     sizes = model_sizes(config)
@@ -327,6 +328,9 @@ def _announce(
         f"{plan.name}: {ranks} ranks, {microbatches} micro-batches of "
         f"{config.rows} x {config.data.tokens} tokens, layers {layers}",
     )
+    paths = describe_paths(plan, config.paths)
+    if paths:
+        tell("paths", paths)
     if config.mesh.size > 1:
         tell("mesh", config.mesh.over(ranks))
     if corpus is not None:

@@ -27,6 +27,7 @@ from penstock.runtime.process.memory import available_memory
 from penstock.train.compiling import chunk_of
 from penstock.train.mesh import NUMBERS_PER_PARAMETER, held_in_layer
 from penstock.train.placement import Placement
+from penstock.train.step_paths import step_paths
 from penstock.train.weights import Sizes
 from penstock.view.numbers import write_size
 
@@ -124,9 +125,17 @@ def check_memory(
 def why_too_large(
     config: Config, plan: Plan, sizes: Sizes, placement: Placement
 ) -> str:
-    """Say why a run does not fit into this machine, and what would; empty if it fits."""
+    """Say why a run does not fit into this machine, and what would; empty if it fits.
+
+    If steps take different schedules, the run must fit with each of them.
+    """
     places = places_of(placement, config.mesh.size)
-    return too_large(load_of(config, plan, sizes), places, config)
+    for schedule in step_paths(plan, config.paths).schedules:
+        alone = replace(plan, schedule=schedule, rotation=(), full=None)
+        refusal = too_large(load_of(config, alone, sizes), places, config)
+        if refusal:
+            return refusal
+    return ""
 
 
 def check_timing(config: Config, sizes: Sizes, placement: Placement) -> None:

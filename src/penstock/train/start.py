@@ -33,7 +33,7 @@ from penstock.train.data.tokenizer import (
     keep_tokenizer,
     tokenizer_of,
 )
-from penstock.train.history import PLAN_FILE, TIMELINE
+from penstock.train.history import FULL_TIMELINE, PLAN_FILE, TIMELINE
 from penstock.train.hub import settle_tokenizer, weight_files
 from penstock.train.launcher import restarted, under_launcher
 from penstock.train.lock import Lock
@@ -135,7 +135,8 @@ def _write_plan(plan: Plan, folder: Path) -> None:
     """Write the plan; a timeline that was measured with another plan is removed."""
     file = folder / PLAN_FILE
     if file.is_file() and file.read_text(encoding="utf-8") != dump_plan(plan):
-        (folder / TIMELINE).unlink(missing_ok=True)
+        for name in (TIMELINE, FULL_TIMELINE):
+            (folder / name).unlink(missing_ok=True)
     write_plan(plan, file)
 
 

@@ -143,11 +143,13 @@ def hold(
     rank: int,
     device: torch.device | None = None,
     place: Sharing | None = None,
+    trained_parts: frozenset[int] | None = None,
     kept: Mapping[int, Part] | None = None,
 ) -> Holding:
     """Return the parts of a rank, or this process's share of them.
 
-    They have memory for their weights, but the weights are not filled yet. Parts that this
+    They have memory for their weights, but the weights are not filled yet. The parts that
+    will be trained are those that the schedule visits, unless they are given. Parts that this
     process has `kept` from an earlier plan are taken as they are, with their weights.
     """
     if len(partition) != schedule.parts:
@@ -185,10 +187,25 @@ def hold(
         if owners[name] == rank and (place is None or place.counts(parameter)):
             owned.add(name)
     visited: set[str] = set()
-    for part in visited_parts(schedule):
+    if trained_parts is None:
+        trained_parts = visited_parts(schedule)
+    for part in trained_parts:
         visited |= part_parameters(parts[part]).keys()
     trained = {name: one for name, one in held.items() if name in visited}
     return Holding(stages, held, tied, frozenset(owned), names, model.width, trained)
+
+
+def unvisited_parameters(holding: Holding, schedule: Schedule) -> list[nn.Parameter]:
+    """Return the parameters of a rank that no micro-batch uses in a step with this schedule."""
+    visited = visited_parts(schedule)
+    used: set[str] = set()
+    for name, tie in holding.tied.items():
+        if visited.intersection(tie.parts):
+            used.add(name)
+    for stage, module in holding.stages.items():
+        if schedule.stages[stage].part in visited:
+            used |= part_parameters(module).keys()
+    return [one for name, one in holding.parameters.items() if name not in used]
 
 
 def hold_whole(sizes: Sizes, device: torch.device | None = None) -> Holding:

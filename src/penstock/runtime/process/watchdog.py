@@ -73,8 +73,15 @@ _log = logging.getLogger(__name__)
 class WatchedExecutor(Protocol):
     """The part of an `Executor` that the watchdog looks at."""
 
-    program: Program
-    comm: Comm
+    @property
+    def program(self) -> Program:
+        """The program whose actions the ranks run."""
+        ...
+
+    @property
+    def comm(self) -> Comm:
+        """The connection to the other ranks."""
+        ...
 
     @property
     def doing(self) -> str:

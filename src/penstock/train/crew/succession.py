@@ -31,10 +31,19 @@ def plan_without(plan: Plan, lost: tuple[int, ...], homes: Mapping[int, int]) ->
     if not lost:
         return plan
     work = [max(layers, HEAD_WORK) for layers in plan.partition]
-    schedule = without_ranks(plan.schedule, lost, work, homes)
-    verify(lower(schedule))
+    # All schedules of a plan have the same stages, so a part that the first one gives to a
+    # rank has its home there in all others.
+    first = without_ranks(plan.schedule, lost, work, homes)
+    left = [rank for rank in range(plan.schedule.ranks) if rank not in lost]
+    adopted = dict(homes)
+    for stage in first.stages:
+        if stage.part in orphans(plan.schedule, lost):
+            adopted[stage.part] = left[stage.rank]
+    smaller = plan.map_schedules(lambda one: without_ranks(one, lost, work, adopted))
+    for schedule in smaller.schedules:
+        verify(lower(schedule))
     ranks = " ".join(map(str, lost))
-    return replace(plan, schedule=schedule, name=f"{plan.name} without {ranks}")
+    return replace(smaller, name=f"{plan.name} without {ranks}")
 
 
 def decide(
