@@ -51,7 +51,7 @@ from penstock.schedules.coverage import (
     hold_every_part,
     through_all_parts,
     visited_parts,
-    visits_every_part,
+    visits_all_parts,
 )
 from penstock.train.checkpoint import (
     CheckpointFacts,
@@ -712,7 +712,7 @@ def dealer_of(
     plans_documents = config.data.separate and config.data.balance
     if not plans_documents or device.type != "cpu" or compiled:
         return None
-    if not visits_every_part(schedule):
+    if not visits_all_parts(schedule):
         return None
     clock = step_clock(schedule, job.partition, config.mesh.shard)
     if clock is None:

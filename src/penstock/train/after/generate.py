@@ -21,7 +21,7 @@ from torch import Tensor
 from penstock.carry import Carry
 from penstock.config import BYTE_TOKENIZER
 from penstock.errors import FileError, RunError, ShapeError
-from penstock.models import GPTConfig, LlamaConfig, Part
+from penstock.models import DecoderConfig, GPTConfig, LlamaConfig, Part
 from penstock.models.count import parameters_of
 from penstock.train.checkpoint import (
     CheckpointFacts,
@@ -112,9 +112,8 @@ def parameter_count(sizes: Sizes) -> int:
 
 def trained_sizes(described: dict[str, Any]) -> Sizes:
     """Read the sizes that `penstock.train.loop.describe` has written."""
-    kind: type[LlamaConfig] | type[GPTConfig] = (
-        GPTConfig if described.get("family") == "gpt" else LlamaConfig
-    )
+    kinds: dict[str, type[Sizes]] = {"gpt": GPTConfig, "decoder": DecoderConfig}
+    kind = kinds.get(str(described.get("family")), LlamaConfig)
     known = {item.name for item in fields(kind)}
     try:
         return kind(**{key: value for key, value in described.items() if key in known})
@@ -163,9 +162,13 @@ class Reader:
         if len(row) - self.first > self.longest:
             self.first = len(row) - max(self.longest // 2, 1)
             self.carry = Carry(min(self.room - self.first, self.longest))
+        if self.model.unsliceable:
+            words = torch.tensor([row[self.first :]])
+            logits: Tensor = self.model(words)[0, -1]
+            return logits
         begin, end = self.carry.reached, len(row) - self.first
         words = torch.tensor([row[self.first + begin :]])
-        logits: Tensor = self.model(words, self.carry.open(begin, end))[0, -1]
+        logits = self.model(words, self.carry.open(begin, end))[0, -1]
         return logits
 
 
@@ -191,7 +194,9 @@ def generate_text(
     if trained.sizes.width < SMALL_WIDTH:
         torch.set_num_threads(1)
     room = len(row) + tokens
-    longest = trained.sizes.positions if isinstance(trained.sizes, GPTConfig) else room
+    longest = room
+    if isinstance(trained.sizes, GPTConfig | DecoderConfig):
+        longest = trained.sizes.positions or room
     reader = Reader(trained.model, longest, room)
     for _ in range(tokens):
         # A model may have more words than the tokenizer.
