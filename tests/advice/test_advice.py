@@ -268,3 +268,9 @@ def test_plan_refuses_an_unknown_framework(run):
     code, _, err = run(f"{ASKED} --for megatorn")
     assert code == 2
     assert "did you mean 'megatron'?" in err
+
+
+def test_partial_paths_are_for_our_own_runtime(run):
+    code, _, err = run(f"{ASKED} --skip 0.25 --for torchtitan")
+    assert code == 2
+    assert "--skip plans partial paths, which torchtitan cannot run" in err

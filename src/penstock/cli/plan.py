@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Optional
 
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from penstock.train.placement import Placement
     from penstock.train.weights import Sizes
 
+MAX_SKIP = 0.9  # the largest share of the layers that a micro-batch may leave out
 CONFIG_PANEL = "A model and its devices"
 
 
@@ -113,6 +114,13 @@ def plan_command(
     weights: Annotated[
         int, typer.Option(help="The most copies of the weights; 2 admits chimera.")
     ] = 1,
+    skip: Annotated[
+        Optional[float],
+        typer.Option(
+            help="Let each micro-batch leave out up to this share of the layers, such as 0.25. "
+            "This changes what is computed. Default: schedule.skip of the config, or 0."
+        ),
+    ] = None,
     top: Annotated[int, typer.Option(help="The number of rows to show.")] = 15,
     output: OutputFile = None,
     page: Annotated[
@@ -156,8 +164,10 @@ def plan_command(
         require_at_least(1, granularity=granularity)
     if devices is not None:
         require_at_least(1, devices=devices)
-    limits = Limits(stages, slices, weights)
-    framework = _framework_of(framework_name)
+    if skip is not None and not 0 <= skip <= MAX_SKIP:
+        raise ShapeError(f"--skip must be from 0 to {MAX_SKIP:g}, not {skip:g}")
+    limits = Limits(stages, slices, weights, skip=skip or 0.0)
+    framework = _framework_of(framework_name, limits)
     if framework is not None:
         limits = framework.narrow(limits)
     if source is not None or gpu is not None:
@@ -179,6 +189,7 @@ def plan_command(
             profile,
             accept_error,
             granularity,
+            skip,
         )
         question = config_question(model, limits)
     else:
@@ -222,10 +233,18 @@ def plan_command(
         print_landscape(landscape, question, top)
 
 
-def _framework_of(name: str | None) -> Framework | None:
+def _framework_of(name: str | None, limits: Limits) -> Framework | None:
+    """Return the framework to plan for; refuse limits that only our own runtime can use."""
     from penstock.advice.advise import framework_of
 
-    return None if name is None else framework_of(name)
+    if name is None:
+        return None
+    if limits.skip:
+        raise ShapeError(
+            f"--skip plans partial paths, which {name} cannot run\n"
+            "  leave out --skip or --for"
+        )
+    return framework_of(name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,6 +260,7 @@ class ModelOptions:
     profile: Path | None
     accept_error: bool
     granularity: int | None
+    skip: float | None = None
 
 
 # ---------------------------------------------------------------- questions
@@ -293,6 +313,8 @@ def config_question(options: ModelOptions, limits: Limits) -> Question:
     from penstock.train.worker import model_sizes
 
     config, _ = find_run(options.source, None, options.changes, exists=True)
+    if options.skip is None:
+        limits = replace(limits, skip=config.schedule.skip)
     # Whoever asks for a number of devices wants to know how to divide them.
     file = None if options.devices else options.source
     given = written_keys(file, options.changes)

@@ -213,6 +213,8 @@ def check_command(
     schedule = plan.schedule
     rules = check_rules(plan, rule or ())
     transfers = verify(lower(schedule))
+    for other in plan.schedules[1:]:
+        verify(lower(other))
     trial = _try(schedule) if run else {}
     microbatches = len(schedule.microbatches)
     if json:
@@ -359,7 +361,7 @@ def _timeline(
         return plan, simulate(plan.schedule, price.for_plan(plan).cost)
     if shape:
         raise _own_shape_error(source, shape)
-    plan, step, timeline = read_measured(path.parent)
+    plan, step, timeline = read_measured(path)
     return replace(plan, name=f"{plan.name}, measured, step {step}"), timeline
 
 

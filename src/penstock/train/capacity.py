@@ -20,14 +20,15 @@ from penstock.cost.memory import device_memory
 from penstock.cost.sizes import part_moments
 from penstock.errors import ConfigError, ShapeError
 from penstock.ir import Op, Plan, Schedule
-from penstock.models import GPTConfig, even_partition
+from penstock.models import even_partition
 from penstock.models.count import parameters_of
 from penstock.runtime.chunked_loss import MIN_LOGITS_BYTES
 from penstock.runtime.process.memory import available_memory
 from penstock.train.compiling import chunk_of
 from penstock.train.mesh import NUMBERS_PER_PARAMETER, held_in_layer
 from penstock.train.placement import Placement
-from penstock.train.weights import Sizes
+from penstock.train.step_paths import step_paths
+from penstock.train.weights import Sizes, config_of
 from penstock.view.numbers import write_size
 
 FLOAT32_BYTES = 4
@@ -124,9 +125,17 @@ def check_memory(
 def why_too_large(
     config: Config, plan: Plan, sizes: Sizes, placement: Placement
 ) -> str:
-    """Say why a run does not fit into this machine, and what would; empty if it fits."""
+    """Say why a run does not fit into this machine, and what would; empty if it fits.
+
+    If steps take different schedules, the run must fit with each of them.
+    """
     places = places_of(placement, config.mesh.size)
-    return too_large(load_of(config, plan, sizes), places, config)
+    for schedule in step_paths(plan, config.paths).schedules:
+        alone = replace(plan, schedule=schedule, rotation=(), full=None)
+        refusal = too_large(load_of(config, alone, sizes), places, config)
+        if refusal:
+            return refusal
+    return ""
 
 
 def check_timing(config: Config, sizes: Sizes, placement: Placement) -> None:
@@ -189,9 +198,8 @@ def _cost_of_part(load: Load, number: int) -> PartCost:
     if number in (0, last):
         gradients -= tied / NUMBERS_PER_PARAMETER
     no_time = Seconds()
-    facts = {"family": "gpt" if isinstance(load.sizes, GPTConfig) else "llama"}
     moments = part_moments(
-        facts | asdict(load.sizes),
+        asdict(config_of(load.sizes)),
         layers,
         number == 0,
         number == last,
@@ -341,7 +349,7 @@ def _smaller_settings(
     if not load.recompute and fits(replace(load, recompute=True)):
         yield "run.recompute=true"
     settings = _data_settings(load, config)
-    if not config.model.weights:
+    if not config.model.folder:
         settings = [*_model_settings(load, config), *settings]
     for setting in settings:
         count = _largest_fitting(setting, fits)
