@@ -160,10 +160,8 @@ def plan_command(
     from penstock.view.numbers import write_size
 
     require_at_least(1, stages=stages, slices=slices, weights=weights, top=top)
-    if granularity is not None:
-        require_at_least(1, granularity=granularity)
-    if devices is not None:
-        require_at_least(1, devices=devices)
+    given = {"granularity": granularity, "devices": devices}
+    require_at_least(1, **{key: one for key, one in given.items() if one is not None})
     if skip is not None and not 0 <= skip <= MAX_SKIP:
         raise ShapeError(f"--skip must be from 0 to {MAX_SKIP:g}, not {skip:g}")
     limits = Limits(stages, slices, weights, skip=skip or 0.0)
