@@ -57,7 +57,8 @@ LIBRARIES = {
     "view": {"numpy", "rich"},
     "runtime": {"numpy", "torch"},
     "measure": {"numpy", "torch"},
-    "models": {"torch"},
+    # transformers only where a decoder of it is built
+    "models": {"torch", "transformers"},
     "peers": {"torch"},
     "train": {
         "numpy",

@@ -86,6 +86,15 @@ class ModelConfig:
         "",
         "Hugging Face folder to start from (config.json, *.safetensors); its sizes replace those above",
     )
+    config: str = setting(
+        "",
+        "Hugging Face folder whose config.json defines the model; its weights, if any, are not read",
+    )
+
+    @property
+    def folder(self) -> str:
+        """The Hugging Face folder that defines the model; empty if there is none."""
+        return self.weights or self.config
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +112,7 @@ class DataConfig:
     field: str = setting("text", "field of a JSONL line that holds the text")
     tokenizer: str = setting(
         AUTO,
-        "bytes, or the path of a tokenizer.json; auto takes that of model.weights, or else bytes",
+        "bytes, or the path of a tokenizer.json; auto takes that of model.weights or model.config, or else bytes",
     )
     tokens: int = setting(128, "tokens per sequence", least=2)
     batch: int = setting(
@@ -155,6 +164,12 @@ class ScheduleConfig:
     chunks: int = setting(0, "chunks of the model per rank (interleaved)", least=0)
     slices: int = setting(0, "token slices per micro-batch", least=0)
     skips: int = setting(0, "parts that each micro-batch skips (skip)", least=0)
+    skip: float = setting(
+        0.0,
+        "share of the layers that auto may let each micro-batch leave out; this changes what is computed",
+        least=0,
+        most=0.9,
+    )
     copies: int = setting(
         1, "data-parallel copies of the pipeline; 0 lets auto choose", least=0
     )
@@ -441,6 +456,7 @@ def check_config(config: Config, counted: bool = False) -> Config:
         faults += _range_faults(section.name, getattr(config, section.name))
     faults += _choice_faults(config)
     faults += _device_faults(config)
+    faults += _skip_faults(config)
     name = config.schedule.name
     counted = counted or not (name == AUTO or is_plan_file(name))
     faults += _size_faults(config, counted)
@@ -595,6 +611,17 @@ def _device_faults(config: Config) -> list[str]:
     ]
 
 
+def _skip_faults(config: Config) -> list[str]:
+    """A share that only auto takes into account, beside a named schedule."""
+    schedule = config.schedule
+    if not schedule.skip or schedule.name == AUTO or is_plan_file(schedule.name):
+        return []
+    return [
+        f"schedule.skip = {schedule.skip:g} says what auto may leave out, but "
+        f"schedule.name = {schedule.name}; for the schedule skip, set schedule.skips"
+    ]
+
+
 def _size_faults(config: Config, counted: bool) -> list[str]:
     """The values that contradict each other."""
     model = config.model
@@ -610,7 +637,12 @@ def _size_faults(config: Config, counted: bool) -> list[str]:
             f"{schedule.copies} x shard {config.mesh.shard} x accumulate "
             f"{config.run.accumulate}); {fitting} do"
         )
-    if model.weights:
+    if model.weights and model.config:
+        faults.append(
+            "model.weights and model.config both name a folder; "
+            "weights starts from a trained model, config from new weights"
+        )
+    if model.folder:
         return faults  # Its folder has its own sizes.
     if model.family == "gpt" and 0 < model.positions < data.tokens:
         faults.append(

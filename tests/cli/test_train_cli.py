@@ -502,13 +502,12 @@ def test_a_dry_run_shows_plan_memory_and_speed_and_leaves_nothing(here, text):
 
 
 def test_auto_picks_a_schedule_that_fits_the_layers(here):
-    done = here(
-        "train --dry-run --set model.layers=6 --set model.width=32 --set model.inner=32"
-    )
+    sizes = "--set model.layers=6 --set model.width=32 --set model.inner=32"
+    done = here(f"train --dry-run {sizes} --set data.tokens=16 --set data.batch=4")
     assert done.code == 0, done.err
-    found = re.search(r"4 ranks, (\d+) micro-batches of (\d+) x 128 tokens", done.err)
+    found = re.search(r"4 ranks, (\d+) micro-batches of (\d+) x 16 tokens", done.err)
     assert found, done.err
-    assert int(found[1]) * int(found[2]) == PRESETS["tiny"].data.batch
+    assert int(found[1]) * int(found[2]) == 4
     assert sum(map(int, done.err.split("layers ")[2].split("\n")[0].split())) == 6
 
 
@@ -885,7 +884,9 @@ def test_empty_sources_mean_the_default_and_never_the_current_folder(text, here)
         == ()
     )
     assert load_config('[data]\nsources = ""').data.sources == ()
-    (text / "odd.toml").write_text('[data]\nsources = [""]\n')
+    (text / "odd.toml").write_text(
+        '[data]\nsources = [""]\n[schedule]\nname = "1f1b"\n'
+    )
     done = here("train odd.toml --dry-run")
     assert (done.code, "data.sources has a source without a name" in done.err) == (
         2,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Optional
 
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from penstock.train.placement import Placement
     from penstock.train.weights import Sizes
 
+MAX_SKIP = 0.9  # the largest share of the layers that a micro-batch may leave out
 CONFIG_PANEL = "A model and its devices"
 
 
@@ -112,6 +113,13 @@ def plan_command(
     weights: Annotated[
         int, typer.Option(help="The most copies of the weights; 2 admits chimera.")
     ] = 1,
+    skip: Annotated[
+        Optional[float],
+        typer.Option(
+            help="Let each micro-batch leave out up to this share of the layers, such as 0.25. "
+            "This changes what is computed. Default: schedule.skip of the config, or 0."
+        ),
+    ] = None,
     top: Annotated[int, typer.Option(help="The number of rows to show.")] = 15,
     output: OutputFile = None,
     page: Annotated[
@@ -143,7 +151,9 @@ def plan_command(
         require_at_least(1, granularity=granularity)
     if devices is not None:
         require_at_least(1, devices=devices)
-    limits = Limits(stages, slices, weights)
+    if skip is not None and not 0 <= skip <= MAX_SKIP:
+        raise ShapeError(f"--skip must be from 0 to {MAX_SKIP:g}, not {skip:g}")
+    limits = Limits(stages, slices, weights, skip=skip or 0.0)
     if source is not None or gpu is not None:
         _refuse_beside_config(
             ranks=ranks,
@@ -163,6 +173,7 @@ def plan_command(
             profile,
             accept_error,
             granularity,
+            skip,
         )
         question = config_question(model, limits)
     else:
@@ -214,6 +225,7 @@ class ModelOptions:
     profile: Path | None
     accept_error: bool
     granularity: int | None
+    skip: float | None = None
 
 
 # ---------------------------------------------------------------- questions
@@ -266,6 +278,8 @@ def config_question(options: ModelOptions, limits: Limits) -> Question:
     from penstock.train.worker import model_sizes
 
     config, _ = find_run(options.source, None, options.changes, exists=True)
+    if options.skip is None:
+        limits = replace(limits, skip=config.schedule.skip)
     # Whoever asks for a number of devices wants to know how to divide them.
     file = None if options.devices else options.source
     given = written_keys(file, options.changes)

@@ -296,6 +296,7 @@ def _announce(
     """Print what will be trained, how and where, with one line for each topic."""
     from penstock.train.after.generate import parameter_count
     from penstock.train.step_paths import describe_paths
+    from penstock.train.weights import model_name
     from penstock.train.worker import model_sizes
 
     sizes = model_sizes(config)
@@ -305,7 +306,7 @@ def _announce(
     tokens = config.data.batch * config.data.tokens
     tell(
         "model",
-        f"{config.model.family}, {sizes.layers} layers of width {sizes.width}, "
+        f"{model_name(sizes)}, {sizes.layers} layers of width {sizes.width}, "
         f"{parameter_count(sizes):,} parameters",
     )
     tell(

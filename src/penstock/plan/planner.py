@@ -27,7 +27,8 @@ from penstock.ir import Op, Plan, lower, verify
 from penstock.ir.plan import Facts
 from penstock.ir.schedule import stretch
 from penstock.partition import even_partition
-from penstock.plan.candidates import candidate_plan, title
+from penstock.plan.candidates import Candidate, candidate_plan, title
+from penstock.plan.partial import skipped_share
 from penstock.plan.paths.rules import rules_from
 from penstock.plan.search import Landscape, rival_facts
 from penstock.schedules import make, shape_of, transform
@@ -44,6 +45,7 @@ from penstock.schedules.facts import FACTS
 from penstock.schedules.skip_paths import dealt
 from penstock.schedules.transforms import replicate
 
+SKIPPING = "micro-batches leave out layers, which changes what is computed"
 PATHS_NAME = "paths"  # the name of the plans of `penstock.plan.paths`
 BOUND_HOLDS_FOR = "every plan that the search could have returned"
 SIZE_KEYS = ("ranks", "microbatches")
@@ -248,6 +250,7 @@ def chosen_plan(landscape: Landscape, assumptions: Facts = ()) -> Plan:
         ("gap", landscape.gap if landscape.bound else None),
         ("bound_holds_for", BOUND_HOLDS_FOR),
         ("cut_short", landscape.interrupted),
+        *skip_facts(best),
         *rival_facts(landscape),
     )
     plan = candidate_plan(best, facts)
@@ -259,6 +262,14 @@ def chosen_plan(landscape: Landscape, assumptions: Facts = ()) -> Plan:
     return replace(
         plan, schedule=schedule, name=name, tensor=cell.tensor, shard=cell.shard
     )
+
+
+def skip_facts(candidate: Candidate) -> Facts:
+    """Return how much of the model each micro-batch leaves out; nothing if all visit every part."""
+    share = skipped_share(candidate.schedule, candidate.partition)
+    if not share:
+        return ()
+    return (("skipped_share", share), ("skipping", SKIPPING))
 
 
 # ---------------------------------------------------------------- a plan file
@@ -316,7 +327,7 @@ def _stated_values(
 ) -> dict[str, Any]:
     """The values of [schedule] that the user wrote, without the name, 0 and empty ones."""
     values = {item.name: getattr(shape, item.name) for item in fields(shape)}
-    del values["name"]
+    del values["name"], values["skip"]  # `skip` is about what auto may choose.
     if given is None:
         defaults = ScheduleConfig()
         written = {

@@ -20,6 +20,11 @@ from penstock.cost.profile import TENSORS_PER_WEIGHT, Profile
 from penstock.cost.unit import UnitCost
 from penstock.ir.action import Op
 from penstock.plan.candidates import Judge
+from penstock.plan.partial import (
+    partial_profile_bound,
+    partial_unit_bound,
+    visited_layers,
+)
 from penstock.plan.recipes import Cuts, Limits, Setting, even_cuts_only
 from penstock.plan.slices.planner import SLICE_COUNTS, CutChoice, cut_choices
 from penstock.plan.space import (
@@ -65,6 +70,16 @@ class UnitPricing:
 
     def bound(self, cell: Cell) -> float:
         """Return a time that no step of this cell can beat."""
+        if self.limits.skip:
+            return partial_unit_bound(
+                self.cost,
+                cell.ranks,
+                cell.microbatches,
+                self.limits.stages,
+                self.limits.slices,
+                self.limits.skip,
+                self.limits.split,
+            )
         return space_bound(
             self.cost,
             cell.ranks,
@@ -80,8 +95,8 @@ class UnitPricing:
         return Estimate(self.bound(cell), 0.0)
 
     def least_bytes(self, cell: Cell) -> float:
-        """Return what every rank must hold at least: one micro-batch."""
-        return 1.0
+        """Return what the fullest rank must hold at least: all of one micro-batch that it may not leave out."""
+        return 1.0 - self.limits.skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,11 +315,14 @@ class ProfilePricing:
         if least_key not in self.least:
             slices = min(self.limits.slices, self.workload.tokens)
             profile = self.process(cell)
+            visited = visited_layers(profile.layers, self.limits.skip)
+            profile = replace(profile, layers=visited)
             self.least[least_key] = least_times(profile, slices, self.limits.split)
         least = replace(self.least[least_key], hop=hop)
         if again:
             least = with_recomputation(least)
-        bound = profile_bound(least, cell.ranks, cell.microbatches) / fastest
+        bound_of = partial_profile_bound if self.limits.skip else profile_bound
+        bound = bound_of(least, cell.ranks, cell.microbatches) / fastest
         if processors is not None:
             work = _least_work(least) * cell.microbatches * cell.copies
             bound = max(bound, work / processors)
@@ -325,13 +343,13 @@ class ProfilePricing:
         When the forward of a micro-batch ends, the devices together hold all weights and all
         activations of this micro-batch, and the fullest one holds at least the mean. Parts
         that are recomputed hold only their inputs, so where there are some, only the weights
-        count.
+        count. Layers that may be left out do not count either.
         """
         profile = self.profile(cell)
         whole = profile.part(profile.layers, first=True, last=True)
         held = whole.weights
         if not cell.recomputed:
-            held += whole.held * self.workload.tokens
+            held += whole.held * self.workload.tokens * (1.0 - self.limits.skip)
         return held / cell.ranks
 
 

@@ -161,15 +161,6 @@ def microbatches_by_pipeline(schedule: Schedule) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(own) for own in members.values())
 
 
-def visits_every_part(schedule: Schedule) -> bool:
-    """Whether every micro-batch visits every part."""
-    return all(
-        len({schedule.stages[stage].part for stage in microbatch.path})
-        == schedule.parts
-        for microbatch in set(schedule.microbatches)
-    )
-
-
 def _pipelines(schedule: Schedule) -> list[int]:
     """The pipeline of each stage: stages that a path connects share a number."""
     group = list(range(len(schedule.stages)))

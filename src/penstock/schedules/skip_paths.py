@@ -36,7 +36,7 @@ def skip(ranks: int, microbatches: int, skips: int | None = None) -> Schedule:
         raise ShapeError(
             f"of {ranks} ranks at most {max_skips} can be left out on a path, not {skips}"
         )
-    paths = [_path(ranks, skips, number) for number in range(microbatches)]
+    paths = [path_with_skips(ranks, skips, number) for number in range(microbatches)]
     return schedule_along(ranks, paths)
 
 
@@ -82,8 +82,12 @@ def default_skips(ranks: int) -> int:
     return max(ranks // 4, 1) if ranks > 2 else 0
 
 
-def _path(ranks: int, skips: int, number: int) -> tuple[int, ...]:
-    """Return the path of one micro-batch."""
-    others = ranks - 1
+def path_with_skips(parts: int, skips: int, number: int) -> tuple[int, ...]:
+    """Return the parts that micro-batch `number` visits: all but `skips` of those after the first.
+
+    >>> path_with_skips(4, 1, 0), path_with_skips(4, 1, 1)
+    ((0, 2, 3), (0, 1, 3))
+    """
+    others = parts - 1
     left_out = {1 + (number * skips + step) % others for step in range(skips)}
-    return tuple(part for part in range(ranks) if part not in left_out)
+    return tuple(part for part in range(parts) if part not in left_out)

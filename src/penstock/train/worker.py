@@ -33,6 +33,8 @@ from penstock.config import Config
 from penstock.errors import PeerLostError, PenstockError, RunError, StuckError
 from penstock.formats.config_toml import read_config
 from penstock.formats.plan_json import read_plan
+from penstock.models import DecoderConfig
+from penstock.models.decoder import check_positions
 from penstock.models.tensor import check_shares
 from penstock.runtime import ProcessComm, finish, init
 from penstock.runtime.process.launch import hear_signals
@@ -277,9 +279,11 @@ def job_of(
 def model_sizes(config: Config) -> Sizes:
     """Return the sizes of a config's model, from its folder if it starts from one."""
     vocab = tokenizer_of(config.data.tokenizer).vocab
-    folder = config.model.weights
+    folder = config.model.folder
     if folder:
         sizes = read_sizes(Path(folder))
+        if isinstance(sizes, DecoderConfig):
+            check_positions(sizes, config.data.tokens)
         if sizes.vocab < vocab:
             raise RunError(
                 f"the model in {folder} has {sizes.vocab} words, the tokenizer {vocab}\n"

@@ -16,14 +16,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from penstock.carry import Carry
 from penstock.config import BYTE_TOKENIZER
 from penstock.errors import FileError, RunError, ShapeError
-from penstock.models import GPTConfig, LlamaConfig, Part
+from penstock.models import (
+    DecoderConfig,
+    GPTConfig,
+    LlamaConfig,
+    Part,
+    layer_count,
+    split,
+)
 from penstock.models.count import parameters_of
-from penstock.train.after.ablation import parts_of
 from penstock.train.checkpoint import (
     CheckpointFacts,
     checkpoint_faults,
@@ -113,9 +119,8 @@ def parameter_count(sizes: Sizes) -> int:
 
 def trained_sizes(described: dict[str, Any]) -> Sizes:
     """Read the sizes that `penstock.train.loop.describe` has written."""
-    kind: type[LlamaConfig] | type[GPTConfig] = (
-        GPTConfig if described.get("family") == "gpt" else LlamaConfig
-    )
+    kinds: dict[str, type[Sizes]] = {"gpt": GPTConfig, "decoder": DecoderConfig}
+    kind = kinds.get(str(described.get("family")), LlamaConfig)
     known = {item.name for item in fields(kind)}
     try:
         return kind(**{key: value for key, value in described.items() if key in known})
@@ -149,7 +154,7 @@ class Reader:
            └─────┘ ' ' ' '
     """
 
-    def __init__(self, parts: Sequence[nn.Module], longest: int, room: int) -> None:
+    def __init__(self, parts: Sequence[Part], longest: int, room: int) -> None:
         self.parts = parts
         self.longest = longest
         self.room = room
@@ -168,6 +173,11 @@ class Reader:
         """
         if len(row) - self.first > self.longest:
             self.open_window(len(row) - max(self.longest // 2, 1))
+        if any(part.unsliceable for part in self.parts):
+            x = torch.tensor([row[self.first :]])
+            for part in self.parts:
+                x = part(x)
+            return x[0, -1]
         begin, end = self.carries[0].reached, len(row) - self.first
         x = torch.tensor([row[self.first + begin :]])
         for part, carry in zip(self.parts, self.carries, strict=True):
@@ -175,12 +185,13 @@ class Reader:
         return x[0, -1]
 
 
-def parts_along(model: Part, path: Sequence[int] | None) -> list[nn.Module]:
+def parts_along(model: Part, path: Sequence[int] | None) -> list[Part]:
     """Return what a word passes through: the whole model or, along a path, some of its layers and the head."""
     if path is None:
         return [model]
-    *layers, head = parts_of(model)
-    return [*(layers[layer] for layer in path), head]
+    layers = layer_count(model)
+    *parts, head = split(model, [1] * layers + [0])
+    return [*(parts[layer] for layer in path), head]
 
 
 @torch.no_grad()
@@ -213,7 +224,9 @@ def generate_text(
     if trained.sizes.width < SMALL_WIDTH:
         torch.set_num_threads(1)
     room = len(row) + tokens
-    longest = trained.sizes.positions if isinstance(trained.sizes, GPTConfig) else room
+    longest = room
+    if isinstance(trained.sizes, GPTConfig | DecoderConfig):
+        longest = trained.sizes.positions or room
     reader = Reader(parts_along(trained.model, path), longest, room)
     for _ in range(tokens):
         # A model may have more words than the tokenizer.
