@@ -27,15 +27,19 @@ def export_command(
     output: Annotated[
         Path, typer.Option("-o", "--output", help="The folder to create.")
     ] = Path("export"),
+    dtype: Annotated[
+        str,
+        typer.Option(help="The type of the weights: float32, bfloat16 or float16."),
+    ] = "float32",
 ) -> None:
     """Write a trained model as a Hugging Face folder, which transformers loads: config.json and safetensors.
 
     Example: penstock export runs/tiny -o tiny-llama
     """
     require_torch()
-    from penstock.train.after.generate import export_run
+    from penstock.train.after.export import export_run
 
-    trained = export_run(run, output)
+    trained = export_run(run, output, dtype)
     print_plain(f"wrote {output}: {trained.path}")
 
 

@@ -43,7 +43,7 @@ from penstock.train.data.tokenizer import (
     kept_tokenizer,
     tokenizer_of,
 )
-from penstock.train.hub import read_sizes, read_weights, write_folder
+from penstock.train.hub import read_sizes, read_weights
 from penstock.train.weights import Holding, Sizes, copy_weights, hold_whole
 
 SMALL_WIDTH = 1024  # Narrower models run faster on one thread.
@@ -128,22 +128,6 @@ def trained_sizes(described: dict[str, Any]) -> Sizes:
         raise FileError(
             f"the checkpoint does not say the sizes of its model: {error}"
         ) from None
-
-
-def export_run(path: Path, folder: Path) -> Trained:
-    """Write a run's model as a Hugging Face folder."""
-    if folder.exists() and not folder.is_dir():
-        raise FileError(f"{folder} is a file\n  name a new folder")
-    if folder.exists() and any(folder.iterdir()):
-        raise FileError(f"{folder} is not empty\n  name a new folder")
-    trained = open_trained(path)
-    write_folder(
-        folder,
-        {name: p.detach() for name, p in trained.holding.parameters.items()},
-        trained.sizes,
-        trained.tokenizer,
-    )
-    return trained
 
 
 # ---------------------------------------------------------------- word by word
