@@ -27,6 +27,7 @@ ROOMS = {
         *("ir", "cost", "config", "formats", "partition", "schedules", "sim"),
         "errors",
     },
+    "advice": {"ir", "cost", "formats", "schedules", "plan", "errors"},
     "view": {"ir", "errors"},
     "runtime": {"ir", "cost", "carry", "errors"},
     "measure": {"ir", "cost", "carry", "runtime", "errors"},
@@ -39,7 +40,7 @@ ROOMS = {
     },
     "cli": {
         *("ir", "cost", "config", "formats", "schedules", "sim", "plan", "view"),
-        *("partition", "runtime", "measure", "train", "version", "errors"),
+        *("advice", "partition", "runtime", "measure", "train", "version", "errors"),
     },
     "__main__": {"cli"},
 }
@@ -55,6 +56,7 @@ LIBRARIES = {
     "sim": {"numpy"},
     "schedules": {"numpy"},
     "plan": {"numpy"},
+    "advice": set(),
     "view": {"numpy", "rich"},
     "runtime": {"numpy", "torch"},
     "measure": {"numpy", "torch"},
