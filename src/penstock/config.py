@@ -106,13 +106,18 @@ class DataConfig:
 
     sources: tuple[str, ...] = setting(
         (),
-        "files or folders with text or .jsonl, also as .gz, .bz2 or .xz; empty takes Python's standard library",
+        "files or folders: text, .jsonl (also .gz, .bz2, .xz), .parquet, .arrow; empty takes Python's standard library",
     )
     endings: tuple[str, ...] = setting(
-        (".txt", ".md", ".py", ".jsonl", ".txt.gz", ".jsonl.gz"),
+        (
+            *(".txt", ".md", ".py", ".jsonl", ".txt.gz", ".jsonl.gz"),
+            *(".parquet", ".arrow"),
+        ),
         "endings of the files that are read from folders",
     )
-    field: str = setting("text", "field of a JSONL line that holds the text")
+    field: str = setting(
+        "text", "field of a JSONL line, or column of a table, that holds the text"
+    )
     tokenizer: str = setting(
         AUTO,
         "bytes, or the path of a tokenizer.json; auto takes that of model.weights or model.config, or else bytes",
