@@ -116,12 +116,16 @@ def placements(ranks: int, limits: Limits) -> Iterator[Placement]:
     if ranks == 1:
         yield Placement("chunks", 1)
         return
-    every = [Placement("chunks", count) for count in TRIED_CHUNKS]
-    every += [Placement("waves", count) for count in TRIED_WAVES]
-    every.sort(key=lambda one: one.stages_per_rank)
-    for placement in every:
+    for placement in every_placement():
         if placement.stages_per_rank <= limits.stages:
             yield placement
+
+
+def every_placement() -> list[Placement]:
+    """Return all placements that are ever tried, from few stages to many."""
+    every = [Placement("chunks", count) for count in TRIED_CHUNKS]
+    every += [Placement("waves", count) for count in TRIED_WAVES]
+    return sorted(every, key=lambda one: one.stages_per_rank)
 
 
 def sliced_paths(

@@ -14,6 +14,7 @@ timed, so the same workload and profile give the same plan on any machine. Ctrl-
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -47,6 +48,7 @@ PROMISING = 1.25
 # Actions of one order of each surveyed cell, in all. Cells with worse estimates are left out.
 SURVEYED_ACTIONS = 20_000
 NOT_TRIED = "left out: many cells seem to be better"  # reason of a cell
+NOTHING_FITS = "no placement fits into the memory"  # reason of a cell
 CANNOT_WIN = "cannot win: its bound is above the best plan"  # reason of a cell
 
 
@@ -61,6 +63,9 @@ class Pricing(Protocol):
 
     def bound(self, cell: Cell) -> float:
         """Return a time that no step of this cell can beat."""
+
+    def close_bound(self, cell: Cell) -> float:
+        """Return a larger such time, with more work; infinite if no plan fits."""
 
     def estimate(self, cell: Cell) -> Estimate:
         """Return about how long a step takes and how much a device holds, quickly."""
@@ -170,6 +175,8 @@ class _Search:
         results.sort(key=_order_of_bounds)
         self.results = results
         self.bound = min((one.bound for one in results), default=math.inf)
+        # The cells whose bounds are as close as they get.
+        self.examined: set[Cell] = set()
         self.rows: list[Row] = []
         self.too_large: list[tuple[str, float]] = []
         self.best = math.inf
@@ -205,6 +212,9 @@ class _Search:
         """Survey one cell, or say why not."""
         cell = result.cell
         refusal = self.refusal(result)
+        if not refusal:
+            result = self.examine(result)
+            refusal = self.refusal(result)
         if refusal:
             return replace(result, reason=refusal)
         self.tell(cell.name)
@@ -236,6 +246,7 @@ class _Search:
             is_late = any_fits and self.time_of(result) > self.best * PROMISING
             if ranked == RANKED_CELLS or (ranked and is_late):
                 break
+            result = self.examine(result)
             left -= result.cell.ranks * result.cell.microbatches
             if ranked and (result.bound >= self.best or left < 0):
                 continue
@@ -262,6 +273,31 @@ class _Search:
         self.rows = [row for row in self.rows if row.cell != cell]
         return self.take(result, found)
 
+    # ------------------------------------------------------------ bounds
+    def examine(self, result: CellResult) -> CellResult:
+        """Return a cell with its close bound."""
+        if result.cell in self.examined:
+            return result
+        self.examined.add(result.cell)
+        close = self.pricing.close_bound(result.cell)
+        return replace(result, bound=max(result.bound, close))
+
+    def examine_until_proven(self) -> None:
+        """Raise the bound of the whole space: the least one of all cells, until it is a close one.
+
+        Cells that were not tried count too, because their plans are in the space.
+        """
+        waiting = [(one.bound, place) for place, one in enumerate(self.results)]
+        heapq.heapify(waiting)
+        while waiting:
+            bound, place = waiting[0]
+            if bound >= self.best or self.results[place].cell in self.examined:
+                break
+            self.results[place] = self.examine(self.results[place])
+            heapq.heapreplace(waiting, (self.results[place].bound, place))
+        least = waiting[0][0] if waiting else math.inf
+        self.bound = min(least, self.best)
+
     # ------------------------------------------------------------ small things
     def refusal(self, result: CellResult) -> str:
         """Say why a cell need not be tried; empty if it must be."""
@@ -269,6 +305,8 @@ class _Search:
         few = len(self.results) <= MAX_WEIGHED_CELLS
         if few and self.exceeds_memory(cell):
             return self.misfit(cell)
+        if result.bound == math.inf:
+            return NOTHING_FITS
         if result.bound >= self.best:
             return CANNOT_WIN
         less = [share for share in RECOMPUTED_SHARES if share < cell.recomputed]
@@ -320,6 +358,7 @@ class _Search:
         """Return all that was found."""
         if not self.rows:
             raise ShapeError(self.why_nothing_fits())
+        self.examine_until_proven()
         self.rows.sort(key=lambda row: row.candidate.step)
         best_cell = min(
             (one for one in self.results if one.best is not None),
