@@ -9,20 +9,23 @@ beside its weights. A placement on which this exceeds the memory has no plan.
 
 **All work of a rank** follows the moment at which a first slice reaches it.
 
-**The first backward.** Some slice has at least 1/S of the tokens. It runs on all stages; the slices before it run on the
-first stage earlier, those after it on the last stage later. Backwards begin after that, and reach the other ranks one
-after the other. Until the first one reaches a rank, the rank can only run forwards, and no more of them than its memory
-holds. All other forwards and all backwards come later:
+**The first backward.** Some slice has at least 1/S of the tokens. It runs on all stages; the slices before it run on
+the first stage earlier, those after it on the last stage later. Backwards begin after that, and reach the other ranks
+one after the other. Until the first one reaches a rank, the rank can only run forwards, and no more of them than its
+memory holds. All other forwards and all backwards come later:
 
     rank 1 | ....reached.... | F F F | (memory is full) | first backward | all other forwards, all backwards
 
-**Memory and time.** A slice is held on a stage from its forward to its backward there. Meanwhile the later slices of its
-micro-batch run on this stage, there and back, and one of them runs on all later stages and comes back; or the slice
-itself does. Add up bytes times seconds over all slices of a rank: this cannot exceed the bytes that the rank has room
-for, times the seconds from when it is reached to the end.
+**Long and short slices.** Short slices reach the ranks early, but all slices together take longer if they are short. So
+cuts are put into classes by their longest slice, and the bound is the least one of all classes.
 
-**Sums of gradients.** A rank takes part in one sum at a time. Its first sum begins when all backwards of one of its parts
-are done, which is after all forwards of the step. Its last sum begins after all its work.
+**Memory and time.** A slice is held on a stage from its forward to its backward there. Meanwhile the later slices of
+its micro-batch run on this stage, there and back, and the last one runs on all later stages and comes back; or the
+slice itself does. Add up bytes times seconds over all slices of a rank: this cannot exceed the bytes that the rank has
+room for, times the seconds from when it is reached to the end.
+
+**Sums of gradients.** A rank takes part in one sum at a time. Its first sum begins when all backwards of one of its
+parts are done, which is after all forwards of the step. Its last sum begins after all its work.
 
 The bounds ignore what collides: that two micro-batches want a rank at the same time, and that links are busy. All hops
 take as long as the fastest one. Of the memory they ignore what exists for a moment only, keys and values that slices
@@ -96,7 +99,9 @@ def slice_times(
     lengths = lengths[lengths * slices >= profile.tokens]
     tops = lengths[np.linspace(0, len(lengths) - 1, MAX_CLASSES).astype(np.int64)]
     tops = np.unique(tops)  # the most tokens of the longest slice, in each class
-    bottoms = np.concatenate(([lengths[0]], [lengths[lengths > top][0] for top in tops[:-1]]))
+    bottoms = np.concatenate(
+        ([lengths[0]], [lengths[lengths > top][0] for top in tops[:-1]])
+    )
     allowed = [space.tokens <= top for top in tops]
     is_long = [
         (space.tokens >= bottom) & (space.tokens <= top)
@@ -197,7 +202,9 @@ class Room:
 
     def weights(self, layout: Layout) -> Floats:
         """Bytes of the weights on each rank."""
-        sizes = [one.weights + one.gathered for one in (self.layer, self.embed, self.head)]
+        sizes = [
+            one.weights + one.gathered for one in (self.layer, self.embed, self.head)
+        ]
         weights = layout.on_ranks(layout.of_blocks(*sizes))
         if layout.rank[0] == layout.rank[-1]:
             weights[layout.rank[0]] -= self.tied
@@ -269,7 +276,9 @@ def placed_bound(layout: Layout, times: SliceTimes, room: Room, load: Load) -> f
     sums = np.zeros(layout.size)
     if room.copies > 1:
         gradients = room.gradients(layout)
-        sums = np.where(gradients > 0, load.sum_latency, 0.0) + gradients * load.sum_byte
+        sums = (
+            np.where(gradients > 0, load.sum_latency, 0.0) + gradients * load.sum_byte
+        )
     seconds = _Bound(layout, times, load).least_times(caps, left, sums)
     return float(seconds[fits].min())
 
@@ -346,7 +355,7 @@ class _Bound:
             all_forward[:, None] + self.last_back, way_back + count * self.backward
         )
         byte_seconds = count * layout.on_ranks(self.byte_seconds(left))
-        return np.max(
+        least: Floats = np.max(
             [
                 (ends + layout.least_on_ranks(sums)).max(axis=1),
                 (layout.least_on_ranks(done) + layout.on_ranks(sums)).max(axis=1),
@@ -355,6 +364,7 @@ class _Bound:
             ],
             axis=0,
         )
+        return least
 
     def turned(self) -> Floats:
         """Return the least time until all slices of a micro-batch have run on all stages."""
@@ -407,7 +417,7 @@ class _Bound:
         return (1 - share) * first + (1 - share_of_rest) * rest
 
     def cheapest(self, seconds: Floats, size: Floats) -> tuple[Floats, Floats]:
-        """Return the bytes of forwards on each rank if all held as few for their seconds as the best, and their seconds."""
+        """Return the bytes of each rank's forwards if all held as few per second as the best, and their seconds."""
         ratio = seconds / np.maximum(size, LEAST)
         best = np.where(self.layout.is_on, ratio[..., None], 0.0).max(axis=-2)
         total = self.layout.on_ranks(seconds)

@@ -310,7 +310,9 @@ class ProfilePricing:
         bound = placed_bound(layout, self._slice_times(cell), room, load)
         bound /= max(self.speeds(cell), default=1.0)
         update = layout.on_ranks(
-            layout.of_blocks(*(one.update for one in (room.layer, room.embed, room.head)))
+            layout.of_blocks(
+                *(one.update for one in (room.layer, room.embed, room.head))
+            )
         )
         return self.gather(cell) + self.workload.passes * bound + float(update.max())
 
@@ -322,7 +324,11 @@ class ProfilePricing:
             stages = placement.stages(cell.ranks)
             partition = self.workload.fixed.partition
             if not partition:
-                slowest = [min(speeds[rank :: cell.ranks]) for rank in range(cell.ranks)] if speeds else []
+                slowest = (
+                    [min(speeds[rank :: cell.ranks]) for rank in range(cell.ranks)]
+                    if speeds
+                    else []
+                )
                 ranks = tuple(stage.rank for stage in stages)
                 partition = balance_layers(
                     self.process(cell), self.workload.tokens, ranks, slowest
@@ -401,7 +407,12 @@ class ProfilePricing:
 
     def _work_key(self, cell: Cell) -> object:
         """Return what the times of a process depend on."""
-        return (cell.rows, cell.tensor, self.mesh_links(cell)[0], self.processors(cell)[1])
+        return (
+            cell.rows,
+            cell.tensor,
+            self.mesh_links(cell)[0],
+            self.processors(cell)[1],
+        )
 
     def _sum_seconds(self, cell: Cell, gradients: float) -> float:
         """Return the seconds of a ring that sums gradients over the copies of a rank."""

@@ -31,6 +31,7 @@ from penstock.plan.portfolio import (
     nothing_fits,
     rank_setting,
     survey_setting,
+    weigh_setting,
 )
 from penstock.plan.pricing import Estimate
 from penstock.plan.recipes import Limits, Setting
@@ -39,6 +40,7 @@ from penstock.schedules.size import refuse_if_too_large
 
 # With more cells than this, only those are weighed that could win by their bounds.
 MAX_WEIGHED_CELLS = 1_000
+WEIGHED_CELLS = 6  # cells that are weighed if nothing fits
 MAX_CELLS = 50_000  # more would take minutes to compare
 RANKED_CELLS = 6  # cells in which everything is tried
 # Actions of one order of these cells, in all. One cell is tried in any case.
@@ -175,8 +177,7 @@ class _Search:
         results.sort(key=_order_of_bounds)
         self.results = results
         self.bound = min((one.bound for one in results), default=math.inf)
-        # The cells whose bounds are as close as they get.
-        self.examined: set[Cell] = set()
+        self.close_bounds: dict[Cell, float] = {}
         self.rows: list[Row] = []
         self.too_large: list[tuple[str, float]] = []
         self.best = math.inf
@@ -276,11 +277,10 @@ class _Search:
     # ------------------------------------------------------------ bounds
     def examine(self, result: CellResult) -> CellResult:
         """Return a cell with its close bound."""
-        if result.cell in self.examined:
-            return result
-        self.examined.add(result.cell)
-        close = self.pricing.close_bound(result.cell)
-        return replace(result, bound=max(result.bound, close))
+        cell = result.cell
+        if cell not in self.close_bounds:
+            self.close_bounds[cell] = self.pricing.close_bound(cell)
+        return replace(result, bound=max(result.bound, self.close_bounds[cell]))
 
     def examine_until_proven(self) -> None:
         """Raise the bound of the whole space: the least one of all cells, until it is a close one.
@@ -289,14 +289,18 @@ class _Search:
         """
         waiting = [(one.bound, place) for place, one in enumerate(self.results)]
         heapq.heapify(waiting)
-        while waiting:
-            bound, place = waiting[0]
-            if bound >= self.best or self.results[place].cell in self.examined:
-                break
-            self.results[place] = self.examine(self.results[place])
-            heapq.heapreplace(waiting, (self.results[place].bound, place))
-        least = waiting[0][0] if waiting else math.inf
-        self.bound = min(least, self.best)
+        try:
+            self.tell("proving the bound")
+            while waiting[0][0] < self.best:
+                bound, place = waiting[0]
+                result = self.examine(self.results[place])
+                self.results[place] = result
+                if result.bound == bound:
+                    break
+                heapq.heapreplace(waiting, (result.bound, place))
+        except KeyboardInterrupt:  # The least of all bounds so far holds too.
+            pass
+        self.bound = min(waiting[0][0], self.best)
 
     # ------------------------------------------------------------ small things
     def refusal(self, result: CellResult) -> str:
@@ -357,6 +361,7 @@ class _Search:
     def landscape(self, interrupted: bool) -> Landscape:
         """Return all that was found."""
         if not self.rows:
+            self.weigh_smallest()
             raise ShapeError(self.why_nothing_fits())
         self.examine_until_proven()
         self.rows.sort(key=lambda row: row.candidate.step)
@@ -376,6 +381,20 @@ class _Search:
             self.bound,
             interrupted,
         )
+
+    def weigh_smallest(self) -> None:
+        """Weigh plans of the cells that seem to need the least, to say how much is missing."""
+
+        def size(result: CellResult) -> float:
+            return self.pricing.estimate(result.cell).bytes
+
+        for result in sorted(self.results, key=size)[:WEIGHED_CELLS]:
+            cell = result.cell
+            self.too_large += weigh_setting(
+                self.pricing.setting(cell),
+                self.pricing.judge(cell),
+                self.limits_of(cell),
+            )
 
     def why_nothing_fits(self) -> str:
         """Say why no cell has a plan."""

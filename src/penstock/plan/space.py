@@ -25,7 +25,8 @@ if each begins when it is reached at the earliest. Every part but the first and 
 
 The bounds ignore what collides: that two micro-batches want a rank at the same time, that links are busy, that ranks
 rest after actions. They ignore sums of gradients, optimizer steps and copies. For a `Profile` they ignore the memory,
-and hold for cuts at `CUT_POINTS` equally spaced places, or coarser ones.
+which `penstock.plan.placed_bound` knows. If cuts can lie at more than `CUT_POINTS` places, the least work is that of
+cuts at `CUT_POINTS` of them.
 """
 
 from __future__ import annotations
@@ -324,7 +325,9 @@ class SliceSpace:
 
     def work(self, block: Block) -> tuple[float, float]:
         """The least forward and backward work of a block for one micro-batch."""
-        return self.sum_over_slices(self.along(block, Op.F)), self._least_backward(block)
+        return self.sum_over_slices(self.along(block, Op.F)), self._least_backward(
+            block
+        )
 
     # ------------------------------------------------------------ blocks
     def _least_backward(self, block: Block) -> float:
@@ -372,9 +375,7 @@ class SliceSpace:
         return min(whole, self.last_piece(block, Op.I)) if self.split else whole
 
     def _least_piece(self, block: Block, op: Op, prefixes: Floats) -> float:
-        return float(
-            seconds_along(block.fit(op).curve, self.lengths, prefixes).min()
-        )
+        return float(seconds_along(block.fit(op).curve, self.lengths, prefixes).min())
 
     def one_way(self, op: Op) -> float:
         """The least time of the largest slice through all layers."""
