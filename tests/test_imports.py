@@ -14,6 +14,7 @@ import penstock
 ROOT = Path(penstock.__file__).parent
 ROOMS = {
     "errors": set(),
+    "version": set(),
     "partition": {"errors"},
     "carry": {"errors"},
     "config": {"errors"},
@@ -30,18 +31,20 @@ ROOMS = {
     "runtime": {"ir", "cost", "carry", "errors"},
     "measure": {"ir", "cost", "carry", "runtime", "errors"},
     "models": {"carry", "partition", "errors"},
+    "peers": {"ir", "formats", "runtime", "errors"},
     "train": {
         *("ir", "cost", "config", "formats", "schedules", "sim", "plan", "view"),
         *("carry", "runtime", "measure", "models", "errors"),
     },
     "cli": {
         *("ir", "cost", "config", "formats", "schedules", "sim", "plan", "view"),
-        *("partition", "runtime", "measure", "train", "errors"),
+        *("partition", "runtime", "measure", "train", "version", "errors"),
     },
     "__main__": {"cli"},
 }
 LIBRARIES = {
     "errors": set(),
+    "version": set(),
     "partition": set(),
     "carry": {"torch"},
     "config": set(),
@@ -54,7 +57,9 @@ LIBRARIES = {
     "view": {"numpy", "rich"},
     "runtime": {"numpy", "torch"},
     "measure": {"numpy", "torch"},
-    "models": {"torch"},
+    # transformers only where a decoder of it is built
+    "models": {"torch", "transformers"},
+    "peers": {"torch"},
     "train": {
         "numpy",
         "torch",

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Optional
 
 import typer
 
+from penstock.cli.completion import complete_gpu
 from penstock.cli.cost import price_of
 from penstock.cli.landscape import landscape_facts, print_landscape, show_progress
 from penstock.cli.options import (
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from penstock.train.placement import Placement
     from penstock.train.weights import Sizes
 
+MAX_SKIP = 0.9  # the largest share of the layers that a micro-batch may leave out
 CONFIG_PANEL = "A model and its devices"
 
 
@@ -68,6 +70,7 @@ def plan_command(
         typer.Option(
             help="Plan for a known GPU without having one: v100, a100-40, a100, h100 "
             "or h200. Its times come from a formula.",
+            autocompletion=complete_gpu,
             rich_help_panel=CONFIG_PANEL,
         ),
     ] = None,
@@ -110,6 +113,13 @@ def plan_command(
     weights: Annotated[
         int, typer.Option(help="The most copies of the weights; 2 admits chimera.")
     ] = 1,
+    skip: Annotated[
+        Optional[float],
+        typer.Option(
+            help="Let each micro-batch leave out up to this share of the layers, such as 0.25. "
+            "This changes what is computed. Default: schedule.skip of the config, or 0."
+        ),
+    ] = None,
     top: Annotated[int, typer.Option(help="The number of rows to show.")] = 15,
     output: OutputFile = None,
     page: Annotated[
@@ -141,7 +151,9 @@ def plan_command(
         require_at_least(1, granularity=granularity)
     if devices is not None:
         require_at_least(1, devices=devices)
-    limits = Limits(stages, slices, weights)
+    if skip is not None and not 0 <= skip <= MAX_SKIP:
+        raise ShapeError(f"--skip must be from 0 to {MAX_SKIP:g}, not {skip:g}")
+    limits = Limits(stages, slices, weights, skip=skip or 0.0)
     if source is not None or gpu is not None:
         _refuse_beside_config(
             ranks=ranks,
@@ -161,6 +173,7 @@ def plan_command(
             profile,
             accept_error,
             granularity,
+            skip,
         )
         question = config_question(model, limits)
     else:
@@ -212,6 +225,7 @@ class ModelOptions:
     profile: Path | None
     accept_error: bool
     granularity: int | None
+    skip: float | None = None
 
 
 # ---------------------------------------------------------------- questions
@@ -264,6 +278,8 @@ def config_question(options: ModelOptions, limits: Limits) -> Question:
     from penstock.train.worker import model_sizes
 
     config, _ = find_run(options.source, None, options.changes, exists=True)
+    if options.skip is None:
+        limits = replace(limits, skip=config.schedule.skip)
     # Whoever asks for a number of devices wants to know how to divide them.
     file = None if options.devices else options.source
     given = written_keys(file, options.changes)
@@ -291,7 +307,9 @@ def config_question(options: ModelOptions, limits: Limits) -> Question:
         granularity=options.granularity,
         uneven=cluster is not None,
     )
-    profiles, origin = _profiles_of(options, workload, placement)
+    profiles, origin = profiles_of(
+        options.profile, options.accept_error, workload, placement
+    )
     return profile_question(workload, profiles.at, limits, origin, cluster=cluster)
 
 
@@ -349,25 +367,25 @@ def _refuse_without_config(**options: object) -> None:
             )
 
 
-def _profiles_of(
-    options: ModelOptions, workload: Workload, placement: Placement
+def profiles_of(
+    file: Path | None, accept_error: bool, workload: Workload, placement: Placement
 ) -> tuple[RowProfiles, str]:
     """Return the profiles of a config's model, and where they come from."""
     from penstock.cost.profile import refuse_error
     from penstock.formats import read_row_profiles
     from penstock.train.auto import measure
 
-    if options.profile is not None:
-        profiles = read_row_profiles(options.profile)
-        if not options.accept_error:
-            refuse_error(profiles.measured[0], str(options.profile))
+    if file is not None:
+        profiles = read_row_profiles(file)
+        if not accept_error:
+            refuse_error(profiles.measured[0], str(file))
         if profiles.layers != workload.layers or profiles.tokens != workload.tokens:
             raise ShapeError(
-                f"{options.profile} is of {profiles.layers} layers and "
+                f"{file} is of {profiles.layers} layers and "
                 f"{profiles.tokens} tokens, but the config has {workload.layers} layers "
                 f"and {workload.tokens} tokens\n"
                 "  measure it: penstock profile config.toml"
             )
-        return profiles, str(options.profile)
+        return profiles, str(file)
     with progress("timing a layer"):
         return measure(workload, placement), "measured on this machine"

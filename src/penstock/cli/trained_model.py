@@ -27,21 +27,31 @@ def export_command(
     output: Annotated[
         Path, typer.Option("-o", "--output", help="The folder to create.")
     ] = Path("export"),
+    dtype: Annotated[
+        str,
+        typer.Option(help="The type of the weights: float32, bfloat16 or float16."),
+    ] = "float32",
 ) -> None:
     """Write a trained model as a Hugging Face folder, which transformers loads: config.json and safetensors.
 
     Example: penstock export runs/tiny -o tiny-llama
     """
     require_torch()
-    from penstock.train.after.generate import export_run
+    from penstock.train.after.export import export_run
 
-    trained = export_run(run, output)
+    trained = export_run(run, output, dtype)
     print_plain(f"wrote {output}: {trained.path}")
 
 
 def generate_command(
     run: ModelFolder,
-    prompt: Annotated[str, typer.Option(help="The beginning of the text.")] = "def ",
+    prompt: Annotated[
+        Optional[str],
+        typer.Option(
+            help="The beginning of the text. Default: the first words of a held-out "
+            "document of the run; a Hugging Face model begins at will."
+        ),
+    ] = None,
     tokens: Annotated[int, typer.Option(help="The number of tokens to add.")] = 200,
     temperature: Annotated[
         float, typer.Option(help="0 always takes the most likely token.")
@@ -54,8 +64,10 @@ def generate_command(
     """
     require_torch()
     from penstock.train.after.generate import generate_text, open_trained
+    from penstock.train.data.prompt import read_prompt
 
-    text = generate_text(open_trained(run), prompt, tokens, temperature, seed)
+    begin = read_prompt(run) if prompt is None else prompt
+    text = generate_text(open_trained(run), begin, tokens, temperature, seed)
     sys.stdout.write(text + "\n")
 
 

@@ -113,10 +113,11 @@ def balance_layers(
     speeds: Sequence[float] = (),
 ) -> tuple[int, ...]:
     """Return the layers of parts on these ranks, so that the busiest rank has as little work as possible."""
-    works = [
-        _work(block, tokens) for block in (profile.embed, profile.layer, profile.head)
-    ]
-    return balanced_partition(profile.layers, ranks, *works, speeds)
+    embed, layer, head = (
+        block_seconds(block, tokens)
+        for block in (profile.embed, profile.layer, profile.head)
+    )
+    return balanced_partition(profile.layers, ranks, embed, layer, head, speeds)
 
 
 def _ranks_of_parts(schedule: Schedule) -> tuple[int, ...]:
@@ -137,7 +138,7 @@ def count_of_share(share: float, whole: int) -> int:
     return min(whole, math.ceil(share * whole))
 
 
-def _work(block: Block, tokens: int) -> float:
-    """Seconds of a block's forward and backward of one whole sequence."""
+def block_seconds(block: Block, tokens: int) -> float:
+    """Return the seconds of a block's forward and backward of one whole sequence."""
     ops: Sequence[Op] = (Op.F, Op.B)
     return sum(block.fit(op).curve.of(tokens, 0) for op in ops)

@@ -20,6 +20,11 @@ from penstock.cost.profile import TENSORS_PER_WEIGHT, Profile
 from penstock.cost.unit import UnitCost
 from penstock.ir.action import Op
 from penstock.plan.candidates import Judge
+from penstock.plan.partial import (
+    partial_profile_bound,
+    partial_unit_bound,
+    visited_layers,
+)
 from penstock.plan.placed_bound import (
     Hop,
     Layout,
@@ -80,6 +85,16 @@ class UnitPricing:
 
     def bound(self, cell: Cell) -> float:
         """Return a time that no step of this cell can beat."""
+        if self.limits.skip:
+            return partial_unit_bound(
+                self.cost,
+                cell.ranks,
+                cell.microbatches,
+                self.limits.stages,
+                self.limits.slices,
+                self.limits.skip,
+                self.limits.split,
+            )
         return space_bound(
             self.cost,
             cell.ranks,
@@ -99,8 +114,8 @@ class UnitPricing:
         return Estimate(self.bound(cell), 0.0)
 
     def least_bytes(self, cell: Cell) -> float:
-        """Return what every rank must hold at least: one micro-batch."""
-        return 1.0
+        """Return what the fullest rank must hold at least: all of one micro-batch that it may not leave out."""
+        return 1.0 - self.limits.skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,8 +277,8 @@ class ProfilePricing:
         """
         quick = self.bound(cell)
         placements = self.placements(cell)
-        if self.limits.weights > 1 or not placements:
-            return quick  # Chimera is on none of these placements.
+        if self.limits.weights > 1 or self.limits.skip or not placements:
+            return quick  # Chimera and partial paths need more than these placements.
         least = inf
         for placement in placements:
             least = min(least, self._placed_bound(cell, placement))
@@ -441,8 +456,10 @@ class ProfilePricing:
         if key in self.bounds:
             return self.bounds[key]
         if least_key not in self.least:
+            profile = self.process(cell)
+            visited = visited_layers(profile.layers, self.limits.skip)
             self.least[least_key] = least_times(
-                replace(self.process(cell), tokens=self.workload.tokens),
+                replace(profile, layers=visited, tokens=self.workload.tokens),
                 self.most_slices,
                 self.limits.split,
                 self.workload.granularity,
@@ -450,7 +467,8 @@ class ProfilePricing:
         least = replace(self.least[least_key], hop=hop)
         if again:
             least = with_recomputation(least)
-        bound = profile_bound(least, cell.ranks, cell.microbatches) / fastest
+        bound_of = partial_profile_bound if self.limits.skip else profile_bound
+        bound = bound_of(least, cell.ranks, cell.microbatches) / fastest
         if processors is not None:
             work = _least_work(least) * cell.microbatches * cell.copies
             bound = max(bound, work / processors)
@@ -481,13 +499,13 @@ class ProfilePricing:
         When the forward of a micro-batch ends, the devices together hold all weights and all
         activations of this micro-batch, and the fullest one holds at least the mean. Parts
         that are recomputed hold only their inputs, so where there are some, only the weights
-        count.
+        count. Layers that may be left out do not count either.
         """
         profile = self.profile(cell)
         whole = profile.part(profile.layers, first=True, last=True)
         held = whole.weights
         if not cell.recomputed:
-            held += whole.held * self.workload.tokens
+            held += whole.held * self.workload.tokens * (1.0 - self.limits.skip)
         return held / cell.ranks
 
 

@@ -25,6 +25,7 @@ from torch import nn
 from penstock.errors import ShapeError
 from penstock.models import layer_count, split, token_loss, valid_tokens
 from penstock.runtime import Batch
+from penstock.schedules.deal import skips_of
 from penstock.train.after.passage import run_along_paths
 
 PartPath = tuple[int, ...]
@@ -60,19 +61,6 @@ def parts_of(model: WholeOrParts) -> list[nn.Module]:
             "make the head its own part: split(model, [..., 0])"
         )
     return list(model)
-
-
-def skips_of(parts: int, share: float) -> int:
-    """Return how many of `parts` parts make up a share of them, to the nearest.
-
-    >>> skips_of(12, 0.33), skips_of(12, 0.25)
-    (4, 3)
-    """
-    if not 0.0 <= share < 1.0 or parts < 1:
-        raise ShapeError(
-            f"a share of {share:g} of {parts} parts cannot be left out; give one from 0 to below 1"
-        )
-    return min(math.floor(parts * share + 0.5), parts - 1)
 
 
 def omit_parts(

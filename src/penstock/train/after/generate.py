@@ -21,7 +21,7 @@ from torch import Tensor
 from penstock.carry import Carry
 from penstock.config import BYTE_TOKENIZER
 from penstock.errors import FileError, RunError, ShapeError
-from penstock.models import GPTConfig, LlamaConfig, Part
+from penstock.models import DecoderConfig, GPTConfig, LlamaConfig, Part
 from penstock.models.count import parameters_of
 from penstock.train.checkpoint import (
     CheckpointFacts,
@@ -36,7 +36,7 @@ from penstock.train.data.tokenizer import (
     kept_tokenizer,
     tokenizer_of,
 )
-from penstock.train.hub import read_sizes, read_weights, write_folder
+from penstock.train.hub import read_sizes, read_weights
 from penstock.train.weights import Holding, Sizes, copy_weights, hold_whole
 
 SMALL_WIDTH = 1024  # Narrower models run faster on one thread.
@@ -112,9 +112,8 @@ def parameter_count(sizes: Sizes) -> int:
 
 def trained_sizes(described: dict[str, Any]) -> Sizes:
     """Read the sizes that `penstock.train.loop.describe` has written."""
-    kind: type[LlamaConfig] | type[GPTConfig] = (
-        GPTConfig if described.get("family") == "gpt" else LlamaConfig
-    )
+    kinds: dict[str, type[Sizes]] = {"gpt": GPTConfig, "decoder": DecoderConfig}
+    kind = kinds.get(str(described.get("family")), LlamaConfig)
     known = {item.name for item in fields(kind)}
     try:
         return kind(**{key: value for key, value in described.items() if key in known})
@@ -122,22 +121,6 @@ def trained_sizes(described: dict[str, Any]) -> Sizes:
         raise FileError(
             f"the checkpoint does not say the sizes of its model: {error}"
         ) from None
-
-
-def export_run(path: Path, folder: Path) -> Trained:
-    """Write a run's model as a Hugging Face folder."""
-    if folder.exists() and not folder.is_dir():
-        raise FileError(f"{folder} is a file\n  name a new folder")
-    if folder.exists() and any(folder.iterdir()):
-        raise FileError(f"{folder} is not empty\n  name a new folder")
-    trained = open_trained(path)
-    write_folder(
-        folder,
-        {name: p.detach() for name, p in trained.holding.parameters.items()},
-        trained.sizes,
-        trained.tokenizer,
-    )
-    return trained
 
 
 # ---------------------------------------------------------------- word by word
@@ -163,9 +146,13 @@ class Reader:
         if len(row) - self.first > self.longest:
             self.first = len(row) - max(self.longest // 2, 1)
             self.carry = Carry(min(self.room - self.first, self.longest))
+        if self.model.unsliceable:
+            words = torch.tensor([row[self.first :]])
+            logits: Tensor = self.model(words)[0, -1]
+            return logits
         begin, end = self.carry.reached, len(row) - self.first
         words = torch.tensor([row[self.first + begin :]])
-        logits: Tensor = self.model(words, self.carry.open(begin, end))[0, -1]
+        logits = self.model(words, self.carry.open(begin, end))[0, -1]
         return logits
 
 
@@ -191,7 +178,9 @@ def generate_text(
     if trained.sizes.width < SMALL_WIDTH:
         torch.set_num_threads(1)
     room = len(row) + tokens
-    longest = trained.sizes.positions if isinstance(trained.sizes, GPTConfig) else room
+    longest = room
+    if isinstance(trained.sizes, GPTConfig | DecoderConfig):
+        longest = trained.sizes.positions or room
     reader = Reader(trained.model, longest, room)
     for _ in range(tokens):
         # A model may have more words than the tokenizer.
