@@ -33,6 +33,7 @@ ROOMS = {
     "measure": {"ir", "cost", "carry", "runtime", "errors"},
     "models": {"carry", "partition", "errors"},
     "peers": {"ir", "formats", "runtime", "errors"},
+    "pipeline": {"ir", "partition", "runtime", "models", "errors"},
     "train": {
         *("ir", "cost", "config", "formats", "schedules", "sim", "plan", "view"),
         *("carry", "runtime", "measure", "models", "errors"),
@@ -62,6 +63,7 @@ LIBRARIES = {
     # transformers only where a decoder of it is built
     "models": {"torch", "transformers"},
     "peers": {"torch"},
+    "pipeline": {"torch"},
     "train": {
         "numpy",
         "torch",
