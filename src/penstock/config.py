@@ -34,7 +34,10 @@ PARTIAL_SCHEDULES = ("skip",)  # named schedules that leave out parts
 FULL_AS_PLANNED = -1  # paths.full: what the plan's rules say
 MAX_DEFAULT_MICROBATCHES = 4096  # of a named schedule whose micro-batches are open
 SWITCHES = (AUTO, "true", "false")
-SWITCH_KEYS = ("run.compile",)  # their values may be written without quotes
+SWITCH_KEYS = (
+    "run.compile",
+    "run.elastic",
+)  # their values may be written without quotes
 BYTE_TOKENIZER = "bytes"
 PLANS = (".json", ".csv")  # suffixes of files that hold a schedule
 
@@ -334,6 +337,16 @@ class RunConfig:
     check_memory: bool = setting(
         True, "refuse to start if the run needs more memory than this machine has"
     )
+    elastic: str = setting(
+        AUTO,
+        "go on without a worker that is lost: true, false, or auto, which is true for CPU workers of which "
+        "no one holds a part alone",
+    )
+    silence: float = setting(
+        15.0,
+        "seconds without a sign of life after which an elastic run goes on without a worker",
+        above=0,
+    )
     restarts: int = setting(
         3,
         "how often a run restarts from its checkpoint after a worker has died",
@@ -565,6 +578,7 @@ def _choice_faults(config: Config) -> list[str]:
         ("run.precision", config.run.precision, PRECISIONS),
         ("run.device", config.run.device, DEVICES),
         ("run.compile", config.run.compile, SWITCHES),
+        ("run.elastic", config.run.elastic, SWITCHES),
         ("paths.mean", config.paths.mean, MEANS),
     )
     faults = []

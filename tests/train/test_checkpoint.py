@@ -16,7 +16,8 @@ from penstock.formats.config_toml import apply_changes
 from penstock.models import LlamaConfig
 from penstock.runtime import run_threads
 from penstock.train import checkpoint
-from penstock.train.after.generate import export_run, generate_text, open_trained
+from penstock.train.after.export import export_run
+from penstock.train.after.generate import generate_text, open_trained
 from penstock.train.checkpoint import (
     Saver,
     checkpoint_faults,

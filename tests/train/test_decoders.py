@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file
 
 from commands import SMALL_CONFIG, called
 from penstock.errors import FileError, ShapeError
@@ -16,6 +18,7 @@ from penstock.formats.config_toml import read_config
 from penstock.models import DecoderConfig, LlamaConfig, token_loss
 from penstock.models.count import parameters_of
 from penstock.models.decoder import build_decoder, check_positions, decoder_of
+from penstock.train.after.export import export_run
 from penstock.train.after.generate import open_trained
 from penstock.train.data.loader import Deal, Loader
 from penstock.train.history import read_rows
@@ -183,3 +186,37 @@ def test_what_cannot_be_trained_is_refused_with_the_reason(tmp_path, penstock):
         ShapeError, match=r"65 tokens, but a Gemma3ForCausalLM .* 64 at"
     ):
         check_positions(decoder_of(CONFIGS["gemma3"]), 65)
+
+
+# ---------------------------------------------------------------- what an export keeps
+def test_an_export_keeps_what_the_original_folder_said(penstock, tmp_path):
+    start = tmp_path / "start"
+    plain = {**SIZES, "max_position_embeddings": 8192, "bos_token_id": 3}
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(**plain)).save_pretrained(
+        start
+    )
+    (start / "generation_config.json").write_text('{"temperature": 0.6}')
+    (start / "chat_template.jinja").write_text("{{ messages }}")
+    penstock(
+        "train config.toml --set model.weights=start --set run.steps=1 --set run.folder=run --sample 0"
+    )
+    shutil.rmtree(start)  # the run has its own copies
+    penstock("export run -o end --dtype bfloat16")
+    end = tmp_path / "end"
+    said = json.loads((end / "config.json").read_text())
+    assert said["max_position_embeddings"] == 8192
+    assert (said["bos_token_id"], said["dtype"]) == (3, "bfloat16")
+    assert (end / "generation_config.json").read_text() == '{"temperature": 0.6}'
+    assert (end / "chat_template.jinja").read_text() == "{{ messages }}"
+    weights = load_file(end / "model.safetensors")
+    assert {tensor.dtype for tensor in weights.values()} == {torch.bfloat16}
+    modes = {file.stat().st_mode for file in end.iterdir()}
+    assert len(modes) == 1, "other users can read some files and not others"
+    trained = open_trained(tmp_path / "run").holding.parameters["embed.weight"]
+    found = weights["model.embed_tokens.weight"]
+    assert torch.equal(found, trained.detach().to(torch.bfloat16))
+
+
+def test_an_export_has_only_known_types(penstock, tmp_path):
+    with pytest.raises(ShapeError, match="no type 'int4' to export; known: float32"):
+        export_run(tmp_path, tmp_path / "end", "int4")

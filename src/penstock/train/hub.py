@@ -268,6 +268,7 @@ def write_folder(
     weights: Mapping[str, Tensor],
     sizes: Sizes,
     tokenizer: str = BYTE_TOKENIZER,
+    dtype: str = "float32",
 ) -> None:
     """Write a folder that `transformers` loads, with its tokenizer.json if it has one."""
     try:
@@ -275,7 +276,7 @@ def write_folder(
         if isinstance(sizes, DecoderConfig):
             _write_decoder(folder, weights, sizes)
         else:
-            _write_own_model(folder, weights, sizes)
+            _write_own_model(folder, weights, sizes, dtype)
         if names_a_file(tokenizer):
             shutil.copyfile(tokenizer, folder / TOKENIZER)
     except (OSError, SafetensorError) as error:
@@ -294,7 +295,10 @@ def write_folder(
 
 
 def _write_own_model(
-    folder: Path, weights: Mapping[str, Tensor], sizes: LlamaConfig | GPTConfig
+    folder: Path,
+    weights: Mapping[str, Tensor],
+    sizes: LlamaConfig | GPTConfig,
+    dtype: str,
 ) -> None:
     states = (
         gpt.gpt_to_hf(weights, sizes)
@@ -307,7 +311,8 @@ def _write_own_model(
         metadata={"format": "pt"},
     )
     (folder / "config.json").write_text(
-        json.dumps(config_json(sizes), indent=2) + "\n", encoding="utf-8"
+        json.dumps(config_json(sizes) | {"dtype": dtype}, indent=2) + "\n",
+        encoding="utf-8",
     )
 
 

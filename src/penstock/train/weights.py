@@ -163,11 +163,13 @@ def hold(
     device: torch.device | None = None,
     place: Sharing | None = None,
     trained_parts: frozenset[int] | None = None,
+    kept: Mapping[int, Part] | None = None,
 ) -> Holding:
     """Return the parts of a rank, or this process's share of them.
 
     They have memory for their weights, but the weights are not filled yet. The parts that
-    will be trained are those that the schedule visits, unless they are given.
+    will be trained are those that the schedule visits, unless they are given. Parts that this
+    process has `kept` from an earlier plan are taken as they are, with their weights.
     """
     if len(partition) != schedule.parts:
         raise ShapeError(
@@ -181,6 +183,9 @@ def hold(
     mine = sorted({stage.part for stage in schedule.stages if stage.rank == rank})
     shared = shared_names(parts)
     for number in mine:
+        if kept is not None and number in kept:
+            parts[number] = kept[number]
+            continue
         if place is not None:
             place.arrange(parts[number])
         give_memory(parts[number], device or torch.device("cpu"))
