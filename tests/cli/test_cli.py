@@ -312,7 +312,9 @@ def test_no_number_in_a_table_is_cut_off(run, monkeypatch, width):
             assert f"{row['noisy_makespan']:.4g}" in words
     if width == 40:
         told = " ".join(words)
-        assert re.search(r"no room for [^:]*±10%[^:]*: widen the terminal, or use", told)
+        assert re.search(
+            r"no room for [^:]*±10%[^:]*: widen the terminal, or use", told
+        )
 
 
 @pytest.mark.parametrize(

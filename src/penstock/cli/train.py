@@ -63,6 +63,7 @@ PLANNED_WITH = (
     "run.compile",
     "run.device",
     "run.graphs",
+    "run.messages",
     "run.precision",
     "run.recompute",
     "run.threads",

@@ -6,10 +6,26 @@ Nothing here knows how `lower` works. A program is correct if:
 (b) each send has its receive, and between two ranks they come in the same order on both sides
 (c) it never gets stuck on a machine where a send and its receive are one step
 (d) each action finds all that it needs on its rank; nothing is freed too early, twice, or never
+
+The machine of (c) is the strictest there is: a rank does one thing after the other, in the order of
+its lane, and both ends of a message wait for each other. Every transport that we use waits for less:
+
+    gloo, threads   receives and sends are started in that order, and nothing waits for a send
+    penstock_ipc    a rank waits for a message where it needs it, and for a send where the ring is full
+    nccl            all messages from one rank to another wait for each other, at both ends; messages
+                    of other pairs, and of the other direction, do not
+
+A thing can only get stuck if things wait for each other in a circle. The transfers in the order that
+`verify` returns are a moment each at which the strictest machine has done everything that came
+before in the lanes of both ranks. So whatever a transport makes a message wait for, as long as it
+comes earlier in the lane of its sender or its receiver, was over before, and there is no circle. The
+same holds if the host waits at any instruction until everything before it is done, as CUDA does
+when it loads a kernel. `run_channels` runs a program on the machine of NCCL.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from typing import TypeAlias
@@ -290,6 +306,49 @@ def _purpose(message: Send | Receive) -> str:
     if isinstance(message, Send):
         return f"to send {message.action} to rank {message.peer}"
     return f"to receive {message.action} from rank {message.peer}"
+
+
+def run_channels(program: Program) -> list[Action]:
+    """Run a program where each direction between two ranks has its own queue of messages.
+
+    A rank starts its messages and goes on; an action waits only for its own inputs, and a
+    message for those before it in its queue, at both ends. Returns the actions that never run,
+    which are none for a program that `verify` accepts.
+    """
+    needed = _needed_actions(program.schedule)
+    place = [0] * len(program.lanes)  # the next instruction of each rank
+    done: list[set[Action]] = [set() for _ in program.lanes]  # results by rank
+    sends: dict[tuple[int, int], deque[Action]] = {}
+    receives: dict[tuple[int, int], deque[Action]] = {}
+    moved = True
+    while moved:
+        moved = False
+        for rank, lane in enumerate(program.lanes):
+            while place[rank] < len(lane):
+                instruction = lane[place[rank]]
+                action = instruction.action
+                if isinstance(instruction, RunAction):
+                    if not done[rank].issuperset(needed[action]):
+                        break
+                    done[rank].add(action)
+                elif isinstance(instruction, Send):
+                    link = (rank, instruction.peer)
+                    sends.setdefault(link, deque()).append(action)
+                elif isinstance(instruction, Receive):
+                    link = (instruction.peer, rank)
+                    receives.setdefault(link, deque()).append(action)
+                place[rank] += 1
+                moved = True
+        for link, queue in sends.items():
+            waiting = receives.get(link, deque())
+            while queue and waiting and queue[0] == waiting[0]:
+                queue.popleft()
+                done[link[1]].add(waiting.popleft())
+                moved = True
+    never = []
+    for rank, lane in enumerate(program.lanes):
+        never += [i.action for i in lane[place[rank] :] if isinstance(i, RunAction)]
+    return never
 
 
 # ---------------------------------------------------------------- memory

@@ -379,4 +379,4 @@ def least_hop(profile: Profile) -> float:
     latency = min(values(network.latency), default=0.0)
     bandwidth = max(values(network.bandwidth), default=math.inf)
     shortest = max(1, profile.tokens // CUT_POINTS)
-    return latency + profile.message * shortest / bandwidth
+    return latency + profile.sent * shortest / bandwidth

@@ -443,7 +443,7 @@ class Examiner:
         if self.needs_links and passes:
             executor = self.executor
             shapes = executor.message_shapes(passes[0])
-            executor.comm.reserve(executor.program, shapes, executor.dtype)
+            executor.comm.reserve(executor.program, shapes, executor.message_dtype)
             self.needs_links = False
         return [self.executor.evaluate(batch) for batch in passes]
 
@@ -528,6 +528,7 @@ def executor_of(
         autocast=torch.bfloat16 if run.precision == "bfloat16" else None,
         tied=holding.tied,
         tape=CudaTape() if record else None,
+        messages=torch.bfloat16 if run.messages == "bfloat16" else None,
     )
 
 

@@ -10,7 +10,16 @@ the two and reports it:
 
 NCCL and our own backend have no tags, and with them a receive that is posted early would
 block what comes after it. Receives are therefore posted exactly where the lowered program has
-them (`window` is 0). Only raw tensors travel; nothing that arrives is unpickled.
+them (`window` is 0).
+
+NCCL runs all messages of one communicator in the order in which they were started. With one for
+all ranks, or one for each pair of ranks, a receive that waits holds up the sends behind it. So
+there is one communicator for each direction between two ranks: messages to higher ranks belong to
+one process group and messages to lower ranks to another, and in each group torch makes a
+communicator with its own stream for every pair that talks. `penstock.ir.verify` says why that
+cannot deadlock.
+
+Only raw tensors travel; nothing that arrives is unpickled.
 """
 
 from __future__ import annotations
@@ -26,8 +35,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from penstock.errors import PeerLostError, RunError, StuckError
-from penstock.ir.program import Program
-from penstock.runtime.comm.ipc import BACKEND_NAME, IpcGroup
+from penstock.ir.program import Program, links_of
+from penstock.runtime.comm.ipc import IpcGroup
+from penstock.runtime.comm.names import NCCL, ON_GPU
 from penstock.runtime.comm.room import RingShape, fit_ring
 from penstock.runtime.lane import lane_turns
 
@@ -96,7 +106,7 @@ class ProcessComm:
         self._ranks = dist.get_world_size(group)
         self.name = name
         self.patience = patience
-        self.on_gpu = dist.get_backend() in ("nccl", BACKEND_NAME)
+        self.on_gpu = dist.get_backend() in ON_GPU
         self.wire = torch.device("cpu")
         if self.on_gpu:
             self.wire = torch.device("cuda", torch.cuda.current_device())
@@ -110,6 +120,11 @@ class ProcessComm:
         # The rank in the default group of each rank of this group.
         self.members = dist.get_process_group_ranks(world)
         self.is_subgroup = group is not None
+        # The group of the messages to lower ranks; under NCCL it has its own communicators.
+        self.downward = world
+        if dist.get_backend() == NCCL and self._ranks > 1:
+            self.downward = self._new_group(self.everyone) or world
+        self.opened: set[tuple[int, int]] = set()  # links that were used, under NCCL
         # Other groups in which this rank may wait without using this object.
         self.beside: list[dist.ProcessGroup] = []
         # The groups that this rank belongs to, and all groups that exist.
@@ -172,13 +187,16 @@ class ProcessComm:
         missing = [group for group in groups if group not in self.prepared]
         self._check_same_groups(missing)
         for group in missing:
-            members = [self.members[rank] for rank in group]
-            created = dist.new_group(
-                members, use_local_synchronization=self.is_subgroup
-            )
-            if isinstance(created, dist.ProcessGroup):  # this rank belongs to it
+            created = self._new_group(group)
+            if created is not None:
                 self.groups[group] = created
             self.prepared.add(group)
+
+    def _new_group(self, group: tuple[int, ...]) -> dist.ProcessGroup | None:
+        """Create a process group of some ranks; None if this rank does not belong to it."""
+        members = [self.members[rank] for rank in group]
+        created = dist.new_group(members, use_local_synchronization=self.is_subgroup)
+        return created if isinstance(created, dist.ProcessGroup) else None
 
     def _check_same_groups(self, groups: list[tuple[int, ...]]) -> None:
         """Raise an error if ranks pass different groups: `new_group` would wait forever.
@@ -199,8 +217,10 @@ class ProcessComm:
     def reserve(
         self, program: Program, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype
     ) -> None:
-        """Make the rings of our own backend large enough; other backends need nothing."""
+        """Make the rings of our own backend large enough, and open NCCL's connections."""
         group = self.world
+        if dist.get_backend() == NCCL:
+            self._open_links(program)
         if not isinstance(group, IpcGroup):
             return
         sizes = [prod(shape) * dtype.itemsize for shape in shapes]
@@ -214,6 +234,31 @@ class ProcessComm:
             out[peer] = fit_ring(lanes[peer], self._rank, sizes, current)
         group.reserve(into, out)
 
+    def _open_links(self, program: Program) -> None:
+        """Send one number over each link of a program that was not used yet.
+
+        NCCL connects two ranks when the first message goes between them. That takes long, and
+        both ranks wait for it. All ranks go through the links in the same order, so no circle
+        of ranks can wait for each other.
+        """
+        for source, target in links_of(program):
+            if (source, target) in self.opened:
+                continue
+            self.opened.add((source, target))
+            if self._rank not in (source, target):
+                continue
+            number = torch.ones(1, device=self.wire)
+            group = self.channel(source, target)
+            if self._rank == source:
+                group.send([number], target, 0).wait()
+            else:
+                group.recv([number], source, 0).wait()
+            torch.cuda.synchronize()
+
+    def channel(self, source: int, target: int) -> dist.ProcessGroup:
+        """The process group of the messages from one rank to another."""
+        return self.world if source < target else self.downward
+
     def send(self, tensor: Tensor, target: int) -> _Work:
         """Start sending a tensor to a rank."""
         turn = (self.sent[target] + 1) & TAG_TURNS
@@ -223,7 +268,8 @@ class ProcessComm:
         dtype = raw.dtype
         self.recent[target].append((turn, shape, dtype))
         try:
-            work = self.world.send([raw], target, self.tag(turn, shape, dtype))
+            channel = self.channel(self._rank, target)
+            work = channel.send([raw], target, self.tag(turn, shape, dtype))
         except RuntimeError as error:
             message = PendingMessage("send", (target,), turn, shape, dtype)
             raise self.failed_wait(message, error) from None
@@ -237,7 +283,8 @@ class ProcessComm:
         self.requested[source] = turn
         buffer = self._buffer(shape, dtype)
         try:
-            work = self.world.recv([buffer], source, self.tag(turn, shape, dtype))
+            channel = self.channel(source, self._rank)
+            work = channel.recv([buffer], source, self.tag(turn, shape, dtype))
         except RuntimeError as error:
             message = PendingMessage("receive", (source,), turn, shape, dtype)
             raise self.failed_wait(message, error) from None
@@ -286,7 +333,7 @@ class ProcessComm:
         """Wait until all ranks have reached this point."""
         self.sums += 1
         try:
-            work = dist.barrier(self.world, async_op=True)
+            work = dist.barrier(self.world, async_op=True, device_ids=barrier_devices())
         except RuntimeError as error:
             message = PendingMessage("barrier", self.everyone, self.sums)
             raise self.failed_wait(message, error) from None
@@ -338,6 +385,12 @@ class ProcessComm:
         if late:
             return StuckError(f"{waits} for more than {self.patience:g} s")
         return PeerLostError(f"{waits}, but the connection is lost\n\n{cause}")
+
+
+def barrier_devices() -> list[int] | None:
+    """The device of a barrier: NCCL wants to know it, and others accept none."""
+    on_nccl = dist.get_backend() == NCCL
+    return [torch.cuda.current_device()] if on_nccl else None
 
 
 def fold(number: int, sizes: Iterable[int]) -> int:
