@@ -6,9 +6,9 @@ Eight workers, each a share of one GPU, run the same recorded steps over `pensto
 float32 and in bfloat16. Weights are float32 and products bfloat16 (autocast), as `penstock train` has them. NCCL is
 tried with three layouts of communicators:
 
-    one         a single one for all ranks, as torch has it with a device of its own for each process group
-    pair        one for each pair of ranks; both directions wait for each other
-    direction   one for each direction between two ranks, which is what we use
+    one         a single one for all messages
+    direction   one for the messages to higher ranks, and one for those to lower ranks: this is what we use
+    link        one for each direction between each two ranks that talk
 
 A step is compared with the simulated one: the median times of its own actions, and the links as they were measured
 before, with one message at a time.
@@ -56,18 +56,20 @@ class Setting:
     rounds: int
     names: tuple[str, ...]
     layouts: tuple[str, ...]
+    dtypes: tuple[str, ...]  # of messages, with layouts that we do not use
     seconds: float
 
 
 def use_layout(comm: ProcessComm, layout: str) -> None:
     """Let the messages of a rank take other communicators than they usually do."""
-    if layout == "pair":
-        comm.downward = comm.world
-    elif layout == "one":
-        device = torch.device("cuda", torch.cuda.current_device())
-        alone = dist.new_group(list(comm.everyone), device_id=device)
-        comm.channel = lambda source, target: alone  # type: ignore[method-assign]
-    comm.opened.clear()
+    if layout == "one":
+        comm.downward = comm.upward
+    elif layout == "link":
+        # Without a device, torch makes a communicator for each pair that talks.
+        comm.upward = comm.world
+        other = dist.new_group(list(comm.everyone))
+        assert isinstance(other, dist.ProcessGroup)
+        comm.downward = other
 
 
 def work(comm: ProcessComm, setting: Setting, layout: str) -> list[dict[str, Any]]:
@@ -82,7 +84,7 @@ def work(comm: ProcessComm, setting: Setting, layout: str) -> list[dict[str, Any
     note(comm, f"{layout or 'penstock_ipc'}: {took:.3f} ms and {rate:.2f} GB/s a link")
     rows = []
     for label in setting.names:
-        for dtype in TYPES if layout in ("", "direction") else ("float32",):
+        for dtype in TYPES if layout in ("", "direction") else setting.dtypes:
             if time.perf_counter() - begin > setting.seconds:
                 note(comm, f"no time for {label}, {dtype}")
                 continue
@@ -171,7 +173,10 @@ def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--only", default="", help="comma-separated schedules")
-    parser.add_argument("--layouts", default="direction,pair,one")
+    parser.add_argument("--layouts", default="direction,one,link")
+    parser.add_argument(
+        "--dtypes", default="float32", help="of messages, with the other layouts"
+    )
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument(
         "--seconds", type=float, default=60.0, help="of a transport, at most"
@@ -181,7 +186,10 @@ def main() -> None:
     size = DRY if given.dry else replace(REAL.with_layers(DEPTH * ranks), tokens=1024)
     names = tuple(filter(None, given.only.split(","))) or tuple(SCHEDULES)
     layouts = tuple(filter(None, given.layouts.split(",")))
-    setting = Setting(size, 2 * ranks, given.rounds, names, layouts, given.seconds)
+    dtypes = tuple(given.dtypes.split(","))
+    setting = Setting(
+        size, 2 * ranks, given.rounds, names, layouts, dtypes, given.seconds
+    )
     out: Path | None = given.out.absolute() if given.out else None
     rows: list[dict[str, Any]] = []
     for layout in ("",) if given.dry else ("", *layouts):

@@ -552,7 +552,7 @@ def test_lowering_is_linear_enough_for_large_schedules() -> None:
     assert len(verify(program)) == 2 * 7 * 1200
 
 
-# ---------------------------------------------------------------- a queue for each direction between two ranks
+# ---------------------------------------------------------------- a queue for each direction
 def test_what_verify_accepts_runs_with_a_queue_for_each_direction():
     """That is how messages travel over NCCL; with any paths and slices."""
     for seed in range(60):

@@ -76,24 +76,6 @@ def test_messages_in_bfloat16_change_gradients_by_their_rounding(recorded):
     assert max(worst.values()) > 1e-5, worst
 
 
-@pytest.mark.parametrize(
-    ("how", "error", "story"),
-    [
-        ("raise", RunError, "rank 1 has failed"),
-        ("sleep", StuckError, "rank 1 is at 1F"),
-        ("kill", PeerLostError, "rank 1 was killed by SIGKILL"),
-    ],
-)
-def test_a_rank_that_goes_wrong_ends_the_run_with_one_story(how, error, story):
-    begin = time.monotonic()
-    with pytest.raises(error) as caught:
-        spawn(3, goes_wrong, how, backend="nccl", patience=3)
-    assert story in str(caught.value)
-    if how == "raise":
-        assert "out of cheese" in str(caught.value)
-    assert time.monotonic() - begin < 60
-
-
 MESHES = [
     Case(mesh=MeshConfig(shard=2)),
     Case(mesh=MeshConfig(tensor=2)),
@@ -145,3 +127,21 @@ def test_the_command_line_trains_a_mesh_on_a_shared_gpu(tmp_path):
     rows = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     losses = [json.loads(row)["loss"] for row in rows if "loss" in json.loads(row)]
     assert losses[3] < losses[0]
+
+
+@pytest.mark.parametrize(
+    ("how", "error", "story"),
+    [
+        ("raise", RunError, "rank 1 has failed"),
+        ("sleep", StuckError, "rank 1 is at 1F"),
+        ("kill", PeerLostError, "rank 1 was killed by SIGKILL"),
+    ],
+)
+def test_a_rank_that_goes_wrong_ends_the_run_with_one_story(how, error, story):
+    begin = time.monotonic()
+    with pytest.raises(error) as caught:
+        spawn(3, goes_wrong, how, backend="nccl", patience=3)
+    assert story in str(caught.value)
+    if how == "raise":
+        assert "out of cheese" in str(caught.value)
+    assert time.monotonic() - begin < 60

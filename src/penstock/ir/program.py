@@ -102,6 +102,11 @@ class Program:
         return "\n".join(lines)
 
 
+# A rank with at most this many actions records each of them (run.graphs). With more, micro-batches
+# that are not in flight at the same time share recordings.
+MAX_RECORDED_ACTIONS = 512
+
+
 class Transfer(NamedTuple):
     """The result of an action goes from one rank to another."""
 

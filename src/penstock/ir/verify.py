@@ -12,8 +12,8 @@ its lane, and both ends of a message wait for each other. Every transport that w
 
     gloo, threads   receives and sends are started in that order, and nothing waits for a send
     penstock_ipc    a rank waits for a message where it needs it, and for a send where the ring is full
-    nccl            all messages from one rank to another wait for each other, at both ends; messages
-                    of other pairs, and of the other direction, do not
+    nccl            all messages of a rank that go up, to higher ranks, wait for each other, and so do all
+                    that go down; messages up and messages down do not wait for each other
 
 A thing can only get stuck if things wait for each other in a circle. The transfers in the order that
 `verify` returns are a moment each at which the strictest machine has done everything that came
@@ -309,17 +309,20 @@ def _purpose(message: Send | Receive) -> str:
 
 
 def run_channels(program: Program) -> list[Action]:
-    """Run a program where each direction between two ranks has its own queue of messages.
+    """Run a program where each rank has a queue of messages up and one of messages down.
 
-    A rank starts its messages and goes on; an action waits only for its own inputs, and a
-    message for those before it in its queue, at both ends. Returns the actions that never run,
-    which are none for a program that `verify` accepts.
+    A message goes up if its target is a higher rank than its source. A rank starts its messages
+    and goes on; an action waits only for its own inputs, and a message for those before it in the
+    queues of both ends. Returns the actions that never run, which are none for a program that
+    `verify` accepts.
     """
     needed = _needed_actions(program.schedule)
     place = [0] * len(program.lanes)  # the next instruction of each rank
     done: list[set[Action]] = [set() for _ in program.lanes]  # results by rank
-    sends: dict[tuple[int, int], deque[Action]] = {}
-    receives: dict[tuple[int, int], deque[Action]] = {}
+    queues: dict[tuple[int, bool], deque[Transfer]] = {}  # by rank and way
+    for rank in range(len(program.lanes)):
+        queues[rank, True] = deque()
+        queues[rank, False] = deque()
     moved = True
     while moved:
         moved = False
@@ -332,18 +335,22 @@ def run_channels(program: Program) -> list[Action]:
                         break
                     done[rank].add(action)
                 elif isinstance(instruction, Send):
-                    link = (rank, instruction.peer)
-                    sends.setdefault(link, deque()).append(action)
+                    transfer = Transfer(action, rank, instruction.peer)
+                    queues[rank, rank < instruction.peer].append(transfer)
                 elif isinstance(instruction, Receive):
-                    link = (instruction.peer, rank)
-                    receives.setdefault(link, deque()).append(action)
+                    transfer = Transfer(action, instruction.peer, rank)
+                    queues[rank, instruction.peer < rank].append(transfer)
                 place[rank] += 1
                 moved = True
-        for link, queue in sends.items():
-            waiting = receives.get(link, deque())
-            while queue and waiting and queue[0] == waiting[0]:
+        for (rank, up), queue in queues.items():
+            while queue and queue[0].source == rank:
+                transfer = queue[0]
+                other = queues[transfer.target, up]
+                if not other or other[0] != transfer:
+                    break
                 queue.popleft()
-                done[link[1]].add(waiting.popleft())
+                other.popleft()
+                done[transfer.target].add(transfer.action)
                 moved = True
     never = []
     for rank, lane in enumerate(program.lanes):

@@ -63,7 +63,8 @@ class Executor:
     "mean". The stages in `recompute` keep only their input and compute their forward again in the backward. `tied`
     names parameters that several parts use; by default these are the ones that `penstock.models.split` has found. A
     `tape` records the actions and plays them in every step. `messages` is the type in which hidden states and their
-    gradients travel between ranks, by default `dtype`.
+    gradients travel between ranks, by default `dtype`. Gradients always add up over steps; say that a run `accumulates`
+    them, and recordings will do so without a second copy of them.
     """
 
     def __init__(
@@ -81,6 +82,7 @@ class Executor:
         tape: Tape | None = None,
         reduction: str = "sum",
         messages: torch.dtype | None = None,
+        accumulates: bool = False,
     ) -> None:
         schedule = program.schedule
         self.program = program
@@ -93,6 +95,7 @@ class Executor:
         self.recompute = recompute
         self.autocast = autocast
         self.tape = tape
+        self.accumulates = accumulates
         self.modules = stages_of_rank(schedule, stages, comm)
         self.stages = LaneStages(
             self.modules, loss, self.reduction, recompute, autocast
@@ -249,6 +252,7 @@ class Executor:
                 units,
                 self.tape,
                 checks,
+                self.accumulates,
             )
         return self.recordings if self.recordings.fits(units.batch) else None
 

@@ -528,6 +528,7 @@ def executor_of(
         autocast=torch.bfloat16 if run.precision == "bfloat16" else None,
         tied=holding.tied,
         tape=CudaTape() if record else None,
+        accumulates=run.accumulate > 1,
         messages=torch.bfloat16 if run.messages == "bfloat16" else None,
     )
 

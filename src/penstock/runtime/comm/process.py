@@ -12,12 +12,11 @@ NCCL and our own backend have no tags, and with them a receive that is posted ea
 block what comes after it. Receives are therefore posted exactly where the lowered program has
 them (`window` is 0).
 
-NCCL runs all messages of one communicator in the order in which they were started. With one for
-all ranks, or one for each pair of ranks, a receive that waits holds up the sends behind it. So
-there is one communicator for each direction between two ranks: messages to higher ranks belong to
-one process group and messages to lower ranks to another, and in each group torch makes a
-communicator with its own stream for every pair that talks. `penstock.ir.verify` says why that
-cannot deadlock.
+NCCL runs all messages of one communicator in the order in which they were started, so a receive
+that waits holds up the sends behind it. Messages to higher ranks therefore have one communicator
+and messages to lower ranks another, each with its own stream: activations do not wait for
+gradients. `penstock.ir.verify` says why that cannot deadlock. A communicator for each pair of ranks
+would hold up less, but was slower: each has threads and kernels that wait by spinning.
 
 Only raw tensors travel; nothing that arrives is unpickled.
 """
@@ -120,10 +119,11 @@ class ProcessComm:
         # The rank in the default group of each rank of this group.
         self.members = dist.get_process_group_ranks(world)
         self.is_subgroup = group is not None
-        # The group of the messages to lower ranks; under NCCL it has its own communicators.
-        self.downward = world
+        # The groups of the messages to higher and to lower ranks.
+        self.upward = self.downward = world
         if dist.get_backend() == NCCL and self._ranks > 1:
-            self.downward = self._new_group(self.everyone) or world
+            self.upward = self._new_group(self.everyone, self.wire) or world
+            self.downward = self._new_group(self.everyone, self.wire) or world
         self.opened: set[tuple[int, int]] = set()  # links that were used, under NCCL
         # Other groups in which this rank may wait without using this object.
         self.beside: list[dist.ProcessGroup] = []
@@ -192,10 +192,17 @@ class ProcessComm:
                 self.groups[group] = created
             self.prepared.add(group)
 
-    def _new_group(self, group: tuple[int, ...]) -> dist.ProcessGroup | None:
-        """Create a process group of some ranks; None if this rank does not belong to it."""
+    def _new_group(
+        self, group: tuple[int, ...], device: torch.device | None = None
+    ) -> dist.ProcessGroup | None:
+        """Create a process group of some ranks; None if this rank does not belong to it.
+
+        With a device, NCCL makes one communicator at once, for messages too.
+        """
         members = [self.members[rank] for rank in group]
-        created = dist.new_group(members, use_local_synchronization=self.is_subgroup)
+        created = dist.new_group(
+            members, use_local_synchronization=self.is_subgroup, device_id=device
+        )
         return created if isinstance(created, dist.ProcessGroup) else None
 
     def _check_same_groups(self, groups: list[tuple[int, ...]]) -> None:
@@ -257,7 +264,7 @@ class ProcessComm:
 
     def channel(self, source: int, target: int) -> dist.ProcessGroup:
         """The process group of the messages from one rank to another."""
-        return self.world if source < target else self.downward
+        return self.upward if source < target else self.downward
 
     def send(self, tensor: Tensor, target: int) -> _Work:
         """Start sending a tensor to a rank."""

@@ -60,13 +60,19 @@ KILLED = "(killed)"
 ENDED = "(ended)"
 # The signals that end all processes of a job or of a terminal.
 ENDING_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
-# torch reads these when it makes a process group of NCCL. When a connection breaks, torch would end
-# the process with a stack trace, before our watchdog could find out what happened. Messages come
-# first: others wait for them.
+# torch reads these when it makes a process group of NCCL.
 NCCL_SETTINGS = {
+    # When a connection breaks, torch would end the process with a stack trace, before our
+    # watchdog could find out what happened.
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    # Other ranks wait for messages, so they come before other work.
     "TORCH_NCCL_HIGH_PRIORITY": "1",
+    # The messages of a group keep their order on purpose.
+    "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING": "0",
 }
+# How long a testbed may refuse new processes after it has lost one that was computing.
+SECONDS_TO_GET_GPU = 30.0
+GPU_POLL_SECONDS = 0.5
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -138,12 +144,10 @@ def after_first(comm: ProcessComm, work: Callable[[], None]) -> None:
 def _join(backend: str, store: Store, rank: int, ranks: int, limit: timedelta) -> None:
     """Create the default process group.
 
-    It gets no device. With one, torch would ask our own backend for options that it does not
-    have, and NCCL would put all messages of a group on one stream, where a receive that waits
-    holds up the sends behind it (`penstock.runtime.comm.process`).
+    It gets no device: torch would ask our own backend for options that it does not have.
     """
     if backend in ON_GPU:
-        torch.cuda.set_device(own_gpu())
+        _take_gpu()
     if backend == IPC:
         ipc.register()
     if backend == NCCL:
@@ -159,6 +163,26 @@ def _join(backend: str, store: Store, rank: int, ranks: int, limit: timedelta) -
         raise PeerLostError(
             f"rank {rank} of {ranks} cannot reach the others: {error}"
         ) from None
+
+
+def _take_gpu() -> None:
+    """Make the GPU of this process its current one, as soon as there is room for it.
+
+    A testbed that has lost a process in the middle of its work starts a new server, and turns
+    others away meanwhile.
+    """
+    end = time.monotonic() + SECONDS_TO_GET_GPU
+    while True:
+        try:
+            torch.cuda.set_device(own_gpu())
+            torch.cuda.synchronize()
+        except RuntimeError as error:
+            busy = "busy or unavailable" in str(error)
+            if not busy or time.monotonic() > end:
+                raise
+            time.sleep(GPU_POLL_SECONDS)
+        else:
+            return
 
 
 def _choose_backend(store: Store, rank: int, ranks: int) -> str:
