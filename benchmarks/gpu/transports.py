@@ -44,6 +44,7 @@ SCHEDULES: dict[str, tuple[str, dict[str, int]]] = {
 }
 DEPTH = 4  # layers of a rank
 TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+BACKENDS = {"ipc": "penstock_ipc"}  # by layout; others are NCCL's
 COLD = 2  # steps that are not counted
 
 
@@ -75,16 +76,15 @@ def use_layout(comm: ProcessComm, layout: str) -> None:
 def work(comm: ProcessComm, setting: Setting, layout: str) -> list[dict[str, Any]]:
     """A rank: schedule after schedule, over one transport."""
     begin = time.perf_counter()
-    if layout:
-        use_layout(comm, layout)
+    use_layout(comm, layout)
     device = torch.device(setting.size.device)
     network = network_of(comm, every=False, device=device)
     took = 1e3 * float(network.latency)  # type: ignore[arg-type]
     rate = float(network.bandwidth) / 1e9  # type: ignore[arg-type]
-    note(comm, f"{layout or 'penstock_ipc'}: {took:.3f} ms and {rate:.2f} GB/s a link")
+    note(comm, f"{layout}: {took:.3f} ms and {rate:.2f} GB/s a link")
     rows = []
     for label in setting.names:
-        for dtype in TYPES if layout in ("", "direction") else setting.dtypes:
+        for dtype in TYPES if layout in ("ipc", "direction") else setting.dtypes:
             if time.perf_counter() - begin > setting.seconds:
                 note(comm, f"no time for {label}, {dtype}")
                 continue
@@ -92,7 +92,7 @@ def work(comm: ProcessComm, setting: Setting, layout: str) -> list[dict[str, Any
             gc.collect()
             if setting.size.device == "cuda":
                 torch.cuda.empty_cache()
-            rows.append({"transport": layout or "penstock_ipc", **row})
+            rows.append({"transport": layout, **row})
             note(
                 comm,
                 f"  {label}, {dtype}: {1e3 * row['step']:.1f} ms, makespan "
@@ -173,7 +173,7 @@ def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--only", default="", help="comma-separated schedules")
-    parser.add_argument("--layouts", default="direction,one,link")
+    parser.add_argument("--layouts", default="ipc,direction,one,link")
     parser.add_argument(
         "--dtypes", default="float32", help="of messages, with the other layouts"
     )
@@ -192,8 +192,8 @@ def main() -> None:
     )
     out: Path | None = given.out.absolute() if given.out else None
     rows: list[dict[str, Any]] = []
-    for layout in ("",) if given.dry else ("", *layouts):
-        backend = "gloo" if given.dry else "nccl" if layout else "penstock_ipc"
+    for layout in ("ipc",) if given.dry else layouts:
+        backend = "gloo" if given.dry else BACKENDS.get(layout, "nccl")
         rows += spawn(ranks, work, setting, layout, patience=90.0, backend=backend)[0]
         write(out, {"ranks": ranks, "tokens": size.tokens, "rows": rows})
 
