@@ -6,8 +6,8 @@ Eight workers, each a share of one GPU, run the same recorded steps over `pensto
 float32 and in bfloat16. Weights are float32 and products bfloat16 (autocast), as `penstock train` has them. NCCL is
 tried with three layouts of communicators:
 
-    one         a single one for all messages
-    direction   one for the messages to higher ranks, and one for those to lower ranks: this is what we use
+    one         a single one for all messages: this is what we use
+    direction   one for the messages to higher ranks, and one for those to lower ranks
     link        one for each direction between each two ranks that talk
 
 A step is compared with the simulated one: the median times of its own actions, and the links as they were measured
@@ -63,8 +63,11 @@ class Setting:
 
 def use_layout(comm: ProcessComm, layout: str) -> None:
     """Let the messages of a rank take other communicators than they usually do."""
-    if layout == "one":
-        comm.downward = comm.upward
+    if layout == "direction":
+        device = torch.device("cuda", torch.cuda.current_device())
+        down = dist.new_group(list(comm.everyone), device_id=device)
+        assert isinstance(down, dist.ProcessGroup)
+        comm.downward = down
     elif layout == "link":
         # Without a device, torch makes a communicator for each pair that talks.
         comm.upward = comm.world
@@ -84,7 +87,7 @@ def work(comm: ProcessComm, setting: Setting, layout: str) -> list[dict[str, Any
     note(comm, f"{layout}: {took:.3f} ms and {rate:.2f} GB/s a link")
     rows = []
     for label in setting.names:
-        for dtype in TYPES if layout in ("ipc", "direction") else setting.dtypes:
+        for dtype in TYPES if layout in ("ipc", "one") else setting.dtypes:
             if time.perf_counter() - begin > setting.seconds:
                 note(comm, f"no time for {label}, {dtype}")
                 continue
@@ -173,7 +176,7 @@ def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--only", default="", help="comma-separated schedules")
-    parser.add_argument("--layouts", default="ipc,direction,one,link")
+    parser.add_argument("--layouts", default="ipc,one,direction,link")
     parser.add_argument(
         "--dtypes", default="float32", help="of messages, with the other layouts"
     )

@@ -552,19 +552,21 @@ def test_lowering_is_linear_enough_for_large_schedules() -> None:
     assert len(verify(program)) == 2 * 7 * 1200
 
 
-# ---------------------------------------------------------------- a queue for each direction
-def test_what_verify_accepts_runs_with_a_queue_for_each_direction():
+# ---------------------------------------------------------------- queues of messages
+def test_what_verify_accepts_runs_with_queues_of_messages():
     """That is how messages travel over NCCL; with any paths and slices."""
     for seed in range(60):
         lowered = lower(random_schedule(np.random.default_rng([11, seed])))
         verify(lowered)
         assert run_channels(lowered) == []
+        assert run_channels(lowered, separate=True) == []
 
 
 @pytest.mark.parametrize("name", REGISTRY)
-def test_every_named_schedule_runs_with_a_queue_for_each_direction(name):
+def test_every_named_schedule_runs_with_queues_of_messages(name):
     for schedule in named_schedules(name):
         assert run_channels(lower(schedule)) == []
+        assert run_channels(lower(schedule), separate=True) == []
 
 
 def test_queues_find_the_actions_that_wait_for_a_message_in_vain(program):

@@ -12,15 +12,15 @@ its lane, and both ends of a message wait for each other. Every transport that w
 
     gloo, threads   receives and sends are started in that order, and nothing waits for a send
     penstock_ipc    a rank waits for a message where it needs it, and for a send where the ring is full
-    nccl            all messages of a rank that go up, to higher ranks, wait for each other, and so do all
-                    that go down; messages up and messages down do not wait for each other
+    nccl            the messages of a rank wait for each other, or those that go to higher ranks and those
+                    that go to lower ranks do so among themselves; actions go on meanwhile
 
 A thing can only get stuck if things wait for each other in a circle. The transfers in the order that
 `verify` returns are a moment each at which the strictest machine has done everything that came
 before in the lanes of both ranks. So whatever a transport makes a message wait for, as long as it
 comes earlier in the lane of its sender or its receiver, was over before, and there is no circle. The
 same holds if the host waits at any instruction until everything before it is done, as CUDA does
-when it loads a kernel. `run_channels` runs a program on the machine of NCCL.
+when it loads a kernel. `run_channels` runs a program on both machines of NCCL.
 """
 
 from __future__ import annotations
@@ -308,8 +308,8 @@ def _purpose(message: Send | Receive) -> str:
     return f"to receive {message.action} from rank {message.peer}"
 
 
-def run_channels(program: Program) -> list[Action]:
-    """Run a program where each rank has a queue of messages up and one of messages down.
+def run_channels(program: Program, separate: bool = False) -> list[Action]:
+    """Run a program where each rank has a queue of messages, or separate ones up and down.
 
     A message goes up if its target is a higher rank than its source. A rank starts its messages
     and goes on; an action waits only for its own inputs, and a message for those before it in the
@@ -336,10 +336,10 @@ def run_channels(program: Program) -> list[Action]:
                     done[rank].add(action)
                 elif isinstance(instruction, Send):
                     transfer = Transfer(action, rank, instruction.peer)
-                    queues[rank, rank < instruction.peer].append(transfer)
+                    queues[rank, separate and rank < instruction.peer].append(transfer)
                 elif isinstance(instruction, Receive):
                     transfer = Transfer(action, instruction.peer, rank)
-                    queues[rank, instruction.peer < rank].append(transfer)
+                    queues[rank, separate and instruction.peer < rank].append(transfer)
                 place[rank] += 1
                 moved = True
         for (rank, up), queue in queues.items():

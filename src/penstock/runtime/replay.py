@@ -320,7 +320,7 @@ class RecordingSession:
 
         def prepare() -> None:
             for x in place:
-                x.zero_()
+                view_without_owning(x).zero_()  # autograd must not see this as a change
 
         if _does_nothing(actions, step):
             _run(actions, step)

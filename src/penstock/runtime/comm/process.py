@@ -13,10 +13,11 @@ block what comes after it. Receives are therefore posted exactly where the lower
 them (`window` is 0).
 
 NCCL runs all messages of one communicator in the order in which they were started, so a receive
-that waits holds up the sends behind it. Messages to higher ranks therefore have one communicator
-and messages to lower ranks another, each with its own stream: activations do not wait for
-gradients. `penstock.ir.verify` says why that cannot deadlock. A communicator for each pair of ranks
-would hold up less, but was slower: each has threads and kernels that wait by spinning.
+that waits holds up the sends behind it. All messages of a rank share one communicator all the
+same, apart from sums. One for each direction, or for each pair of ranks, holds up less, but every
+communicator has threads and kernels that wait by spinning, and on a machine with two cores for
+each rank they cost more than they save (docs/results/nccl.md). `penstock.ir.verify` says why
+neither can deadlock.
 
 Only raw tensors travel; nothing that arrives is unpickled.
 """
@@ -119,11 +120,11 @@ class ProcessComm:
         # The rank in the default group of each rank of this group.
         self.members = dist.get_process_group_ranks(world)
         self.is_subgroup = group is not None
-        # The groups of the messages to higher and to lower ranks.
-        self.upward = self.downward = world
+        # The groups of the messages to higher and to lower ranks. Under NCCL, sums have others.
+        self.upward = world
         if dist.get_backend() == NCCL and self._ranks > 1:
             self.upward = self._new_group(self.everyone, self.wire) or world
-            self.downward = self._new_group(self.everyone, self.wire) or world
+        self.downward = self.upward
         self.opened: set[tuple[int, int]] = set()  # links that were used, under NCCL
         # Other groups in which this rank may wait without using this object.
         self.beside: list[dist.ProcessGroup] = []
