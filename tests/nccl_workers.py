@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
-import signal
 import time
 from collections.abc import Callable
 
@@ -134,16 +132,7 @@ def blunder(_: Tensor) -> None:
     raise IndexError("out of cheese")
 
 
-def kill(_: Tensor) -> None:
-    time.sleep(1.5)  # until the watchdog has reported where this rank is
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-TRICKS: dict[str, Callable[[Tensor], None]] = {
-    "sleep": sleep,
-    "raise": blunder,
-    "kill": kill,
-}
+TRICKS: dict[str, Callable[[Tensor], None]] = {"sleep": sleep, "raise": blunder}
 
 
 class Tricky(nn.Module):

@@ -6,8 +6,8 @@ Eight workers, each a share of one GPU, run the same recorded steps over `pensto
 float32 and in bfloat16. Weights are float32 and products bfloat16 (autocast), as `penstock train` has them. NCCL is
 tried with three layouts of communicators:
 
-    one         a single one for all messages: this is what we use
-    direction   one for the messages to higher ranks, and one for those to lower ranks
+    one         a single one for all messages: what we use with few cores for each rank
+    direction   one for the messages to higher ranks, and one for those to lower ranks: what we use otherwise
     link        one for each direction between each two ranks that talk
 
 A step is compared with the simulated one: the median times of its own actions, and the links as they were measured
@@ -63,7 +63,9 @@ class Setting:
 
 def use_layout(comm: ProcessComm, layout: str) -> None:
     """Let the messages of a rank take other communicators than they usually do."""
-    if layout == "direction":
+    if layout == "one":
+        comm.downward = comm.upward
+    elif layout == "direction":
         device = torch.device("cuda", torch.cuda.current_device())
         down = dist.new_group(list(comm.everyone), device_id=device)
         assert isinstance(down, dist.ProcessGroup)

@@ -13,17 +13,18 @@ block what comes after it. Receives are therefore posted exactly where the lower
 them (`window` is 0).
 
 NCCL runs all messages of one communicator in the order in which they were started, so a receive
-that waits holds up the sends behind it. All messages of a rank share one communicator all the
-same, apart from sums. One for each direction, or for each pair of ranks, holds up less, but every
-communicator has threads and kernels that wait by spinning, and on a machine with two cores for
-each rank they cost more than they save (docs/results/nccl.md). `penstock.ir.verify` says why
-neither can deadlock.
+that waits holds up the sends behind it. Messages to higher ranks and messages to lower ranks
+therefore have a communicator each, apart from sums, so that activations do not wait for gradients.
+But the threads and kernels of a communicator wait by spinning. With fewer than
+`CORES_TO_SEPARATE` cores for a rank that costs more than it saves (docs/results/nccl.md), and all
+messages share one. `penstock.ir.verify` says why neither can deadlock.
 
 Only raw tensors travel; nothing that arrives is unpickled.
 """
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
@@ -47,6 +48,8 @@ UNUSED_TAG = 0x7FFFFFFE  # nobody sends under this tag; all others are smaller
 SHAPES_KEPT = 8  # messages per target whose shapes the watchdog can look up
 RECEIVE_WINDOW_BYTES = 64 << 20  # receives posted ahead of the program
 CONTROL_SUM_MODULUS = 100_003
+# From this many cores for each rank on, NCCL gets a second communicator for messages.
+CORES_TO_SEPARATE = 4
 
 BufferKind: TypeAlias = tuple[tuple[int, ...], torch.dtype]  # shape, type
 SentMessage: TypeAlias = tuple[int, tuple[int, ...], torch.dtype]  # number, shape, type
@@ -121,10 +124,12 @@ class ProcessComm:
         self.members = dist.get_process_group_ranks(world)
         self.is_subgroup = group is not None
         # The groups of the messages to higher and to lower ranks. Under NCCL, sums have others.
-        self.upward = world
+        self.upward = self.downward = world
         if dist.get_backend() == NCCL and self._ranks > 1:
             self.upward = self._new_group(self.everyone, self.wire) or world
-        self.downward = self.upward
+            self.downward = self.upward
+            if self._least_cores() >= CORES_TO_SEPARATE:
+                self.downward = self._new_group(self.everyone, self.wire) or world
         self.opened: set[tuple[int, int]] = set()  # links that were used, under NCCL
         # Other groups in which this rank may wait without using this object.
         self.beside: list[dist.ProcessGroup] = []
@@ -241,6 +246,14 @@ class ProcessComm:
             current = group.shape(self._rank, peer)
             out[peer] = fit_ring(lanes[peer], self._rank, sizes, current)
         group.reserve(into, out)
+
+    def _least_cores(self) -> int:
+        """The cores for each rank, on the machine of this group that has the fewest."""
+        neighbours = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+        cores = (os.cpu_count() or 1) // neighbours
+        least = torch.tensor([cores], device=self.wire)
+        dist.all_reduce(least, dist.ReduceOp.MIN, group=self.world)
+        return int(least)
 
     def _open_links(self, program: Program) -> None:
         """Send one number over each link of a program that was not used yet.
