@@ -171,6 +171,12 @@ class OnSite(WrappedCost):
         latency = max(one.latency for one in links)
         return even_ring_seconds(len(ranks), latency, slowest, size)
 
+    def sum_end(
+        self, ranks: Sequence[int], size: float, ready: Sequence[float]
+    ) -> float:
+        """When such a ring is done, once the last rank is ready."""
+        return max(ready) + self.sum_seconds(ranks, size)
+
 
 @cache
 def profile_of(model: ModelConfig, gpu: Gpu, rows: int = 1) -> Profile:

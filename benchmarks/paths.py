@@ -21,12 +21,11 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-import numpy as np
-
+from penstock import simulate
 from penstock.cost import Cluster, Node
 from penstock.cost.cities import CITIES
-from penstock.plan.paths.allreduce import allreduce_seconds_by_part
 from penstock.plan.paths.baselines import full_pipeline, random_paths, shortest_paths
 from penstock.plan.paths.planner import PathPlan, plan_paths, rule_faults
 from penstock.plan.paths.problem import PLANNED, PUBLISHED, Policy, even_parts
@@ -234,24 +233,21 @@ def compositions(iterations: int) -> list[Row]:
 
 
 def gradients(iterations: int) -> list[Row]:
-    parts, size = even_parts(6, 0.5, message=16e6), 100e6
+    parts = even_parts(6, 0.5, message=16e6)
+    how: dict[str, Any] = {"gradients": 100e6, "iterations": iterations, "clock": CLOCK}
     blind = plan_paths(places(20), parts, 6, iterations=iterations, clock=CLOCK)
-    seen = plan_paths(
-        places(20), parts, 6, gradients=size, iterations=iterations, clock=CLOCK
-    )
-    labels = np.array(blind.solution.labels)
-    sums = allreduce_seconds_by_part(blind.problem.traffic, labels, 6, size)
-    ends = np.zeros(20)
-    np.maximum.at(ends, blind.schedule.table.rank, blind.timeline.end)
-    late = float((ends + sums[labels])[ends > 0].max())
-    return [
-        {"planned": "without sums", "last backward": blind.makespan, "step": late},
-        {
-            "planned": "with sums",
-            "last backward": seen.timeline.makespan,
-            "step": seen.makespan,
-        },
-    ]
+    rings = plan_paths(places(20), parts, 6, planned_sums=False, **how)
+    planned = plan_paths(places(20), parts, 6, **how)
+    after = simulate(blind.schedule, rings.problem.cost())
+    rows = []
+    for what, timeline in {
+        "without sums": after,
+        "with rings": rings.timeline,
+        "with planned sums": planned.timeline,
+    }.items():
+        last = float(timeline.end.max())
+        rows.append({"planned": what, "last": last, "step": timeline.makespan})
+    return rows
 
 
 def growth(sizes: dict[int, int]) -> list[Row]:
@@ -422,9 +418,10 @@ hall it gains as much as smaller pieces of work do, but slices gain that too.
 
 ## Sums of gradients
 
-20 cities, with 100 MB of gradients per part. The rows plan without and with the time for summing gradients.
+20 cities, with 100 MB of gradients per part. The rows plan without the time for summing gradients, which then happens
+in rings; for rings; and for the quickest kind of sum for each part (`cost/allreduce.py`).
 
-{table(found["gradients"], {"planned": "planned", "last backward": "last backward", "step": "step"})}
+{table(found["gradients"], {"planned": "planned", "last": "last backward", "step": "step"})}
 
 ## Growth
 

@@ -14,6 +14,7 @@ import penstock
 ROOT = Path(penstock.__file__).parent
 ROOMS = {
     "errors": set(),
+    "version": set(),
     "partition": {"errors"},
     "carry": {"errors"},
     "config": {"errors"},
@@ -26,22 +27,26 @@ ROOMS = {
         *("ir", "cost", "config", "formats", "partition", "schedules", "sim"),
         "errors",
     },
+    "advice": {"ir", "cost", "formats", "schedules", "plan", "errors"},
     "view": {"ir", "errors"},
     "runtime": {"ir", "cost", "carry", "errors"},
     "measure": {"ir", "cost", "carry", "runtime", "errors"},
     "models": {"carry", "partition", "errors"},
+    "peers": {"ir", "formats", "runtime", "errors"},
+    "pipeline": {"ir", "partition", "runtime", "models", "errors"},
     "train": {
         *("ir", "cost", "config", "formats", "schedules", "sim", "plan", "view"),
         *("carry", "runtime", "measure", "models", "errors"),
     },
     "cli": {
         *("ir", "cost", "config", "formats", "schedules", "sim", "plan", "view"),
-        *("partition", "runtime", "measure", "train", "errors"),
+        *("advice", "partition", "runtime", "measure", "train", "version", "errors"),
     },
     "__main__": {"cli"},
 }
 LIBRARIES = {
     "errors": set(),
+    "version": set(),
     "partition": set(),
     "carry": {"torch"},
     "config": set(),
@@ -51,10 +56,14 @@ LIBRARIES = {
     "sim": {"numpy"},
     "schedules": {"numpy"},
     "plan": {"numpy"},
+    "advice": set(),
     "view": {"numpy", "rich"},
     "runtime": {"numpy", "torch"},
     "measure": {"numpy", "torch"},
-    "models": {"torch"},
+    # transformers only where a decoder of it is built
+    "models": {"torch", "transformers"},
+    "peers": {"torch"},
+    "pipeline": {"torch"},
     "train": {
         "numpy",
         "torch",

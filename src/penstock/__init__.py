@@ -35,9 +35,12 @@ if TYPE_CHECKING:
         needs,
         verify,
     )
+    from penstock.pipeline import Pipeline
     from penstock.plan import lower_bound, portfolio
     from penstock.schedules import REGISTRY, make
     from penstock.sim import simulate
+
+    __version__: str
 
 __all__ = [
     "REGISTRY",
@@ -49,6 +52,7 @@ __all__ = [
     "Op",
     "PartCost",
     "PenstockError",
+    "Pipeline",
     "Plan",
     "Profile",
     "ProfileCost",
@@ -80,6 +84,10 @@ def __getattr__(name: str) -> object:
     """Load a public name, or one of the packages that do not need torch, on first use."""
     from importlib import import_module  # noqa: PLC0415
 
+    if name == "__version__":
+        return import_module("penstock.version").read_version()
+    if name == "Pipeline":  # needs torch
+        return import_module("penstock.pipeline").Pipeline
     if name in _ROOMS:
         return import_module(f"penstock.{name}")
     if name in __all__:
@@ -93,4 +101,4 @@ def __getattr__(name: str) -> object:
 
 def __dir__() -> list[str]:
     """All public names, including those that are not loaded yet."""
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *__all__, "__version__"})

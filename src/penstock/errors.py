@@ -18,8 +18,8 @@ without a traceback.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from difflib import get_close_matches
+import re
+from collections.abc import Collection, Iterable
 
 
 class PenstockError(Exception):
@@ -51,8 +51,8 @@ class UnknownNameError(PenstockError):
 
     def __init__(self, kind: str, name: str, known: Iterable[str]) -> None:
         names = sorted(known)
-        near = get_close_matches(name, names, n=1, cutoff=0.4)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
+        near = nearest_name(name, names)
+        hint = f"; did you mean {near!r}?" if near else ""
         super().__init__(
             f"there is no {kind} {name!r}{hint}\nknown: {', '.join(names)}"
         )
@@ -86,3 +86,50 @@ class StuckError(RunError):
 
 class PeerLostError(RunError):
     """A rank that waits for another one that has died or closed its connection."""
+
+
+# ---------------------------------------------------------------- names that were meant
+def nearest_name(name: str, known: Collection[str]) -> str:
+    """The known name that was probably meant; empty if none is near.
+
+    A name is near if at most a third of its letters differ, or if it is one of the words
+    of the other. A far-fetched suggestion would be worse than none.
+
+    >>> nearest_name("hanyo", ["hanayo", "chimera"]), nearest_name("num_layers", ["layers"])
+    ('hanayo', 'layers')
+    >>> nearest_name("lora", ["vocab", "layers"])
+    ''
+    """
+    given = name.casefold()
+    words = _words(given)
+    contained = [one for one in known if _words(one) and _words(one) <= words]
+    if contained:
+        return max(contained, key=len)
+    distances = {one: _typing_distance(given, one.casefold()) for one in known}
+    best = min(distances, key=distances.__getitem__, default="")
+    if best and distances[best] <= max(len(given), len(best)) // 3:
+        return best
+    containing = [one for one in known if words and words <= _words(one)]
+    return min(containing, key=len, default="")
+
+
+def _words(name: str) -> set[str]:
+    """The words of a name; single letters say too little."""
+    return {word for word in re.split(r"[\W_]+", name.casefold()) if len(word) > 1}
+
+
+def _typing_distance(given: str, known: str) -> int:
+    """The number of letters to add, leave out, replace or swap with their neighbours.
+
+    >>> _typing_distance("ahaed", "ahead"), _typing_distance("slot", "slots")
+    (1, 1)
+    """
+    before: list[int] = []
+    row = list(range(len(known) + 1))
+    for i, sign in enumerate(given, start=1):
+        earlier, before, row = before, row, [i]
+        for j, other in enumerate(known, start=1):
+            cost = min(before[j] + 1, row[-1] + 1, before[j - 1] + (sign != other))
+            is_swap = i > 1 and j > 1 and given[i - 2 : i] == other + known[j - 2]
+            row.append(min(cost, earlier[j - 2] + 1) if is_swap else cost)
+    return row[-1]

@@ -4,19 +4,31 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import threading
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import pytest
 
 from commands import called
-from penstock import make
-from penstock.cost import Cluster
-from penstock.formats import dump_plan, read_cluster, read_plan, write_cluster
+from penstock import make, simulate
+from penstock.cost import Cluster, RowProfiles
+from penstock.cost.gpus import analytic_profile, gpu_of
+from penstock.cost.memory import device_bytes
+from penstock.formats import (
+    dump_plan,
+    read_cluster,
+    read_plan,
+    write_cluster,
+    write_row_profiles,
+)
+from penstock.formats.config_toml import load_config
 from penstock.ir import Plan
 from penstock.plan.paths.rules import Rules, rules_from, rules_text
+from penstock.schedules.coverage import visits_all_parts
 
 CITIES = ["Paris", "London", "Tokyo", "Osaka", "Lisbon", "Rome", "Boston", "Madrid"]
 SIZES = "--parts 4 --microbatches 3 --forward 0.5 --message 8e6 --iterations 500"
@@ -60,6 +72,114 @@ def test_a_plan_is_shown_with_its_bound_and_written(run):
     assert found["simulations"] == 500
 
 
+CONFIG = """\
+[model]
+family = "llama"
+layers = 8
+width = 64
+heads = 4
+kv_heads = 2
+inner = 128
+vocab = 512
+
+[data]
+tokens = 64
+batch = 12
+"""
+MODEL = "--parts 3 --microbatches 2 --rule share=1/3 --iterations 200"
+
+
+def test_a_config_is_planned_with_its_profile_layers_sums_and_memory(run):
+    pytest.importorskip("torch")
+    Path("config.toml").write_text(CONFIG)
+    code, _, err = run(
+        f"paths config.toml --cluster cluster.toml --gpu h100 {MODEL} -o plan.json"
+    )
+    assert (code, err) == (0, "wrote plan.json\n")
+    plan = read_plan("plan.json")
+    assert sum(plan.partition) == 8
+    assert plan.partition[-1] == 0  # the head has no layer
+    assert plan.schedule.parts == 4
+    assert plan.schedule.microbatches[0].tokens == 64
+    facts = plan.facts
+    assert facts["sums"] == "ring"  # what runs
+    assert str(facts["profile"]).startswith("analytic profile of the")
+    data_nodes = len({microbatch.path[0] for microbatch in plan.schedule.microbatches})
+    assert facts["rows"] == 12 / (2 * data_nodes)
+    gpu = gpu_of("h100")
+    config = load_config(CONFIG)
+    profile = analytic_profile(
+        config.model, 64, facts["rows"], gpu, config.run.precision, recorded=False
+    )
+    cost = replace(
+        profile.cost(plan.partition, tokens=64),
+        network=read_cluster("cluster.toml").network(),
+    )
+    timeline = simulate(plan.schedule, cost)
+    assert timeline.sums
+    # The plan also counts the pause between two actions.
+    assert 0 < timeline.makespan <= facts["makespan"]
+    # A profile in a file gives the same plan as the formula that wrote it.
+    write_row_profiles(RowProfiles((profile,)), "profile.json")
+    run(
+        f"paths config.toml --cluster cluster.toml --profile profile.json {MODEL} -o same.json"
+    )
+    assert read_plan("same.json").schedule == plan.schedule
+    quick = json.loads(
+        run(
+            f"paths config.toml --cluster cluster.toml --gpu h100 {MODEL} --sums planned --json"
+        )[1]
+    )
+    assert quick["makespan"] < facts["makespan"]
+    # Nodes with a memory instead of slots hold weights and optimizer too.
+    small = read_cluster("cluster.toml")
+    used = device_bytes(plan.schedule, cost)
+    nodes = tuple(replace(node, slots=None) for node in small.nodes)
+    write_cluster(replace(small, nodes=nodes), "memory.toml")
+    memory = int(used.max() * 0.9)
+    code, _, _ = run(
+        f"paths config.toml --cluster memory.toml --profile profile.json {MODEL} "
+        f"--memory {memory}KB -o small.json"
+    )
+    assert code == 0
+    code, _, err = run(
+        f"paths config.toml --cluster memory.toml --profile profile.json {MODEL} --memory 1KB"
+    )
+    assert code == 2
+    assert "cannot hold a single micro-batch of any part" in err
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("--forward 1", "--forward describes a model without a config"),
+        ("--parts 6 --set model.layers=5", "5 layers cannot fill 6 parts"),
+        ("--microbatches 5", "12 sequences do not deal out to 2 data nodes with 5"),
+        ("--sums fast", "--sums is ring or planned, not 'fast'"),
+        ("--gpu b900", "b900"),
+    ],
+)
+def test_a_wrong_option_beside_a_config_gives_one_clear_message(run, words, says):
+    pytest.importorskip("torch")
+    Path("config.toml").write_text(CONFIG)
+    code, _, err = run(
+        f"paths config.toml --cluster cluster.toml --gpu h100 --data-nodes 2 {MODEL} {words}"
+    )
+    assert code == 2
+    assert says in err
+    assert "Traceback" not in err
+
+
+def test_options_that_are_missing_or_need_a_config_are_named(run):
+    for words, says in {
+        "--parts 4 --microbatches 3": "--forward is missing",
+        f"{SIZES} --gpu h100": "--gpu needs a config and a cluster",
+    }.items():
+        code, _, err = run(f"paths cluster.toml {words}")
+        assert code == 2
+        assert says in err
+
+
 def test_the_same_command_writes_the_same_plan(run):
     for name in ("one", "other"):
         run(f"paths cluster.toml {SIZES} --share 0.25 --seed 3 -o {name}.json")
@@ -71,9 +191,8 @@ def test_a_search_that_a_time_limit_cuts_short_says_so(run):
         f"paths cluster.toml {SIZES} --share 0.25 --seconds 1e-9 -o plan.json"
     )
     assert code == 0
-    assert (
-        out.count("0 moves") == out.count("cut short") == 2
-    )  # the paths' search, and the full pipeline's
+    # The paths' search and the full pipeline's; also that of steps with all parts.
+    assert (out.count("0 moves"), out.count("cut short")) == (2, 3)
     assert read_plan("plan.json").facts["cut_short"] is True
     found = json.loads(
         run(f"paths cluster.toml {SIZES} --share 0.25 --seconds 1e-9 --json")[1]
@@ -84,6 +203,19 @@ def test_a_search_that_a_time_limit_cuts_short_says_so(run):
         "cut short"
         not in run(f"paths cluster.toml {SIZES} --share 0.25 --seconds 3600")[1]
     )
+
+
+def test_steps_in_turn_and_full_steps_are_planned_for_the_same_nodes(run):
+    sizes = SIZES.replace("--parts 4", "--parts 5").replace("500", "300")
+    code, out, _ = run(f"paths cluster.toml {sizes} --rotate --slack 1 -o plan.json")
+    assert code == 0
+    assert "with these nodes for the parts" in out
+    plan = read_plan("plan.json")
+    sets = int(re.search(r"paths in turn +(\d+) set", out)[1])
+    assert sets == 1 + len(plan.rotation) > 1
+    assert visits_all_parts(plan.full)
+    assert plan.facts["full_makespan"] > plan.facts["makespan"]
+    assert run("check plan.json")[0] == 0
 
 
 def test_the_full_pipeline_is_planned_in_the_same_way_as_the_paths(run):

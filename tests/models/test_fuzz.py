@@ -8,7 +8,7 @@ import torch
 import fuzz
 from fuzz import FAMILIES, FROZEN, ROPES, Verdict, draw_case, run_case, run_many
 from penstock import REGISTRY
-from penstock.models import hf
+from penstock.models import hf_part
 
 SEEDS = (
     0,
@@ -107,7 +107,9 @@ def test_a_wrong_gradient_is_a_failure_and_is_printed_with_its_seed(
     """Restores an old bug: the rotary module of a slice sees only the slice's positions."""
     assert run_case(draw_case(SLICED_DYNAMIC)) == Verdict("exact")
     monkeypatch.setattr(
-        hf, "_angles", lambda rotary, x, piece: rotary(x, hf._places(x, piece))
+        hf_part.AnglesOfSlice,
+        "__call__",
+        lambda self, x, *args, **kwargs: self.module(x, *args, **kwargs),
     )
     assert run_many([SLICED_DYNAMIC])["failed"] == 1
     printed = capsys.readouterr().out

@@ -14,11 +14,13 @@ import pytest
 
 from penstock import PartCost, Seconds, UnitCost, lower, needs, simulate, verify
 from penstock.cost import Cluster, Node
+from penstock.cost.allreduce import planned_sum_end, ring_seconds
 from penstock.cost.cities import CITIES
+from penstock.cost.memory import device_bytes
 from penstock.errors import ShapeError
 from penstock.formats import dump_plan, load_plan
 from penstock.ir import Action, MicroBatch, Op, Stage
-from penstock.plan.paths.allreduce import allreduce_seconds, least_allreduce_seconds
+from penstock.plan.paths.allreduce import ends_of_sums, least_sum_seconds
 from penstock.plan.paths.arrangement import (
     part_designs,
     part_of_each_node,
@@ -43,7 +45,7 @@ from penstock.plan.paths.problem import (
 from penstock.plan.paths.recovery import DEFAULT_RECOVERY_MOVES, replan
 from penstock.plan.paths.rotation import parts_met, rotate
 from penstock.plan.paths.rules import Rules, order_fault, part_subsets
-from penstock.plan.paths.solution import Solution, simulate_solution
+from penstock.plan.paths.solution import Solution, simulate_solution, solution_value
 from penstock.plan.paths.staged_search import DEFAULT_SEARCH_MOVES, stage_moves
 from penstock.plan.paths.windows import Window, least_end
 from penstock.schedules.list_scheduling import list_schedule
@@ -106,9 +108,10 @@ def check_plan(plan) -> None:
     assert rule_faults(plan) == ()
     verify(lower(plan.schedule))
     found = simulate_solution(plan.problem, plan.solution)
-    assert simulate(plan.schedule, plan.problem.cost()).makespan == pytest.approx(
-        found.makespan, abs=1e-6
-    )
+    timeline = simulate(plan.schedule, plan.problem.cost())
+    assert timeline.end.max() == pytest.approx(found.makespan, abs=1e-6)
+    value, _ = solution_value(plan.problem, plan.solution)
+    assert timeline.makespan == plan.makespan == pytest.approx(value, abs=1e-6)
     assert plan.makespan >= plan.bound > 0
     assert (
         path_bound(
@@ -558,28 +561,59 @@ def test_the_plan_takes_the_allreduce_of_gradients_into_account():
     blind = plan_paths(geo(12), parts, 3, **how)
     seen = plan_paths(geo(12), parts, 3, gradients=2e8, **how)
     check_plan(seen)
-    labels = np.array(blind.solution.labels)
-    ends = np.zeros(12)
-    np.maximum.at(ends, blind.schedule.table.rank, blind.timeline.end)
-    sums = [
-        allreduce_seconds(blind.problem.traffic, np.flatnonzero(labels == part), 2e8)
-        for part in range(4)
-    ]
-    assert seen.makespan < max(
-        ends[node] + sums[labels[node]] for node in range(12) if ends[node]
-    )
+    late = simulate(blind.schedule, seen.problem.cost()).makespan
+    assert blind.makespan < seen.makespan < late
+    rings = plan_paths(geo(12), parts, 3, gradients=2e8, planned_sums=False, **how)
+    check_plan(rings)
+    assert seen.makespan < rings.makespan
+    waves = plan_paths(geo(12), parts, 3, gradients=2e8, waves=True, **how)
+    check_plan(waves)
 
 
-def test_an_allreduce_is_never_quicker_than_its_lower_bound():
-    traffic = Problem(geo(10), even_parts(4, 1.0), 2, Rules(share=0.25)).traffic
+@pytest.mark.parametrize("planned", [False, True])
+def test_no_sum_is_quicker_than_its_lower_bound_or_begins_too_early(planned):
     rng = np.random.default_rng(0)
-    for _ in range(50):
-        nodes = rng.permutation(10)[: rng.integers(2, 8)]
+    for _ in range(60):
         size = float(rng.choice([1.0, 1e6, 1e9]))
-        assert (
-            allreduce_seconds(traffic, nodes, size)
-            >= least_allreduce_seconds(traffic, len(nodes), size) - 1e-12
+        problem = Problem(
+            geo(10),
+            even_parts(4, 1.0, gradients=size),
+            2,
+            Rules(share=0.25),
+            planned_sums=planned,
         )
+        nodes = rng.permutation(10)[: rng.integers(2, 8)]
+        labels = np.full(10, -1)
+        labels[nodes] = 0
+        last = rng.uniform(0, 50, 10)
+
+        def end_of(last, problem=problem, labels=labels):
+            args = (problem.traffic, planned, labels, last, np.zeros(10))
+            return ends_of_sums(*args)[0]
+
+        end = end_of(last)
+        least = least_sum_seconds(problem, 0, len(nodes))
+        assert end >= last[nodes].max() + least - 1e-9
+        later = last.copy()
+        later[nodes[0]] += 5.0
+        assert end_of(later) >= end - 1e-9
+        alone = end_of(np.full(10, last[nodes].max()))
+        assert end <= alone + 1e-9  # whoever is ready early helps, or waits
+
+
+def test_sums_go_over_near_links_first_and_over_many_links_at_once():
+    """Two pairs of nodes, a slow link between any two of different pairs: 2 x 2 links carry a quarter each."""
+    far, near = 1e-6, 1e-9  # seconds per byte
+    pair = [0, 0, 1, 1]
+    byte = np.array([[near if a == b else far for b in pair] for a in pair])
+    none = np.zeros((4, 4))
+    assert planned_sum_end(none, byte, 1e6, [0.0] * 4) == pytest.approx(
+        0.25 + 2 * 0.0005, rel=1e-6
+    )
+    assert ring_seconds(none, byte, 1e6) == pytest.approx(2 * 3 * 0.25)
+    # A node that is done late has the gradients of the others by then, and sends the sum.
+    two = planned_sum_end(np.zeros((2, 2)), np.full((2, 2), far), 1e6, [0.0, 10.0])
+    assert two == pytest.approx(10 + 2 / 3)
 
 
 def test_a_seed_gives_the_same_plan_again():
@@ -897,9 +931,47 @@ def test_no_node_holds_more_than_its_memory(recompute, head):
         *(replace(part(1.0, held=10.0, weights=5.0), recompute=recompute),) * 4,
         part(0.1, **head),
     )
-    for memory in (30.0, 35.0, 47.0):
+    for memory in (50.0, 55.0, 75.0):
         nodes = tuple(Node("x", 1.0, None, memory) for _ in range(8))
-        cluster = Cluster(nodes, ((0.01,) * 8,) * 8, ((math.inf,) * 8,) * 8)
-        found = plan_paths(cluster, parts, 4, Rules(share=0.25), iterations=50)
-        timeline = simulate(found.schedule, found.problem.cost())
-        assert max(timeline.peak_bytes(rank) for rank in range(8)) <= memory
+        found = memory_plan(nodes, parts)
+        assert device_bytes(found.schedule, found.problem.cost()).max() <= memory
+        assert (np.array(slots_in(found)) <= found.problem.traffic.slots).all()
+    with pytest.raises(ShapeError, match="cannot hold a single micro-batch of any"):
+        memory_plan((Node("x", 1.0, None, 15.0),) * 8, parts)
+
+
+def memory_plan(nodes, parts):
+    count = len(nodes)
+    apart = ((0.01,) * count,) * count, ((math.inf,) * count,) * count
+    return plan_paths(
+        Cluster(nodes, *apart), parts, 4, Rules(share=0.25), iterations=50
+    )
+
+
+def slots_in(plan) -> list[int]:
+    return [int(word) for word in str(paths_plan(plan).facts["slots"]).split()]
+
+
+def test_small_nodes_get_the_parts_that_fit():
+    """A data node has the embedding, the first part and the head; here only five nodes are large enough."""
+    part = PartCost(*(Seconds(token=1.0),) * 3, held=4.0, weights=8.0, message=0.1)
+    head = PartCost(*(Seconds(token=0.1),) * 3, weights=50.0, message=0.1)
+    memories = [20.0, 80.0, 20.0, 80.0, 80.0, 20.0, 80.0, 80.0]
+    nodes = tuple(Node("x", 1.0, None, memory) for memory in memories)
+    found = memory_plan(nodes, (part,) * 4 + (head,))
+    check_plan(found)
+    assert all(memories[node] == 80.0 for node in found.partitions[0])
+    used = device_bytes(found.schedule, found.problem.cost())
+    assert (used <= memories).all()
+    assert set(slots_in(found)) > {2}  # small nodes hold fewer micro-batches
+    small = (Node("x", 1.0, None, 20.0),) * 7 + (Node("x", 1.0, None, 80.0),)
+    with pytest.raises(ShapeError, match="part 0 fits into the memory of 1 of 8 nodes"):
+        memory_plan(small, (part,) * 4 + (head,))
+    with pytest.raises(ShapeError, match="part 0 does not fit into the memory of node"):
+        plan_paths(
+            found.problem.cluster,
+            (part,) * 4 + (head,),
+            4,
+            Rules(share=0.25),
+            arrangement=[[0], [1, 2], [3, 4], [5, 6, 7]],
+        )

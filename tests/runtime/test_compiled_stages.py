@@ -30,6 +30,7 @@ from penstock.runtime import (
 from penstock.runtime.backward import Ledger, record_in
 from penstock.runtime.compiled_stages import compiled_method
 from penstock.runtime.proof.traceless import uncompiled
+from penstock.runtime.torch_internals import compiled_call
 from penstock.schedules.transforms import slice_tokens
 from pipelines import VOCAB, gpt, llama, piped, unsplit, without_float32, worst
 
@@ -412,3 +413,33 @@ def test_layers_of_transformers_compile_and_split(family, caplog):
     assert worst(ours, expected) < TOLERANCE
     assert not any(e.stages_without_weight_work for e in ours.executors)
     assert "weight gradients in I" not in caplog.text
+
+
+def test_slices_of_transformers_run_uncompiled():
+    """Their layers change Python objects while they run a slice, for which torch would compile again and again."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(4)
+    config = transformers.Qwen3Config(
+        vocab_size=VOCAB,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=4,
+    )
+    model = without_float32(transformers.Qwen3ForCausalLM(config).double())
+    schedule = make("seq1f1b", ranks=2, microbatches=2, slices=2)
+    data = batch(2)
+    losses, expected = unsplit(schedule, model, [data])
+    ours = piped(schedule, model, [data], prepare=forbidden_to_compile)
+    assert ours.losses[0] == pytest.approx(losses, abs=TOLERANCE)
+    assert worst(ours, expected) < TOLERANCE
+
+
+def forbidden_to_compile(part: nn.Module) -> nn.Module:
+    """Compiles a part, but forbids its layers to call what was compiled. (Its head sees whole tensors only.)"""
+    part = compiled(part)
+    for path in part.anatomy.layers[part.begin : part.end]:
+        compiled_call(part.get_submodule(path)).run = None
+    return part

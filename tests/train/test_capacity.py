@@ -22,9 +22,9 @@ from penstock.formats.config_toml import apply_changes
 from penstock.measure.profile import measure
 from penstock.models import GPTConfig, LlamaConfig
 from penstock.models.count import parameters_of
+from penstock.runtime.process.memory import available_memory
 from penstock.train.capacity import (
     MemoryPool,
-    available_memory,
     load_of,
     needs_of,
     places_of,
@@ -119,7 +119,7 @@ def test_a_container_may_have_less_than_its_machine(tmp_path, monkeypatch):
     assert everything > 0
     (tmp_path / "memory.max").write_text("5000000\n")
     (tmp_path / "memory.current").write_text("2000000\n")
-    monkeypatch.setattr("penstock.train.capacity.CGROUP", tmp_path)
+    monkeypatch.setattr("penstock.runtime.process.memory.CGROUP", tmp_path)
     assert available_memory() == 3e6
     (tmp_path / "memory.max").write_text("max\n")
     assert available_memory() > 3e6

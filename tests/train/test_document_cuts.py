@@ -17,7 +17,7 @@ from penstock.plan.slices import equal_work_cuts
 from penstock.runtime import Executor
 from penstock.runtime.batch import Batch
 from penstock.runtime.slices import cut_units
-from penstock.train.data.loader import DocumentCutter
+from penstock.train.data.documents import DocumentCutter
 from penstock.train.loop import cutter_of
 from trainings import apart, job_of, train
 

@@ -27,7 +27,7 @@ from penstock.measure.profile import measure
 from penstock.models import GPTConfig, LlamaConfig, even_partition
 from penstock.runtime import spawn
 from penstock.sim import simulate_shared
-from penstock.train.after.report import Summary, render_report
+from penstock.train.after.report import StepKind, Summary, render_report
 from penstock.train.forecast import (
     PROFILE,
     forecast,
@@ -281,11 +281,10 @@ def test_a_report_lays_the_forecast_over_what_was_measured_and_names_the_largest
         made.timeline, end=slow, activations=made.timeline.activations * 0 + 1
     )
     rows = tuple(StepRow(step, 1.0, 1.0, 0.1, 2.0, 10, 10, 0.1) for step in range(1, 6))
-    found = Summary(rows, plan, made, 5, measured)
-    assert found.predicted.makespan == made.timeline.makespan
-    assert found.predicted.peak_bytes(0) == found.measured.peak_bytes(
-        0
-    )  # counts, not bytes
+    kind = StepKind("step", rows, made, None, 5, measured)
+    found = Summary(rows, plan, (kind,))
+    assert kind.predicted.makespan == made.timeline.makespan
+    assert kind.predicted.peak_bytes(0) == measured.peak_bytes(0)  # counts, not bytes
     page = render_report(found, "a run")
     for words in (
         f"{plan.schedule.table.action(3)} on rank 0: predicted 2 s, took 3.5 s",

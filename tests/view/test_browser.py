@@ -144,18 +144,18 @@ def test_hovering_over_an_action_shows_its_facts_and_times(browser: Page) -> Non
     assert browser.ask("document.querySelector('#tip b').textContent") == "1B2backward"
     tip = browser.tip()
     assert (tip["rank"], tip["stage"], tip["micro-batch"]) == ("1", "1, part 1", "2")
-    assert [float(tip[word]) for word in ("start", "end", "duration")] == [
-        span.start,
-        span.end,
-        2.25,
-    ]
-    assert tip["sends"].startswith("1 to rank 0, leaves ")
-    assert tip["holds"] == "3 of activations"
+    times = [tip[word].split() for word in ("start", "end", "duration")]
+    assert [float(number) for number, _ in times] == [span.start, span.end, 2.25]
+    assert {unit for _, unit in times} == {"forwards"}
+    assert tip["sends"].startswith("1 micro-batch to rank 0, leaves ")
+    assert tip["holds"] == "3 micro-batches of activations"
 
 
 def test_hovering_shows_what_an_action_waited_for(browser: Page) -> None:
     browser.open(("predicted", predicted())).point("2F0")
-    assert browser.tip()["waited for"] == "1F0 from rank 1, arrived 2, idle 2"
+    assert browser.tip()["waited for"] == (
+        "1F0 from rank 1, arrived 2 forwards, idle 2 forwards"
+    )
     browser.point("2F1")
     assert browser.tip()["waited for"] == "2F0 on this rank"
 
@@ -298,7 +298,9 @@ def test_two_timelines_are_compared_rank_by_rank(browser: Page) -> None:
         browser.ask("document.querySelector('#tip b').textContent")
         == "1F0forward, measured"
     )
-    assert browser.tip()["predicted"] == "1 to 2 (start \u22120.5, duration +0)"
+    assert (
+        browser.tip()["predicted"] == "1 to 2 forwards (start \u22120.5, duration +0)"
+    )
     browser.point("1F0", 1).click().perform()
     assert [len(path) for path in browser.ask("penstock.highlighted")] == [8, 8]
 
@@ -362,6 +364,23 @@ def test_the_report_of_a_run_draws_its_curves_and_both_timelines(browser: Page) 
     browser.driver.switch_to.frame(0)
     browser.until("window.penstock && penstock.frames > 0")
     assert browser.ask("penstock.counts.actions") == [64, 64]
+    browser.driver.switch_to.default_content()
+
+
+def test_a_report_of_two_ranks_has_no_empty_band_under_its_timelines(
+    browser: Page,
+) -> None:
+    two = simulate(make("1f1b", ranks=2, microbatches=4), UnitCost())
+    timelines = [("predicted", two), ("measured", two)]
+    file = browser.folder / "two.html"
+    file.write_text(report_page("A run", [], [], timelines), encoding="utf-8")
+    browser.driver.get(file.as_uri())
+    browser.driver.switch_to.frame(0)
+    browser.until("window.penstock && penstock.frames > 0")
+    bottom = "document.querySelector('footer').getBoundingClientRect().bottom"
+    browser.until(f"innerHeight - {bottom} > 0 && innerHeight - {bottom} < 30")
+    assert browser.ask("penstock.state.row") == 36  # the tallest
+    assert "15 forwards" in browser.ask("document.getElementById('stats').textContent")
     browser.driver.switch_to.default_content()
 
 

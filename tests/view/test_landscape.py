@@ -34,7 +34,7 @@ from penstock.plan.search import CANNOT_WIN, Landscape, search
 from penstock.plan.workload import Fixed, Workload
 from penstock.view import svg
 from penstock.view.landscape import render_landscape
-from penstock.view.numbers import write_size, write_time
+from penstock.view.numbers import name_time, write_size, write_time
 
 TOKENS = 64
 VOID_TAGS = {"meta", "link", "br"}
@@ -146,7 +146,7 @@ def test_the_command_writes_a_page_that_says_what_won_and_why(
     text = text_of(html)
     landscape, _ = unit_case()
     best = landscape.best.candidate
-    assert f"predicted to take {write_time(best.step, PAPER_UNITS)}." in text
+    assert f"predicted to take {name_time(best.step, PAPER_UNITS)}." in text
     assert f"Its ranks idle {best.bubble:.1%} of the time" in text
     peak = write_size(best.peak, PAPER_UNITS)
     assert f"holds {peak} micro-batches, with a limit of 2 micro-batches" in text

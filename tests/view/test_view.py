@@ -159,7 +159,7 @@ def test_gantt_shows_every_action_and_the_facts_if_there_is_room() -> None:
     assert lanes == [
         [str(action)[1:] for action in lane] for lane in small().schedule.lanes
     ]
-    assert "makespan 34.6 · bubble 30.6% · peak 4" in text
+    assert "makespan 34.6 forwards · bubble 30.6% · peak 4 micro-batches" in text
 
 
 def test_gantt_of_many_ranks_shows_a_selection_and_says_so() -> None:
@@ -204,7 +204,8 @@ def test_svg_has_the_numbers_of_the_micro_batches() -> None:
     assert numbers == {str(microbatch): 8 for microbatch in range(8)}
     captions = [text.text for text in figure.findall(f"{SVG}text")]
     assert (
-        "4 ranks · 8 micro-batches · makespan 34.6 · bubble 30.6% · peak 4" in captions
+        "4 ranks · 8 micro-batches · makespan 34.6 forwards · bubble 30.6% · "
+        "peak 4 micro-batches" in captions
     )
 
 
@@ -213,9 +214,11 @@ def test_svg_shades_stages_and_slices() -> None:
     assert len(fills) == 2 * 2 * 2  # F and B, two stages of a rank, two slices
 
 
-def test_svg_writes_units_only_for_seconds_and_bytes() -> None:
+def test_svg_writes_the_units_of_every_number() -> None:
     assert "makespan 425.6 ms · bubble 30.6% · peak 1.12 GiB" in svg(real())
-    assert "makespan 34.6 · bubble 30.6% · peak 4<" in svg(small())
+    assert "makespan 34.6 forwards · bubble 30.6% · peak 4 micro-batches<" in svg(
+        small()
+    )
 
 
 def test_svg_of_many_actions_stays_small() -> None:

@@ -5,8 +5,11 @@ Each command imports the rooms that it needs when it runs, so `penstock --help` 
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import typer
 
+from penstock.cli.doctor import doctor_command, print_first_steps
 from penstock.cli.paths import INTERRUPTED, SearchInterrupted, paths_command
 from penstock.cli.plan import plan_command
 from penstock.cli.profile import profile_command
@@ -17,7 +20,7 @@ from penstock.cli.schedule import (
     list_command,
     simulate_command,
 )
-from penstock.cli.tables import console
+from penstock.cli.tables import console, print_plain
 from penstock.cli.testbed import run_testbed
 from penstock.cli.train import init_command, train_command
 from penstock.cli.trained_model import (
@@ -31,12 +34,38 @@ from penstock.errors import PenstockError
 USER_ERROR = 2  # exit code
 
 app = typer.Typer(
-    no_args_is_help=True,
-    add_completion=False,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
     help="Penstock: train language models through a pipeline of workers, with the schedule as data.",
 )
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from penstock.version import read_version
+
+        print_plain(f"penstock {read_version()}")
+        raise typer.Exit
+
+
+@app.callback(invoke_without_command=True)
+def begin(
+    context: typer.Context,
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version",
+            help="Print the version and exit.",
+            callback=_print_version,
+            is_eager=True,
+        ),
+    ] = False,
+) -> None:
+    """Print what to do first if no command is given."""
+    if context.invoked_subcommand is None:
+        print_first_steps()
+
+
 app.command("list")(list_command)
 app.command("draw")(draw_command)
 app.command("simulate")(simulate_command)
@@ -52,12 +81,13 @@ app.command("export")(export_command)
 app.command("generate")(generate_command)
 app.command("report")(report_command)
 app.command("eval")(eval_command)
+app.command("doctor")(doctor_command)
 
 
 def main() -> None:
     """Run the command line; a user's mistake is one message and exit code 2."""
     try:
-        app()
+        app(prog_name="penstock")  # also under python -m and torchrun
     except PenstockError as error:
         _print_error(error)
         raise SystemExit(USER_ERROR) from None

@@ -121,8 +121,17 @@ def describe_step(forecast: Forecast, config: Config) -> str:
         gather = f"{write_time(forecast.gather, digits=3)} to gather weights, "
     return (
         f"{forecast.speed:,.0f} tokens/s, {step} per step: {gather}{passes} of {makespan} "
-        f"({', '.join(details)}), optimizer {optimizer}"
+        f"({', '.join(details)}), optimizer {optimizer}{_describe_full(forecast)}"
     )
+
+
+def _describe_full(forecast: Forecast) -> str:
+    """Describe the time of steps that run all parts, if there are such steps beside others."""
+    from penstock.view.numbers import write_time
+
+    if forecast.full is None:
+        return ""
+    return f"; a step that runs all parts {write_time(forecast.full.seconds, digits=3)}"
 
 
 def hint(forecast: Forecast, config: Config) -> str:

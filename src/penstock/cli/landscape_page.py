@@ -23,6 +23,7 @@ from penstock.plan.overview import (
     plain_1f1b,
     rivals,
 )
+from penstock.plan.partial import skipped_share
 from penstock.plan.search import CANNOT_WIN, row_title
 from penstock.view.landscape import (
     Dot,
@@ -33,12 +34,14 @@ from penstock.view.landscape import (
     Mark,
 )
 from penstock.view.numbers import (
+    FORWARDS,
+    MICROBATCHES,
     Scale,
+    name_size,
+    name_time,
     rate_scale,
     size_scale,
     time_scale,
-    write_size,
-    write_time,
 )
 
 if TYPE_CHECKING:
@@ -139,20 +142,19 @@ class _Words:
 
     def time(self, seconds: float) -> str:
         """Write a time."""
-        return write_time(seconds, self.question.units)
+        return name_time(seconds, self.question.units)
 
     def size(self, size: float) -> str:
         """Write a size; in the units of the papers, in micro-batches."""
-        text = write_size(size, self.question.units)
-        return text if self.question.units.bytes else f"{text} micro-batches"
+        return name_size(size, self.question.units)
 
     def size_head(self) -> str:
         """The head of a column of sizes."""
-        return f"peak, {self.sizes.unit or 'micro-batches'}"
+        return f"peak, {self.sizes.unit or MICROBATCHES[1]}"
 
     def time_head(self) -> str:
         """The head of a column of times."""
-        return f"step, {self.times.unit}" if self.times.unit else "step"
+        return f"step, {self.times.unit or FORWARDS[1]}"
 
     def name(self, row: Row) -> str:
         """Name a plan, with its cell if there are several."""
@@ -220,6 +222,12 @@ class _Words:
         if best.partition:
             layers = " ".join(str(count) for count in best.partition)
             yield f"Layers of its parts: {layers}."
+        skipped = skipped_share(best.schedule, best.partition)
+        if skipped:
+            yield (
+                f"Each micro-batch leaves out up to {skipped:.1%} of the layers, which "
+                "changes what is computed: gradients are those of shortened models."
+            )
         if best.recompute:
             parts = " ".join(str(part) for part in best.recompute)
             yield f"Parts that are computed again in the backward: {parts}."
@@ -387,8 +395,8 @@ class _Words:
             )
             for row in self.landscape.rows
         ]
-        size_unit = self.sizes.unit or "micro-batches"
-        time_unit = f", in {self.times.unit}" if self.times.unit else ""
+        size_unit = self.sizes.unit or MICROBATCHES[1]
+        time_unit = f", in {self.times.unit or FORWARDS[1]}"
         return Front(
             tuple(dots),
             GROUP_NAMES,
@@ -449,7 +457,7 @@ class _Words:
         if self.tokens:
             heads.append(self.rates.unit)
         heads += ["bubble", self.size_head(), "gap of its order"]
-        unit = f", {self.times.unit}" if self.times.unit else ""
+        unit = f", {self.times.unit or FORWARDS[1]}"
         return [*heads, f"makespan ±10%{unit}"]
 
     def cells(self, place: int, row: Row) -> list[str]:

@@ -7,6 +7,8 @@ from typing import Annotated, Optional
 
 import typer
 
+from penstock.cli.completion import complete_change
+
 JsonFlag = Annotated[
     bool, typer.Option("--json", help="Print one JSON object to stdout.")
 ]
@@ -16,7 +18,9 @@ OutputFile = Annotated[
 ConfigChanges = Annotated[
     Optional[list[str]],
     typer.Option(
-        "--set", help="Change a value of the config: section.key=value. May repeat."
+        "--set",
+        help="Change a value of the config: section.key=value. May repeat.",
+        autocompletion=complete_change,
     ),
 ]
 ForwardOption = Annotated[

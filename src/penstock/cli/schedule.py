@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Optional
 
 import typer
 
+from penstock.cli.completion import complete_schedule
 from penstock.cli.cost import price_of
 from penstock.cli.options import (
     AcceptError,
@@ -33,8 +34,9 @@ WIDE_TERMINAL = 120  # columns; from here on `list` also shows the papers
 Source = Annotated[
     str,
     typer.Argument(
-        help="The name of a schedule (see `penstock list`), a plan.json, or a CSV file "
-        "from torch."
+        help="The name of a schedule (see `penstock list`), a plan.json, a CSV file "
+        "from torch, or the timeline.json of a run.",
+        autocompletion=complete_schedule,
     ),
 ]
 Ranks = Annotated[Optional[int], typer.Option(help="Workers in the pipeline.")]
@@ -103,20 +105,25 @@ def draw_command(
     backward: BackwardOption = None,
     comm: CommOption = None,
     sum_: SumOption = None,
+    profile: ProfileFile = None,
+    tokens: TokensOption = None,
+    accept_error: AcceptError = False,
     output: OutputFile = None,
 ) -> None:
     """Draw a schedule in the terminal, or write it to a file.
 
-    The ending of the file decides the format: .svg .html .json .csv .trace.json
+    The ending of the file decides the format: .svg .html .json .csv .comms.csv .trace.json. A CSV is for
+    torch.distributed.pipelining; .comms.csv contains the messages too.
+
+    The timeline.json in the folder of a run is drawn as it was measured.
 
     Example: penstock draw hanayo --ranks 4 --microbatches 4 --waves 2 -o hanayo.svg
-    """
-    from penstock.sim import simulate
 
+    Example: penstock draw runs/tiny/timeline.json -o step.trace.json
+    """
     shape = _shape(ranks, microbatches, waves, chunks, slices, skips, copies, split)
-    plan = _plan(source, shape)
-    price = price_of(forward, backward, comm, sum_=sum_)
-    timeline = simulate(plan.schedule, price.cost)
+    price = price_of(forward, backward, comm, profile, tokens, accept_error, sum_)
+    plan, timeline = _timeline(source, shape, price)
     if output is None:
         _draw_in_terminal(timeline)
     else:
@@ -206,6 +213,8 @@ def check_command(
     schedule = plan.schedule
     rules = check_rules(plan, rule or ())
     transfers = verify(lower(schedule))
+    for other in plan.schedules[1:]:
+        verify(lower(other))
     trial = _try(schedule) if run else {}
     microbatches = len(schedule.microbatches)
     if json:
@@ -254,26 +263,29 @@ def compare_command(
     backward: BackwardOption = None,
     comm: CommOption = None,
     sum_: SumOption = None,
+    profile: ProfileFile = None,
+    tokens: TokensOption = None,
+    accept_error: AcceptError = False,
 ) -> None:
     """Show two schedules one above the other on one page.
 
-    Each schedule takes the shape options that it knows.
+    Each schedule takes the shape options that it knows. The timeline.json in the folder of a run is shown as it was
+    measured.
 
     Example: penstock compare 1f1b hanayo --ranks 4 --microbatches 4 --waves 2 -o report.html
     """
-    from penstock.sim import simulate
     from penstock.view import page
 
     shape = _shape(ranks, microbatches, waves, chunks, slices, skips, copies, split)
-    price = price_of(forward, backward, comm, sum_=sum_)
+    price = price_of(forward, backward, comm, profile, tokens, accept_error, sum_)
     if output.suffix.lower() != ".html":
         raise FileError(
             f"cannot write the comparison to {output}: its name must end in .html"
         )
     timelines = []
     for source in (first, second):
-        plan = _plan(source, _own_shape(source, shape))
-        timelines.append((plan.name, simulate(plan.schedule, price.cost)))
+        plan, timeline = _timeline(source, _own_shape(source, shape), price)
+        timelines.append((plan.name, timeline))
     names = [name for name, _ in timelines]
     write(output, page(timelines, " and ".join(names)))
 
@@ -321,8 +333,7 @@ def _plan(source: str, shape: dict[str, int]) -> Plan:
     path = Path(source)
     is_file = source not in REGISTRY and (path.suffix or path.exists())
     if is_file and shape:
-        options = " ".join(f"--{name}" for name in shape)
-        raise ShapeError(f"the file {source} has its own shape; leave out {options}")
+        raise _own_shape_error(source, shape)
     if is_file:
         return _read(path)
     schedule = make(source, **shape)
@@ -333,6 +344,30 @@ def _plan(source: str, shape: dict[str, int]) -> Plan:
     if "split" in shape:
         title.append("split")
     return Plan(schedule, " ".join(title))
+
+
+def _timeline(
+    source: str, shape: dict[str, int], price: Price
+) -> tuple[Plan, Timeline]:
+    """Return a plan and its timeline: simulated, or measured if the source is the timeline of a run."""
+    from dataclasses import replace
+
+    from penstock.sim import simulate
+    from penstock.train.history import is_timeline, read_measured
+
+    path = Path(source)
+    if not is_timeline(path):
+        plan = _plan(source, shape)
+        return plan, simulate(plan.schedule, price.for_plan(plan).cost)
+    if shape:
+        raise _own_shape_error(source, shape)
+    plan, step, timeline = read_measured(path)
+    return replace(plan, name=f"{plan.name}, measured, step {step}"), timeline
+
+
+def _own_shape_error(source: str, shape: dict[str, int]) -> ShapeError:
+    options = " ".join(f"--{name}" for name in shape)
+    return ShapeError(f"the file {source} has its own shape; leave out {options}")
 
 
 def _cluster(file: Path | None, profile: Path | None) -> Cluster | None:
@@ -353,7 +388,13 @@ def _read(file: Path) -> Plan:
 
     from penstock.formats import read_plan, read_torch_csv
     from penstock.ir import Plan
+    from penstock.train.history import PLAN_FILE, is_timeline
 
+    if is_timeline(file):
+        raise FileError(
+            f"{file} holds the times of a measured step, not a plan\n"
+            f"  draw or compare it, or name {file.with_name(PLAN_FILE)}"
+        )
     if file.suffix.lower() == ".csv":
         return Plan(read_torch_csv(file), file.stem)
     plan = read_plan(file)
@@ -397,11 +438,14 @@ def _draw_in_terminal(timeline: Timeline) -> None:
 
 def _render(plan: Plan, timeline: Timeline, output: Path) -> str:
     """Return the content of the file, in the format of its ending."""
-    from penstock.formats import dump_plan, dump_torch_csv
+    from penstock.formats import dump_plan, dump_torch_comms, dump_torch_csv
+    from penstock.ir import lower
     from penstock.view import page, svg, trace
 
     if output.name.lower().endswith(".trace.json"):
         return trace(timeline)
+    if output.name.lower().endswith(".comms.csv"):
+        return dump_torch_comms(lower(plan.schedule))
     writers = {
         ".svg": lambda: svg(timeline, plan.name),
         ".html": lambda: page([(plan.name, timeline)], plan.name),
@@ -410,7 +454,7 @@ def _render(plan: Plan, timeline: Timeline, output: Path) -> str:
     }
     ending = output.suffix.lower()
     if ending not in writers:
-        endings = " ".join([*writers, ".trace.json"])
+        endings = " ".join([*writers, ".trace.json", ".comms.csv"])
         raise FileError(
             f"cannot draw to {output}: its name must end in one of {endings}"
         )

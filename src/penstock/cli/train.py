@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Optional
 
 import typer
 
+from penstock.cli.completion import complete_change, complete_preset
 from penstock.cli.ending import show_ending
 from penstock.cli.forecast import (
     describe_placement,
@@ -40,13 +41,23 @@ if TYPE_CHECKING:
 
 Changes = Annotated[
     Optional[list[str]],
-    typer.Option("--set", help="Change a value: section.key=value. May be repeated."),
+    typer.Option(
+        "--set",
+        help="Change a value: section.key=value. May be repeated.",
+        autocompletion=complete_change,
+    ),
 ]
-Preset = Annotated[str, typer.Option(help="tiny, llama-150m, llama-1b or gpt2.")]
+Preset = Annotated[
+    str,
+    typer.Option(
+        help="tiny, llama-150m, llama-1b or gpt2.", autocompletion=complete_preset
+    ),
+]
 OptionalPreset = Annotated[
     Optional[str],
     typer.Option(
-        help="Without a config: tiny, llama-150m, llama-1b or gpt2. [dim]\\[default: tiny][/]"
+        help="Without a config: tiny, llama-150m, llama-1b or gpt2. [dim]\\[default: tiny][/]",
+        autocompletion=complete_preset,
     ),
 ]
 
@@ -103,11 +114,13 @@ def train_command(
     """
     require_torch()
     from penstock.formats.config_toml import written_keys
-    from penstock.train.entry import run_worker
+    from penstock.train.crew.choice import is_elastic
+    from penstock.train.entry import run_member, run_worker
     from penstock.train.launcher import (
         avoid_broken_amx,
         ended_by_signals,
         launch,
+        launch_crew,
         under_launcher,
         way_on,
     )
@@ -132,21 +145,34 @@ def train_command(
         )
         config, plan, placement = prepared.config, prepared.plan, prepared.placement
         check_gpus_suffice(config, placement)
+        elastic = is_elastic(config, plan, placement)
         _announce(config, plan, folder, prepared.corpus, placement)
         if dry_run:
             _print_dry_run(prepared)
             return
         if config.run.forecast:
             tell("predicted", prediction(config, plan, placement, folder))
+        stopping = partial(tell, "stopping")
         try:
-            verdict = launch(
-                run_worker,
-                folder,
-                placement.processes,
-                config.run.restarts,
-                resume,
-                partial(tell, "stopping"),
-            )
+            if elastic:
+                verdict = launch_crew(
+                    run_member,
+                    folder,
+                    plan,
+                    config.run,
+                    resume,
+                    stopping,
+                    partial(tell, "event"),
+                )
+            else:
+                verdict = launch(
+                    run_worker,
+                    folder,
+                    placement.processes,
+                    config.run.restarts,
+                    resume,
+                    stopping,
+                )
         except KeyboardInterrupt:
             tell("ended", way_on(folder))
             raise
@@ -267,7 +293,7 @@ def _kept_plan(config: Config, folder: Path, changes: Sequence[str]) -> Plan | N
     """Return the plan of the run in a folder, if auto made it and nothing that it depends on has changed."""
     from penstock.config import AUTO
     from penstock.formats import read_plan
-    from penstock.train.worker import PLAN_FILE
+    from penstock.train.history import PLAN_FILE
 
     file = folder / PLAN_FILE
     changed = any(change.strip().startswith(PLANNED_WITH) for change in changes)
@@ -285,6 +311,8 @@ def _announce(
 ) -> None:
     """Print what will be trained, how and where, with one line for each topic."""
     from penstock.train.after.generate import parameter_count
+    from penstock.train.step_paths import describe_paths
+    from penstock.train.weights import model_name
     from penstock.train.worker import model_sizes
 
     sizes = model_sizes(config)
@@ -294,7 +322,7 @@ def _announce(
     tokens = config.data.batch * config.data.tokens
     tell(
         "model",
-        f"{config.model.family}, {sizes.layers} layers of width {sizes.width}, "
+        f"{model_name(sizes)}, {sizes.layers} layers of width {sizes.width}, "
         f"{parameter_count(sizes):,} parameters",
     )
     tell(
@@ -302,6 +330,9 @@ def _announce(
         f"{plan.name}: {ranks} ranks, {microbatches} micro-batches of "
         f"{config.rows} x {config.data.tokens} tokens, layers {layers}",
     )
+    paths = describe_paths(plan, config.paths)
+    if paths:
+        tell("paths", paths)
     if config.mesh.size > 1:
         tell("mesh", config.mesh.over(ranks))
     if corpus is not None:

@@ -100,6 +100,15 @@ class Cost(ABC):
         byte = np.array([[self._byte(a, b) for b in ranks] for a in ranks])
         return ring_seconds(latency, byte, size)
 
+    def sum_end(
+        self, ranks: Sequence[int], size: float, ready: Sequence[float]
+    ) -> float:
+        """When these ranks have summed `size` bytes of gradients, which each has `ready` at its own time.
+
+        By default the sum begins when the last rank is ready.
+        """
+        return max(ready) + self.sum_seconds(ranks, size)
+
     def _hop(self, source: int, target: int) -> float:
         return 0.0 if source == target else self.latency(source, target)
 

@@ -6,6 +6,9 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
+from penstock.cost.allreduce import planned_sum_end
 from penstock.cost.cost import Cost
 from penstock.ir.action import Action, Op
 from penstock.ir.schedule import Schedule
@@ -79,6 +82,15 @@ class WrappedCost(Cost):
         """How long these ranks take to sum `size` bytes of gradients."""
         return self.cost.sum_seconds(ranks, size)
 
+    def sum_end(
+        self, ranks: Sequence[int], size: float, ready: Sequence[float]
+    ) -> float:
+        """When these ranks have summed gradients that each has ready at its own time.
+
+        A cost that changes `sum_seconds` alone must change this too.
+        """
+        return self.cost.sum_end(ranks, size, ready)
+
     @property
     def serial(self) -> bool:
         """Whether a link carries one message at a time."""
@@ -131,6 +143,14 @@ class NoisyCost(WrappedCost):
         noise = self.factor("sum", tuple(ranks))
         return self.cost.sum_seconds(ranks, size) * noise
 
+    def sum_end(
+        self, ranks: Sequence[int], size: float, ready: Sequence[float]
+    ) -> float:
+        """When these ranks have summed gradients, with noise."""
+        begin = max(ready)
+        exact = self.cost.sum_end(ranks, size, ready) - begin
+        return begin + exact * self.factor("sum", tuple(ranks))
+
 
 @dataclass(frozen=True, slots=True)
 class PausedCost(WrappedCost):
@@ -178,3 +198,28 @@ class CopiedCost(WrappedCost):
         pair = once - bytes_of_pair  # the latency
         count = self.copies * len(ranks) // 2
         return (count - 1) * pair + 2.0 * (count - 1) / count * bytes_of_pair
+
+    def sum_end(
+        self, ranks: Sequence[int], size: float, ready: Sequence[float]
+    ) -> float:
+        """When all copies have summed `size` bytes of gradients, along a ring."""
+        return max(ready) + self.sum_seconds(ranks, size)
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedSumsCost(WrappedCost):
+    """Sums gradients in the quickest way that the links allow (`penstock.cost.allreduce`)."""
+
+    def sum_seconds(self, ranks: Sequence[int], size: float) -> float:
+        """How long these ranks take to sum `size` bytes if all are ready at once."""
+        return self.sum_end(ranks, size, [0.0] * len(ranks))
+
+    def sum_end(
+        self, ranks: Sequence[int], size: float, ready: Sequence[float]
+    ) -> float:
+        """When these ranks have summed gradients that each has ready at its own time."""
+        if len(ranks) < 2 or size <= 0:
+            return max(ready)
+        latency = np.array([[self._hop(a, b) for b in ranks] for a in ranks])
+        byte = np.array([[self._byte(a, b) for b in ranks] for a in ranks])
+        return planned_sum_end(latency, byte, size, ready)

@@ -29,14 +29,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from difflib import get_close_matches
 from itertools import groupby
 from pathlib import Path
 from typing import TypeAlias
 
 from penstock.cost.cluster import Cluster, Node
 from penstock.cost.network import MIN_BANDWIDTH
-from penstock.errors import PenstockError, ShapeError
+from penstock.errors import PenstockError, ShapeError, nearest_name
 from penstock.formats.fields import (
     check_kind,
     read_entry,
@@ -324,8 +323,8 @@ def _nodes_at(page: Page, steps: Steps, end: Value, nodes: list[Node]) -> list[i
         return [end]
     sites = sorted({node.site for node in nodes if node.site})
     if not isinstance(end, str) or end not in sites:
-        near = get_close_matches(str(end), sites, n=1, cutoff=0.4)
-        hint = f"did you mean {near[0]!r}? " if near else ""
+        near = nearest_name(str(end), sites)
+        hint = f"did you mean {near!r}? " if near else ""
         what = f"{name} names the site {end!r}, but no node is there"
         fail_at(page, where, what, f"{hint}sites: {', '.join(sites)}")
     return [number for number, node in enumerate(nodes) if node.site == end]

@@ -19,11 +19,10 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Collection
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
 from typing import NamedTuple, NoReturn, TypeAlias
 
-from penstock.errors import FileError
+from penstock.errors import FileError, nearest_name
 
 SHOWN_CHARACTERS = 40  # characters of a value that a message shows
 DRAWN_CHARACTERS = 60  # characters of a line drawn on each side of a fault
@@ -183,7 +182,7 @@ def describe_value(value: Value) -> str:
 
 
 def suggest_name(name: str, known: Collection[str]) -> str:
-    """Advice for an unknown name: the nearest known one, and all of them."""
-    near = get_close_matches(name, known, n=1, cutoff=0.4)
-    hint = f"did you mean {near[0]!r}? " if near else ""
+    """Advice for an unknown name: the one that was probably meant, and all of them."""
+    near = nearest_name(name, known)
+    hint = f"did you mean {near!r}? " if near else ""
     return f"{hint}known: {', '.join(known)}"

@@ -1,229 +1,164 @@
 """Splits Hugging Face decoders by their lists of layers, without tracing and without importing transformers.
 
-    family                   first part               every part         last part
-    Llama, Mistral, Qwen2    model.embed_tokens       model.rotary_emb   model.norm, lm_head
-    GPT-2                    transformer.wte, .wpe,                      transformer.ln_f, lm_head
-                             .drop
+    first part              every part          last part
+    embed_tokens            rotary_emb          norm, lm_head         Llama, Mistral, Qwen, Gemma, Phi-3, OLMo, Mixtral
+    embed_in, emb_dropout   rotary_emb          final_layer_norm,     GPT-NeoX
+                                                embed_out
+    wte, wpe, drop                              ln_f, lm_head         GPT-2
 
-Only these classes are accepted. Another decoder may have its modules in the same places and yet do more between them
-(Gemma scales its embeddings). Split in the same way, it would silently train wrong.
+No family is known by name. The pieces are found in what transformers publishes: the list of layers, the embeddings
+that go in and come out, and `base_model_pp_plan`, which says what runs before and after the layers. A part then calls
+the model's own forward, in which the pieces of other parts pass x on (`penstock.models.hf_part`). Whether that gives
+what the whole model gives is tried on a small model of the same class (`penstock.models.hf_trial`) before any part of
+it is used. A model that fails is refused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from penstock.carry import Slice
-from penstock.errors import PenstockError, ShapeError
-from penstock.models.attention import token_positions
-
-KERNELS = (
-    "eager",
-    "sdpa",
-    "flash_attention_2",
-    "flash_attention_3",
-    "flash_attention_4",
-)
+from penstock.errors import PenstockError
 
 
 # ---------------------------------------------------------------- anatomy
 @dataclass(frozen=True, slots=True)
-class Anatomy:
-    """The names of a model's pieces, and how to run them: `enter`, `through` layers, then the head.
+class Pieces:
+    """Where a Hugging Face decoder has its pieces; all names but those of `outside` are names in its base model."""
 
-    The first argument of both functions, the root, is the module that has the pieces
-    under these names: the model or a part of it.
-    """
+    base: str  # the name of the base model, such as "model" or "transformer"
+    before: tuple[str, ...]  # the embedding of tokens comes first
+    layers: str  # the name of the list
+    after: tuple[str, ...]
+    everywhere: tuple[str, ...]
+    outside: tuple[str, ...]  # what follows the base model, such as "lm_head"
+    cached: bool = True  # whether it runs with the keys and values of earlier slices
+
+    def anatomy(self, config: Any, unsliceable: str = "") -> Anatomy:
+        """The names of all pieces in the whole model."""
+        inside = f"{self.base}."
+        layers = range(config.num_hidden_layers)
+        return Anatomy(
+            config.hidden_size,
+            tuple(inside + path for path in self.before),
+            tuple(f"{inside}{self.layers}.{number}" for number in layers),
+            (*(inside + path for path in self.after), *self.outside),
+            tuple(inside + path for path in self.everywhere),
+            unsliceable,
+            self,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Anatomy:
+    """The names of a model's pieces."""
 
     width: int
     embed: tuple[str, ...]  # held only by the first part
     layers: tuple[str, ...]
     head: tuple[str, ...]  # held only by the last part, in the order they run
     everywhere: tuple[str, ...]  # without weights; every part has a copy
-    enter: Callable[[nn.Module, Tensor, Slice | None], Tensor]
-    through: Callable[[nn.Module, Iterable[nn.Module], Tensor, Slice | None], Tensor]
     unsliceable: str = ""  # why it cannot be run slice by slice; "" if it can
+    pieces: Pieces | None = None  # of a Hugging Face model; None for our own
 
 
-HF_FAMILIES = {
-    "LlamaForCausalLM": "model.layers",
-    "MistralForCausalLM": "model.layers",
-    "Qwen2ForCausalLM": "model.layers",
-    "GPT2LMHeadModel": "transformer.h",
-}
-
-
-def hf_anatomy(model: nn.Module) -> Anatomy:
-    """Return the anatomy of a Hugging Face decoder; refuse any other model."""
+def find_pieces(model: nn.Module) -> Pieces:
+    """Find the pieces of a Hugging Face decoder; refuse any other model."""
     config: Any = getattr(model, "config", None)
-    family = _family_of(model)
-    if family is None or config is None:
-        two_stacks = bool(getattr(config, "is_encoder_decoder", False))
-        raise PenstockError(_unknown(type(model).__name__, two_stacks))
-    _refuse_extras(family, config)
-    prefix = HF_FAMILIES[family]
-    layers = tuple(f"{prefix}.{i}" for i in range(config.num_hidden_layers))
-    if family == "GPT2LMHeadModel":
-        anatomy = _gpt2(config.hidden_size, layers)
-        attention = "attn"
-    else:
-        anatomy = _llama(config.hidden_size, layers)
-        attention = "self_attn"
-    pieces = (*anatomy.embed, *anatomy.everywhere, *anatomy.layers, *anatomy.head)
-    _look_for(model, family, pieces)
-    _refuse_own_forward(model, family)
-    for path in layers:
-        _sight(model.get_submodule(f"{path}.{attention}"))  # refuses unknown kernels
-    return anatomy
+    name = type(model).__name__
+    if config is None or not any(map(_is_theirs, type(model).__mro__)):
+        raise PenstockError(_unknown(name, "it is not one of transformers' models"))
+    _refuse_extras(name, config)
+    prefix = str(getattr(model, "base_model_prefix", ""))
+    base = getattr(model, prefix, None) if prefix else None
+    if not isinstance(base, nn.Module) or base is model:
+        raise PenstockError(_unknown(name, "it has no base model and head"))
+    _refuse_own_forward(model, base, name)
+    children = dict(base.named_children())
+    layers = _list_of_layers(children, config.num_hidden_layers)
+    if layers is None:
+        raise PenstockError(_unknown(name, "its layers are not one list of modules"))
+    before, after = _around(children, layers, config)
+    embeddings: Any = getattr(model, "get_input_embeddings", None)
+    tokens = None if embeddings is None else embeddings()
+    word = next((path for path, one in children.items() if one is tokens), None)
+    if word is None:
+        raise PenstockError(_unknown(name, "its base model does not embed the tokens"))
+    before = (word, *(path for path in before if path != word))
+    everywhere = []
+    for path, module in children.items():
+        if path in (*before, layers, *after):
+            continue
+        if next(module.parameters(), None) is not None:
+            raise PenstockError(
+                _unknown(
+                    name, f"{prefix}.{path} has weights that run between its layers"
+                )
+            )
+        everywhere.append(path)
+    outside = tuple(path for path, _ in model.named_children() if path != prefix)
+    if not outside:
+        raise PenstockError(_unknown(name, "it has no head that makes logits"))
+    return Pieces(prefix, before, layers, after, tuple(everywhere), outside)
 
 
-def _family_of(model: nn.Module) -> str | None:
-    for cls in type(model).__mro__:
-        if cls.__name__ in HF_FAMILIES and _is_theirs(cls):
-            return cls.__name__
+def _list_of_layers(children: Mapping[str, nn.Module], count: int) -> str | None:
+    """The name of the list that has as many modules as the config says."""
+    for path, module in children.items():
+        if isinstance(module, nn.ModuleList) and len(module) == count:
+            return path
     return None
 
 
-def _llama(width: int, layers: tuple[str, ...]) -> Anatomy:
-    """Llama's anatomy: positions are angles from the model's own rotary module."""
+def _around(
+    children: Mapping[str, nn.Module], layers: str, config: Any
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """What runs before and after the layers: as transformers publishes it, otherwise in the order of the modules.
 
-    def enter(root: nn.Module, tokens: Tensor, piece: Slice | None) -> Tensor:
-        return cast(Tensor, root.get_submodule("model.embed_tokens")(tokens))
-
-    def through(
-        root: nn.Module, layers: Iterable[nn.Module], x: Tensor, piece: Slice | None
-    ) -> Tensor:
-        angles = _angles(root.get_submodule("model.rotary_emb"), x, piece)
-        return _masked(layers, "self_attn", x, piece, position_embeddings=angles)
-
-    embed = ("model.embed_tokens",)
-    head = ("model.norm", "lm_head")
-    rotary = ("model.rotary_emb",)
-    return Anatomy(width, embed, layers, head, rotary, enter, through)
-
-
-def _gpt2(width: int, layers: tuple[str, ...]) -> Anatomy:
-    """GPT-2's anatomy: positions are a table of weights, added to the tokens."""
-    embed = ("transformer.wte", "transformer.wpe", "transformer.drop")
-    head = ("transformer.ln_f", "lm_head")
-
-    def enter(root: nn.Module, tokens: Tensor, piece: Slice | None) -> Tensor:
-        words, positions, drop = (root.get_submodule(path) for path in embed)
-        length = tokens.shape[1] if piece is None else piece.tokens
-        if length > cast(nn.Embedding, positions).num_embeddings:
-            raise ShapeError(
-                f"{length} tokens, but only {positions.num_embeddings} positions"
-            )
-        x = words(tokens) + positions(_places(tokens, piece))
-        return cast(Tensor, drop(x))
-
-    def through(
-        root: nn.Module, layers: Iterable[nn.Module], x: Tensor, piece: Slice | None
-    ) -> Tensor:
-        return _masked(layers, "attn", x, piece)
-
-    return Anatomy(width, embed, layers, head, (), enter, through)
-
-
-def _places(x: Tensor, piece: Slice | None) -> Tensor:
-    """Return the position of each token, (1 or rows, tokens)."""
-    return _as_rows(token_positions(x, piece))
-
-
-def _as_rows(positions: Tensor) -> Tensor:
-    return positions if positions.dim() == 2 else positions[None]
-
-
-def _angles(rotary: Any, x: Tensor, piece: Slice | None) -> tuple[Tensor, Tensor]:
-    """Return the cosines and sines of the tokens, from the model's own rotary module.
-
-    The types `dynamic` and `longrope` choose their frequencies by the largest position
-    that they are given. A slice therefore asks for the positions of its whole sequence
-    and takes its own rows of the answer.
+    Without a published plan a module after the layers counts only if it has weights: a rotary module has none.
     """
-    kind = str(getattr(rotary, "rope_type", "default"))
-    if "dynamic" not in kind and kind != "longrope":
-        cos, sin = rotary(x, _places(x, piece))
-        return cos, sin
-    whole = _places(x, None) if piece is None else piece.all_positions(x.device)
-    if "dynamic" in kind:
-        length = whole.shape[-1]
-        if piece is not None and piece.carry.starts is not None:  # packed documents
-            length = int(whole.max()) + 1
-        _forget_lengths(rotary, length, x.device)
-    cos, sin = rotary(x, _as_rows(whole))
-    if piece is None:
-        return cos, sin
-    return cos[:, piece.begin : piece.end], sin[:, piece.begin : piece.end]
+    plan = getattr(config, "base_model_pp_plan", None)
+    order = list(plan) if plan and layers in plan else list(children)
+    missing = [path for path in order if path not in children]
+    if missing:
+        raise PenstockError(
+            f"cannot split this model: its base model has no {', '.join(missing)}"
+        )
+    cut = order.index(layers)
+    before, after = tuple(order[:cut]), tuple(order[cut + 1 :])
+    if order == list(children):
+        after = tuple(
+            path for path in after if any(True for _ in children[path].parameters())
+        )
+    return before, after
 
 
-def _forget_lengths(rotary: Any, length: int, device: torch.device) -> None:
-    """Make a `dynamic` rotary module choose its frequencies by this sequence alone."""
-    refuse_lengths(rotary, [length])
-    frequencies = rotary.original_inv_freq.to(device)
-    rotary.register_buffer("inv_freq", frequencies, persistent=False)
-    rotary.max_seq_len_cached = int(rotary.original_max_seq_len)
-
-
-def remembers_lengths(rotary: Any) -> bool:
-    """Return whether a rotary module depends on the longest sequence so far."""
-    return "dynamic" in str(getattr(rotary, "rope_type", "default"))
-
-
-def refuse_lengths(rotary: Any, lengths: Iterable[int]) -> None:
-    """Refuse lengths for which a `dynamic` rotary module would depend on its history.
-
-    The module keeps the frequencies of the longest sequence so far, and uses them for
-    all later sequences of `max_position_embeddings` tokens or more. The result would
-    depend on the order of the micro-batches, which a schedule changes and recomputation
-    repeats. So only one length of that size is accepted.
-    """
-    if not remembers_lengths(rotary):
-        return
-    plain = int(rotary.original_max_seq_len)
-    cached = int(rotary.max_seq_len_cached)
-    for length in lengths:
-        if length < plain:
-            continue
-        longest = cached if cached > plain else length
-        first = getattr(rotary, "long_length", longest)
-        if length != first:
-            raise ShapeError(
-                f"sequences of {first} and of {length} tokens cannot be mixed with rope_type={rotary.rope_type!r}: "
-                "Hugging Face's model keeps the frequencies of the longest one so far, so their order would matter\n"
-                "give all sequences (or the longest document of each micro-batch) the same length, or fewer than "
-                f"{plain} tokens (max_position_embeddings), or choose another rope_type, such as 'yarn'"
-            )
-        rotary.long_length = length
-
-
-def _unknown(name: str, encoder_decoder: bool) -> str:
-    reason = "its family is not supported"
-    if encoder_decoder:
-        reason = "it has two stacks of layers, an encoder and a decoder"
-    families = ", ".join(HF_FAMILIES)
+def _unknown(name: str, reason: str) -> str:
     return (
         f"cannot split a {name}: {reason}\n"
-        f"use a model of penstock.models, or a Hugging Face {families} (or a subclass)"
+        "use a model of penstock.models, or a causal language model of transformers with one stack of layers "
+        "(Llama, Mistral, Qwen, Gemma, Phi, OLMo, GPT-2, GPT-NeoX, Mixtral, ...)"
     )
 
 
-def _refuse_extras(family: str, config: Any) -> None:
+def _refuse_extras(name: str, config: Any) -> None:
     """Refuse options that the whole model knows but its parts do not."""
+    if getattr(config, "is_encoder_decoder", False):
+        raise PenstockError(
+            _unknown(name, "it has two stacks of layers, an encoder and a decoder")
+        )
     supported = {
-        "is_encoder_decoder": False,
         "add_cross_attention": False,
         "is_causal": True,
+        "output_router_logits": False,
     }
     for option, value in supported.items():
-        if getattr(config, option, value) is not value:
+        if bool(getattr(config, option, value)) is not value:
             raise PenstockError(
-                f"cannot split a {family} with {option}={not value}: only plain causal "
+                f"cannot split a {name} with {option}={not value}: only plain causal "
                 "decoders can be split"
             )
 
@@ -233,125 +168,16 @@ def _is_theirs(cls: type) -> bool:
     return cls.__module__.startswith("transformers.models.")
 
 
-def _refuse_own_forward(model: nn.Module, family: str) -> None:
-    """Refuse a model with an overridden forward, which its parts would ignore.
-
-    Parts run the modules inside a model, not the model's own forward.
-    """
-    inner = HF_FAMILIES[family].partition(".")[0]
-    for module in (model, model.get_submodule(inner)):
+def _refuse_own_forward(model: nn.Module, base: nn.Module, name: str) -> None:
+    """Refuse a model with an overridden forward: what it was tried with is Hugging Face's own."""
+    for module in (model, base):
         cls = type(module)
-        theirs = next((base for base in cls.__mro__ if _is_theirs(base)), None)
+        theirs = next((one for one in cls.__mro__ if _is_theirs(one)), None)
         if theirs is None or cls.forward is not getattr(theirs, "forward", None):
             raise PenstockError(
-                f"cannot split this {family}: {cls.__name__} overrides forward, and parts would not run it\n"
+                f"cannot split this {name}: {cls.__name__} overrides forward, and parts would not run it\n"
                 "move what it adds into the layers, the embedding or the loss, and use Hugging Face's own class"
             )
-
-
-def _look_for(model: nn.Module, family: str, paths: Iterable[str]) -> None:
-    """Refuse a model in which one of these modules is missing."""
-    names = {name for name, _ in model.named_modules(remove_duplicate=False)}
-    missing = [path for path in paths if path not in names]
-    if missing:
-        raise PenstockError(
-            f"cannot split this {family}: it has no {', '.join(missing)}"
-        )
-
-
-# ---------------------------------------------------------------- slices and masks
-CHECKPOINTED = (
-    "its layers use Hugging Face's gradient checkpointing, which drops the keys and values of earlier slices "
-    "(call model.gradient_checkpointing_disable() and recompute whole stages instead, with Executor(recompute=...) or "
-    "run.recompute)"
-)
-"""Why layers with gradient checkpointing cannot be run slice by slice."""
-
-
-class PastKeys:
-    """The cache that Hugging Face's attention asks for earlier keys and values: those of a slice."""
-
-    def __init__(self, piece: Slice) -> None:
-        self.piece = piece
-
-    def update(
-        self, k: Tensor, v: Tensor, layer_idx: int, *args: object, **kwargs: object
-    ) -> tuple[Tensor, Tensor]:
-        """Append keys and values, and return all so far."""
-        keys = self.piece.extend(layer_idx, "keys", k)
-        values = self.piece.extend(layer_idx, "values", v)
-        return keys, values
-
-
-def _masked(
-    layers: Iterable[nn.Module],
-    attention: str,
-    x: Tensor,
-    piece: Slice | None,
-    **arguments: Any,
-) -> Tensor:
-    """Run the layers, with one mask for all layers that see alike."""
-    masks: dict[tuple[str, int | None], Tensor | None] = {}
-    if piece is not None and piece.partial:
-        arguments["past_key_values"] = PastKeys(piece)
-    for layer in layers:
-        sight = _sight(layer.get_submodule(attention))
-        if sight not in masks:
-            masks[sight] = causal_mask(*sight, x, piece)
-        x = layer(x, attention_mask=masks[sight], **arguments)
-    return x
-
-
-def causal_mask(
-    kernel: str, window: int | None, x: Tensor, piece: Slice | None = None
-) -> Tensor | None:
-    """Return the mask with which a layer sees only the last `window` tokens.
-
-    None means that the kernel needs no mask.
-
-    tokens   window 3
-    0        ■ . . . .
-    1        ■ ■ . . .
-    2        ■ ■ ■ . .
-    3        . ■ ■ ■ .
-    4        . . ■ ■ ■
-    """
-    if kernel.startswith("flash"):
-        if piece is not None and piece.carry.starts is not None:
-            raise PenstockError(
-                f"{kernel} would look across packed documents; call model.set_attn_implementation('sdpa')"
-            )
-        return None
-    begin, end = (0, x.shape[1]) if piece is None else (piece.begin, piece.end)
-    fits_window = window is None or end <= window
-    is_causal = piece is None or piece.causal
-    if kernel == "sdpa" and is_causal and fits_window:
-        return None
-    queries = torch.arange(begin, end, device=x.device)[:, None]
-    distance = queries - torch.arange(end, device=x.device)
-    allowed = distance >= 0 if piece is None else piece.seen(x.device)
-    seen = allowed & (distance < (end if window is None else window))
-    if seen.dim() != 4:
-        seen = seen[None, None]
-    if kernel == "eager":
-        zeros = torch.zeros_like(seen, dtype=x.dtype)
-        return zeros.masked_fill(~seen, torch.finfo(x.dtype).min)
-    return seen
-
-
-def _sight(attention: Any) -> tuple[str, int | None]:
-    """Return the kernel of a layer's attention, and its window.
-
-    Mistral has one window for all layers, Qwen2 one per layer, the others have none.
-    """
-    kernel = str(attention.config._attn_implementation)
-    if kernel not in KERNELS:
-        raise PenstockError(
-            f"attention {kernel!r} cannot run in parts; call model.set_attn_implementation('sdpa')"
-        )
-    mistral = any(cls.__name__ == "MistralAttention" for cls in type(attention).__mro__)
-    holder = attention.config if mistral else attention
-    return kernel, getattr(holder, "sliding_window", None)
 
 
 # ---------------------------------------------------------------- names

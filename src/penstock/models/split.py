@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from penstock.carry import Slice
 from penstock.errors import ShapeError
-from penstock.models import hf
+from penstock.models import hf, hf_part, hf_trial
 
 
 # ---------------------------------------------------------------- sizes
@@ -114,7 +114,7 @@ def find_anatomy(model: nn.Module) -> hf.Anatomy:
             )
         return model.anatomy
     if not isinstance(model, Stack):
-        return hf.hf_anatomy(model)
+        return hf_trial.tried_anatomy(model)
     layers = tuple(f"layers.{i}" for i in range(len(model.layers)))
     rotary = ("rotary",) if hasattr(model, "rotary") else ()
     return hf.Anatomy(
@@ -123,8 +123,6 @@ def find_anatomy(model: nn.Module) -> hf.Anatomy:
         layers,
         ("head",),
         rotary,
-        _enter,
-        _through,
         model.unsliceable,
     )
 
@@ -186,6 +184,7 @@ class Part(nn.Module):
         self.shared: dict[
             str, tuple[int, ...]
         ] = {}  # see `shared_names`; set by `split`
+        self.runner: hf_part.Runner | None = None  # of a Hugging Face model
 
     @property
     def paths(self) -> tuple[str, ...]:
@@ -202,7 +201,7 @@ class Part(nn.Module):
         first layer differs from model to model, so only its layers and its head are compiled.
         """
         paths = list(self.paths)
-        if self.anatomy.enter is _enter:
+        if self.runner is None:
             paths += self.anatomy.everywhere
         elif self.first:
             paths = [path for path in paths if path not in self.anatomy.embed]
@@ -216,14 +215,14 @@ class Part(nn.Module):
             return self.anatomy.unsliceable
         for layer in self._layers():
             if getattr(layer, "gradient_checkpointing", False):
-                return hf.CHECKPOINTED
+                return hf_part.CHECKPOINTED
         return ""
 
     @property
     def remembers_lengths(self) -> bool:
         """Whether the length of one sequence changes what the part computes for another."""
         modules = map(self.get_submodule, self.anatomy.everywhere)
-        return any(map(hf.remembers_lengths, modules))
+        return any(map(hf_part.remembers_lengths, modules))
 
     def refuse_lengths(self, lengths: Sequence[int]) -> None:
         """Refuse a batch whose sequences cannot be mixed.
@@ -233,7 +232,7 @@ class Part(nn.Module):
         replica sees only some of the micro-batches.
         """
         for path in self.anatomy.everywhere:
-            hf.refuse_lengths(self.get_submodule(path), lengths)
+            hf_part.refuse_lengths(self.get_submodule(path), lengths)
 
     def forward(self, x: Tensor, piece: Slice | None = None) -> Tensor:
         """Turn a hidden state into the next one.
@@ -241,26 +240,27 @@ class Part(nn.Module):
         The first part takes token ids instead, and the last part returns logits. If a
         `piece` is given, x is that slice of a sequence.
         """
+        if piece is not None:
+            self._refuse_slice(piece)
+        if self.runner is not None:
+            return self.runner(x, piece)
         x = self._through(x, piece)
         if self.last:
-            for path in self.anatomy.head:
-                x = self.get_submodule(path)(x)
+            x = self.get_submodule("head")(x)
         return x
 
     def _through(self, x: Tensor, piece: Slice | None) -> Tensor:
         """Run the embedding, if it is here, and the layers."""
-        if piece is not None:
-            self._refuse_slice(piece)
         if self.first:
-            x = self.anatomy.enter(self, x, piece)
+            x = _enter(self, x, piece)
         if self.begin < self.end:
-            x = self.anatomy.through(self, self._layers(), x, piece)
+            x = _through(self, self._layers(), x, piece)
         return x
 
     @property
     def output_layer(self) -> nn.Linear | None:
         """The layer that makes logits of what `hidden` returns; None if the part has no such layer."""
-        if not self.last or self.anatomy.enter is not _enter:
+        if not self.last or self.runner is not None:
             return None
         head = self.get_submodule("head")
         output = getattr(head, "output", None)
@@ -269,6 +269,8 @@ class Part(nn.Module):
 
     def hidden(self, x: Tensor, piece: Slice | None = None) -> Tensor:
         """Run everything but the `output_layer`, for a loss that does not need all logits at once."""
+        if piece is not None:
+            self._refuse_slice(piece)
         head: Any = self.get_submodule("head")
         hidden: Tensor = head.hidden(self._through(x, piece))
         return hidden
@@ -394,6 +396,13 @@ def _fill(part: Part, model: nn.Module) -> None:
     for path in part.anatomy.everywhere:
         _graft(part, path, copy.deepcopy(model.get_submodule(path)))
     part.training = model.training
+    pieces = part.anatomy.pieces
+    if pieces is not None:
+        source = (
+            model.runner.model if isinstance(model, Part) and model.runner else model
+        )
+        layers, ends = range(part.begin, part.end), (part.first, part.last)
+        part.runner = hf_part.Runner(source, pieces, part, layers, ends)
 
 
 def _graft(root: nn.Module, path: str, module: nn.Module) -> None:

@@ -127,11 +127,11 @@ class CompiledLayer:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the layer."""
         piece = kwargs.get("piece", args[-1] if args else None)
-        if not isinstance(piece, Slice):
-            return self.run(self.layer.forward, False, *args, **kwargs)
-        if self.forward_slice is not None:
+        if isinstance(piece, Slice) and self.forward_slice is not None:
             return self.forward_slice(self.run_slice, *args, **kwargs)
-        return call_uncompiled(self.layer, *args, **kwargs)
+        if _bring_slice((*args, *kwargs.values())):
+            return call_uncompiled(self.layer, *args, **kwargs)
+        return self.run(self.layer.forward, False, *args, **kwargs)
 
     def run_slice(self, method: Callable[..., Any], *args: Any) -> Any:
         """Run a method of the layer on the tensors of a slice, which may have any number of tokens.
@@ -169,6 +169,16 @@ class CompiledLayer:
             return ()
         waiting = [can_wait(ledger, linear) for linear in self.linears]
         return ghosts_of(ledger, self.linears, waiting, x)
+
+
+def _bring_slice(arguments: Iterable[object]) -> bool:
+    """Whether one of the arguments is a slice, or the keys and values of one."""
+    for argument in arguments:
+        if isinstance(argument, Slice):
+            return True
+        if isinstance(getattr(argument, "piece", None), Slice):
+            return True
+    return False
 
 
 def let_tokens_vary(tensors: Iterable[object]) -> None:

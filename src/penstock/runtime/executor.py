@@ -143,6 +143,8 @@ class Executor:
     @property
     def doing(self) -> str:
         """The action that runs now, or that waits for its input."""
+        if not self.turns:
+            return "the end of an empty lane"
         step = self.turns[self.lane.position].step
         return str(step.instruction) if step is not None else "the start"
 

@@ -9,7 +9,8 @@ order, too.
 
 Replicas of a part sum their gradients once the last backward of that part is done on all of them.
 The sum runs beside the remaining actions and takes nothing from them, but a rank takes part in one
-sum at a time. The step ends with the last action or sum.
+sum at a time. A cost may let ranks send their gradients before the last one is ready (`sum_end`);
+the sum is then shorter. The step ends with the last action or sum.
 """
 
 from __future__ import annotations
@@ -114,12 +115,12 @@ def sums_of(schedule: Schedule, cost: Cost, end: Floats) -> tuple[Sum, ...]:
         latest = max(ranks, key=lambda rank: free[rank])
         start = free[latest]
         cause = delayed_by[latest]
-        seconds = cost.sum_seconds(ranks, size)
+        done = cost.sum_end(ranks, size, [free[rank] for rank in ranks])
         for rank in ranks:
-            free[rank] = start + seconds
+            free[rank] = done
             delayed_by[rank] = cause
-        if seconds > 0:
-            sums.append(Sum(name, ranks, start, start + seconds, size, cause))
+        if done > start:
+            sums.append(Sum(name, ranks, start, done, size, cause))
     return tuple(sums)
 
 

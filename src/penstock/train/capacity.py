@@ -11,10 +11,8 @@ themselves.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 
 from penstock.config import Config, MeshConfig
 from penstock.cost import ModelCost, PartCost, Seconds
@@ -22,13 +20,15 @@ from penstock.cost.memory import device_memory
 from penstock.cost.sizes import part_moments
 from penstock.errors import ConfigError, ShapeError
 from penstock.ir import Op, Plan, Schedule
-from penstock.models import GPTConfig, even_partition
+from penstock.models import even_partition
 from penstock.models.count import parameters_of
 from penstock.runtime.chunked_loss import MIN_LOGITS_BYTES
+from penstock.runtime.process.memory import available_memory
 from penstock.train.compiling import chunk_of
 from penstock.train.mesh import NUMBERS_PER_PARAMETER, held_in_layer
 from penstock.train.placement import Placement
-from penstock.train.weights import Sizes
+from penstock.train.step_paths import step_paths
+from penstock.train.weights import Sizes, config_of
 from penstock.view.numbers import write_size
 
 FLOAT32_BYTES = 4
@@ -37,7 +37,6 @@ RANKS_SHOWN = 4
 # The share of a memory that suggested sizes may fill. Some stays free, because the
 # available memory changes all the time.
 USABLE_SHARE = 0.95
-CGROUP = Path("/sys/fs/cgroup")
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,9 +127,17 @@ def check_memory(
 def why_too_large(
     config: Config, plan: Plan, sizes: Sizes, placement: Placement
 ) -> str:
-    """Say why a run does not fit into this machine, and what would; empty if it fits."""
+    """Say why a run does not fit into this machine, and what would; empty if it fits.
+
+    If steps take different schedules, the run must fit with each of them.
+    """
     places = places_of(placement, config.mesh.size)
-    return too_large(load_of(config, plan, sizes), places, config)
+    for schedule in step_paths(plan, config.paths).schedules:
+        alone = replace(plan, schedule=schedule, rotation=(), full=None)
+        refusal = too_large(load_of(config, alone, sizes), places, config)
+        if refusal:
+            return refusal
+    return ""
 
 
 def check_timing(config: Config, sizes: Sizes, placement: Placement) -> None:
@@ -193,9 +200,8 @@ def _cost_of_part(load: Load, number: int) -> PartCost:
     if number in (0, last):
         gradients -= tied / NUMBERS_PER_PARAMETER
     no_time = Seconds()
-    facts = {"family": "gpt" if isinstance(load.sizes, GPTConfig) else "llama"}
     moments = part_moments(
-        facts | asdict(load.sizes),
+        asdict(config_of(load.sizes)),
         layers,
         number == 0,
         number == last,
@@ -284,25 +290,6 @@ def places_of(placement: Placement, processes_per_rank: int = 1) -> list[MemoryP
     return places
 
 
-def available_memory() -> float:
-    """Return the bytes of RAM that new processes can have, within a container's limit."""
-    limits = [float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))]
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-        free = [line for line in lines if line.startswith("MemAvailable:")]
-        limits += [1024.0 * int(line.split()[1]) for line in free]
-    except (OSError, ValueError):
-        pass  # This is not Linux.
-    try:
-        limit = (CGROUP / "memory.max").read_text(encoding="ascii").strip()
-        used = (CGROUP / "memory.current").read_text(encoding="ascii")
-        if limit != "max":
-            limits.append(max(0.0, float(limit) - float(used)))
-    except (OSError, ValueError):
-        pass  # This is no container, or one with an older interface.
-    return min(limits)
-
-
 # ---------------------------------------------------------------- the two together
 def too_large(load: Load, places: list[MemoryPool], config: Config) -> str:
     """Say why a load does not fit into these places, and what would; empty if it fits."""
@@ -365,7 +352,7 @@ def _smaller_settings(
     if not load.recompute and fits(replace(load, recompute=True)):
         yield "run.recompute=true"
     settings = _data_settings(load, config)
-    if not config.model.weights:
+    if not config.model.folder:
         settings = [*_model_settings(load, config), *settings]
     for setting in settings:
         count = _largest_fitting(setting, fits)

@@ -71,13 +71,15 @@ function short(value, digits = 4) {
   return text.includes(".") ? text.replace(/\.?0+$/, "") : text;
 }
 function seconds(l, value, digits = 6, size = Math.abs(value)) { // in the units of a timeline
-  if (!l.seconds) return short(value, digits);
+  if (!l.seconds) return counted(short(value, digits), "forward", "forwards");
   const [unit, one] = size >= 1 || !size ? ["s", 1] : size >= 1e-3 ? ["ms", 1e-3] : ["µs", 1e-6];
   return short(value / one, digits) + " " + unit;
 }
+const bare = (l, ...numbers) => (l.seconds ? seconds(l, ...numbers) : short(...numbers)); // where the unit is known
 function bytes(l, value) {
-  if (!l.inBytes) return short(value);
+  if (!l.inBytes) return counted(short(value), "micro-batch", "micro-batches");
   const power = value < 1024 ? 0 : Math.min(4, Math.floor(Math.log2(value) / 10));
   return short(value / 1024 ** power, 3) + " " + ["B", "KiB", "MiB", "GiB", "TiB"][power];
 }
+const counted = (number, one, several) => `${number} ${number === "1" ? one : several}`; // in the units of the papers
 const percent = (value) => (value * 100).toFixed(1) + "%";

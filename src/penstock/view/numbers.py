@@ -16,6 +16,9 @@ from typing import NamedTuple
 
 from penstock.ir.timeline import REAL_UNITS, Units
 
+# The units of the papers, for one and for several.
+FORWARDS = ("forward", "forwards")
+MICROBATCHES = ("micro-batch", "micro-batches")
 MAX_SIZES_SHOWN = 16
 SIZES_SHOWN_AT_EACH_END = 6
 
@@ -90,6 +93,32 @@ def write_size(value: float, units: Units = REAL_UNITS, digits: int = 3) -> str:
     ('1.15 GiB', '11.8 MiB', '4,147 TiB')
     """
     return size_scale(value, units).quantity(value, digits)
+
+
+def name_time(value: float, units: Units = REAL_UNITS, digits: int = 4) -> str:
+    """Write a time with its unit, also in the units of the papers.
+
+    >>> from penstock.ir.timeline import PAPER_UNITS
+    >>> name_time(0.0315), name_time(33.0, PAPER_UNITS), name_time(1.0, PAPER_UNITS)
+    ('31.5 ms', '33 forwards', '1 forward')
+    """
+    text = write_time(value, units, digits)
+    return text if units.seconds else _counted(text, *FORWARDS)
+
+
+def name_size(value: float, units: Units = REAL_UNITS, digits: int = 3) -> str:
+    """Write a size with its unit, also in the units of the papers.
+
+    >>> from penstock.ir.timeline import PAPER_UNITS
+    >>> name_size(12_345_678), name_size(3.5, PAPER_UNITS)
+    ('11.8 MiB', '3.5 micro-batches')
+    """
+    text = write_size(value, units, digits)
+    return text if units.bytes else _counted(text, *MICROBATCHES)
+
+
+def _counted(number: str, one: str, several: str) -> str:
+    return f"{number} {one if number == '1' else several}"
 
 
 def write_sizes(

@@ -41,8 +41,8 @@ function tokens(cuts, piece) { // of a slice
 }
 function against(other, l, i) { // the same action in another timeline
   const late = other.start[i] - l.start[i], longer = other.lasts[i] - l.lasts[i];
-  const signed = (value) => (value < 0 ? "−" : "+") + seconds(l, Math.abs(value), 3);
-  return `${seconds(other, other.start[i])} to ${seconds(other, other.end[i])} (start ${signed(late)}, duration ${signed(longer)})`;
+  const signed = (value) => (value < 0 ? "−" : "+") + bare(l, Math.abs(value), 3);
+  return `${bare(other, other.start[i])} to ${seconds(other, other.end[i])} (start ${signed(late)}, duration ${signed(longer)})`;
 }
 function tell(px, py) { // the tip, near a point
   const tip = $("tip");

@@ -20,7 +20,7 @@ import numpy as np
 from penstock.ir.action import OPS, Op
 from penstock.ir.table import Floats, Ints
 from penstock.ir.timeline import Timeline
-from penstock.view.numbers import write_size, write_time
+from penstock.view.numbers import name_size, name_time
 
 TONES = 24
 SHADES = {
@@ -160,15 +160,15 @@ def label_of(microbatch: int, piece: int) -> str:
 
 # ---------------------------------------------------------------- numbers
 def facts(timeline: Timeline) -> tuple[str, ...]:
-    """The facts of a header: `4 ranks`, `8 micro-batches`, `makespan 33`, `bubble 27.3%`, `peak 4`."""
+    """The facts of a header: `4 ranks`, `8 micro-batches`, `makespan 33 forwards`, `bubble 27.3%`, and the peak."""
     schedule = timeline.schedule
     peak = float((timeline.weights + timeline.peak_activations).max())
     return (
         _count(schedule.ranks, "rank"),
         _count(len(schedule.microbatches), "micro-batch"),
-        f"makespan {write_time(timeline.makespan, timeline.units)}",
+        f"makespan {name_time(timeline.makespan, timeline.units)}",
         f"bubble {timeline.bubble:.1%}",
-        f"peak {write_size(peak, timeline.units)}",
+        f"peak {name_size(peak, timeline.units)}",
     )
 
 

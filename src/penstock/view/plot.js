@@ -21,7 +21,9 @@ const x = (time) => GUTTER + ((time - state.t0) / (state.t1 - state.t0)) * plotW
 const time = (px) => state.t0 + ((px - GUTTER) / plotWidth()) * (state.t1 - state.t0);
 const y = (rank, k) => AXIS + 4 + rank * block() + k * (state.row + curve() + (state.row >= 8 ? 1 : 0)) - state.top;
 const middle = (rank, k) => y(rank, k) + state.row / 2;
-const room = () => window.innerHeight - canvas.parentElement.getBoundingClientRect().top - 58 - 26;
+// In the frame of a report, the frame takes the height of its content, up to a part of the window around it.
+const framed = () => (window.frameElement ? Math.min(parent.innerHeight * 0.7, 760) : window.innerHeight);
+const room = () => framed() - canvas.parentElement.getBoundingClientRect().top - 58 - 26;
 const fits = (row) => { state.row = row; return content() <= room(); };
 function fitRow() { // the tallest rows that show all ranks at once
   for (let row = 36; row > 3; row--) if (fits(row)) return row;
@@ -32,6 +34,7 @@ function resize() {
   dpr = window.devicePixelRatio || 1;
   if (state.fitted) state.row = fitRow();
   canvas.parentElement.style.height = Math.max(60, Math.min(room(), content())) + "px";
+  if (window.frameElement) window.frameElement.style.height = overview.getBoundingClientRect().bottom + 16 + "px";
   for (const c of [canvas, overview]) {
     const box = c.getBoundingClientRect();
     c.width = Math.round(box.width * dpr);
@@ -255,10 +258,11 @@ function axis(step) {
   pen.textAlign = "center";
   for (let t = Math.ceil(state.t0 / step) * step; t <= state.t1 + step * 1e-6; t += step) {
     const exact = Math.round(t / step) * step, digits = 2 + Math.ceil(Math.log10(Math.max(1, Math.abs(exact) / step)));
-    const text = seconds(lines[0], exact, digits, state.t1), half = pen.measureText(text).width / 2;
+    const text = bare(lines[0], exact, digits, state.t1), half = pen.measureText(text).width / 2;
     pen.fillText(text, Math.min(x(t), width - half - 4), AXIS / 2);
     pen.fillRect(x(t), AXIS - 5, 1, 4);
   }
+  if (!lines[0].seconds) { pen.textAlign = "left"; pen.fillText("forwards", 12, AXIS / 2); }
 }
 function gutter(from, to) {
   pen.fillStyle = colours.card; pen.fillRect(0, AXIS, GUTTER - 1, height);

@@ -5,7 +5,7 @@
     rank 1    [0][1]   [ 0 ]               idle is white; later parts and later tokens are darker
            0     5     10    15            time
     [] forward  [] backward                what the colours mean
-    4 ranks · 8 micro-batches · makespan 33 · bubble 27.3%
+    4 ranks · 8 micro-batches · makespan 33 forwards · bubble 27.3%
 
 If there are too many boxes to see, each pixel gets the mean colour of its time instead.
 """

@@ -95,7 +95,7 @@ def gantt(timeline: Timeline, width: int = 100, colours: bool = True) -> Text:
 
     Of many ranks it shows an even selection. Without colours, boxes end in `|`.
 
-    4 ranks · 8 micro-batches · makespan 33 · bubble 27.3% · peak 4
+    4 ranks · 8 micro-batches · makespan 33 forwards · bubble 27.3% · peak 4 micro-batches
     rank 0 F0 F1 F2 F3                   B0    F4 B1    ...
     rank 1    F0 F1 F2             B0    F3 B1    ...
            0          5           10          15

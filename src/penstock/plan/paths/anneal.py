@@ -20,8 +20,6 @@ from random import Random
 
 import numpy as np
 
-from penstock.ir.table import Floats
-from penstock.plan.paths.allreduce import allreduce_seconds_by_part
 from penstock.plan.paths.budget import Budget
 from penstock.plan.paths.path_simulator import simulate_paths
 from penstock.plan.paths.problem import Problem, expand_paths, start_conditions
@@ -66,7 +64,6 @@ class Annealing:
         self.careful = solution.careful
         visited = {node for path in self.paths for node in path}
         self.nodes = sorted(visited | self._idle_nodes(solution))
-        self.sums = self._allreduce_seconds()
         self.undo: list[Callable[[], None]] = []
         self.rows = np.array(self.paths, dtype=np.int64)
         self.end = math.inf
@@ -84,14 +81,6 @@ class Annealing:
         if len(idle) > MAX_GROUP_NODES:
             idle = self.random.sample(idle, MAX_GROUP_NODES)
         return set(idle)
-
-    def _allreduce_seconds(self) -> Floats:
-        return allreduce_seconds_by_part(
-            self.problem.traffic,
-            self.labels,
-            self.problem.body,
-            self.problem.gradients,
-        )
 
     def _index_replicas(self) -> None:
         """List the part of each node, and for each part those of its nodes that paths may visit."""
@@ -118,6 +107,7 @@ class Annealing:
         nodes, parts = expand_paths(problem, self.rows, self.labels)
         after, release = start_conditions(problem, self.rows, self.stagger)
         delay = np.tile(self.delays, problem.policy.rounds)
+        slots = problem.traffic.slots_with(self.labels)
         times = simulate_paths(
             problem.traffic,
             nodes,
@@ -127,6 +117,7 @@ class Annealing:
             release,
             delay,
             self.careful,
+            slots,
         )
         if times.makespan == np.inf and not self.careful:
             times = simulate_paths(
@@ -138,8 +129,9 @@ class Annealing:
                 release,
                 delay,
                 True,
+                slots,
             )
-        end = step_end(problem, times, self.labels, self.sums)
+        end = step_end(problem, times, self.labels)
         ends = times.finish.tolist()
         value = end + MEAN_WEIGHT * sum(ends) / len(ends)
         return value, end, ends[-len(self.paths) :]
@@ -323,16 +315,8 @@ class Annealing:
             return False
         if self.problem.policy.reserved and not self._slots_allow_trade(u, v):
             return False
-        sums = self.sums
         self._exchange_nodes(u, v)
-
-        def undo() -> None:
-            self._exchange_nodes(u, v)
-            self.sums = sums
-
-        self.undo.append(undo)
-        if self.problem.gradients > 0 and self.part[u] != self.part[v]:
-            self.sums = self._allreduce_seconds()
+        self.undo.append(lambda: self._exchange_nodes(u, v))
         return True
 
     def _slots_allow_trade(self, u: int, v: int) -> bool:
@@ -366,18 +350,14 @@ class Annealing:
                 place = path.index(node)
                 other = self.random.choice(others)
                 self._set_path(unit, (*path[:place], other, *path[place + 1 :]))
-        sums = self.sums
 
         def undo() -> None:
             self.labels[node] = part
             self._index_replicas()
-            self.sums = sums
 
         self.undo.append(undo)
         self.labels[node] = new_part
         self._index_replicas()
-        if self.problem.gradients > 0:
-            self.sums = self._allreduce_seconds()
         return True
 
     def _change_queueing(self) -> bool:

@@ -18,7 +18,7 @@ import numpy as np
 
 from penstock.errors import ShapeError
 from penstock.ir.table import Floats, Ints
-from penstock.plan.paths.allreduce import allreduce_seconds, allreduce_seconds_by_part
+from penstock.plan.paths.allreduce import seconds_of_sums
 from penstock.plan.paths.circuits import improve_circuits
 from penstock.plan.paths.problem import Problem
 from penstock.plan.paths.rules import part_orders, spread_parts
@@ -130,6 +130,43 @@ def arrange(
     return _label_nodes(problem, sizes, circuits, spare, seed), circuits
 
 
+def fit_nodes(problem: Problem, labels: Ints, circuits: Ints) -> tuple[Ints, Ints]:
+    """Let nodes exchange their places until every part fits into the memory of its nodes.
+
+    A node whose part does not fit exchanges with one for which both parts fit afterwards.
+    """
+    slots = problem.traffic.part_slots
+    if slots is None:
+        return labels, circuits
+    labels = labels.copy()
+    circuits = circuits.copy()
+    for node in np.flatnonzero(labels >= 0).tolist():
+        if slots[labels[node], node] > 0:
+            continue
+        partner = _partner(slots, labels, node)
+        mine = circuits == node
+        circuits[circuits == partner] = node
+        circuits[mine] = partner
+        labels[node], labels[partner] = labels[partner], labels[node]
+    return labels, circuits
+
+
+def _partner(slots: Ints, labels: Ints, node: int) -> int:
+    """Return the node that can take this node's part and whose part fits here, with most room for it."""
+    part = labels[node]
+    room = np.where(labels >= 0, slots[labels, node], 0) > 0
+    gain = np.where(room & (labels != part), slots[part], 0)
+    partner = int(gain.argmax())
+    if gain[partner] < 1:
+        fitting = int((slots[part] > 0).sum())
+        raise ShapeError(
+            f"part {part} fits into the memory of {fitting} of {len(labels)} nodes, which is "
+            "too few\n"
+            "  make more parts or fewer data nodes, or shorten the micro-batches"
+        )
+    return partner
+
+
 def find_circuits(problem: Problem, labels: Ints, iterations: int, seed: int) -> Ints:
     """Return circuits over nodes whose parts are given. If there are too few nodes, circuits share some."""
     data = np.flatnonzero(labels == 0)
@@ -190,7 +227,7 @@ def _label_nodes(
     designs = part_designs(len(circuits), problem.body, problem.hops)
     for design in designs:
         _refuse_design(problem, design)
-    if problem.gradients > 0 and len(circuits) > 1:
+    if problem.has_sums and len(circuits) > 1:
         designs = _bring_replicas_together(problem, circuits, designs, seed)
     labels = _labels_from(problem, circuits, designs)
     missing = list(sizes)
@@ -228,21 +265,14 @@ def _bring_replicas_together(
     """Let circuits exchange their parts as long as the slowest all-reduce gets no slower."""
     random = np.random.default_rng(seed)
     labels = _labels_from(problem, circuits, designs)
-    sums = allreduce_seconds_by_part(
-        problem.traffic, labels, problem.body, problem.gradients
-    )
+    sums = seconds_of_sums(problem, labels)
     for _ in range(min(EXCHANGES_PER_CIRCUIT * len(circuits), MAX_EXCHANGES)):
         i, j = random.choice(len(circuits), 2, replace=False).tolist()
         if designs[i] == designs[j]:
             continue
         labels[circuits[i, 1:]] = designs[j]
         labels[circuits[j, 1:]] = designs[i]
-        new_sums = sums.copy()
-        for part in {*designs[i], *designs[j]}:
-            replicas = np.flatnonzero(labels == part)
-            new_sums[part] = allreduce_seconds(
-                problem.traffic, replicas, problem.gradients
-            )
+        new_sums = seconds_of_sums(problem, labels)
         if _allreduce_value(new_sums) <= _allreduce_value(sums):
             sums = new_sums
             designs[i], designs[j] = designs[j], designs[i]

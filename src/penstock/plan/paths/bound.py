@@ -21,24 +21,21 @@ orders of these tasks, if there are not too many. The bound also ignores that no
 can take the same shortest trip. The module `prices` therefore makes good nodes expensive.
 
 Three more bounds count: the work of a data node; the work of a part over its replicas, after the
-first micro-batch can have arrived and before the last must leave; and the all-reduce over the data
-nodes, which comes after everything else.
+first micro-batch can have arrived and before the last must leave; and the sums of gradients over
+the replicas of a part, which come after its last backward.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import chain, islice, pairwise
 
 import numpy as np
 
 from penstock.ir.table import Floats, Ints
-from penstock.plan.paths.allreduce import (
-    allreduce_seconds_by_part,
-    least_allreduce_seconds,
-)
+from penstock.plan.paths.allreduce import ends_of_sums, least_sum_seconds
 from penstock.plan.paths.cycles import min_plus, shortest_cycles
 from penstock.plan.paths.prices import Market, price_bound
 from penstock.plan.paths.problem import Problem
@@ -196,16 +193,13 @@ def _bound_for_labels(problem: Problem, labels: Ints) -> float:
     work = _Work(problem)
     data = np.flatnonzero(labels == 0)
     trips = _shortest_trips(problem, work, labels, data)
-    sums = allreduce_seconds_by_part(
-        problem.traffic, labels, problem.body, problem.gradients
-    )
     ends = []
     for number, node in enumerate(data.tolist()):
         trip = float(trips.trip[number])
         there = float(trips.there[number])
         back = float(trips.back[number])
         ends.append(_data_node_end(problem, work, node, trip, there, back))
-    bounds = [max(ends) + float(sums[0])]
+    bounds = [max(ends), _least_end_of_sums(problem, labels, data, np.array(ends), 0)]
     alive = [part for part in range(1, problem.body) if (labels == part).any()]
     # places on the paths, each of which is used in all rounds
     places = len(data) * problem.units * min(problem.hops, len(alive))
@@ -217,11 +211,41 @@ def _bound_for_labels(problem: Problem, labels: Ints) -> float:
         bounds.append(
             _least_service_time(problem, work, nodes, part, visits, outside, stay)
         )
-        if visits:  # a part without visits has nothing to sum
+        if visits and problem.has_sums:
             at_once = np.zeros(len(nodes))
             served = _least_service_time(problem, work, nodes, part, visits, at_once)
-            bounds.append(served + float(sums[part]))
+            bounds.append(_least_end_after(problem, labels, nodes, served, part))
     return max(bounds)
+
+
+def _least_end_of_sums(
+    problem: Problem, labels: Ints, nodes: Ints, ends: Floats, part: int
+) -> float:
+    """Return the least end of a part's sums if its nodes do not end before these times.
+
+    The head's gradients may be summed before the last backward of the first part, so they do not
+    count.
+    """
+    if not problem.has_sums:
+        return 0.0
+    last = np.zeros(len(labels))
+    last[nodes] = ends
+    long_ago = np.zeros(len(labels))
+    without_head = replace(problem.traffic, sums=problem.traffic.sums * (0.0, 1.0, 1.0))
+    sums = ends_of_sums(without_head, problem.planned_sums, labels, last, long_ago)
+    return float(sums[part])
+
+
+def _least_end_after(
+    problem: Problem, labels: Ints, nodes: Ints, served: float, part: int
+) -> float:
+    """Return the least end of a part's sums if one of its nodes, whichever it is, ends at `served` or later."""
+    ends = []
+    for place in range(len(nodes)):
+        last = np.zeros(len(nodes))
+        last[place] = served
+        ends.append(_least_end_of_sums(problem, labels, nodes, last, part))
+    return min(ends)
 
 
 def _least_service_time(
@@ -417,10 +441,10 @@ def _bound_for_sizes(problem: Problem, sizes: Ints) -> float:
         last_end = max(last_end, problem.policy.rounds * float(through_any.max()))
     if problem.hops:
         last_end = max(last_end, price_bound(_market(problem, work, trip), data))
-    allreduce = least_allreduce_seconds(traffic, data, problem.gradients)
+    sums = least_sum_seconds(problem, 0, data)
     slot_seconds = problem.microbatches * data * _least_slot_seconds(work, problem)
     return max(
-        last_end + allreduce,
+        last_end + sums,
         _least_hop_time(problem, work, data),
         slot_seconds / int(traffic.slots.sum()),
     )

@@ -97,7 +97,7 @@ def _improve_by_groups(
     while budget.used < end and failed < MAX_FAILED_GROUPS:
         units = _choose_group(problem, solution, random, failed)
         # While gradients count, every other group leaves the arrangement alone.
-        free_now = free and (problem.gradients <= 0 or failed % 2 == 0)
+        free_now = free and (not problem.has_sums or failed % 2 == 0)
         annealing = Annealing(problem, solution, units, free_now, random)
         before = (annealing.end, annealing.value)
         moves = max(MIN_GROUP_MOVES, GROUP_MOVES_PER_UNIT * len(units))

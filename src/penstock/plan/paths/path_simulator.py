@@ -23,7 +23,7 @@ if events within a nanosecond counted as simultaneous, the published 33.31 s of 
 from __future__ import annotations
 
 import heapq
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import lru_cache
 from typing import NamedTuple
@@ -49,6 +49,10 @@ class QueueOrder(IntEnum):
     URGENT = 4  # the micro-batch with the longest way left, forward or backward
 
 
+def _no_sums() -> Floats:
+    return np.zeros((0, 1))
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Traffic:
     """All times and sizes as arrays, indexed by node, part (the head last) and slice."""
@@ -56,13 +60,25 @@ class Traffic:
     latency: Floats  # seconds [node, node]
     byte: Floats  # seconds per byte [node, node]
     slow: Floats  # seconds that a node needs for one second of work [node]
-    slots: Ints  # micro-batches that a node can hold [node]
+    slots: Ints  # micro-batches that a node can hold with the part that suits it best [node]
     forward: Floats  # seconds [part, slice]
     backward: Floats  # seconds [part, slice]
     message: Floats  # bytes [part, slice]
     gap: float = 0.0  # seconds between two tasks on a node
     first_gap: float = 0.0  # seconds after the first task of a micro-batch
     serial: bool = False  # whether a link carries only one message at a time
+    part_slots: Ints | None = None  # micro-batches that it can hold [part, node]
+    sums: Floats = field(default_factory=_no_sums)  # bytes to sum [part, sum]
+
+    def slots_with(self, labels: Ints) -> Ints:
+        """Return how many micro-batches each node can hold with the part that it has.
+
+        It is 0 if the part does not fit on the node. A node without a part has its most slots.
+        """
+        if self.part_slots is None:
+            return self.slots
+        own: Ints = self.part_slots[labels, np.arange(len(labels))]
+        return np.where(labels < 0, self.slots, own)
 
     @property
     def nodes(self) -> int:
@@ -91,6 +107,7 @@ class PathTimes:
     start: Floats  # [micro-batch, position, slice, forward or backward]
     makespan: float  # end of the last backward; infinite if micro-batches deadlock
     last: Floats  # end of the last backward on each node
+    last_up: Floats  # of its head or, in a wave, of the way up
     finish: Floats  # end of each micro-batch
 
 
@@ -167,9 +184,11 @@ def simulate_paths(
     release: Floats | None = None,
     delay: Floats | None = None,
     careful: bool = False,
+    slots: Ints | None = None,
 ) -> PathTimes:
     """Return the times of micro-batches that visit these `nodes` with these `parts`, one row per micro-batch.
 
+    slots: micro-batches that each node can hold with its part; by default the most that it can hold.
     after: the micro-batch that must be back before this one starts, or -1.
     release: the earliest start of each micro-batch.
     delay: seconds by which a micro-batch stands further back in every queue.
@@ -181,6 +200,7 @@ def simulate_paths(
     graph = task_graph(length, traffic.slices)
     start = np.full((count, length, traffic.slices, 2), -1.0)
     last = np.zeros(traffic.nodes)
+    last_up = np.zeros(traffic.nodes)
     finish = np.zeros(count)
     links = (traffic.nodes, traffic.nodes) if traffic.serial else (1, 1)
     link_free = np.zeros(links)
@@ -197,7 +217,7 @@ def simulate_paths(
         traffic.backward,
         traffic.message,
         traffic.slow,
-        traffic.slots,
+        traffic.slots if slots is None else slots,
         traffic.latency,
         traffic.byte,
         traffic.gap,
@@ -208,9 +228,10 @@ def simulate_paths(
         careful,
         start,
         last,
+        last_up,
         finish,
     )
-    return PathTimes(start, float(makespan), last, finish)
+    return PathTimes(start, float(makespan), last, last_up, finish)
 
 
 def _are_waves(nodes: Ints) -> bool:
@@ -246,6 +267,7 @@ def _run(  # noqa: PLR0912, PLR0915
     careful: bool,
     start: Floats,
     last: Floats,
+    last_up: Floats,
     finish: Floats,
 ) -> float:
     """Process the events in order of time. Only positions below `holding` take a slot.
@@ -420,6 +442,8 @@ def _run(  # noqa: PLR0912, PLR0915
                 if p < holding and s == 0:
                     used[here] -= 1
                 last[here] = max(last[here], end)
+                if p >= holding:
+                    last_up[here] = max(last_up[here], end)
                 if p == 0 and s == 0:
                     done += 1
                     finish[m] = end

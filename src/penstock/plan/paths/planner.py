@@ -3,8 +3,8 @@
     sizes ──► circuits ──► parts of nodes ──► paths, order, starts ──► Schedule ──► simulate ──► makespan
               (formula)                    (search, simulated)                                bound, gap
 
-All steps share one objective: the end of the training step, including the all-reduce of gradients
-if they have bytes. The module `rules` has the rules of a plan, `Policy` says how the nodes behave,
+All steps share one objective: the end of the training step, including the sums of gradients if
+they have bytes. The module `rules` has the rules of a plan, `Policy` says how the nodes behave,
 and the module `bound` has the lower bound for all plans under the same rules.
 
 The search counts moves, not seconds (see the module `staged_search`): a seed gives the same plan on
@@ -28,16 +28,17 @@ from penstock.ir.plan import Facts, Plan
 from penstock.ir.schedule import MicroBatch, Schedule, Stage, schedule_of
 from penstock.ir.table import Ints
 from penstock.ir.timeline import Timeline
-from penstock.plan.paths.allreduce import allreduce_seconds_by_part
 from penstock.plan.paths.arrangement import (
     arrange,
     find_circuits,
+    fit_nodes,
     part_of_each_node,
     replica_counts,
     tilt_counts,
 )
 from penstock.plan.paths.bound import path_bound
 from penstock.plan.paths.budget import Budget, TimeSource, never_stop
+from penstock.plan.paths.model_parts import ModelParts, waved_partition
 from penstock.plan.paths.part_exchange import exchange_parts
 from penstock.plan.paths.path_simulator import PathTimes
 from penstock.plan.paths.problem import PLANNED, Policy, Problem, expand_paths
@@ -66,7 +67,7 @@ BUSY_PRICES = (0.1, 0.4, 1.5)
 class PathPlan:
     """A schedule with its makespan, its lower bound, and the work of the search.
 
-    makespan: seconds of a step, with the all-reduce of gradients.
+    makespan: seconds of a step, with the sums of gradients.
     bound: seconds that no plan under the same rules can beat.
     seconds: how long the search took.
     simulations: moves that the search tried.
@@ -122,6 +123,7 @@ def plan_paths(
     slices: int = 1,
     waves: bool = False,
     gradients: float = 0.0,
+    planned_sums: bool = True,
     gap: float = 0.0,
     first_gap: float = 0.0,
     iterations: int = DEFAULT_SEARCH_MOVES,
@@ -138,7 +140,9 @@ def plan_paths(
     data_nodes: the number of nodes with the first part, if that is all that is given.
     tokens: tokens of a micro-batch, which is cut into `slices`.
     waves: whether a path visits every node twice, down and up.
-    gradients: bytes of a part's gradients, which its replicas sum at the end of a step.
+    gradients: bytes of a part's gradients, which its replicas sum at the end of a step, in place of
+        those that the `parts` have.
+    planned_sums: whether replicas sum in the quickest way, or in rings, as gloo and NCCL do.
     gap: seconds between two tasks on a node; `first_gap` after the first task of a micro-batch.
     iterations: moves that the search tries. It ends earlier, and marks the plan as `cut_short`, if
         `seconds` pass on the `clock` or once `stop()` returns True.
@@ -158,6 +162,7 @@ def plan_paths(
         first_gap,
         sizes is not None,
         arrangement is not None,
+        planned_sums,
     )
     nodes = len(cluster.nodes)
     labels = None
@@ -219,9 +224,11 @@ def _start_solutions(
     solutions: list[Solution] = []
     for sizes in tried_sizes:
         arrangement, circuits = arrange(problem, sizes, moves, seed)
+        arrangement, circuits = fit_nodes(problem, arrangement, circuits)
         solutions += first_solutions(problem, arrangement, circuits, seed)
         if may_drop_nodes:
             exchanged = exchange_parts(problem, arrangement, seed)
+            exchanged, _ = fit_nodes(problem, exchanged, circuits)
             solutions += route_solutions(problem, exchanged)
     return solutions
 
@@ -280,7 +287,7 @@ def finish_plan(
     """Return a solution as a plan, timed by `penstock.sim.simulate`."""
     times = simulate_solution(problem, solution)
     schedule = schedule_from(problem, solution, times)
-    makespan = step_seconds(problem, schedule, np.array(solution.labels))
+    makespan = simulate(schedule, problem.cost()).makespan
     assert bound <= makespan * (1 + 1e-9), "the plan beats its lower bound"
     return PathPlan(
         schedule,
@@ -295,21 +302,6 @@ def finish_plan(
     )
 
 
-def step_seconds(problem: Problem, schedule: Schedule, labels: Ints) -> float:
-    """Return the makespan by `penstock.sim.simulate`, with the all-reduce after each part's last backward."""
-    timeline = simulate(schedule, problem.cost())
-    if problem.gradients <= 0:
-        return timeline.makespan
-    sums = allreduce_seconds_by_part(
-        problem.traffic, labels, problem.body, problem.gradients
-    )
-    ends = np.zeros(schedule.ranks)
-    np.maximum.at(ends, schedule.table.rank, timeline.end)
-    busy = (ends > 0) & (labels >= 0)
-    reduced = ends[busy] + sums[labels[busy]]
-    return max(timeline.makespan, float(reduced.max()))
-
-
 def rule_faults(plan: PathPlan) -> tuple[RuleFault, ...]:
     """Return the rules that a plan breaks. A correct search returns plans that break none."""
     problem = plan.problem
@@ -319,14 +311,29 @@ def rule_faults(plan: PathPlan) -> tuple[RuleFault, ...]:
         plan.schedule,
         problem.body,
         problem.rules,
-        problem.traffic.slots.tolist(),
+        _slots_of(plan).tolist(),
         plan.timeline,
         lost_parts,
     )
 
 
-def paths_plan(plan: PathPlan) -> Plan:
-    """Return the plan as a plan.json stores it, with the figures that led to it."""
+def _slots_of(plan: PathPlan) -> Ints:
+    """Return how many micro-batches each node can hold with its part."""
+    return plan.problem.traffic.slots_with(np.array(plan.solution.labels))
+
+
+def paths_plan(
+    plan: PathPlan,
+    model: ModelParts | None = None,
+    rotation: Sequence[PathPlan] = (),
+    full: PathPlan | None = None,
+) -> Plan:
+    """Return the plan as a plan.json stores it, with the figures that led to it.
+
+    model: the model that was planned for, if it is known. Its layers are then part of the plan.
+    rotation: further plans on the same arrangement, which steps take in turn with the first one.
+    full: a plan on the same arrangement for steps that run all parts.
+    """
     problem = plan.problem
     bound_holds_for = "every plan under these rules"
     if problem.arranged:
@@ -343,9 +350,31 @@ def paths_plan(plan: PathPlan) -> Plan:
         ("waves", problem.waves),
         ("turn", plan.solution.queue_order.name.lower()),
         ("rules", rules_text(problem.rules)),
-        ("slots", " ".join(map(str, problem.traffic.slots.tolist()))),
+        ("slots", " ".join(map(str, _slots_of(plan).tolist()))),
+        ("sums", "planned" if problem.planned_sums else "ring"),
     )
-    return Plan(plan.schedule, "paths", (), why)
+    if rotation:
+        slowest = max(other.makespan for other in rotation)
+        why = (*why, ("rotation_makespan", slowest))
+    if full is not None:
+        why = (*why, ("full_makespan", full.makespan))
+    partition: tuple[int, ...] = ()
+    recompute: tuple[int, ...] = ()
+    if model is not None:
+        partition = model.partition
+        if problem.waves:
+            partition = waved_partition(partition)
+        recompute = model.recompute
+        why = (*why, *model.facts)
+    return Plan(
+        plan.schedule,
+        "paths",
+        partition,
+        why,
+        recompute,
+        rotation=tuple(other.schedule for other in rotation),
+        full=None if full is None else full.schedule,
+    )
 
 
 def check_rules(plan: Plan, texts: Sequence[str] = ()) -> Rules | None:
@@ -385,7 +414,7 @@ def schedule_from(problem: Problem, solution: Solution, times: PathTimes) -> Sch
     stages: list[Stage] = []
     stage_number: dict[tuple[int, int], int] = {}
     for node, part in enumerate(labels.tolist()):
-        for piece in _pieces(problem, part):
+        for piece in problem.pieces_of(part):
             stage_number[node, piece] = len(stages)
             stages.append(Stage(node, piece))
     cuts = problem.cuts if problem.slices > 1 else ()
@@ -394,17 +423,6 @@ def schedule_from(problem: Problem, solution: Solution, times: PathTimes) -> Sch
         path = [stage_number[visit] for visit in zip(row, pieces, strict=True)]
         microbatches.append(MicroBatch(tuple(path), problem.tokens, cuts))
     return schedule_of(stages, microbatches, _lanes(times, nodes, microbatches))
-
-
-def _pieces(problem: Problem, part: int) -> tuple[int, ...]:
-    """Return the parts of the schedule that a node with this part of the model holds."""
-    if part < 0:
-        return ()
-    if problem.waves:
-        return (part, 2 * problem.body - 1 - part)
-    if part == 0:
-        return (0, problem.body)
-    return (part,)
 
 
 def _lanes(
@@ -456,4 +474,11 @@ def _refuse_arrangement(problem: Problem, labels: Ints) -> None:
     if missing:
         raise ShapeError(
             f"part {missing[0]} is on no node; every part needs at least one"
+        )
+    too_small = np.flatnonzero(problem.traffic.slots_with(labels) < 1)
+    if len(too_small):
+        node = int(too_small[0])
+        raise ShapeError(
+            f"part {labels[node]} does not fit into the memory of node {node}; "
+            "give it another part, or make more parts"
         )

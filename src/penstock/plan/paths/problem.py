@@ -18,9 +18,10 @@ from penstock.cost.cluster import Cluster
 from penstock.cost.cost import Cost
 from penstock.cost.curve import Curve, Seconds, sum_curves
 from penstock.cost.model import PartCost, share_of
-from penstock.cost.wrapped import PausedCost
+from penstock.cost.wrapped import PausedCost, PlannedSumsCost
 from penstock.errors import ShapeError
 from penstock.ir.table import Floats, Ints
+from penstock.plan.paths.node_memory import slots_of_parts
 from penstock.plan.paths.path_simulator import QueueOrder, Traffic
 from penstock.plan.paths.rules import Rules
 from penstock.schedules.orders import require_at_least
@@ -71,7 +72,10 @@ class Problem:
     tokens: tokens of a micro-batch.
     slices: slices of a micro-batch.
     waves: whether paths visit every node twice, down and up.
-    gradients: bytes of a part's gradients, which its replicas sum at the end.
+    gradients: bytes of a part's gradients, which its replicas sum at the end; by default those of
+        each part.
+    planned_sums: whether each part's gradients are summed in the quickest way; otherwise in rings,
+        as gloo and NCCL do.
     gap: seconds between two tasks on a node.
     first_gap: seconds after the first task of a micro-batch.
     sized: whether the number of nodes of each part is given.
@@ -91,6 +95,7 @@ class Problem:
     first_gap: float = 0.0
     sized: bool = False
     arranged: bool = False
+    planned_sums: bool = True
     traffic: Traffic = field(init=False)
 
     def __post_init__(self) -> None:
@@ -118,6 +123,10 @@ class Problem:
             raise ShapeError(
                 "a wave needs at least one part besides the first; leave out less"
             )
+        if self.gradients > 0:
+            *body, head = self.parts
+            body = [replace(part, gradients=self.gradients) for part in body]
+            object.__setattr__(self, "parts", (*body, head))
         object.__setattr__(self, "traffic", _traffic(self))
 
     @property
@@ -149,10 +158,25 @@ class Problem:
 
     def cost(self) -> Cost:
         """Return the cost for `penstock.sim.simulate`."""
-        cost = self.cluster.cost(self.pieces)
+        cost: Cost = self.cluster.cost(self.pieces)
         if self.gap or self.first_gap:
-            return PausedCost(cost, self.gap, self.first_gap)
-        return cost
+            cost = PausedCost(cost, self.gap, self.first_gap)
+        return PlannedSumsCost(cost) if self.planned_sums else cost
+
+    def pieces_of(self, part: int) -> tuple[int, ...]:
+        """Return the parts of the schedule that a node with this part of the model holds."""
+        if part < 0:
+            return ()
+        if self.waves:
+            return (part, 2 * self.body - 1 - part)
+        if part == 0:
+            return (0, self.body)
+        return (part,)
+
+    @property
+    def has_sums(self) -> bool:
+        """Whether replicas have gradients to sum."""
+        return bool(self.traffic.sums.any())
 
     def stagger(self, choice: float | None) -> float:
         """Return the seconds between the first starts on a data node."""
@@ -168,12 +192,15 @@ def even_parts(
     message: float = 0.0,
     held: float = 0.0,
     weights: float = 0.0,
+    gradients: float = 0.0,
 ) -> tuple[PartCost, ...]:
     """Return equal parts and a head.
 
     forward: seconds of a whole micro-batch's forward over one part.
     backward, loss: seconds of the backward and of the loss, as multiples of `forward`.
     message, held: bytes of a whole micro-batch's message, and of what a part holds of it.
+    weights: bytes of a part's weights, gradients and optimizer state.
+    gradients: bytes of a part's gradients, which its replicas sum.
     """
     require_at_least(1, parts=parts)
     refuse_if_too_large(2 * parts, f"a path over parts={parts}")
@@ -186,6 +213,7 @@ def even_parts(
         held=held / tokens,
         message=message / tokens,
         weights=weights,
+        gradients=gradients,
     )
     third_loss = Seconds(token=loss * forward_token / 3)
     head = PartCost(third_loss, third_loss, third_loss, message=message / tokens)
@@ -209,6 +237,13 @@ def halves_of(parts: Sequence[PartCost]) -> tuple[PartCost, ...]:
         I=_sum_of(last.I, head.I),
         W=_sum_of(last.W, head.W),
         B=fused,
+        held=last.held + head.held,
+        weights=last.weights + head.weights,
+        gradients=last.gradients + head.gradients,
+        tied=head.tied,
+        tied_gradients=head.tied_gradients,
+        working=max(last.working, head.working),
+        scratch=max(last.scratch, head.scratch),
     )
     return (*half, *reversed(half[1:]), closing)
 
@@ -240,30 +275,42 @@ def _traffic(problem: Problem) -> Traffic:
     np.fill_diagonal(bandwidth, np.inf)
     latency = np.array(cluster.latency)
     np.fill_diagonal(latency, 0.0)
+    part_slots = slots_of_parts(
+        cluster,
+        cluster.cost(problem.pieces),
+        [problem.pieces_of(part) for part in range(problem.body)],
+        problem.tokens,
+        problem.cuts if problem.slices > 1 else (),
+    )
     return Traffic(
         latency,
         1.0 / bandwidth,
         1.0 / np.array([node.speed for node in cluster.nodes]),
-        np.array(_slots(problem), dtype=np.int64),
+        part_slots.max(axis=0),
         np.array(forward),
         np.array(backward),
         np.array(message),
         problem.gap,
         problem.first_gap,
         cluster.serial,
+        None if (part_slots == part_slots[0]).all() else part_slots,
+        _sums(problem),
     )
 
 
-def _slots(problem: Problem) -> Sequence[int]:
-    """Return how many micro-batches each node can hold, whichever part it gets."""
-    *body, head = problem.parts
-    # A data node holds both the first part and the head.
-    held = max(body[0].left + head.left, *(part.left for part in body))
-    weights = max(body[0].weights + head.weights, *(part.weights for part in body))
-    rebuilt = max(part.rebuilt for part in problem.parts)
-    return problem.cluster.slots(
-        held * problem.tokens, weights + rebuilt * problem.tokens
-    )
+def _sums(problem: Problem) -> Floats:
+    """Return the bytes that the nodes of each part sum, one sum after the other [part, sum].
+
+    They begin as `penstock.ir.sums` says: first the head's or, in a wave, that of the way up, then
+    that of the part itself, and then that of the tied weights.
+    """
+    pieces = problem.pieces
+    sums = np.zeros((problem.body, 3))
+    for part in range(problem.body):
+        for column, piece in zip((1, 0), problem.pieces_of(part), strict=False):
+            sums[part, column] = pieces[piece].gradients
+    sums[0, 2] = min(pieces[0].tied_gradients, pieces[-1].tied_gradients)
+    return sums
 
 
 def expand_paths(problem: Problem, paths: Ints, labels: Ints) -> tuple[Ints, Ints]:

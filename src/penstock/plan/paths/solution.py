@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from penstock.ir.table import Floats, Ints
-from penstock.plan.paths.allreduce import allreduce_seconds_by_part
+from penstock.ir.table import Ints
+from penstock.plan.paths.allreduce import ends_of_sums
 from penstock.plan.paths.path_simulator import PathTimes, QueueOrder, simulate_paths
 from penstock.plan.paths.problem import Problem, expand_paths, start_conditions
 
@@ -65,24 +65,28 @@ def simulate_solution(problem: Problem, solution: Solution) -> PathTimes:
         release,
         delay,
         solution.careful,
+        problem.traffic.slots_with(labels),
     )
 
 
-def step_end(problem: Problem, times: PathTimes, labels: Ints, sums: Floats) -> float:
-    """Return the end of the last backward or, if gradients have bytes, of the last all-reduce."""
-    if problem.gradients <= 0 or times.makespan == np.inf:
+def step_end(problem: Problem, times: PathTimes, labels: Ints) -> float:
+    """Return the end of the last backward or sum of gradients.
+
+    It is infinite if micro-batches deadlock, or if a part does not fit on one of its nodes.
+    """
+    if times.makespan == np.inf or problem.traffic.slots_with(labels).min() < 1:
+        return math.inf
+    if not problem.has_sums:
         return times.makespan
-    busy = (labels >= 0) & (times.last > 0)
-    reduced = times.last[busy] + sums[labels[busy]]
-    return max(times.makespan, float(reduced.max()))
+    sums = ends_of_sums(
+        problem.traffic, problem.planned_sums, labels, times.last, times.last_up
+    )
+    return max(times.makespan, float(sums.max()))
 
 
 def choose_queueing(problem: Problem, solution: Solution) -> Solution:
     """Return the solution with the queue order, stagger and care that end the step first."""
     labels = np.array(solution.labels)
-    sums = allreduce_seconds_by_part(
-        problem.traffic, labels, problem.body, problem.gradients
-    )
     best = solution
     least = math.inf
     for queue_order in problem.policy.queue_orders:
@@ -96,7 +100,7 @@ def choose_queueing(problem: Problem, solution: Solution) -> Solution:
                     careful=careful,
                 )
                 times = simulate_solution(problem, trial)
-                end = step_end(problem, times, labels, sums)
+                end = step_end(problem, times, labels)
                 if end < least:
                     best = trial
                     least = end
@@ -115,7 +119,4 @@ def solution_value(problem: Problem, solution: Solution) -> tuple[float, float]:
     """Return the end of the step and the mean end of the micro-batches. Less is better."""
     labels = np.array(solution.labels)
     times = simulate_solution(problem, solution)
-    sums = allreduce_seconds_by_part(
-        problem.traffic, labels, problem.body, problem.gradients
-    )
-    return step_end(problem, times, labels, sums), float(times.finish.mean())
+    return step_end(problem, times, labels), float(times.finish.mean())

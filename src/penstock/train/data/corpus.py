@@ -38,6 +38,7 @@ import numpy as np
 
 from penstock.config import BYTE_TOKENIZER, DataConfig, names_a_file
 from penstock.errors import FileError
+from penstock.train.data.document_end import side_files
 from penstock.train.data.tokenizer import TokenArray, Tokenizer, not_text, tokenizer_of
 
 SKIPPED_FOLDERS = {
@@ -50,7 +51,7 @@ SKIPPED_FOLDERS = {
     "lib2to3",
     "config-stdlib",
 }
-CACHE_VERSION = 2
+CACHE_VERSION = 3
 PIECE_BYTES = 1 << 22  # encoded at once
 UNPACK: dict[str, Callable[[BinaryIO], AbstractContextManager[Any]]] = {
     ".gz": lambda raw: gzip.GzipFile(fileobj=raw),
@@ -125,8 +126,8 @@ def open_corpus(
         raise FileError(
             f"{_tokenizer_name(data)} has no word that ends a document, "
             "so documents cannot be told apart\n"
-            "  set data.separate=false, or use a tokenizer with such a word, "
-            "for example <|endoftext|>"
+            "  set data.separate=false, or name the word as eos_token in a "
+            "tokenizer_config.json beside the tokenizer"
         )
     name = _cache_name(data, files)
     row = cache / f"{name}.bin"
@@ -235,7 +236,7 @@ def _cache_name(data: DataConfig, files: list[Path]) -> str:
     digest = hashlib.sha256(settings.encode())
     sources = [*files]
     if names_a_file(tokenizer):
-        sources.append(Path(tokenizer))
+        sources += [Path(tokenizer), *side_files(Path(tokenizer))]
     for file in sources:
         try:
             status = file.stat()

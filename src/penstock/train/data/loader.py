@@ -7,8 +7,9 @@
 
 The order does not depend on how a step is divided: with other ranks, micro-batches or copies,
 a step sees the same sequences. Labels are shifted before anything is cut. Where documents
-are kept apart, the last word of a document has nothing to predict, and slices are cut anew in
-every step, because they take the same time only if the cuts follow the documents.
+are kept apart, the last word of a document has nothing to predict, and every step is planned for
+its documents (`penstock.train.data.documents`): they are dealt out to micro-batches and cut into
+slices that take the same time.
 """
 
 from __future__ import annotations
@@ -24,10 +25,17 @@ from torch import Tensor
 from penstock.errors import RunError
 from penstock.ir.schedule import Schedule
 from penstock.models import shift_labels
-from penstock.plan.slices.documents import equal_work_cuts
+from penstock.plan.slices.packs import Pack
 from penstock.runtime import Batch
 from penstock.runtime.batch import IGNORED_LABEL
 from penstock.train.data.corpus import Corpus
+from penstock.train.data.documents import (
+    DocumentCutter,
+    DocumentDealer,
+    document_ends,
+    pack_tokens,
+    starts_in_pack,
+)
 from penstock.train.data.order import shuffled
 
 LoaderState: TypeAlias = dict[str, int | str]
@@ -56,20 +64,6 @@ class Deal:
     def sequences(self) -> int:
         """Sequences per step, over all shards."""
         return self.each * self.shards * self.passes
-
-
-@dataclass(frozen=True, slots=True)
-class DocumentCutter:
-    """Cuts the micro-batches of each step so that their slices take the same time, for the documents they hold."""
-
-    slices: tuple[int, ...]  # of each micro-batch, as the schedule has them
-    token_work: int  # the work of a token, counted in keys that it attends to
-    step: int = 1  # tokens that cuts are multiples of
-
-    def cut(self, microbatch: int, starts: Tensor) -> tuple[int, ...]:
-        """Return the cuts of a micro-batch, given the start of each token's document."""
-        slices = self.slices[microbatch]
-        return equal_work_cuts(starts.numpy(), slices, self.token_work, self.step)
 
 
 def wanted_by(schedule: Schedule, rank: int, separate: bool = False) -> frozenset[int]:
@@ -107,10 +101,12 @@ class Loader:
         seed: int,
         device: torch.device | None = None,
         cutter: DocumentCutter | None = None,
+        dealer: DocumentDealer | None = None,
     ) -> None:
         self.corpus = corpus
         self.deal = deal
         self.cutter = cutter
+        self.dealer = dealer
         self.seed = seed
         self.device = device or torch.device("cpu")
         self.seen = 0  # sequences read so far
@@ -125,7 +121,18 @@ class Loader:
         passes = [self._numbers(turn) for turn in range(self.deal.passes)]
         valid = self._valid(number for numbers in passes for number in numbers)
         self.seen += self.deal.sequences
-        return [self._batch(self._own(numbers), valid) for numbers in passes]
+        return [self._training_batch(numbers, valid) for numbers in passes]
+
+    def _training_batch(self, numbers: list[int], valid: int) -> Batch:
+        """One pass over these sequences of all shards, whose documents may be dealt out anew."""
+        packs = None
+        if self.dealer is not None:
+            packs = self.dealer.deal(self._starts(numbers))
+        if packs is None:
+            return self._batch(self._own(numbers), valid)
+        first = self.deal.shard * self.deal.microbatches
+        own = packs[first : first + self.deal.microbatches]
+        return self._batch_of_packs(numbers, own, valid)
 
     def _own(self, numbers: list[int]) -> list[int]:
         """The sequences of a pass that belong to this shard."""
@@ -176,7 +183,38 @@ class Loader:
         inputs, labels, starts = zip(*dealt, strict=True)
         if self.corpus.end is None:
             return Batch(inputs, labels, valid)
-        return Batch(inputs, labels, valid, starts, self._cuts(numbers))
+        cuts = self._cuts(numbers)
+        return Batch(inputs, labels, valid, starts, cuts, self._counts(numbers))
+
+    def _counts(self, numbers: list[int]) -> tuple[int, ...]:
+        """The labels that count in each micro-batch of a pass, also in those that this rank does not read."""
+        rows = self.deal.rows
+        counts = []
+        for number in range(self.deal.microbatches):
+            own = numbers[number * rows : (number + 1) * rows]
+            counts.append(self._valid(one for one in own if one != FILLER))
+        return tuple(counts)
+
+    def _batch_of_packs(
+        self, numbers: list[int], packs: Sequence[Pack], valid: int
+    ) -> Batch:
+        """One pass whose micro-batches are packs of the documents of these sequences, one row each."""
+        tokens, labels, starts = self._rows(numbers)
+        ends = document_ends(starts)
+        zero = torch.zeros((), dtype=torch.long, device=self.device)
+        dealt = []
+        cuts = []
+        for number, pack in enumerate(packs):
+            own_starts = starts_in_pack(pack, ends)
+            if self.cutter is not None:
+                cuts.append(self.cutter.cut(number, own_starts))
+            if self.deal.wanted is None or number in self.deal.wanted:
+                columns = (pack_tokens(pack, rows, ends) for rows in (tokens, labels))
+                dealt.append((*columns, own_starts))
+            else:
+                dealt.append((zero.expand(1, pack.tokens),) * 3)
+        inputs, labels_of, starts_of = zip(*dealt, strict=True)
+        return Batch(inputs, labels_of, valid, starts_of, tuple(cuts))
 
     def _cuts(self, numbers: list[int]) -> tuple[tuple[int, ...], ...]:
         """The cuts of all micro-batches of a pass, which every rank must know; empty without a cutter."""

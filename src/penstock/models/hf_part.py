@@ -1,0 +1,395 @@
+"""Runs a part of a Hugging Face decoder with the model's own forward.
+
+    the model       embed   0  1  2  3  4  5   norm  head
+    part 0          embed   0  1  2  ·  ·  ·    ·             · passes x on
+    part 1            ·     ·  ·  ·  3  4  5   norm  head
+
+What the model does between its pieces (scaled embeddings, capped logits, masks and angles of several kinds) therefore
+happens in the parts too. A slice brings the positions of its tokens, the keys and values of the slices before it, and
+its own mask; packed documents bring positions and a mask.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Iterable
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from penstock.carry import Slice
+from penstock.errors import PenstockError, ShapeError
+from penstock.models.attention import token_positions
+from penstock.models.hf import Pieces
+
+KERNELS = (
+    "eager",
+    "sdpa",
+    "flash_attention_2",
+    "flash_attention_3",
+    "flash_attention_4",
+)
+CHECKPOINTED = (
+    "its layers use Hugging Face's gradient checkpointing, which drops the keys and values of earlier slices "
+    "(call model.gradient_checkpointing_disable() and recompute whole stages instead, with Executor(recompute=...) or "
+    "run.recompute)"
+)
+"""Why layers with gradient checkpointing cannot be run slice by slice."""
+
+
+# ---------------------------------------------------------------- the model with some of its pieces
+class Runner:
+    """Hugging Face's model with the pieces of one part; those of other parts pass x on."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        pieces: Pieces,
+        part: nn.Module,
+        layers: range,
+        ends: tuple[bool, bool],
+    ) -> None:
+        self.first, self.last = ends
+        self.cached = pieces.cached
+        base: Any = getattr(model, pieces.base)
+        held: Any = getattr(part, pieces.base, None)
+        stack: list[LayerCall | LayerElsewhere] = []
+        for number, layer in enumerate(getattr(base, pieces.layers)):
+            if number in layers:
+                mine = part.get_submodule(f"{pieces.base}.{pieces.layers}.{number}")
+                stack.append(LayerCall(mine))
+            else:
+                stack.append(LayerElsewhere(layer))
+        self.layers = stack
+        instead: dict[str, Any] = {pieces.layers: stack}
+        for path in pieces.before:
+            instead[path] = (
+                getattr(held, path) if self.first else _stand_in(getattr(base, path))
+            )
+        for path in pieces.after:
+            instead[path] = getattr(held, path) if self.last else _pass_on
+        for path in pieces.everywhere:
+            instead[path] = AnglesOfSlice(getattr(held, path))
+        self.angles = [
+            one for one in instead.values() if isinstance(one, AnglesOfSlice)
+        ]
+        self.embed: Any = instead[pieces.before[0]]
+        self.positions = [
+            one
+            for one in map(instead.get, pieces.before[1:])
+            if isinstance(one, nn.Embedding)
+        ]
+        self.base: Any = _shell(base, instead)
+        heads = (
+            {path: getattr(part, path) for path in pieces.outside} if self.last else {}
+        )
+        self.model: Any = _shell(model, {pieces.base: self.base, **heads})
+
+    def __call__(self, x: Tensor, piece: Slice | None) -> Tensor:
+        """Turn token ids, or the hidden state of the part before, into the next hidden state or logits."""
+        if self.first:
+            self._check_length(x.shape[1] if piece is None else piece.tokens)
+            x = self.embed(x)
+        arguments: dict[str, Any] = {"inputs_embeds": x, "use_cache": False}
+        if self.cached:
+            arguments["past_key_values"] = Keys(x.shape[1], piece)
+        packed = piece is not None and piece.carry.starts is not None
+        if piece is not None and (piece.partial or packed):
+            arguments["position_ids"] = _as_rows(token_positions(x, piece))
+            give_masks(self.layers, x, piece)
+        for angles in self.angles:
+            angles.piece = piece
+        try:
+            if self.last:
+                return cast(Tensor, self.model(**arguments).logits)
+            return cast(Tensor, self.base(**arguments).last_hidden_state)
+        finally:
+            for angles in self.angles:
+                angles.piece = None
+            for layer in self.layers:
+                layer.mask = HuggingFaces
+
+    def _check_length(self, length: int) -> None:
+        for table in self.positions:
+            if length > table.num_embeddings:
+                raise ShapeError(
+                    f"{length} tokens, but only {table.num_embeddings} positions"
+                )
+
+
+def _shell(module: nn.Module, instead: dict[str, Any]) -> nn.Module:
+    """Copy a module without its submodules, and give it other things under their names."""
+    shell = copy.copy(module)
+    shell.__dict__["_modules"] = {}
+    shell.__dict__.update(instead)
+    return shell
+
+
+def _pass_on(x: Tensor, *args: object, **kwargs: object) -> Tensor:
+    """A piece that another part runs."""
+    return x
+
+
+def _add_nothing(x: Tensor, *args: object, **kwargs: object) -> Tensor:
+    """An embedding of positions, which the first part has added already."""
+    return torch.zeros((), device=x.device)
+
+
+def _stand_in(piece: nn.Module) -> Any:
+    return _add_nothing if isinstance(piece, nn.Embedding) else _pass_on
+
+
+# ---------------------------------------------------------------- layers
+class HuggingFaces:
+    """Stands for the mask that Hugging Face's own code has made. The class itself is the value; it survives copying."""
+
+
+class LayerElsewhere:
+    """A layer of another part."""
+
+    def __init__(self, layer: nn.Module | LayerCall) -> None:
+        plain = (str, int, float, bool, type(None))
+        module = layer.layer if isinstance(layer, LayerCall) else layer
+        for name, value in vars(module).items():
+            if not name.startswith("_") and isinstance(value, plain):
+                setattr(self, name, value)  # such as attention_type
+        self.mask: object = HuggingFaces
+
+    def __call__(self, x: Tensor, *args: object, **kwargs: object) -> Tensor:
+        """Return x as it is."""
+        return x
+
+
+class LayerCall:
+    """A layer of this part, which may get another mask than the one that Hugging Face has made."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        self.layer = layer
+        self.mask: object = HuggingFaces
+        parameters = list(inspect.signature(type(layer).forward).parameters)
+        self.place = -1
+        if "attention_mask" in parameters:
+            self.place = parameters.index("attention_mask") - 1  # without self
+
+    def __getattr__(self, name: str) -> Any:
+        """Return an attribute of the layer, such as attention_type."""
+        if name == "layer":  # not there yet, while it is copied
+            raise AttributeError(name)
+        return getattr(self.layer, name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the layer."""
+        if self.mask is HuggingFaces:
+            return self.layer(*args, **kwargs)
+        if "attention_mask" in kwargs:
+            return self.layer(*args, **{**kwargs, "attention_mask": self.mask})
+        before, after = args[: self.place], args[self.place + 1 :]
+        return self.layer(*before, self.mask, *after, **kwargs)
+
+
+class Keys:
+    """The cache that Hugging Face's attention asks for the keys and values of earlier slices."""
+
+    is_compileable = False
+
+    def __init__(self, tokens: int, piece: Slice | None) -> None:
+        self.tokens = tokens  # of this slice
+        self.piece = piece if piece is not None and piece.partial else None
+
+    def update(
+        self, k: Tensor, v: Tensor, layer_idx: int, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        """Append keys and values, and return all so far."""
+        if self.piece is None:
+            return k, v
+        keys = self.piece.extend(layer_idx, "keys", k)
+        values = self.piece.extend(layer_idx, "values", v)
+        return keys, values
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """The number of earlier tokens."""
+        return 0 if self.piece is None else self.piece.begin
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        """The position of the first token."""
+        return self.get_seq_length()
+
+    def get_mask_sizes(self, *args: object, **kwargs: object) -> tuple[int, int]:
+        """The number of keys, and the position of the first one."""
+        return self.get_seq_length() + self.tokens, 0
+
+
+# ---------------------------------------------------------------- masks
+def give_masks(
+    layers: Iterable[LayerCall | LayerElsewhere], x: Tensor, piece: Slice
+) -> None:
+    """Give the layers of a part their masks for a slice, one for all layers that see alike."""
+    masks: dict[tuple[str, int | None], Tensor | None] = {}
+    for call in layers:
+        if isinstance(call, LayerElsewhere):
+            continue
+        sight = _sight(call.layer)
+        if sight not in masks:
+            masks[sight] = causal_mask(*sight, x, piece)
+        call.mask = masks[sight]
+
+
+def causal_mask(
+    kernel: str, window: int | None, x: Tensor, piece: Slice
+) -> Tensor | None:
+    """Return the mask with which a layer sees only the last `window` tokens.
+
+    None means that the kernel needs no mask.
+
+    tokens   window 3
+    0        ■ . . . .
+    1        ■ ■ . . .
+    2        ■ ■ ■ . .
+    3        . ■ ■ ■ .
+    4        . . ■ ■ ■
+    """
+    if kernel.startswith("flash"):
+        if piece.carry.starts is not None:
+            raise PenstockError(
+                f"{kernel} would look across packed documents; call model.set_attn_implementation('sdpa')"
+            )
+        return None
+    begin, end = piece.begin, piece.end
+    fits_window = window is None or end <= window
+    if kernel == "sdpa" and piece.causal and fits_window:
+        return None
+    queries = torch.arange(begin, end, device=x.device)[:, None]
+    distance = queries - torch.arange(end, device=x.device)
+    allowed = piece.seen(x.device)
+    seen = allowed & (distance < (end if window is None else window))
+    if seen.dim() != 4:
+        seen = seen[None, None]
+    if kernel == "eager":
+        zeros = torch.zeros_like(seen, dtype=x.dtype)
+        return zeros.masked_fill(~seen, torch.finfo(x.dtype).min)
+    return seen
+
+
+def attention_of(layer: nn.Module) -> Any:
+    """The attention of a layer: the first of its modules that knows its config and its number."""
+    for module in layer.children():
+        if hasattr(module, "config") and hasattr(module, "layer_idx"):
+            return module
+        inner = getattr(module, "attention", None)
+        if inner is not None and hasattr(inner, "config"):
+            return inner
+    raise PenstockError(
+        f"cannot split a model with layers of class {type(layer).__name__}: none of its modules is an attention "
+        "that Penstock knows"
+    )
+
+
+def _sight(layer: nn.Module) -> tuple[str, int | None]:
+    """Return the kernel of a layer's attention, and its window.
+
+    Where layers differ, each attention knows its own window; otherwise the config has one for all.
+    """
+    attention = attention_of(layer)
+    config = attention.config
+    kernel = str(config._attn_implementation)
+    if hasattr(attention, "sliding_window"):
+        return kernel, attention.sliding_window
+    if getattr(config, "layer_types", None):
+        kind = config.layer_types[attention.layer_idx]
+        return kernel, config.sliding_window if kind == "sliding_attention" else None
+    return kernel, getattr(config, "sliding_window", None)
+
+
+def refuse_kernel(kernel: str) -> None:
+    """Refuse attention kernels that need more than a mask."""
+    if kernel not in KERNELS:
+        raise PenstockError(
+            f"attention {kernel!r} cannot run in parts; call model.set_attn_implementation('sdpa')"
+        )
+
+
+# ---------------------------------------------------------------- angles
+class AnglesOfSlice:
+    """A module that every part has, mostly the rotary one, which must know of which sequence a slice is.
+
+    The types `dynamic` and `longrope` choose their frequencies by the largest position
+    that they are given. A slice therefore asks for the positions of its whole sequence
+    and takes its own rows of the answer.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.piece: Slice | None = None
+        kind = str(getattr(module, "rope_type", "default"))
+        self.dynamic = "dynamic" in kind
+        self.whole = self.dynamic or kind == "longrope"
+
+    def __getattr__(self, name: str) -> Any:
+        """Return an attribute of the module."""
+        if name == "module":  # not there yet, while it is copied
+            raise AttributeError(name)
+        return getattr(self.module, name)
+
+    def __call__(self, x: Any, *args: Any, **kwargs: Any) -> Any:
+        """Return what the module does, or for a slice its rows of that."""
+        if not self.whole:
+            return self.module(x, *args, **kwargs)
+        piece = self.piece
+        places = (
+            token_positions(x, None) if piece is None else piece.all_positions(x.device)
+        )
+        if self.dynamic:
+            length = places.shape[-1]
+            if piece is not None and piece.carry.starts is not None:  # packed documents
+                length = int(places.max()) + 1
+            _forget_lengths(self.module, length, x.device)
+        cos, sin = self.module(x, _as_rows(places))
+        if piece is None:
+            return cos, sin
+        return cos[:, piece.begin : piece.end], sin[:, piece.begin : piece.end]
+
+
+def _as_rows(positions: Tensor) -> Tensor:
+    return positions if positions.dim() == 2 else positions[None]
+
+
+def _forget_lengths(rotary: Any, length: int, device: torch.device) -> None:
+    """Make a `dynamic` rotary module choose its frequencies by this sequence alone."""
+    refuse_lengths(rotary, [length])
+    frequencies = rotary.original_inv_freq.to(device)
+    rotary.register_buffer("inv_freq", frequencies, persistent=False)
+    rotary.max_seq_len_cached = int(rotary.original_max_seq_len)
+
+
+def remembers_lengths(rotary: Any) -> bool:
+    """Return whether a rotary module depends on the longest sequence so far."""
+    return "dynamic" in str(getattr(rotary, "rope_type", "default"))
+
+
+def refuse_lengths(rotary: Any, lengths: Iterable[int]) -> None:
+    """Refuse lengths for which a `dynamic` rotary module would depend on its history.
+
+    The module keeps the frequencies of the longest sequence so far, and uses them for
+    all later sequences of `max_position_embeddings` tokens or more. The result would
+    depend on the order of the micro-batches, which a schedule changes and recomputation
+    repeats. So only one length of that size is accepted.
+    """
+    if not remembers_lengths(rotary):
+        return
+    plain = int(rotary.original_max_seq_len)
+    cached = int(rotary.max_seq_len_cached)
+    for length in lengths:
+        if length < plain:
+            continue
+        longest = cached if cached > plain else length
+        first = getattr(rotary, "long_length", longest)
+        if length != first:
+            raise ShapeError(
+                f"sequences of {first} and of {length} tokens cannot be mixed with rope_type={rotary.rope_type!r}: "
+                "Hugging Face's model keeps the frequencies of the longest one so far, so their order would matter\n"
+                "give all sequences (or the longest document of each micro-batch) the same length, or fewer than "
+                f"{plain} tokens (max_position_embeddings), or choose another rope_type, such as 'yarn'"
+            )
+        rotary.long_length = length

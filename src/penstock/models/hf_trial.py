@@ -1,0 +1,242 @@
+"""Tries a class of Hugging Face decoders on a small model before any part of it is used.
+
+    the user's config ──► the same with few layers, few words and little width ──► a model with random weights
+                                                                                        │
+                    logits and gradients of the whole model  ══?══  those of two parts, one after the other
+                    logits of the whole model                ══?══  those of slices
+
+The small model keeps everything that changes what is computed: kinds of layers, windows, rotary types, head sizes,
+biases, experts. So a class that does something between its pieces which parts do not do is refused with the first
+weight whose gradient differs, and one whose attention cannot go on from earlier keys runs whole sequences only.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Hashable
+from dataclasses import replace
+from functools import lru_cache
+from itertools import pairwise
+from threading import Lock
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from penstock.carry import Carry
+from penstock.errors import PenstockError
+from penstock.models.hf import Anatomy, Pieces, find_pieces
+from penstock.models.hf_part import (
+    LayerCall,
+    Runner,
+    attention_of,
+    refuse_kernel,
+)
+
+TOKENS = 9  # of the sequences in a trial
+WINDOW = 4  # of attention with a window, less than TOKENS so that it matters
+SEED = 1
+SLACK = 2e-4  # relative difference that rounding in float32 explains, with wide margins
+LIMITS = {
+    "vocab_size": 64,
+    "vocab_size_per_layer_input": 64,
+    "intermediate_size": 48,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+    "n_inner": 48,
+    "num_local_experts": 4,
+    "num_experts": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+}  # the largest sizes of a trial, where a config has them
+
+
+def tried_anatomy(model: nn.Module) -> Anatomy:
+    """Return the anatomy of a Hugging Face decoder, after a trial of its class and config."""
+    pieces = find_pieces(model)
+    config: Any = model.config
+    refuse_kernel(str(config._attn_implementation))
+    small = small_config(config)
+    kernel = str(config._attn_implementation)
+    kind = next(
+        one for one in type(model).__mro__ if one.__module__.startswith("transformers.")
+    )
+    fault, unsliceable = _trial(kind, _Text(small, kernel))
+    if fault:
+        raise PenstockError(
+            f"cannot split a {kind.__name__}: {fault}\n"
+            "use a model of penstock.models, or another class of transformers with one stack of layers"
+        )
+    pieces = replace(pieces, cached=not unsliceable)
+    return pieces.anatomy(config, unsliceable)
+
+
+class _Text:
+    """A config that can be compared and cached: two are equal if they say the same."""
+
+    def __init__(self, config: Any, kernel: str) -> None:
+        self.config = config
+        self.kernel = kernel if kernel in ("eager", "sdpa") else "sdpa"
+        said = json.dumps(config.to_dict(), sort_keys=True, default=str)
+        self.text = f"{type(config).__name__} {self.kernel} {said}"
+
+    def __hash__(self) -> int:
+        return hash(self.text)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Text) and self.text == other.text
+
+
+# ---------------------------------------------------------------- a small config
+def small_config(config: Any) -> Any:
+    """The config of a small model that computes in the same way."""
+    small = copy.deepcopy(config)
+    layers = config.num_hidden_layers
+    few = min(layers, _layers_of_all_kinds(config))
+    for name, value in vars(config).items():
+        if isinstance(value, list | tuple) and len(value) == layers:
+            setattr(small, name, type(value)(value[:few]))
+    small.num_hidden_layers = few
+    for name, limit in LIMITS.items():
+        value = getattr(config, name, None)
+        if isinstance(value, int) and value > limit:
+            setattr(small, name, limit)
+    heads = config.num_attention_heads
+    groups = getattr(config, "num_key_value_heads", None) or heads
+    head = getattr(config, "head_dim", None) or config.hidden_size // heads
+    few_groups = 2 if groups % 2 == 0 else 1
+    few_heads = heads // groups * few_groups
+    if few_heads < heads and groups % few_groups == 0:
+        small.num_attention_heads = few_heads
+        if hasattr(config, "num_key_value_heads"):
+            small.num_key_value_heads = few_groups
+        small.hidden_size = config.hidden_size // heads * few_heads
+        if hasattr(config, "head_dim"):
+            small.head_dim = head
+    if getattr(config, "sliding_window", None) is not None:
+        small.sliding_window = min(config.sliding_window, WINDOW)
+    for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
+        if getattr(config, name, None) is not None:
+            setattr(small, name, None)
+    return small
+
+
+def _layers_of_all_kinds(config: Any) -> int:
+    """The number of layers after which every kind of layer has come at least once; at least four."""
+    kinds = list(getattr(config, "layer_types", None) or [])
+    last_new = max((kinds.index(kind) for kind in set(kinds)), default=0)
+    return max(4, last_new + 1)
+
+
+# ---------------------------------------------------------------- the trial
+_one_at_a_time = Lock()  # ranks may be threads that split the same model
+
+
+def _trial(kind: type[nn.Module], text: _Text) -> tuple[str, str]:
+    with _one_at_a_time:
+        return _try_once(cast(Hashable, kind), text)
+
+
+@lru_cache(maxsize=64)
+def _try_once(kind: Any, text: _Text) -> tuple[str, str]:
+    """Why a class of models cannot be split, and why it cannot be sliced; both empty if it can."""
+    with (
+        torch.random.fork_rng(devices=[]),
+        torch.device("cpu"),
+        torch.inference_mode(False),
+        torch.enable_grad(),
+    ):
+        torch.manual_seed(SEED)
+        return _try_small_model(kind, text)
+
+
+def _try_small_model(kind: type[nn.Module], text: _Text) -> tuple[str, str]:
+    try:
+        model = _random_model(kind, text)
+        tokens = torch.randint(0, model.config.vocab_size, (2, TOKENS))
+        model(tokens, use_cache=False)
+    except Exception as error:
+        fault = f"a small model with its config does not run ({_first_line(error)})"
+        return fault, ""
+    pieces = find_pieces(model)
+    sliced = _fault_of_slices(model, pieces, tokens)
+    pieces = replace(pieces, cached=not sliced)
+    return _fault_of_parts(model, pieces, tokens), sliced
+
+
+def _random_model(kind: type[nn.Module], text: _Text) -> Any:
+    """A small model whose biases and norms are random too."""
+    config = copy.deepcopy(text.config)
+    config._attn_implementation = text.kernel
+    model: Any = kind(config).float()
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, 1.0 if parameter.dim() == 1 else 0.0, 0.2)
+    return model.eval()
+
+
+def _fault_of_parts(model: Any, pieces: Pieces, tokens: Tensor) -> str:
+    """What is wrong when two parts run one after the other; empty if they are the whole model."""
+    layers = model.config.num_hidden_layers
+    cut = max(1, layers // 2)
+    first = Runner(model, pieces, model, range(cut), (True, False))
+    last = Runner(model, pieces, model, range(cut, layers), (False, True))
+    whole = model(tokens, use_cache=False).logits
+    weights = torch.linspace(-1, 1, whole.numel()).reshape(whole.shape)
+    torch.autograd.backward((whole * weights).sum())
+    wanted = _take_gradients(model)
+    try:
+        logits = last(first(tokens, None), None)
+    except Exception as error:
+        return f"its forward does not run in parts ({_first_line(error)})"
+    if not _near(logits, whole):
+        return "its parts, one after the other, do not give its logits"
+    torch.autograd.backward((logits * weights).sum())
+    found = _take_gradients(model)
+    for name, gradient in wanted.items():
+        if name not in found or not _near(found[name], gradient):
+            return f"the gradient of {name} in its parts is not that of the whole model"
+    return ""
+
+
+def _fault_of_slices(model: Any, pieces: Pieces, tokens: Tensor) -> str:
+    """Why the model cannot run slice by slice; empty if it can."""
+    layers = range(model.config.num_hidden_layers)
+    runner = Runner(model, pieces, model, layers, (True, True))
+    carry = Carry(TOKENS)
+    bounds = (0, 4, 6, TOKENS)
+    with torch.no_grad():
+        whole = model(tokens, use_cache=False).logits
+        try:
+            for layer in runner.layers:
+                assert isinstance(layer, LayerCall)
+                attention_of(layer.layer)
+            logits = [
+                runner(tokens[:, begin:end], carry.open(begin, end))
+                for begin, end in pairwise(bounds)
+            ]
+        except Exception as error:
+            return f"its layers do not go on from the keys and values of earlier slices ({_first_line(error)})"
+    if not _near(torch.cat(logits, dim=1), whole):
+        return "its slices do not give the logits of the whole sequence"
+    return ""
+
+
+def _take_gradients(model: nn.Module) -> dict[str, Tensor]:
+    found = {}
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            found[name] = parameter.grad
+            parameter.grad = None
+    return found
+
+
+def _near(one: Tensor, other: Tensor) -> bool:
+    one, other = one.detach(), other.detach()
+    scale = float(other.abs().max())
+    return float((one - other).abs().max()) <= SLACK * max(scale, 1e-6)
+
+
+def _first_line(error: Exception) -> str:
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0] if text else ''}"

@@ -1,0 +1,114 @@
+"""Drawings of what was measured: a step of a run, and schedules with the times of a profile."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from commands import called
+from penstock import Plan, UnitCost, make, simulate, write_plan
+from penstock.config import ModelConfig
+from penstock.cost.gpus import analytic_profile
+from penstock.formats import write_profile
+from penstock.ir.timeline import MEASURED_UNITS
+from penstock.train.history import write_timeline
+
+MEASURED = "runs/x/timeline.json"
+
+
+@pytest.fixture
+def run(monkeypatch, capsys, tmp_path):
+    """Run a command line in an empty folder; return exit code, stdout, stderr."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "100")
+    return partial(called, monkeypatch, capsys)
+
+
+@pytest.fixture
+def measured(run):
+    """The folder of a run whose step 7 took milliseconds; return its timeline."""
+    Path("runs/x").mkdir(parents=True)
+    schedule = make("hanayo", ranks=2, microbatches=4, waves=1)
+    step = replace(
+        simulate(schedule, UnitCost(F=0.002, B=0.004, comm=1e-4)), units=MEASURED_UNITS
+    )
+    write_plan(Plan(schedule, "hanayo waves=1"), "runs/x/plan.json")
+    write_timeline(Path("runs/x"), 7, step)
+    return step
+
+
+def test_a_measured_step_becomes_a_trace_for_perfetto(run, measured):
+    code, _, err = run(f"draw {MEASURED} -o t.trace.json")
+    assert (code, err) == (0, "wrote t.trace.json\n")
+    events = json.loads(Path("t.trace.json").read_text())["traceEvents"]
+    actions = [event for event in events if event["ph"] == "X"]
+    spans = list(measured.spans())
+    assert [event["name"] for event in actions] == [str(span.action) for span in spans]
+    assert [event["ts"] for event in actions] == pytest.approx(
+        [span.start * 1e6 for span in spans]
+    )
+
+
+def test_a_measured_step_is_drawn_in_its_own_units(run, measured):
+    code, out, _ = run(f"draw {MEASURED}")
+    assert code == 0
+    assert f"makespan {1000 * measured.makespan:.4g} ms" in out
+    assert run(f"draw {MEASURED} -o step.svg")[0] == 0
+    assert "hanayo waves=1, measured, step 7" in Path("step.svg").read_text()
+
+
+def test_a_plan_is_compared_with_its_measured_step(run, measured):
+    assert run(f"compare runs/x/plan.json {MEASURED} -o both.html")[0] == 0
+    assert "measured, step 7" in Path("both.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        (f"draw {MEASURED} --ranks 4", "has its own shape; leave out --ranks"),
+        (f"simulate {MEASURED}", "draw or compare it, or name runs/x/plan.json"),
+        ("draw runs/y/timeline.json", "a run writes it when it times a step"),
+    ],
+)
+def test_a_mistake_with_a_measured_step_says_what_to_do(run, measured, line, words):
+    code, _, err = run(line)
+    assert code == 2
+    assert words in " ".join(err.split())
+
+
+# ---------------------------------------------------------------- profiles
+@pytest.fixture
+def profile(run):
+    write_profile(
+        analytic_profile(ModelConfig(layers=8, vocab=512), 512, ranks=4), "profile.json"
+    )
+
+
+def test_draw_and_compare_take_a_profile(run, profile):
+    shape = "--ranks 4 --microbatches 4"
+    code, out, _ = run(f"simulate 1f1b {shape} --profile profile.json --json")
+    makespan = json.loads(out)["makespan"]
+    code, out, _ = run(f"draw 1f1b {shape} --profile profile.json")
+    assert code == 0
+    shown, unit = re.search(r"makespan ([\d.]+) (ms|µs)", out).groups()
+    assert float(shown) == pytest.approx(
+        makespan * {"ms": 1e3, "µs": 1e6}[unit], rel=1e-3
+    )
+    code, _, _ = run(f"compare 1f1b gpipe {shape} --profile profile.json -o both.html")
+    assert code == 0
+    assert '"seconds":true,"inBytes":true' in Path("both.html").read_text()
+
+
+def test_a_profile_that_does_not_fit_the_options_is_refused(run, profile):
+    shape = "--ranks 4 --microbatches 4"
+    code, _, err = run(f"draw 1f1b {shape} --profile profile.json --comm 1")
+    assert code == 2
+    assert "--profile already contains the times" in err
+    code, _, err = run(f"compare 1f1b gpipe {shape} --tokens 64 -o x.html")
+    assert code == 2
+    assert "--tokens needs a profile" in err

@@ -1,0 +1,173 @@
+"""What a new user meets first: `penstock` alone, its version, completion, `doctor`, and names that are near."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import sys
+from functools import partial
+from importlib.metadata import version
+from types import SimpleNamespace
+
+import pytest
+
+import penstock
+from commands import called
+from penstock import REGISTRY
+from penstock.cli.app import app
+from penstock.errors import ConfigError, nearest_name
+from penstock.formats.config_toml import load_config
+from penstock.train import doctor
+from penstock.train.doctor import State, examine
+
+ACCELERATORS = "penstock.train.accelerators"
+
+
+@pytest.fixture
+def run(monkeypatch, capsys, tmp_path):
+    """Run a command line in an empty folder; return exit code, stdout, stderr."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "100")
+    return partial(called, monkeypatch, capsys)
+
+
+def test_penstock_alone_names_commands_that_exist(run):
+    code, out, err = run("")
+    assert (code, err) == (0, "")
+    known = {command.name for command in app.registered_commands}
+    shown = re.findall(r"^  penstock (.+?)  ", out, re.M)
+    assert {line.split()[0] for line in shown} <= known
+    assert {"doctor", "draw", "train"} <= {line.split()[0] for line in shown}
+    for line in shown:
+        if line.split()[0] in ("draw", "list"):  # the others take seconds
+            assert run(line)[0] == 0
+
+
+def test_the_version_is_that_of_the_installed_package(run):
+    assert penstock.__version__ == version("penstock")
+    assert run("--version") == (0, f"penstock {version('penstock')}\n", "")
+
+
+# ---------------------------------------------------------------- completion
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("penstock doc", ["doctor"]),
+        ("penstock draw ha", ["hanayo"]),
+        ("penstock train --set model.la", ["model.layers="]),
+        ("penstock plan --gpu h2", ["h200"]),
+        ("penstock init --preset gp", ["gpt2"]),
+    ],
+)
+def test_a_shell_completes_commands_and_names(run, monkeypatch, line, words):
+    monkeypatch.setenv("_PENSTOCK_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", line)
+    monkeypatch.setenv("COMP_CWORD", str(len(shlex.split(line)) - 1))
+    code, out, _ = run("")
+    assert (code, out.split()) == (0, words)
+
+
+def test_the_script_for_a_shell_calls_penstock(run):
+    code, out, _ = run("--show-completion bash")
+    assert code == 0
+    assert "_PENSTOCK_COMPLETE=complete_bash" in out
+
+
+# ---------------------------------------------------------------- doctor
+def test_doctor_says_what_is_there(run):
+    torch = pytest.importorskip("torch")
+    code, out, _ = run("doctor --json")
+    facts = json.loads(out)
+    found = {one["topic"]: one for one in facts["findings"]}
+    assert code == 0
+    assert found["torch"]["found"] == torch.__version__
+    assert found["torch"]["state"] == "ok"
+    assert facts["can_train"]
+    assert facts["cores"] >= 1
+    assert facts["memory"] > 0
+    assert len(facts["gpus"]) == torch.cuda.device_count()
+    code, out, _ = run("doctor")
+    assert code == 0
+    assert facts["verdict"] in " ".join(out.split())
+
+
+def test_doctor_says_how_to_install_torch(run, monkeypatch):
+    monkeypatch.delitem(sys.modules, ACCELERATORS, raising=False)
+    monkeypatch.delattr("penstock.train.accelerators", raising=False)
+    monkeypatch.setitem(sys.modules, "torch", None)  # importing it now fails
+    code, out, _ = run("doctor")
+    assert code == 0
+    assert "pip install 'penstock[torch]'" in out
+    assert "can plan, simulate and draw. To train:" in out
+
+
+def finding(topic: str) -> doctor.Finding:
+    return next(one for one in examine().findings if one.topic == topic)
+
+
+def test_doctor_explains_a_gpu_that_torch_cannot_use(monkeypatch, tmp_path):
+    torch = pytest.importorskip("torch")
+    if torch.cuda.is_available():
+        pytest.skip("torch uses the GPU of this machine")
+    (tmp_path / "nvidia0").touch()
+    monkeypatch.setattr(f"{ACCELERATORS}.NVIDIA_DEVICE", tmp_path / "nvidia0")
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert "built without CUDA" in finding("GPUs").advice
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    assert "CUDA_VISIBLE_DEVICES" in finding("GPUs").advice
+
+
+def test_doctor_names_what_is_missing(monkeypatch):
+    pytest.importorskip("torch")
+    monkeypatch.setattr(doctor, "find_spec", lambda _: None)
+    monkeypatch.setattr(doctor, "version", lambda _: "1.9.0")
+    assert finding("transformers").advice.startswith("pip install 'penstock[hf]'")
+    assert finding("safetensors").state is State.MISSING
+    assert not examine().can_train
+    assert "which was never tried" in finding("torch").found
+
+
+def test_doctor_names_the_gpus(monkeypatch):
+    torch = pytest.importorskip("torch")
+    cuda = SimpleNamespace(
+        is_available=lambda: True,
+        device_count=lambda: 2,
+        get_device_name=lambda _: "NVIDIA H100",
+        get_device_properties=lambda _: SimpleNamespace(total_memory=80 << 30),
+        nccl=SimpleNamespace(version=lambda: (2, 27, 5)),
+    )
+    monkeypatch.setattr(torch, "cuda", cuda)
+    assert finding("GPUs").found.startswith(
+        "NVIDIA H100 (80 GiB), NVIDIA H100 (80 GiB)"
+    )
+    assert examine().verdict.endswith("or on 2 GPUs.")
+    assert "nvidia-cuda-mps-control" in finding("NVIDIA MPS").advice
+
+
+# ---------------------------------------------------------------- did you mean
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ("lora", ""),
+        ("dropout", ""),
+        ("layer", "layers"),
+        ("num_layers", "layers"),
+        ("num_heads", "heads"),
+        ("vocab_size", "vocab"),
+        ("Width", "width"),
+        ("widht", "width"),
+    ],
+)
+def test_a_suggestion_is_near_or_absent(given, meant):
+    with pytest.raises(ConfigError) as caught:
+        load_config(f"[model]\n{given} = 1\n")
+    found = re.findall(r"did you mean '(\w+)'", str(caught.value))
+    assert found == [meant] * bool(meant)
+    assert "known: family, layers" in str(caught.value)
+
+
+def test_a_schedule_is_found_by_one_of_its_words():
+    assert nearest_name("interleaved-1f1b", REGISTRY) == "interleaved"
+    assert nearest_name("torch", REGISTRY) == ""
+    assert nearest_name("", REGISTRY) == ""
