@@ -350,7 +350,7 @@ def view_without_owning(tensor: Tensor) -> Tensor:
         storage.data_ptr(), tensor.device, storage.nbytes()
     )
     empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    return empty.set_(same, tensor.storage_offset(), tensor.shape, tensor.stride())  # type: ignore[call-overload,no-any-return]
+    return empty.set_(same, tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
 # ---------------------------------------------------------------- torch's own pipeline runtime
