@@ -74,6 +74,7 @@ PLANNED_WITH = (
     "run.compile",
     "run.device",
     "run.graphs",
+    "run.messages",
     "run.precision",
     "run.recompute",
     "run.threads",
