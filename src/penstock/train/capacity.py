@@ -263,7 +263,9 @@ def _bytes_held_by_layer(load: Load) -> float:
 def _numbers_held(mesh: MeshConfig, gathered: int) -> float:
     """Numbers that a process holds for each parameter of its rank.
 
-    `gathered` counts the full copies during a pass; see `penstock.train.mesh.shares_of`.
+    `gathered` counts the full copies during a pass. Of a sharded parameter a process holds one
+    of `shard` shares, and during a pass the gathered weight and its gradient. While the
+    gradients of an embedding or a head are summed, one more copy of them exists.
     """
     copies = gathered if mesh.shard > 1 else 0
     return (NUMBERS_PER_PARAMETER / mesh.shard + copies) / mesh.tensor
