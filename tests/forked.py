@@ -37,6 +37,7 @@ LOADED = (
     "forked",
     "mesh_workers",
     "process_workers",
+    "savings",
     "numba",
     "penstock.measure",
     "penstock.plan.paths",

@@ -34,7 +34,10 @@ PARTIAL_SCHEDULES = ("skip",)  # named schedules that leave out parts
 FULL_AS_PLANNED = -1  # paths.full: what the plan's rules say
 MAX_DEFAULT_MICROBATCHES = 4096  # of a named schedule whose micro-batches are open
 SWITCHES = (AUTO, "true", "false")
-SWITCH_KEYS = ("run.compile",)  # their values may be written without quotes
+SWITCH_KEYS = (
+    "run.compile",
+    "run.elastic",
+)  # their values may be written without quotes
 BYTE_TOKENIZER = "bytes"
 PLANS = (".json", ".csv")  # suffixes of files that hold a schedule
 
@@ -86,6 +89,15 @@ class ModelConfig:
         "",
         "Hugging Face folder to start from (config.json, *.safetensors); its sizes replace those above",
     )
+    config: str = setting(
+        "",
+        "Hugging Face folder whose config.json defines the model; its weights, if any, are not read",
+    )
+
+    @property
+    def folder(self) -> str:
+        """The Hugging Face folder that defines the model; empty if there is none."""
+        return self.weights or self.config
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +115,7 @@ class DataConfig:
     field: str = setting("text", "field of a JSONL line that holds the text")
     tokenizer: str = setting(
         AUTO,
-        "bytes, or the path of a tokenizer.json; auto takes that of model.weights, or else bytes",
+        "bytes, or the path of a tokenizer.json; auto takes that of model.weights or model.config, or else bytes",
     )
     tokens: int = setting(128, "tokens per sequence", least=2)
     batch: int = setting(
@@ -324,6 +336,16 @@ class RunConfig:
     )
     check_memory: bool = setting(
         True, "refuse to start if the run needs more memory than this machine has"
+    )
+    elastic: str = setting(
+        AUTO,
+        "go on without a worker that is lost: true, false, or auto, which is true for CPU workers of which "
+        "no one holds a part alone",
+    )
+    silence: float = setting(
+        15.0,
+        "seconds without a sign of life after which an elastic run goes on without a worker",
+        above=0,
     )
     restarts: int = setting(
         3,
@@ -556,6 +578,7 @@ def _choice_faults(config: Config) -> list[str]:
         ("run.precision", config.run.precision, PRECISIONS),
         ("run.device", config.run.device, DEVICES),
         ("run.compile", config.run.compile, SWITCHES),
+        ("run.elastic", config.run.elastic, SWITCHES),
         ("paths.mean", config.paths.mean, MEANS),
     )
     faults = []
@@ -628,7 +651,12 @@ def _size_faults(config: Config, counted: bool) -> list[str]:
             f"{schedule.copies} x shard {config.mesh.shard} x accumulate "
             f"{config.run.accumulate}); {fitting} do"
         )
-    if model.weights:
+    if model.weights and model.config:
+        faults.append(
+            "model.weights and model.config both name a folder; "
+            "weights starts from a trained model, config from new weights"
+        )
+    if model.folder:
         return faults  # Its folder has its own sizes.
     if model.family == "gpt" and 0 < model.positions < data.tokens:
         faults.append(

@@ -164,11 +164,22 @@ def test_a_run_ends_with_a_curve_a_report_a_checkpoint_and_a_sample(
     )
     assert re.match(r"random +2/4 parts  perplexity [\d.]+ ± ", drawn_parts)
     assert re.search(r"^best +2/4 parts .* parts 0 [123]$", best)
+    chosen = here("eval runs/config --omit 2 --exit-after 1 --batches 1")
+    assert re.search(
+        r"^chosen +3/4 parts .* parts 0 1 3\nchosen +2/4 parts .* parts 0 1$",
+        chosen.out,
+        re.M,
+    )
+    early = here("generate runs/config --prompt the --tokens 9 --exit-after 1")
+    assert (early.code, early.out[:3]) == (0, "the")
+    refused = here("generate runs/config --omit 0,2")
+    assert (refused.code, refused.out) == (2, "")
+    assert "leave out some of the layers 1 to 3" in refused.err
     code, err = ended(text, "generate runs/config --tokens 1000000", 2.0)
     assert code == 130, err
     assert "-5 tokens cannot be added" in here("generate runs/config --tokens -5").err
     assert "name the folder of a run" in here("eval hub --omit 0.5").err
-    assert "a share of 1 cannot be left out" in here("eval runs/config --omit 1").err
+    assert "a share of 1 cannot be left out" in here("eval runs/config --omit 1.0").err
 
 
 # ---------------------------------------------------------------- trouble
@@ -491,13 +502,12 @@ def test_a_dry_run_shows_plan_memory_and_speed_and_leaves_nothing(here, text):
 
 
 def test_auto_picks_a_schedule_that_fits_the_layers(here):
-    done = here(
-        "train --dry-run --set model.layers=6 --set model.width=32 --set model.inner=32"
-    )
+    sizes = "--set model.layers=6 --set model.width=32 --set model.inner=32"
+    done = here(f"train --dry-run {sizes} --set data.tokens=16 --set data.batch=4")
     assert done.code == 0, done.err
-    found = re.search(r"4 ranks, (\d+) micro-batches of (\d+) x 128 tokens", done.err)
+    found = re.search(r"4 ranks, (\d+) micro-batches of (\d+) x 16 tokens", done.err)
     assert found, done.err
-    assert int(found[1]) * int(found[2]) == PRESETS["tiny"].data.batch
+    assert int(found[1]) * int(found[2]) == 4
     assert sum(map(int, done.err.split("layers ")[2].split("\n")[0].split())) == 6
 
 
@@ -874,7 +884,9 @@ def test_empty_sources_mean_the_default_and_never_the_current_folder(text, here)
         == ()
     )
     assert load_config('[data]\nsources = ""').data.sources == ()
-    (text / "odd.toml").write_text('[data]\nsources = [""]\n')
+    (text / "odd.toml").write_text(
+        '[data]\nsources = [""]\n[schedule]\nname = "1f1b"\n'
+    )
     done = here("train odd.toml --dry-run")
     assert (done.code, "data.sources has a source without a name" in done.err) == (
         2,

@@ -12,7 +12,7 @@ from itertools import takewhile
 from pathlib import Path
 
 import pytest
-from test_docs import BLOCK, GUIDES, ROOT, arguments, blocks, named
+from test_docs import BLOCK, GUIDES, ROOT, arguments, blocks, named, shortened
 
 import penstock
 from commands import SMALL_CONFIG, called
@@ -77,7 +77,7 @@ def shell(tmp_path, monkeypatch, capsys):
         commands, between = COMMAND.findall(script), COMMAND.split(script)
         outputs = []
         for place, text in enumerate(between):
-            outputs += [others(text)] if text.strip() else []
+            outputs += [others(shortened(text))] if text.strip() else []
             outputs += [ours(commands[place])] if place < len(commands) else []
         return "".join(outputs)
 

@@ -216,5 +216,6 @@ def test_a_loss_in_chunks_keeps_no_whole_logits_except_on_a_mesh():
     on_mesh = [mesh_profile(one, 2, 1, Link(0.0, 1e12)) for one in (whole, chunked)]
     assert on_mesh[0].head.held == on_mesh[1].head.held
     assert (
-        on_mesh[0].part(1, False, True).working == on_mesh[1].part(1, False, True).working
+        on_mesh[0].part(1, False, True).working
+        == on_mesh[1].part(1, False, True).working
     )

@@ -225,7 +225,7 @@ class End:
 
 def train(folder, ranks, name, culprit):
     """How each rank ends, and what it says; a stopped one is killed once the others have ended, late ones too."""
-    context = launch._context()
+    context = launch.process_context()
     files = [folder / f"{name} {culprit} {rank}" for rank in range(ranks)]
     processes = [
         context.Process(target=workers.train_as, args=(place, str(file), name, culprit))
@@ -408,7 +408,7 @@ def pids_in(folder, count):
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads /proc")
 def test_no_worker_outlives_the_caller(tmp_path):
-    caller = launch._context().Process(
+    caller = launch.process_context().Process(
         target=workers.call_sleepers, args=(str(tmp_path),)
     )
     caller.start()

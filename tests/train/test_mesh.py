@@ -21,7 +21,8 @@ from penstock.models import GPTConfig, LlamaConfig, token_loss
 from penstock.models.tensor import check_shares, largest_share
 from penstock.runtime import run_threads, spawn
 from penstock.runtime.process.launch import worker_outcomes
-from penstock.train.after.generate import export_run, open_trained
+from penstock.train.after.export import export_run
+from penstock.train.after.generate import open_trained
 from penstock.train.data.loader import Deal, Loader
 from penstock.train.history import read_rows
 from penstock.train.hub import read_sizes, read_weights

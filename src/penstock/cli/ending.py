@@ -55,6 +55,8 @@ def _print_no_checkpoint(folder: Path) -> None:
 
 def _ending_lines(folder: Path, verdict: Verdict, summary: Summary) -> list[str]:
     """Return the results of a run, and where its files are."""
+    from penstock.train.after.report import list_events
+
     first = summary.rows[0]
     last = summary.rows[-1]
     ending = "stopped after" if verdict.stopped else "trained"
@@ -81,6 +83,7 @@ def _ending_lines(folder: Path, verdict: Verdict, summary: Summary) -> list[str]
             f"{step} had a bubble of {kind.measured.bubble:.1%}, "
             f"{source} {predicted.bubble:.1%}"
         )
+    lines += list_events(summary)
     checkpoint = folder / "checkpoints" / f"step-{verdict.step:08d}"
     lines.append(f"report      {folder / REPORT}")
     lines.append(f"checkpoint  {checkpoint}")

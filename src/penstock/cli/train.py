@@ -113,11 +113,13 @@ def train_command(
     """
     require_torch()
     from penstock.formats.config_toml import written_keys
-    from penstock.train.entry import run_worker
+    from penstock.train.crew.choice import is_elastic
+    from penstock.train.entry import run_member, run_worker
     from penstock.train.launcher import (
         avoid_broken_amx,
         ended_by_signals,
         launch,
+        launch_crew,
         under_launcher,
         way_on,
     )
@@ -142,21 +144,34 @@ def train_command(
         )
         config, plan, placement = prepared.config, prepared.plan, prepared.placement
         check_gpus_suffice(config, placement)
+        elastic = is_elastic(config, plan, placement)
         _announce(config, plan, folder, prepared.corpus, placement)
         if dry_run:
             _print_dry_run(prepared)
             return
         if config.run.forecast:
             tell("predicted", prediction(config, plan, placement, folder))
+        stopping = partial(tell, "stopping")
         try:
-            verdict = launch(
-                run_worker,
-                folder,
-                placement.processes,
-                config.run.restarts,
-                resume,
-                partial(tell, "stopping"),
-            )
+            if elastic:
+                verdict = launch_crew(
+                    run_member,
+                    folder,
+                    plan,
+                    config.run,
+                    resume,
+                    stopping,
+                    partial(tell, "event"),
+                )
+            else:
+                verdict = launch(
+                    run_worker,
+                    folder,
+                    placement.processes,
+                    config.run.restarts,
+                    resume,
+                    stopping,
+                )
         except KeyboardInterrupt:
             tell("ended", way_on(folder))
             raise
@@ -296,6 +311,7 @@ def _announce(
     """Print what will be trained, how and where, with one line for each topic."""
     from penstock.train.after.generate import parameter_count
     from penstock.train.step_paths import describe_paths
+    from penstock.train.weights import model_name
     from penstock.train.worker import model_sizes
 
     sizes = model_sizes(config)
@@ -305,7 +321,7 @@ def _announce(
     tokens = config.data.batch * config.data.tokens
     tell(
         "model",
-        f"{config.model.family}, {sizes.layers} layers of width {sizes.width}, "
+        f"{model_name(sizes)}, {sizes.layers} layers of width {sizes.width}, "
         f"{parameter_count(sizes):,} parameters",
     )
     tell(

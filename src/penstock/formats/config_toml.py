@@ -256,6 +256,8 @@ def with_absolute_paths(config: Config) -> Config:
     model = config.model
     if model.weights:
         model = replace(model, weights=_absolute(model.weights))
+    if model.config:
+        model = replace(model, config=_absolute(model.config))
     data = config.data
     data = replace(data, sources=tuple(map(_absolute, data.sources)))
     if names_a_file(data.tokenizer):

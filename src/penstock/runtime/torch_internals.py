@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch._C._distributed_c10d import (
     BroadcastOptions,
     PrefixStore,
     ProcessGroup,
+    ProcessGroupGloo,
     ReduceOp,
     Store,
     TCPStore,
@@ -48,6 +50,7 @@ __all__ = [
     "compiler_limit",
     "default_store",
     "finish_sharded_backward",
+    "gloo_group",
     "gradient_version",
     "has_gradient_hooks",
     "has_hooks",
@@ -267,6 +270,16 @@ def ignore_fsdp_view_warning() -> None:
 
 
 # ---------------------------------------------------------------- processes
+def gloo_group(store: Store, rank: int, ranks: int, limit: timedelta) -> ProcessGroup:
+    """Connect some processes through gloo, apart from the default process group.
+
+    `torch.distributed` has one default group in the life of a process. Groups that are made like this can be dropped
+    when a process is lost, and made anew without it. GLOO_SOCKET_IFNAME names the network interface, as usual.
+    """
+    group: Any = ProcessGroupGloo(store, rank, ranks, limit)
+    return group  # type: ignore[no-any-return]  # It has the methods of a ProcessGroup.
+
+
 def default_store() -> Store:
     """The store of the default process group, through which the ranks tell each other about errors."""
     return _get_default_store()

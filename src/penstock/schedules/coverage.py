@@ -101,7 +101,7 @@ def through_all_parts(schedule: Schedule) -> Schedule:
     """
     if visits_all_parts(schedule):
         return schedule
-    pipelines = _pipelines(schedule)
+    pipelines = pipelines_of(schedule)
     microbatches = []
     for number, microbatch in enumerate(schedule.microbatches):
         own = {schedule.stages[stage].part: stage for stage in microbatch.path}
@@ -154,15 +154,15 @@ def count_pipelines(schedule: Schedule) -> int:
 
 def microbatches_by_pipeline(schedule: Schedule) -> tuple[tuple[int, ...], ...]:
     """Return the micro-batches of each pipeline that no micro-batch connects with another."""
-    pipelines = _pipelines(schedule)
+    pipelines = pipelines_of(schedule)
     members: dict[int, list[int]] = {}
     for number, microbatch in enumerate(schedule.microbatches):
         members.setdefault(pipelines[microbatch.path[0]], []).append(number)
     return tuple(tuple(own) for own in members.values())
 
 
-def _pipelines(schedule: Schedule) -> list[int]:
-    """The pipeline of each stage: stages that a path connects share a number."""
+def pipelines_of(schedule: Schedule) -> list[int]:
+    """Return the pipeline of each stage: stages that a path connects share a number."""
     group = list(range(len(schedule.stages)))
 
     def root(stage: int) -> int:

@@ -20,14 +20,14 @@ from penstock.cost.memory import device_memory
 from penstock.cost.sizes import chunk_in_use, part_moments
 from penstock.errors import ConfigError, ShapeError
 from penstock.ir import Op, Plan, Schedule
-from penstock.models import GPTConfig, even_partition
+from penstock.models import even_partition
 from penstock.models.count import parameters_of
 from penstock.runtime.process.memory import available_memory
 from penstock.train.compiling import chunk_of
 from penstock.train.mesh import NUMBERS_PER_PARAMETER, held_in_layer
 from penstock.train.placement import Placement
 from penstock.train.step_paths import step_paths
-from penstock.train.weights import Sizes
+from penstock.train.weights import Sizes, config_of
 from penstock.view.numbers import write_size
 
 FLOAT32_BYTES = 4
@@ -196,9 +196,8 @@ def _cost_of_part(load: Load, number: int) -> PartCost:
     if number in (0, last):
         gradients -= tied / NUMBERS_PER_PARAMETER
     no_time = Seconds()
-    facts = {"family": "gpt" if isinstance(load.sizes, GPTConfig) else "llama"}
     moments = part_moments(
-        facts | asdict(load.sizes),
+        asdict(config_of(load.sizes)),
         layers,
         number == 0,
         number == last,
@@ -350,7 +349,7 @@ def _smaller_settings(
     if not load.recompute and fits(replace(load, recompute=True)):
         yield "run.recompute=true"
     settings = _data_settings(load, config)
-    if not config.model.weights:
+    if not config.model.folder:
         settings = [*_model_settings(load, config), *settings]
     for setting in settings:
         count = _largest_fitting(setting, fits)

@@ -103,6 +103,10 @@ class History:
         sinks = (_tensorboard(folder, begin), _wandb(folder, name))
         self.sinks = [sink for sink in sinks if sink is not None]
 
+    def has(self, step: int) -> bool:
+        """Whether a step is written down already."""
+        return bool(self.rows) and self.rows[-1].step >= step
+
     def put(self, row: StepRow) -> None:
         """Write down a step."""
         self.rows.append(row)

@@ -27,9 +27,14 @@ from penstock.errors import FileError, RunError
 from penstock.ir.plan import Plan
 from penstock.ir.program import lower
 from penstock.ir.schedule import Schedule
-from penstock.models import even_partition
+from penstock.models import Part, even_partition
 from penstock.models.attention import PAIRS_PER_CALL
-from penstock.models.flops import flops_per_token, keys_per_token, peak_flops
+from penstock.models.flops import (
+    flops_per_token,
+    keys_per_token,
+    peak_flops,
+    share_of_flops,
+)
 from penstock.plan.slices.packs import DocumentWork, step_clock
 from penstock.runtime import (
     Batch,
@@ -44,6 +49,7 @@ from penstock.runtime import (
     watching,
 )
 from penstock.runtime.process.machine import count_neighbours
+from penstock.runtime.process.watchdog import alarm_held
 from penstock.runtime.proof.warm_up import warm_up
 from penstock.runtime.visits import Mean
 from penstock.schedules.coverage import (
@@ -104,6 +110,18 @@ class RunOutcome:
 
 
 @dataclass(frozen=True, slots=True)
+class StepFigures:
+    """What all ranks know about a step once it is done."""
+
+    loss: float
+    norm: float
+    memory: int  # bytes of the fullest rank
+    seconds: float
+    bubble: float | None
+    stopping: bool  # whether a rank was asked to stop
+
+
+@dataclass(frozen=True, slots=True)
 class Job:
     """Everything that defines a run; it is the same on all ranks."""
 
@@ -114,6 +132,7 @@ class Job:
     folder: Path
     resume: bool = False  # start from the newest good checkpoint
     fresh: bool = False  # if there is no checkpoint, start from the beginning
+    whole: bool = True  # whether the plan is the run's own, and not one for fewer ranks
 
     def __post_init__(self) -> None:
         held = self.plan.map_schedules(hold_every_part)
@@ -141,6 +160,7 @@ class Trainer:
         comm: Comm,
         device: torch.device | None = None,
         watch: WatchRow | None = None,
+        before: Trainer | None = None,
     ) -> None:
         config = job.config
         schedule = job.plan.schedule
@@ -152,6 +172,9 @@ class Trainer:
         self.device = device or torch.device("cpu")
         self.place = place_of(comm, config.mesh, schedule.ranks, self.device)
         pipeline = self.place.pipeline
+        # What this process trained until a worker was lost or came (`penstock.train.crew`).
+        self.before = before
+        kept = before.parts if before is not None else {}
         self.holding = hold(
             job.sizes,
             schedule,
@@ -160,11 +183,13 @@ class Trainer:
             self.device,
             self.place,
             frozenset().union(*map(visited_parts, schedules)),
+            kept,
         )
         self.compiles = is_compiling(config, self.device)
         if self.compiles:
-            for part in self.holding.stages.values():
-                compile_stage(part, COMPILER)
+            for number, part in self.parts.items():
+                if number not in kept:
+                    compile_stage(part, COMPILER)
         deal = Deal(
             config.rows,
             len(schedule.microbatches),
@@ -192,6 +217,16 @@ class Trainer:
         self.step = 0  # steps done
         # Layers that a micro-batch passes through in a step with each schedule.
         self.layers = [mean_layers(one, job.partition) for one in schedules]
+        self.seen = 0  # sequences of those steps, and of earlier runs
+        self.begun = False  # whether the weights are filled
+        self.figures: StepFigures | None = None  # of the last step
+        self.save_again = False  # because a loss has interrupted the last checkpoint
+
+    @property
+    def parts(self) -> dict[int, Part]:
+        """The parts that this process holds, by number."""
+        stages = self.job.plan.schedule.stages
+        return {stages[n].part: part for n, part in self.holding.stages.items()}
 
     def executor_for(self, schedule: Schedule) -> Executor:
         """Return an executor of this rank for a schedule over the stages of the plan."""
@@ -212,6 +247,28 @@ class Trainer:
 
     # ------------------------------------------------------------ beginning
     def begin(self) -> None:
+        """Fill the weights: from what this process had, a checkpoint, a folder, or at random."""
+        if self.before is not None and self.before.begun:
+            self.take_over(self.before)
+        else:
+            self.fill()
+        self.before = None  # It would keep its memory.
+        self.begun = True
+
+    def take_over(self, before: Trainer) -> None:
+        """Go on after the last step that an earlier trainer of this process has done.
+
+        A step in flight is dropped with its gradients, and its data is read again.
+        """
+        for name, parameter in self.holding.parameters.items():
+            parameter.grad = None
+            if parameter is before.holding.parameters.get(name):
+                self.optimizer.state[parameter] = before.optimizer.state[parameter]
+        self.step = before.step
+        self.seen = self.loader.seen = before.seen
+        self.figures = before.figures
+
+    def fill(self) -> None:
         """Fill the weights: from the newest good checkpoint, from a folder, or at random."""
         job = self.job
         checkpoint = None
@@ -242,6 +299,7 @@ class Trainer:
                 filled = tensors[f"optimizer.{slot}.{name}"]
                 state[slot] = filled.view(()) if slot == "step" else filled
         self.loader.resume(facts["data"])
+        self.seen = self.loader.seen
         self.step = int(facts["step"])
         if self.comm.rank == 0:
             _log.info("going on from %s", path)
@@ -321,19 +379,28 @@ class Trainer:
             )
 
     # ------------------------------------------------------------ running
-    def run(self, stop: Callable[[], bool] = lambda: False) -> RunOutcome:
-        """Train until the last step, or until a rank is asked to stop; then save."""
+    def run(
+        self,
+        stop: Callable[[], bool] = lambda: False,
+        ready: Callable[[], None] = lambda: None,
+    ) -> RunOutcome:
+        """Train until the last step, or until a rank is asked to stop; then save.
+
+        Calls `ready` before the first step.
+        """
         first = self.comm.rank == 0
         if first:
             sweep(self.job.checkpoints)
         self.comm.barrier()
         with watching(self.executors):
+            fresh = self.before is None
             self.begin()
-            if self.compiles:
+            if fresh and self.compiles:
                 self.compile()
-            if self.job.config.run.prove:
+            if fresh and self.job.config.run.prove:
                 self.prove()
             history = History(self.job.folder, self.step) if first else None
+            ready()
             try:
                 stopped = self.steps(history, stop)
                 self.saver.finish(self.comm)
@@ -345,6 +412,8 @@ class Trainer:
     def steps(self, history: History | None, stop: Callable[[], bool]) -> bool:
         """Run the steps; return whether a rank was asked to stop."""
         settings = self.job.config.run
+        if self.figures is not None and self.close_step(self.figures, history):
+            return True
         while self.step < settings.steps:
             began = time.perf_counter()
             loss_share, bubble = self.forward_and_back(
@@ -358,39 +427,64 @@ class Trainer:
                 self.saver.commit()
             if not math.isfinite(loss) or not math.isfinite(norm):
                 self.give_up(loss, norm)
-            rate = self.update(norm)
-            seconds = time.perf_counter() - began
-            self.step += 1
-            last = self.step == settings.steps
             stopping = counts[STOP_COUNT] > 0
-            evaluation = None
-            if last or _is_due(self.step, settings.evaluate):
-                evaluation = self.evaluate()
-            if history is not None:
-                tokens = self.loader.deal.sequences * self.loader.corpus.length
-                layers = self.layers[self.paths.at(self.step - 1)]
-                row = StepRow(
-                    self.step,
-                    loss,
-                    norm,
-                    rate,
-                    seconds,
-                    tokens,
-                    max(memory),
-                    self.loader.epoch,
-                    bubble,
-                    evaluation,
-                    self.utilization(tokens / seconds, layers),
-                    layers if min(self.layers) < self.job.sizes.layers else None,
-                )
-                history.put(row)
-                if self.watch is not None:
-                    self.watch(row)
-            if stopping or last or _is_due(self.step, settings.save):
-                self.save()
-            if stopping:
+            figures = StepFigures(loss, norm, max(memory), 0.0, bubble, stopping)
+            figures = self.commit(figures, began)
+            if self.close_step(figures, history):
                 return True
         return False
+
+    def commit(self, figures: StepFigures, began: float | None = None) -> StepFigures:
+        """Update the weights and count the step; nothing can interrupt it.
+
+        One sum over all ranks has given everybody the figures, so all ranks have all their
+        gradients by now, and a rank that has missed the figures can still commit with them.
+        """
+        with alarm_held():
+            self.update(figures.norm)
+            if began is not None:
+                figures = replace(figures, seconds=time.perf_counter() - began)
+            self.step += 1
+            self.seen = self.loader.seen
+            self.figures = figures
+        return figures
+
+    def close_step(self, figures: StepFigures, history: History | None) -> bool:
+        """Evaluate, write down and save the step that is done, where that is due.
+
+        Return whether to stop. After a loss, it is called again for the same step.
+        """
+        settings = self.job.config.run
+        last = self.step == settings.steps
+        evaluation = None
+        if last or _is_due(self.step, settings.evaluate):
+            evaluation = self.evaluate()
+        if history is not None and not history.has(self.step):
+            tokens = self.loader.deal.sequences * self.loader.corpus.length
+            layers = self.layers[self.paths.at(self.step - 1)]
+            work = share_of_flops(self.job.sizes, self.job.corpus.length, layers)
+            row = StepRow(
+                self.step,
+                figures.loss,
+                figures.norm,
+                rate_at(self.step - 1, settings.steps, self.job.config.optimizer),
+                figures.seconds,
+                tokens,
+                figures.memory,
+                self.loader.epoch,
+                figures.bubble,
+                evaluation,
+                self.utilization(tokens / figures.seconds * work),
+                layers if min(self.layers) < self.job.sizes.layers else None,
+            )
+            history.put(row)
+            if self.watch is not None:
+                self.watch(row)
+        due = last or _is_due(self.step, settings.save)
+        if figures.stopping or due or self.save_again:
+            self.save()
+        self.save_again = False
+        return figures.stopping
 
     def counts(self, stop: Callable[[], bool]) -> list[int]:
         """Whether this rank was asked to stop, and whether it has saved its share."""
@@ -408,7 +502,7 @@ class Trainer:
         timeline = results[-1].timeline
         if timeline is None:
             return loss, None
-        if self.comm.rank == 0:
+        if self.comm.rank == 0 and self.job.whole:
             number = self.paths.at(self.step)
             full = self.paths.is_full(self.step)
             write_timeline(self.job.folder, self.step + 1, timeline, number, full)
@@ -635,8 +729,8 @@ def dealer_of(
 
 def flops_utilization(
     sizes: Sizes, tokens: int, ranks: int, device: torch.device
-) -> Callable[[float, float], float | None]:
-    """Return a function from tokens per second, and layers per token, to model FLOPs utilization (MFU).
+) -> Callable[[float], float | None]:
+    """Return a function from tokens per second to model FLOPs utilization (MFU).
 
     MFU is the share of the peak of all devices. The function returns None if the peak of
     the device is not known.
@@ -645,17 +739,11 @@ def flops_utilization(
     if device.type == "cuda":
         peak = peak_flops(torch.cuda.get_device_name(device))
     if peak is None:
-        return lambda speed, layers: None
+        return lambda speed: None
     gpus_per_rank = torch.cuda.device_count() / count_neighbours(ranks)
     devices = ranks * min(1.0, gpus_per_rank)  # Ranks may share a GPU.
-    whole = flops_per_token(sizes, tokens)
-    a_layer = whole - flops_per_token(replace(sizes, layers=sizes.layers - 1), tokens)
-
-    def utilization(speed: float, layers: float) -> float:
-        operations = whole - a_layer * (sizes.layers - layers)
-        return speed * operations / (devices * peak)
-
-    return utilization
+    share = flops_per_token(sizes, tokens) / (devices * peak)
+    return lambda speed: speed * share
 
 
 def describe(sizes: Sizes) -> dict[str, object]:

@@ -124,5 +124,5 @@ def held_in_layer(sizes: Sizes) -> tuple[int, int]:
     """
     if isinstance(sizes, GPTConfig):
         return held_numbers("gpt", sizes.width, sizes.width, sizes.inner)
-    keys = sizes.kv_heads * sizes.head_width
+    keys = sizes.kv_heads * sizes.head_width  # also about right for other decoders
     return held_numbers("llama", sizes.width, keys, sizes.inner)

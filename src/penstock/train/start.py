@@ -38,6 +38,7 @@ from penstock.train.hub import settle_tokenizer, weight_files
 from penstock.train.launcher import restarted, under_launcher
 from penstock.train.lock import Lock
 from penstock.train.loop import check_resumable, nothing_to_resume
+from penstock.train.origin import keep_origin
 from penstock.train.placement import Placement, check_gpu_exists
 from penstock.train.worker import (
     CONFIG_FILE,
@@ -116,6 +117,8 @@ def prepare_run(
         lock.claim(folder)
         (folder / CONFIG_FILE).write_text(text, encoding="utf-8")
         keep_tokenizer(config.data.tokenizer, folder)
+        if config.model.folder:
+            keep_origin(Path(config.model.folder), folder)
         tokenizer = tokenizer_of(config.data.tokenizer)
         keep_end_word(config.data.tokenizer, tokenizer, folder)
         prompt = find_prompt(corpus, tokenizer)

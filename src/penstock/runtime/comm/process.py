@@ -30,11 +30,14 @@ from penstock.ir.program import Program
 from penstock.runtime.comm.ipc import BACKEND_NAME, IpcGroup
 from penstock.runtime.comm.room import RingShape, fit_ring
 from penstock.runtime.lane import lane_turns
+from penstock.runtime.torch_internals import Store
 
 TAG_TURNS = 0xFFF  # messages are numbered modulo this mask, so the tags are reused
 TAG_STRIDE = 0x7FFFF  # distance between the tags of two consecutive messages; a prime
 UNUSED_TAG = 0x7FFFFFFE  # nobody sends under this tag; all others are smaller
 SHAPES_KEPT = 8  # messages per target whose shapes the watchdog can look up
+# torch's own time limits are this much longer than ours, so that our errors come first.
+TORCH_EXTRA_SECONDS = 30.0
 RECEIVE_WINDOW_BYTES = 64 << 20  # receives posted ahead of the program
 CONTROL_SUM_MODULUS = 100_003
 
@@ -92,24 +95,25 @@ class ProcessComm:
         group: dist.ProcessGroup | None = None,
         name: str = "",
     ) -> None:
-        self._rank = dist.get_rank(group)
-        self._ranks = dist.get_world_size(group)
+        world = group or dist.group.WORLD
+        assert world is not None
+        self._rank = world.rank()
+        self._ranks = world.size()
         self.name = name
         self.patience = patience
-        self.on_gpu = dist.get_backend() in ("nccl", BACKEND_NAME)
+        self.on_gpu = self.uses_gpus()
         self.wire = torch.device("cpu")
         if self.on_gpu:
             self.wire = torch.device("cuda", torch.cuda.current_device())
         self.device = self.wire if device is None else torch.device(device)
-        world = group or dist.group.WORLD
-        assert world is not None
         # Called directly, because dist.isend and dist.irecv look the group up and check
         # it for every message.
         self.world = world
         self.everyone = tuple(range(self._ranks))
-        # The rank in the default group of each rank of this group.
-        self.members = dist.get_process_group_ranks(world)
         self.is_subgroup = group is not None
+        # The store through which the ranks tell each other about errors, if it is not the
+        # one of the default process group. Nobody but the launcher keeps it then.
+        self.store: Store | None = None
         # Other groups in which this rank may wait without using this object.
         self.beside: list[dist.ProcessGroup] = []
         # The groups that this rank belongs to, and all groups that exist.
@@ -172,13 +176,34 @@ class ProcessComm:
         missing = [group for group in groups if group not in self.prepared]
         self._check_same_groups(missing)
         for group in missing:
-            members = [self.members[rank] for rank in group]
-            created = dist.new_group(
-                members, use_local_synchronization=self.is_subgroup
-            )
-            if isinstance(created, dist.ProcessGroup):  # this rank belongs to it
+            created = self.create_group(group)
+            if created is not None:
                 self.groups[group] = created
             self.prepared.add(group)
+
+    def uses_gpus(self) -> bool:
+        """Whether tensors travel from GPU to GPU."""
+        return dist.get_backend() in ("nccl", BACKEND_NAME)
+
+    def create_group(self, group: tuple[int, ...]) -> dist.ProcessGroup | None:
+        """Connect some ranks of this group; None if this rank is not among them."""
+        # The rank in the default group of each rank of this group.
+        numbers = dist.get_process_group_ranks(self.world)
+        members = [numbers[rank] for rank in group]
+        created = dist.new_group(members, use_local_synchronization=self.is_subgroup)
+        return created if isinstance(created, dist.ProcessGroup) else None
+
+    def start_sum(self, tensor: Tensor, group: dist.ProcessGroup) -> dist.Work:
+        """Start summing a tensor over a process group."""
+        work: dist.Work | None = dist.all_reduce(tensor, group=group, async_op=True)
+        assert work is not None
+        return work
+
+    def start_barrier(self) -> dist.Work:
+        """Start a barrier over all ranks."""
+        work: dist.Work | None = dist.barrier(self.world, async_op=True)
+        assert work is not None
+        return work
 
     def _check_same_groups(self, groups: list[tuple[int, ...]]) -> None:
         """Raise an error if ranks pass different groups: `new_group` would wait forever.
@@ -274,11 +299,10 @@ class ProcessComm:
         self.sums += 1
         raw = tensor.to(self.wire).contiguous()
         try:
-            work = dist.all_reduce(raw, group=self.groups[group], async_op=True)
+            work = self.start_sum(raw, self.groups[group])
         except RuntimeError as error:
             message = PendingMessage("sum", group, self.sums)
             raise self.failed_wait(message, error) from None
-        assert work is not None
         home = None if raw is tensor else tensor
         return _Work(self, work, "sum", group, self.sums, raw, home)
 
@@ -286,11 +310,10 @@ class ProcessComm:
         """Wait until all ranks have reached this point."""
         self.sums += 1
         try:
-            work = dist.barrier(self.world, async_op=True)
+            work = self.start_barrier()
         except RuntimeError as error:
             message = PendingMessage("barrier", self.everyone, self.sums)
             raise self.failed_wait(message, error) from None
-        assert work is not None
         _Work(self, work, "barrier", self.everyone, self.sums, torch.empty(0)).wait()
 
     def pending(self) -> PendingMessage | None:

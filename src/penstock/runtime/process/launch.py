@@ -35,7 +35,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from penstock.errors import PeerLostError, RunError
 from penstock.runtime.comm import ipc
-from penstock.runtime.comm.process import ProcessComm
+from penstock.runtime.comm.process import TORCH_EXTRA_SECONDS, ProcessComm
 from penstock.runtime.process.machine import own_gpu
 from penstock.runtime.process.status import ERRORS
 from penstock.runtime.torch_internals import (
@@ -48,8 +48,6 @@ from penstock.runtime.torch_internals import (
 Returned = TypeVar("Returned")
 Worker: TypeAlias = tuple[BaseProcess, Connection]  # a process and the pipe from it
 LOCALHOST = "127.0.0.1"
-# torch's own time limits are this much longer than ours, so that our errors come first.
-TORCH_EXTRA_SECONDS = 30.0
 # How long the other workers may take to report, once one has failed.
 SECONDS_TO_REPORT = 12.0
 MAX_WAIT_SECONDS = 3600.0  # a wait on pipes does not accept an infinite limit
@@ -259,7 +257,7 @@ def worker_outcomes(
             "import it from there"
         )
     store = TCPStore(LOCALHOST, 0, is_master=True, wait_for_workers=False)
-    context = _context()
+    context = process_context()
     workers: list[Worker] = []
     try:
         for rank in range(ranks):
@@ -291,7 +289,7 @@ def worker_outcomes(
         _end_workers(workers)
 
 
-def _context() -> BaseContext:
+def process_context() -> BaseContext:
     """How to start processes; on Linux as forks of one that has torch loaded already."""
     if sys.platform != "linux":
         return multiprocessing.get_context("spawn")
@@ -403,7 +401,7 @@ def _worker(
     A worker that failed ends at once, because torch might wait for threads that hang.
     """
     hear_signals()
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    threading.Thread(target=end_with_parent, daemon=True).start()
     os.environ.update(environment, LOCAL_RANK=str(rank))
     loopback = "lo0" if sys.platform == "darwin" else "lo"
     os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
@@ -434,7 +432,7 @@ def _send_outcome(pipe: Connection, success: bytes, raw: bytes) -> None:
     pipe.close()
 
 
-def _end_with_parent() -> None:
+def end_with_parent() -> None:
     """End this worker when its parent is gone."""
     parent = multiprocessing.parent_process()
     if parent is not None:

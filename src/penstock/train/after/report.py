@@ -22,12 +22,14 @@ from penstock.ir import Plan, Timeline
 from penstock.ir.compare import compare
 from penstock.sim.own_times import simulate_own_times
 from penstock.train.after.reasons import reasons_of
+from penstock.train.crew.events import Event, read_events
 from penstock.train.forecast import Forecast, known_forecast
 from penstock.train.history import StepRow, read_rows, read_timeline
 from penstock.train.step_paths import step_paths
 from penstock.view import Series, report_page, time_rows_of
 from penstock.view.numbers import write_size, write_time
 
+ROWS_AROUND_EVENT = 10  # steps whose median speed is shown before and after an event
 WARM_UP_STEPS = 3  # The first steps are slower because caches are cold.
 
 
@@ -91,6 +93,7 @@ class Summary:
     plan: Plan
     kinds: tuple[StepKind, ...]  # partial steps before full ones
     named: str = ""  # schedule.name in the run's config
+    events: tuple[Event, ...] = ()  # changes of the crew
 
     @property
     def main(self) -> StepKind:
@@ -123,7 +126,8 @@ def summarize_run(folder: Path) -> Summary:
     if (folder / "config.toml").is_file():
         config = read_config(folder / "config.toml")
     named = "" if config is None else config.schedule.name
-    return Summary(rows, plan, tuple(_kinds(folder, rows, plan, config)), named)
+    kinds = tuple(_kinds(folder, rows, plan, config))
+    return Summary(rows, plan, kinds, named, tuple(read_events(folder)))
 
 
 def _kinds(
@@ -169,6 +173,7 @@ def render_report(summary: Summary, title: str, sample: str = "") -> str:
     """Return the HTML page of a run."""
     reasons = reasons_of(summary.plan, summary.named)
     lists = [
+        ("Events", list_events(summary)),
         ("Predicted and measured", [kind.text for kind in summary.kinds if kind.text]),
         ("Largest differences", _list_differences(summary.main)),
         ("Ranks", _list_ranks(summary)),
@@ -186,6 +191,24 @@ def render_report(summary: Summary, title: str, sample: str = "") -> str:
         (reasons.sentences, reasons.heads, reasons.rows),
         _list_idle_times(summary.main),
     )
+
+
+def list_events(summary: Summary) -> list[str]:
+    """Return a line for each change of the crew, with the speed before and after it."""
+    lines = []
+    for event in summary.events:
+        before = [row.speed for row in summary.rows if row.step <= event.step]
+        after = [row.speed for row in summary.rows if row.step > event.step]
+        line = (
+            f"after step {event.step}: {event.text}; {event.workers} workers went on "
+            f"after {write_time(event.seconds)}"
+        )
+        if before and after:
+            earlier = median(before[-ROWS_AROUND_EVENT:])
+            later = median(after[:ROWS_AROUND_EVENT])
+            line += f"; {earlier:,.0f} tokens/s before, {later:,.0f} after"
+        lines.append(line)
+    return lines
 
 
 def _list_facts(summary: Summary) -> list[tuple[str, str]]:
