@@ -51,7 +51,8 @@ def describe_placement(placement: Placement) -> str:
     if not placement.shares_gpus:
         return f"{where}, NCCL"
     if placement.processors == placement.neighbours:
-        return f"{where}, penstock_ipc, side by side"
+        backend = "NCCL" if machine.nccl_shares_gpus else "penstock_ipc"
+        return f"{where}, {backend}, side by side"
     workers = -(-placement.neighbours // machine.gpus)
     return (
         f"{where}, penstock_ipc, in turns "

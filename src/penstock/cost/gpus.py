@@ -293,7 +293,10 @@ def analytic_profile(
     device = gpu_of(gpu) if isinstance(gpu, str) else gpu
     if precision not in device.peak:
         known = ", ".join(device.peak)
-        raise ShapeError(f"the {device.name} does not compute in {precision}: {known}")
+        raise ShapeError(
+            f"the {device.name} does not compute in {precision}\n  it computes in {known}; "
+            "set run.precision, or --dtype of `penstock profile`"
+        )
     for name, value in (("tokens", tokens), ("rows", rows), ("ranks", ranks)):
         if value < 1:
             raise ShapeError(f"{name} must be at least 1, not {value}")

@@ -220,8 +220,10 @@ def _shares(profile: Profile, tensor: int) -> tuple[Shares, Shares, Shares]:
     kv_heads = heads if is_gpt else _size(profile, "kv_heads")
     for name, count in (("heads", heads), ("kv_heads", kv_heads), ("inner", inner)):
         if count % tensor:
+            fitting = max(n for n in range(1, tensor) if count % n == 0)
             raise ShapeError(
-                f"{tensor} processes cannot divide the model's {name} = {count} evenly"
+                f"{tensor} processes cannot divide the model's {name} = {count} evenly\n"
+                f"  the next smaller mesh.tensor that can is {fitting}"
             )
     keys = kv_heads * (width // heads)
     norms = (4 if is_gpt else 2) * width

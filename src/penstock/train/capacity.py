@@ -53,6 +53,7 @@ class Load:
     recorded: bool = False  # actions are recorded (run.graphs)
     recomputed: tuple[int, ...] = ()  # parts that are recomputed, if not all are
     loss_chunk: int = 0  # tokens whose logits exist at a time, if all would be large
+    half_messages: bool = False  # messages have two bytes a number (run.messages)
 
     @property
     def chunk(self) -> int:
@@ -101,6 +102,7 @@ def load_of(config: Config, plan: Plan, sizes: Sizes) -> Load:
         config.run.graphs,
         plan.recompute,
         chunk_of(config),
+        config.run.messages == "bfloat16",
     )
 
 
@@ -212,6 +214,7 @@ def _cost_of_part(load: Load, number: int) -> PartCost:
         no_time,
         held=held,
         message=message,
+        sent=message / 2 if load.half_messages else message,
         weights=weights,
         tied=tied,
         recompute=load.recompute or number in load.recomputed,

@@ -84,13 +84,16 @@ def place_of(
     """
     if comm.ranks != ranks * mesh.size:
         raise ConfigError(
-            f"the schedule has {mesh.over(ranks)}, but {comm.ranks} were launched"
+            f"the schedule has {mesh.over(ranks)}, but {comm.ranks} were launched\n"
+            f"  launch {ranks * mesh.size}, or set schedule.ranks and the mesh to what was "
+            "launched"
         )
     if mesh.size == 1:
         return MeshPlace(comm, comm)
     if not isinstance(comm, ProcessComm):
         raise RunError(
-            "mesh.shard and mesh.tensor need a process for each share; threads will not do"
+            "mesh.shard and mesh.tensor need a process for each share; threads will not do\n"
+            "  start processes with `penstock train`, torchrun or penstock.runtime.spawn"
         )
     if device.type != comm.wire.type or dist.get_backend() not in ("gloo", "nccl"):
         raise RunError(

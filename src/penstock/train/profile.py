@@ -107,7 +107,8 @@ def preset_sizes(preset: str, tokens: int, changes: Mapping[str, int]) -> Sizes:
     model = config_file.preset(preset).model
     if model.family == "gpt" and "kv_heads" in changes:
         raise ShapeError(
-            f"{preset} has no kv_heads: every head has its own keys and values"
+            f"{preset} has no kv_heads: every head has its own keys and values\n"
+            "  leave out --kv-heads, or use a preset of a Llama"
         )
     positions = max(model.positions, tokens)
     model = replace(model, **changes, positions=positions)  # type: ignore[arg-type]
@@ -359,7 +360,8 @@ def _shallow_model(request: ProfileRequest) -> tuple[nn.Module, int, int, Facts]
         return _decoder(sizes, request)
     if isinstance(sizes, GPTConfig) and request.tokens > sizes.positions:
         raise ShapeError(
-            f"{request.tokens} tokens, but only {sizes.positions} positions"
+            f"{request.tokens} tokens, but only {sizes.positions} positions\n"
+            f"  measure sequences of at most {sizes.positions} tokens"
         )
     family = type(sizes).__name__.removesuffix("Config").lower()
     facts = (("family", family), *asdict(sizes).items())
@@ -400,7 +402,10 @@ def _device(name: str, comm: Comm | None) -> torch.device:
         return device
     gpus = look_at_machine().gpus
     if not gpus:
-        raise RunError("this machine has no GPU that torch can see; --device cpu")
+        raise RunError(
+            "this machine has no GPU that torch can see\n"
+            "  use --device cpu; `penstock doctor` says what is missing"
+        )
     processes = count_neighbours(1 if comm is None else comm.ranks)
     if processes > gpus and "CUDA_MPS_PIPE_DIRECTORY" not in os.environ:
         raise RunError(
