@@ -597,7 +597,7 @@ class Examiner:
         if self.needs_links and passes:
             executor = self.executor
             shapes = executor.message_shapes(passes[0])
-            executor.comm.reserve(executor.program, shapes, executor.dtype)
+            executor.comm.reserve(executor.program, shapes, executor.message_dtype)
             self.needs_links = False
         return [self.executor.evaluate(batch) for batch in passes]
 
@@ -688,6 +688,8 @@ def executor_of(
         tied=holding.tied,
         mean=Mean(job.config.paths.mean),
         tape=CudaTape() if record else None,
+        accumulates=run.accumulate > 1,
+        messages=torch.bfloat16 if run.messages == "bfloat16" else None,
     )
 
 
