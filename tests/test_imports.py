@@ -27,18 +27,20 @@ ROOMS = {
         *("ir", "cost", "config", "formats", "partition", "schedules", "sim"),
         "errors",
     },
+    "advice": {"ir", "cost", "formats", "schedules", "plan", "errors"},
     "view": {"ir", "errors"},
     "runtime": {"ir", "cost", "carry", "errors"},
     "measure": {"ir", "cost", "carry", "runtime", "errors"},
     "models": {"carry", "partition", "errors"},
     "peers": {"ir", "formats", "runtime", "errors"},
+    "pipeline": {"ir", "partition", "runtime", "models", "errors"},
     "train": {
         *("ir", "cost", "config", "formats", "schedules", "sim", "plan", "view"),
         *("carry", "runtime", "measure", "models", "errors"),
     },
     "cli": {
         *("ir", "cost", "config", "formats", "schedules", "sim", "plan", "view"),
-        *("partition", "runtime", "measure", "train", "version", "errors"),
+        *("advice", "partition", "runtime", "measure", "train", "version", "errors"),
     },
     "__main__": {"cli"},
 }
@@ -54,12 +56,14 @@ LIBRARIES = {
     "sim": {"numpy"},
     "schedules": {"numpy"},
     "plan": {"numpy"},
+    "advice": set(),
     "view": {"numpy", "rich"},
     "runtime": {"numpy", "torch"},
     "measure": {"numpy", "torch"},
     # transformers only where a decoder of it is built
     "models": {"torch", "transformers"},
     "peers": {"torch"},
+    "pipeline": {"torch"},
     "train": {
         "numpy",
         "torch",

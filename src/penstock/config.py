@@ -290,6 +290,11 @@ class RunConfig:
     precision: str = setting(
         "float32", "float32, or bfloat16 (autocast; the weights stay float32)"
     )
+    messages: str = setting(
+        "float32",
+        "type in which hidden states and their gradients travel between ranks: float32, or bfloat16, "
+        "which halves their bytes and rounds them to 8 bits",
+    )
     recompute: bool = setting(
         False,
         "keep only the inputs of stages and recompute the rest in the backward, to save memory",
@@ -576,6 +581,7 @@ def _choice_faults(config: Config) -> list[str]:
     choices = (
         ("model.family", config.model.family, MODEL_FAMILIES),
         ("run.precision", config.run.precision, PRECISIONS),
+        ("run.messages", config.run.messages, PRECISIONS),
         ("run.device", config.run.device, DEVICES),
         ("run.compile", config.run.compile, SWITCHES),
         ("run.elastic", config.run.elastic, SWITCHES),

@@ -25,7 +25,7 @@ from torch.distributed.elastic.multiprocessing.errors import (
 )
 
 import starved_workers
-from commands import SMALL_CONFIG, called, ended, environment, wait_for
+from commands import SMALL_CONFIG, called, ended, environment, torchrun, wait_for
 from forked import Command
 from penstock import MicroBatch, Plan, Schedule, Stage, make
 from penstock.config import PRESETS
@@ -164,11 +164,22 @@ def test_a_run_ends_with_a_curve_a_report_a_checkpoint_and_a_sample(
     )
     assert re.match(r"random +2/4 parts  perplexity [\d.]+ ± ", drawn_parts)
     assert re.search(r"^best +2/4 parts .* parts 0 [123]$", best)
+    chosen = here("eval runs/config --omit 2 --exit-after 1 --batches 1")
+    assert re.search(
+        r"^chosen +3/4 parts .* parts 0 1 3\nchosen +2/4 parts .* parts 0 1$",
+        chosen.out,
+        re.M,
+    )
+    early = here("generate runs/config --prompt the --tokens 9 --exit-after 1")
+    assert (early.code, early.out[:3]) == (0, "the")
+    refused = here("generate runs/config --omit 0,2")
+    assert (refused.code, refused.out) == (2, "")
+    assert "leave out some of the layers 1 to 3" in refused.err
     code, err = ended(text, "generate runs/config --tokens 1000000", 2.0)
     assert code == 130, err
     assert "-5 tokens cannot be added" in here("generate runs/config --tokens -5").err
     assert "name the folder of a run" in here("eval hub --omit 0.5").err
-    assert "a share of 1 cannot be left out" in here("eval runs/config --omit 1").err
+    assert "a share of 1 cannot be left out" in here("eval runs/config --omit 1.0").err
 
 
 # ---------------------------------------------------------------- trouble
@@ -226,28 +237,13 @@ def test_under_torchrun_it_is_the_same_run(text, here):
     line = (
         "train config.toml --sample 0 --set run.steps=4 --set run.folder=runs/torchrun"
     )
-    launcher = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-    ]
+    launcher = "--standalone --nproc-per-node 2 -m penstock"
     env = environment(GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1")
-    command = [*launcher, "-m", "penstock", *line.split()]
-    done = subprocess.run(
-        command,
-        cwd=text,
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    process = torchrun(text, [*launcher.split(), *line.split()], env)
+    out, err = process.communicate()
+    assert process.returncode == 0, err
     folder = text / "runs" / "torchrun"
-    assert "trained 4 steps" in done.stdout
+    assert "trained 4 steps" in out
     assert [row.loss for row in read_rows(folder)] == [
         row.loss for row in undisturbed(folder, text / "quiet")
     ]

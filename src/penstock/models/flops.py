@@ -64,6 +64,17 @@ def flops_per_token(sizes: Sizes, tokens: int) -> float:
     return matrices + attention
 
 
+def share_of_flops(sizes: Sizes, tokens: int, layers: float) -> float:
+    """Return the share of the operations that is left if a token passes through only so many layers and the head.
+
+    >>> share_of_flops(GPTConfig(256, 64, 8, 4, 256, 128), 128, layers=8)
+    1.0
+    """
+    whole = flops_per_token(sizes, tokens)
+    head = 6.0 * sizes.vocab * sizes.width
+    return 1.0 - (whole - head) * (1.0 - layers / sizes.layers) / whole
+
+
 def keys_per_token(sizes: Sizes) -> int:
     """Return the number of keys with which attention takes as long as a token's matrices."""
     return _matrix_weights(sizes) // (2 * sizes.layers * sizes.width)

@@ -29,7 +29,12 @@ from penstock.ir.program import lower
 from penstock.ir.schedule import Schedule
 from penstock.models import Part, even_partition
 from penstock.models.attention import PAIRS_PER_CALL
-from penstock.models.flops import flops_per_token, keys_per_token, peak_flops
+from penstock.models.flops import (
+    flops_per_token,
+    keys_per_token,
+    peak_flops,
+    share_of_flops,
+)
 from penstock.plan.slices.packs import DocumentWork, step_clock
 from penstock.runtime import (
     Batch,
@@ -492,6 +497,7 @@ class Trainer:
         if history is not None and not history.has(self.step):
             tokens = self.loader.deal.sequences * self.loader.corpus.length
             layers = self.layers[self.paths.at(self.step - 1)]
+            work = share_of_flops(self.job.sizes, self.job.corpus.length, layers)
             row = StepRow(
                 self.step,
                 figures.loss,
@@ -503,7 +509,7 @@ class Trainer:
                 self.loader.epoch,
                 figures.bubble,
                 evaluation,
-                self.utilization(tokens / figures.seconds, layers),
+                self.utilization(tokens / figures.seconds * work),
                 layers if min(self.layers) < self.job.sizes.layers else None,
             )
             history.put(row)
@@ -627,7 +633,7 @@ class Examiner:
         if self.needs_links and passes:
             executor = self.executor
             shapes = executor.message_shapes(passes[0])
-            executor.comm.reserve(executor.program, shapes, executor.dtype)
+            executor.comm.reserve(executor.program, shapes, executor.message_dtype)
             self.needs_links = False
         return [self.executor.evaluate(batch) for batch in passes]
 
@@ -718,6 +724,8 @@ def executor_of(
         tied=holding.tied,
         mean=Mean(job.config.paths.mean),
         tape=CudaTape() if record else None,
+        accumulates=run.accumulate > 1,
+        messages=torch.bfloat16 if run.messages == "bfloat16" else None,
     )
 
 
@@ -759,8 +767,8 @@ def dealer_of(
 
 def flops_utilization(
     sizes: Sizes, tokens: int, ranks: int, device: torch.device
-) -> Callable[[float, float], float | None]:
-    """Return a function from tokens per second, and layers per token, to model FLOPs utilization (MFU).
+) -> Callable[[float], float | None]:
+    """Return a function from tokens per second to model FLOPs utilization (MFU).
 
     MFU is the share of the peak of all devices. The function returns None if the peak of
     the device is not known.
@@ -769,17 +777,11 @@ def flops_utilization(
     if device.type == "cuda":
         peak = peak_flops(torch.cuda.get_device_name(device))
     if peak is None:
-        return lambda speed, layers: None
+        return lambda speed: None
     gpus_per_rank = torch.cuda.device_count() / count_neighbours(ranks)
     devices = ranks * min(1.0, gpus_per_rank)  # Ranks may share a GPU.
-    whole = flops_per_token(sizes, tokens)
-    a_layer = whole - flops_per_token(replace(sizes, layers=sizes.layers - 1), tokens)
-
-    def utilization(speed: float, layers: float) -> float:
-        operations = whole - a_layer * (sizes.layers - layers)
-        return speed * operations / (devices * peak)
-
-    return utilization
+    share = flops_per_token(sizes, tokens) / (devices * peak)
+    return lambda speed: speed * share
 
 
 def describe(sizes: Sizes) -> dict[str, object]:
