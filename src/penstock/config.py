@@ -354,7 +354,7 @@ class RunConfig:
     )
     restarts: int = setting(
         3,
-        "how often a run restarts from its checkpoint after a worker has died",
+        "how often a run restarts from its checkpoint after a worker has died, or replaces a worker if it is elastic",
         least=0,
     )
     patience: float = setting(

@@ -19,6 +19,7 @@ from torch import nn
 from penstock.config import Config
 from penstock.cost.profile import Profile, enlarge
 from penstock.cost.row_profiles import RowProfiles
+from penstock.cost.sizes import chunk_in_use
 from penstock.errors import RunError, ShapeError
 from penstock.formats import config_toml as config_file
 from penstock.ir.plan import Facts
@@ -44,7 +45,6 @@ from penstock.models import (
 from penstock.models.decoder import build_decoder, check_positions, read_decoder
 from penstock.models.flops import flops_per_token
 from penstock.runtime import Comm, CudaTape, compile_stage, spawn
-from penstock.runtime.chunked_loss import MIN_LOGITS_BYTES
 from penstock.runtime.process.amx import avoid_broken_amx
 from penstock.runtime.process.launch import run_on_ranks, under_launcher
 from penstock.runtime.process.machine import count_neighbours, look_at_machine, own_gpu
@@ -339,17 +339,16 @@ def subjects_by_rows(
             Subject(head, hidden, loss=loss, labels=labels, autocast=autocast),
             layers,
             facts,
-            (*device_facts, ("loss_chunk", _chunk_in_use(request, shape, vocab))),
+            (
+                *device_facts,
+                (
+                    "loss_chunk",
+                    chunk_in_use(request.loss_chunk, count * request.tokens, vocab),
+                ),
+            ),
         )
         subjects.append(each)
     return subjects
-
-
-def _chunk_in_use(request: ProfileRequest, shape: tuple[int, int], vocab: int) -> int:
-    """The tokens of a chunk of the loss; 0 if the logits are so small that there are no chunks."""
-    rows, tokens = shape
-    wide = rows * tokens * vocab * torch.float32.itemsize
-    return request.loss_chunk if wide >= MIN_LOGITS_BYTES else 0
 
 
 def _shallow_model(request: ProfileRequest) -> tuple[nn.Module, int, int, Facts]:
