@@ -295,6 +295,11 @@ class RunConfig:
     precision: str = setting(
         "float32", "float32, or bfloat16 (autocast; the weights stay float32)"
     )
+    messages: str = setting(
+        "float32",
+        "type in which hidden states and their gradients travel between ranks: float32, or bfloat16, "
+        "which halves their bytes and rounds them to 8 bits",
+    )
     recompute: bool = setting(
         False,
         "keep only the inputs of stages and recompute the rest in the backward, to save memory",
@@ -354,7 +359,7 @@ class RunConfig:
     )
     restarts: int = setting(
         3,
-        "how often a run restarts from its checkpoint after a worker has died",
+        "how often a run restarts from its checkpoint after a worker has died, or replaces a worker if it is elastic",
         least=0,
     )
     patience: float = setting(
@@ -581,6 +586,7 @@ def _choice_faults(config: Config) -> list[str]:
     choices = (
         ("model.family", config.model.family, MODEL_FAMILIES),
         ("run.precision", config.run.precision, PRECISIONS),
+        ("run.messages", config.run.messages, PRECISIONS),
         ("run.device", config.run.device, DEVICES),
         ("run.compile", config.run.compile, SWITCHES),
         ("run.elastic", config.run.elastic, SWITCHES),

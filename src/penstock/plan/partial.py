@@ -81,14 +81,14 @@ def partial_profile_bound(times: LeastTimes, ranks: int, microbatches: int) -> f
 
     `times` are those of a model with only the layers that every micro-batch visits.
     """
-    turns = 2 * times.turn  # a forward and a backward at least
-    work = times.layers * sum(times.layer) + sum(times.embed) + sum(times.head) + turns
+    # Messages leave before a rank rests, so rests count in no chain of actions.
+    work = times.layers * sum(times.layer) + sum(times.embed) + sum(times.head)
     waits = (ranks - 1) * times.hop
     mean = (microbatches * work + waits) / ranks
-    there = times.way[0] + times.turn
-    back = times.layers * times.layer[1] + times.embed[1] + times.head[1] + times.turn
+    there = times.way[0]
+    back = times.layers * times.layer[1] + times.embed[1] + times.head[1]
     backwards = there + microbatches * back / ranks
-    alone = there + times.way[1] + times.turn
+    alone = there + times.way[1]
     return max(mean, backwards, alone)
 
 

@@ -196,6 +196,29 @@ def survey_setting(setting: Setting, judge: Judge, limits: Limits) -> Portfolio:
     return ranking.portfolio(noise=False)
 
 
+def weigh_setting(
+    setting: Setting, judge: Judge, limits: Limits
+) -> list[tuple[str, float]]:
+    """Return name and peak of the orders that hold the least: one micro-batch after the other."""
+    limits = useful_limits(setting, judge, limits)
+    rows = []
+    for placement in placements(setting.ranks, limits):
+        stages = placement.stages(setting.ranks)
+        for slices in TRIED_SLICES:
+            for cuts in setting.cuts(slices) if slices <= limits.slices else ():
+                few = min(2, setting.microbatches)
+                paths = placement.paths(stages, few, cuts)
+                try:
+                    peak = judge.peak(sequential_schedule(stages, paths))
+                except ShapeError:  # the cost has no such shape
+                    continue
+                shape = placement.shape
+                if slices > 1:
+                    shape = (*shape, ("slices", slices))
+                rows.append((title("one micro-batch after the other,", shape), peak))
+    return rows
+
+
 def _lengthened(short: _Ranking, setting: Setting) -> _Ranking:
     """Return a ranking of the best orders of a short one, with all micro-batches of a setting."""
     short.sort()

@@ -133,18 +133,23 @@ def placements(ranks: int, limits: Limits) -> Iterator[Placement]:
     On one rank every placement does the same work in the same order, so one is enough for whole
     paths, and waves are the same as chunks.
     """
-    every = [Placement("chunks", count) for count in TRIED_CHUNKS]
-    if ranks > 1:
-        every += [Placement("waves", count) for count in TRIED_WAVES]
-    every.sort(key=lambda one: one.stages_per_rank)
-    for placement in every:
+    for placement in every_placement():
         if placement.stages_per_rank > limits.stages:
+            continue
+        if ranks == 1 and placement.word == "waves":
             continue
         if ranks > 1 or placement.count == 1:
             yield placement
         skips = most_skips(ranks * placement.stages_per_rank, limits.skip)
         if skips:
             yield replace(placement, skips=skips)
+
+
+def every_placement() -> list[Placement]:
+    """Return all placements that are ever tried, from few stages to many."""
+    every = [Placement("chunks", count) for count in TRIED_CHUNKS]
+    every += [Placement("waves", count) for count in TRIED_WAVES]
+    return sorted(every, key=lambda one: one.stages_per_rank)
 
 
 # ---------------------------------------------------------------- fixed orders
