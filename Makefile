@@ -30,6 +30,8 @@ figures: setup ## plan, simulate and draw schedules; the figures are in out/
 	$(BIN)/penstock compare $(OUT)/1f1b.json $(OUT)/plan.json --comm 0.05 --output $(OUT)/compare.html
 	@echo "open $(OUT)/compare.html in a browser: 1F1B over the plan"
 
+# Let Python keep its bytecode, or every process compiles all files anew.
+test: export PYTHONDONTWRITEBYTECODE :=
 test: setup ## run all tests
 	$(BIN)/pytest -n 2 --dist worksteal
 

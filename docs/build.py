@@ -14,15 +14,17 @@ from __future__ import annotations
 
 import argparse
 import ast
+import importlib
 import os
 import re
 import shlex
-import subprocess
 import sys
 import tempfile
+import traceback
 import xml.etree.ElementTree as ET
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 from penstock import REGISTRY, Timeline, UnitCost, lower_bound, make, simulate
 from penstock.schedules import shape_of
@@ -412,36 +414,51 @@ def _ran(block: str, folder: Path) -> str:
 
 
 def run(line: str, folder: Path) -> str:
-    """The output of a command, without trailing spaces and without empty lines around it."""
-    code = [
-        sys.executable,
-        "-c",
-        "from penstock.cli.app import main; main()",
-        *shlex.split(line, comments=True)[1:],
-    ]
-    plain = {
-        "COLUMNS": str(COLUMNS),
-        "NO_COLOR": "1",
-        "TERM": "dumb",
-        "PYTHONUTF8": "1",
-    }
-    done = subprocess.run(
-        code,
-        cwd=folder,
-        env={**os.environ, **plain},
-        check=False,
-        encoding="utf-8",
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-    )
-    if done.returncode != 0:
-        raise SystemExit(f"{line}\n{done.stdout}")
-    lines = [text.rstrip() for text in done.stdout.splitlines()]
+    """The output of a command, without trailing spaces and without empty lines around it.
+
+    The command runs in a fork of this process, which has most of penstock loaded.
+    """
+    with tempfile.TemporaryFile() as output:
+        sys.stdout.flush()
+        pid = os.fork()
+        if pid == 0:
+            become(shlex.split(line, comments=True)[1:], folder, output.fileno())
+        _, status = os.waitpid(pid, 0)
+        output.seek(0)
+        printed = output.read().decode("utf-8")
+    if status != 0:
+        raise SystemExit(f"{line}\n{printed}")
+    lines = [text.rstrip() for text in printed.splitlines()]
     while lines and not lines[0]:
         del lines[0]
     while lines and not lines[-1]:
         del lines[-1]
     return "".join(f"{text}\n" for text in lines)
+
+
+def become(words: list[str], folder: Path, output: int) -> NoReturn:
+    """Run a command line, given without `penstock`, in this process, and end the process."""
+    code = 1
+    try:
+        os.chdir(folder)
+        os.environ.update({"COLUMNS": str(COLUMNS), "NO_COLOR": "1", "TERM": "dumb"})
+        for number, stream in ((1, sys.stdout), (2, sys.stderr)):
+            os.dup2(output, number)
+            stream.reconfigure(encoding="utf-8")
+        sys.argv = ["penstock", *words]
+        cli = importlib.import_module("penstock.cli.app")  # it reads the environment
+        cli.main()
+        code = 0
+    except SystemExit as stopped:
+        code = (
+            stopped.code if isinstance(stopped.code, int) else int(bool(stopped.code))
+        )
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
 
 
 # ---------------------------------------------------------------- pictures

@@ -22,7 +22,8 @@ if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
 def _fork_server() -> Iterator[None]:
     """Start the process to fork from before a test needs it, if there are many tests."""
     if "PYTEST_XDIST_WORKER" in os.environ:
-        from forked import start_server  # noqa: PLC0415  # loads torch
+        import savings  # noqa: F401, PLC0415  # loads numba and torch
+        from forked import start_server  # noqa: PLC0415
 
         start_server()
     yield

@@ -56,6 +56,7 @@ def trained(
     if done.returncode:
         sys.exit(done.stderr)
     found = summarize_run(folder)
+    kind = found.main
     middle, low, high = quartiles([row.seconds for row in found.rows[COLD:]])
     return {
         "ranks": ranks,
@@ -68,9 +69,9 @@ def trained(
         "memory": found.rows[-1].memory,
         "memory_early": found.rows[COLD].memory,
         "loss": found.rows[-1].loss,
-        "predicted": found.forecast.seconds if found.forecast else None,
-        "bubble": found.measured.bubble if found.measured else None,
-        "predicted_bubble": found.predicted.bubble if found.predicted else None,
+        "predicted": kind.forecast.seconds if kind.forecast else None,
+        "bubble": kind.measured.bubble if kind.measured else None,
+        "predicted_bubble": kind.predicted.bubble if kind.predicted else None,
         "said": next(
             (
                 text.strip()

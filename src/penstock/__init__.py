@@ -35,6 +35,7 @@ if TYPE_CHECKING:
         needs,
         verify,
     )
+    from penstock.pipeline import Pipeline
     from penstock.plan import lower_bound, portfolio
     from penstock.schedules import REGISTRY, make
     from penstock.sim import simulate
@@ -51,6 +52,7 @@ __all__ = [
     "Op",
     "PartCost",
     "PenstockError",
+    "Pipeline",
     "Plan",
     "Profile",
     "ProfileCost",
@@ -84,6 +86,8 @@ def __getattr__(name: str) -> object:
 
     if name == "__version__":
         return import_module("penstock.version").read_version()
+    if name == "Pipeline":  # needs torch
+        return import_module("penstock.pipeline").Pipeline
     if name in _ROOMS:
         return import_module(f"penstock.{name}")
     if name in __all__:

@@ -1,8 +1,9 @@
-"""The config of a run: six sections of plain values, frozen, and checked before anything starts.
+"""The config of a run: seven sections of plain values, frozen, and checked before anything starts.
 
     [model]      sizes, or a folder to start from          what to train
     [data]       text, tokenizer, tokens, batch            on which text
     [schedule]   name and shape                            in which order
+    [paths]      rotation, full steps, warm-up             through which parts, if some are left out
     [mesh]       processes of a rank                       how a rank shares its part
     [optimizer]  rates, decay, clipping                    how the weights move
     [run]        steps, seed, precision, when to save      for how long, and where
@@ -28,9 +29,15 @@ MODEL_FAMILIES = ("llama", "gpt")
 PRECISIONS = ("float32", "bfloat16")
 DEVICES = ("auto", "cpu", "cuda")
 AUTO = "auto"
+MEANS = ("all", "visits")
+PARTIAL_SCHEDULES = ("skip",)  # named schedules that leave out parts
+FULL_AS_PLANNED = -1  # paths.full: what the plan's rules say
 MAX_DEFAULT_MICROBATCHES = 4096  # of a named schedule whose micro-batches are open
 SWITCHES = (AUTO, "true", "false")
-SWITCH_KEYS = ("run.compile",)  # their values may be written without quotes
+SWITCH_KEYS = (
+    "run.compile",
+    "run.elastic",
+)  # their values may be written without quotes
 BYTE_TOKENIZER = "bytes"
 PLANS = (".json", ".csv")  # suffixes of files that hold a schedule
 
@@ -82,6 +89,15 @@ class ModelConfig:
         "",
         "Hugging Face folder to start from (config.json, *.safetensors); its sizes replace those above",
     )
+    config: str = setting(
+        "",
+        "Hugging Face folder whose config.json defines the model; its weights, if any, are not read",
+    )
+
+    @property
+    def folder(self) -> str:
+        """The Hugging Face folder that defines the model; empty if there is none."""
+        return self.weights or self.config
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,16 +106,21 @@ class DataConfig:
 
     sources: tuple[str, ...] = setting(
         (),
-        "files or folders with text or .jsonl, also as .gz, .bz2 or .xz; empty takes Python's standard library",
+        "files or folders: text, .jsonl (also .gz, .bz2, .xz), .parquet, .arrow; empty takes Python's standard library",
     )
     endings: tuple[str, ...] = setting(
-        (".txt", ".md", ".py", ".jsonl", ".txt.gz", ".jsonl.gz"),
+        (
+            *(".txt", ".md", ".py", ".jsonl", ".txt.gz", ".jsonl.gz"),
+            *(".parquet", ".arrow"),
+        ),
         "endings of the files that are read from folders",
     )
-    field: str = setting("text", "field of a JSONL line that holds the text")
+    field: str = setting(
+        "text", "field of a JSONL line, or column of a table, that holds the text"
+    )
     tokenizer: str = setting(
         AUTO,
-        "bytes, or the path of a tokenizer.json; auto takes that of model.weights, or else bytes",
+        "bytes, or the path of a tokenizer.json; auto takes that of model.weights or model.config, or else bytes",
     )
     tokens: int = setting(128, "tokens per sequence", least=2)
     batch: int = setting(
@@ -151,6 +172,12 @@ class ScheduleConfig:
     chunks: int = setting(0, "chunks of the model per rank (interleaved)", least=0)
     slices: int = setting(0, "token slices per micro-batch", least=0)
     skips: int = setting(0, "parts that each micro-batch skips (skip)", least=0)
+    skip: float = setting(
+        0.0,
+        "share of the layers that auto may let each micro-batch leave out; this changes what is computed",
+        least=0,
+        most=0.9,
+    )
     copies: int = setting(
         1, "data-parallel copies of the pipeline; 0 lets auto choose", least=0
     )
@@ -159,6 +186,40 @@ class ScheduleConfig:
     )
     partition: tuple[int, ...] = setting(
         (), "number of layers of each part; empty makes them as equal as possible"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class PathsConfig:
+    """Which parts micro-batches visit from step to step, if the schedule leaves out parts."""
+
+    rotate: int = setting(
+        0,
+        "sets of paths that steps take in turn; 1 keeps one set, 0 takes all sets of the plan",
+        least=0,
+        most=10_000,
+    )
+    full: int = setting(
+        FULL_AS_PLANNED,
+        "every full-th step runs all parts; 0 never does, -1 does what the plan's rules say",
+        least=-1,
+    )
+    warmup: int = setting(0, "steps at the beginning that run all parts", least=0)
+    mean: str = setting(
+        "all",
+        "tokens over which the gradient of a part is a mean: all, or visits, those that visited the part",
+    )
+    share: float = setting(
+        0.0,
+        "share of the parts that each micro-batch leaves out (skip); 0 takes schedule.skips",
+        least=0,
+        most=0.99,
+    )
+    swaps: int = setting(
+        0, "pairs of neighboring parts that may change places on a path (skip)", least=0
+    )
+    keep: tuple[int, ...] = setting(
+        (), "parts that every micro-batch visits, besides the first one (skip)"
     )
 
 
@@ -234,6 +295,11 @@ class RunConfig:
     precision: str = setting(
         "float32", "float32, or bfloat16 (autocast; the weights stay float32)"
     )
+    messages: str = setting(
+        "float32",
+        "type in which hidden states and their gradients travel between ranks: float32, or bfloat16, "
+        "which halves their bytes and rounds them to 8 bits",
+    )
     recompute: bool = setting(
         False,
         "keep only the inputs of stages and recompute the rest in the backward, to save memory",
@@ -281,9 +347,19 @@ class RunConfig:
     check_memory: bool = setting(
         True, "refuse to start if the run needs more memory than this machine has"
     )
+    elastic: str = setting(
+        AUTO,
+        "go on without a worker that is lost: true, false, or auto, which is true for CPU workers of which "
+        "no one holds a part alone",
+    )
+    silence: float = setting(
+        15.0,
+        "seconds without a sign of life after which an elastic run goes on without a worker",
+        above=0,
+    )
     restarts: int = setting(
         3,
-        "how often a run restarts from its checkpoint after a worker has died",
+        "how often a run restarts from its checkpoint after a worker has died, or replaces a worker if it is elastic",
         least=0,
     )
     patience: float = setting(
@@ -303,6 +379,7 @@ class Config:
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    paths: PathsConfig = field(default_factory=PathsConfig, kw_only=True)
     mesh: MeshConfig = field(default_factory=MeshConfig, kw_only=True)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     run: RunConfig = field(default_factory=RunConfig)
@@ -402,10 +479,12 @@ def check_config(config: Config, counted: bool = False) -> Config:
         faults += _range_faults(section.name, getattr(config, section.name))
     faults += _choice_faults(config)
     faults += _device_faults(config)
+    faults += _skip_faults(config)
     name = config.schedule.name
     counted = counted or not (name == AUTO or is_plan_file(name))
     faults += _size_faults(config, counted)
     faults += _option_faults(config)
+    faults += _path_faults(config)
     if faults:
         raise ConfigError("\n".join(faults))
     return config
@@ -419,6 +498,50 @@ def _option_faults(config: Config) -> list[str]:
     if config.run.compile == "true":
         reasons += [("compile", one) for one in reasons_against_compiling(config)]
     return [f"run.{key} = true does not go with {reason}" for key, reason in reasons]
+
+
+def _path_faults(config: Config) -> list[str]:
+    """The values of [paths] that would change nothing, or that contradict others."""
+    paths = config.paths
+    schedule = config.schedule
+    planned = is_plan_file(schedule.name)
+    changed = []
+    for item in fields(paths):
+        value = getattr(paths, item.name)
+        if value != item.default:
+            changed.append(f"paths.{item.name}")
+    if not planned and schedule.name not in PARTIAL_SCHEDULES:
+        return [
+            f"{key} is for schedules that leave out parts, and {schedule.name} leaves out none: "
+            "set schedule.name=skip or a plan of `penstock paths`, or leave it out"
+            for key in changed
+        ]
+    faults = []
+    if paths.mean == "visits" and config.data.separate and config.mesh.shard > 1:
+        faults.append(
+            "paths.mean = visits does not go with data.separate = true and mesh.shard > 1: "
+            "shards would weigh their documents differently; set paths.mean=all"
+        )
+    if planned:
+        own = ("paths.share", "paths.swaps", "paths.keep")
+        faults += [
+            f"{key} is for schedule.name = skip; a plan file has its own paths, so leave it out"
+            for key in changed
+            if key in own
+        ]
+        return faults
+    if paths.share and schedule.skips:
+        faults.append(
+            f"paths.share = {paths.share:g} and schedule.skips = {schedule.skips} both say how many "
+            "parts are left out: give one of them"
+        )
+    unknown = [part for part in paths.keep if not 0 <= part < schedule.ranks]
+    if unknown:
+        faults.append(
+            f"paths.keep names part {unknown[0]}, but the parts of {schedule.ranks} ranks are "
+            f"0 to {schedule.ranks - 1}"
+        )
+    return faults
 
 
 def allows_meshes(config: Config) -> bool:
@@ -463,8 +586,11 @@ def _choice_faults(config: Config) -> list[str]:
     choices = (
         ("model.family", config.model.family, MODEL_FAMILIES),
         ("run.precision", config.run.precision, PRECISIONS),
+        ("run.messages", config.run.messages, PRECISIONS),
         ("run.device", config.run.device, DEVICES),
         ("run.compile", config.run.compile, SWITCHES),
+        ("run.elastic", config.run.elastic, SWITCHES),
+        ("paths.mean", config.paths.mean, MEANS),
     )
     faults = []
     for key, value, known in choices:
@@ -510,6 +636,17 @@ def _device_faults(config: Config) -> list[str]:
     ]
 
 
+def _skip_faults(config: Config) -> list[str]:
+    """A share that only auto takes into account, beside a named schedule."""
+    schedule = config.schedule
+    if not schedule.skip or schedule.name == AUTO or is_plan_file(schedule.name):
+        return []
+    return [
+        f"schedule.skip = {schedule.skip:g} says what auto may leave out, but "
+        f"schedule.name = {schedule.name}; for the schedule skip, set schedule.skips"
+    ]
+
+
 def _size_faults(config: Config, counted: bool) -> list[str]:
     """The values that contradict each other."""
     model = config.model
@@ -525,7 +662,12 @@ def _size_faults(config: Config, counted: bool) -> list[str]:
             f"{schedule.copies} x shard {config.mesh.shard} x accumulate "
             f"{config.run.accumulate}); {fitting} do"
         )
-    if model.weights:
+    if model.weights and model.config:
+        faults.append(
+            "model.weights and model.config both name a folder; "
+            "weights starts from a trained model, config from new weights"
+        )
+    if model.folder:
         return faults  # Its folder has its own sizes.
     if model.family == "gpt" and 0 < model.positions < data.tokens:
         faults.append(

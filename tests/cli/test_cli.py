@@ -94,7 +94,8 @@ def test_a_file_can_replace_the_name_of_a_schedule(run, ending):
 
 def test_plan_ranks_the_schedules_and_writes_the_best(run):
     code, out, _ = run(
-        "plan --ranks 4 --microbatches 8 --comm 0.05 --memory 4 -o plan.json --json"
+        "plan --ranks 4 --microbatches 8 --comm 0.05 --memory 4 --stages 2 --slices 2 "
+        "-o plan.json --json"
     )
     rows = json.loads(out)["schedules"]
     assert code == 0
@@ -164,7 +165,8 @@ def test_check_run_tells_a_wrong_gradient_from_rounding(run, monkeypatch):
 
 
 def test_plan_prints_a_table_that_fits(run):
-    code, out, _ = run("plan --ranks 4 --microbatches 8 --comm 0.05 --memory 4 --top 5")
+    limits = "--memory 4 --stages 2 --slices 2"
+    code, out, _ = run(f"plan --ranks 4 --microbatches 8 --comm 0.05 {limits} --top 5")
     assert code == 0
     assert "bound: no plan of this space takes less than" in out
     assert "not tried: skip" in out
@@ -296,25 +298,26 @@ def test_an_absurd_size_is_refused_with_the_number_of_actions(run, line):
     assert "Traceback" not in err
 
 
-@pytest.mark.parametrize("width", [80, 60, 40, 20])
-def test_no_number_in_a_table_is_cut_off(run, monkeypatch, width):
-    line = "plan --ranks 2 --microbatches 4 --comm 0.05 --forward 33.777"
+def test_no_number_in_a_table_is_cut_off(run, monkeypatch):
+    sizes = "--ranks 2 --microbatches 4 --stages 2 --slices 2"
+    line = f"plan {sizes} --comm 0.05 --forward 33.777"
     rows = json.loads(run(f"{line} --json")[1])["schedules"]
-    monkeypatch.setenv("COLUMNS", str(width))
-    code, out, _ = run(f"{line} --top 1000")
-    assert code == 0
-    assert all(len(text) <= width for text in out.splitlines())
-    assert "…" not in out
-    words = out.split()
-    for row in rows:
-        assert f"{row['step']:.4g}" in words
-        if width != 40 and row["noisy_makespan"] is not None:
-            assert f"{row['noisy_makespan']:.4g}" in words
-    if width == 40:
-        told = " ".join(words)
-        assert re.search(
-            r"no room for [^:]*±10%[^:]*: widen the terminal, or use", told
-        )
+    for width in (80, 60, 40, 20):
+        monkeypatch.setenv("COLUMNS", str(width))
+        code, out, _ = run(f"{line} --top 1000")
+        assert code == 0
+        assert all(len(text) <= width for text in out.splitlines())
+        assert "…" not in out
+        words = out.split()
+        for row in rows:
+            assert f"{row['step']:.4g}" in words
+            if width != 40 and row["noisy_makespan"] is not None:
+                assert f"{row['noisy_makespan']:.4g}" in words
+        if width == 40:
+            told = " ".join(words)
+            assert re.search(
+                r"no room for [^:]*±10%[^:]*: widen the terminal, or use", told
+            )
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import threading
 from dataclasses import replace
@@ -27,6 +28,7 @@ from penstock.formats import (
 from penstock.formats.config_toml import load_config
 from penstock.ir import Plan
 from penstock.plan.paths.rules import Rules, rules_from, rules_text
+from penstock.schedules.coverage import visits_all_parts
 
 CITIES = ["Paris", "London", "Tokyo", "Osaka", "Lisbon", "Rome", "Boston", "Madrid"]
 SIZES = "--parts 4 --microbatches 3 --forward 0.5 --message 8e6 --iterations 500"
@@ -189,9 +191,8 @@ def test_a_search_that_a_time_limit_cuts_short_says_so(run):
         f"paths cluster.toml {SIZES} --share 0.25 --seconds 1e-9 -o plan.json"
     )
     assert code == 0
-    assert (
-        out.count("0 moves") == out.count("cut short") == 2
-    )  # the paths' search, and the full pipeline's
+    # The paths' search and the full pipeline's; also that of steps with all parts.
+    assert (out.count("0 moves"), out.count("cut short")) == (2, 3)
     assert read_plan("plan.json").facts["cut_short"] is True
     found = json.loads(
         run(f"paths cluster.toml {SIZES} --share 0.25 --seconds 1e-9 --json")[1]
@@ -202,6 +203,34 @@ def test_a_search_that_a_time_limit_cuts_short_says_so(run):
         "cut short"
         not in run(f"paths cluster.toml {SIZES} --share 0.25 --seconds 3600")[1]
     )
+
+
+def test_steps_in_turn_and_full_steps_are_planned_for_the_same_nodes(run):
+    sizes = SIZES.replace("--parts 4", "--parts 5").replace("500", "300")
+    code, out, _ = run(f"paths cluster.toml {sizes} --rotate --slack 1 -o plan.json")
+    assert code == 0
+    assert "with these nodes for the parts" in out
+    plan = read_plan("plan.json")
+    sets = int(re.search(r"paths in turn +(\d+) set", out)[1])
+    assert sets == 1 + len(plan.rotation) > 1
+    assert visits_all_parts(plan.full)
+    assert plan.facts["full_makespan"] > plan.facts["makespan"]
+    assert run("check plan.json")[0] == 0
+
+
+def test_the_others_keep_their_parts_when_a_node_is_lost(run):
+    sizes = f"{SIZES} --seed 2"
+    whole = json.loads(run(f"paths cluster.toml {sizes} --json")[1])["nodes"]
+    part = next(number for number, nodes in enumerate(whole) if len(nodes) > 1)
+    node = whole[part][0]
+    code, out, err = run(f"paths cluster.toml {sizes} --lost {node} -o left.json")
+    assert code == 0, err
+    assert "a step that skips nothing" not in out  # it would need the lost node
+    left = json.loads(run(f"paths cluster.toml {sizes} --lost {node} --json")[1])
+    assert left["nodes"] == [[n for n in nodes if n != node] for nodes in whole]
+    schedule = read_plan("left.json").schedule
+    assert schedule.lanes[node] == ()
+    assert "the plan has nodes 0..7" in run(f"paths cluster.toml {sizes} --lost 9")[2]
 
 
 def test_the_full_pipeline_is_planned_in_the_same_way_as_the_paths(run):

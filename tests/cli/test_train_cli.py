@@ -25,7 +25,7 @@ from torch.distributed.elastic.multiprocessing.errors import (
 )
 
 import starved_workers
-from commands import SMALL_CONFIG, called, ended, environment, wait_for
+from commands import SMALL_CONFIG, called, ended, environment, torchrun, wait_for
 from forked import Command
 from penstock import MicroBatch, Plan, Schedule, Stage, make
 from penstock.config import PRESETS
@@ -124,7 +124,7 @@ def test_a_run_ends_with_a_curve_a_report_a_checkpoint_and_a_sample(
         done.err,
     )
     assert re.search(r"a step took [\d.]+ m?s, predicted [\d.]+ m?s", done.out)
-    for words in ("trained 12 steps", "report ", "checkpoint ", "a sample", "def "):
+    for words in ("trained 12 steps", "report ", "checkpoint ", "a sample"):
         assert words in done.out, words
     page = (folder / "report.html").read_text()
     assert page.count("<svg") == 4
@@ -142,7 +142,9 @@ def test_a_run_ends_with_a_curve_a_report_a_checkpoint_and_a_sample(
     assert list((folder / "tensorboard").iterdir())
     assert "Traceback" not in done.err
     assert here("report runs/config -o again.html").code == 0
-    assert (folder / "sample.txt").read_text()[:4] == "def "
+    prompt = (folder / "prompt.txt").read_text()
+    assert prompt
+    assert (folder / "sample.txt").read_text().startswith(prompt)
     assert "<h2>Sample</h2>" in (text / "again.html").read_text()
     assert (text / "again.html").read_text().count("<svg") == 4
     drawn = here("generate runs/config --prompt the --tokens 15 --temperature 0")
@@ -162,11 +164,22 @@ def test_a_run_ends_with_a_curve_a_report_a_checkpoint_and_a_sample(
     )
     assert re.match(r"random +2/4 parts  perplexity [\d.]+ ± ", drawn_parts)
     assert re.search(r"^best +2/4 parts .* parts 0 [123]$", best)
+    chosen = here("eval runs/config --omit 2 --exit-after 1 --batches 1")
+    assert re.search(
+        r"^chosen +3/4 parts .* parts 0 1 3\nchosen +2/4 parts .* parts 0 1$",
+        chosen.out,
+        re.M,
+    )
+    early = here("generate runs/config --prompt the --tokens 9 --exit-after 1")
+    assert (early.code, early.out[:3]) == (0, "the")
+    refused = here("generate runs/config --omit 0,2")
+    assert (refused.code, refused.out) == (2, "")
+    assert "leave out some of the layers 1 to 3" in refused.err
     code, err = ended(text, "generate runs/config --tokens 1000000", 2.0)
     assert code == 130, err
     assert "-5 tokens cannot be added" in here("generate runs/config --tokens -5").err
     assert "name the folder of a run" in here("eval hub --omit 0.5").err
-    assert "a share of 1 cannot be left out" in here("eval runs/config --omit 1").err
+    assert "a share of 1 cannot be left out" in here("eval runs/config --omit 1.0").err
 
 
 # ---------------------------------------------------------------- trouble
@@ -224,28 +237,13 @@ def test_under_torchrun_it_is_the_same_run(text, here):
     line = (
         "train config.toml --sample 0 --set run.steps=4 --set run.folder=runs/torchrun"
     )
-    launcher = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-    ]
+    launcher = "--standalone --nproc-per-node 2 -m penstock"
     env = environment(GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1")
-    command = [*launcher, "-m", "penstock", *line.split()]
-    done = subprocess.run(
-        command,
-        cwd=text,
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    process = torchrun(text, [*launcher.split(), *line.split()], env)
+    out, err = process.communicate()
+    assert process.returncode == 0, err
     folder = text / "runs" / "torchrun"
-    assert "trained 4 steps" in done.stdout
+    assert "trained 4 steps" in out
     assert [row.loss for row in read_rows(folder)] == [
         row.loss for row in undisturbed(folder, text / "quiet")
     ]
@@ -489,13 +487,12 @@ def test_a_dry_run_shows_plan_memory_and_speed_and_leaves_nothing(here, text):
 
 
 def test_auto_picks_a_schedule_that_fits_the_layers(here):
-    done = here(
-        "train --dry-run --set model.layers=6 --set model.width=32 --set model.inner=32"
-    )
+    sizes = "--set model.layers=6 --set model.width=32 --set model.inner=32"
+    done = here(f"train --dry-run {sizes} --set data.tokens=16 --set data.batch=4")
     assert done.code == 0, done.err
-    found = re.search(r"4 ranks, (\d+) micro-batches of (\d+) x 128 tokens", done.err)
+    found = re.search(r"4 ranks, (\d+) micro-batches of (\d+) x 16 tokens", done.err)
     assert found, done.err
-    assert int(found[1]) * int(found[2]) == PRESETS["tiny"].data.batch
+    assert int(found[1]) * int(found[2]) == 4
     assert sum(map(int, done.err.split("layers ")[2].split("\n")[0].split())) == 6
 
 
@@ -872,7 +869,9 @@ def test_empty_sources_mean_the_default_and_never_the_current_folder(text, here)
         == ()
     )
     assert load_config('[data]\nsources = ""').data.sources == ()
-    (text / "odd.toml").write_text('[data]\nsources = [""]\n')
+    (text / "odd.toml").write_text(
+        '[data]\nsources = [""]\n[schedule]\nname = "1f1b"\n'
+    )
     done = here("train odd.toml --dry-run")
     assert (done.code, "data.sources has a source without a name" in done.err) == (
         2,
@@ -884,9 +883,9 @@ def test_empty_sources_mean_the_default_and_never_the_current_folder(text, here)
     ("name", "content", "words"),
     [
         (
-            "a.parquet",
-            b"PAR1",
-            "a.parquet is a table: write its texts as lines of JSON",
+            "a.orc",
+            b"ORC",
+            "a.orc is a table: write its texts as lines of JSON",
         ),
         ("a.jsonl.zst", b"x", "a.jsonl.zst is an archive: unpack it first"),
         ("a.tar.gz", b"x", "is an archive"),

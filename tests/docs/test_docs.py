@@ -5,13 +5,12 @@ from __future__ import annotations
 import doctest
 import pkgutil
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from commands import called
+from commands import called, environment
+from forked import Command
 from penstock import REGISTRY
 from penstock.cli.app import app
 from test_imports import LIBRARIES, ROOMS
@@ -21,7 +20,9 @@ GUIDES = sorted(
     (ROOT / "docs" / "guides").glob("*.md")
 )  # their commands are run by test_guides.py
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
-SHORT = "--set data.tokens=32 --set run.evaluations=1"  # what a page sets itself wins
+# What a page sets itself wins.
+SHORT = "--sample 8 --set data.tokens=32 --set run.evaluations=1"
+FEW_PLANS = "--set model.layers=4 --set data.batch=4"  # for a run that is planned
 BLOCK = re.compile(r"^( *)```(\w*)\n(.*?)^\1```$", re.S | re.M)
 
 
@@ -54,25 +55,29 @@ def commands(page: Path) -> list[str]:
 
 
 def arguments(line: str) -> str:
-    """The arguments of a shown command, with short sequences for a new run.
+    """The arguments of a shown command, with less to do for a new run.
 
     A profile that is measured on a busy machine may be far off.
     """
     accept = " --accept-error" if " --profile " in line else ""
-    words = line.replace("\\\n", " ").removeprefix("penstock ") + accept
-    if words.startswith("train ") and "--resume" not in words:
-        return words.replace("train ", f"train {SHORT} ", 1)
-    return words
+    return shortened(line.replace("\\\n", " ") + accept).removeprefix("penstock ")
+
+
+def shortened(line: str) -> str:
+    """A shown command with short sequences for a new run, and with few plans to compare."""
+    if "--resume" in line:
+        return line
+    less = SHORT if "schedule.name=" in line else f"{SHORT} {FEW_PLANS}"
+    return line.replace("penstock train ", f"penstock train {less} ", 1)
 
 
 # ---------------------------------------------------------------- what the code draws and prints
 def test_docs_are_what_the_code_draws() -> None:
-    check = [sys.executable, str(ROOT / "docs" / "build.py"), "--check"]
-    done = subprocess.run(
-        check, capture_output=True, text=True, encoding="utf-8", check=False
-    )
+    script = ROOT / "docs" / "build.py"
+    done = Command(ROOT, ["--check"], environment(), script=script)
+    out, err = done.communicate()
     assert done.returncode == 0, (
-        f"run `make docs` and look at what changed:\n{done.stdout}{done.stderr}"
+        f"run `make docs` and look at what changed:\n{out}{err}"
     )
 
 

@@ -687,7 +687,7 @@ def test_a_hugging_face_folder_is_measured_by_its_config(run):
     assert err.startswith("wrote mine.json\n")  # on a busy machine a warning follows
     assert read_profile("mine.json").layers == 5
     assert run("profile --hf folder --tokens 100")[2].startswith(
-        "ShapeError: 100 tokens, but folder is for 64 at most"
+        "ShapeError: 100 tokens, but a LlamaForCausalLM of this config is for 64"
     )
 
 

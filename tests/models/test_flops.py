@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from rich.console import Console
 from torch.utils.flop_counter import FlopCounterMode
 
 from penstock.models import GPT, GPTConfig, Llama, LlamaConfig, token_loss
-from penstock.models.flops import flops_per_token, peak_flops
+from penstock.models.flops import flops_per_token, peak_flops, share_of_flops
 from penstock.train.history import StepRow
 from penstock.train.loop import flops_utilization
 from penstock.train.screen import Screen
@@ -90,3 +91,10 @@ def test_the_live_line_shows_the_remaining_time_even_if_it_is_narrow(width):
         screen.put(StepRow(853, 2.56, 0.969, 1e-3, 0.1, 2048, 324_800_000, 0.1, 0.431))
     assert "-:--:--" in told.getvalue()  # unknown after one step
     assert "step  853/5000  loss 2.5600" in told.getvalue()
+
+
+def test_a_token_that_skips_layers_needs_as_many_operations_as_a_smaller_model():
+    for sizes in (LlamaConfig(256, 64, 8, 4, 2, 96), GPTConfig(256, 64, 8, 4, 96, 128)):
+        fewer = flops_per_token(replace(sizes, layers=6), 128)
+        share = share_of_flops(sizes, 128, layers=6)
+        assert share * flops_per_token(sizes, 128) == pytest.approx(fewer)

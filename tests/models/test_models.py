@@ -897,6 +897,13 @@ def test_decoders_of_any_family_run_in_parts_and_in_slices(name):
     assert (found - whole).abs().max() <= ROUNDED * whole.abs().max()
 
 
+def test_a_copy_of_a_part_computes_the_same():
+    model = shaken(THEIRS["LlamaForCausalLM"](), torch.float32)
+    (part,) = split(model, (4,))
+    tokens = some_tokens()
+    assert torch.equal(copy.deepcopy(part)(tokens), part(tokens))
+
+
 @pytest.mark.parametrize("name", ["Gemma3", "Qwen3Moe"])
 def test_packed_documents_do_not_see_each_other_in_any_family(name):
     model = shaken(

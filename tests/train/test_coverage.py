@@ -24,7 +24,8 @@ from penstock.schedules.coverage import (
 )
 from penstock.schedules.transforms import replicate, slice_tokens, split_backward
 from penstock.train.after.ablation import perplexity
-from penstock.train.after.generate import export_run, generate_text, open_trained
+from penstock.train.after.export import export_run
+from penstock.train.after.generate import generate_text, open_trained
 from penstock.train.checkpoint import (
     NOTE,
     Saver,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from statistics import fmean
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -14,6 +15,7 @@ from penstock import REGISTRY, Plan, UnitCost, make, simulate
 from penstock.cli.forecast import describe_placement, hint
 from penstock.config import Config, DataConfig, ModelConfig, RunConfig
 from penstock.cost import ModelCost, PartCost, PausedCost, Profile, Seconds
+from penstock.cost.network import Network
 from penstock.cost.profile import Point, block, enlarge
 from penstock.errors import ShapeError
 from penstock.formats import write_profile
@@ -25,7 +27,7 @@ from penstock.measure.profile import measure
 from penstock.models import GPTConfig, LlamaConfig, even_partition
 from penstock.runtime import spawn
 from penstock.sim import simulate_shared
-from penstock.train.after.report import Summary, render_report
+from penstock.train.after.report import StepKind, Summary, render_report
 from penstock.train.forecast import (
     PROFILE,
     forecast,
@@ -191,6 +193,23 @@ def test_a_step_is_its_passes_and_the_optimizer():
     assert shared.timeline.makespan == pytest.approx(8 * (4 * 3 + 1.5), rel=1e-6)
 
 
+def test_messages_in_bfloat16_take_half_as_long_on_their_way():
+    """The hidden state on a rank stays as large as it is; so does the input that a recomputed part keeps."""
+    plan = Plan(make("1f1b", ranks=2, microbatches=8), "1f1b", (2, 2))
+    slow = replace(profile_of(), message=8.0, network=Network(0.0, 64.0))
+    halved = replace(CONFIG, run=replace(CONFIG.run, messages="bfloat16"))
+    whole, half = (forecast(config, plan, slow, 2) for config in (CONFIG, halved))
+    ways = [found.timeline.arrived - found.timeline.sent for found in (whole, half)]
+    assert np.nanmax(ways[0]) == pytest.approx(32 * 8 / 64)
+    assert np.nanmax(ways[1]) == pytest.approx(32 * 8 / 64 / 2)
+    assert half.seconds < whole.seconds
+    kept = slow.cost((2, 2), tokens=32, recompute=(0, 1))
+    assert kept.parts[0].left == 8.0
+    already = replace(slow, device=(("dtype", "bfloat16"), ("messages", "bfloat16")))
+    assert already.sent == 8.0
+    assert profile_mark(CONFIG, plan) != profile_mark(halved, plan)
+
+
 def test_what_an_action_takes_beside_its_op_is_counted_between_two_actions():
     plan = Plan(make("gpipe", ranks=1, microbatches=3), "gpipe", (4,))
     plain, more = (
@@ -262,11 +281,10 @@ def test_a_report_lays_the_forecast_over_what_was_measured_and_names_the_largest
         made.timeline, end=slow, activations=made.timeline.activations * 0 + 1
     )
     rows = tuple(StepRow(step, 1.0, 1.0, 0.1, 2.0, 10, 10, 0.1) for step in range(1, 6))
-    found = Summary(rows, plan, made, 5, measured)
-    assert found.predicted.makespan == made.timeline.makespan
-    assert found.predicted.peak_bytes(0) == found.measured.peak_bytes(
-        0
-    )  # counts, not bytes
+    kind = StepKind("step", rows, made, None, 5, measured)
+    found = Summary(rows, plan, (kind,))
+    assert kind.predicted.makespan == made.timeline.makespan
+    assert kind.predicted.peak_bytes(0) == measured.peak_bytes(0)  # counts, not bytes
     page = render_report(found, "a run")
     for words in (
         f"{plan.schedule.table.action(3)} on rank 0: predicted 2 s, took 3.5 s",
@@ -312,14 +330,14 @@ def gpus(monkeypatch):
             1,
             "",
             1,
-            "4 processes on 1 GPUs, penstock_ipc, in turns (side by side with penstock testbed --workers 4)",
+            "4 processes on 1 GPU, penstock_ipc, in turns (side by side with penstock testbed --workers 4)",
         ),
-        (1, "25", 4, "4 processes on 1 GPUs, penstock_ipc, side by side"),
+        (1, "25", 4, "4 processes on 1 GPU, penstock_ipc, side by side"),
         (
             1,
             "50",
             2,
-            "4 processes on 1 GPUs, penstock_ipc, in turns (side by side with penstock testbed --workers 4)",
+            "4 processes on 1 GPU, penstock_ipc, in turns (side by side with penstock testbed --workers 4)",
         ),
         (2, "50", 4, "4 processes on 2 GPUs, penstock_ipc, side by side"),
         (4, "", 4, "4 processes on 4 GPUs, NCCL"),
@@ -327,7 +345,7 @@ def gpus(monkeypatch):
             1,
             "rubbish",
             1,
-            "4 processes on 1 GPUs, penstock_ipc, in turns (side by side with penstock testbed --workers 4)",
+            "4 processes on 1 GPU, penstock_ipc, in turns (side by side with penstock testbed --workers 4)",
         ),
     ],
 )

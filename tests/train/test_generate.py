@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from penstock.config import BYTE_TOKENIZER
 from penstock.errors import ShapeError
 from penstock.models import GPTConfig, LlamaConfig
+from penstock.train.after.ablation import chosen_path, parse_omission
 from penstock.train.after.generate import Trained, _tokenizer, generate_text
 from penstock.train.data.tokenizer import ByteTokenizer, keep_tokenizer
 from penstock.train.weights import draw_parameters, hold_whole
@@ -147,3 +149,47 @@ def test_a_prompt_may_be_any_bytes_and_a_seed_may_not_be_any_number():
     assert generate_text(trained(LLAMA), "\udcff", 0) == "\ufffd"
     with pytest.raises(ShapeError, match="is not a seed"):
         generate_text(trained(LLAMA), "def ", 1, seed=10**30)
+
+
+# ---------------------------------------------------------------- some of the layers
+@pytest.mark.parametrize("sizes", [LLAMA, GPT], ids=["llama", "gpt"])
+@pytest.mark.parametrize("path", [(0, 2), (0,)], ids=["omitted", "exit"])
+def test_some_layers_say_what_a_model_of_only_these_layers_says(sizes, path):
+    whole = trained(sizes)
+    smaller = trained(replace(sizes, layers=len(path)))
+    for name, parameter in smaller.holding.parameters.items():
+        source = name
+        if name.startswith("layers."):
+            _, number, rest = name.split(".", 2)
+            source = f"layers.{path[int(number)]}.{rest}"
+        parameter.data.copy_(whole.holding.parameters[source].data)
+    found = generate_text(whole, PROMPT, 80, 0.0, path=path)
+    assert found == generate_text(smaller, PROMPT, 80, 0.0)
+    assert found != generate_text(whole, PROMPT, 80, 0.0)
+    everything = tuple(range(sizes.layers))
+    assert generate_text(whole, PROMPT, 9, 0.0, path=everything) == generate_text(
+        whole, PROMPT, 9, 0.0
+    )
+
+
+@pytest.mark.parametrize(
+    ("omit", "exit_after", "message"),
+    [
+        ([0], None, "layer 0 cannot be left out: it always runs in training"),
+        ([8], None, "layer 8 cannot be left out: the layers are 0 to 7"),
+        ([-1], None, "layer -1 cannot be left out: the layers are 0 to 7"),
+        ([], 8, "there is no layer 8 to exit after: the layers are 0 to 7"),
+        ([6], 4, "layer 6 comes after the exit"),
+    ],
+)
+def test_layers_that_cannot_be_left_out_are_refused(omit, exit_after, message):
+    with pytest.raises(ShapeError, match=message):
+        chosen_path(8, omit, exit_after)
+
+
+def test_an_omission_is_a_share_or_some_layers():
+    texts = ("0.25", "0", "1.0", "1", "2,5", " 3 ")
+    assert [parse_omission(text) for text in texts] == [0.25, 0, 1.0, [1], [2, 5], [3]]
+    for text in ("2;5", "half"):
+        with pytest.raises(ShapeError, match="does not name layers"):
+            parse_omission(text)

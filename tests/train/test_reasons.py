@@ -15,7 +15,7 @@ from penstock.plan.question import unit_question
 from penstock.plan.recipes import Limits
 from penstock.plan.search import search
 from penstock.train.after.reasons import reasons_of
-from penstock.train.after.report import Summary, render_report
+from penstock.train.after.report import StepKind, Summary, render_report
 from penstock.train.history import StepRow
 
 ROWS = tuple(StepRow(step, 1.0, 1.0, 0.1, 2.0, 10, 10, 0.1) for step in range(1, 4))
@@ -108,7 +108,9 @@ def test_a_plan_of_measured_times_has_its_units():
 
 def test_no_number_of_a_report_has_more_digits_than_it_means(automatic):
     plan = replace(automatic, partition=(1,) * automatic.schedule.parts)
-    text = render_report(Summary(ROWS, plan, named="auto"), "a run")
+    text = render_report(
+        Summary(ROWS, plan, (StepKind("step", ROWS),), "auto"), "a run"
+    )
     body = re.sub(r"<svg.*?</svg>|<style>.*?</style>", "", text, flags=re.DOTALL)
     assert "<h2>Why this plan</h2>" in body
     assert "(chosen)</td>" in body

@@ -57,7 +57,7 @@ def folder(tmp_path, monkeypatch):
         "GLOO_SOCKET_IFNAME": "lo",
     }.items():
         monkeypatch.setenv(name, str(value))
-    monkeypatch.setattr("penstock.train.worker._end_with_parent", lambda: None)
+    monkeypatch.setattr("penstock.train.worker.end_with_parent", lambda: None)
     before = {
         number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)
     }

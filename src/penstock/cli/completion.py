@@ -28,6 +28,13 @@ def complete_gpu(begin: str) -> list[str]:
     return [name for name in GPUS if name.startswith(begin)]
 
 
+def complete_framework(begin: str) -> list[str]:
+    """Names of other frameworks that a plan can be for."""
+    from penstock.advice.advise import FRAMEWORKS
+
+    return [name for name in FRAMEWORKS if name.startswith(begin)]
+
+
 def complete_change(begin: str) -> list[str]:
     """Keys of a config, as section.key=."""
     from dataclasses import fields

@@ -14,13 +14,13 @@ if TYPE_CHECKING:
 
 REPORT = "report.html"  # in the folder of a run
 SAMPLE = "sample.txt"  # in the folder of a run
-SAMPLE_PROMPT = "def "
 
 
 def show_ending(folder: Path, verdict: Verdict, sample: int) -> None:
     """Write the report and a sample of `sample` tokens, and print how the run ended."""
     from penstock.train.after.generate import generate_text, open_trained
     from penstock.train.after.report import render_report, summarize_run
+    from penstock.train.data.prompt import read_prompt
 
     if verdict.stopped and not verdict.step:
         _print_no_checkpoint(folder)
@@ -28,7 +28,7 @@ def show_ending(folder: Path, verdict: Verdict, sample: int) -> None:
     summary = summarize_run(folder)
     text = ""
     if sample:
-        text = generate_text(open_trained(folder), SAMPLE_PROMPT, sample)
+        text = generate_text(open_trained(folder), read_prompt(folder), sample)
     if text:
         write(folder / SAMPLE, text, quiet=True)
     else:
@@ -55,7 +55,7 @@ def _print_no_checkpoint(folder: Path) -> None:
 
 def _ending_lines(folder: Path, verdict: Verdict, summary: Summary) -> list[str]:
     """Return the results of a run, and where its files are."""
-    from penstock.view.numbers import write_time
+    from penstock.train.after.report import list_events
 
     first = summary.rows[0]
     last = summary.rows[-1]
@@ -68,18 +68,22 @@ def _ending_lines(folder: Path, verdict: Verdict, summary: Summary) -> list[str]
         f"{ending} {verdict.step} steps in {seconds:,.0f} s: {loss}, "
         f"{summary.speed:,.0f} tokens/s"
     ]
-    if summary.forecast is not None:
-        measured = write_time(summary.seconds, digits=3)
-        predicted = write_time(summary.forecast.seconds, digits=3)
-        lines.append(f"a step took {measured}, predicted {predicted}")
-    if summary.predicted is not None and summary.measured is not None:
+    lines += [kind.text for kind in summary.kinds if kind.text]
+    for kind in summary.kinds:
+        predicted = kind.predicted
+        if predicted is None or kind.measured is None:
+            continue
         source = "predicted"
-        if summary.forecast is None:
+        if kind.forecast is None:
             source = "simulated from the times of its actions"
+        step = f"step {kind.step}"
+        if len(summary.kinds) > 1:
+            step = f"{step}, a {kind.name},"
         lines.append(
-            f"step {summary.step} had a bubble of {summary.measured.bubble:.1%}, "
-            f"{source} {summary.predicted.bubble:.1%}"
+            f"{step} had a bubble of {kind.measured.bubble:.1%}, "
+            f"{source} {predicted.bubble:.1%}"
         )
+    lines += list_events(summary)
     checkpoint = folder / "checkpoints" / f"step-{verdict.step:08d}"
     lines.append(f"report      {folder / REPORT}")
     lines.append(f"checkpoint  {checkpoint}")

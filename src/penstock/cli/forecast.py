@@ -20,10 +20,19 @@ MIN_LAUNCH_OVERHEAD = (
 )
 
 
+def count_of(number: int, one: str, several: str) -> str:
+    """Write a number of things.
+
+    >>> count_of(1, "process", "processes"), count_of(4, "process", "processes")
+    ('1 process', '4 processes')
+    """
+    return f"{number} {one if number == 1 else several}"
+
+
 def describe_placement(placement: Placement) -> str:
     """Describe where the processes of a run will be."""
     machine = placement.machine
-    processes = f"{placement.processes} processes"
+    processes = count_of(placement.processes, "process", "processes")
     if placement.neighbours != placement.processes:
         processes += f", {placement.neighbours} of them here"
     if placement.device == "cpu":
@@ -34,13 +43,16 @@ def describe_placement(placement: Placement) -> str:
                 "of these cores"
             )
         elif placement.wanted == "auto" and machine.gpus:
-            reason = f" ({machine.gpus} GPUs are too few)"
-        return f"{processes} on {machine.cores} CPU cores, gloo{reason}"
-    where = f"{processes} on {machine.gpus} GPUs"
+            gpus = count_of(machine.gpus, "GPU is", "GPUs are")
+            reason = f" ({gpus} too few)"
+        cores = count_of(machine.cores, "CPU core", "CPU cores")
+        return f"{processes} on {cores}, gloo{reason}"
+    where = f"{processes} on {count_of(machine.gpus, 'GPU', 'GPUs')}"
     if not placement.shares_gpus:
         return f"{where}, NCCL"
     if placement.processors == placement.neighbours:
-        return f"{where}, penstock_ipc, side by side"
+        backend = "NCCL" if machine.nccl_shares_gpus else "penstock_ipc"
+        return f"{where}, {backend}, side by side"
     workers = -(-placement.neighbours // machine.gpus)
     return (
         f"{where}, penstock_ipc, in turns "
@@ -120,8 +132,17 @@ def describe_step(forecast: Forecast, config: Config) -> str:
         gather = f"{write_time(forecast.gather, digits=3)} to gather weights, "
     return (
         f"{forecast.speed:,.0f} tokens/s, {step} per step: {gather}{passes} of {makespan} "
-        f"({', '.join(details)}), optimizer {optimizer}"
+        f"({', '.join(details)}), optimizer {optimizer}{_describe_full(forecast)}"
     )
+
+
+def _describe_full(forecast: Forecast) -> str:
+    """Describe the time of steps that run all parts, if there are such steps beside others."""
+    from penstock.view.numbers import write_time
+
+    if forecast.full is None:
+        return ""
+    return f"; a step that runs all parts {write_time(forecast.full.seconds, digits=3)}"
 
 
 def hint(forecast: Forecast, config: Config) -> str:

@@ -69,6 +69,8 @@ def landscape_facts(landscape: Landscape, question: Question) -> dict[str, objec
 
 
 def _row_facts(row: Row) -> dict[str, object]:
+    from penstock.plan.partial import skipped_share
+
     candidate = row.candidate
     cell = row.cell
     return {
@@ -91,6 +93,7 @@ def _row_facts(row: Row) -> dict[str, object]:
         "cuts": list(candidate.schedule.microbatches[0].cuts),
         "partition": list(candidate.partition),
         "recompute": list(candidate.recompute),
+        "skipped_share": skipped_share(candidate.schedule, candidate.partition),
     }
 
 
@@ -154,7 +157,12 @@ def _notes(
     landscape: Landscape, question: Question, top: int, seconds: str, sizes: str
 ) -> list[str]:
     """Return the explanations under the table."""
+    from penstock.plan.search import row_title
+    from penstock.schedules.coverage import visits_all_parts
     from penstock.view.numbers import write_size, write_time
+
+    def visits_all(row: Row) -> bool:
+        return visits_all_parts(row.candidate.schedule)
 
     bound = write_time(landscape.bound, question.units, digits=4)
     gap = ""
@@ -185,10 +193,24 @@ def _notes(
             f"{len(landscape.too_large)} candidates exceed the memory of {limit}; "
             f"the smallest of them is {name} ({write_size(peak, question.units, 4)})"
         )
-    untried = ["skip (it leaves out work)"]
+    untried = []
+    if question.limits.skip:
+        notes.append(
+            f"skips: each micro-batch leaves out this many parts, at most {question.limits.skip:.0%} "
+            "of the layers; this changes what is computed"
+        )
+        whole = next((r for r in landscape.rows if visits_all(r)), None)
+        if whole is not None:
+            step = write_time(whole.candidate.step, question.units, digits=4)
+            notes.append(
+                f"the best plan that leaves out nothing is {row_title(whole, landscape)}: {step}"
+            )
+    else:
+        untried.append("skip (it leaves out work: --skip 0.25)")
     if question.limits.weights < 2:
         untried.append("chimera (it needs two copies of the weights: --weights 2)")
-    notes.append(f"not tried: {', '.join(untried)}")
+    if untried:
+        notes.append(f"not tried: {', '.join(untried)}")
     return notes
 
 

@@ -23,6 +23,7 @@ from penstock.plan.overview import (
     plain_1f1b,
     rivals,
 )
+from penstock.plan.partial import skipped_share
 from penstock.plan.search import CANNOT_WIN, row_title
 from penstock.view.landscape import (
     Dot,
@@ -221,6 +222,12 @@ class _Words:
         if best.partition:
             layers = " ".join(str(count) for count in best.partition)
             yield f"Layers of its parts: {layers}."
+        skipped = skipped_share(best.schedule, best.partition)
+        if skipped:
+            yield (
+                f"Each micro-batch leaves out up to {skipped:.1%} of the layers, which "
+                "changes what is computed: gradients are those of shortened models."
+            )
         if best.recompute:
             parts = " ".join(str(part) for part in best.recompute)
             yield f"Parts that are computed again in the backward: {parts}."

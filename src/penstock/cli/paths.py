@@ -18,7 +18,7 @@ from penstock.errors import ShapeError
 if TYPE_CHECKING:
     from penstock.config import Config
     from penstock.cost import Cluster, PartCost, Profile
-    from penstock.plan.paths import PathPlan, Rules
+    from penstock.plan.paths import PathPlan, Rotation, Rules
     from penstock.plan.paths.model_parts import ModelParts
     from penstock.train.weights import Sizes
 
@@ -129,6 +129,26 @@ def paths_command(
         bool,
         typer.Option("--waves", help="Pass through every node twice, down and up."),
     ] = False,
+    rotate: Annotated[
+        bool,
+        typer.Option(
+            "--rotate",
+            help="Plan further sets of paths, which training takes in turn, until some path meets every set of parts.",
+        ),
+    ] = False,
+    slack: Annotated[
+        float,
+        typer.Option(
+            help="The share by which a step with further paths may take longer than the first (with --rotate)."
+        ),
+    ] = 0.0,
+    lost: Annotated[
+        Optional[list[int]],
+        typer.Option(
+            help="A node that is gone. The others keep the parts that the same command gives them without --lost, and "
+            "paths go around it. May be repeated."
+        ),
+    ] = None,
     iterations: Annotated[
         int, typer.Option(help="The number of moves that the search tries.")
     ] = ITERATIONS,
@@ -152,7 +172,8 @@ def paths_command(
     Shows how much better any plan under the same rules could be at most. For comparison, the same search with the same
     work also plans a full pipeline, which skips nothing. The rules are SkipPipe's unless --rule changes them: a step
     goes at most 4 parts ahead of the highest part so far and 1 behind it, a path has at most 2 steps back, over 2 parts
-    together, and every 10th step visits all parts.
+    together, and every 10th step visits all parts. That step is planned too, with the weights where the paths need
+    them, and `penstock train` runs it.
 
     A seed gives the same plan on every machine, and more --iterations never give a worse plan. A time limit (--seconds)
     or Ctrl-C ends the search early; the command then shows the best plan so far and says that the search was cut short.
@@ -163,15 +184,19 @@ def paths_command(
     Example: penstock paths cluster.toml --parts 6 --microbatches 6 --forward 0.5 --message 16e6 -o plan.json
 
     Example: penstock paths cluster.toml --parts 12 --microbatches 4 --forward 0.1 --rule share=1/2 --rule swaps=0
+
+    Example: penstock paths cluster.toml --parts 6 --microbatches 6 --forward 0.5 --lost 7 -o without-7.json
     """
     from penstock.formats import dump_plan
-    from penstock.plan.paths import paths_plan, plan_paths, rule_faults
+    from penstock.plan.paths import full_steps, paths_plan, plan_paths, rule_faults
+    from penstock.plan.paths import rotate as rotate_paths
     from penstock.plan.paths.baselines import full_pipeline
+    from penstock.plan.paths.recovery import DEFAULT_RECOVERY_MOVES, replan
     from penstock.plan.paths.rules import raise_rule_faults, rules_from
 
     _check_positive(forward=forward, seconds=seconds)
     _check_not_negative(
-        message=message, held=held, weights=weights, gradients=gradients
+        message=message, held=held, weights=weights, gradients=gradients, slack=slack
     )
     _check_iterations(iterations)
     _check_sums(sums)
@@ -206,6 +231,8 @@ def paths_command(
     nodes = _with_slots(_with_memory(question.cluster, memory_bytes), slots)
     planned_sums = sums == "planned" if sums else cluster is None
     full = None
+    full_step = None
+    rotation = None
     with (
         progress("planning; Ctrl-C shows the best plan so far"),
         _interruptible() as interrupt,
@@ -227,16 +254,28 @@ def paths_command(
             seed=seed,
             stop=interrupt,
         )
+        if lost:
+            moves = min(iterations, DEFAULT_RECOVERY_MOVES)
+            plan = replan(plan, lost, (), moves, seconds, seed, stop=interrupt)
         raise_rule_faults(rule_faults(plan))
-        if not interrupt.stopped:
+        if not interrupt.stopped and not lost:
             full = full_pipeline(plan, iterations, seconds, seed, stop=interrupt)
+        if not interrupt.stopped and rules.full and all(plan.partitions):
+            full_step = full_steps(plan, iterations, seconds, seed, stop=interrupt)
+        if not interrupt.stopped and rotate:
+            rotation = rotate_paths(
+                plan, slack, iterations, seconds, seed, stop=interrupt
+            )
+    others = () if rotation is None else rotation.plans[1:]
     if output is not None:
-        write(output, dump_plan(paths_plan(plan, question.model)), quiet=json)
+        written = paths_plan(plan, question.model, others, full_step)
+        write(output, dump_plan(written), quiet=json)
+    found = PathResults(plan, full, full_step, rotation)
     if json:
-        print_json({**_facts(plan, full), "stopped": interrupt.stopped})
+        print_json({**_facts(found), "stopped": interrupt.stopped})
     else:
         note = "interrupted: this is the best plan so far" if interrupt.stopped else ""
-        print_table(("", "planned paths"), _rows(plan, full), note)
+        print_table(("", "planned paths"), _rows(found), note)
     if interrupt.stopped:
         raise SearchInterrupted(INTERRUPTED)
 
@@ -494,8 +533,20 @@ def _interruptible() -> Iterator[_Interrupt]:
 
 
 # ---------------------------------------------------------------- results
-def _facts(plan: PathPlan, full: PathPlan | None) -> dict[str, object]:
+@dataclass(frozen=True, slots=True)
+class PathResults:
+    """What the searches have found; None stands for a search that was not made."""
+
+    plan: PathPlan
+    full: PathPlan | None  # with an arrangement of its own, to compare with
+    full_step: PathPlan | None  # on the arrangement of the plan
+    rotation: Rotation | None
+
+
+def _facts(found: PathResults) -> dict[str, object]:
     """Return the results as JSON has them."""
+    plan, full, full_step = found.plan, found.full, found.full_step
+    rotation = found.rotation
     return {
         "makespan": plan.makespan,
         "lower_bound": plan.bound,
@@ -505,14 +556,18 @@ def _facts(plan: PathPlan, full: PathPlan | None) -> dict[str, object]:
         "cut_short": plan.cut_short,
         "full_pipeline": None if full is None else full.makespan,
         "full_pipeline_cut_short": None if full is None else full.cut_short,
+        "full_step": None if full_step is None else full_step.makespan,
+        "full_step_cut_short": None if full_step is None else full_step.cut_short,
+        "rotation": [] if rotation is None else [p.makespan for p in rotation.plans],
         "nodes": [list(nodes) for nodes in plan.partitions],
     }
 
 
-def _rows(plan: PathPlan, full: PathPlan | None) -> list[tuple[str, str]]:
+def _rows(found: PathResults) -> list[tuple[str, str]]:
     """Return the results as the table shows them."""
     from penstock.view.numbers import write_time
 
+    plan, full, full_step = found.plan, found.full, found.full_step
     rows = [
         ("a step", write_time(plan.makespan)),
         ("no plan takes less than", write_time(plan.bound)),
@@ -525,13 +580,32 @@ def _rows(plan: PathPlan, full: PathPlan | None) -> list[tuple[str, str]]:
         rows.append(("a step that skips nothing", comparison))
         rows.append(("search for it", _search(full)))
     period = plan.problem.rules.full
-    if full is not None and period:
-        mean = ((period - 1) * plan.makespan + full.makespan) / period
+    if full_step is not None:
+        mean = ((period - 1) * plan.makespan + full_step.makespan) / period
+        step = f"{write_time(full_step.makespan)} with these nodes for the parts"
+        if full_step.cut_short:
+            step += ", cut short"
+        rows.append(("a step with all parts", step))
         name = f"with all parts every {period} steps"
         rows.append((name, f"{write_time(mean)} per step on average"))
+    if found.rotation is not None:
+        rows.append(("paths in turn", _describe_rotation(found.rotation)))
     for part, nodes in enumerate(plan.partitions):
-        rows.append((f"part {part}", "nodes " + " ".join(map(str, nodes))))
+        held = "nodes " + " ".join(map(str, nodes)) if nodes else "on no node: skipped"
+        rows.append((f"part {part}", held))
     return rows
+
+
+def _describe_rotation(rotation: Rotation) -> str:
+    """Describe how many sets of paths there are, and what they leave out."""
+    from penstock.view.numbers import write_time
+
+    count = len(rotation.plans)
+    sets = "1 set" if count == 1 else f"{count} sets"
+    text = f"{sets}, the slowest {write_time(rotation.makespan)}"
+    if rotation.left_out:
+        text += f"; {len(rotation.left_out)} sets of parts are on no path"
+    return f"{text}, cut short" if rotation.cut_short else text
 
 
 def _search(plan: PathPlan) -> str:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Optional
 
 import typer
 
-from penstock.cli.completion import complete_gpu
+from penstock.cli.completion import complete_framework, complete_gpu
 from penstock.cli.cost import price_of
 from penstock.cli.landscape import landscape_facts, print_landscape, show_progress
 from penstock.cli.options import (
@@ -28,6 +28,7 @@ from penstock.errors import ShapeError
 if TYPE_CHECKING:
     from collections.abc import Collection
 
+    from penstock.advice.pipeline import Framework
     from penstock.config import Config
     from penstock.cost import RowProfiles
     from penstock.plan.price import Price
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from penstock.train.placement import Placement
     from penstock.train.weights import Sizes
 
+MAX_SKIP = 0.9  # the largest share of the layers that a micro-batch may leave out
 CONFIG_PANEL = "A model and its devices"
 
 
@@ -112,11 +114,28 @@ def plan_command(
     weights: Annotated[
         int, typer.Option(help="The most copies of the weights; 2 admits chimera.")
     ] = 1,
+    skip: Annotated[
+        Optional[float],
+        typer.Option(
+            help="Let each micro-batch leave out up to this share of the layers, such as 0.25. "
+            "This changes what is computed. Default: schedule.skip of the config, or 0."
+        ),
+    ] = None,
     top: Annotated[int, typer.Option(help="The number of rows to show.")] = 15,
     output: OutputFile = None,
     page: Annotated[
         Optional[Path],
         typer.Option(help="Write a page that shows all that was compared, as HTML."),
+    ] = None,
+    framework_name: Annotated[
+        Optional[str],
+        typer.Option(
+            "--for",
+            metavar="FRAMEWORK",
+            help="Plan for another framework, and print what it takes: torchtitan, megatron, "
+            "deepspeed or automodel.",
+            autocompletion=complete_framework,
+        ),
     ] = None,
     json: JsonFlag = False,
 ) -> None:
@@ -130,6 +149,8 @@ def plan_command(
     Example: penstock plan --ranks 8 --microbatches 16 --comm 0.05 --memory 8 -o plan.json
 
     Example: penstock plan --ranks 4 --microbatches 2 --profile profile.json --tokens 8192
+
+    Example: penstock plan config.toml --devices 32 --gpu h100 --for torchtitan -o plan.json
     """
     from penstock.formats import dump_plan
     from penstock.plan.planner import chosen_plan
@@ -139,11 +160,14 @@ def plan_command(
     from penstock.view.numbers import write_size
 
     require_at_least(1, stages=stages, slices=slices, weights=weights, top=top)
-    if granularity is not None:
-        require_at_least(1, granularity=granularity)
-    if devices is not None:
-        require_at_least(1, devices=devices)
-    limits = Limits(stages, slices, weights)
+    given = {"granularity": granularity, "devices": devices}
+    require_at_least(1, **{key: one for key, one in given.items() if one is not None})
+    if skip is not None and not 0 <= skip <= MAX_SKIP:
+        raise ShapeError(f"--skip must be from 0 to {MAX_SKIP:g}, not {skip:g}")
+    limits = Limits(stages, slices, weights, skip=skip or 0.0)
+    framework = _framework_of(framework_name, limits)
+    if framework is not None:
+        limits = framework.narrow(limits)
     if source is not None or gpu is not None:
         _refuse_beside_config(
             ranks=ranks,
@@ -163,6 +187,7 @@ def plan_command(
             profile,
             accept_error,
             granularity,
+            skip,
         )
         question = config_question(model, limits)
     else:
@@ -186,19 +211,38 @@ def plan_command(
         )
     if landscape.interrupted:
         tell("stopped", "this is the best plan so far, not the end of the search")
-    if output is not None:
-        plan = chosen_plan(landscape, question.facts)
-        write(output, dump_plan(plan), quiet=json)
     if page is not None:
         from penstock.cli.landscape_page import landscape_page
         from penstock.view.landscape import render_landscape
 
         shown = landscape_page(landscape, question)
         write(page, render_landscape(shown), quiet=json)
+    if framework is not None:
+        from penstock.cli.advice import show_counsel
+
+        show_counsel(landscape, question, framework, output, json)
+        return
+    if output is not None:
+        plan = chosen_plan(landscape, question.facts)
+        write(output, dump_plan(plan), quiet=json)
     if json:
         print_json(landscape_facts(landscape, question))
-        return
-    print_landscape(landscape, question, top)
+    else:
+        print_landscape(landscape, question, top)
+
+
+def _framework_of(name: str | None, limits: Limits) -> Framework | None:
+    """Return the framework to plan for; refuse limits that only our own runtime can use."""
+    from penstock.advice.advise import framework_of
+
+    if name is None:
+        return None
+    if limits.skip:
+        raise ShapeError(
+            f"--skip plans partial paths, which {name} cannot run\n"
+            "  leave out --skip or --for"
+        )
+    return framework_of(name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,6 +258,7 @@ class ModelOptions:
     profile: Path | None
     accept_error: bool
     granularity: int | None
+    skip: float | None = None
 
 
 # ---------------------------------------------------------------- questions
@@ -240,7 +285,11 @@ def pipeline_question(
     require_at_least(1, ranks=ranks, microbatches=microbatches)
     if profile is None:
         if granularity is not None:
-            raise ShapeError("--granularity needs a profile or a config")
+            raise ShapeError(
+                "--granularity needs a profile or a config\n"
+                "  name a config, or add --profile profile.json; without them, only the "
+                "proportions of cuts matter"
+            )
         assert isinstance(price.cost, UnitCost)
         size = None if memory is None else microbatches_of(memory)
         return unit_question(ranks, microbatches, price.cost, size, limits)
@@ -266,6 +315,8 @@ def config_question(options: ModelOptions, limits: Limits) -> Question:
     from penstock.train.worker import model_sizes
 
     config, _ = find_run(options.source, None, options.changes, exists=True)
+    if options.skip is None:
+        limits = replace(limits, skip=config.schedule.skip)
     # Whoever asks for a number of devices wants to know how to divide them.
     file = None if options.devices else options.source
     given = written_keys(file, options.changes)
@@ -280,7 +331,8 @@ def config_question(options: ModelOptions, limits: Limits) -> Question:
         devices = devices or len(cluster.nodes)
         if devices > len(cluster.nodes):
             raise ShapeError(
-                f"--devices {devices}, but {options.cluster} has {len(cluster.nodes)} nodes"
+                f"--devices {devices}, but {options.cluster} has {len(cluster.nodes)} nodes\n"
+                f"  give --devices {len(cluster.nodes)} or less, or add nodes to the file"
             )
         memories = [node.memory for node in cluster.nodes if node.memory is not None]
         memory = memory or min(memories, default=None)
@@ -316,7 +368,10 @@ def _gpu_question(
     from penstock.train.weights import config_of
 
     if options.profile is not None or options.cluster is not None:
-        raise ShapeError("--gpu cannot be combined with --profile or --cluster")
+        raise ShapeError(
+            "--gpu cannot be combined with --profile or --cluster\n"
+            "  --gpu computes times by a formula: leave it out to plan with measured ones"
+        )
     gpu = gpu_of(options.gpu or "")
     devices = options.devices or 0
     workload = workload_of(

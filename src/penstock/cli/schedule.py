@@ -112,7 +112,8 @@ def draw_command(
 ) -> None:
     """Draw a schedule in the terminal, or write it to a file.
 
-    The ending of the file decides the format: .svg .html .json .csv .trace.json
+    The ending of the file decides the format: .svg .html .json .csv .comms.csv .trace.json. A CSV is for
+    torch.distributed.pipelining; .comms.csv contains the messages too.
 
     The timeline.json in the folder of a run is drawn as it was measured.
 
@@ -212,6 +213,8 @@ def check_command(
     schedule = plan.schedule
     rules = check_rules(plan, rule or ())
     transfers = verify(lower(schedule))
+    for other in plan.schedules[1:]:
+        verify(lower(other))
     trial = _try(schedule) if run else {}
     microbatches = len(schedule.microbatches)
     if json:
@@ -358,7 +361,7 @@ def _timeline(
         return plan, simulate(plan.schedule, price.for_plan(plan).cost)
     if shape:
         raise _own_shape_error(source, shape)
-    plan, step, timeline = read_measured(path.parent)
+    plan, step, timeline = read_measured(path)
     return replace(plan, name=f"{plan.name}, measured, step {step}"), timeline
 
 
@@ -435,11 +438,14 @@ def _draw_in_terminal(timeline: Timeline) -> None:
 
 def _render(plan: Plan, timeline: Timeline, output: Path) -> str:
     """Return the content of the file, in the format of its ending."""
-    from penstock.formats import dump_plan, dump_torch_csv
+    from penstock.formats import dump_plan, dump_torch_comms, dump_torch_csv
+    from penstock.ir import lower
     from penstock.view import page, svg, trace
 
     if output.name.lower().endswith(".trace.json"):
         return trace(timeline)
+    if output.name.lower().endswith(".comms.csv"):
+        return dump_torch_comms(lower(plan.schedule))
     writers = {
         ".svg": lambda: svg(timeline, plan.name),
         ".html": lambda: page([(plan.name, timeline)], plan.name),
@@ -448,7 +454,7 @@ def _render(plan: Plan, timeline: Timeline, output: Path) -> str:
     }
     ending = output.suffix.lower()
     if ending not in writers:
-        endings = " ".join([*writers, ".trace.json"])
+        endings = " ".join([*writers, ".trace.json", ".comms.csv"])
         raise FileError(
             f"cannot draw to {output}: its name must end in one of {endings}"
         )
@@ -498,6 +504,8 @@ def _simulation_rows(
         rows.append(("sums of gradients", _describe_sums(timeline)))
     if step is None or price.profile is None:
         return rows
+    if step.gather:
+        rows.append(("gathered weights", write_time(step.gather, units)))
     tokens = str(step.tokens)
     if step.tokens > price.profile.tokens:
         tokens += f" (measured up to {price.profile.tokens})"

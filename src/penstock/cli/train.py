@@ -74,6 +74,7 @@ PLANNED_WITH = (
     "run.compile",
     "run.device",
     "run.graphs",
+    "run.messages",
     "run.precision",
     "run.recompute",
     "run.threads",
@@ -113,11 +114,13 @@ def train_command(
     """
     require_torch()
     from penstock.formats.config_toml import written_keys
-    from penstock.train.entry import run_worker
+    from penstock.train.crew.choice import is_elastic
+    from penstock.train.entry import run_member, run_worker
     from penstock.train.launcher import (
         avoid_broken_amx,
         ended_by_signals,
         launch,
+        launch_crew,
         under_launcher,
         way_on,
     )
@@ -142,21 +145,34 @@ def train_command(
         )
         config, plan, placement = prepared.config, prepared.plan, prepared.placement
         check_gpus_suffice(config, placement)
+        elastic = is_elastic(config, plan, placement)
         _announce(config, plan, folder, prepared.corpus, placement)
         if dry_run:
             _print_dry_run(prepared)
             return
         if config.run.forecast:
             tell("predicted", prediction(config, plan, placement, folder))
+        stopping = partial(tell, "stopping")
         try:
-            verdict = launch(
-                run_worker,
-                folder,
-                placement.processes,
-                config.run.restarts,
-                resume,
-                partial(tell, "stopping"),
-            )
+            if elastic:
+                verdict = launch_crew(
+                    run_member,
+                    folder,
+                    plan,
+                    config.run,
+                    resume,
+                    stopping,
+                    partial(tell, "event"),
+                )
+            else:
+                verdict = launch(
+                    run_worker,
+                    folder,
+                    placement.processes,
+                    config.run.restarts,
+                    resume,
+                    stopping,
+                )
         except KeyboardInterrupt:
             tell("ended", way_on(folder))
             raise
@@ -295,6 +311,8 @@ def _announce(
 ) -> None:
     """Print what will be trained, how and where, with one line for each topic."""
     from penstock.train.after.generate import parameter_count
+    from penstock.train.step_paths import describe_paths
+    from penstock.train.weights import model_name
     from penstock.train.worker import model_sizes
 
     sizes = model_sizes(config)
@@ -304,7 +322,7 @@ def _announce(
     tokens = config.data.batch * config.data.tokens
     tell(
         "model",
-        f"{config.model.family}, {sizes.layers} layers of width {sizes.width}, "
+        f"{model_name(sizes)}, {sizes.layers} layers of width {sizes.width}, "
         f"{parameter_count(sizes):,} parameters",
     )
     tell(
@@ -312,6 +330,9 @@ def _announce(
         f"{plan.name}: {ranks} ranks, {microbatches} micro-batches of "
         f"{config.rows} x {config.data.tokens} tokens, layers {layers}",
     )
+    paths = describe_paths(plan, config.paths)
+    if paths:
+        tell("paths", paths)
     if config.mesh.size > 1:
         tell("mesh", config.mesh.over(ranks))
     if corpus is not None:
@@ -367,7 +388,9 @@ def _as_a_rank(
         if plan.schedule.ranks * mesh.size != comm.ranks:
             raise ConfigError(
                 f"the schedule has {mesh.over(plan.schedule.ranks)}, but {comm.ranks} "
-                "were launched"
+                "were launched\n"
+                f"  launch {plan.schedule.ranks * mesh.size}, or set schedule.ranks, "
+                "schedule.copies and the mesh to what was launched"
             )
         _announce(prepared.config, plan, folder, prepared.corpus, prepared.placement)
 

@@ -27,43 +27,80 @@ def export_command(
     output: Annotated[
         Path, typer.Option("-o", "--output", help="The folder to create.")
     ] = Path("export"),
+    dtype: Annotated[
+        str,
+        typer.Option(help="The type of the weights: float32, bfloat16 or float16."),
+    ] = "float32",
 ) -> None:
     """Write a trained model as a Hugging Face folder, which transformers loads: config.json and safetensors.
 
     Example: penstock export runs/tiny -o tiny-llama
     """
     require_torch()
-    from penstock.train.after.generate import export_run
+    from penstock.train.after.export import export_run
 
-    trained = export_run(run, output)
+    trained = export_run(run, output, dtype)
     print_plain(f"wrote {output}: {trained.path}")
 
 
 def generate_command(
     run: ModelFolder,
-    prompt: Annotated[str, typer.Option(help="The beginning of the text.")] = "def ",
+    prompt: Annotated[
+        Optional[str],
+        typer.Option(
+            help="The beginning of the text. Default: the first words of a held-out "
+            "document of the run; a Hugging Face model begins at will."
+        ),
+    ] = None,
     tokens: Annotated[int, typer.Option(help="The number of tokens to add.")] = 200,
     temperature: Annotated[
         float, typer.Option(help="0 always takes the most likely token.")
     ] = 0.8,
     seed: Annotated[int, typer.Option(help="Seed for sampling.")] = 0,
+    omit: Annotated[
+        Optional[str],
+        typer.Option(help="Layers to leave out, counted from 0, such as 2,5."),
+    ] = None,
+    exit_after: Annotated[
+        Optional[int],
+        typer.Option(help="The last layer to run, counted from 0; the head follows."),
+    ] = None,
 ) -> None:
-    """Let a trained model continue a text.
+    """Let a trained model continue a text, with all layers or, to be faster, with some of them.
+
+    A model that was trained with partial paths can do without some of its layers: `penstock eval` says at what
+    price.
 
     Example: penstock generate runs/tiny --prompt "import "
+
+    Example: penstock generate runs/tiny --omit 2,5
     """
     require_torch()
+    from penstock.train.after.ablation import chosen_path, parse_layers
     from penstock.train.after.generate import generate_text, open_trained
+    from penstock.train.data.prompt import read_prompt
 
-    text = generate_text(open_trained(run), prompt, tokens, temperature, seed)
+    begin = read_prompt(run) if prompt is None else prompt
+    trained = open_trained(run)
+    path = None
+    if omit is not None or exit_after is not None:
+        layers = trained.sizes.layers
+        path = chosen_path(layers, parse_layers(omit or ""), exit_after)
+    text = generate_text(trained, begin, tokens, temperature, seed, path)
     sys.stdout.write(text + "\n")
 
 
 def eval_command(
     run: RunFolder,
     omit: Annotated[
-        Optional[list[float]],
-        typer.Option(help="Share of the parts to leave out. May be repeated."),
+        Optional[list[str]],
+        typer.Option(
+            help="Share of the parts to leave out, such as 0.25, or the parts themselves, such as 2,5. May be repeated."
+        ),
+    ] = None,
+    exit_after: Annotated[
+        Optional[list[int]],
+        typer.Option(help="The last part before the head. May be repeated."),
     ] = None,
     draws: Annotated[
         int, typer.Option(help="Random subsets of parts to try for each share.")
@@ -75,15 +112,21 @@ def eval_command(
 ) -> None:
     """Measure the perplexity of a trained model on held-out text, with all parts and with some left out.
 
-    The first part always runs.
+    Every layer is a part of its own, counted from 0. The first part always runs.
 
     Example: penstock eval runs/tiny --omit 0.25 --omit 0.5
+
+    Example: penstock eval runs/tiny --omit 2,5 --exit-after 5
     """
     require_torch()
+    from penstock.train.after.ablation import parse_omission
     from penstock.train.after.evaluate import evaluate_run
 
+    omissions = [parse_omission(text) for text in omit or []]
     with progress("evaluating"):
-        evaluation = evaluate_run(run, omit or [], draws, batches, seed)
+        evaluation = evaluate_run(
+            run, omissions, draws, batches, seed, exit_after or []
+        )
     tell("text", evaluation.text)
     for row in evaluation.rows:
         print_plain(_describe_row(row))
@@ -95,7 +138,7 @@ def _describe_row(row: AblationRow) -> str:
         perplexity += f" ± {row.spread:.4g}"
     text = f"{row.way:7}{row.kept}/{row.parts} parts  {perplexity}"
     text += f"  {row.ratio:.3f} of the full model's"
-    if row.way == "best":
+    if row.way in ("best", "chosen"):
         text += f"  parts {' '.join(map(str, row.path))}"
     return text
 

@@ -47,6 +47,18 @@ def slowest_link(network: Network) -> Link:
     )
 
 
+def fastest_link(network: Network) -> Link:
+    """Return the shortest latency and the largest bandwidth of all pairs.
+
+    >>> fastest_link(Network(0.5, ((0.0, 8.0), (4.0, 0.0))))
+    Link(latency=0.5, bandwidth=8.0)
+    """
+    return Link(
+        min(_values(network.latency), default=0.0),
+        max(_values(network.bandwidth), default=math.inf),
+    )
+
+
 def _values(value: PerPair) -> list[float]:
     """The numbers of all pairs; no message goes from a rank to itself."""
     if not isinstance(value, tuple):

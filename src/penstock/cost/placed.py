@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from penstock.cost.model import ModelCost
-from penstock.cost.profile import Block, LayeredCost
+from penstock.cost.profile import Block, LayeredCost, Profile
 from penstock.ir.action import Action, Op
 from penstock.ir.schedule import Schedule
 from penstock.partition import balanced_partition
@@ -82,15 +82,8 @@ class PlacedCost(LayeredCost):
         return self.recompute or tuple(range(count_of_share(self.recomputed, parts)))
 
     def _partition(self, ranks: tuple[int, ...]) -> tuple[int, ...]:
-        profile = self.profile
-        return balanced_partition(
-            profile.layers,
-            ranks,
-            block_seconds(profile.embed, self.tokens),
-            block_seconds(profile.layer, self.tokens),
-            block_seconds(profile.head, self.tokens),
-            self._slowest_speeds(1 + max(ranks)),
-        )
+        speeds = self._slowest_speeds(1 + max(ranks))
+        return balance_layers(self.profile, self.tokens, ranks, speeds)
 
     def _slowest_speeds(self, ranks: int) -> list[float]:
         """Return the speed of each rank of a copy, on the slowest copy: all wait for it."""
@@ -111,6 +104,20 @@ class PlacedCost(LayeredCost):
     def pause(self, schedule: Schedule, action: Action) -> float:
         """How long the executor takes between two actions."""
         return self.profile.turn
+
+
+def balance_layers(
+    profile: Profile,
+    tokens: int,
+    ranks: tuple[int, ...],
+    speeds: Sequence[float] = (),
+) -> tuple[int, ...]:
+    """Return the layers of parts on these ranks, so that the busiest rank has as little work as possible."""
+    embed, layer, head = (
+        block_seconds(block, tokens)
+        for block in (profile.embed, profile.layer, profile.head)
+    )
+    return balanced_partition(profile.layers, ranks, embed, layer, head, speeds)
 
 
 def _ranks_of_parts(schedule: Schedule) -> tuple[int, ...]:

@@ -20,6 +20,7 @@ from penstock.formats.profile_json import (
     write_profile,
     write_row_profiles,
 )
+from penstock.formats.torch_comms import dump_torch_comms
 from penstock.formats.torch_csv import dump_torch_csv, load_torch_csv, read_torch_csv
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "dump_plan",
     "dump_profile",
     "dump_row_profiles",
+    "dump_torch_comms",
     "dump_torch_csv",
     "load_cluster",
     "load_plan",

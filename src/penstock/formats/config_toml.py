@@ -23,6 +23,7 @@ from penstock.config import (
     MeshConfig,
     ModelConfig,
     OptimizerConfig,
+    PathsConfig,
     RunConfig,
     ScheduleConfig,
     check_config,
@@ -41,12 +42,19 @@ from penstock.formats.toml_text import TomlPage, parse_toml
 
 Setting: TypeAlias = "str | int | float | bool | tuple[str, ...] | tuple[int, ...]"
 Section: TypeAlias = (
-    ModelConfig | DataConfig | ScheduleConfig | MeshConfig | OptimizerConfig | RunConfig
+    ModelConfig
+    | DataConfig
+    | ScheduleConfig
+    | PathsConfig
+    | MeshConfig
+    | OptimizerConfig
+    | RunConfig
 )
 Refuse: TypeAlias = Callable[[Steps, str, str], NoReturn]  # key, fault, advice
 
 SECTIONS = tuple(section.name for section in fields(Config))
 DEFAULT_PRESET = "tiny"
+NUMBER_LISTS = (("schedule", "partition"), ("paths", "keep"))
 TYPE_NAMES = {
     bool: "true or false",
     int: "a whole number",
@@ -220,7 +228,7 @@ def _convert_list(steps: tuple[str, str], value: object, refuse: Refuse) -> Sett
         items = value
     elif value != "":  # --set data.sources= means an empty list
         items = [value]
-    if steps[-1] == "partition":
+    if steps in NUMBER_LISTS:
         numbers = [item for item in items if type(item) is int]
         if len(numbers) == len(items):
             return tuple(numbers)
@@ -248,6 +256,8 @@ def with_absolute_paths(config: Config) -> Config:
     model = config.model
     if model.weights:
         model = replace(model, weights=_absolute(model.weights))
+    if model.config:
+        model = replace(model, config=_absolute(model.config))
     data = config.data
     data = replace(data, sources=tuple(map(_absolute, data.sources)))
     if names_a_file(data.tokenizer):

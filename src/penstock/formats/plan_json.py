@@ -8,7 +8,7 @@ People and programs read, edit and keep these files.
       "name": "1f1b",
       "partition": [8, 8, 8],                                   layers of each part
       "recompute": [0, 1],                                      parts that keep only their input; may be left out
-      "tensor": 2,                                              processes of a rank, tensor x shard; 1 if left out
+      "tensor": 2,                                              processes of a rank; without both the config decides
       "shard": 1,
       "why": {
         "makespan": 33.0                                        facts: text, numbers, true, false, null
@@ -24,14 +24,22 @@ People and programs read, edit and keep these files.
       "lanes": [
         "0F0 0F1 0F2 0B0 ...",                                  one line per lane
         ...
-      ]
+      ],
+      "rotation": [                                             further paths that steps take in turn; may be left out
+        {
+          "microbatches": [...],                                as above, for the same stages
+          "lanes": [...]
+        }
+      ],
+      "full": {"microbatches": [...], "lanes": [...]}           steps that leave out no part; may be left out
     }
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 
@@ -75,20 +83,39 @@ def dump_plan(plan: Plan) -> str:
         entries["partition"] = json.dumps(plan.partition)
     if plan.recompute:
         entries["recompute"] = json.dumps(plan.recompute)
-    if (plan.tensor, plan.shard) != (1, 1):
+    if plan.tensor:
         entries["tensor"] = str(plan.tensor)
         entries["shard"] = str(plan.shard)
     if plan.why:
         facts = [f"{json.dumps(key)}: {fact_text(key, fact)}" for key, fact in plan.why]
         entries["why"] = _block("{}", facts)
     entries["stages"] = _block("[]", map(_stage_text, schedule.stages))
+    entries.update(_orders(schedule))
+    if plan.rotation:
+        others = [_object(_orders(other, 4), 2) for other in plan.rotation]
+        entries["rotation"] = _block("[]", others)
+    if plan.full is not None:
+        entries["full"] = _object(_orders(plan.full, 2), 1)
+    return _object(entries) + "\n"
+
+
+def _orders(schedule: Schedule, indent: int = 0) -> dict[str, str]:
+    """What differs between the schedules of a plan: the paths and the lanes."""
     microbatches = []
     for microbatch, run in groupby(schedule.microbatches):
         microbatches.append(_microbatch_text(microbatch, len(list(run))))
-    entries["microbatches"] = _block("[]", microbatches)
-    entries["lanes"] = _block("[]", map(_lane_text, schedule.lanes))
-    lines = [f'  "{key}": {text}' for key, text in entries.items()]
-    return "{\n" + ",\n".join(lines) + "\n}\n"
+    lanes = map(_lane_text, schedule.lanes)
+    return {
+        "microbatches": _block("[]", microbatches, indent),
+        "lanes": _block("[]", lanes, indent),
+    }
+
+
+def _object(entries: Mapping[str, str], depth: int = 0) -> str:
+    """A JSON object with one key a line."""
+    margin = "  " * depth
+    lines = [f'{margin}  "{key}": {text}' for key, text in entries.items()]
+    return "{\n" + ",\n".join(lines) + f"\n{margin}}}"
 
 
 def write_plan(plan: Plan, path: str | Path) -> None:
@@ -96,8 +123,11 @@ def write_plan(plan: Plan, path: str | Path) -> None:
     write_text(path, dump_plan(plan))
 
 
-def _block(brackets: str, lines: Iterable[str]) -> str:
-    return f"{brackets[0]}\n    " + ",\n    ".join(lines) + f"\n  {brackets[1]}"
+def _block(brackets: str, lines: Iterable[str], indent: int = 0) -> str:
+    """One line per item, indented by `indent` more than usual."""
+    margin = " " * (4 + indent)
+    end = " " * (2 + indent) + brackets[1]
+    return f"{brackets[0]}\n{margin}" + f",\n{margin}".join(lines) + f"\n{end}"
 
 
 def _stage_text(stage: Stage) -> str:
@@ -136,38 +166,72 @@ def load_plan(text: str, source: str = "plan.json") -> Plan:
         (),
         top,
         ("penstock", "version", "stages", "microbatches", "lanes"),
-        ("name", "partition", "recompute", "tensor", "shard", "why"),
+        (
+            "name",
+            "partition",
+            "recompute",
+            "tensor",
+            "shard",
+            "why",
+            "rotation",
+            "full",
+        ),
     )
     stages = read_list(page, ("stages",), top["stages"], _stage)
-    runs = read_list(page, ("microbatches",), top["microbatches"], _run)
-    lanes = read_list(page, ("lanes",), top["lanes"], _lane)
-    _check_counts(page, runs, sum(map(len, lanes)))
-    microbatches: list[MicroBatch] = []
-    for microbatch, count in runs:
-        microbatches += [microbatch] * count
-    try:
-        schedule = Schedule(stages, tuple(microbatches), lanes)
-    except ScheduleError as error:
-        first, *others = error.faults
-        raise ScheduleError((f"{source}: {first}", *others)) from None
+    schedule = _schedule(page, (), top, stages)
+
+    def read_orders(page: Page, steps: Steps, value: Value) -> Schedule:
+        entry = read_entry(page, steps, value, ("microbatches", "lanes"), ())
+        return _schedule(page, steps, entry, stages)
+
+    given = top.get("rotation", [])
+    rotation = read_list(page, ("rotation",), given, read_orders)
+    full = None
+    if "full" in top:
+        full = read_orders(page, ("full",), top["full"])
     partition = read_list(page, ("partition",), top.get("partition", []), read_whole)
     recompute = read_list(page, ("recompute",), top.get("recompute", []), read_whole)
-    tensor = read_whole(page, ("tensor",), top.get("tensor", 1), least=1)
-    shard = read_whole(page, ("shard",), top.get("shard", 1), least=1)
+    tensor = shard = 0  # The config decides.
+    if "tensor" in top or "shard" in top:
+        tensor = read_whole(page, ("tensor",), top.get("tensor", 1), least=1)
+        shard = read_whole(page, ("shard",), top.get("shard", 1), least=1)
     why = read_facts_field(page, ("why",), top.get("why", {}))
     name = read_string(page, ("name",), top.get("name", ""))
     if max(recompute, default=-1) >= schedule.parts:
         what = f"there is no part {max(recompute)}; the parts are 0 to {schedule.parts - 1}"
         fail(page, ("recompute",), what, "name only parts that exist")
     try:
-        return Plan(schedule, name, partition, why, recompute, tensor, shard)
+        plan = Plan(schedule, name, partition, why, recompute, tensor, shard)
     except ShapeError as error:
         advice = "give the number of layers of every part, in the order of the parts"
         fail(page, ("partition",), str(error), advice)
+    try:
+        return replace(plan, rotation=rotation, full=full)
+    except ShapeError as error:
+        key = "rotation" if str(error).startswith("rotation") else "full"
+        fail(page, (key,), str(error), "plan the paths again, all at once")
+
+
+def _schedule(
+    page: Page, steps: Steps, entry: Mapping[str, Value], stages: tuple[Stage, ...]
+) -> Schedule:
+    """A schedule over these stages, from an entry with its micro-batches and lanes."""
+    runs = read_list(page, (*steps, "microbatches"), entry["microbatches"], _run)
+    lanes = read_list(page, (*steps, "lanes"), entry["lanes"], _lane)
+    _check_counts(page, (*steps, "microbatches"), runs, sum(map(len, lanes)))
+    microbatches: list[MicroBatch] = []
+    for microbatch, count in runs:
+        microbatches += [microbatch] * count
+    try:
+        return Schedule(stages, tuple(microbatches), lanes)
+    except ScheduleError as error:
+        where = ".".join(map(str, (page.source, *steps)))
+        first, *others = error.faults
+        raise ScheduleError((f"{where}: {first}", *others)) from None
 
 
 def _check_counts(
-    page: Page, runs: Sequence[tuple[MicroBatch, int]], actions: int
+    page: Page, steps: Steps, runs: Sequence[tuple[MicroBatch, int]], actions: int
 ) -> None:
     """Reject a mistyped count before it fills the memory.
 
@@ -184,7 +248,7 @@ def _check_counts(
             f"but the lanes hold {actions}"
         )
         advice = "is a count too large, or are lanes missing?"
-        fail(page, ("microbatches",), what, advice)
+        fail(page, steps, what, advice)
 
 
 def _stage(page: Page, steps: Steps, value: Value) -> Stage:

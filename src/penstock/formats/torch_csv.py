@@ -186,7 +186,7 @@ def dump_torch_csv(schedule: Schedule) -> str:
 
     The numbers of tokens are lost.
     """
-    _check_expressible(schedule)
+    check_expressible(schedule)
     text = io.StringIO(newline="")
     writer = csv.writer(text)
     for lane in schedule.lanes:
@@ -198,7 +198,7 @@ def dump_torch_csv(schedule: Schedule) -> str:
     return text.getvalue()
 
 
-def _check_expressible(schedule: Schedule) -> None:
+def check_expressible(schedule: Schedule) -> None:
     """Refuse a schedule that torch's CSV cannot express."""
     stage_of_part: dict[int, int] = {}
     for number, stage in enumerate(schedule.stages):

@@ -7,6 +7,13 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from penstock.models.bert import Bert, BertConfig
+from penstock.models.decoder import (
+    DecoderConfig,
+    any_layer,
+    decoder_blueprint,
+    give_memory,
+    initial_constants,
+)
 from penstock.models.gpt import GPT, GPTConfig
 from penstock.models.llama import Llama, LlamaConfig
 from penstock.models.split import (
@@ -27,13 +34,18 @@ __all__ = [
     "Bert",
     "BertConfig",
     "Decoder",
+    "DecoderConfig",
     "GPTConfig",
     "Llama",
     "LlamaConfig",
     "Part",
     "Stack",
+    "any_layer",
+    "decoder_blueprint",
     "document_starts",
     "even_partition",
+    "give_memory",
+    "initial_constants",
     "layer_count",
     "model_width",
     "part_parameters",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from penstock.models.decoder import DecoderConfig, count_decoder
 from penstock.models.gpt import GPTConfig
 from penstock.models.llama import LlamaConfig
 
@@ -21,8 +22,11 @@ class ParameterCounts:
     total: int
 
 
-def parameters_of(sizes: LlamaConfig | GPTConfig) -> ParameterCounts:
+def parameters_of(sizes: LlamaConfig | GPTConfig | DecoderConfig) -> ParameterCounts:
     """Count the parameters of the embedding, one layer, the head and the whole model."""
+    if isinstance(sizes, DecoderConfig):
+        counts = count_decoder(sizes)
+        return ParameterCounts(counts.embed, counts.layer, counts.head, counts.total)
     matrix = sizes.vocab * sizes.width  # of the embedding, and of the output
     if isinstance(sizes, GPTConfig):
         embed = matrix + sizes.positions * sizes.width

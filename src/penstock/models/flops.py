@@ -10,8 +10,11 @@ al. 2022), and others report it so.
 
 from __future__ import annotations
 
+from penstock.models.decoder import DecoderConfig, count_decoder
 from penstock.models.gpt import GPTConfig
 from penstock.models.llama import LlamaConfig
+
+Sizes = LlamaConfig | GPTConfig | DecoderConfig
 
 # Dense bf16 operations per second, from the vendors' data sheets, by a part of the name
 # that torch gives the device. The first match counts.
@@ -54,20 +57,33 @@ def peak_flops(device: str) -> float | None:
     return None
 
 
-def flops_per_token(sizes: LlamaConfig | GPTConfig, tokens: int) -> float:
+def flops_per_token(sizes: Sizes, tokens: int) -> float:
     """Return the operations of training on one token of a sequence of `tokens`."""
     matrices = 6.0 * _matrix_weights(sizes)
     attention = 12.0 * sizes.layers * sizes.width * tokens
     return matrices + attention
 
 
-def keys_per_token(sizes: LlamaConfig | GPTConfig) -> int:
+def share_of_flops(sizes: Sizes, tokens: int, layers: float) -> float:
+    """Return the share of the operations that is left if a token passes through only so many layers and the head.
+
+    >>> share_of_flops(GPTConfig(256, 64, 8, 4, 256, 128), 128, layers=8)
+    1.0
+    """
+    whole = flops_per_token(sizes, tokens)
+    head = 6.0 * sizes.vocab * sizes.width
+    return 1.0 - (whole - head) * (1.0 - layers / sizes.layers) / whole
+
+
+def keys_per_token(sizes: Sizes) -> int:
     """Return the number of keys with which attention takes as long as a token's matrices."""
     return _matrix_weights(sizes) // (2 * sizes.layers * sizes.width)
 
 
-def _matrix_weights(sizes: LlamaConfig | GPTConfig) -> int:
+def _matrix_weights(sizes: Sizes) -> int:
     """Return the number of weights in the matrices that multiply every token."""
+    if isinstance(sizes, DecoderConfig):
+        return count_decoder(sizes).matrices
     head = sizes.vocab * sizes.width
     if isinstance(sizes, GPTConfig):
         layer = 4 * sizes.width**2 + 2 * sizes.width * sizes.inner

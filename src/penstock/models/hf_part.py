@@ -109,13 +109,14 @@ class Runner:
             for angles in self.angles:
                 angles.piece = None
             for layer in self.layers:
-                layer.mask = HUGGING_FACES
+                layer.mask = HuggingFaces
 
     def _check_length(self, length: int) -> None:
         for table in self.positions:
             if length > table.num_embeddings:
                 raise ShapeError(
-                    f"{length} tokens, but only {table.num_embeddings} positions"
+                    f"{length} tokens, but only {table.num_embeddings} positions\n"
+                    f"  use sequences of at most {table.num_embeddings} tokens (data.tokens)"
                 )
 
 
@@ -142,7 +143,8 @@ def _stand_in(piece: nn.Module) -> Any:
 
 
 # ---------------------------------------------------------------- layers
-HUGGING_FACES = object()  # the mask that Hugging Face's own code has made
+class HuggingFaces:
+    """Stands for the mask that Hugging Face's own code has made. The class itself is the value; it survives copying."""
 
 
 class LayerElsewhere:
@@ -154,7 +156,7 @@ class LayerElsewhere:
         for name, value in vars(module).items():
             if not name.startswith("_") and isinstance(value, plain):
                 setattr(self, name, value)  # such as attention_type
-        self.mask: object = HUGGING_FACES
+        self.mask: object = HuggingFaces
 
     def __call__(self, x: Tensor, *args: object, **kwargs: object) -> Tensor:
         """Return x as it is."""
@@ -166,7 +168,7 @@ class LayerCall:
 
     def __init__(self, layer: nn.Module) -> None:
         self.layer = layer
-        self.mask: object = HUGGING_FACES
+        self.mask: object = HuggingFaces
         parameters = list(inspect.signature(type(layer).forward).parameters)
         self.place = -1
         if "attention_mask" in parameters:
@@ -180,7 +182,7 @@ class LayerCall:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the layer."""
-        if self.mask is HUGGING_FACES:
+        if self.mask is HuggingFaces:
             return self.layer(*args, **kwargs)
         if "attention_mask" in kwargs:
             return self.layer(*args, **{**kwargs, "attention_mask": self.mask})
@@ -281,7 +283,8 @@ def attention_of(layer: nn.Module) -> Any:
             return inner
     raise PenstockError(
         f"cannot split a model with layers of class {type(layer).__name__}: none of its modules is an attention "
-        "that Penstock knows"
+        "that Penstock knows\n"
+        "  write the parts as modules of your own: Executor takes any nn.Module as a stage"
     )
 
 

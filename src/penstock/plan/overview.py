@@ -19,6 +19,7 @@ from penstock.ir.action import OPS, Op
 from penstock.ir.schedule import Schedule
 from penstock.plan.candidates import ROUNDING
 from penstock.plan.search import CANNOT_WIN, CellResult, Landscape, Pricing, Row
+from penstock.schedules.coverage import visits_all_parts
 from penstock.schedules.orders import loop_placement, wave_placement
 
 _WEIGHT_GRADIENT = OPS.index(Op.W)
@@ -95,6 +96,11 @@ _Kind = tuple[str, Callable[[Row], bool]]
 def _other_kinds(best: Row) -> Iterator[_Kind]:
     """Yield the kinds of plans that the best one is compared with."""
     candidate = best.candidate
+    if not visits_all_parts(candidate.schedule):
+        yield (
+            "that leaves out no layers",
+            lambda row: visits_all_parts(row.candidate.schedule),
+        )
     if candidate.name != "1f1b":
         yield "with plain 1F1B", lambda row: row.candidate.name == "1f1b"
     if candidate.sort != "fixed":

@@ -12,19 +12,42 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from penstock.config import AUTO, Config, ScheduleConfig, check_config, is_plan_file
+from penstock.config import (
+    AUTO,
+    FULL_AS_PLANNED,
+    Config,
+    MeshConfig,
+    PathsConfig,
+    ScheduleConfig,
+    check_config,
+    is_plan_file,
+)
 from penstock.errors import ConfigError
 from penstock.formats import read_plan, read_torch_csv
-from penstock.ir import Op, Plan
+from penstock.ir import Op, Plan, lower, verify
 from penstock.ir.plan import Facts
 from penstock.ir.schedule import stretch
 from penstock.partition import even_partition
-from penstock.plan.candidates import candidate_plan, title
+from penstock.plan.candidates import Candidate, candidate_plan, title
+from penstock.plan.partial import skipped_share
+from penstock.plan.paths.rules import rules_from
 from penstock.plan.search import Landscape, rival_facts
-from penstock.schedules import make
-from penstock.schedules.coverage import count_pipelines, hold_every_part
+from penstock.schedules import make, shape_of, transform
+from penstock.schedules.coverage import (
+    count_pipelines,
+    drop_empty_ranks,
+    full_schedule,
+    hold_every_part,
+    ranks_with_stages,
+    visits_all_parts,
+)
+from penstock.schedules.deal import skips_of
+from penstock.schedules.facts import FACTS
+from penstock.schedules.skip_paths import dealt
 from penstock.schedules.transforms import replicate
 
+SKIPPING = "micro-batches leave out layers, which changes what is computed"
+PATHS_NAME = "paths"  # the name of the plans of `penstock.plan.paths`
 BOUND_HOLDS_FOR = "every plan that the search could have returned"
 SIZE_KEYS = ("ranks", "microbatches")
 SHAPE_KEYS = (*SIZE_KEYS, "waves", "chunks", "slices", "skips")
@@ -45,8 +68,9 @@ def plan_run(
     """
     shape = config.schedule
     if is_plan_file(shape.name):
-        plan = _read_plan_file(Path(shape.name))
+        plan = _without_empty_ranks(_read_plan_file(Path(shape.name)))
         schedule = _shape_from_file(plan, shape, given)
+        _check_mesh(plan, config, given)
         config = _adopt(replace(config, schedule=schedule), plan)
         copies = 1  # The file has them all.
     elif shape.name == AUTO:
@@ -57,10 +81,11 @@ def plan_run(
         config = _adopt(_with_sizes(config, plan, copies), plan)
         copies = 1
     else:
-        plan = _named_plan(shape)
+        plan = _named_plan(config)
         copies = shape.copies
+    plan = plan.map_schedules(hold_every_part)
+    config, plan = _settle_paths(config, plan)
     plan = _replicate_plan(plan, copies)
-    plan = replace(plan, schedule=hold_every_part(plan.schedule))
     for microbatch in set(plan.schedule.microbatches):
         stretch(microbatch, config.data.tokens)  # Raises if slices outnumber tokens.
     return config, _partition_plan(plan, config, layers)
@@ -83,19 +108,96 @@ def _ranks_of_a_copy(plan: Plan) -> int:
 
 
 def _adopt(config: Config, plan: Plan) -> Config:
-    """Return the config with the mesh of a plan, checked."""
+    """Return the config with the mesh of a plan, unless the plan leaves it open, checked."""
     mesh = config.mesh
-    if (plan.tensor, plan.shard) != (1, 1):
+    if plan.tensor:
         mesh = replace(mesh, tensor=plan.tensor, shard=plan.shard)
     return check_config(replace(config, mesh=mesh), counted=True)
 
 
-def _named_plan(shape: ScheduleConfig) -> Plan:
+def _check_mesh(plan: Plan, config: Config, given: Collection[str] | None) -> None:
+    """Raise if the user wrote a mesh that contradicts the one of a plan file."""
+    default = MeshConfig()
+    faults = []
+    for key in ("tensor", "shard"):
+        value, planned = getattr(config.mesh, key), getattr(plan, key)
+        written = value != getattr(default, key)
+        if given is not None:
+            written = f"mesh.{key}" in given
+        if planned and written and value != planned:
+            faults.append(
+                f"mesh.{key} = {value}, but {config.schedule.name} has {planned}"
+            )
+    if faults:
+        faults.append("  a plan file has its own mesh: leave these values out")
+        raise ConfigError("\n".join(faults))
+
+
+def _named_plan(config: Config) -> Plan:
+    shape = config.schedule
+    paths = config.paths
     sizes = {key: getattr(shape, key) for key in SHAPE_KEYS if getattr(shape, key)}
+    if paths.share:
+        sizes["skips"] = skips_of(shape.ranks, paths.share)
     name = _title_of(shape.name, sizes)
     if shape.split:
         sizes["split"] = 1
-    return Plan(make(shape.name, **sizes), name)
+    plan = Plan(make(shape.name, **sizes), name)
+    if paths.rotate < 2 and not paths.swaps and not paths.keep:
+        return plan
+    own_words = shape_of(shape.name)
+    drawn = dealt(
+        shape.ranks,
+        shape.microbatches,
+        sizes.get("skips"),
+        max(paths.rotate, 1),
+        paths.swaps,
+        paths.keep,
+        config.run.seed,
+    )
+    first, *others = [transform(schedule, own_words, sizes) for schedule in drawn]
+    return replace(plan, schedule=first, rotation=tuple(others))
+
+
+# ---------------------------------------------------------------- paths that change from step to step
+def _settle_paths(config: Config, plan: Plan) -> tuple[Config, Plan]:
+    """Give a plan the schedules that [paths] asks for, and the config the numbers it left to the plan.
+
+    All schedules are verified here, before any worker starts.
+    """
+    paths = config.paths
+    if visits_all_parts(plan.schedule) and not plan.rotation:
+        if paths != PathsConfig():
+            raise ConfigError(
+                f"[paths] is for schedules that leave out parts, and {config.schedule.name} leaves out "
+                "none\n  leave its values out, or name another plan"
+            )
+        return config, plan
+    sets = 1 + len(plan.rotation)
+    if paths.rotate > sets:
+        raise ConfigError(
+            f"paths.rotate = {paths.rotate}, but {config.schedule.name} has {sets} "
+            f"set{'s' if sets > 1 else ''} of paths\n"
+            "  plan more with `penstock paths --rotate`, or set paths.rotate=0 to take all it has"
+        )
+    rotate = paths.rotate or sets
+    full = paths.full
+    if full == FULL_AS_PLANNED:
+        rules = plan.facts.get("rules")
+        full = rules_from(rules.split()).full if isinstance(rules, str) else 0
+    paths = replace(paths, rotate=rotate, full=full)
+    plan = replace(plan, rotation=plan.rotation[: rotate - 1])
+    if full or paths.warmup:
+        plan = replace(plan, full=plan.full or full_schedule(plan.schedule))
+    if config.run.graphs and len(plan.schedules) > 1:
+        raise ConfigError(
+            "run.graphs = true does not go with paths that change from step to step: every set of "
+            "paths would need recordings of its own\n"
+            "  set run.graphs=false, or paths.rotate=1, paths.full=0 and paths.warmup=0"
+        )
+    for schedule in plan.schedules:
+        verify(lower(schedule))
+    return replace(config, paths=paths), plan
 
 
 def _title_of(name: str, sizes: Mapping[str, int]) -> str:
@@ -109,8 +211,17 @@ def _title_of(name: str, sizes: Mapping[str, int]) -> str:
 def _replicate_plan(plan: Plan, copies: int) -> Plan:
     if copies == 1:
         return plan
-    schedule = replicate(plan.schedule, copies)
-    return Plan(schedule, f"{plan.name} copies={copies}", (), plan.why)
+    plan = plan.map_schedules(lambda schedule: replicate(schedule, copies))
+    return replace(plan, name=f"{plan.name} copies={copies}")
+
+
+def _has_own_head(plan: Plan) -> bool:
+    """Whether the last part of a plan is the head alone: it has no layers unless the plan says so."""
+    family = plan.name.partition(" ")[0]
+    if family == PATHS_NAME:
+        # The last part of a wave is the way up through the first part, with the head.
+        return plan.facts.get("waves") is not True
+    return family in FACTS and FACTS[family].own_head
 
 
 def _partition_plan(plan: Plan, config: Config, layers: int) -> Plan:
@@ -122,13 +233,18 @@ def _partition_plan(plan: Plan, config: Config, layers: int) -> Plan:
             f"the partition {list(given)} is for {len(given)} parts and {sum(given)} "
             f"layers, but there are {parts} parts and {layers} layers"
         )
-    if parts > layers:
+    if given:
+        return replace(plan, partition=tuple(given))
+    head = (0,) if _has_own_head(plan) else ()
+    with_layers = parts - len(head)
+    if with_layers > layers:
+        counted = f"{with_layers} parts and a head" if head else f"{parts} parts"
         raise ConfigError(
-            f"{plan.name} on {plan.schedule.ranks} ranks has {parts} parts, but the model "
-            f"has only {layers} layers: set model.layers={parts}, or fewer "
+            f"{plan.name} on {plan.schedule.ranks} ranks has {counted}, but the model "
+            f"has only {layers} layers: set model.layers={with_layers}, or fewer "
             "schedule.ranks, waves or chunks"
         )
-    return replace(plan, partition=tuple(given) or even_partition(layers, parts))
+    return replace(plan, partition=(*even_partition(layers, with_layers), *head))
 
 
 # ---------------------------------------------------------------- schedule.name = auto
@@ -154,6 +270,7 @@ def chosen_plan(landscape: Landscape, assumptions: Facts = ()) -> Plan:
         ("gap", landscape.gap if landscape.bound else None),
         ("bound_holds_for", BOUND_HOLDS_FOR),
         ("cut_short", landscape.interrupted),
+        *skip_facts(best),
         *rival_facts(landscape),
     )
     plan = candidate_plan(best, facts)
@@ -167,11 +284,29 @@ def chosen_plan(landscape: Landscape, assumptions: Facts = ()) -> Plan:
     )
 
 
+def skip_facts(candidate: Candidate) -> Facts:
+    """Return how much of the model each micro-batch leaves out; nothing if all visit every part."""
+    share = skipped_share(candidate.schedule, candidate.partition)
+    if not share:
+        return ()
+    return (("skipped_share", share), ("skipping", SKIPPING))
+
+
 # ---------------------------------------------------------------- a plan file
 def _read_plan_file(file: Path) -> Plan:
     if file.suffix == ".csv":
         return Plan(read_torch_csv(file), file.stem)
     return read_plan(file)
+
+
+def _without_empty_ranks(plan: Plan) -> Plan:
+    """Renumber the ranks of a plan that leaves out nodes; its facts then name the node of each rank."""
+    ranks = ranks_with_stages(plan.schedule)
+    if len(ranks) == plan.schedule.ranks:
+        return plan
+    plan = plan.map_schedules(drop_empty_ranks)
+    nodes = " ".join(map(str, ranks))
+    return replace(plan, why=(*plan.why, ("nodes", nodes)))
 
 
 def _shape_from_file(
@@ -212,7 +347,7 @@ def _stated_values(
 ) -> dict[str, Any]:
     """The values of [schedule] that the user wrote, without the name, 0 and empty ones."""
     values = {item.name: getattr(shape, item.name) for item in fields(shape)}
-    del values["name"]
+    del values["name"], values["skip"]  # `skip` is about what auto may choose.
     if given is None:
         defaults = ScheduleConfig()
         written = {

@@ -29,6 +29,7 @@ from penstock.plan.candidates import (
     title,
 )
 from penstock.plan.orders import best_order, default_work
+from penstock.plan.partial import skipped_share
 from penstock.plan.recipes import (
     PATIENCE,
     TRIED_SLICES,
@@ -38,9 +39,9 @@ from penstock.plan.recipes import (
     even_cuts_only,
     fixed_recipes,
     placements,
-    sliced_paths,
     useful_limits,
 )
+from penstock.schedules.coverage import visited_parts, visits_all_parts
 from penstock.schedules.list_scheduling import sequential_schedule
 from penstock.schedules.orders import require_at_least
 from penstock.schedules.size import MAX_ACTIONS, refuse_if_too_large
@@ -195,6 +196,29 @@ def survey_setting(setting: Setting, judge: Judge, limits: Limits) -> Portfolio:
     return ranking.portfolio(noise=False)
 
 
+def weigh_setting(
+    setting: Setting, judge: Judge, limits: Limits
+) -> list[tuple[str, float]]:
+    """Return name and peak of the orders that hold the least: one micro-batch after the other."""
+    limits = useful_limits(setting, judge, limits)
+    rows = []
+    for placement in placements(setting.ranks, limits):
+        stages = placement.stages(setting.ranks)
+        for slices in TRIED_SLICES:
+            for cuts in setting.cuts(slices) if slices <= limits.slices else ():
+                few = min(2, setting.microbatches)
+                paths = placement.paths(stages, few, cuts)
+                try:
+                    peak = judge.peak(sequential_schedule(stages, paths))
+                except ShapeError:  # the cost has no such shape
+                    continue
+                shape = placement.shape
+                if slices > 1:
+                    shape = (*shape, ("slices", slices))
+                rows.append((title("one micro-batch after the other,", shape), peak))
+    return rows
+
+
 def _lengthened(short: _Ranking, setting: Setting) -> _Ranking:
     """Return a ranking of the best orders of a short one, with all micro-batches of a setting."""
     short.sort()
@@ -289,10 +313,10 @@ class _Ranking:
         actions = 3 * len(stages) * setting.microbatches * slices
         if actions > min(MAX_LISTED_ACTIONS, MAX_ACTIONS):
             return math.inf
-        shape: ShapeWords = ((placement.word, placement.count),)
+        shape = placement.shape
         if slices > 1:
             shape = (*shape, ("slices", slices))
-        paths = sliced_paths(stages, setting.microbatches, tuple(cuts))
+        paths = placement.paths(stages, setting.microbatches, tuple(cuts))
         self.drafts[shape, tuple(cuts)] = (stages, paths)
         ways = self.ways_back()
         work = max(MIN_LISTING_WORK, min(LISTING_WORK, LISTING_ACTIONS // actions))
@@ -320,7 +344,9 @@ class _Ranking:
         starts: Sequence[Schedule] = (),
     ) -> Schedule:
         """Return the best order of a placement that is found with this much work."""
-        caps = self.judge.caps(sequential_schedule(stages, paths[:1]))
+        # One path is enough if all are the same; partial paths differ.
+        different = list(dict.fromkeys(paths))
+        caps = self.judge.caps(sequential_schedule(stages, different))
         return best_order(
             stages,
             paths,
@@ -349,6 +375,7 @@ class _Ranking:
     def add(self, name: str, shape: ShapeWords, sort: str, schedule: Schedule) -> float:
         """Add a schedule to those that fit, or to those that are too large."""
         candidate = evaluate_schedule(name, shape, sort, schedule, self.judge)
+        check_skips(candidate, self.limits.skip)
         if not self.judge.fits(candidate.peak):
             self.too_large.append((title(name, shape), candidate.peak))
             return math.inf
@@ -458,6 +485,20 @@ class _Ranking:
             chosen = _robust(rows)
             rows = [chosen, *(one for one in rows if one is not chosen)]
         return Portfolio(tuple(rows), tuple(self.too_large))
+
+
+def check_skips(candidate: Candidate, most: float) -> None:
+    """Raise if micro-batches leave out more than `most` of the layers, or all of them leave out the same part."""
+    schedule = candidate.schedule
+    if visits_all_parts(schedule):
+        return
+    share = skipped_share(schedule, candidate.partition)
+    if share > most * (1 + ROUNDING):
+        raise ShapeError(
+            f"a micro-batch leaves out {share:.1%} of the layers, but at most {most:.1%} may be left out"
+        )
+    if len(visited_parts(schedule)) < schedule.parts:
+        raise ShapeError("a part is on no path, so it would never be trained")
 
 
 def _robust(rows: Sequence[Candidate]) -> Candidate:

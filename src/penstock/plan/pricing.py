@@ -14,17 +14,37 @@ from typing import NamedTuple
 
 from penstock.cost.cluster import Cluster
 from penstock.cost.mesh import gather_seconds, mesh_profile, split_processors
-from penstock.cost.network import Link, Network, slowest_link
-from penstock.cost.placed import PlacedCost, count_of_share
-from penstock.cost.profile import TENSORS_PER_WEIGHT, Profile
+from penstock.cost.network import Link, Network, fastest_link, slowest_link
+from penstock.cost.placed import PlacedCost, balance_layers, count_of_share
+from penstock.cost.profile import TENSORS_PER_WEIGHT, Profile, send_as
 from penstock.cost.unit import UnitCost
 from penstock.ir.action import Op
 from penstock.plan.candidates import Judge
-from penstock.plan.recipes import Cuts, Limits, Setting, even_cuts_only
+from penstock.plan.partial import (
+    partial_profile_bound,
+    partial_unit_bound,
+    visited_layers,
+)
+from penstock.plan.placed_bound import (
+    Hop,
+    Layout,
+    Load,
+    Room,
+    SliceTimes,
+    placed_bound,
+    slice_times,
+)
+from penstock.plan.recipes import (
+    Cuts,
+    Limits,
+    Placement,
+    Setting,
+    even_cuts_only,
+    every_placement,
+)
 from penstock.plan.slices.planner import SLICE_COUNTS, CutChoice, cut_choices
 from penstock.plan.space import (
     LeastTimes,
-    least_hop,
     least_times,
     profile_bound,
     space_bound,
@@ -65,6 +85,16 @@ class UnitPricing:
 
     def bound(self, cell: Cell) -> float:
         """Return a time that no step of this cell can beat."""
+        if self.limits.skip:
+            return partial_unit_bound(
+                self.cost,
+                cell.ranks,
+                cell.microbatches,
+                self.limits.stages,
+                self.limits.slices,
+                self.limits.skip,
+                self.limits.split,
+            )
         return space_bound(
             self.cost,
             cell.ranks,
@@ -75,13 +105,17 @@ class UnitPricing:
             self.limits.split,
         )
 
+    def close_bound(self, cell: Cell) -> float:
+        """Return the same: this bound knows the memory already."""
+        return self.bound(cell)
+
     def estimate(self, cell: Cell) -> Estimate:
         """Return the bound: there is only one cell, so that nothing is compared."""
         return Estimate(self.bound(cell), 0.0)
 
     def least_bytes(self, cell: Cell) -> float:
-        """Return what every rank must hold at least: one micro-batch."""
-        return 1.0
+        """Return what the fullest rank must hold at least: all of one micro-batch that it may not leave out."""
+        return 1.0 - self.limits.skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +148,12 @@ class ProfilePricing:
     works: dict[object, tuple[float, float]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
+    layouts: dict[object, Layout] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+    slice_times: dict[object, SliceTimes] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
     choices: dict[Cell, list[CutChoice]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -142,8 +182,11 @@ class ProfilePricing:
         """Return the profile of a process of a cell; its links between ranks do not count."""
         key = (cell.rows, cell.tensor, cell.shard, *self.mesh_links(cell))
         if key not in self.meshes:
+            profile = self.profile_at(cell.rows)
+            if self.workload.config is not None:
+                profile = send_as(profile, self.workload.config.run.messages)
             self.meshes[key] = mesh_profile(
-                self.profile_at(cell.rows),
+                profile,
                 cell.tensor,
                 cell.shard,
                 key[3],
@@ -230,6 +273,115 @@ class ProfilePricing:
         passes = self.workload.passes * self._pass_bound(cell)
         return self.gather(cell) + passes + update
 
+    def close_bound(self, cell: Cell) -> float:
+        """Return a time that no step of this cell can beat under the memory; infinite if none fits.
+
+        It looks at every placement that the search tries, with the layers of its parts.
+        """
+        quick = self.bound(cell)
+        placements = self.placements(cell)
+        if self.limits.weights > 1 or self.limits.skip or not placements:
+            return quick  # Chimera and partial paths need more than these placements.
+        least = inf
+        for placement in placements:
+            least = min(least, self._placed_bound(cell, placement))
+            if least <= quick:
+                return quick
+        return least
+
+    def placements(self, cell: Cell) -> list[Placement]:
+        """Return the placements of all schedules that the search tries in a cell."""
+        most = max(1, min(self.limits.stages, self.workload.layers // cell.ranks))
+        single = cell.ranks == 1 and cell.copies == 1
+        partition = self.workload.fixed.partition
+        return [
+            one
+            for one in every_placement()
+            if one.stages_per_rank <= (1 if single else most)
+            and len(partition) in (0, one.stages_per_rank * cell.ranks)
+        ]
+
+    def _placed_bound(self, cell: Cell, placement: Placement) -> float:
+        """Return a time that no step on this placement can beat."""
+        process = self.process(cell)
+        layout = self._layout(cell, placement)
+        latency, byte = self._sum_link(cell)
+        link = self._fastest_hop(cell)
+        room = Room(
+            process.layer,
+            process.embed,
+            process.head,
+            process.message,
+            process.tied,
+            self.workload.memory,
+            cell.copies,
+            self.workload.recorded,
+        )
+        load = Load(
+            cell.microbatches,
+            count_of_share(cell.recomputed, layout.size),
+            Hop(link.latency, process.message / link.bandwidth),
+            process.turn,
+            latency,
+            byte,
+        )
+        bound = placed_bound(layout, self._slice_times(cell), room, load)
+        bound /= max(self.speeds(cell), default=1.0)
+        update = layout.on_ranks(
+            layout.of_blocks(
+                *(one.update for one in (room.layer, room.embed, room.head))
+            )
+        )
+        return self.gather(cell) + self.workload.passes * bound + float(update.max())
+
+    def _layout(self, cell: Cell, placement: Placement) -> Layout:
+        """Return a placement with its layers, which depend neither on micro-batches nor on shards."""
+        speeds = self.speeds(cell)
+        key = (self._work_key(cell), cell.ranks, placement, speeds)
+        if key not in self.layouts:
+            stages = placement.stages(cell.ranks)
+            partition = self.workload.fixed.partition
+            if not partition:
+                slowest = (
+                    [min(speeds[rank :: cell.ranks]) for rank in range(cell.ranks)]
+                    if speeds
+                    else []
+                )
+                ranks = tuple(stage.rank for stage in stages)
+                partition = balance_layers(
+                    self.process(cell), self.workload.tokens, ranks, slowest
+                )
+            self.layouts[key] = Layout(stages, partition)
+        return self.layouts[key]
+
+    def _slice_times(self, cell: Cell) -> SliceTimes:
+        key = self._work_key(cell)
+        if key not in self.slice_times:
+            self.slice_times[key] = slice_times(
+                replace(self.process(cell), tokens=self.workload.tokens),
+                self.most_slices,
+                self.limits.split,
+                self.workload.granularity,
+            )
+        return self.slice_times[key]
+
+    def _sum_link(self, cell: Cell) -> tuple[float, float]:
+        """Return the seconds of the latencies of a sum over the copies, and of each byte of it.
+
+        They are 0 where copies do not sum over equal links.
+        """
+        if cell.copies == 1 or self.processors(cell)[0] is not None:
+            return 0.0, 0.0
+        if self.machines is None:
+            network = self.profile_at(cell.rows).network
+            if self.cluster is not None or isinstance(network.latency, tuple):
+                return 0.0, 0.0
+            link = slowest_link(network)
+        else:
+            link = self.machines.copies_link(cell)
+        steps = 2 * (cell.copies - 1)
+        return steps * link.latency, steps / cell.copies / link.bandwidth
+
     def estimate(self, cell: Cell) -> Estimate:
         """Return about what the best schedule of a cell takes, without building one.
 
@@ -260,7 +412,7 @@ class ProfilePricing:
 
     def _work(self, cell: Cell) -> tuple[float, float]:
         """Return the seconds of a whole forward and backward of the model."""
-        key = (cell.rows, cell.tensor, *self.mesh_links(cell))
+        key = self._work_key(cell)
         if key not in self.works:
             process, tokens = self.process(cell), self.workload.tokens
             blocks = process.blocks(process.layers, first=True, last=True)
@@ -270,6 +422,15 @@ class ProfilePricing:
             )
             self.works[key] = (forward, backward)
         return self.works[key]
+
+    def _work_key(self, cell: Cell) -> object:
+        """Return what the times of a process depend on."""
+        return (
+            cell.rows,
+            cell.tensor,
+            self.mesh_links(cell)[0],
+            self.processors(cell)[1],
+        )
 
     def _sum_seconds(self, cell: Cell, gradients: float) -> float:
         """Return the seconds of a ring that sums gradients over the copies of a rank."""
@@ -298,13 +459,19 @@ class ProfilePricing:
         if key in self.bounds:
             return self.bounds[key]
         if least_key not in self.least:
-            slices = min(self.limits.slices, self.workload.tokens)
             profile = self.process(cell)
-            self.least[least_key] = least_times(profile, slices, self.limits.split)
+            visited = visited_layers(profile.layers, self.limits.skip)
+            self.least[least_key] = least_times(
+                replace(profile, layers=visited, tokens=self.workload.tokens),
+                self.most_slices,
+                self.limits.split,
+                self.workload.granularity,
+            )
         least = replace(self.least[least_key], hop=hop)
         if again:
             least = with_recomputation(least)
-        bound = profile_bound(least, cell.ranks, cell.microbatches) / fastest
+        bound_of = partial_profile_bound if self.limits.skip else profile_bound
+        bound = bound_of(least, cell.ranks, cell.microbatches) / fastest
         if processors is not None:
             work = _least_work(least) * cell.microbatches * cell.copies
             bound = max(bound, work / processors)
@@ -313,11 +480,21 @@ class ProfilePricing:
 
     def least_hop(self, cell: Cell) -> float:
         """Return the least time of a message between two ranks of a cell."""
-        if self.machines is None:
-            return least_hop(self.profile(cell))
-        link = self.machines.fastest_hop(cell)
-        network = Network(link.latency, link.bandwidth)
-        return least_hop(replace(self.process(cell), network=network))
+        link = self._fastest_hop(cell)
+        shortest = self.process(cell).message * self.workload.granularity
+        return link.latency + shortest / link.bandwidth
+
+    def _fastest_hop(self, cell: Cell) -> Link:
+        """Return the fastest link between two ranks of a cell."""
+        if self.machines is not None:
+            return self.machines.fastest_hop(cell)
+        return fastest_link(self.profile(cell).network)
+
+    @property
+    def most_slices(self) -> int:
+        """The most slices of a sequence: as many as the limit allows, and as there are cuts."""
+        cuts = self.workload.tokens // self.workload.granularity
+        return max(1, min(self.limits.slices, cuts))
 
     def least_bytes(self, cell: Cell) -> float:
         """Return bytes that the fullest device of a cell holds at least, with any plan.
@@ -325,13 +502,13 @@ class ProfilePricing:
         When the forward of a micro-batch ends, the devices together hold all weights and all
         activations of this micro-batch, and the fullest one holds at least the mean. Parts
         that are recomputed hold only their inputs, so where there are some, only the weights
-        count.
+        count. Layers that may be left out do not count either.
         """
         profile = self.profile(cell)
         whole = profile.part(profile.layers, first=True, last=True)
         held = whole.weights
         if not cell.recomputed:
-            held += whole.held * self.workload.tokens
+            held += whole.held * self.workload.tokens * (1.0 - self.limits.skip)
         return held / cell.ranks
 
 

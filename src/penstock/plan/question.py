@@ -28,8 +28,11 @@ from penstock.plan.topology import Machines, machines_of
 from penstock.plan.workload import MIN_GRANULARITY, Fixed, Workload, cells_of
 
 ANY_NUMBER_OF_LAYERS = 1 << 30
-IGNORED_IN_UNITS = "the memory, and that messages delay each other"
-IGNORED = "the memory, the links between most ranks, and the sums of gradients"
+IGNORED_IN_UNITS = "that micro-batches and messages delay each other"
+IGNORED = (
+    "that micro-batches and messages delay each other, that some links are slower than "
+    "the fastest one, and memory that is needed for a moment only"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,10 +128,20 @@ def gpu_question(
     @cache
     def profile_at(rows: int) -> Profile:
         return analytic_profile(
-            model, workload.tokens, rows, gpu, precision, recorded=recorded
+            model,
+            workload.tokens,
+            rows,
+            gpu,
+            precision,
+            recorded=recorded,
+            loss_chunk=config.run.loss_chunk,
         )
 
-    source = f"analytic profile of the {gpu.name}, by formula and not measured"
+    launched = "recorded once and replayed" if recorded else "launched one by one"
+    source = (
+        f"analytic profile of the {gpu.name}, by formula and not measured: {precision}, "
+        f"kernels {launched}, layers and loss not compiled"
+    )
     return profile_question(workload, profile_at, limits, source, machines_of(gpu))
 
 

@@ -22,6 +22,7 @@ from penstock.cost.cost import Cost
 from penstock.ir.schedule import MicroBatch, Schedule, Stage
 from penstock.plan.bound import lower_bound
 from penstock.plan.candidates import ROUNDING, Judge, ShapeWords
+from penstock.plan.partial import most_skips, partial_paths
 from penstock.schedules import REGISTRY, make, shape_of
 from penstock.schedules.facts import FACTS
 from penstock.schedules.list_scheduling import defer_weights
@@ -35,9 +36,8 @@ TRIED_WAVES = (1, 2, 3, 4, 5, 6, 8)
 TRIED_SLICES = (1, 2, 4, 8, 16, 32, 64)
 # Numbers of slices in a row that may fail to help before a placement is given up.
 PATIENCE = 2
-# `skip` leaves out part of the work, so it cannot be compared with the others. Those with
-# slices in their own shape are made from whole ones here.
-NOT_TRIED = ("skip", "terapipe", "seq1f1b")
+# Those with slices in their own shape are made from whole ones here.
+NOT_TRIED = ("terapipe", "seq1f1b")
 WITH_WHOLE_BACKWARDS = ("1f1b", "interleaved", "chimera", "hanayo")  # worth splitting
 SLICED_NAMES = {"gpipe": "terapipe", "1f1b": "seq1f1b"}
 # Fixed orders that are also tried with slices.
@@ -52,6 +52,8 @@ class Limits:
     slices: int = 16  # slices of a sequence at most; 1: do not slice
     weights: int = 1  # copies of the weights at most
     split: bool = True  # whether backwards may be split
+    # The share of the layers that a micro-batch may leave out, which changes what is computed.
+    skip: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,9 +79,10 @@ class FixedRecipe:
 def useful_limits(setting: Setting, judge: Judge, limits: Limits) -> Limits:
     """Return narrower limits where more choices cannot help.
 
-    On a single rank without copies nothing overlaps, so all orders take the same time.
+    On a single rank without copies nothing overlaps, so all orders take the same time, unless
+    they leave out work.
     """
-    if setting.ranks == 1 and judge.copies == 1:
+    if setting.ranks == 1 and judge.copies == 1 and not limits.skip:
         return replace(limits, stages=1, slices=1, split=False)
     return limits
 
@@ -92,10 +95,11 @@ def even_cuts_only(slices: int) -> list[Cuts]:
 # ---------------------------------------------------------------- placements
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Stages of the ranks in a loop (so many chunks) or in waves."""
+    """Stages of the ranks in a loop (so many chunks) or in waves, and the parts that each micro-batch leaves out."""
 
     word: str  # "chunks" or "waves"
     count: int
+    skips: int = 0
 
     @property
     def stages_per_rank(self) -> int:
@@ -107,29 +111,45 @@ class Placement:
         place = loop_placement if self.word == "chunks" else wave_placement
         return place(ranks, self.count)
 
+    def paths(
+        self, stages: list[Stage], microbatches: int, cuts: Cuts
+    ) -> list[MicroBatch]:
+        """Return the paths of all micro-batches through these stages, with these cuts."""
+        if self.skips:
+            return partial_paths(len(stages), self.skips, microbatches, cuts)
+        path = tuple(range(len(stages)))
+        return [MicroBatch(path, cuts[-1], cuts)] * microbatches
+
+    @property
+    def shape(self) -> ShapeWords:
+        """The placement as a row shows it."""
+        shape: ShapeWords = ((self.word, self.count),)
+        return (*shape, ("skips", self.skips)) if self.skips else shape
+
 
 def placements(ranks: int, limits: Limits) -> Iterator[Placement]:
-    """Yield the placements to try, from few stages to many.
+    """Yield the placements to try, from few stages to many; where it is allowed, also with partial paths.
 
-    On one rank every placement does the same work in the same order, so one is enough.
+    On one rank every placement does the same work in the same order, so one is enough for whole
+    paths, and waves are the same as chunks.
     """
-    if ranks == 1:
-        yield Placement("chunks", 1)
-        return
+    for placement in every_placement():
+        if placement.stages_per_rank > limits.stages:
+            continue
+        if ranks == 1 and placement.word == "waves":
+            continue
+        if ranks > 1 or placement.count == 1:
+            yield placement
+        skips = most_skips(ranks * placement.stages_per_rank, limits.skip)
+        if skips:
+            yield replace(placement, skips=skips)
+
+
+def every_placement() -> list[Placement]:
+    """Return all placements that are ever tried, from few stages to many."""
     every = [Placement("chunks", count) for count in TRIED_CHUNKS]
     every += [Placement("waves", count) for count in TRIED_WAVES]
-    every.sort(key=lambda one: one.stages_per_rank)
-    for placement in every:
-        if placement.stages_per_rank <= limits.stages:
-            yield placement
-
-
-def sliced_paths(
-    stages: list[Stage], microbatches: int, cuts: Cuts
-) -> list[MicroBatch]:
-    """Return micro-batches that visit all stages in order, with these cuts."""
-    path = tuple(range(len(stages)))
-    return [MicroBatch(path, cuts[-1], cuts)] * microbatches
+    return sorted(every, key=lambda one: one.stages_per_rank)
 
 
 # ---------------------------------------------------------------- fixed orders
@@ -142,7 +162,7 @@ def fixed_recipes(
             continue
         if slices > 1 and name not in FIXED_WITH_SLICES:
             continue
-        for shape in _shapes(name, limits):
+        for shape in _shapes(name, limits, setting.ranks):
             for cuts in setting.cuts(slices):
                 yield from _fixed_with_cuts(setting, judge, limits, name, shape, cuts)
 
@@ -179,9 +199,16 @@ def _build_fixed(
     return slice_tokens(make(name, **sizes, **dict(shape)), cuts)
 
 
-def _shapes(name: str, limits: Limits) -> Iterator[ShapeWords]:
-    """Yield the shapes of a schedule to try, without ranks and micro-batches."""
+def _shapes(name: str, limits: Limits, ranks: int) -> Iterator[ShapeWords]:
+    """Yield the shapes of a schedule to try, without ranks and micro-batches.
+
+    `skip` leaves out part of the work, so it is tried only where that is allowed.
+    """
     words = shape_of(name)
+    if "skips" in words:
+        if skips := most_skips(ranks, limits.skip):
+            yield (("skips", skips),)
+        return
     if "chunks" in words:
         counts = [count for count in TRIED_CHUNKS if 1 < count <= limits.stages]
         yield from ((("chunks", count),) for count in counts)

@@ -14,6 +14,7 @@ timed, so the same workload and profile give the same plan on any machine. Ctrl-
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -30,6 +31,7 @@ from penstock.plan.portfolio import (
     nothing_fits,
     rank_setting,
     survey_setting,
+    weigh_setting,
 )
 from penstock.plan.pricing import Estimate
 from penstock.plan.recipes import Limits, Setting
@@ -38,6 +40,7 @@ from penstock.schedules.size import refuse_if_too_large
 
 # With more cells than this, only those are weighed that could win by their bounds.
 MAX_WEIGHED_CELLS = 1_000
+WEIGHED_CELLS = 6  # cells that are weighed if nothing fits
 MAX_CELLS = 50_000  # more would take minutes to compare
 RANKED_CELLS = 6  # cells in which everything is tried
 # Actions of one order of these cells, in all. One cell is tried in any case.
@@ -47,6 +50,7 @@ PROMISING = 1.25
 # Actions of one order of each surveyed cell, in all. Cells with worse estimates are left out.
 SURVEYED_ACTIONS = 20_000
 NOT_TRIED = "left out: many cells seem to be better"  # reason of a cell
+NOTHING_FITS = "no placement fits into the memory"  # reason of a cell
 CANNOT_WIN = "cannot win: its bound is above the best plan"  # reason of a cell
 
 
@@ -61,6 +65,9 @@ class Pricing(Protocol):
 
     def bound(self, cell: Cell) -> float:
         """Return a time that no step of this cell can beat."""
+
+    def close_bound(self, cell: Cell) -> float:
+        """Return a larger such time, with more work; infinite if no plan fits."""
 
     def estimate(self, cell: Cell) -> Estimate:
         """Return about how long a step takes and how much a device holds, quickly."""
@@ -170,6 +177,7 @@ class _Search:
         results.sort(key=_order_of_bounds)
         self.results = results
         self.bound = min((one.bound for one in results), default=math.inf)
+        self.close_bounds: dict[Cell, float] = {}
         self.rows: list[Row] = []
         self.too_large: list[tuple[str, float]] = []
         self.best = math.inf
@@ -205,6 +213,9 @@ class _Search:
         """Survey one cell, or say why not."""
         cell = result.cell
         refusal = self.refusal(result)
+        if not refusal:
+            result = self.examine(result)
+            refusal = self.refusal(result)
         if refusal:
             return replace(result, reason=refusal)
         self.tell(cell.name)
@@ -236,6 +247,7 @@ class _Search:
             is_late = any_fits and self.time_of(result) > self.best * PROMISING
             if ranked == RANKED_CELLS or (ranked and is_late):
                 break
+            result = self.examine(result)
             left -= result.cell.ranks * result.cell.microbatches
             if ranked and (result.bound >= self.best or left < 0):
                 continue
@@ -262,6 +274,34 @@ class _Search:
         self.rows = [row for row in self.rows if row.cell != cell]
         return self.take(result, found)
 
+    # ------------------------------------------------------------ bounds
+    def examine(self, result: CellResult) -> CellResult:
+        """Return a cell with its close bound."""
+        cell = result.cell
+        if cell not in self.close_bounds:
+            self.close_bounds[cell] = self.pricing.close_bound(cell)
+        return replace(result, bound=max(result.bound, self.close_bounds[cell]))
+
+    def examine_until_proven(self) -> None:
+        """Raise the bound of the whole space: the least one of all cells, until it is a close one.
+
+        Cells that were not tried count too, because their plans are in the space.
+        """
+        waiting = [(one.bound, place) for place, one in enumerate(self.results)]
+        heapq.heapify(waiting)
+        try:
+            self.tell("proving the bound")
+            while waiting[0][0] < self.best:
+                bound, place = waiting[0]
+                result = self.examine(self.results[place])
+                self.results[place] = result
+                if result.bound == bound:
+                    break
+                heapq.heapreplace(waiting, (result.bound, place))
+        except KeyboardInterrupt:  # The least of all bounds so far holds too.
+            pass
+        self.bound = min(waiting[0][0], self.best)
+
     # ------------------------------------------------------------ small things
     def refusal(self, result: CellResult) -> str:
         """Say why a cell need not be tried; empty if it must be."""
@@ -269,6 +309,8 @@ class _Search:
         few = len(self.results) <= MAX_WEIGHED_CELLS
         if few and self.exceeds_memory(cell):
             return self.misfit(cell)
+        if result.bound == math.inf:
+            return NOTHING_FITS
         if result.bound >= self.best:
             return CANNOT_WIN
         less = [share for share in RECOMPUTED_SHARES if share < cell.recomputed]
@@ -319,7 +361,9 @@ class _Search:
     def landscape(self, interrupted: bool) -> Landscape:
         """Return all that was found."""
         if not self.rows:
+            self.weigh_smallest()
             raise ShapeError(self.why_nothing_fits())
+        self.examine_until_proven()
         self.rows.sort(key=lambda row: row.candidate.step)
         best_cell = min(
             (one for one in self.results if one.best is not None),
@@ -337,6 +381,20 @@ class _Search:
             self.bound,
             interrupted,
         )
+
+    def weigh_smallest(self) -> None:
+        """Weigh plans of the cells that seem to need the least, to say how much is missing."""
+
+        def size(result: CellResult) -> float:
+            return self.pricing.estimate(result.cell).bytes
+
+        for result in sorted(self.results, key=size)[:WEIGHED_CELLS]:
+            cell = result.cell
+            self.too_large += weigh_setting(
+                self.pricing.setting(cell),
+                self.pricing.judge(cell),
+                self.limits_of(cell),
+            )
 
     def why_nothing_fits(self) -> str:
         """Say why no cell has a plan."""

@@ -25,7 +25,8 @@ if each begins when it is reached at the earliest. Every part but the first and 
 
 The bounds ignore what collides: that two micro-batches want a rank at the same time, that links are busy, that ranks
 rest after actions. They ignore sums of gradients, optimizer steps and copies. For a `Profile` they ignore the memory,
-and hold for cuts at `CUT_POINTS` equally spaced places, or coarser ones.
+which `penstock.plan.placed_bound` knows. If cuts can lie at more than `CUT_POINTS` places, the least work is that of
+cuts at `CUT_POINTS` of them.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from penstock.cost.curve import seconds_along
+from penstock.cost.network import fastest_link
 from penstock.cost.profile import Block, Profile
 from penstock.cost.unit import UnitCost
 from penstock.errors import ShapeError
@@ -181,21 +183,23 @@ class LeastTimes:
     hop: float
 
 
-def least_times(profile: Profile, slices: int, split: bool = True) -> LeastTimes:
-    """Find the least times of a profile with at most this many slices."""
-    space = _ProfileSpace(profile, slices, split)
+def least_times(
+    profile: Profile, slices: int, split: bool = True, granularity: int | None = None
+) -> LeastTimes:
+    """Find the least times of a profile with at most this many slices.
+
+    Cuts are multiples of `granularity` tokens, by default at `CUT_POINTS` places.
+    """
+    space = SliceSpace(profile, slices, split, granularity)
     return LeastTimes(
         profile.layers,
         profile.turn,
         space.work(profile.layer),
         space.work(profile.embed),
         space.work(profile.head),
-        (
-            space.least_piece(profile.layer, Op.F),
-            space.least_piece_back(profile.layer),
-        ),
+        (space.first_piece(profile.layer), space.last_piece_back(profile.layer)),
         (space.one_way(Op.F), space.one_way_back()),
-        least_hop(profile),
+        least_hop(profile, granularity),
     )
 
 
@@ -220,35 +224,32 @@ def profile_bound(times: LeastTimes, ranks: int, microbatches: int) -> float:
     """Return a time below that of every plan with these ranks and micro-batches."""
     hop, turn = times.hop, times.turn
     forward, backward = times.layer
-    turns = 2 * turn  # one forward and one backward on every rank
-    first_piece = turn + times.piece[0]
-    piece_back = turn + times.piece[1]
     count = microbatches
+    # A rank rests between its actions; messages leave before that.
+    rests = (2 * count - 1) * turn
+    first_piece, piece_back = times.piece
 
     def pieces(rank: int) -> int:
         # The first part may have the embedding alone, and the last part the head.
         return max(rank - 1, 0)
 
     all_work = _least_finish(
-        [
-            rank * hop + pieces(rank) * first_piece + count * turns
-            for rank in range(ranks)
-        ],
+        [rank * hop + pieces(rank) * first_piece + rests for rank in range(ranks)],
         times.layers,
         count * (forward + backward),
         fixed=count * sum(times.embed),
         free=count * sum(times.head),
     )
-    there = times.way[0] + ranks * turn + (ranks - 1) * hop
+    there = times.way[0] + (ranks - 1) * hop
     back = [there + rank * hop + pieces(rank) * piece_back for rank in range(ranks)]
     backwards = _least_finish(
-        [begin + count * turn for begin in back],
+        [begin + (count - 1) * turn for begin in back],
         times.layers,
         count * backward,
         fixed=count * times.head[1],
         free=count * times.embed[1],
     )
-    alone = there + times.way[1] + ranks * turn + (ranks - 1) * hop
+    alone = there + times.way[1] + (ranks - 1) * hop
     return max(all_work, backwards, alone)
 
 
@@ -296,14 +297,21 @@ def _bisect_finish(
     return low
 
 
-class _ProfileSpace:
+class SliceSpace:
     """Searches the least times of a profile's blocks over all slicings."""
 
-    def __init__(self, profile: Profile, slices: int, split: bool) -> None:
+    def __init__(
+        self,
+        profile: Profile,
+        slices: int,
+        split: bool,
+        granularity: int | None = None,
+    ) -> None:
         self.profile = profile
         self.slices = slices
         self.split = split
-        points = min(CUT_POINTS, profile.tokens)
+        self.granularity = granularity or max(1, profile.tokens // CUT_POINTS)
+        points = min(CUT_POINTS, max(1, profile.tokens // self.granularity))
         places = {profile.tokens * point // points for point in range(points + 1)}
         self.places = sorted(places)
         ends = np.array(self.places, dtype=np.float64)
@@ -311,24 +319,30 @@ class _ProfileSpace:
         self.begin, self.end = begin, end  # of each slice, as numbers of places
         self.prefixes = ends[begin]
         self.tokens = ends[end] - ends[begin]
+        whole = profile.tokens
+        lengths = range(self.granularity, whole + 1, self.granularity)
+        self.lengths = np.array([*lengths, whole], dtype=np.float64)
 
     def work(self, block: Block) -> tuple[float, float]:
         """The least forward and backward work of a block for one micro-batch."""
-        return self._sum_over_slices(block, (Op.F,)), self._least_backward(block)
+        return self.sum_over_slices(self.along(block, Op.F)), self._least_backward(
+            block
+        )
 
     # ------------------------------------------------------------ blocks
     def _least_backward(self, block: Block) -> float:
         """The least backward work of a block for one micro-batch."""
-        whole = self._sum_over_slices(block, (Op.B,))
+        whole = self.sum_over_slices(self.along(block, Op.B))
         if not self.split:
             return whole
-        return min(whole, self._sum_over_slices(block, (Op.I, Op.W)))
+        halves = self.along(block, Op.I) + self.along(block, Op.W)
+        return min(whole, self.sum_over_slices(halves))
 
-    def _sum_over_slices(self, block: Block, ops: tuple[Op, ...]) -> float:
+    def sum_over_slices(self, times: Floats) -> float:
         """The least sum of the times of all slices, over all cuts into at most `slices` slices."""
         size = len(self.places)
         seconds = np.full((size, size), math.inf)  # by begin and end
-        seconds[self.begin, self.end] = sum(self._along(block, op) for op in ops)
+        seconds[self.begin, self.end] = times
         best = np.full(size, math.inf)
         best[0] = 0.0
         for _ in range(min(self.slices, size - 1)):
@@ -338,25 +352,37 @@ class _ProfileSpace:
             best = longer
         return float(best[-1])
 
-    def _along(self, block: Block, op: Op) -> Floats:
+    def along(self, block: Block, op: Op) -> Floats:
         """The seconds of all slices."""
         return seconds_along(block.fit(op).curve, self.tokens, self.prefixes)
 
-    def least_piece(self, block: Block, op: Op) -> float:
-        """The least time of a slice of any length at any place."""
-        return float(self._along(block, op).min())
+    def back_along(self, block: Block) -> Floats:
+        """The seconds of the backwards of all slices until their gradients leave."""
+        whole = self.along(block, Op.B)
+        return np.minimum(whole, self.along(block, Op.I)) if self.split else whole
 
-    def least_piece_back(self, block: Block) -> float:
-        """The least time of the backward of a slice until its gradient leaves."""
-        whole = self.least_piece(block, Op.B)
-        return min(whole, self.least_piece(block, Op.I)) if self.split else whole
+    def first_piece(self, block: Block) -> float:
+        """The least time of the forward of a first slice."""
+        return self._least_piece(block, Op.F, np.zeros(len(self.lengths)))
+
+    def last_piece(self, block: Block, op: Op) -> float:
+        """The least time of an op on a last slice."""
+        return self._least_piece(block, op, self.profile.tokens - self.lengths)
+
+    def last_piece_back(self, block: Block) -> float:
+        """The least time of the backward of a last slice until its gradient leaves."""
+        whole = self.last_piece(block, Op.B)
+        return min(whole, self.last_piece(block, Op.I)) if self.split else whole
+
+    def _least_piece(self, block: Block, op: Op, prefixes: Floats) -> float:
+        return float(seconds_along(block.fit(op).curve, self.lengths, prefixes).min())
 
     def one_way(self, op: Op) -> float:
         """The least time of the largest slice through all layers."""
         profile = self.profile
         longest = -(-profile.tokens // self.slices)
         blocks = profile.blocks(profile.layers, first=True, last=True)
-        seconds = sum(count * self._along(block, op) for count, block in blocks)
+        seconds = sum(count * self.along(block, op) for count, block in blocks)
         assert not isinstance(seconds, int)
         return float(seconds[self.tokens >= longest].min())
 
@@ -366,17 +392,8 @@ class _ProfileSpace:
         return min(whole, self.one_way(Op.I)) if self.split else whole
 
 
-def least_hop(profile: Profile) -> float:
+def least_hop(profile: Profile, granularity: int | None = None) -> float:
     """The least time of a hop between two ranks, with the shortest slice as message."""
-    network = profile.network
-
-    def values(pairs: float | tuple[tuple[float, ...], ...]) -> list[float]:
-        if not isinstance(pairs, tuple):
-            return [pairs]
-        rows = list(enumerate(pairs))
-        return [row[j] for i, row in rows for j in range(len(row)) if i != j]
-
-    latency = min(values(network.latency), default=0.0)
-    bandwidth = max(values(network.bandwidth), default=math.inf)
-    shortest = max(1, profile.tokens // CUT_POINTS)
-    return latency + profile.message * shortest / bandwidth
+    link = fastest_link(profile.network)
+    shortest = granularity or max(1, profile.tokens // CUT_POINTS)
+    return link.latency + profile.sent * shortest / link.bandwidth

@@ -32,6 +32,8 @@ class Batch:
     starts: tuple[Tensor, ...] = ()  # empty: a row is one document
     # Where each micro-batch is cut, in tokens, with as many slices as the schedule has; empty: as the schedule says.
     cuts: tuple[tuple[int, ...], ...] = ()
+    # How many labels of each micro-batch count, if this rank does not have the labels of all; empty: it does.
+    counts: tuple[int, ...] = ()
 
     @property
     def shapes(self) -> tuple[tuple[int, int], ...]:

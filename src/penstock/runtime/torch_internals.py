@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch._C._distributed_c10d import (
     BroadcastOptions,
     PrefixStore,
     ProcessGroup,
+    ProcessGroupGloo,
     ReduceOp,
     Store,
     TCPStore,
@@ -48,6 +50,7 @@ __all__ = [
     "compiler_limit",
     "default_store",
     "finish_sharded_backward",
+    "gloo_group",
     "gradient_version",
     "has_gradient_hooks",
     "has_hooks",
@@ -66,11 +69,13 @@ __all__ = [
     "own_buffers",
     "own_layers",
     "recording_bytes",
+    "schedule_runtime",
     "set_compiled_call",
     "share_offset",
     "size_varies",
     "sleep_on_gpu",
     "supports_amx",
+    "view_without_owning",
     "walk_back",
     "zero_all",
 ]
@@ -266,6 +271,16 @@ def ignore_fsdp_view_warning() -> None:
 
 
 # ---------------------------------------------------------------- processes
+def gloo_group(store: Store, rank: int, ranks: int, limit: timedelta) -> ProcessGroup:
+    """Connect some processes through gloo, apart from the default process group.
+
+    `torch.distributed` has one default group in the life of a process. Groups that are made like this can be dropped
+    when a process is lost, and made anew without it. GLOO_SOCKET_IFNAME names the network interface, as usual.
+    """
+    group: Any = ProcessGroupGloo(store, rank, ranks, limit)
+    return group  # type: ignore[no-any-return]  # It has the methods of a ProcessGroup.
+
+
 def default_store() -> Store:
     """The store of the default process group, through which the ranks tell each other about errors."""
     return _get_default_store()
@@ -322,3 +337,39 @@ def recording_bytes() -> int:
         if tuple(segment["segment_pool_id"]) != (0, 0):
             total += int(segment["total_size"] - segment["allocated_size"])
     return total
+
+
+def view_without_owning(tensor: Tensor) -> Tensor:
+    """A tensor with the same memory that does not keep it: the allocator may give it to others.
+
+    Recordings read and write memory that later actions of the same recordings reuse. If torch changed this, a recorded
+    run would need more memory, or fail at once.
+    """
+    storage = tensor.untyped_storage()
+    same = torch._C._construct_storage_from_data_pointer(
+        storage.data_ptr(), tensor.device, storage.nbytes()
+    )
+    empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return empty.set_(same, tensor.storage_offset(), tensor.shape, tensor.stride())
+
+
+# ---------------------------------------------------------------- torch's own pipeline runtime
+def schedule_runtime(
+    stages: Sequence[Any],
+    microbatches: int,
+    loss_function: Callable[..., Tensor] | None,
+    rows: Sequence[Sequence[str]],
+    scale_grads: bool,
+) -> Any:
+    """torch's runtime of `torch.distributed.pipelining` with these actions and messages, a row per rank."""
+    from torch.distributed.pipelining import schedules  # noqa: PLC0415  # slow to import
+
+    runtime = schedules._PipelineScheduleRuntime(  # type: ignore[no-untyped-call]
+        list(stages), microbatches, loss_fn=loss_function, scale_grads=scale_grads
+    )
+    actions = {
+        rank: [schedules._Action.from_str(word) for word in row]
+        for rank, row in enumerate(rows)
+    }
+    runtime._prepare_schedule_with_comms(actions, format="compute_comms")
+    return runtime

@@ -61,7 +61,9 @@ class Visits:
         """Scale the gradients of this step, without those of earlier steps."""
         if not self.owners:
             return
-        counts = [int((labels != IGNORED_LABEL).sum()) for labels in batch.labels]
+        counts: Sequence[int] = batch.counts
+        if not counts:
+            counts = [int((labels != IGNORED_LABEL).sum()) for labels in batch.labels]
         scales = visit_scales(self.parts, self.paths, counts)
         for parameter, part in self.owners.items():
             if parameter.grad is not None:

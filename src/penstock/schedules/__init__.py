@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from inspect import signature
 
 from penstock.errors import ShapeError, UnknownNameError
@@ -89,7 +89,13 @@ def make(name: str, **shape: int) -> Schedule:
     refuse_if_too_large(max_actions(name, **shape), title)
 
     own_shape = {word: value for word, value in shape.items() if word in own_words}
-    schedule = REGISTRY[name](**own_shape)
+    return transform(REGISTRY[name](**own_shape), own_words, shape)
+
+
+def transform(
+    schedule: Schedule, own_words: Collection[str], shape: Mapping[str, int]
+) -> Schedule:
+    """Cut, split and copy a schedule as its shape says, unless its own words do so already."""
     if "slices" in shape and "slices" not in own_words:
         schedule = slice_tokens(schedule, even_cuts(shape["slices"]))
     if shape.get("split"):
@@ -109,4 +115,7 @@ def _check_words(name: str, own_words: tuple[str, ...], shape: dict[str, int]) -
             )
     missing = [word for word in ("ranks", "microbatches") if word not in shape]
     if missing:
-        raise ShapeError(f"{name} needs {' and '.join(missing)}")
+        options = " ".join(f"--{word} 4" for word in missing)
+        raise ShapeError(
+            f"{name} needs {' and '.join(missing)}\n  for example {options}"
+        )

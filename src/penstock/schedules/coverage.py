@@ -1,4 +1,4 @@
-"""Parts that no path visits: which rank holds them, and how an evaluation reaches them.
+"""Parts that no path visits: which rank holds them, and how an evaluation reaches them. Ranks without stages.
 
     parts   0 1 2 3 head      paths 0 1 3 head, 0 3 1 head: no micro-batch visits part 2
 
@@ -12,9 +12,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
+
+from penstock.cost.columns import columns
+from penstock.cost.unit import UnitCost
 from penstock.errors import ShapeError
 from penstock.ir.action import Action, Op
 from penstock.ir.schedule import MicroBatch, Schedule, Stage, schedule_of
+from penstock.schedules.list_scheduling import (
+    Lister,
+    list_schedule,
+    oldest_first,
+    sequential_schedule,
+)
+from penstock.sim.simulate import simulate
 
 
 def hold_every_part(schedule: Schedule) -> Schedule:
@@ -38,6 +49,26 @@ def hold_every_part(schedule: Schedule) -> Schedule:
         added.append(Stage(rank, part))
     stages = [*schedule.stages, *added]
     return schedule_of(stages, schedule.microbatches, schedule.lanes)
+
+
+def ranks_with_stages(schedule: Schedule) -> tuple[int, ...]:
+    """Return the ranks that hold a stage, in rising order."""
+    return tuple(sorted({stage.rank for stage in schedule.stages}))
+
+
+def drop_empty_ranks(schedule: Schedule) -> Schedule:
+    """Renumber the ranks without those that hold no stage.
+
+    A plan for the nodes of a cluster may leave nodes out, because they are lost or because
+    they would only slow the others down. No process is started for them.
+    """
+    ranks = ranks_with_stages(schedule)
+    if len(ranks) == schedule.ranks:
+        return schedule
+    number = {rank: place for place, rank in enumerate(ranks)}
+    stages = [replace(stage, rank=number[stage.rank]) for stage in schedule.stages]
+    lanes = [schedule.lanes[rank] for rank in ranks]
+    return schedule_of(stages, schedule.microbatches, lanes)
 
 
 def _check_ends(schedule: Schedule) -> None:
@@ -68,9 +99,9 @@ def through_all_parts(schedule: Schedule) -> Schedule:
     other part it takes a stage of its own pipeline (its own data-parallel copy) if
     there is one; micro-batches take turns where there are several.
     """
-    if _visits_all_parts_in_order(schedule):
+    if visits_all_parts(schedule):
         return schedule
-    pipelines = _pipelines(schedule)
+    pipelines = pipelines_of(schedule)
     microbatches = []
     for number, microbatch in enumerate(schedule.microbatches):
         own = {schedule.stages[stage].part: stage for stage in microbatch.path}
@@ -86,7 +117,29 @@ def through_all_parts(schedule: Schedule) -> Schedule:
     return schedule_of(schedule.stages, microbatches, lanes)
 
 
-def _visits_all_parts_in_order(schedule: Schedule) -> bool:
+def full_schedule(schedule: Schedule) -> Schedule:
+    """Return a schedule for steps that leave out no part, to train with now and then.
+
+    Micro-batches take the paths of `through_all_parts`. The lanes are a list schedule in
+    which no rank holds more micro-batches than in the given schedule, except where a single
+    one already needs more.
+    """
+    if visits_all_parts(schedule):
+        return schedule
+    whole = through_all_parts(schedule)
+    cost = UnitCost()
+    split = any(action.op is Op.I for lane in schedule.lanes for action in lane)
+    draft = sequential_schedule(whole.stages, whole.microbatches, split)
+    least = Lister(draft, columns(draft, cost)).least_caps()
+    held = simulate(schedule, cost).peak_activations
+    caps = np.maximum(least, held).tolist()
+    return list_schedule(
+        whole.stages, whole.microbatches, cost, caps, split, oldest_first
+    )
+
+
+def visits_all_parts(schedule: Schedule) -> bool:
+    """Whether every micro-batch visits all parts in order."""
     every_part = list(range(schedule.parts))
     for microbatch in set(schedule.microbatches):
         if [schedule.stages[stage].part for stage in microbatch.path] != every_part:
@@ -101,24 +154,15 @@ def count_pipelines(schedule: Schedule) -> int:
 
 def microbatches_by_pipeline(schedule: Schedule) -> tuple[tuple[int, ...], ...]:
     """Return the micro-batches of each pipeline that no micro-batch connects with another."""
-    pipelines = _pipelines(schedule)
+    pipelines = pipelines_of(schedule)
     members: dict[int, list[int]] = {}
     for number, microbatch in enumerate(schedule.microbatches):
         members.setdefault(pipelines[microbatch.path[0]], []).append(number)
     return tuple(tuple(own) for own in members.values())
 
 
-def visits_every_part(schedule: Schedule) -> bool:
-    """Whether every micro-batch visits every part."""
-    return all(
-        len({schedule.stages[stage].part for stage in microbatch.path})
-        == schedule.parts
-        for microbatch in set(schedule.microbatches)
-    )
-
-
-def _pipelines(schedule: Schedule) -> list[int]:
-    """The pipeline of each stage: stages that a path connects share a number."""
+def pipelines_of(schedule: Schedule) -> list[int]:
+    """Return the pipeline of each stage: stages that a path connects share a number."""
     group = list(range(len(schedule.stages)))
 
     def root(stage: int) -> int:

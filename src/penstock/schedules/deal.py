@@ -8,7 +8,7 @@
               4 | 0 . . 3 4 5 | 0 1 2 3 . .
            runs | 5 3 3 3 3 3 | 5 3 3 3 3 3     the first part always runs, the others equally often
 
-First   Part 0 always runs, and always runs first.
+First   Part 0 always runs, and always runs first. With `keep`, further parts always run.
 Share   Every path leaves out `skips` of the other parts.
 Cover   The parts to leave out are dealt like cards. Each part is a card, each micro-batch gets a hand of `skips`
         cards, and no card is dealt twice before all cards have been dealt. So up to any step no part has been left
@@ -34,7 +34,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from itertools import combinations, islice, pairwise, repeat
-from math import comb
+from math import comb, floor
 from random import Random
 
 from penstock.errors import ShapeError
@@ -56,8 +56,11 @@ def deals(
     swaps: int = 0,
     seed: int = 0,
     ahead: int | None = None,
+    keep: Iterable[int] = (),
 ) -> Iterator[Paths]:
     """Yield the paths of step after step, without end. Every step has different paths.
+
+    No path leaves out the parts in `keep`.
 
     >>> steps = deals(parts=4, microbatches=3, skips=1)
     >>> sorted(next(steps))
@@ -67,15 +70,36 @@ def deals(
     require_at_least(0, skips=skips, swaps=swaps)
     if ahead is not None:
         require_at_least(1, ahead=ahead)
-    if skips > parts - 1:
+    kept = frozenset((0, *keep))
+    if not kept <= set(range(parts)):
         raise ShapeError(
-            f"of {parts} parts at most {parts - 1} can be left out, because the first one always runs; "
-            f"not {skips}"
+            f"part {max(kept)} cannot always run: the parts are 0 to {parts - 1}"
         )
-    deck = Deck(parts, skips, ahead or parts)
+    deck = Deck(parts, skips, ahead or parts, kept)
+    most = len(deck.cards)
+    if skips > most:
+        reason = "the first one always runs"
+        if len(kept) > 1:
+            reason = f"the parts {' '.join(map(str, sorted(kept)))} always run"
+        raise ShapeError(
+            f"of {parts} parts at most {most} can be left out, because {reason}; not {skips}"
+        )
     if not deck.allows_every_hand:
         _try_deal(deck, seed)
     return _deal_steps(deck, microbatches, swaps, _random(seed))
+
+
+def skips_of(parts: int, share: float) -> int:
+    """Return how many of `parts` parts make up a share of them, to the nearest.
+
+    >>> skips_of(12, 0.33), skips_of(12, 0.25)
+    (4, 3)
+    """
+    if not 0.0 <= share < 1.0 or parts < 1:
+        raise ShapeError(
+            f"a share of {share:g} of {parts} parts cannot be left out; give one from 0 to below 1"
+        )
+    return min(floor(parts * share + 0.5), parts - 1)
 
 
 def fixed_paths(
@@ -139,7 +163,7 @@ def _deal_steps(
 # ---------------------------------------------------------------- the parts to leave out
 @dataclass(frozen=True, slots=True)
 class Deck:
-    """Cards 1 to parts - 1, which are dealt in hands of `skips` cards.
+    """A card for each part that is not `kept`. They are dealt in hands of `skips` cards.
 
     A hand must not leave out so many parts in a row that a step goes more than `ahead` parts.
     """
@@ -147,11 +171,12 @@ class Deck:
     parts: int
     skips: int
     ahead: int
+    kept: Hand = frozenset({0})
 
     @property
     def cards(self) -> Hand:
         """All cards."""
-        return frozenset(range(1, self.parts))
+        return frozenset(range(self.parts)) - self.kept
 
     @property
     def allows_every_hand(self) -> bool:

@@ -23,6 +23,7 @@ class ScheduleFacts:
     stages: int = 1  # of each rank; chunks and waves multiply it
     splits: bool = False  # whether backwards are split into I and W
     exact: bool = True  # if false, `idle` and `peak` are upper bounds
+    own_head: bool = False  # whether the last part is the head alone, without layers
 
 
 FACTS: dict[str, ScheduleFacts] = {
@@ -101,6 +102,6 @@ FACTS: dict[str, ScheduleFacts] = {
         "Sun et al. 2024, arXiv 2406.03488", "3*(P-1)/s", "min(M, (s+P-1)/s)"
     ),
     "skip": ScheduleFacts(
-        "Blagoev et al. 2025, arXiv 2502.19913", "", "P", exact=False
+        "Blagoev et al. 2025, arXiv 2502.19913", "", "P", exact=False, own_head=True
     ),
 }

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import islice
 
 from penstock.cost.unit import UnitCost
 from penstock.errors import ShapeError
 from penstock.ir.schedule import MicroBatch, Schedule, Stage
+from penstock.schedules.deal import deals
 from penstock.schedules.list_scheduling import list_schedule, oldest_first
 from penstock.schedules.orders import require_at_least
 
@@ -34,8 +36,29 @@ def skip(ranks: int, microbatches: int, skips: int | None = None) -> Schedule:
         raise ShapeError(
             f"of {ranks} ranks at most {max_skips} can be left out on a path, not {skips}"
         )
-    paths = [_path(ranks, skips, number) for number in range(microbatches)]
+    paths = [path_with_skips(ranks, skips, number) for number in range(microbatches)]
     return schedule_along(ranks, paths)
+
+
+def dealt(
+    ranks: int,
+    microbatches: int,
+    skips: int | None = None,
+    count: int = 1,
+    swaps: int = 0,
+    keep: Sequence[int] = (),
+    seed: int = 0,
+) -> list[Schedule]:
+    """Return `count` schedules over the same stages, with the paths that `deals` draws for as many steps.
+
+    >>> first, second = dealt(ranks=4, microbatches=3, count=2)
+    >>> [sorted(one.path for one in schedule.microbatches) for schedule in (first, second)]
+    [[(0, 1, 2, 4), (0, 1, 3, 4), (0, 2, 3, 4)], [(0, 1, 2, 4), (0, 1, 3, 4), (0, 2, 3, 4)]]
+    """
+    if skips is None:
+        skips = default_skips(ranks)
+    steps = deals(ranks, microbatches, skips, swaps, seed, keep=keep)
+    return [schedule_along(ranks, paths) for paths in islice(steps, count)]
 
 
 def schedule_along(ranks: int, paths: Sequence[Sequence[int]]) -> Schedule:
@@ -59,8 +82,12 @@ def default_skips(ranks: int) -> int:
     return max(ranks // 4, 1) if ranks > 2 else 0
 
 
-def _path(ranks: int, skips: int, number: int) -> tuple[int, ...]:
-    """Return the path of one micro-batch."""
-    others = ranks - 1
+def path_with_skips(parts: int, skips: int, number: int) -> tuple[int, ...]:
+    """Return the parts that micro-batch `number` visits: all but `skips` of those after the first.
+
+    >>> path_with_skips(4, 1, 0), path_with_skips(4, 1, 1)
+    ((0, 2, 3), (0, 1, 3))
+    """
+    others = parts - 1
     left_out = {1 + (number * skips + step) % others for step in range(skips)}
-    return tuple(part for part in range(ranks) if part not in left_out)
+    return tuple(part for part in range(parts) if part not in left_out)

@@ -13,6 +13,7 @@ actions. Messages need no processor.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 
 import numpy as np
@@ -48,37 +49,50 @@ def simulate_shared(
         schedule,
         cost,
         machine.costs,
-        machine.start,
-        machine.end,
-        machine.sent,
-        machine.arrived,
-        machine.cause,
+        np.array(machine.start),
+        np.array(machine.end),
+        np.array(machine.sent),
+        np.array(machine.arrived),
+        np.array(machine.cause, dtype=np.int32),
     )
 
 
 class _Machine:
-    """The state at one moment: each rank runs, waits for a processor, or waits for results."""
+    """The state at one moment: each rank runs, waits for a processor, or waits for results.
+
+    Everything is in lists, because single entries of numpy's arrays are slow to read.
+    """
 
     def __init__(
         self, schedule: Schedule, cost: Cost, processors: int, turn: float
     ) -> None:
-        self.table = schedule.table
-        self.costs = columns(schedule, cost)
+        table = schedule.table
+        self.costs = costs = columns(schedule, cost)
         self.serial = cost.serial
         self.processors = processors
         self.turn = turn
         self.now = 0.0
-        count = len(self.table)
-        self.start = np.full(count, np.nan)
-        self.end = np.full(count, np.nan)
-        self.sent = np.full(count, np.nan)
-        self.arrived = np.full(count, np.nan)
-        self.cause = np.full(count, -1, dtype=np.int32)
-        self.due = self.table.first[:-1].copy()  # the next action of each rank
-        self.last = self.table.first[1:]  # the end of its lane
-        self.free = np.zeros(self.costs.link.max(initial=0) + 1)  # by link
-        self.left = self.costs.seconds.astype(float)  # seconds of work left, by action
-        self.waiting = set(np.flatnonzero(self.due < self.last).tolist())
+        count = len(table)
+        self.rank: list[int] = table.rank.tolist()
+        self.needs: list[list[int]] = table.needs.tolist()
+        self.seconds: list[float] = costs.seconds.tolist()
+        self.pause: list[float] = costs.pause.tolist()
+        self.link: list[int] = costs.link.tolist()
+        self.wire: list[float] = costs.wire.tolist()
+        self.latency: list[float] = costs.latency.tolist()
+        self.start = [math.nan] * count
+        self.end = [math.nan] * count
+        self.sent = [math.nan] * count
+        self.arrived = [math.nan] * count
+        self.cause = [-1] * count
+        first: list[int] = table.first.tolist()
+        self.first = first[:-1]  # the beginning of each rank's lane
+        self.last = first[1:]  # the end of its lane
+        self.due = first[:-1]  # its next action
+        self.free = [0.0] * (max(self.link, default=0) + 1)  # by link
+        self.left = self.seconds.copy()  # seconds of work left, by action
+        lanes = zip(self.first, self.last, strict=True)
+        self.waiting = {rank for rank, (begin, end) in enumerate(lanes) if begin < end}
         self.queue: deque[int] = deque()  # ranks that wait for a processor
         self.running: dict[int, float] = {}  # rank: the end of its turn
         self.resting: dict[int, float] = {}  # running rank: seconds left of its pause
@@ -87,18 +101,18 @@ class _Machine:
         """When the next action of a rank has all that it needs; infinite if unknown yet."""
         number = self.due[rank]
         time = 0.0
-        if number > self.table.first[rank]:
-            time = float(self.end[number - 1])
+        if number > self.first[rank]:
+            time = self.end[number - 1]
             self.cause[number] = number - 1
-        for needed in self.table.needs[number]:
+        for needed in self.needs[number]:
             if needed < 0:
                 continue
-            is_here = self.table.rank[needed] == rank
+            is_here = self.rank[needed] == rank
             available = self.end[needed] if is_here else self.arrived[needed]
-            if np.isnan(available):
-                return np.inf
+            if math.isnan(available):
+                return math.inf
             if available > time:
-                time = float(available)
+                time = available
                 self.cause[number] = needed
         return time
 
@@ -123,7 +137,7 @@ class _Machine:
         while queue and len(running) < self.processors:
             rank = queue.popleft()
             running[rank] = now + self.turn
-            if rank not in self.resting and np.isnan(self.start[self.due[rank]]):
+            if rank not in self.resting and math.isnan(self.start[self.due[rank]]):
                 self.start[self.due[rank]] = now
 
     def advance(self) -> None:
@@ -146,26 +160,25 @@ class _Machine:
                     self.go_on(rank)
             else:
                 self.left[due[rank]] -= then - now
-                scale = max(self.costs.seconds[due[rank]], then)
+                scale = max(self.seconds[due[rank]], then)
                 if self.left[due[rank]] <= RELATIVE_TOLERANCE * scale:
                     self.finish(rank)
 
     def finish(self, rank: int) -> None:
         """End the action of a rank: send its message, and let the rank rest or go on."""
         number = self.due[rank]
-        costs = self.costs
         self.end[number] = self.now
-        link = costs.link[number]
+        link = self.link[number]
         if link >= 0:
             leave = self.now
             if self.serial:
                 leave = max(leave, self.free[link])
-            self.free[link] = leave + costs.wire[number]
+            self.free[link] = leave + self.wire[number]
             self.sent[number] = leave
-            self.arrived[number] = leave + costs.wire[number] + costs.latency[number]
+            self.arrived[number] = leave + self.wire[number] + self.latency[number]
         self.due[rank] += 1
-        if costs.pause[number] and self.due[rank] < self.last[rank]:
-            self.resting[rank] = costs.pause[number]
+        if self.pause[number] and self.due[rank] < self.last[rank]:
+            self.resting[rank] = self.pause[number]
         else:
             self.go_on(rank)
 

@@ -119,7 +119,10 @@ def plan_workload(
     watch: Callable[[Progress], None] = lambda progress: None,
 ) -> AutoPlan:
     """Search for the fastest plan of a workload."""
-    pricing = ProfilePricing(workload, profiles.at)
-    landscape = search(workload, pricing, limits or Limits(), watch, write_size)
+    if limits is None:
+        config = workload.config
+        limits = Limits(skip=0.0 if config is None else config.schedule.skip)
+    pricing = ProfilePricing(workload, profiles.at, limits)
+    landscape = search(workload, pricing, limits, watch, write_size)
     plan = chosen_plan(landscape, (("profile", "measured"),))
     return AutoPlan(plan, profiles, landscape)

@@ -17,17 +17,17 @@ from dataclasses import asdict, dataclass, replace
 from penstock.config import Config, MeshConfig
 from penstock.cost import ModelCost, PartCost, Seconds
 from penstock.cost.memory import device_memory
-from penstock.cost.sizes import part_moments
+from penstock.cost.sizes import chunk_in_use, part_moments
 from penstock.errors import ConfigError, ShapeError
 from penstock.ir import Op, Plan, Schedule
-from penstock.models import GPTConfig, even_partition
+from penstock.models import even_partition
 from penstock.models.count import parameters_of
-from penstock.runtime.chunked_loss import MIN_LOGITS_BYTES
 from penstock.runtime.process.memory import available_memory
 from penstock.train.compiling import chunk_of
 from penstock.train.mesh import NUMBERS_PER_PARAMETER, held_in_layer
 from penstock.train.placement import Placement
-from penstock.train.weights import Sizes
+from penstock.train.step_paths import step_paths
+from penstock.train.weights import Sizes, config_of
 from penstock.view.numbers import write_size
 
 FLOAT32_BYTES = 4
@@ -53,13 +53,13 @@ class Load:
     recorded: bool = False  # actions are recorded (run.graphs)
     recomputed: tuple[int, ...] = ()  # parts that are recomputed, if not all are
     loss_chunk: int = 0  # tokens whose logits exist at a time, if all would be large
+    half_messages: bool = False  # messages have two bytes a number (run.messages)
 
     @property
     def chunk(self) -> int:
         """The tokens of a chunk of the loss; 0 if all logits exist at a time."""
         tokens = self.rows * -(-self.tokens // self.schedule.slices)
-        is_large = tokens * self.sizes.vocab * FLOAT32_BYTES >= MIN_LOGITS_BYTES
-        return self.loss_chunk if is_large else 0
+        return chunk_in_use(self.loss_chunk, tokens, self.sizes.vocab)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +102,7 @@ def load_of(config: Config, plan: Plan, sizes: Sizes) -> Load:
         config.run.graphs,
         plan.recompute,
         chunk_of(config),
+        config.run.messages == "bfloat16",
     )
 
 
@@ -124,9 +125,17 @@ def check_memory(
 def why_too_large(
     config: Config, plan: Plan, sizes: Sizes, placement: Placement
 ) -> str:
-    """Say why a run does not fit into this machine, and what would; empty if it fits."""
+    """Say why a run does not fit into this machine, and what would; empty if it fits.
+
+    If steps take different schedules, the run must fit with each of them.
+    """
     places = places_of(placement, config.mesh.size)
-    return too_large(load_of(config, plan, sizes), places, config)
+    for schedule in step_paths(plan, config.paths).schedules:
+        alone = replace(plan, schedule=schedule, rotation=(), full=None)
+        refusal = too_large(load_of(config, alone, sizes), places, config)
+        if refusal:
+            return refusal
+    return ""
 
 
 def check_timing(config: Config, sizes: Sizes, placement: Placement) -> None:
@@ -189,9 +198,8 @@ def _cost_of_part(load: Load, number: int) -> PartCost:
     if number in (0, last):
         gradients -= tied / NUMBERS_PER_PARAMETER
     no_time = Seconds()
-    facts = {"family": "gpt" if isinstance(load.sizes, GPTConfig) else "llama"}
     moments = part_moments(
-        facts | asdict(load.sizes),
+        asdict(config_of(load.sizes)),
         layers,
         number == 0,
         number == last,
@@ -206,6 +214,7 @@ def _cost_of_part(load: Load, number: int) -> PartCost:
         no_time,
         held=held,
         message=message,
+        sent=message / 2 if load.half_messages else message,
         weights=weights,
         tied=tied,
         recompute=load.recompute or number in load.recomputed,
@@ -254,7 +263,9 @@ def _bytes_held_by_layer(load: Load) -> float:
 def _numbers_held(mesh: MeshConfig, gathered: int) -> float:
     """Numbers that a process holds for each parameter of its rank.
 
-    `gathered` counts the full copies during a pass; see `penstock.train.mesh.shares_of`.
+    `gathered` counts the full copies during a pass. Of a sharded parameter a process holds one
+    of `shard` shares, and during a pass the gathered weight and its gradient. While the
+    gradients of an embedding or a head are summed, one more copy of them exists.
     """
     copies = gathered if mesh.shard > 1 else 0
     return (NUMBERS_PER_PARAMETER / mesh.shard + copies) / mesh.tensor
@@ -341,7 +352,7 @@ def _smaller_settings(
     if not load.recompute and fits(replace(load, recompute=True)):
         yield "run.recompute=true"
     settings = _data_settings(load, config)
-    if not config.model.weights:
+    if not config.model.folder:
         settings = [*_model_settings(load, config), *settings]
     for setting in settings:
         count = _largest_fitting(setting, fits)

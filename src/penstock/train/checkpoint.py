@@ -164,6 +164,12 @@ class Saver:
         self.step = self.thread = None
         return final
 
+    def abandon(self) -> None:
+        """Give up the checkpoint in progress, which a lost rank can no longer complete."""
+        if self.thread is not None:
+            self.thread.join()
+        self.step = self.thread = None
+
     def finish(self, comm: Comm) -> None:
         """Wait until the checkpoint in progress is complete; all ranks must call it."""
         if self.step is not None:

@@ -7,11 +7,14 @@ nothing of the command line, so workers start faster and hold less memory.
 from __future__ import annotations
 
 import os
+from contextlib import ExitStack
 from pathlib import Path
 
 from rich.console import Console
 
 from penstock.formats.config_toml import read_config
+from penstock.train.crew.member import Member, set_environment, work_in_crew
+from penstock.train.loop import WatchRow
 from penstock.train.screen import Screen, log_to
 from penstock.train.worker import CONFIG_FILE, Verdict, work
 
@@ -26,3 +29,27 @@ def run_worker(folder: str, resume: bool) -> Verdict:
     run = read_config(Path(folder) / CONFIG_FILE).run
     with Screen(run.steps, run.log, console) as screen:
         return work(Path(folder), resume, screen.put)
+
+
+def run_member(
+    worker: int,
+    workers: int,
+    host: str,
+    port: int,
+    folder: str,
+    resume: bool,
+    newcomer: bool,
+) -> Verdict:
+    """Train as a worker of a crew; whoever is rank 0 shows how it goes."""
+    set_environment(worker, workers)
+    console = Console(stderr=True)
+    log_to(console, everything=False)
+    with ExitStack() as screens:
+
+        def show() -> WatchRow:
+            log_to(console, everything=True)
+            run = read_config(Path(folder) / CONFIG_FILE).run
+            return screens.enter_context(Screen(run.steps, run.log, console)).put
+
+        member = Member(worker, host, port)
+        return work_in_crew(member, Path(folder), resume, newcomer, show)

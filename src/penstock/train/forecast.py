@@ -20,11 +20,12 @@ from penstock.cost import Profile, RowProfiles
 from penstock.cost.mesh import gather_seconds, mesh_profile, split_processors
 from penstock.cost.network import slowest_link
 from penstock.cost.placed import PlacedCost
-from penstock.cost.profile import enlarge
+from penstock.cost.profile import enlarge, send_as
 from penstock.formats import read_row_profiles, write_row_profiles
 from penstock.ir import Plan, Timeline
 from penstock.ir.schedule import stretch
 from penstock.plan.candidates import Judge
+from penstock.train.step_paths import step_paths
 
 if TYPE_CHECKING:
     from penstock.train.placement import Placement
@@ -52,6 +53,8 @@ class Forecast:
     # How many times longer a layer takes because the GPU waits for its launches.
     launch: float = 1.0
     gather: float = 0.0  # seconds in which a step gathers sharded weights
+    # The forecast of steps that run all parts, if the others leave out some.
+    full: Forecast | None = None
 
     @property
     def seconds(self) -> float:
@@ -71,13 +74,21 @@ class Forecast:
     @property
     def activations(self) -> list[float]:
         """Bytes of activations of each rank at its fullest moment."""
-        return [float(value) for value in self.timeline.peak_activations]
+        own = [float(value) for value in self.timeline.peak_activations]
+        if self.full is None:
+            return own
+        return list(map(max, own, self.full.activations))
 
 
 def forecast(config: Config, plan: Plan, profile: Profile, processors: int) -> Forecast:
     """Simulate a step with the costs of a profile, on a number of processors."""
+    full = None
+    if plan.full is not None and step_paths(plan, config.paths).full is not None:
+        alone = replace(plan, schedule=plan.full, rotation=(), full=None)
+        full = forecast(config, alone, profile, processors)
     mesh = config.mesh
     schedule = plan.schedule
+    profile = send_as(profile, config.run.messages)
     link = slowest_link(profile.network)
     gather = gather_seconds(profile, mesh.tensor, mesh.shard, link)
     profile = profile_of_process(profile, config, processors)
@@ -101,6 +112,7 @@ def forecast(config: Config, plan: Plan, profile: Profile, processors: int) -> F
         processors=processors,
         launch=float(dict(profile.device).get("launch") or 1.0),
         gather=gather,
+        full=full,
     )
 
 
@@ -214,6 +226,7 @@ def profile_mark(config: Config, plan: Plan) -> str:
         run.precision,
         run.graphs,
         run.compile,
+        run.messages,
         run.loss_chunk,
         run.device,
         run.threads,

@@ -1,7 +1,8 @@
 """The figures of a run, written step by step: for people, for TensorBoard, for the report.
 
 RUN/metrics.jsonl      a line per step, flushed at once, so that a crash loses none
-RUN/timeline.json      the last step that was timed, every action with start and end
+RUN/timeline.json      the last step that was timed, every action with start and end; if some steps run all parts
+                       and others leave out some, timeline-full.json has the last full one
 RUN/tensorboard/       the same figures, if TensorBoard is installed
 Weights & Biases       if it is installed and WANDB_MODE or WANDB_API_KEY is set; RUN/wandb.id has the run's id there
 """
@@ -31,6 +32,7 @@ _log = logging.getLogger(__name__)
 # Files in the folder of a run.
 METRICS = "metrics.jsonl"
 TIMELINE = "timeline.json"
+FULL_TIMELINE = "timeline-full.json"
 PLAN_FILE = "plan.json"
 WANDB = "wandb.id"
 ROOM = (
@@ -45,7 +47,8 @@ class StepRow:
 
     `bubble` is known if the step was timed, `evaluation` if one followed, and `mfu` if the
     peak of the device is known: the share of its bf16 peak that the model's own
-    operations make up.
+    operations make up. `layers` is known if the run leaves out parts: how many layers a
+    micro-batch passed through on average.
     """
 
     step: int
@@ -59,6 +62,7 @@ class StepRow:
     bubble: float | None = None
     evaluation: float | None = None
     mfu: float | None = None
+    layers: float | None = None
 
     @property
     def speed(self) -> float:
@@ -99,6 +103,10 @@ class History:
         sinks = (_tensorboard(folder, begin), _wandb(folder, name))
         self.sinks = [sink for sink in sinks if sink is not None]
 
+    def has(self, step: int) -> bool:
+        """Whether a step is written down already."""
+        return bool(self.rows) and self.rows[-1].step >= step
+
     def put(self, row: StepRow) -> None:
         """Write down a step."""
         self.rows.append(row)
@@ -118,6 +126,7 @@ class History:
             "bubble": row.bubble,
             "evaluation": row.evaluation,
             "MFU": row.mfu,
+            "layers": row.layers,
         }
         known = {key: value for key, value in figures.items() if value is not None}
         for sink in self.sinks:
@@ -241,20 +250,27 @@ def _wandb(folder: Path, name: str) -> Sink | None:
 
 
 # ---------------------------------------------------------------- timelines
-def write_timeline(folder: Path, step: int, timeline: Timeline) -> None:
-    """Write a measured timeline: its columns as lists, unknown values as null."""
-    content: dict[str, object] = {"step": step}
+def write_timeline(
+    folder: Path, step: int, timeline: Timeline, paths: int = 0, full: bool = False
+) -> None:
+    """Write a measured timeline: its columns as lists, unknown values as null.
+
+    `paths` is the number of its schedule among those of the run, and `full` says whether the
+    step ran all parts while others do not.
+    """
+    name = FULL_TIMELINE if full else TIMELINE
+    content: dict[str, object] = {"step": step, "paths": paths}
     for item in fields(timeline):
         value = getattr(timeline, item.name)
         if isinstance(value, np.ndarray):
             content[item.name] = _json_list(value)
-    part = folder / f"{TIMELINE}.part"
+    part = folder / f"{name}.part"
     try:
         part.write_text(json.dumps(content), encoding="utf-8")
-        part.replace(folder / TIMELINE)
+        part.replace(folder / name)
     except OSError as error:
         raise RunError(
-            f"cannot write {folder / TIMELINE}: {error.strerror}\n  {ROOM}"
+            f"cannot write {folder / name}: {error.strerror}\n  {ROOM}"
         ) from None
 
 
@@ -269,28 +285,37 @@ def _json_list(
 
 def is_timeline(path: Path) -> bool:
     """Whether a path is the measured timeline in the folder of a run."""
-    return path.name == TIMELINE
+    return path.name in (TIMELINE, FULL_TIMELINE)
 
 
-def read_measured(folder: Path) -> tuple[Plan, int, Timeline]:
-    """Read the plan of a run, and the last step that was timed."""
-    file = folder / TIMELINE
+def read_measured(file: Path) -> tuple[Plan, int, Timeline]:
+    """Read the plan of a run, and the timed step in this file of its folder."""
+    folder = file.parent
     if not file.is_file():
         raise FileError(
             f"cannot read {file}: there is no such file\n"
             "  a run writes it when it times a step (run.timed)"
         )
     plan = read_plan(folder / PLAN_FILE)
-    found = read_timeline(folder, plan.schedule)
+    full = file.name == FULL_TIMELINE
+    found = read_timeline(folder, *plan.schedules, full=full)
     assert found is not None, "the file is there"
     return plan, *found
 
 
-def read_timeline(folder: Path, schedule: Schedule) -> tuple[int, Timeline] | None:
-    """Read the measured timeline of a run and its step; None if no step was timed."""
+def read_timeline(
+    folder: Path, *schedules: Schedule, full: bool = False
+) -> tuple[int, Timeline] | None:
+    """Read the measured timeline of a run and its step; None if no step was timed.
+
+    `schedules` are those of the run. With `full`, read the timeline of a step that ran all
+    parts while others do not.
+    """
+    file = folder / (FULL_TIMELINE if full else TIMELINE)
     try:
-        content = json.loads((folder / TIMELINE).read_text(encoding="utf-8"))
+        content = json.loads(file.read_text(encoding="utf-8"))
         step = int(content.pop("step"))
+        schedule = schedules[int(content.pop("paths", 0))]
         columns = {}
         for name, values in content.items():
             numbers = [math.nan if value is None else float(value) for value in values]
@@ -308,11 +333,13 @@ def read_timeline(folder: Path, schedule: Schedule) -> tuple[int, Timeline] | No
     except (
         OSError,
         ValueError,
+        IndexError,
         KeyError,
         TypeError,
         AttributeError,
         RecursionError,
     ) as error:
         raise FileError(
-            f"{folder / TIMELINE} is not a timeline of this run: {error}"
+            f"{file} is not a timeline of this run: {error}\n"
+            "  delete it; the run writes another when it times its next step (run.timed)"
         ) from None

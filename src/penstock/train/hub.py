@@ -22,7 +22,8 @@ from torch import Tensor
 
 from penstock.config import AUTO, BYTE_TOKENIZER, Config, names_a_file
 from penstock.errors import ConfigError, FileError, ShapeError
-from penstock.models import GPTConfig, LlamaConfig, gpt, llama
+from penstock.models import DecoderConfig, GPTConfig, LlamaConfig, gpt, llama
+from penstock.models.decoder import decoder_blueprint, load_whole, read_decoder
 from penstock.train.data.tokenizer import TOKENIZER, ByteTokenizer
 from penstock.train.weights import Sizes
 
@@ -61,10 +62,12 @@ def read_sizes(folder: Path) -> Sizes:
     if not isinstance(content, dict):
         raise FileError(f"{file} is not a JSON object")
     family = content.get("model_type")
-    if family not in ("llama", "gpt2"):
-        raise FileError(f"{file} is of a model of type {family!r}; known: llama, gpt2")
     try:
-        return _llama(content, file) if family == "llama" else _gpt(content, file)
+        ours: Sizes | None = None
+        if family == "llama":
+            ours = _llama(content)
+        elif family == "gpt2":
+            ours = _gpt(content)
     except KeyError as error:
         raise FileError(f"{file} does not have {error}") from None
     except (
@@ -75,9 +78,11 @@ def read_sizes(folder: Path) -> Sizes:
         ShapeError,
     ) as error:
         raise FileError(f"{file} does not have the sizes of a model: {error}") from None
+    return read_decoder(folder) if ours is None else ours
 
 
-def _llama(content: dict[str, Any], file: Path) -> LlamaConfig:
+def _llama(content: dict[str, Any]) -> LlamaConfig | None:
+    """The sizes of our own Llama; None if it lacks something that the config asks for."""
     sizes = {ours: content[theirs] for ours, theirs in LLAMA_KEYS.items()}
     rope = content.get("rope_parameters") or {}
     theta = float(rope.get("rope_theta", content.get("rope_theta", 10000.0)))
@@ -86,14 +91,10 @@ def _llama(content: dict[str, Any], file: Path) -> LlamaConfig:
     )
     head = content.get("head_dim") or sizes["width"] // sizes["heads"]
     activation = content.get("hidden_act", "silu")
-    unsupported = {
-        "rope_scaling": scaled,
-        "attention_bias": content.get("attention_bias"),
-        "mlp_bias": content.get("mlp_bias"),
-        "hidden_act": activation if activation != "silu" else None,
-        "head_dim": head if head * sizes["heads"] != sizes["width"] else None,
-    }
-    _refuse_features(file, unsupported)
+    if scaled or content.get("attention_bias") or content.get("mlp_bias"):
+        return None
+    if activation != "silu" or head * sizes["heads"] != sizes["width"]:
+        return None
     tied = bool(content.get("tie_word_embeddings", False))
     return LlamaConfig(
         kv_heads=content.get("num_key_value_heads") or sizes["heads"],
@@ -103,13 +104,11 @@ def _llama(content: dict[str, Any], file: Path) -> LlamaConfig:
     )
 
 
-def _gpt(content: dict[str, Any], file: Path) -> GPTConfig:
+def _gpt(content: dict[str, Any]) -> GPTConfig | None:
+    """The sizes of our own GPT; None if it lacks something that the config asks for."""
     activation = content.get("activation_function", "gelu_new")
-    unsupported = {
-        "activation_function": activation if activation != "gelu_new" else None,
-        "add_cross_attention": content.get("add_cross_attention"),
-    }
-    _refuse_features(file, unsupported)
+    if activation != "gelu_new" or content.get("add_cross_attention"):
+        return None
     inner = content.get("n_inner") or 4 * content["n_embd"]
     tied = bool(content.get("tie_word_embeddings", True))
     return GPTConfig(
@@ -119,16 +118,8 @@ def _gpt(content: dict[str, Any], file: Path) -> GPTConfig:
     )
 
 
-def _refuse_features(file: Path, features: Mapping[str, object]) -> None:
-    for name, value in features.items():
-        if value:
-            raise FileError(
-                f"{file} asks for {name} = {value}, which our model of this family does not have"
-            )
-
-
-def config_json(sizes: Sizes) -> dict[str, object]:
-    """Return the config.json of a model for transformers."""
+def config_json(sizes: LlamaConfig | GPTConfig) -> dict[str, object]:
+    """Return the config.json of one of our models for transformers."""
     plain: dict[str, object] = {
         "dtype": "float32",
         "tie_word_embeddings": sizes.tied,
@@ -176,8 +167,8 @@ def settle_tokenizer(config: Config) -> Config:
     if config.data.tokenizer != AUTO:
         return config
     tokenizer = BYTE_TOKENIZER
-    if config.model.weights:
-        tokenizer = _tokenizer_of_folder(Path(config.model.weights))
+    if config.model.folder:
+        tokenizer = _tokenizer_of_folder(Path(config.model.folder))
     return replace(config, data=replace(config.data, tokenizer=tokenizer))
 
 
@@ -199,6 +190,9 @@ def read_weights(
     folder: Path, names: Iterable[str], sizes: Sizes
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors that a folder has for these parameters of ours."""
+    if isinstance(sizes, DecoderConfig):
+        yield from _read_decoder_weights(folder, names, sizes)
+        return
     where = weight_files(folder)
     for name in names:
         theirs = _their_name(name, sizes)
@@ -211,9 +205,32 @@ def read_weights(
             None,
         )
         if found is None:
-            raise FileError(f"{folder} has no weights {theirs}, which {name} needs")
+            raise FileError(
+                f"{folder} has no weights {theirs}, which {name} needs\n"
+                "  is config.json that of these weights? leave model.weights empty to train "
+                "from scratch"
+            )
         with safe_open(where[found], framework="pt") as file:
             yield name, _ours(theirs, file.get_tensor(found), sizes)
+
+
+def _read_decoder_weights(
+    folder: Path, names: Iterable[str], sizes: DecoderConfig
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of a decoder of transformers, whose parameters have the same names as in its files.
+
+    Some families (experts) have other names in their files. Then transformers reads the whole model, and every rank
+    needs memory for it while it starts.
+    """
+    where = weight_files(folder)
+    names = list(names)
+    if any(name not in where for name in names):
+        whole = load_whole(folder, sizes)
+        yield from ((name, whole[name]) for name in names)
+        return
+    for name in names:
+        with safe_open(where[name], framework="pt") as file:
+            yield name, file.get_tensor(name)
 
 
 def weight_files(folder: Path) -> dict[str, Path]:
@@ -233,14 +250,14 @@ def weight_files(folder: Path) -> dict[str, Path]:
     return where
 
 
-def _their_name(name: str, sizes: Sizes) -> str:
+def _their_name(name: str, sizes: LlamaConfig | GPTConfig) -> str:
     blank = torch.empty(1, 1, device="meta")
     if isinstance(sizes, GPTConfig):
         return next(iter(gpt.gpt_to_hf({name: blank}, replace(sizes, tied=False))))
     return next(iter(llama.llama_to_hf({name: blank}, replace(sizes, tied=False))))
 
 
-def _ours(theirs: str, tensor: Tensor, sizes: Sizes) -> Tensor:
+def _ours(theirs: str, tensor: Tensor, sizes: LlamaConfig | GPTConfig) -> Tensor:
     if isinstance(sizes, GPTConfig):
         return next(
             iter(gpt.gpt_from_hf({theirs: tensor}, replace(sizes, tied=False)).values())
@@ -255,29 +272,59 @@ def write_folder(
     weights: Mapping[str, Tensor],
     sizes: Sizes,
     tokenizer: str = BYTE_TOKENIZER,
+    dtype: str = "float32",
 ) -> None:
     """Write a folder that `transformers` loads, with its tokenizer.json if it has one."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if isinstance(sizes, DecoderConfig):
+            _write_decoder(folder, weights, sizes)
+        else:
+            _write_own_model(folder, weights, sizes, dtype)
+        if names_a_file(tokenizer):
+            shutil.copyfile(tokenizer, folder / TOKENIZER)
+    except (OSError, SafetensorError) as error:
+        # Half a folder is not a model, so remove what was written.
+        for pattern in (
+            "*.safetensors*",
+            "config.json",
+            "generation_config.json",
+            TOKENIZER,
+        ):
+            for file in folder.glob(pattern):
+                file.unlink(missing_ok=True)
+        raise FileError(
+            f"cannot write {folder}: {getattr(error, 'strerror', None) or error}"
+        ) from None
+
+
+def _write_own_model(
+    folder: Path,
+    weights: Mapping[str, Tensor],
+    sizes: LlamaConfig | GPTConfig,
+    dtype: str,
+) -> None:
     states = (
         gpt.gpt_to_hf(weights, sizes)
         if isinstance(sizes, GPTConfig)
         else llama.llama_to_hf(weights, sizes)
     )
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        save_file(
-            {name: tensor.contiguous() for name, tensor in states.items()},
-            folder / "model.safetensors",
-            metadata={"format": "pt"},
-        )
-        (folder / "config.json").write_text(
-            json.dumps(config_json(sizes), indent=2) + "\n", encoding="utf-8"
-        )
-        if names_a_file(tokenizer):
-            shutil.copyfile(tokenizer, folder / TOKENIZER)
-    except (OSError, SafetensorError) as error:
-        # Half a folder is not a model, so remove what was written.
-        for name in ("model.safetensors", "config.json", TOKENIZER):
-            (folder / name).unlink(missing_ok=True)
-        raise FileError(
-            f"cannot write {folder}: {getattr(error, 'strerror', None) or error}"
-        ) from None
+    save_file(
+        {name: tensor.contiguous() for name, tensor in states.items()},
+        folder / "model.safetensors",
+        metadata={"format": "pt"},
+    )
+    (folder / "config.json").write_text(
+        json.dumps(config_json(sizes) | {"dtype": dtype}, indent=2) + "\n",
+        encoding="utf-8",
+    )
+
+
+def _write_decoder(
+    folder: Path, weights: Mapping[str, Tensor], sizes: DecoderConfig
+) -> None:
+    """Let transformers write its own model, in its own names and with its own config."""
+    model: Any = decoder_blueprint(sizes)
+    model.load_state_dict(dict(weights), strict=False, assign=True)
+    model.tie_weights()
+    model.save_pretrained(folder)

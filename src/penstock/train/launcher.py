@@ -27,6 +27,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from penstock.config import RunConfig
 from penstock.errors import (
     ConfigError,
     FileError,
@@ -35,6 +36,7 @@ from penstock.errors import (
     RunError,
     ShapeError,
 )
+from penstock.ir.plan import Plan
 from penstock.runtime.process.amx import avoid_broken_amx
 from penstock.runtime.process.launch import (
     ENDING_SIGNALS,
@@ -44,6 +46,7 @@ from penstock.runtime.process.launch import (
     under_launcher,
 )
 from penstock.train.checkpoint import newest
+from penstock.train.crew.keeper import Keeper, MemberEntry
 from penstock.train.worker import (
     FAILURE_FILE,
     FULL_FILE,
@@ -58,6 +61,7 @@ __all__ = [
     "avoid_broken_amx",
     "ended_by_signals",
     "launch",
+    "launch_crew",
     "restarted",
     "under_launcher",
     "way_on",
@@ -129,6 +133,33 @@ def launch(
     return _raise_worst(verdicts)
 
 
+def launch_crew(
+    entry: MemberEntry,
+    folder: Path,
+    plan: Plan,
+    settings: RunConfig,
+    resume: bool,
+    say: Say = lambda line: None,
+    say_event: Say = lambda line: None,
+) -> Verdict:
+    """Run `entry` in a process for each rank of a plan, and go on without those that are lost.
+
+    `say` tells the user that the run stops, `say_event` that workers were lost.
+    """
+    forget_previous_end(folder)
+    _set_environment()
+    serve_forks([entry.__module__, "penstock.train.worker"])
+    keeper = Keeper(entry, folder, plan, settings, resume, say_event)
+    with _stopping(folder / STOP_FILE, say):
+        try:
+            verdict = keeper.run()
+        except (EOFError, ConnectionError):
+            raise _lost_server(folder) from None
+        except RunError as error:
+            raise RunError(f"{error}\n  {way_on(folder)}") from None
+    return _raise_worst({0: verdict})
+
+
 def _set_environment() -> None:
     """Set the variables that workers inherit."""
     loopback = "lo0" if sys.platform == "darwin" else "lo"
@@ -153,16 +184,20 @@ def _run_workers(
             raise RunError(text) from None
         verdicts = {0: failure}
     except (EOFError, ConnectionError):
-        # multiprocessing has lost the process that it forks workers from.
-        raise RunError(
-            "the process that starts the workers is gone: "
-            f"somebody or the system has killed it\n  {way_on(folder)}"
-        ) from None
+        raise _lost_server(folder) from None
     except SignalException as error:
         raise RunError(
             f"the run was ended by {error.sigval.name}\n  {way_on(folder)}"
         ) from None
     return verdicts
+
+
+def _lost_server(folder: Path) -> RunError:
+    """The error when multiprocessing has lost the process that it forks workers from."""
+    return RunError(
+        "the process that starts the workers is gone: "
+        f"somebody or the system has killed it\n  {way_on(folder)}"
+    )
 
 
 def _raise_worst(verdicts: dict[int, Verdict]) -> Verdict:

@@ -15,7 +15,7 @@ import math
 import resource
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -27,9 +27,14 @@ from penstock.errors import FileError, RunError
 from penstock.ir.plan import Plan
 from penstock.ir.program import lower
 from penstock.ir.schedule import Schedule
-from penstock.models import even_partition
+from penstock.models import Part, even_partition
 from penstock.models.attention import PAIRS_PER_CALL
-from penstock.models.flops import flops_per_token, keys_per_token, peak_flops
+from penstock.models.flops import (
+    flops_per_token,
+    keys_per_token,
+    peak_flops,
+    share_of_flops,
+)
 from penstock.plan.slices.packs import DocumentWork, step_clock
 from penstock.runtime import (
     Batch,
@@ -44,11 +49,14 @@ from penstock.runtime import (
     watching,
 )
 from penstock.runtime.process.machine import count_neighbours
+from penstock.runtime.process.watchdog import alarm_held
 from penstock.runtime.proof.warm_up import warm_up
+from penstock.runtime.visits import Mean
 from penstock.schedules.coverage import (
     hold_every_part,
     through_all_parts,
-    visits_every_part,
+    visited_parts,
+    visits_all_parts,
 )
 from penstock.train.checkpoint import (
     CheckpointFacts,
@@ -60,6 +68,7 @@ from penstock.train.checkpoint import (
     sweep,
 )
 from penstock.train.compiling import COMPILER, chunk_of, is_compiling, loss_of
+from penstock.train.crew.handover import OPTIMIZER_SLOTS, Transfers
 from penstock.train.data.corpus import Corpus
 from penstock.train.data.documents import DocumentCutter, DocumentDealer
 from penstock.train.data.loader import (
@@ -71,17 +80,27 @@ from penstock.train.data.loader import (
 from penstock.train.history import History, StepRow, write_timeline
 from penstock.train.mesh import place_of
 from penstock.train.optimizer import Gradients, adamw, rate_at
-from penstock.train.weights import Holding, Sizes, copy_weights, draw_parameters, hold
+from penstock.train.step_executors import StepExecutors
+from penstock.train.step_paths import StepPaths, mean_layers, step_paths
+from penstock.train.weights import (
+    Holding,
+    Sizes,
+    copy_weights,
+    draw_parameters,
+    hold,
+    unvisited_parameters,
+)
 
 _log = logging.getLogger(__name__)
 WatchRow = Callable[[StepRow], None]
-# The counts that ranks exchange with every step: how many were asked to stop, and how many
-# have saved their share of a checkpoint.
+# The counts that ranks exchange with every step: how many were asked to stop, how many have
+# saved their share of a checkpoint, and how many know that the crew is about to change.
 STOP_COUNT = 0
 SAVED_COUNT = 1
+CHANGE_COUNT = 2
+COUNTS = 3
 # Earlier steps are not worth timing, because caches are still cold.
 FIRST_TIMED_STEP = 3
-OPTIMIZER_SLOTS = ("exp_avg", "exp_avg_sq", "step")  # AdamW's state of each parameter
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +109,33 @@ class RunOutcome:
 
     step: int
     stopped: bool
+
+
+class CrewChange(Exception):  # noqa: N818  # It is not an error.
+    """Raised on all ranks after a step, because workers have come."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepFigures:
+    """What all ranks know about a step once it is done."""
+
+    loss: float
+    norm: float
+    memory: int  # bytes of the fullest rank
+    seconds: float
+    bubble: float | None
+    stopping: bool  # whether a rank was asked to stop
+
+
+@dataclass(frozen=True, slots=True)
+class Handover:
+    """Where all ranks of a new generation go on (`penstock.train.crew`)."""
+
+    step: int  # steps done
+    seen: int  # sequences of those steps, and of earlier runs
+    figures: StepFigures | None  # of the last step, if it is still to be closed
+    transfers: Transfers
+    save: bool = False  # whether a checkpoint was interrupted
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,10 +149,11 @@ class Job:
     folder: Path
     resume: bool = False  # start from the newest good checkpoint
     fresh: bool = False  # if there is no checkpoint, start from the beginning
+    whole: bool = True  # whether the plan is the run's own, and not one for fewer ranks
 
     def __post_init__(self) -> None:
-        schedule = hold_every_part(self.plan.schedule)
-        object.__setattr__(self, "plan", replace(self.plan, schedule=schedule))
+        held = self.plan.map_schedules(hold_every_part)
+        object.__setattr__(self, "plan", held)
 
     @property
     def partition(self) -> tuple[int, ...]:
@@ -130,27 +177,43 @@ class Trainer:
         comm: Comm,
         device: torch.device | None = None,
         watch: WatchRow | None = None,
+        before: Trainer | None = None,
+        handover: Handover | None = None,
     ) -> None:
         config = job.config
         schedule = job.plan.schedule
         self.job = job
         self.comm = comm
         self.watch = watch
+        self.paths = step_paths(job.plan, config.paths)
+        schedules = self.paths.schedules
         self.device = device or torch.device("cpu")
         self.place = place_of(comm, config.mesh, schedule.ranks, self.device)
         pipeline = self.place.pipeline
+        # What this process trained until a worker was lost or came (`penstock.train.crew`).
+        self.before = before
+        self.handover = handover
+        kept = before.parts if before is not None else {}
         self.holding = hold(
-            job.sizes, schedule, job.partition, pipeline.rank, self.device, self.place
+            job.sizes,
+            schedule,
+            job.partition,
+            pipeline.rank,
+            self.device,
+            self.place,
+            frozenset().union(*map(visited_parts, schedules)),
+            kept,
         )
         self.compiles = is_compiling(config, self.device)
         if self.compiles:
-            for part in self.holding.stages.values():
-                compile_stage(part, COMPILER)
+            for number, part in self.parts.items():
+                if number not in kept:
+                    compile_stage(part, COMPILER)
         deal = Deal(
             config.rows,
             len(schedule.microbatches),
             config.run.accumulate,
-            wanted_by(schedule, pipeline.rank, config.data.separate),
+            self.wanted(schedules),
             config.mesh.shard,
             self.place.shard,
         )
@@ -159,12 +222,11 @@ class Trainer:
         self.loader = Loader(
             job.corpus, deal, config.run.seed, self.device, cutter, dealer
         )
-        self.executor = executor_of(
-            job, schedule, self.holding, pipeline, self.compiles
-        )
-        self.examiner = Examiner(self, through_all_parts(schedule))
+        executors = [self.executor_for(one) for one in schedules]
+        self.executors = StepExecutors(executors, self.paths)
+        self.examiner = Examiner(self)
         self.optimizer = adamw(self.holding.trained, config.optimizer)
-        self.gradients = Gradients(self.holding, comm, self.device, counts=2)
+        self.gradients = Gradients(self.holding, comm, self.device, COUNTS)
         self.saver = Saver(
             job.checkpoints, comm.rank, comm.ranks, config.run.keep, self.holding.names
         )
@@ -172,9 +234,68 @@ class Trainer:
             job.sizes, config.data.tokens, comm.ranks, self.device
         )
         self.step = 0  # steps done
+        # Layers that a micro-batch passes through in a step with each schedule.
+        self.layers = [mean_layers(one, job.partition) for one in schedules]
+        self.seen = 0  # sequences of those steps, and of earlier runs
+        self.begun = False  # whether the weights are filled
+        self.figures: StepFigures | None = None  # of the last step
+        self.closed = True  # whether the last step was evaluated and written down
+        self.save_again = False  # because a loss has interrupted the last checkpoint
+        # Whether the crew is about to change, so that all should leave after this step.
+        self.changing: Callable[[], bool] = lambda: False
+        self.leaving = False  # whether a rank has said so
+
+    @property
+    def parts(self) -> dict[int, Part]:
+        """The parts that this process holds, by number."""
+        stages = self.job.plan.schedule.stages
+        return {stages[n].part: part for n, part in self.holding.stages.items()}
+
+    def executor_for(self, schedule: Schedule) -> Executor:
+        """Return an executor of this rank for a schedule over the stages of the plan."""
+        pipeline = self.place.pipeline
+        return executor_of(self.job, schedule, self.holding, pipeline, self.compiles)
+
+    def wanted(self, schedules: Iterable[Schedule]) -> frozenset[int]:
+        """Return the micro-batches whose tokens this rank reads with any of these schedules."""
+        rank = self.place.pipeline.rank
+        separate = self.job.config.data.separate
+        wanted = [wanted_by(schedule, rank, separate) for schedule in schedules]
+        return frozenset().union(*wanted)
+
+    @property
+    def executor(self) -> Executor:
+        """The executor of the next step."""
+        return self.executors.at(self.step)
 
     # ------------------------------------------------------------ beginning
     def begin(self) -> None:
+        """Fill the weights: from what this process had, a checkpoint, a folder, or at random."""
+        if self.handover is not None:
+            self.take_over(self.before, self.handover)
+        else:
+            self.fill()
+        self.before = None  # It would keep its memory.
+        self.begun = True
+
+    def take_over(self, before: Trainer | None, handover: Handover) -> None:
+        """Go on after the last step of the generation before, with its weights.
+
+        A step in flight is dropped with its gradients, and its data is read again.
+        """
+        for name, parameter in self.holding.parameters.items():
+            parameter.grad = None
+            if before is None or parameter is not before.holding.parameters.get(name):
+                continue
+            self.optimizer.state[parameter] = before.optimizer.state[parameter]
+        handover.transfers.run(self)
+        self.step = handover.step
+        self.seen = self.loader.seen = handover.seen
+        self.figures = handover.figures
+        self.closed = handover.figures is None
+        self.save_again = handover.save
+
+    def fill(self) -> None:
         """Fill the weights: from the newest good checkpoint, from a folder, or at random."""
         job = self.job
         checkpoint = None
@@ -205,6 +326,7 @@ class Trainer:
                 filled = tensors[f"optimizer.{slot}.{name}"]
                 state[slot] = filled.view(()) if slot == "step" else filled
         self.loader.resume(facts["data"])
+        self.seen = self.loader.seen
         self.step = int(facts["step"])
         if self.comm.rank == 0:
             _log.info("going on from %s", path)
@@ -257,7 +379,9 @@ class Trainer:
         began = time.perf_counter()
         if self.comm.rank == 0:
             _log.info("compiling the stages, which may take some minutes")
-        warm_up(self.executor, self.next_batch())
+        batch = self.next_batch()
+        for executor in self.executors.covering:
+            warm_up(executor, batch)
         if isinstance(self.comm, ProcessComm):
             self.comm.set_patience(self.job.config.run.patience)
         if self.comm.rank == 0:
@@ -270,46 +394,60 @@ class Trainer:
         It uses the data of the next step, and leaves no trace in weights or loader.
         """
         batch = self.next_batch()
-        proof = prove(self.executor, batch)
+        proofs = [prove(executor, batch) for executor in self.executors.covering]
         if self.device.type == "cuda":
             # The report shows the peak of the steps, not of the proof.
             torch.cuda.reset_peak_memory_stats(self.device)
-        if self.comm.rank == 0 and not proof.skipped:
+        if self.comm.rank == 0 and not proofs[0].skipped:
             _log.info(
                 "proved %d stages in %.1f s: the plan computes the gradients of plain calls",
-                proof.stages,
-                proof.seconds,
+                max(proof.stages for proof in proofs),
+                sum(proof.seconds for proof in proofs),
             )
 
     # ------------------------------------------------------------ running
-    def run(self, stop: Callable[[], bool] = lambda: False) -> RunOutcome:
-        """Train until the last step, or until a rank is asked to stop; then save."""
+    def run(
+        self,
+        stop: Callable[[], bool] = lambda: False,
+        ready: Callable[[], None] = lambda: None,
+    ) -> RunOutcome:
+        """Train until the last step, or until a rank is asked to stop; then save.
+
+        Calls `ready` before the first step. Raises CrewChange after a step if another
+        generation is to go on from there.
+        """
         first = self.comm.rank == 0
         if first:
             sweep(self.job.checkpoints)
         self.comm.barrier()
-        with watching(self.executor):
+        with watching(self.executors):
+            fresh = self.handover is None
             self.begin()
-            if self.compiles:
+            if fresh and self.compiles:
                 self.compile()
-            if self.job.config.run.prove:
+            if fresh and self.job.config.run.prove:
                 self.prove()
             history = History(self.job.folder, self.step) if first else None
+            ready()
             try:
                 stopped = self.steps(history, stop)
                 self.saver.finish(self.comm)
             finally:
                 if history is not None:
                     history.close()
+        if self.leaving:
+            raise CrewChange
         return RunOutcome(self.step, stopped)
 
     def steps(self, history: History | None, stop: Callable[[], bool]) -> bool:
         """Run the steps; return whether a rank was asked to stop."""
         settings = self.job.config.run
+        if not self.closed and self.close_step(history):
+            return True
         while self.step < settings.steps:
             began = time.perf_counter()
             loss_share, bubble = self.forward_and_back(
-                is_timed(self.step + 1, settings)
+                is_timed(self.step + 1, settings, self.paths)
             )
             memory_peak = _peak_memory(self.device, self.executor)
             loss, norm, memory, counts = self.gradients.measure(
@@ -319,55 +457,91 @@ class Trainer:
                 self.saver.commit()
             if not math.isfinite(loss) or not math.isfinite(norm):
                 self.give_up(loss, norm)
-            rate = self.update(norm)
-            seconds = time.perf_counter() - began
-            self.step += 1
-            last = self.step == settings.steps
             stopping = counts[STOP_COUNT] > 0
-            evaluation = None
-            if last or _is_due(self.step, settings.evaluate):
-                evaluation = self.evaluate()
-            if history is not None:
-                tokens = self.loader.deal.sequences * self.loader.corpus.length
-                row = StepRow(
-                    self.step,
-                    loss,
-                    norm,
-                    rate,
-                    seconds,
-                    tokens,
-                    max(memory),
-                    self.loader.epoch,
-                    bubble,
-                    evaluation,
-                    self.utilization(tokens / seconds),
-                )
-                history.put(row)
-                if self.watch is not None:
-                    self.watch(row)
-            if stopping or last or _is_due(self.step, settings.save):
-                self.save()
-            if stopping:
+            figures = StepFigures(loss, norm, max(memory), 0.0, bubble, stopping)
+            self.commit(figures, began)
+            if self.close_step(history):
                 return True
+            if counts[CHANGE_COUNT] and self.step < settings.steps:
+                self.leaving = True
+                return False
         return False
 
+    def commit(self, figures: StepFigures, began: float | None = None) -> None:
+        """Update the weights and count the step; nothing can interrupt it.
+
+        One sum over all ranks has given everybody the figures, so all ranks have all their
+        gradients by now, and a rank that has missed the figures can still commit with them.
+        """
+        with alarm_held():
+            self.update(figures.norm)
+            if began is not None:
+                figures = replace(figures, seconds=time.perf_counter() - began)
+            self.step += 1
+            self.seen = self.loader.seen
+            self.figures = figures
+            self.closed = False
+
+    def close_step(self, history: History | None) -> bool:
+        """Evaluate, write down and save the step that is done, where that is due.
+
+        Return whether to stop. After a loss, it may be called again for the same step.
+        """
+        figures = self.figures
+        assert figures is not None
+        settings = self.job.config.run
+        last = self.step == settings.steps
+        evaluation = None
+        if last or _is_due(self.step, settings.evaluate):
+            evaluation = self.evaluate()
+        if history is not None and not history.has(self.step):
+            tokens = self.loader.deal.sequences * self.loader.corpus.length
+            layers = self.layers[self.paths.at(self.step - 1)]
+            work = share_of_flops(self.job.sizes, self.job.corpus.length, layers)
+            row = StepRow(
+                self.step,
+                figures.loss,
+                figures.norm,
+                rate_at(self.step - 1, settings.steps, self.job.config.optimizer),
+                figures.seconds,
+                tokens,
+                figures.memory,
+                self.loader.epoch,
+                figures.bubble,
+                evaluation,
+                self.utilization(tokens / figures.seconds * work),
+                layers if min(self.layers) < self.job.sizes.layers else None,
+            )
+            history.put(row)
+            if self.watch is not None:
+                self.watch(row)
+        due = last or _is_due(self.step, settings.save)
+        if figures.stopping or due or self.save_again:
+            self.save()
+        self.save_again = False
+        self.closed = True
+        return figures.stopping
+
     def counts(self, stop: Callable[[], bool]) -> list[int]:
-        """Whether this rank was asked to stop, and whether it has saved its share."""
+        """Whether this rank was asked to stop, has saved its share, and knows of a change."""
         saved = self.saver.step is not None and self.saver.done()
-        return [int(stop()), int(saved)]
+        return [int(stop()), int(saved), int(self.changing())]
 
     def forward_and_back(self, timed: bool) -> tuple[float, float | None]:
         """Run all passes of a step; return this process's share of the loss, and the bubble.
 
         The bubble is None if the step was not timed.
         """
-        results = [self.executor.step(batch, timed) for batch in self.loader.step()]
+        executor = self.executor
+        results = [executor.step(batch, timed) for batch in self.loader.step()]
         loss = sum(result.loss for result in results) if self.place.speaks else 0.0
         timeline = results[-1].timeline
         if timeline is None:
             return loss, None
-        if self.comm.rank == 0:
-            write_timeline(self.job.folder, self.step + 1, timeline)
+        if self.comm.rank == 0 and self.job.whole:
+            number = self.paths.at(self.step)
+            full = self.paths.is_full(self.step)
+            write_timeline(self.job.folder, self.step + 1, timeline, number, full)
         return loss, timeline.bubble
 
     def update(self, norm: float) -> float:
@@ -376,14 +550,21 @@ class Trainer:
         rate = rate_at(self.step, config.run.steps, config.optimizer)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
+        self.drop_unvisited()
         self.gradients.clip(norm, config.optimizer.clip)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        for name, parameter in self.holding.parameters.items():
-            if name not in self.holding.trained:
-                # The sum over replicas of a part that no path visits left zeros here.
-                parameter.grad = None
         return rate
+
+    def drop_unvisited(self) -> None:
+        """Leave parts alone that no micro-batch has visited in this step.
+
+        The sum over the replicas of such a part has left zeros as its gradients, and AdamW
+        would still move and decay its weights.
+        """
+        schedule = self.executor.program.schedule
+        for parameter in unvisited_parameters(self.holding, schedule):
+            parameter.grad = None
 
     def evaluate(self) -> float | None:
         """Return the mean loss of the whole model on held-out text; None without any."""
@@ -429,21 +610,21 @@ class Examiner:
     """Evaluates the whole model in the pipeline, whatever paths are trained.
 
     Held-out text goes through all parts. If the schedule skips parts, the evaluation has
-    its own lanes, with links that training may not use.
+    the lanes of full steps or, if there are none, lanes of its own, with links that training
+    may not use.
     """
 
-    def __init__(self, trainer: Trainer, schedule: Schedule) -> None:
+    def __init__(self, trainer: Trainer) -> None:
         job = trainer.job
-        pipeline = trainer.place.pipeline
-        self.executor = trainer.executor
+        trained = trainer.paths.schedules[-1]  # the full one, if there is one
+        schedule = through_all_parts(trained)
+        self.executor = trainer.executors.executors[-1]
         self.loader = trainer.loader
-        self.needs_links = schedule is not job.plan.schedule
-        if self.needs_links:
-            self.executor = executor_of(
-                job, schedule, trainer.holding, pipeline, trainer.compiles
-            )
-            wanted = wanted_by(schedule, pipeline.rank, job.config.data.separate)
-            deal = replace(trainer.loader.deal, wanted=wanted)
+        self.needs_links = len(trainer.paths.schedules) > 1
+        if schedule is not trained:
+            self.needs_links = True
+            self.executor = trainer.executor_for(schedule)
+            deal = replace(trainer.loader.deal, wanted=trainer.wanted([schedule]))
             self.loader = Loader(job.corpus, deal, job.config.run.seed, trainer.device)
 
     def losses(self, batches: int) -> list[float]:
@@ -452,19 +633,24 @@ class Examiner:
         if self.needs_links and passes:
             executor = self.executor
             shapes = executor.message_shapes(passes[0])
-            executor.comm.reserve(executor.program, shapes, executor.dtype)
+            executor.comm.reserve(executor.program, shapes, executor.message_dtype)
             self.needs_links = False
         return [self.executor.evaluate(batch) for batch in passes]
 
 
-def is_timed(step: int, settings: RunConfig) -> bool:
-    """Whether to record the timeline of a step.
+def is_timed(step: int, settings: RunConfig, paths: StepPaths) -> bool:
+    """Whether to record the timeline of a step, counted from 1.
 
-    An early step and the last are included, so that short and stopped runs have one too.
+    An early step and the last are included, so that short and stopped runs have one too. If
+    some steps are full and others are not, the next one of the other kind is timed as well.
     """
     if not settings.timed:
         return False
-    return _is_due(step, settings.timed) or step in (FIRST_TIMED_STEP, settings.steps)
+    first_candidate = paths.previous(step - 1) + 2
+    return any(
+        _is_due(one, settings.timed) or one in (FIRST_TIMED_STEP, settings.steps)
+        for one in range(first_candidate, step + 1)
+    )
 
 
 def _is_due(step: int, every: int) -> bool:
@@ -536,7 +722,10 @@ def executor_of(
         recompute=recompute,
         autocast=torch.bfloat16 if run.precision == "bfloat16" else None,
         tied=holding.tied,
+        mean=Mean(job.config.paths.mean),
         tape=CudaTape() if record else None,
+        accumulates=run.accumulate > 1,
+        messages=torch.bfloat16 if run.messages == "bfloat16" else None,
     )
 
 
@@ -567,7 +756,7 @@ def dealer_of(
     plans_documents = config.data.separate and config.data.balance
     if not plans_documents or device.type != "cpu" or compiled:
         return None
-    if not visits_every_part(schedule):
+    if not visits_all_parts(schedule):
         return None
     clock = step_clock(schedule, job.partition, config.mesh.shard)
     if clock is None:

@@ -19,7 +19,8 @@ from torch import nn
 from penstock.config import Config
 from penstock.cost.profile import Profile, enlarge
 from penstock.cost.row_profiles import RowProfiles
-from penstock.errors import FileError, RunError, ShapeError
+from penstock.cost.sizes import chunk_in_use
+from penstock.errors import RunError, ShapeError
 from penstock.formats import config_toml as config_file
 from penstock.ir.plan import Facts
 from penstock.measure.points import SlicePoint
@@ -33,6 +34,7 @@ from penstock.measure.profile import (
 )
 from penstock.models import (
     GPT,
+    DecoderConfig,
     GPTConfig,
     Llama,
     LlamaConfig,
@@ -40,9 +42,9 @@ from penstock.models import (
     model_width,
     split,
 )
+from penstock.models.decoder import build_decoder, check_positions, read_decoder
 from penstock.models.flops import flops_per_token
 from penstock.runtime import Comm, CudaTape, compile_stage, spawn
-from penstock.runtime.chunked_loss import MIN_LOGITS_BYTES
 from penstock.runtime.process.amx import avoid_broken_amx
 from penstock.runtime.process.launch import run_on_ranks, under_launcher
 from penstock.runtime.process.machine import count_neighbours, look_at_machine, own_gpu
@@ -75,7 +77,7 @@ class ProfileRequest:
     """What to measure, and how."""
 
     # Our own sizes, or the folder of a Hugging Face model with a config.json.
-    model: LlamaConfig | GPTConfig | Path
+    model: LlamaConfig | GPTConfig | DecoderConfig | Path
     tokens: int  # of a sequence
     rows: int = 1  # sequences of a micro-batch
     device: str = "cpu"
@@ -105,7 +107,8 @@ def preset_sizes(preset: str, tokens: int, changes: Mapping[str, int]) -> Sizes:
     model = config_file.preset(preset).model
     if model.family == "gpt" and "kv_heads" in changes:
         raise ShapeError(
-            f"{preset} has no kv_heads: every head has its own keys and values"
+            f"{preset} has no kv_heads: every head has its own keys and values\n"
+            "  leave out --kv-heads, or use a preset of a Llama"
         )
     positions = max(model.positions, tokens)
     model = replace(model, **changes, positions=positions)  # type: ignore[arg-type]
@@ -336,27 +339,29 @@ def subjects_by_rows(
             Subject(head, hidden, loss=loss, labels=labels, autocast=autocast),
             layers,
             facts,
-            (*device_facts, ("loss_chunk", _chunk_in_use(request, shape, vocab))),
+            (
+                *device_facts,
+                (
+                    "loss_chunk",
+                    chunk_in_use(request.loss_chunk, count * request.tokens, vocab),
+                ),
+            ),
         )
         subjects.append(each)
     return subjects
-
-
-def _chunk_in_use(request: ProfileRequest, shape: tuple[int, int], vocab: int) -> int:
-    """The tokens of a chunk of the loss; 0 if the logits are so small that there are no chunks."""
-    rows, tokens = shape
-    wide = rows * tokens * vocab * torch.float32.itemsize
-    return request.loss_chunk if wide >= MIN_LOGITS_BYTES else 0
 
 
 def _shallow_model(request: ProfileRequest) -> tuple[nn.Module, int, int, Facts]:
     """The model with fewer layers, its real number of layers, its vocabulary, its facts."""
     sizes = request.model
     if isinstance(sizes, Path):
-        return _hugging_face_model(sizes, request)
+        sizes = read_decoder(sizes)
+    if isinstance(sizes, DecoderConfig):
+        return _decoder(sizes, request)
     if isinstance(sizes, GPTConfig) and request.tokens > sizes.positions:
         raise ShapeError(
-            f"{request.tokens} tokens, but only {sizes.positions} positions"
+            f"{request.tokens} tokens, but only {sizes.positions} positions\n"
+            f"  measure sequences of at most {sizes.positions} tokens"
         )
     family = type(sizes).__name__.removesuffix("Config").lower()
     facts = (("family", family), *asdict(sizes).items())
@@ -365,39 +370,19 @@ def _shallow_model(request: ProfileRequest) -> tuple[nn.Module, int, int, Facts]
     return model, sizes.layers, sizes.vocab, facts
 
 
-def _hugging_face_model(
-    folder: Path, request: ProfileRequest
+def _decoder(
+    sizes: DecoderConfig, request: ProfileRequest
 ) -> tuple[nn.Module, int, int, Facts]:
-    tokens = request.tokens
-    try:
-        from transformers import AutoConfig, AutoModelForCausalLM  # noqa: PLC0415  # an optional extra
-    except ModuleNotFoundError:
-        raise RunError(
-            "--hf needs transformers, which is not installed: pip install transformers"
-        ) from None
-    if not (folder / "config.json").is_file():
-        raise FileError(
-            f"there is no config.json in {folder}\n"
-            "  name the folder of a Hugging Face model"
-        )
-    try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True)
-        layers = int(config.num_hidden_layers)
-        longest = int(getattr(config, "max_position_embeddings", tokens))
-        if tokens > longest:
-            raise ShapeError(f"{tokens} tokens, but {folder} is for {longest} at most")
-        config.num_hidden_layers = min(request.depth, layers)
-        config.use_cache = False
-        model = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
-    except (OSError, ValueError, AttributeError) as error:
-        reason = str(error).splitlines()[0]
-        raise FileError(f"cannot make a model of {folder}: {reason}") from None
+    """A decoder of transformers with fewer layers."""
+    check_positions(sizes, request.tokens)
+    model = build_decoder(sizes, min(request.depth, sizes.layers))
     facts = (
-        ("family", str(type(model).__name__)),
-        ("layers", layers),
-        ("width", int(config.hidden_size)),
+        ("family", sizes.architecture),
+        ("layers", sizes.layers),
+        ("width", sizes.width),
+        ("config", sizes.digest),
     )
-    return model, layers, int(config.vocab_size), facts
+    return model, sizes.layers, sizes.vocab, facts
 
 
 # ---------------------------------------------------------------- the device
@@ -417,7 +402,10 @@ def _device(name: str, comm: Comm | None) -> torch.device:
         return device
     gpus = look_at_machine().gpus
     if not gpus:
-        raise RunError("this machine has no GPU that torch can see; --device cpu")
+        raise RunError(
+            "this machine has no GPU that torch can see\n"
+            "  use --device cpu; `penstock doctor` says what is missing"
+        )
     processes = count_neighbours(1 if comm is None else comm.ranks)
     if processes > gpus and "CUDA_MPS_PIPE_DIRECTORY" not in os.environ:
         raise RunError(

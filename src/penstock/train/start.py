@@ -27,12 +27,18 @@ from penstock.ir import Plan
 from penstock.train.capacity import check_memory, check_timing
 from penstock.train.checkpoint import newest
 from penstock.train.data.corpus import Corpus, open_corpus, source_files
-from penstock.train.data.tokenizer import keep_tokenizer
-from penstock.train.history import PLAN_FILE, TIMELINE
+from penstock.train.data.prompt import PROMPT, find_prompt
+from penstock.train.data.tokenizer import (
+    keep_end_word,
+    keep_tokenizer,
+    tokenizer_of,
+)
+from penstock.train.history import FULL_TIMELINE, PLAN_FILE, TIMELINE
 from penstock.train.hub import settle_tokenizer, weight_files
 from penstock.train.launcher import restarted, under_launcher
 from penstock.train.lock import Lock
 from penstock.train.loop import check_resumable, nothing_to_resume
+from penstock.train.origin import keep_origin
 from penstock.train.placement import Placement, check_gpu_exists
 from penstock.train.worker import (
     CONFIG_FILE,
@@ -111,6 +117,12 @@ def prepare_run(
         lock.claim(folder)
         (folder / CONFIG_FILE).write_text(text, encoding="utf-8")
         keep_tokenizer(config.data.tokenizer, folder)
+        if config.model.folder:
+            keep_origin(Path(config.model.folder), folder)
+        tokenizer = tokenizer_of(config.data.tokenizer)
+        keep_end_word(config.data.tokenizer, tokenizer, folder)
+        prompt = find_prompt(corpus, tokenizer)
+        (folder / PROMPT).write_text(prompt, encoding="utf-8")
     except OSError as error:
         hint = "name another run.folder"
         if error.errno == ENOSPC:
@@ -126,7 +138,8 @@ def _write_plan(plan: Plan, folder: Path) -> None:
     """Write the plan; a timeline that was measured with another plan is removed."""
     file = folder / PLAN_FILE
     if file.is_file() and file.read_text(encoding="utf-8") != dump_plan(plan):
-        (folder / TIMELINE).unlink(missing_ok=True)
+        for name in (TIMELINE, FULL_TIMELINE):
+            (folder / name).unlink(missing_ok=True)
     write_plan(plan, file)
 
 

@@ -27,11 +27,15 @@ from penstock.errors import ConfigError, ShapeError
 from penstock.ir.schedule import Schedule
 from penstock.models import (
     GPT,
+    DecoderConfig,
     GPTConfig,
     Llama,
     LlamaConfig,
     Part,
-    Stack,
+    any_layer,
+    decoder_blueprint,
+    give_memory,
+    initial_constants,
     part_parameters,
     shared_names,
     split,
@@ -39,7 +43,7 @@ from penstock.models import (
 from penstock.runtime import Tied, cut_share, local_share
 from penstock.schedules.coverage import visited_parts
 
-Sizes = LlamaConfig | GPTConfig
+Sizes = LlamaConfig | GPTConfig | DecoderConfig
 INITIAL_STD = 0.02  # standard deviation of initial matrices
 
 
@@ -68,8 +72,20 @@ class Holding:
     names: tuple[
         str, ...
     ]  # all parameters of the model, in the same order on all ranks
-    width: int
+    sizes: Sizes
     trained: Mapping[str, nn.Parameter]  # parameters of parts that some path visits
+
+    @property
+    def width(self) -> int:
+        """The features of the hidden state."""
+        return self.sizes.width
+
+
+def model_name(sizes: Sizes) -> str:
+    """The name of a family of models, or the class of a decoder of transformers."""
+    if isinstance(sizes, DecoderConfig):
+        return sizes.architecture
+    return config_of(sizes).family
 
 
 def config_of(sizes: Sizes) -> ModelConfig:
@@ -86,6 +102,7 @@ def config_of(sizes: Sizes) -> ModelConfig:
             sizes.positions,
             tied=sizes.tied,
         )
+    theta = sizes.theta if isinstance(sizes, LlamaConfig) else ModelConfig().theta
     return ModelConfig(
         "llama",
         sizes.layers,
@@ -94,7 +111,7 @@ def config_of(sizes: Sizes) -> ModelConfig:
         sizes.kv_heads,
         sizes.inner,
         sizes.vocab,
-        theta=sizes.theta,
+        theta=theta,
         tied=sizes.tied,
     )
 
@@ -129,8 +146,10 @@ def sizes_of(model: ModelConfig, vocab: int, tokens: int) -> Sizes:
     )
 
 
-def blueprint(sizes: Sizes) -> Stack:
-    """Build the whole model without memory."""
+def blueprint(sizes: Sizes) -> nn.Module:
+    """Build the whole model without memory for its weights."""
+    if isinstance(sizes, DecoderConfig):
+        return decoder_blueprint(sizes)
     with torch.device("meta"):
         return GPT(sizes) if isinstance(sizes, GPTConfig) else Llama(sizes)
 
@@ -143,10 +162,14 @@ def hold(
     rank: int,
     device: torch.device | None = None,
     place: Sharing | None = None,
+    trained_parts: frozenset[int] | None = None,
+    kept: Mapping[int, Part] | None = None,
 ) -> Holding:
     """Return the parts of a rank, or this process's share of them.
 
-    They have memory for their weights, but the weights are not filled yet.
+    They have memory for their weights, but the weights are not filled yet. The parts that
+    will be trained are those that the schedule visits, unless they are given. Parts that this
+    process has `kept` from an earlier plan are taken as they are, with their weights.
     """
     if len(partition) != schedule.parts:
         raise ShapeError(
@@ -160,9 +183,12 @@ def hold(
     mine = sorted({stage.part for stage in schedule.stages if stage.rank == rank})
     shared = shared_names(parts)
     for number in mine:
+        if kept is not None and number in kept:
+            parts[number] = kept[number]
+            continue
         if place is not None:
             place.arrange(parts[number])
-        parts[number].to_empty(device=device or torch.device("cpu"))
+        give_memory(parts[number], device or torch.device("cpu"))
     held: dict[str, nn.Parameter] = {}
     twins: dict[str, tuple[nn.Parameter, ...]] = {}
     for number in mine:
@@ -180,10 +206,25 @@ def hold(
         if owners[name] == rank and (place is None or place.counts(parameter)):
             owned.add(name)
     visited: set[str] = set()
-    for part in visited_parts(schedule):
+    if trained_parts is None:
+        trained_parts = visited_parts(schedule)
+    for part in trained_parts:
         visited |= part_parameters(parts[part]).keys()
     trained = {name: one for name, one in held.items() if name in visited}
-    return Holding(stages, held, tied, frozenset(owned), names, model.width, trained)
+    return Holding(stages, held, tied, frozenset(owned), names, sizes, trained)
+
+
+def unvisited_parameters(holding: Holding, schedule: Schedule) -> list[nn.Parameter]:
+    """Return the parameters of a rank that no micro-batch uses in a step with this schedule."""
+    visited = visited_parts(schedule)
+    used: set[str] = set()
+    for name, tie in holding.tied.items():
+        if visited.intersection(tie.parts):
+            used.add(name)
+    for stage, module in holding.stages.items():
+        if schedule.stages[stage].part in visited:
+            used |= part_parameters(module).keys()
+    return [one for name, one in holding.parameters.items() if name not in used]
 
 
 def hold_whole(sizes: Sizes, device: torch.device | None = None) -> Holding:
@@ -233,11 +274,25 @@ def _owners(schedule: Schedule, parts: Sequence[Part]) -> dict[str, int]:
 # ---------------------------------------------------------------- numbers
 def draw_parameters(holding: Holding, seed: int) -> None:
     """Fill a rank's weights: normal matrices, zero biases, and norms that do nothing."""
+    if isinstance(holding.sizes, DecoderConfig):
+        _draw_decoder(holding, holding.sizes, seed)
+        return
     drawn: set[str] = set()
     for part in holding.stages.values():
         for path, module in part.named_modules():
             drawn |= _draw_module(part, path, module, seed)
     assert drawn == set(holding.parameters), drawn ^ set(holding.parameters)
+
+
+def _draw_decoder(holding: Holding, sizes: DecoderConfig, seed: int) -> None:
+    """Fill the weights of a decoder of transformers: what begins as a constant there does so here."""
+    constants = initial_constants(sizes)
+    for name, parameter in holding.parameters.items():
+        constant = constants.get(any_layer(name))
+        if constant is None:
+            _draw(parameter, name, seed, sizes.std)
+        else:
+            nn.init.constant_(parameter, constant)
 
 
 def _draw_module(part: Part, path: str, module: nn.Module, seed: int) -> set[str]:
@@ -255,12 +310,16 @@ def _draw_module(part: Part, path: str, module: nn.Module, seed: int) -> set[str
 
 
 def _fill(parameter: nn.Parameter, name: str, seed: int, matrix: bool) -> None:
+    if matrix:
+        _draw(parameter, name, seed, INITIAL_STD)
+    else:
+        nn.init.zeros_(parameter)
+
+
+def _draw(parameter: nn.Parameter, name: str, seed: int, std: float) -> None:
+    generator = torch.Generator().manual_seed(_seed_of(seed, name))
+    numbers = torch.normal(0.0, std, parameter.shape, generator=generator)
     with torch.no_grad():
-        if not matrix:
-            parameter.zero_()
-            return
-        generator = torch.Generator().manual_seed(_seed_of(seed, name))
-        numbers = torch.normal(0.0, INITIAL_STD, parameter.shape, generator=generator)
         local_share(parameter).copy_(cut_share(numbers, parameter))
 
 

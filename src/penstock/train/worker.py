@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import logging
-import multiprocessing
 import os
 import re
 import signal
@@ -23,7 +22,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from errno import ENOSPC
-from multiprocessing.connection import wait
 from pathlib import Path
 from types import FrameType
 
@@ -33,9 +31,11 @@ from penstock.config import Config
 from penstock.errors import PeerLostError, PenstockError, RunError, StuckError
 from penstock.formats.config_toml import read_config
 from penstock.formats.plan_json import read_plan
+from penstock.models import DecoderConfig
+from penstock.models.decoder import check_positions
 from penstock.models.tensor import check_shares
 from penstock.runtime import ProcessComm, finish, init
-from penstock.runtime.process.launch import hear_signals
+from penstock.runtime.process.launch import end_with_parent, hear_signals
 from penstock.runtime.process.machine import own_gpu
 from penstock.runtime.torch_internals import (
     is_connection_error_text,
@@ -85,8 +85,8 @@ def work(folder: Path, resume: bool, watch: WatchRow | None = None) -> Verdict:
         if earlier is not None:
             return earlier
     hear_signals()
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-    saved = _saved_step(folder) if resume or again else 0
+    threading.Thread(target=end_with_parent, daemon=True).start()
+    saved = saved_step(folder) if resume or again else 0
     trainer = None
     try:
         trainer, stop = _prepare(folder, resume or again, again, watch)
@@ -94,7 +94,7 @@ def work(folder: Path, resume: bool, watch: WatchRow | None = None) -> Verdict:
     except (PeerLostError, StuckError):
         raise
     except PenstockError as error:
-        _write_failure(folder, error)
+        write_failure(folder, error)
         if trainer is None:
             # Only this rank knows. The others wait for it, and read the failure when the
             # launcher starts all of them again.
@@ -103,14 +103,14 @@ def work(folder: Path, resume: bool, watch: WatchRow | None = None) -> Verdict:
         return Verdict(error=type(error).__name__, text=str(error))
     except Exception as error:
         started = trainer is not None and trainer.step > saved
-        _note_crash(folder, error, started)
+        note_crash(folder, error, started)
         raise
     finish()
     return Verdict(outcome.step, outcome.stopped)
 
 
 # ---------------------------------------------------------------- failures
-def _note_crash(folder: Path, error: Exception, started: bool) -> None:
+def note_crash(folder: Path, error: Exception, started: bool) -> None:
     """Write down a crash that would repeat, so that the launcher gives up.
 
     A rank that runs out of memory may try once more, because a neighbour may have used
@@ -120,12 +120,12 @@ def _note_crash(folder: Path, error: Exception, started: bool) -> None:
     full_again = full and (folder / FULL_FILE).exists()
     would_repeat = not started and not broken_connection(error)
     if full_again or would_repeat:
-        _write_failure(folder, RunError(_crash_text(error, folder, started)))
+        write_failure(folder, RunError(_crash_text(error, folder, started)))
     elif full:
         (folder / FULL_FILE).touch()
 
 
-def _saved_step(folder: Path) -> int:
+def saved_step(folder: Path) -> int:
     """The step of the newest checkpoint, or 0."""
     checkpoints = newest(folder / "checkpoints")
     return int(checkpoints[0].name.removeprefix("step-")) if checkpoints else 0
@@ -179,7 +179,7 @@ def out_of_memory_text(rank: int, error: Exception, config: Config) -> str:
     )
 
 
-def _write_failure(folder: Path, error: PenstockError) -> None:
+def write_failure(folder: Path, error: PenstockError) -> None:
     """Write down why this rank gives up, because a restart would fail in the same way.
 
     On a full disk the file stays empty; `read_failure` knows what that means.
@@ -215,7 +215,7 @@ def _earlier_verdict(folder: Path) -> Verdict | None:
         return failure
     if (folder / STOP_FILE).exists():
         # A worker was killed before it could say that it had stopped.
-        return Verdict(_saved_step(folder), stopped=True)
+        return Verdict(saved_step(folder), stopped=True)
     return None
 
 
@@ -230,13 +230,13 @@ def _prepare(
     comm = join(config, placement)
     # Until now a signal ended the process at once, since it could not reach the others.
     asked = threading.Event()
-    _listen(asked)
+    listen(asked)
     if again and comm.rank == 0:
         restart = os.environ["TORCHELASTIC_RESTART_COUNT"]
         _log.warning(
             "a worker was lost; restart %s of %d", restart, config.run.restarts
         )
-    _write_pid(folder, comm.rank)
+    write_pid(folder, comm.rank)
     job = job_of(folder, config, resume, again)
     stop_file = folder / STOP_FILE
 
@@ -277,9 +277,11 @@ def job_of(
 def model_sizes(config: Config) -> Sizes:
     """Return the sizes of a config's model, from its folder if it starts from one."""
     vocab = tokenizer_of(config.data.tokenizer).vocab
-    folder = config.model.weights
+    folder = config.model.folder
     if folder:
         sizes = read_sizes(Path(folder))
+        if isinstance(sizes, DecoderConfig):
+            check_positions(sizes, config.data.tokens)
         if sizes.vocab < vocab:
             raise RunError(
                 f"the model in {folder} has {sizes.vocab} words, the tokenizer {vocab}\n"
@@ -304,7 +306,7 @@ def cache_of(config: Config, folder: Path) -> Path:
     return folder.parent / "cache"
 
 
-def _listen(asked: threading.Event) -> None:
+def listen(asked: threading.Event) -> None:
     """Let a signal set an event instead of interrupting the process."""
 
     def note(number: int, frame: FrameType | None) -> None:
@@ -317,14 +319,7 @@ def _listen(asked: threading.Event) -> None:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 
-def _write_pid(folder: Path, rank: int) -> None:
+def write_pid(folder: Path, rank: int) -> None:
+    """Write down the process id of a rank."""
     (folder / PIDS_FOLDER).mkdir(parents=True, exist_ok=True)
     (folder / PIDS_FOLDER / f"{rank}.pid").write_text(f"{os.getpid()}\n")
-
-
-def _end_with_parent() -> None:
-    """End this worker when its launcher is gone."""
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        wait([parent.sentinel])
-        os._exit(1)

@@ -4,7 +4,7 @@ from penstock.plan.paths.bound import path_bound
 from penstock.plan.paths.planner import PathPlan, paths_plan, plan_paths, rule_faults
 from penstock.plan.paths.problem import PLANNED, PUBLISHED, Policy, even_parts
 from penstock.plan.paths.recovery import replan
-from penstock.plan.paths.rotation import Rotation, rotate
+from penstock.plan.paths.rotation import Rotation, full_steps, rotate
 from penstock.plan.paths.rules import (
     RuleFault,
     Rules,
@@ -23,6 +23,7 @@ __all__ = [
     "check_schedule_rules",
     "even_parts",
     "find_rule_faults",
+    "full_steps",
     "path_bound",
     "paths_plan",
     "plan_paths",

@@ -345,10 +345,17 @@ def _slots_of(plan: PathPlan) -> Ints:
     return plan.problem.traffic.slots_with(np.array(plan.solution.labels))
 
 
-def paths_plan(plan: PathPlan, model: ModelParts | None = None) -> Plan:
+def paths_plan(
+    plan: PathPlan,
+    model: ModelParts | None = None,
+    rotation: Sequence[PathPlan] = (),
+    full: PathPlan | None = None,
+) -> Plan:
     """Return the plan as a plan.json stores it, with the figures that led to it.
 
     model: the model that was planned for, if it is known. Its layers are then part of the plan.
+    rotation: further plans on the same arrangement, which steps take in turn with the first one.
+    full: a plan on the same arrangement for steps that run all parts.
     """
     problem = plan.problem
     bound_holds_for = "every plan under these rules"
@@ -369,13 +376,27 @@ def paths_plan(plan: PathPlan, model: ModelParts | None = None) -> Plan:
         ("slots", " ".join(map(str, _slots_of(plan).tolist()))),
         ("sums", "planned" if problem.planned_sums else "ring"),
     )
-    if model is None:
-        return Plan(plan.schedule, "paths", (), why)
-    partition = model.partition
-    if problem.waves:
-        partition = waved_partition(partition)
+    if rotation:
+        slowest = max(other.makespan for other in rotation)
+        why = (*why, ("rotation_makespan", slowest))
+    if full is not None:
+        why = (*why, ("full_makespan", full.makespan))
+    partition: tuple[int, ...] = ()
+    recompute: tuple[int, ...] = ()
+    if model is not None:
+        partition = model.partition
+        if problem.waves:
+            partition = waved_partition(partition)
+        recompute = model.recompute
+        why = (*why, *model.facts)
     return Plan(
-        plan.schedule, "paths", partition, (*why, *model.facts), model.recompute
+        plan.schedule,
+        "paths",
+        partition,
+        why,
+        recompute,
+        rotation=tuple(other.schedule for other in rotation),
+        full=None if full is None else full.schedule,
     )
 
 

@@ -14,13 +14,14 @@ A set that would make a plan slower than the `slack` allows is left out.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from random import Random
 
 import numpy as np
 
-from penstock.plan.paths.budget import Budget, TimeSource
+from penstock.plan.paths.baselines import full_pipeline
+from penstock.plan.paths.budget import Budget, TimeSource, never_stop
 from penstock.plan.paths.improve import improve_solution
 from penstock.plan.paths.planner import PathPlan, finish_plan
 from penstock.plan.paths.problem import Problem
@@ -32,6 +33,7 @@ from penstock.plan.paths.solution import (
     simulate_solution,
     solution_value,
 )
+from penstock.plan.paths.staged_search import DEFAULT_SEARCH_MOVES
 
 PartSet = frozenset[int]
 MAX_FORCED_UNITS = 60  # units that are tried for one set of parts
@@ -78,6 +80,7 @@ def rotate(
     seconds: float | None = None,
     seed: int = 0,
     clock: TimeSource = time.perf_counter,
+    stop: Callable[[], bool] = never_stop,
 ) -> Rotation:
     """Return the plan and others that together meet every set of parts.
 
@@ -85,7 +88,7 @@ def rotate(
     iterations: moves of all searches together. They end earlier if `seconds` pass on the `clock`.
     """
     problem = plan.problem
-    budget = Budget(iterations, seconds, clock)
+    budget = Budget(iterations, seconds, clock, stop)
     longest = plan.makespan * (1.0 + slack) + TIME_ROUNDING
     plans = [plan]
     missing = _missing_sets(plan, plans)
@@ -103,6 +106,22 @@ def rotate(
             missing = [*missing[1:], missing[0]]
     left_out = tuple(sorted(missing, key=sorted))
     return Rotation(tuple(plans), left_out, budget.cut_short)
+
+
+def full_steps(
+    plan: PathPlan,
+    iterations: int = DEFAULT_SEARCH_MOVES,
+    seconds: float | None = None,
+    seed: int = 0,
+    clock: TimeSource = time.perf_counter,
+    stop: Callable[[], bool] = never_stop,
+) -> PathPlan:
+    """Return the best plan of a step that runs all parts, with the weights where this plan has them.
+
+    Training takes it now and then, between steps with partial paths.
+    """
+    arranged = replace(plan, problem=replace(plan.problem, arranged=True))
+    return full_pipeline(arranged, iterations, seconds, seed, clock, stop)
 
 
 def _missing_sets(plan: PathPlan, plans: Sequence[PathPlan]) -> list[PartSet]:

@@ -64,6 +64,16 @@ class Failure:
         return error_class(self.text)
 
 
+def announce(store: Store, failure: Failure) -> None:
+    """Tell all ranks of a run why it cannot go on; unless one has said so already.
+
+    The launcher calls it, which has no board. It reaches the ranks of the first run that
+    uses this store.
+    """
+    board = PrefixStore("penstock/board/1", store)
+    board.compare_set("failure", "", json.dumps(asdict(failure)))
+
+
 class Board:
     """One rank's view of the store. All ranks create a new one for each run."""
 

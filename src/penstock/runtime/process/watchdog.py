@@ -29,6 +29,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from types import TracebackType
@@ -72,8 +73,15 @@ _log = logging.getLogger(__name__)
 class WatchedExecutor(Protocol):
     """The part of an `Executor` that the watchdog looks at."""
 
-    program: Program
-    comm: Comm
+    @property
+    def program(self) -> Program:
+        """The program whose actions the ranks run."""
+        ...
+
+    @property
+    def comm(self) -> Comm:
+        """The connection to the other ranks."""
+        ...
 
     @property
     def doing(self) -> str:
@@ -99,6 +107,24 @@ def watching(
     return Watchdog(executor, comm, store, silence)
 
 
+@contextlib.contextmanager
+def alarm_held() -> Iterator[None]:
+    """Hold back the alarm of a watchdog while the `with` block runs, and let it ring afterwards."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    try:
+        # An alarm that has come already rings in here.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {ALARM_SIGNAL})
+    except BaseException:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {ALARM_SIGNAL})
+        raise
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
 class Watchdog:
     """One rank's watchdog, which its `ProcessComm` also asks why a wait has failed."""
 
@@ -112,8 +138,11 @@ class Watchdog:
         self.executor = executor
         self.comm = comm
         self.silence = silence
+        # Whether a launcher outlives all ranks: it keeps the store, and decides what becomes
+        # of a rank that does not stop.
+        self.kept_by_launcher = comm.store is not None
         # Its own connection to the store, which nothing else can block.
-        shared = store or default_store()
+        shared = store or comm.store or default_store()
         connection = shared.clone()  # type: ignore[attr-defined]
         self.board = Board(connection, comm.rank, comm.ranks, comm.name)
         self.thread = threading.Thread(
@@ -181,7 +210,7 @@ class Watchdog:
 
     def linger(self, failure: Failure) -> None:
         """Keep rank 0, which may keep the store, alive until the others know why."""
-        if self.comm.rank == 0:
+        if self.comm.rank == 0 and not self.kept_by_launcher:
             readers = self.comm.ranks - len(failure.lost)
             self.board.wait_for("seen", readers, LINGER_SECONDS)
 
@@ -346,7 +375,8 @@ class Watchdog:
     def lost_store(self) -> Failure:
         """The failure when the store is gone, and with it all that the others reported."""
         self.board.gone = True
-        kept_by_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        under_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        kept_by_launcher = under_agent or self.kept_by_launcher
         keeper = "the launcher" if kept_by_launcher else "rank 0"
         lost = () if kept_by_launcher else (0,)
         text = f"{keeper}, which keeps the store, is lost; rank {self.comm.rank} {self.state()}"
@@ -375,7 +405,7 @@ class Watchdog:
             return
         if self.alarm_installed:
             signal.pthread_kill(threading.main_thread().ident or 0, ALARM_SIGNAL)
-        if not self.over.wait(GRACE_SECONDS):
+        if not self.over.wait(GRACE_SECONDS) and not self.kept_by_launcher:
             self.end_process()
 
     def alarm(self, *_: object) -> None:

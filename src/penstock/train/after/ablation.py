@@ -3,6 +3,7 @@
     all     0 1 2 3 4 5  head      perplexity with every part
     random  0 . 2 3 . .  head      several draws: mean and spread
     best    0 1 . . . 5  head      the subset that does best
+    chosen  0 1 2 3 . .  head      the parts that somebody asked for, such as an early exit
 
 The first part, which has the embedding, and the head always run. Parts keep their order, and
 nothing is rescaled to make up for those left out. A whole model is cut into one layer per
@@ -25,6 +26,7 @@ from torch import nn
 from penstock.errors import ShapeError
 from penstock.models import layer_count, split, token_loss, valid_tokens
 from penstock.runtime import Batch
+from penstock.schedules.deal import skips_of
 from penstock.train.after.passage import run_along_paths
 
 PartPath = tuple[int, ...]
@@ -38,7 +40,7 @@ MAX_SUBSETS = 200  # If there are more subsets, the best one is searched greedil
 class AblationRow:
     """The perplexity of one way to leave out parts."""
 
-    way: str  # all, random, best
+    way: str  # all, random, best, chosen
     kept: int  # parts that run, without the head
     parts: int  # all parts, without the head
     perplexity: float  # for random draws, the mean
@@ -62,17 +64,63 @@ def parts_of(model: WholeOrParts) -> list[nn.Module]:
     return list(model)
 
 
-def skips_of(parts: int, share: float) -> int:
-    """Return how many of `parts` parts make up a share of them, to the nearest.
+def chosen_path(
+    layers: int, omit: Sequence[int] = (), exit_after: int | None = None
+) -> PartPath:
+    """Return the layers that run if some are left out, or if the head follows after one of them.
 
-    >>> skips_of(12, 0.33), skips_of(12, 0.25)
-    (4, 3)
+    Layers are counted from 0.
+
+    >>> chosen_path(6, omit=[2]), chosen_path(6, exit_after=3)
+    ((0, 1, 3, 4, 5), (0, 1, 2, 3))
     """
-    if not 0.0 <= share < 1.0 or parts < 1:
+    last = layers - 1
+    unknown = [layer for layer in omit if not 0 <= layer <= last]
+    if unknown:
         raise ShapeError(
-            f"a share of {share:g} of {parts} parts cannot be left out; give one from 0 to below 1"
+            f"layer {unknown[0]} cannot be left out: the layers are 0 to {last}"
         )
-    return min(math.floor(parts * share + 0.5), parts - 1)
+    if 0 in omit:
+        raise ShapeError(
+            "layer 0 cannot be left out: it always runs in training, so the others rely on it\n"
+            f"  leave out some of the layers 1 to {last}"
+        )
+    if exit_after is not None and not 0 <= exit_after <= last:
+        raise ShapeError(
+            f"there is no layer {exit_after} to exit after: the layers are 0 to {last}"
+        )
+    end = last if exit_after is None else exit_after
+    beyond = [layer for layer in omit if layer > end]
+    if beyond:
+        raise ShapeError(
+            f"layer {beyond[0]} comes after the exit, so it is left out already\n"
+            f"  exit after a later layer than {end}, or omit only layers up to {end}"
+        )
+    return tuple(layer for layer in range(end + 1) if layer not in omit)
+
+
+def parse_layers(text: str) -> list[int]:
+    """Read the numbers of layers from a text such as 2,5."""
+    try:
+        return [int(word) for word in text.split(",") if word.strip()]
+    except ValueError:
+        raise ShapeError(
+            f"{text!r} does not name layers; write their numbers with commas, such as 2,5"
+        ) from None
+
+
+def parse_omission(text: str) -> float | list[int]:
+    """Read what to leave out: a share of the layers, such as 0.25, or the layers themselves, such as 2,5.
+
+    >>> parse_omission("0.25"), parse_omission("2,5"), parse_omission("3")
+    (0.25, [2, 5], [3])
+    """
+    try:
+        share = float(text)
+    except ValueError:
+        return parse_layers(text)
+    is_layer = text.strip().isdecimal() and share >= 1
+    return [int(text)] if is_layer else share
 
 
 def omit_parts(
@@ -151,8 +199,9 @@ def evaluate_ablation(
     seed: int = 0,
     search: Sequence[Batch] = (),
     subsets: int = MAX_SUBSETS,
+    chosen: Sequence[PartPath] = (),
 ) -> TokenRows:
-    """Measure the perplexity with all parts, and without each share in `omit`.
+    """Measure the perplexity with all parts, without each share in `omit`, and along the `chosen` paths.
 
     Each share gets a row of random draws and one of the best subset. The best subset is
     searched on the batches of `search`; without any, on those it is then measured on, which
@@ -193,6 +242,11 @@ def evaluate_ablation(
         single = perplexity(parts, batches, path)
         rows.append(
             AblationRow("best", count - skips, count, single, 0.0, single / whole, path)
+        )
+    for path in chosen:
+        single = perplexity(parts, batches, path)
+        rows.append(
+            AblationRow("chosen", len(path), count, single, 0.0, single / whole, path)
         )
     return tuple(rows)
 

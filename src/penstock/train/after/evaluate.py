@@ -8,7 +8,7 @@ from pathlib import Path
 
 from penstock.errors import FileError, ShapeError
 from penstock.formats.config_toml import read_config
-from penstock.train.after.ablation import TokenRows, evaluate_ablation
+from penstock.train.after.ablation import TokenRows, chosen_path, evaluate_ablation
 from penstock.train.after.generate import open_trained
 from penstock.train.data.corpus import open_corpus
 from penstock.train.data.loader import Deal, Loader
@@ -44,14 +44,24 @@ class Examination:
 
 
 def evaluate_run(
-    run: Path, omit: Sequence[float], draws: int = 8, batches: int = 2, seed: int = 0
+    run: Path,
+    omit: Sequence[float | Sequence[int]],
+    draws: int = 8,
+    batches: int = 2,
+    seed: int = 0,
+    exits: Sequence[int] = (),
 ) -> Examination:
     """Measure the perplexity of a run's last checkpoint on `batches` batches of held-out text.
+
+    omit: what to leave out, one after the other: a share of the layers, or some layers.
+    exits: layers after which the head follows, one after the other.
 
     Each sequence counts at most once. Best subsets are searched on other held-out text than
     they are measured on, if there is any left.
     """
-    for share in omit:
+    shares = [one for one in omit if isinstance(one, int | float)]
+    given = [one for one in omit if not isinstance(one, int | float)]
+    for share in shares:
         if not 0 <= share < 1:
             raise ShapeError(
                 f"a share of {share:g} cannot be left out: 0 is nothing, and 1 would be all"
@@ -68,10 +78,21 @@ def evaluate_run(
     held = loader.evaluation(2 * batches)
     if not held:
         raise FileError(
-            f"{run} held out no text: its data.held_out is {config.data.held_out:g}"
+            f"{run} held out no text: its data.held_out is {config.data.held_out:g}\n"
+            "  train with data.held_out above 0 to have text for evaluations"
         )
+    trained = open_trained(run)
+    layers = trained.sizes.layers
+    chosen = [chosen_path(layers, one) for one in given]
+    chosen += [chosen_path(layers, exit_after=layer) for layer in exits]
     rows = evaluate_ablation(
-        open_trained(run).model, held[:batches], omit, draws, seed, held[batches:]
+        trained.model,
+        held[:batches],
+        shares,
+        draws,
+        seed,
+        held[batches:],
+        chosen=chosen,
     )
     measured = loader.examined(batches)
     return Examination(

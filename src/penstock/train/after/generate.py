@@ -21,7 +21,14 @@ from torch import Tensor
 from penstock.carry import Carry
 from penstock.config import BYTE_TOKENIZER
 from penstock.errors import FileError, RunError, ShapeError
-from penstock.models import GPTConfig, LlamaConfig, Part
+from penstock.models import (
+    DecoderConfig,
+    GPTConfig,
+    LlamaConfig,
+    Part,
+    layer_count,
+    split,
+)
 from penstock.models.count import parameters_of
 from penstock.train.checkpoint import (
     CheckpointFacts,
@@ -36,7 +43,7 @@ from penstock.train.data.tokenizer import (
     kept_tokenizer,
     tokenizer_of,
 )
-from penstock.train.hub import read_sizes, read_weights, write_folder
+from penstock.train.hub import read_sizes, read_weights
 from penstock.train.weights import Holding, Sizes, copy_weights, hold_whole
 
 SMALL_WIDTH = 1024  # Narrower models run faster on one thread.
@@ -80,7 +87,11 @@ def open_trained(path: Path) -> Trained:
         )
     wrong = list(checkpoint_faults(found))
     if wrong:
-        raise FileError(f"{found} is damaged: {wrong[0]}")
+        raise FileError(
+            f"{found} is damaged: {wrong[0]}\n"
+            "  name another checkpoint of the run, or train on with --resume, which takes "
+            "the newest good one"
+        )
     facts = read_facts(found)
     sizes = trained_sizes(facts["model"])
     holding = hold_whole(sizes)
@@ -112,9 +123,8 @@ def parameter_count(sizes: Sizes) -> int:
 
 def trained_sizes(described: dict[str, Any]) -> Sizes:
     """Read the sizes that `penstock.train.loop.describe` has written."""
-    kind: type[LlamaConfig] | type[GPTConfig] = (
-        GPTConfig if described.get("family") == "gpt" else LlamaConfig
-    )
+    kinds: dict[str, type[Sizes]] = {"gpt": GPTConfig, "decoder": DecoderConfig}
+    kind = kinds.get(str(described.get("family")), LlamaConfig)
     known = {item.name for item in fields(kind)}
     try:
         return kind(**{key: value for key, value in described.items() if key in known})
@@ -122,22 +132,6 @@ def trained_sizes(described: dict[str, Any]) -> Sizes:
         raise FileError(
             f"the checkpoint does not say the sizes of its model: {error}"
         ) from None
-
-
-def export_run(path: Path, folder: Path) -> Trained:
-    """Write a run's model as a Hugging Face folder."""
-    if folder.exists() and not folder.is_dir():
-        raise FileError(f"{folder} is a file\n  name a new folder")
-    if folder.exists() and any(folder.iterdir()):
-        raise FileError(f"{folder} is not empty\n  name a new folder")
-    trained = open_trained(path)
-    write_folder(
-        folder,
-        {name: p.detach() for name, p in trained.holding.parameters.items()},
-        trained.sizes,
-        trained.tokenizer,
-    )
-    return trained
 
 
 # ---------------------------------------------------------------- word by word
@@ -148,12 +142,17 @@ class Reader:
            └─────┘ ' ' ' '
     """
 
-    def __init__(self, model: Part, longest: int, room: int) -> None:
-        self.model = model
+    def __init__(self, parts: Sequence[Part], longest: int, room: int) -> None:
+        self.parts = parts
         self.longest = longest
         self.room = room
-        self.first = 0  # the first word of the window
-        self.carry = Carry(min(room, longest))
+        self.open_window(0)
+
+    def open_window(self, first: int) -> None:
+        """Begin to read at this word, with nothing kept. Each part keeps its own keys and values."""
+        self.first = first
+        tokens = min(self.room - first, self.longest)
+        self.carries = [Carry(tokens) for _ in self.parts]
 
     def last(self, row: Sequence[int]) -> Tensor:
         """Return the logits after the last word.
@@ -161,19 +160,41 @@ class Reader:
         If all positions are used, the last half of them begins a new window.
         """
         if len(row) - self.first > self.longest:
-            self.first = len(row) - max(self.longest // 2, 1)
-            self.carry = Carry(min(self.room - self.first, self.longest))
-        begin, end = self.carry.reached, len(row) - self.first
-        words = torch.tensor([row[self.first + begin :]])
-        logits: Tensor = self.model(words, self.carry.open(begin, end))[0, -1]
-        return logits
+            self.open_window(len(row) - max(self.longest // 2, 1))
+        if any(part.unsliceable for part in self.parts):
+            x = torch.tensor([row[self.first :]])
+            for part in self.parts:
+                x = part(x)
+            return x[0, -1]
+        begin, end = self.carries[0].reached, len(row) - self.first
+        x = torch.tensor([row[self.first + begin :]])
+        for part, carry in zip(self.parts, self.carries, strict=True):
+            x = part(x, carry.open(begin, end))
+        return x[0, -1]
+
+
+def parts_along(model: Part, path: Sequence[int] | None) -> list[Part]:
+    """Return what a word passes through: the whole model or, along a path, some of its layers and the head."""
+    if path is None:
+        return [model]
+    layers = layer_count(model)
+    *parts, head = split(model, [1] * layers + [0])
+    return [*(parts[layer] for layer in path), head]
 
 
 @torch.no_grad()
 def generate_text(
-    trained: Trained, prompt: str, tokens: int, temperature: float = 0.8, seed: int = 0
+    trained: Trained,
+    prompt: str,
+    tokens: int,
+    temperature: float = 0.8,
+    seed: int = 0,
+    path: Sequence[int] | None = None,
 ) -> str:
-    """Return the prompt and a continuation; temperature 0 takes the likeliest words."""
+    """Return the prompt and a continuation; temperature 0 takes the likeliest words.
+
+    If a `path` names layers, only these run.
+    """
     if tokens < 0:
         raise ShapeError(f"{tokens} tokens cannot be added; the least is 0")
     if not 0 <= temperature < math.inf:
@@ -191,8 +212,10 @@ def generate_text(
     if trained.sizes.width < SMALL_WIDTH:
         torch.set_num_threads(1)
     room = len(row) + tokens
-    longest = trained.sizes.positions if isinstance(trained.sizes, GPTConfig) else room
-    reader = Reader(trained.model, longest, room)
+    longest = room
+    if isinstance(trained.sizes, GPTConfig | DecoderConfig):
+        longest = trained.sizes.positions or room
+    reader = Reader(parts_along(trained.model, path), longest, room)
     for _ in range(tokens):
         # A model may have more words than the tokenizer.
         logits = reader.last(row)[: words.vocab]

@@ -3,15 +3,18 @@
 RUN/metrics.jsonl   ──► curves of loss, speed and rate
 RUN/profile.json    ──► the predicted step  ┐
 RUN/timeline.json   ──► the measured step   ┴─► drawn one above the other, with the largest differences
+
+If some steps leave out parts and others run all of them, both kinds are compared.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 
+from penstock.config import Config, PathsConfig
 from penstock.errors import FileError
 from penstock.formats import read_plan
 from penstock.formats.config_toml import read_config
@@ -19,24 +22,27 @@ from penstock.ir import Plan, Timeline
 from penstock.ir.compare import compare
 from penstock.sim.own_times import simulate_own_times
 from penstock.train.after.reasons import reasons_of
+from penstock.train.crew.events import Event, read_events
 from penstock.train.forecast import Forecast, known_forecast
 from penstock.train.history import StepRow, read_rows, read_timeline
+from penstock.train.step_paths import step_paths
 from penstock.view import Series, report_page, time_rows_of
 from penstock.view.numbers import write_size, write_time
 
+ROWS_AROUND_EVENT = 10  # steps whose median speed is shown before and after an event
 WARM_UP_STEPS = 3  # The first steps are slower because caches are cold.
 
 
 @dataclass(frozen=True, slots=True)
-class Summary:
-    """The figures of a run."""
+class StepKind:
+    """The predicted and the measured time of one kind of step: partial ones, full ones, or all."""
 
+    name: str  # "step", "partial step" or "full step"
     rows: tuple[StepRow, ...]
-    plan: Plan
     forecast: Forecast | None = None  # made before the run
+    planned: float | None = None  # seconds by the plan of a cluster, if there is one
     step: int = 0  # the step that was measured; 0 if none was
     measured: Timeline | None = None
-    named: str = ""  # schedule.name in the run's config
 
     @property
     def predicted(self) -> Timeline | None:
@@ -61,8 +67,38 @@ class Summary:
     @property
     def seconds(self) -> float:
         """The median time of a step, after the warm-up."""
-        warm = self.rows[WARM_UP_STEPS:] or self.rows
+        warm = [row for row in self.rows if row.step > WARM_UP_STEPS] or self.rows
         return median(row.seconds for row in warm)
+
+    @property
+    def text(self) -> str:
+        """Compare the time that steps took with what was predicted; empty without a prediction."""
+        expected = []
+        if self.forecast is not None:
+            expected.append(f"predicted {write_time(self.forecast.seconds, digits=3)}")
+        if self.planned is not None:
+            planned = write_time(self.planned, digits=3)
+            expected.append(f"planned for the cluster {planned}")
+        if not expected or not self.rows:
+            return ""
+        took = write_time(self.seconds, digits=3)
+        return f"a {self.name} took {took}, {', '.join(expected)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """The figures of a run."""
+
+    rows: tuple[StepRow, ...]
+    plan: Plan
+    kinds: tuple[StepKind, ...]  # partial steps before full ones
+    named: str = ""  # schedule.name in the run's config
+    events: tuple[Event, ...] = ()  # changes of the crew
+
+    @property
+    def main(self) -> StepKind:
+        """The most common kind of step."""
+        return self.kinds[0]
 
     @property
     def evaluation(self) -> float | None:
@@ -86,31 +122,93 @@ def summarize_run(folder: Path) -> Summary:
             f"{folder} has no steps of a run\n  name the folder of a run, such as runs/tiny"
         )
     plan = read_plan(folder / "plan.json")
-    step, measured = read_timeline(folder, plan.schedule) or (0, None)
-    if not (folder / "config.toml").is_file():
-        return Summary(rows, plan, None, step, measured)
-    config = read_config(folder / "config.toml")
-    forecast = known_forecast(folder, config, plan)
-    return Summary(rows, plan, forecast, step, measured, config.schedule.name)
+    config = None
+    if (folder / "config.toml").is_file():
+        config = read_config(folder / "config.toml")
+    named = "" if config is None else config.schedule.name
+    kinds = tuple(_kinds(folder, rows, plan, config))
+    return Summary(rows, plan, kinds, named, tuple(read_events(folder)))
+
+
+def _kinds(
+    folder: Path, rows: tuple[StepRow, ...], plan: Plan, config: Config | None
+) -> Iterator[StepKind]:
+    """The kinds of steps that a run has made, each with its own prediction."""
+    paths = step_paths(plan, PathsConfig() if config is None else config.paths)
+    full_rows = tuple(row for row in rows if _is_full(row, plan))
+    partial_rows = tuple(row for row in rows if not _is_full(row, plan))
+    both = paths.full is not None
+    for full, own in ((False, partial_rows), (True, full_rows)):
+        if full and not both:
+            return
+        name = ("full step" if full else "partial step") if both else "step"
+        found = read_timeline(folder, *paths.schedules, full=full)
+        step, measured = found or (0, None)
+        schedule = paths.schedules[-1 if full else 0]
+        if measured is not None:
+            schedule = measured.schedule
+        expected = None
+        if config is not None:
+            alone = replace(plan, schedule=schedule, rotation=(), full=None)
+            expected = known_forecast(folder, config, alone)
+        planned = planned_seconds(plan, full)
+        yield StepKind(name, own if both else rows, expected, planned, step, measured)
+
+
+def _is_full(row: StepRow, plan: Plan) -> bool:
+    """Whether a step ran all layers."""
+    return row.layers is None or row.layers >= sum(plan.partition)
+
+
+def planned_seconds(plan: Plan, full: bool) -> float | None:
+    """Return the seconds that `penstock paths` planned for a step on its cluster; None for other plans."""
+    facts = plan.facts
+    if "rules" not in facts:
+        return None
+    seconds = facts.get("full_makespan" if full else "makespan")
+    return float(seconds) if isinstance(seconds, int | float) else None
 
 
 def render_report(summary: Summary, title: str, sample: str = "") -> str:
     """Return the HTML page of a run."""
     reasons = reasons_of(summary.plan, summary.named)
     lists = [
-        ("Largest differences", _list_differences(summary)),
+        ("Events", list_events(summary)),
+        ("Predicted and measured", [kind.text for kind in summary.kinds if kind.text]),
+        ("Largest differences", _list_differences(summary.main)),
         ("Ranks", _list_ranks(summary)),
     ]
+    timelines = []
+    for kind in summary.kinds:
+        timelines += _list_timelines(kind)
     return report_page(
         title,
         _list_facts(summary),
         _draw_curves(summary.rows),
-        _list_timelines(summary),
+        timelines,
         sample,
         lists,
         (reasons.sentences, reasons.heads, reasons.rows),
-        _list_idle_times(summary),
+        _list_idle_times(summary.main),
     )
+
+
+def list_events(summary: Summary) -> list[str]:
+    """Return a line for each change of the crew, with the speed before and after it."""
+    lines = []
+    for event in summary.events:
+        before = [row.speed for row in summary.rows if row.step <= event.step]
+        after = [row.speed for row in summary.rows if row.step > event.step]
+        line = (
+            f"after step {event.step}: {event.text}; {event.workers} workers went on "
+            f"after {write_time(event.seconds)}"
+        )
+        if before and after:
+            earlier = median(before[-ROWS_AROUND_EVENT:])
+            later = median(after[:ROWS_AROUND_EVENT])
+            line += f"; {earlier:,.0f} tokens/s before, {later:,.0f} after"
+        lines.append(line)
+    return lines
 
 
 def _list_facts(summary: Summary) -> list[tuple[str, str]]:
@@ -126,29 +224,33 @@ def _list_facts(summary: Summary) -> list[tuple[str, str]]:
     ]
     if summary.evaluation is not None:
         facts.append(("held out", f"{summary.evaluation:.4f}"))
-    predicted = summary.predicted
-    if predicted is not None and summary.measured is not None:
-        bubbles = f"{summary.measured.bubble:.1%}, predicted {predicted.bubble:.1%}"
-        facts.append(("bubble", bubbles))
+    for kind in summary.kinds:
+        predicted = kind.predicted
+        if predicted is None or kind.measured is None:
+            continue
+        bubbles = f"{kind.measured.bubble:.1%}, predicted {predicted.bubble:.1%}"
+        name = "bubble" if len(summary.kinds) == 1 else f"bubble of a {kind.name}"
+        facts.append((name, bubbles))
     return facts
 
 
-def _list_timelines(summary: Summary) -> list[tuple[str, Timeline]]:
-    predicted = summary.predicted
-    if predicted is None or summary.measured is None:
+def _list_timelines(kind: StepKind) -> list[tuple[str, Timeline]]:
+    predicted = kind.predicted
+    if predicted is None or kind.measured is None:
         return []
+    suffix = "" if kind.name == "step" else f", {kind.name}"
     return [
-        ("predicted", predicted),
-        (f"measured, step {summary.step}", summary.measured),
+        (f"predicted{suffix}", predicted),
+        (f"measured{suffix}, step {kind.step}", kind.measured),
     ]
 
 
-def _list_idle_times(summary: Summary) -> list[list[str]]:
+def _list_idle_times(kind: StepKind) -> list[list[str]]:
     """Where the time of each rank went in the measured step."""
-    predicted = summary.predicted
-    if predicted is None or summary.measured is None:
+    predicted = kind.predicted
+    if predicted is None or kind.measured is None:
         return []
-    return time_rows_of(predicted, summary.measured)
+    return time_rows_of(predicted, kind.measured)
 
 
 def _draw_curves(rows: Sequence[StepRow]) -> list[tuple[str, tuple[Series, ...]]]:
@@ -179,13 +281,13 @@ def curve(
     return Series(name, tuple(steps), tuple(values))
 
 
-def _list_differences(summary: Summary) -> list[str]:
+def _list_differences(kind: StepKind) -> list[str]:
     """The actions whose time was furthest from the prediction."""
-    predicted = summary.predicted
-    if predicted is None or summary.measured is None:
+    predicted = kind.predicted
+    if predicted is None or kind.measured is None:
         return []
     lines = []
-    for one in compare(predicted, summary.measured).largest:
+    for one in compare(predicted, kind.measured).largest:
         expected = write_time(one.expected)
         actual = write_time(one.actual)
         lines.append(
@@ -203,9 +305,10 @@ def _list_ranks(summary: Summary) -> list[str]:
         numbers = " ".join(str(part) for part in parts)
         layers = " + ".join(str(summary.plan.partition[part]) for part in parts)
         line = f"rank {rank}: parts {numbers}, layers {layers}"
-        if summary.forecast is not None:
-            weights = write_size(summary.forecast.weights[rank])
-            activations = write_size(summary.forecast.activations[rank])
+        forecast = summary.main.forecast
+        if forecast is not None:
+            weights = write_size(forecast.weights[rank])
+            activations = write_size(forecast.activations[rank])
             line += (
                 f"; predicted {weights} of weights and optimizer, "
                 f"{activations} of activations"

@@ -30,6 +30,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from io import BytesIO
 from pathlib import Path
 from typing import IO, Any, BinaryIO, NamedTuple
@@ -38,6 +39,8 @@ import numpy as np
 
 from penstock.config import BYTE_TOKENIZER, DataConfig, names_a_file
 from penstock.errors import FileError
+from penstock.train.data.document_end import side_files
+from penstock.train.data.tables import TABLE_KINDS, table_texts
 from penstock.train.data.tokenizer import TokenArray, Tokenizer, not_text, tokenizer_of
 
 SKIPPED_FOLDERS = {
@@ -50,20 +53,22 @@ SKIPPED_FOLDERS = {
     "lib2to3",
     "config-stdlib",
 }
-CACHE_VERSION = 2
+CACHE_VERSION = 3
 PIECE_BYTES = 1 << 22  # encoded at once
 UNPACK: dict[str, Callable[[BinaryIO], AbstractContextManager[Any]]] = {
     ".gz": lambda raw: gzip.GzipFile(fileobj=raw),
     ".bz2": bz2.BZ2File,
     ".xz": lzma.LZMAFile,
 }
-READABLE_KINDS = "Penstock reads text and .jsonl, also as .gz, .bz2 or .xz"
+READABLE_KINDS = (
+    "Penstock reads text and .jsonl, also as .gz, .bz2 or .xz, and .parquet and .arrow"
+)
 TABLE = (
     "a table: write its texts as lines of JSON, for example with "
-    "pandas.read_parquet(...).to_json('text.jsonl', orient='records', lines=True)"
+    "pandas.read_orc(...).to_json('text.jsonl', orient='records', lines=True)"
 )
 ARCHIVE = "an archive: unpack it first"
-BINARY = dict.fromkeys((".parquet", ".arrow", ".feather", ".orc"), TABLE)
+BINARY = {".orc": TABLE}
 BINARY |= dict.fromkeys(
     (".zst", ".zip", ".tar", ".tgz", ".7z", ".lz4", ".br", ".rar"), ARCHIVE
 )
@@ -125,8 +130,8 @@ def open_corpus(
         raise FileError(
             f"{_tokenizer_name(data)} has no word that ends a document, "
             "so documents cannot be told apart\n"
-            "  set data.separate=false, or use a tokenizer with such a word, "
-            "for example <|endoftext|>"
+            "  set data.separate=false, or name the word as eos_token in a "
+            "tokenizer_config.json beside the tokenizer"
         )
     name = _cache_name(data, files)
     row = cache / f"{name}.bin"
@@ -235,7 +240,7 @@ def _cache_name(data: DataConfig, files: list[Path]) -> str:
     digest = hashlib.sha256(settings.encode())
     sources = [*files]
     if names_a_file(tokenizer):
-        sources.append(Path(tokenizer))
+        sources += [Path(tokenizer), *side_files(Path(tokenizer))]
     for file in sources:
         try:
             status = file.stat()
@@ -262,8 +267,14 @@ CutText = Callable[[bytes], int]  # where a text may be cut in two; 0 if it may 
 def text_pieces(file: Path, field: str, cut: CutText) -> Iterator[Piece]:
     """Yield the texts of a file, cut where `cut` allows it.
 
-    A text is the whole file, or one field of each line of a .jsonl file.
+    A text is the whole file, one field of each line of a .jsonl file, or one of each row of a table.
     """
+    if _kind(file) in TABLE_KINDS:
+        size = file.stat().st_size
+        for row, (text, share) in enumerate(table_texts(file, field), start=1):
+            place = partial(int, share * size)
+            yield from _cut_up(BytesIO(text), cut, place, row)
+        return
     try:
         with file.open("rb") as raw, _unpacked(file, raw) as opened:
             if _kind(file) == ".jsonl":

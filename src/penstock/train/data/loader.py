@@ -183,7 +183,17 @@ class Loader:
         inputs, labels, starts = zip(*dealt, strict=True)
         if self.corpus.end is None:
             return Batch(inputs, labels, valid)
-        return Batch(inputs, labels, valid, starts, self._cuts(numbers))
+        cuts = self._cuts(numbers)
+        return Batch(inputs, labels, valid, starts, cuts, self._counts(numbers))
+
+    def _counts(self, numbers: list[int]) -> tuple[int, ...]:
+        """The labels that count in each micro-batch of a pass, also in those that this rank does not read."""
+        rows = self.deal.rows
+        counts = []
+        for number in range(self.deal.microbatches):
+            own = numbers[number * rows : (number + 1) * rows]
+            counts.append(self._valid(one for one in own if one != FILLER))
+        return tuple(counts)
 
     def _batch_of_packs(
         self, numbers: list[int], packs: Sequence[Pack], valid: int

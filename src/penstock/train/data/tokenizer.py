@@ -16,16 +16,8 @@ from numpy.typing import NDArray
 
 from penstock.config import names_a_file
 from penstock.errors import FileError, RunError
+from penstock.train.data.document_end import find_end, keep_end
 
-# Words that end a document in known families of tokenizers.
-END_WORDS = (
-    "<|endoftext|>",
-    "<|end_of_text|>",
-    "</s>",
-    "<eos>",
-    "<|eot_id|>",
-    "[SEP]",
-)
 TOKENIZER = "tokenizer.json"  # in a Hugging Face folder, and in the folder of a run
 # Bytes on either side of a cut that must give the same tokens with and without the cut.
 CONTEXT_BYTES = 4096
@@ -134,15 +126,7 @@ class FileTokenizer:
         # Numbers without a word also take a place in the vocabulary.
         numbers = self.theirs.get_vocab(with_added_tokens=True).values()
         self.vocab = int(max(numbers, default=-1)) + 1
-
-    @property
-    def end(self) -> int | None:
-        """The first of the usual end words that the tokenizer knows."""
-        for word in END_WORDS:
-            number = self.theirs.token_to_id(word)
-            if number is not None:
-                return int(number)
-        return None
+        self.end = find_end(Path(path), self.theirs)
 
     def cut(self, raw: bytes) -> int:
         """Cut between two words, where the text gives the same tokens together and apart.
@@ -223,3 +207,11 @@ def keep_tokenizer(name: str, folder: Path) -> None:
     copy = folder / TOKENIZER
     if names_a_file(name) and Path(name).resolve() != copy.resolve():
         copy.write_bytes(Path(name).read_bytes())
+
+
+def keep_end_word(name: str, tokenizer: Tokenizer, folder: Path) -> None:
+    """Name the word that ends a document beside the copy of a run's tokenizer."""
+    if isinstance(tokenizer, FileTokenizer) and tokenizer.end is not None:
+        word = tokenizer.theirs.id_to_token(tokenizer.end)
+        assert word is not None, "the word was found in this tokenizer"
+        keep_end(Path(name), folder / TOKENIZER, word)

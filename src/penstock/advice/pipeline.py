@@ -1,0 +1,193 @@
+"""A plan in the terms that all frameworks share, and the advice that a framework gives for it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Protocol
+
+from penstock.advice.orders import order_of
+from penstock.ir.schedule import Schedule
+from penstock.plan.recipes import Limits
+from penstock.plan.search import Row
+from penstock.plan.workload import Workload
+from penstock.schedules import make
+
+
+@dataclass(frozen=True, slots=True)
+class Pipeline:
+    """One copy of a pipeline, the layers of its parts, and how devices and batch are divided.
+
+    partition: the layers of each part; empty if the layers of the model are not known.
+    rows: sequences of a micro-batch. passes: through the pipeline in a step.
+    """
+
+    schedule: Schedule
+    partition: tuple[int, ...]
+    rows: int
+    passes: int
+    copies: int
+    tensor: int
+    shard: int
+    recompute: tuple[int, ...]
+    tokens: int  # of a sequence; 0 if it is not known
+    tied: bool | None = None  # None if the model is not known
+
+    @property
+    def ranks(self) -> int:
+        """The ranks of the pipeline."""
+        return self.schedule.ranks
+
+    @property
+    def parts(self) -> int:
+        """The stages of the pipeline."""
+        return self.schedule.parts
+
+    @property
+    def stages_per_rank(self) -> int:
+        """The stages on each rank."""
+        return len(self.schedule.stages) // self.ranks
+
+    @property
+    def microbatches(self) -> int:
+        """The micro-batches of a pass."""
+        return len(self.schedule.microbatches)
+
+    @property
+    def local_batch(self) -> int:
+        """The sequences of a pass, of one copy."""
+        return self.rows * self.microbatches
+
+    @property
+    def accumulated_batch(self) -> int:
+        """The sequences that go through the model before the next ones may follow.
+
+        A single rank has no pipeline to fill, so it accumulates gradients micro-batch by
+        micro-batch.
+        """
+        return self.rows if self.ranks == 1 else self.local_batch
+
+    @property
+    def replicas(self) -> int:
+        """The groups of devices that work on sequences of their own."""
+        return self.copies * self.shard
+
+    @property
+    def global_batch(self) -> int:
+        """The sequences of a step."""
+        return self.local_batch * self.passes * self.replicas
+
+    @property
+    def layers(self) -> list[range]:
+        """The layers of each part, by number."""
+        found = []
+        begin = 0
+        for count in self.partition:
+            found.append(range(begin, begin + count))
+            begin += count
+        return found
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether every part is computed again in the backward."""
+        return len(self.recompute) == self.parts
+
+    def in_one_pass(self) -> Pipeline:
+        """The pipeline with the micro-batches of all passes in one, if its order has a name.
+
+        Frameworks that accumulate gradients in the pipeline do this.
+        """
+        order = order_of(self.schedule)
+        if self.passes == 1 or not order:
+            return self
+        shape = {"chunks": self.stages_per_rank} if order == "interleaved" else {}
+        total = self.microbatches * self.passes
+        whole = make(order, ranks=self.ranks, microbatches=total, **shape)
+        return replace(self, schedule=whole, passes=1)
+
+
+def pipeline_of(row: Row, workload: Workload) -> Pipeline:
+    """The pipeline of a candidate."""
+    cell, candidate = row.cell, row.candidate
+    tied = None if workload.config is None else workload.config.model.tied
+    return Pipeline(
+        candidate.schedule,
+        candidate.partition,
+        cell.rows,
+        workload.passes,
+        cell.copies,
+        cell.tensor,
+        cell.shard,
+        candidate.recompute,
+        workload.tokens if candidate.partition else 0,
+        tied,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """What a framework must be told.
+
+    schedule: its name there, for people.
+    text: its options or its config, to be copied.
+    files: more files that it reads, by name.
+    notes: what one should know before using it, a sentence each.
+    """
+
+    schedule: str
+    text: str
+    files: Mapping[str, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+
+NO_PIPELINE = "without a pipeline"  # the schedule of a single rank
+
+
+class Framework(Protocol):
+    """Another framework: what it can run, and what it must be told."""
+
+    @property
+    def name(self) -> str:
+        """Its name, as people write it."""
+
+    @property
+    def ending(self) -> str:
+        """How the file with its options ends."""
+
+    def narrow(self, limits: Limits) -> Limits:
+        """The limits of a search for plans that it might run."""
+
+    def adapt(self, pipeline: Pipeline) -> Pipeline:
+        """The pipeline as the framework would run it."""
+
+    def refuse(self, pipeline: Pipeline) -> str:
+        """Why it cannot run a pipeline; empty if it can."""
+
+    def waits(self, pipeline: Pipeline) -> bool:
+        """Whether its ranks wait until their messages have arrived."""
+
+    def advise(self, pipeline: Pipeline, stem: Path) -> Advice:
+        """What to tell it; further files have names that begin with `stem`."""
+
+
+# ---------------------------------------------------------------- reasons that several frameworks share
+def refuse_mixed_recomputation(pipeline: Pipeline, framework: str) -> str:
+    """Refuse pipelines that recompute some parts and keep others."""
+    if pipeline.recompute and not pipeline.recomputes:
+        return f"it recomputes {len(pipeline.recompute)} of {pipeline.parts} parts; {framework} recomputes all or none"
+    return ""
+
+
+def refuse_idle_order(pipeline: Pipeline) -> str:
+    """Refuse what no framework but ours runs: token slices, replicas and partial paths."""
+    schedule = pipeline.schedule
+    if schedule.slices > 1:
+        return "it cuts sequences into token slices"
+    if len(schedule.stages) != schedule.parts:
+        return "it holds parts of the model more than once"
+    whole = tuple(range(schedule.parts))
+    for microbatch in schedule.microbatches:
+        if tuple(schedule.stages[stage].part for stage in microbatch.path) != whole:
+            return "its micro-batches do not visit all parts in order"
+    return ""

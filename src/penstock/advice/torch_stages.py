@@ -1,0 +1,78 @@
+"""What torchtitan and AutoModel share, because both build on torch.distributed.pipelining.
+
+They place stages by the name of a schedule: in a loop, or in one V. The order comes from a name or from a CSV file:
+
+    placement   order has a name     any other order
+    loop        Interleaved1F1B      PipelineScheduleMulti and a CSV
+    V           ZBVZeroBubble        ZBVZeroBubble, for its placement, and a CSV
+"""
+
+from __future__ import annotations
+
+from penstock.advice.orders import Placement, order_of, placement_of
+from penstock.advice.pipeline import (
+    Pipeline,
+    refuse_idle_order,
+    refuse_mixed_recomputation,
+)
+from penstock.formats import dump_torch_csv
+
+NAMES = {
+    "1f1b": "1F1B",
+    "interleaved": "Interleaved1F1B",
+    "interleaved-zb": "InterleavedZeroBubble",
+    "zb-v": "ZBVZeroBubble",
+}
+# Names whose own order is replaced by a CSV, and that only place the stages.
+PLACING_NAMES = {Placement.LOOP: "PipelineScheduleMulti", Placement.V: "ZBVZeroBubble"}
+
+
+def refuse_on_torch(pipeline: Pipeline, framework: str) -> str:
+    """Why a framework on torch's pipelining cannot run a pipeline; empty if it can."""
+    reason = refuse_idle_order(pipeline)
+    if reason:
+        return reason
+    if pipeline.tied and pipeline.ranks > 1:
+        return (
+            f"the model ties its embedding to its head, which {framework} refuses in a "
+            "pipeline (--set model.tied=false unties them)"
+        )
+    placement = placement_of(pipeline.schedule)
+    if placement is Placement.WAVES:
+        waves = pipeline.stages_per_rank // 2
+        return f"its stages lie in {waves} waves; {framework} places them in a loop or in one V"
+    if placement not in PLACING_NAMES:
+        return (
+            f"its stages lie neither in a loop nor in a V, and {framework} knows no other "
+            "placement"
+        )
+    return refuse_mixed_recomputation(pipeline, framework)
+
+
+def torch_name(pipeline: Pipeline) -> tuple[str, bool]:
+    """The name of a pipeline's schedule, and whether it needs a CSV for its order."""
+    name = NAMES.get(order_of(pipeline.schedule), "")
+    if name:
+        return name, False
+    return PLACING_NAMES[placement_of(pipeline.schedule)], True
+
+
+def waits_on_torch(pipeline: Pipeline) -> bool:
+    """Whether ranks wait for their messages: torch's own 1F1B does, its other schedules do not."""
+    return pipeline.ranks > 1 and torch_name(pipeline)[0] == "1F1B"
+
+
+def torch_csv(pipeline: Pipeline) -> str:
+    """The order of a pipeline as a CSV, without messages: torch adds them."""
+    return dump_torch_csv(pipeline.schedule)
+
+
+def torch_notes(pipeline: Pipeline) -> list[str]:
+    """What one should know about the schedule."""
+    notes = []
+    name, has_csv = torch_name(pipeline)
+    if has_csv:
+        notes.append(
+            f"The order comes from the CSV; {name} only says which rank holds which stage."
+        )
+    return notes

@@ -1,0 +1,110 @@
+"""What `penstock plan --for` prints and writes: the best plan for another framework, and what to tell it."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from penstock.cli.tables import console, print_json, print_plain, write
+
+if TYPE_CHECKING:
+    from penstock.advice.advise import Counsel
+    from penstock.advice.pipeline import Framework
+    from penstock.plan.question import Question
+    from penstock.plan.search import Landscape
+
+DEFAULT_STEM = Path("plan")  # of the files that the advice would be in
+
+
+def show_counsel(
+    landscape: Landscape,
+    question: Question,
+    framework: Framework,
+    output: Path | None,
+    json: bool,
+) -> None:
+    """Print the advice for a framework; with an output, write it and its plan."""
+    from penstock.advice.advise import advise
+
+    stem = DEFAULT_STEM if output is None else output.with_suffix("")
+    counsel = advise(landscape, question, framework, stem)
+    if output is not None:
+        _write_counsel(counsel, landscape, question, framework, output, quiet=json)
+    if json:
+        print_json(counsel_facts(counsel, framework))
+    else:
+        print_counsel(counsel, question, framework, output is not None)
+
+
+def _write_counsel(
+    counsel: Counsel,
+    landscape: Landscape,
+    question: Question,
+    framework: Framework,
+    output: Path,
+    quiet: bool,
+) -> None:
+    """Write the plan, and beside it the options and files of the advice."""
+    from penstock.formats import dump_plan
+    from penstock.plan.planner import chosen_plan
+
+    others = tuple(row for row in landscape.rows if row is not counsel.row)
+    best_first = replace(landscape, rows=(counsel.row, *others))
+    write(output, dump_plan(chosen_plan(best_first, question.facts)), quiet)
+    stem = output.with_suffix("")
+    advice = counsel.advice
+    write(stem.with_name(f"{stem.name}.{framework.ending}"), advice.text, quiet)
+    for name, text in advice.files.items():
+        write(stem.with_name(name), text, quiet)
+
+
+def print_counsel(
+    counsel: Counsel, question: Question, framework: Framework, written: bool
+) -> None:
+    """Print the plan, its expected time and memory, what to tell the framework, and what it cannot run."""
+    from penstock.view.numbers import name_size, name_time
+
+    expected = counsel.expected
+    units = question.units
+    sends = "wait for their messages" if expected.waits else "send in the background"
+    print_plain(
+        f"for {framework.name}: {counsel.name}, {counsel.advice.schedule}\n"
+        f"expected: a step of {name_time(expected.step, units)}, bubble "
+        f"{expected.bubble:.1%}, {name_size(expected.peak, units)} on the fullest device "
+        f"(simulated for ranks that {sends})"
+    )
+    console().rule(framework.ending, style="dim")
+    print_plain(counsel.advice.text.rstrip("\n"))
+    console().rule(style="dim")
+    for note in counsel.advice.notes:
+        print_plain(note)
+    for one in counsel.refused:
+        print_plain(
+            f"{framework.name} cannot run {one.name}, {name_time(one.step, units)} in our "
+            f"runtime: {one.reason}"
+        )
+    if not written:
+        more = "".join(f", {name}" for name in counsel.advice.files)
+        print_plain(
+            f"-o plan.json also writes the plan, plan.{framework.ending}{more}",
+            stderr=True,
+        )
+
+
+def counsel_facts(counsel: Counsel, framework: Framework) -> dict[str, object]:
+    """Return the advice as JSON has it."""
+    pipeline = counsel.pipeline
+    return {
+        "for": framework.name,
+        "plan": counsel.name,
+        "schedule": counsel.advice.schedule,
+        "ranks": pipeline.ranks,
+        "microbatches": pipeline.microbatches,
+        "partition": list(pipeline.partition),
+        "expected": asdict(counsel.expected),
+        "text": counsel.advice.text,
+        "files": dict(counsel.advice.files),
+        "notes": list(counsel.advice.notes),
+        "cannot_run": [asdict(one) for one in counsel.refused],
+    }

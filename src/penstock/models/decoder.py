@@ -1,0 +1,278 @@
+"""Any decoder of transformers, as the trainer sees it: the sizes that it plans with, and the config that builds it.
+
+    config.json ──► DecoderConfig ──► blueprint     the whole model; its weights take no memory, its buffers are real
+                                        │ split
+                                        ▼
+                                      parts         a rank gives memory to the weights of its own parts only
+
+Buffers are computed when a model is built (rotary frequencies, the scale of an embedding) and are in no checkpoint, so
+they must exist from the start. They are small.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from penstock.errors import FileError, PenstockError, RunError, ShapeError
+from penstock.models.hf_trial import small_config
+from penstock.models.split import find_anatomy
+
+INITIAL_STD = 0.02  # of matrices, where a config names no initializer_range
+Constants = dict[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderConfig:
+    """A decoder of transformers: its sizes, and its config.json as text."""
+
+    architecture: str  # such as Qwen3ForCausalLM
+    vocab: int
+    width: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_width: int
+    inner: int  # features of the MLP that a token goes through; of all experts that it visits
+    positions: int  # the longest sequence
+    tied: bool
+    std: float  # of initial matrices
+    config: str  # JSON
+
+    @property
+    def digest(self) -> str:
+        """A short text that differs where configs differ."""
+        return hashlib.sha256(self.config.encode()).hexdigest()[:12]
+
+
+def read_decoder(folder: Path) -> DecoderConfig:
+    """Read the config.json of a folder."""
+    transformers = import_transformers(f"the model in {folder}")
+    if not (folder / "config.json").is_file():
+        raise FileError(
+            f"there is no config.json in {folder}\n"
+            "  name the folder of a Hugging Face model"
+        )
+    try:
+        config: Any = transformers.AutoConfig.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False
+        )
+        return decoder_of(config)
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise FileError(f"cannot make a model of {folder}: {reason}") from None
+
+
+def import_transformers(purpose: str) -> Any:
+    """Import transformers, or say what needs it."""
+    try:
+        import transformers  # noqa: PLC0415  # an optional extra
+    except ModuleNotFoundError:
+        raise RunError(
+            f"{purpose} needs transformers, which is not installed: pip install transformers"
+        ) from None
+    quiet: Any = transformers.utils.logging
+    quiet.disable_progress_bar()
+    return transformers
+
+
+def decoder_of(config: Any) -> DecoderConfig:
+    """Return the sizes of a config of transformers."""
+    transformers = import_transformers(f"a {type(config).__name__}")
+    classes = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    architecture = classes.get(config.model_type)
+    if isinstance(architecture, tuple | list):
+        architecture = architecture[0]
+    if architecture is None:
+        raise ValueError(
+            f"transformers has no causal language model of type {config.model_type!r}"
+        )
+    said = config.to_dict()
+    said.pop("transformers_version", None)
+    said["dtype"] = "float32"
+    width = int(config.hidden_size)
+    heads = int(config.num_attention_heads)
+    visited = int(getattr(config, "num_experts_per_tok", None) or 1)
+    inner = getattr(config, "moe_intermediate_size", None)
+    inner = inner or getattr(config, "intermediate_size", None)
+    inner = inner or getattr(config, "n_inner", None) or 4 * width
+    return DecoderConfig(
+        str(architecture),
+        int(config.vocab_size),
+        width,
+        int(config.num_hidden_layers),
+        heads,
+        int(getattr(config, "num_key_value_heads", None) or heads),
+        int(getattr(config, "head_dim", None) or width // heads),
+        int(inner) * visited,
+        int(getattr(config, "max_position_embeddings", None) or 0),
+        bool(getattr(config, "tie_word_embeddings", False)),
+        float(getattr(config, "initializer_range", None) or INITIAL_STD),
+        json.dumps(said, sort_keys=True),
+    )
+
+
+def transformers_config(sizes: DecoderConfig, layers: int = 0) -> Any:
+    """Return the config of transformers; with another number of layers, if one is given."""
+    transformers = import_transformers(f"a {sizes.architecture}")
+    said = json.loads(sizes.config)
+    if layers:
+        for name, value in said.items():
+            if isinstance(value, list) and len(value) == sizes.layers:
+                said[name] = value[:layers]
+        said[_name_of(said, "num_hidden_layers", "n_layer")] = layers
+    config = transformers.AutoConfig.for_model(said.pop("model_type"), **said)
+    config.use_cache = False
+    return config
+
+
+def _name_of(said: dict[str, Any], *names: str) -> str:
+    """The first of these names that a config.json uses."""
+    return next(name for name in names if name in said)
+
+
+# ---------------------------------------------------------------- the model without weights
+def decoder_blueprint(sizes: DecoderConfig, layers: int = 0) -> nn.Module:
+    """Build the model; its parameters are on the meta device, its buffers are real."""
+    with weightless():
+        return build_decoder(sizes, layers)
+
+
+def build_decoder(sizes: DecoderConfig, layers: int = 0) -> nn.Module:
+    """Build the model, with the weights that transformers draws."""
+    transformers = import_transformers(f"a {sizes.architecture}")
+    config = transformers_config(sizes, layers)
+    try:
+        model: nn.Module = transformers.AutoModelForCausalLM.from_config(
+            config, dtype=torch.float32
+        )
+    except (ValueError, TypeError, AttributeError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise PenstockError(f"cannot build a {sizes.architecture}: {reason}") from None
+    # Dropout is random numbers that depend on who draws them; the trainer has none.
+    return model.eval()
+
+
+@contextmanager
+def weightless() -> Iterator[None]:
+    """Let modules that are built here have parameters without memory, but real buffers."""
+    register = nn.Module.register_parameter
+
+    def register_empty(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if param is not None and param.device.type != "meta":
+            param = nn.Parameter(param.to("meta"), requires_grad=param.requires_grad)
+        register(self, name, param)
+
+    nn.Module.register_parameter = register_empty  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+def give_memory(part: nn.Module, device: torch.device) -> None:
+    """Give the parameters of a part memory on a device, and move its buffers there."""
+    buffers = {
+        name: one.clone() for name, one in part.named_buffers() if not one.is_meta
+    }
+    part.to_empty(device=device)
+    for name, buffer in part.named_buffers():
+        if name in buffers:
+            buffer.copy_(buffers[name])
+
+
+# ---------------------------------------------------------------- initial numbers
+@lru_cache(maxsize=8)
+def initial_constants(sizes: DecoderConfig) -> Constants:
+    """The parameters that begin as one number, such as norms and biases, read off a small model.
+
+    In the names, `*` stands for the number of a layer.
+    """
+    transformers = import_transformers(f"a {sizes.architecture}")
+    small = small_config(transformers_config(sizes))
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        model = transformers.AutoModelForCausalLM.from_config(small)
+    constants = {}
+    for name, parameter in model.named_parameters():
+        first = parameter.detach().flatten()[0]
+        if bool((parameter == first).all()):
+            constants[any_layer(name)] = float(first)
+    return constants
+
+
+def any_layer(name: str) -> str:
+    """Replace the number of a layer by a star.
+
+    >>> any_layer("model.layers.11.mlp.up_proj.weight")
+    'model.layers.*.mlp.up_proj.weight'
+    """
+    return re.sub(r"\.\d+\.", ".*.", name, count=1)
+
+
+# ---------------------------------------------------------------- what follows from the sizes
+@dataclass(frozen=True, slots=True)
+class DecoderCounts:
+    """Parameters of a decoder: a layer's are the mean of all layers."""
+
+    embed: int
+    layer: int
+    head: int
+    total: int
+    matrices: int  # weights that multiply every token, the output's included
+
+
+@lru_cache(maxsize=8)
+def count_decoder(sizes: DecoderConfig) -> DecoderCounts:
+    """Count the parameters of a decoder without giving it memory."""
+    model = decoder_blueprint(sizes)
+    anatomy = find_anatomy(model)
+    embed = _numel(model, anatomy.embed)
+    layers = _numel(model, anatomy.layers)
+    head = _numel(model, anatomy.head)
+    total = sum(parameter.numel() for parameter in model.parameters())
+    said = json.loads(sizes.config)
+    experts = int(said.get("num_local_experts") or said.get("num_experts") or 1)
+    visited = int(said.get("num_experts_per_tok") or 1) if experts > 1 else 1
+    matrices = 0.0
+    for path in anatomy.layers:
+        for name, parameter in model.get_submodule(path).named_parameters():
+            if parameter.dim() >= 2:
+                share = visited / experts if "experts" in name else 1.0
+                matrices += share * parameter.numel()
+    output = sizes.vocab * sizes.width
+    return DecoderCounts(
+        embed, layers // sizes.layers, head, total, int(matrices) + output
+    )
+
+
+def _numel(model: nn.Module, paths: tuple[str, ...]) -> int:
+    modules = map(model.get_submodule, paths)
+    return sum(one.numel() for module in modules for one in module.parameters())
+
+
+def check_positions(sizes: DecoderConfig, tokens: int) -> None:
+    """Refuse sequences that are longer than the model knows positions."""
+    if sizes.positions and tokens > sizes.positions:
+        raise ShapeError(
+            f"{tokens} tokens, but a {sizes.architecture} of this config is for "
+            f"{sizes.positions} at most (max_position_embeddings)"
+        )
+
+
+def load_whole(folder: Path, sizes: DecoderConfig) -> dict[str, Tensor]:
+    """Let transformers read all weights, for folders whose names of weights differ from the model's."""
+    transformers = import_transformers(f"the model in {folder}")
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, config=transformers_config(sizes), dtype=torch.float32
+    )
+    return {name: one.detach() for name, one in model.named_parameters()}

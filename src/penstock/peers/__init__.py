@@ -1,0 +1,1 @@
+"""Runs plans inside other people's runtimes."""

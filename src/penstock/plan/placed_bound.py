@@ -1,0 +1,447 @@
+"""Times that no plan on a known placement can beat, by a profile and with a limited memory.
+
+`penstock.plan.space` knows neither the layers of a rank nor its memory. Here both are known: the search tries a short
+list of placements, and balances the layers of each one. So the least work of every rank follows, and the bytes that it
+must hold. A plan of a cell is on one of these placements, so no plan of the cell beats the least of their bounds.
+
+**What fits.** When the forward of a micro-batch ends, each rank holds this micro-batch's activations of all its stages,
+beside its weights. A placement on which this exceeds the memory has no plan.
+
+**All work of a rank** follows the moment at which a first slice reaches it.
+
+**The first backward.** Some slice has at least 1/S of the tokens. It runs on all stages; the slices before it run on
+the first stage earlier, those after it on the last stage later. Backwards begin after that, and reach the other ranks
+one after the other. Until the first one reaches a rank, the rank can only run forwards, and no more of them than its
+memory holds. All other forwards and all backwards come later:
+
+    rank 1 | ....reached.... | F F F | (memory is full) | first backward | all other forwards, all backwards
+
+**Long and short slices.** Short slices reach the ranks early, but all slices together take longer if they are short. So
+cuts are put into classes by their longest slice, and the bound is the least one of all classes.
+
+**Memory and time.** A slice is held on a stage from its forward to its backward there. Meanwhile the later slices of
+its micro-batch run on this stage, there and back, and the last one runs on all later stages and comes back; or the
+slice itself does. Add up bytes times seconds over all slices of a rank: this cannot exceed the bytes that the rank has
+room for, times the seconds from when it is reached to the end.
+
+**Sums of gradients.** A rank takes part in one sum at a time. Its first sum begins when all backwards of one of its
+parts are done, which is after all forwards of the step. Its last sum begins after all its work.
+
+The bounds ignore what collides: that two micro-batches want a rank at the same time, and that links are busy. All hops
+take as long as the fastest one. Of the memory they ignore what exists for a moment only, keys and values that slices
+carry on, and recordings. If cuts can lie at more than `CUT_POINTS` places, the least work is that of cuts at
+`CUT_POINTS` of them.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from penstock.cost.memory import MAX_SENDS_IN_FLIGHT
+from penstock.cost.profile import TENSORS_PER_WEIGHT, Block, Profile
+from penstock.ir.action import Op
+from penstock.ir.schedule import Stage
+from penstock.ir.table import Bools, Floats, Ints
+from penstock.plan.space import SliceSpace
+
+# Bytes that exceed the memory by less than this share still fit.
+ROUNDING = 1e-9
+MAX_CLASSES = 12  # of cuts, by their longest slice
+LEAST = 1e-100  # instead of a divisor of 0
+
+
+@dataclass(frozen=True, slots=True)
+class BlockTimes:
+    """The least seconds of a layer, an embedding or a head.
+
+    A gradient leaves a block after a B or an I, whichever is shorter; that is its way back.
+    Columns have one entry for each class of cuts.
+    """
+
+    forward: Floats  # all slices of a micro-batch
+    back: Floats  # all slices of a micro-batch, until their gradients leave
+    backward: Floats  # all backward work of a micro-batch
+    long_forward: Floats  # the longest slice
+    long_back: Floats
+    forward_rate: Floats  # per token
+    back_rate: Floats
+    first_forward: float  # the first slice of a micro-batch
+    last_forward: float  # its last slice
+    last_back: float  # its last slice, whose backward comes first
+
+
+@dataclass(frozen=True, slots=True)
+class SliceTimes:
+    """The least times of a profile's blocks, for cuts in classes by their longest slice.
+
+    Short slices reach the ranks early, and take more time in all. A class keeps both together.
+    """
+
+    layer: BlockTimes
+    embed: BlockTimes
+    head: BlockTimes
+    longest: Floats  # the fewest tokens of the longest slice, in each class
+    fewest: Floats  # the fewest slices
+    shortest: int  # tokens of any slice, at least
+    slices: int  # at most
+    tokens: int
+
+
+def slice_times(
+    profile: Profile, slices: int, split: bool, granularity: int
+) -> SliceTimes:
+    """Find the least times of a profile whose cuts are multiples of `granularity` tokens."""
+    space = SliceSpace(profile, slices, split, granularity)
+    lengths = np.unique(space.tokens)
+    lengths = lengths[lengths * slices >= profile.tokens]
+    tops = lengths[np.linspace(0, len(lengths) - 1, MAX_CLASSES).astype(np.int64)]
+    tops = np.unique(tops)  # the most tokens of the longest slice, in each class
+    bottoms = np.concatenate(
+        ([lengths[0]], [lengths[lengths > top][0] for top in tops[:-1]])
+    )
+    allowed = [space.tokens <= top for top in tops]
+    is_long = [
+        (space.tokens >= bottom) & (space.tokens <= top)
+        for bottom, top in zip(bottoms, tops, strict=True)
+    ]
+
+    def least_sums(times: Floats) -> Floats:
+        return np.array(
+            [space.sum_over_slices(np.where(mask, times, np.inf)) for mask in allowed]
+        )
+
+    def least(times: Floats, masks: list[Bools]) -> Floats:
+        return np.array([times[mask].min() for mask in masks])
+
+    def block_times(block: Block) -> BlockTimes:
+        forward = space.along(block, Op.F)
+        back = space.back_along(block)
+        backward = least_sums(space.along(block, Op.B))
+        if split:
+            halves = space.along(block, Op.I) + space.along(block, Op.W)
+            backward = np.minimum(backward, least_sums(halves))
+        return BlockTimes(
+            forward=least_sums(forward),
+            back=least_sums(back),
+            backward=backward,
+            long_forward=least(forward, is_long),
+            long_back=least(back, is_long),
+            forward_rate=least(forward / space.tokens, allowed),
+            back_rate=least(back / space.tokens, allowed),
+            first_forward=space.first_piece(block),
+            last_forward=space.last_piece(block, Op.F),
+            last_back=space.last_piece_back(block),
+        )
+
+    return SliceTimes(
+        block_times(profile.layer),
+        block_times(profile.embed),
+        block_times(profile.head),
+        bottoms,
+        np.ceil(profile.tokens / tops),
+        granularity,
+        slices,
+        profile.tokens,
+    )
+
+
+class Layout:
+    """A placement with the layers of its parts, as columns with one entry for each stage or rank."""
+
+    def __init__(self, stages: list[Stage], partition: tuple[int, ...]) -> None:
+        self.rank: Ints = np.array([stage.rank for stage in stages])
+        self.ranks = int(self.rank.max()) + 1
+        self.size = len(stages)
+        self.layers: Ints = np.array(partition)
+        number = np.arange(self.size)
+        self.first: Ints = np.full(self.ranks, self.size)
+        np.minimum.at(self.first, self.rank, number)
+        self.last: Ints = np.full(self.ranks, -1)
+        np.maximum.at(self.last, self.rank, number)
+        changes = self.rank[1:] != self.rank[:-1]
+        self.hops_before: Ints = np.concatenate(([0], np.cumsum(changes)))
+        self.hops = int(self.hops_before[-1])
+        self.is_on: Bools = self.rank[:, None] == np.arange(self.ranks)
+        self.stages_on: Ints = self.is_on.sum(axis=0)
+
+    def on_ranks(self, values: Floats) -> Floats:
+        """Add up a quantity of the stages on each rank."""
+        total: Floats = values @ self.is_on
+        return total
+
+    def least_on_ranks(self, values: Floats) -> Floats:
+        """Return the least value of the stages on each rank."""
+        least: Floats = np.where(self.is_on, values[..., None], np.inf).min(axis=-2)
+        return least
+
+    def of_blocks(
+        self, layer: float | Floats, embed: float | Floats, head: float | Floats
+    ) -> Floats:
+        """Return a quantity of each stage, from that of its blocks."""
+        stages = np.multiply.outer(layer, self.layers.astype(np.float64))
+        stages[..., 0] += embed
+        stages[..., -1] += head
+        return stages
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What a device holds, in bytes, and how much it may hold."""
+
+    layer: Block
+    embed: Block
+    head: Block
+    message: float  # of a token
+    tied: float  # weights that embedding and head share
+    memory: float | None
+    copies: int  # that sum their gradients
+    recorded: bool  # whether actions are recorded as CUDA graphs
+
+    def weights(self, layout: Layout) -> Floats:
+        """Bytes of the weights on each rank."""
+        sizes = [
+            one.weights + one.gathered for one in (self.layer, self.embed, self.head)
+        ]
+        weights = layout.on_ranks(layout.of_blocks(*sizes))
+        if layout.rank[0] == layout.rank[-1]:
+            weights[layout.rank[0]] -= self.tied
+        return weights
+
+    def gradients(self, layout: Layout) -> Floats:
+        """Bytes of the gradients that each stage sums over the copies, without tied ones."""
+        sizes = [one.weights for one in (self.layer, self.embed, self.head)]
+        weights = layout.of_blocks(*sizes)
+        weights[0] -= self.tied
+        if layout.size > 1:
+            weights[-1] -= self.tied
+        return np.maximum(weights, 0.0) / TENSORS_PER_WEIGHT
+
+    def held(self, layout: Layout, again: int) -> tuple[Floats, Floats]:
+        """Bytes of a token on each stage after its forward, and more while its backward runs.
+
+        The first `again` stages are recomputed. Recordings do not count what is recomputed.
+        """
+        whole = layout.of_blocks(self.layer.held, self.embed.held, self.head.held)
+        whole[:-1] += self.message
+        left = whole.copy()
+        left[:again] = self.message
+        more = 0.0 if self.recorded else 1.0
+        return left, more * np.maximum(whole - left, 0.0)
+
+    def left_over(self, layout: Layout, tokens: int, slices: int) -> Floats:
+        """Bytes of each rank that are left for activations: all but weights and a sequence of messages."""
+        if self.memory is None:
+            return np.full(layout.ranks, np.inf)
+        # One message of the longest slice for each slice, up to the limit of the runtime.
+        sent = min(1.0, MAX_SENDS_IN_FLIGHT / slices)
+        messages = sent * self.message * tokens if layout.ranks > 1 else 0.0
+        weights = self.weights(layout)
+        caps: Floats = self.memory * (1 + ROUNDING) - weights - messages
+        if self.copies > 1:
+            sums = layout.on_ranks(self.gradients(layout))
+            caps[weights + sums > self.memory * (1 + ROUNDING)] = -1.0
+        return caps
+
+
+@dataclass(frozen=True, slots=True)
+class Hop:
+    """The least seconds of a message from rank to rank."""
+
+    latency: float
+    token: float
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What a cell asks of a placement: micro-batches, recomputed stages, links and sums."""
+
+    microbatches: int
+    recomputed: int  # the first stages of the placement
+    hop: Hop
+    turn: float  # seconds that a rank rests after an action
+    sum_latency: float = 0.0  # seconds of a sum of gradients
+    sum_byte: float = 0.0
+
+
+def placed_bound(layout: Layout, times: SliceTimes, room: Room, load: Load) -> float:
+    """Return a time that no pass on this placement can beat; infinite if nothing fits."""
+    caps = room.left_over(layout, times.tokens, times.slices)
+    left, rebuilt = room.held(layout, load.recomputed)
+    fits = _fitting_classes(layout, times, caps, left, rebuilt)
+    if not fits.any():
+        return math.inf
+    sums = np.zeros(layout.size)
+    if room.copies > 1:
+        gradients = room.gradients(layout)
+        sums = (
+            np.where(gradients > 0, load.sum_latency, 0.0) + gradients * load.sum_byte
+        )
+    seconds = _Bound(layout, times, load).least_times(caps, left, sums)
+    return float(seconds[fits].min())
+
+
+def _fitting_classes(
+    layout: Layout, times: SliceTimes, caps: Floats, left: Floats, rebuilt: Floats
+) -> Bools:
+    """Return which classes of cuts fit: one micro-batch, and what a backward recomputes of it."""
+    fits = np.ones(len(times.longest), dtype=np.bool_)
+    if (caps == np.inf).all():
+        return fits
+    tokens = times.tokens
+    if (layout.on_ranks(left * tokens) > caps).any():
+        return ~fits
+    # When the last slice comes back to a stage, all slices are still on the earlier stages of
+    # its rank. When the longest one comes back, that one still is.
+    held = np.zeros(layout.ranks)
+    for stage in range(int(np.count_nonzero(rebuilt))):
+        rank = layout.rank[stage]
+        held[rank] += left[stage]
+        if tokens * held[rank] + times.shortest * rebuilt[stage] > caps[rank]:
+            return np.zeros_like(fits)
+        fits &= times.longest * (held[rank] + rebuilt[stage]) <= caps[rank]
+    return fits
+
+
+class _Bound:
+    """The least times of one placement under one load: rows for classes of cuts, columns for stages or ranks."""
+
+    def __init__(self, layout: Layout, times: SliceTimes, load: Load) -> None:
+        self.layout = layout
+        self.times = times
+        self.load = load
+        layer, embed, head = times.layer, times.embed, times.head
+        self.again = np.arange(layout.size) < load.recomputed
+        self.forward = layout.of_blocks(layer.forward, embed.forward, head.forward)
+        self.backward = layout.of_blocks(layer.backward, embed.backward, head.backward)
+        self.backward[:, self.again] += self.forward[:, self.again]
+        hop = load.hop
+        self.short_hop = hop.latency + hop.token * times.shortest
+        # The first slice there, and the last slice back, on each stage.
+        there = layout.of_blocks(
+            layer.first_forward, embed.first_forward, head.first_forward
+        )
+        self.last_there = layout.of_blocks(
+            layer.last_forward, embed.last_forward, head.last_forward
+        )
+        self.last_back = layout.of_blocks(
+            layer.last_back, embed.last_back, head.last_back
+        )
+        self.last_back[self.again] += self.last_there[self.again]
+        before = np.cumsum(there) - there
+        self.reached = (before + layout.hops_before * self.short_hop)[layout.first]
+        self.hops_after = layout.hops - layout.hops_before
+        # From the first backward of a step to that of each stage.
+        self.way_back = _after(self.last_back) + self.hops_after * self.short_hop
+
+    def least_times(self, caps: Floats, left: Floats, sums: Floats) -> Floats:
+        """Return the largest of all bounds, for each class of cuts."""
+        layout, count = self.layout, self.load.microbatches
+        forward = count * layout.on_ranks(self.forward)
+        backward = count * layout.on_ranks(self.backward)
+        # Rests between a rank's actions; the last action needs none.
+        actions = count * np.multiply.outer(self.times.fewest, layout.stages_on)
+        turned = self.turned()
+        way_back = turned[:, None] + self.way_back
+        late = self.forwards_that_wait(caps, left) + backward
+        ends = np.maximum(
+            self.reached + forward + backward + (2 * actions - 1) * self.load.turn,
+            way_back[:, layout.last] + late + (actions - 1) * self.load.turn,
+        )
+        all_forward = (self.reached + forward).max(axis=1)
+        done = np.maximum(
+            all_forward[:, None] + self.last_back, way_back + count * self.backward
+        )
+        byte_seconds = count * layout.on_ranks(self.byte_seconds(left))
+        least: Floats = np.max(
+            [
+                (ends + layout.least_on_ranks(sums)).max(axis=1),
+                (layout.least_on_ranks(done) + layout.on_ranks(sums)).max(axis=1),
+                (self.reached + byte_seconds / np.maximum(caps, LEAST)).max(axis=1),
+                turned + self.returned(),
+            ],
+            axis=0,
+        )
+        return least
+
+    def turned(self) -> Floats:
+        """Return the least time until all slices of a micro-batch have run on all stages."""
+        layer, embed, head = self.times.layer, self.times.embed, self.times.head
+        layers = self.layout.layers
+        if self.layout.size == 1:
+            return self.forward[:, 0]
+        ends = int(min(layers[0], layers[-1]))
+        long = (int(layers.sum()) - ends) * layer.long_forward
+        long += embed.long_forward + head.long_forward
+        return long + ends * layer.forward + self.long_hops()
+
+    def returned(self) -> Floats:
+        """Return the least time from the first backward of a micro-batch to its last one."""
+        layer, embed, head = self.times.layer, self.times.embed, self.times.head
+        layers = self.layout.layers
+        ends = int(min(layers[0], layers[-1]))
+        repeated = int(layers[self.again].sum())
+        long = (int(layers.sum()) - ends) * layer.long_back
+        long += repeated * layer.long_forward + embed.long_back + head.long_back
+        return long + ends * layer.back + self.long_hops()
+
+    def long_hops(self) -> Floats:
+        """Return the seconds of all hops of the longest slice."""
+        hop = self.load.hop
+        return self.layout.hops * (hop.latency + hop.token * self.times.longest)
+
+    def forwards_that_wait(self, caps: Floats, left: Floats) -> Floats:
+        """Return the least seconds of forwards that each rank runs after its first backward.
+
+        Before it, those forwards run that hold the fewest bytes for their seconds, as many as
+        the memory has room for. Any slices can be among them, so all count at the least
+        seconds of a token.
+        """
+        layout, times = self.layout, self.times
+        tokens = times.tokens * self.load.microbatches
+        size = tokens * left
+        if (layout.on_ranks(size) <= caps).all():
+            return np.zeros((len(times.longest), layout.ranks))
+        blocks = (times.layer, times.embed, times.head)
+        seconds = tokens * layout.of_blocks(*(one.forward_rate for one in blocks))
+        # Recomputed stages hold little, so their forwards come first. Of each group, all count
+        # as if they held as little as the best of them.
+        bytes_of_first, first = self.cheapest(np.where(self.again, seconds, 0.0), size)
+        bytes_of_rest, rest = self.cheapest(np.where(self.again, 0.0, seconds), size)
+        room = np.maximum(caps, 0.0)
+        share = np.minimum(1.0, room / np.maximum(bytes_of_first, LEAST))
+        room = room - share * bytes_of_first
+        share_of_rest = np.minimum(1.0, room / np.maximum(bytes_of_rest, LEAST))
+        return (1 - share) * first + (1 - share_of_rest) * rest
+
+    def cheapest(self, seconds: Floats, size: Floats) -> tuple[Floats, Floats]:
+        """Return the bytes of each rank's forwards if all held as few per second as the best, and their seconds."""
+        ratio = seconds / np.maximum(size, LEAST)
+        best = np.where(self.layout.is_on, ratio[..., None], 0.0).max(axis=-2)
+        total = self.layout.on_ranks(seconds)
+        return total / np.maximum(best, LEAST), total
+
+    def byte_seconds(self, left: Floats) -> Floats:
+        """Return the bytes times seconds that one micro-batch takes at least on each stage."""
+        times = self.times
+        tokens, slices = times.tokens, times.slices
+        blocks = (times.layer, times.embed, times.head)
+        rate = self.layout.of_blocks(
+            *(one.forward_rate + one.back_rate for one in blocks)
+        )
+        again = self.layout.of_blocks(*(one.forward_rate for one in blocks))
+        rate[:, self.again] += again[:, self.again]
+        way = _after(self.last_there + self.last_back)
+        way += 2 * self.hops_after * self.short_hop
+        later_slices = rate * tokens * (1 + 1 / slices) / 2 + way
+        own_way = (_after(rate) + rate) * tokens / slices
+        own_way += 2 * self.hops_after * self.load.hop.latency
+        return left * tokens * np.maximum(later_slices, own_way)
+
+
+def _after(values: Floats) -> Floats:
+    """Return for each stage the sum over the stages after it."""
+    total: Floats = np.cumsum(values[..., ::-1], axis=-1)[..., ::-1] - values
+    return total

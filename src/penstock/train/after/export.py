@@ -1,0 +1,46 @@
+"""Exports a trained model as a Hugging Face folder, which transformers loads."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import torch
+
+from penstock.errors import FileError, ShapeError
+from penstock.train.after.generate import Trained, open_trained
+from penstock.train.hub import write_folder
+from penstock.train.origin import CONFIG, find_origin, give_back
+
+EXPORT_TYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+
+
+def export_run(path: Path, folder: Path, dtype: str = "float32") -> Trained:
+    """Write a run's model as a Hugging Face folder.
+
+    A model that started from such a folder keeps what that one said: its config, generation_config, chat template and
+    everything that belongs to its tokenizer.
+    """
+    if dtype not in EXPORT_TYPES:
+        known = ", ".join(EXPORT_TYPES)
+        raise ShapeError(f"there is no type {dtype!r} to export; known: {known}")
+    if folder.exists() and not folder.is_dir():
+        raise FileError(f"{folder} is a file\n  name a new folder")
+    if folder.exists() and any(folder.iterdir()):
+        raise FileError(f"{folder} is not empty\n  name a new folder")
+    trained = open_trained(path)
+    weights = {}
+    for name, parameter in trained.holding.parameters.items():
+        weights[name] = parameter.detach().to(EXPORT_TYPES[dtype])
+    write_folder(folder, weights, trained.sizes, trained.tokenizer, dtype)
+    origin = find_origin(path)
+    if origin is not None:
+        give_back(origin, folder, dtype)
+    # safetensors lets only the owner read its files; the others follow the umask.
+    for file in folder.glob("*.safetensors"):
+        shutil.copymode(folder / CONFIG, file)
+    return trained

@@ -1,0 +1,37 @@
+"""Whether a run is trained by a crew that survives losses (`run.elastic`)."""
+
+from __future__ import annotations
+
+from penstock.config import AUTO, Config
+from penstock.errors import ConfigError
+from penstock.ir.plan import Plan
+from penstock.train.crew.succession import parts_without_replica
+from penstock.train.placement import Placement
+
+
+def reasons_against_crew(config: Config, plan: Plan, placement: Placement) -> list[str]:
+    """Return why a run cannot go on without one of its workers; empty if it can."""
+    reasons = []
+    if placement.device != "cpu":
+        reasons.append(
+            "its workers use GPUs, and only connections over gloo can be made anew; "
+            "run.device=cpu would do"
+        )
+    if config.mesh.size > 1:
+        reasons.append("mesh.shard and mesh.tensor need all processes of a rank")
+    if plan.schedule.ranks == 1:
+        reasons.append("it has only one worker")
+    return reasons
+
+
+def is_elastic(config: Config, plan: Plan, placement: Placement) -> bool:
+    """Whether a run goes on without lost workers; raise ConfigError if it should but cannot."""
+    wanted = config.run.elastic
+    reasons = reasons_against_crew(config, plan, placement)
+    if wanted == "true" and reasons:
+        raise ConfigError(
+            f"run.elastic = true, but this run cannot go on without a worker: {reasons[0]}"
+        )
+    if wanted == AUTO:
+        return not reasons and not parts_without_replica(plan)
+    return wanted == "true"

@@ -1,0 +1,50 @@
+"""What happened to the workers of a run, one line an event: RUN/events.jsonl.
+
+{"step": 41, "event": "lost", "workers": 7, "seconds": 0.9, "text": "worker 3 was killed by SIGKILL"}
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from penstock.errors import FileError
+
+EVENTS = "events.jsonl"  # in the folder of a run
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """A change of the crew."""
+
+    step: int  # the last step before it
+    event: str  # "lost", "joined", or "retry" if all workers were still there
+    workers: int  # that go on
+    seconds: float  # without training
+    text: str
+
+
+class EventLog:
+    """The file of events. A run that starts anew begins an empty one."""
+
+    def __init__(self, folder: Path, resume: bool) -> None:
+        self.file = folder / EVENTS
+        if not resume:
+            self.file.unlink(missing_ok=True)
+
+    def put(self, event: Event) -> None:
+        """Write down an event."""
+        with self.file.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(asdict(event)) + "\n")
+
+
+def read_events(folder: Path) -> list[Event]:
+    """Read the events of a run; a run without any has no file."""
+    try:
+        lines = (folder / EVENTS).read_text(encoding="utf-8").splitlines()
+        return [Event(**json.loads(line)) for line in lines]
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError, TypeError) as error:
+        raise FileError(f"{folder / EVENTS} is not a list of events: {error}") from None

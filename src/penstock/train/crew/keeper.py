@@ -1,0 +1,416 @@
+"""The launcher's side of a crew: starts the workers, sees who is lost, and decides how the others go on.
+
+    start ──► generation 1 ──► trains ──► finished
+                   ▲             │ a worker ends, is silent, or reports a lost connection
+                   │             ▼
+              decide ◄── all others have reported, and the lost ones are certainly dead
+
+The launcher keeps the store at which workers meet, so no worker is special: rank 0 may be lost like
+any other. A worker that shows no life is killed before the others go on without it, so that it cannot
+come back and disturb them.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+from penstock.config import RunConfig
+from penstock.errors import RunError
+from penstock.ir.plan import Plan
+from penstock.runtime.process.launch import LOCALHOST, process_context
+from penstock.runtime.process.status import Failure, announce
+from penstock.runtime.torch_internals import PrefixStore, Store, TCPStore
+from penstock.train.crew.events import Event, EventLog
+from penstock.train.crew.notes import (
+    FINISHED,
+    Decision,
+    Report,
+    alive_key,
+    arrival_key,
+    broken_key,
+    change_key,
+    decision_key,
+    load_report,
+    place_key,
+    ready_key,
+    report_key,
+)
+from penstock.train.crew.succession import decide
+from penstock.train.worker import Verdict, read_failure, saved_step
+
+LOOK_SECONDS = 0.05  # between two looks at the workers
+# The longest time between two looks that counts as silence of a worker: if this machine was
+# asleep, all workers were silent.
+MAX_LOOK_SECONDS = 1.0
+# A worker that the system has stopped (SIGSTOP) for this long is lost.
+MAX_STOPPED_SECONDS = 1.0
+# How long workers may take to report after a loss, if run.patience is longer.
+MAX_REPORT_SECONDS = 60.0
+SECONDS_TO_FINISH = 12.0  # for the other workers, once one has finished
+Words = tuple[int, int, str, int, str, bool, bool]  # the arguments of a worker
+MemberEntry = Callable[[int, int, str, int, str, bool, bool], Verdict]
+Say = Callable[[str], None]
+
+
+@dataclass(slots=True)
+class Worker:
+    """A worker as the launcher sees it."""
+
+    number: int
+    process: BaseProcess
+    pipe: Connection
+    newcomer: bool = False  # whether it has come during the run and has no place yet
+    beats: int = 0
+    silent: float = 0.0  # seconds since its last sign of life
+    stopped: float = 0.0  # seconds since the system has stopped it
+
+    def kill(self) -> None:
+        """End the process for certain."""
+        self.process.kill()
+        self.process.join()
+
+
+class Keeper:
+    """Keeps the workers of a run together until it is over."""
+
+    def __init__(
+        self,
+        entry: MemberEntry,
+        folder: Path,
+        plan: Plan,
+        settings: RunConfig,
+        resume: bool,
+        say: Say,
+    ) -> None:
+        self.entry = entry
+        self.folder = folder
+        self.plan = plan
+        self.settings = settings
+        self.resume = resume
+        self.say = say
+        self.store: Store = TCPStore(
+            LOCALHOST, 0, is_master=True, wait_for_workers=False
+        )
+        self.workers: dict[int, Worker] = {}
+        self.generation = 0
+        self.decision: Decision | None = None  # of this generation
+        self.reports: dict[int, Report] = {}  # at its end
+        self.losses: list[str] = []  # during this generation
+        self.vacant: list[int] = []  # workers that were lost and not replaced
+        self.replaced = 0  # how often a worker was replaced
+        # Generations in a row that ended without a loss and without a step.
+        self.retries = 0
+        self.broken_at: float | None = None  # when this generation ended
+        self.broken_before = 0.0  # when the generation before ended
+        self.last_look = time.monotonic()
+        self.events = EventLog(folder, resume)
+        self.pending: Event | None = (
+            None  # an event whose generation does not train yet
+        )
+
+    # ------------------------------------------------------------ the life of a run
+    def run(self) -> Verdict:
+        """Start the workers, and return how the run ended."""
+        try:
+            self.start()
+            while True:
+                verdict = self.look()
+                if verdict is not None:
+                    self.finish()
+                    return verdict
+        finally:
+            for worker in self.workers.values():
+                worker.kill()
+                worker.pipe.close()
+
+    def start(self) -> None:
+        """Start a worker for every rank of the plan."""
+        for number in range(self.plan.schedule.ranks):
+            self.workers[number] = self.start_worker(number, newcomer=False)
+        self.broken_at = time.monotonic()  # Generation 0 only starts the workers.
+
+    def start_worker(self, number: int, newcomer: bool) -> Worker:
+        """Start one worker."""
+        context = process_context()
+        ours, theirs = context.Pipe(duplex=False)
+        words: Words = (
+            number,
+            self.plan.schedule.ranks,
+            LOCALHOST,
+            self.store.port,  # type: ignore[attr-defined]
+            str(self.folder),
+            self.resume,
+            newcomer,
+        )
+        process = context.Process(  # type: ignore[attr-defined]
+            target=run_entry,
+            args=(self.entry, words, theirs, dict(os.environ)),
+            name=f"worker {number}",
+        )
+        process.start()
+        theirs.close()
+        return Worker(number, process, ours, newcomer)
+
+    def look(self) -> Verdict | None:
+        """Look once at all workers, and do what is due; return a verdict at the end of the run."""
+        numbers = {worker.pipe: worker.number for worker in self.workers.values()}
+        for pipe in wait(list(numbers), timeout=LOOK_SECONDS):
+            verdict = self.hear(self.workers[numbers[pipe]])  # type: ignore[index]
+            if verdict is not None:
+                return verdict
+        self.check_signs_of_life()
+        self.read_reports()
+        waiting = set(self.members) - set(self.reports)
+        if self.broken_at is None:
+            self.note_ready()
+            self.replace_lost()
+            self.take_in()
+        elif not waiting:
+            self.begin_generation()
+        elif time.monotonic() - self.broken_at > self.report_limit:
+            for number in waiting:
+                self.lose(self.workers[number], "did not stop after the loss")
+        return None
+
+    @property
+    def members(self) -> list[int]:
+        """The workers that belong to this generation."""
+        workers = self.workers.values()
+        return [worker.number for worker in workers if not worker.newcomer]
+
+    @property
+    def report_limit(self) -> float:
+        """Seconds that workers may take to report; at the start they load text first."""
+        if self.generation == 0:
+            return float("inf")
+        return min(self.settings.patience, MAX_REPORT_SECONDS)
+
+    def finish(self) -> None:
+        """Let the others finish, since one has."""
+        self.write_event()
+        self.store.set(FINISHED, "yes")
+        end = time.monotonic() + SECONDS_TO_FINISH
+        for worker in self.workers.values():
+            worker.process.join(max(0.0, end - time.monotonic()))
+
+    # ------------------------------------------------------------ losses
+    def hear(self, worker: Worker) -> Verdict | None:
+        """Hear the last words of a worker: its verdict, or the reason of its end."""
+        try:
+            verdict = pickle.loads(worker.pipe.recv_bytes())
+        except EOFError:
+            worker.process.join()
+            self.lose(worker, _end_of(worker.process.exitcode))
+            return None
+        if isinstance(verdict, Verdict):
+            return verdict
+        worker.process.join()
+        self.lose(worker, f"failed: {verdict}")
+        return None
+
+    def check_signs_of_life(self) -> None:
+        """Lose the workers that have been silent for too long."""
+        now = time.monotonic()
+        passed = min(now - self.last_look, MAX_LOOK_SECONDS)
+        self.last_look = now
+        for worker in list(self.workers.values()):
+            beats = self.store.add(alive_key(worker.number), 0)
+            worker.silent = 0.0 if beats != worker.beats else worker.silent + passed
+            worker.beats = beats
+            stopped = is_stopped(worker.process.pid)
+            worker.stopped = worker.stopped + passed if stopped else 0.0
+            if worker.stopped > MAX_STOPPED_SECONDS:
+                self.lose(worker, "was stopped (SIGSTOP), so it was ended")
+            elif beats and worker.silent > self.settings.silence:
+                limit = f"{self.settings.silence:g} s"
+                self.lose(worker, f"has shown no life for {limit} and was ended")
+
+    def lose(self, worker: Worker, event: str) -> None:
+        """Go on without a worker, or raise an error if the run cannot."""
+        worker.kill()
+        worker.pipe.close()
+        del self.workers[worker.number]
+        self.reports.pop(worker.number, None)
+        failure = read_failure(self.folder)
+        if failure is not None:
+            raise RunError(failure.text)
+        story = f"worker {worker.number} {event}"
+        self.vacant.append(worker.number)
+        if worker.newcomer:
+            self.say(f"{story} before it had begun")
+            return
+        self.losses.append(story)
+        if not self.members:
+            raise RunError(f"{story}, and no worker is left")
+        self.break_generation(story)
+
+    def break_generation(self, story: str) -> None:
+        """Tell the workers of this generation that it is over."""
+        if self.broken_at is not None:
+            return
+        self.broken_at = time.monotonic()
+        if not story:  # All leave by themselves, because somebody has come.
+            return
+        self.store.set(broken_key(self.generation), story)
+        meeting = PrefixStore(f"g{self.generation}", self.store)
+        announce(meeting, Failure("PeerLostError", story))
+
+    def read_reports(self) -> None:
+        """Read what workers have reported. A report also ends a generation in which all live."""
+        for number in self.members:
+            if number in self.reports:
+                continue
+            key = report_key(self.generation, number)
+            if self.store.check([key]):
+                report = load_report(self.store.get(key))
+                self.reports[number] = report
+                self.break_generation(report.error)
+
+    # ------------------------------------------------------------ newcomers
+    def replace_lost(self) -> None:
+        """Start new workers in place of lost ones, once the others train again."""
+        if not self.vacant or self.pending is not None:
+            return
+        while self.vacant and self.replaced < self.settings.restarts:
+            number = self.vacant.pop(0)
+            self.replaced += 1
+            for key in (alive_key, arrival_key, place_key):
+                self.store.delete_key(key(number))
+            self.workers[number] = self.start_worker(number, newcomer=True)
+
+    def arrivals(self) -> list[int]:
+        """The newcomers that wait for a place."""
+        newcomers = [worker for worker in self.workers.values() if worker.newcomer]
+        return [
+            worker.number
+            for worker in newcomers
+            if self.store.check([arrival_key(worker.number)])
+        ]
+
+    def take_in(self) -> None:
+        """Let the generation end after its step if somebody waits for a place."""
+        if self.arrivals() and not self.store.check([change_key(self.generation)]):
+            self.store.set(change_key(self.generation), "yes")
+
+    # ------------------------------------------------------------ going on
+    def begin_generation(self) -> None:
+        """Decide how the workers go on, and tell them."""
+        before = self.decision
+        arrived = self.arrivals()
+        for number in arrived:
+            self.reports[number] = load_report(self.store.get(arrival_key(number)))
+        decision = decide(self.plan, self.reports, self.generation + 1, self.resume)
+        if before is not None:
+            self.note_change(before, decision, arrived)
+        self.generation = decision.generation
+        self.decision = decision
+        self.reports = {}
+        self.losses = []
+        self.store.set(decision_key(decision.generation), decision.dump())
+        for number in arrived:
+            self.workers[number].newcomer = False
+            self.store.set(place_key(number), str(decision.generation))
+        assert self.broken_at is not None
+        self.broken_before = self.broken_at
+        self.broken_at = None
+
+    def note_change(
+        self, before: Decision, decision: Decision, arrived: list[int]
+    ) -> None:
+        """Tell the user why a generation ended; give up if retrying does not help."""
+        stories = list(self.losses)
+        kind = "lost"
+        if arrived:
+            kind = "lost" if self.losses else "joined"
+            stories += [f"worker {number} has joined" for number in arrived]
+        if not stories:
+            kind = "retry"
+            stories.append(self.reason_to_retry(before, decision))
+        else:
+            self.retries = 0
+        text = " and ".join(stories)
+        workers = len(decision.members)
+        step = decision.step
+        if decision.keep:
+            self.say(f"{text}; {workers} workers go on after step {step}")
+        else:
+            step = saved_step(self.folder) if decision.resume else 0
+            self.say(
+                f"{text}; it alone had its part, so {workers} workers go back to step {step}"
+            )
+        self.pending = Event(step, kind, workers, 0.0, text)
+
+    def reason_to_retry(self, before: Decision, decision: Decision) -> str:
+        """Why a generation ended in which all live; raise an error after too many of them."""
+        self.retries = self.retries + 1 if decision.step == before.step else 1
+        reasons = {report.error for report in self.reports.values() if report.error}
+        reason = min(reasons, key=len, default="the connections broke")
+        if self.retries > self.settings.restarts:
+            raise RunError(
+                f"{reason}\n\nthe workers connected again {self.settings.restarts} times, "
+                "which did not help"
+            )
+        return reason.splitlines()[0]
+
+    def note_ready(self) -> None:
+        """Write down an event once its generation trains again."""
+        if self.pending is not None and self.store.check([ready_key(self.generation)]):
+            self.write_event()
+
+    def write_event(self) -> None:
+        """Write down the last event, if it is not written yet."""
+        if self.pending is not None:
+            seconds = round(time.monotonic() - self.broken_before, 3)
+            self.events.put(replace(self.pending, seconds=seconds))
+            self.pending = None
+
+
+def is_stopped(pid: int | None) -> bool:
+    """Whether the system has stopped a process; known only on Linux."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return False
+    return fields[0] == "T"
+
+
+def _end_of(code: int | None) -> str:
+    """How a process ended, from its exit code."""
+    if code is not None and code < 0:
+        return f"was killed by {signal.Signals(-code).name}"
+    return f"ended with exit code {code} before it could say why"
+
+
+# ---------------------------------------------------------------- in a worker
+def run_entry(
+    entry: MemberEntry,
+    words: Words,
+    pipe: Connection,
+    environment: dict[str, str],
+) -> None:
+    """Run a worker and send its verdict; end at once, because torch might wait for threads.
+
+    The pipe leads to our own parent, which unpickles what comes.
+    """
+    os.environ.update(environment)
+    code = 1
+    try:
+        pipe.send_bytes(pickle.dumps(entry(*words)))
+        code = 0
+    except BaseException as error:
+        traceback.print_exc()
+        pipe.send_bytes(pickle.dumps(f"{type(error).__name__}: {error}"))
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)

@@ -1,0 +1,269 @@
+"""A worker of a crew: trains in one generation after the other, and keeps its weights in between.
+
+wait for a decision ─► connect ─► trainer with the new plan ─► train ─► done
+        ▲                                                        │ a peer is lost, or too late
+        └── report: my last step, its figures, my parts ─────────┘
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+
+from penstock.errors import PeerLostError, PenstockError, StuckError
+from penstock.formats.config_toml import read_config
+from penstock.runtime.comm.gloo import GlooComm
+from penstock.runtime.process.launch import end_with_parent, hear_signals
+from penstock.runtime.torch_internals import PrefixStore, Store, TCPStore
+from penstock.train.crew.notes import (
+    FINISHED,
+    Decision,
+    Report,
+    alive_key,
+    arrival_key,
+    broken_key,
+    change_key,
+    decision_key,
+    load_decision,
+    place_key,
+    ready_key,
+    report_key,
+)
+from penstock.train.loop import CrewChange, Job, RunOutcome, Trainer, WatchRow
+from penstock.train.placement import launched_placement
+from penstock.train.worker import (
+    CONFIG_FILE,
+    STOP_FILE,
+    Verdict,
+    job_of,
+    listen,
+    note_crash,
+    saved_step,
+    write_failure,
+    write_pid,
+)
+
+BEAT_SECONDS = 0.5  # between two signs of life
+POLL_SECONDS = 0.02  # between two looks for a decision
+STORE_SECONDS = 60.0  # how long the launcher's store may take to answer
+Show = Callable[[], WatchRow]  # begins to show steps; called when this worker is rank 0
+
+
+class Member:
+    """One worker's side of the crew's store."""
+
+    def __init__(self, worker: int, host: str, port: int) -> None:
+        self.worker = worker
+        limit = timedelta(seconds=STORE_SECONDS)
+        self.store = TCPStore(host, port, is_master=False, timeout=limit)
+        self.generation = 0
+        threading.Thread(target=self.beat, name="beats", daemon=True).start()
+
+    def beat(self) -> None:
+        """Show again and again that this process lives, over a connection of its own."""
+        store = self.own_connection()
+        while True:
+            store.add(alive_key(self.worker), 1)
+            time.sleep(BEAT_SECONDS)
+
+    def own_connection(self) -> Store:
+        """A second connection to the store, which no wait on the first one can block."""
+        return self.store.clone()  # type: ignore[attr-defined,no-any-return]
+
+    def report(self, report: Report) -> None:
+        """Report at the end of a generation."""
+        self.store.set(report_key(self.generation, self.worker), report.dump())
+
+    def arrive(self) -> Decision | None:
+        """Come during the run, and wait for a place; return None if the run is over."""
+        report = Report(self.worker, newcomer=True)
+        self.store.set(arrival_key(self.worker), report.dump())
+        key = place_key(self.worker)
+        while not self.store.check([key]):
+            if self.store.check([FINISHED]):
+                return None
+            time.sleep(POLL_SECONDS)
+        self.generation = int(self.store.get(key)) - 1
+        return self.next_decision()
+
+    def next_decision(self) -> Decision | None:
+        """Wait for the next decision; return None if the run is over."""
+        key = decision_key(self.generation + 1)
+        while not self.store.check([key]):
+            if self.store.check([FINISHED]):
+                return None
+            time.sleep(POLL_SECONDS)
+        decision = load_decision(self.store.get(key))
+        self.generation = decision.generation
+        return decision
+
+    def connect(self, decision: Decision, patience: float) -> GlooComm:
+        """Connect to the other workers of a generation."""
+        broken = broken_key(decision.generation)
+        meeting = PrefixStore(f"g{decision.generation}", self.own_connection())
+        return GlooComm(
+            meeting,
+            decision.members.index(self.worker),
+            len(decision.members),
+            patience,
+            lambda: self.store.check([broken]),
+        )
+
+    def is_changing(self, decision: Decision) -> bool:
+        """Whether all should leave a generation after their step."""
+        return bool(self.store.check([change_key(decision.generation)]))
+
+    def tell_ready(self, decision: Decision) -> None:
+        """Tell the launcher that a generation trains."""
+        self.store.set(ready_key(decision.generation), "yes")
+
+
+def work_in_crew(
+    member: Member, folder: Path, resume: bool, newcomer: bool, show: Show
+) -> Verdict:
+    """Train as a worker of a crew, from its start or as a newcomer.
+
+    Raises errors that only this worker has; returns the others.
+    """
+    hear_signals()
+    threading.Thread(target=end_with_parent, daemon=True).start()
+    saved = saved_step(folder) if resume else 0
+    turns = None
+    try:
+        turns = Turns(member, folder, resume, show)
+        return turns.run(newcomer)
+    except PenstockError as error:
+        write_failure(folder, error)
+        return Verdict(error=type(error).__name__, text=str(error))
+    except Exception as error:
+        trainer = turns.trainer if turns is not None else None
+        note_crash(folder, error, trainer is not None and trainer.step > saved)
+        raise
+
+
+class Turns:
+    """The generations of one worker, one after the other."""
+
+    def __init__(self, member: Member, folder: Path, resume: bool, show: Show) -> None:
+        self.member = member
+        self.show = show
+        self.watch: WatchRow | None = None
+        config = read_config(folder / CONFIG_FILE)
+        torch.set_num_threads(launched_placement(config).threads)
+        self.asked = threading.Event()
+        listen(self.asked)
+        write_pid(folder, member.worker)
+        self.stop_file = folder / STOP_FILE
+        self.job = job_of(folder, config, resume)
+        self.trainer: Trainer | None = None  # with the weights of the last step
+
+    def run(self, newcomer: bool) -> Verdict:
+        """Train in one generation after the other until the run is over."""
+        if newcomer:
+            decision = self.member.arrive()
+        else:
+            self.member.report(self.report())
+            decision = self.member.next_decision()
+        while decision is not None:
+            try:
+                outcome = self.take_turn(decision)
+                return Verdict(outcome.step, outcome.stopped)
+            except (PeerLostError, StuckError) as error:
+                text = str(error)
+            except CrewChange:
+                text = ""
+            report = self.report(text)
+            if self.trainer is not None:
+                self.trainer.saver.abandon()
+            gc.collect()  # The error's traceback held the tensors of the step in flight.
+            self.member.report(report)
+            decision = self.member.next_decision()
+        step = self.trainer.step if self.trainer is not None else 0
+        return Verdict(step)
+
+    def report(self, error: str = "") -> Report:
+        """What this worker has now."""
+        trainer = self.trainer
+        if trainer is None:
+            return Report(self.member.worker, error=error)
+        if trainer.saver.step is not None:
+            trainer.save_again = True
+        return Report(
+            self.member.worker,
+            trainer.step,
+            trainer.figures,
+            trainer.save_again,
+            tuple(sorted(trainer.parts)),
+            error,
+            trainer.seen,
+            trainer.closed,
+        )
+
+    def take_turn(self, decision: Decision) -> RunOutcome:
+        """Train in one generation, from its decision to the end of the run."""
+        before = self.trainer if decision.keep else None
+        if before is not None and before.step < decision.step:
+            assert decision.figures is not None
+            before.commit(decision.figures)
+        if not decision.keep:
+            self.trainer = None  # Its weights are of no use any more.
+        comm = self.member.connect(decision, self.job.config.run.patience)
+        try:
+            return self.train(decision, comm, before)
+        finally:
+            comm.abandon()
+
+    def train(
+        self, decision: Decision, comm: GlooComm, before: Trainer | None
+    ) -> RunOutcome:
+        """Train over a connection that exists."""
+        if comm.rank == 0 and self.watch is None:
+            self.watch = self.show()
+        job = self.job_for(decision)
+        trainer = Trainer(job, comm, comm.device, self.watch, before, decision.handover)
+        if comm.rank == 0:
+            trainer.changing = lambda: self.member.is_changing(decision)
+
+        def stop() -> bool:
+            return self.asked.is_set() or (comm.rank == 0 and self.stop_file.exists())
+
+        def ready() -> None:
+            if comm.rank == 0:
+                self.member.tell_ready(decision)
+
+        try:
+            outcome = trainer.run(stop, ready)
+            comm.barrier()
+            return outcome
+        finally:
+            if trainer.begun:
+                self.trainer = trainer
+
+    def job_for(self, decision: Decision) -> Job:
+        """The run with the plan of a generation."""
+        again = decision.generation > 1
+        return replace(
+            self.job,
+            plan=decision.plan,
+            resume=decision.resume,
+            fresh=again,
+            whole=decision.whole,
+        )
+
+
+def set_environment(worker: int, workers: int) -> None:
+    """Describe this process as a launcher would, for all who ask how many there are."""
+    os.environ.update(
+        RANK=str(worker),
+        LOCAL_RANK=str(worker),
+        WORLD_SIZE=str(workers),
+        LOCAL_WORLD_SIZE=str(workers),
+    )

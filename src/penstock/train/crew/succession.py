@@ -1,0 +1,130 @@
+"""Decides how a run goes on with the workers that are left, from what each of them reports.
+
+    worker 0   step 41                      It has the sums of step 41, so everybody's gradients were
+    worker 2   step 40, gradients of 41     complete: worker 2 commits step 41 with worker 0's figures.
+    worker 3   step 41
+               ─► all go on from step 41; step 42 was in flight, and is done again
+
+    worker 0   step 40                      Nobody has the sums of step 41, so nobody has changed its
+    worker 2   step 40                      weights: step 41 is done again.
+
+Ranks can never be further apart than that, because every step ends with one sum over all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from penstock.ir.plan import Plan
+from penstock.ir.program import lower
+from penstock.ir.schedule import Schedule
+from penstock.ir.verify import verify
+from penstock.schedules.survivors import orphans, without_ranks
+from penstock.train.crew.handover import Transfer
+from penstock.train.crew.notes import Decision, Report
+
+HEAD_WORK = 0.5  # work of a part without layers, compared with a layer
+
+
+def plan_without(plan: Plan, lost: tuple[int, ...], homes: Mapping[int, int]) -> Plan:
+    """Return the plan for the ranks that are left, checked and verified."""
+    if not lost:
+        return plan
+    work = [max(layers, HEAD_WORK) for layers in plan.partition]
+    # All schedules of a plan have the same stages, so a part that the first one gives to a
+    # rank has its home there in all others.
+    first = without_ranks(plan.schedule, lost, work, homes)
+    left = [rank for rank in range(plan.schedule.ranks) if rank not in lost]
+    adopted = dict(homes)
+    for stage in first.stages:
+        if stage.part in orphans(plan.schedule, lost):
+            adopted[stage.part] = left[stage.rank]
+    smaller = plan.map_schedules(lambda one: without_ranks(one, lost, work, adopted))
+    for schedule in smaller.schedules:
+        verify(lower(schedule))
+    ranks = " ".join(map(str, lost))
+    return replace(smaller, name=f"{plan.name} without {ranks}")
+
+
+def decide(
+    plan: Plan, reports: Mapping[int, Report], generation: int, resume: bool
+) -> Decision:
+    """Return how the workers that have reported go on; worker n has the place of rank n.
+
+    resume: whether the run was started from a checkpoint.
+    """
+    members = tuple(sorted(reports))
+    lost = tuple(n for n in range(plan.schedule.ranks) if n not in reports)
+    smaller = plan_without(plan, lost, _homes(plan, lost, reports))
+    veterans = [reports[n] for n in members if not reports[n].newcomer]
+    plain = Decision(
+        generation, members, smaller, keep=False, resume=resume, whole=not lost
+    )
+    if min((report.step for report in veterans), default=-1) < 0:
+        # Nobody has done a step: a step needs all ranks.
+        return plain
+    missing = _missing(smaller.schedule, members, reports)
+    transfers = []
+    for rank, part in missing:
+        source = _source(part, members, veterans)
+        if source is None:
+            return replace(plain, resume=True)
+        transfers.append(Transfer(part, source, rank))
+    ahead = max(veterans, key=lambda report: report.step)
+    steps = {report.step for report in veterans}
+    assert steps <= {ahead.step, ahead.step - 1}, f"ranks are at steps {sorted(steps)}"
+    save = any(report.saving for report in veterans)
+    closed = len(steps) == 1 and all(report.closed for report in veterans)
+    return replace(
+        plain,
+        step=ahead.step,
+        figures=ahead.figures,
+        keep=True,
+        save=save,
+        seen=ahead.seen,
+        close=save or not closed,
+        transfers=tuple(transfers),
+    )
+
+
+def _source(
+    part: int, members: tuple[int, ...], veterans: Sequence[Report]
+) -> int | None:
+    """The rank that sends a part to one that does not have it; None if nobody has it."""
+    for report in veterans:
+        if part in report.parts:
+            return members.index(report.worker)
+    return None
+
+
+def _homes(
+    plan: Plan, lost: tuple[int, ...], reports: Mapping[int, Report]
+) -> dict[int, int]:
+    """Workers that have adopted orphaned parts before, by part."""
+    homes: dict[int, int] = {}
+    for part in orphans(plan.schedule, lost):
+        for worker, report in sorted(reports.items()):
+            if part in report.parts:
+                homes.setdefault(part, worker)
+    return homes
+
+
+def _missing(
+    schedule: Schedule, members: tuple[int, ...], reports: Mapping[int, Report]
+) -> list[tuple[int, int]]:
+    """The ranks and parts for which a rank has no weights, each pair once."""
+    missing = {
+        (stage.rank, stage.part)
+        for stage in schedule.stages
+        if stage.part not in reports[members[stage.rank]].parts
+    }
+    return sorted(missing)
+
+
+def parts_without_replica(plan: Plan) -> list[int]:
+    """Return the parts that only one rank holds."""
+    holders: dict[int, set[int]] = {}
+    for stage in plan.schedule.stages:
+        holders.setdefault(stage.part, set()).add(stage.rank)
+    return [part for part, ranks in sorted(holders.items()) if len(ranks) == 1]

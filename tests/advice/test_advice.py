@@ -1,0 +1,276 @@
+"""Advice for other frameworks: what they are told, what they cannot run, and which plan is chosen for them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from commands import called
+from penstock import UnitCost, make, simulate
+from penstock.advice.advise import FRAMEWORKS, advise, framework_of
+from penstock.advice.deepspeed import borders_of
+from penstock.advice.orders import Placement, order_of, placement_of
+from penstock.advice.pipeline import Pipeline
+from penstock.cost import ModelCost, Network, PartCost, Seconds
+from penstock.cost.waiting import WaitingCost
+from penstock.errors import ShapeError, UnknownNameError
+from penstock.formats import load_torch_csv, read_plan
+from penstock.plan.question import unit_question
+from penstock.plan.recipes import Limits
+from penstock.plan.search import search
+
+STEM = Path("plan")
+
+
+def pipeline(name: str, partition: tuple[int, ...] = (), **shape: int) -> Pipeline:
+    return Pipeline(make(name, **shape), partition, 2, 1, 3, 1, 1, (), 64)
+
+
+FLAT = partial(pipeline, "1f1b", (3, 4, 2), ranks=3, microbatches=4)
+LOOP = partial(pipeline, "interleaved", (1, 2, 2, 1), ranks=2, microbatches=4, chunks=2)
+
+
+# ---------------------------------------------------------------- orders
+@pytest.mark.parametrize(
+    ("name", "shape", "order", "placement"),
+    [
+        ("1f1b", {}, "1f1b", Placement.LOOP),
+        ("gpipe", {}, "gpipe", Placement.LOOP),
+        ("interleaved", {"chunks": 3}, "interleaved", Placement.LOOP),
+        ("zb-v", {}, "zb-v", Placement.V),
+        ("hanayo", {"waves": 1}, "", Placement.V),
+        ("hanayo", {"waves": 2}, "", Placement.WAVES),
+        ("zb-h1", {}, "", Placement.LOOP),
+        ("chimera", {}, "", Placement.OTHER),
+    ],
+)
+def test_a_schedule_has_the_name_of_its_lanes(name, shape, order, placement):
+    schedule = make(name, ranks=4, microbatches=8, **shape)
+    assert order_of(schedule) == order
+    if len(schedule.stages) == schedule.parts:
+        assert placement_of(schedule) is placement
+
+
+# ---------------------------------------------------------------- what they are told
+def test_torchtitan_gets_modules_and_a_name():
+    text = FRAMEWORKS["torchtitan"].advise(FLAT(), STEM).text
+    assert "--parallelism.pipeline_parallel_schedule 1F1B \\\n" in text
+    assert "--parallelism.pipeline_parallel_schedule_csv" not in text
+    assert "--training.local_batch_size 8 \\\n--training.global_batch_size 24" in text
+    assert (
+        "module_fqns_per_model_part tok_embeddings,layers.0,layers.1,layers.2 "
+        "layers.3,layers.4,layers.5,layers.6 layers.7,layers.8,norm,lm_head \\\n"
+        in text
+    )
+    assert text.endswith("activation-checkpoint:none\n")
+
+
+@pytest.mark.parametrize("name", ["torchtitan", "automodel"])
+def test_an_order_without_a_name_comes_as_a_csv(name):
+    plan = pipeline("hanayo", ranks=2, microbatches=4, waves=1)
+    advice = FRAMEWORKS[name].advise(plan, STEM)
+    assert "ZBVZeroBubble" in advice.text
+    assert "plan.csv" in advice.text
+    assert load_torch_csv(advice.files["plan.csv"]) == plan.schedule
+    assert "only says which rank holds which stage" in advice.notes[0]
+
+
+def test_a_single_rank_accumulates_micro_batches():
+    plan = pipeline("1f1b", (9,), ranks=1, microbatches=4)
+    text = FRAMEWORKS["torchtitan"].advise(plan, STEM).text
+    assert "--training.local_batch_size 2 \\\n--training.global_batch_size 24" in text
+    assert "pipeline_parallel_schedule" not in text
+
+
+def test_megatron_gets_a_layout():
+    text = FRAMEWORKS["megatron"].advise(FLAT(), STEM).text
+    assert "--pipeline-model-parallel-layout 'Et*3|t*4|t*2L'" in text
+    assert "--num-layers 9 \\\n" in text
+    again = replace(FLAT(), recompute=(0, 1, 2), shard=2)
+    text = FRAMEWORKS["megatron"].advise(again, STEM).text
+    assert "--recompute-granularity full" in text
+    assert "--use-distributed-optimizer" in text
+
+
+def test_deepspeed_gets_its_batch_sizes_and_borders():
+    assert borders_of(FLAT()) == [0, 4, 8, 12]
+    config = json.loads(FRAMEWORKS["deepspeed"].advise(FLAT(), STEM).text)
+    assert config == {
+        "train_batch_size": 24,
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 4,
+    }
+
+
+def test_passes_become_micro_batches_where_gradients_accumulate_in_the_pipeline():
+    two = replace(LOOP(), passes=2)
+    adapted = FRAMEWORKS["megatron"].adapt(two)
+    assert (adapted.microbatches, adapted.passes) == (8, 1)
+    assert adapted.global_batch == two.global_batch == 48
+    assert order_of(adapted.schedule) == "interleaved"
+    assert FRAMEWORKS["torchtitan"].adapt(two) is two
+
+
+# ---------------------------------------------------------------- what they cannot run
+@pytest.mark.parametrize(
+    ("names", "plan", "words"),
+    [
+        (
+            "torchtitan automodel",
+            pipeline("hanayo", ranks=2, microbatches=4, waves=2),
+            "its stages lie in 2 waves",
+        ),
+        (
+            "torchtitan automodel megatron deepspeed",
+            pipeline("seq1f1b", ranks=2, microbatches=2, slices=2),
+            "token slices",
+        ),
+        (
+            "torchtitan automodel megatron deepspeed",
+            pipeline("chimera", ranks=2, microbatches=2),
+            "more than once",
+        ),
+        (
+            "torchtitan automodel megatron deepspeed",
+            replace(FLAT(), recompute=(1,)),
+            "it recomputes 1 of 3 parts",
+        ),
+        ("torchtitan automodel", replace(FLAT(), tied=True), "model.tied=false"),
+        (
+            "automodel",
+            pipeline("1f1b", ranks=4, microbatches=2),
+            "2 micro-batches on 4 ranks",
+        ),
+        (
+            "megatron deepspeed",
+            pipeline("zb-h1", ranks=2, microbatches=4),
+            "runs 1F1B",
+        ),
+        (
+            "megatron",
+            pipeline("interleaved", ranks=2, microbatches=5, chunks=2),
+            "the 2 ranks divide the micro-batches, of which there are 5",
+        ),
+        ("deepspeed", LOOP(), "one stage on each rank"),
+    ],
+)
+def test_a_plan_that_a_framework_cannot_run_is_refused_with_the_reason(
+    names, plan, words
+):
+    for name in names.split():
+        assert words in FRAMEWORKS[name].refuse(plan), name
+
+
+def test_every_framework_runs_1f1b():
+    for framework in FRAMEWORKS.values():
+        assert framework.refuse(replace(FLAT(), tied=False)) == ""
+
+
+def test_an_unknown_framework_has_a_suggestion():
+    with pytest.raises(UnknownNameError, match="did you mean 'torchtitan'"):
+        framework_of("torchtitian")
+
+
+# ---------------------------------------------------------------- what is expected
+def test_ranks_that_wait_for_messages_take_the_time_of_the_formula():
+    """With one micro-batch, waiting changes nothing; each further one waits once more in each direction."""
+    for microbatches, waits in ((1, 0), (4, 6)):
+        schedule = make("gpipe", ranks=2, microbatches=microbatches)
+        free = simulate(schedule, UnitCost(comm=0.25)).makespan
+        waiting = simulate(schedule, WaitingCost(UnitCost(comm=0.25))).makespan
+        assert waiting - free == pytest.approx(0.25 * waits)
+
+
+def test_the_wait_is_as_long_as_the_message():
+    part = PartCost(Seconds(1.0), Seconds(1.0), Seconds(1.0), message=100.0)
+    cost = WaitingCost(ModelCost((part, part), Network(0.5, 50.0)))
+    schedule = make("1f1b", ranks=2, microbatches=2)
+    lane = schedule.lanes[0]
+    assert cost.pause(schedule, lane[0]) == pytest.approx(0.5 + 100 / 50)
+    assert cost.pause(schedule, lane[-1]) == 0  # the last backward sends nothing
+
+
+@pytest.fixture(scope="module")
+def small():
+    question = unit_question(2, 4, UnitCost(comm=0.05), None, Limits(4, 1))
+    return search(question.workload, question.pricing, question.limits), question
+
+
+@pytest.mark.parametrize("name", FRAMEWORKS)
+def test_the_chosen_plan_is_the_fastest_that_runs_there(small, name):
+    landscape, question = small
+    framework = FRAMEWORKS[name]
+    counsel = advise(landscape, question, framework, STEM)
+    assert framework.refuse(counsel.pipeline) == ""
+    assert counsel.expected.step >= counsel.row.candidate.step * (1 - 1e-9)
+    for refusal in counsel.refused:
+        assert refusal.step < counsel.expected.step
+    runnable = [
+        row.candidate.step
+        for row in landscape.rows
+        if not framework.refuse(
+            replace(counsel.pipeline, schedule=row.candidate.schedule)
+        )
+    ]
+    if not counsel.expected.waits:
+        assert counsel.row.candidate.step == min(runnable)
+
+
+def test_a_framework_that_can_run_nothing_says_why(small):
+    landscape, question = small
+    waves = [
+        row for row in landscape.rows if dict(row.candidate.shape).get("waves") == 2
+    ]
+    only = replace(landscape, rows=tuple(waves))
+    with pytest.raises(ShapeError, match="megatron can run none of the"):
+        advise(only, question, FRAMEWORKS["megatron"], STEM)
+
+
+# ---------------------------------------------------------------- the command line
+@pytest.fixture
+def run(monkeypatch, capsys, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "100")
+    return partial(called, monkeypatch, capsys)
+
+
+ASKED = "plan --ranks 2 --microbatches 4 --comm 0.05 --stages 2"
+
+
+def test_plan_for_a_framework_prints_and_writes_what_it_takes(run):
+    code, out, err = run(f"{ASKED} --for torchtitan -o best.json")
+    assert code == 0, err
+    assert "for torchtitan: " in out
+    assert "expected: a step of " in out
+    text = Path("best.torchtitan.sh").read_text()
+    assert text.strip() in out
+    plan = read_plan("best.json")
+    if "schedule_csv" in text:
+        assert "best.csv" in text
+        assert load_torch_csv(Path("best.csv").read_text()) == plan.schedule
+
+
+def test_plan_for_a_framework_prints_json(run):
+    code, out, _ = run(f"{ASKED} --for deepspeed --json")
+    facts = json.loads(out)
+    assert code == 0
+    assert (facts["for"], facts["schedule"]) == ("deepspeed", "as 1F1B")
+    assert facts["expected"]["waits"]
+    assert json.loads(facts["text"])["gradient_accumulation_steps"] == 4
+    assert facts["cannot_run"][0]["reason"]
+
+
+def test_plan_refuses_an_unknown_framework(run):
+    code, _, err = run(f"{ASKED} --for megatorn")
+    assert code == 2
+    assert "did you mean 'megatron'?" in err
+
+
+def test_partial_paths_are_for_our_own_runtime(run):
+    code, _, err = run(f"{ASKED} --skip 0.25 --for torchtitan")
+    assert code == 2
+    assert "--skip plans partial paths, which torchtitan cannot run" in err

@@ -1,0 +1,277 @@
+"""The frameworks themselves read our advice: their own parsers, placements and orders, on a CPU.
+
+The packages are large and pull in many others, so they are not among our own. To run these tests:
+
+    pip install --no-deps --target peers torchtitan==0.3.0 megatron-core deepspeed nemo-automodel tyro \\
+        typeguard docstring-parser hjson py-cpuinfo psutil tqdm einops pydantic ...
+    PYTHONPATH=peers pytest tests/advice
+"""
+
+from __future__ import annotations
+
+import importlib
+import runpy
+import shlex
+import warnings
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from penstock import make
+from penstock.advice.advise import FRAMEWORKS
+from penstock.advice.automodel import module_names as automodel_names
+from penstock.advice.megatron import layout_of
+from penstock.advice.pipeline import Pipeline
+from penstock.advice.torchtitan import module_names as torchtitan_names
+from penstock.partition import even_partition
+
+STEM = Path("plan")
+SHAPES: list[tuple[str, dict[str, int]]] = [
+    ("1f1b", {"ranks": 4, "microbatches": 8}),
+    ("interleaved", {"ranks": 2, "microbatches": 4, "chunks": 3}),
+    ("zb-v", {"ranks": 4, "microbatches": 8}),
+    ("hanayo", {"ranks": 3, "microbatches": 4, "waves": 1}),
+    ("zb-h1", {"ranks": 3, "microbatches": 4}),
+]
+
+
+def their(module: str) -> ModuleType:
+    """A module of a framework; skip the test if the framework or something it needs is missing."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # theirs, while they are imported
+        try:
+            return importlib.import_module(module)
+        except (ImportError, RuntimeError, OSError) as error:
+            pytest.skip(f"{module} cannot be imported: {error}")
+
+
+def pipeline(name: str, shape: dict[str, int]) -> Pipeline:
+    schedule = make(name, **shape)
+    partition = even_partition(2 * schedule.parts + 1, schedule.parts)
+    return Pipeline(schedule, partition, 2, 1, 1, 1, 1, (), 64)
+
+
+def homes(plan: Pipeline) -> list[list[int]]:
+    """The stages of each rank."""
+    found: list[list[int]] = [[] for _ in range(plan.ranks)]
+    for stage in plan.schedule.stages:
+        found[stage.rank].append(stage.part)
+    return found
+
+
+# ---------------------------------------------------------------- torchtitan
+@pytest.mark.parametrize(("name", "shape"), SHAPES)
+def test_torchtitan_parses_the_options_and_places_the_stages_as_planned(
+    name: str, shape: dict[str, int]
+) -> None:
+    configs = their("torchtitan.config.configs")
+    manager = their("torchtitan.config.manager")
+    checkpoint = their("torchtitan.distributed.activation_checkpoint")
+    peer = their("torchtitan.distributed.pipeline_parallel")
+    tyro = their("tyro")
+
+    @dataclass
+    class Config:
+        training: configs.TrainingConfig = field(default_factory=configs.TrainingConfig)
+        parallelism: configs.ParallelismConfig = field(
+            default_factory=configs.ParallelismConfig
+        )
+        activation_checkpoint: checkpoint.ActivationCheckpointingConfig = field(
+            default_factory=checkpoint.SelectiveAC.Config
+        )
+
+    Config.__annotations__ = {
+        "training": configs.TrainingConfig,
+        "parallelism": configs.ParallelismConfig,
+        "activation_checkpoint": checkpoint.ActivationCheckpointingConfig,
+    }
+    for one in Config.__dataclass_fields__.values():
+        one.type = Config.__annotations__[one.name]
+    plan = pipeline(name, shape)
+    text = FRAMEWORKS["torchtitan"].advise(plan, STEM).text
+    manager.ConfigManager()  # registers how lists are parsed
+    words = shlex.split(text.replace("\\\n", " "))
+    parsed = tyro.cli(Config, args=words, registry=manager.custom_registry)
+    parallelism = parsed.parallelism
+    assert parallelism.module_fqns_per_model_part == torchtitan_names(plan)
+    assert parallelism.pipeline_parallel_degree == plan.ranks
+    assert parsed.activation_checkpoint is None
+    microbatches = (
+        parsed.training.local_batch_size
+        // parallelism.pipeline_parallel_microbatch_size
+    )
+    assert microbatches == plan.microbatches
+    placed = [
+        list(
+            peer._get_pp_rank_to_stage_indices_mapping(
+                rank, plan.ranks, parallelism.pipeline_parallel_schedule, plan.parts
+            )
+        )
+        for rank in range(plan.ranks)
+    ]
+    assert placed == homes(plan)
+
+
+def test_torchtitan_finds_every_module_of_an_even_split() -> None:
+    peer = their("torchtitan.distributed.pipeline_parallel")
+    theirs = peer._generate_llm_fqn_per_model_part(4, 8, 0, 0)
+    plan = replace(pipeline(*SHAPES[0]), partition=(2, 2, 2, 2))
+    assert torchtitan_names(plan) == theirs
+
+
+# ---------------------------------------------------------------- megatron
+@pytest.mark.parametrize("partition", [(2, 3, 3, 1), (1, 1, 1, 1), (0, 12, 10, 3)])
+@pytest.mark.parametrize("ranks", [4, 2])
+def test_megatron_parses_the_layout(partition: tuple[int, ...], ranks: int) -> None:
+    peer = their("megatron.core.transformer.pipeline_parallel_layer_layout")
+    kinds = their("megatron.core.transformer.enums").LayerType
+    shape = {"ranks": ranks, "microbatches": 4}
+    name = "1f1b" if ranks == 4 else "interleaved"
+    schedule = make(name, **shape, **({} if ranks == 4 else {"chunks": 2}))
+    plan = replace(
+        pipeline("1f1b", SHAPES[0][1]), schedule=schedule, partition=partition
+    )
+    parsed = peer.PipelineParallelLayerLayout(layout_of(plan), ranks)
+    parsed.validate_layer_layout(sum(partition), 0)
+    for stage in schedule.stages:
+        held = parsed.layout[stage.rank][stage.part // ranks]
+        assert held.count(kinds.decoder) == partition[stage.part]
+        assert (kinds.embedding in held) == (stage.part == 0)
+        assert (kinds.loss in held) == (stage.part == 3)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("chunks", [1, 2, 3])
+@pytest.mark.parametrize("rounds", [1, 3])
+def test_megatrons_order_is_the_one_that_we_simulate(
+    ranks: int, chunks: int, rounds: int
+) -> None:
+    peer = their("megatron.core.pipeline_parallel.schedules")
+    microbatches = ranks * rounds
+    table = peer.get_schedule_table(microbatches, chunks, ranks)
+    shape = {"ranks": ranks, "microbatches": microbatches}
+    name, more = ("1f1b", {}) if chunks == 1 else ("interleaved", {"chunks": chunks})
+    schedule = make(name, **shape, **more)
+    for rank, lane in enumerate(schedule.lanes):
+        group = SimpleNamespace(size=lambda: ranks, rank=lambda rank=rank: rank)
+        virtual = None if chunks == 1 else chunks
+        comm = SimpleNamespace(
+            pp_group=group, virtual_pipeline_model_parallel_size=virtual
+        )
+        _, _, warm_up, rest = peer.get_pp_rank_microbatches(
+            microbatches, chunks, ranks, p2p_communicator=comm
+        )
+        there = [f"{chunk * ranks + rank}F{m}" for m, chunk in table]
+        back = [f"{(chunks - 1 - chunk) * ranks + rank}B{m}" for m, chunk in table]
+        order = there[:warm_up]
+        for number in range(rest):
+            order += [there[warm_up + number], back[number]]
+        assert [str(action) for action in lane] == order + back[rest:]
+
+
+# ---------------------------------------------------------------- deepspeed
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("microbatches", [1, 4, 7])
+def test_deepspeeds_order_is_the_one_that_we_simulate(
+    ranks: int, microbatches: int
+) -> None:
+    peer = their("deepspeed.runtime.pipe.schedule")
+    letters = {"ForwardPass": "F", "BackwardPass": "B"}
+    schedule = make("1f1b", ranks=ranks, microbatches=microbatches)
+    for rank, lane in enumerate(schedule.lanes):
+        done = {"F": 0, "B": 0}
+        order = []
+        for commands in peer.TrainSchedule(microbatches, ranks, rank):
+            for command in commands:
+                letter = letters.get(command.name)
+                if letter:
+                    order.append(f"{rank}{letter}{done[letter]}")
+                    done[letter] += 1
+        assert [str(action) for action in lane] == order
+
+
+def test_deepspeed_reads_the_config_and_the_borders(tmp_path: Path) -> None:
+    their("deepspeed.pipe")
+    plan = pipeline(*SHAPES[0])
+    advice = FRAMEWORKS["deepspeed"].advise(plan, STEM)
+    file = tmp_path / "plan_pipeline.py"
+    file.write_text(advice.files[file.name])
+    written = runpy.run_path(str(file))
+    planned = written["PlannedPipeline"]
+    borders = []
+    for rank in range(plan.ranks):
+        coordinate = SimpleNamespace(pipe=rank)
+        topology = SimpleNamespace(get_coord=lambda _, found=coordinate: found)
+        module: Any = object.__new__(planned)
+        module.__dict__ |= {"_topo": topology, "global_rank": rank}
+        module._partition_layers()
+        borders.append((module._local_start, module._local_stop))
+    held = [stop - start for start, stop in borders]
+    assert held == [
+        plan.partition[0] + 1,
+        *plan.partition[1:-1],
+        plan.partition[-1] + 2,
+    ]
+    with pytest.raises(ValueError, match="embedding, 9 layers, norm"):
+        planned([None] * 3)
+
+
+# ---------------------------------------------------------------- automodel
+@pytest.mark.parametrize(("name", "shape"), SHAPES)
+def test_automodel_parses_the_yaml_and_places_the_stages_as_planned(
+    name: str, shape: dict[str, int]
+) -> None:
+    yaml = their("yaml")
+    config = their("nemo_automodel.components.distributed.pipelining.config")
+    peer = their("nemo_automodel.components.distributed.pipelining.functional")
+    torch_schedules = their("torch.distributed.pipelining.schedules")
+    plan = pipeline(name, shape)
+    advice = FRAMEWORKS["automodel"].advise(plan, STEM)
+    parsed = yaml.safe_load(advice.text)
+    options = config.PipelineConfig(**parsed["distributed"]["pipeline"])
+    assert options.module_fqns_per_model_part == automodel_names(plan)
+    assert options.pp_batch_size // options.pp_microbatch_size == plan.microbatches
+    assert options.pp_batch_size == parsed["step_scheduler"]["local_batch_size"]
+    chosen = torch_schedules.get_schedule_class(options.pp_schedule)
+    v_shaped = chosen is torch_schedules.ScheduleZBVZeroBubble
+    placed = [
+        list(
+            peer.stage_ids_this_rank(
+                rank, plan.ranks, plan.parts, style="v" if v_shaped else "loop"
+            )
+        )
+        for rank in range(plan.ranks)
+    ]
+    assert placed == homes(plan)
+
+
+def test_automodel_finds_every_module_of_an_even_split() -> None:
+    peer = their("nemo_automodel.components.distributed.pipelining.functional")
+    theirs = peer.generate_hf_model_fqn_per_model_part(
+        4, 8, include_multimodal_encoders=False
+    )
+    plan = replace(pipeline(*SHAPES[0]), partition=(2, 2, 2, 2))
+    assert automodel_names(plan) == theirs
+
+
+# ---------------------------------------------------------------- torch
+def test_the_names_that_torch_knows_have_the_orders_that_we_simulate() -> None:
+    peer = their("torch.distributed.pipelining._schedule_visualizer")
+    for ours, theirs, more in (
+        ("interleaved", "Interleaved1F1B", {"chunks": 2}),
+        ("interleaved-zb", "InterleavedZeroBubble", {"chunks": 2}),
+        ("zb-v", "ZBVZeroBubble", {}),
+    ):
+        for ranks, microbatches in ((2, 4), (4, 8), (4, 16)):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # some call themselves experimental
+                rows = peer.get_schedule_ops(
+                    theirs, ranks, microbatches, 2, with_comms=False
+                )
+            schedule = make(ours, ranks=ranks, microbatches=microbatches, **more)
+            assert [[str(one) for one in row if one] for row in rows] == [
+                [str(action) for action in lane] for lane in schedule.lanes
+            ]

@@ -1,0 +1,122 @@
+"""Workers that are killed and stopped while `penstock train` runs: the others go on in the same processes."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from commands import SMALL_CONFIG, environment, wait_for
+from forked import Command
+from penstock.formats.config_toml import read_config
+from penstock.runtime import run_threads
+from penstock.train.crew.events import read_events
+from penstock.train.crew.notes import Report
+from penstock.train.crew.succession import decide
+from penstock.train.history import read_rows
+from penstock.train.loop import Trainer
+from penstock.train.worker import job_of
+
+STEPS = 5000  # more than the test waits for
+
+
+def signal_worker(folder: Path, worker: int, number: int) -> int:
+    """Send a signal to a worker, and return its process id."""
+    pid = int((folder / "ranks" / f"{worker}.pid").read_text())
+    os.kill(pid, number)
+    return pid
+
+
+def wait_for_events(process: Command, folder: Path, count: int) -> None:
+    """Wait until a run has written down so many events."""
+    while len(read_events(folder)) < count:
+        assert process.poll() is None, "the run has ended"
+        time.sleep(0.05)
+
+
+def undisturbed(
+    folder: Path, other: Path, crews: list[tuple[int, tuple[int, ...]]], end: int
+) -> list[float]:
+    """Return the losses of a run that is started anew after each of these steps, with these workers."""
+    whole = job_of(folder, read_config(folder / "config.toml"))
+    losses: list[float] = []
+    ends = [*(step for step, _ in crews[1:]), end]
+    for number, (step, workers) in enumerate(crews):
+        until = ends[number]
+        plan = decide(whole.plan, {n: Report(n) for n in workers}, 1, False).plan
+        stage = other / str(number)
+        if step:
+            name = f"step-{step:08d}"
+            kept = other / str(number - 1) / "checkpoints" / name
+            shutil.copytree(kept, stage / "checkpoints" / name)
+        run = replace(whole.config.run, save=0, prove=False)
+        job = replace(
+            whole,
+            plan=plan,
+            folder=stage,
+            resume=step > 0,
+            config=replace(whole.config, run=run),
+        )
+
+        def train(comm, job=job, until=until):
+            trainer = Trainer(job, comm)
+            trainer.run(lambda: trainer.step + 1 >= until)
+
+        run_threads(plan.schedule.ranks, train)
+        losses += [row.loss for row in read_rows(stage) if row.step > step]
+    return losses
+
+
+@pytest.fixture
+def text(tmp_path):
+    """Return a folder with some text and a config for two copies of a pipeline."""
+    lines = [f"the {n % 7} cats sat on {n % 5} mats\n" for n in range(3000)]
+    (tmp_path / "text.txt").write_text("".join(lines))
+    config = SMALL_CONFIG.replace("[data]", '[data]\nsources = ["text.txt"]')
+    config = config.replace('"hanayo"', '"1f1b"\ncopies = 2')
+    config = config.replace("microbatches = 4", "microbatches = 2")
+    (tmp_path / "config.toml").write_text(config)
+    return tmp_path
+
+
+def test_rank_0_is_killed_and_replaced_and_another_worker_stopped_and_no_loss_differs(
+    text,
+):
+    words = (
+        f"train config.toml --sample 0 --set run.steps={STEPS} --set run.silence=300 "
+        "--set run.restarts=1 --set run.save=50"
+    )
+    process = Command(text, words.split(), environment())
+    folder = text / "runs" / "config"
+    wait_for(folder, 4)
+    survivor = int((folder / "ranks" / "1.pid").read_text())
+    signal_worker(folder, 0, signal.SIGKILL)
+    wait_for_events(process, folder, 2)
+    wait_for(folder, read_events(folder)[-1].step + 2)
+    signal_worker(folder, 3, signal.SIGSTOP)
+    wait_for_events(process, folder, 3)
+    wait_for(folder, read_events(folder)[-1].step + 2)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=600)
+    assert process.returncode == 0, err
+    assert re.search(r"event +worker 0 was killed by SIGKILL; 3 workers go on", err)
+    assert re.search(r"event +worker 0 has joined; 4 workers go on", err)
+    assert re.search(r"event +worker 3 was stopped \(SIGSTOP\), so it was ended", err)
+    events = read_events(folder)
+    assert [event.workers for event in events] == [3, 4, 3]
+    assert "worker 3 was stopped (SIGSTOP), so it was ended; 3 workers went on" in out
+    assert int((folder / "ranks" / "1.pid").read_text()) == survivor
+    rows = read_rows(folder)
+    assert [row.step for row in rows] == list(range(1, len(rows) + 1))
+    lost, joined, stopped = (event.step for event in events)
+    crews = [(0, (0, 1, 2, 3)), (lost, (1, 2, 3)), (joined, (0, 1, 2, 3))]
+    crews.append((stopped, (0, 1, 2)))
+    assert [row.loss for row in rows] == undisturbed(
+        folder, text / "quiet", crews, len(rows)
+    )

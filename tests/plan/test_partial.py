@@ -1,0 +1,140 @@
+"""Partial paths in a search: what may be left out, and bounds for it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from optimum import optimum
+from penstock import UnitCost, simulate
+from penstock.config import ModelConfig
+from penstock.cost.gpus import analytic_profile
+from penstock.cost.placed import PlacedCost
+from penstock.plan.partial import (
+    partial_paths,
+    partial_profile_bound,
+    partial_unit_bound,
+    skipped_share,
+    visited_layers,
+)
+from penstock.plan.question import profile_question, unit_question
+from penstock.plan.recipes import Limits
+from penstock.plan.search import Landscape, search
+from penstock.plan.space import least_times
+from penstock.plan.workload import Fixed, Workload
+from penstock.schedules.coverage import visited_parts, visits_all_parts
+from penstock.schedules.list_scheduling import list_schedule, sequential_schedule
+from penstock.schedules.orders import loop_placement, wave_placement
+
+ROUNDING = 1 + 1e-9
+SKIP = 0.25
+MODEL = ModelConfig(layers=8, width=128, heads=4, kv_heads=4, inner=256, vocab=500)
+TOKENS = 256
+
+
+@cache
+def profile_at(rows: int):
+    return analytic_profile(MODEL, TOKENS, rows, "h100")
+
+
+@cache
+def model_search(skip: float) -> Landscape:
+    workload = Workload(
+        8, TOKENS, 8, 2, memory=40e6, granularity=64, fixed=Fixed(tensor=1, shard=1)
+    )
+    limits = Limits(stages=2, slices=2, skip=skip)
+    question = profile_question(workload, profile_at, limits, "a formula")
+    return search(question.workload, question.pricing, question.limits)
+
+
+def fastest(rows) -> float:
+    return min(row.candidate.step for row in rows)
+
+
+def test_a_search_lists_partial_paths_beside_whole_ones_and_keeps_to_the_share():
+    found = model_search(SKIP)
+    whole = [row for row in found.rows if visits_all_parts(row.candidate.schedule)]
+    partial_rows = [row for row in found.rows if row not in whole]
+    assert whole
+    assert partial_rows
+    for row in partial_rows:
+        schedule = row.candidate.schedule
+        share = skipped_share(schedule, row.candidate.partition)
+        assert 0 < share <= SKIP * ROUNDING
+        assert len(visited_parts(schedule)) == schedule.parts
+        assert row.candidate.peak <= 40e6 * ROUNDING
+    assert fastest(partial_rows) < fastest(whole)
+    assert fastest(whole) == fastest(model_search(0.0).rows)
+    for one in found.cells:
+        if one.best is not None:
+            assert one.bound <= one.best.step * ROUNDING
+    assert model_search(0.0).bound > found.bound > 0
+
+
+def test_without_leave_nothing_is_left_out():
+    rows = model_search(0.0).rows
+    assert all(visits_all_parts(row.candidate.schedule) for row in rows)
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    st.sampled_from([loop_placement, wave_placement]),
+    st.integers(2, 4),
+    st.integers(1, 2),
+    st.integers(1, 5),
+    st.integers(0, 3),
+    st.sampled_from([1, 2]),
+    st.sampled_from([0.0, 0.4]),
+)
+def test_no_listed_order_beats_the_bounds(
+    place, ranks, count, microbatches, skips, slices, comm
+):
+    stages = place(ranks, count)
+    skips = min(skips, len(stages) - 2)
+    unit_paths = partial_paths(
+        len(stages), skips, microbatches, tuple(range(slices + 1))
+    )
+    cost = UnitCost(comm=comm)
+    crowd = len(stages) // ranks
+    listed = list_schedule(stages, unit_paths, cost)
+    share = skipped_share(listed)
+    bound = partial_unit_bound(cost, ranks, microbatches, crowd, slices, share)
+    assert bound <= simulate(listed, cost).makespan * ROUNDING
+
+    profile = profile_at(1)
+    cuts = tuple(TOKENS * place // slices for place in range(slices + 1))
+    measured = PlacedCost(profile, TOKENS)
+    if len(stages) > profile.layers:
+        return
+    paths = partial_paths(len(stages), skips, microbatches, cuts)
+    listed = list_schedule(stages, paths, measured)
+    share = skipped_share(listed, measured.partition_of(listed))
+    shorter = replace(profile, layers=visited_layers(profile.layers, share))
+    times = least_times(shorter, slices)
+    bound = partial_profile_bound(times, ranks, microbatches)
+    assert bound <= simulate(listed, measured).makespan * ROUNDING
+
+
+@pytest.mark.parametrize("skips", [1, 2])
+def test_no_optimum_of_cp_sat_beats_the_bound(skips):
+    cost = UnitCost(comm=0.1)
+    stages = loop_placement(2, 2)
+    paths = partial_paths(4, skips, 3, (0, 1))
+    draft = sequential_schedule(stages, paths, split=True)
+    bound = partial_unit_bound(cost, 2, 3, 2, 1, skipped_share(draft))
+    assert 0 < bound <= optimum(draft, cost, None, work=1.0).makespan * ROUNDING
+
+
+def test_a_search_in_units_leaves_out_what_it_may():
+    question = unit_question(
+        3, 6, UnitCost(comm=0.05), 3.0, Limits(stages=4, slices=1, skip=SKIP)
+    )
+    found = search(question.workload, question.pricing, question.limits)
+    best = found.best.candidate
+    assert dict(best.shape)["skips"] >= 1
+    assert skipped_share(best.schedule) <= SKIP * ROUNDING
+    assert found.bound <= best.step * ROUNDING

@@ -1,0 +1,98 @@
+"""Connections that are made anew after a loss; ranks are threads that talk through real sockets."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from penstock.errors import PeerLostError
+from penstock.runtime.comm.gloo import GlooComm
+from penstock.runtime.torch_internals import PrefixStore, TCPStore
+
+pytestmark = pytest.mark.usefixtures("_loopback")
+
+
+@pytest.fixture
+def _loopback(monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+
+
+def on_ranks(ranks: int, work: Callable[[int], Any]) -> list[Any]:
+    """Run `work` on a thread per rank; return results or errors."""
+    results: list[Any] = [None] * ranks
+
+    def run(rank: int) -> None:
+        try:
+            results[rank] = work(rank)
+        except Exception as error:
+            results[rank] = error
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results
+
+
+def comm_of(store, name: str, rank: int, ranks: int, broken=lambda: False) -> GlooComm:
+    connection = TCPStore("127.0.0.1", store.port, is_master=False)
+    return GlooComm(PrefixStore(name, connection), rank, ranks, 30.0, broken)
+
+
+@pytest.fixture
+def store():
+    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+def test_messages_and_sums_work_and_again_after_a_rank_has_left(store):
+    def work(rank: int) -> list[float]:
+        comm = comm_of(store, "g1", rank, 3)
+        comm.prepare([(0, 2)])
+        total = torch.tensor([float(rank + 1)])
+        comm.add(total, (0, 1, 2)).wait()
+        if rank != 1:
+            pair = torch.tensor([float(rank)])
+            comm.add(pair, (0, 2)).wait()
+            assert pair.item() == 2.0
+        comm.barrier()
+        comm.abandon()
+        if rank == 1:
+            return [total.item()]
+        number = {0: 0, 2: 1}[rank]
+        comm = comm_of(store, "g2", number, 2)
+        if number == 0:
+            comm.send(torch.tensor([5.0]), 1).wait()
+        else:
+            total += comm.receive((1,), torch.float32, 0).wait()
+        again = torch.ones(1)
+        comm.add(again, (0, 1)).wait()
+        comm.abandon()
+        return [total.item(), again.item()]
+
+    assert on_ranks(3, work) == [[6.0, 2.0], [6.0], [11.0, 2.0]]
+
+
+def test_who_waits_for_a_rank_that_has_gone_is_told_so(store):
+    def work(rank: int) -> None:
+        comm = comm_of(store, "g1", rank, 2)
+        if rank == 0:
+            comm.abandon()
+        else:
+            comm.receive((4,), torch.float32, 0).wait()
+
+    gone, waits = on_ranks(2, work)
+    assert gone is None
+    assert isinstance(waits, PeerLostError)
+
+
+def test_connecting_ends_as_soon_as_the_generation_is_broken(store):
+    begin = time.monotonic()
+    with pytest.raises(PeerLostError, match="one of them is lost"):
+        comm_of(store, "g1", 0, 2, lambda: True)  # Nobody else comes.
+    assert time.monotonic() - begin < 10

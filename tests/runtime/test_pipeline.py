@@ -1,0 +1,151 @@
+"""The short way to train: a model or layers, a plan and a loss become `step(x, y)`."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import tied_workers
+from penstock import Pipeline, Plan, make
+from penstock.errors import ShapeError
+from penstock.models import shift_labels, token_loss
+from penstock.runtime import run_threads
+
+pytestmark = pytest.mark.numerics
+
+VOCAB, WIDTH, TOKENS = 17, 8, 5
+
+
+def layers() -> list[nn.Module]:
+    torch.manual_seed(0)
+    middle = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4)]
+    return [nn.Embedding(VOCAB, WIDTH), *middle, nn.Linear(WIDTH, VOCAB)]
+
+
+def batch(rows: int = 8) -> tuple[Tensor, Tensor]:
+    draw = torch.Generator().manual_seed(2)
+    x = torch.randint(0, VOCAB, (rows, TOKENS), generator=draw)
+    return x, shift_labels(x)
+
+
+def mean_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    return token_loss(logits, labels) / (labels != -100).sum()
+
+
+def in_one_piece(steps: int) -> tuple[list[float], list[float], dict[str, Tensor]]:
+    model = nn.Sequential(*layers()).double()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    x, y = batch()
+    losses, norms = [], []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = mean_loss(model(x), y)
+        loss.backward()
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.1)))
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return losses, norms, model.state_dict()
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("1f1b", {}),
+        ("zb-v", {"recompute": True}),
+        ("hanayo", {"copies": 2}),
+        ("chimera", {"reduction": "mean"}),
+    ],
+)
+def test_a_list_of_layers_trains_as_in_one_piece(name, options):
+    """On every rank: the loss, the norm that is clipped, and the weights after three steps."""
+    copies = options.pop("copies", 1)
+    schedule = make(name, ranks=2, microbatches=2, copies=copies)
+    losses, norms, weights = in_one_piece(3)
+    loss = mean_loss if "reduction" in options else token_loss
+    models = [[one.double() for one in layers()] for _ in range(schedule.ranks)]
+
+    def work(comm):
+        pipeline = Pipeline(models[comm.rank], schedule, loss, comm=comm, **options)
+        optimizer = torch.optim.AdamW(pipeline.parameters(), lr=1e-2)
+        x, y = batch()
+        found = []
+        for _ in range(3):
+            pipeline.zero_grad()
+            result = pipeline.step(x, y)
+            found.append((result.loss, pipeline.clip(0.1)))
+            optimizer.step()
+        return found, pipeline.state_dict(), pipeline.evaluate(x, y)
+
+    for found, state, held_out in run_threads(schedule.ranks, work):
+        assert [loss for loss, _ in found] == pytest.approx(losses, abs=1e-12)
+        assert [norm for _, norm in found] == pytest.approx(norms, abs=1e-12)
+        assert held_out < losses[-1]
+        for path, tensor in state.items():
+            torch.testing.assert_close(tensor, weights[path], rtol=0, atol=1e-12)
+
+
+def test_a_decoder_of_transformers_with_tied_weights_trains_as_in_one_piece():
+    plan = Plan(make("1f1b", ranks=2, microbatches=2), "1f1b", partition=(1, 1))
+    whole = tied_workers.gpt2()
+    draw = torch.Generator().manual_seed(1)
+    x = torch.randint(0, 37, (4, 9), generator=draw)
+    y = shift_labels(x)
+    mean_loss(whole(x).logits, y).backward()
+    expected = {name: one.grad for name, one in whole.named_parameters()}
+    models = [tied_workers.gpt2() for _ in range(2)]
+
+    def work(comm):
+        pipeline = Pipeline(models[comm.rank], plan, comm=comm)
+        assert pipeline.prove(x, y).seconds >= 0
+        loss = pipeline.step(x, y).loss
+        norm = pipeline.clip(1e9)
+        return loss, norm, dict(pipeline.named_parameters())
+
+    for loss, norm, held in run_threads(2, work):
+        assert loss == pytest.approx(mean_loss(whole(x).logits, y).item(), abs=1e-7)
+        for name, parameter in held.items():
+            torch.testing.assert_close(
+                parameter.grad, expected[name], rtol=0, atol=1e-7
+            )
+        # The embedding is tied to the head, on the other rank, and counts once.
+        squares = sum(float(grad.square().sum()) for grad in expected.values())
+        assert norm == pytest.approx(squares**0.5, rel=1e-6)
+
+
+def test_weights_are_loaded_out_of_those_of_the_whole_model():
+    weights = nn.Sequential(*layers()).state_dict()
+    changed = {name: tensor + 1 for name, tensor in weights.items()}
+
+    def work(comm):
+        pipeline = Pipeline(
+            layers(), make("1f1b", ranks=2, microbatches=1), comm=comm, partition=(4, 2)
+        )
+        pipeline.load_state_dict(changed)
+        with pytest.raises(ShapeError, match="the state has no"):
+            pipeline.load_state_dict({})
+        return pipeline.state_dict()
+
+    first, last = run_threads(2, work)
+    assert {name.partition(".")[0] for name in first} == {"0", "1", "2", "3"}
+    for name, tensor in (first | last).items():
+        assert torch.equal(tensor, changed[name])
+
+
+@pytest.mark.parametrize(
+    ("model", "partition", "words"),
+    [
+        (layers(), (1, 1), "2 parts and 2 layers, but the schedule has 2 parts"),
+        ([nn.Flatten(), *layers()[1:]], (1, 5), r"makes \(1, 5\) of an input"),
+        (nn.Linear(2, 2), (), "cannot split a Linear"),
+    ],
+)
+def test_what_is_no_pipeline_is_refused(model, partition, words):
+    def work(comm):
+        pipeline = Pipeline(
+            model, make("1f1b", ranks=2, microbatches=1), comm=comm, partition=partition
+        )
+        pipeline.step(*batch(1))
+
+    with pytest.raises(Exception, match=words):
+        run_threads(2, work, patience=5)

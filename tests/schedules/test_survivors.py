@@ -1,0 +1,96 @@
+"""What is left of a schedule without some ranks: the same work, on other ranks, in no more memory."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock import REGISTRY, lower, make, simulate, verify
+from penstock.errors import ShapeError
+from penstock.ir.action import Op
+from penstock.schedules.survivors import PartCost, orphans, without_ranks
+from penstock.schedules.transforms import replicate
+
+
+def visited(schedule, microbatch: int) -> list[int]:
+    """The parts that a micro-batch visits, in order."""
+    path = schedule.microbatches[microbatch].path
+    return [schedule.stages[stage].part for stage in path]
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.data())
+def test_every_micro_batch_still_visits_the_same_parts_in_the_same_order(data):
+    name = data.draw(st.sampled_from(sorted(REGISTRY)))
+    copies = data.draw(st.integers(1, 3))
+    schedule = replicate(make(name, ranks=4, microbatches=4), copies)
+    ranks = st.integers(0, schedule.ranks - 1)
+    lost = data.draw(st.sets(ranks, min_size=1, max_size=schedule.ranks - 1))
+    smaller = without_ranks(schedule, lost)
+    verify(lower(smaller))
+    assert smaller.ranks == schedule.ranks - len(lost)
+    assert len(smaller.microbatches) == len(schedule.microbatches)
+    for number in range(len(schedule.microbatches)):
+        assert visited(smaller, number) == visited(schedule, number)
+        assert smaller.microbatches[number].cuts == schedule.microbatches[number].cuts
+    if not orphans(schedule, lost):
+        cost = PartCost(parts=(1.0,) * schedule.parts)
+        before = simulate(schedule, cost).peak_activations.tolist()
+        left = [rank for rank in range(schedule.ranks) if rank not in lost]
+        after = simulate(smaller, cost).peak_activations.tolist()
+        for rank, peak in zip(left, after, strict=True):
+            assert peak <= max(before[rank], most_of_one(smaller)) + 1e-9
+
+
+def most_of_one(schedule) -> float:
+    """The most activations that one micro-batch has on a rank."""
+    most = 0
+    for microbatch in schedule.microbatches:
+        ranks = [schedule.stages[stage].rank for stage in microbatch.path]
+        most = max(most, *map(ranks.count, ranks))
+    return float(most)
+
+
+def test_the_work_of_a_lost_rank_is_dealt_out_evenly():
+    schedule = replicate(make("gpipe", ranks=2, microbatches=6), 4)
+    smaller = without_ranks(schedule, [3])
+    visits = [0] * smaller.ranks
+    for microbatch in smaller.microbatches:
+        for stage in microbatch.path:
+            visits[smaller.stages[stage].rank] += 1
+    assert sorted(visits) == [6, 6, 6, 6, 8, 8, 8]
+
+
+def test_a_part_that_nobody_else_holds_goes_to_its_home_or_to_who_has_the_least_to_do():
+    schedule = make("1f1b", ranks=4, microbatches=4)
+    assert orphans(schedule, [1]) == (1,)
+    smaller = without_ranks(schedule, [1], work=(1.0, 2.0, 3.0, 2.0))
+    assert [stage.rank for stage in smaller.stages if stage.part == 1] == [0]
+    smaller = without_ranks(schedule, [1], homes={1: 3})
+    assert [stage.rank for stage in smaller.stages if stage.part == 1] == [2]
+    smaller = without_ranks(schedule, [1, 3], homes={1: 3})  # Its home is lost, too.
+    assert {stage.rank for stage in smaller.stages} == {0, 1}
+
+
+def test_a_slow_rank_gets_less_work():
+    schedule = replicate(make("1f1b", ranks=1, microbatches=6), 3)
+    slower = without_ranks(schedule, [], paces=(1.0, 1.0, 2.0))
+    visits = [0, 0, 0]
+    for microbatch in slower.microbatches:
+        visits[slower.stages[microbatch.path[0]].rank] += 1
+    assert visits[2] < 6
+    cost = PartCost(parts=(1.0,), paces=(1.0, 1.0, 2.0))
+    even = simulate(schedule, cost).makespan
+    assert simulate(slower, cost).makespan == pytest.approx(even * 24 / 36)
+
+
+def test_split_backwards_stay_split():
+    schedule = replicate(make("zb-h1", ranks=2, microbatches=2), 2)
+    actions = [action for lane in without_ranks(schedule, [0]).lanes for action in lane]
+    assert {action.op for action in actions} == {Op.F, Op.I, Op.W}
+
+
+def test_without_any_rank_there_is_no_schedule():
+    with pytest.raises(ShapeError, match="all ranks are lost"):
+        without_ranks(make("1f1b", ranks=2, microbatches=2), [0, 1])

@@ -1,0 +1,222 @@
+"""Decoders of transformers in the trainer: any family with one stack of layers, from its folder and back to one."""
+
+from __future__ import annotations
+
+import copy
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+
+from commands import SMALL_CONFIG, called
+from penstock.errors import FileError, ShapeError
+from penstock.formats.config_toml import read_config
+from penstock.models import DecoderConfig, LlamaConfig, token_loss
+from penstock.models.count import parameters_of
+from penstock.models.decoder import build_decoder, check_positions, decoder_of
+from penstock.train.after.export import export_run
+from penstock.train.after.generate import open_trained
+from penstock.train.data.loader import Deal, Loader
+from penstock.train.history import read_rows
+from penstock.train.hub import read_sizes
+from penstock.train.weights import draw_parameters, hold_whole
+from penstock.train.worker import job_of
+
+SIZES = {
+    "vocab_size": 256,
+    "hidden_size": 32,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 48,
+    "max_position_embeddings": 64,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+SCALED = {
+    "rope_type": "llama3",
+    "rope_theta": 1e4,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+CONFIGS = {
+    "gemma3": transformers.Gemma3TextConfig(
+        **SIZES,
+        head_dim=8,
+        sliding_window=8,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        tie_word_embeddings=True,
+    ),
+    "mixtral": transformers.MixtralConfig(**SIZES, num_local_experts=4),
+    "gpt_neox": transformers.GPTNeoXConfig(
+        **{key: size for key, size in SIZES.items() if key != "num_key_value_heads"}
+    ),
+    "llama 3.1": transformers.LlamaConfig(**SIZES, rope_parameters=SCALED),
+}
+TEXT = "".join(f"the {n % 7} cats sat on {n % 5} mats\n" for n in range(3000))
+
+
+def folder_of(name: str, folder: Path) -> Path:
+    torch.manual_seed(1)
+    config = copy.deepcopy(CONFIGS[name])
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def penstock(monkeypatch, capsys, tmp_path):
+    """Run a command line in a folder with some text."""
+    (tmp_path / "text.txt").write_text(TEXT)
+    (tmp_path / "config.toml").write_text(
+        SMALL_CONFIG.replace("[data]", '[data]\nsources = ["text.txt"]')
+    )
+    monkeypatch.chdir(tmp_path)
+
+    def run(line: str) -> str:
+        code, out, err = called(monkeypatch, capsys, line)
+        assert code == 0, err
+        return out + err
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("name", "schedule"),
+    [
+        ("gemma3", "seq1f1b --set schedule.slices=2"),
+        ("mixtral", "zb-h1"),
+    ],
+)
+def test_a_decoder_is_trained_and_exported_in_its_own_format(
+    name, schedule, penstock, tmp_path
+):
+    """The first loss is that of transformers' model, and what is exported computes what was trained."""
+    folder_of(name, tmp_path / "start")
+    said = penstock(
+        f"train config.toml --set model.weights=start --set schedule.name={schedule} "
+        "--set run.steps=2 --set run.folder=run --sample 3"
+    )
+    assert (
+        type(transformers.AutoModelForCausalLM.from_config(CONFIGS[name])).__name__
+        in said
+    )
+    penstock("export run -o end")
+    trained = open_trained(tmp_path / "run")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "end").eval()
+    tokens = torch.randint(0, 256, (2, 16))
+    with torch.no_grad():
+        expected = theirs(tokens).logits
+        found = trained.model(tokens)
+    assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
+    rows = read_rows(tmp_path / "run")
+    begun = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "start").eval()
+    batch = first_batch(tmp_path / "run")
+    with torch.no_grad():
+        logits = begun(batch[:, :-1]).logits
+        loss = token_loss(logits, batch[:, 1:]) / batch[:, 1:].numel()
+    assert rows[0].loss == pytest.approx(float(loss), rel=1e-5)
+    assert "perplexity" in penstock("eval run --batches 1")
+
+
+def first_batch(run: Path) -> torch.Tensor:
+    """The sequences of the first step, each with the token after it."""
+    config = read_config(run / "config.toml")
+    job = job_of(run, config)
+    batch = Loader(job.corpus, Deal(config.data.batch, 1), config.run.seed).step()[0]
+    return torch.cat([batch.inputs[0], batch.labels[0][:, -1:]], dim=1)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_new_weights_begin_as_those_of_transformers_do(name):
+    sizes = decoder_of(CONFIGS[name])
+    holding = hold_whole(sizes)
+    draw_parameters(holding, 0)
+    torch.manual_seed(0)
+    theirs = dict(build_decoder(sizes).named_parameters())
+    assert holding.parameters.keys() == theirs.keys()
+    for path, parameter in holding.parameters.items():
+        ours, expected = parameter.detach(), theirs[path].detach()
+        if bool((expected == expected.flatten()[0]).all()):
+            assert torch.equal(ours, expected), path
+        else:
+            assert float(ours.std()) == pytest.approx(float(expected.std()), rel=0.2)
+    again = hold_whole(sizes)
+    draw_parameters(again, 0)
+    for path, parameter in again.parameters.items():
+        assert torch.equal(parameter, holding.parameters[path])
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_parameters_are_counted_without_memory(name):
+    sizes = decoder_of(CONFIGS[name])
+    assert parameters_of(sizes).total == sum(
+        parameter.numel() for parameter in build_decoder(sizes).parameters()
+    )
+
+
+def test_a_llama_that_ours_is_not_is_taken_from_transformers(tmp_path):
+    """Scaled rotary positions, biases, another activation: our Llama has none of these."""
+    plain = transformers.LlamaConfig(**SIZES)
+    for number, changes in enumerate(
+        ({}, {"rope_parameters": SCALED}, {"attention_bias": True}, {"head_dim": 16})
+    ):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        text = json.dumps(plain.to_dict() | changes)
+        (folder / "config.json").write_text(text)
+        kind = DecoderConfig if changes else LlamaConfig
+        assert isinstance(read_sizes(folder), kind), changes
+
+
+def test_what_cannot_be_trained_is_refused_with_the_reason(tmp_path, penstock):
+    (tmp_path / "config.json").write_text('{"model_type": "t5"}')
+    with pytest.raises(FileError, match="no causal language model of type 't5'"):
+        read_sizes(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "nonsense"}')
+    with pytest.raises(FileError, match="cannot make a model"):
+        read_sizes(tmp_path)
+    with pytest.raises(
+        ShapeError, match=r"65 tokens, but a Gemma3ForCausalLM .* 64 at"
+    ):
+        check_positions(decoder_of(CONFIGS["gemma3"]), 65)
+
+
+# ---------------------------------------------------------------- what an export keeps
+def test_an_export_keeps_what_the_original_folder_said(penstock, tmp_path):
+    start = tmp_path / "start"
+    plain = {**SIZES, "max_position_embeddings": 8192, "bos_token_id": 3}
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(**plain)).save_pretrained(
+        start
+    )
+    (start / "generation_config.json").write_text('{"temperature": 0.6}')
+    (start / "chat_template.jinja").write_text("{{ messages }}")
+    penstock(
+        "train config.toml --set model.weights=start --set run.steps=1 --set run.folder=run --sample 0"
+    )
+    shutil.rmtree(start)  # the run has its own copies
+    penstock("export run -o end --dtype bfloat16")
+    end = tmp_path / "end"
+    said = json.loads((end / "config.json").read_text())
+    assert said["max_position_embeddings"] == 8192
+    assert (said["bos_token_id"], said["dtype"]) == (3, "bfloat16")
+    assert (end / "generation_config.json").read_text() == '{"temperature": 0.6}'
+    assert (end / "chat_template.jinja").read_text() == "{{ messages }}"
+    weights = load_file(end / "model.safetensors")
+    assert {tensor.dtype for tensor in weights.values()} == {torch.bfloat16}
+    modes = {file.stat().st_mode for file in end.iterdir()}
+    assert len(modes) == 1, "other users can read some files and not others"
+    trained = open_trained(tmp_path / "run").holding.parameters["embed.weight"]
+    found = weights["model.embed_tokens.weight"]
+    assert torch.equal(found, trained.detach().to(torch.bfloat16))
+
+
+def test_an_export_has_only_known_types(penstock, tmp_path):
+    with pytest.raises(ShapeError, match="no type 'int4' to export; known: float32"):
+        export_run(tmp_path, tmp_path / "end", "int4")

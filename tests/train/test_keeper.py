@@ -1,0 +1,137 @@
+"""The launcher's side of a crew, with processes that do nothing but end, hang or report."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from dataclasses import replace
+
+import pytest
+
+from penstock import Plan, make
+from penstock.config import RunConfig
+from penstock.errors import RunError
+from penstock.schedules.transforms import replicate
+from penstock.train.crew.events import read_events
+from penstock.train.crew.keeper import Keeper
+from penstock.train.crew.member import Member
+from penstock.train.crew.notes import Report, alive_key, ready_key
+from penstock.train.loop import StepFigures
+from penstock.train.worker import Verdict
+
+PLAN = Plan(replicate(make("1f1b", ranks=1, microbatches=2), 3), "1f1b", (2,))
+FIGURES = StepFigures(2.5, 0.5, 100, 1.0, None, False)
+
+
+def play(worker, workers, host, port, folder, resume, newcomer) -> Verdict:
+    """Take part in two generations; worker 1 leaves the first as the folder's name says."""
+    member = Member(worker, host, port)
+    if newcomer:
+        decision = member.arrive()
+        assert decision.members == (0, 1, 2)
+        assert decision.transfers == ((0, 0, 1),)
+        member.store.set(ready_key(decision.generation), "yes")
+        return Verdict(10)
+    member.report(Report(worker))
+    decision = member.next_decision()
+    assert decision.members == (0, 1, 2)
+    if worker == 1:
+        if "killed" in folder:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if "stopped" in folder:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        if "failed" in folder:
+            raise ValueError("no good")
+    if "retry" not in folder:
+        while not member.store.check([f"crew/broken/{member.generation}"]):
+            time.sleep(0.01)
+    while True:
+        member.report(Report(worker, 7, FIGURES, parts=(0,), error="a link is cut"))
+        decision = member.next_decision()
+        if decision is None or "always" not in folder:
+            break
+    if decision is None:
+        return Verdict(9)
+    assert decision.step == 7
+    member.store.set(ready_key(decision.generation), "yes")
+    if "again" not in folder:
+        return Verdict(8)
+    while not member.is_changing(decision):
+        time.sleep(0.01)
+    member.report(Report(worker, 9, FIGURES, parts=(0,)))
+    member.next_decision()
+    time.sleep(20)  # The newcomer ends the run.
+    return Verdict(-1)
+
+
+def keeper_of(tmp_path, name: str, restarts: int = 0) -> Keeper:
+    folder = tmp_path / name
+    folder.mkdir()
+    said = []
+    settings = RunConfig(silence=60.0, patience=60.0, restarts=restarts)
+    keeper = Keeper(play, folder, PLAN, settings, False, said.append)
+    keeper.said = said
+    return keeper
+
+
+@pytest.mark.parametrize(
+    ("name", "story"),
+    [
+        ("killed", "worker 1 was killed by SIGKILL"),
+        ("stopped", "worker 1 was stopped (SIGSTOP), so it was ended"),
+        ("failed", "worker 1 failed: ValueError: no good"),
+    ],
+)
+def test_the_others_go_on_without_a_worker(name, story, tmp_path, capfd):
+    keeper = keeper_of(tmp_path, name)
+    assert keeper.run() == Verdict(8)
+    assert keeper.said == [f"{story}; 2 workers go on after step 7"]
+    assert keeper.decision.members == (0, 2)
+    (event,) = read_events(tmp_path / name)
+    assert (event.step, event.event, event.workers) == (7, "lost", 2)
+    assert (event.text, event.seconds > 0) == (story, True)
+    capfd.readouterr()
+
+
+def test_a_lost_worker_is_replaced_and_the_new_one_joins_after_a_step(tmp_path, capfd):
+    keeper = keeper_of(tmp_path, "killed-again", restarts=1)
+    assert keeper.run() == Verdict(10)
+    assert keeper.said == [
+        "worker 1 was killed by SIGKILL; 2 workers go on after step 7",
+        "worker 1 has joined; 3 workers go on after step 9",
+    ]
+    events = read_events(tmp_path / "killed-again")
+    assert [event.event for event in events] == ["lost", "joined"]
+    capfd.readouterr()
+
+
+def test_a_cut_link_connects_all_workers_again_but_not_for_ever(tmp_path, capfd):
+    keeper = keeper_of(tmp_path, "retry", restarts=2)
+    assert keeper.run() == Verdict(8)
+    assert keeper.said == ["a link is cut; 3 workers go on after step 7"]
+    keeper = keeper_of(tmp_path, "retry-always", restarts=2)
+    with pytest.raises(RunError, match="connected again 2 times, which did not help"):
+        keeper.run()
+    capfd.readouterr()
+
+
+def test_a_worker_without_a_sign_of_life_is_lost(tmp_path):
+    keeper = keeper_of(tmp_path, "silent")
+    keeper.settings = replace(keeper.settings, silence=0.2)
+    keeper.start()
+    try:
+        lost = []
+        keeper.lose = lambda worker, event: lost.append((worker.number, event))
+        for number in range(3):
+            keeper.store.add(alive_key(number), 1)
+        keeper.workers = {1: keeper.workers[1]}  # It alone may still beat by itself.
+        keeper.workers[1].process.kill()
+        keeper.workers[1].process.join()
+        for _ in range(10):
+            keeper.check_signs_of_life()
+            time.sleep(0.05)
+        assert lost[0] == (1, "has shown no life for 0.2 s and was ended")
+    finally:
+        for worker in keeper.workers.values():
+            worker.kill()
