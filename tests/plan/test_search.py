@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise, product
@@ -234,8 +235,9 @@ def test_ctrl_c_keeps_the_best_schedule_of_a_pipeline():
 
 def test_large_pipelines_try_as_many_orders_as_take_half_a_minute(monkeypatch):
     every = len(unit_search(4, 8, None, slices=1, stages=2).rows)
-    monkeypatch.setattr("penstock.plan.portfolio.FIXED_ACTIONS", 200)
-    monkeypatch.setattr("penstock.plan.portfolio.MAX_LISTED_ACTIONS", 0)
+    module = sys.modules["penstock.plan.portfolio"]  # a function has the same name
+    monkeypatch.setattr(module, "FIXED_ACTIONS", 200)
+    monkeypatch.setattr(module, "MAX_LISTED_ACTIONS", 0)
     question = unit_question(4, 8, UnitCost(comm=0.1), None, Limits(2, 1))
     found = find(question)
     assert 1 < len(found.rows) < every
