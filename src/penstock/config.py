@@ -106,13 +106,18 @@ class DataConfig:
 
     sources: tuple[str, ...] = setting(
         (),
-        "files or folders with text or .jsonl, also as .gz, .bz2 or .xz; empty takes Python's standard library",
+        "files or folders: text, .jsonl (also .gz, .bz2, .xz), .parquet, .arrow; empty takes Python's standard library",
     )
     endings: tuple[str, ...] = setting(
-        (".txt", ".md", ".py", ".jsonl", ".txt.gz", ".jsonl.gz"),
+        (
+            *(".txt", ".md", ".py", ".jsonl", ".txt.gz", ".jsonl.gz"),
+            *(".parquet", ".arrow"),
+        ),
         "endings of the files that are read from folders",
     )
-    field: str = setting("text", "field of a JSONL line that holds the text")
+    field: str = setting(
+        "text", "field of a JSONL line, or column of a table, that holds the text"
+    )
     tokenizer: str = setting(
         AUTO,
         "bytes, or the path of a tokenizer.json; auto takes that of model.weights or model.config, or else bytes",
@@ -354,7 +359,7 @@ class RunConfig:
     )
     restarts: int = setting(
         3,
-        "how often a run restarts from its checkpoint after a worker has died",
+        "how often a run restarts from its checkpoint after a worker has died, or replaces a worker if it is elastic",
         least=0,
     )
     patience: float = setting(

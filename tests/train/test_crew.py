@@ -141,6 +141,33 @@ def test_a_rank_that_missed_the_sum_of_a_step_commits_it_with_the_figures_of_the
     assert losses(rows) == started_with(2, (3,))
 
 
+def test_a_worker_that_comes_gets_its_part_from_a_peer_and_all_go_on_with_the_whole_plan(
+    started_with, tmp_path
+):
+    crew = Crew(job_with_copies(tmp_path))
+    crew.reports = {n: Report(n) for n in (0, 2, 3)}
+    crew.change_at = 2
+    crew.run(crew.decide())
+    assert {report.step for report in crew.reports.values()} == {2}
+    shutil.rmtree(tmp_path / "checkpoints")  # Nothing is read from disk.
+    crew.reports[1] = Report(1, newcomer=True)
+    decision = crew.decide()
+    assert decision.transfers == ((1, 3, 1),)
+    assert (decision.whole, decision.close) == (True, False)
+    assert load_decision(decision.dump()) == decision
+    crew.run(decision)
+    rows = read_rows(tmp_path)
+    assert [row.step for row in rows] == list(range(1, STEPS + 1))
+    before = started_with(0, (1,))[:2]
+    other = tmp_path / "other"
+    alone = Crew(job_with_copies(other))
+    alone.reports = {n: Report(n) for n in (0, 2, 3)}
+    alone.change_at = 2
+    alone.run(alone.decide())
+    job = replace(job_with_copies(other), resume=True)
+    assert losses(rows) == before + losses(train(job))[2:]
+
+
 # ---------------------------------------------------------------- decisions
 def test_a_step_that_nobody_has_committed_is_done_again():
     reports = {n: Report(n, 4, FIGURES, parts=(n % 2,)) for n in (0, 1, 2)}
