@@ -57,18 +57,20 @@ class Case:
         return sizes_of(model, VOCAB, TOKENS)
 
 
-def gradients(comm: ProcessComm, cases: list[Case]) -> list[dict[str, float]]:
+def gradients(
+    comm: ProcessComm, cases: list[Case], device: str = "cpu"
+) -> list[dict[str, float]]:
     """Return how far loss, gradients and norm are from the unsplit model's, for each case."""
     torch.set_default_dtype(torch.float64)
-    return [_gradients(comm, case) for case in cases]
+    return [_gradients(comm, case, torch.device(device)) for case in cases]
 
 
-def _gradients(comm: ProcessComm, case: Case) -> dict[str, float]:
+def _gradients(comm: ProcessComm, case: Case, device: torch.device) -> dict[str, float]:
     schedule = make(case.name, **{"ranks": 2, "microbatches": 2, **case.shape})
     sizes = case.sizes(schedule.parts)
     partition = even_partition(sizes.layers, schedule.parts)
-    place = place_of(comm, case.mesh, schedule.ranks, CPU)
-    holding = hold(sizes, schedule, partition, place.pipeline.rank, CPU, place)
+    place = place_of(comm, case.mesh, schedule.ranks, device)
+    holding = hold(sizes, schedule, partition, place.pipeline.rank, device, place)
     draw_parameters(holding, 5)
     executor = Executor(
         lower(schedule),
@@ -82,6 +84,7 @@ def _gradients(comm: ProcessComm, case: Case) -> dict[str, float]:
     )
     count = len(schedule.microbatches)
     inputs, labels = _data(count * case.mesh.shard * case.passes)
+    inputs, labels = ([x.to(device) for x in each] for each in (inputs, labels))
     valid = sum(int((y != IGNORED_LABEL).sum()) for y in labels)
     loss = 0.0
     for turn in range(case.passes):
@@ -89,12 +92,12 @@ def _gradients(comm: ProcessComm, case: Case) -> dict[str, float]:
         here = slice(first, first + count)
         result = executor.step(batch_of(inputs[here], labels[here], valid))
         loss += result.loss if place.speaks else 0.0
-    total, norm, _, _ = Gradients(holding, comm, CPU, counts=0).measure(loss, 0, [])
+    total, norm, _, _ = Gradients(holding, comm, device, counts=0).measure(loss, 0, [])
     everything = hold_whole(sizes)
     draw_parameters(everything, 5)
     expected = 0.0
     for x, y in zip(inputs, labels, strict=True):
-        one = token_loss(everything.stages[0](x), y) / valid
+        one = token_loss(everything.stages[0](x.cpu()), y.cpu()) / valid
         one.backward()
         expected += float(one.detach())
     theirs = {name: parameter.grad for name, parameter in everything.parameters.items()}
@@ -133,7 +136,7 @@ def _apart(ours: Tensor | None, theirs: Tensor | None, parameter: Tensor) -> flo
     assert theirs is not None
     here = local_share(ours)
     return (
-        float((here - cut_share(theirs, parameter)).abs().max())
+        float((here.cpu() - cut_share(theirs, parameter)).abs().max())
         if here.numel()
         else 0.0
     )

@@ -83,6 +83,10 @@ PIPELINES: dict[str, tuple[str, dict[str, int]]] = {
     "hanayo W=2": ("hanayo", {"waves": 2}),
     "zb-v": ("zb-v", {}),
     "interleaved-zb v=2": ("interleaved-zb", {"chunks": 2}),
+    "v-half": ("v-half", {}),
+    "v-min": ("v-min", {}),
+    "dualpipe-v": ("dualpipe-v", {}),
+    "skip 25%": ("skip", {"skips": 2}),
 }
 DEPTH = 4  # layers of a rank
 COLD = 3  # steps of each candidate that are not counted
@@ -300,6 +304,8 @@ def run_pipeline(
             note(comm, f"no time for {label}")
             continue
         name, shape = PIPELINES[label]
+        if name == "skip" and comm.ranks <= 2 + shape["skips"]:
+            continue  # too few ranks for paths that leave some out
         schedule = make(name, ranks=comm.ranks, microbatches=microbatches, **shape)
         row = compare_pipelines(comm, size, label, schedule, options)
         rows.append(row)
@@ -331,7 +337,9 @@ def compare_pipelines(
         machines[who] = ours[who] = one
     # torch's runtime refuses compiled layers in split backwards.
     splits = any(action.op is Op.W for action in schedule.lanes[0])
-    if options.peer and not splits:
+    # Nor does it let micro-batches take different paths.
+    paths = {microbatch.path for microbatch in schedule.microbatches}
+    if options.peer and not splits and len(paths) == 1:
         for part in stages["torch"].values():
             for layer in part.pieces_to_compile:  # type: ignore[union-attr]
                 layer.compile(backend=options.compiler)
@@ -402,6 +410,7 @@ def main() -> None:
     parser.add_argument("--part", choices=("alone", "pipeline"), required=True)
     parser.add_argument("--model", choices=tuple(MODELS), default="200m")
     parser.add_argument("--ranks", type=int, default=8)
+    parser.add_argument("--depth", type=int, default=DEPTH, help="layers of a rank")
     parser.add_argument("--microbatches", type=int, default=0, help="2P unless given")
     parser.add_argument("--only", default="", help="comma-separated schedules")
     parser.add_argument("--rounds", type=int, default=8)
@@ -426,7 +435,7 @@ def main() -> None:
         ranks = 2 if given.dry else given.ranks
         size = DRY
         if not given.dry:
-            size = replace(REAL.with_layers(DEPTH * ranks), tokens=1024)
+            size = replace(REAL.with_layers(given.depth * ranks), tokens=1024)
         found = spawn(
             ranks,
             run_pipeline,

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
+from subprocess import CompletedProcess
+from types import SimpleNamespace
 
 import pytest
 
@@ -53,8 +56,22 @@ def test_profiles_come_with_how_far_their_fits_are_off(tmp_path):
     )
 
 
-def test_runs_of_the_trainer_come_with_what_they_forecast(tmp_path):
-    run(f"training.py --dry --steps 8 --out {tmp_path}/found.json")
+def test_runs_of_the_trainer_come_with_what_they_forecast(tmp_path, monkeypatch):
+    """Its runs are forked, because a new process would load torch again."""
+    monkeypatch.syspath_prepend(str(FOLDER))
+    import training  # noqa: PLC0415
+
+    def run_forked(command: list[str], **_: object) -> CompletedProcess[str]:
+        assert command[1:4] == ["-m", "penstock", "train"]
+        run = Command(tmp_path, command[3:], environment())
+        out, err = run.communicate()
+        assert run.returncode is not None
+        return CompletedProcess(command, run.returncode, out, err)
+
+    monkeypatch.setattr(training, "subprocess", SimpleNamespace(run=run_forked))
+    words = ["training.py", "--dry", "--steps", "8", "--out", f"{tmp_path}/found.json"]
+    monkeypatch.setattr(sys, "argv", words)
+    training.main()
     (row,) = json.loads((tmp_path / "found.json").read_text())["rows"]
     assert 0 < row["predicted"] < 10
     assert row["spread"][0] <= row["seconds"] <= row["spread"][1]

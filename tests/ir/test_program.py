@@ -33,7 +33,7 @@ from penstock.ir.program import (
     Send,
     lower,
 )
-from penstock.ir.verify import verify
+from penstock.ir.verify import run_channels, verify
 from penstock.schedules import REGISTRY, make
 from random_schedules import broken, named_schedules, random_schedule
 
@@ -550,3 +550,30 @@ def test_every_named_schedule_runs_on_threads_whose_sends_block(name: str) -> No
 def test_lowering_is_linear_enough_for_large_schedules() -> None:
     program = lower(make("1f1b", ranks=8, microbatches=1200))
     assert len(verify(program)) == 2 * 7 * 1200
+
+
+# ---------------------------------------------------------------- queues of messages
+def test_what_verify_accepts_runs_with_queues_of_messages():
+    """That is how messages travel over NCCL; with any paths and slices."""
+    for seed in range(60):
+        lowered = lower(random_schedule(np.random.default_rng([11, seed])))
+        verify(lowered)
+        assert run_channels(lowered) == []
+        assert run_channels(lowered, separate=True) == []
+
+
+@pytest.mark.parametrize("name", REGISTRY)
+def test_every_named_schedule_runs_with_queues_of_messages(name):
+    for schedule in named_schedules(name):
+        assert run_channels(lower(schedule)) == []
+        assert run_channels(lower(schedule), separate=True) == []
+
+
+def test_queues_find_the_actions_that_wait_for_a_message_in_vain(program):
+    """In the wrong order, the second forward arrives in the place of the first."""
+    ours, theirs = program.lanes
+    sends = [each for each in ours if isinstance(each, Send)]
+    swapped = dict(zip(sends, reversed(sends), strict=True))
+    changed = tuple(swapped.get(each, each) for each in ours)
+    stuck = run_channels(replace(program, lanes=(changed, theirs)))
+    assert parse_action("1F0") in stuck

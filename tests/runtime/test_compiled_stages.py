@@ -161,53 +161,6 @@ def test_autocast_composes_with_compiled_and_split_backwards():
         assert off <= 2 * usual + 1e-6 * float(exact.norm()), name
 
 
-# ---------------------------------------------------------------- no recompilation
-@pytest.mark.parametrize("recompute", [False, True])
-def test_nothing_is_compiled_again_from_step_to_step_or_slice_to_slice(recompute):
-    """The slices have three lengths, and each layer of both parts runs the same code."""
-    forget_compiled_code()
-    schedule = slice_tokens(make("zb-v", ranks=1, microbatches=2), CUTS)
-    parts = [compiled(part) for part in split(llama(4), [2, 2])]
-    counts = []
-
-    def work(comm):
-        executor = Executor(
-            lower(schedule),
-            dict(enumerate(parts)),
-            comm,
-            CompiledLoss(token_loss, TRACER),
-            16,
-            torch.float64,
-            recompute=frozenset({0, 1}) if recompute else frozenset(),
-        )
-        begin = graphs()
-        for seed in range(5):
-            executor.step(batch(2, seed=seed))
-            counts.append(graphs() - begin)
-        executor.evaluate(batch(2))
-        counts.append(graphs() - begin)
-        executor.evaluate(batch(2, seed=1))
-        counts.append(graphs() - begin)
-
-    run_threads(1, work)
-    # angles, before and after the attention, head and loss; once more where no gradient is needed
-    assert counts[0] == (10 if recompute else 5)
-    assert counts[:5] == [counts[0]] * 5
-    assert counts[5:] == [10, 10]
-
-
-def test_all_layers_of_all_parts_share_the_compiled_code():
-    data = batch(2)
-    counts = []
-    for layers in (2, 6):
-        forget_compiled_code()
-        begin = graphs()
-        stage = compiled(split(llama(layers).float(), [layers])[0])
-        alone(stage, make("1f1b", ranks=1, microbatches=2), data)
-        counts.append(graphs() - begin)
-    assert counts[0] == counts[1] == 3  # angles, layer and head
-
-
 def test_a_layer_that_is_compiled_again_and_again_is_reported(caplog):
     layer = compile_stage(nn.Sequential(nn.Linear(4, 4)), TRACER)
     limits = {"recompile_limit": 4, "automatic_dynamic_shapes": False}
@@ -443,3 +396,54 @@ def forbidden_to_compile(part: nn.Module) -> nn.Module:
     for path in part.anatomy.layers[part.begin : part.end]:
         compiled_call(part.get_submodule(path)).run = None
     return part
+
+
+# ---------------------------------------------------------------- no recompilation
+# These come last, because they forget the compiled code that the others share.
+def test_nothing_is_compiled_again_from_step_to_step_or_slice_to_slice():
+    """The slices have three lengths, and each layer of both parts runs the same code."""
+    forget_compiled_code()
+    schedule = slice_tokens(make("zb-v", ranks=1, microbatches=2), CUTS)
+    parts = [compiled(part) for part in split(llama(4), [2, 2])]
+    counts = []
+
+    def work(comm):
+        plain, recomputing = (
+            Executor(
+                lower(schedule),
+                dict(enumerate(parts)),
+                comm,
+                CompiledLoss(token_loss, TRACER),
+                16,
+                torch.float64,
+                recompute=recompute,
+            )
+            for recompute in (frozenset(), frozenset({0, 1}))
+        )
+        begin = graphs()
+        for seed in range(3):
+            plain.step(batch(2, seed=seed))
+            counts.append(graphs() - begin)
+        for seed in range(2):
+            recomputing.step(batch(2, seed=seed))
+            counts.append(graphs() - begin)
+        for seed in range(2):
+            plain.evaluate(batch(2, seed=seed))
+            counts.append(graphs() - begin)
+
+    run_threads(1, work)
+    # angles, before and after the attention, head and loss; once more where no gradient is
+    # needed, as in the first forward of a recomputed stage and in an evaluation
+    assert counts == [5, 5, 5, 10, 10, 10, 10]
+
+
+def test_all_layers_of_all_parts_share_the_compiled_code():
+    data = batch(2)
+    counts = []
+    for layers in (2, 6):
+        forget_compiled_code()
+        begin = graphs()
+        stage = compiled(split(llama(layers).float(), [layers])[0])
+        alone(stage, make("1f1b", ranks=1, microbatches=2), data)
+        counts.append(graphs() - begin)
+    assert counts[0] == counts[1] == 3  # angles, layer and head

@@ -388,7 +388,7 @@ class Keeping(Inner):
 class Stale(Again):
     """A tape that replays its recording, whatever its input."""
 
-    def record(self, work):
+    def record(self, work, prepare=None):
         return work(), lambda: None
 
 
@@ -477,7 +477,7 @@ def test_recordings_that_replay_something_else_are_refused():
     own(Inner(), each=lambda rank: {"tape": Again()})
     refused(
         Inner(),
-        "the output differs",
+        "the gradient of plain.weight differs",
         "cause: recorded actions\n",
         "run.graphs=false",
         each=lambda rank: {"tape": Stale() if rank == 1 else Again()},

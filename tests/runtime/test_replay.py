@@ -14,7 +14,7 @@ from penstock.errors import RunError
 from penstock.ir import Action, MicroBatch, Op, Stage, schedule_of
 from penstock.measure.probe import Probe, Subject
 from penstock.models import split, token_loss
-from penstock.runtime import Batch, Executor, Mean, batch_of, run_threads
+from penstock.runtime import Batch, Executor, Mean, batch_of, replay, run_threads
 from penstock.runtime.lane import lane_turns
 from penstock.runtime.takes import assign_takes, stage_visits
 from penstock.schedules.transforms import slice_tokens
@@ -25,6 +25,8 @@ pytestmark = pytest.mark.numerics  # run once more with other kernels by .ci/run
 
 class Again:
     """A tape that does the work again. Takes must be played in their order, and from the start again."""
+
+    replays_memory = False
 
     def __init__(self) -> None:
         self.takes = self.plays = self.recorded = self.rehearsed = 0
@@ -38,7 +40,7 @@ class Again:
         self.rehearsed += 1
         work()
 
-    def record(self, work):
+    def record(self, work, prepare=None):
         first = work()
         number, order, at = len(self.order), self.order, self.next
         order.append(number)
@@ -53,6 +55,12 @@ class Again:
                 first.copy_(made)
 
         return first, play
+
+
+@pytest.fixture
+def few(monkeypatch):
+    """Every lane has more actions than may be recorded one by one."""
+    monkeypatch.setattr(replay, "MAX_RECORDED_ACTIONS", 0)
 
 
 def played(schedule, whole, batches, **options):
@@ -138,10 +146,90 @@ def even(microbatches: int, seed: int = 0, tokens: int = 6) -> Batch:
     return batch_of(inputs, [torch.roll(x, -1, 1) for x in inputs])
 
 
+def test_a_lane_has_one_memory_and_a_recording_for_each_action():
+    schedule = make("zb-v", ranks=2, microbatches=4)
+    _, tapes = played(schedule, llama(schedule.parts), [even(4)] * 2)
+    assert [tape.takes for tape in tapes] == [1, 1]
+    assert [tape.recorded for tape in tapes] == [len(lane) for lane in schedule.lanes]
+    assert all(tape.rehearsed == 2 for tape in tapes)  # one micro-batch of each stage
+
+
+class Overwriting(Again):
+    """A tape on which the action that made a gradient overwrites it, as a CUDA graph does."""
+
+    replays_memory = True
+
+    def __init__(self, parameters) -> None:
+        super().__init__()
+        self.parameters = parameters
+
+    def record(self, work, prepare=None):
+        before = [p.grad for p in self.parameters]
+        first, _ = super().record(work)
+        pairs = zip(self.parameters, before, strict=True)
+        made = [p for p, grad in pairs if grad is None and p.grad is not None]
+
+        def play() -> None:
+            places = [p.grad for p in made]
+            for p in made:
+                p.grad = None
+            result = work()
+            for p, place in zip(made, places, strict=True):
+                place.copy_(p.grad)
+                p.grad = place
+            if first is not None:
+                first.copy_(result)
+
+        self.kept = [*getattr(self, "kept", []), first, work]  # their memory stays
+        return first, play
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "seq1f1b"])
+def test_recordings_overwrite_the_gradients_of_the_step_before(name, to_none):
+    """Gradients of an earlier step that were not cleared are added all the same."""
+    shape = {"slices": 2} if name == "seq1f1b" else {}
+    program = lower(make(name, ranks=1, microbatches=3, **shape))
+
+    def gradients(recorded: bool) -> list[list[Tensor]]:
+        model = llama(2)
+        tape = Overwriting(list(model.parameters())) if recorded else None
+        found = []
+
+        def work(comm):
+            stage = {0: split(model, [2])[0]}
+            executor = Executor(
+                program, stage, comm, token_loss, 16, torch.float64, tape=tape
+            )
+            for seed in range(4):
+                executor.step(even(3, seed))
+                if seed % 2:
+                    found.append([p.grad.clone() for p in model.parameters()])
+                    model.zero_grad(set_to_none=to_none)
+
+        run_threads(1, work)
+        return found
+
+    for ours, expected in zip(gradients(True), gradients(False), strict=True):
+        for one, other in zip(ours, expected, strict=True):
+            assert float((one - other).abs().max()) < 1e-12
+
+
+@pytest.mark.parametrize("name", ["zb-v", "hanayo", "seq1f1b", "skip"])
+def test_takes_of_long_lanes_have_the_gradients_of_the_unsplit_model(name, few):
+    """A lane of very many actions shares recordings between micro-batches."""
+    schedule = make(name, **shape_for(name, 4, 5))
+    whole, batches = llama(sum(layers_of(schedule))), [data(5), data(5, seed=1)]
+    losses, gradients = unsplit(schedule, whole, batches)
+    ours, _ = played(schedule, whole, batches)
+    assert worst(ours, gradients) < 1e-10
+    assert all(found == pytest.approx(losses, abs=1e-12) for found in ours.losses)
+
+
 @pytest.mark.parametrize(
     ("name", "takes"), [("1f1b", [4, 3, 2, 1]), ("gpipe", [8, 8, 8, 8])]
 )
-def test_a_stage_has_as_many_takes_as_it_has_micro_batches_in_flight(name, takes):
+def test_a_stage_has_as_many_takes_as_it_has_micro_batches_in_flight(name, takes, few):
     schedule = make(name, ranks=4, microbatches=8)
     _, tapes = played(schedule, llama(4), [even(8)])
     assert [tape.takes for tape in tapes] == takes
@@ -213,7 +301,7 @@ def test_a_timed_step_counts_what_is_held():
 class Silent(Again):
     """A tape that only counts what it plays, as a probe's state must not change by it."""
 
-    def record(self, work):
+    def record(self, work, prepare=None):
         return work(), lambda: setattr(self, "plays", self.plays + 1)
 
 
@@ -249,7 +337,7 @@ def test_a_probe_times_what_is_recorded(prefix):
 )
 def test_what_cannot_be_recorded_is_said(error, kind, words):
     class Refuses(Again):
-        def record(self, work):
+        def record(self, work, prepare=None):
             if self.recorded == 1:
                 raise error
             return super().record(work)
@@ -259,7 +347,7 @@ def test_what_cannot_be_recorded_is_said(error, kind, words):
         piped(schedule, llama(1), [data(4)], each=lambda rank: {"tape": Refuses()})
 
 
-def test_micro_batches_that_are_cut_differently_have_recordings_of_their_own():
+def test_micro_batches_that_are_cut_differently_have_recordings_of_their_own(few):
     pieces = [MicroBatch((0,), 8, cuts) for cuts in ((0, 3, 8), (0, 5, 8), (0, 3, 8))]
     order = ((Op.F, 0), (Op.F, 1), (Op.B, 1), (Op.B, 0))
     lane = [Action(op, 0, m, part) for m in range(3) for op, part in order]

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from commands import called
+from penstock.runtime.process.mps import be_own_host
 
 DAEMON = """#!/bin/sh
 if [ "$1" = "-d" ]; then
@@ -94,9 +95,30 @@ def test_a_signal_reaches_the_command_and_no_process_stays(
     )
 
 
+def test_a_testbed_names_its_backend_to_the_processes(
+    told, tmp_path, monkeypatch, capsys
+):
+    """Each process then takes itself for a host, which NCCL reaches through sockets."""
+    script = tmp_path / "show.sh"
+    script.write_text(f"echo $PENSTOCK_TESTBED_BACKEND > {tmp_path}/seen")
+    for option, name in (("", "penstock_ipc"), ("--backend nccl ", "nccl")):
+        line = f"testbed --workers 2 {option}-- sh {script}"
+        assert called(monkeypatch, capsys, line)[0] == 0
+        assert (tmp_path / "seen").read_text().split() == [name]
+    for name in ("NCCL_HOSTID", "NCCL_NET", "NCCL_SOCKET_IFNAME"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth7")
+    be_own_host(3)
+    assert os.environ["NCCL_HOSTID"] == "testbed-3"
+    assert os.environ["NCCL_NET"] == "Socket"
+    assert os.environ["NCCL_SOCKET_IFNAME"] == "eth7"
+
+
 @pytest.mark.parametrize(
     ("line", "words"),
     [
+        ("testbed --backend ncll -- true", "did you mean 'nccl'?"),
         ("testbed --workers 0 -- true", "1 to 48"),
         ("testbed -- no-such-command-here", "no-such-command-here"),
     ],

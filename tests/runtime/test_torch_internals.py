@@ -240,3 +240,17 @@ def test_the_snapshot_of_gpu_memory_is_read_by_its_fields(monkeypatch):
     recorded = {"segment_pool_id": (0, 1), "total_size": 32, "allocated_size": 4}
     monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: [plain, recorded])
     assert internals.recording_bytes() == 28
+
+
+def test_a_view_without_owning_has_the_same_memory_and_does_not_keep_it():
+    x = torch.arange(6.0).reshape(2, 3).t()[1:]
+    storage = x.untyped_storage()
+    count = storage._use_count() if hasattr(storage, "_use_count") else None
+    view = internals.view_without_owning(x)
+    assert torch.equal(view, x)
+    assert view.data_ptr() == x.data_ptr()
+    assert view.stride() == x.stride()
+    view[0, 0] = 7.0
+    assert x[0, 0] == 7.0
+    if count is not None:
+        assert storage._use_count() == count

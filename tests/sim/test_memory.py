@@ -11,7 +11,7 @@ import pytest
 
 from penstock import ModelCost, PartCost, Seconds, UnitCost, make, simulate
 from penstock.config import ModelConfig
-from penstock.cost import NoisyCost, ProfileCost
+from penstock.cost import NoisyCost, ProfileCost, memory
 from penstock.cost.gpus import analytic_profile
 from penstock.cost.memory import (
     activation_caps,
@@ -82,7 +82,17 @@ def test_copies_keep_gradients_until_they_are_summed():
     assert use.total.tolist() == [1250.0] * 4
 
 
-def test_recorded_stages_keep_buffers_for_every_micro_batch_in_flight():
+def test_recorded_lanes_need_what_others_need():
+    schedule = make("zb-v", ranks=3, microbatches=6)
+    cost = cost_of(6)
+    plain = device_memory(schedule, cost)
+    assert device_memory(schedule, cost, recorded=True).total.tolist() == (
+        plain.total.tolist()
+    )
+
+
+def test_stages_of_long_lanes_keep_buffers_for_every_micro_batch_in_flight(monkeypatch):
+    monkeypatch.setattr(memory, "MAX_RECORDED_ACTIONS", 11)
     schedule = make("1f1b", ranks=3, microbatches=6)
     assert recordings_of(schedule).tolist() == [3, 2, 1]
     cost = cost_of(3)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from statistics import fmean
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -14,6 +15,7 @@ from penstock import REGISTRY, Plan, UnitCost, make, simulate
 from penstock.cli.forecast import describe_placement, hint
 from penstock.config import Config, DataConfig, ModelConfig, RunConfig
 from penstock.cost import ModelCost, PartCost, PausedCost, Profile, Seconds
+from penstock.cost.network import Network
 from penstock.cost.profile import Point, block, enlarge
 from penstock.errors import ShapeError
 from penstock.formats import write_profile
@@ -191,6 +193,23 @@ def test_a_step_is_its_passes_and_the_optimizer():
     assert shared.timeline.makespan == pytest.approx(8 * (4 * 3 + 1.5), rel=1e-6)
 
 
+def test_messages_in_bfloat16_take_half_as_long_on_their_way():
+    """The hidden state on a rank stays as large as it is; so does the input that a recomputed part keeps."""
+    plan = Plan(make("1f1b", ranks=2, microbatches=8), "1f1b", (2, 2))
+    slow = replace(profile_of(), message=8.0, network=Network(0.0, 64.0))
+    halved = replace(CONFIG, run=replace(CONFIG.run, messages="bfloat16"))
+    whole, half = (forecast(config, plan, slow, 2) for config in (CONFIG, halved))
+    ways = [found.timeline.arrived - found.timeline.sent for found in (whole, half)]
+    assert np.nanmax(ways[0]) == pytest.approx(32 * 8 / 64)
+    assert np.nanmax(ways[1]) == pytest.approx(32 * 8 / 64 / 2)
+    assert half.seconds < whole.seconds
+    kept = slow.cost((2, 2), tokens=32, recompute=(0, 1))
+    assert kept.parts[0].left == 8.0
+    already = replace(slow, device=(("dtype", "bfloat16"), ("messages", "bfloat16")))
+    assert already.sent == 8.0
+    assert profile_mark(CONFIG, plan) != profile_mark(halved, plan)
+
+
 def test_what_an_action_takes_beside_its_op_is_counted_between_two_actions():
     plan = Plan(make("gpipe", ranks=1, microbatches=3), "gpipe", (4,))
     plain, more = (
@@ -311,14 +330,14 @@ def gpus(monkeypatch):
             1,
             "",
             1,
-            "4 processes on 1 GPUs, penstock_ipc, in turns (side by side with penstock testbed --workers 4)",
+            "4 processes on 1 GPU, penstock_ipc, in turns (side by side with penstock testbed --workers 4)",
         ),
-        (1, "25", 4, "4 processes on 1 GPUs, penstock_ipc, side by side"),
+        (1, "25", 4, "4 processes on 1 GPU, penstock_ipc, side by side"),
         (
             1,
             "50",
             2,
-            "4 processes on 1 GPUs, penstock_ipc, in turns (side by side with penstock testbed --workers 4)",
+            "4 processes on 1 GPU, penstock_ipc, in turns (side by side with penstock testbed --workers 4)",
         ),
         (2, "50", 4, "4 processes on 2 GPUs, penstock_ipc, side by side"),
         (4, "", 4, "4 processes on 4 GPUs, NCCL"),
@@ -326,7 +345,7 @@ def gpus(monkeypatch):
             1,
             "rubbish",
             1,
-            "4 processes on 1 GPUs, penstock_ipc, in turns (side by side with penstock testbed --workers 4)",
+            "4 processes on 1 GPU, penstock_ipc, in turns (side by side with penstock testbed --workers 4)",
         ),
     ],
 )

@@ -90,6 +90,22 @@ def test_too_few_gpus_for_a_mesh_are_named(machine):
         check_gpus_suffice(forced, decide_placement(forced, 4))
 
 
+def test_a_mesh_shares_a_gpu_in_a_testbed_with_nccl(machine, monkeypatch):
+    machine(1, CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=25)
+    for backend, device in (("penstock_ipc", "cpu"), ("nccl", "cuda")):
+        monkeypatch.setenv("PENSTOCK_TESTBED_BACKEND", backend)
+        placement = decide_placement(config_for("auto", 2), 4)
+        assert placement.device == device
+    assert "NCCL" in describe_placement(placement)
+    check_gpus_suffice(
+        config_for("cuda", 2), decide_placement(config_for("cuda", 2), 4)
+    )
+    with pytest.raises(ConfigError, match="penstock testbed --backend nccl"):
+        check_gpus_suffice(
+            config_for("cuda", 2), decide_placement(config_for("cuda", 2), 6)
+        )
+
+
 def test_a_run_that_needs_a_gpu_is_refused_without_one(machine):
     machine(0)
     assert not uses_gpus(config_for())

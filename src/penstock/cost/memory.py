@@ -8,8 +8,9 @@
     messages      one message on its way in, and a few on their way out
     sums          copies of the gradients that are summed over ranks, from the end of the last backwards on
 
-Recorded actions (CUDA graphs) keep all of a micro-batch at fixed addresses: every stage has as many sets of
-buffers as it has micro-batches in flight, and a set never serves another stage.
+Recorded actions (CUDA graphs) of a lane share one memory, in which later actions use what earlier ones have freed, as
+others do. Only in very long lanes (`MAX_RECORDED_ACTIONS`) every stage has as many sets of buffers as it has
+micro-batches in flight, and a set never serves another stage.
 
 On eight workers of an H200 (`docs/results/h200/schedules-8.json`), torch allocated 3 to 20% more on the ranks
 without embedding and head, 8% in the median: leave a tenth of a memory free.
@@ -25,6 +26,7 @@ import numpy as np
 from penstock.cost.columns import Columns, columns, example_column, levels
 from penstock.cost.cost import Cost
 from penstock.ir.needs import BACKWARD, FORWARD
+from penstock.ir.program import MAX_RECORDED_ACTIONS
 from penstock.ir.schedule import Schedule
 from penstock.ir.sums import shared_gradients
 from penstock.ir.table import Floats, Ints
@@ -86,7 +88,10 @@ def device_memory(
     beside = carried_bytes(schedule, cost) + working
     everything = _peaks(schedule, held + beside)
     if recorded:
-        everything = _recorded_bytes(schedule, costs, beside)
+        long = np.diff(schedule.table.first) > MAX_RECORDED_ACTIONS
+        if long.any():
+            takes = _recorded_bytes(schedule, costs, beside)
+            everything = np.where(long, takes, everything)
     return DeviceMemory(
         weights=weights_of(schedule, cost),
         activations=activations,

@@ -32,6 +32,7 @@ class PartCost:
     held: float = 0.0  # activations, from F to the end of the backward
     kept: float | None = None  # the part of them that stays until W ends; default: all
     message: float = 0.0  # the result for the next part, or its gradient
+    sent: float | None = None  # the same on its way to another rank; default: message
     weights: float = 0.0  # weights, gradients and optimizer state, in bytes
     recompute: bool = False  # keep only the input, and run F again before the backward
     tied: float = 0.0  # the weights that the first and last part share, in bytes
@@ -157,7 +158,9 @@ class ModelCost(Cost):
         if action.op is not Op.F:
             path = schedule.microbatches[action.microbatch].path
             sender = path[max(path.index(action.stage) - 1, 0)]
-        return self.part(schedule, sender).message * self.length(schedule, action)
+        part = self.part(schedule, sender)
+        per_token = part.message if part.sent is None else part.sent
+        return per_token * self.length(schedule, action)
 
     def weights(self, schedule: Schedule, stage: int) -> float:
         """Bytes of a stage's weights, gradients and optimizer state."""

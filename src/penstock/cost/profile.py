@@ -35,6 +35,7 @@ MIN_TIME_SHARE = 0.01
 # Weights, gradients and AdamW's two moments are as large as each other.
 TENSORS_PER_WEIGHT = 4
 # Kernels take as long for a part of a tile as for all of it.
+HALF_TYPES = ("bfloat16", "float16")
 KERNEL_TILE_TOKENS = {"cuda": 128}
 
 
@@ -77,6 +78,12 @@ class Block:
     def fit(self, op: Op) -> Fit:
         """The fit of one op."""
         return {Op.F: self.F, Op.B: self.B, Op.I: self.I, Op.W: self.W}[op]
+
+
+def send_as(profile: Profile, dtype: str) -> Profile:
+    """A profile of a run whose messages travel in this type (run.messages)."""
+    facts = [fact for fact in profile.device if fact[0] != "messages"]
+    return replace(profile, device=(*facts, ("messages", dtype)))
 
 
 class HasError(Protocol):
@@ -176,7 +183,8 @@ class Profile:
         if sum(partition) != self.layers or min(partition, default=-1) < 0:
             raise ShapeError(
                 f"the partition {tuple(partition)} has {sum(partition)} layers, but the "
-                f"model has {self.layers}"
+                f"model has {self.layers}\n"
+                "  use the profile of the model that the plan is for"
             )
         links = self.network.latency
         if ranks is not None and isinstance(links, tuple) and len(links) < ranks:
@@ -224,6 +232,7 @@ class Profile:
             held=held,
             kept=sum(count * block.kept for count, block in blocks),
             message=self.message,
+            sent=self.sent,
             recompute=recompute,
             tied=tied,
             weights=weights + gathered,
@@ -233,10 +242,22 @@ class Profile:
         )
 
     @property
+    def sent(self) -> float:
+        """Bytes per token of a message on its way to another rank.
+
+        Models that compute in half precision throughout have small messages already.
+        """
+        facts = dict(self.device)
+        halved = facts.get("messages") == "bfloat16"
+        if halved and facts.get("dtype") not in HALF_TYPES:
+            return self.message / 2
+        return self.message
+
+    @property
     def is_half(self) -> bool:
         """Whether products compute with two bytes a number."""
         facts = dict(self.device)
-        return (facts.get("autocast") or facts.get("dtype")) in ("bfloat16", "float16")
+        return (facts.get("autocast") or facts.get("dtype")) in HALF_TYPES
 
     def blocks(self, layers: int, first: bool, last: bool) -> list[tuple[int, Block]]:
         """The blocks that make up a part, with the count of each."""
@@ -284,7 +305,8 @@ def enlarge(profile: Profile, rows: int, tokens: int) -> Profile:
     if tokens % profile.tokens:
         raise ShapeError(
             f"the profile has sequences of {profile.tokens} tokens, and {tokens} is not a "
-            "multiple of that"
+            "multiple of that\n"
+            f"  measure sequences of {tokens} tokens, or of a number that divides them"
         )
 
     def enlarge_point(point: Point) -> Point:

@@ -102,6 +102,11 @@ class Program:
         return "\n".join(lines)
 
 
+# A rank with at most this many actions records each of them (run.graphs). With more, micro-batches
+# that are not in flight at the same time share recordings.
+MAX_RECORDED_ACTIONS = 512
+
+
 class Transfer(NamedTuple):
     """The result of an action goes from one rank to another."""
 
@@ -111,6 +116,24 @@ class Transfer(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.action} {self.source}>{self.target}"
+
+
+def links_of(program: Program) -> list[tuple[int, int]]:
+    """The pairs of ranks between which messages go, each as (source, target).
+
+    The order is the same on every rank. Links between neighbors alternate, so that most of
+    them can be opened at the same time.
+
+    >>> from penstock.schedules import make
+    >>> links_of(lower(make("1f1b", ranks=4, microbatches=1)))
+    [(0, 1), (1, 0), (2, 3), (3, 2), (1, 2), (2, 1)]
+    """
+    links = set()
+    for rank, lane in enumerate(program.lanes):
+        for instruction in lane:
+            if isinstance(instruction, Send):
+                links.add((rank, instruction.peer))
+    return sorted(links, key=lambda link: (min(link) % 2, sorted(link), link))
 
 
 # ---------------------------------------------------------------- lowering

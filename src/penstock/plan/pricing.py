@@ -16,7 +16,7 @@ from penstock.cost.cluster import Cluster
 from penstock.cost.mesh import gather_seconds, mesh_profile, split_processors
 from penstock.cost.network import Link, Network, fastest_link, slowest_link
 from penstock.cost.placed import PlacedCost, balance_layers, count_of_share
-from penstock.cost.profile import TENSORS_PER_WEIGHT, Profile
+from penstock.cost.profile import TENSORS_PER_WEIGHT, Profile, send_as
 from penstock.cost.unit import UnitCost
 from penstock.ir.action import Op
 from penstock.ir.table import Floats
@@ -186,8 +186,11 @@ class ProfilePricing:
         """Return the profile of a process of a cell; its links between ranks do not count."""
         key = (cell.rows, cell.tensor, cell.shard, *self.mesh_links(cell))
         if key not in self.meshes:
+            profile = self.profile_at(cell.rows)
+            if self.workload.config is not None:
+                profile = send_as(profile, self.workload.config.run.messages)
             self.meshes[key] = mesh_profile(
-                self.profile_at(cell.rows),
+                profile,
                 cell.tensor,
                 cell.shard,
                 key[3],

@@ -396,4 +396,4 @@ def least_hop(profile: Profile, granularity: int | None = None) -> float:
     """The least time of a hop between two ranks, with the shortest slice as message."""
     link = fastest_link(profile.network)
     shortest = granularity or max(1, profile.tokens // CUT_POINTS)
-    return link.latency + profile.message * shortest / link.bandwidth
+    return link.latency + profile.sent * shortest / link.bandwidth

@@ -62,7 +62,9 @@ class Executor:
     stages. `loss` takes logits and labels, and returns the sum of the labels' losses, or their mean if `reduction` is
     "mean". The stages in `recompute` keep only their input and compute their forward again in the backward. `tied`
     names parameters that several parts use; by default these are the ones that `penstock.models.split` has found. A
-    `tape` records the actions and plays them in every step.
+    `tape` records the actions and plays them in every step. `messages` is the type in which hidden states and their
+    gradients travel between ranks, by default `dtype`. Gradients always add up over steps; say that a run `accumulates`
+    them, and recordings will do so without a second copy of them.
     """
 
     def __init__(
@@ -79,6 +81,8 @@ class Executor:
         mean: Mean = Mean.ALL,
         tape: Tape | None = None,
         reduction: str = "sum",
+        messages: torch.dtype | None = None,
+        accumulates: bool = False,
     ) -> None:
         schedule = program.schedule
         self.program = program
@@ -87,9 +91,11 @@ class Executor:
         self.reduction = reduction_of(reduction)
         self.width = width
         self.dtype = dtype
+        self.message_dtype = messages or dtype
         self.recompute = recompute
         self.autocast = autocast
         self.tape = tape
+        self.accumulates = accumulates
         self.modules = stages_of_rank(schedule, stages, comm)
         self.stages = LaneStages(
             self.modules, loss, self.reduction, recompute, autocast
@@ -217,13 +223,21 @@ class Executor:
         """The messages of one step."""
         autocast = self.autocast is not None
         receives = self.lane.receives
-        return Messages(self.comm, receives, units, values, training, autocast)
+        return Messages(
+            self.comm,
+            receives,
+            units,
+            values,
+            training,
+            autocast,
+            self.message_dtype,
+        )
 
     def reserve(self, units: BatchUnits) -> None:
         """Let the `Comm` make room for messages of these shapes."""
         shapes = units.shapes
         if shapes != self.reserved_shapes:
-            self.comm.reserve(self.program, shapes, self.dtype)
+            self.comm.reserve(self.program, shapes, self.message_dtype)
             self.reserved_shapes = shapes
 
     def recordings_for(
@@ -240,6 +254,7 @@ class Executor:
                 units,
                 self.tape,
                 checks,
+                self.accumulates,
             )
         return self.recordings if self.recordings.fits(units.batch) else None
 

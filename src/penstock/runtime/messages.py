@@ -2,6 +2,9 @@
 
 A receive that is posted early finds its buffer ready. Posting too many would cost memory, so the number
 follows from the window of the `Comm` and the size of the largest message.
+
+Messages may travel in another type than the stages compute with: under autocast hidden states are float32, and as
+bfloat16 they are half as large. That rounds them to 8 bits, and their gradients too.
 """
 
 from __future__ import annotations
@@ -10,7 +13,10 @@ from collections import deque
 from collections.abc import Sequence
 from math import prod
 
-from penstock.runtime.comm.comm import Comm, Pending
+import torch
+from torch import Tensor
+
+from penstock.runtime.comm.comm import Arriving, Comm, Pending
 from penstock.runtime.lane import LaneStep
 from penstock.runtime.slices import BatchUnits
 from penstock.runtime.stage_checks import unfit_message
@@ -32,18 +38,20 @@ class Messages:
         values: StepValues,
         training: bool,
         autocast: bool,
+        sent_as: torch.dtype | None = None,
     ) -> None:
         self.comm = comm
         self.receives = receives
         self.shapes = units.shapes
-        self.dtype = units.dtype
+        self.dtype = units.dtype  # of hidden states and their gradients on a rank
+        self.sent_as = sent_as or units.dtype  # between ranks
         self.values = values
         self.training = training
         self.autocast = autocast
         self.sends: deque[Pending] = deque()
         self.posted = 0  # receives
         self.reached = 0  # receives
-        largest_bytes = max(map(prod, self.shapes)) * self.dtype.itemsize
+        largest_bytes = max(map(prod, self.shapes)) * self.sent_as.itemsize
         self.ahead = receives_ahead(comm.window, largest_bytes)
 
     def begin(self) -> None:
@@ -64,7 +72,7 @@ class Messages:
             self.posted += 1
             if self.training or not step.goes_back:
                 shape = self.shapes[step.unit]
-                arriving = self.comm.receive(shape, self.dtype, step.peer)
+                arriving = self.comm.receive(shape, self.sent_as, step.peer)
                 self.values.held[step.value] = arriving
 
     def send(self, step: LaneStep) -> None:
@@ -77,8 +85,20 @@ class Messages:
             error = unfit_message(step, x, shape, self.dtype, self.autocast)
             if error is not None:
                 raise error
-            x = x.to(self.dtype)
-        self.sends.append(self.comm.send(x, step.peer))
+        self.sends.append(self.comm.send(x.to(self.sent_as), step.peer))
+
+    def arrived(self, arriving: Arriving, played: bool) -> Tensor:
+        """Wait for a value, and give it the type that the stages compute with.
+
+        An action that is played from a recording copies its input anyway, and converts it then.
+        """
+        received = arriving.wait()
+        if played or received.dtype is self.dtype:
+            self.values.received = self.training
+            return received
+        value = received.to(self.dtype)
+        self.comm.give_back(received)
+        return value
 
     def finish(self) -> None:
         """Wait for all sends."""

@@ -1,17 +1,22 @@
 """Actions that are recorded once and then played: on a GPU one launch replaces hundreds (CUDA graphs).
 
-Before the first step, the actions of a stage with one micro-batch are recorded in their order, on tensors whose
-memory never moves. To play an action, its inputs are copied there first.
+Before the first step, the actions of a rank are recorded in the order of its lane, on tensors whose memory never
+moves. To play an action, what has arrived from other ranks is copied there first. All recordings share one memory:
+they are played in the order in which they were recorded, so an action may use what an earlier one has freed. Recorded
+actions need about as much memory as others.
 
-One set of such recordings is a take (`penstock.runtime.takes`). It has memory for one micro-batch: x and y of every
-slice, what the backward keeps, and the gradients. Memory that one of its actions has freed can serve only later
-actions of the same take, because nothing is known about how the actions of two takes will interleave. Recorded
-stages therefore need more memory than others.
+    lane       F0   F1   B0   F2   B1  ...        each action has its own recording
+    memory     a    b    a    a    b              F2 takes what B0 has freed
+
+A lane with very many actions would need very many recordings. There, micro-batches that are not in flight at the same
+time share a set of recordings, a take (`penstock.runtime.takes`). A take has memory for one micro-batch: x and y of
+every slice, and what the backward keeps. Memory that one of its actions has freed can serve only later actions of the
+same take, because nothing is known about how the actions of two takes will interleave. That needs more memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -20,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import RunError, ShapeError
+from penstock.ir.program import MAX_RECORDED_ACTIONS
 from penstock.ir.schedule import Schedule
 from penstock.runtime.backward import record_in
 from penstock.runtime.batch import Batch
@@ -49,8 +55,16 @@ from penstock.runtime.takes import (
     stage_visits,
     take_moment,
 )
-from penstock.runtime.tape import Tape
-from penstock.runtime.torch_internals import recording_bytes, zero_all
+from penstock.runtime.tape import RecordedWork, Tape
+from penstock.runtime.torch_internals import (
+    recording_bytes,
+    view_without_owning,
+    zero_all,
+)
+
+
+def _play_nothing() -> None:
+    """Play an action that does nothing."""
 
 
 # ---------------------------------------------------------------- playing
@@ -72,7 +86,7 @@ class PlayedActions:
         self.drawn: dict[int, Drawn] = {}  # random numbers, by forward
 
     def forward(self, step: LaneStep) -> None:
-        """Play a forward. The loss is copied, because the next micro-batch of the take overwrites it."""
+        """Play a forward. The loss is copied, because the next micro-batch overwrites it."""
         inputs = self.inputs_of(step)
         if self.recordings.draws_again(step):
             y = self.play_and_remember_randomness(step, inputs)
@@ -80,16 +94,17 @@ class PlayedActions:
             y = self.recordings.play(step, *inputs)
         assert y is not None
         self.kept.add(step.value)
-        self.values.publish(step, y.clone() if step.last else y)
+        copied = step.last or step.value in self.recordings.copied
+        self.values.publish(step, y.clone() if copied else y)
         self.give_back_input(step)
 
     def inputs_of(self, step: LaneStep) -> list[Tensor]:
-        """The inputs of a forward: tokens or a hidden state and, on the last stage, labels."""
+        """The inputs that a forward needs copied: tokens or a hidden state and, on the last stage, labels."""
         inputs = []
-        if step.source >= 0:
-            inputs.append(self.values.tensor(step.source))
-        else:
+        if step.source < 0:
             inputs.append(self.units.inputs[step.unit])
+        elif step.source not in self.recordings.in_place:
+            inputs.append(self.values.tensor(step.source))
         if step.last:
             inputs.append(self.units.labels[step.unit])
         return inputs
@@ -111,9 +126,10 @@ class PlayedActions:
         return y
 
     def backward(self, step: LaneStep) -> None:
-        """Play a backward. Its result is copied: it may still be in flight when the take is played again."""
+        """Play a backward. Its result is copied: it may still be in flight when its memory is used again."""
         if step.value not in self.recordings.stages.rests.idle:
-            inputs = [] if step.last else [self.values.tensor(step.source)]
+            arrives = not step.last and step.source not in self.recordings.in_place
+            inputs = [self.values.tensor(step.source)] if arrives else []
             with self.first_randomness(step):
                 gradient = self.recordings.play(step, *inputs)
             if gradient is not None:
@@ -160,7 +176,11 @@ Take = Mapping[TakeMoment, RecordedAction]
 
 
 class Recordings:
-    """The recorded actions of one rank, for batches of one shape."""
+    """The recorded actions of one rank, for batches of one shape.
+
+    `in_place` has the values that an action of this rank makes and another one reads where they are; `copied` has the
+    results that leave the rank, which are copied because their memory is soon used again.
+    """
 
     def __init__(
         self,
@@ -170,6 +190,7 @@ class Recordings:
         units: BatchUnits,
         tape: Tape,
         checks: FirstStepChecks | None = None,
+        accumulates: bool = False,
     ) -> None:
         self.stages = stages
         self.shapes = units.batch.shapes
@@ -177,12 +198,26 @@ class Recordings:
         self.valid = torch.ones((), device=self.device)
         visits = stage_visits(turns)
         modules = [stages.modules[stage] for stage in {stage for stage, _ in visits}]
-        self.gradients = FixedGradients(modules)
+        by_lane = sum(map(len, visits.values())) <= MAX_RECORDED_ACTIONS
+        self.in_place: frozenset[int] = frozenset()
+        self.copied: frozenset[int] = frozenset()
+        overwrites = by_lane and tape.replays_memory and not accumulates
+        self.gradients = FixedGradients(modules, overwrites)
         earlier = EarlierGradients()
         earlier.lay_aside(self.gradients.parameters)
         self.gradients.install()
         session = RecordingSession(stages, schedule, units, self.valid, tape, checks)
-        session.record_visits(visits)
+        if by_lane:
+            self.in_place = frozenset(
+                s.value for steps in visits.values() for s in steps
+            )
+            self.copied = frozenset(sent_values(turns))
+            session.rehearse_visits(visits)
+            self.gradients.install()
+            session.record_lane(turns, visits, self.in_place)
+        else:
+            session.record_visits(visits)
+        self.gradients.adopt()
         earlier.restore()
         self.takes = session.takes
         self.drawing = session.drawing
@@ -235,12 +270,92 @@ class RecordingSession:
         self.takes: dict[StageVisit, Take] = {}
         self.drawing: set[StageVisit] = set()  # their backward draws the numbers again
 
-    def record_visits(self, visits: Mapping[StageVisit, Sequence[LaneStep]]) -> None:
-        """Record one take for all visits that can share it."""
+    def record_lane(
+        self,
+        turns: Sequence[Turn],
+        visits: Mapping[StageVisit, Sequence[LaneStep]],
+        own: frozenset[int],
+    ) -> None:
+        """Record all actions of a lane in its order, in one memory. `own` has the values that the rank makes."""
+        self.tape.begin()
+        steps = [step for each in visits.values() for step in each]
+        actions = self.stand_in(steps, inputs=False)
+        takes: dict[StageVisit, dict[TakeMoment, RecordedAction]] = {}
+        for turn in turns:
+            step = turn.step
+            if step is not None:
+                take = takes.setdefault((step.stage, step.microbatch), {})
+                take[take_moment(step)] = self.record_in_lane(actions, step, own)
+            for freed in turn.frees:
+                actions.values.held.pop(freed, None)
+        _drop_graphs(actions)
+        self.takes.update(takes)
+
+    def rehearse_visits(self, visits: Mapping[StageVisit, Sequence[LaneStep]]) -> None:
+        """Rehearse one visit of each kind, and note which visits draw random numbers twice."""
+        drawing: dict[Kind, bool] = {}
+        for visit, (kind, _) in self.assign(visits).items():
+            if kind not in drawing:
+                drawing[kind] = self.rehearse(visits[visit])
+            if drawing[kind] and kind.stage in self.stages.recompute:
+                self.drawing.add(visit)
+
+    def record_in_lane(
+        self, actions: ComputedActions, step: LaneStep, own: frozenset[int]
+    ) -> RecordedAction:
+        """Record one action of a lane, with a place for its input if that comes from another rank.
+
+        The place is part of the memory that the recordings share, from this action on until nobody needs it.
+        """
+        place: list[Tensor] = []
+        has_source = step.do is not Do.WEIGHTS and step.source >= 0
+        arrives = has_source and step.source not in own
+
+        def work() -> Tensor | None:
+            if arrives:
+                if not place:
+                    place.append(self.empty_input(step))
+                actions.values.held[step.source] = place[0]
+            return _run(actions, step)
+
+        def prepare() -> None:
+            for x in place:
+                view_without_owning(x).zero_()  # autograd must not see this as a change
+
+        if _does_nothing(actions, step):
+            _run(actions, step)
+            return RecordedAction((), None, _play_nothing)
+        result, play = self.record_work(work, step, prepare)
+        inputs = list(place)
+        if self.tape.replays_memory:
+            # Later actions use this memory, once this one and those that need it are over.
+            inputs = [view_without_owning(x) for x in place]
+            result = None if result is None else view_without_owning(result)
+        if step.do is Do.FORWARD:
+            if step.source < 0:
+                inputs.append(actions.units.inputs[step.unit])
+            if step.last:
+                inputs.append(actions.units.labels[step.unit])
+        return RecordedAction(tuple(inputs), result, play)
+
+    def empty_input(self, step: LaneStep) -> Tensor:
+        """Memory for the input of an action."""
+        shape = self.units.shapes[step.unit]
+        device = self.units.inputs[step.unit].device
+        return torch.empty(shape, dtype=self.units.dtype, device=device)
+
+    def assign(
+        self, visits: Mapping[StageVisit, Sequence[LaneStep]]
+    ) -> dict[StageVisit, tuple[Kind, int]]:
+        """The kind of each visit, and the number of the take that it would use."""
         shapes = []
         for number, shape in enumerate(self.units.batch.shapes):
             shapes.append((*shape, *self.schedule.microbatches[number].cuts))
-        assigned = assign_takes(visits, shapes, self.stages.rests)
+        return assign_takes(visits, shapes, self.stages.rests)
+
+    def record_visits(self, visits: Mapping[StageVisit, Sequence[LaneStep]]) -> None:
+        """Record one take for all visits that can share it."""
+        assigned = self.assign(visits)
         takes: dict[tuple[Kind, int], Take] = {}
         drawing: set[Kind] = set()
         for visit, (kind, number) in assigned.items():
@@ -261,8 +376,10 @@ class RecordingSession:
         self.tape.rehearse(partial(_run_all, actions, steps))
         return drawn_since(before, self.valid.device) is not None
 
-    def stand_in(self, steps: Sequence[LaneStep]) -> ComputedActions:
-        """Actions for one micro-batch, on tensors whose memory never moves."""
+    def stand_in(
+        self, steps: Sequence[LaneStep], inputs: bool = True
+    ) -> ComputedActions:
+        """Actions on tensors whose memory never moves; with `inputs`, what they need from other stages is zero."""
         valid: int = self.valid  # type: ignore[assignment]
         batch = replace(self.units.batch, valid=valid)
         units = cut_units(self.schedule, batch, self.units.width, self.units.dtype)
@@ -271,7 +388,7 @@ class RecordingSession:
         units.labels = _clone_some(self.units.labels, own)
         values = StepValues()
         shapes = units.shapes
-        for step in steps:
+        for step in steps if inputs else ():
             if step.source >= 0:
                 shape = shapes[step.unit]
                 device = units.inputs[step.unit].device
@@ -297,8 +414,18 @@ class RecordingSession:
             # An empty graph cannot be recorded, but the slices must be marked as done.
             _run(actions, step)
             return RecordedAction((), None, _play_nothing)
+        result, play = self.record_work(partial(_run, actions, step), step)
+        return RecordedAction(_inputs_of(actions, step), result, play)
+
+    def record_work(
+        self,
+        work: RecordedWork,
+        step: LaneStep,
+        prepare: Callable[[], None] = _play_nothing,
+    ) -> tuple[Tensor | None, Callable[[], None]]:
+        """Record the work of a step; raise a `RunError` if that is impossible."""
         try:
-            result, play = self.tape.record(partial(_run, actions, step))
+            return self.tape.record(work, prepare)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
@@ -307,25 +434,37 @@ class RecordingSession:
                 f"{step.instruction} cannot be recorded: {reason}\n"
                 "  without recordings it may run: run.graphs = false, or no tape"
             ) from error
-        return RecordedAction(_inputs_of(actions, step), result, play)
 
 
 class FixedGradients:
-    """Gradients whose memory never moves, because recordings add to them there."""
+    """Gradients whose memory never moves, because recordings write to them there.
 
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
+    The first action that contributes to a gradient either adds to it, so that it must be zero when a step begins, or
+    it `overwrites` it, which saves two passes through the memory.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module], overwrites: bool = False) -> None:
         trained: dict[nn.Parameter, None] = {}
         for module in modules:
             for parameter in module.parameters():
                 if parameter.requires_grad:
                     trained[parameter] = None
         self.parameters = list(trained)
-        self.places = [torch.zeros_like(parameter) for parameter in trained]
+        self.overwrites = overwrites
+        self.places: list[Tensor | None] = []
+        if not overwrites:
+            self.places += [torch.zeros_like(parameter) for parameter in trained]
 
     def install(self) -> None:
-        """Make the fixed memory the gradient of every parameter."""
-        for parameter, place in zip(self.parameters, self.places, strict=True):
+        """Make the fixed memory the gradient of every parameter, or None where there is none."""
+        places = self.places or [None] * len(self.parameters)
+        for parameter, place in zip(self.parameters, places, strict=True):
             parameter.grad = place
+
+    def adopt(self) -> None:
+        """Keep the gradients that were made while recording as the fixed memory."""
+        if self.overwrites:
+            self.places = [parameter.grad for parameter in self.parameters]
 
     def move_out(self, parameters: Iterable[nn.Parameter]) -> None:
         """Copy gradients that are about to be laid aside out of the fixed memory.
@@ -340,9 +479,13 @@ class FixedGradients:
                 parameter.grad = gradient.clone()
 
     def begin(self) -> None:
-        """Begin a step, which adds to the gradients that parameters have now."""
+        """Begin a step, which adds to the gradients that parameters have now, or overwrites them."""
+        if self.overwrites:
+            self.install()
+            return
         empty = []
         for parameter, place in zip(self.parameters, self.places, strict=True):
+            assert place is not None
             if parameter.grad is None:
                 empty.append(place)
             elif parameter.grad is not place:
@@ -350,6 +493,14 @@ class FixedGradients:
         if empty:
             zero_all(empty)
         self.install()
+
+
+def sent_values(turns: Sequence[Turn]) -> Iterator[int]:
+    """The values that a lane sends to other ranks."""
+    for turn in turns:
+        for message in turn.messages:
+            if message.do is Do.SEND:
+                yield message.value
 
 
 def refuse_shares(modules: Mapping[int, nn.Module]) -> None:
@@ -426,10 +577,6 @@ def _clone_some(tensors: Sequence[Tensor], own: set[int]) -> tuple[Tensor, ...]:
     for unit, tensor in enumerate(tensors):
         clones.append(tensor.clone() if unit in own else tensor)
     return tuple(clones)
-
-
-def _play_nothing() -> None:
-    """Play an action that does nothing."""
 
 
 def _nothing_to_give(buffer: Tensor) -> None:

@@ -32,10 +32,12 @@ class StepGradients:
 
     def begin(self, batch: Batch, recordings: Recordings | None) -> None:
         """Prepare the gradients for a step that may play recordings."""
-        summed = [*self.visits.owners, *self.replicas.parameters]
+        laid_aside = [*self.visits.owners, *self.replicas.parameters]
         if recordings is not None:
-            recordings.gradients.move_out(summed)
-        self.earlier.lay_aside(summed)
+            if recordings.gradients.overwrites:
+                laid_aside += recordings.gradients.parameters
+            recordings.gradients.move_out(laid_aside)
+        self.earlier.lay_aside(laid_aside)
         self.replicas.begin()
         if recordings is not None:
             recordings.begin(batch.valid)

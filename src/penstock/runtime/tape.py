@@ -12,34 +12,53 @@ from torch import Tensor
 RecordedWork = Callable[[], Tensor | None]
 
 
+def _nothing() -> None:
+    """Prepare nothing."""
+
+
 class Tape(Protocol):
     """Records work. Playing it computes the same results again, in the same memory."""
 
+    @property
+    def replays_memory(self) -> bool:
+        """Whether playing repeats every write to memory, and no call of Python.
+
+        Then a gradient that was made while recording is overwritten when it is played, and memory that is freed
+        between two recordings stays with the tape, which gives it to later ones.
+        """
+        ...
+
     def begin(self) -> None:
-        """Begin a new take. Its recordings are played in the order of recording, over and over."""
+        """Begin with new memory. What is recorded until the next call is played in the same order, over and over."""
         ...
 
     def rehearse(self, work: RecordedWork) -> None:
         """Do work without recording it, on the stream where it will be recorded."""
         ...
 
-    def record(self, work: RecordedWork) -> tuple[Tensor | None, Callable[[], None]]:
+    def record(
+        self, work: RecordedWork, prepare: Callable[[], None] = _nothing
+    ) -> tuple[Tensor | None, Callable[[], None]]:
         """Record work; return its result and a function that plays it.
 
-        The result may hold no valid numbers before the first time it is played.
+        The result may hold no valid numbers before the first time it is played. `prepare` fills the inputs for that,
+        if the tape plays the work at once.
         """
         ...
 
 
 class CudaTape:
-    """Records CUDA graphs. Every take has its own memory pool."""
+    """Records CUDA graphs, in a memory pool that is new after each `begin`."""
+
+    replays_memory = True
 
     def __init__(self) -> None:
         self.stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self.pool = torch.cuda.graph_pool_handle()
 
     def begin(self) -> None:
-        """Begin a new take with a new memory pool."""
+        """Begin with a new memory pool, and free what the allocator has kept for other work."""
+        torch.cuda.empty_cache()
         self.pool = torch.cuda.graph_pool_handle()
 
     def rehearse(self, work: RecordedWork) -> None:
@@ -49,7 +68,9 @@ class CudaTape:
             work()
         torch.cuda.current_stream().wait_stream(self.stream)
 
-    def record(self, work: RecordedWork) -> tuple[Tensor | None, Callable[[], None]]:
+    def record(
+        self, work: RecordedWork, prepare: Callable[[], None] = _nothing
+    ) -> tuple[Tensor | None, Callable[[], None]]:
         """Record one graph.
 
         It is played at once: the first launch uploads it to the GPU, and that must not happen later, while a
@@ -67,5 +88,6 @@ class CudaTape:
                     graph.capture_end()
                 raise
             graph.capture_end()
+        prepare()
         graph.replay()
         return result, graph.replay

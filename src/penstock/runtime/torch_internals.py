@@ -75,6 +75,7 @@ __all__ = [
     "size_varies",
     "sleep_on_gpu",
     "supports_amx",
+    "view_without_owning",
     "walk_back",
     "zero_all",
 ]
@@ -336,6 +337,20 @@ def recording_bytes() -> int:
         if tuple(segment["segment_pool_id"]) != (0, 0):
             total += int(segment["total_size"] - segment["allocated_size"])
     return total
+
+
+def view_without_owning(tensor: Tensor) -> Tensor:
+    """A tensor with the same memory that does not keep it: the allocator may give it to others.
+
+    Recordings read and write memory that later actions of the same recordings reuse. If torch changed this, a recorded
+    run would need more memory, or fail at once.
+    """
+    storage = tensor.untyped_storage()
+    same = torch._C._construct_storage_from_data_pointer(
+        storage.data_ptr(), tensor.device, storage.nbytes()
+    )
+    empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return empty.set_(same, tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
 # ---------------------------------------------------------------- torch's own pipeline runtime

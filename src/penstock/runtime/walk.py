@@ -89,8 +89,8 @@ class Walk:
     def walk(self) -> None:
         """Run the turns of the lane: the hot loop."""
         training = self.training
-        values = self.values
-        held = values.held
+        held = self.values.held
+        played = self.recordings is not None
         lane = self.lane
         messages = self.messages
         gradients = self.gradients
@@ -104,8 +104,7 @@ class Walk:
                 lane.position = number
                 value = held.get(step.source)
                 if value is not None and not isinstance(value, Tensor):
-                    held[step.source] = value.wait()
-                    values.received = training
+                    held[step.source] = messages.arrived(value, played)
                 if self.clock is not None:
                     self.run_timed(self.clock, step, act[step.do])
                 else:

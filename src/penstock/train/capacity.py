@@ -17,12 +17,11 @@ from dataclasses import asdict, dataclass, replace
 from penstock.config import Config, MeshConfig
 from penstock.cost import ModelCost, PartCost, Seconds
 from penstock.cost.memory import device_memory
-from penstock.cost.sizes import part_moments
+from penstock.cost.sizes import chunk_in_use, part_moments
 from penstock.errors import ConfigError, ShapeError
 from penstock.ir import Op, Plan, Schedule
 from penstock.models import even_partition
 from penstock.models.count import parameters_of
-from penstock.runtime.chunked_loss import MIN_LOGITS_BYTES
 from penstock.runtime.process.memory import available_memory
 from penstock.train.compiling import chunk_of
 from penstock.train.mesh import NUMBERS_PER_PARAMETER, held_in_layer
@@ -54,13 +53,13 @@ class Load:
     recorded: bool = False  # actions are recorded (run.graphs)
     recomputed: tuple[int, ...] = ()  # parts that are recomputed, if not all are
     loss_chunk: int = 0  # tokens whose logits exist at a time, if all would be large
+    half_messages: bool = False  # messages have two bytes a number (run.messages)
 
     @property
     def chunk(self) -> int:
         """The tokens of a chunk of the loss; 0 if all logits exist at a time."""
         tokens = self.rows * -(-self.tokens // self.schedule.slices)
-        is_large = tokens * self.sizes.vocab * FLOAT32_BYTES >= MIN_LOGITS_BYTES
-        return self.loss_chunk if is_large else 0
+        return chunk_in_use(self.loss_chunk, tokens, self.sizes.vocab)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +102,7 @@ def load_of(config: Config, plan: Plan, sizes: Sizes) -> Load:
         config.run.graphs,
         plan.recompute,
         chunk_of(config),
+        config.run.messages == "bfloat16",
     )
 
 
@@ -214,6 +214,7 @@ def _cost_of_part(load: Load, number: int) -> PartCost:
         no_time,
         held=held,
         message=message,
+        sent=message / 2 if load.half_messages else message,
         weights=weights,
         tied=tied,
         recompute=load.recompute or number in load.recomputed,
@@ -262,7 +263,9 @@ def _bytes_held_by_layer(load: Load) -> float:
 def _numbers_held(mesh: MeshConfig, gathered: int) -> float:
     """Numbers that a process holds for each parameter of its rank.
 
-    `gathered` counts the full copies during a pass; see `penstock.train.mesh.shares_of`.
+    `gathered` counts the full copies during a pass. Of a sharded parameter a process holds one
+    of `shard` shares, and during a pass the gathered weight and its gradient. While the
+    gradients of an embedding or a head are summed, one more copy of them exists.
     """
     copies = gathered if mesh.shard > 1 else 0
     return (NUMBERS_PER_PARAMETER / mesh.shard + copies) / mesh.tensor

@@ -20,7 +20,7 @@ from penstock.cost import Profile, RowProfiles
 from penstock.cost.mesh import gather_seconds, mesh_profile, split_processors
 from penstock.cost.network import slowest_link
 from penstock.cost.placed import PlacedCost
-from penstock.cost.profile import enlarge
+from penstock.cost.profile import enlarge, send_as
 from penstock.formats import read_row_profiles, write_row_profiles
 from penstock.ir import Plan, Timeline
 from penstock.ir.schedule import stretch
@@ -88,6 +88,7 @@ def forecast(config: Config, plan: Plan, profile: Profile, processors: int) -> F
         full = forecast(config, alone, profile, processors)
     mesh = config.mesh
     schedule = plan.schedule
+    profile = send_as(profile, config.run.messages)
     link = slowest_link(profile.network)
     gather = gather_seconds(profile, mesh.tensor, mesh.shard, link)
     profile = profile_of_process(profile, config, processors)
@@ -225,6 +226,7 @@ def profile_mark(config: Config, plan: Plan) -> str:
         run.precision,
         run.graphs,
         run.compile,
+        run.messages,
         run.loss_chunk,
         run.device,
         run.threads,

@@ -8,8 +8,9 @@
 The rules:
 
 - A run uses GPUs if torch sees one, unless run.device is cpu.
-- The processes of one rank (mesh.shard x mesh.tensor) talk GPU to GPU, so they cannot share
-  a GPU. With too few GPUs, run.device = auto falls back to the CPU and cuda is an error.
+- The processes of one rank (mesh.shard x mesh.tensor) talk over NCCL, so they cannot share
+  a GPU, except in a testbed with `--backend nccl`. With too few GPUs, run.device = auto falls
+  back to the CPU and cuda is an error.
 - Other processes may share GPUs. They compute at the same time only in a testbed
   (`penstock.runtime.process.mps`) and take turns otherwise.
 """
@@ -79,7 +80,7 @@ def decide_placement(config: Config, processes: int) -> Placement:
     neighbours = count_neighbours(processes)
     wanted = config.run.device
     device = "cuda" if machine.gpus and wanted != "cpu" else "cpu"
-    if wanted == AUTO and config.mesh.size > 1 and machine.gpus < neighbours:
+    if wanted == AUTO and config.mesh.size > 1 and machine.nccl_places < neighbours:
         device = "cpu"
     threads = config.run.threads or max(1, machine.cores // neighbours)
     local = local_processes(processes)
@@ -109,7 +110,7 @@ def check_gpu_exists(config: Config) -> None:
     if config.run.device == "cuda":
         raise RunError(
             "run.device = cuda, but torch sees no GPU here\n"
-            "  set run.device to auto or cpu"
+            "  set run.device to auto or cpu; `penstock doctor` says what is missing"
         )
     if config.run.graphs:
         raise RunError(
@@ -122,9 +123,11 @@ def check_gpus_suffice(config: Config, placement: Placement) -> None:
     """Raise ConfigError if the processes of a rank would have to share GPUs."""
     mesh = config.mesh
     gpus = placement.machine.gpus
-    if placement.wanted == "cuda" and mesh.size > 1 and gpus < placement.neighbours:
+    too_few = placement.machine.nccl_places < placement.neighbours
+    if placement.wanted == "cuda" and mesh.size > 1 and too_few:
         ranks = placement.processes // mesh.size
         raise ConfigError(
             f"{mesh.over(ranks)} need a GPU each, but there are {gpus}\n"
-            "  use fewer processes, or set run.device=cpu"
+            "  use fewer processes, set run.device=cpu, or try it on one GPU: "
+            "penstock testbed --backend nccl"
         )

@@ -1,6 +1,6 @@
 """The torch.distributed backend `penstock_ipc`, for ranks that share one GPU.
 
-NCCL refuses two ranks on one GPU, and gloo does not send CUDA tensors. But ranks that share
+NCCL refuses two ranks of one host on one GPU, and gloo does not send CUDA tensors. But ranks that share
 a GPU can also share its memory, so a message is two copies: the sender copies it into a ring
 that the receiver owns and the sender has opened, and the receiver copies it out again:
 
@@ -35,6 +35,7 @@ from torch import Tensor
 
 from penstock.errors import RunError
 from penstock.runtime.comm.cuda import CudaDriver
+from penstock.runtime.comm.names import IPC
 from penstock.runtime.comm.ring import Ring, SlotRequest, ring_bytes
 from penstock.runtime.comm.room import RingShape
 from penstock.runtime.torch_internals import (
@@ -47,7 +48,7 @@ from penstock.runtime.torch_internals import (
     Work,
 )
 
-BACKEND_NAME = "penstock_ipc"
+BACKEND_NAME = IPC
 # The rings for messages, at first; `IpcGroup.reserve` makes them larger.
 RING_SLOTS = 16
 RING_SLOT_BYTES = 2 << 20
@@ -402,7 +403,10 @@ def reduce_rows(rows: Tensor, op: Any) -> Tensor:
         return rows.amax(0)
     if op == ReduceOp.MIN:
         return rows.amin(0)
-    raise RunError(f"{BACKEND_NAME} supports SUM, AVG, MAX and MIN, but not {op}")
+    raise RunError(
+        f"{BACKEND_NAME} supports SUM, AVG, MAX and MIN, but not {op}\n"
+        "  use one of these, or a process group with another backend for this call"
+    )
 
 
 def register() -> None:

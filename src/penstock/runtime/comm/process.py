@@ -10,11 +10,21 @@ the two and reports it:
 
 NCCL and our own backend have no tags, and with them a receive that is posted early would
 block what comes after it. Receives are therefore posted exactly where the lowered program has
-them (`window` is 0). Only raw tensors travel; nothing that arrives is unpickled.
+them (`window` is 0).
+
+NCCL runs all messages of one communicator in the order in which they were started, so a receive
+that waits holds up the sends behind it. Messages to higher ranks and messages to lower ranks
+therefore have a communicator each, apart from sums, so that activations do not wait for gradients.
+But the threads and kernels of a communicator wait by spinning. With fewer than
+`CORES_TO_SEPARATE` cores for a rank that costs more than it saves (docs/results/nccl.md), and all
+messages share one. `penstock.ir.verify` says why neither can deadlock.
+
+Only raw tensors travel; nothing that arrives is unpickled.
 """
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
@@ -26,8 +36,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from penstock.errors import PeerLostError, RunError, StuckError
-from penstock.ir.program import Program
-from penstock.runtime.comm.ipc import BACKEND_NAME, IpcGroup
+from penstock.ir.program import Program, links_of
+from penstock.runtime.comm.ipc import IpcGroup
+from penstock.runtime.comm.names import NCCL, ON_GPU
 from penstock.runtime.comm.room import RingShape, fit_ring
 from penstock.runtime.lane import lane_turns
 from penstock.runtime.torch_internals import Store
@@ -40,6 +51,8 @@ SHAPES_KEPT = 8  # messages per target whose shapes the watchdog can look up
 TORCH_EXTRA_SECONDS = 30.0
 RECEIVE_WINDOW_BYTES = 64 << 20  # receives posted ahead of the program
 CONTROL_SUM_MODULUS = 100_003
+# From this many cores for each rank on, NCCL gets a second communicator for messages.
+CORES_TO_SEPARATE = 4
 
 BufferKind: TypeAlias = tuple[tuple[int, ...], torch.dtype]  # shape, type
 SentMessage: TypeAlias = tuple[int, tuple[int, ...], torch.dtype]  # number, shape, type
@@ -111,6 +124,15 @@ class ProcessComm:
         self.world = world
         self.everyone = tuple(range(self._ranks))
         self.is_subgroup = group is not None
+        # Under NCCL: the groups of the messages to higher and to lower ranks, apart from sums.
+        self.upward: dist.ProcessGroup | None = None
+        self.downward: dist.ProcessGroup | None = None
+        self.on_nccl = self.on_gpu and dist.get_backend() == NCCL
+        if self.on_nccl and self._ranks > 1:
+            self.upward = self.downward = self.create_message_group()
+            if self._least_cores() >= CORES_TO_SEPARATE:
+                self.downward = self.create_message_group()
+        self.opened: set[tuple[int, int]] = set()  # links that were used, under NCCL
         # The store through which the ranks tell each other about errors, if it is not the
         # one of the default process group. Nobody but the launcher keeps it then.
         self.store: Store | None = None
@@ -183,7 +205,17 @@ class ProcessComm:
 
     def uses_gpus(self) -> bool:
         """Whether tensors travel from GPU to GPU."""
-        return dist.get_backend() in ("nccl", BACKEND_NAME)
+        return dist.get_backend() in ON_GPU
+
+    def create_message_group(self) -> dist.ProcessGroup:
+        """Connect all ranks once more, over one communicator of NCCL that carries messages."""
+        created = dist.new_group(
+            dist.get_process_group_ranks(self.world),
+            use_local_synchronization=self.is_subgroup,
+            device_id=self.wire,  # otherwise every pair would get its own
+        )
+        assert isinstance(created, dist.ProcessGroup)
+        return created
 
     def create_group(self, group: tuple[int, ...]) -> dist.ProcessGroup | None:
         """Connect some ranks of this group; None if this rank is not among them."""
@@ -201,7 +233,9 @@ class ProcessComm:
 
     def start_barrier(self) -> dist.Work:
         """Start a barrier over all ranks."""
-        work: dist.Work | None = dist.barrier(self.world, async_op=True)
+        work: dist.Work | None = dist.barrier(
+            self.world, async_op=True, device_ids=barrier_devices()
+        )
         assert work is not None
         return work
 
@@ -224,8 +258,10 @@ class ProcessComm:
     def reserve(
         self, program: Program, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype
     ) -> None:
-        """Make the rings of our own backend large enough; other backends need nothing."""
+        """Make the rings of our own backend large enough, and open NCCL's connections."""
         group = self.world
+        if self.on_nccl:
+            self._open_links(program)
         if not isinstance(group, IpcGroup):
             return
         sizes = [prod(shape) * dtype.itemsize for shape in shapes]
@@ -239,6 +275,39 @@ class ProcessComm:
             out[peer] = fit_ring(lanes[peer], self._rank, sizes, current)
         group.reserve(into, out)
 
+    def _least_cores(self) -> int:
+        """The cores for each rank, on the machine of this group that has the fewest."""
+        neighbours = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+        cores = (os.cpu_count() or 1) // neighbours
+        least = torch.tensor([cores], device=self.wire)
+        dist.all_reduce(least, dist.ReduceOp.MIN, group=self.world)
+        return int(least)
+
+    def _open_links(self, program: Program) -> None:
+        """Send one number over each link of a program that was not used yet.
+
+        NCCL connects two ranks when the first message goes between them. That takes long, and
+        both ranks wait for it. All ranks go through the links in the same order, so no circle
+        of ranks can wait for each other.
+        """
+        for source, target in links_of(program):
+            if (source, target) in self.opened:
+                continue
+            self.opened.add((source, target))
+            if self._rank not in (source, target):
+                continue
+            number = torch.ones(1, device=self.wire)
+            group = self.channel(source, target)
+            if self._rank == source:
+                group.send([number], target, 0).wait()
+            else:
+                group.recv([number], source, 0).wait()
+            torch.cuda.synchronize()
+
+    def channel(self, source: int, target: int) -> dist.ProcessGroup:
+        """The process group of the messages from one rank to another."""
+        return (self.upward if source < target else self.downward) or self.world
+
     def send(self, tensor: Tensor, target: int) -> _Work:
         """Start sending a tensor to a rank."""
         turn = (self.sent[target] + 1) & TAG_TURNS
@@ -248,7 +317,8 @@ class ProcessComm:
         dtype = raw.dtype
         self.recent[target].append((turn, shape, dtype))
         try:
-            work = self.world.send([raw], target, self.tag(turn, shape, dtype))
+            channel = self.channel(self._rank, target)
+            work = channel.send([raw], target, self.tag(turn, shape, dtype))
         except RuntimeError as error:
             message = PendingMessage("send", (target,), turn, shape, dtype)
             raise self.failed_wait(message, error) from None
@@ -262,7 +332,8 @@ class ProcessComm:
         self.requested[source] = turn
         buffer = self._buffer(shape, dtype)
         try:
-            work = self.world.recv([buffer], source, self.tag(turn, shape, dtype))
+            channel = self.channel(source, self._rank)
+            work = channel.recv([buffer], source, self.tag(turn, shape, dtype))
         except RuntimeError as error:
             message = PendingMessage("receive", (source,), turn, shape, dtype)
             raise self.failed_wait(message, error) from None
@@ -361,6 +432,12 @@ class ProcessComm:
         if late:
             return StuckError(f"{waits} for more than {self.patience:g} s")
         return PeerLostError(f"{waits}, but the connection is lost\n\n{cause}")
+
+
+def barrier_devices() -> list[int] | None:
+    """The device of a barrier: NCCL wants to know it, and others accept none."""
+    on_nccl = dist.get_backend() == NCCL
+    return [torch.cuda.current_device()] if on_nccl else None
 
 
 def fold(number: int, sizes: Iterable[int]) -> int:

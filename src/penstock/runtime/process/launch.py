@@ -35,8 +35,14 @@ from torch.distributed.rendezvous import rendezvous
 
 from penstock.errors import PeerLostError, RunError
 from penstock.runtime.comm import ipc
-from penstock.runtime.comm.process import TORCH_EXTRA_SECONDS, ProcessComm
+from penstock.runtime.comm.names import IPC, NCCL, ON_GPU
+from penstock.runtime.comm.process import (
+    TORCH_EXTRA_SECONDS,
+    ProcessComm,
+    barrier_devices,
+)
 from penstock.runtime.process.machine import own_gpu
+from penstock.runtime.process.mps import be_own_host, shared_gpu_backend
 from penstock.runtime.process.status import ERRORS
 from penstock.runtime.torch_internals import (
     PrefixStore,
@@ -56,6 +62,19 @@ KILLED = "(killed)"
 ENDED = "(ended)"
 # The signals that end all processes of a job or of a terminal.
 ENDING_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
+# torch reads these when it makes a process group of NCCL.
+NCCL_SETTINGS = {
+    # When a connection breaks, torch would end the process with a stack trace, before our
+    # watchdog could find out what happened.
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    # Other ranks wait for messages, so they come before other work.
+    "TORCH_NCCL_HIGH_PRIORITY": "1",
+    # The messages of a group keep their order on purpose.
+    "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING": "0",
+}
+# How long a testbed may refuse new processes after it has lost one that was computing.
+SECONDS_TO_GET_GPU = 30.0
+GPU_POLL_SECONDS = 0.5
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -67,8 +86,8 @@ def init(
 ) -> ProcessComm:
     """Join the ranks that torchrun has started.
 
-    Unless `backend` says otherwise, this uses NCCL if every rank has its own GPU, our own
-    backend if the ranks of one machine share GPUs, and gloo if not.
+    Unless `backend` says otherwise, this uses NCCL if every rank has its own GPU, the backend
+    of the testbed (our own by default) if the ranks of one machine share GPUs, and gloo if not.
 
     A wait longer than `patience` seconds raises a `StuckError`. `device` is where received
     tensors land; by default the rank's own GPU under NCCL, and the CPU under gloo.
@@ -125,27 +144,47 @@ def after_first(comm: ProcessComm, work: Callable[[], None]) -> None:
 
 
 def _join(backend: str, store: Store, rank: int, ranks: int, limit: timedelta) -> None:
-    """Create the default process group."""
-    gpu = None
-    if backend in ("nccl", ipc.BACKEND_NAME):
-        gpu = torch.device("cuda", own_gpu())
-        torch.cuda.set_device(gpu)
-    if backend == ipc.BACKEND_NAME:
+    """Create the default process group.
+
+    It gets no device: torch would ask our own backend for options that it does not have.
+    """
+    if backend in ON_GPU:
+        _take_gpu()
+    if backend == IPC:
         ipc.register()
-        gpu = None  # with a device, torch would ask for the backend's options
+    if backend == NCCL:
+        for name, value in NCCL_SETTINGS.items():
+            os.environ.setdefault(name, value)
+        if shared_gpu_backend() == NCCL:
+            be_own_host(rank)
     try:
         dist.init_process_group(
-            backend,
-            store=store,
-            rank=rank,
-            world_size=ranks,
-            timeout=limit,
-            device_id=gpu,
+            backend, store=store, rank=rank, world_size=ranks, timeout=limit
         )
     except RuntimeError as error:
         raise PeerLostError(
             f"rank {rank} of {ranks} cannot reach the others: {error}"
         ) from None
+
+
+def _take_gpu() -> None:
+    """Make the GPU of this process its current one, as soon as there is room for it.
+
+    A testbed that has lost a process in the middle of its work starts a new server, and turns
+    others away meanwhile.
+    """
+    end = time.monotonic() + SECONDS_TO_GET_GPU
+    while True:
+        try:
+            torch.cuda.set_device(own_gpu())
+            torch.cuda.synchronize()
+        except RuntimeError as error:
+            busy = "busy or unavailable" in str(error)
+            if not busy or time.monotonic() > end:
+                raise
+            time.sleep(GPU_POLL_SECONDS)
+        else:
+            return
 
 
 def _choose_backend(store: Store, rank: int, ranks: int) -> str:
@@ -161,9 +200,9 @@ def _choose_backend(store: Store, rank: int, ranks: int) -> str:
     if "" in gpus:
         return "gloo"
     if len(gpus) == ranks and dist.is_nccl_available():
-        return "nccl"
+        return NCCL
     hosts = {gpu.split()[0] for gpu in gpus}
-    return ipc.BACKEND_NAME if len(hosts) == 1 else "gloo"
+    return shared_gpu_backend() if len(hosts) == 1 else "gloo"
 
 
 def finish() -> None:
@@ -174,7 +213,7 @@ def finish() -> None:
     if not dist.is_initialized():
         return
     try:
-        dist.barrier()
+        dist.barrier(device_ids=barrier_devices())
     except RuntimeError:
         raise PeerLostError(
             "a rank died or left before all ranks had finished"

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 import torch
 
-from penstock.runtime.process.mps import workers_of_a_gpu
+from penstock.runtime.comm.names import NCCL
+from penstock.runtime.process.mps import shared_gpu_backend, workers_of_a_gpu
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,12 +24,20 @@ class Machine:
     cores: int
     gpus: int  # that torch can use
     workers_per_gpu: int  # processes that one GPU serves at the same time
+    # Whether processes that share a GPU talk over NCCL, as if each had its own.
+    nccl_shares_gpus: bool = False
+
+    @property
+    def nccl_places(self) -> int:
+        """How many processes can talk over NCCL: one for each GPU, more in a testbed."""
+        return self.gpus * (self.workers_per_gpu if self.nccl_shares_gpus else 1)
 
 
 def look_at_machine() -> Machine:
     """Return what this machine has."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    return Machine(os.cpu_count() or 1, gpus, workers_of_a_gpu())
+    on_nccl = shared_gpu_backend() == NCCL
+    return Machine(os.cpu_count() or 1, gpus, workers_of_a_gpu(), on_nccl)
 
 
 def count_launched() -> int:

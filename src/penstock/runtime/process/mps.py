@@ -6,6 +6,10 @@
 Without MPS, processes take turns on a GPU, so their stages never run at the same time. The
 daemon serves only this command: the settings of the card and other people's daemons are left
 alone.
+
+The workers talk through the memory of the GPU (`penstock_ipc`) or, if the testbed says so, over
+NCCL. NCCL refuses two ranks of one host on one GPU, so each worker pretends to be a host of its
+own (`NCCL_HOSTID`). Their messages then take sockets, as between machines.
 """
 
 from __future__ import annotations
@@ -20,7 +24,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 
-from penstock.errors import RunError, ShapeError
+from penstock.errors import RunError, ShapeError, UnknownNameError
+from penstock.runtime.comm.names import IPC, NCCL
 
 MPS_CONTROL = "nvidia-cuda-mps-control"
 MAX_MPS_WORKERS = 48
@@ -28,11 +33,16 @@ MAX_MPS_WORKERS = 48
 GPU_QUEUES = 8
 SECONDS_TO_END = 10.0  # how long the command may take to end once it is asked to
 SHARE_VARIABLE = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
+BACKEND_VARIABLE = "PENSTOCK_TESTBED_BACKEND"
+BACKENDS = (IPC, NCCL)
+NCCL_VARIABLES = {"NCCL_NET": "Socket", "NCCL_SOCKET_IFNAME": "lo"}
 FORWARDED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-def run_in_testbed(workers: int, command: Sequence[str]) -> int:
+def run_in_testbed(workers: int, command: Sequence[str], backend: str = IPC) -> int:
     """Run a command whose processes each get a share of the GPU; return its exit code."""
+    if backend not in BACKENDS:
+        raise UnknownNameError("--backend", backend, BACKENDS)
     if not 1 <= workers <= MAX_MPS_WORKERS:
         raise ShapeError(
             f"--workers is {workers}, but MPS serves 1 to {MAX_MPS_WORKERS} workers"
@@ -45,10 +55,10 @@ def run_in_testbed(workers: int, command: Sequence[str]) -> int:
     if shutil.which(command[0]) is None:
         raise RunError(f"the command {command[0]} does not exist")
     with mps_daemon() as folder:
-        return _run(command, {**os.environ, **environment(workers, folder)})
+        return _run(command, {**os.environ, **environment(workers, folder, backend)})
 
 
-def environment(workers: int, folder: Path) -> dict[str, str]:
+def environment(workers: int, folder: Path, backend: str = IPC) -> dict[str, str]:
     """The environment variables of a testbed's processes.
 
     >>> environment(8, Path("mps"))["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"]
@@ -59,7 +69,23 @@ def environment(workers: int, folder: Path) -> dict[str, str]:
         "CUDA_MPS_LOG_DIRECTORY": str(folder / "log"),
         SHARE_VARIABLE: str(100 // workers),
         "CUDA_DEVICE_MAX_CONNECTIONS": str(GPU_QUEUES),
+        BACKEND_VARIABLE: backend,
     }
+
+
+def shared_gpu_backend() -> str:
+    """The backend between processes that share a GPU: what the testbed says, or our own."""
+    return os.environ.get(BACKEND_VARIABLE, IPC)
+
+
+def be_own_host(rank: int) -> None:
+    """Let NCCL take this process for a host of its own, which it reaches through sockets.
+
+    Call this before NCCL starts in this process.
+    """
+    os.environ["NCCL_HOSTID"] = f"testbed-{rank}"
+    for name, value in NCCL_VARIABLES.items():
+        os.environ.setdefault(name, value)
 
 
 def workers_of_a_gpu() -> int:
@@ -78,7 +104,9 @@ def mps_daemon() -> Iterator[Path]:
     """Run an MPS daemon in a new folder; stop it and delete the folder afterwards."""
     if shutil.which(MPS_CONTROL) is None:
         raise RunError(
-            f"{MPS_CONTROL} is not installed here; it comes with NVIDIA's driver"
+            f"{MPS_CONTROL} is not installed here; it comes with NVIDIA's driver\n"
+            "  install it, or run the command without `penstock testbed`: its processes then "
+            "take turns on the GPU"
         )
     folder = Path(tempfile.mkdtemp(prefix="penstock-mps-"))
     for name in ("pipe", "log"):

@@ -1,0 +1,146 @@
+"""Tests over NCCL with all ranks on one GPU: penstock testbed --workers 4 --backend nccl -- pytest THIS.
+
+They are skipped outside of such a testbed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import penstock
+from gpu_workers import kind_of
+from mesh_workers import Case
+from mesh_workers import gradients as mesh_gradients
+from nccl_workers import goes_wrong, trains_every_schedule
+from penstock.config import MeshConfig
+from penstock.errors import RunError, StuckError
+from penstock.runtime import spawn
+
+RANKS = 4
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available()
+    or os.environ.get("PENSTOCK_TESTBED_BACKEND") != "nccl",
+    reason="needs a testbed with --backend nccl on a GPU",
+)
+SOME = ("1f1b", "hanayo", "zb-v", "chimera", "1f1b, 2 copies")
+
+
+def test_ranks_that_share_a_gpu_find_the_backend_of_the_testbed():
+    assert spawn(2, kind_of, backend=None) == ["nccl"] * 2
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+def test_every_schedule_trains_like_one_piece(recorded):
+    for worst in spawn(
+        RANKS, trains_every_schedule, recorded, backend="nccl", patience=60
+    ):
+        assert len(worst) >= 17
+        assert max(worst.values()) < 1e-4, worst
+
+
+def test_tied_weights_are_summed_over_their_owners():
+    for worst in spawn(
+        RANKS,
+        trains_every_schedule,
+        False,
+        SOME,
+        None,
+        True,
+        backend="nccl",
+        patience=60,
+    ):
+        assert set(worst) == set(SOME)
+        assert max(worst.values()) < 1e-4, worst
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+def test_messages_in_bfloat16_change_gradients_by_their_rounding(recorded):
+    for worst in spawn(
+        RANKS,
+        trains_every_schedule,
+        recorded,
+        SOME,
+        torch.bfloat16,
+        backend="nccl",
+        patience=60,
+    ):
+        assert max(worst.values()) < 5e-2, worst
+    assert max(worst.values()) > 1e-5, worst
+
+
+MESHES = [
+    Case(mesh=MeshConfig(shard=2)),
+    Case(mesh=MeshConfig(tensor=2)),
+    Case("zb-v", mesh=MeshConfig(shard=2)),
+    Case(mesh=MeshConfig(shard=2, tensor=2), shape={"ranks": 1}),
+]
+
+
+def test_a_mesh_has_the_gradients_of_the_unsplit_model():
+    for results in spawn(
+        RANKS, mesh_gradients, MESHES, "cuda", backend="nccl", patience=60
+    ):
+        for case, wrong in zip(MESHES, results, strict=True):
+            assert wrong["gradient"] < 1e-10, case
+            assert wrong["loss"] < 1e-10, case
+
+
+def test_the_command_line_trains_a_mesh_on_a_shared_gpu(tmp_path):
+    """Two ranks of two processes each, as `penstock train` starts them."""
+    line = [sys.executable, "-m", "penstock", "train"]
+    for option in (
+        "run.device=cuda",
+        "run.steps=4",
+        "run.log=1",
+        "run.evaluate=0",
+        "run.forecast=false",
+        "run.restarts=0",
+        "run.messages=bfloat16",
+        "model.layers=4",
+        "data.batch=16",
+        "schedule.name=1f1b",
+        "schedule.ranks=2",
+        "schedule.microbatches=4",
+        "mesh.shard=2",
+        f"run.folder={tmp_path / 'run'}",
+    ):
+        line += ["--set", option]
+    source = str(Path(penstock.__file__).parents[1])
+    done = subprocess.run(
+        line,
+        env=os.environ | {"PYTHONPATH": source},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "4 processes on 1 GPUs, NCCL, side by side" in done.stdout + done.stderr
+    rows = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    losses = [json.loads(row)["loss"] for row in rows if "loss" in json.loads(row)]
+    assert losses[3] < losses[0]
+
+
+@pytest.mark.parametrize(
+    ("how", "error", "story"),
+    [
+        ("raise", RunError, "rank 1 has failed"),
+        ("sleep", StuckError, "rank 1 is at 1F"),
+    ],
+)
+def test_a_rank_that_goes_wrong_ends_the_run_with_one_story(how, error, story):
+    begin = time.monotonic()
+    with pytest.raises(error) as caught:
+        spawn(3, goes_wrong, how, backend="nccl", patience=3)
+    assert story in str(caught.value)
+    if how == "raise":
+        assert "out of cheese" in str(caught.value)
+    assert time.monotonic() - begin < 60
