@@ -883,9 +883,9 @@ def test_empty_sources_mean_the_default_and_never_the_current_folder(text, here)
     ("name", "content", "words"),
     [
         (
-            "a.parquet",
-            b"PAR1",
-            "a.parquet is a table: write its texts as lines of JSON",
+            "a.orc",
+            b"ORC",
+            "a.orc is a table: write its texts as lines of JSON",
         ),
         ("a.jsonl.zst", b"x", "a.jsonl.zst is an archive: unpack it first"),
         ("a.tar.gz", b"x", "is an archive"),
