@@ -66,6 +66,11 @@ micro-batch of 1,024 tokens does not fill the whole GPU.
 
 def main() -> None:
     """Write the page."""
+    PAGE.write_text(page(), encoding="utf-8")
+
+
+def page() -> str:
+    """The page, made of the results."""
     alone = _rows("compiled-200m.json") + _rows("compiled-1b.json")
     pipeline = _rows("compiled-pipeline.json")
     single = _rows("compiled-single.json")[0]["times"]["recorded"][0]
@@ -74,7 +79,7 @@ def main() -> None:
     memory = [
         max(row["memory"]["recorded"]) / max(row["memory"]["ours"]) for row in pipeline
     ]
-    text = TEXT.format(
+    return TEXT.format(
         alone=_alone_table(alone),
         pipeline=_pipeline_table(pipeline),
         least=min(ratios),
@@ -88,7 +93,6 @@ def main() -> None:
         pipeline_speed=STEP_TOKENS / times["zb-v"],
         share=(STEP_TOKENS / times["zb-v"] / 128) / (STEP_TOKENS / single / 132),
     )
-    PAGE.write_text(text, encoding="utf-8")
 
 
 def _utilization(row: dict[str, Any]) -> float:

@@ -46,19 +46,25 @@ rows of Chimera, Hanayo and Interleaved-ZB come from a second run on another suc
 
 {four}
 
-With four cores for each rank it is the other way round: a communicator for each direction takes {saved:.0%} off ZB-V and
-comes within {four_near:.1%} of the simulation. So the runtime separates the directions from four cores for each rank on.
+With four cores for each rank it is the other way round: a communicator for each direction takes {saved:.0%} off ZB-V
+and comes within {four_near:.1%} of the simulation. So the runtime separates the directions from four cores for each
+rank on.
 
 ## What bfloat16 does to the loss
 
-The first loss of these models changes by {loss:.0e} of its value at most. Three seeds of a small Llama (4 layers of width
-64, 150 steps on four CPU ranks, all else in float32) had held-out losses of 2.592, 2.602 and 2.619 with messages in
+The first loss of these models changes by {loss:.0e} of its value at most. Three seeds of a small Llama (4 layers of
+width 64, 150 steps on four CPU ranks, all else in float32) had held-out losses of 2.592, 2.602 and 2.619 with messages in
 bfloat16 and 2.606, 2.632 and 2.685 with messages in float32. Three seeds do not tell these apart.
 """
 
 
 def main() -> None:
     """Write the page."""
+    PAGE.write_text(page(), encoding="utf-8")
+
+
+def page() -> str:
+    """The page, made of the results."""
     eight = _rows("transports-8.json")
     four = _rows("transports-4.json")
     one = [row for row in eight if row["transport"] == "one"]
@@ -75,7 +81,7 @@ def main() -> None:
     )
     ipc = [row for row in eight if row["transport"] == "ipc"]
     other = [row for row in eight if row["transport"] == "direction"]
-    text = TEXT.format(
+    return TEXT.format(
         eight=_table(eight),
         four=_table(four),
         slower=_of(one, "1f1b")["free"] / _of(ipc, "1f1b")["free"] - 1,
@@ -90,7 +96,6 @@ def main() -> None:
         four_near=abs(_error(_of(four, "zb-v", transport="direction"))),
         loss=max(abs(loss / whole - 1) for loss in losses["bfloat16"]),
     )
-    PAGE.write_text(text, encoding="utf-8")
 
 
 def _rows(name: str) -> list[dict[str, Any]]:
