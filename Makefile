@@ -47,6 +47,7 @@ check: setup ## run ruff, mypy and the test of the import graph
 bench: setup ## run the benchmarks that need no quiet machine; tables go to docs/results
 	$(BIN)/python benchmarks/scale.py
 	$(BIN)/python benchmarks/portfolio.py
+	$(BIN)/python benchmarks/surprises.py
 	$(BIN)/python benchmarks/documents.py
 	$(BIN)/python benchmarks/paths.py
 	$(BIN)/python benchmarks/slicing.py
