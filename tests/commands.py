@@ -7,6 +7,7 @@ import shlex
 import signal
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -62,6 +63,14 @@ def environment(**more: str) -> dict[str, str]:
         | {"PYTHONPATH": str(Path(penstock.__file__).parents[1]), "COLUMNS": "200"}
         | more
     )
+
+
+def torchrun(
+    folder: Path, words: list[str], environment: Mapping[str, str], network: str = ""
+) -> Command:
+    """Start torchrun with these arguments. It and its workers are forks."""
+    script = Path(__file__).parent / "torchrun.py"
+    return Command(folder, words, environment, script=script, network=network)
 
 
 def ended(folder: Path, line: str, after: float) -> tuple[int, str]:

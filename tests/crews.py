@@ -12,7 +12,7 @@ from penstock.errors import PeerLostError
 from penstock.runtime import ThreadComm, run_threads
 from penstock.train.crew.notes import Decision, Report
 from penstock.train.crew.succession import decide
-from penstock.train.loop import Job, Trainer
+from penstock.train.loop import CrewChange, Job, Trainer
 
 
 class Killed(Exception):
@@ -60,13 +60,22 @@ class Crew:
         self.trainers: dict[int, Trainer] = {}
         self.reports = {n: Report(n) for n in range(job.plan.schedule.ranks)}
         self.generation = 0
+        self.change_at = 0  # the step after which all leave, because somebody has come
 
     def decide(self) -> Decision:
         self.generation += 1
         return decide(self.job.plan, self.reports, self.generation, self.job.resume)
 
-    def run(self, decision: Decision, connect: Connect = lambda comm: comm) -> None:
-        """Train in one generation, to the end of the run or until a rank is killed."""
+    def run(
+        self,
+        decision: Decision,
+        connect: Connect = lambda comm: comm,
+        prepare: Callable[[Trainer], None] = lambda trainer: None,
+    ) -> None:
+        """Train in one generation, to the end of the run or until a rank is killed.
+
+        `prepare` may change the trainer of each rank before it runs.
+        """
         trainers: dict[int, Trainer] = {}
         lock = threading.Lock()
         self.reports = {}
@@ -84,9 +93,11 @@ class Crew:
                 fresh=True,
                 whole=decision.whole,
             )
-            new = Trainer(job, connect(comm), before=trainer)
-            new.save_again = decision.save
-            with suppress(PeerLostError):
+            handover = decision.handover
+            new = Trainer(job, connect(comm), before=trainer, handover=handover)
+            new.changing = lambda: new.step + 1 == self.change_at
+            prepare(new)
+            with suppress(PeerLostError, CrewChange):
                 new.run()
             trainer = new if new.begun else trainer
             if trainer is None:
@@ -98,6 +109,8 @@ class Crew:
                 trainer.figures,
                 trainer.saver.step is not None,
                 tuple(sorted(trainer.parts)),
+                seen=trainer.seen,
+                closed=trainer.closed,
             )
             trainer.saver.abandon()
             with lock:

@@ -92,7 +92,8 @@ class Command:
 
     `strict` turns warnings into errors. `session` gives it a process group of its own.
     `script` is run instead of `penstock`, with `words` as its arguments. `network` is the
-    name of the network namespace to run in.
+    name of the network namespace to run in. `shown` sends the output to where this process
+    prints, instead of keeping it.
     """
 
     def __init__(
@@ -104,18 +105,22 @@ class Command:
         session: bool = False,
         script: Path | None = None,
         network: str = "",
+        shown: bool = False,
     ) -> None:
         start_server()
         context = ForkServerContext()
-        pipes = [context.Pipe(duplex=False) for _ in range(2)]
+        pipes = [context.Pipe(duplex=False) for _ in range(2 * (not shown))]
         theirs = [writer for _, writer in pipes]
+        if shown:
+            theirs = [Connection(os.dup(number), readable=False) for number in (1, 2)]
         setting = Setting(folder, dict(environment), strict, session, script, network)
         self.process = context.Process(target=_run, args=(words, setting, *theirs))
         self.process.start()
         self.chunks: list[list[bytes]] = [[], []]
         self.readers = []
-        for (reader, writer), chunks in zip(pipes, self.chunks, strict=True):
+        for writer in theirs:
             writer.close()
+        for (reader, _), chunks in zip(pipes, self.chunks, strict=False):
             thread = threading.Thread(target=_read, args=(reader, chunks), daemon=True)
             thread.start()
             self.readers.append(thread)

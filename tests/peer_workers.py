@@ -6,7 +6,10 @@ import copy
 import warnings
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from penstock import Schedule, make
 from penstock.ir import lower
@@ -107,3 +110,36 @@ def run_torch(
         if found:
             losses.append(float(torch.stack(found).sum()))
     return losses
+
+
+# ---------------------------------------------------------------- stages under FSDP2
+def run_sharded(comm: ProcessComm) -> float:
+    """Two steps of a pipeline of one rank whose stages all processes shard; return the worst gradient."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own, while it is imported
+        from torch.distributed.pipelining import PipelineStage  # noqa: PLC0415
+    schedule = make("interleaved", ranks=1, microbatches=2, chunks=2)
+    whole = model_of(schedule.parts)
+    own = copy.deepcopy(whole)
+    groups = [dist.new_group([rank]) for rank in range(comm.ranks)]
+    mesh = init_device_mesh("cpu", (comm.ranks,))
+    parts = [part_of(own, number) for number in torch_stages(schedule, 0)]
+    for part in parts:
+        fully_shard(part, mesh=mesh, reshard_after_forward=False)
+    stages = [
+        PipelineStage(part, n, len(parts), torch.device("cpu"), group=groups[comm.rank])
+        for n, part in enumerate(parts)
+    ]
+    runtime = torch_runtime(schedule, stages, loss_of, scale_grads=False)
+    inputs = [data_of(2, rank)[0] for rank in range(comm.ranks)]
+    for _ in range(2):
+        runtime.step(inputs[comm.rank], target=inputs[comm.rank], losses=[])
+        for x in inputs:
+            (loss_of(whole(x), x) / comm.ranks).backward()
+    worst = 0.0
+    for number, part in enumerate(parts):
+        pairs = zip(part_of(whole, number).parameters(), part.parameters(), strict=True)
+        for one, other in pairs:
+            gradient = other.grad.full_tensor()  # type: ignore[union-attr]
+            worst = max(worst, float((one.grad - gradient).abs().max()))
+    return worst

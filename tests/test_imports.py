@@ -68,6 +68,7 @@ LIBRARIES = {
         "numpy",
         "torch",
         "rich",
+        "pyarrow",
         "safetensors",
         "tokenizers",
         "transformers",

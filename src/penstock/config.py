@@ -107,13 +107,18 @@ class DataConfig:
 
     sources: tuple[str, ...] = setting(
         (),
-        "files or folders with text or .jsonl, also as .gz, .bz2 or .xz; empty takes Python's standard library",
+        "files or folders: text, .jsonl (also .gz, .bz2, .xz), .parquet, .arrow; empty takes Python's standard library",
     )
     endings: tuple[str, ...] = setting(
-        (".txt", ".md", ".py", ".jsonl", ".txt.gz", ".jsonl.gz"),
+        (
+            *(".txt", ".md", ".py", ".jsonl", ".txt.gz", ".jsonl.gz"),
+            *(".parquet", ".arrow"),
+        ),
         "endings of the files that are read from folders",
     )
-    field: str = setting("text", "field of a JSONL line that holds the text")
+    field: str = setting(
+        "text", "field of a JSONL line, or column of a table, that holds the text"
+    )
     tokenizer: str = setting(
         AUTO,
         "bytes, or the path of a tokenizer.json; auto takes that of model.weights or model.config, or else bytes",
@@ -356,7 +361,7 @@ class RunConfig:
     )
     restarts: int = setting(
         3,
-        "how often a run restarts from its checkpoint after a worker has died",
+        "how often a run restarts from its checkpoint after a worker has died, or replaces a worker if it is elastic",
         least=0,
     )
     patience: float = setting(
@@ -501,7 +506,8 @@ def _path_faults(config: Config) -> list[str]:
     """The values of [paths] that would change nothing, or that contradict others."""
     paths = config.paths
     schedule = config.schedule
-    planned = is_plan_file(schedule.name)
+    searched = schedule.name == AUTO and schedule.skip > 0
+    planned = searched or is_plan_file(schedule.name)
     changed = []
     for item in fields(paths):
         value = getattr(paths, item.name)
@@ -510,7 +516,7 @@ def _path_faults(config: Config) -> list[str]:
     if not planned and schedule.name not in PARTIAL_SCHEDULES:
         return [
             f"{key} is for schedules that leave out parts, and {schedule.name} leaves out none: "
-            "set schedule.name=skip or a plan of `penstock paths`, or leave it out"
+            "set schedule.name=skip, a plan of `penstock paths`, or schedule.skip with auto"
             for key in changed
         ]
     faults = []
@@ -522,7 +528,7 @@ def _path_faults(config: Config) -> list[str]:
     if planned:
         own = ("paths.share", "paths.swaps", "paths.keep")
         faults += [
-            f"{key} is for schedule.name = skip; a plan file has its own paths, so leave it out"
+            f"{key} is for schedule.name = skip; {schedule.name} has its own paths, so leave it out"
             for key in changed
             if key in own
         ]

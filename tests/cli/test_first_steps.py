@@ -171,3 +171,29 @@ def test_a_schedule_is_found_by_one_of_its_words():
     assert nearest_name("interleaved-1f1b", REGISTRY) == "interleaved"
     assert nearest_name("torch", REGISTRY) == ""
     assert nearest_name("", REGISTRY) == ""
+
+
+# ---------------------------------------------------------------- refusals
+@pytest.mark.parametrize(
+    ("line", "way_out"),
+    [
+        ("draw 1f1b --ranks 2", "for example --microbatches 4"),
+        ("plan --gpu h100 --profile p.json", "leave it out to plan with measured ones"),
+        (
+            "plan --ranks 2 --microbatches 2 --granularity 8",
+            "add --profile profile.json",
+        ),
+        ("testbed --workers 2 -- true", "run the command without `penstock testbed`"),
+        ("train --set run.device=cuda", "`penstock doctor` says what is missing"),
+        ("profile --preset gpt2 --kv-heads 2", "leave out --kv-heads"),
+        ("plan --ranks 2 --microbatches 2 --for x", "known: automodel, deepspeed"),
+    ],
+)
+def test_a_refusal_says_what_to_do_instead(run, monkeypatch, line, way_out):
+    torch = pytest.importorskip("torch")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr("penstock.runtime.process.mps.MPS_CONTROL", "no-such-program")
+    code, _, err = run(line)
+    assert code == 2
+    others = err.strip().splitlines()[1:]
+    assert way_out in " ".join(" ".join(others).split())

@@ -218,6 +218,21 @@ def test_steps_in_turn_and_full_steps_are_planned_for_the_same_nodes(run):
     assert run("check plan.json")[0] == 0
 
 
+def test_the_others_keep_their_parts_when_a_node_is_lost(run):
+    sizes = f"{SIZES} --seed 2"
+    whole = json.loads(run(f"paths cluster.toml {sizes} --json")[1])["nodes"]
+    part = next(number for number, nodes in enumerate(whole) if len(nodes) > 1)
+    node = whole[part][0]
+    code, out, err = run(f"paths cluster.toml {sizes} --lost {node} -o left.json")
+    assert code == 0, err
+    assert "a step that skips nothing" not in out  # it would need the lost node
+    left = json.loads(run(f"paths cluster.toml {sizes} --lost {node} --json")[1])
+    assert left["nodes"] == [[n for n in nodes if n != node] for nodes in whole]
+    schedule = read_plan("left.json").schedule
+    assert schedule.lanes[node] == ()
+    assert "the plan has nodes 0..7" in run(f"paths cluster.toml {sizes} --lost 9")[2]
+
+
 def test_the_full_pipeline_is_planned_in_the_same_way_as_the_paths(run):
     found = json.loads(run(f"paths cluster.toml {SIZES} --share 0.25 --json")[1])
     data = len(found["nodes"][0])

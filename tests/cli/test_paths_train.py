@@ -86,12 +86,9 @@ def test_planned_paths_are_trained_as_they_are_and_compared_with_the_plan(
     assert losses(read_rows(folder)) == losses(rows)
 
 
-@pytest.mark.parametrize("lost", [0, 1], ids=["a replica", "the only node of a part"])
-def test_a_plan_without_a_lost_node_is_trained_by_the_others(text, planned, lost):
+def test_a_part_that_is_lost_with_its_only_node_is_held_by_another_one(text, planned):
     plan = planned[0]
-    sizes = [len(nodes) for nodes in plan.partitions]
-    part = next(p for p in range(1, 4) if (sizes[p] == 1) is bool(lost))
-    node = plan.partitions[part][0]
+    node = next(nodes[0] for nodes in plan.partitions[1:] if len(nodes) == 1)
     recovered = replan(plan, [node], iterations=50)
     write_plan(paths_plan(recovered), text / "paths.json")
     total = len(recovered.schedule.microbatches)

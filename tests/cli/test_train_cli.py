@@ -25,7 +25,7 @@ from torch.distributed.elastic.multiprocessing.errors import (
 )
 
 import starved_workers
-from commands import SMALL_CONFIG, called, ended, environment, wait_for
+from commands import SMALL_CONFIG, called, ended, environment, torchrun, wait_for
 from forked import Command
 from penstock import MicroBatch, Plan, Schedule, Stage, make
 from penstock.config import PRESETS
@@ -237,28 +237,13 @@ def test_under_torchrun_it_is_the_same_run(text, here):
     line = (
         "train config.toml --sample 0 --set run.steps=4 --set run.folder=runs/torchrun"
     )
-    launcher = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-    ]
+    launcher = "--standalone --nproc-per-node 2 -m penstock"
     env = environment(GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1")
-    command = [*launcher, "-m", "penstock", *line.split()]
-    done = subprocess.run(
-        command,
-        cwd=text,
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    process = torchrun(text, [*launcher.split(), *line.split()], env)
+    out, err = process.communicate()
+    assert process.returncode == 0, err
     folder = text / "runs" / "torchrun"
-    assert "trained 4 steps" in done.stdout
+    assert "trained 4 steps" in out
     assert [row.loss for row in read_rows(folder)] == [
         row.loss for row in undisturbed(folder, text / "quiet")
     ]
@@ -898,9 +883,9 @@ def test_empty_sources_mean_the_default_and_never_the_current_folder(text, here)
     ("name", "content", "words"),
     [
         (
-            "a.parquet",
-            b"PAR1",
-            "a.parquet is a table: write its texts as lines of JSON",
+            "a.orc",
+            b"ORC",
+            "a.orc is a table: write its texts as lines of JSON",
         ),
         ("a.jsonl.zst", b"x", "a.jsonl.zst is an archive: unpack it first"),
         ("a.tar.gz", b"x", "is an archive"),

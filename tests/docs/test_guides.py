@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -15,14 +16,11 @@ import pytest
 from test_docs import BLOCK, GUIDES, ROOT, arguments, blocks, named, shortened
 
 import penstock
-from commands import SMALL_CONFIG, called
+from commands import SMALL_CONFIG, called, torchrun
 
 TROUBLE = ROOT / "docs" / "guides" / "troubleshooting.md"
-COMMAND = re.compile(r"^penstock [a-z](?:.*\\\n)*.*$", re.M)
-SHIMS = {
-    "python": f'exec {sys.executable} "$@"',
-    "torchrun": f'exec {sys.executable} -m torch.distributed.run "$@"',
-}
+COMMAND = re.compile(r"^(?:penstock [a-z]|torchrun )(?:.*\\\n)*.*$", re.M)
+PYTHON = f'#!/bin/bash\nexec {sys.executable} "$@"\n'
 Shown = list[tuple[str, list[str]]]  # a command, and the lines after it
 
 
@@ -40,12 +38,14 @@ def shown(block: str) -> Shown:
 
 @pytest.fixture
 def shell(tmp_path, monkeypatch, capsys):
-    """Runs a script in a folder with the examples, as from a checkout; `penstock` itself in this process."""
+    """Runs a script in a folder with the examples, as from a checkout.
+
+    `penstock` itself runs in this process, and torchrun in a fork.
+    """
     shutil.copytree(ROOT / "examples", tmp_path / "examples")
     (tmp_path / "bin").mkdir()
-    for name, line in SHIMS.items():
-        (tmp_path / "bin" / name).write_text(f"#!/bin/bash\n{line}\n")
-        (tmp_path / "bin" / name).chmod(0o755)
+    (tmp_path / "bin" / "python").write_text(PYTHON)
+    (tmp_path / "bin" / "python").chmod(0o755)
     monkeypatch.chdir(tmp_path)
     for name, value in {
         "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}",
@@ -69,7 +69,13 @@ def shell(tmp_path, monkeypatch, capsys):
         return done.stdout
 
     def ours(line: str) -> str:
-        code, out, err = called(monkeypatch, capsys, arguments(line))
+        if line.startswith("torchrun "):
+            words = shlex.split(shortened(line.replace("\\\n", " ")))[1:]
+            process = torchrun(tmp_path, words, os.environ)
+            out, err = process.communicate()
+            code = process.returncode
+        else:
+            code, out, err = called(monkeypatch, capsys, arguments(line))
         assert code == 0, f"{line}\n{out}{err}"
         return out
 
@@ -77,7 +83,7 @@ def shell(tmp_path, monkeypatch, capsys):
         commands, between = COMMAND.findall(script), COMMAND.split(script)
         outputs = []
         for place, text in enumerate(between):
-            outputs += [others(shortened(text))] if text.strip() else []
+            outputs += [others(text)] if text.strip() else []
             outputs += [ours(commands[place])] if place < len(commands) else []
         return "".join(outputs)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -9,11 +10,14 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
 from pathlib import Path
+from socketserver import StreamRequestHandler, ThreadingTCPServer
 
 import pytest
 
-from commands import SMALL_CONFIG, environment, wait_for
+from commands import SMALL_CONFIG, environment, torchrun, wait_for
 from penstock.train.history import read_rows
 
 SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "slurm.sbatch"
@@ -31,13 +35,46 @@ case "$1" in
     requeue) echo "$2" >> requeued ;;
 esac
 """
-TORCHRUN = f"""#!/bin/bash
-exec {sys.executable} -m torch.distributed.run --local-addr 127.0.0.1 "$@"
+TORCHRUN = f"""#!{sys.executable} -S
+# Asks the test to fork torchrun, and ends as that one does.
+import json, os, socket, sys
+with socket.create_connection(("127.0.0.1", int(os.environ["FORKS_PORT"]))) as test:
+    test.sendall(json.dumps([sys.argv[1:], dict(os.environ)]).encode())
+    test.shutdown(socket.SHUT_WR)
+    with test.makefile() as answer:
+        code, said = json.load(answer)
+sys.stdout.write(said)
+sys.exit(code)
 """
 
 
 @pytest.fixture
-def job(tmp_path):
+def forks_port(tmp_path) -> Iterator[int]:
+    """A port at which torchrun can be asked for. It and its workers are forks."""
+    started = []
+
+    class Node(StreamRequestHandler):
+        def handle(self) -> None:
+            words, env = json.load(self.rfile)
+            node = torchrun(tmp_path, ["--local-addr", "127.0.0.1", *words], env)
+            started.append(node)
+            out, err = node.communicate()
+            self.wfile.write(json.dumps([node.returncode, out + err]).encode())
+
+    with ThreadingTCPServer(("127.0.0.1", 0), Node) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.05,))
+        thread.start()
+        try:
+            yield server.server_address[1]
+        finally:
+            for node in started:
+                node.kill()
+            server.shutdown()
+            thread.join()
+
+
+@pytest.fixture
+def job(tmp_path, forks_port):
     """Starts the script in a folder with text and commands of SLURM's."""
     (tmp_path / "text.txt").write_text(
         "".join(f"the {n % 7} cats sat on {n % 5} mats\n" for n in range(3000))
@@ -65,6 +102,7 @@ def job(tmp_path):
             PORT=str(port),
             GLOO_SOCKET_IFNAME="lo",
             RESTARTS="0",
+            FORKS_PORT=str(forks_port),
         )
         line, pipe = (
             ["bash", str(SCRIPT), "config.toml", "--sample", "0", *more],

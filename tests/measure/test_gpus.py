@@ -15,6 +15,8 @@ from penstock import make, simulate
 from penstock.config import ModelConfig
 from penstock.cost import ProfileCost
 from penstock.cost.gpus import GPUS, analytic_profile, gpu_of, network_of
+from penstock.cost.mesh import mesh_profile
+from penstock.cost.network import Link
 from penstock.cost.sizes import parameters_of_pieces
 from penstock.errors import ShapeError, UnknownNameError
 from penstock.formats import dump_profile, load_profile
@@ -198,3 +200,22 @@ def test_the_command_writes_a_profile_without_measuring(monkeypatch, capsys, tmp
     code, _, error = run(f"profile --gpu h100 --preset tiny -o {file}")
     assert code == 2
     assert "vocabulary is missing" in error
+
+
+def test_a_loss_in_chunks_keeps_no_whole_logits_except_on_a_mesh():
+    large = replace(LLAMA, vocab=128_000)
+    whole = analytic_profile(large, 4096, gpu="h100")
+    chunked = analytic_profile(large, 4096, gpu="h100", loss_chunk=2048)
+    logits = 4096 * 128_000
+    assert (whole.head.held - chunked.head.held) * 4096 == 2 * logits  # half precision
+    before, after = (one.part(1, False, True) for one in (whole, chunked))
+    assert after.working < 0.1 * before.working
+    assert dict(chunked.device)["loss_chunk"] == 2048
+    small = analytic_profile(LLAMA, 256, gpu="h100", loss_chunk=2048)
+    assert dict(small.device)["loss_chunk"] == 0
+    on_mesh = [mesh_profile(one, 2, 1, Link(0.0, 1e12)) for one in (whole, chunked)]
+    assert on_mesh[0].head.held == on_mesh[1].head.held
+    assert (
+        on_mesh[0].part(1, False, True).working
+        == on_mesh[1].part(1, False, True).working
+    )

@@ -42,6 +42,11 @@ def test_torchs_runtime_has_our_losses_and_gradients():
             assert gradient < 1e-12, case
 
 
+@pytest.mark.numerics
+def test_torchs_runtime_gathers_and_sums_stages_under_fsdp():
+    assert max(spawn(2, workers.run_sharded)) < 1e-12
+
+
 def simulated(schedule) -> None:
     """Run the rows through torch's own simulation, which finds deadlocks and missing messages."""
     rows = torch_rows(lower(schedule))

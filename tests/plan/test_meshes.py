@@ -8,7 +8,8 @@ import pytest
 
 from penstock.config import Config, MeshConfig, ModelConfig
 from penstock.cost.gpus import gpu_of
-from penstock.formats import write_plan
+from penstock.errors import ConfigError
+from penstock.formats import read_plan, write_plan
 from penstock.ir import Plan
 from penstock.plan.planner import plan_run
 from penstock.plan.question import gpu_question
@@ -66,3 +67,31 @@ def test_a_plan_file_brings_its_mesh_along(tmp_path):
     found, plan = plan_run(config, 2, given=("schedule.name",))
     assert (found.mesh.tensor, found.mesh.shard) == (2, 2)
     assert (plan.tensor, plan.shard) == (2, 2)
+
+
+def test_a_plan_of_single_processes_and_one_that_leaves_the_mesh_open_differ(tmp_path):
+    file = tmp_path / "plan.json"
+    schedule = make("1f1b", ranks=1, microbatches=2)
+    config = Config()
+    config = replace(
+        config,
+        schedule=replace(config.schedule, name=str(file)),
+        mesh=replace(config.mesh, tensor=2),
+    )
+
+    def mesh_of(plan, given=("schedule.name",)):
+        write_plan(plan, file)
+        assert read_plan(file).mesh == plan.mesh
+        mesh = plan_run(config, 2, given)[0].mesh
+        return mesh.tensor, mesh.shard
+
+    opened = Plan(schedule, "1f1b", (2,))
+    alone = Plan(schedule, "1f1b", (2,), tensor=1, shard=1)
+    assert mesh_of(opened) == (2, 1)
+    assert mesh_of(alone) == (1, 1)
+    written = ("schedule.name", "mesh.tensor")
+    assert mesh_of(opened, written) == (2, 1)
+    with pytest.raises(ConfigError, match=r"mesh.tensor = 2, but .* has 1"):
+        mesh_of(alone, written)
+    with pytest.raises(ConfigError, match="leave these values out"):
+        mesh_of(alone, None)

@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 import penstock
 import process_workers as workers
+from commands import torchrun
 from forked import Command
 from machines import two_machines
 from penstock import make
@@ -133,41 +134,15 @@ def places(ranks):
     ]
 
 
-def test_ranks_on_two_machines_train_together_under_torchrun():
+def test_ranks_on_two_machines_train_together_under_torchrun(tmp_path):
     with two_machines() as machines:
-        here = [
-            "--master-addr",
-            machines[0][2],
-            "--master-port",
-            "29555",
-            str(SCRIPT),
-            "well",
-        ]
+        leader = ["--master-addr", machines[0][2], "--master-port", "29555"]
         started = []
         for number, (name, card, _) in enumerate(machines):
-            node = [
-                "--nnodes",
-                "2",
-                "--node-rank",
-                str(number),
-                "--nproc-per-node",
-                "1",
-            ]
-            line = [
-                "ip",
-                "netns",
-                "exec",
-                name,
-                sys.executable,
-                "-m",
-                "torch.distributed.run",
-                *node,
-                *here,
-            ]
+            node = f"--nnodes 2 --node-rank {number} --nproc-per-node 1".split()
+            words = [*node, *leader, str(SCRIPT), "well"]
             env = environment(GLOO_SOCKET_IFNAME=card)
-            started.append(
-                subprocess.Popen(line, env=env, stdout=-1, stderr=-1, text=True)
-            )
+            started.append(torchrun(tmp_path, words, env, network=name))
         try:
             said = [one.communicate(timeout=600) for one in started]
         finally:
@@ -182,18 +157,9 @@ def test_ranks_on_two_machines_train_together_under_torchrun():
 
 
 def test_scripts_run_under_plain_torchrun_and_end_when_one_is_killed(tmp_path):
-    torchrun = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-        str(SCRIPT),
-        "well",
-    ]
+    words = ["--standalone", "--nproc-per-node", "2", str(SCRIPT), "well"]
     started = [
-        subprocess.Popen(torchrun, env=environment(), stdout=-1, stderr=-1, text=True),
+        torchrun(tmp_path, words, environment()),
         *(
             Command(tmp_path, ["kill", "1"], environment(**place), script=SCRIPT)
             for place in places(2)

@@ -24,9 +24,15 @@ PLAN = Plan(replicate(make("1f1b", ranks=1, microbatches=2), 3), "1f1b", (2,))
 FIGURES = StepFigures(2.5, 0.5, 100, 1.0, None, False)
 
 
-def play(worker, workers, host, port, folder, resume) -> Verdict:
+def play(worker, workers, host, port, folder, resume, newcomer) -> Verdict:
     """Take part in two generations; worker 1 leaves the first as the folder's name says."""
     member = Member(worker, host, port)
+    if newcomer:
+        decision = member.arrive()
+        assert decision.members == (0, 1, 2)
+        assert decision.transfers == ((0, 0, 1),)
+        member.store.set(ready_key(decision.generation), "yes")
+        return Verdict(10)
     member.report(Report(worker))
     decision = member.next_decision()
     assert decision.members == (0, 1, 2)
@@ -48,16 +54,22 @@ def play(worker, workers, host, port, folder, resume) -> Verdict:
     if decision is None:
         return Verdict(9)
     assert decision.step == 7
-    if decision.members[0] == worker:
-        member.store.set(ready_key(decision.generation), "yes")
-    return Verdict(8)
+    member.store.set(ready_key(decision.generation), "yes")
+    if "again" not in folder:
+        return Verdict(8)
+    while not member.is_changing(decision):
+        time.sleep(0.01)
+    member.report(Report(worker, 9, FIGURES, parts=(0,)))
+    member.next_decision()
+    time.sleep(20)  # The newcomer ends the run.
+    return Verdict(-1)
 
 
-def keeper_of(tmp_path, name: str) -> Keeper:
+def keeper_of(tmp_path, name: str, restarts: int = 0) -> Keeper:
     folder = tmp_path / name
     folder.mkdir()
     said = []
-    settings = RunConfig(silence=60.0, patience=60.0, restarts=2)
+    settings = RunConfig(silence=60.0, patience=60.0, restarts=restarts)
     keeper = Keeper(play, folder, PLAN, settings, False, said.append)
     keeper.said = said
     return keeper
@@ -82,11 +94,23 @@ def test_the_others_go_on_without_a_worker(name, story, tmp_path, capfd):
     capfd.readouterr()
 
 
+def test_a_lost_worker_is_replaced_and_the_new_one_joins_after_a_step(tmp_path, capfd):
+    keeper = keeper_of(tmp_path, "killed-again", restarts=1)
+    assert keeper.run() == Verdict(10)
+    assert keeper.said == [
+        "worker 1 was killed by SIGKILL; 2 workers go on after step 7",
+        "worker 1 has joined; 3 workers go on after step 9",
+    ]
+    events = read_events(tmp_path / "killed-again")
+    assert [event.event for event in events] == ["lost", "joined"]
+    capfd.readouterr()
+
+
 def test_a_cut_link_connects_all_workers_again_but_not_for_ever(tmp_path, capfd):
-    keeper = keeper_of(tmp_path, "retry")
+    keeper = keeper_of(tmp_path, "retry", restarts=2)
     assert keeper.run() == Verdict(8)
     assert keeper.said == ["a link is cut; 3 workers go on after step 7"]
-    keeper = keeper_of(tmp_path, "retry-always")
+    keeper = keeper_of(tmp_path, "retry-always", restarts=2)
     with pytest.raises(RunError, match="connected again 2 times, which did not help"):
         keeper.run()
     capfd.readouterr()

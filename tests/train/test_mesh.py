@@ -12,9 +12,11 @@ import torch
 from test_loop import by_hand
 
 from commands import called
+from mesh_shares import shares_of
 from mesh_workers import Case, gradients, peaks, sleeps, trains
 from penstock.config import Config, MeshConfig, ScheduleConfig, check_config
 from penstock.errors import ConfigError, RunError, ShapeError
+from penstock.formats import read_plan
 from penstock.models import GPTConfig, LlamaConfig, token_loss
 from penstock.models.tensor import check_shares, largest_share
 from penstock.runtime import run_threads, spawn
@@ -24,7 +26,7 @@ from penstock.train.after.generate import open_trained
 from penstock.train.data.loader import Deal, Loader
 from penstock.train.history import read_rows
 from penstock.train.hub import read_sizes, read_weights
-from penstock.train.mesh import place_of, shares_of
+from penstock.train.mesh import place_of
 from penstock.train.weights import blueprint, copy_weights, hold_whole, sizes_of
 from trainings import SMALL, VOCAB, apart, corpus
 
@@ -187,12 +189,20 @@ def test_the_command_line_starts_a_process_for_every_place_of_the_mesh(
 ):
     (tmp_path / "text.txt").write_text("the cat sat on the mat and said so\n" * 500)
     monkeypatch.chdir(tmp_path)
-    shape = "schedule.name=1f1b schedule.ranks=2 schedule.microbatches=2 data.batch=4 data.tokens=16 mesh.tensor=2"
-    more = 'run.steps=2 run.save=0 run.timed=0 run.forecast=false run.threads=1 data.sources=["text.txt"]'
-    line = "train --sample 0 " + " ".join(
-        f"--set {change}" for change in f"{shape} {more}".split()
-    )
-    code, out, err = called(monkeypatch, capsys, line)
+    data = 'data.batch=4 data.tokens=16 data.sources=["text.txt"]'
+    shape = "schedule.ranks=2 schedule.microbatches=2 mesh.tensor=2"
+    more = "run.steps=2 run.save=0 run.timed=0 run.forecast=false run.threads=1"
+
+    def words(changes):
+        return " ".join(f"--set {change}" for change in changes.split())
+
+    planned = f"plan --gpu h100 --devices 4 --stages 1 --slices 1 -o plan.json {words(f'{data} {shape}')}"
+    code, out, err = called(monkeypatch, capsys, planned)
+    assert code == 0, err
+    plan = read_plan(tmp_path / "plan.json")
+    assert (plan.schedule.ranks, plan.tensor, plan.shard) == (2, 2, 1)
+    trained = f"train --sample 0 {words(f'{data} {more} schedule.name=plan.json')}"
+    code, out, err = called(monkeypatch, capsys, trained)
     assert code == 0, err
     assert "2 ranks x shard 1 x tensor 2 = 4 processes" in err
     assert "trained 2 steps" in out
@@ -205,9 +215,8 @@ def test_the_command_line_starts_a_process_for_every_place_of_the_mesh(
         )
         == 4
     )
-    code, out, err = called(
-        monkeypatch, capsys, line.replace("--sample 0", "--dry-run")
-    )
+    dry = f"train --dry-run {words(f'{data} {more} {shape} schedule.name=1f1b')}"
+    code, out, err = called(monkeypatch, capsys, dry)
     assert code == 0, err
     assert "process of rank" in out
     assert "without the sums inside a rank" not in out

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import json
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from commands import called
+from mesh_shares import shares_of
 from penstock import make
 from penstock.config import MeshConfig, ModelConfig
 from penstock.cost.gpus import analytic_profile, gpu_of
 from penstock.cost.mesh import gather_seconds, mesh_profile
-from penstock.cost.network import Link
+from penstock.cost.network import Link, Network
 from penstock.errors import ShapeError
-from penstock.ir import Op
+from penstock.formats import write_plan, write_profile
+from penstock.ir import Op, Plan
 from penstock.models import GPTConfig, LlamaConfig
-from penstock.train.mesh import shares_of
 
 MODEL = ModelConfig(
     layers=8, width=1024, heads=16, kv_heads=8, inner=2816, vocab=32_000
@@ -113,3 +118,41 @@ def test_what_cannot_be_divided_is_refused():
     with pytest.raises(ShapeError, match="does not say the model's"):
         mesh_profile(unknown, 2, 1, FAST)
     assert mesh_profile(unknown, 1, 1, FAST) is unknown
+
+
+def test_simulate_counts_the_mesh_of_a_plan(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    whole = profile_of()
+    link = Network(latency=10e-6, bandwidth=300e9)
+    write_profile(replace(whole, network=link), Path("profile.json"))
+    schedule = make("1f1b", ranks=2, microbatches=4)
+    layers = (MODEL.layers // 2,) * 2
+
+    def simulated(**mesh):
+        write_plan(Plan(schedule, "plan", layers, **mesh), Path("plan.json"))
+        line = "simulate plan.json --profile profile.json --accept-error"
+        code, out, err = called(monkeypatch, capsys, f"{line} --json")
+        assert code == 0, err
+        return json.loads(out)
+
+    plain, alone = simulated(), simulated(tensor=1, shard=1)
+    tensor, shard = simulated(tensor=2, shard=1), simulated(tensor=1, shard=2)
+    assert plain == alone
+    assert tensor["makespan"] < plain["makespan"]
+    assert max(tensor["weights"]) < 0.6 * max(plain["weights"])
+    assert shard["gather"] > plain["gather"] == 0.0
+    assert shard["makespan"] == pytest.approx(plain["makespan"])
+    # Twice the sequences, with an optimizer step of half the weights.
+    assert 1.5 < shard["tokens_per_second"] / plain["tokens_per_second"] < 2.1
+    code, out, _ = called(
+        monkeypatch, capsys, "simulate plan.json --profile profile.json --accept-error"
+    )
+    assert code == 0
+    assert re.search(r"gathered weights\s+[\d.]+ [mµ]?s", out)
+    Path("cluster.toml").write_text(
+        'penstock = "cluster"\n[[nodes]]\nsite = "Tokyo"\n[[nodes]]\nsite = "Osaka"\n'
+    )
+    line = "simulate plan.json --profile profile.json --accept-error --cluster cluster.toml"
+    code, _, err = called(monkeypatch, capsys, line)
+    assert code == 2
+    assert "leave --cluster out" in err

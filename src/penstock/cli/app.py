@@ -22,6 +22,7 @@ from penstock.cli.schedule import (
 )
 from penstock.cli.tables import console, print_plain
 from penstock.cli.testbed import run_testbed
+from penstock.cli.tokenizer import tokenizer_command
 from penstock.cli.train import init_command, train_command
 from penstock.cli.trained_model import (
     eval_command,
@@ -81,6 +82,7 @@ app.command("export")(export_command)
 app.command("generate")(generate_command)
 app.command("report")(report_command)
 app.command("eval")(eval_command)
+app.command("tokenizer")(tokenizer_command)
 app.command("doctor")(doctor_command)
 
 

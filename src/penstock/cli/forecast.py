@@ -20,10 +20,19 @@ MIN_LAUNCH_OVERHEAD = (
 )
 
 
+def count_of(number: int, one: str, several: str) -> str:
+    """Write a number of things.
+
+    >>> count_of(1, "process", "processes"), count_of(4, "process", "processes")
+    ('1 process', '4 processes')
+    """
+    return f"{number} {one if number == 1 else several}"
+
+
 def describe_placement(placement: Placement) -> str:
     """Describe where the processes of a run will be."""
     machine = placement.machine
-    processes = f"{placement.processes} processes"
+    processes = count_of(placement.processes, "process", "processes")
     if placement.neighbours != placement.processes:
         processes += f", {placement.neighbours} of them here"
     if placement.device == "cpu":
@@ -34,9 +43,11 @@ def describe_placement(placement: Placement) -> str:
                 "of these cores"
             )
         elif placement.wanted == "auto" and machine.gpus:
-            reason = f" ({machine.gpus} GPUs are too few)"
-        return f"{processes} on {machine.cores} CPU cores, gloo{reason}"
-    where = f"{processes} on {machine.gpus} GPUs"
+            gpus = count_of(machine.gpus, "GPU is", "GPUs are")
+            reason = f" ({gpus} too few)"
+        cores = count_of(machine.cores, "CPU core", "CPU cores")
+        return f"{processes} on {cores}, gloo{reason}"
+    where = f"{processes} on {count_of(machine.gpus, 'GPU', 'GPUs')}"
     if not placement.shares_gpus:
         return f"{where}, NCCL"
     if placement.processors == placement.neighbours:

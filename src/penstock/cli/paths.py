@@ -142,6 +142,13 @@ def paths_command(
             help="The share by which a step with further paths may take longer than the first (with --rotate)."
         ),
     ] = 0.0,
+    lost: Annotated[
+        Optional[list[int]],
+        typer.Option(
+            help="A node that is gone. The others keep the parts that the same command gives them without --lost, and "
+            "paths go around it. May be repeated."
+        ),
+    ] = None,
     iterations: Annotated[
         int, typer.Option(help="The number of moves that the search tries.")
     ] = ITERATIONS,
@@ -177,11 +184,14 @@ def paths_command(
     Example: penstock paths cluster.toml --parts 6 --microbatches 6 --forward 0.5 --message 16e6 -o plan.json
 
     Example: penstock paths cluster.toml --parts 12 --microbatches 4 --forward 0.1 --rule share=1/2 --rule swaps=0
+
+    Example: penstock paths cluster.toml --parts 6 --microbatches 6 --forward 0.5 --lost 7 -o without-7.json
     """
     from penstock.formats import dump_plan
     from penstock.plan.paths import full_steps, paths_plan, plan_paths, rule_faults
     from penstock.plan.paths import rotate as rotate_paths
     from penstock.plan.paths.baselines import full_pipeline
+    from penstock.plan.paths.recovery import DEFAULT_RECOVERY_MOVES, replan
     from penstock.plan.paths.rules import raise_rule_faults, rules_from
 
     _check_positive(forward=forward, seconds=seconds)
@@ -244,10 +254,13 @@ def paths_command(
             seed=seed,
             stop=interrupt,
         )
+        if lost:
+            moves = min(iterations, DEFAULT_RECOVERY_MOVES)
+            plan = replan(plan, lost, (), moves, seconds, seed, stop=interrupt)
         raise_rule_faults(rule_faults(plan))
-        if not interrupt.stopped:
+        if not interrupt.stopped and not lost:
             full = full_pipeline(plan, iterations, seconds, seed, stop=interrupt)
-        if not interrupt.stopped and rules.full:
+        if not interrupt.stopped and rules.full and all(plan.partitions):
             full_step = full_steps(plan, iterations, seconds, seed, stop=interrupt)
         if not interrupt.stopped and rotate:
             rotation = rotate_paths(
@@ -579,7 +592,8 @@ def _rows(found: PathResults) -> list[tuple[str, str]]:
     if found.rotation is not None:
         rows.append(("paths in turn", _describe_rotation(found.rotation)))
     for part, nodes in enumerate(plan.partitions):
-        rows.append((f"part {part}", "nodes " + " ".join(map(str, nodes))))
+        held = "nodes " + " ".join(map(str, nodes)) if nodes else "on no node: skipped"
+        rows.append((f"part {part}", held))
     return rows
 
 

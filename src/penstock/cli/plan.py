@@ -285,7 +285,11 @@ def pipeline_question(
     require_at_least(1, ranks=ranks, microbatches=microbatches)
     if profile is None:
         if granularity is not None:
-            raise ShapeError("--granularity needs a profile or a config")
+            raise ShapeError(
+                "--granularity needs a profile or a config\n"
+                "  name a config, or add --profile profile.json; without them, only the "
+                "proportions of cuts matter"
+            )
         assert isinstance(price.cost, UnitCost)
         size = None if memory is None else microbatches_of(memory)
         return unit_question(ranks, microbatches, price.cost, size, limits)
@@ -327,7 +331,8 @@ def config_question(options: ModelOptions, limits: Limits) -> Question:
         devices = devices or len(cluster.nodes)
         if devices > len(cluster.nodes):
             raise ShapeError(
-                f"--devices {devices}, but {options.cluster} has {len(cluster.nodes)} nodes"
+                f"--devices {devices}, but {options.cluster} has {len(cluster.nodes)} nodes\n"
+                f"  give --devices {len(cluster.nodes)} or less, or add nodes to the file"
             )
         memories = [node.memory for node in cluster.nodes if node.memory is not None]
         memory = memory or min(memories, default=None)
@@ -363,7 +368,10 @@ def _gpu_question(
     from penstock.train.weights import config_of
 
     if options.profile is not None or options.cluster is not None:
-        raise ShapeError("--gpu cannot be combined with --profile or --cluster")
+        raise ShapeError(
+            "--gpu cannot be combined with --profile or --cluster\n"
+            "  --gpu computes times by a formula: leave it out to plan with measured ones"
+        )
     gpu = gpu_of(options.gpu or "")
     devices = options.devices or 0
     workload = workload_of(

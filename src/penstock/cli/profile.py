@@ -167,7 +167,8 @@ def profile_command(
     if hf is not None and given:
         options = " ".join(f"--{name.replace('_', '-')}" for name in given)
         raise ShapeError(
-            f"--hf already gives the sizes; it cannot be combined with {options}"
+            f"--hf already gives the sizes; it cannot be combined with {options}\n"
+            "  leave out either; a model of other sizes needs no --hf"
         )
     settings = {
         "preset": preset,

@@ -504,6 +504,8 @@ def _simulation_rows(
         rows.append(("sums of gradients", _describe_sums(timeline)))
     if step is None or price.profile is None:
         return rows
+    if step.gather:
+        rows.append(("gathered weights", write_time(step.gather, units)))
     tokens = str(step.tokens)
     if step.tokens > price.profile.tokens:
         tokens += f" (measured up to {price.profile.tokens})"

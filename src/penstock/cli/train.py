@@ -388,7 +388,9 @@ def _as_a_rank(
         if plan.schedule.ranks * mesh.size != comm.ranks:
             raise ConfigError(
                 f"the schedule has {mesh.over(plan.schedule.ranks)}, but {comm.ranks} "
-                "were launched"
+                "were launched\n"
+                f"  launch {plan.schedule.ranks * mesh.size}, or set schedule.ranks, "
+                "schedule.copies and the mesh to what was launched"
             )
         _announce(prepared.config, plan, folder, prepared.corpus, prepared.placement)
 

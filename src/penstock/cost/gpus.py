@@ -27,6 +27,7 @@ from penstock.cost.sizes import (
     Matrix,
     ModelSizes,
     check_sizes,
+    chunk_in_use,
     deferred_numbers,
     held_numbers,
     key_width,
@@ -279,24 +280,31 @@ def analytic_profile(
     ranks: int = 1,
     devices_per_rank: int = 1,
     recorded: bool = True,
+    loss_chunk: int = 0,
 ) -> Profile:
     """The profile of a model on a known GPU, by arithmetic.
 
     Weights, gradients and AdamW's state are float32, as the trainer keeps them; products compute in
-    `precision`. The links are those between `ranks` ranks. The device facts say `analytic`.
+    `precision`. The links are those between `ranks` ranks. The device facts say `analytic`. With
+    `loss_chunk`, large logits are never all in memory (run.loss_chunk); the times are those of
+    layers that are not compiled, and of a loss without chunks.
     """
     check_sizes(sizes)
     device = gpu_of(gpu) if isinstance(gpu, str) else gpu
     if precision not in device.peak:
         known = ", ".join(device.peak)
-        raise ShapeError(f"the {device.name} does not compute in {precision}: {known}")
+        raise ShapeError(
+            f"the {device.name} does not compute in {precision}\n  it computes in {known}; "
+            "set run.precision, or --dtype of `penstock profile`"
+        )
     for name, value in (("tokens", tokens), ("rows", rows), ("ranks", ranks)):
         if value < 1:
             raise ShapeError(f"{name} must be at least 1, not {value}")
     machine = _Machine(device, precision, recorded)
     layer = _layer(sizes, machine, tokens, rows)
     embed = _embed(sizes, machine, tokens, rows)
-    head = _head(sizes, machine, tokens, rows)
+    chunk = chunk_in_use(loss_chunk, rows * tokens, sizes.vocab)
+    head = _head(sizes, machine, tokens, rows, chunk > 0)
     tied = 0.0
     if sizes.tied:
         tied = 4.0 * FLOAT32_BYTES * sizes.vocab * sizes.width
@@ -317,6 +325,7 @@ def analytic_profile(
         ("dtype", "float32"),
         ("autocast", None if precision == "float32" else precision),
         ("recorded", recorded),
+        ("loss_chunk", chunk),
     )
     return Profile(
         sizes.layers,
@@ -396,7 +405,9 @@ def _embed(sizes: ModelSizes, machine: _Machine, tokens: int, rows: int) -> Bloc
     return _block(points, rows * 8.0, 0.0, parameters, machine)
 
 
-def _head(sizes: ModelSizes, machine: _Machine, tokens: int, rows: int) -> Block:
+def _head(
+    sizes: ModelSizes, machine: _Machine, tokens: int, rows: int, chunked: bool
+) -> Block:
     parameters = parameters_of_pieces(sizes, tokens).head
     matrices = (Matrix(sizes.width, sizes.vocab),)
     points = []
@@ -419,7 +430,9 @@ def _head(sizes: ModelSizes, machine: _Machine, tokens: int, rows: int) -> Block
             )
         )
     width = sizes.width
-    held = rows * (FLOAT32_BYTES * (sizes.vocab + width) + machine.item * width)
+    # The loss keeps its logits or, if it has chunks, their gradients.
+    logit = machine.item if chunked else FLOAT32_BYTES
+    held = rows * (logit * sizes.vocab + (FLOAT32_BYTES + machine.item) * width)
     kept = rows * machine.item * (sizes.vocab + width)
     return _block(points, held, kept, parameters, machine)
 

@@ -53,7 +53,8 @@ def mesh_profile(
 
     `link` is the one between two of these processes. If shards lie on different machines, they
     have a `shard_link` of their own. With `slowdown`, processes that share too few processors
-    compute so many times longer. The sizes of the model must be among the profile's facts.
+    compute so many times longer. The sizes of the model must be among the profile's facts. The
+    processes of a mesh share the logits, so they compute all of them at once, without chunks.
     """
     if tensor < 1 or shard < 1:
         raise ShapeError(
@@ -82,9 +83,15 @@ def mesh_profile(
         original: Block = getattr(profile, name)
         block = _share_of(original, share, slowdown, forward, backward)
         blocks[name] = _sharded(block, shard, copies, shard_link or link)
+    facts = (*profile.device, ("tensor", tensor), ("shard", shard))
+    if tensor * shard > 1 and dict(profile.device).get("loss_chunk"):
+        whole_logits = vocab * (FLOAT32_BYTES - item)
+        blocks["head"] = replace(
+            blocks["head"], held=blocks["head"].held + whole_logits
+        )
+        facts = (*facts, ("loss_chunk", 0))
     # Shards keep a copy of a tied weight for each part.
     tied = 0.0 if shard > 1 else profile.tied * head.numbers
-    facts = (*profile.device, ("tensor", tensor), ("shard", shard))
     return replace(profile, **blocks, tied=tied, device=facts)  # type: ignore[arg-type]
 
 
@@ -213,8 +220,10 @@ def _shares(profile: Profile, tensor: int) -> tuple[Shares, Shares, Shares]:
     kv_heads = heads if is_gpt else _size(profile, "kv_heads")
     for name, count in (("heads", heads), ("kv_heads", kv_heads), ("inner", inner)):
         if count % tensor:
+            fitting = max(n for n in range(1, tensor) if count % n == 0)
             raise ShapeError(
-                f"{tensor} processes cannot divide the model's {name} = {count} evenly"
+                f"{tensor} processes cannot divide the model's {name} = {count} evenly\n"
+                f"  the next smaller mesh.tensor that can is {fitting}"
             )
     keys = kv_heads * (width // heads)
     norms = (4 if is_gpt else 2) * width

@@ -183,7 +183,8 @@ class Profile:
         if sum(partition) != self.layers or min(partition, default=-1) < 0:
             raise ShapeError(
                 f"the partition {tuple(partition)} has {sum(partition)} layers, but the "
-                f"model has {self.layers}"
+                f"model has {self.layers}\n"
+                "  use the profile of the model that the plan is for"
             )
         links = self.network.latency
         if ranks is not None and isinstance(links, tuple) and len(links) < ranks:
@@ -304,7 +305,8 @@ def enlarge(profile: Profile, rows: int, tokens: int) -> Profile:
     if tokens % profile.tokens:
         raise ShapeError(
             f"the profile has sequences of {profile.tokens} tokens, and {tokens} is not a "
-            "multiple of that"
+            "multiple of that\n"
+            f"  measure sequences of {tokens} tokens, or of a number that divides them"
         )
 
     def enlarge_point(point: Point) -> Point:

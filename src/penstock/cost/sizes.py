@@ -168,6 +168,19 @@ class Moments(NamedTuple):
     carried: float = 0.0  # per token
 
 
+# Smaller logits are computed at once: all of their copies together need little memory.
+MIN_LOGITS_BYTES = 1 << 26
+
+
+def chunk_in_use(chunk: int, tokens: int, vocab: int) -> int:
+    """Return the tokens of a chunk of the loss; 0 if the logits of all tokens are so small that there are no chunks.
+
+    >>> chunk_in_use(2048, 8192, 128_000), chunk_in_use(2048, 8192, 256)
+    (2048, 0)
+    """
+    return chunk if FLOAT32_BYTES * tokens * vocab >= MIN_LOGITS_BYTES else 0
+
+
 def part_moments(
     facts: Mapping[str, object],
     layers: int,

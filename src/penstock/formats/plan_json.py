@@ -8,7 +8,7 @@ People and programs read, edit and keep these files.
       "name": "1f1b",
       "partition": [8, 8, 8],                                   layers of each part
       "recompute": [0, 1],                                      parts that keep only their input; may be left out
-      "tensor": 2,                                              processes of a rank, tensor x shard; 1 if left out
+      "tensor": 2,                                              processes of a rank; without both the config decides
       "shard": 1,
       "why": {
         "makespan": 33.0                                        facts: text, numbers, true, false, null
@@ -83,7 +83,7 @@ def dump_plan(plan: Plan) -> str:
         entries["partition"] = json.dumps(plan.partition)
     if plan.recompute:
         entries["recompute"] = json.dumps(plan.recompute)
-    if (plan.tensor, plan.shard) != (1, 1):
+    if plan.tensor:
         entries["tensor"] = str(plan.tensor)
         entries["shard"] = str(plan.shard)
     if plan.why:
@@ -191,8 +191,10 @@ def load_plan(text: str, source: str = "plan.json") -> Plan:
         full = read_orders(page, ("full",), top["full"])
     partition = read_list(page, ("partition",), top.get("partition", []), read_whole)
     recompute = read_list(page, ("recompute",), top.get("recompute", []), read_whole)
-    tensor = read_whole(page, ("tensor",), top.get("tensor", 1), least=1)
-    shard = read_whole(page, ("shard",), top.get("shard", 1), least=1)
+    tensor = shard = 0  # The config decides.
+    if "tensor" in top or "shard" in top:
+        tensor = read_whole(page, ("tensor",), top.get("tensor", 1), least=1)
+        shard = read_whole(page, ("shard",), top.get("shard", 1), least=1)
     why = read_facts_field(page, ("why",), top.get("why", {}))
     name = read_string(page, ("name",), top.get("name", ""))
     if max(recompute, default=-1) >= schedule.parts:

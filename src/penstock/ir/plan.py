@@ -26,7 +26,8 @@ class Plan:
 
     An empty partition leaves the layers open. The parts in `recompute` keep only their
     input and compute the rest again in the backward. Each rank is `tensor` x `shard`
-    processes. The reasons are plain facts; if two have the same name, the last one counts.
+    processes; 0 leaves them to the config of a run. The reasons are plain facts; if two
+    have the same name, the last one counts.
     `rotation` has further schedules, which steps take in turn with the first one, and `full`
     is the schedule of steps that leave out no part. They have the same stages, and the same
     micro-batches on other paths.
@@ -37,8 +38,8 @@ class Plan:
     partition: tuple[int, ...] = ()
     why: Facts = ()
     recompute: tuple[int, ...] = ()
-    tensor: int = 1
-    shard: int = 1
+    tensor: int = 0
+    shard: int = 0
     rotation: tuple[Schedule, ...] = ()
     full: Schedule | None = None
 
@@ -58,10 +59,11 @@ class Plan:
                 f"part {unknown[0]} is to be recomputed, but the schedule has {parts} "
                 "parts, counted from 0"
             )
-        if min(self.tensor, self.shard) < 1:
+        mesh = (self.tensor, self.shard)
+        if min(mesh) < 0 or (max(mesh) > 0 and min(mesh) == 0):
             raise ShapeError(
                 f"a rank has tensor {self.tensor} x shard {self.shard} processes; "
-                "both must be at least 1"
+                "both must be at least 1, or both 0, which leaves them open"
             )
         for name, other in self._others():
             _check_alike(self.schedule, name, other)
@@ -70,6 +72,11 @@ class Plan:
     def schedules(self) -> tuple[Schedule, ...]:
         """All schedules of the plan: the first one, the rotation, and the full one if there is one."""
         return (self.schedule, *(other for _, other in self._others()))
+
+    @property
+    def mesh(self) -> tuple[int, int]:
+        """The processes of a rank: tensor and shard; 1 and 1 if the plan leaves them open."""
+        return max(1, self.tensor), max(1, self.shard)
 
     def _others(self) -> list[tuple[str, Schedule]]:
         """The further schedules with their names."""

@@ -75,7 +75,8 @@ class GPTEmbedding(nn.Module):
         """Refuse a sequence that is longer than the table of positions."""
         if length > self.positions.num_embeddings:
             raise ShapeError(
-                f"{length} tokens, but only {self.positions.num_embeddings} positions"
+                f"{length} tokens, but only {self.positions.num_embeddings} positions\n"
+                "  use shorter sequences (data.tokens) or more positions (model.positions)"
             )
 
     def add(self, tokens: Tensor, positions: Tensor) -> Tensor:

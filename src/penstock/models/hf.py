@@ -159,7 +159,8 @@ def _refuse_extras(name: str, config: Any) -> None:
         if bool(getattr(config, option, value)) is not value:
             raise PenstockError(
                 f"cannot split a {name} with {option}={not value}: only plain causal "
-                "decoders can be split"
+                "decoders can be split\n"
+                f"  set {option}={value} in its config, or train it whole, on one rank"
             )
 
 

@@ -115,7 +115,8 @@ class Runner:
         for table in self.positions:
             if length > table.num_embeddings:
                 raise ShapeError(
-                    f"{length} tokens, but only {table.num_embeddings} positions"
+                    f"{length} tokens, but only {table.num_embeddings} positions\n"
+                    f"  use sequences of at most {table.num_embeddings} tokens (data.tokens)"
                 )
 
 
@@ -282,7 +283,8 @@ def attention_of(layer: nn.Module) -> Any:
             return inner
     raise PenstockError(
         f"cannot split a model with layers of class {type(layer).__name__}: none of its modules is an attention "
-        "that Penstock knows"
+        "that Penstock knows\n"
+        "  write the parts as modules of your own: Executor takes any nn.Module as a stage"
     )
 
 

@@ -16,6 +16,7 @@ from penstock.config import (
     AUTO,
     FULL_AS_PLANNED,
     Config,
+    MeshConfig,
     PathsConfig,
     ScheduleConfig,
     check_config,
@@ -69,6 +70,7 @@ def plan_run(
     if is_plan_file(shape.name):
         plan = _without_empty_ranks(_read_plan_file(Path(shape.name)))
         schedule = _shape_from_file(plan, shape, given)
+        _check_mesh(plan, config, given)
         config = _adopt(replace(config, schedule=schedule), plan)
         copies = 1  # The file has them all.
     elif shape.name == AUTO:
@@ -106,11 +108,29 @@ def _ranks_of_a_copy(plan: Plan) -> int:
 
 
 def _adopt(config: Config, plan: Plan) -> Config:
-    """Return the config with the mesh of a plan, checked."""
+    """Return the config with the mesh of a plan, unless the plan leaves it open, checked."""
     mesh = config.mesh
-    if (plan.tensor, plan.shard) != (1, 1):
+    if plan.tensor:
         mesh = replace(mesh, tensor=plan.tensor, shard=plan.shard)
     return check_config(replace(config, mesh=mesh), counted=True)
+
+
+def _check_mesh(plan: Plan, config: Config, given: Collection[str] | None) -> None:
+    """Raise if the user wrote a mesh that contradicts the one of a plan file."""
+    default = MeshConfig()
+    faults = []
+    for key in ("tensor", "shard"):
+        value, planned = getattr(config.mesh, key), getattr(plan, key)
+        written = value != getattr(default, key)
+        if given is not None:
+            written = f"mesh.{key}" in given
+        if planned and written and value != planned:
+            faults.append(
+                f"mesh.{key} = {value}, but {config.schedule.name} has {planned}"
+            )
+    if faults:
+        faults.append("  a plan file has its own mesh: leave these values out")
+        raise ConfigError("\n".join(faults))
 
 
 def _named_plan(config: Config) -> Plan:
@@ -147,7 +167,7 @@ def _settle_paths(config: Config, plan: Plan) -> tuple[Config, Plan]:
     """
     paths = config.paths
     if visits_all_parts(plan.schedule) and not plan.rotation:
-        if paths != PathsConfig():
+        if paths != PathsConfig() and config.schedule.name != AUTO:
             raise ConfigError(
                 f"[paths] is for schedules that leave out parts, and {config.schedule.name} leaves out "
                 "none\n  leave its values out, or name another plan"

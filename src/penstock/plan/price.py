@@ -10,6 +10,8 @@ from dataclasses import dataclass, replace
 
 from penstock.cost.cluster import Cluster
 from penstock.cost.cost import Cost
+from penstock.cost.mesh import gather_seconds, mesh_profile
+from penstock.cost.network import slowest_link
 from penstock.cost.placed import PlacedCost
 from penstock.cost.profile import Profile
 from penstock.cost.row_profiles import RowProfiles
@@ -30,6 +32,8 @@ class Price:
     profiles: RowProfiles | None = (
         None  # for other numbers of rows; only with a profile
     )
+    gather: float = 0.0  # seconds in which a step gathers sharded weights
+    shard: int = 1  # processes of a rank that train on different sequences
 
     def partition(self, schedule: Schedule) -> tuple[int, ...]:
         """Return the layers of each part of an even partition; () without a profile."""
@@ -38,9 +42,10 @@ class Price:
         return even_partition(self.profile.layers, schedule.parts)
 
     def for_plan(self, plan: Plan, cluster: Cluster | None = None) -> Price:
-        """Return the price for one plan: with its own partition, recomputed parts and rows.
+        """Return the price for one plan: with its own partition, recomputed parts, rows and mesh.
 
-        In a cluster, rank 2 runs on node 2.
+        In a cluster, rank 2 runs on node 2. The processes of a rank have the slowest link of
+        the profile between them.
         """
         if self.profile is None:
             return self
@@ -59,6 +64,18 @@ class Price:
                 )
             profile = replace(profile, network=cluster.network())
             speeds = tuple(node.speed for node in cluster.nodes[:ranks])
+        tensor, shard = plan.mesh
+        gather = 0.0
+        if tensor * shard > 1:
+            if cluster is not None:
+                raise ShapeError(
+                    f"a rank of the plan is tensor {tensor} x shard {shard} processes, but a "
+                    "cluster.toml says on which node a rank is, not its processes\n"
+                    "  leave --cluster out, or plan with mesh.tensor=1 and mesh.shard=1"
+                )
+            link = slowest_link(profile.network)
+            gather = gather_seconds(profile, tensor, shard, link)
+            profile = mesh_profile(profile, tensor, shard, link)
         profile.check(partition, ranks)
         cost = PlacedCost(
             profile,
@@ -67,7 +84,7 @@ class Price:
             recompute=plan.recompute,
             speeds=speeds,
         )
-        return replace(self, cost=cost, profile=profile)
+        return replace(self, cost=cost, profile=profile, gather=gather, shard=shard)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +94,7 @@ class StepFacts:
     tokens: int  # of a sequence
     weights: tuple[float, ...]  # bytes on each rank
     optimizer: float  # seconds of the slowest rank's update
+    gather: float  # seconds in which sharded weights are gathered before the first pass
     tokens_per_second: float
 
 
@@ -87,9 +105,12 @@ def step_facts(price: Price, plan: Plan, timeline: Timeline) -> StepFacts | None
         return None
     optimizer = max(price.cost.updates(plan.schedule))
     tokens = price.tokens * profile.rows * len(plan.schedule.microbatches)
+    tokens *= price.shard
+    seconds = price.gather + timeline.makespan + optimizer
     return StepFacts(
         tokens=price.tokens,
         weights=tuple(timeline.weights.tolist()),
         optimizer=optimizer,
-        tokens_per_second=tokens / (timeline.makespan + optimizer),
+        gather=price.gather,
+        tokens_per_second=tokens / seconds,
     )

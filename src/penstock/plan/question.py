@@ -128,10 +128,20 @@ def gpu_question(
     @cache
     def profile_at(rows: int) -> Profile:
         return analytic_profile(
-            model, workload.tokens, rows, gpu, precision, recorded=recorded
+            model,
+            workload.tokens,
+            rows,
+            gpu,
+            precision,
+            recorded=recorded,
+            loss_chunk=config.run.loss_chunk,
         )
 
-    source = f"analytic profile of the {gpu.name}, by formula and not measured"
+    launched = "recorded once and replayed" if recorded else "launched one by one"
+    source = (
+        f"analytic profile of the {gpu.name}, by formula and not measured: {precision}, "
+        f"kernels {launched}, layers and loss not compiled"
+    )
     return profile_question(workload, profile_at, limits, source, machines_of(gpu))
 
 

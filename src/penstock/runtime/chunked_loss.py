@@ -23,6 +23,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from penstock.carry import Slice
+from penstock.cost.sizes import MIN_LOGITS_BYTES
 from penstock.runtime.backward import (
     Ledger,
     accumulate_product,
@@ -36,8 +37,6 @@ from penstock.runtime.loss_reduction import Loss
 from penstock.runtime.torch_internals import has_hooks, is_compiled
 
 DEFAULT_CHUNK = 2048  # tokens: enough to fill a GPU
-# Smaller logits are computed at once: all of their copies together need little memory.
-MIN_LOGITS_BYTES = 1 << 26
 
 
 class Chunk(NamedTuple):

@@ -115,4 +115,7 @@ def _check_words(name: str, own_words: tuple[str, ...], shape: dict[str, int]) -
             )
     missing = [word for word in ("ranks", "microbatches") if word not in shape]
     if missing:
-        raise ShapeError(f"{name} needs {' and '.join(missing)}")
+        options = " ".join(f"--{word} 4" for word in missing)
+        raise ShapeError(
+            f"{name} needs {' and '.join(missing)}\n  for example {options}"
+        )

@@ -17,12 +17,11 @@ from dataclasses import asdict, dataclass, replace
 from penstock.config import Config, MeshConfig, is_recording
 from penstock.cost import ModelCost, PartCost, Seconds
 from penstock.cost.memory import device_memory
-from penstock.cost.sizes import part_moments
+from penstock.cost.sizes import chunk_in_use, part_moments
 from penstock.errors import ConfigError, ShapeError
 from penstock.ir import Op, Plan, Schedule
 from penstock.models import even_partition
 from penstock.models.count import parameters_of
-from penstock.runtime.chunked_loss import MIN_LOGITS_BYTES
 from penstock.runtime.process.memory import available_memory
 from penstock.train.compiling import chunk_of
 from penstock.train.mesh import NUMBERS_PER_PARAMETER, held_in_layer
@@ -60,8 +59,7 @@ class Load:
     def chunk(self) -> int:
         """The tokens of a chunk of the loss; 0 if all logits exist at a time."""
         tokens = self.rows * -(-self.tokens // self.schedule.slices)
-        is_large = tokens * self.sizes.vocab * FLOAT32_BYTES >= MIN_LOGITS_BYTES
-        return self.loss_chunk if is_large else 0
+        return chunk_in_use(self.loss_chunk, tokens, self.sizes.vocab)
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,7 +263,9 @@ def _bytes_held_by_layer(load: Load) -> float:
 def _numbers_held(mesh: MeshConfig, gathered: int) -> float:
     """Numbers that a process holds for each parameter of its rank.
 
-    `gathered` counts the full copies during a pass; see `penstock.train.mesh.shares_of`.
+    `gathered` counts the full copies during a pass. Of a sharded parameter a process holds one
+    of `shard` shares, and during a pass the gathered weight and its gradient. While the
+    gradients of an embedding or a head are summed, one more copy of them exists.
     """
     copies = gathered if mesh.shard > 1 else 0
     return (NUMBERS_PER_PARAMETER / mesh.shard + copies) / mesh.tensor

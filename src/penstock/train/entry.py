@@ -32,7 +32,13 @@ def run_worker(folder: str, resume: bool) -> Verdict:
 
 
 def run_member(
-    worker: int, workers: int, host: str, port: int, folder: str, resume: bool
+    worker: int,
+    workers: int,
+    host: str,
+    port: int,
+    folder: str,
+    resume: bool,
+    newcomer: bool,
 ) -> Verdict:
     """Train as a worker of a crew; whoever is rank 0 shows how it goes."""
     set_environment(worker, workers)
@@ -46,4 +52,4 @@ def run_member(
             return screens.enter_context(Screen(run.steps, run.log, console)).put
 
         member = Member(worker, host, port)
-        return work_in_crew(member, Path(folder), resume, show)
+        return work_in_crew(member, Path(folder), resume, newcomer, show)

@@ -339,4 +339,7 @@ def read_timeline(
         AttributeError,
         RecursionError,
     ) as error:
-        raise FileError(f"{file} is not a timeline of this run: {error}") from None
+        raise FileError(
+            f"{file} is not a timeline of this run: {error}\n"
+            "  delete it; the run writes another when it times its next step (run.timed)"
+        ) from None

@@ -205,7 +205,11 @@ def read_weights(
             None,
         )
         if found is None:
-            raise FileError(f"{folder} has no weights {theirs}, which {name} needs")
+            raise FileError(
+                f"{folder} has no weights {theirs}, which {name} needs\n"
+                "  is config.json that of these weights? leave model.weights empty to train "
+                "from scratch"
+            )
         with safe_open(where[found], framework="pt") as file:
             yield name, _ours(theirs, file.get_tensor(found), sizes)
 

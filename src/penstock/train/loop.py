@@ -68,6 +68,7 @@ from penstock.train.checkpoint import (
     sweep,
 )
 from penstock.train.compiling import COMPILER, chunk_of, is_compiling, loss_of
+from penstock.train.crew.handover import OPTIMIZER_SLOTS, Transfers
 from penstock.train.data.corpus import Corpus
 from penstock.train.data.documents import DocumentCutter, DocumentDealer
 from penstock.train.data.loader import (
@@ -92,13 +93,14 @@ from penstock.train.weights import (
 
 _log = logging.getLogger(__name__)
 WatchRow = Callable[[StepRow], None]
-# The counts that ranks exchange with every step: how many were asked to stop, and how many
-# have saved their share of a checkpoint.
+# The counts that ranks exchange with every step: how many were asked to stop, how many have
+# saved their share of a checkpoint, and how many know that the crew is about to change.
 STOP_COUNT = 0
 SAVED_COUNT = 1
+CHANGE_COUNT = 2
+COUNTS = 3
 # Earlier steps are not worth timing, because caches are still cold.
 FIRST_TIMED_STEP = 3
-OPTIMIZER_SLOTS = ("exp_avg", "exp_avg_sq", "step")  # AdamW's state of each parameter
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +109,10 @@ class RunOutcome:
 
     step: int
     stopped: bool
+
+
+class CrewChange(Exception):  # noqa: N818  # It is not an error.
+    """Raised on all ranks after a step, because workers have come."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +125,17 @@ class StepFigures:
     seconds: float
     bubble: float | None
     stopping: bool  # whether a rank was asked to stop
+
+
+@dataclass(frozen=True, slots=True)
+class Handover:
+    """Where all ranks of a new generation go on (`penstock.train.crew`)."""
+
+    step: int  # steps done
+    seen: int  # sequences of those steps, and of earlier runs
+    figures: StepFigures | None  # of the last step, if it is still to be closed
+    transfers: Transfers
+    save: bool = False  # whether a checkpoint was interrupted
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +178,7 @@ class Trainer:
         device: torch.device | None = None,
         watch: WatchRow | None = None,
         before: Trainer | None = None,
+        handover: Handover | None = None,
     ) -> None:
         config = job.config
         schedule = job.plan.schedule
@@ -174,6 +192,7 @@ class Trainer:
         pipeline = self.place.pipeline
         # What this process trained until a worker was lost or came (`penstock.train.crew`).
         self.before = before
+        self.handover = handover
         kept = before.parts if before is not None else {}
         self.holding = hold(
             job.sizes,
@@ -207,7 +226,7 @@ class Trainer:
         self.executors = StepExecutors(executors, self.paths)
         self.examiner = Examiner(self)
         self.optimizer = adamw(self.holding.trained, config.optimizer)
-        self.gradients = Gradients(self.holding, comm, self.device, counts=2)
+        self.gradients = Gradients(self.holding, comm, self.device, COUNTS)
         self.saver = Saver(
             job.checkpoints, comm.rank, comm.ranks, config.run.keep, self.holding.names
         )
@@ -220,7 +239,11 @@ class Trainer:
         self.seen = 0  # sequences of those steps, and of earlier runs
         self.begun = False  # whether the weights are filled
         self.figures: StepFigures | None = None  # of the last step
+        self.closed = True  # whether the last step was evaluated and written down
         self.save_again = False  # because a loss has interrupted the last checkpoint
+        # Whether the crew is about to change, so that all should leave after this step.
+        self.changing: Callable[[], bool] = lambda: False
+        self.leaving = False  # whether a rank has said so
 
     @property
     def parts(self) -> dict[int, Part]:
@@ -250,25 +273,29 @@ class Trainer:
     # ------------------------------------------------------------ beginning
     def begin(self) -> None:
         """Fill the weights: from what this process had, a checkpoint, a folder, or at random."""
-        if self.before is not None and self.before.begun:
-            self.take_over(self.before)
+        if self.handover is not None:
+            self.take_over(self.before, self.handover)
         else:
             self.fill()
         self.before = None  # It would keep its memory.
         self.begun = True
 
-    def take_over(self, before: Trainer) -> None:
-        """Go on after the last step that an earlier trainer of this process has done.
+    def take_over(self, before: Trainer | None, handover: Handover) -> None:
+        """Go on after the last step of the generation before, with its weights.
 
         A step in flight is dropped with its gradients, and its data is read again.
         """
         for name, parameter in self.holding.parameters.items():
             parameter.grad = None
-            if parameter is before.holding.parameters.get(name):
-                self.optimizer.state[parameter] = before.optimizer.state[parameter]
-        self.step = before.step
-        self.seen = self.loader.seen = before.seen
-        self.figures = before.figures
+            if before is None or parameter is not before.holding.parameters.get(name):
+                continue
+            self.optimizer.state[parameter] = before.optimizer.state[parameter]
+        handover.transfers.run(self)
+        self.step = handover.step
+        self.seen = self.loader.seen = handover.seen
+        self.figures = handover.figures
+        self.closed = handover.figures is None
+        self.save_again = handover.save
 
     def fill(self) -> None:
         """Fill the weights: from the newest good checkpoint, from a folder, or at random."""
@@ -388,14 +415,15 @@ class Trainer:
     ) -> RunOutcome:
         """Train until the last step, or until a rank is asked to stop; then save.
 
-        Calls `ready` before the first step.
+        Calls `ready` before the first step. Raises CrewChange after a step if another
+        generation is to go on from there.
         """
         first = self.comm.rank == 0
         if first:
             sweep(self.job.checkpoints)
         self.comm.barrier()
         with watching(self.executors):
-            fresh = self.before is None
+            fresh = self.handover is None
             self.begin()
             if fresh and self.compiles:
                 self.compile()
@@ -409,12 +437,14 @@ class Trainer:
             finally:
                 if history is not None:
                     history.close()
+        if self.leaving:
+            raise CrewChange
         return RunOutcome(self.step, stopped)
 
     def steps(self, history: History | None, stop: Callable[[], bool]) -> bool:
         """Run the steps; return whether a rank was asked to stop."""
         settings = self.job.config.run
-        if self.figures is not None and self.close_step(self.figures, history):
+        if not self.closed and self.close_step(history):
             return True
         while self.step < settings.steps:
             began = time.perf_counter()
@@ -431,12 +461,15 @@ class Trainer:
                 self.give_up(loss, norm)
             stopping = counts[STOP_COUNT] > 0
             figures = StepFigures(loss, norm, max(memory), 0.0, bubble, stopping)
-            figures = self.commit(figures, began)
-            if self.close_step(figures, history):
+            self.commit(figures, began)
+            if self.close_step(history):
                 return True
+            if counts[CHANGE_COUNT] and self.step < settings.steps:
+                self.leaving = True
+                return False
         return False
 
-    def commit(self, figures: StepFigures, began: float | None = None) -> StepFigures:
+    def commit(self, figures: StepFigures, began: float | None = None) -> None:
         """Update the weights and count the step; nothing can interrupt it.
 
         One sum over all ranks has given everybody the figures, so all ranks have all their
@@ -449,13 +482,15 @@ class Trainer:
             self.step += 1
             self.seen = self.loader.seen
             self.figures = figures
-        return figures
+            self.closed = False
 
-    def close_step(self, figures: StepFigures, history: History | None) -> bool:
+    def close_step(self, history: History | None) -> bool:
         """Evaluate, write down and save the step that is done, where that is due.
 
-        Return whether to stop. After a loss, it is called again for the same step.
+        Return whether to stop. After a loss, it may be called again for the same step.
         """
+        figures = self.figures
+        assert figures is not None
         settings = self.job.config.run
         last = self.step == settings.steps
         evaluation = None
@@ -486,12 +521,13 @@ class Trainer:
         if figures.stopping or due or self.save_again:
             self.save()
         self.save_again = False
+        self.closed = True
         return figures.stopping
 
     def counts(self, stop: Callable[[], bool]) -> list[int]:
-        """Whether this rank was asked to stop, and whether it has saved its share."""
+        """Whether this rank was asked to stop, has saved its share, and knows of a change."""
         saved = self.saver.step is not None and self.saver.done()
-        return [int(stop()), int(saved)]
+        return [int(stop()), int(saved), int(self.changing())]
 
     def forward_and_back(self, timed: bool) -> tuple[float, float | None]:
         """Run all passes of a step; return this process's share of the loss, and the bubble.

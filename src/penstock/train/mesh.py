@@ -26,9 +26,9 @@ from penstock.config import MeshConfig
 from penstock.cost.sizes import held_numbers
 from penstock.errors import ConfigError, RunError
 from penstock.models import GPTConfig, Part
-from penstock.models.tensor import largest_share, share_layers
+from penstock.models.tensor import share_layers
 from penstock.runtime import Comm, ProcessComm, shard_layers
-from penstock.train.weights import Sizes, blueprint
+from penstock.train.weights import Sizes
 
 AXES = ("rank", "shard", "tensor")
 NUMBERS_PER_PARAMETER = 4  # itself, its gradient, and two means of AdamW
@@ -84,13 +84,16 @@ def place_of(
     """
     if comm.ranks != ranks * mesh.size:
         raise ConfigError(
-            f"the schedule has {mesh.over(ranks)}, but {comm.ranks} were launched"
+            f"the schedule has {mesh.over(ranks)}, but {comm.ranks} were launched\n"
+            f"  launch {ranks * mesh.size}, or set schedule.ranks and the mesh to what was "
+            "launched"
         )
     if mesh.size == 1:
         return MeshPlace(comm, comm)
     if not isinstance(comm, ProcessComm):
         raise RunError(
-            "mesh.shard and mesh.tensor need a process for each share; threads will not do"
+            "mesh.shard and mesh.tensor need a process for each share; threads will not do\n"
+            "  start processes with `penstock train`, torchrun or penstock.runtime.spawn"
         )
     if device.type != comm.wire.type or dist.get_backend() not in ("gloo", "nccl"):
         raise RunError(
@@ -114,46 +117,6 @@ def place_of(
         device_mesh.get_group("tensor"),
     ]
     return MeshPlace(comm, pipeline, shard, tensor, device_mesh)
-
-
-# ---------------------------------------------------------------- the share of a process
-@dataclass(frozen=True, slots=True)
-class Share:
-    """The share of an embedding, a layer or a head that one process has; 1 is all of it."""
-
-    work: float  # seconds of a forward or a backward
-    held: float  # activations
-    numbers: float  # parameters between steps
-    memory: float  # peak of weights, gradients and optimizer state
-
-
-def shares_of(sizes: Sizes, mesh: MeshConfig) -> tuple[Share, Share, Share]:
-    """Return the shares of embedding, layer and head in the fullest process.
-
-    Every process has whole hidden states and logits. Of a sharded parameter it holds one
-    of `shard` shares of four numbers (the parameter, its gradient and two means), and
-    during a pass the gathered weight and its gradient. While the gradients of a module
-    are summed, one more copy of them exists. That counts for embedding and head, each of
-    which is one module, but not for one layer among many.
-    """
-    model = blueprint(sizes)
-    whole, cut = held_in_layer(sizes)
-    layer_held = (whole + cut / mesh.tensor) / (whole + cut)
-    rows = (
-        ("embed", 1.0, 1.0, 3),
-        ("layers.0", 1 / mesh.tensor, layer_held, 2),
-        ("head", 1 / mesh.tensor, 1.0, 3),
-    )
-    shares = []
-    for path, work, held, copies in rows:
-        module = model.get_submodule(path)
-        total = sum(parameter.numel() for parameter in module.parameters())
-        numbers = largest_share(module, path, mesh.tensor) / total
-        gathered = copies / NUMBERS_PER_PARAMETER if mesh.shard > 1 else 0.0
-        memory = numbers * (1 / mesh.shard + gathered)
-        shares.append(Share(work, held, numbers / mesh.shard, memory))
-    embed, layer, head = shares
-    return embed, layer, head
 
 
 def held_in_layer(sizes: Sizes) -> tuple[int, int]:

@@ -110,7 +110,7 @@ def check_gpu_exists(config: Config) -> None:
     if config.run.device == "cuda":
         raise RunError(
             "run.device = cuda, but torch sees no GPU here\n"
-            "  set run.device to auto or cpu"
+            "  set run.device to auto or cpu; `penstock doctor` says what is missing"
         )
     if config.run.graphs == "true":
         raise RunError(

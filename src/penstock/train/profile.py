@@ -19,6 +19,7 @@ from torch import nn
 from penstock.config import Config, is_recording
 from penstock.cost.profile import Profile, enlarge
 from penstock.cost.row_profiles import RowProfiles
+from penstock.cost.sizes import chunk_in_use
 from penstock.errors import RunError, ShapeError
 from penstock.formats import config_toml as config_file
 from penstock.ir.plan import Facts
@@ -44,7 +45,6 @@ from penstock.models import (
 from penstock.models.decoder import build_decoder, check_positions, read_decoder
 from penstock.models.flops import flops_per_token
 from penstock.runtime import Comm, CudaTape, compile_stage, spawn
-from penstock.runtime.chunked_loss import MIN_LOGITS_BYTES
 from penstock.runtime.process.amx import avoid_broken_amx
 from penstock.runtime.process.launch import run_on_ranks, under_launcher
 from penstock.runtime.process.machine import count_neighbours, look_at_machine, own_gpu
@@ -107,7 +107,8 @@ def preset_sizes(preset: str, tokens: int, changes: Mapping[str, int]) -> Sizes:
     model = config_file.preset(preset).model
     if model.family == "gpt" and "kv_heads" in changes:
         raise ShapeError(
-            f"{preset} has no kv_heads: every head has its own keys and values"
+            f"{preset} has no kv_heads: every head has its own keys and values\n"
+            "  leave out --kv-heads, or use a preset of a Llama"
         )
     positions = max(model.positions, tokens)
     model = replace(model, **changes, positions=positions)  # type: ignore[arg-type]
@@ -338,17 +339,16 @@ def subjects_by_rows(
             Subject(head, hidden, loss=loss, labels=labels, autocast=autocast),
             layers,
             facts,
-            (*device_facts, ("loss_chunk", _chunk_in_use(request, shape, vocab))),
+            (
+                *device_facts,
+                (
+                    "loss_chunk",
+                    chunk_in_use(request.loss_chunk, count * request.tokens, vocab),
+                ),
+            ),
         )
         subjects.append(each)
     return subjects
-
-
-def _chunk_in_use(request: ProfileRequest, shape: tuple[int, int], vocab: int) -> int:
-    """The tokens of a chunk of the loss; 0 if the logits are so small that there are no chunks."""
-    rows, tokens = shape
-    wide = rows * tokens * vocab * torch.float32.itemsize
-    return request.loss_chunk if wide >= MIN_LOGITS_BYTES else 0
 
 
 def _shallow_model(request: ProfileRequest) -> tuple[nn.Module, int, int, Facts]:
@@ -360,7 +360,8 @@ def _shallow_model(request: ProfileRequest) -> tuple[nn.Module, int, int, Facts]
         return _decoder(sizes, request)
     if isinstance(sizes, GPTConfig) and request.tokens > sizes.positions:
         raise ShapeError(
-            f"{request.tokens} tokens, but only {sizes.positions} positions"
+            f"{request.tokens} tokens, but only {sizes.positions} positions\n"
+            f"  measure sequences of at most {sizes.positions} tokens"
         )
     family = type(sizes).__name__.removesuffix("Config").lower()
     facts = (("family", family), *asdict(sizes).items())
@@ -401,7 +402,10 @@ def _device(name: str, comm: Comm | None) -> torch.device:
         return device
     gpus = look_at_machine().gpus
     if not gpus:
-        raise RunError("this machine has no GPU that torch can see; --device cpu")
+        raise RunError(
+            "this machine has no GPU that torch can see\n"
+            "  use --device cpu; `penstock doctor` says what is missing"
+        )
     processes = count_neighbours(1 if comm is None else comm.ranks)
     if processes > gpus and "CUDA_MPS_PIPE_DIRECTORY" not in os.environ:
         raise RunError(

@@ -7,7 +7,11 @@ A move changes one unit of a solution, or all units that share its path:
     reorder   Two neighbors on a path change places, if the rules allow the new order.
     trade     Two nodes exchange their parts and their places on all paths (if the arrangement is free).
     relabel   A node takes another part, and the paths over it visit another replica (if the sizes are free too).
-    delay     A unit stands further back in all queues (if nodes follow a planned order).
+    drop      A node that no path visits gives up its part, and takes no part in its sum (if gradients count).
+    delay     A unit stands further back in all queues, or in that of one task (if nodes follow a planned order).
+    reroute   The units of a path take the cheapest replicas of their parts, where busy nodes are dearer.
+    move      A data node and a node with another part exchange their parts. The units that begin there get new
+              routes, and those that passed the other node visit another replica (if the arrangement is free).
 
 Every move leaves each part its share of the work.
 """
@@ -20,20 +24,37 @@ from random import Random
 
 import numpy as np
 
+from penstock.ir.table import Ints
+from penstock.plan.paths.allreduce import ends_of_sums
+from penstock.plan.paths.arrangement import NO_PART_HELD
 from penstock.plan.paths.budget import Budget
-from penstock.plan.paths.path_simulator import simulate_paths
-from penstock.plan.paths.problem import Problem, expand_paths, start_conditions
+from penstock.plan.paths.circuits import circuit_terms
+from penstock.plan.paths.path_simulator import PathTimes, QueueOrder, simulate_paths
+from penstock.plan.paths.problem import (
+    Problem,
+    expand_paths,
+    positions_of,
+    start_conditions,
+)
 from penstock.plan.paths.rules import order_fault, part_orders
 from penstock.plan.paths.solution import NodePath, Solution, path_in_order, step_end
 
 # How much the mean end of the micro-batches counts besides the last end. It guides the search where
 # the last end does not change.
 MEAN_WEIGHT = 0.5
+SUM_WEIGHT = 0.25  # how much the mean end of the parts' sums counts besides
 MAX_GROUP_NODES = 24  # nodes that are improved together
 ARRANGEMENT_MOVES = 0.25  # share of the moves that change the part of a node
+DROPS = 0.5  # share of these in which a node gives up its part, if gradients count
 RELABEL_MOVES = 0.05  # share of the moves that change the number of replicas
+DATA_MOVES = 0.02  # share of the moves that give a data node's place to another node
+REROUTE_MOVES = 0.04  # share of the moves that find new routes
+# Seconds of travel that one second of work already given to a node counts for.
+BUSY_PRICES = (0.0, 0.1, 0.3, 1.0)
+WARM = 0.002  # first temperature of a search that starts from a good solution
 HOT = 0.004  # first temperature, as a share of the makespan
 COLD = 0.0001  # last temperature, as a share of the makespan
+ONE_TASK_DELAYS = 0.5  # share of the delays that concern one task of a unit
 MAX_DELAY = 0.1  # largest delay in the queues, as a share of the makespan
 
 
@@ -55,15 +76,21 @@ class Annealing:
         self.resizable = not (problem.sized or problem.policy.reserved)
         self.labels = np.array(solution.labels, dtype=np.int64)
         self.paths: list[NodePath] = [solution.paths[unit] for unit in units]
-        delays = [0.0] * len(units)
+        self.delays = np.zeros((len(units), 2 * positions_of(problem)))
         if solution.delays:
-            delays = [solution.delays[unit] for unit in units]
-        self.delays = np.array(delays)
+            self.delays[:] = [solution.delays[unit] for unit in units]
         self.queue_order = solution.queue_order
+        self.own_orders: tuple[QueueOrder, ...] = ()
+        if solution.own_orders:
+            self.own_orders = tuple([solution.own_orders[unit] for unit in units])
         self.stagger = solution.stagger
         self.careful = solution.careful
         visited = {node for path in self.paths for node in path}
         self.nodes = sorted(visited | self._idle_nodes(solution))
+        self.routable = not problem.policy.reserved
+        self.terms = circuit_terms(problem)
+        self.pair: list[list[float]] = self.terms.pair.tolist()
+        self.loads = np.zeros(problem.traffic.nodes)
         self.undo: list[Callable[[], None]] = []
         self.rows = np.array(self.paths, dtype=np.int64)
         self.end = math.inf
@@ -76,7 +103,7 @@ class Annealing:
         visited = {node for path in solution.paths for node in path}
         idle = []
         for node, part in enumerate(solution.labels):
-            if part >= 0 and node not in visited:
+            if (part >= 0 or self.free) and node not in visited:
                 idle.append(node)
         if len(idle) > MAX_GROUP_NODES:
             idle = self.random.sample(idle, MAX_GROUP_NODES)
@@ -91,7 +118,7 @@ class Annealing:
 
     def solution(self) -> Solution:
         """Return the current solution for the group alone."""
-        delays = tuple(self.delays.tolist()) if self.delays.any() else ()
+        delays = tuple(map(tuple, self.delays.tolist())) if self.delays.any() else ()
         return Solution(
             tuple(self.part),
             tuple(self.paths),
@@ -99,6 +126,7 @@ class Annealing:
             self.stagger,
             delays,
             self.careful,
+            self.own_orders,
         )
 
     def _simulate(self) -> tuple[float, float, list[float]]:
@@ -106,13 +134,18 @@ class Annealing:
         problem = self.problem
         nodes, parts = expand_paths(problem, self.rows, self.labels)
         after, release = start_conditions(problem, self.rows, self.stagger)
-        delay = np.tile(self.delays, problem.policy.rounds)
+        delay = self.delays
+        if problem.policy.rounds > 1:
+            delay = np.tile(delay, (problem.policy.rounds, 1))
         slots = problem.traffic.slots_with(self.labels)
+        queue_orders: QueueOrder | Ints = self.queue_order
+        if self.own_orders:
+            queue_orders = np.tile(self.own_orders, problem.policy.rounds)
         times = simulate_paths(
             problem.traffic,
             nodes,
             parts,
-            self.queue_order,
+            queue_orders,
             after,
             release,
             delay,
@@ -124,7 +157,7 @@ class Annealing:
                 problem.traffic,
                 nodes,
                 parts,
-                self.queue_order,
+                queue_orders,
                 after,
                 release,
                 delay,
@@ -134,20 +167,32 @@ class Annealing:
         end = step_end(problem, times, self.labels)
         ends = times.finish.tolist()
         value = end + MEAN_WEIGHT * sum(ends) / len(ends)
+        if problem.has_sums and end < math.inf:
+            value += SUM_WEIGHT * self._mean_end_of_sums(times)
         return value, end, ends[-len(self.paths) :]
 
-    def run(self, budget: Budget, steps: int) -> bool:
+    def _mean_end_of_sums(self, times: PathTimes) -> float:
+        """Return the mean end of the parts' sums, planned ones even if rings are used.
+
+        A ring is as slow as its slowest link, so most moves would change nothing.
+        """
+        sums = ends_of_sums(
+            self.problem.traffic, True, self.labels, times.last, times.last_up
+        )
+        return float(sums.mean())
+
+    def run(self, budget: Budget, steps: int, hot: float = HOT) -> bool:
         """Try `steps` moves and keep the best solution. Return False if the budget ends before.
 
-        The temperature depends on `steps` only, so a larger budget continues where a smaller one
-        stopped.
+        The temperature falls from `hot` and depends on `steps` only, so a larger budget continues
+        where a smaller one stopped.
         """
         best = self.solution()
         least = (self.end, self.value)
         scale = self.value if self.value < math.inf else 1.0
         done = 0
         while done < steps and not budget.spent:
-            heat = scale * (COLD + (HOT - COLD) * (1.0 - done / steps) ** 2)
+            heat = scale * (COLD + (hot - COLD) * (1.0 - done / steps) ** 2)
             done += 1
             budget.used += 1
             self.undo.clear()
@@ -183,20 +228,27 @@ class Annealing:
         self.labels = np.array(solution.labels, dtype=np.int64)
         self.paths = list(solution.paths)
         self.rows = np.array(self.paths, dtype=np.int64)
-        self.delays = np.array(solution.delays or [0.0] * len(self.paths))
+        self.delays = np.zeros((len(self.paths), 2 * positions_of(self.problem)))
+        if solution.delays:
+            self.delays[:] = solution.delays
         self.queue_order = solution.queue_order
+        self.own_orders = solution.own_orders
         self.stagger = solution.stagger
         self.careful = solution.careful
         self._index_replicas()
 
     # ------------------------------------------------------------ moves: each registers how to undo it
-    def _move(self) -> bool:
+    def _move(self) -> bool:  # noqa: PLR0911
         """Make a random move. Return False if it turned out to be impossible or without effect."""
         pick = self.random.random()
         if self.free and pick < ARRANGEMENT_MOVES:
             if pick < RELABEL_MOVES and self.resizable:
                 return self._relabel()
+            if pick > ARRANGEMENT_MOVES - DATA_MOVES and self.routable:
+                return self._move_data_node()
             return self._trade()
+        if pick > 1.0 - REROUTE_MOVES and self.routable:
+            return self._reroute()
         if pick < 0.5:
             return self._swap()
         if pick < 0.8 and not self.problem.policy.reserved:
@@ -345,6 +397,10 @@ class Annealing:
         new_part = self.random.randrange(1, self.problem.body)
         if not others or part in (0, new_part):
             return False
+        if self.problem.has_sums and self.random.random() < DROPS:
+            new_part = NO_PART_HELD
+            if part == NO_PART_HELD:
+                return False
         for unit, path in enumerate(self.paths):
             if node in path:
                 place = path.index(node)
@@ -360,14 +416,115 @@ class Annealing:
         self._index_replicas()
         return True
 
+    def _reroute(self) -> bool:
+        """Send units over the cheapest replicas of their parts."""
+        units = self._pick_units()
+        old = self.paths[units[0]]
+        if len(old) < 2:
+            return False
+        price = self._prices(units)
+        new = self._cheapest_path(old[0], old, price)
+        if new == old:
+            return False
+        self._set_paths(units, new)
+        return True
+
+    def _move_data_node(self) -> bool:
+        """Let another node take the place of a data node, and find new routes where they are needed."""
+        late = self._pick_late_unit()
+        old = self.paths[late][0]
+        if len(self.paths[late]) < 2:
+            return False
+        new = self.random.choice(self.nodes)
+        part = self.part[new]
+        others = [node for node in self.replicas[part] if node != new]
+        if part == 0 or (part > 0 and not others):
+            return False
+        passing = [unit for unit, path in enumerate(self.paths) if new in path]
+        begun = [unit for unit, path in enumerate(self.paths) if path[0] == old]
+        for unit in passing:
+            path = self.paths[unit]
+            place = path.index(new)
+            other = self.random.choice(others)
+            self._set_path(unit, (*path[:place], other, *path[place + 1 :]))
+
+        def relabel(data: int, other: int) -> None:
+            self.labels[data] = 0
+            self.labels[other] = part
+            self._index_replicas()
+
+        self.undo.append(lambda: relabel(old, new))
+        relabel(new, old)
+        for unit in begun:
+            path = self.paths[unit]
+            route = self._cheapest_path(new, path, self._prices([unit]))
+            self._set_path(unit, route)
+        return True
+
+    def _prices(self, units: list[int]) -> list[float]:
+        """Return what a visit of each node costs because of its load without these units."""
+        loads = self.loads.copy()
+        rows = np.delete(self.rows, units, axis=0)[:, 1:]
+        np.add.at(loads, rows.ravel(), 1.0)
+        weight = self.random.choice(BUSY_PRICES)
+        hop = self.terms.hop
+        prices: list[float] = (hop * (1.0 + weight * loads)).tolist()
+        return prices
+
+    def _cheapest_path(
+        self, data_node: int, path: NodePath, price: list[float]
+    ) -> NodePath:
+        """Return the cheapest path from a data node over the parts of a path, in one of their orders."""
+        parts = frozenset([self.part[node] for node in path[1:]])
+        order = self.random.choice(part_orders(parts, self.problem.rules))
+        pair = self.pair
+        inner = self.terms.inner
+        layer = [data_node]
+        costs = [0.0]
+        came: list[list[int]] = []
+        layers: list[list[int]] = []
+        for part in order:
+            replicas = self.replicas[part]
+            new_costs = []
+            back_pointers = []
+            for node in replicas:
+                row = pair[node]
+                least = math.inf
+                best = 0
+                for place, before in enumerate(layer):
+                    cost = costs[place] + inner * row[before]
+                    if cost < least:
+                        least = cost
+                        best = place
+                new_costs.append(least + price[node])
+                back_pointers.append(best)
+            came.append(back_pointers)
+            layers.append(replicas)
+            layer, costs = replicas, new_costs
+        close = self.terms.close
+        home = pair[data_node]
+        ends = [
+            cost + close * home[node] for node, cost in zip(layer, costs, strict=True)
+        ]
+        at = ends.index(min(ends))
+        nodes = []
+        for replicas, back_pointers in zip(
+            reversed(layers), reversed(came), strict=True
+        ):
+            nodes.append(replicas[at])
+            at = back_pointers[at]
+        return (data_node, *reversed(nodes))
+
     def _change_queueing(self) -> bool:
         """Change the stagger, the queue order, or the delay of one unit."""
         policy = self.problem.policy
         queue_order = self.queue_order
+        own_orders = self.own_orders
         stagger = self.stagger
 
         def undo_queueing() -> None:
             self.queue_order = queue_order
+            self.own_orders = own_orders
             self.stagger = stagger
 
         if not policy.ordered:
@@ -377,14 +534,20 @@ class Annealing:
         if self.random.random() < 0.2:
             self.undo.append(undo_queueing)
             self.queue_order = self.random.choice(policy.queue_orders)
-            return queue_order is not self.queue_order
-        unit = self.random.randrange(len(self.paths))
-        old = float(self.delays[unit])
+            self.own_orders = ()
+            return queue_order is not self.queue_order or bool(own_orders)
+        unit = self._pick_late_unit()
+        old = self.delays[unit].copy()
 
         def undo_delay() -> None:
             self.delays[unit] = old
 
         self.undo.append(undo_delay)
         delay = self.random.uniform(-1.0, 1.0) * self.end * MAX_DELAY
-        self.delays[unit] = self.random.choice((0.0, delay))
+        if self.random.random() < 0.25:
+            delay = 0.0
+        if self.random.random() < ONE_TASK_DELAYS:
+            self.delays[unit, self.random.randrange(len(old))] = delay
+        else:
+            self.delays[unit] = delay
         return True

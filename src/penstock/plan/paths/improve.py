@@ -17,9 +17,9 @@ from random import Random
 
 import numpy as np
 
-from penstock.plan.paths.anneal import MAX_GROUP_NODES, Annealing
+from penstock.plan.paths.anneal import HOT, MAX_GROUP_NODES, Annealing
 from penstock.plan.paths.budget import Budget
-from penstock.plan.paths.problem import Problem
+from penstock.plan.paths.problem import Problem, numbers_of_nodes, positions_of
 from penstock.plan.paths.solution import (
     Solution,
     better_queueing,
@@ -31,6 +31,8 @@ MAX_FAILED_GROUPS = 200  # groups in a row without a gain before the search give
 MAX_NODES_AT_ONCE = MAX_GROUP_NODES + 8  # larger solutions are improved in groups
 MIN_GROUP_MOVES = 60
 GROUP_MOVES_PER_UNIT = 12
+FAILURES_PER_EFFORT = 4  # after so many groups without a gain, groups get more moves
+MAX_EFFORT = 16  # times as many moves
 
 
 def improve_solution(
@@ -40,8 +42,9 @@ def improve_solution(
     free: bool,
     seed: int,
     steps: int,
+    hot: float = HOT,
 ) -> Solution:
-    """Return the solution after a search of `steps` moves.
+    """Return the solution after a search of `steps` moves, which begins at temperature `hot`.
 
     If the budget ends before that, the best solution so far is returned as it is. A larger budget
     meets that solution too, and so never returns a worse one.
@@ -51,7 +54,7 @@ def improve_solution(
         return _improve_by_groups(problem, solution, budget, free, random, steps)
     units = list(range(len(solution.paths)))
     annealing = Annealing(problem, solution, units, free, random)
-    complete = annealing.run(budget, steps)
+    complete = annealing.run(budget, steps, hot)
     return _better(problem, solution, annealing.solution(), complete)
 
 
@@ -90,7 +93,11 @@ def _improve_by_groups(
 ) -> Solution:
     """Improve one group after the other, the slowest first."""
     if not solution.delays:
-        solution = replace(solution, delays=(0.0,) * len(solution.paths))
+        length = 2 * positions_of(problem)
+        solution = replace(solution, delays=((0.0,) * length,) * len(solution.paths))
+    if not solution.own_orders:
+        orders = (solution.queue_order,) * len(solution.paths)
+        solution = replace(solution, own_orders=orders)
     current = solution_value(problem, solution)
     failed = 0
     end = budget.used + steps
@@ -101,12 +108,13 @@ def _improve_by_groups(
         annealing = Annealing(problem, solution, units, free_now, random)
         before = (annealing.end, annealing.value)
         moves = max(MIN_GROUP_MOVES, GROUP_MOVES_PER_UNIT * len(units))
+        moves *= min(1 + failed // FAILURES_PER_EFFORT, MAX_EFFORT)
         if not annealing.run(budget, moves):
             return solution
         if (annealing.end, annealing.value) >= before:
             failed += 1
             continue
-        trial = _merge(solution, annealing)
+        trial = _copy_to_twins(problem, solution, _merge(solution, annealing), units)
         value = solution_value(problem, trial)
         if value < current:
             solution = trial
@@ -117,6 +125,61 @@ def _improve_by_groups(
     return better_queueing(problem, solution)
 
 
+def _copy_to_twins(
+    problem: Problem, before: Solution, after: Solution, units: list[int]
+) -> Solution:
+    """Return the solution with the changes of these units made for all their twins too.
+
+    Twins are sets of units that share nodes, on nodes with the same numbers and links, and that
+    had the same parts, paths and delays before.
+    """
+    components = _components(before)
+    mine = [chosen for chosen in components.values() if chosen == units]
+    nodes = sorted(_nodes_of(before, units))
+    changed = {
+        node
+        for node, part in enumerate(after.labels)
+        if part != before.labels[node] or node in _nodes_of(after, units)
+    }
+    if not mine or not changed <= set(nodes):
+        return after
+    key = _twin_key(problem, before, units)
+    labels = list(after.labels)
+    paths = list(after.paths)
+    delays = list(after.delays)
+    orders = list(after.own_orders)
+    for twins in components.values():
+        if twins == units or len(twins) != len(units):
+            continue
+        if _twin_key(problem, before, twins) != key:
+            continue
+        there = dict(zip(nodes, sorted(_nodes_of(before, twins)), strict=True))
+        for node, other in there.items():
+            labels[other] = after.labels[node]
+        for unit, twin in zip(units, twins, strict=True):
+            paths[twin] = tuple([there[node] for node in after.paths[unit]])
+            delays[twin] = after.delays[unit]
+            orders[twin] = after.own_orders[unit]
+    return replace(
+        after,
+        labels=tuple(labels),
+        paths=tuple(paths),
+        delays=tuple(delays),
+        own_orders=tuple(orders),
+    )
+
+
+def _twin_key(problem: Problem, solution: Solution, units: list[int]) -> object:
+    """Return everything that the times of these units depend on, with nodes counted from 0."""
+    nodes = sorted(_nodes_of(solution, units))
+    place = {node: number for number, node in enumerate(nodes)}
+    paths = [tuple([place[node] for node in solution.paths[unit]]) for unit in units]
+    labels = [solution.labels[node] for node in nodes]
+    delays = [solution.delays[unit] for unit in units]
+    orders = [solution.own_orders[unit] for unit in units]
+    return paths, labels, delays, orders, numbers_of_nodes(problem, np.array(nodes))
+
+
 def _merge(solution: Solution, annealing: Annealing) -> Solution:
     """Return the solution with the annealed paths of one group."""
     paths = list(solution.paths)
@@ -124,14 +187,19 @@ def _merge(solution: Solution, annealing: Annealing) -> Solution:
     changes = zip(
         annealing.units, annealing.paths, annealing.delays.tolist(), strict=True
     )
+    orders = list(solution.own_orders)
+    new_orders = annealing.own_orders or (annealing.queue_order,) * len(annealing.units)
     for unit, path, delay in changes:
         paths[unit] = path
-        delays[unit] = delay
+        delays[unit] = tuple(delay)
+    for unit, order in zip(annealing.units, new_orders, strict=True):
+        orders[unit] = order
     return replace(
         solution,
         labels=tuple(annealing.part),
         paths=tuple(paths),
         delays=tuple(delays),
+        own_orders=tuple(orders),
     )
 
 

@@ -8,7 +8,8 @@ Every region gets all parts, and remote nodes get parts that others have too. No
 that the routes get shorter: simulated annealing on an estimate. In the estimate every data node
 sends its micro-batches over the cheapest nodes, and a node gets dearer the more work it has been
 given. The estimate adds up, to the eighth power, the times that data nodes need for their round
-trips and the times that nodes need for their work. So the worst of them counts most.
+trips and the times that nodes need for their work. So the worst of them counts most. If gradients
+count, it also adds the times of the parts' sums, so that the replicas of a part get near each other.
 """
 
 from __future__ import annotations
@@ -31,8 +32,17 @@ MAX_ORDERS_PER_SET = 6  # orders that are tried for a set of parts
 BUSY_PRICE = 0.4
 
 
-def exchange_parts(problem: Problem, labels: Ints, seed: int) -> Ints:
-    """Return the parts of the nodes after exchanges that shorten the routes."""
+def exchange_parts(
+    problem: Problem,
+    labels: Ints,
+    seed: int,
+    with_sums: bool = False,
+    max_moves: int = MAX_EXCHANGE_MOVES,
+) -> Ints:
+    """Return the parts of the nodes after exchanges that shorten the routes.
+
+    with_sums: also bring the replicas of each part near each other, for their sums of gradients.
+    """
     terms = circuit_terms(problem)
     traffic = problem.traffic
     orders: list[tuple[int, ...]] = []
@@ -64,9 +74,13 @@ def exchange_parts(problem: Problem, labels: Ints, seed: int) -> Ints:
         traffic.slots,
         problem.microbatches,
         problem.body,
-        min(MAX_EXCHANGE_MOVES, MAX_INNER_STEPS // steps_per_move),
+        min(max_moves, MAX_INNER_STEPS // steps_per_move),
         BUSY_PRICE,
         seed,
+        traffic.latency,
+        traffic.byte,
+        traffic.sums.sum(axis=1) if with_sums else np.zeros(problem.body),
+        not problem.planned_sums,
     )
     return labels
 
@@ -87,6 +101,10 @@ def _anneal(  # noqa: PLR0915
     iterations: int,
     price: float,
     seed: int,
+    latency: Floats,
+    byte: Floats,
+    gradients: Floats,
+    rings: bool,
 ) -> None:
     """Exchange the parts in `labels`, and leave the best ones there."""
     count = len(labels)
@@ -100,7 +118,7 @@ def _anneal(  # noqa: PLR0915
     came = np.zeros((hops, count), np.int64)  # back-pointers
     chosen = np.zeros(hops, np.int64)
 
-    def estimate() -> float:  # noqa: PLR0912
+    def estimate() -> float:  # noqa: PLR0912, PLR0915
         sizes[:] = 0
         load[:] = 0.0
         for n in range(count):
@@ -157,6 +175,23 @@ def _anneal(  # noqa: PLR0915
         for n in range(count):
             if load[n] > 0:
                 total += (load[n] + 0.25 * mean) ** 8
+        for part in range(parts):
+            size = sizes[part]
+            if gradients[part] <= 0.0 or size < 2:
+                continue
+            slowest = (
+                0.0  # nearly the slowest link between replicas, but all links count
+            )
+            for i in range(size):
+                for j in range(size):
+                    if i != j:
+                        a = members[part, i]
+                        b = members[part, j]
+                        link = latency[a, b] + byte[a, b] * gradients[part] / size
+                        slowest += link**8
+            slowest = (slowest / (size * (size - 1))) ** 0.125
+            rounds = 2 * (size - 1) if rings else 2
+            total += (mean + rounds * slowest) ** 8
         return float(total**0.125)
 
     value = estimate()

@@ -67,6 +67,7 @@ class Traffic:
     gap: float = 0.0  # seconds between two tasks on a node
     first_gap: float = 0.0  # seconds after the first task of a micro-batch
     serial: bool = False  # whether a link carries only one message at a time
+    wait: float = np.inf  # seconds that a task may wait on its node
     part_slots: Ints | None = None  # micro-batches that it can hold [part, node]
     sums: Floats = field(default_factory=_no_sums)  # bytes to sum [part, sum]
 
@@ -108,6 +109,7 @@ class PathTimes:
     makespan: float  # end of the last backward; infinite if micro-batches deadlock
     last: Floats  # end of the last backward on each node
     last_up: Floats  # of its head or, in a wave, of the way up
+    overdue: float  # seconds by which tasks wait longer than they may, all together
     finish: Floats  # end of each micro-batch
 
 
@@ -179,7 +181,7 @@ def simulate_paths(
     traffic: Traffic,
     nodes: Ints,
     parts: Ints,
-    queue_order: QueueOrder = QueueOrder.ARRIVAL,
+    queue_order: QueueOrder | Ints = QueueOrder.ARRIVAL,
     after: Ints | None = None,
     release: Floats | None = None,
     delay: Floats | None = None,
@@ -188,10 +190,12 @@ def simulate_paths(
 ) -> PathTimes:
     """Return the times of micro-batches that visit these `nodes` with these `parts`, one row per micro-batch.
 
+    queue_order: of all micro-batches, or of each.
     slots: micro-batches that each node can hold with its part; by default the most that it can hold.
     after: the micro-batch that must be back before this one starts, or -1.
     release: the earliest start of each micro-batch.
-    delay: seconds by which a micro-batch stands further back in every queue.
+    delay: seconds by which a micro-batch stands further back in the queues of its tasks: forward and
+        backward of its first position, then of the next [micro-batch, task].
     careful: a node never gives its last slot to a young micro-batch while an older one will need it. This
         prevents deadlocks.
     """
@@ -202,6 +206,7 @@ def simulate_paths(
     last = np.zeros(traffic.nodes)
     last_up = np.zeros(traffic.nodes)
     finish = np.zeros(count)
+    overdue = np.zeros(1)
     links = (traffic.nodes, traffic.nodes) if traffic.serial else (1, 1)
     link_free = np.zeros(links)
     makespan = compile_if_large(_run, MIN_COMPILED_SIZE)(
@@ -212,7 +217,7 @@ def simulate_paths(
         graph.unlocked,
         np.full(count, -1, dtype=np.int64) if after is None else after,
         np.zeros(count) if release is None else release,
-        np.zeros(count) if delay is None else delay,
+        np.zeros((count, 2 * length)) if delay is None else delay,
         traffic.forward,
         traffic.backward,
         traffic.message,
@@ -224,14 +229,16 @@ def simulate_paths(
         traffic.first_gap,
         traffic.serial,
         link_free,
-        int(queue_order),
+        np.full(count, queue_order) if isinstance(queue_order, int) else queue_order,
         careful,
         start,
         last,
         last_up,
+        traffic.wait,
+        overdue,
         finish,
     )
-    return PathTimes(start, float(makespan), last, last_up, finish)
+    return PathTimes(start, float(makespan), last, last_up, float(overdue[0]), finish)
 
 
 def _are_waves(nodes: Ints) -> bool:
@@ -263,11 +270,13 @@ def _run(  # noqa: PLR0912, PLR0915
     first_gap: float,
     serial: bool,
     link_free: Floats,
-    queue_order: int,
+    queue_orders: Ints,
     careful: bool,
     start: Floats,
     last: Floats,
     last_up: Floats,
+    wait: float,
+    overdue: Floats,
     finish: Floats,
 ) -> float:
     """Process the events in order of time. Only positions below `holding` take a slot.
@@ -279,6 +288,7 @@ def _run(  # noqa: PLR0912, PLR0915
     stride = length * slices * 2
     waiting = np.zeros(count * stride, np.int64)
     key = np.zeros(count * stride)
+    ready = np.zeros(count * stride)
     behind = np.full(count * stride, -1, np.int64)  # the next in the same queue
     queue = np.full(len(slow), -1, np.int64)
     used = np.zeros(len(slow), np.int64)
@@ -346,7 +356,9 @@ def _run(  # noqa: PLR0912, PLR0915
                 p = at % stride // (2 * slices)
                 here = nodes[m, p]
                 if waiting[at] == 0:
+                    ready[at] = now
                     back = at & 1
+                    queue_order = queue_orders[m]
                     if queue_order == 0:
                         if back == 1 or p > 0:
                             key[at] = now
@@ -366,7 +378,7 @@ def _run(  # noqa: PLR0912, PLR0915
                         key[at] -= tail[m, p, back]
                     else:
                         key[at] = -tail[m, p, back]
-                    key[at] += delay[m]
+                    key[at] += delay[m, 2 * p + back]
                     behind[at] = queue[here]
                     queue[here] = at
             if not marked[here]:
@@ -425,6 +437,8 @@ def _run(  # noqa: PLR0912, PLR0915
             seconds = forward[part, s] if back == 0 else backward[part, s]
             end = now + seconds * slow[here]
             start[m, p, s, back] = now
+            if p > 0 or back == 1 or s > 0:
+                overdue[0] += max(now - ready[best] - wait, 0.0)
             busy[here] = True
             pause = first_gap if back == 0 and p == 0 else gap
             if back == 0:

@@ -38,6 +38,7 @@ from penstock.plan.paths.arrangement import (
 )
 from penstock.plan.paths.bound import path_bound
 from penstock.plan.paths.budget import Budget, TimeSource, never_stop
+from penstock.plan.paths.improve import MAX_NODES_AT_ONCE
 from penstock.plan.paths.model_parts import ModelParts, waved_partition
 from penstock.plan.paths.part_exchange import exchange_parts
 from penstock.plan.paths.path_simulator import PathTimes
@@ -51,6 +52,7 @@ from penstock.plan.paths.rules import (
     rules_from,
     rules_text,
 )
+from penstock.plan.paths.sites import site_solution
 from penstock.plan.paths.solution import Solution, simulate_solution
 from penstock.plan.paths.staged_search import DEFAULT_SEARCH_MOVES, search
 from penstock.schedules.size import refuse_if_too_large
@@ -59,6 +61,7 @@ from penstock.sim.simulate import simulate
 CIRCUIT_MOVES_PER_CIRCUIT = 20_000  # moves that find the first circuits
 MAX_CIRCUIT_NODES = 200  # more nodes get no more of these moves
 MAX_NODES_TO_DROP = 100  # largest cluster in which the search may leave out bad nodes
+NO_CIRCUITS = np.zeros((0, 1), dtype=np.int64)
 # Seconds of travel that one second of work already given to a node counts for.
 BUSY_PRICES = (0.1, 0.4, 1.5)
 
@@ -191,7 +194,7 @@ def best_plan(
     bound = path_bound(problem, shape, labels)
 
     def starts(stage_seed: int) -> list[Solution]:
-        return _start_solutions(problem, labels, shape, stage_seed)
+        return _start_solutions(problem, labels, shape, budget, stage_seed)
 
     solution = search(problem, starts, budget, labels is None, seed)
     return finish_plan(problem, solution, bound, budget)
@@ -199,7 +202,7 @@ def best_plan(
 
 # ---------------------------------------------------------------- solutions to start from
 def _start_solutions(
-    problem: Problem, labels: Ints | None, shape: Ints, seed: int
+    problem: Problem, labels: Ints | None, shape: Ints, budget: Budget, seed: int
 ) -> list[Solution]:
     """Return solutions to start from, on the given arrangement or on several that are chosen here.
 
@@ -227,9 +230,24 @@ def _start_solutions(
         arrangement, circuits = fit_nodes(problem, arrangement, circuits)
         solutions += first_solutions(problem, arrangement, circuits, seed)
         if may_drop_nodes:
-            exchanged = exchange_parts(problem, arrangement, seed)
-            exchanged, _ = fit_nodes(problem, exchanged, circuits)
-            solutions += route_solutions(problem, exchanged)
+            solutions += _exchanged_solutions(problem, arrangement, seed)
+    has_sites = problem.traffic.nodes > MAX_NODES_AT_ONCE and not problem.sized
+    if has_sites and not problem.policy.reserved and problem.hops > 0:
+        by_sites = site_solution(problem, even_sizes, BUSY_PRICES, budget, seed)
+        if by_sites is not None:
+            solutions.append(by_sites)
+    return solutions
+
+
+def _exchanged_solutions(
+    problem: Problem, arrangement: Ints, seed: int
+) -> list[Solution]:
+    """Return solutions for arrangements that suit routes, and for one that suits sums of gradients."""
+    solutions = []
+    for with_sums in (False, True) if problem.has_sums else (False,):
+        exchanged = exchange_parts(problem, arrangement, seed, with_sums)
+        exchanged, _ = fit_nodes(problem, exchanged, NO_CIRCUITS)
+        solutions += route_solutions(problem, exchanged)
     return solutions
 
 
@@ -256,8 +274,7 @@ def first_solutions(
 
 def route_solutions(problem: Problem, labels: Ints) -> list[Solution]:
     """Return solutions in which every unit visits the cheapest nodes, for several prices of busy nodes."""
-    no_circuits = np.zeros((0, 1), dtype=np.int64)
-    without_paths = circuit_solution(problem, labels, no_circuits)
+    without_paths = circuit_solution(problem, labels, NO_CIRCUITS)
     solutions = []
     for price in BUSY_PRICES:
         paths = tuple(route_units(problem, labels, price))
@@ -317,6 +334,12 @@ def rule_faults(plan: PathPlan) -> tuple[RuleFault, ...]:
     )
 
 
+def _queue_order_text(solution: Solution) -> str:
+    """Return the queue order, or all that are used."""
+    orders = set(solution.own_orders) or {solution.queue_order}
+    return " ".join(sorted(order.name.lower() for order in orders))
+
+
 def _slots_of(plan: PathPlan) -> Ints:
     """Return how many micro-batches each node can hold with its part."""
     return plan.problem.traffic.slots_with(np.array(plan.solution.labels))
@@ -348,7 +371,7 @@ def paths_plan(
         ("skipped", problem.body - 1 - problem.hops),
         ("slices", problem.slices),
         ("waves", problem.waves),
-        ("turn", plan.solution.queue_order.name.lower()),
+        ("turn", _queue_order_text(plan.solution)),
         ("rules", rules_text(problem.rules)),
         ("slots", " ".join(map(str, _slots_of(plan).tolist()))),
         ("sums", "planned" if problem.planned_sums else "ring"),

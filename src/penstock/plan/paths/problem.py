@@ -293,6 +293,7 @@ def _traffic(problem: Problem) -> Traffic:
         problem.gap,
         problem.first_gap,
         cluster.serial,
+        problem.rules.wait,
         None if (part_slots == part_slots[0]).all() else part_slots,
         _sums(problem),
     )
@@ -332,6 +333,11 @@ def expand_paths(problem: Problem, paths: Ints, labels: Ints) -> tuple[Ints, Int
     return nodes, np.hstack([parts, heads])
 
 
+def positions_of(problem: Problem) -> int:
+    """Return the number of positions of a path, with the head or the way up."""
+    return 2 * (problem.hops + 1) if problem.waves else problem.hops + 2
+
+
 def start_conditions(
     problem: Problem, paths: Ints, stagger: float
 ) -> tuple[Ints, Floats]:
@@ -351,3 +357,17 @@ def start_conditions(
         place * stagger + NEXT_ROUND_SECONDS * number for number in range(rounds)
     ]
     return after, np.concatenate(release)
+
+
+def numbers_of_nodes(problem: Problem, nodes: Ints) -> tuple[bytes, ...]:
+    """Return all numbers of some nodes. Nodes with equal numbers can have the same plan."""
+    traffic = problem.traffic
+    within = np.ix_(nodes, nodes)
+    slots = traffic.slots if traffic.part_slots is None else traffic.part_slots
+    numbers = (
+        traffic.latency[within],
+        traffic.byte[within],
+        traffic.slow[nodes],
+        slots[..., nodes],
+    )
+    return tuple(np.ascontiguousarray(one).tobytes() for one in numbers)

@@ -42,16 +42,22 @@ def deal_parts(problem: Problem, labels: Ints) -> list[tuple[int, ...]]:
     return dealt
 
 
-def route_units(problem: Problem, labels: Ints, weight: float) -> list[Route]:
+def route_units(
+    problem: Problem,
+    labels: Ints,
+    weight: float,
+    dealt: Sequence[tuple[int, ...]] | None = None,
+) -> list[Route]:
     """Return the cheapest path for each unit in turn.
 
     weight: seconds of travel that one second of work already given to a node counts for.
+    dealt: the parts that each unit visits, if they are not to be dealt out here.
     """
     terms = circuit_terms(problem)
     data = np.flatnonzero(labels == 0).tolist()
     price = np.zeros(problem.traffic.nodes)
     paths = []
-    for unit, parts in enumerate(deal_parts(problem, labels)):
+    for unit, parts in enumerate(dealt or deal_parts(problem, labels)):
         orders = part_orders(frozenset(parts), problem.rules)
         if not orders:
             raise ShapeError(
@@ -69,6 +75,19 @@ def route_units(problem: Problem, labels: Ints, weight: float) -> list[Route]:
             price[node] += weight * float(terms.hop[node])
         paths.append(best)
     return paths
+
+
+def cheapest_route(
+    problem: Problem, labels: Ints, data_node: int, parts: Sequence[int], loads: Floats
+) -> Route:
+    """Return the cheapest path over these parts, if nodes have been visited so many times already."""
+    terms = circuit_terms(problem)
+    price = loads * terms.hop
+    orders = part_orders(frozenset(parts), problem.rules)
+    routes = [
+        _cheapest_route(terms, labels, data_node, order, price) for order in orders
+    ]
+    return min(routes)[1]
 
 
 def random_routes(problem: Problem, labels: Ints, seed: int) -> list[Route]:

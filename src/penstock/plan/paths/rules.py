@@ -386,6 +386,8 @@ def _collision_faults(timeline: Timeline, longest: float) -> Iterator[RuleFault]
             continue  # nothing comes before it on its rank
         if table.microbatch[before] == table.microbatch[number]:
             continue
+        if (table.needs[number] < 0).all():
+            continue  # A micro-batch that has not begun waits for nobody.
         ready = 0.0
         for needed in table.needs[number]:
             if needed >= 0:

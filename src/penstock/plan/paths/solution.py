@@ -17,7 +17,11 @@ from penstock.plan.paths.allreduce import ends_of_sums
 from penstock.plan.paths.path_simulator import PathTimes, QueueOrder, simulate_paths
 from penstock.plan.paths.problem import Problem, expand_paths, start_conditions
 
+WAIT_FINE = (
+    10.0  # seconds that a plan counts as longer for each second of forbidden waiting
+)
 NodePath = tuple[int, ...]
+Delays = tuple[float, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +31,10 @@ class Solution:
     labels: the part of each node, or -1 for a node that holds none.
     paths: the nodes that each unit visits; the first is its data node.
     queue_order: which of the waiting tasks a node takes next.
+    own_orders: the queue order of each unit, if units that never meet have different ones.
     stagger: seconds between the first starts on a data node.
-    delays: seconds by which each unit stands further back in every queue; empty if no unit does.
+    delays: seconds by which each unit stands further back in the queues of its tasks, forward and
+        backward at each position of its path; empty if no unit does.
     careful: keep slots free for older micro-batches, so that no deadlock can arise.
     """
 
@@ -36,8 +42,9 @@ class Solution:
     paths: tuple[NodePath, ...]
     queue_order: QueueOrder
     stagger: float = 0.0
-    delays: tuple[float, ...] = ()
+    delays: tuple[Delays, ...] = ()
     careful: bool = False
+    own_orders: tuple[QueueOrder, ...] = ()
 
 
 def path_in_order(
@@ -55,12 +62,12 @@ def simulate_solution(problem: Problem, solution: Solution) -> PathTimes:
     after, release = start_conditions(problem, paths, solution.stagger)
     delay = None
     if solution.delays:
-        delay = np.tile(np.array(solution.delays), problem.policy.rounds)
+        delay = np.tile(np.array(solution.delays), (problem.policy.rounds, 1))
     return simulate_paths(
         problem.traffic,
         nodes,
         parts,
-        solution.queue_order,
+        _queue_orders(problem, solution),
         after,
         release,
         delay,
@@ -69,19 +76,28 @@ def simulate_solution(problem: Problem, solution: Solution) -> PathTimes:
     )
 
 
+def _queue_orders(problem: Problem, solution: Solution) -> QueueOrder | Ints:
+    """Return the queue order of all micro-batches, or of each."""
+    if not solution.own_orders:
+        return solution.queue_order
+    return np.tile(np.array(solution.own_orders), problem.policy.rounds)
+
+
 def step_end(problem: Problem, times: PathTimes, labels: Ints) -> float:
     """Return the end of the last backward or sum of gradients.
 
-    It is infinite if micro-batches deadlock, or if a part does not fit on one of its nodes.
+    Seconds that tasks wait for longer than the rules allow are added many times. The end is
+    infinite if micro-batches deadlock, or if a part does not fit on one of its nodes.
     """
     if times.makespan == np.inf or problem.traffic.slots_with(labels).min() < 1:
         return math.inf
+    fine = WAIT_FINE * times.overdue
     if not problem.has_sums:
-        return times.makespan
+        return times.makespan + fine
     sums = ends_of_sums(
         problem.traffic, problem.planned_sums, labels, times.last, times.last_up
     )
-    return max(times.makespan, float(sums.max()))
+    return max(times.makespan, float(sums.max())) + fine
 
 
 def choose_queueing(problem: Problem, solution: Solution) -> Solution:
@@ -98,6 +114,7 @@ def choose_queueing(problem: Problem, solution: Solution) -> Solution:
                     queue_order=queue_order,
                     stagger=stagger,
                     careful=careful,
+                    own_orders=(),
                 )
                 times = simulate_solution(problem, trial)
                 end = step_end(problem, times, labels)

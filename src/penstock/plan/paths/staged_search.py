@@ -1,14 +1,15 @@
 """The search for the best paths, in stages that do not depend on the budget.
 
-    stage        0      1        2                3
-    moves       300   1,200    4,800           19,200          40,000 ...        each from other circuits
-                 |------|--------|----------------|------------- ...
+    stage        0      1        2                3              4          5
+    moves       300   1,200    4,800           19,200         20,000     40,000 ...
+    start       other circuits in each                        the best   other circuits, and so on in turn
+                 |------|--------|----------------|-------------|-------- ...
                              ^ a budget of N moves ends here    ^ one of 4 N ends here, on the same way
 
-Every stage anneals from scratch, from hot to cold, over its own number of moves. A search with a
-small budget makes the same first moves as one with a large budget, and both return the best
-solution they met. So more work never gives a worse plan, and a seed gives the same plan on every
-machine.
+Most stages anneal from scratch, from hot to cold, over their own number of moves. From stage 4 on,
+every other stage starts from the best solution so far, and less hot. A search with a small budget
+makes the same first moves as one with a large budget, and both return the best solution they met.
+So more work never gives a worse plan, and a seed gives the same plan on every machine.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from itertools import count
 
+from penstock.plan.paths.anneal import WARM
 from penstock.plan.paths.budget import Budget
 from penstock.plan.paths.improve import improve_solution, needs_groups
 from penstock.plan.paths.problem import Problem
@@ -26,6 +28,8 @@ DEFAULT_SEARCH_MOVES = 25_500
 FIRST_STAGE_MOVES = 300
 STAGE_GROWTH = 4  # each stage has this many times the moves of the one before
 MAX_STAGE_MOVES = 40_000
+FIRST_RESTART = 4  # the first stage that starts from the best solution so far
+RESTART_MOVES = 20_000
 TRIED_STARTS = 3  # solutions that get a short search before the best is chosen
 TRIAL_SHARE = 0.12  # share of a stage's moves for each short search
 GROUP_TRIAL_MOVES = 1_500  # moves of a short search that works group by group
@@ -51,6 +55,14 @@ def search(
     best: Solution | None = None
     for stage in count():
         stage_seed = seed + stage
+        if best is not None and is_restart(stage):
+            solution = improve_solution(
+                problem, best, budget, free, stage_seed, stage_moves(stage), WARM
+            )
+            best = min(best, solution, key=value)
+            if budget.spent:
+                return best
+            continue
         solution = _run_stage(
             problem,
             starts(stage_seed),
@@ -71,10 +83,17 @@ def stage_moves(stage: int) -> int:
 
     It grows fast, so that most of any budget goes into one long annealing.
 
-    >>> [stage_moves(stage) for stage in range(6)]
-    [300, 1200, 4800, 19200, 40000, 40000]
+    >>> [stage_moves(stage) for stage in range(7)]
+    [300, 1200, 4800, 19200, 20000, 40000, 20000]
     """
+    if is_restart(stage):
+        return RESTART_MOVES
     return int(min(FIRST_STAGE_MOVES * STAGE_GROWTH**stage, MAX_STAGE_MOVES))
+
+
+def is_restart(stage: int) -> bool:
+    """Whether a stage starts from the best solution so far."""
+    return stage >= FIRST_RESTART and (stage - FIRST_RESTART) % 2 == 0
 
 
 def _run_stage(

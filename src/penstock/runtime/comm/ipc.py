@@ -403,7 +403,10 @@ def reduce_rows(rows: Tensor, op: Any) -> Tensor:
         return rows.amax(0)
     if op == ReduceOp.MIN:
         return rows.amin(0)
-    raise RunError(f"{BACKEND_NAME} supports SUM, AVG, MAX and MIN, but not {op}")
+    raise RunError(
+        f"{BACKEND_NAME} supports SUM, AVG, MAX and MIN, but not {op}\n"
+        "  use one of these, or a process group with another backend for this call"
+    )
 
 
 def register() -> None:

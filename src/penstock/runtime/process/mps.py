@@ -104,7 +104,9 @@ def mps_daemon() -> Iterator[Path]:
     """Run an MPS daemon in a new folder; stop it and delete the folder afterwards."""
     if shutil.which(MPS_CONTROL) is None:
         raise RunError(
-            f"{MPS_CONTROL} is not installed here; it comes with NVIDIA's driver"
+            f"{MPS_CONTROL} is not installed here; it comes with NVIDIA's driver\n"
+            "  install it, or run the command without `penstock testbed`: its processes then "
+            "take turns on the GPU"
         )
     folder = Path(tempfile.mkdtemp(prefix="penstock-mps-"))
     for name in ("pipe", "log"):

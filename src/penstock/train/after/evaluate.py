@@ -78,7 +78,8 @@ def evaluate_run(
     held = loader.evaluation(2 * batches)
     if not held:
         raise FileError(
-            f"{run} held out no text: its data.held_out is {config.data.held_out:g}"
+            f"{run} held out no text: its data.held_out is {config.data.held_out:g}\n"
+            "  train with data.held_out above 0 to have text for evaluations"
         )
     trained = open_trained(run)
     layers = trained.sizes.layers

@@ -87,7 +87,11 @@ def open_trained(path: Path) -> Trained:
         )
     wrong = list(checkpoint_faults(found))
     if wrong:
-        raise FileError(f"{found} is damaged: {wrong[0]}")
+        raise FileError(
+            f"{found} is damaged: {wrong[0]}\n"
+            "  name another checkpoint of the run, or train on with --resume, which takes "
+            "the newest good one"
+        )
     facts = read_facts(found)
     sizes = trained_sizes(facts["model"])
     holding = hold_whole(sizes)

@@ -19,7 +19,7 @@ class Event:
     """A change of the crew."""
 
     step: int  # the last step before it
-    event: str  # "lost", or "retry" if all workers were still there
+    event: str  # "lost", "joined", or "retry" if all workers were still there
     workers: int  # that go on
     seconds: float  # without training
     text: str

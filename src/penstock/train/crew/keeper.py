@@ -36,9 +36,12 @@ from penstock.train.crew.notes import (
     Decision,
     Report,
     alive_key,
+    arrival_key,
     broken_key,
+    change_key,
     decision_key,
     load_report,
+    place_key,
     ready_key,
     report_key,
 )
@@ -54,7 +57,8 @@ MAX_STOPPED_SECONDS = 1.0
 # How long workers may take to report after a loss, if run.patience is longer.
 MAX_REPORT_SECONDS = 60.0
 SECONDS_TO_FINISH = 12.0  # for the other workers, once one has finished
-MemberEntry = Callable[[int, int, str, int, str, bool], Verdict]
+Words = tuple[int, int, str, int, str, bool, bool]  # the arguments of a worker
+MemberEntry = Callable[[int, int, str, int, str, bool, bool], Verdict]
 Say = Callable[[str], None]
 
 
@@ -65,6 +69,7 @@ class Worker:
     number: int
     process: BaseProcess
     pipe: Connection
+    newcomer: bool = False  # whether it has come during the run and has no place yet
     beats: int = 0
     silent: float = 0.0  # seconds since its last sign of life
     stopped: float = 0.0  # seconds since the system has stopped it
@@ -101,9 +106,10 @@ class Keeper:
         self.decision: Decision | None = None  # of this generation
         self.reports: dict[int, Report] = {}  # at its end
         self.losses: list[str] = []  # during this generation
-        self.retries = (
-            0  # generations in a row that ended without a loss and without a step
-        )
+        self.vacant: list[int] = []  # workers that were lost and not replaced
+        self.replaced = 0  # how often a worker was replaced
+        # Generations in a row that ended without a loss and without a step.
+        self.retries = 0
         self.broken_at: float | None = None  # when this generation ended
         self.broken_before = 0.0  # when the generation before ended
         self.last_look = time.monotonic()
@@ -129,21 +135,31 @@ class Keeper:
 
     def start(self) -> None:
         """Start a worker for every rank of the plan."""
-        context = process_context()
-        ranks = self.plan.schedule.ranks
-        port = self.store.port  # type: ignore[attr-defined]
-        for number in range(ranks):
-            ours, theirs = context.Pipe(duplex=False)
-            words = (number, ranks, LOCALHOST, port, str(self.folder), self.resume)
-            process = context.Process(  # type: ignore[attr-defined]
-                target=run_entry,
-                args=(self.entry, words, theirs, dict(os.environ)),
-                name=f"worker {number}",
-            )
-            process.start()
-            theirs.close()
-            self.workers[number] = Worker(number, process, ours)
+        for number in range(self.plan.schedule.ranks):
+            self.workers[number] = self.start_worker(number, newcomer=False)
         self.broken_at = time.monotonic()  # Generation 0 only starts the workers.
+
+    def start_worker(self, number: int, newcomer: bool) -> Worker:
+        """Start one worker."""
+        context = process_context()
+        ours, theirs = context.Pipe(duplex=False)
+        words: Words = (
+            number,
+            self.plan.schedule.ranks,
+            LOCALHOST,
+            self.store.port,  # type: ignore[attr-defined]
+            str(self.folder),
+            self.resume,
+            newcomer,
+        )
+        process = context.Process(  # type: ignore[attr-defined]
+            target=run_entry,
+            args=(self.entry, words, theirs, dict(os.environ)),
+            name=f"worker {number}",
+        )
+        process.start()
+        theirs.close()
+        return Worker(number, process, ours, newcomer)
 
     def look(self) -> Verdict | None:
         """Look once at all workers, and do what is due; return a verdict at the end of the run."""
@@ -154,14 +170,23 @@ class Keeper:
                 return verdict
         self.check_signs_of_life()
         self.read_reports()
+        waiting = set(self.members) - set(self.reports)
         if self.broken_at is None:
             self.note_ready()
-        elif set(self.reports) >= set(self.workers):
+            self.replace_lost()
+            self.take_in()
+        elif not waiting:
             self.begin_generation()
         elif time.monotonic() - self.broken_at > self.report_limit:
-            for number in set(self.workers) - set(self.reports):
+            for number in waiting:
                 self.lose(self.workers[number], "did not stop after the loss")
         return None
+
+    @property
+    def members(self) -> list[int]:
+        """The workers that belong to this generation."""
+        workers = self.workers.values()
+        return [worker.number for worker in workers if not worker.newcomer]
 
     @property
     def report_limit(self) -> float:
@@ -220,8 +245,12 @@ class Keeper:
         if failure is not None:
             raise RunError(failure.text)
         story = f"worker {worker.number} {event}"
+        self.vacant.append(worker.number)
+        if worker.newcomer:
+            self.say(f"{story} before it had begun")
+            return
         self.losses.append(story)
-        if not self.workers:
+        if not self.members:
             raise RunError(f"{story}, and no worker is left")
         self.break_generation(story)
 
@@ -230,13 +259,15 @@ class Keeper:
         if self.broken_at is not None:
             return
         self.broken_at = time.monotonic()
+        if not story:  # All leave by themselves, because somebody has come.
+            return
         self.store.set(broken_key(self.generation), story)
         meeting = PrefixStore(f"g{self.generation}", self.store)
         announce(meeting, Failure("PeerLostError", story))
 
     def read_reports(self) -> None:
         """Read what workers have reported. A report also ends a generation in which all live."""
-        for number in self.workers:
+        for number in self.members:
             if number in self.reports:
                 continue
             key = report_key(self.generation, number)
@@ -245,39 +276,70 @@ class Keeper:
                 self.reports[number] = report
                 self.break_generation(report.error)
 
+    # ------------------------------------------------------------ newcomers
+    def replace_lost(self) -> None:
+        """Start new workers in place of lost ones, once the others train again."""
+        if not self.vacant or self.pending is not None:
+            return
+        while self.vacant and self.replaced < self.settings.restarts:
+            number = self.vacant.pop(0)
+            self.replaced += 1
+            for key in (alive_key, arrival_key, place_key):
+                self.store.delete_key(key(number))
+            self.workers[number] = self.start_worker(number, newcomer=True)
+
+    def arrivals(self) -> list[int]:
+        """The newcomers that wait for a place."""
+        newcomers = [worker for worker in self.workers.values() if worker.newcomer]
+        return [
+            worker.number
+            for worker in newcomers
+            if self.store.check([arrival_key(worker.number)])
+        ]
+
+    def take_in(self) -> None:
+        """Let the generation end after its step if somebody waits for a place."""
+        if self.arrivals() and not self.store.check([change_key(self.generation)]):
+            self.store.set(change_key(self.generation), "yes")
+
     # ------------------------------------------------------------ going on
     def begin_generation(self) -> None:
         """Decide how the workers go on, and tell them."""
         before = self.decision
+        arrived = self.arrivals()
+        for number in arrived:
+            self.reports[number] = load_report(self.store.get(arrival_key(number)))
         decision = decide(self.plan, self.reports, self.generation + 1, self.resume)
         if before is not None:
-            self.note_change(before, decision)
+            self.note_change(before, decision, arrived)
         self.generation = decision.generation
         self.decision = decision
         self.reports = {}
         self.losses = []
         self.store.set(decision_key(decision.generation), decision.dump())
+        for number in arrived:
+            self.workers[number].newcomer = False
+            self.store.set(place_key(number), str(decision.generation))
         assert self.broken_at is not None
         self.broken_before = self.broken_at
         self.broken_at = None
 
-    def note_change(self, before: Decision, decision: Decision) -> None:
+    def note_change(
+        self, before: Decision, decision: Decision, arrived: list[int]
+    ) -> None:
         """Tell the user why a generation ended; give up if retrying does not help."""
-        workers = len(decision.members)
-        if self.losses:
-            self.retries = 0
-            kind = "lost"
-            text = " and ".join(self.losses)
-        else:
-            self.retries = self.retries + 1 if decision.step == before.step else 1
+        stories = list(self.losses)
+        kind = "lost"
+        if arrived:
+            kind = "lost" if self.losses else "joined"
+            stories += [f"worker {number} has joined" for number in arrived]
+        if not stories:
             kind = "retry"
-            reasons = {report.error for report in self.reports.values()}
-            text = min(reasons, key=len).splitlines()[0]
-            if self.retries > self.settings.restarts:
-                raise RunError(
-                    f"{min(reasons, key=len)}\n\nthe workers connected again "
-                    f"{self.settings.restarts} times, which did not help"
-                )
+            stories.append(self.reason_to_retry(before, decision))
+        else:
+            self.retries = 0
+        text = " and ".join(stories)
+        workers = len(decision.members)
         step = decision.step
         if decision.keep:
             self.say(f"{text}; {workers} workers go on after step {step}")
@@ -287,6 +349,18 @@ class Keeper:
                 f"{text}; it alone had its part, so {workers} workers go back to step {step}"
             )
         self.pending = Event(step, kind, workers, 0.0, text)
+
+    def reason_to_retry(self, before: Decision, decision: Decision) -> str:
+        """Why a generation ended in which all live; raise an error after too many of them."""
+        self.retries = self.retries + 1 if decision.step == before.step else 1
+        reasons = {report.error for report in self.reports.values() if report.error}
+        reason = min(reasons, key=len, default="the connections broke")
+        if self.retries > self.settings.restarts:
+            raise RunError(
+                f"{reason}\n\nthe workers connected again {self.settings.restarts} times, "
+                "which did not help"
+            )
+        return reason.splitlines()[0]
 
     def note_ready(self) -> None:
         """Write down an event once its generation trains again."""
@@ -320,7 +394,7 @@ def _end_of(code: int | None) -> str:
 # ---------------------------------------------------------------- in a worker
 def run_entry(
     entry: MemberEntry,
-    words: tuple[int, int, str, int, str, bool],
+    words: Words,
     pipe: Connection,
     environment: dict[str, str],
 ) -> None:

@@ -28,13 +28,16 @@ from penstock.train.crew.notes import (
     Decision,
     Report,
     alive_key,
+    arrival_key,
     broken_key,
+    change_key,
     decision_key,
     load_decision,
+    place_key,
     ready_key,
     report_key,
 )
-from penstock.train.loop import Job, RunOutcome, Trainer, WatchRow
+from penstock.train.loop import CrewChange, Job, RunOutcome, Trainer, WatchRow
 from penstock.train.placement import launched_placement
 from penstock.train.worker import (
     CONFIG_FILE,
@@ -79,6 +82,18 @@ class Member:
         """Report at the end of a generation."""
         self.store.set(report_key(self.generation, self.worker), report.dump())
 
+    def arrive(self) -> Decision | None:
+        """Come during the run, and wait for a place; return None if the run is over."""
+        report = Report(self.worker, newcomer=True)
+        self.store.set(arrival_key(self.worker), report.dump())
+        key = place_key(self.worker)
+        while not self.store.check([key]):
+            if self.store.check([FINISHED]):
+                return None
+            time.sleep(POLL_SECONDS)
+        self.generation = int(self.store.get(key)) - 1
+        return self.next_decision()
+
     def next_decision(self) -> Decision | None:
         """Wait for the next decision; return None if the run is over."""
         key = decision_key(self.generation + 1)
@@ -102,20 +117,29 @@ class Member:
             lambda: self.store.check([broken]),
         )
 
+    def is_changing(self, decision: Decision) -> bool:
+        """Whether all should leave a generation after their step."""
+        return bool(self.store.check([change_key(decision.generation)]))
+
     def tell_ready(self, decision: Decision) -> None:
         """Tell the launcher that a generation trains."""
         self.store.set(ready_key(decision.generation), "yes")
 
 
-def work_in_crew(member: Member, folder: Path, resume: bool, show: Show) -> Verdict:
-    """Train as a worker of a crew. Raises errors that only this worker has; returns the others."""
+def work_in_crew(
+    member: Member, folder: Path, resume: bool, newcomer: bool, show: Show
+) -> Verdict:
+    """Train as a worker of a crew, from its start or as a newcomer.
+
+    Raises errors that only this worker has; returns the others.
+    """
     hear_signals()
     threading.Thread(target=end_with_parent, daemon=True).start()
     saved = saved_step(folder) if resume else 0
     turns = None
     try:
         turns = Turns(member, folder, resume, show)
-        return turns.run()
+        return turns.run(newcomer)
     except PenstockError as error:
         write_failure(folder, error)
         return Verdict(error=type(error).__name__, text=str(error))
@@ -141,25 +165,29 @@ class Turns:
         self.job = job_of(folder, config, resume)
         self.trainer: Trainer | None = None  # with the weights of the last step
 
-    def run(self) -> Verdict:
+    def run(self, newcomer: bool) -> Verdict:
         """Train in one generation after the other until the run is over."""
-        self.member.report(self.report())
-        stopped = False
-        while True:
+        if newcomer:
+            decision = self.member.arrive()
+        else:
+            self.member.report(self.report())
             decision = self.member.next_decision()
-            if decision is None:
-                step = self.trainer.step if self.trainer is not None else 0
-                return Verdict(step, stopped)
+        while decision is not None:
             try:
                 outcome = self.take_turn(decision)
                 return Verdict(outcome.step, outcome.stopped)
             except (PeerLostError, StuckError) as error:
                 text = str(error)
+            except CrewChange:
+                text = ""
             report = self.report(text)
             if self.trainer is not None:
                 self.trainer.saver.abandon()
             gc.collect()  # The error's traceback held the tensors of the step in flight.
             self.member.report(report)
+            decision = self.member.next_decision()
+        step = self.trainer.step if self.trainer is not None else 0
+        return Verdict(step)
 
     def report(self, error: str = "") -> Report:
         """What this worker has now."""
@@ -175,6 +203,8 @@ class Turns:
             trainer.save_again,
             tuple(sorted(trainer.parts)),
             error,
+            trainer.seen,
+            trainer.closed,
         )
 
     def take_turn(self, decision: Decision) -> RunOutcome:
@@ -198,8 +228,9 @@ class Turns:
         if comm.rank == 0 and self.watch is None:
             self.watch = self.show()
         job = self.job_for(decision)
-        trainer = Trainer(job, comm, comm.device, self.watch, before)
-        trainer.save_again = decision.save
+        trainer = Trainer(job, comm, comm.device, self.watch, before, decision.handover)
+        if comm.rank == 0:
+            trainer.changing = lambda: self.member.is_changing(decision)
 
         def stop() -> bool:
             return self.asked.is_set() or (comm.rank == 0 and self.stop_file.exists())

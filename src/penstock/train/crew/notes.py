@@ -5,6 +5,9 @@ crew/report/1/3     worker 3 has left generation 1: its last step, its parts, an
 crew/broken/1       generation 1 has lost a worker
 crew/decision/2     who is in generation 2, with which plan, and from which step it goes on
 crew/ready/2        generation 2 trains
+crew/arrival/1      worker 1 has come and waits for a place
+crew/change/2       all should leave generation 2 after their step, because somebody has come
+crew/place/1        worker 1 is in generation 3
 crew/finished       the run is over
 g2/...              the connections of generation 2
 """
@@ -17,7 +20,8 @@ from typing import Any
 
 from penstock.formats.plan_json import dump_plan, load_plan
 from penstock.ir.plan import Plan
-from penstock.train.loop import StepFigures
+from penstock.train.crew.handover import Transfer, Transfers
+from penstock.train.loop import Handover, StepFigures
 
 FINISHED = "crew/finished"
 
@@ -47,6 +51,21 @@ def ready_key(generation: int) -> str:
     return f"crew/ready/{generation}"
 
 
+def arrival_key(worker: int) -> str:
+    """The key under which a worker that comes during the run reports."""
+    return f"crew/arrival/{worker}"
+
+
+def change_key(generation: int) -> str:
+    """The key that exists once a generation should end after its step."""
+    return f"crew/change/{generation}"
+
+
+def place_key(worker: int) -> str:
+    """The key of the first generation of a worker that has come during the run."""
+    return f"crew/place/{worker}"
+
+
 @dataclass(frozen=True, slots=True)
 class Report:
     """What a worker has when it leaves a generation, or when it comes."""
@@ -56,7 +75,10 @@ class Report:
     figures: StepFigures | None = None  # of that step
     saving: bool = False  # whether a checkpoint was being written
     parts: tuple[int, ...] = ()  # that it holds
-    error: str = ""  # why it left the generation
+    error: str = ""  # why it left the generation; empty if others have come
+    seen: int = 0  # sequences of its steps, and of earlier runs
+    closed: bool = True  # whether its last step was evaluated and written down
+    newcomer: bool = False  # whether it has come during the run
 
     def dump(self) -> str:
         """Return it as JSON."""
@@ -85,6 +107,18 @@ class Decision:
     resume: bool = False  # if not: whether they read the newest checkpoint
     save: bool = False  # whether to save at once
     whole: bool = True  # whether the plan is the run's own
+    seen: int = 0  # sequences of the steps that are done, and of earlier runs
+    close: bool = False  # whether the last step must still be evaluated or written down
+    transfers: tuple[Transfer, ...] = ()  # parts that ranks get from others
+
+    @property
+    def handover(self) -> Handover | None:
+        """What the trainers of this generation go on with; None if they start anew."""
+        if not self.keep:
+            return None
+        figures = self.figures if self.close else None
+        transfers = Transfers(self.transfers)
+        return Handover(self.step, self.seen, figures, transfers, self.save)
 
     def dump(self) -> str:
         """Return it as JSON."""
@@ -97,6 +131,7 @@ def load_decision(text: str | bytes) -> Decision:
     fields: dict[str, Any] = json.loads(text)
     fields["plan"] = load_plan(fields["plan"])
     fields["members"] = tuple(fields["members"])
+    fields["transfers"] = tuple(Transfer(*words) for words in fields["transfers"])
     fields["figures"] = _figures(fields["figures"])
     return Decision(**fields)
 

@@ -13,7 +13,7 @@ Ranks can never be further apart than that, because every step ends with one sum
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from penstock.ir.plan import Plan
@@ -21,6 +21,7 @@ from penstock.ir.program import lower
 from penstock.ir.schedule import Schedule
 from penstock.ir.verify import verify
 from penstock.schedules.survivors import orphans, without_ranks
+from penstock.train.crew.handover import Transfer
 from penstock.train.crew.notes import Decision, Report
 
 HEAD_WORK = 0.5  # work of a part without layers, compared with a layer
@@ -56,25 +57,45 @@ def decide(
     members = tuple(sorted(reports))
     lost = tuple(n for n in range(plan.schedule.ranks) if n not in reports)
     smaller = plan_without(plan, lost, _homes(plan, lost, reports))
-    begun = all(report.step >= 0 for report in reports.values())
+    veterans = [reports[n] for n in members if not reports[n].newcomer]
     plain = Decision(
         generation, members, smaller, keep=False, resume=resume, whole=not lost
     )
-    if not begun:
+    if min((report.step for report in veterans), default=-1) < 0:
         # Nobody has done a step: a step needs all ranks.
         return plain
-    if _missing(smaller.schedule, members, reports):
-        return replace(plain, resume=True)
-    ahead = max(reports.values(), key=lambda report: report.step)
-    steps = {report.step for report in reports.values()}
+    missing = _missing(smaller.schedule, members, reports)
+    transfers = []
+    for rank, part in missing:
+        source = _source(part, members, veterans)
+        if source is None:
+            return replace(plain, resume=True)
+        transfers.append(Transfer(part, source, rank))
+    ahead = max(veterans, key=lambda report: report.step)
+    steps = {report.step for report in veterans}
     assert steps <= {ahead.step, ahead.step - 1}, f"ranks are at steps {sorted(steps)}"
+    save = any(report.saving for report in veterans)
+    closed = len(steps) == 1 and all(report.closed for report in veterans)
     return replace(
         plain,
         step=ahead.step,
         figures=ahead.figures,
         keep=True,
-        save=any(report.saving for report in reports.values()),
+        save=save,
+        seen=ahead.seen,
+        close=save or not closed,
+        transfers=tuple(transfers),
     )
+
+
+def _source(
+    part: int, members: tuple[int, ...], veterans: Sequence[Report]
+) -> int | None:
+    """The rank that sends a part to one that does not have it; None if nobody has it."""
+    for report in veterans:
+        if part in report.parts:
+            return members.index(report.worker)
+    return None
 
 
 def _homes(
@@ -92,12 +113,13 @@ def _homes(
 def _missing(
     schedule: Schedule, members: tuple[int, ...], reports: Mapping[int, Report]
 ) -> list[tuple[int, int]]:
-    """The ranks and parts for which a rank has no weights."""
-    return [
+    """The ranks and parts for which a rank has no weights, each pair once."""
+    missing = {
         (stage.rank, stage.part)
         for stage in schedule.stages
         if stage.part not in reports[members[stage.rank]].parts
-    ]
+    }
+    return sorted(missing)
 
 
 def parts_without_replica(plan: Plan) -> list[int]:

@@ -30,6 +30,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from io import BytesIO
 from pathlib import Path
 from typing import IO, Any, BinaryIO, NamedTuple
@@ -39,6 +40,7 @@ import numpy as np
 from penstock.config import BYTE_TOKENIZER, DataConfig, names_a_file
 from penstock.errors import FileError
 from penstock.train.data.document_end import side_files
+from penstock.train.data.tables import TABLE_KINDS, table_texts
 from penstock.train.data.tokenizer import TokenArray, Tokenizer, not_text, tokenizer_of
 
 SKIPPED_FOLDERS = {
@@ -58,13 +60,15 @@ UNPACK: dict[str, Callable[[BinaryIO], AbstractContextManager[Any]]] = {
     ".bz2": bz2.BZ2File,
     ".xz": lzma.LZMAFile,
 }
-READABLE_KINDS = "Penstock reads text and .jsonl, also as .gz, .bz2 or .xz"
+READABLE_KINDS = (
+    "Penstock reads text and .jsonl, also as .gz, .bz2 or .xz, and .parquet and .arrow"
+)
 TABLE = (
     "a table: write its texts as lines of JSON, for example with "
-    "pandas.read_parquet(...).to_json('text.jsonl', orient='records', lines=True)"
+    "pandas.read_orc(...).to_json('text.jsonl', orient='records', lines=True)"
 )
 ARCHIVE = "an archive: unpack it first"
-BINARY = dict.fromkeys((".parquet", ".arrow", ".feather", ".orc"), TABLE)
+BINARY = {".orc": TABLE}
 BINARY |= dict.fromkeys(
     (".zst", ".zip", ".tar", ".tgz", ".7z", ".lz4", ".br", ".rar"), ARCHIVE
 )
@@ -232,7 +236,9 @@ def _cache_name(data: DataConfig, files: list[Path]) -> str:
     It does not depend on their content, since the cache exists to avoid reading that.
     """
     tokenizer = _tokenizer_name(data)
-    settings = f"{CACHE_VERSION}\n{tokenizer}\n{data.field}\n"
+    # The path of a tokenizer may be relative to the working directory. Its file is below.
+    kind = "file" if names_a_file(tokenizer) else tokenizer
+    settings = f"{CACHE_VERSION}\n{kind}\n{data.field}\n"
     digest = hashlib.sha256(settings.encode())
     sources = [*files]
     if names_a_file(tokenizer):
@@ -263,8 +269,14 @@ CutText = Callable[[bytes], int]  # where a text may be cut in two; 0 if it may 
 def text_pieces(file: Path, field: str, cut: CutText) -> Iterator[Piece]:
     """Yield the texts of a file, cut where `cut` allows it.
 
-    A text is the whole file, or one field of each line of a .jsonl file.
+    A text is the whole file, one field of each line of a .jsonl file, or one of each row of a table.
     """
+    if _kind(file) in TABLE_KINDS:
+        size = file.stat().st_size
+        for row, (text, share) in enumerate(table_texts(file, field), start=1):
+            place = partial(int, share * size)
+            yield from _cut_up(BytesIO(text), cut, place, row)
+        return
     try:
         with file.open("rb") as raw, _unpacked(file, raw) as opened:
             if _kind(file) == ".jsonl":
@@ -402,7 +414,7 @@ def _fill(
             "files": len(files),
             "digest": digest,
         }
-        note_part = note.with_suffix(".json.part")
+        note_part = part.with_suffix(".note.part")  # Other processes may write theirs.
         note_part.write_text(json.dumps(facts), encoding="utf-8")
         note_part.replace(note)
     except OSError as error:

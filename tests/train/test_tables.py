@@ -1,0 +1,96 @@
+"""Text in tables, and tokenizers that are trained on any text."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pyarrow
+import pytest
+from pyarrow import parquet
+
+from commands import called
+from penstock.config import DataConfig
+from penstock.errors import FileError, ShapeError
+from penstock.train.data.corpus import open_corpus
+from penstock.train.data.tables import table_texts
+from penstock.train.data.tokenizer import tokenizer_of
+from penstock.train.data.tokenizer_training import train_tokenizer
+
+TEXTS = [f"row {n} says {'na' * (n % 5)} batman\n" for n in range(700)]
+
+
+def write_stream(table: pyarrow.Table, file: str) -> None:
+    """As `datasets` saves its tables."""
+    with (
+        pyarrow.OSFile(file, "wb") as sink,
+        pyarrow.ipc.new_stream(sink, table.schema) as writer,
+    ):
+        writer.write_table(table, max_chunksize=100)
+
+
+def write_file(table: pyarrow.Table, file: str) -> None:
+    with (
+        pyarrow.OSFile(file, "wb") as sink,
+        pyarrow.ipc.new_file(sink, table.schema) as writer,
+    ):
+        writer.write_table(table, max_chunksize=100)
+
+
+WRITERS = {
+    "a.parquet": parquet.write_table,
+    "b.arrow": write_stream,
+    "c.feather": write_file,
+}
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_a_table_gives_the_tokens_of_the_same_lines_of_json(name, tmp_path):
+    """A row without a text is left out, and every row is a document."""
+    table = pyarrow.table({"text": [*TEXTS, None], "number": range(701)})
+    WRITERS[name](table, str(tmp_path / name))
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS)
+    (tmp_path / "d.jsonl").write_text(lines)
+    data = DataConfig(tokens=16, separate=True, tokenizer="bytes")
+    corpora = []
+    for source in (name, "d.jsonl"):
+        files = replace(data, sources=(str(tmp_path / source),))
+        corpora.append(open_corpus(files, tmp_path / "cache"))
+    assert corpora[0].digest == corpora[1].digest
+
+
+def test_a_column_that_is_no_text_is_refused(tmp_path):
+    file = tmp_path / "a.parquet"
+    parquet.write_table(pyarrow.table({"body": TEXTS, "number": range(700)}), file)
+    with pytest.raises(
+        FileError, match="has no column 'text'; it has 'body', 'number'"
+    ):
+        list(table_texts(file, "text"))
+    with pytest.raises(FileError, match="'number' does not hold text, but int64"):
+        list(table_texts(file, "number"))
+    file.write_bytes(b"PAR1 nothing")
+    with pytest.raises(FileError, match="is not a table, or is damaged"):
+        list(table_texts(file, "body"))
+
+
+def test_a_tokenizer_is_trained_from_the_command_line_and_used(
+    tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.txt").write_text("".join(TEXTS))
+    line = "tokenizer --set data.sources=text.txt --vocab 300 -o words/tokenizer.json"
+    code, out, err = called(monkeypatch, capsys, line)
+    assert code == 0, err
+    assert "words/tokenizer.json: 300 words" in out + err
+    words = tokenizer_of("words/tokenizer.json")
+    assert (words.vocab, words.end) == (300, 299)
+    text = "batman says na, 蝙蝠俠\n"
+    tokens = words.encode(text.encode(), "here")
+    assert words.decode(tokens.tolist()) == text
+    assert len(words.encode(b"batman says", "here")) < 5  # frequent words are short
+    assert called(monkeypatch, capsys, line)[0] == 2  # nothing is overwritten
+
+
+def test_a_vocabulary_has_room_for_every_byte(tmp_path):
+    with pytest.raises(ShapeError, match="200 words is too small; the least is 257"):
+        train_tokenizer(DataConfig(), 200, tmp_path / "t.json")
