@@ -53,8 +53,8 @@ rank on.
 ## What bfloat16 does to the loss
 
 The first loss of these models changes by {loss:.0e} of its value at most. Three seeds of a small Llama (4 layers of
-width 64, 150 steps on four CPU ranks, all else in float32) had held-out losses of 2.592, 2.602 and 2.619 with messages in
-bfloat16 and 2.606, 2.632 and 2.685 with messages in float32. Three seeds do not tell these apart.
+width 64, 150 steps on four CPU ranks, all else in float32) had held-out losses of 2.592, 2.602 and 2.619 with messages
+in bfloat16 and 2.606, 2.632 and 2.685 with messages in float32. Three seeds do not tell these apart.
 """
 
 
