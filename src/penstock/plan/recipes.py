@@ -7,8 +7,9 @@
     wave of 2        x        x
 
 A row is a placement. More slices are tried as long as they help: a row ends after two numbers of slices that did not
-make it faster. So what is tried with a limit of four slices is also tried with a limit of eight, in the same order, and
-more allowed slices never give a slower plan. The same holds for the stages of a rank.
+make it faster. So what is tried with a limit of four slices is also tried with a limit of eight, in the same order,
+unless its bound is already above the best plan. The same holds for the stages of a rank. Only the last step, the local
+search of the best few orders, may choose others with a larger limit.
 """
 
 from __future__ import annotations
