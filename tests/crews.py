@@ -66,8 +66,16 @@ class Crew:
         self.generation += 1
         return decide(self.job.plan, self.reports, self.generation, self.job.resume)
 
-    def run(self, decision: Decision, connect: Connect = lambda comm: comm) -> None:
-        """Train in one generation, to the end of the run or until a rank is killed."""
+    def run(
+        self,
+        decision: Decision,
+        connect: Connect = lambda comm: comm,
+        prepare: Callable[[Trainer], None] = lambda trainer: None,
+    ) -> None:
+        """Train in one generation, to the end of the run or until a rank is killed.
+
+        `prepare` may change the trainer of each rank before it runs.
+        """
         trainers: dict[int, Trainer] = {}
         lock = threading.Lock()
         self.reports = {}
@@ -88,6 +96,7 @@ class Crew:
             handover = decision.handover
             new = Trainer(job, connect(comm), before=trainer, handover=handover)
             new.changing = lambda: new.step + 1 == self.change_at
+            prepare(new)
             with suppress(PeerLostError, CrewChange):
                 new.run()
             trainer = new if new.begun else trainer

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from crews import Crew, MortalComm
+from crews import Crew, Killed, MortalComm
 from penstock import Plan, make
 from penstock.config import ScheduleConfig
 from penstock.errors import ConfigError, PeerLostError
@@ -80,7 +80,8 @@ def test_whenever_a_rank_dies_the_others_go_on_like_a_run_started_without_it(
     assert losses(read_rows(tmp_path / "count")) == started_with(STEPS, ())
     draw = random.Random(1)
     for number, victim in enumerate((0, 1, 2, 3, 0, 2)):
-        end = draw.randint(1, counts[victim].count)
+        # A checkpoint may take two barriers more or less, so the last calls may not come.
+        end = draw.randint(1, counts[victim].count * 3 // 4)
 
         def mortal(comm, victim=victim, end=end):
             return MortalComm(comm, end if comm.rank == victim else None)
@@ -102,38 +103,23 @@ def test_whenever_a_rank_dies_the_others_go_on_like_a_run_started_without_it(
 def test_a_rank_that_missed_the_sum_of_a_step_commits_it_with_the_figures_of_the_others(
     started_with, tmp_path
 ):
-    class DeafComm(MortalComm):
-        """Contributes to its last sum, but never gets the result."""
+    def prepare(trainer):
+        """Let rank 0 miss the sum of step 2, and rank 3 die after it."""
+        ends = {0: PeerLostError("the connection is lost"), 3: Killed()}
+        measure = trainer.gradients.measure
 
-        def add(self, tensor, group):
-            kept = tensor.clone()
-            work = super().add(tensor, group)
-            if self.count == self.deaf_at:
-                work.wait()
-                tensor.copy_(kept)
-                raise PeerLostError("the connection is lost")
-            return work
+        def measure_and_end(*words):
+            sums = measure(*words)
+            if trainer.step == 1 and trainer.comm.rank in ends:
+                raise ends[trainer.comm.rank]
+            return sums
 
-    def connect(comm):
-        mine = DeafComm(comm, ends.get(comm.rank))
-        mine.deaf_at = deaf_at if comm.rank == 0 else None
-        comms[comm.rank] = mine
-        return mine
+        trainer.gradients.measure = measure_and_end
 
-    comms, ends, deaf_at = {}, {}, None
-    crew = Crew(job_with_copies(tmp_path / "count", "run.steps=2"))
-    crew.run(crew.decide(), connect)
-    # The last calls of a run are the sum of its last step and two barriers.
-    deaf_at = comms[0].count - 3
-    ends = {3: comms[3].count - 2}
-    crew = Crew(job_with_copies(tmp_path / "run", "run.evaluate=0"))
-    crew.job = replace(
-        crew.job, config=replace(crew.job.config, run=replace(SMALL.run, steps=STEPS))
-    )
-    crew.run(crew.decide(), connect)
+    crew = Crew(job_with_copies(tmp_path / "run"))
+    crew.run(crew.decide(), prepare=prepare)
     steps = {worker: report.step for worker, report in crew.reports.items()}
-    assert steps[0] == 1, steps
-    assert max(steps.values()) == 2, steps
+    assert steps == {0: 1, 1: 2, 2: 2}
     decision = crew.decide()
     assert decision.step == 2
     crew.run(decision)

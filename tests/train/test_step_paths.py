@@ -303,6 +303,17 @@ def test_values_of_paths_that_change_nothing_or_contradict_are_refused(
         check_config(apply_changes(SKIP, changes))
 
 
+def test_paths_that_auto_has_chosen_may_change_from_step_to_step():
+    partial = make("skip", ranks=4, microbatches=4)
+    auto = ["schedule.name=auto", "schedule.skip=0.25", "paths.full=3"]
+    config = check_config(apply_changes(SKIP, auto))
+    for chosen in (partial, full_schedule(partial)):
+        found = Plan(chosen, "own", (1, 1, 1, 1, 0))
+        settled, plan = plan_run(config, 4, plan_auto=lambda _, found=found: found)
+        assert load_config(dump_config(settled)) == settled  # as the workers read it
+        assert (plan.full is not None) is (chosen is partial)
+
+
 def test_recordings_do_not_go_with_changing_paths():
     config = apply_changes(SKIP, ["run.graphs=true", "paths.full=3"])
     with pytest.raises(ConfigError, match=r"run.graphs = true does not go with paths"):

@@ -167,7 +167,7 @@ def _settle_paths(config: Config, plan: Plan) -> tuple[Config, Plan]:
     """
     paths = config.paths
     if visits_all_parts(plan.schedule) and not plan.rotation:
-        if paths != PathsConfig():
+        if paths != PathsConfig() and config.schedule.name != AUTO:
             raise ConfigError(
                 f"[paths] is for schedules that leave out parts, and {config.schedule.name} leaves out "
                 "none\n  leave its values out, or name another plan"
