@@ -32,8 +32,9 @@ figures: setup ## plan, simulate and draw schedules; the figures are in out/
 
 # Let Python keep its bytecode, or every process compiles all files anew.
 test: export PYTHONDONTWRITEBYTECODE :=
+# Many tests wait, for processes or for emulated links, so that three workers keep two cores busy.
 test: setup ## run all tests
-	$(BIN)/pytest -n 2 --dist worksteal
+	$(BIN)/pytest -n 3 --dist worksteal
 
 fuzz: setup ## compare CASES random pipelines with unsplit Hugging Face models, starting at SEED
 	$(BIN)/python tests/fuzz.py --cases $(CASES) --seed $(SEED)
@@ -46,6 +47,7 @@ check: setup ## run ruff, mypy and the test of the import graph
 bench: setup ## run the benchmarks that need no quiet machine; tables go to docs/results
 	$(BIN)/python benchmarks/scale.py
 	$(BIN)/python benchmarks/portfolio.py
+	$(BIN)/python benchmarks/surprises.py
 	$(BIN)/python benchmarks/documents.py
 	$(BIN)/python benchmarks/paths.py
 	$(BIN)/python benchmarks/slicing.py

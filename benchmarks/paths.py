@@ -54,6 +54,14 @@ QUEUES = Policy(
     PUBLISHED.queue_orders, ordered=False
 )  # first come, first served; slots are not reserved
 
+OVERHEAD, MESSAGE = 0.35, 33.5e6  # seconds of every message, and its bytes
+GRADIENTS = 1.35e9  # bytes of a part, in float32
+SUM_LEVERS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "rings": {"gradients": GRADIENTS, "planned_sums": False},
+    "planned": {"gradients": GRADIENTS},
+}
+
 Row = dict[str, object]
 
 
@@ -250,6 +258,56 @@ def gradients(iterations: int) -> list[Row]:
     return rows
 
 
+def with_bandwidth(name: str) -> Cluster:
+    """A published instance with bandwidths: a delay is 0.35 s and the time of a message of 33.5 MB."""
+    delays = CITED["instances"][name]["delays"]
+    latency = tuple(
+        tuple(0.0 if a == b else OVERHEAD for b in range(len(delays)))
+        for a in range(len(delays))
+    )
+    bandwidth = tuple(
+        tuple(
+            math.inf if a == b else MESSAGE / max(delay - OVERHEAD, 1e-9)
+            for b, delay in enumerate(row)
+        )
+        for a, row in enumerate(delays)
+    )
+    return Cluster(cited_cluster(name).nodes, latency, bandwidth)
+
+
+def summed(iterations: int) -> list[Row]:
+    """Paths and the full pipeline of the same search, without sums and with two kinds of sums."""
+    rows: list[Row] = []
+    for name in "AB":
+        parts = even_parts(6, CITED["instances"][name]["forward"], message=MESSAGE)
+        for what, how in SUM_LEVERS.items():
+            paths = plan_paths(
+                with_bandwidth(name),
+                parts,
+                6,
+                data_nodes=5,
+                iterations=iterations,
+                clock=CLOCK,
+                **how,
+            )
+            full = full_pipeline(paths, iterations, clock=CLOCK)
+            assert not rule_faults(paths)
+            assert not rule_faults(full)
+            rows.append(
+                {
+                    "instance": name,
+                    "sums": what,
+                    "full_last": float(full.timeline.end.max()),
+                    "full": full.makespan,
+                    "last": float(paths.timeline.end.max()),
+                    "paths": paths.makespan,
+                    "bound": paths.bound,
+                    "saved": 1 - paths.makespan / full.makespan,
+                }
+            )
+    return rows
+
+
 def growth(sizes: dict[int, int]) -> list[Row]:
     parts = even_parts(6, 0.5, message=16e6)
     return [
@@ -344,6 +402,16 @@ COMPARED = {
     "ratio": "of planned",
     "theirs": "theirs",
 }
+SUMMED = {
+    "instance": "instance",
+    "sums": "sums",
+    "full_last": "full: last backward",
+    "full": "full: step",
+    "last": "paths: last backward",
+    "paths": "paths: step",
+    "bound": "bound",
+    "saved": "less by",
+}
 FULL = {
     "instance": "instance",
     "full": "full pipeline",
@@ -423,6 +491,12 @@ in rings; for rings; and for the quickest kind of sum for each part (`cost/allre
 
 {table(found["gradients"], {"planned": "planned", "last": "last backward", "step": "step"})}
 
+Instances A and B with 1.35 GB of gradients per part. The instances have only delays, so a delay is taken as 0.35 s and
+the time of a message of 33.5 MB. The full pipeline is planned by the same search, with its own arrangement and its own
+sums.
+
+{table(found["summed"], SUMMED)}
+
 ## Growth
 
 F = 0.5 s, a micro-batch has 16 MB, each data node has 6 micro-batches, and the list of cities repeats.
@@ -459,6 +533,7 @@ def main() -> None:
         "full": lambda: best_full_pipelines(DEFAULT),
         "compositions": lambda: compositions(SHORT if quick else DEFAULT),
         "gradients": lambda: gradients(SHORT if quick else DEFAULT),
+        "summed": lambda: summed(SHORT if quick else DEFAULT),
         "growth": lambda: growth(
             dict.fromkeys((20, 42, 200), SHORT) if quick else GROWTH
         ),

@@ -37,6 +37,7 @@ SWITCHES = (AUTO, "true", "false")
 SWITCH_KEYS = (
     "run.compile",
     "run.elastic",
+    "run.graphs",
 )  # their values may be written without quotes
 BYTE_TOKENIZER = "bytes"
 PLANS = (".json", ".csv")  # suffixes of files that hold a schedule
@@ -304,9 +305,10 @@ class RunConfig:
         False,
         "keep only the inputs of stages and recompute the rest in the backward, to save memory",
     )
-    graphs: bool = setting(
-        False,
-        "record every action of a stage once and replay it (CUDA graphs); this takes more memory",
+    graphs: str = setting(
+        AUTO,
+        "record every action once and replay it in every step (CUDA graphs): true, false, or auto, which is true "
+        "on GPUs unless model.weights is given",
     )
     compile: str = setting(
         AUTO,
@@ -493,7 +495,7 @@ def check_config(config: Config, counted: bool = False) -> Config:
 def _option_faults(config: Config) -> list[str]:
     """The options of [run] that contradict other values."""
     reasons = []
-    if config.run.graphs:
+    if config.run.graphs == "true":
         reasons += [("graphs", one) for one in reasons_against_recording(config)]
     if config.run.compile == "true":
         reasons += [("compile", one) for one in reasons_against_compiling(config)]
@@ -590,6 +592,7 @@ def _choice_faults(config: Config) -> list[str]:
         ("run.messages", config.run.messages, PRECISIONS),
         ("run.device", config.run.device, DEVICES),
         ("run.compile", config.run.compile, SWITCHES),
+        ("run.graphs", config.run.graphs, SWITCHES),
         ("run.elastic", config.run.elastic, SWITCHES),
         ("paths.mean", config.paths.mean, MEANS),
     )
@@ -711,3 +714,15 @@ def reasons_against_recording(config: Config) -> list[str]:
     if config.run.device == "cpu":
         reasons.append("run.device = cpu: a CPU has no graphs")
     return reasons
+
+
+def is_recording(config: Config, on_gpu: bool) -> bool:
+    """Whether a run records its actions, if it computes on GPUs or not.
+
+    `auto` records on GPUs, where it was measured to help, if nothing is in its way. Models of
+    other makers (model.weights) may ask the GPU for a number, which no recording can do.
+    """
+    if config.run.graphs == AUTO:
+        own_model = not config.model.weights
+        return on_gpu and own_model and not reasons_against_recording(config)
+    return config.run.graphs == "true"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from importlib import import_module
 from pathlib import Path
 from subprocess import CompletedProcess
 from types import SimpleNamespace
@@ -45,6 +46,23 @@ def test_the_page_is_made_of_the_results(monkeypatch):
     import page  # noqa: PLC0415
 
     assert page.page()[0] == page.PAGE.read_text()
+
+
+@pytest.mark.parametrize("name", ["compiled_page", "transports_page"])
+def test_other_pages_are_made_of_their_results(name, monkeypatch):
+    monkeypatch.syspath_prepend(str(FOLDER))
+    script = import_module(name)
+    assert script.page() == script.PAGE.read_text()
+
+
+def test_transports_are_compared_with_what_the_simulator_says(tmp_path):
+    run(f"transports.py --dry --rounds 1 --only 1f1b --out {tmp_path}/found.json")
+    whole, half = json.loads((tmp_path / "found.json").read_text())["rows"]
+    assert (whole["messages"], half["messages"]) == ("float32", "bfloat16")
+    assert half["message_bytes"] == whole["message_bytes"] / 2
+    assert half["loss"] == pytest.approx(whole["loss"], rel=1e-3)
+    for row in (whole, half):
+        assert row["free"] < row["simulated"]
 
 
 def test_profiles_come_with_how_far_their_fits_are_off(tmp_path):

@@ -40,7 +40,7 @@ def test_an_open_mesh_is_the_planners_choice_unless_it_is_written():
     assert meshes(workload("mesh.tensor", config=written)) == {(2, 1), (2, 2)}
 
 
-@pytest.mark.parametrize("option", [{"graphs": True}, {"compile": "true"}])
+@pytest.mark.parametrize("option", [{"graphs": "true"}, {"compile": "true"}])
 def test_options_that_go_with_no_mesh_close_it(option):
     config = Config()
     config = replace(config, run=replace(config.run, device="cuda", **option))

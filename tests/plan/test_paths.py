@@ -678,7 +678,7 @@ def test_a_full_pipeline_that_was_cut_short_says_so():
 @pytest.mark.parametrize("name", "AB")
 def test_more_work_never_gives_a_worse_plan(name, policy):
     parts = even_parts(6, CITED["instances"][name]["forward"])
-    work = [1, 200, 500, 1000, 2000]
+    work = [1, 200, 400, 1600]  # the second stage of the search begins after 300
     found = [
         plan_paths(
             cluster_of(name), parts, 6, policy=policy, iterations=n, **GAPS
@@ -1023,3 +1023,36 @@ def test_sites_that_are_alike_get_the_same_plan():
         iterations=1,
     )
     assert found.makespan <= lane.makespan + 1e-9
+
+
+@pytest.mark.parametrize("planned", [False, True], ids=["rings", "planned sums"])
+@pytest.mark.parametrize("sizes", [(2, 1, 1), (1, 2, 1), (2, 2, 1)], ids=str)
+def test_no_plan_with_sums_of_gradients_beats_the_bound(sizes, planned):
+    """All arrangements and all paths of small clusters, each with two queue orders."""
+    rng = np.random.default_rng(sum(sizes))
+    for _ in range(2):
+        cluster, parts, _, rules, gaps = tiny(rng, sizes, 1 / 3, 1)
+        count = sum(sizes)
+        speeds = rng.uniform(0.5, 50.0, (count, count)).tolist()
+        cluster = replace(cluster, bandwidth=tuple(map(tuple, speeds)))
+        problem = Problem(
+            cluster, parts, 1, rules, gradients=20.0, planned_sums=planned, **gaps
+        )
+        bound = path_bound(problem, np.array(sizes), None)
+        assert bound > path_bound(
+            replace(problem, parts=parts, gradients=0.0), np.array(sizes), None
+        ) or sizes == (1, 2, 1)
+        roles = [part for part, size in enumerate(sizes) for _ in range(size)]
+        for labels in set(permutations(roles)):
+            given = path_bound(problem, np.array(sizes), np.array(labels))
+            data = [node for node, part in enumerate(labels) if part == 0]
+            hops = [node for node, part in enumerate(labels) if part > 0]
+            for chosen in product(hops, repeat=len(data)):
+                paths = tuple(zip(data, chosen, strict=True))
+                visits = [sum(labels[n] == part for n in chosen) for part in (1, 2)]
+                if abs(visits[0] - visits[1]) > len(data) % 2:
+                    continue
+                for order in (QueueOrder.ARRIVAL, QueueOrder.URGENT):
+                    solution = Solution(labels, paths, order)
+                    end, _ = solution_value(problem, solution)
+                    assert end >= max(bound, given) - 1e-9

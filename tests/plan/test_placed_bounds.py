@@ -16,9 +16,10 @@ from penstock.cost.network import Link
 from penstock.cost.profile import Block, Point, Profile, block
 from penstock.errors import ShapeError
 from penstock.ir.compiled import many_schedules
+from penstock.plan.candidates import Candidate
 from penstock.plan.portfolio import rank_setting, survey_setting
 from penstock.plan.pricing import ProfilePricing
-from penstock.plan.recipes import Limits
+from penstock.plan.recipes import Limits, Placement
 from penstock.plan.topology import Machines
 from penstock.plan.workload import Cell, Workload
 from penstock.schedules.list_scheduling import sequential_schedule
@@ -100,6 +101,14 @@ def with_memory(pricing: ProfilePricing, memory: float) -> ProfilePricing:
     )
 
 
+def placement_of(candidate: Candidate) -> Placement:
+    for word, count in candidate.shape:
+        if word in ("chunks", "waves"):
+            return Placement(word, count)
+    stages = candidate.schedule.stages
+    return Placement("waves" if len(stages) > candidate.schedule.ranks else "chunks", 1)
+
+
 @pytest.mark.parametrize(
     ("find", "seeds"), [(survey_setting, range(20)), (rank_setting, range(50, 53))]
 )
@@ -109,6 +118,10 @@ def test_no_plan_of_a_random_cell_beats_its_bound_under_any_memory(find, seeds):
         for seed in seeds:
             rng, cell, free = random_cell(seed)
             every = find(free.setting(cell), free.judge(cell), free.limits).candidates
+            for one in every:
+                cuts = one.schedule.microbatches[0].cuts
+                if len(cuts) > 2:
+                    assert free.least_time(cell, placement_of(one), cuts) <= one.step
             for one in rng.sample(every, min(4, len(every))):
                 # This plan fits into its own peak. So the bound there is not above it.
                 pricing = with_memory(free, one.peak)

@@ -99,11 +99,11 @@ def test_an_error_names_the_smallest_candidate_if_nothing_fits():
     with pytest.raises(
         ShapeError, match=r"nothing fits into a memory of 0\.1; the least is"
     ):
-        portfolio(4, 8, UnitCost(), memory=0.1)
+        portfolio(3, 4, UnitCost(), memory=0.1, slices=4, stages=2)
 
 
 def test_the_best_survives_a_plan_file():
-    best = portfolio(4, 4, UnitCost(comm=0.1), memory=4).best
+    best = portfolio(4, 4, UnitCost(comm=0.1), memory=4, slices=2, stages=2).best
     plan = load_plan(dump_plan(candidate_plan(best, (("memory", 4.0),))))
     assert plan.schedule == best.schedule
     assert plan.facts["makespan"] == best.makespan

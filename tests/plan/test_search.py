@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise, product
@@ -215,6 +216,32 @@ def test_ctrl_c_keeps_the_best_plan_so_far(presses):
     # The second press ends the proof of the bound. What is proven until then holds.
     assert found.bound == bound if presses == 1 else 0 < found.bound < bound
     assert found.bound <= found.best.candidate.step
+
+
+def test_ctrl_c_keeps_the_best_schedule_of_a_pipeline():
+    """There is one cell, so that the best schedule so far is one of its own."""
+    seen: list[Progress] = []
+
+    def press_ctrl_c(progress: Progress) -> None:
+        if progress.best < math.inf:
+            seen.append(progress)
+            raise KeyboardInterrupt
+
+    question = unit_question(3, 4, UnitCost(), None, FEW)
+    found = search(question.workload, question.pricing, FEW, press_ctrl_c)
+    assert found.interrupted
+    assert found.bound <= found.best.candidate.step == seen[0].best
+
+
+def test_large_pipelines_try_as_many_orders_as_take_half_a_minute(monkeypatch):
+    every = len(unit_search(4, 8, None, slices=1, stages=2).rows)
+    module = sys.modules["penstock.plan.portfolio"]  # a function has the same name
+    monkeypatch.setattr(module, "FIXED_ACTIONS", 200)
+    monkeypatch.setattr(module, "MAX_LISTED_ACTIONS", 0)
+    question = unit_question(4, 8, UnitCost(comm=0.1), None, Limits(2, 1))
+    found = find(question)
+    assert 1 < len(found.rows) < every
+    assert {"1f1b", "zb-h1"} <= {row.candidate.name for row in found.rows}
 
 
 def test_ctrl_c_before_the_first_plan_ends_the_search():

@@ -916,3 +916,31 @@ def test_a_cost_without_a_formula_has_a_valid_bound(seconds):
     assert 0 < plan.bound <= plan.latency
     plans = sliced_plans(4, 4, 512, cost, 8, slices=(4,), limit=8)
     assert plans.best.candidate.makespan > 0
+
+
+def test_packs_that_attention_computes_whole_are_priced_and_planned_as_such():
+    # Every pair of tokens takes as long as 1/16 of a token, so long packs are slow.
+    once = Seconds(base=40.0, token=1.0, pair=1 / 16)
+    twice = Seconds(base=80.0, token=2.0, pair=1 / 8)
+    part = PartCost(F=once, B=twice, I=once, W=once)
+    cost = ModelCost((part,) * 4)
+    draw = np.random.default_rng(0)
+    ratios = []
+    for _ in range(6):
+        lengths = draw.integers(8, 128, 40).tolist()
+        apart, masked = (
+            plan_documents(document_planner(4, cost, 256, 8, 512, way), lengths)
+            for way in (False, True)
+        )
+        dealt = [number for bundle in masked.bundles for number in bundle.documents]
+        assert sorted(dealt) == list(range(40))
+        assert masked.bound <= masked.latency * (1 + 1e-9)
+        # A cost that knows only tokens takes a pack for one document, as a mask does.
+        times = [
+            simulate(documents_schedule(plan, 4), cost).makespan
+            for plan in (apart, masked)
+        ]
+        assert times[0] > 1.5 * apart.latency
+        assert times[1] == pytest.approx(masked.latency, rel=0.2)
+        ratios.append(times[1] / times[0])
+    assert max(ratios) < 0.9

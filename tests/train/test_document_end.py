@@ -101,6 +101,17 @@ def test_another_end_makes_another_corpus(tmp_path):
     assert open_corpus(data, tmp_path / "cache").tokens[-1] == WORDS["b"]
 
 
+def test_a_relative_and_an_absolute_path_find_one_corpus(tmp_path, monkeypatch):
+    path = Path(saved(tmp_path / "model", ("<s>", "</s>")))
+    (tmp_path / "text.txt").write_text("a b a b a b")
+    monkeypatch.chdir(tmp_path)
+    for name in (str(path), "model/tokenizer.json"):
+        data = DataConfig(("text.txt",), tokenizer=name, tokens=2)
+        open_corpus(data, tmp_path / "cache")
+    assert len(list((tmp_path / "cache").glob("*.bin"))) == 1
+    assert not list((tmp_path / "cache").glob("*.part"))
+
+
 # ---------------------------------------------------------------- prompts
 def byte_corpus(text: bytes, held_out: float):
     tokens = np.frombuffer(text, dtype=np.uint8).astype(np.uint16)

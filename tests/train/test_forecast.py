@@ -259,7 +259,7 @@ def test_a_forecast_is_found_again_unless_it_is_of_other_micro_batches(tmp_path)
     assert known_forecast(tmp_path, longer, plan) is not None
     for section, change in {
         "data": {"batch": 64},
-        "run": {"graphs": True},
+        "run": {"graphs": "true"},
         "model": {"width": 8},
     }.items():
         other = replace(
@@ -361,10 +361,11 @@ def test_launches_that_take_longer_than_the_work_are_told():
     plan = Plan(make("1f1b", ranks=2, microbatches=8), "1f1b", (2, 2))
     found = forecast(CONFIG, plan, profile, 2)
     words = "a step would be 1.9 times as fast with --set run.graphs=true"
-    assert words in hint(found, CONFIG)
-    assert hint(found, replace(CONFIG, run=replace(CONFIG.run, graphs=True))) == ""
-    assert hint(found, replace(CONFIG, data=replace(CONFIG.data, separate=True))) == ""
-    assert hint(forecast(CONFIG, plan, profile_of(), 2), CONFIG) == ""
+    plain = replace(CONFIG, run=replace(CONFIG.run, graphs="false"))
+    assert words in hint(found, plain)
+    assert hint(found, CONFIG) == ""
+    assert hint(found, replace(plain, data=replace(plain.data, separate=True))) == ""
+    assert hint(forecast(CONFIG, plan, profile_of(), 2), plain) == ""
 
 
 @pytest.mark.parametrize("separate", [False, True])

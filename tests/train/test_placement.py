@@ -8,7 +8,14 @@ import pytest
 import torch
 
 from penstock.cli.forecast import describe_placement
-from penstock.config import Config, MeshConfig, RunConfig
+from penstock.config import (
+    Config,
+    DataConfig,
+    MeshConfig,
+    ModelConfig,
+    RunConfig,
+    is_recording,
+)
 from penstock.errors import ConfigError, RunError
 from penstock.train.placement import (
     check_gpu_exists,
@@ -90,6 +97,23 @@ def test_too_few_gpus_for_a_mesh_are_named(machine):
         check_gpus_suffice(forced, decide_placement(forced, 4))
 
 
+@pytest.mark.parametrize(
+    ("change", "recorded"),
+    [
+        ({}, True),
+        ({"data": DataConfig(separate=True)}, False),
+        ({"mesh": MeshConfig(shard=2)}, False),
+        ({"model": ModelConfig(weights="somewhere")}, False),
+        ({"run": RunConfig(graphs="false")}, False),
+        ({"run": RunConfig(graphs="true"), "model": ModelConfig(weights="x")}, True),
+    ],
+)
+def test_gpus_record_their_actions_unless_something_is_in_the_way(change, recorded):
+    config = replace(Config(), **change)
+    assert is_recording(config, on_gpu=True) is recorded
+    assert not is_recording(replace(config, run=RunConfig()), on_gpu=False)
+
+
 def test_a_mesh_shares_a_gpu_in_a_testbed_with_nccl(machine, monkeypatch):
     machine(1, CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=25)
     for backend, device in (("penstock_ipc", "cpu"), ("nccl", "cuda")):
@@ -113,7 +137,7 @@ def test_a_run_that_needs_a_gpu_is_refused_without_one(machine):
     with pytest.raises(RunError, match="torch sees no GPU here"):
         check_gpu_exists(config_for("cuda"))
     with pytest.raises(RunError, match="torch sees none here"):
-        check_gpu_exists(replace(Config(), run=RunConfig(graphs=True)))
+        check_gpu_exists(replace(Config(), run=RunConfig(graphs="true")))
     machine(1)
     assert uses_gpus(config_for())
     assert not uses_gpus(config_for("cpu"))

@@ -151,10 +151,9 @@ def hint(forecast: Forecast, config: Config) -> str:
 
     if forecast.launch < MIN_LAUNCH_OVERHEAD:
         return ""
-    if config.run.graphs or reasons_against_recording(config):
+    if config.run.graphs != "false" or reasons_against_recording(config):
         return ""
     return (
         "\n          launching kernels takes longer than running them; a step would be "
-        f"{forecast.launch:.1f} times as fast with --set run.graphs=true, which needs "
-        "more memory"
+        f"{forecast.launch:.1f} times as fast with --set run.graphs=true"
     )

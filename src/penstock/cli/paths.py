@@ -392,6 +392,7 @@ def _profile_of(
 ) -> tuple[Profile, str]:
     """Return the profile of a config's model for micro-batches of `rows` rows, and where it comes from."""
     from penstock.cli.plan import profiles_of
+    from penstock.config import is_recording
     from penstock.cost.gpus import analytic_profile, gpu_of
     from penstock.plan.workload import Fixed, Workload
     from penstock.train.placement import decide_placement
@@ -407,7 +408,7 @@ def _profile_of(
             rows,
             gpu,
             config.run.precision,
-            recorded=config.run.graphs,
+            recorded=is_recording(config, on_gpu=True),
         )
         return (
             profile,

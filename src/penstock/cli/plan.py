@@ -384,6 +384,7 @@ def _gpu_question(
         uneven=True,
         open_mesh=True,
         model=config_of(sizes),
+        on_gpu=True,
     )
     return gpu_question(workload, config_of(sizes), gpu, limits)
 

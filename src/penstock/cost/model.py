@@ -41,6 +41,10 @@ class PartCost:
     working: float = 0.0  # while F, B or I runs: logits, inner gradients
     scratch: float = 0.0  # while B or W runs: gradients of one matrix, in bytes
     carried: float = 0.0  # keys and values, which `held` contains
+    # A planner asks again and again for the seconds of the same slices.
+    known: dict[tuple[Op, int, int], float] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     @property
     def left(self) -> float:
@@ -53,6 +57,13 @@ class PartCost:
         if not self.recompute:
             return 0.0
         return max(self.held - self.message, 0.0)
+
+    def seconds(self, op: Op, tokens: int, prefix: int) -> float:
+        """How long an op takes on a slice of `tokens` tokens after `prefix` others."""
+        key = (op, tokens, prefix)
+        if key not in self.known:
+            self.known[key] = sum(one.of(tokens, prefix) for one in self.curves(op))
+        return self.known[key]
 
     def curves(self, op: Op) -> tuple[Curve, ...]:
         """The curves whose sum is the time of an op."""
@@ -105,9 +116,11 @@ class ModelCost(Cost):
     def span(self, schedule: Schedule, action: Action) -> tuple[int, int]:
         """The first token that an action works on, and the token after the last."""
         microbatch = schedule.microbatches[action.microbatch]
-        if self.tokens is not None:
-            microbatch = stretch(microbatch, self.tokens)
-        return microbatch.span(action.slice)
+        if self.tokens is None or self.tokens == microbatch.tokens:
+            return microbatch.span(action.slice)
+        if microbatch.slices == 1:
+            return 0, self.tokens
+        return stretch(microbatch, self.tokens).span(action.slice)
 
     def length(self, schedule: Schedule, action: Action) -> int:
         """How many tokens an action works on."""
@@ -117,8 +130,8 @@ class ModelCost(Cost):
     def seconds(self, schedule: Schedule, action: Action) -> float:
         """How long an action computes on its rank."""
         begin, end = self.span(schedule, action)
-        curves = self.part(schedule, action.stage).curves(action.op)
-        seconds = sum(curve.of(end - begin, begin) for curve in curves)
+        part = self.part(schedule, action.stage)
+        seconds = part.seconds(action.op, end - begin, begin)
         return seconds / self.speed(schedule, schedule.rank_of(action))
 
     def held(self, schedule: Schedule, action: Action) -> float:

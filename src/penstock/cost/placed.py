@@ -13,7 +13,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from penstock.cost.model import ModelCost
+from penstock.cost.model import ModelCost, PartCost
 from penstock.cost.profile import Block, LayeredCost, Profile
 from penstock.ir.action import Action, Op
 from penstock.ir.schedule import Schedule
@@ -36,6 +36,10 @@ class PlacedCost(LayeredCost):
     recompute: tuple[int, ...] = ()
     speeds: tuple[float, ...] = ()  # of the ranks, copy by copy; empty if all are 1
     model_costs: dict[tuple[int, ...], ModelCost] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+    # Parts of different placements are often the same; then they share what they know.
+    parts: dict[tuple[int, bool, bool, bool], PartCost] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
     # The last schedule with its cost: the simulator asks thousands of times about one schedule.
@@ -70,10 +74,14 @@ class PlacedCost(LayeredCost):
         last = len(ranks) - 1
         # The overhead of an action is a pause after it, which is how it was measured.
         profile = replace(self.profile, turn=0.0)
-        parts = tuple(
-            profile.part(layers, number == 0, number == last, number in again)
+        kinds = [
+            (layers, number == 0, number == last, number in again)
             for number, layers in enumerate(partition)
-        )
+        ]
+        for kind in kinds:
+            if kind not in self.parts:
+                self.parts[kind] = profile.part(*kind)
+        parts = tuple(self.parts[kind] for kind in kinds)
         return ModelCost(
             parts, self.profile.network, speeds=self.speeds, tokens=self.tokens
         )

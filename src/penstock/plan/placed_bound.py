@@ -35,8 +35,9 @@ carry on, and recordings. If cuts can lie at more than `CUT_POINTS` places, the 
 
 from __future__ import annotations
 
-import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -84,10 +85,16 @@ class SliceTimes:
     embed: BlockTimes
     head: BlockTimes
     longest: Floats  # the fewest tokens of the longest slice, in each class
+    tops: Floats  # its most tokens
     fewest: Floats  # the fewest slices
     shortest: int  # tokens of any slice, at least
     slices: int  # at most
     tokens: int
+
+    def class_of(self, cuts: Sequence[int]) -> int:
+        """Return the number of the class of these cuts."""
+        longest = max(end - begin for begin, end in pairwise(cuts))
+        return int(np.searchsorted(self.tops, longest))
 
 
 def slice_times(
@@ -141,6 +148,7 @@ def slice_times(
         block_times(profile.embed),
         block_times(profile.head),
         bottoms,
+        tops,
         np.ceil(profile.tokens / tops),
         granularity,
         slices,
@@ -266,13 +274,13 @@ class Load:
     sum_byte: float = 0.0
 
 
-def placed_bound(layout: Layout, times: SliceTimes, room: Room, load: Load) -> float:
-    """Return a time that no pass on this placement can beat; infinite if nothing fits."""
+def placed_bounds(layout: Layout, times: SliceTimes, room: Room, load: Load) -> Floats:
+    """Return times that no pass on this placement can beat, by classes of cuts; infinite where nothing fits."""
     caps = room.left_over(layout, times.tokens, times.slices)
     left, rebuilt = room.held(layout, load.recomputed)
     fits = _fitting_classes(layout, times, caps, left, rebuilt)
     if not fits.any():
-        return math.inf
+        return np.full(len(fits), np.inf)
     sums = np.zeros(layout.size)
     if room.copies > 1:
         gradients = room.gradients(layout)
@@ -280,7 +288,7 @@ def placed_bound(layout: Layout, times: SliceTimes, room: Room, load: Load) -> f
             np.where(gradients > 0, load.sum_latency, 0.0) + gradients * load.sum_byte
         )
     seconds = _Bound(layout, times, load).least_times(caps, left, sums)
-    return float(seconds[fits].min())
+    return np.where(fits, seconds, np.inf)
 
 
 def _fitting_classes(

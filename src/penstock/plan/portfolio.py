@@ -10,7 +10,7 @@ The work is counted, in schedules and moves, so the ranking is the same on any m
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -33,6 +33,8 @@ from penstock.plan.partial import skipped_share
 from penstock.plan.recipes import (
     PATIENCE,
     TRIED_SLICES,
+    Cuts,
+    FixedRecipe,
     Limits,
     Placement,
     Setting,
@@ -51,6 +53,10 @@ MAX_LISTED_ACTIONS = 16_000
 # Fixed orders with slices have at most this many actions: with so many micro-batches, slices
 # help little.
 MAX_SLICED_ACTIONS = 16_000
+# Actions of all fixed orders that are tried, in all. They take about 30 seconds.
+FIXED_ACTIONS = 4_000_000
+# The smallest orders with more actions than this are not timed under noise, which takes long.
+MAX_NOISY_ACTIONS = 200_000
 MAX_SLICED_STAGES = 8  # of a rank, in listed orders with slices
 REFINED_PLACEMENTS = 3  # placements on which other numbers of slices are tried
 REFINED_SLICES = (3, 6, 12, 24)
@@ -86,10 +92,12 @@ class Portfolio:
     """All candidates that fit, the fastest first.
 
     too_large: name and peak of the candidates that exceed the memory.
+    interrupted: whether Ctrl-C ended the search early.
     """
 
     candidates: tuple[Candidate, ...]
     too_large: tuple[tuple[str, float], ...]
+    interrupted: bool = False
 
     @property
     def best(self) -> Candidate:
@@ -151,31 +159,26 @@ def rank_setting(
     limits: Limits,
     watch: Callable[[str], None] = lambda name: None,
     bound: float = 0.0,
+    note: Callable[[float], None] = lambda step: None,
 ) -> Portfolio:
     """Rank all candidates of one setting. Raises if no schedule can be built at all.
 
-    `bound` is a time that no step can beat. The search ends when it is reached.
+    `bound` is a time that no step can beat. The search ends when it is reached. `note` is called
+    with the time of each candidate that fits. Ctrl-C ends a ranking with the best so far.
     """
     refuse_if_too_large(
         2 * setting.ranks * setting.microbatches,
         f"any schedule with ranks={setting.ranks} microbatches={setting.microbatches}",
     )
     limits = useful_limits(setting, judge, limits)
-    ranking = _Ranking(setting, judge, limits, watch)
-    ranking.try_fixed(1)
-    with many_schedules():
-        for slices in TRIED_SLICES:
-            if slices > limits.slices or ranking.reaches(bound):
-                break
-            if slices > 1:
-                ranking.try_fixed(slices)
-            if not ranking.reaches(bound):
-                ranking.try_listed(slices)
-        ranking.require_any()
-        if not ranking.reaches(bound):
-            ranking.refine()
-            ranking.improve_best()
+    ranking = _Ranking(setting, judge, limits, watch, note)
+    try:
+        ranking.try_everything(bound)
         return ranking.portfolio()
+    except KeyboardInterrupt:
+        if not ranking.fits:
+            raise
+        return replace(ranking.portfolio(noise=False), interrupted=True)
 
 
 def survey_setting(setting: Setting, judge: Judge, limits: Limits) -> Portfolio:
@@ -246,11 +249,14 @@ class _Ranking:
         judge: Judge,
         limits: Limits,
         watch: Callable[[str], None],
+        note: Callable[[float], None] = lambda step: None,
     ) -> None:
         self.setting = setting
         self.judge = judge
         self.limits = limits
         self.watch = watch
+        self.note = note
+        self.left = FIXED_ACTIONS
         self.fits: list[Candidate] = []
         self.too_large: list[tuple[str, float]] = []
         self.first_error: ShapeError | None = None
@@ -259,16 +265,34 @@ class _Ranking:
         self.drafts: dict[object, tuple[list[Stage], list[MicroBatch]]] = {}
 
     # ------------------------------------------------------------ candidates
+    def try_everything(self, bound: float) -> None:
+        """Try all candidates, from whole sequences to many slices, until one is as fast as the bound."""
+        self.try_fixed(1)
+        with many_schedules():
+            for slices in TRIED_SLICES:
+                if slices > self.limits.slices or self.reaches(bound):
+                    break
+                if slices > 1:
+                    self.try_fixed(slices)
+                if not self.reaches(bound):
+                    self.try_listed(slices)
+            self.require_any()
+            if not self.reaches(bound):
+                self.refine()
+                self.improve_best()
+
     def try_fixed(self, slices: int, every: bool = False) -> None:
         """Try the orders of the registry with this number of slices: those still open, or every one."""
         times: dict[object, float] = {}
         actions = 2 * self.setting.ranks * self.setting.microbatches * slices
         if slices > 1 and actions > MAX_SLICED_ACTIONS:
             return
-        for recipe in fixed_recipes(self.setting, self.judge, self.limits, slices):
+        for recipe in self.affordable(slices):
             own_shape = tuple(pair for pair in recipe.shape if pair[0] != "slices")
             family = (recipe.name.split("+")[0], own_shape)
             if self.is_closed(family) and not every:
+                continue
+            if self.cannot_win(recipe.least_time):
                 continue
             time = self.try_schedule(
                 recipe.name, recipe.shape, recipe.sort, recipe.build
@@ -276,11 +300,26 @@ class _Ranking:
             times[family] = min(time, times.get(family, math.inf))
         self.close_families(times)
 
+    def affordable(self, slices: int) -> Iterator[FixedRecipe]:
+        """Yield the orders of the registry, the smallest first, until so many actions are tried that it takes long."""
+        recipes = list(fixed_recipes(self.setting, self.judge, self.limits, slices))
+        each = 2 * self.setting.ranks * self.setting.microbatches * slices
+        recipes.sort(key=lambda one: (one.stages, one.name == "gpipe"))
+        for recipe in recipes:
+            actions = each * recipe.stages
+            if actions <= self.left or not (self.fits or self.too_large):
+                self.left -= actions
+                yield recipe
+
     def try_listed(self, slices: int) -> None:
         """Build orders for this cost and memory, on every placement that is still open."""
         times: dict[object, float] = {}
         for placement in self.open_placements(slices):
-            times[placement] = self.try_cuts(placement, slices)
+            if any(
+                not self.is_beaten(placement, cuts)
+                for cuts in self.setting.cuts(slices)
+            ):
+                times[placement] = self.try_cuts(placement, slices)
         self.close_families(times)
 
     def refine(self) -> None:
@@ -312,6 +351,8 @@ class _Ranking:
         slices = len(cuts) - 1
         actions = 3 * len(stages) * setting.microbatches * slices
         if actions > min(MAX_LISTED_ACTIONS, MAX_ACTIONS):
+            return math.inf
+        if self.is_beaten(placement, tuple(cuts)):
             return math.inf
         shape = placement.shape
         if slices > 1:
@@ -380,12 +421,23 @@ class _Ranking:
             self.too_large.append((title(name, shape), candidate.peak))
             return math.inf
         self.fits.append(candidate)
+        self.note(candidate.step)
         return candidate.step
 
     def require_any(self) -> None:
         """Raise if no schedule could be built so far, whether it fits or not."""
         if not self.fits and not self.too_large:
             raise ShapeError(f"no schedule can be built: {self.first_error}")
+
+    def is_beaten(self, placement: Placement, cuts: Cuts) -> bool:
+        """Whether no order of a placement with these cuts can win; whole sequences are always tried."""
+        least = self.setting.least_time
+        return len(cuts) > 2 and self.cannot_win(least(placement, cuts))
+
+    def cannot_win(self, least_time: float) -> bool:
+        """Whether a step that takes at least this long cannot be chosen, not even for its steadiness."""
+        best = min((one.step for one in self.fits), default=math.inf)
+        return least_time > best * (1 + NEARLY_AS_FAST)
 
     def reaches(self, bound: float) -> bool:
         """Whether the best step so far is as short as any can be."""
@@ -461,6 +513,7 @@ class _Ranking:
                 improved.peak
             ):
                 self.fits.append(improved)
+                self.note(improved.step)
         self.sort()
 
     def sort(self) -> None:
@@ -468,10 +521,11 @@ class _Ranking:
         self.fits.sort(key=lambda one: (one.step, one.peak, one.schedule.actions))
 
     def portfolio(self, noise: bool = True) -> Portfolio:
-        """Return the ranking; with `noise`, the best rows are also timed under noise."""
+        """Return the ranking; with `noise`, the best rows are also timed under noise, unless they are large."""
         self.sort()
         self.too_large.sort(key=lambda row: row[1])
-        if not noise:
+        size = 2 * self.setting.ranks * self.setting.microbatches
+        if not noise or size > MAX_NOISY_ACTIONS:
             return Portfolio(tuple(self.fits), tuple(self.too_large))
         fixed = [one for one in self.fits if one.sort == "fixed"]
         finalists = {

@@ -19,6 +19,7 @@ from penstock.cost.placed import PlacedCost, balance_layers, count_of_share
 from penstock.cost.profile import TENSORS_PER_WEIGHT, Profile, send_as
 from penstock.cost.unit import UnitCost
 from penstock.ir.action import Op
+from penstock.ir.table import Floats
 from penstock.plan.candidates import Judge
 from penstock.plan.partial import (
     partial_profile_bound,
@@ -31,7 +32,7 @@ from penstock.plan.placed_bound import (
     Load,
     Room,
     SliceTimes,
-    placed_bound,
+    placed_bounds,
     slice_times,
 )
 from penstock.plan.recipes import (
@@ -151,6 +152,9 @@ class ProfilePricing:
     layouts: dict[object, Layout] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
+    placed: dict[tuple[Cell, Placement], Floats] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
     slice_times: dict[object, SliceTimes] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -248,7 +252,11 @@ class ProfilePricing:
 
     def setting(self, cell: Cell) -> Setting:
         """Return the ranks and micro-batches of a cell, and the ways to cut a sequence."""
-        return Setting(cell.ranks, cell.microbatches, partial(self.cuts, cell))
+        cuts = partial(self.cuts, cell)
+        if self.limits.weights > 1 or self.limits.skip:
+            return Setting(cell.ranks, cell.microbatches, cuts)
+        least_time = partial(self.least_time, cell)
+        return Setting(cell.ranks, cell.microbatches, cuts, least_time)
 
     def cuts(self, cell: Cell, slices: int) -> list[Cuts]:
         """Return the ways to cut a sequence into slices: equal ones, and planned ones."""
@@ -284,7 +292,7 @@ class ProfilePricing:
             return quick  # Chimera and partial paths need more than these placements.
         least = inf
         for placement in placements:
-            least = min(least, self._placed_bound(cell, placement))
+            least = min(least, float(self._placed_bounds(cell, placement).min()))
             if least <= quick:
                 return quick
         return least
@@ -301,8 +309,15 @@ class ProfilePricing:
             and len(partition) in (0, one.stages_per_rank * cell.ranks)
         ]
 
-    def _placed_bound(self, cell: Cell, placement: Placement) -> float:
-        """Return a time that no step on this placement can beat."""
+    def least_time(self, cell: Cell, placement: Placement, cuts: Cuts) -> float:
+        """Return a time that no step on this placement with these cuts can beat."""
+        times = self._slice_times(cell)
+        return float(self._placed_bounds(cell, placement)[times.class_of(cuts)])
+
+    def _placed_bounds(self, cell: Cell, placement: Placement) -> Floats:
+        """Return times that no step on this placement can beat, by classes of cuts."""
+        if (cell, placement) in self.placed:
+            return self.placed[cell, placement]
         process = self.process(cell)
         layout = self._layout(cell, placement)
         latency, byte = self._sum_link(cell)
@@ -325,14 +340,16 @@ class ProfilePricing:
             latency,
             byte,
         )
-        bound = placed_bound(layout, self._slice_times(cell), room, load)
-        bound /= max(self.speeds(cell), default=1.0)
+        bounds: Floats = placed_bounds(layout, self._slice_times(cell), room, load)
+        bounds /= max(self.speeds(cell), default=1.0)
         update = layout.on_ranks(
             layout.of_blocks(
                 *(one.update for one in (room.layer, room.embed, room.head))
             )
         )
-        return self.gather(cell) + self.workload.passes * bound + float(update.max())
+        bounds = self.gather(cell) + self.workload.passes * bounds + float(update.max())
+        self.placed[cell, placement] = bounds
+        return bounds
 
     def _layout(self, cell: Cell, placement: Placement) -> Layout:
         """Return a placement with its layers, which depend neither on micro-batches nor on shards."""

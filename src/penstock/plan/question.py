@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cache
 from math import gcd
 
-from penstock.config import ModelConfig
+from penstock.config import ModelConfig, is_recording
 from penstock.cost.cluster import Cluster
 from penstock.cost.gpus import Gpu, analytic_profile
 from penstock.cost.profile import Profile, tile_of
@@ -123,7 +123,7 @@ def gpu_question(
     config = workload.config
     assert config is not None
     precision = config.run.precision
-    recorded = config.run.graphs
+    recorded = is_recording(config, on_gpu=True)
 
     @cache
     def profile_at(rows: int) -> Profile:

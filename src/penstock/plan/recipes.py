@@ -7,8 +7,9 @@
     wave of 2        x        x
 
 A row is a placement. More slices are tried as long as they help: a row ends after two numbers of slices that did not
-make it faster. So what is tried with a limit of four slices is also tried with a limit of eight, in the same order, and
-more allowed slices never give a slower plan. The same holds for the stages of a rank.
+make it faster. So what is tried with a limit of four slices is also tried with a limit of eight, in the same order,
+unless its bound is already above the best plan. The same holds for the stages of a rank. Only the last step, the local
+search of the best few orders, may choose others with a larger limit.
 """
 
 from __future__ import annotations
@@ -64,6 +65,8 @@ class Setting:
     microbatches: int
     # The different cuts into a number of slices; none if there is no such number.
     cuts: Callable[[int], list[Cuts]]
+    # A time that no order of a placement with given cuts can beat.
+    least_time: Callable[[Placement, Cuts], float] = lambda placement, cuts: 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +77,8 @@ class FixedRecipe:
     shape: ShapeWords
     sort: str
     build: Callable[[], Schedule]
+    stages: int  # of a rank
+    least_time: float  # that no order with its stages and cuts can beat
 
 
 def useful_limits(setting: Setting, judge: Judge, limits: Limits) -> Limits:
@@ -182,10 +187,23 @@ def _fixed_with_cuts(
         return
     full_shape = shape if slices == 1 else (*shape, ("slices", slices))
     shown = name if slices == 1 else SLICED_NAMES.get(name, name)
-    yield FixedRecipe(shown, full_shape, "fixed", build)
+    placement = _placement_of(name, shape)
+    stages = placement.stages_per_rank
+    least = setting.least_time(placement, cuts) if slices > 1 else 0.0
+    yield FixedRecipe(shown, full_shape, "fixed", build, stages, least)
     if limits.split and name in WITH_WHOLE_BACKWARDS:
         build_split = partial(_build_split, build, judge)
-        yield FixedRecipe(f"{shown}+split", full_shape, "split", build_split)
+        yield FixedRecipe(
+            f"{shown}+split", full_shape, "split", build_split, stages, least
+        )
+
+
+def _placement_of(name: str, shape: ShapeWords) -> Placement:
+    """Return the placement of a schedule's stages: those with two stages on a rank are waves."""
+    for word, count in shape:
+        if word in ("chunks", "waves"):
+            return Placement(word, count)
+    return Placement("waves" if FACTS[name].stages > 1 else "chunks", 1)
 
 
 def _build_fixed(

@@ -247,7 +247,7 @@ class _Search:
             is_late = any_fits and self.time_of(result) > self.best * PROMISING
             if ranked == RANKED_CELLS or (ranked and is_late):
                 break
-            result = self.examine(result)
+            result = self.results[place] = self.examine(result)
             left -= result.cell.ranks * result.cell.microbatches
             if ranked and (result.bound >= self.best or left < 0):
                 continue
@@ -270,9 +270,25 @@ class _Search:
             self.limits_of(cell),
             watch,
             result.bound,
+            self.note,
         )
+        if found.interrupted:
+            self.keep(result, found)
+            raise KeyboardInterrupt
         self.rows = [row for row in self.rows if row.cell != cell]
         return self.take(result, found)
+
+    def keep(self, result: CellResult, found: Portfolio) -> None:
+        """Keep what was found in a cell until Ctrl-C, and what was known before."""
+        place = self.results.index(result)
+        taken = self.take(result, found)
+        known = [one for one in (result.best, taken.best) if one is not None]
+        best = min(known, key=lambda one: one.step)
+        self.results[place] = replace(taken, best=best)
+
+    def note(self, step: float) -> None:
+        """Note the time of a plan that fits."""
+        self.best = min(self.best, step)
 
     # ------------------------------------------------------------ bounds
     def examine(self, result: CellResult) -> CellResult:

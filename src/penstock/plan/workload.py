@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, replace
 from math import gcd, isqrt, prod
 
-from penstock.config import Config, ModelConfig, allows_meshes
+from penstock.config import Config, ModelConfig, allows_meshes, is_recording
 from penstock.errors import ConfigError, ShapeError
 
 # The most processes of a rank that divide each layer: a machine rarely has more GPUs.
@@ -232,6 +232,7 @@ def workload_of(
     uneven: bool = False,
     open_mesh: bool = False,
     model: ModelConfig | None = None,
+    on_gpu: bool = False,
 ) -> Workload:
     """Return the workload of a config for a model with `layers` layers.
 
@@ -242,7 +243,8 @@ def workload_of(
 
     The mesh is that of the config. With `open_mesh` and a number of devices, the planner
     chooses what nobody wrote of it, unless the run has options that go with no mesh. `model`
-    has the sizes of the model, if they are not those of the config.
+    has the sizes of the model, if they are not those of the config. `on_gpu` says that the
+    devices are GPUs, where actions are recorded unless the config says otherwise.
     """
     schedule = config.schedule
     mesh = config.mesh
@@ -284,7 +286,7 @@ def workload_of(
         processors,
         config.run.accumulate,
         granularity=gcd(granularity, config.data.tokens),
-        recorded=config.run.graphs,
+        recorded=is_recording(config, on_gpu),
         exact=exact,
         uneven=uneven,
         fixed=fixed,

@@ -75,6 +75,7 @@ def machine_workload(
         granularity or max(MIN_GRANULARITY, tile_of(placement.device)),
         exact=under_launcher(),
         uneven=uneven,
+        on_gpu=placement.device == "cuda",
     )
     return workload, placement
 

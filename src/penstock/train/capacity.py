@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 
-from penstock.config import Config, MeshConfig
+from penstock.config import Config, MeshConfig, is_recording
 from penstock.cost import ModelCost, PartCost, Seconds
 from penstock.cost.memory import device_memory
 from penstock.cost.sizes import chunk_in_use, part_moments
@@ -25,7 +25,7 @@ from penstock.models.count import parameters_of
 from penstock.runtime.process.memory import available_memory
 from penstock.train.compiling import chunk_of
 from penstock.train.mesh import NUMBERS_PER_PARAMETER, held_in_layer
-from penstock.train.placement import Placement
+from penstock.train.placement import Placement, uses_gpus
 from penstock.train.step_paths import step_paths
 from penstock.train.weights import Sizes, config_of
 from penstock.view.numbers import write_size
@@ -99,7 +99,7 @@ def load_of(config: Config, plan: Plan, sizes: Sizes) -> Load:
         config.mesh,
         config.run.recompute,
         config.run.precision == "bfloat16",
-        config.run.graphs,
+        is_recording(config, uses_gpus(config)),
         plan.recompute,
         chunk_of(config),
         config.run.messages == "bfloat16",

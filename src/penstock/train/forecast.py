@@ -15,7 +15,7 @@ from math import gcd
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from penstock.config import Config
+from penstock.config import Config, is_recording
 from penstock.cost import Profile, RowProfiles
 from penstock.cost.mesh import gather_seconds, mesh_profile, split_processors
 from penstock.cost.network import slowest_link
@@ -167,7 +167,7 @@ def profile_run(config: Config, plan: Plan, placement: Placement) -> Profile:
         where=tuple(sorted(slices)),
         mean=True,
         separate=config.data.separate,
-        graphs=config.run.graphs,
+        graphs=is_recording(config, placement.device == "cuda"),
         compiled=is_compiling(config, torch.device(placement.device)),
         loss_chunk=chunk_of(config),
     )

@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from penstock.config import Config, RunConfig
+from penstock.config import Config, RunConfig, is_recording
 from penstock.errors import FileError, RunError
 from penstock.ir.plan import Plan
 from penstock.ir.program import lower
@@ -254,7 +254,9 @@ class Trainer:
     def executor_for(self, schedule: Schedule) -> Executor:
         """Return an executor of this rank for a schedule over the stages of the plan."""
         pipeline = self.place.pipeline
-        return executor_of(self.job, schedule, self.holding, pipeline, self.compiles)
+        return executor_of(
+            self.job, schedule, self.holding, pipeline, self.compiles, self.device
+        )
 
     def wanted(self, schedules: Iterable[Schedule]) -> frozenset[int]:
         """Return the micro-batches whose tokens this rank reads with any of these schedules."""
@@ -702,7 +704,12 @@ def check_resumable(checkpoints: Path, sizes: Sizes, corpus: Corpus, seed: int) 
 
 
 def executor_of(
-    job: Job, schedule: Schedule, holding: Holding, comm: Comm, compiled: bool
+    job: Job,
+    schedule: Schedule,
+    holding: Holding,
+    comm: Comm,
+    compiled: bool,
+    device: torch.device,
 ) -> Executor:
     """Return an executor for this rank's lane of a schedule over the plan's stages."""
     run = job.config.run
@@ -711,7 +718,8 @@ def executor_of(
         for stage in holding.stages
         if run.recompute or schedule.stages[stage].part in job.plan.recompute
     )
-    record = run.graphs and schedule is job.plan.schedule
+    records = is_recording(job.config, device.type == "cuda")
+    record = records and schedule is job.plan.schedule
     loss = loss_of(COMPILER if compiled else "", chunk_of(job.config))
     return Executor(
         lower(schedule),

@@ -112,10 +112,10 @@ def check_gpu_exists(config: Config) -> None:
             "run.device = cuda, but torch sees no GPU here\n"
             "  set run.device to auto or cpu; `penstock doctor` says what is missing"
         )
-    if config.run.graphs:
+    if config.run.graphs == "true":
         raise RunError(
             "run.graphs = true records launches of a GPU, but torch sees none here\n"
-            "  leave run.graphs at false"
+            "  leave run.graphs at auto"
         )
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from penstock.config import Config
+from penstock.config import Config, is_recording
 from penstock.cost.profile import Profile, enlarge
 from penstock.cost.row_profiles import RowProfiles
 from penstock.cost.sizes import chunk_in_use
@@ -141,7 +141,7 @@ def request_of(
         threads=placement.threads,
         rounds=rounds_of(quick),
         separate=config.data.separate,
-        graphs=config.run.graphs,
+        graphs=is_recording(config, placement.device == "cuda"),
         compiled=is_compiling(config, _parse_device(placement.device)),
         loss_chunk=chunk_of(config),
         quick=quick,

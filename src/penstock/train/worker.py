@@ -27,7 +27,7 @@ from types import FrameType
 
 import torch
 
-from penstock.config import Config
+from penstock.config import Config, is_recording
 from penstock.errors import PeerLostError, PenstockError, RunError, StuckError
 from penstock.formats.config_toml import read_config
 from penstock.formats.plan_json import read_plan
@@ -165,7 +165,7 @@ def out_of_memory_text(rank: int, error: Exception, config: Config) -> str:
     remedies = ["fewer data.tokens", "a smaller data.batch or more micro-batches"]
     if not config.run.recompute:
         remedies.append("run.recompute=true")
-    if config.run.graphs:
+    if is_recording(config, torch.cuda.is_available()):
         remedies.append("run.graphs=false")
     message = str(error)
     allocation = re.search(r"tried to allocate (\d+) bytes", message)

@@ -8,7 +8,7 @@ A move changes one unit of a solution, or all units that share its path:
     trade     Two nodes exchange their parts and their places on all paths (if the arrangement is free).
     relabel   A node takes another part, and the paths over it visit another replica (if the sizes are free too).
     drop      A node that no path visits gives up its part, and takes no part in its sum (if gradients count).
-    delay     A unit stands further back in all queues, or in that of one task (if nodes follow a planned order).
+    delay     A unit stands further back in all queues (if nodes follow a planned order).
     reroute   The units of a path take the cheapest replicas of their parts, where busy nodes are dearer.
     move      A data node and a node with another part exchange their parts. The units that begin there get new
               routes, and those that passed the other node visit another replica (if the arrangement is free).
@@ -54,7 +54,6 @@ BUSY_PRICES = (0.0, 0.1, 0.3, 1.0)
 WARM = 0.002  # first temperature of a search that starts from a good solution
 HOT = 0.004  # first temperature, as a share of the makespan
 COLD = 0.0001  # last temperature, as a share of the makespan
-ONE_TASK_DELAYS = 0.5  # share of the delays that concern one task of a unit
 MAX_DELAY = 0.1  # largest delay in the queues, as a share of the makespan
 
 
@@ -536,7 +535,7 @@ class Annealing:
             self.queue_order = self.random.choice(policy.queue_orders)
             self.own_orders = ()
             return queue_order is not self.queue_order or bool(own_orders)
-        unit = self._pick_late_unit()
+        unit = self.random.randrange(len(self.paths))
         old = self.delays[unit].copy()
 
         def undo_delay() -> None:
@@ -544,10 +543,5 @@ class Annealing:
 
         self.undo.append(undo_delay)
         delay = self.random.uniform(-1.0, 1.0) * self.end * MAX_DELAY
-        if self.random.random() < 0.25:
-            delay = 0.0
-        if self.random.random() < ONE_TASK_DELAYS:
-            self.delays[unit, self.random.randrange(len(old))] = delay
-        else:
-            self.delays[unit] = delay
+        self.delays[unit] = self.random.choice((0.0, delay))
         return True

@@ -10,6 +10,9 @@ limit on a unit's time, one pass finds the best slices of *every* length at once
 what comes before it and not on what follows. Each short document goes into the fullest pack in which it still fits. A
 few limits are tried, and the best is taken. The packs are not proven to be the best; `bound` is a lower bound.
 
+On a CPU attention runs document by document, so a pack takes the time of its documents. On a GPU it computes the whole
+pack and hides what a document must not see, so a pack takes the time of one document of its length (`masked`).
+
 The longest document comes first. Then each later one has forwarded its slices by the time its backward begins, so 1F1B
 over units never waits for a forward that has not begun. The planner, with all its times, is made once for all steps.
 """
@@ -57,6 +60,7 @@ class DocumentPlanner:
     onward: Seconds  # the hop of a forward's result
     homeward: Seconds  # the hop of a backward's result
     grid: Grid
+    masked: bool = False  # attention computes whole packs
 
     @property
     def longest(self) -> int:
@@ -90,11 +94,17 @@ class DocumentPlan:
 
 
 def document_planner(
-    ranks: int, cost: Cost, longest: int, granularity: int, budget: int
+    ranks: int,
+    cost: Cost,
+    longest: int,
+    granularity: int,
+    budget: int,
+    masked: bool = False,
 ) -> DocumentPlanner:
     """Return a planner for documents of up to `longest` tokens.
 
-    A unit has at most `budget` tokens, and cuts are multiples of `granularity`. If
+    A unit has at most `budget` tokens, and cuts are multiples of `granularity`. With `masked`,
+    attention computes whole packs, as on a GPU, and not one document after the other. If
     stages differ, the latency and its bound take all of them to be as slow as the
     slowest.
     """
@@ -124,6 +134,7 @@ def document_planner(
         onward=onward,
         homeward=homeward,
         grid=full_grid(times, budget // granularity),
+        masked=masked,
     )
 
 
@@ -278,14 +289,36 @@ def _estimate_latency(step: _Step, limit: float) -> float:
     short = _find_short(step, limit)
     _run_pass(step, limit)
     cut_seconds = 0.0
-    packed_seconds = 0.0
     for place, is_short in enumerate(short):
-        if is_short:
-            packed_seconds += step.work[place]
-        else:
+        if not is_short:
             cut_seconds += float(step.reached[0, step.points[place]])
-    packed_seconds += step.base * len(_pack(step, short, limit))
+    packs = _pack(step, short, limit)
+    packed_seconds = sum(_pack_work(step, pack) for pack in packs)
+    packed_seconds += step.base * len(packs)
     return cut_seconds + packed_seconds + (step.planner.stages - 1) * limit
+
+
+def _pack_work(step: _Step, pack: Sequence[int]) -> float:
+    """Return the seconds of a pack, forward and backward, without the base."""
+    if not step.planner.masked:
+        return sum(step.work[place] for place in pack)
+    both = add_curves([step.planner.forward, step.planner.backward])
+    return both.of(sum(step.tokens[place] for place in pack), 0) - both.base
+
+
+def _most_tokens(step: _Step, limit: float) -> int:
+    """Return the most tokens of a pack whose attention computes all of it within the limit."""
+    planner = step.planner
+    curves = [planner.forward, planner.backward, planner.onward, planner.homeward]
+    unit = add_curves(curves)
+    low, high = 0, planner.budget
+    while low < high:
+        middle = (low + high + 1) // 2
+        if unit.of(middle, 0) <= limit:
+            low = middle
+        else:
+            high = middle - 1
+    return low
 
 
 def _find_short(step: _Step, limit: float) -> list[bool]:
@@ -307,7 +340,8 @@ def _run_pass(step: _Step, limit: float) -> None:
 
 def _pack(step: _Step, short: Sequence[bool], limit: float) -> list[list[int]]:
     """Put each short document, the longest first, into the fullest pack that has room for it."""
-    budget = step.planner.budget
+    masked = step.planner.masked
+    budget = _most_tokens(step, limit) if masked else step.planner.budget
     packs: list[list[int]] = []
     tokens_left: list[int] = []
     seconds_left: list[float] = []
@@ -315,7 +349,8 @@ def _pack(step: _Step, short: Sequence[bool], limit: float) -> list[list[int]]:
         if not is_short:
             continue
         tokens = step.tokens[place]
-        seconds = step.time[place]
+        # Of a masked pack only the tokens count.
+        seconds = 0.0 if masked else step.time[place]
         best = -1
         best_room = budget + 1
         for pack, room in enumerate(tokens_left):
@@ -326,7 +361,7 @@ def _pack(step: _Step, short: Sequence[bool], limit: float) -> list[list[int]]:
             best = len(packs)
             packs.append([])
             tokens_left.append(budget)
-            seconds_left.append(limit - step.base - step.hop)
+            seconds_left.append(math.inf if masked else limit - step.base - step.hop)
         packs[best].append(place)
         tokens_left[best] -= tokens
         seconds_left[best] -= seconds
@@ -388,7 +423,7 @@ def _latency(
     ):
         units: list[tuple[float, float]] = []
         for bundle in bundles:
-            units += _unit_seconds(curve, hop, bundle, lengths)
+            units += _unit_seconds(curve, hop, bundle, lengths, planner.masked)
         total = sum(seconds for seconds, _ in units)
         longest = max(map(sum, units))
         latency += total + (planner.stages - 1) * longest
@@ -396,7 +431,11 @@ def _latency(
 
 
 def _unit_seconds(
-    curve: Seconds, hop: Seconds, bundle: Bundle, lengths: Sequence[int]
+    curve: Seconds,
+    hop: Seconds,
+    bundle: Bundle,
+    lengths: Sequence[int],
+    masked: bool,
 ) -> list[tuple[float, float]]:
     """Return the seconds of each unit of a bundle, and of its hop."""
     if len(bundle.cuts) > 2:
@@ -405,8 +444,11 @@ def _unit_seconds(
             tokens = end - begin
             units.append((curve.of(tokens, begin), hop.of(tokens, begin)))
         return units
-    work = sum(curve.of(lengths[number], 0) - curve.base for number in bundle.documents)
-    return [(curve.base + work, hop.of(bundle.tokens, 0))]
+    seconds = curve.of(bundle.tokens, 0)
+    if not masked:
+        own = (curve.of(lengths[number], 0) - curve.base for number in bundle.documents)
+        seconds = curve.base + sum(own)
+    return [(seconds, hop.of(bundle.tokens, 0))]
 
 
 def _lower_bound(step: _Step) -> float:

@@ -236,7 +236,9 @@ def _cache_name(data: DataConfig, files: list[Path]) -> str:
     It does not depend on their content, since the cache exists to avoid reading that.
     """
     tokenizer = _tokenizer_name(data)
-    settings = f"{CACHE_VERSION}\n{tokenizer}\n{data.field}\n"
+    # The path of a tokenizer may be relative to the working directory. Its file is below.
+    kind = "file" if names_a_file(tokenizer) else tokenizer
+    settings = f"{CACHE_VERSION}\n{kind}\n{data.field}\n"
     digest = hashlib.sha256(settings.encode())
     sources = [*files]
     if names_a_file(tokenizer):
@@ -412,7 +414,7 @@ def _fill(
             "files": len(files),
             "digest": digest,
         }
-        note_part = note.with_suffix(".json.part")
+        note_part = part.with_suffix(".note.part")  # Other processes may write theirs.
         note_part.write_text(json.dumps(facts), encoding="utf-8")
         note_part.replace(note)
     except OSError as error:
