@@ -91,6 +91,32 @@ def test_who_waits_for_a_rank_that_has_gone_is_told_so(store):
     assert isinstance(waits, PeerLostError)
 
 
+def test_a_rank_that_leaves_after_rank_0_tells_the_others_too(store):
+    left = threading.Event()
+
+    def work(rank: int) -> None:
+        comm = comm_of(store, "g1", rank, 3)
+        if rank == 0:
+            comm.abandon()
+            return
+        with pytest.raises(PeerLostError):
+            comm.receive((4,), torch.float32, 0).wait()
+        if rank == 1:
+            kept.append(comm.world)  # A work in flight may keep the sockets open.
+            left.wait()
+            comm.abandon()
+        else:
+            waits = comm.receive((4,), torch.float32, 1)
+            left.set()
+            waits.wait()
+
+    kept: list[object] = []
+    begin = time.monotonic()
+    *_, waits = on_ranks(3, work)
+    assert isinstance(waits, PeerLostError)
+    assert time.monotonic() - begin < 15  # The patience is 30 s.
+
+
 def test_connecting_ends_as_soon_as_the_generation_is_broken(store):
     begin = time.monotonic()
     with pytest.raises(PeerLostError, match="one of them is lost"):

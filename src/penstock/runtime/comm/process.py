@@ -27,6 +27,7 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from math import prod
 from typing import NamedTuple, Protocol, TypeAlias
@@ -413,14 +414,14 @@ class ProcessComm:
         if self.on_gpu:
             return
         for group in (*self.groups.values(), *self.beside):
-            if group.size() == 1:
-                continue
-            peer = 1 if group.rank() == 0 else 0
-            try:
-                work = group.recv([torch.empty(1)], peer, UNUSED_TAG)
-                work.wait(timedelta(milliseconds=1))
-            except RuntimeError:
-                continue
+            for peer in range(group.size()):
+                if peer == group.rank():
+                    continue
+                # A receive from a peer that is gone fails at once and breaks nothing else;
+                # the first one that times out breaks the connections to all.
+                with suppress(RuntimeError):
+                    work = group.recv([torch.empty(1)], peer, UNUSED_TAG)
+                    work.wait(timedelta(milliseconds=1))
 
     def failed_wait(self, message: PendingMessage, error: RuntimeError) -> RunError:
         """The error to raise when waiting for a message has failed."""
