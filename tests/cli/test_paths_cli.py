@@ -112,7 +112,7 @@ def test_a_config_is_planned_with_its_profile_layers_sums_and_memory(run):
         config.model, 64, facts["rows"], gpu, config.run.precision, recorded=False
     )
     cost = replace(
-        profile.cost(plan.partition, tokens=64),
+        replace(profile, turn=0.0).cost(plan.partition, tokens=64),
         network=read_cluster("cluster.toml").network(),
     )
     timeline = simulate(plan.schedule, cost)
