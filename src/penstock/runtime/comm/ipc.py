@@ -34,8 +34,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from penstock.errors import RunError
+from penstock.runtime.backends import IPC
 from penstock.runtime.comm.cuda import CudaDriver
-from penstock.runtime.comm.names import IPC
 from penstock.runtime.comm.ring import Ring, SlotRequest, ring_bytes
 from penstock.runtime.comm.room import RingShape
 from penstock.runtime.torch_internals import (

@@ -38,8 +38,8 @@ from torch import Tensor
 
 from penstock.errors import PeerLostError, RunError, StuckError
 from penstock.ir.program import Program, links_of
+from penstock.runtime.backends import NCCL, ON_GPU
 from penstock.runtime.comm.ipc import IpcGroup
-from penstock.runtime.comm.names import NCCL, ON_GPU
 from penstock.runtime.comm.room import RingShape, fit_ring
 from penstock.runtime.lane import lane_turns
 from penstock.runtime.torch_internals import Store

@@ -34,8 +34,8 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from penstock.errors import PeerLostError, RunError
+from penstock.runtime.backends import IPC, NCCL, ON_GPU
 from penstock.runtime.comm import ipc
-from penstock.runtime.comm.names import IPC, NCCL, ON_GPU
 from penstock.runtime.comm.process import (
     TORCH_EXTRA_SECONDS,
     ProcessComm,

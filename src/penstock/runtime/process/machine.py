@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from penstock.runtime.comm.names import NCCL
+from penstock.runtime.backends import NCCL
 from penstock.runtime.process.mps import shared_gpu_backend, workers_of_a_gpu
 
 

@@ -25,7 +25,7 @@ from pathlib import Path
 from types import FrameType
 
 from penstock.errors import RunError, ShapeError, UnknownNameError
-from penstock.runtime.comm.names import IPC, NCCL
+from penstock.runtime.backends import IPC, NCCL
 
 MPS_CONTROL = "nvidia-cuda-mps-control"
 MAX_MPS_WORKERS = 48
