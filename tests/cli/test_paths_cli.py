@@ -109,7 +109,7 @@ def test_a_config_is_planned_with_its_profile_layers_sums_and_memory(run):
     gpu = gpu_of("h100")
     config = load_config(CONFIG)
     profile = analytic_profile(
-        config.model, 64, facts["rows"], gpu, config.run.precision, recorded=False
+        config.model, 64, facts["rows"], gpu, config.run.precision, recorded=True
     )
     cost = replace(
         replace(profile, turn=0.0).cost(plan.partition, tokens=64),
