@@ -16,7 +16,7 @@ from penstock.schedules.transforms import replicate
 from penstock.train.crew.events import read_events
 from penstock.train.crew.keeper import Keeper
 from penstock.train.crew.member import Member
-from penstock.train.crew.notes import Report, alive_key, ready_key
+from penstock.train.crew.notes import FINISHED, Report, alive_key, ready_key
 from penstock.train.loop import StepFigures
 from penstock.train.worker import Verdict
 
@@ -61,7 +61,8 @@ def play(worker, workers, host, port, folder, resume, newcomer) -> Verdict:
         time.sleep(0.01)
     member.report(Report(worker, 9, FIGURES, parts=(0,)))
     member.next_decision()
-    time.sleep(20)  # The newcomer ends the run.
+    while not member.store.check([FINISHED]):  # The newcomer ends the run.
+        time.sleep(0.01)
     return Verdict(-1)
 
 
