@@ -720,9 +720,10 @@ def is_recording(config: Config, on_gpu: bool) -> bool:
     """Whether a run records its actions, if it computes on GPUs or not.
 
     `auto` records on GPUs, where it was measured to help, if nothing is in its way. Models of
-    other makers (model.weights) may ask the GPU for a number, which no recording can do.
+    other makers (model.weights, model.config) may ask the GPU for a number, which no recording
+    can do.
     """
     if config.run.graphs == AUTO:
-        own_model = not config.model.weights
+        own_model = not config.model.folder
         return on_gpu and own_model and not reasons_against_recording(config)
     return config.run.graphs == "true"

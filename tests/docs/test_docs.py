@@ -135,11 +135,14 @@ def test_python_that_is_shown_prints_what_is_shown(page: Path) -> None:
 def test_the_readme_is_short_and_in_order() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     assert len(text.splitlines()) <= 200
+    first_screen, _, _ = text.partition("\n## ")
+    assert len(first_screen.splitlines()) <= 32
+    assert "make demo" in first_screen
+    assert "make test" in first_screen
     heads = re.findall(r"^## (.+)$", text, re.M)
-    assert heads[:5] == [
-        "What you gain",
+    assert heads[:4] == [
+        "Beside other frameworks",
         "A picture",
-        "Two commands",
         "Three results",
         "A tour of the commands",
     ]

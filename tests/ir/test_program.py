@@ -381,7 +381,7 @@ def test_blocking_sends_delay_no_rank_on_the_clock() -> None:
     st.integers(1, 5),
     st.integers(1, 4),
 )
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 def test_any_schedule_lowers_to_a_program_that_verifies(
     seed: int, ranks: int, parts: int, microbatches: int, slices: int
 ) -> None:
@@ -391,7 +391,7 @@ def test_any_schedule_lowers_to_a_program_that_verifies(
     assert_frees_follow_the_last_use(program)
 
 
-@pytest.mark.parametrize("block", range(10))
+@pytest.mark.parametrize("block", range(4))
 def test_random_schedules_lower_verify_and_agree_on_needs(block: int) -> None:
     for seed in range(block * 200, block * 200 + 200):
         schedule = random_schedule(np.random.default_rng(seed))
@@ -400,7 +400,7 @@ def test_random_schedules_lower_verify_and_agree_on_needs(block: int) -> None:
             assert_needs_agree(schedule)
 
 
-@pytest.mark.parametrize("block", range(4))
+@pytest.mark.parametrize("block", range(2))
 def test_broken_tables_are_refused_or_still_run(block: int) -> None:
     refused = 0
     for seed in range(block * 500, block * 500 + 500):

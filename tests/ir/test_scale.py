@@ -1,4 +1,4 @@
-"""A million actions: fast enough to plan with."""
+"""Half a million actions: fast enough to plan with."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ def warm():
     simulate(make("1f1b", ranks=64, microbatches=256), UnitCost(comm=0.1))
 
 
-@pytest.mark.parametrize(("name", "microbatches"), [("zb-v", 768), ("1f1b", 2048)])
-def test_a_million_actions_are_built_checked_and_simulated_in_seconds(
+@pytest.mark.parametrize(("name", "microbatches"), [("zb-v", 384), ("1f1b", 1024)])
+def test_half_a_million_actions_are_built_checked_and_simulated_in_seconds(
     warm, name, microbatches
 ):
     begin = time.process_time()  # of one core, whatever else the machine does
@@ -24,7 +24,7 @@ def test_a_million_actions_are_built_checked_and_simulated_in_seconds(
     built = time.process_time()
     timeline = simulate(schedule, UnitCost(comm=0.1))
     done = time.process_time()
-    assert schedule.actions >= 1_000_000
-    assert built - begin < 15
-    assert done - built < 2
+    assert schedule.actions >= 500_000
+    assert built - begin < 7.5
+    assert done - built < 1
     assert timeline.makespan >= 3 * len(schedule.microbatches)

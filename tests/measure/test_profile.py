@@ -309,7 +309,7 @@ def test_cuts_are_shares_of_the_tokens():
 
 
 def test_a_planner_ranks_schedules_with_different_parts_and_leaves_out_those_with_too_many():
-    found = portfolio(2, 4, ProfileCost(profile(layers=4)), memory=1e9)
+    found = portfolio(2, 2, ProfileCost(profile(layers=4)), memory=1e9, slices=2)
     parts = {candidate.schedule.parts for candidate in found.candidates}
     assert {2, 4} <= parts
     assert max(parts) <= 4
@@ -529,7 +529,8 @@ def test_cuts_lie_on_the_tiles_of_the_device_that_was_measured(
 ):
     write_profile(replace(profile(), device=(("device", device),)), "p.json")
     code, out, _ = run(
-        f"plan --ranks 4 --microbatches 1 --profile p.json --tokens {tokens} --json"
+        f"plan --ranks 3 --microbatches 1 --profile p.json --tokens {tokens} --json "
+        "--stages 1 --slices 4"
     )
     assert code == 0
     cuts = [cut for row in json.loads(out)["schedules"] for cut in row["cuts"]]

@@ -678,7 +678,7 @@ def test_a_full_pipeline_that_was_cut_short_says_so():
 @pytest.mark.parametrize("name", "AB")
 def test_more_work_never_gives_a_worse_plan(name, policy):
     parts = even_parts(6, CITED["instances"][name]["forward"])
-    work = [1, 200, 400, 1600]  # the second stage of the search begins after 300
+    work = [1, 200, 400, 1000]  # the second stage of the search begins after 300
     found = [
         plan_paths(
             cluster_of(name), parts, 6, policy=policy, iterations=n, **GAPS
@@ -717,8 +717,8 @@ def test_a_search_has_stages_of_growing_length():
 
 @pytest.mark.parametrize("count", [42, 200])
 def test_large_clusters_are_planned(count):
-    found = plan_paths(geo(count), even_parts(6, 0.5, message=8e6), 6, iterations=1000)
-    assert found.simulations == 1000
+    found = plan_paths(geo(count), even_parts(6, 0.5, message=8e6), 6, iterations=500)
+    assert found.simulations == 500
     assert found.gap < 1.0
     assert rule_faults(found) == ()
 
@@ -752,21 +752,21 @@ def test_the_full_pipeline_is_planned_by_the_same_search_as_the_paths():
     """On instance B, the paths' own arrangement would cost the full pipeline more than a fifth."""
     cited = CITED["instances"]["B"]
     parts = even_parts(6, cited["forward"])
-    found = plan_paths(cluster_of("B"), parts, 6, iterations=1500)
-    whole = full_pipeline(found, iterations=1500)
+    found = plan_paths(cluster_of("B"), parts, 6, iterations=800)
+    whole = full_pipeline(found, iterations=800)
     kept = plan_paths(
         cluster_of("B"),
         parts,
         6,
         Rules(share=0, behind=0, distance=0, swaps=0),
-        iterations=1500,
+        iterations=800,
         arrangement=found.partitions,
     )
     assert whole.simulations == found.simulations
     assert whole.makespan < kept.makespan / 1.2
     assert len(whole.partitions[0]) == len(found.partitions[0])
     anew = plan_paths(
-        cluster_of("B"), parts, 6, whole.problem.rules, iterations=1500, data_nodes=5
+        cluster_of("B"), parts, 6, whole.problem.rules, iterations=800, data_nodes=5
     )
     assert whole.solution == anew.solution
     given = full_pipeline(plan_instance("B", True, iterations=100), iterations=100)
@@ -807,7 +807,6 @@ def test_a_plan_after_a_loss_leaves_the_parts_where_they_are():
     found = plan_instance("A", False, iterations=500)
     for lost in (
         [found.partitions[3][0]],
-        [found.partitions[0][0]],
         [found.partitions[0][1], found.partitions[2][0]],
     ):
         left = replan(found, lost=lost)
@@ -1007,7 +1006,7 @@ def test_a_limit_on_waiting_is_searched_for():
 
 def test_sites_are_planned_one_by_one_as_well_as_a_lane_alone():
     cluster = Cluster.geo(["Paris"] * 20 + ["Tokyo"] * 20)
-    found = plan_paths(cluster, even_parts(6, 0.5, message=8e6), 6, iterations=800)
+    found = plan_paths(cluster, even_parts(6, 0.5, message=8e6), 6, iterations=300)
     check_plan(found)
     sites = {node: cluster.nodes[node].site for node in range(40)}
     for path in found.solution.paths:

@@ -47,7 +47,9 @@ def shapes(name: str, ranks=range(1, 9), microbatches=(1, 2, 3, 4, 5, 7, 8, 12, 
 # ---------------------------------------------------------------- tests of every schedule
 @pytest.mark.parametrize("name", REGISTRY)
 def test_any_number_of_ranks_and_micro_batches_makes_a_schedule_of_that_shape(name):
-    for shape in shapes(name):
+    for shape in shapes(
+        name, ranks=(1, 2, 3, 4, 5, 8), microbatches=(1, 2, 3, 5, 8, 12)
+    ):
         schedule = make(name, **shape)
         assert schedule.ranks == shape["ranks"]
         assert len(schedule.microbatches) == shape["microbatches"]
@@ -233,9 +235,9 @@ def test_gpipe_and_1f1b_have_the_makespan_of_the_formula(name):
             assert timeline.makespan == pytest.approx(3 * (microbatches + ranks - 1))
 
 
-@pytest.mark.parametrize("waves", range(1, 9))
+@pytest.mark.parametrize("waves", [1, 2, 3, 4, 5, 8])
 def test_hanayo_has_the_makespan_of_the_formula(waves):
-    for ranks in (2, 3, 4, 5, 7, 8, 12, 16):
+    for ranks in (2, 3, 4, 5, 8, *((12, 16) if waves <= 2 else ())):
         schedule = make("hanayo", ranks=ranks, microbatches=ranks, waves=waves)
         for comm in (0, 0.05, 0.5):
             formula = (
@@ -248,7 +250,7 @@ def test_hanayo_has_the_makespan_of_the_formula(waves):
             ), (ranks, comm)
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4, 6, 8])
+@pytest.mark.parametrize("ranks", [2, 3, 4, 6])
 @pytest.mark.parametrize("waves", [1, 2, 4])
 def test_a_stream_of_micro_batches_beats_one_unit_after_the_other(ranks, waves):
     for microbatches in {ranks + 1, 2 * ranks - 1, 2 * ranks, 3 * ranks}:

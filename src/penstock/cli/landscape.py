@@ -111,7 +111,7 @@ def print_landscape(landscape: Landscape, question: Question, top: int) -> None:
     best = landscape.best.candidate
     times = time_scale(best.step, question.units)
     sizes = size_scale(best.peak, question.units)
-    several = len({row.cell for row in landscape.rows}) > 1
+    several = len(landscape.cells) > 1
     heads = ["", "schedule", "order", "step", "bubble", "peak", "±10%"]
     if several:
         heads[1:1] = ["copies x ranks", "batch"]

@@ -189,15 +189,22 @@ def _settle_paths(config: Config, plan: Plan) -> tuple[Config, Plan]:
     plan = replace(plan, rotation=plan.rotation[: rotate - 1])
     if full or paths.warmup:
         plan = replace(plan, full=plan.full or full_schedule(plan.schedule))
-    if config.run.graphs and len(plan.schedules) > 1:
+    if len(plan.schedules) > 1:
+        config = _without_recordings(config)
+    for schedule in plan.schedules:
+        verify(lower(schedule))
+    return replace(config, paths=paths), plan
+
+
+def _without_recordings(config: Config) -> Config:
+    """Switch recordings off, since every set of paths would need its own; refuse them if the user has asked."""
+    if config.run.graphs == "true":
         raise ConfigError(
             "run.graphs = true does not go with paths that change from step to step: every set of "
             "paths would need recordings of its own\n"
             "  set run.graphs=false, or paths.rotate=1, paths.full=0 and paths.warmup=0"
         )
-    for schedule in plan.schedules:
-        verify(lower(schedule))
-    return replace(config, paths=paths), plan
+    return replace(config, run=replace(config.run, graphs="false"))
 
 
 def _title_of(name: str, sizes: Mapping[str, int]) -> str:
