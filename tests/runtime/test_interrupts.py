@@ -35,7 +35,9 @@ def cluster(tmp_path):
 )
 def test_ctrl_c_ends_a_command_silently(line, cluster, tmp_path):
     code, err = ended(tmp_path, line, 0.7)
-    assert code == 130
+    # A quick machine has found some plan by then, which is a result.
+    has_plan = line.startswith("plan") and "this is the best plan so far" in err
+    assert code == (0 if has_plan else 130)
     assert "Traceback" not in err
     assert not (tmp_path / "p.json").exists()
 
