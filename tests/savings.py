@@ -3,8 +3,9 @@
 - numba keeps what it compiled in a folder that all processes share, but processes that start
   together on a fresh checkout would each compile everything. They take turns instead: whoever
   comes second finds the loop in the cache.
-- Timing a model takes seconds, so that the numbers are good. Here it stops after the first few
-  passes: the machine may be busy, so that no test can rely on good numbers anyway.
+- Measuring a model takes seconds, so that the numbers are good. Here everything
+  is timed once or twice: the machine may be busy, so that no test can rely on good numbers
+  anyway.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ from typing import Any
 from numba.core.compiler_lock import global_compiler_lock
 from numba.core.dispatcher import Dispatcher
 
-from penstock.measure import profile
+from penstock.measure import footprint, overhead
+from penstock.measure import profile as measured
+from penstock.train import forecast, profile
 
 _compile = Dispatcher.compile
 
@@ -38,5 +41,12 @@ def _compile_in_turn(self: Dispatcher, sig: Any) -> Any:
 
 
 Dispatcher.compile = _compile_in_turn
-profile.QUICK_SECONDS /= 10
-profile.SECONDS_PER_POINT /= 10
+measured.QUICK_SECONDS = 0.0
+measured.SECONDS_PER_POINT = 0.0
+profile.QUICK_ROUNDS = 1
+forecast.FEW_ROUNDS = 2
+forecast.MANY_ROUNDS = 2
+footprint.TIMED_UPDATES = 2
+footprint.CACHE_SCRUB_BYTES = 1 << 20
+overhead.OVERHEAD_STEPS = 3
+overhead.OVERHEAD_WARM_UP = 1

@@ -23,6 +23,7 @@ PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 # What a page sets itself wins.
 SHORT = "--sample 8 --set data.tokens=32 --set run.evaluations=1"
 FEW_PLANS = "--set model.layers=4 --set data.batch=4"  # for a run that is planned
+GIVEN_PLAN = "--set run.forecast=false"
 BLOCK = re.compile(r"^( *)```(\w*)\n(.*?)^\1```$", re.S | re.M)
 
 
@@ -64,10 +65,14 @@ def arguments(line: str) -> str:
 
 
 def shortened(line: str) -> str:
-    """A shown command with short sequences for a new run, and with few plans to compare."""
+    """A shown command with short sequences for a new run, and with few plans to compare.
+
+    What is measured is measured once. A run with a given plan goes without a forecast.
+    """
+    line = re.sub(r"--rounds \d+", "--rounds 1", line)
     if "--resume" in line:
         return line
-    less = SHORT if "schedule.name=" in line else f"{SHORT} {FEW_PLANS}"
+    less = f"{SHORT} {GIVEN_PLAN if 'schedule.name=' in line else FEW_PLANS}"
     return line.replace("penstock train ", f"penstock train {less} ", 1)
 
 

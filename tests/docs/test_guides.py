@@ -8,7 +8,6 @@ import re
 import shlex
 import shutil
 import subprocess
-import sys
 from itertools import takewhile
 from pathlib import Path
 
@@ -17,10 +16,14 @@ from test_docs import BLOCK, GUIDES, ROOT, arguments, blocks, named, shortened
 
 import penstock
 from commands import SMALL_CONFIG, called, torchrun
+from forked import Command
 
 TROUBLE = ROOT / "docs" / "guides" / "troubleshooting.md"
-COMMAND = re.compile(r"^(?:penstock [a-z]|torchrun )(?:.*\\\n)*.*$", re.M)
-PYTHON = f'#!/bin/bash\nexec {sys.executable} "$@"\n'
+COMMAND = re.compile(
+    r"^(?:penstock [a-z]|torchrun |python \S+\.py)(?:.*\\\n)*.*$"
+    r"|^python - <<'EOF'\n(?s:.*?)^EOF$",
+    re.M,
+)
 Shown = list[tuple[str, list[str]]]  # a command, and the lines after it
 
 
@@ -40,15 +43,11 @@ def shown(block: str) -> Shown:
 def shell(tmp_path, monkeypatch, capsys):
     """Runs a script in a folder with the examples, as from a checkout.
 
-    `penstock` itself runs in this process, and torchrun in a fork.
+    `penstock` itself runs in this process, torchrun and scripts in Python in a fork.
     """
     shutil.copytree(ROOT / "examples", tmp_path / "examples")
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "bin" / "python").write_text(PYTHON)
-    (tmp_path / "bin" / "python").chmod(0o755)
     monkeypatch.chdir(tmp_path)
     for name, value in {
-        "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}",
         "PYTHONPATH": str(Path(penstock.__file__).parents[1]),
         "COLUMNS": "100",
         "GLOO_SOCKET_IFNAME": "lo",
@@ -72,6 +71,16 @@ def shell(tmp_path, monkeypatch, capsys):
         if line.startswith("torchrun "):
             words = shlex.split(shortened(line.replace("\\\n", " ")))[1:]
             process = torchrun(tmp_path, words, os.environ)
+            out, err = process.communicate()
+            code = process.returncode
+        elif line.startswith("python "):
+            first, *typed = line.splitlines()
+            script, *words = shlex.split(first)[1:]
+            if typed:  # up to EOF
+                script, words = "typed.py", []
+                Path(script).write_text("\n".join(typed[:-1]))
+            file = tmp_path / script
+            process = Command(tmp_path, words, os.environ, script=file)
             out, err = process.communicate()
             code = process.returncode
         else:

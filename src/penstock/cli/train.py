@@ -126,7 +126,7 @@ def train_command(
     )
     from penstock.train.lock import locking
     from penstock.train.placement import check_gpus_suffice, uses_gpus
-    from penstock.train.start import check_start, find_run
+    from penstock.train.start import check_sources, check_start, find_run
 
     exists = resume or dry_run
     config, folder = find_run(source, preset, changes or [], exists)
@@ -136,6 +136,7 @@ def train_command(
     if under_launcher():
         _as_a_rank(config, folder, resume, sample, given)
         return
+    check_sources(config)
     if not dry_run:
         check_start(config, folder, resume)
     kept = _kept_plan(config, folder, changes or []) if resume else None

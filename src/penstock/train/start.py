@@ -1,6 +1,7 @@
 """What happens before any worker starts.
 
 find_run       the config, and the folder of the run
+check_sources  refuses text that is missing
 check_start    refuses what no worker could begin with
 prepare_run    reads the text, and writes the files that every rank will read
 """
@@ -84,10 +85,14 @@ def check_start(config: Config, folder: Path, resume: bool) -> None:
         raise nothing_to_resume(folder / CHECKPOINTS)
 
 
-def check_dry_run(config: Config, placement: Placement) -> None:
-    """Refuse what a dry run could not measure, and sources that are missing."""
-    check_timing(config, model_sizes(config), placement)
+def check_sources(config: Config) -> None:
+    """Refuse sources that are missing or not text, before anything is measured."""
     source_files(config.data)
+
+
+def check_dry_run(config: Config, placement: Placement) -> None:
+    """Refuse what a dry run could not measure."""
+    check_timing(config, model_sizes(config), placement)
 
 
 def prepare_run(
