@@ -91,7 +91,7 @@ def penstock(monkeypatch, capsys, tmp_path):
     ("name", "schedule"),
     [
         ("gemma3", "seq1f1b --set schedule.slices=2"),
-        ("mixtral", "zb-h1"),
+        ("mixtral", "zb-h1 --set schedule.ranks=1"),
     ],
 )
 def test_a_decoder_is_trained_and_exported_in_its_own_format(
