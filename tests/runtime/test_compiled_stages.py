@@ -95,6 +95,68 @@ SCHEDULES = {
 }
 
 
+def alone(stage: nn.Module, schedule, data: Batch, **options: object) -> Executor:
+    """An executor of one rank that has run one step."""
+
+    def work(comm):
+        executor = Executor(
+            lower(schedule), {0: stage}, comm, token_loss, 16, **options
+        )
+        executor.step(data)
+        return executor
+
+    return run_threads(1, work, patience=300)[0]
+
+
+# ---------------------------------------------------------------- no recompilation
+# These come first, before any code is compiled; the others share what these have compiled.
+def test_nothing_is_compiled_again_from_step_to_step_or_slice_to_slice():
+    """The slices have three lengths, and each layer of both parts runs the same code."""
+    schedule = slice_tokens(make("zb-v", ranks=1, microbatches=2), CUTS)
+    parts = [compiled(part) for part in split(llama(4), [2, 2])]
+    counts = []
+
+    def work(comm):
+        plain, recomputing = (
+            Executor(
+                lower(schedule),
+                dict(enumerate(parts)),
+                comm,
+                CompiledLoss(token_loss, TRACER),
+                16,
+                torch.float64,
+                recompute=recompute,
+            )
+            for recompute in (frozenset(), frozenset({0, 1}))
+        )
+        begin = graphs()
+        for seed in range(3):
+            plain.step(batch(2, seed=seed))
+            counts.append(graphs() - begin)
+        for seed in range(2):
+            recomputing.step(batch(2, seed=seed))
+            counts.append(graphs() - begin)
+        for seed in range(2):
+            plain.evaluate(batch(2, seed=seed))
+            counts.append(graphs() - begin)
+
+    run_threads(1, work)
+    # angles, before and after the attention, head and loss; once more where no gradient is
+    # needed, as in the first forward of a recomputed stage and in an evaluation
+    assert counts == [5, 5, 5, 10, 10, 10, 10]
+
+
+def test_all_layers_of_all_parts_share_the_compiled_code():
+    data = batch(2)
+    counts = []
+    for layers in (2, 6):
+        begin = graphs()
+        stage = compiled(split(llama(layers).float(), [layers])[0])
+        alone(stage, make("1f1b", ranks=1, microbatches=2), data)
+        counts.append(graphs() - begin)
+    assert counts == [3, 0]  # angles, layer and head
+
+
 # ---------------------------------------------------------------- gradients
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_compiled_stages_have_the_gradients_of_the_unsplit_model(name, caplog):
@@ -126,19 +188,6 @@ def test_compiled_slices_recompute_and_split(make_model):
     )
     assert ours.losses[0] == pytest.approx(losses, abs=TOLERANCE)
     assert worst(ours, expected) < TOLERANCE
-
-
-def alone(stage: nn.Module, schedule, data: Batch, **options: object) -> Executor:
-    """An executor of one rank that has run one step."""
-
-    def work(comm):
-        executor = Executor(
-            lower(schedule), {0: stage}, comm, token_loss, 16, **options
-        )
-        executor.step(data)
-        return executor
-
-    return run_threads(1, work, patience=300)[0]
 
 
 def test_autocast_composes_with_compiled_and_split_backwards():
@@ -222,8 +271,8 @@ def test_w_computes_the_weight_gradients_of_compiled_layers():
     """After the walk back, x has its gradient and the weights have none; then the ledger is settled."""
     layer = compile_stage(llama(1).layers[0], TRACER)
     make_deferrable(layer)
-    x = torch.randn(2, 5, 16, dtype=torch.float64, requires_grad=True)
-    angle = torch.zeros(5, 4, dtype=torch.float64)
+    x = torch.randn(2, TOKENS, 16, dtype=torch.float64, requires_grad=True)
+    angle = torch.zeros(TOKENS, 4, dtype=torch.float64)
     ledger = Ledger()
     ledger.open = True
     record_in(ledger)
@@ -396,54 +445,3 @@ def forbidden_to_compile(part: nn.Module) -> nn.Module:
     for path in part.anatomy.layers[part.begin : part.end]:
         compiled_call(part.get_submodule(path)).run = None
     return part
-
-
-# ---------------------------------------------------------------- no recompilation
-# These come last, because they forget the compiled code that the others share.
-def test_nothing_is_compiled_again_from_step_to_step_or_slice_to_slice():
-    """The slices have three lengths, and each layer of both parts runs the same code."""
-    forget_compiled_code()
-    schedule = slice_tokens(make("zb-v", ranks=1, microbatches=2), CUTS)
-    parts = [compiled(part) for part in split(llama(4), [2, 2])]
-    counts = []
-
-    def work(comm):
-        plain, recomputing = (
-            Executor(
-                lower(schedule),
-                dict(enumerate(parts)),
-                comm,
-                CompiledLoss(token_loss, TRACER),
-                16,
-                torch.float64,
-                recompute=recompute,
-            )
-            for recompute in (frozenset(), frozenset({0, 1}))
-        )
-        begin = graphs()
-        for seed in range(3):
-            plain.step(batch(2, seed=seed))
-            counts.append(graphs() - begin)
-        for seed in range(2):
-            recomputing.step(batch(2, seed=seed))
-            counts.append(graphs() - begin)
-        for seed in range(2):
-            plain.evaluate(batch(2, seed=seed))
-            counts.append(graphs() - begin)
-
-    run_threads(1, work)
-    # angles, before and after the attention, head and loss; once more where no gradient is
-    # needed, as in the first forward of a recomputed stage and in an evaluation
-    assert counts == [5, 5, 5, 10, 10, 10, 10]
-
-
-def test_all_layers_of_all_parts_share_the_compiled_code():
-    data = batch(2)
-    counts = []
-    for layers in (2, 6):
-        forget_compiled_code()
-        begin = graphs()
-        stage = compiled(split(llama(layers).float(), [layers])[0])
-        alone(stage, make("1f1b", ranks=1, microbatches=2), data)
-        counts.append(graphs() - begin)
-    assert counts[0] == counts[1] == 3  # angles, layer and head

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -12,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from commands import ended, environment
+from forked import Command
 from penstock.cost.cluster import Cluster, Node
 from penstock.formats import dump_cluster
 
@@ -35,7 +35,9 @@ def cluster(tmp_path):
 )
 def test_ctrl_c_ends_a_command_silently(line, cluster, tmp_path):
     code, err = ended(tmp_path, line, 0.7)
-    assert code == 130
+    # A quick machine has found some plan by then, which is a result.
+    has_plan = line.startswith("plan") and "this is the best plan so far" in err
+    assert code == (0 if has_plan else 130)
     assert "Traceback" not in err
     assert not (tmp_path / "p.json").exists()
 
@@ -59,20 +61,11 @@ def members(group: int) -> list[int]:
     "line", ["profile --preset tiny --tokens 256 --rounds 500 --ranks 2 -o p.json"]
 )
 def test_ctrl_c_in_a_terminal_ends_all_ranks(line, tmp_path):
-    command = [sys.executable, "-m", "penstock", *line.split()]
-    process = subprocess.Popen(
-        command,
-        cwd=tmp_path,
-        env=environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+    process = Command(tmp_path, line.split(), environment(), session=True)
     late = time.monotonic() + 600
     while (
-        len(members(process.pid)) < 5 and time.monotonic() < late
-    ):  # it, two servants of multiprocessing, two ranks
+        len(members(process.pid)) < 4 and time.monotonic() < late
+    ):  # it, its fork server, two ranks
         time.sleep(0.1)
     time.sleep(1.0)
     os.killpg(process.pid, signal.SIGINT)

@@ -41,7 +41,10 @@ def test_no_other_file_uses_a_private_name_of_torch():
     for file in root.rglob("*.py"):
         if file.name == "torch_internals.py":
             continue
-        code = ast.unparse(ast.parse(file.read_text()))
+        text = file.read_text()
+        if not PRIVATE_NAMES.search(re.sub(r"\s", "", text)):
+            continue  # Not even in a comment; parsing takes much longer.
+        code = ast.unparse(ast.parse(text))
         lines = [line for line in code.splitlines() if PRIVATE_NAMES.search(line)]
         assert not lines, f"{file.relative_to(root)}: {lines[0].strip()}"
 

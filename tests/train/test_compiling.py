@@ -43,7 +43,7 @@ def test_a_compiled_run_trains_like_any_other(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(loop, "COMPILER", "aot_eager")
     monkeypatch.setattr(compiling, "missing_compiler", lambda device: "")
     caplog.set_level(logging.INFO, "penstock.train.loop")
-    changes = ("run.steps=4", "run.evaluate=2")
+    changes = ("run.steps=2", "run.evaluate=2")
     plain = train(job_of(tmp_path / "plain", "zb-h1", *changes))
     counts = []
     original = loop.Trainer.steps
@@ -91,12 +91,12 @@ def test_ranks_are_patient_while_others_compile(monkeypatch):
 
 
 def test_a_large_vocabulary_trains_alike_with_and_without_chunks(tmp_path):
-    """640 tokens of 32,000 words have more than 64 MiB of logits in float32."""
+    """544 tokens of 32,000 words have more than 64 MiB of logits in float32."""
     changes = (
         "model.vocab=32000",
         "run.steps=2",
         "run.prove=false",
-        "data.batch=80",
+        "data.batch=68",
         "schedule.ranks=1",
     )
     rows = {}
@@ -117,7 +117,7 @@ def test_a_profile_is_measured_as_the_run_computes(monkeypatch):
     """Compiled, and with a loss in chunks that holds fewer bytes than all logits."""
     monkeypatch.setattr(profile, "COMPILER", "aot_eager")
     monkeypatch.setattr(compiling, "missing_compiler", lambda device: "")
-    changes = ("model.vocab=32000", "data.tokens=1024", "run.threads=1")
+    changes = ("model.vocab=32000", "data.tokens=544", "run.threads=1")
     plain = request_for(*changes, "run.loss_chunk=0")
     chunked = request_for(*changes, "run.loss_chunk=128", "run.compile=true")
     assert (plain.compiled, plain.loss_chunk) == (False, 0)
@@ -138,4 +138,4 @@ def test_a_profile_is_measured_as_the_run_computes(monkeypatch):
 def request_for(*changes):
     config = job_config(*changes)
     request = profile.request_of(config, decide_placement(config, 1), 1)
-    return replace(request, rounds=1, where=((1024, 0),), depth=1, threads=None)
+    return replace(request, rounds=1, where=((544, 0),), depth=1, threads=None)

@@ -27,7 +27,7 @@ from penstock.train.loop import Job, StepFigures
 from penstock.train.placement import Placement
 from trainings import SMALL, job_of, losses, train
 
-STEPS = 5
+STEPS = 4
 FIGURES = StepFigures(2.5, 0.5, 100, 1.0, None, False)
 TWO_COPIES = Plan(
     replicate(make("1f1b", ranks=2, microbatches=2), 2), "1f1b copies=2", (2, 2)
@@ -79,7 +79,7 @@ def test_whenever_a_rank_dies_the_others_go_on_like_a_run_started_without_it(
     crew.run(crew.decide(), counting)
     assert losses(read_rows(tmp_path / "count")) == started_with(STEPS, ())
     draw = random.Random(1)
-    for number, victim in enumerate((0, 1, 2, 3, 0, 2)):
+    for number, victim in enumerate((0, 1, 2, 3)):
         # A checkpoint may take two barriers more or less, so the last calls may not come.
         end = draw.randint(1, counts[victim].count * 3 // 4)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -16,12 +17,17 @@ from penstock.schedules.transforms import replicate
 from penstock.train.crew.events import read_events
 from penstock.train.crew.keeper import Keeper
 from penstock.train.crew.member import Member
-from penstock.train.crew.notes import Report, alive_key, ready_key
+from penstock.train.crew.notes import FINISHED, Report, alive_key, ready_key
 from penstock.train.loop import StepFigures
 from penstock.train.worker import Verdict
 
 PLAN = Plan(replicate(make("1f1b", ranks=1, microbatches=2), 3), "1f1b", (2,))
 FIGURES = StepFigures(2.5, 0.5, 100, 1.0, None, False)
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    while not condition():
+        time.sleep(0.01)
 
 
 def play(worker, workers, host, port, folder, resume, newcomer) -> Verdict:
@@ -44,8 +50,7 @@ def play(worker, workers, host, port, folder, resume, newcomer) -> Verdict:
         if "failed" in folder:
             raise ValueError("no good")
     if "retry" not in folder:
-        while not member.store.check([f"crew/broken/{member.generation}"]):
-            time.sleep(0.01)
+        wait_until(lambda: member.store.check([f"crew/broken/{member.generation}"]))
     while True:
         member.report(Report(worker, 7, FIGURES, parts=(0,), error="a link is cut"))
         decision = member.next_decision()
@@ -57,11 +62,10 @@ def play(worker, workers, host, port, folder, resume, newcomer) -> Verdict:
     member.store.set(ready_key(decision.generation), "yes")
     if "again" not in folder:
         return Verdict(8)
-    while not member.is_changing(decision):
-        time.sleep(0.01)
+    wait_until(lambda: member.is_changing(decision))
     member.report(Report(worker, 9, FIGURES, parts=(0,)))
     member.next_decision()
-    time.sleep(20)  # The newcomer ends the run.
+    wait_until(lambda: member.store.check([FINISHED]))  # The newcomer ends the run.
     return Verdict(-1)
 
 

@@ -83,7 +83,7 @@ def test_a_rank_that_sleeps_ends_the_pipelines_beside_it_too():
 # ---------------------------------------------------------------- training
 @pytest.mark.numerics
 def test_a_run_on_one_mesh_goes_on_on_any_other_as_if_it_had_never_stopped(tmp_path):
-    steps, model = 8, {"family": "gpt", "tied": True}
+    steps, model = 4, {"family": "gpt", "tied": True}
     config = replace(
         SMALL, model=replace(SMALL.model, **model), run=replace(SMALL.run, steps=steps)
     )
@@ -96,9 +96,9 @@ def test_a_run_on_one_mesh_goes_on_on_any_other_as_if_it_had_never_stopped(tmp_p
             Case("zb-h1", mesh=TENSOR, **model),
             steps,
             False,
-            4,
+            2,
         )
-        == [4] * 4
+        == [2] * 4
     )
     for name, processes, case in (
         ("shards", 4, Case("hanayo", {"waves": 1}, SHARD, **model)),
@@ -146,7 +146,7 @@ def held_out(config: Config, weights: dict[str, torch.Tensor]) -> float:
 
 @pytest.mark.numerics
 def test_shards_have_the_curve_of_one_process_and_each_sequence_is_seen_once(tmp_path):
-    steps = 12
+    steps = 6
     spawn(4, trains, str(tmp_path), Case(mesh=SHARD), steps)
     rows = read_rows(tmp_path)
     config = replace(SMALL, run=replace(SMALL.run, steps=steps))
