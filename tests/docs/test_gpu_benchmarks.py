@@ -87,7 +87,7 @@ def test_runs_of_the_trainer_come_with_what_they_forecast(tmp_path, monkeypatch)
         return CompletedProcess(command, run.returncode, out, err)
 
     monkeypatch.setattr(training, "subprocess", SimpleNamespace(run=run_forked))
-    words = ["training.py", "--dry", "--steps", "8", "--out", f"{tmp_path}/found.json"]
+    words = ["training.py", "--dry", "--steps", "6", "--out", f"{tmp_path}/found.json"]
     monkeypatch.setattr(sys, "argv", words)
     training.main()
     (row,) = json.loads((tmp_path / "found.json").read_text())["rows"]
