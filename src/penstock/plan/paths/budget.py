@@ -57,3 +57,16 @@ class Budget:
         elif self.seconds is not None:
             self.cut_short = self.elapsed >= self.seconds
         return self.cut_short
+
+    def part(self, iterations: int) -> Budget:
+        """Return a budget for a part of the search, of at most so many moves."""
+        left = max(self.iterations - self.used, 0)
+        seconds = None
+        if self.seconds is not None:
+            seconds = max(self.seconds - self.elapsed, 0.0)
+        return Budget(min(iterations, left), seconds, self.clock, self.stop)
+
+    def count(self, part: Budget) -> None:
+        """Count what a part of the search has used."""
+        self.used += part.used
+        self.cut_short = self.cut_short or part.cut_short

@@ -52,7 +52,7 @@ from penstock.plan.paths.rules import (
     rules_from,
     rules_text,
 )
-from penstock.plan.paths.sites import site_solution
+from penstock.plan.paths.sites import near_nodes, site_solution
 from penstock.plan.paths.solution import Solution, simulate_solution
 from penstock.plan.paths.staged_search import DEFAULT_SEARCH_MOVES, search
 from penstock.schedules.size import refuse_if_too_large
@@ -193,10 +193,11 @@ def best_plan(
     )
     bound = path_bound(problem, shape, labels)
 
-    def starts(stage_seed: int) -> list[Solution]:
-        return _start_solutions(problem, labels, shape, budget, stage_seed)
+    def starts(stage_seed: int, stage_budget: Budget) -> list[Solution]:
+        return _start_solutions(problem, labels, shape, stage_budget, stage_seed)
 
-    solution = search(problem, starts, budget, labels is None, seed)
+    by_sites = labels is None and has_sites(problem)
+    solution = search(problem, starts, budget, labels is None, seed, by_sites)
     return finish_plan(problem, solution, bound, budget)
 
 
@@ -231,12 +232,20 @@ def _start_solutions(
         solutions += first_solutions(problem, arrangement, circuits, seed)
         if may_drop_nodes:
             solutions += _exchanged_solutions(problem, arrangement, seed)
-    has_sites = problem.traffic.nodes > MAX_NODES_AT_ONCE and not problem.sized
-    if has_sites and not problem.policy.reserved and problem.hops > 0:
+    if has_sites(problem):
         by_sites = site_solution(problem, even_sizes, BUSY_PRICES, budget, seed)
         if by_sites is not None:
             solutions.append(by_sites)
     return solutions
+
+
+def has_sites(problem: Problem) -> bool:
+    """Whether a cluster is so large that it is planned site by site."""
+    is_large = problem.traffic.nodes > MAX_NODES_AT_ONCE
+    may_arrange = not problem.sized and not problem.policy.reserved
+    return (
+        is_large and may_arrange and problem.hops > 0 and len(near_nodes(problem)) > 1
+    )
 
 
 def _exchanged_solutions(

@@ -10,6 +10,9 @@ Most stages anneal from scratch, from hot to cold, over their own number of move
 every other stage starts from the best solution so far, and less hot. A search with a small budget
 makes the same first moves as one with a large budget, and both return the best solution they met.
 So more work never gives a worse plan, and a seed gives the same plan on every machine.
+
+A cluster that is planned site by site is worse off in the middle of a stage: some sites are improved, others are not.
+There, a stage from scratch counts only once it is complete.
 """
 
 from __future__ import annotations
@@ -33,21 +36,26 @@ RESTART_MOVES = 20_000
 TRIED_STARTS = 3  # solutions that get a short search before the best is chosen
 TRIAL_SHARE = 0.12  # share of a stage's moves for each short search
 GROUP_TRIAL_MOVES = 1_500  # moves of a short search that works group by group
+Starts = Callable[[int, Budget], Sequence[Solution]]
 UNLIMITED_MOVES = 1 << 60  # until the budget ends or nothing more is found
 
 
 def search(
     problem: Problem,
-    starts: Callable[[int], Sequence[Solution]],
+    starts: Starts,
     budget: Budget,
     free: bool,
     seed: int,
+    by_sites: bool = False,
 ) -> Solution:
     """Return the best solution that the search meets within its budget.
 
-    starts: makes the solutions that a stage starts from, given a seed.
+    starts: makes the solutions that a stage starts from, given a seed and a budget.
     free: whether nodes may change their parts.
+    by_sites: whether the starts are planned site by site.
     """
+    if by_sites:
+        return _search_by_sites(problem, starts, budget, free, seed)
 
     def value(solution: Solution) -> tuple[float, float]:
         return solution_value(problem, solution)
@@ -65,7 +73,7 @@ def search(
             continue
         solution = _run_stage(
             problem,
-            starts(stage_seed),
+            starts(stage_seed, budget),
             budget,
             free,
             stage_seed,
@@ -74,6 +82,38 @@ def search(
         if best is None or value(solution) < value(best):
             best = solution
         if budget.spent:
+            return best
+    raise AssertionError("the stages never end")
+
+
+def _search_by_sites(
+    problem: Problem, starts: Starts, budget: Budget, free: bool, seed: int
+) -> Solution:
+    """Return the best solution of the stages that are complete, or that improve the best so far."""
+
+    def value(solution: Solution) -> tuple[float, float]:
+        return solution_value(problem, solution)
+
+    simple = starts(seed, Budget(0))
+    best = min((choose_queueing(problem, start) for start in simple), key=value)
+    for stage in count():
+        stage_seed = seed + stage
+        moves = site_stage_moves(stage)
+        part = budget.part(moves)
+        improves = moves == RESTART_MOVES
+        if improves:
+            solution = improve_solution(
+                problem, best, part, free, stage_seed, moves, WARM
+            )
+        else:
+            solution = _run_stage(
+                problem, starts(stage_seed, part), part, free, stage_seed, moves
+            )
+        complete = part.iterations == moves
+        if complete or improves or part.cut_short:
+            best = min(best, solution, key=value)
+        budget.count(part)
+        if budget.spent or not part.used:
             return best
     raise AssertionError("the stages never end")
 
@@ -89,6 +129,19 @@ def stage_moves(stage: int) -> int:
     if is_restart(stage):
         return RESTART_MOVES
     return int(min(FIRST_STAGE_MOVES * STAGE_GROWTH**stage, MAX_STAGE_MOVES))
+
+
+def site_stage_moves(stage: int) -> int:
+    """Return the number of moves of a stage that plans site by site.
+
+    Every site needs its share of the moves, so the second stage has all that the default leaves.
+
+    >>> [site_stage_moves(stage) for stage in range(5)]
+    [300, 25200, 20000, 40000, 20000]
+    """
+    if stage < 2:
+        return (FIRST_STAGE_MOVES, DEFAULT_SEARCH_MOVES - FIRST_STAGE_MOVES)[stage]
+    return RESTART_MOVES if stage % 2 == 0 else MAX_STAGE_MOVES
 
 
 def is_restart(stage: int) -> bool:
