@@ -307,7 +307,7 @@ def test_the_memory_forecast_counts_what_a_process_holds():
     reason="asks Linux for the peak of a process",
 )
 def test_a_process_takes_the_memory_that_was_forecast():
-    sizes, numbers = LlamaConfig(VOCAB, 512, 4, 8, 8, 1408), []
+    sizes, numbers = LlamaConfig(VOCAB, 512, 8, 8, 8, 1408), []
     model = blueprint(sizes)
     for path, count in (("embed", 1), ("layers.0", sizes.layers), ("head", 1)):
         numbers.append(
