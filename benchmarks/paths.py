@@ -19,7 +19,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -186,22 +186,31 @@ def baselines(iterations: int) -> list[Row]:
     return rows
 
 
+def plan_both(
+    cluster: Cluster, parts: Sequence[Any], iterations: int, **options: Any
+) -> tuple[PathPlan, PathPlan]:
+    """Paths, and the full pipeline of the same search. Both follow their rules."""
+    paths = plan_paths(
+        cluster,
+        parts,
+        6,
+        data_nodes=5,
+        iterations=iterations,
+        clock=CLOCK,
+        **options,
+    )
+    full = full_pipeline(paths, iterations, clock=CLOCK)
+    assert not rule_faults(paths)
+    assert not rule_faults(full)
+    return paths, full
+
+
 def best_full_pipelines(iterations: int) -> list[Row]:
     """The comparison that `penstock paths` prints: each side has its own arrangement."""
     rows: list[Row] = []
     for name in "AB":
         parts = even_parts(6, CITED["instances"][name]["forward"])
-        paths = plan_paths(
-            cited_cluster(name),
-            parts,
-            6,
-            data_nodes=5,
-            iterations=iterations,
-            clock=CLOCK,
-        )
-        full = full_pipeline(paths, iterations, clock=CLOCK)
-        assert not rule_faults(paths)
-        assert not rule_faults(full)
+        paths, full = plan_both(cited_cluster(name), parts, iterations)
         rows.append(
             {
                 "instance": name,
@@ -281,18 +290,7 @@ def summed(iterations: int) -> list[Row]:
     for name in "AB":
         parts = even_parts(6, CITED["instances"][name]["forward"], message=MESSAGE)
         for what, how in SUM_LEVERS.items():
-            paths = plan_paths(
-                with_bandwidth(name),
-                parts,
-                6,
-                data_nodes=5,
-                iterations=iterations,
-                clock=CLOCK,
-                **how,
-            )
-            full = full_pipeline(paths, iterations, clock=CLOCK)
-            assert not rule_faults(paths)
-            assert not rule_faults(full)
+            paths, full = plan_both(with_bandwidth(name), parts, iterations, **how)
             rows.append(
                 {
                     "instance": name,

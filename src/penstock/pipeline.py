@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from penstock.errors import ShapeError
 from penstock.ir import Plan, Schedule, lower
+from penstock.ir.sums import first_holders
 from penstock.models import Part, layer_count, part_parameters, split, token_loss
 from penstock.partition import even_partition
 from penstock.runtime import (
@@ -31,10 +32,9 @@ from penstock.runtime import (
     init,
     prove,
 )
+from penstock.runtime.clipping import scale_down
 from penstock.runtime.comm.comm import Comm
 from penstock.runtime.loss_reduction import Loss
-
-NORM_EPSILON = 1e-6  # added to a norm before dividing by it, as torch does
 
 
 class Pipeline:
@@ -89,7 +89,9 @@ class Pipeline:
             for number in self.stages
             if recompute or self.schedule.stages[number].part in again
         )
-        self.owned = self._owned(parts)
+        holders = first_holders(self.schedule, [_named(part) for part in parts])
+        # A parameter that several ranks hold counts on the first of them.
+        self.owned = {name for name, rank in holders.items() if rank == self.comm.rank}
         self._executor: Executor | None = None
 
     # ------------------------------------------------------------ steps
@@ -123,10 +125,8 @@ class Pipeline:
                 square += parameter.grad.double().square().sum()
         self.comm.add(square, tuple(range(self.comm.ranks))).wait()
         norm = float(square.sqrt())
-        if norm > most:
-            for parameter in self.parameters():
-                if parameter.grad is not None:
-                    parameter.grad.mul_(most / (norm + NORM_EPSILON))
+        gradients = [one.grad for one in self.parameters() if one.grad is not None]
+        scale_down(gradients, norm, most)
         return norm
 
     @property
@@ -180,16 +180,6 @@ class Pipeline:
         """Forget the gradients."""
         for parameter in self.parameters():
             parameter.grad = None
-
-    def _owned(self, parts: Sequence[nn.Module]) -> frozenset[str]:
-        """The parameters of this rank that no rank before it holds."""
-        owners: dict[str, int] = {}
-        for stage in sorted(self.schedule.stages, key=lambda stage: stage.rank):
-            for name in _named(parts[stage.part]):
-                owners.setdefault(name, stage.rank)
-        return frozenset(
-            name for name, rank in owners.items() if rank == self.comm.rank
-        )
 
 
 # ---------------------------------------------------------------- parts

@@ -12,33 +12,22 @@ step_scheduler:
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 from penstock.advice.pipeline import NO_PIPELINE, Advice, Pipeline
 from penstock.advice.torch_stages import (
-    refuse_on_torch,
+    TorchFramework,
     torch_csv,
     torch_name,
     torch_notes,
-    waits_on_torch,
 )
-from penstock.plan.recipes import Limits
 
 
-class Automodel:
+class Automodel(TorchFramework):
     """NeMo AutoModel, whose pipeline runtime is torch's own."""
 
     name = "automodel"
     ending = "automodel.yaml"
-
-    def narrow(self, limits: Limits) -> Limits:
-        """Look for whole sequences and one copy of the weights."""
-        return replace(limits, slices=1, weights=1)
-
-    def adapt(self, pipeline: Pipeline) -> Pipeline:
-        """Keep the passes: AutoModel accumulates gradients over whole passes."""
-        return pipeline
 
     def refuse(self, pipeline: Pipeline) -> str:
         """Refuse waves, recomputation of some parts, and fewer micro-batches than ranks."""
@@ -47,11 +36,7 @@ class Automodel:
                 f"it has {pipeline.microbatches} micro-batches on {pipeline.ranks} ranks; "
                 "automodel wants at least as many micro-batches as ranks"
             )
-        return refuse_on_torch(pipeline, self.name)
-
-    def waits(self, pipeline: Pipeline) -> bool:
-        """torch's 1F1B waits for its messages."""
-        return waits_on_torch(pipeline)
+        return super().refuse(pipeline)
 
     def advise(self, pipeline: Pipeline, stem: Path) -> Advice:
         """Return two sections of a recipe's YAML."""

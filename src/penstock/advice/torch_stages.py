@@ -9,6 +9,8 @@ They place stages by the name of a schedule: in a loop, or in one V. The order c
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from penstock.advice.orders import Placement, order_of, placement_of
 from penstock.advice.pipeline import (
     Pipeline,
@@ -16,6 +18,7 @@ from penstock.advice.pipeline import (
     refuse_mixed_recomputation,
 )
 from penstock.formats import dump_torch_csv
+from penstock.plan.recipes import Limits
 
 NAMES = {
     "1f1b": "1F1B",
@@ -27,26 +30,43 @@ NAMES = {
 PLACING_NAMES = {Placement.LOOP: "PipelineScheduleMulti", Placement.V: "ZBVZeroBubble"}
 
 
-def refuse_on_torch(pipeline: Pipeline, framework: str) -> str:
-    """Why a framework on torch's pipelining cannot run a pipeline; empty if it can."""
-    reason = refuse_idle_order(pipeline)
-    if reason:
-        return reason
-    if pipeline.tied and pipeline.ranks > 1:
-        return (
-            f"the model ties its embedding to its head, which {framework} refuses in a "
-            "pipeline (--set model.tied=false unties them)"
-        )
-    placement = placement_of(pipeline.schedule)
-    if placement is Placement.WAVES:
-        waves = pipeline.stages_per_rank // 2
-        return f"its stages lie in {waves} waves; {framework} places them in a loop or in one V"
-    if placement not in PLACING_NAMES:
-        return (
-            f"its stages lie neither in a loop nor in a V, and {framework} knows no other "
-            "placement"
-        )
-    return refuse_mixed_recomputation(pipeline, framework)
+class TorchFramework:
+    """A framework whose pipeline runtime is torch's own."""
+
+    name = ""
+
+    def narrow(self, limits: Limits) -> Limits:
+        """Look for whole sequences and one copy of the weights."""
+        return replace(limits, slices=1, weights=1)
+
+    def adapt(self, pipeline: Pipeline) -> Pipeline:
+        """Keep the passes: these frameworks accumulate gradients over whole passes."""
+        return pipeline
+
+    def refuse(self, pipeline: Pipeline) -> str:
+        """Refuse waves, tied weights over several ranks, and recomputation of some parts."""
+        reason = refuse_idle_order(pipeline)
+        if reason:
+            return reason
+        if pipeline.tied and pipeline.ranks > 1:
+            return (
+                f"the model ties its embedding to its head, which {self.name} refuses in a "
+                "pipeline (--set model.tied=false unties them)"
+            )
+        placement = placement_of(pipeline.schedule)
+        if placement is Placement.WAVES:
+            waves = pipeline.stages_per_rank // 2
+            return f"its stages lie in {waves} waves; {self.name} places them in a loop or in one V"
+        if placement not in PLACING_NAMES:
+            return (
+                f"its stages lie neither in a loop nor in a V, and {self.name} knows no other "
+                "placement"
+            )
+        return refuse_mixed_recomputation(pipeline, self.name)
+
+    def waits(self, pipeline: Pipeline) -> bool:
+        """Whether ranks wait for their messages: torch's own 1F1B does, its other schedules do not."""
+        return pipeline.ranks > 1 and torch_name(pipeline)[0] == "1F1B"
 
 
 def torch_name(pipeline: Pipeline) -> tuple[str, bool]:
@@ -55,11 +75,6 @@ def torch_name(pipeline: Pipeline) -> tuple[str, bool]:
     if name:
         return name, False
     return PLACING_NAMES[placement_of(pipeline.schedule)], True
-
-
-def waits_on_torch(pipeline: Pipeline) -> bool:
-    """Whether ranks wait for their messages: torch's own 1F1B does, its other schedules do not."""
-    return pipeline.ranks > 1 and torch_name(pipeline)[0] == "1F1B"
 
 
 def torch_csv(pipeline: Pipeline) -> str:

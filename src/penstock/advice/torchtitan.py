@@ -8,43 +8,24 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 from penstock.advice.pipeline import NO_PIPELINE, Advice, Pipeline
 from penstock.advice.torch_stages import (
-    refuse_on_torch,
+    TorchFramework,
     torch_csv,
     torch_name,
     torch_notes,
-    waits_on_torch,
 )
-from penstock.plan.recipes import Limits
 
 CONTINUED = " \\\n"  # between two options
 
 
-class Torchtitan:
+class Torchtitan(TorchFramework):
     """torchtitan, whose runtime is torch's own."""
 
     name = "torchtitan"
     ending = "torchtitan.sh"
-
-    def narrow(self, limits: Limits) -> Limits:
-        """Look for whole sequences and one copy of the weights."""
-        return replace(limits, slices=1, weights=1)
-
-    def adapt(self, pipeline: Pipeline) -> Pipeline:
-        """Keep the passes: torchtitan accumulates gradients over whole passes."""
-        return pipeline
-
-    def refuse(self, pipeline: Pipeline) -> str:
-        """Refuse waves, and recomputation of some parts."""
-        return refuse_on_torch(pipeline, self.name)
-
-    def waits(self, pipeline: Pipeline) -> bool:
-        """torch's 1F1B waits for its messages."""
-        return waits_on_torch(pipeline)
 
     def advise(self, pipeline: Pipeline, stem: Path) -> Advice:
         """Return options of the command line."""

@@ -19,7 +19,7 @@ ConfigChanges = Annotated[
     Optional[list[str]],
     typer.Option(
         "--set",
-        help="Change a value of the config: section.key=value. May repeat.",
+        help="Change a value of the config: section.key=value. May be repeated.",
         autocompletion=complete_change,
     ),
 ]

@@ -7,15 +7,17 @@ from typing import Annotated, Optional
 
 import typer
 
+from penstock.cli.options import ConfigChanges
 from penstock.cli.tables import counting, print_plain
-from penstock.cli.train import Changes
 from penstock.errors import FileError
 
 
 def tokenizer_command(
     config: Annotated[
         Optional[Path],
-        typer.Argument(help="A config whose [data] names the text. Default: defaults."),
+        typer.Argument(
+            help="A config whose [data] names the text. Without one, the defaults."
+        ),
     ] = None,
     vocab: Annotated[
         int, typer.Option(help="The number of words, with one for each byte.")
@@ -23,7 +25,7 @@ def tokenizer_command(
     output: Annotated[
         Path, typer.Option("-o", "--output", help="The file to create.")
     ] = Path("tokenizer.json"),
-    changes: Changes = None,
+    changes: ConfigChanges = None,
 ) -> None:
     """Train a tokenizer (byte pairs) on the text of a config, for data.tokenizer.
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Optional
 
 import typer
 
-from penstock.cli.completion import complete_change, complete_preset
+from penstock.cli.completion import complete_preset
 from penstock.cli.ending import show_ending
 from penstock.cli.forecast import (
     describe_placement,
@@ -21,6 +21,7 @@ from penstock.cli.forecast import (
     tell_if_too_large,
 )
 from penstock.cli.landscape import show_progress
+from penstock.cli.options import ConfigChanges
 from penstock.cli.tables import (
     counting,
     print_plain,
@@ -39,14 +40,6 @@ if TYPE_CHECKING:
     from penstock.train.lock import Lock
     from penstock.train.placement import Placement
 
-Changes = Annotated[
-    Optional[list[str]],
-    typer.Option(
-        "--set",
-        help="Change a value: section.key=value. May be repeated.",
-        autocompletion=complete_change,
-    ),
-]
 Preset = Annotated[
     str,
     typer.Option(
@@ -88,7 +81,7 @@ def train_command(
             metavar="[CONFIG]", help="A config.toml, or the folder of a run."
         ),
     ] = None,
-    changes: Changes = None,
+    changes: ConfigChanges = None,
     preset: OptionalPreset = None,
     resume: Annotated[
         bool,
@@ -185,7 +178,7 @@ def init_command(
         "config.toml"
     ),
     preset: Preset = "tiny",
-    changes: Changes = None,
+    changes: ConfigChanges = None,
 ) -> None:
     """Write a config with a comment on every value.
 

@@ -13,7 +13,7 @@ takes one tick. The simulator and the runtime both take the order from here.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -41,6 +41,15 @@ def ranks_of(schedule: Schedule, parts: Sequence[int]) -> tuple[int, ...]:
     return tuple(
         sorted({stage.rank for stage in schedule.stages if stage.part in parts})
     )
+
+
+def first_holders(schedule: Schedule, names: Sequence[Iterable[str]]) -> dict[str, int]:
+    """The first rank that holds each parameter, given the names in each part. It alone counts and saves it."""
+    holders: dict[str, int] = {}
+    for stage in sorted(schedule.stages, key=lambda stage: stage.rank):
+        for name in names[stage.part]:
+            holders.setdefault(name, stage.rank)
+    return holders
 
 
 def completion(schedule: Schedule, parts: Sequence[int], rank: int) -> tuple[int, int]:

@@ -22,10 +22,9 @@ from torch.distributed.tensor import DTensor
 
 from penstock.config import OptimizerConfig
 from penstock.runtime import Comm, local_share
-from penstock.runtime.torch_internals import multiply_all, norms_of_all
+from penstock.runtime.clipping import scale_down
+from penstock.runtime.torch_internals import norms_of_all
 from penstock.train.weights import Holding
-
-NORM_EPSILON = 1e-6  # added to a norm before dividing by it, as torch does
 
 
 def adamw(
@@ -125,12 +124,11 @@ class Gradients:
 
     def clip(self, norm: float, most: float) -> None:
         """Scale all gradients so that their norm is at most `most`; 0 leaves them alone."""
-        if not most or norm <= most:
+        if not most:
             return
         gradients = [
             local_share(parameter.grad)
             for parameter in self.holding.parameters.values()
             if parameter.grad is not None
         ]
-        if gradients:  # A rank may have nothing to train.
-            multiply_all(gradients, most / (norm + NORM_EPSILON))
+        scale_down(gradients, norm, most)

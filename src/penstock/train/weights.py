@@ -25,6 +25,7 @@ from torch.distributed.fsdp import FSDPModule
 from penstock.config import ModelConfig
 from penstock.errors import ConfigError, ShapeError
 from penstock.ir.schedule import Schedule
+from penstock.ir.sums import first_holders
 from penstock.models import (
     GPT,
     DecoderConfig,
@@ -200,7 +201,7 @@ def hold(
     for number, stage in enumerate(schedule.stages):
         if stage.rank == rank:
             stages[number] = parts[stage.part]
-    owners = _owners(schedule, parts)
+    owners = first_holders(schedule, [part_parameters(part) for part in parts])
     owned = set()
     for name, parameter in held.items():
         if owners[name] == rank and (place is None or place.counts(parameter)):
@@ -260,15 +261,6 @@ def _tie(
         path, _, leaf = name.rpartition(".")
         module = part.get_submodule(path)
         setattr(module, leaf, held.setdefault(first, getattr(module, leaf)))
-
-
-def _owners(schedule: Schedule, parts: Sequence[Part]) -> dict[str, int]:
-    """The first rank that holds each parameter."""
-    owners: dict[str, int] = {}
-    for stage in sorted(schedule.stages, key=lambda stage: stage.rank):
-        for name in part_parameters(parts[stage.part]):
-            owners.setdefault(name, stage.rank)
-    return owners
 
 
 # ---------------------------------------------------------------- numbers
