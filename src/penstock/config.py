@@ -108,6 +108,11 @@ class ModelConfig:
         """The Hugging Face folder that defines the model; empty if there is none."""
         return self.weights or self.config
 
+    @property
+    def folder_key(self) -> str:
+        """The key that names this folder."""
+        return "model.weights" if self.weights else "model.config"
+
 
 @dataclass(frozen=True, slots=True)
 class DataConfig:
