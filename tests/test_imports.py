@@ -68,6 +68,7 @@ LIBRARIES = {
         "numpy",
         "torch",
         "rich",
+        "peft",
         "pyarrow",
         "safetensors",
         "tokenizers",

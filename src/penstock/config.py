@@ -1,4 +1,4 @@
-"""The config of a run: seven sections of plain values, frozen, and checked before anything starts.
+"""The config of a run: eight sections of plain values, frozen, and checked before anything starts.
 
     [model]      sizes, or a folder to start from          what to train
     [data]       text, tokenizer, tokens, batch            on which text
@@ -6,6 +6,7 @@
     [paths]      rotation, full steps, warm-up             through which parts, if some are left out
     [mesh]       processes of a rank                       how a rank shares its part
     [optimizer]  rates, decay, clipping                    how the weights move
+    [lora]       rank, targets                             which adapters are trained instead of the model
     [run]        steps, seed, precision, when to save      for how long, and where
 
 Each value knows its default, its meaning and its range. `penstock init` writes them into
@@ -335,6 +336,23 @@ class OptimizerConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class LoraConfig:
+    """Adapters beside the matrices of a model that stays as it is (LoRA, with the library peft)."""
+
+    rank: int = setting(
+        0, "columns of the adapters; 0 trains the model itself", least=0
+    )
+    alpha: float = setting(16.0, "adapters count alpha / rank times", above=0)
+    targets: tuple[str, ...] = setting(
+        (),
+        "ends of the names of adapted matrices, such as q_proj; empty adapts all matrices of the layers",
+    )
+    dropout: float = setting(
+        0.0, "share of the adapters' inputs that is dropped", least=0, most=0.95
+    )
+
+
+@dataclass(frozen=True, slots=True)
 class RunConfig:
     """How long a run takes, what it saves, and where it computes."""
 
@@ -435,6 +453,7 @@ class Config:
     paths: PathsConfig = field(default_factory=PathsConfig, kw_only=True)
     mesh: MeshConfig = field(default_factory=MeshConfig, kw_only=True)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig, kw_only=True)
     run: RunConfig = field(default_factory=RunConfig)
 
     @property
@@ -532,6 +551,7 @@ def check_config(config: Config, counted: bool = False) -> Config:
         faults += _range_faults(section.name, getattr(config, section.name))
     faults += _choice_faults(config)
     faults += _optimizer_faults(config.optimizer)
+    faults += _lora_faults(config)
     faults += _device_faults(config)
     faults += _skip_faults(config)
     name = config.schedule.name
@@ -560,6 +580,27 @@ def _optimizer_faults(optimizer: OptimizerConfig) -> list[str]:
                 faults.append(f"{name} has {key} = {value:g}; it must be at least 0")
         if group.frozen and (group.rate, group.decay) != (None, None):
             faults.append(f"{name} is frozen, so it can have no rate or decay")
+    return faults
+
+
+def _lora_faults(config: Config) -> list[str]:
+    """The values that do not go with adapters."""
+    if not config.lora.rank:
+        return []
+    faults = []
+    if not config.model.weights:
+        faults.append(
+            f"lora.rank = {config.lora.rank} trains adapters beside a trained model: name its folder in model.weights"
+        )
+    if config.mesh.size > 1:
+        faults.append(
+            f"lora.rank = {config.lora.rank} does not go with mesh.shard = {config.mesh.shard} and "
+            f"mesh.tensor = {config.mesh.tensor}: use schedule.copies instead"
+        )
+    if config.lora.dropout:
+        faults.append(
+            f"lora.dropout = {config.lora.dropout:g}: adapters are trained without dropout; set it to 0"
+        )
     return faults
 
 

@@ -20,6 +20,7 @@ from penstock.config import (
     SWITCH_KEYS,
     Config,
     DataConfig,
+    LoraConfig,
     MeshConfig,
     ModelConfig,
     OptimizerConfig,
@@ -55,6 +56,7 @@ Section: TypeAlias = (
     | PathsConfig
     | MeshConfig
     | OptimizerConfig
+    | LoraConfig
     | RunConfig
 )
 Refuse: TypeAlias = Callable[[Steps, str, str], NoReturn]  # key, fault, advice

@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -79,6 +80,14 @@ from penstock.train.data.loader import (
     wanted_by,
 )
 from penstock.train.history import History, StepRow, write_timeline
+from penstock.train.lora import (
+    adapt,
+    base_parameters,
+    check_same_adapters,
+    describe_adapters,
+    draw_adapters,
+    is_adapter,
+)
 from penstock.train.mesh import place_of
 from penstock.train.optimizer import (
     Gradients,
@@ -174,6 +183,11 @@ class Job:
         return even_partition(self.sizes.layers, self.plan.schedule.parts)
 
     @property
+    def adapts(self) -> bool:
+        """Whether adapters are trained instead of the model itself."""
+        return self.config.lora.rank > 0
+
+    @property
     def checkpoints(self) -> Path:
         """The folder of the checkpoints."""
         return self.folder / "checkpoints"
@@ -215,7 +229,11 @@ class Trainer:
             frozenset().union(*map(visited_parts, schedules)),
             kept,
             lambda names: frozen_names(names, config.optimizer),
+            partial(adapt, sizes=job.sizes, lora=config.lora) if job.adapts else None,
         )
+        # A run that trains adapters does not save the model beside them.
+        saved = filter(is_adapter, self.holding.names)
+        self.saved_names = tuple(saved) if job.adapts else self.holding.names
         self.compiles = is_compiling(config, self.device)
         if self.compiles:
             for number, part in self.parts.items():
@@ -245,7 +263,7 @@ class Trainer:
         )
         self.gradients = Gradients(self.holding, comm, self.device, COUNTS)
         self.saver = Saver(
-            job.checkpoints, comm.rank, comm.ranks, config.run.keep, self.holding.names
+            job.checkpoints, comm.rank, comm.ranks, config.run.keep, self.saved_names
         )
         self.utilization = flops_utilization(
             job.sizes, config.data.tokens, comm.ranks, self.device
@@ -321,25 +339,35 @@ class Trainer:
         job = self.job
         checkpoint = None
         if job.resume:
-            checkpoint = newest_good(job.checkpoints, self.comm, self.holding.names)
+            checkpoint = newest_good(job.checkpoints, self.comm, self.saved_names)
             if checkpoint is None and not job.fresh:
                 raise nothing_to_resume(job.checkpoints)
+        seed = job.config.run.seed
+        if job.adapts:
+            self.read_base()
+            draw_adapters(self.holding, seed)
         if checkpoint is not None:
             self.resume(checkpoint)
-        elif job.config.model.weights:
-            from penstock.train.hub import read_weights  # noqa: PLC0415  # safetensors, only where it is needed
+        elif job.config.model.weights and not job.adapts:
+            self.read_base()
+        elif not job.adapts:
+            draw_parameters(self.holding, seed)
 
-            folder = Path(job.config.model.weights)
-            tensors = read_weights(folder, self.holding.parameters, job.sizes)
-            copy_weights(self.holding, tensors)
-        else:
-            draw_parameters(self.holding, job.config.run.seed)
+    def read_base(self) -> None:
+        """Fill the weights of this rank from model.weights."""
+        from penstock.train.hub import read_weights  # noqa: PLC0415  # safetensors, only where it is needed
+
+        folder = Path(self.job.config.model.weights)
+        names = base_parameters(self.holding)
+        tensors = read_weights(folder, names, self.job.sizes)
+        copy_weights(self.holding, ((names[name], one) for name, one in tensors))
 
     def resume(self, path: Path) -> None:
         """Continue from a checkpoint of the same model, however it was split."""
         facts = read_facts(path)
         check_same_model(path, facts, self.job.sizes)
         check_same_optimizer(path, facts, self.job.config.optimizer)
+        check_same_adapters(path, facts, self.job.config.lora)
         tensors = self.tensors(empty=True)
         # A parameter that was frozen until now begins with new state.
         for name in missing_tensors(path, tensors):
@@ -368,6 +396,8 @@ class Trainer:
         """
         tensors: dict[str, Tensor] = {}
         for name, parameter in self.holding.parameters.items():
+            if self.job.adapts and not is_adapter(name):
+                continue
             if not empty and not self._saves(name):
                 continue
             tensors[name] = parameter.detach()
@@ -606,6 +636,7 @@ class Trainer:
             "data": self.loader.state(),
             "tokenizer": self.job.config.data.tokenizer,
             "optimizer": describe_optimizer(self.job.config.optimizer),
+            **describe_adapters(self.job.config),
             "schedule": self.job.plan.name,
             "ranks": self.job.plan.schedule.ranks,
             "partition": list(self.job.partition),

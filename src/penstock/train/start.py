@@ -39,11 +39,12 @@ from penstock.train.hub import settle_tokenizer, weight_files
 from penstock.train.launcher import restarted, under_launcher
 from penstock.train.lock import Lock
 from penstock.train.loop import check_resumable, nothing_to_resume
+from penstock.train.lora import check_adapters, trained_names
 from penstock.train.optimizer import check_groups, check_optimizer
 from penstock.train.origin import keep_origin
 from penstock.train.placement import Placement, check_gpu_exists
 from penstock.train.rates import own_factor
-from penstock.train.weights import Sizes, blueprint
+from penstock.train.weights import Sizes
 from penstock.train.worker import (
     CONFIG_FILE,
     cache_of,
@@ -91,8 +92,10 @@ def check_start(config: Config, folder: Path, resume: bool) -> None:
 def check_training(config: Config, sizes: Sizes) -> None:
     """Refuse an optimizer, groups of parameters or a schedule of rates that cannot work."""
     check_optimizer(config.optimizer, config.mesh)
+    if config.lora.rank:
+        check_adapters(sizes, config.lora)
     if config.optimizer.groups:
-        names = [name for name, _ in blueprint(sizes).named_parameters()]
+        names = trained_names(sizes, config.lora)
         check_groups(names, config.optimizer)
     if names_own_code(config.optimizer.schedule):
         own_factor(config.optimizer.warmup, config.optimizer.schedule)

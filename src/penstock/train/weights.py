@@ -168,13 +168,15 @@ def hold(
     trained_parts: frozenset[int] | None = None,
     kept: Mapping[int, Part] | None = None,
     frozen: Callable[[Iterable[str]], Collection[str]] = lambda names: (),
+    adapt: Callable[[nn.Module], None] | None = None,
 ) -> Holding:
     """Return the parts of a rank, or this process's share of them.
 
     They have memory for their weights, but the weights are not filled yet. The parts that
     will be trained are those that the schedule visits, unless they are given. Parts that this
     process has `kept` from an earlier plan are taken as they are, with their weights. Of the
-    names of all parameters, `frozen` returns those that do not train.
+    names of all parameters, `frozen` returns those that do not train. `adapt` changes the model
+    before it is split (`penstock.train.lora`).
     """
     if len(partition) != schedule.parts:
         raise ShapeError(
@@ -182,6 +184,8 @@ def hold(
             f"but the schedule has {schedule.parts}"
         )
     model = blueprint(sizes)
+    if adapt is not None:
+        adapt(model)
     # List the names before the split, while tied parameters are still one.
     names = tuple(name for name, _ in model.named_parameters())
     for name in frozen(names):
@@ -318,10 +322,15 @@ def _fill(parameter: nn.Parameter, name: str, seed: int, matrix: bool) -> None:
 
 
 def _draw(parameter: nn.Parameter, name: str, seed: int, std: float) -> None:
-    generator = torch.Generator().manual_seed(_seed_of(seed, name))
+    generator = generator_of(seed, name)
     numbers = torch.normal(0.0, std, parameter.shape, generator=generator)
     with torch.no_grad():
         local_share(parameter).copy_(cut_share(numbers, parameter))
+
+
+def generator_of(seed: int, name: str) -> torch.Generator:
+    """Return the random numbers of one parameter, which do not depend on who holds it."""
+    return torch.Generator().manual_seed(_seed_of(seed, name))
 
 
 def _seed_of(seed: int, name: str) -> int:
