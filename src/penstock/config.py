@@ -133,6 +133,14 @@ class DataConfig:
     field: str = setting(
         "text", "field of a JSONL line, or column of a table, that holds the text"
     )
+    instructions: bool = setting(
+        False,
+        "learn answers only: .jsonl or tables with messages, or with prompt and completion",
+    )
+    template: str = setting(
+        "",
+        "file with the chat template of messages (Jinja); empty takes the one beside the tokenizer",
+    )
     tokenizer: str = setting(
         AUTO,
         "bytes, or the path of a tokenizer.json; auto takes that of model.weights or model.config, or else bytes",
@@ -632,9 +640,10 @@ def _path_faults(config: Config) -> list[str]:
             for key in changed
         ]
     faults = []
-    if paths.mean == "visits" and config.data.separate and config.mesh.shard > 1:
+    uneven = [key for key in ("separate", "instructions") if getattr(config.data, key)]
+    if paths.mean == "visits" and uneven and config.mesh.shard > 1:
         faults.append(
-            "paths.mean = visits does not go with data.separate = true and mesh.shard > 1: "
+            f"paths.mean = visits does not go with data.{uneven[0]} = true and mesh.shard > 1: "
             "shards would weigh their documents differently; set paths.mean=all"
         )
     if planned:

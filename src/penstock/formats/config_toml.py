@@ -351,6 +351,8 @@ def with_absolute_paths(config: Config) -> Config:
     data = replace(data, sources=tuple(map(_absolute, data.sources)))
     if names_a_file(data.tokenizer):
         data = replace(data, tokenizer=_absolute(data.tokenizer))
+    if data.template:
+        data = replace(data, template=_absolute(data.template))
     schedule = config.schedule
     if Path(schedule.name).suffix:
         schedule = replace(schedule, name=_absolute(schedule.name))

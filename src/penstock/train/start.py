@@ -27,6 +27,7 @@ from penstock.formats.config_toml import (
 from penstock.ir import Plan
 from penstock.train.capacity import check_memory, check_timing
 from penstock.train.checkpoint import newest
+from penstock.train.data.conversations import keep_template
 from penstock.train.data.corpus import Corpus, open_corpus, source_files
 from penstock.train.data.prompt import PROMPT, find_prompt
 from penstock.train.data.tokenizer import (
@@ -144,6 +145,7 @@ def prepare_run(
             keep_origin(Path(config.model.folder), folder)
         tokenizer = tokenizer_of(config.data.tokenizer)
         keep_end_word(config.data.tokenizer, tokenizer, folder)
+        keep_template(config.data, folder)
         prompt = find_prompt(corpus, tokenizer)
         (folder / PROMPT).write_text(prompt, encoding="utf-8")
     except OSError as error:
