@@ -33,6 +33,7 @@ PRECISIONS = ("float32", "bfloat16")
 DEVICES = ("auto", "cpu", "cuda")
 AUTO = "auto"
 MEANS = ("all", "visits")
+REDUCTIONS = ("sum", "mean")
 RATE_SCHEDULES = ("constant", "linear", "cosine", "wsd", "inverse_sqrt")
 PARTIAL_SCHEDULES = ("skip",)  # named schedules that leave out parts
 FULL_AS_PLANNED = -1  # paths.full: what the plan's rules say
@@ -164,6 +165,10 @@ class DataConfig:
         "share of the sequences that is held out for evaluation",
         least=0,
         most=0.5,
+    )
+    validation: tuple[str, ...] = setting(
+        (),
+        "files or folders that evaluations read instead of held-out sequences",
     )
     cache: str = setting(
         "",
@@ -397,6 +402,31 @@ class RunConfig:
         "tokens whose logits are in memory at a time, if all of them take more than 64 MiB; 0 keeps all in memory",
         least=0,
     )
+    loss: str = setting(
+        "",
+        "your own loss, module:function or file.py:function, of logits and labels; empty takes the cross entropy",
+    )
+    reduction: str = setting(
+        "sum", "how your own loss combines the losses of its labels: sum or mean"
+    )
+    smoothing: float = setting(
+        0.0,
+        "label smoothing: share of each label that is spread over all words",
+        least=0,
+        most=0.99,
+    )
+    z_loss: float = setting(
+        0.0, "weight of the squared log of the softmax's denominator", least=0
+    )
+    callbacks: tuple[str, ...] = setting(
+        (),
+        "your own classes, module:Class or file.py:Class, whose methods are called during the run",
+    )
+    early_stop: int = setting(
+        0,
+        "evaluations in a row without a lower held-out loss after which a run ends with its best weights; 0 never",
+        least=0,
+    )
     accumulate: int = setting(
         1, "passes through the pipeline per step; their gradients are added up", least=1
     )
@@ -560,6 +590,7 @@ def check_config(config: Config, counted: bool = False) -> Config:
     faults += _choice_faults(config)
     faults += _optimizer_faults(config.optimizer)
     faults += _lora_faults(config)
+    faults += _own_code_faults(config)
     faults += _device_faults(config)
     faults += _skip_faults(config)
     name = config.schedule.name
@@ -608,6 +639,31 @@ def _lora_faults(config: Config) -> list[str]:
     if config.lora.dropout:
         faults.append(
             f"lora.dropout = {config.lora.dropout:g}: adapters are trained without dropout; set it to 0"
+        )
+    return faults
+
+
+def _own_code_faults(config: Config) -> list[str]:
+    """The values of [run] that name the user's own code, or go with it."""
+    run = config.run
+    faults = []
+    for key, names in (("loss", (run.loss,)), ("callbacks", run.callbacks)):
+        faults += [
+            f"run.{key} = {name!r} is not module:name or file.py:name"
+            for name in names
+            if name and not names_own_code(name)
+        ]
+    if run.loss and (run.smoothing or run.z_loss):
+        faults.append(
+            "run.loss replaces the cross entropy, so it does not go with run.smoothing and run.z_loss"
+        )
+    if run.reduction != "sum" and not run.loss:
+        faults.append(
+            "run.reduction = mean is for a loss of your own: name it in run.loss"
+        )
+    if run.early_stop and not run.evaluate:
+        faults.append(
+            f"run.early_stop = {run.early_stop} counts evaluations, but run.evaluate = 0 makes none"
         )
     return faults
 
@@ -715,6 +771,7 @@ def _choice_faults(config: Config) -> list[str]:
         ("run.compile", config.run.compile, SWITCHES),
         ("run.graphs", config.run.graphs, SWITCHES),
         ("run.elastic", config.run.elastic, SWITCHES),
+        ("run.reduction", config.run.reduction, REDUCTIONS),
         ("paths.mean", config.paths.mean, MEANS),
     )
     faults = []

@@ -9,19 +9,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from commands import called
-from penstock.config import LoraConfig
-from penstock.errors import ConfigError, PenstockError, RunError
-from penstock.formats.config_toml import load_config
+from penstock.config import LoraConfig, OptimizerConfig
+from penstock.errors import ConfigError, RunError
+from penstock.measure.footprint import footprint
+from penstock.measure.probe import Probe
 from penstock.models import token_loss, valid_tokens
 from penstock.train.after.export import export_run
-from penstock.train.checkpoint import newest, newest_good
+from penstock.train.checkpoint import newest
 from penstock.train.data.loader import Deal, Loader
 from penstock.train.hub import read_sizes
-from penstock.train.lora import adapt, check_adapters, draw_adapters
+from penstock.train.lora import check_adapters, trained_names
 from penstock.train.optimizer import parameter_numbers
 from penstock.train.profile import ProfileRequest, subjects_of
-from penstock.train.weights import blueprint, hold_whole
+from penstock.train.weights import blueprint
 from trainings import SMALL, VOCAB, apart, corpus, job_of, train
 
 transformers = pytest.importorskip("transformers")
@@ -51,8 +51,14 @@ def llama() -> torch.nn.Module:
 def gpt2() -> torch.nn.Module:
     return transformers.GPT2LMHeadModel(
         transformers.GPT2Config(
-            vocab_size=VOCAB, n_embd=16, n_layer=4, n_head=4, n_positions=8,
-            attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0,
+            vocab_size=VOCAB,
+            n_embd=16,
+            n_layer=4,
+            n_head=4,
+            n_positions=8,
+            attn_pdrop=0.0,
+            embd_pdrop=0.0,
+            resid_pdrop=0.0,
         )
     )
 
@@ -155,3 +161,30 @@ def test_adapters_train_as_in_peft_and_peft_loads_them(
         assert torch.allclose(merged.eval()(x).logits, loaded(x).logits, atol=1e-5)
     said = json.loads((tmp_path / "adapters" / "adapter_config.json").read_text())
     assert (said["r"], said["lora_alpha"]) == (2, 8)
+
+
+def test_other_adapters_than_those_of_the_checkpoint_are_refused(tmp_path):
+    base = tmp_path / "base"
+    llama().save_pretrained(base)
+    train(job(tmp_path / "run", base, "1f1b", "run.steps=1", ranks=1))
+    with pytest.raises(RunError, match=r"trained with lora.rank = 2, here it is 3"):
+        train(job(tmp_path / "run", base, "1f1b", "lora.rank=3", resume=True, ranks=1))
+    with pytest.raises(ConfigError, match=r"called 'w_proj'\n  known: down_proj, "):
+        check_adapters(read_sizes(base), LoraConfig(rank=2, targets=("w_proj",)))
+
+
+def test_memory_counts_gradients_and_state_of_adapters_only(tmp_path):
+    llama().save_pretrained(tmp_path)
+    sizes = read_sizes(tmp_path)
+    lora = LoraConfig(rank=2, targets=("q_proj",))
+    model = blueprint(sizes)
+    layers = sum(one.numel() for one in model.layers.parameters())
+    adapters = 4 * 2 * (16 + 16)
+    assert len(trained_names(sizes, lora)) == len(list(model.parameters())) + 4 * 2
+    numbers = parameter_numbers(OptimizerConfig(), sizes, lora)
+    assert numbers.layers == pytest.approx((layers + 4 * adapters) / layers)
+    assert (numbers.ends, numbers.ends_trained) == (1, 0)
+    subjects = subjects_of(ProfileRequest(sizes, 8, lora=lora))
+    measured = footprint(Probe(subjects.layer)).weights
+    both = 2 * layers / 4 + 4 * adapters / 2  # of the two layers that are measured
+    assert measured == pytest.approx(4 * both, rel=0.02)

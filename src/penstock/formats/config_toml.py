@@ -348,7 +348,11 @@ def with_absolute_paths(config: Config) -> Config:
     if model.config:
         model = replace(model, config=_absolute(model.config))
     data = config.data
-    data = replace(data, sources=tuple(map(_absolute, data.sources)))
+    data = replace(
+        data,
+        sources=tuple(map(_absolute, data.sources)),
+        validation=tuple(map(_absolute, data.validation)),
+    )
     if names_a_file(data.tokenizer):
         data = replace(data, tokenizer=_absolute(data.tokenizer))
     if data.template:
@@ -358,8 +362,18 @@ def with_absolute_paths(config: Config) -> Config:
         schedule = replace(schedule, name=_absolute(schedule.name))
     optimizer = config.optimizer
     optimizer = replace(optimizer, schedule=_absolute_code(optimizer.schedule))
+    run = replace(
+        config.run,
+        loss=_absolute_code(config.run.loss),
+        callbacks=tuple(map(_absolute_code, config.run.callbacks)),
+    )
     return replace(
-        config, model=model, data=data, schedule=schedule, optimizer=optimizer
+        config,
+        model=model,
+        data=data,
+        schedule=schedule,
+        optimizer=optimizer,
+        run=run,
     )
 
 

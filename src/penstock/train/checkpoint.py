@@ -27,7 +27,7 @@ import shutil
 import threading
 import warnings
 import zlib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -79,6 +79,8 @@ class Saver:
         self.facts: CheckpointFacts = {}
         self.thread: threading.Thread | None = None
         self.failure: str = ""
+        # Called on rank 0 with the step and folder of every complete checkpoint.
+        self.announce: Callable[[int, Path], None] = lambda step, folder: None
 
     def begin(
         self, step: int, tensors: Mapping[str, Tensor], facts: CheckpointFacts
@@ -161,7 +163,10 @@ class Saver:
                 raise RunError(
                     f"cannot finish the checkpoint {final}: {error.strerror or error}"
                 ) from None
+        saved = self.step
         self.step = self.thread = None
+        if self.rank == 0:
+            self.announce(saved, final)
         return final
 
     def abandon(self) -> None:

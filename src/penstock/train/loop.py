@@ -59,6 +59,7 @@ from penstock.schedules.coverage import (
     visited_parts,
     visits_all_parts,
 )
+from penstock.train.callbacks import Callbacks
 from penstock.train.checkpoint import (
     CheckpointFacts,
     Saver,
@@ -79,6 +80,7 @@ from penstock.train.data.loader import (
     check_same_data,
     wanted_by,
 )
+from penstock.train.early_stop import BEST_FOLDER, Progress, read_progress
 from penstock.train.history import History, StepRow, write_timeline
 from penstock.train.lora import (
     adapt,
@@ -170,6 +172,7 @@ class Job:
     resume: bool = False  # start from the newest good checkpoint
     fresh: bool = False  # if there is no checkpoint, start from the beginning
     whole: bool = True  # whether the plan is the run's own, and not one for fewer ranks
+    validation: Corpus | None = None  # text for evaluations, if it is not held out
 
     def __post_init__(self) -> None:
         held = self.plan.map_schedules(hold_every_part)
@@ -264,6 +267,12 @@ class Trainer:
         self.gradients = Gradients(self.holding, comm, self.device, COUNTS)
         self.saver = Saver(
             job.checkpoints, comm.rank, comm.ranks, config.run.keep, self.saved_names
+        )
+        self.callbacks = Callbacks(config.run.callbacks if comm.rank == 0 else ())
+        self.saver.announce = self.callbacks.on_checkpoint
+        self.progress = Progress()
+        self.best_saver = Saver(
+            job.folder / BEST_FOLDER, comm.rank, comm.ranks, 1, self.saved_names
         )
         self.utilization = flops_utilization(
             job.sizes, config.data.tokens, comm.ranks, self.device
@@ -368,6 +377,16 @@ class Trainer:
         check_same_model(path, facts, self.job.sizes)
         check_same_optimizer(path, facts, self.job.config.optimizer)
         check_same_adapters(path, facts, self.job.config.lora)
+        self.load_tensors(path)
+        self.loader.resume(facts["data"])
+        self.seen = self.loader.seen
+        self.step = int(facts["step"])
+        self.progress = read_progress(facts)
+        if self.comm.rank == 0:
+            _log.info("going on from %s", path)
+
+    def load_tensors(self, path: Path) -> None:
+        """Fill weights and optimizer state from a checkpoint."""
         tensors = self.tensors(empty=True)
         # A parameter that was frozen until now begins with new state.
         for name in missing_tensors(path, tensors):
@@ -382,11 +401,6 @@ class Trainer:
                     state[slot.name] = found.view(()) if slot.is_number else found
             if state and not is_unused(state):
                 self.optimizer.load_state(parameter, state)
-        self.loader.resume(facts["data"])
-        self.seen = self.loader.seen
-        self.step = int(facts["step"])
-        if self.comm.rank == 0:
-            _log.info("going on from %s", path)
 
     def tensors(self, empty: bool = False) -> dict[str, Tensor]:
         """Return the tensors that this process saves, by name.
@@ -490,14 +504,15 @@ class Trainer:
                     history.close()
         if self.leaving:
             raise CrewChange
+        self.callbacks.on_end(self.step, stopped)
         return RunOutcome(self.step, stopped)
 
     def steps(self, history: History | None, stop: Callable[[], bool]) -> bool:
         """Run the steps; return whether a rank was asked to stop."""
         settings = self.job.config.run
         if not self.closed and self.close_step(history):
-            return True
-        while self.step < settings.steps:
+            return not self.gets_no_better
+        while self.step < settings.steps and not self.gets_no_better:
             began = time.perf_counter()
             loss_share, bubble = self.forward_and_back(
                 is_timed(self.step + 1, settings, self.paths)
@@ -514,7 +529,7 @@ class Trainer:
             figures = StepFigures(loss, norm, max(memory), 0.0, bubble, stopping)
             self.commit(figures, began)
             if self.close_step(history):
-                return True
+                return not self.gets_no_better
             if counts[CHANGE_COUNT] and self.step < settings.steps:
                 self.leaving = True
                 return False
@@ -547,6 +562,7 @@ class Trainer:
         evaluation = None
         if last or _is_due(self.step, settings.evaluate):
             evaluation = self.evaluate()
+            self.judge(evaluation)
         if history is not None and not history.has(self.step):
             tokens = self.loader.deal.sequences * self.loader.corpus.length
             layers = self.layers[self.paths.at(self.step - 1)]
@@ -566,19 +582,52 @@ class Trainer:
                 layers if min(self.layers) < self.job.sizes.layers else None,
             )
             history.put(row)
+            self.callbacks.on_step(row)
             if self.watch is not None:
                 self.watch(row)
-        due = last or _is_due(self.step, settings.save)
+        ends = last or self.gets_no_better
+        if ends:
+            self.take_best()
+        due = ends or _is_due(self.step, settings.save)
         if figures.stopping or due or self.save_again:
             self.save()
         self.save_again = False
         self.closed = True
-        return figures.stopping
+        return figures.stopping or self.gets_no_better
+
+    # ------------------------------------------------------------ early stopping
+    @property
+    def gets_no_better(self) -> bool:
+        """Whether enough evaluations in a row had no lower loss, so that the run ends."""
+        limit = self.job.config.run.early_stop
+        return 0 < limit <= self.progress.worse
+
+    def judge(self, evaluation: float | None) -> None:
+        """Compare an evaluation with the best one so far, and keep the weights of a better one."""
+        known = self.progress.step
+        if evaluation is None or not self.job.config.run.early_stop:
+            return
+        self.progress = self.progress.after(self.step, evaluation)
+        if self.progress.step != known:
+            self.best_saver.begin(self.step, self.tensors(), self.facts())
+            self.best_saver.finish(self.comm)
+
+    def take_best(self) -> None:
+        """Go back to the weights of the best evaluation, if the run has kept them."""
+        if self.progress.best is None or self.progress.step == self.step:
+            return
+        path = newest_good(self.best_saver.folder, self.comm, self.saved_names)
+        if path is None or int(read_facts(path)["step"]) != self.progress.step:
+            return
+        self.load_tensors(path)
+        if self.comm.rank == 0:
+            _log.info("took the weights of step %d, the best", self.progress.step)
 
     def counts(self, stop: Callable[[], bool]) -> list[int]:
         """Whether this rank was asked to stop, has saved its share, and knows of a change."""
         saved = self.saver.step is not None and self.saver.done()
-        return [int(stop()), int(saved), int(self.changing())]
+        asked = stop() or self.callbacks.wants_stop
+        return [int(asked), int(saved), int(self.changing())]
 
     def forward_and_back(self, timed: bool) -> tuple[float, float | None]:
         """Run all passes of a step; return this process's share of the loss, and the bubble.
@@ -636,6 +685,7 @@ class Trainer:
             "data": self.loader.state(),
             "tokenizer": self.job.config.data.tokenizer,
             "optimizer": describe_optimizer(self.job.config.optimizer),
+            "progress": self.progress.describe(),
             **describe_adapters(self.job.config),
             "schedule": self.job.plan.name,
             "ranks": self.job.plan.schedule.ranks,
@@ -659,9 +709,9 @@ class Trainer:
 class Examiner:
     """Evaluates the whole model in the pipeline, whatever paths are trained.
 
-    Held-out text goes through all parts. If the schedule skips parts, the evaluation has
-    the lanes of full steps or, if there are none, lanes of its own, with links that training
-    may not use.
+    Held-out text, or the user's own validation set, goes through all parts. If the schedule
+    skips parts, the evaluation has the lanes of full steps or, if there are none, lanes of its
+    own, with links that training may not use.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -676,6 +726,14 @@ class Examiner:
             self.executor = trainer.executor_for(schedule)
             deal = replace(trainer.loader.deal, wanted=trainer.wanted([schedule]))
             self.loader = Loader(job.corpus, deal, job.config.run.seed, trainer.device)
+        if job.validation is not None:
+            self.loader = Loader(
+                job.validation,
+                self.loader.deal,
+                job.config.run.seed,
+                trainer.device,
+                self.loader.cutter,
+            )
 
     def losses(self, batches: int) -> list[float]:
         """Return the loss of each pass; their sum is the mean loss over all sequences."""
@@ -768,7 +826,7 @@ def executor_of(
     )
     records = is_recording(job.config, device.type == "cuda")
     record = records and schedule is job.plan.schedule
-    loss = loss_of(COMPILER if compiled else "", chunk_of(job.config))
+    loss = loss_of(COMPILER if compiled else "", chunk_of(job.config), run)
     return Executor(
         lower(schedule),
         holding.stages,
@@ -781,6 +839,7 @@ def executor_of(
         mean=Mean(job.config.paths.mean),
         tape=CudaTape() if record else None,
         accumulates=run.accumulate > 1,
+        reduction=run.reduction,
         messages=torch.bfloat16 if run.messages == "bfloat16" else None,
     )
 

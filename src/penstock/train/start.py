@@ -25,10 +25,16 @@ from penstock.formats.config_toml import (
     with_absolute_paths,
 )
 from penstock.ir import Plan
+from penstock.train.callbacks import checked_callback
 from penstock.train.capacity import check_memory, check_timing
 from penstock.train.checkpoint import newest
 from penstock.train.data.conversations import keep_template
-from penstock.train.data.corpus import Corpus, open_corpus, source_files
+from penstock.train.data.corpus import (
+    Corpus,
+    open_corpus,
+    open_validation,
+    source_files,
+)
 from penstock.train.data.prompt import PROMPT, find_prompt
 from penstock.train.data.tokenizer import (
     keep_end_word,
@@ -43,6 +49,7 @@ from penstock.train.loop import check_resumable, nothing_to_resume
 from penstock.train.lora import check_adapters, trained_names
 from penstock.train.optimizer import check_groups, check_optimizer
 from penstock.train.origin import keep_origin
+from penstock.train.own_loss import check_loss
 from penstock.train.placement import Placement, check_gpu_exists
 from penstock.train.rates import own_factor
 from penstock.train.weights import Sizes
@@ -98,6 +105,10 @@ def check_training(config: Config, sizes: Sizes) -> None:
     if config.optimizer.groups:
         names = trained_names(sizes, config.lora)
         check_groups(names, config.optimizer)
+    for name in config.run.callbacks:
+        checked_callback(name)
+    if config.run.loss:
+        check_loss(config.run, sizes.vocab)
     if names_own_code(config.optimizer.schedule):
         own_factor(config.optimizer.warmup, config.optimizer.schedule)
 
@@ -105,6 +116,8 @@ def check_training(config: Config, sizes: Sizes) -> None:
 def check_sources(config: Config) -> None:
     """Refuse sources that are missing or not text, before anything is measured."""
     source_files(config.data)
+    if config.data.validation:
+        source_files(replace(config.data, sources=config.data.validation))
 
 
 def check_dry_run(config: Config, placement: Placement) -> None:
@@ -130,6 +143,7 @@ def prepare_run(
     sizes = model_sizes(config)
     check_memory(config, plan, sizes, placement)
     corpus = open_corpus(config.data, cache_of(config, folder), watch)
+    open_validation(config.data, cache_of(config, folder))
     if resume:
         check_resumable(folder / CHECKPOINTS, sizes, corpus, config.run.seed)
     if Path(config.schedule.name).suffix:  # a file: the run keeps its own copy of it

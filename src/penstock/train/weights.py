@@ -188,7 +188,8 @@ def hold(
         adapt(model)
     # List the names before the split, while tied parameters are still one.
     names = tuple(name for name, _ in model.named_parameters())
-    for name in frozen(names):
+    resting = frozen(names)
+    for name in resting:
         model.get_parameter(name).requires_grad_(False)
     parts = split(model, partition)
     mine = sorted({stage.part for stage in schedule.stages if stage.rank == rank})
@@ -197,8 +198,7 @@ def hold(
         if kept is not None and number in kept:
             parts[number] = kept[number]
             continue
-        if place is not None:
-            place.arrange(parts[number])
+        _arrange(parts[number], place, resting)
         give_memory(parts[number], device or torch.device("cpu"))
     held: dict[str, nn.Parameter] = {}
     twins: dict[str, tuple[nn.Parameter, ...]] = {}
@@ -226,6 +226,16 @@ def hold(
         name: one for name, one in held.items() if name in visited and one.requires_grad
     }
     return Holding(stages, held, tied, frozenset(owned), names, sizes, trained)
+
+
+def _arrange(part: Part, place: Sharing | None, frozen: Collection[str]) -> None:
+    """Reduce a part to the share of this process; what is frozen stays so in new parameters."""
+    if place is None:
+        return
+    place.arrange(part)
+    for name, parameter in part_parameters(part).items():
+        if name in frozen:
+            parameter.requires_grad_(False)
 
 
 def unvisited_parameters(holding: Holding, schedule: Schedule) -> list[nn.Parameter]:

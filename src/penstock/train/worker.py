@@ -43,7 +43,7 @@ from penstock.runtime.torch_internals import (
 )
 from penstock.train.checkpoint import newest
 from penstock.train.compiling import starting_patience
-from penstock.train.data.corpus import open_corpus
+from penstock.train.data.corpus import open_corpus, open_validation
 from penstock.train.data.tokenizer import kept_tokenizer, tokenizer_of
 from penstock.train.history import PLAN_FILE, ROOM
 from penstock.train.hub import read_sizes, settle_tokenizer
@@ -270,8 +270,13 @@ def job_of(
     """Return the run that a folder describes."""
     config = settle_tokenizer(config)
     plan = read_plan(folder / PLAN_FILE)
-    corpus = open_corpus(config.data, cache_of(config, folder))
-    return Job(config, plan, model_sizes(config), corpus, folder, resume, fresh)
+    cache = cache_of(config, folder)
+    corpus = open_corpus(config.data, cache)
+    validation = open_validation(config.data, cache)
+    sizes = model_sizes(config)
+    return Job(
+        config, plan, sizes, corpus, folder, resume, fresh, validation=validation
+    )
 
 
 def model_sizes(config: Config) -> Sizes:
