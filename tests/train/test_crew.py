@@ -177,6 +177,14 @@ def test_a_loss_before_the_first_step_starts_the_others_anew():
     assert (decision.keep, decision.resume, decision.step) == (False, False, 0)
 
 
+def test_a_loss_while_a_newcomer_is_taken_in_costs_no_step():
+    reports = {n: Report(n, 4, FIGURES, parts=(n % 2,)) for n in (1, 2)}
+    reports[3] = Report(3)  # It was taken in, but has not begun.
+    decision = decide(TWO_COPIES, reports, 4, False)
+    assert (decision.keep, decision.step) == (True, 4)
+    assert decision.transfers == ((1, 0, 2),)
+
+
 def test_an_interrupted_checkpoint_is_saved_again():
     reports = {
         n: Report(n, 4, FIGURES, saving=n == 2, parts=(n % 2,)) for n in range(3)

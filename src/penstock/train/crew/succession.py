@@ -57,13 +57,14 @@ def decide(
     members = tuple(sorted(reports))
     lost = tuple(n for n in range(plan.schedule.ranks) if n not in reports)
     smaller = plan_without(plan, lost, _homes(plan, lost, reports))
-    veterans = [reports[n] for n in members if not reports[n].newcomer]
+    # Newcomers have no weights, and neither have those that were taken in by a generation
+    # that ended before it had begun.
+    veterans = [reports[n] for n in members if reports[n].step >= 0]
     plain = Decision(
         generation, members, smaller, keep=False, resume=resume, whole=not lost
     )
-    if min((report.step for report in veterans), default=-1) < 0:
-        # Nobody has done a step: a step needs all ranks.
-        return plain
+    if max((report.step for report in veterans), default=0) == 0:
+        return plain  # Nobody has done a step.
     missing = _missing(smaller.schedule, members, reports)
     transfers = []
     for rank, part in missing:
