@@ -351,7 +351,7 @@ class Keeper:
         workers = len(decision.members)
         step = decision.step
         if decision.keep:
-            text += self.describe_takeovers(before, decision)
+            text += describe_takeovers(before, decision)
             self.say(f"{text}; {workers} workers go on after step {step}")
         else:
             step = saved_step(self.folder) if decision.resume else 0
@@ -359,19 +359,6 @@ class Keeper:
                 f"{text}; it alone had its part, so {workers} workers go back to step {step}"
             )
         self.pending = Event(step, kind, workers, 0.0, text)
-
-    def describe_takeovers(self, before: Decision, decision: Decision) -> str:
-        """Say which workers go on with parts that were lost with their only holder."""
-        sentences = []
-        for part, holder, _ in before.mirrors:
-            if before.members[holder] not in decision.members:
-                (rank,) = holders_of(decision.plan.schedule)[part]
-                worker = decision.members[rank]
-                sentences.append(f"worker {worker} has part {part} from its mirror")
-        for rank, part in decision.restores:
-            worker = decision.members[rank]
-            sentences.append(f"worker {worker} has part {part} from the checkpoint")
-        return "".join(f"; {sentence}" for sentence in sentences)
 
     def reason_to_retry(self, before: Decision, decision: Decision) -> str:
         """Why a generation ended in which all live; raise an error after too many of them."""
@@ -396,6 +383,20 @@ class Keeper:
             seconds = round(time.monotonic() - self.broken_before, 3)
             self.events.put(replace(self.pending, seconds=seconds))
             self.pending = None
+
+
+def describe_takeovers(before: Decision, decision: Decision) -> str:
+    """Say which workers go on with parts that were lost with their only holder."""
+    sentences = []
+    for part, holder, _ in before.mirrors:
+        if before.members[holder] not in decision.members:
+            (rank,) = holders_of(decision.plan.schedule)[part]
+            worker = decision.members[rank]
+            sentences.append(f"worker {worker} has part {part} from its mirror")
+    for rank, part in decision.restores:
+        worker = decision.members[rank]
+        sentences.append(f"worker {worker} has part {part} from the checkpoint")
+    return "".join(f"; {sentence}" for sentence in sentences)
 
 
 def is_stopped(pid: int | None) -> bool:

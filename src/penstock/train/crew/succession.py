@@ -138,6 +138,13 @@ def choose_mirrors(
     return tuple(mirrors)
 
 
+def first_mirrors(schedule: Schedule) -> tuple[Transfer, ...]:
+    """Return the mirrors of a run that begins, in which nobody has any weights."""
+    members = tuple(range(schedule.ranks))
+    reports = {worker: Report(worker) for worker in members}
+    return choose_mirrors(hold_every_part(schedule), members, reports)
+
+
 def _source(
     part: int, members: tuple[int, ...], veterans: Sequence[Report]
 ) -> int | None:
