@@ -1,8 +1,8 @@
 """The training loop of one process; a thread, a process or a GPU may be behind `comm`.
 
-    batches ─► executor.step ─► gradients.measure ─► clip ─► AdamW ─► row ─┬─ evaluate, now and then
-       ▲        the lane          one sum over all                         ├─ save, now and then
-       └───────────────────────────────────────────────────────────────────┴─ stop, if a rank was asked to
+    batches ─► executor.step ─► gradients.measure ─► clip ─► optimizer ─► row ─┬─ evaluate, now and then
+       ▲        the lane          one sum over all                             ├─ save, now and then
+       └───────────────────────────────────────────────────────────────────────┴─ stop, if a rank was asked to
 
 The result of a step depends only on the config and the seed. Schedules, ranks, copies and
 meshes change the order in which numbers are added, and nothing else.
@@ -20,14 +20,14 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from penstock.config import Config, RunConfig, is_recording
 from penstock.errors import FileError, RunError
 from penstock.ir.plan import Plan
 from penstock.ir.program import lower
 from penstock.ir.schedule import Schedule
-from penstock.models import Part, even_partition, part_parameters
+from penstock.models import Part, even_partition, part_parameters, split
 from penstock.models.attention import PAIRS_PER_CALL
 from penstock.models.flops import (
     flops_per_token,
@@ -62,6 +62,7 @@ from penstock.train.checkpoint import (
     CheckpointFacts,
     Saver,
     load,
+    missing_tensors,
     newest,
     newest_good,
     read_facts,
@@ -69,12 +70,7 @@ from penstock.train.checkpoint import (
     sweep,
 )
 from penstock.train.compiling import COMPILER, chunk_of, is_compiling, loss_of
-from penstock.train.crew.handover import (
-    OPTIMIZER_SLOTS,
-    PartState,
-    Transfer,
-    Transfers,
-)
+from penstock.train.crew.handover import PartState, Transfer, Transfers
 from penstock.train.crew.mirror import Mirror, Mirrors
 from penstock.train.data.corpus import Corpus
 from penstock.train.data.documents import DocumentCutter, DocumentDealer
@@ -86,7 +82,16 @@ from penstock.train.data.loader import (
 )
 from penstock.train.history import History, StepRow, write_timeline
 from penstock.train.mesh import place_of
-from penstock.train.optimizer import Gradients, adamw, rate_at
+from penstock.train.optimizer import (
+    Gradients,
+    Optimizer,
+    check_same_optimizer,
+    describe_optimizer,
+    frozen_names,
+    layer_parameters,
+)
+from penstock.train.optimizer_state import is_unused
+from penstock.train.rates import factor_at, rate_at
 from penstock.train.step_executors import StepExecutors
 from penstock.train.step_paths import StepPaths, mean_layers, step_paths
 from penstock.train.weights import (
@@ -94,6 +99,7 @@ from penstock.train.weights import (
     Sizes,
     attach_parameters,
     blank_parameters,
+    blueprint,
     copy_weights,
     draw_parameters,
     hold,
@@ -115,6 +121,7 @@ COUNTS = 5
 # seconds that it has worked.
 MEMORY_NUMBER = 0
 WORK_NUMBER = 1
+STATE_PREFIX = "optimizer."  # of the names of optimizer state in a checkpoint
 # Earlier steps are not worth timing, because caches are still cold.
 FIRST_TIMED_STEP = 3
 CHECKPOINTS_FOLDER = "checkpoints"  # in the folder of a run
@@ -229,6 +236,7 @@ class Trainer:
             self.place,
             frozenset().union(*map(visited_parts, schedules)),
             kept,
+            lambda names: frozen_names(names, config.optimizer),
         )
         self.compiles = is_compiling(config, self.device)
         if self.compiles:
@@ -251,7 +259,12 @@ class Trainer:
         executors = [self.executor_for(one) for one in schedules]
         self.executors = StepExecutors(executors, self.paths)
         self.examiner = Examiner(self)
-        self.optimizer = adamw(self.holding.trained, config.optimizer)
+        self.optimizer = Optimizer(
+            self.holding.parameters,
+            config.optimizer,
+            self.holding.trained,
+            layer_parameters(self.holding.stages.values()),
+        )
         self.gradients = Gradients(self.holding, comm, self.device, COUNTS)
         self.mirrors = self.mirrors_of(before)
         self.work_seconds = 0.0  # that this rank computed in the last step
@@ -292,8 +305,11 @@ class Trainer:
             if before is not None and number in before.mirrors.kept:
                 kept[number] = before.mirrors.kept[number]
                 continue
-            blank = blank_parameters(job.sizes, job.partition, number, self.device)
-            kept[number] = Mirror(blank, job.config.optimizer)
+            part = split(blueprint(job.sizes), job.partition)[number]
+            frozen = frozen_names(part_parameters(part), job.config.optimizer)
+            blank = blank_parameters(part, frozen, self.device)
+            matrices = layer_parameters([part])
+            kept[number] = Mirror(blank, matrices, job.config.optimizer)
         return Mirrors(job.mirrors, self.comm, held, kept)
 
     @property
@@ -345,7 +361,9 @@ class Trainer:
             parameter.grad = None
             if before is None or parameter is not before.holding.parameters.get(name):
                 continue
-            self.optimizer.state[parameter] = before.optimizer.state[parameter]
+            if parameter.requires_grad:
+                state = before.optimizer.state_of(parameter)
+                self.optimizer.load_state(parameter, state)
         targets = self.states
         sources = before.states if before is not None else {}
         for number in targets.keys() & sources.keys():
@@ -387,6 +405,7 @@ class Trainer:
         """Continue from a checkpoint of the same model, however it was split."""
         facts = read_facts(path)
         check_same_model(path, facts, self.job.sizes)
+        check_same_optimizer(path, facts, self.job.config.optimizer)
         self.read_state(path, PartState(self.holding.parameters, self.optimizer))
         self.loader.resume(facts["data"])
         self.seen = self.loader.seen
@@ -396,23 +415,27 @@ class Trainer:
 
     def read_state(self, path: Path, target: PartState) -> None:
         """Fill weights and optimizer state from a checkpoint."""
+        optimizer = target.optimizer
         tensors: dict[str, Tensor] = {}
         for name, parameter in target.parameters.items():
             tensors[name] = parameter.detach()
-            for slot in OPTIMIZER_SLOTS:
-                tensors[f"optimizer.{slot}.{name}"] = self.blank_slot(parameter, slot)
+            for slot in optimizer.slots_of(parameter):
+                blank = slot.blank(parameter)
+                shaped = blank.reshape(1) if slot.is_number else blank.detach()
+                tensors[f"{STATE_PREFIX}{slot.name}.{name}"] = shaped
+        # A parameter that was frozen until now begins with new state.
+        for name in missing_tensors(path, tensors):
+            if name.startswith(STATE_PREFIX):
+                del tensors[name]
         load(path, tensors)
         for name, parameter in target.parameters.items():
-            state = target.optimizer.state[parameter]
-            for slot in OPTIMIZER_SLOTS:
-                filled = tensors[f"optimizer.{slot}.{name}"]
-                state[slot] = filled.view(()) if slot == "step" else filled
-
-    def blank_slot(self, parameter: nn.Parameter, slot: str) -> Tensor:
-        """Return a zero tensor for one slot of a parameter's optimizer state, as it is saved."""
-        if slot == "step":
-            return torch.zeros(1, device=self.device)
-        return torch.zeros_like(parameter).detach()
+            state = {}
+            for slot in optimizer.slots_of(parameter):
+                found = tensors.get(f"{STATE_PREFIX}{slot.name}.{name}")
+                if found is not None:
+                    state[slot.name] = found.view(()) if slot.is_number else found
+            if state and not is_unused(state):
+                optimizer.load_state(parameter, state)
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the weights and the optimizer state that this process saves, by name."""
@@ -421,19 +444,12 @@ class Trainer:
             if not self._saves(name):
                 continue
             tensors[name] = parameter.detach()
-            state = self.optimizer.state.get(parameter, {})
-            for slot in OPTIMIZER_SLOTS:
-                counter = slot == "step"
-                if counter and any(share_offset(parameter)):
+            for slot, value in self.optimizer.filled_state(parameter):
+                if slot.is_number and any(share_offset(parameter)):
                     # The process with the first number of a parameter counts its steps.
                     continue
-                known = state.get(slot)
-                if known is None:
-                    known = self.blank_slot(parameter, slot)
-                tensor = known.detach()
-                if counter:
-                    tensor = tensor.reshape(1)
-                tensors[f"optimizer.{slot}.{name}"] = tensor
+                tensor = value.reshape(1) if slot.is_number else value
+                tensors[f"{STATE_PREFIX}{slot.name}.{name}"] = tensor
         return tensors
 
     def _saves(self, name: str) -> bool:
@@ -648,23 +664,19 @@ class Trainer:
             write_timeline(self.job.folder, self.step + 1, timeline, number, full)
         return loss, timeline.bubble
 
-    def update(self, norm: float) -> float:
-        """Update the weights, and return the learning rate."""
+    def update(self, norm: float) -> None:
+        """Update the weights."""
         config = self.job.config
-        rate = rate_at(self.step, config.run.steps, config.optimizer)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
+        factor = factor_at(self.step, config.run.steps, config.optimizer)
         self.gradients.clip(norm, config.optimizer.clip)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        self.mirrors.update(rate, norm, config.optimizer.clip)
-        return rate
+        self.optimizer.step(factor)
+        self.mirrors.update(factor, norm, config.optimizer.clip)
 
     def drop_unvisited(self) -> None:
         """Leave parts alone that no micro-batch has visited in this step.
 
-        The sum over the replicas of such a part has left zeros as its gradients, and AdamW
-        would still move and decay its weights.
+        The sum over the replicas of such a part has left zeros as its gradients, and most
+        optimizers would still move and decay its weights.
         """
         schedule = self.executor.program.schedule
         for parameter in unvisited_parameters(self.holding, schedule):
@@ -691,6 +703,7 @@ class Trainer:
             "model": describe(self.job.sizes),
             "data": self.loader.state(),
             "tokenizer": self.job.config.data.tokenizer,
+            "optimizer": describe_optimizer(self.job.config.optimizer),
             "schedule": self.job.plan.name,
             "ranks": self.job.plan.schedule.ranks,
             "partition": list(self.job.partition),

@@ -13,12 +13,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from penstock.runtime import Comm
-
-OPTIMIZER_SLOTS = ("exp_avg", "exp_avg_sq", "step")  # AdamW's state of each parameter
+from penstock.train.optimizer import Optimizer
+from penstock.train.optimizer_state import is_unused
 
 
 class Transfer(NamedTuple):
@@ -34,14 +33,15 @@ class PartState:
     """The weights of a part in the memory of this process, and the optimizer that has their state."""
 
     parameters: Mapping[str, nn.Parameter]  # by their names in the whole model
-    optimizer: torch.optim.AdamW
+    optimizer: Optimizer
 
     def tensors(self) -> Iterator[Tensor]:
         """The weights and the optimizer state, by name; state that is missing is made."""
         for name in sorted(self.parameters):
             parameter = self.parameters[name]
             yield parameter.detach()
-            yield from state_of(self.optimizer, parameter)
+            if parameter.requires_grad:
+                yield from state_tensors(self.optimizer, parameter)
 
     def copy_from(self, other: PartState) -> None:
         """Copy weights and optimizer state from another place in this process."""
@@ -65,7 +65,7 @@ class Transfers:
         sends = []
         for part, source, target in self.wanted:
             if comm.rank == source:
-                tensors = sources[part].tensors()
+                tensors = list(sources[part].tensors())
                 sends += [comm.send(one.contiguous(), target) for one in tensors]
             elif comm.rank == target:
                 for tensor in targets[part].tensors():
@@ -76,12 +76,15 @@ class Transfers:
             send.wait()
 
 
-def state_of(optimizer: torch.optim.AdamW, parameter: nn.Parameter) -> Iterator[Tensor]:
-    """The optimizer state of a parameter, each tensor with at least one dimension."""
-    state = optimizer.state[parameter]
-    for slot in OPTIMIZER_SLOTS:
-        if slot not in state:
-            counter = slot == "step"
-            blank = torch.zeros((), device=parameter.device)
-            state[slot] = blank if counter else torch.zeros_like(parameter)
-        yield state[slot].view(1) if slot == "step" else state[slot]
+def state_tensors(optimizer: Optimizer, parameter: nn.Parameter) -> Iterator[Tensor]:
+    """The optimizer state of a parameter, each tensor with at least one dimension.
+
+    Each tensor is used before the next one is asked for. State that nobody has used yet is
+    forgotten afterwards, so that the optimizer begins as it does for any new parameter.
+    """
+    values = dict(optimizer.filled_state(parameter))
+    for slot, value in values.items():
+        yield value.view(1) if slot.is_number else value
+    state = {slot.name: value for slot, value in values.items()}
+    if state and not is_unused(state):
+        optimizer.load_state(parameter, state)

@@ -1,12 +1,12 @@
 """Mirrors: copies of parts that only one rank trains, kept up to date in the memory of another rank.
 
-    rank 1   part 1   backward ── gradients ──┐     sum of the step ─► AdamW
+    rank 1   part 1   backward ── gradients ──┐     sum of the step ─► update
                                               ▼           │
-    rank 2   mirror of part 1            waits for them   └──────────► AdamW on the mirror
+    rank 2   mirror of part 1            waits for them   └──────────► the same update
 
 A mirror repeats the updates of its part. So gradients travel, and not weights with optimizer state,
-which have three times their bytes. The update of each number depends on that number alone, so part
-and mirror have the same bits.
+which have three times their bytes with AdamW. The update of a parameter depends on that parameter
+alone, so part and mirror have the same bits.
 
 A rank sends its gradients as soon as they are complete. Most ranks then wait for the end of the
 pipeline, so this costs them nothing. The rank with the mirror joins the sum that ends the step only
@@ -17,7 +17,7 @@ even if the rank whose part they mirror is lost at that moment.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -27,17 +27,20 @@ from penstock.runtime import Comm
 from penstock.runtime.clipping import scale_down
 from penstock.runtime.comm.comm import Arriving, Pending
 from penstock.train.crew.handover import PartState, Transfer
-from penstock.train.optimizer import adamw
+from penstock.train.optimizer import Optimizer
 
 
 class Mirror:
     """A copy of a part's weights, with an optimizer of its own."""
 
     def __init__(
-        self, parameters: Mapping[str, nn.Parameter], settings: OptimizerConfig
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        matrices: Collection[str],
+        settings: OptimizerConfig,
     ) -> None:
         self.parameters = parameters
-        self.optimizer = adamw(parameters, settings)
+        self.optimizer = Optimizer(parameters, settings, matrices=matrices)
         self.gradients: Tensor | None = None  # of a step that is not committed yet
 
     @property
@@ -45,17 +48,14 @@ class Mirror:
         """What another holder of the part gets."""
         return PartState(self.parameters, self.optimizer)
 
-    def update(self, rate: float, norm: float, most: float) -> None:
+    def update(self, factor: float, norm: float, most: float) -> None:
         """Make the step whose gradients have arrived, just as the holder of the part does."""
         assert self.gradients is not None
         unpack_gradients(self.gradients, list(self.parameters.values()))
         gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
         if most:
             scale_down(gradients, norm, most)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        self.optimizer.step(factor)
 
 
 class Mirrors:
@@ -117,11 +117,11 @@ class Mirrors:
         self.arriving.clear()
         self.seconds += time.perf_counter() - began
 
-    def update(self, rate: float, norm: float, most: float) -> None:
-        """Make the step on all mirrors. `rate`, `norm` and `most` are those of the whole model."""
+    def update(self, factor: float, norm: float, most: float) -> None:
+        """Make the step on all mirrors, with the rates and the norm of the whole model."""
         began = time.perf_counter()
         for mirror, _ in self.incoming:
-            mirror.update(rate, norm, most)
+            mirror.update(factor, norm, most)
             assert mirror.gradients is not None
             self.comm.give_back(mirror.gradients)
             mirror.gradients = None
