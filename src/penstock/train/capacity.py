@@ -61,9 +61,9 @@ class Load:
     recomputed: tuple[int, ...] = ()  # parts that are recomputed, if not all are
     loss_chunk: int = 0  # tokens whose logits exist at a time, if all would be large
     half_messages: bool = False  # messages have two bytes a number (run.messages)
+    numbers: ParameterNumbers = ADAMW_NUMBERS
     # Parts of which a rank has a mirror (run.mirror), and that rank.
     mirrors: tuple[tuple[int, int], ...] = ()
-    numbers: ParameterNumbers = ADAMW_NUMBERS
 
     @property
     def chunk(self) -> int:

@@ -222,12 +222,12 @@ class Trainer:
         # What this process trained until a worker was lost or came (`penstock.train.crew`).
         self.before = before
         self.handover = handover
-        kept = {}
+        kept: dict[int, Part] = {}
         if before is not None:
             # A generation that broke before it had begun may have tied them otherwise.
             attach_parameters(before.holding)
             kept = before.parts
-        self.holding = hold(
+        self.holding: Holding = hold(
             job.sizes,
             schedule,
             job.partition,
