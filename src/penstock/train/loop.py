@@ -28,7 +28,13 @@ from penstock.errors import FileError, RunError
 from penstock.ir.plan import Plan
 from penstock.ir.program import lower
 from penstock.ir.schedule import Schedule
-from penstock.models import Part, even_partition
+from penstock.models import (
+    BertConfig,
+    Part,
+    even_partition,
+    part_parameters,
+    split,
+)
 from penstock.models.attention import PAIRS_PER_CALL
 from penstock.models.flops import (
     flops_per_token,
@@ -68,10 +74,12 @@ from penstock.train.checkpoint import (
     newest,
     newest_good,
     read_facts,
+    step_name,
     sweep,
 )
 from penstock.train.compiling import COMPILER, chunk_of, is_compiling, loss_of
-from penstock.train.crew.handover import Transfers
+from penstock.train.crew.handover import PartState, Transfer, Transfers
+from penstock.train.crew.mirror import Mirror, Mirrors
 from penstock.train.data.corpus import Corpus
 from penstock.train.data.documents import DocumentCutter, DocumentDealer
 from penstock.train.data.loader import (
@@ -106,6 +114,9 @@ from penstock.train.step_paths import StepPaths, mean_layers, step_paths
 from penstock.train.weights import (
     Holding,
     Sizes,
+    attach_parameters,
+    blank_parameters,
+    blueprint,
     copy_weights,
     draw_parameters,
     hold,
@@ -115,14 +126,22 @@ from penstock.train.weights import (
 _log = logging.getLogger(__name__)
 WatchRow = Callable[[StepRow], None]
 # The counts that ranks exchange with every step: how many were asked to stop, how many have
-# saved their share of a checkpoint, and how many know that the crew is about to change.
+# saved their share of a checkpoint, how many know that the crew is about to change, and what
+# mirrors cost: bytes that were sent, and microseconds since the last step.
 STOP_COUNT = 0
 SAVED_COUNT = 1
 CHANGE_COUNT = 2
-COUNTS = 3
+MIRROR_BYTES = 3
+MIRROR_MICROSECONDS = 4
+COUNTS = 5
+# The numbers of each rank that all others get with every step: its memory in bytes, and the
+# seconds that it has worked.
+MEMORY_NUMBER = 0
+WORK_NUMBER = 1
 STATE_PREFIX = "optimizer."  # of the names of optimizer state in a checkpoint
 # Earlier steps are not worth timing, because caches are still cold.
 FIRST_TIMED_STEP = 3
+CHECKPOINTS_FOLDER = "checkpoints"  # in the folder of a run
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +166,8 @@ class StepFigures:
     seconds: float
     bubble: float | None
     stopping: bool  # whether a rank was asked to stop
+    mirror_bytes: int = 0  # sent to mirrors by all ranks
+    mirror_seconds: float = 0.0  # that mirrors cost a rank on average
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +179,8 @@ class Handover:
     figures: StepFigures | None  # of the last step, if it is still to be closed
     transfers: Transfers
     save: bool = False  # whether a checkpoint was interrupted
+    # Ranks that read a part from the checkpoint of this step, because its holder is lost.
+    restores: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,6 +196,7 @@ class Job:
     fresh: bool = False  # if there is no checkpoint, start from the beginning
     whole: bool = True  # whether the plan is the run's own, and not one for fewer ranks
     validation: Corpus | None = None  # text for evaluations, if it is not held out
+    mirrors: tuple[Transfer, ...] = ()  # parts with their rank and that of their mirror
 
     def __post_init__(self) -> None:
         held = self.plan.map_schedules(hold_every_part)
@@ -193,7 +217,7 @@ class Job:
     @property
     def checkpoints(self) -> Path:
         """The folder of the checkpoints."""
-        return self.folder / "checkpoints"
+        return self.folder / CHECKPOINTS_FOLDER
 
 
 class Trainer:
@@ -221,8 +245,12 @@ class Trainer:
         # What this process trained until a worker was lost or came (`penstock.train.crew`).
         self.before = before
         self.handover = handover
-        kept = before.parts if before is not None else {}
-        self.holding = hold(
+        kept: dict[int, Part] = {}
+        if before is not None:
+            # A generation that broke before it had begun may have tied them otherwise.
+            attach_parameters(before.holding)
+            kept = before.parts
+        self.holding: Holding = hold(
             job.sizes,
             schedule,
             job.partition,
@@ -265,6 +293,10 @@ class Trainer:
             layer_parameters(self.holding.stages.values()),
         )
         self.gradients = Gradients(self.holding, comm, self.device, COUNTS)
+        self.mirrors = self.mirrors_of(before)
+        self.work_seconds = 0.0  # that this rank computed in the last step
+        # Called with the seconds that each rank has worked, after every step.
+        self.tell_work: Callable[[list[float]], None] = lambda seconds: None
         self.saver = Saver(
             job.checkpoints, comm.rank, comm.ranks, config.run.keep, self.saved_names
         )
@@ -295,6 +327,34 @@ class Trainer:
         stages = self.job.plan.schedule.stages
         return {stages[n].part: part for n, part in self.holding.stages.items()}
 
+    def mirrors_of(self, before: Trainer | None) -> Mirrors:
+        """Return this rank's mirrors of other parts, with those that it has already."""
+        job = self.job
+        held = {number: part_parameters(part) for number, part in self.parts.items()}
+        kept = {}
+        for number, _, target in job.mirrors:
+            if target != self.comm.rank:
+                continue
+            if before is not None and number in before.mirrors.kept:
+                kept[number] = before.mirrors.kept[number]
+                continue
+            part = split(blueprint(job.sizes), job.partition)[number]
+            frozen = frozen_names(part_parameters(part), job.config.optimizer)
+            blank = blank_parameters(part, frozen, self.device)
+            matrices = layer_parameters([part])
+            kept[number] = Mirror(blank, matrices, job.config.optimizer)
+        return Mirrors(job.mirrors, self.comm, held, kept)
+
+    @property
+    def states(self) -> dict[int, PartState]:
+        """The parts in the memory of this process: those that it trains, and its mirrors."""
+        states = {}
+        for number, mirror in self.mirrors.kept.items():
+            states[number] = mirror.state
+        for number, part in self.parts.items():
+            states[number] = PartState(part_parameters(part), self.optimizer)
+        return states
+
     def executor_for(self, schedule: Schedule) -> Executor:
         """Return an executor of this rank for a schedule over the stages of the plan."""
         pipeline = self.place.pipeline
@@ -321,6 +381,7 @@ class Trainer:
             self.take_over(self.before, self.handover)
         else:
             self.fill()
+            Transfers(self.job.mirrors).run(self.comm, self.states, self.states)
         self.before = None  # It would keep its memory.
         self.begun = True
 
@@ -336,7 +397,18 @@ class Trainer:
             if parameter.requires_grad:
                 state = before.optimizer.state_of(parameter)
                 self.optimizer.load_state(parameter, state)
-        handover.transfers.run(self)
+        targets = self.states
+        sources = before.states if before is not None else {}
+        for number in targets.keys() & sources.keys():
+            # A mirror has become a part that is trained, or the other way round.
+            assert before is not None
+            if (number in self.parts) != (number in before.parts):
+                targets[number].copy_from(sources[number])
+        for rank, number in handover.restores:
+            if rank == self.comm.rank:
+                path = self.job.checkpoints / step_name(handover.step)
+                self.read_state(path, targets[number])
+        handover.transfers.run(self.comm, {**targets, **sources}, targets)
         self.step = handover.step
         self.seen = self.loader.seen = handover.seen
         self.figures = handover.figures
@@ -377,7 +449,7 @@ class Trainer:
         check_same_model(path, facts, self.job.sizes)
         check_same_optimizer(path, facts, self.job.config.optimizer)
         check_same_adapters(path, facts, self.job.config.lora)
-        self.load_tensors(path)
+        self.read_state(path, PartState(self.holding.parameters, self.optimizer))
         self.loader.resume(facts["data"])
         self.seen = self.loader.seen
         self.step = int(facts["step"])
@@ -385,43 +457,46 @@ class Trainer:
         if self.comm.rank == 0:
             _log.info("going on from %s", path)
 
-    def load_tensors(self, path: Path) -> None:
+    def read_state(self, path: Path, target: PartState) -> None:
         """Fill weights and optimizer state from a checkpoint."""
-        tensors = self.tensors(empty=True)
+        optimizer = target.optimizer
+        tensors: dict[str, Tensor] = {}
+        for name, parameter in target.parameters.items():
+            if self.job.adapts and not is_adapter(name):
+                continue
+            tensors[name] = parameter.detach()
+            for slot in optimizer.slots_of(parameter):
+                blank = slot.blank(parameter)
+                shaped = blank.reshape(1) if slot.is_number else blank.detach()
+                tensors[f"{STATE_PREFIX}{slot.name}.{name}"] = shaped
         # A parameter that was frozen until now begins with new state.
         for name in missing_tensors(path, tensors):
             if name.startswith(STATE_PREFIX):
                 del tensors[name]
         load(path, tensors)
-        for name, parameter in self.holding.parameters.items():
+        for name, parameter in target.parameters.items():
             state = {}
-            for slot in self.optimizer.slots_of(parameter):
+            for slot in optimizer.slots_of(parameter):
                 found = tensors.get(f"{STATE_PREFIX}{slot.name}.{name}")
                 if found is not None:
                     state[slot.name] = found.view(()) if slot.is_number else found
             if state and not is_unused(state):
-                self.optimizer.load_state(parameter, state)
+                optimizer.load_state(parameter, state)
 
-    def tensors(self, empty: bool = False) -> dict[str, Tensor]:
-        """Return the tensors that this process saves, by name.
-
-        They are its weights and its optimizer state. With `empty`, return blank tensors
-        for everything it holds, to be filled from a checkpoint.
-        """
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the weights and the optimizer state that this process saves, by name."""
         tensors: dict[str, Tensor] = {}
         for name, parameter in self.holding.parameters.items():
             if self.job.adapts and not is_adapter(name):
                 continue
-            if not empty and not self._saves(name):
+            if not self._saves(name):
                 continue
             tensors[name] = parameter.detach()
             for slot, value in self.optimizer.filled_state(parameter):
-                if slot.is_number and not empty and any(share_offset(parameter)):
+                if slot.is_number and any(share_offset(parameter)):
                     # The process with the first number of a parameter counts its steps.
                     continue
-                tensor = slot.blank(parameter) if empty else value
-                if slot.is_number:
-                    tensor = tensor.reshape(1)
+                tensor = value.reshape(1) if slot.is_number else value
                 tensors[f"{STATE_PREFIX}{slot.name}.{name}"] = tensor
         return tensors
 
@@ -518,16 +593,27 @@ class Trainer:
                 is_timed(self.step + 1, settings, self.paths)
             )
             memory_peak = _peak_memory(self.device, self.executor)
-            loss, norm, memory, counts = self.gradients.measure(
-                loss_share, memory_peak, self.counts(stop)
+            own = (float(memory_peak), self.work_seconds)
+            loss, norm, numbers, counts = self.gradients.measure(
+                loss_share, own, self.counts(stop)
             )
             if self.saver.step is not None and counts[SAVED_COUNT] == self.comm.ranks:
                 self.saver.commit()
             if not math.isfinite(loss) or not math.isfinite(norm):
                 self.give_up(loss, norm)
             stopping = counts[STOP_COUNT] > 0
-            figures = StepFigures(loss, norm, max(memory), 0.0, bubble, stopping)
+            figures = StepFigures(
+                loss,
+                norm,
+                int(max(one[MEMORY_NUMBER] for one in numbers)),
+                0.0,
+                bubble,
+                stopping,
+                counts[MIRROR_BYTES],
+                counts[MIRROR_MICROSECONDS] * 1e-6 / self.comm.ranks,
+            )
             self.commit(figures, began)
+            self.tell_work([one[WORK_NUMBER] for one in numbers])
             if self.close_step(history):
                 return not self.gets_no_better
             if counts[CHANGE_COUNT] and self.step < settings.steps:
@@ -580,6 +666,8 @@ class Trainer:
                 evaluation,
                 self.utilization(tokens / figures.seconds * work),
                 layers if min(self.layers) < self.job.sizes.layers else None,
+                figures.mirror_bytes or None,
+                figures.mirror_seconds if figures.mirror_bytes else None,
             )
             history.put(row)
             self.callbacks.on_step(row)
@@ -619,15 +707,20 @@ class Trainer:
         path = newest_good(self.best_saver.folder, self.comm, self.saved_names)
         if path is None or int(read_facts(path)["step"]) != self.progress.step:
             return
-        self.load_tensors(path)
+        self.read_state(path, PartState(self.holding.parameters, self.optimizer))
         if self.comm.rank == 0:
             _log.info("took the weights of step %d, the best", self.progress.step)
 
     def counts(self, stop: Callable[[], bool]) -> list[int]:
-        """Whether this rank was asked to stop, has saved its share, and knows of a change."""
+        """Whether this rank was asked to stop, has saved its share, and knows of a change; the cost of mirrors."""
         saved = self.saver.step is not None and self.saver.done()
-        asked = stop() or self.callbacks.wants_stop
-        return [int(asked), int(saved), int(self.changing())]
+        return [
+            int(stop() or self.callbacks.wants_stop),
+            int(saved),
+            int(self.changing()),
+            self.mirrors.sent_bytes,
+            self.mirrors.take_microseconds(),
+        ]
 
     def forward_and_back(self, timed: bool) -> tuple[float, float | None]:
         """Run all passes of a step; return this process's share of the loss, and the bubble.
@@ -635,8 +728,15 @@ class Trainer:
         The bubble is None if the step was not timed.
         """
         executor = self.executor
-        results = [executor.step(batch, timed) for batch in self.loader.step()]
+        results = []
+        self.work_seconds = 0.0
+        for batch in self.loader.step():
+            results.append(executor.step(batch, timed))
+            self.work_seconds += executor.work_seconds
+        self.drop_unvisited()
+        self.mirrors.start()
         loss = sum(result.loss for result in results) if self.place.speaks else 0.0
+        self.mirrors.collect()
         timeline = results[-1].timeline
         if timeline is None:
             return loss, None
@@ -649,9 +749,10 @@ class Trainer:
     def update(self, norm: float) -> None:
         """Update the weights."""
         config = self.job.config
-        self.drop_unvisited()
+        factor = factor_at(self.step, config.run.steps, config.optimizer)
         self.gradients.clip(norm, config.optimizer.clip)
-        self.optimizer.step(factor_at(self.step, config.run.steps, config.optimizer))
+        self.optimizer.step(factor)
+        self.mirrors.update(factor, norm, config.optimizer.clip)
 
     def drop_unvisited(self) -> None:
         """Leave parts alone that no micro-batch has visited in this step.
@@ -871,6 +972,8 @@ def dealer_of(
     plans_documents = config.data.separate and config.data.balance
     if not plans_documents or device.type != "cpu" or compiled:
         return None
+    if isinstance(job.sizes, BertConfig):
+        return None  # Its attention computes whole rows, whatever documents they hold.
     if not visits_all_parts(schedule):
         return None
     clock = step_clock(schedule, job.partition, config.mesh.shard)

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from penstock.config import Config, LoraConfig
 from penstock.errors import ConfigError, RunError
-from penstock.models import DecoderConfig, GPTConfig
+from penstock.models import BertConfig, DecoderConfig, GPTConfig
 from penstock.models.decoder import weightless
 from penstock.models.split import find_anatomy
 from penstock.runtime import cut_share, local_share
@@ -123,6 +123,8 @@ def check_adapters(sizes: Sizes, lora: LoraConfig) -> None:
     """Refuse adapters without peft, or for matrices that the model does not have."""
     if importlib.util.find_spec("peft") is None:
         raise missing_peft("peft")
+    if isinstance(sizes, BertConfig):
+        raise ConfigError("[lora] is for decoders; a bert is trained without adapters")
     adapted_paths(sizes, lora)
 
 
