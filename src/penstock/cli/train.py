@@ -120,6 +120,7 @@ def train_command(
     from penstock.train.lock import locking
     from penstock.train.placement import check_gpus_suffice, uses_gpus
     from penstock.train.start import check_sources, check_start, find_run
+    from penstock.version import read_version
 
     exists = resume or dry_run
     config, folder = find_run(source, preset, changes or [], exists)
@@ -153,8 +154,9 @@ def train_command(
                     run_member,
                     folder,
                     plan,
-                    config.run,
+                    config,
                     resume,
+                    read_version(),
                     stopping,
                     partial(tell, "event"),
                 )

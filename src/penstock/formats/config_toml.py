@@ -265,7 +265,10 @@ def with_absolute_paths(config: Config) -> Config:
     schedule = config.schedule
     if Path(schedule.name).suffix:
         schedule = replace(schedule, name=_absolute(schedule.name))
-    return replace(config, model=model, data=data, schedule=schedule)
+    run = config.run
+    if run.key:
+        run = replace(run, key=_absolute(run.key))
+    return replace(config, model=model, data=data, schedule=schedule, run=run)
 
 
 def _absolute(name: str) -> str:

@@ -28,6 +28,12 @@ def is_elastic(config: Config, plan: Plan, placement: Placement) -> bool:
     """Whether a run goes on without lost workers; raise ConfigError if it should but cannot."""
     wanted = config.run.elastic
     reasons = reasons_against_crew(config, plan, placement)
+    if config.run.listen:
+        if reasons:
+            raise ConfigError(
+                f"run.listen lets workers join, but this run cannot change its workers: {reasons[0]}"
+            )
+        return True
     if wanted == "true" and reasons:
         raise ConfigError(
             f"run.elastic = true, but this run cannot go on without a worker: {reasons[0]}"

@@ -133,11 +133,24 @@ def open_corpus(
             "  set data.separate=false, or name the word as eos_token in a "
             "tokenizer_config.json beside the tokenizer"
         )
-    name = _cache_name(data, files)
-    row = cache / f"{name}.bin"
-    note = cache / f"{name}.json"
+    row, note = _cached(data, files, cache)
     if not _is_complete(row, note):
         _fill(row, note, data, tokenizer, files, watch)
+    return read_corpus(row, note, data, tokenizer.end)
+
+
+def cached_tokens(data: DataConfig, cache: Path) -> tuple[Path, Path]:
+    """Return the two files in which the tokens of a config are cached: tokens and facts."""
+    return _cached(data, source_files(data), cache)
+
+
+def _cached(data: DataConfig, files: list[Path], cache: Path) -> tuple[Path, Path]:
+    name = _cache_name(data, files)
+    return cache / f"{name}.bin", cache / f"{name}.json"
+
+
+def read_corpus(row: Path, note: Path, data: DataConfig, end: int | None) -> Corpus:
+    """Open tokens that are encoded already; `end` is the tokenizer's word after a document."""
     facts = json.loads(note.read_text(encoding="utf-8"))
     dtype = np.uint16 if facts["width"] == 2 else np.uint32
     try:
@@ -147,8 +160,7 @@ def open_corpus(
             f"cannot read the token cache {row}: {error.strerror}\n"
             "  data.cache names its folder"
         ) from None
-    end = tokenizer.end if data.separate else None
-    return cut_corpus(tokens, data, facts["digest"], end)
+    return cut_corpus(tokens, data, facts["digest"], end if data.separate else None)
 
 
 def cut_corpus(
