@@ -72,7 +72,7 @@ class WireComm(GlooComm):
         for peer, (there, back) in flows.items():
             outgoing[peer] = exchange.accept(there, self.gives_up)
             incoming[peer] = exchange.accept(back, self.gives_up)
-        return Links(rank, ranks, outgoing, incoming)
+        return Links(rank, outgoing, incoming)
 
     def address_of(self, store: Store, peer: int) -> str:
         """The address of another rank, as soon as it is known."""

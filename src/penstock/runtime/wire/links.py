@@ -15,7 +15,7 @@ import ssl
 import struct
 import threading
 from collections import defaultdict, deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import NamedTuple
 
@@ -123,16 +123,18 @@ class Inbox:
 class Links:
     """All connections of one worker in one generation.
 
-    The first connection that ends breaks all of them: the generation is over then.
+    A connection that ends fails only what goes over it: when all have finished, a rank may leave
+    while its last messages are still on their way to the others.
     """
 
-    def __init__(self, rank: int, ranks: int, outgoing: Ends, incoming: Ends) -> None:
+    def __init__(self, rank: int, outgoing: Ends, incoming: Ends) -> None:
         self.rank = rank
-        self.ranks = ranks
         self.outgoing = outgoing
         self.incoming = incoming
-        self.broken = ""
         self.lock = threading.Lock()
+        # The ranks to which and from which nothing can be sent any more, and why.
+        self.unreachable: dict[int, str] = {}
+        self.silent: dict[int, str] = {}
         self.inboxes = {peer: Inbox() for peer in incoming}
         self.outboxes: dict[int, queue.SimpleQueue[tuple[Address, Transfer] | None]]
         self.outboxes = {peer: queue.SimpleQueue() for peer in outgoing}
@@ -141,49 +143,54 @@ class Links:
         for peer in incoming:
             self._start(self._receive_all, peer)
 
-    def _start(self, work: object, peer: int) -> None:
-        threading.Thread(
-            target=work,  # type: ignore[arg-type]
-            args=(peer,),
-            name=f"link of ranks {self.rank} and {peer}",
-            daemon=True,
-        ).start()
+    def _start(self, work: Callable[[int], None], peer: int) -> None:
+        name = f"link of ranks {self.rank} and {peer}"
+        threading.Thread(target=work, args=(peer,), name=name, daemon=True).start()
 
     def send(self, tensor: Tensor, peer: int, address: Address) -> Transfer:
         """Start sending a tensor; it must not change before the transfer is done."""
         transfer = Transfer(bytes_of(tensor))
         self.outboxes[peer].put((address, transfer))
-        if self.broken:
-            transfer.finish(self.broken)
+        if peer in self.unreachable:
+            transfer.finish(self.unreachable[peer])
         return transfer
 
     def receive(self, tensor: Tensor, peer: int, address: Address) -> Transfer:
         """Start receiving into a tensor."""
         transfer = Transfer(bytes_of(tensor))
         self.inboxes[peer].expect(address, transfer)
-        if self.broken:
-            self.inboxes[peer].fail(self.broken)
+        if peer in self.silent:
+            self.inboxes[peer].fail(self.silent[peer])
         return transfer
 
     def cut(self, reason: str) -> None:
         """Break all connections, so that every wait on them ends on all ranks."""
+        for peer in self.outgoing:
+            self._end_sending(peer, reason)
+            self._end_receiving(peer, reason)
+
+    def _end_sending(self, peer: int, reason: str) -> None:
         with self.lock:
-            if self.broken:
+            if peer in self.unreachable:
                 return
-            self.broken = reason
-        for connection in (*self.outgoing.values(), *self.incoming.values()):
-            hang_up(connection)
-        for outbox in self.outboxes.values():
-            outbox.put(None)
-        for inbox in self.inboxes.values():
-            inbox.fail(reason)
+            self.unreachable[peer] = reason
+        hang_up(self.outgoing[peer])
+        self.outboxes[peer].put(None)
+
+    def _end_receiving(self, peer: int, reason: str) -> None:
+        with self.lock:
+            if peer in self.silent:
+                return
+            self.silent[peer] = reason
+        hang_up(self.incoming[peer])
+        self.inboxes[peer].fail(reason)
 
     # ------------------------------------------------------------ on threads
     def _send_all(self, peer: int) -> None:
         connection = self.outgoing[peer]
         outbox = self.outboxes[peer]
         with connection:
-            while not self.broken:
+            while True:
                 entry = outbox.get()
                 if entry is None:
                     break
@@ -191,13 +198,14 @@ class Links:
                 try:
                     _send(connection, address, transfer.room)
                 except (OSError, ValueError) as error:
-                    self.cut(f"the connection to rank {peer} broke: {error}")
-                    transfer.finish(self.broken)
+                    reason = f"the connection to rank {peer} is lost: {error}"
+                    self._end_sending(peer, reason)
+                    transfer.finish(reason)
                 transfer.finish()
-            while not outbox.empty():
-                entry = outbox.get()
-                if entry is not None:
-                    entry[1].finish(self.broken)
+        while not outbox.empty():
+            entry = outbox.get()
+            if entry is not None:
+                entry[1].finish(self.unreachable[peer])
 
     def _receive_all(self, peer: int) -> None:
         connection = self.incoming[peer]
@@ -205,12 +213,13 @@ class Links:
         header = bytearray(HEADER.size)
         with connection:
             try:
-                while not self.broken:
+                while True:
                     fill(connection, memoryview(header))
                     channel, tag, size = HEADER.unpack(header)
                     self._receive_one(connection, inbox, Address(channel, tag), size)
             except (PeerLostError, MemoryError) as error:
-                self.cut(f"the connection from rank {peer} is lost: {error}")
+                reason = f"the connection from rank {peer} is lost: {error}"
+                self._end_receiving(peer, reason)
 
     def _receive_one(
         self, connection: ssl.SSLSocket, inbox: Inbox, address: Address, size: int

@@ -57,6 +57,12 @@ class RemoteStore(Store):
         self.clones.append(RemoteStore(self.dial))
         return self.clones[-1]
 
+    def close(self) -> None:
+        """End this connection and those of its clones."""
+        self.connection.close()
+        for clone in self.clones:
+            clone.close()
+
     def set(self, key: str, value: str | bytes) -> None:
         """Write an entry."""
         self.ask("set", key, _text(value))
@@ -80,6 +86,9 @@ class RemoteStore(Store):
     def delete_key(self, key: str) -> bool:
         """Delete an entry."""
         return bool(self.ask("delete_key", key))
+
+    # torch calls it by this name through a PrefixStore.
+    deleteKey = delete_key  # noqa: N815
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         """Wait until all of these entries exist."""
