@@ -335,7 +335,8 @@ def _announce(
         tell("data", _describe_text(corpus, config))
     tell("tokenizer", config.data.tokenizer)
     tell("step", f"{tokens:,} tokens; {config.run.steps} steps, {config.run.precision}")
-    tell("workers", describe_placement(placement))
+    encrypted = bool(config.run.listen)
+    tell("workers", describe_placement(placement, encrypted))
     tell("folder", str(folder))
 
 
