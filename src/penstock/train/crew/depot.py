@@ -22,7 +22,7 @@ from penstock.config import Config
 from penstock.errors import FileError, PeerLostError
 from penstock.runtime.wire.frames import receive_bytes, receive_frame, send_frame
 from penstock.train.checkpoint import SAVING, newest
-from penstock.train.data.corpus import cached_tokens
+from penstock.train.data.corpus import cached_tokens, marks_file
 from penstock.train.data.document_end import side_files
 from penstock.train.data.tokenizer import TOKENIZER
 from penstock.train.history import PLAN_FILE
@@ -56,6 +56,8 @@ class RunFiles:
             TOKENS_NOTE: note,
             TOKENS_FILE: row,
         }
+        if config.data.instructions:
+            self.inputs[marks_file(Path(TOKENS_FILE)).name] = marks_file(row)
         tokenizer = folder / TOKENIZER
         if tokenizer.is_file():
             for file in (tokenizer, *side_files(tokenizer)):
