@@ -22,7 +22,7 @@ from penstock.config import Config
 from penstock.errors import FileError, PeerLostError
 from penstock.runtime.wire.frames import receive_bytes, receive_frame, send_frame
 from penstock.train.checkpoint import SAVING, newest
-from penstock.train.data.corpus import cached_tokens, marks_file
+from penstock.train.data.corpus import cached_tokens, file_of_marks
 from penstock.train.data.document_end import side_files
 from penstock.train.data.tokenizer import TOKENIZER
 from penstock.train.history import PLAN_FILE
@@ -57,7 +57,7 @@ class RunFiles:
             TOKENS_FILE: row,
         }
         if config.data.instructions:
-            self.inputs[marks_file(Path(TOKENS_FILE)).name] = marks_file(row)
+            self.inputs[file_of_marks(Path(TOKENS_FILE)).name] = file_of_marks(row)
         tokenizer = folder / TOKENIZER
         if tokenizer.is_file():
             for file in (tokenizer, *side_files(tokenizer)):

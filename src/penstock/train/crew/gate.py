@@ -11,7 +11,6 @@ A connection asks for one of these. The one that asks for a place stays open: wh
 from __future__ import annotations
 
 import pickle
-import queue
 import secrets
 import ssl
 import threading
@@ -53,6 +52,7 @@ class Guest:
         self.told = False  # whether the user knows that it waits
         self.gone = threading.Event()
         self.lock = threading.Lock()
+        self.others: set[ssl.SSLSocket] = set()  # its connections to store and files
 
     def seat(self, **place: Any) -> None:
         """Give it a place."""
@@ -74,17 +74,36 @@ class Guest:
     def end(self, verdict: Verdict | None) -> None:
         """Tell the keeper that it has ended, and how."""
         with self.lock:
-            if self.gone.is_set():
+            if self.writer.closed:
                 return
-            self.gone.set()
             if verdict is not None:
                 with suppress(OSError):
                     self.writer.send_bytes(pickle.dumps(verdict))
             self.writer.close()
+            self.gone.set()
 
     def kill(self) -> None:
-        """End its connection. It ends itself then, and nobody listens to it any more."""
-        hang_up(self.connection)
+        """End its connections. It ends itself then, and nobody listens to it any more."""
+        with self.lock:
+            connections = [self.connection, *self.others]
+            self.others.clear()
+        self.gone.set()
+        for connection in connections:
+            hang_up(connection)
+
+    def serve(
+        self, connection: ssl.SSLSocket, work: Callable[[ssl.SSLSocket], None]
+    ) -> None:
+        """Serve another connection of it, unless it has ended."""
+        with self.lock:
+            if self.gone.is_set():
+                return
+            self.others.add(connection)
+        try:
+            work(connection)
+        finally:
+            with self.lock:
+                self.others.discard(connection)
 
     def join(self, timeout: float | None = None) -> None:
         """Wait until it has ended; a machine that does not answer cannot be waited for."""
@@ -107,7 +126,7 @@ class Gate:
         self.files = files
         self.version = version
         self.say = say
-        self.come: queue.SimpleQueue[Guest] = queue.SimpleQueue()
+        self.lock = threading.Lock()
         self.guests: dict[str, Guest] = {}  # by their tokens
         self.refused = 0
         host, port = split_address(listen, "run.listen")
@@ -120,31 +139,45 @@ class Gate:
 
     def waiting(self) -> list[Guest]:
         """The workers that are ready and have no place yet, in the order in which they came."""
-        while not self.come.empty():
-            guest = self.come.get()
-            self.guests[guest.token] = guest
-        for token, guest in list(self.guests.items()):
-            if guest.gone.is_set():
-                del self.guests[token]
-                if not guest.seated.is_set():
-                    guest.pipe.close()
-        guests = self.guests.values()
+        with self.lock:
+            for token, guest in list(self.guests.items()):
+                if guest.gone.is_set():
+                    del self.guests[token]
+                    if not guest.seated.is_set():
+                        guest.pipe.close()
+            guests = list(self.guests.values())
         return [one for one in guests if one.waits and not one.seated.is_set()]
+
+    def find(self, request: dict[str, Any]) -> Guest:
+        """The worker that a connection belongs to; raise an error if it has ended."""
+        with self.lock:
+            guest = self.guests.get(str(request.get("token")))
+        if guest is None:
+            raise PeerLostError("a connection of a worker that nobody knows")
+        return guest
 
     def serve(self, connection: ssl.SSLSocket) -> bool:
         """Do what a connection asks for; runs on a thread of its own."""
         request = receive_frame(connection)
         wanted = request.get("want")
         if wanted == "store":
-            serve_store(connection, self.store.clone())  # type: ignore[attr-defined]
+            self.find(request).serve(connection, self.serve_store)
         elif wanted == "files":
-            serve_files(connection, self.files)
+            self.find(request).serve(connection, self.serve_files)
         elif wanted == "place":
             self.welcome(connection, request)
         elif wanted == "verdict":
             self.hear(request)
             send_frame(connection, {})
         return False
+
+    def serve_store(self, connection: ssl.SSLSocket) -> None:
+        """Let a worker use the store where all meet."""
+        serve_store(connection, self.store.clone())  # type: ignore[attr-defined]
+
+    def serve_files(self, connection: ssl.SSLSocket) -> None:
+        """Give a worker files of the run, and take its checkpoints."""
+        serve_files(connection, self.files)
 
     def welcome(self, connection: ssl.SSLSocket, request: dict[str, Any]) -> None:
         """Let a worker wait for a place, if it runs the same Penstock."""
@@ -155,17 +188,18 @@ class Gate:
             return
         name = "".join(one for one in str(request.get("name")) if one.isprintable())
         guest = Guest(name[:64] or "a machine without a name", connection)
+        with self.lock:
+            self.guests[guest.token] = guest
         send_frame(connection, {"token": guest.token})
-        self.come.put(guest)
         guest.attend()
 
     def hear(self, request: dict[str, Any]) -> None:
         """Hear how a worker ended."""
-        guest = self.guests.get(str(request.get("token")))
+        guest = self.find(request)
         told = request.get("verdict")
         names = {field.name for field in fields(Verdict)}
-        if guest is None or not isinstance(told, dict) or set(told) != names:
-            raise PeerLostError("a verdict of nobody")
+        if not isinstance(told, dict) or set(told) != names:
+            raise PeerLostError("a verdict of another form")
         verdict = Verdict(
             int(told["step"]),
             bool(told["stopped"]),
@@ -185,7 +219,9 @@ class Gate:
         """Tell those who still wait that the run is over, and close all connections."""
         for guest in self.waiting():
             guest.seat(over=True)
-        for guest in self.guests.values():
+        with self.lock:
+            guests = list(self.guests.values())
+        for guest in guests:
             if guest.place.get("over"):
                 guest.gone.wait(ANSWER_SECONDS)
         self.door.close()

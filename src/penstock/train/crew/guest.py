@@ -66,6 +66,11 @@ class Joining:
                 f"{error}\n  `penstock train` shows the line to join with, "
                 "if run.listen is set"
             ) from None
+        with control:
+            return self.take_part(control, listen)
+
+    def take_part(self, control: ssl.SSLSocket, listen: str | None) -> Verdict:
+        """Prepare, wait for a place, and train."""
         try:
             answer = receive_frame(control)
             if "refused" in answer:
@@ -81,17 +86,20 @@ class Joining:
             place = self.wait_for_place(control)
         except (PeerLostError, OSError) as error:
             raise RunError(f"the launcher is gone: {error}") from None
-        if not place:
-            return Verdict()
-        leash = partial(self.end_with_launcher, control)
-        threading.Thread(target=leash, name="leash", daemon=True).start()
-        site = Site(self.folder, exchange, self.depot())
-        return self.work(site, place)
+        try:
+            if not place:
+                return Verdict()
+            leash = partial(self.end_with_launcher, control)
+            threading.Thread(target=leash, name="leash", daemon=True).start()
+            return self.work(Site(self.folder, exchange, self.depot()), place)
+        finally:
+            self.over = True
+            exchange.close()
 
     # ------------------------------------------------------------ before there is a place
     def depot(self) -> RemoteDepot:
         """The launcher's files."""
-        return RemoteDepot(partial(self.ask, "files"))
+        return RemoteDepot(partial(self.ask, "files", token=self.token))
 
     def bring_files(self) -> None:
         """Copy the files of the run into this worker's folder."""
@@ -139,7 +147,7 @@ class Joining:
             verdict = work_in_crew(
                 member, site, bool(place["resume"]), True, _no_screen
             )
-            self.over = True
+            self.over = True  # The launcher may end the connection now.
             with suppress(PenstockError, OSError), self.ask_verdict() as connection:
                 tell_verdict(connection, self.token, verdict)
         except dist.DistError as error:
@@ -151,7 +159,7 @@ class Joining:
 
     def dial_store(self) -> ssl.SSLSocket:
         """Open a connection to the launcher's store."""
-        connection = self.ask("store")
+        connection = self.ask("store", token=self.token)
         connection.settimeout(STORE_SECONDS)
         return connection
 

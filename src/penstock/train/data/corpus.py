@@ -184,7 +184,7 @@ def read_corpus(row: Path, note: Path, data: DataConfig, end: int | None) -> Cor
     try:
         tokens: TokenArray = np.memmap(row, dtype=dtype, mode="r")
         if data.instructions:
-            marks = np.memmap(marks_file(row), dtype=np.uint8, mode="r")
+            marks = np.memmap(file_of_marks(row), dtype=np.uint8, mode="r")
     except OSError as error:
         raise FileError(
             f"cannot read the token cache {row}: {error.strerror}\n"
@@ -481,7 +481,7 @@ def _is_complete(row: Path, note: Path) -> bool:
         expected = facts["tokens"] * facts["width"]
         if (
             "conversations" in facts
-            and marks_file(row).stat().st_size != facts["tokens"]
+            and file_of_marks(row).stat().st_size != facts["tokens"]
         ):
             return False
         return row.stat().st_size == expected and bool(facts["digest"])
@@ -548,7 +548,7 @@ def _write_tokens(
     return all_tokens, digest.hexdigest()[:16]
 
 
-def marks_file(row: Path) -> Path:
+def file_of_marks(row: Path) -> Path:
     """The file that keeps the marks of the tokens in another one."""
     return row.with_suffix(".marks")
 
@@ -588,7 +588,7 @@ def _write_conversations(
                 f"there is nothing to learn: none of {tally.conversations} conversations has an answer within "
                 f"{data.tokens} tokens\n  give other data.sources, or more data.tokens"
             )
-        part_of_marks.replace(marks_file(row))
+        part_of_marks.replace(file_of_marks(row))
     except BaseException:
         part.unlink(missing_ok=True)
         part_of_marks.unlink(missing_ok=True)
