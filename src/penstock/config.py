@@ -41,6 +41,7 @@ SWITCH_KEYS = (
     "run.compile",
     "run.elastic",
     "run.graphs",
+    "run.mirror",
 )  # their values may be written without quotes
 BYTE_TOKENIZER = "bytes"
 PLANS = (".json", ".csv")  # suffixes of files that hold a schedule
@@ -427,6 +428,11 @@ class RunConfig:
         "workers that this machine starts, if others join; 0 starts one for every rank",
         least=0,
     )
+    mirror: str = setting(
+        AUTO,
+        "keep a second copy of each part that only one worker holds in the memory of another worker, so that no loss "
+        "needs a checkpoint: true (which makes a run elastic), false, or auto, which is true if a run is elastic",
+    )
     silence: float = setting(
         15.0,
         "seconds without a sign of life after which an elastic run goes on without a worker",
@@ -711,6 +717,7 @@ def _choice_faults(config: Config) -> list[str]:
         ("run.compile", config.run.compile, SWITCHES),
         ("run.graphs", config.run.graphs, SWITCHES),
         ("run.elastic", config.run.elastic, SWITCHES),
+        ("run.mirror", config.run.mirror, SWITCHES),
         ("paths.mean", config.paths.mean, MEANS),
     )
     faults = []

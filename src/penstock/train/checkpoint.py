@@ -122,7 +122,8 @@ class Saver:
     @property
     def path(self) -> Path:
         """The folder of the step that is being saved, until it is complete."""
-        return self.folder / f"{STEP_PREFIX}{self.step:08d}{SAVING}"
+        assert self.step is not None
+        return self.folder / f"{step_name(self.step)}{SAVING}"
 
     def _write(
         self,
@@ -173,7 +174,7 @@ class Saver:
         """
         assert self.step is not None
         path = self.path
-        final = self.folder / f"{STEP_PREFIX}{self.step:08d}"
+        final = self.folder / step_name(self.step)
         if self.leads:
             try:
                 _publish(path, final, self.facts | {"step": self.step})
@@ -323,6 +324,11 @@ def sweep(folder: Path, step: int | None = None) -> None:
 
 
 # ---------------------------------------------------------------- finding
+def step_name(step: int) -> str:
+    """Return the name of the folder of a step's checkpoint."""
+    return f"{STEP_PREFIX}{step:08d}"
+
+
 def newest(folder: Path) -> list[Path]:
     """Return all checkpoints, the newest first, damaged ones included."""
     checkpoints = {}
@@ -331,6 +337,14 @@ def newest(folder: Path) -> list[Path]:
         if number.isdigit() and path.is_dir():
             checkpoints[path] = int(number)
     return sorted(checkpoints, key=lambda path: checkpoints[path], reverse=True)
+
+
+def good_step(folder: Path) -> int:
+    """Return the step of the newest checkpoint if it has no damage, else -1."""
+    for path in newest(folder)[:1]:
+        if not list(checkpoint_faults(path)):
+            return int(path.name.removeprefix(STEP_PREFIX))
+    return -1
 
 
 def newest_good(

@@ -224,6 +224,17 @@ def hold(
     return Holding(stages, held, tied, frozenset(owned), names, sizes, trained)
 
 
+def blank_parameters(
+    part: Part, frozen: Collection[str], device: torch.device
+) -> dict[str, nn.Parameter]:
+    """Return parameters like those of a part that has no memory; they are not filled yet."""
+    blank = {}
+    for name, one in part_parameters(part).items():
+        empty = torch.empty(one.shape, dtype=one.dtype, device=device)
+        blank[name] = nn.Parameter(empty, requires_grad=name not in frozen)
+    return blank
+
+
 def unvisited_parameters(holding: Holding, schedule: Schedule) -> list[nn.Parameter]:
     """Return the parameters of a rank that no micro-batch uses in a step with this schedule."""
     visited = visited_parts(schedule)
@@ -235,6 +246,12 @@ def unvisited_parameters(holding: Holding, schedule: Schedule) -> list[nn.Parame
         if schedule.stages[stage].part in visited:
             used |= part_parameters(module).keys()
     return [one for name, one in holding.parameters.items() if name not in used]
+
+
+def attach_parameters(holding: Holding) -> None:
+    """Let the modules of a holding have its own parameters, which a later one may have replaced."""
+    for part in holding.stages.values():
+        _tie(part, dict(holding.parameters), {})
 
 
 def hold_whole(sizes: Sizes, device: torch.device | None = None) -> Holding:

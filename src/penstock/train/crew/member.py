@@ -221,6 +221,7 @@ class Turns:
             error,
             trainer.seen,
             trainer.closed,
+            mirrors=tuple(sorted(trainer.mirrors.kept)),
         )
 
     def take_turn(self, decision: Decision) -> RunOutcome:
@@ -275,6 +276,7 @@ class Turns:
             fresh=again,
             whole=decision.whole,
             leader=decision.leader,
+            mirrors=decision.mirrors,
         )
 
 
