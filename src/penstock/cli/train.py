@@ -43,13 +43,14 @@ if TYPE_CHECKING:
 Preset = Annotated[
     str,
     typer.Option(
-        help="tiny, llama-150m, llama-1b or gpt2.", autocompletion=complete_preset
+        help="tiny, llama-150m, llama-1b, gpt2 or bert-base.",
+        autocompletion=complete_preset,
     ),
 ]
 OptionalPreset = Annotated[
     Optional[str],
     typer.Option(
-        help="Without a config: tiny, llama-150m, llama-1b or gpt2. [dim]\\[default: tiny][/]",
+        help="Without a config: tiny, llama-150m, llama-1b, gpt2 or bert-base. [dim]\\[default: tiny][/]",
         autocompletion=complete_preset,
     ),
 ]

@@ -27,7 +27,13 @@ from penstock.errors import FileError, RunError
 from penstock.ir.plan import Plan
 from penstock.ir.program import lower
 from penstock.ir.schedule import Schedule
-from penstock.models import Part, even_partition, part_parameters, split
+from penstock.models import (
+    BertConfig,
+    Part,
+    even_partition,
+    part_parameters,
+    split,
+)
 from penstock.models.attention import PAIRS_PER_CALL
 from penstock.models.flops import (
     flops_per_token,
@@ -892,6 +898,8 @@ def dealer_of(
     plans_documents = config.data.separate and config.data.balance
     if not plans_documents or device.type != "cpu" or compiled:
         return None
+    if isinstance(job.sizes, BertConfig):
+        return None  # Its attention computes whole rows, whatever documents they hold.
     if not visits_all_parts(schedule):
         return None
     clock = step_clock(schedule, job.partition, config.mesh.shard)

@@ -52,6 +52,8 @@ from penstock.train.data.conversations import (
     padding_row,
 )
 from penstock.train.data.document_end import side_files
+from penstock.train.data.masking import Masking
+from penstock.train.data.order import shuffled
 from penstock.train.data.tables import TABLE_KINDS, table_records, table_texts
 from penstock.train.data.tokenizer import TokenArray, Tokenizer, not_text, tokenizer_of
 
@@ -114,6 +116,13 @@ MAGIC = {  # the first bytes of files that are not text
 ProgressBytes = Callable[[int, int], None]  # bytes read, and bytes in all
 
 
+class Ticket(NamedTuple):
+    """A sequence to read, and how often all sequences were read before."""
+
+    sequence: int
+    epoch: int = 0
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Corpus:
     """All tokens, cut into sequences: `trained` ones for training, then `held_out` ones."""
@@ -128,6 +137,11 @@ class Corpus:
     marks: Marks | None = None
     separate: bool = False  # whether conversations are kept apart
     tally: Tally | None = None  # of conversations
+    masking: Masking | None = None  # for models that guess masked words
+
+    def ticket(self, position: int, seed: int) -> Ticket:
+        """Return which sequence comes at a position, in which epoch."""
+        return Ticket(shuffled(position, self.trained, seed), position // self.trained)
 
     @property
     def apart(self) -> bool:
