@@ -367,13 +367,10 @@ def with_absolute_paths(config: Config) -> Config:
         loss=_absolute_code(config.run.loss),
         callbacks=tuple(map(_absolute_code, config.run.callbacks)),
     )
+    if run.key:
+        run = replace(run, key=_absolute(run.key))
     return replace(
-        config,
-        model=model,
-        data=data,
-        schedule=schedule,
-        optimizer=optimizer,
-        run=run,
+        config, model=model, data=data, schedule=schedule, optimizer=optimizer, run=run
     )
 
 
