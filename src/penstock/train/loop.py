@@ -17,7 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 
 import torch
@@ -313,14 +313,6 @@ class Trainer:
         self.callbacks = Callbacks(config.run.callbacks if self.leads else ())
         self.saver.announce = self.callbacks.on_checkpoint
         self.progress = Progress()
-        self.best_saver = Saver(
-            job.folder / BEST_FOLDER,
-            comm.rank,
-            comm.ranks,
-            1,
-            self.saved_names,
-            self.leads,
-        )
         self.utilization = flops_utilization(
             job.sizes, config.data.tokens, comm.ranks, self.device
         )
@@ -702,6 +694,13 @@ class Trainer:
         return figures.stopping or self.gets_no_better
 
     # ------------------------------------------------------------ early stopping
+    @cached_property
+    def best_saver(self) -> Saver:
+        """Saves the weights of the best evaluation, beside the checkpoints."""
+        folder = self.job.folder / BEST_FOLDER
+        comm = self.comm
+        return Saver(folder, comm.rank, comm.ranks, 1, self.saved_names, self.leads)
+
     @property
     def gets_no_better(self) -> bool:
         """Whether enough evaluations in a row had no lower loss, so that the run ends."""
