@@ -246,7 +246,7 @@ def merge(
         for adapter in adapters:
             change = adapter.up @ adapter.down * (lora.alpha / lora.rank)
             weight = parameters[f"{adapter.path}.weight"]
-            weight += change.t() if transposed else change
+            weight.add_(change.t() if transposed else change)
 
 
 def write_adapters(
