@@ -86,6 +86,7 @@ from penstock.train.data.loader import (
     check_same_data,
     wanted_by,
 )
+from penstock.train.data.mixture import MixedCorpus, write_use
 from penstock.train.history import History, StepRow, write_timeline
 from penstock.train.mesh import place_of
 from penstock.train.optimizer import (
@@ -699,6 +700,10 @@ class Trainer:
     # ------------------------------------------------------------ saving
     def save(self) -> None:
         """Begin a checkpoint, after waiting for an earlier one that is still being written."""
+        corpus = self.job.corpus
+        if self.comm.rank == 0 and isinstance(corpus, MixedCorpus):
+            use = corpus.use(self.loader.seen, self.job.config.run.seed)
+            write_use(self.job.folder, use)
         if self.saver.step is not None:
             self.saver.finish(self.comm)
         self.saver.begin(self.step, self.tensors(), self.facts())

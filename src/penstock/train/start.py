@@ -101,7 +101,8 @@ def check_training(config: Config, sizes: Sizes) -> None:
 
 def check_sources(config: Config) -> None:
     """Refuse sources that are missing or not text, before anything is measured."""
-    source_files(config.data)
+    for part in config.data.parts:
+        source_files(part)
 
 
 def check_dry_run(config: Config, placement: Placement) -> None:

@@ -144,6 +144,16 @@ class Corpus:
         return Ticket(shuffled(position, self.trained, seed), position // self.trained)
 
     @property
+    def token_count(self) -> int:
+        """The number of tokens."""
+        return len(self.tokens)
+
+    @property
+    def text_source(self) -> Corpus:
+        """The corpus that stands for the others where several are mixed."""
+        return self
+
+    @property
     def apart(self) -> bool:
         """Whether documents or conversations are kept apart."""
         return self.end is not None or self.separate
