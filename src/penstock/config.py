@@ -442,6 +442,20 @@ class RunConfig:
         "go on without a worker that is lost: true, false, or auto, which is true for CPU workers of which "
         "no one holds a part alone",
     )
+    listen: str = setting(
+        "",
+        "HOST:PORT of this machine at which workers of other machines join with the run's key (penstock join), over "
+        "encrypted connections; worker n of this machine takes PORT + 1 + n; empty lets nobody join",
+    )
+    key: str = setting(
+        "",
+        "file with the key that workers of other machines need; empty makes key.pem in the run's folder",
+    )
+    workers: int = setting(
+        0,
+        "workers that this machine starts, if others join; 0 starts one for every rank",
+        least=0,
+    )
     mirror: str = setting(
         AUTO,
         "keep a second copy of each part that only one worker holds in the memory of another worker, so that no loss "
@@ -608,6 +622,7 @@ def check_config(config: Config, counted: bool = False) -> Config:
     counted = counted or not (name == AUTO or is_plan_file(name))
     faults += _size_faults(config, counted)
     faults += _option_faults(config)
+    faults += _joining_faults(config)
     faults += _path_faults(config)
     if faults:
         raise ConfigError("\n".join(faults))
@@ -641,6 +656,28 @@ def _option_faults(config: Config) -> list[str]:
     if config.run.compile == "true":
         reasons += [("compile", one) for one in reasons_against_compiling(config)]
     return [f"run.{key} = true does not go with {reason}" for key, reason in reasons]
+
+
+def _joining_faults(config: Config) -> list[str]:
+    """The options for workers of other machines that would change nothing, or that contradict others."""
+    run = config.run
+    if run.listen:
+        if run.elastic == "false":
+            return [
+                "run.listen lets workers join, which run.elastic = false does not allow"
+            ]
+        own = config.optimizer.schedule
+        if names_own_code(own) and own.rpartition(":")[0].endswith(".py"):
+            return [
+                f"optimizer.schedule = {own} is a file that workers of other machines do not have "
+                "(run.listen): name a module that is installed on all machines"
+            ]
+        return []
+    return [
+        f"run.{key} is for workers of other machines: set run.listen=HOST:PORT too"
+        for key in ("key", "workers")
+        if getattr(run, key)
+    ]
 
 
 def _path_faults(config: Config) -> list[str]:

@@ -66,6 +66,7 @@ from penstock.schedules.coverage import (
 )
 from penstock.train.checkpoint import (
     CheckpointFacts,
+    Depot,
     Saver,
     load,
     missing_tensors,
@@ -186,6 +187,8 @@ class Job:
     fresh: bool = False  # if there is no checkpoint, start from the beginning
     whole: bool = True  # whether the plan is the run's own, and not one for fewer ranks
     mirrors: tuple[Transfer, ...] = ()  # parts with their rank and that of their mirror
+    leader: int = 0  # the rank that writes the files of the run
+    depot: Depot | None = None  # for a rank that does not see the folder of the run
 
     def __post_init__(self) -> None:
         held = self.plan.map_schedules(hold_every_part)
@@ -273,12 +276,19 @@ class Trainer:
             layer_parameters(self.holding.stages.values()),
         )
         self.gradients = Gradients(self.holding, comm, self.device, COUNTS)
+        self.leads = comm.rank == job.leader  # whether it writes the files of the run
         self.mirrors = self.mirrors_of(before)
         self.work_seconds = 0.0  # that this rank computed in the last step
         # Called with the seconds that each rank has worked, after every step.
         self.tell_work: Callable[[list[float]], None] = lambda seconds: None
         self.saver = Saver(
-            job.checkpoints, comm.rank, comm.ranks, config.run.keep, self.holding.names
+            job.checkpoints,
+            comm.rank,
+            comm.ranks,
+            config.run.keep,
+            self.holding.names,
+            self.leads,
+            job.depot,
         )
         self.utilization = flops_utilization(
             job.sizes, config.data.tokens, comm.ranks, self.device
@@ -378,10 +388,12 @@ class Trainer:
             assert before is not None
             if (number in self.parts) != (number in before.parts):
                 targets[number].copy_from(sources[number])
-        for rank, number in handover.restores:
-            if rank == self.comm.rank:
-                path = self.job.checkpoints / step_name(handover.step)
-                self.read_state(path, targets[number])
+        mine = [part for rank, part in handover.restores if rank == self.comm.rank]
+        if mine and self.job.depot is not None:
+            self.job.depot.fetch(self.job.checkpoints)
+        for number in mine:
+            path = self.job.checkpoints / step_name(handover.step)
+            self.read_state(path, targets[number])
         handover.transfers.run(self.comm, {**targets, **sources}, targets)
         self.step = handover.step
         self.seen = self.loader.seen = handover.seen
@@ -394,6 +406,8 @@ class Trainer:
         job = self.job
         checkpoint = None
         if job.resume:
+            if job.depot is not None:
+                job.depot.fetch(job.checkpoints)
             checkpoint = newest_good(job.checkpoints, self.comm, self.holding.names)
             if checkpoint is None and not job.fresh:
                 raise nothing_to_resume(job.checkpoints)
@@ -417,7 +431,7 @@ class Trainer:
         self.loader.resume(facts["data"])
         self.seen = self.loader.seen
         self.step = int(facts["step"])
-        if self.comm.rank == 0:
+        if self.leads:
             _log.info("going on from %s", path)
 
     def read_state(self, path: Path, target: PartState) -> None:
@@ -478,14 +492,14 @@ class Trainer:
         A rank that is done waits for the slowest compiler, so the usual patience begins afterwards.
         """
         began = time.perf_counter()
-        if self.comm.rank == 0:
+        if self.leads:
             _log.info("compiling the stages, which may take some minutes")
         batch = self.next_batch()
         for executor in self.executors.covering:
             warm_up(executor, batch)
         if isinstance(self.comm, ProcessComm):
             self.comm.set_patience(self.job.config.run.patience)
-        if self.comm.rank == 0:
+        if self.leads:
             seconds = time.perf_counter() - began
             _log.info("compiled the stages in %.1f s", seconds)
 
@@ -499,7 +513,7 @@ class Trainer:
         if self.device.type == "cuda":
             # The report shows the peak of the steps, not of the proof.
             torch.cuda.reset_peak_memory_stats(self.device)
-        if self.comm.rank == 0 and not proofs[0].skipped:
+        if self.leads and not proofs[0].skipped:
             _log.info(
                 "proved %d stages in %.1f s: the plan computes the gradients of plain calls",
                 max(proof.stages for proof in proofs),
@@ -517,8 +531,7 @@ class Trainer:
         Calls `ready` before the first step. Raises CrewChange after a step if another
         generation is to go on from there.
         """
-        first = self.comm.rank == 0
-        if first:
+        if self.leads:
             sweep(self.job.checkpoints)
         self.comm.barrier()
         with watching(self.executors):
@@ -528,7 +541,7 @@ class Trainer:
                 self.compile()
             if fresh and self.job.config.run.prove:
                 self.prove()
-            history = History(self.job.folder, self.step) if first else None
+            history = History(self.job.folder, self.step) if self.leads else None
             ready()
             try:
                 stopped = self.steps(history, stop)
@@ -665,7 +678,7 @@ class Trainer:
         timeline = results[-1].timeline
         if timeline is None:
             return loss, None
-        if self.comm.rank == 0 and self.job.whole:
+        if self.leads and self.job.whole:
             number = self.paths.at(self.step)
             full = self.paths.is_full(self.step)
             write_timeline(self.job.folder, self.step + 1, timeline, number, full)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from penstock.config import AUTO, Config
 from penstock.errors import ConfigError
 from penstock.ir.plan import Plan
+from penstock.runtime.wire.door import split_address
 from penstock.train.crew.succession import parts_without_replica
 from penstock.train.placement import Placement
 
@@ -29,6 +30,13 @@ def is_elastic(config: Config, plan: Plan, placement: Placement) -> bool:
     wanted = config.run.elastic
     mirrored = config.run.mirror == "true"
     reasons = reasons_against_crew(config, plan, placement)
+    if config.run.listen:
+        split_address(config.run.listen, "run.listen")
+        if reasons:
+            raise ConfigError(
+                f"run.listen lets workers join, but this run cannot change its workers: {reasons[0]}"
+            )
+        return True
     for key, value in (("elastic", wanted), ("mirror", config.run.mirror)):
         if value == "true" and reasons:
             raise ConfigError(
