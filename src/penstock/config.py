@@ -118,12 +118,25 @@ class ModelConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class MixtureSource:
+    """Files or folders that are read with a weight of their own."""
+
+    sources: tuple[str, ...]
+    weight: float = 1.0
+    name: str = ""  # in reports; empty takes the names of the files
+
+
+@dataclass(frozen=True, slots=True)
 class DataConfig:
     """The text, and how it becomes sequences."""
 
     sources: tuple[str, ...] = setting(
         (),
         "files or folders: text, .jsonl (also .gz, .bz2, .xz), .parquet, .arrow; empty takes Python's standard library",
+    )
+    mixture: tuple[MixtureSource, ...] = setting(
+        (),
+        'instead of sources, several with weights, such as [{sources = ["web"], weight = 3}, {sources = ["code"]}]',
     )
     endings: tuple[str, ...] = setting(
         (
@@ -181,6 +194,15 @@ class DataConfig:
         "",
         "folder of the token cache; empty takes the folder cache next to the run's folder",
     )
+
+    @property
+    def parts(self) -> tuple[DataConfig, ...]:
+        """The data of each source of the mixture; this data if there is no mixture."""
+        if not self.mixture:
+            return (self,)
+        return tuple(
+            replace(self, sources=one.sources, mixture=()) for one in self.mixture
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -924,6 +946,7 @@ def _size_faults(config: Config, counted: bool) -> list[str]:
         )
     if model.family == "bert":
         faults += _bert_faults(config)
+    faults += _mixture_faults(data)
     if model.weights and model.config:
         faults.append(
             "model.weights and model.config both name a folder; "
@@ -941,6 +964,20 @@ def _size_faults(config: Config, counted: bool) -> list[str]:
         faults.append(
             f"schedule.partition has {layers} layers, but model.layers = {model.layers}"
         )
+    return faults
+
+
+def _mixture_faults(data: DataConfig) -> list[str]:
+    """The sources of a mixture that cannot be mixed."""
+    faults = []
+    if data.mixture and data.sources:
+        faults.append("data.sources and data.mixture both name text: give one of them")
+    for number, source in enumerate(data.mixture):
+        name = f"source {number} of data.mixture"
+        if not source.sources:
+            faults.append(f"{name} names no files: sources is empty")
+        if not (isfinite(source.weight) and source.weight > 0):
+            faults.append(f"{name} has weight {source.weight:g}, which must be above 0")
     return faults
 
 

@@ -89,6 +89,7 @@ from penstock.train.data.loader import (
     check_same_data,
     wanted_by,
 )
+from penstock.train.data.mixture import MixedCorpus, write_use
 from penstock.train.early_stop import BEST_FOLDER, Progress, read_progress
 from penstock.train.history import History, StepRow, write_timeline
 from penstock.train.lora import (
@@ -792,6 +793,10 @@ class Trainer:
     # ------------------------------------------------------------ saving
     def save(self) -> None:
         """Begin a checkpoint, after waiting for an earlier one that is still being written."""
+        corpus = self.job.corpus
+        if self.comm.rank == 0 and isinstance(corpus, MixedCorpus):
+            use = corpus.use(self.loader.seen, self.job.config.run.seed)
+            write_use(self.job.folder, use)
         if self.saver.step is not None:
             self.saver.finish(self.comm)
         self.saver.begin(self.step, self.tensors(), self.facts())

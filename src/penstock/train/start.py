@@ -111,7 +111,8 @@ def check_training(config: Config, sizes: Sizes) -> None:
 
 def check_sources(config: Config) -> None:
     """Refuse sources that are missing or not text, before anything is measured."""
-    source_files(config.data)
+    for part in config.data.parts:
+        source_files(part)
     if config.data.validation:
         source_files(replace(config.data, sources=config.data.validation))
 

@@ -43,13 +43,9 @@ from penstock.runtime.torch_internals import (
 )
 from penstock.train.checkpoint import newest
 from penstock.train.compiling import starting_patience
-from penstock.train.data.corpus import (
-    Corpus,
-    ProgressBytes,
-    open_corpus,
-    open_validation,
-)
+from penstock.train.data.corpus import Corpus, ProgressBytes, open_validation
 from penstock.train.data.masking import masking_of, vocab_with_mask
+from penstock.train.data.mixture import open_text
 from penstock.train.data.tokenizer import kept_tokenizer, tokenizer_of
 from penstock.train.history import PLAN_FILE, ROOM
 from penstock.train.hub import read_sizes, settle_model
@@ -290,7 +286,7 @@ def corpus_of(
     watch: ProgressBytes = lambda done, total: None,
 ) -> Corpus:
     """Open the text of a run, with words to guess if its model is a Bert."""
-    return _masked(open_corpus(config.data, cache_of(config, folder), watch), config)
+    return _masked(open_text(config.data, cache_of(config, folder), watch), config)
 
 
 def validation_of(config: Config, folder: Path) -> Corpus | None:
