@@ -123,7 +123,7 @@ def test_the_command_line_trains_a_mesh_on_a_shared_gpu(tmp_path):
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "4 processes on 1 GPUs, NCCL, side by side" in done.stdout + done.stderr
+    assert "4 processes on 1 GPU, NCCL, side by side" in done.stdout + done.stderr
     rows = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     losses = [json.loads(row)["loss"] for row in rows if "loss" in json.loads(row)]
     assert losses[3] < losses[0]
@@ -143,4 +143,4 @@ def test_a_rank_that_goes_wrong_ends_the_run_with_one_story(how, error, story):
     assert story in str(caught.value)
     if how == "raise":
         assert "out of cheese" in str(caught.value)
-    assert time.monotonic() - begin < 60
+    assert time.monotonic() - begin < 150
