@@ -1,6 +1,7 @@
 """Tests over NCCL with all ranks on one GPU: penstock testbed --workers 4 --backend nccl -- pytest THIS.
 
-They are skipped outside of such a testbed.
+They are skipped outside of such a testbed. A testbed that has lost ranks in the middle of a kernel may turn others
+away from then on, so give the two cases of the last test a testbed each: -k raise, -k sleep.
 """
 
 from __future__ import annotations
@@ -143,4 +144,4 @@ def test_a_rank_that_goes_wrong_ends_the_run_with_one_story(how, error, story):
     assert story in str(caught.value)
     if how == "raise":
         assert "out of cheese" in str(caught.value)
-    assert time.monotonic() - begin < 150
+    assert time.monotonic() - begin < 60

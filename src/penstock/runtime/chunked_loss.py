@@ -223,13 +223,15 @@ class _ChunkedLoss(torch.autograd.Function):
         flat: Tensor = ctx.flat
         product: Tensor | None = ctx.product
         ctx.gradients = ctx.flat = ctx.product = None
+        # This comes first: torch warns if a thread's first work on a GPU is a product.
+        scale = grad.to(work.dtype)
         grad_hidden = None
         if ctx.needs_input_grad[0]:
             parts = gradients
             if product is None:
                 matrix = weight_in(work.ledger, weight, work.dtype)
                 parts = [gradient @ matrix for gradient in gradients]
-            grad_hidden = torch.cat(parts) * grad.to(work.dtype)
+            grad_hidden = torch.cat(parts) * scale
             grad_hidden = grad_hidden.to(ctx.type).view(ctx.shape)
         if not ctx.needs_input_grad[1]:
             return grad_hidden, None, None, None, None
@@ -239,7 +241,7 @@ class _ChunkedLoss(torch.autograd.Function):
                 return grad_hidden, product.to(weight.dtype), None, None, None
             accumulate(weight, product)
             return grad_hidden, None, None, None, None
-        rows = torch.split(flat * grad.to(flat.dtype), ctx.size)
+        rows = torch.split(flat * scale, ctx.size)
         if work.ledger is None:
             total = torch.zeros_like(weight)
             for gradient, taken in zip(gradients, rows, strict=True):

@@ -73,7 +73,7 @@ NCCL_SETTINGS = {
     "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING": "0",
 }
 # How long a testbed may refuse new processes after it has lost one that was computing.
-SECONDS_TO_GET_GPU = 90.0
+SECONDS_TO_GET_GPU = 30.0
 GPU_POLL_SECONDS = 0.5
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
