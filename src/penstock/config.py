@@ -20,16 +20,19 @@ from dataclasses import dataclass, field, fields, replace
 from math import isfinite
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from penstock.errors import ConfigError, UnknownNameError
 
 SettingValue = TypeVar("SettingValue")
-MODEL_FAMILIES = ("llama", "gpt")
+OptionValue: TypeAlias = "str | int | float | bool | tuple[int | float, ...]"
+Options: TypeAlias = tuple[tuple[str, OptionValue], ...]  # sorted by name
+MODEL_FAMILIES = ("llama", "gpt", "bert")
 PRECISIONS = ("float32", "bfloat16")
 DEVICES = ("auto", "cpu", "cuda")
 AUTO = "auto"
 MEANS = ("all", "visits")
+RATE_SCHEDULES = ("constant", "linear", "cosine", "wsd", "inverse_sqrt")
 PARTIAL_SCHEDULES = ("skip",)  # named schedules that leave out parts
 FULL_AS_PLANNED = -1  # paths.full: what the plan's rules say
 MAX_DEFAULT_MICROBATCHES = 4096  # of a named schedule whose micro-batches are open
@@ -38,6 +41,7 @@ SWITCH_KEYS = (
     "run.compile",
     "run.elastic",
     "run.graphs",
+    "run.mirror",
 )  # their values may be written without quotes
 BYTE_TOKENIZER = "bytes"
 PLANS = (".json", ".csv")  # suffixes of files that hold a schedule
@@ -51,6 +55,11 @@ def is_plan_file(name: str) -> bool:
 def names_a_file(tokenizer: str) -> bool:
     """Whether data.tokenizer is the path of a tokenizer.json."""
     return tokenizer not in (AUTO, BYTE_TOKENIZER)
+
+
+def names_own_code(value: str) -> bool:
+    """Whether a value names a function or class of the user: module:name or file.py:name."""
+    return ":" in value
 
 
 def setting(
@@ -70,7 +79,7 @@ def setting(
 class ModelConfig:
     """The sizes of the model, or a Hugging Face folder that defines them."""
 
-    family: str = setting("llama", "model family: llama or gpt")
+    family: str = setting("llama", "model family: llama, gpt or bert")
     layers: int = setting(8, "number of layers", least=1, most=10_000)
     width: int = setting(64, "features of the hidden state", least=1)
     heads: int = setting(4, "attention heads; they must divide width", least=1)
@@ -82,7 +91,7 @@ class ModelConfig:
         0, "size of the vocabulary; 0 takes that of the tokenizer", least=0
     )
     positions: int = setting(
-        0, "longest sequence, in tokens (gpt); 0 takes data.tokens", least=0
+        0, "longest sequence, in tokens (gpt, bert); 0 takes data.tokens", least=0
     )
     theta: float = setting(10000.0, "base of the rotary frequencies (llama)", above=0)
     tied: bool = setting(False, "use one matrix for the embedding and the output")
@@ -99,6 +108,11 @@ class ModelConfig:
     def folder(self) -> str:
         """The Hugging Face folder that defines the model; empty if there is none."""
         return self.weights or self.config
+
+    @property
+    def folder_key(self) -> str:
+        """The key that names this folder."""
+        return "model.weights" if self.weights else "model.config"
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +133,14 @@ class DataConfig:
     field: str = setting(
         "text", "field of a JSONL line, or column of a table, that holds the text"
     )
+    instructions: bool = setting(
+        False,
+        "learn answers only: .jsonl or tables with messages, or with prompt and completion",
+    )
+    template: str = setting(
+        "",
+        "file with the chat template of messages (Jinja); empty takes the one beside the tokenizer",
+    )
     tokenizer: str = setting(
         AUTO,
         "bytes, or the path of a tokenizer.json; auto takes that of model.weights or model.config, or else bytes",
@@ -136,6 +158,12 @@ class DataConfig:
     balance: bool = setting(
         True,
         "with separate, on CPUs: deal the documents of each step out so that all micro-batches take equally long",
+    )
+    mask: float = setting(
+        0.15,
+        "share of the words that a bert has to guess: 80% of them are masked, 10% are random words, 10% stay",
+        above=0,
+        most=0.9,
     )
     held_out: float = setting(
         0.02,
@@ -258,22 +286,60 @@ class MeshConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class OptimizerConfig:
-    """AdamW. The rate rises during the warm-up, then falls along a cosine."""
+class ParameterGroup:
+    """Parameters with settings of their own; of several groups that match, the first one counts."""
 
+    match: str  # a pattern for names of parameters, such as "*.bias"
+    rate: float | None = None  # None takes optimizer.rate
+    decay: float | None = None  # None takes optimizer.decay, for matrices only
+    frozen: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerConfig:
+    """An optimizer of torch.optim, and a learning rate that rises during the warm-up and follows a schedule."""
+
+    name: str = setting(
+        "AdamW",
+        "class of torch.optim: AdamW, Adam, SGD, Adafactor, Muon (AdamW for all but the layers' matrices), and others",
+    )
+    options: tuple[tuple[str, OptionValue], ...] = setting(
+        (),
+        "further keyword arguments of the class, such as {momentum = 0.9}",
+    )
+    groups: tuple[ParameterGroup, ...] = setting(
+        (),
+        'parameters with their own settings, such as [{match = "*.bias", rate = 1e-3, decay = 0.0, frozen = false}]',
+    )
     rate: float = setting(1e-2, "highest learning rate", above=0)
+    schedule: str = setting(
+        "cosine",
+        "course of the rate after the warm-up: constant, linear, cosine, wsd (constant, then linear), inverse_sqrt, "
+        "or your own module:function from a step to a factor",
+    )
     final: float = setting(
         0.1, "last learning rate, as a share of the highest", least=0, most=1
     )
     warmup: int = setting(20, "steps until the highest learning rate", least=0)
+    cooldown: float = setting(
+        0.2, "share of the steps in which wsd lets the rate fall", least=0, most=1
+    )
     beta1: float = setting(
-        0.9, "decay of the running mean of gradients", least=0, most=0.999999
+        0.9,
+        "decay of the running mean of gradients (optimizers with betas)",
+        least=0,
+        most=0.999999,
     )
     beta2: float = setting(
-        0.95, "decay of the running mean of squared gradients", least=0, most=0.9999999
+        0.95,
+        "decay of the running mean of squared gradients (optimizers with betas)",
+        least=0,
+        most=0.9999999,
     )
     eps: float = setting(
-        1e-8, "added to the root of the mean square, against division by zero", above=0
+        1e-8,
+        "added to the root of the mean square, against division by zero (optimizers with betas)",
+        above=0,
     )
     decay: float = setting(
         0.1, "weight decay of matrices; norms and biases do not decay", least=0
@@ -354,6 +420,11 @@ class RunConfig:
         "go on without a worker that is lost: true, false, or auto, which is true for CPU workers of which "
         "no one holds a part alone",
     )
+    mirror: str = setting(
+        AUTO,
+        "keep a second copy of each part that only one worker holds in the memory of another worker, so that no loss "
+        "needs a checkpoint: true (which makes a run elastic), false, or auto, which is true if a run is elastic",
+    )
     silence: float = setting(
         15.0,
         "seconds without a sign of life after which an elastic run goes on without a worker",
@@ -385,6 +456,11 @@ class Config:
     mesh: MeshConfig = field(default_factory=MeshConfig, kw_only=True)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     run: RunConfig = field(default_factory=RunConfig)
+
+    @property
+    def sliceable(self) -> bool:
+        """Whether sequences may be cut into slices; the words of a bert see later words."""
+        return self.model.family != "bert"
 
     @property
     def rows(self) -> int:
@@ -441,6 +517,29 @@ PRESETS: dict[str, Config] = {
             log=10,
         ),
     ),
+    "bert-base": Config(
+        ModelConfig(
+            family="bert",
+            layers=12,
+            width=768,
+            heads=12,
+            kv_heads=12,
+            inner=3072,
+            positions=512,
+            tied=True,
+        ),
+        DataConfig(tokens=512, batch=256),
+        ScheduleConfig(devices=4, ranks=0, microbatches=0, copies=0),
+        OptimizerConfig(rate=1e-4, warmup=1000),
+        RunConfig(
+            steps=100_000,
+            precision="bfloat16",
+            evaluate=1000,
+            save=1000,
+            timed=1000,
+            log=10,
+        ),
+    ),
     "gpt2": Config(
         ModelConfig(
             family="gpt",
@@ -480,6 +579,7 @@ def check_config(config: Config, counted: bool = False) -> Config:
     for section in fields(config):
         faults += _range_faults(section.name, getattr(config, section.name))
     faults += _choice_faults(config)
+    faults += _optimizer_faults(config.optimizer)
     faults += _device_faults(config)
     faults += _skip_faults(config)
     name = config.schedule.name
@@ -490,6 +590,25 @@ def check_config(config: Config, counted: bool = False) -> Config:
     if faults:
         raise ConfigError("\n".join(faults))
     return config
+
+
+def _optimizer_faults(optimizer: OptimizerConfig) -> list[str]:
+    """The values of [optimizer] that no torch is needed to refuse."""
+    faults = []
+    schedule = optimizer.schedule
+    if not names_own_code(schedule) and schedule not in RATE_SCHEDULES:
+        wrong = UnknownNameError("optimizer.schedule", schedule, RATE_SCHEDULES)
+        faults.append(f"{wrong}; your own is module:function or file.py:function")
+    for group in optimizer.groups:
+        name = f"optimizer.groups with match = {group.match!r}"
+        if not group.match:
+            faults.append(f"{name} matches nothing; give a pattern such as '*.bias'")
+        for key, value in (("rate", group.rate), ("decay", group.decay)):
+            if value is not None and not 0 <= value < float("inf"):
+                faults.append(f"{name} has {key} = {value:g}; it must be at least 0")
+        if group.frozen and (group.rate, group.decay) != (None, None):
+            faults.append(f"{name} is frozen, so it can have no rate or decay")
+    return faults
 
 
 def _option_faults(config: Config) -> list[str]:
@@ -520,9 +639,10 @@ def _path_faults(config: Config) -> list[str]:
             for key in changed
         ]
     faults = []
-    if paths.mean == "visits" and config.data.separate and config.mesh.shard > 1:
+    uneven = [key for key in ("separate", "instructions") if getattr(config.data, key)]
+    if paths.mean == "visits" and uneven and config.mesh.shard > 1:
         faults.append(
-            "paths.mean = visits does not go with data.separate = true and mesh.shard > 1: "
+            f"paths.mean = visits does not go with data.{uneven[0]} = true and mesh.shard > 1: "
             "shards would weigh their documents differently; set paths.mean=all"
         )
     if planned:
@@ -594,6 +714,7 @@ def _choice_faults(config: Config) -> list[str]:
         ("run.compile", config.run.compile, SWITCHES),
         ("run.graphs", config.run.graphs, SWITCHES),
         ("run.elastic", config.run.elastic, SWITCHES),
+        ("run.mirror", config.run.mirror, SWITCHES),
         ("paths.mean", config.paths.mean, MEANS),
     )
     faults = []
@@ -666,6 +787,8 @@ def _size_faults(config: Config, counted: bool) -> list[str]:
             f"{schedule.copies} x shard {config.mesh.shard} x accumulate "
             f"{config.run.accumulate}); {fitting} do"
         )
+    if model.family == "bert":
+        faults += _bert_faults(config)
     if model.weights and model.config:
         faults.append(
             "model.weights and model.config both name a folder; "
@@ -673,7 +796,7 @@ def _size_faults(config: Config, counted: bool) -> list[str]:
         )
     if model.folder:
         return faults  # Its folder has its own sizes.
-    if model.family == "gpt" and 0 < model.positions < data.tokens:
+    if model.family in ("gpt", "bert") and 0 < model.positions < data.tokens:
         faults.append(
             f"data.tokens = {data.tokens} is more than "
             f"model.positions = {model.positions}"
@@ -682,6 +805,21 @@ def _size_faults(config: Config, counted: bool) -> list[str]:
     if schedule.partition and layers != model.layers:
         faults.append(
             f"schedule.partition has {layers} layers, but model.layers = {model.layers}"
+        )
+    return faults
+
+
+def _bert_faults(config: Config) -> list[str]:
+    """The values that do not go with a model whose words see both ways."""
+    faults = []
+    if config.schedule.slices > 1:
+        faults.append(
+            f"schedule.slices = {config.schedule.slices} does not go with a bert: its words see later words, "
+            "so a slice cannot run before the others; set schedule.slices=0"
+        )
+    if config.data.instructions:
+        faults.append(
+            "data.instructions = true does not go with a bert, which guesses masked words and answers nothing"
         )
     return faults
 

@@ -104,7 +104,8 @@ class Saver:
     @property
     def path(self) -> Path:
         """The folder of the step that is being saved, until it is complete."""
-        return self.folder / f"{STEP_PREFIX}{self.step:08d}{SAVING}"
+        assert self.step is not None
+        return self.folder / f"{step_name(self.step)}{SAVING}"
 
     def _write(
         self,
@@ -152,7 +153,7 @@ class Saver:
         """
         assert self.step is not None
         path = self.path
-        final = self.folder / f"{STEP_PREFIX}{self.step:08d}"
+        final = self.folder / step_name(self.step)
         if self.rank == 0:
             try:
                 _publish(path, final, self.facts | {"step": self.step})
@@ -302,6 +303,11 @@ def sweep(folder: Path, step: int | None = None) -> None:
 
 
 # ---------------------------------------------------------------- finding
+def step_name(step: int) -> str:
+    """Return the name of the folder of a step's checkpoint."""
+    return f"{STEP_PREFIX}{step:08d}"
+
+
 def newest(folder: Path) -> list[Path]:
     """Return all checkpoints, the newest first, damaged ones included."""
     checkpoints = {}
@@ -310,6 +316,14 @@ def newest(folder: Path) -> list[Path]:
         if number.isdigit() and path.is_dir():
             checkpoints[path] = int(number)
     return sorted(checkpoints, key=lambda path: checkpoints[path], reverse=True)
+
+
+def good_step(folder: Path) -> int:
+    """Return the step of the newest checkpoint if it has no damage, else -1."""
+    for path in newest(folder)[:1]:
+        if not list(checkpoint_faults(path)):
+            return int(path.name.removeprefix(STEP_PREFIX))
+    return -1
 
 
 def newest_good(

@@ -30,6 +30,7 @@ from penstock.ir.plan import Plan
 from penstock.runtime.process.launch import LOCALHOST, process_context
 from penstock.runtime.process.status import Failure, announce
 from penstock.runtime.torch_internals import PrefixStore, Store, TCPStore
+from penstock.train.checkpoint import good_step
 from penstock.train.crew.events import Event, EventLog
 from penstock.train.crew.notes import (
     FINISHED,
@@ -45,7 +46,8 @@ from penstock.train.crew.notes import (
     ready_key,
     report_key,
 )
-from penstock.train.crew.succession import decide
+from penstock.train.crew.succession import decide, holders_of
+from penstock.train.loop import CHECKPOINTS_FOLDER
 from penstock.train.worker import Verdict, read_failure, saved_step
 
 LOOK_SECONDS = 0.05  # between two looks at the workers
@@ -309,7 +311,14 @@ class Keeper:
         arrived = self.arrivals()
         for number in arrived:
             self.reports[number] = load_report(self.store.get(arrival_key(number)))
-        decision = decide(self.plan, self.reports, self.generation + 1, self.resume)
+        decision = decide(
+            self.plan,
+            self.reports,
+            self.generation + 1,
+            self.resume,
+            self.settings.mirror != "false",
+            lambda: good_step(self.folder / CHECKPOINTS_FOLDER),
+        )
         if before is not None:
             self.note_change(before, decision, arrived)
         self.generation = decision.generation
@@ -342,6 +351,7 @@ class Keeper:
         workers = len(decision.members)
         step = decision.step
         if decision.keep:
+            text += describe_takeovers(before, decision)
             self.say(f"{text}; {workers} workers go on after step {step}")
         else:
             step = saved_step(self.folder) if decision.resume else 0
@@ -373,6 +383,20 @@ class Keeper:
             seconds = round(time.monotonic() - self.broken_before, 3)
             self.events.put(replace(self.pending, seconds=seconds))
             self.pending = None
+
+
+def describe_takeovers(before: Decision, decision: Decision) -> str:
+    """Say which workers go on with parts that were lost with their only holder."""
+    sentences = []
+    for part, holder, _ in before.mirrors:
+        if before.members[holder] not in decision.members:
+            (rank,) = holders_of(decision.plan.schedule)[part]
+            worker = decision.members[rank]
+            sentences.append(f"worker {worker} has part {part} from its mirror")
+    for rank, part in decision.restores:
+        worker = decision.members[rank]
+        sentences.append(f"worker {worker} has part {part} from the checkpoint")
+    return "".join(f"; {sentence}" for sentence in sentences)
 
 
 def is_stopped(pid: int | None) -> bool:

@@ -205,6 +205,7 @@ class Turns:
             error,
             trainer.seen,
             trainer.closed,
+            mirrors=tuple(sorted(trainer.mirrors.kept)),
         )
 
     def take_turn(self, decision: Decision) -> RunOutcome:
@@ -256,6 +257,7 @@ class Turns:
             resume=decision.resume,
             fresh=again,
             whole=decision.whole,
+            mirrors=decision.mirrors,
         )
 
 

@@ -79,6 +79,12 @@ class Report:
     seen: int = 0  # sequences of its steps, and of earlier runs
     closed: bool = True  # whether its last step was evaluated and written down
     newcomer: bool = False  # whether it has come during the run
+    mirrors: tuple[int, ...] = ()  # parts of others that it has a mirror of
+
+    @property
+    def known_parts(self) -> tuple[int, ...]:
+        """The parts whose weights of the last step it has."""
+        return (*self.parts, *self.mirrors)
 
     def dump(self) -> str:
         """Return it as JSON."""
@@ -90,7 +96,10 @@ def load_report(text: str | bytes) -> Report:
     fields: dict[str, Any] = json.loads(text)
     report = Report(**fields)
     return replace(
-        report, figures=_figures(fields["figures"]), parts=tuple(fields["parts"])
+        report,
+        figures=_figures(fields["figures"]),
+        parts=tuple(fields["parts"]),
+        mirrors=tuple(fields["mirrors"]),
     )
 
 
@@ -110,6 +119,9 @@ class Decision:
     seen: int = 0  # sequences of the steps that are done, and of earlier runs
     close: bool = False  # whether the last step must still be evaluated or written down
     transfers: tuple[Transfer, ...] = ()  # parts that ranks get from others
+    mirrors: tuple[Transfer, ...] = ()  # parts with their rank and that of their mirror
+    # Ranks with a part that they read from the checkpoint of this step.
+    restores: tuple[tuple[int, int], ...] = ()
 
     @property
     def handover(self) -> Handover | None:
@@ -118,7 +130,9 @@ class Decision:
             return None
         figures = self.figures if self.close else None
         transfers = Transfers(self.transfers)
-        return Handover(self.step, self.seen, figures, transfers, self.save)
+        return Handover(
+            self.step, self.seen, figures, transfers, self.save, self.restores
+        )
 
     def dump(self) -> str:
         """Return it as JSON."""
@@ -131,7 +145,9 @@ def load_decision(text: str | bytes) -> Decision:
     fields: dict[str, Any] = json.loads(text)
     fields["plan"] = load_plan(fields["plan"])
     fields["members"] = tuple(fields["members"])
-    fields["transfers"] = tuple(Transfer(*words) for words in fields["transfers"])
+    for name in ("transfers", "mirrors"):
+        fields[name] = tuple(Transfer(*words) for words in fields[name])
+    fields["restores"] = tuple((rank, part) for rank, part in fields["restores"])
     fields["figures"] = _figures(fields["figures"])
     return Decision(**fields)
 
