@@ -1,0 +1,332 @@
+"""The processes of tests/titan: torchtitan's own pipeline and ours on the same parts, weights and data.
+
+torchtitan asks for an accelerator when it is imported, so the workers tell it that its device is the CPU.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from penstock.runtime import ProcessComm
+
+LAYERS, WIDTH, WORDS, TOKENS = 6, 16, 32, 16
+
+
+@dataclass(frozen=True)
+class Case:
+    """A pipeline of ours, and what both trainers are told."""
+
+    schedule: str
+    shape: dict[str, Any] = field(default_factory=dict)  # of --penstock
+    batch: int = 4  # rows of a step
+    rows: int = 1  # of a micro-batch
+    shard: int = 1
+    chunks: int = 0  # of the loss; 0: in one piece
+    precision: str = "float32"
+    recompute: str = ""  # "full" or "selective"
+    documents: bool = False  # whether attention keeps packed documents apart
+    accumulate: int = 1
+
+
+def use_cpu() -> None:
+    """Tell torchtitan that its device is the CPU, before any other module of it asks."""
+    from torchtitan.tools import utils
+
+    utils.device_type = "cpu"
+    utils.device_module = torch.cpu
+    warnings.filterwarnings("ignore", message="DTensor random operators")
+
+
+def documents_attention() -> Any:
+    """torchtitan's attention with the documents of a dense mask: flex attention has no backward on a CPU."""
+    from torchtitan.models.common.attention import FlexAttention
+
+    class DenseAttention(FlexAttention):
+        @dataclass(kw_only=True, slots=True)
+        class Config(FlexAttention.Config):
+            pass
+
+        def forward(self, q, k, v, *, attention_masks, scale=None, enable_gqa=False):
+            mixed = torch.nn.functional.scaled_dot_product_attention(
+                *(one.transpose(1, 2) for one in (q, k, v)),
+                attn_mask=attention_masks,
+                scale=scale,
+                enable_gqa=enable_gqa,
+            )
+            return mixed.transpose(1, 2)
+
+    return DenseAttention.Config()
+
+
+def document_mask(positions: Tensor) -> Tensor:
+    """Which keys each token sees: (rows, 1, tokens, tokens)."""
+    place = torch.arange(positions.shape[1])
+    start = (place - positions)[:, :, None]
+    return ((place <= place[:, None]) & (place >= start))[:, None]
+
+
+def model_config(documents: bool = False) -> Any:
+    """A small Llama of torchtitan's own classes."""
+    from torchtitan.models import llama3
+    from torchtitan.models.common import ComplexRoPE, Embedding, Linear, RMSNorm
+    from torchtitan.models.common.attention import ScaledDotProductAttention
+
+    rope = ComplexRoPE.Config(dim=4, max_seq_len=TOKENS, theta=500000, scaling="llama")
+    layers = llama3._build_llama3_layers(
+        n_layers=LAYERS,
+        dim=WIDTH,
+        n_heads=4,
+        n_kv_heads=2,
+        hidden_dim=24,
+        attn_backend="varlen",
+        rope=rope,
+    )
+    attention = ScaledDotProductAttention.Config()
+    if documents:
+        attention = documents_attention()
+    for layer in layers:
+        layer.attention.inner_attention = attention
+    return llama3.Llama3Model.Config(
+        dim=WIDTH,
+        vocab_size=WORDS,
+        tok_embeddings=Embedding.Config(
+            num_embeddings=WORDS,
+            embedding_dim=WIDTH,
+            param_init=llama3._EMBEDDING_INIT,
+        ),
+        norm=RMSNorm.Config(normalized_shape=WIDTH, param_init=llama3._NORM_INIT),
+        lm_head=Linear.Config(
+            in_features=WIDTH,
+            out_features=WORDS,
+            param_init=llama3._output_linear_init(WIDTH),
+        ),
+        layers=layers,
+    )
+
+
+def trainer_config(case: Case, ranks: int) -> Any:
+    """The config of torchtitan's trainer for a case, with Penstock's section."""
+    from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
+    from torchtitan.config import ParallelismConfig, TrainingConfig
+    from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
+    from torchtitan.models.llama3 import model_registry
+    from torchtitan.trainer import Trainer
+
+    from penstock.titan.options import PenstockOptions
+    from penstock.titan.trainer import with_penstock
+
+    loss = CrossEntropyLoss.Config(global_vocab_size=WORDS)
+    if case.chunks:
+        loss = ChunkedLossWrapper.Config(num_chunks=case.chunks, loss_fn=loss)
+    spec = replace(
+        model_registry("debugmodel", attn_backend="varlen"),
+        model=model_config(case.documents),
+    )
+    recompute = {
+        "": None,
+        "full": FullAC.Config(),
+        "selective": SelectiveAC.Config(),
+    }[case.recompute]
+    config = Trainer.Config(
+        model_spec=spec,
+        loss=loss,
+        training=TrainingConfig(
+            local_batch_size=case.batch,
+            seq_len=TOKENS,
+            mixed_precision_param=case.precision,
+            disable_cuda_graphs=True,
+        ),
+        parallelism=ParallelismConfig(
+            pipeline_parallel_degree=ranks // case.shard,
+            pipeline_parallel_microbatch_size=case.rows,
+            data_parallel_shard_degree=case.shard,
+        ),
+        activation_checkpoint=recompute,
+    )
+    return with_penstock(config, PenstockOptions(schedule=case.schedule, **case.shape))
+
+
+@dataclass
+class Pipelined:
+    """What a `pipelining_fn` has returned."""
+
+    schedule: Any
+    parts: list[nn.Module]
+    has_first: bool
+    has_last: bool
+    loss: Any
+
+
+def build(config: Any, dims: Any, pipelining_fn: Any) -> Pipelined:
+    """Call a `pipelining_fn` and initialize the parts, as torchtitan's trainer does."""
+    from torchtitan.components.loss import ChunkedLossWrapper
+
+    model_config = config.model_spec.model
+    with torch.device("meta"):
+        model = model_config.build()
+    loss = config.loss.build(compile_config=config.compile)
+    built = pipelining_fn(
+        model,
+        parallel_dims=dims,
+        training=config.training,
+        parallelism=config.parallelism,
+        compile_config=config.compile,
+        ac_config=config.activation_checkpoint,
+        dump_folder="",
+        device=torch.device("cpu"),
+        model_config=model_config,
+        parallelize_fn=config.model_spec.parallelize_fn,
+        loss_fn=loss,
+    )
+    pipelined = Pipelined(*built, loss)
+    for part in pipelined.parts:
+        part.to_empty(device="cpu")
+        with torch.no_grad():
+            part.init_weights(buffer_device=None)
+        set_weights(part)
+        part.train()
+    if isinstance(loss, ChunkedLossWrapper) and pipelined.has_last:
+        loss.set_lm_head(pipelined.parts[-1].lm_head)
+        pipelined.parts[-1]._skip_lm_head = True
+    return pipelined
+
+
+def set_weights(part: nn.Module) -> None:
+    """Give every parameter numbers that depend on its name only."""
+    for name, parameter in part.named_parameters():
+        name = name.replace("_checkpoint_wrapped_module.", "")
+        draw = torch.Generator().manual_seed(sum(map(ord, name)))
+        whole = torch.randn(parameter.shape, generator=draw) * 0.2
+        share = parameter.to_local()
+        start = dist_start(parameter)
+        with torch.no_grad():
+            share.copy_(whole[start : start + len(share)])
+
+
+def dist_start(parameter: Any) -> int:
+    """The first row of a sharded parameter that this process has."""
+    mesh = parameter.device_mesh
+    rows = -(-parameter.shape[0] // mesh.size())
+    return min(mesh.get_local_rank() * rows, parameter.shape[0])
+
+
+def data_of(case: Case, copy: int, step: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens, labels and positions of a step; copies of the pipeline have different ones."""
+    draw = torch.Generator().manual_seed(100 * step + copy)
+    tokens = torch.randint(0, WORDS, (case.batch, TOKENS), generator=draw)
+    labels = torch.randint(0, WORDS, (case.batch, TOKENS), generator=draw)
+    labels[:, :2] = -100
+    positions = torch.arange(TOKENS).repeat(case.batch, 1)
+    if case.documents:
+        positions = torch.where(positions < 5, positions, positions - 5)
+    return tokens, labels, positions
+
+
+def calls(case: Case, built: Pipelined, data: Any, valid: int) -> dict[str, Any]:
+    """The arguments of `schedule.step`, as torchtitan's trainer passes them."""
+    tokens, labels, positions = (one.split(case.rows) for one in data)
+    keywords = []
+    for one in positions:
+        keyword = {"positions": one}
+        if case.documents:
+            keyword["attention_masks"] = document_mask(one)
+        keywords.append(keyword)
+    return {
+        "arg_mbs": [(one,) for one in tokens] if built.has_first else None,
+        "kwarg_mbs": keywords,
+        "target_mbs": list(labels) if built.has_last else None,
+        "losses": [] if built.has_last else None,
+        "loss_kwargs": {"global_valid_tokens": torch.tensor(valid)},
+        "return_outputs": False,
+    }
+
+
+def step_torchtitan(built: Pipelined, arguments: dict[str, Any]) -> None:
+    """Run a step of torch's schedule; torch 2.13 has no `step` that takes micro-batches."""
+    schedule = built.schedule
+    schedule._stage.has_backward = True
+    schedule._stage.clear_runtime_states()
+    schedule._step_microbatches(**arguments)
+
+
+def gradients(parts: list[nn.Module]) -> dict[str, Tensor]:
+    """The gradients of the parameters by their names in the whole model."""
+    found = {}
+    for part in parts:
+        for name, parameter in part.named_parameters():
+            assert parameter.grad is not None, name
+            name = name.replace("_checkpoint_wrapped_module.", "")
+            found[name] = parameter.grad.full_tensor()
+    return found
+
+
+def run(case: Case, config: Any, dims: Any, pipelining_fn: Any, step: Any) -> Any:
+    """Build a pipeline and run its steps; return its losses and gradients."""
+    from torchtitan.distributed.utils import get_spmd_context
+
+    built = build(config, dims, pipelining_fn)
+    copy = dist.get_rank() % case.shard
+    all_losses = []
+    with get_spmd_context(parallel_dims=dims)():
+        for number in range(case.accumulate):
+            data = data_of(case, copy, number)
+            valid = case.batch * case.shard * (TOKENS - 2) * case.accumulate
+            arguments = calls(case, built, data, valid)
+            step(built, arguments)
+            if built.has_last:
+                all_losses += [float(one.detach()) for one in arguments["losses"]]
+    return built, all_losses, gradients(built.parts)
+
+
+def step_penstock(built: Pipelined, arguments: dict[str, Any]) -> None:
+    """Run a step of our schedule."""
+    built.schedule.step(**arguments)
+
+
+def compare(comm: ProcessComm, cases: list[Case]) -> list[tuple[Any, ...]]:
+    """Run each case in both pipelines; return losses and gradients of all ranks, ours and theirs."""
+    use_cpu()
+    from torchtitan.distributed import ParallelDims
+    from torchtitan.distributed.pipeline_parallel import pipeline_llm
+    from torchtitan.distributed.utils import set_spmd_backend
+
+    from penstock.titan.trainer import use_plan
+
+    results = []
+    for case in cases:
+        config = trainer_config(case, comm.ranks)
+        dims = ParallelDims.from_config(config.parallelism, comm.ranks)
+        dims.build_mesh()
+        set_spmd_backend(config.parallelism.spmd_backend)
+        config.model_spec.model.update_from_config(config=config)
+        ours = use_plan(config)
+        built, losses, grads = run(
+            case, ours, dims, ours.model_spec.pipelining_fn, step_penstock
+        )
+        _, peer_losses, peer_grads = run(
+            case, config, dims, pipeline_llm, step_torchtitan
+        )
+        evaluated = evaluate(case, built, dims)
+        results.append((losses, grads, peer_losses, peer_grads, evaluated))
+    return results
+
+
+def evaluate(case: Case, built: Pipelined, dims: Any) -> list[float]:
+    """The losses of an evaluation, which torchtitan does not divide by the number of labels."""
+    from torchtitan.distributed.utils import get_spmd_context
+
+    arguments = calls(case, built, data_of(case, dist.get_rank() % case.shard, 0), 1)
+    del arguments["loss_kwargs"], arguments["return_outputs"]
+    with torch.no_grad(), get_spmd_context(parallel_dims=dims)():
+        built.schedule.eval(**arguments)
+    return [float(one) for one in arguments["losses"] or []]
+
+
+assert partial
