@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -53,9 +52,18 @@ def documents_attention() -> Any:
         class Config(FlexAttention.Config):
             pass
 
-        def forward(self, q, k, v, *, attention_masks, scale=None, enable_gqa=False):
+        def forward(
+            self,
+            q_BLNH,
+            k_BLNH,
+            v_BLNH,
+            *,
+            attention_masks,
+            scale=None,
+            enable_gqa=False,
+        ):
             mixed = torch.nn.functional.scaled_dot_product_attention(
-                *(one.transpose(1, 2) for one in (q, k, v)),
+                *(one.transpose(1, 2) for one in (q_BLNH, k_BLNH, v_BLNH)),
                 attn_mask=attention_masks,
                 scale=scale,
                 enable_gqa=enable_gqa,
@@ -310,12 +318,19 @@ def compare(comm: ProcessComm, cases: list[Case]) -> list[tuple[Any, ...]]:
         built, losses, grads = run(
             case, ours, dims, ours.model_spec.pipelining_fn, step_penstock
         )
+        theirs = replace(config, parallelism=own_order(case, config.parallelism))
         _, peer_losses, peer_grads = run(
-            case, config, dims, pipeline_llm, step_torchtitan
+            case, theirs, dims, pipeline_llm, step_torchtitan
         )
         evaluated = evaluate(case, built, dims)
         results.append((losses, grads, peer_losses, peer_grads, evaluated))
     return results
+
+
+def own_order(case: Case, parallelism: Any) -> Any:
+    """torchtitan's parallelism with 1F1B, or GPipe if 1F1B refuses so few micro-batches."""
+    few = case.batch // case.rows < parallelism.pipeline_parallel_degree
+    return replace(parallelism, pipeline_parallel_schedule="GPipe" if few else "1F1B")
 
 
 def evaluate(case: Case, built: Pipelined, dims: Any) -> list[float]:
@@ -328,5 +343,3 @@ def evaluate(case: Case, built: Pipelined, dims: Any) -> list[float]:
         built.schedule.eval(**arguments)
     return [float(one) for one in arguments["losses"] or []]
 
-
-assert partial

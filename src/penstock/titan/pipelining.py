@@ -20,6 +20,8 @@ from torchtitan.protocols.model import BaseModel
 from torchtitan.protocols.model_spec import ParallelizeFunction
 from torchtitan.tools.logging import logger
 
+from penstock.ir import Op
+from penstock.runtime import make_deferrable
 from penstock.titan.pipeline_schedule import PipelineSchedule
 from penstock.titan.planning import PipelinePlan
 
@@ -47,11 +49,16 @@ def pipeline(
     group: dist.ProcessGroup = parallel_dims.get_mesh("pp").get_group("pp")
     schedule = planned.plan.schedule
     numbers = sorted(one.part for one in schedule.stages if one.rank == group.rank())
+    splits = any(action.op is Op.W for lane in schedule.lanes for action in lane)
     parts: dict[int, nn.Module] = {}
     for number in numbers:
         names = list(planned.modules[number])
+        part = split_module(model, names)
+        if splits:
+            # torchtitan wraps the forwards of layers, so ours must be in place before.
+            make_deferrable(part)
         parts[number] = parallelize_fn(
-            split_module(model, names),
+            part,
             parallel_dims=parallel_dims,
             training=training,
             parallelism=parallelism,
