@@ -38,6 +38,10 @@ ROOMS = {
         *("ir", "cost", "config", "formats", "schedules", "sim", "plan", "view"),
         *("carry", "runtime", "measure", "models", "errors"),
     },
+    "titan": {
+        *("ir", "cost", "config", "formats", "schedules", "plan", "view"),
+        *("carry", "runtime", "train", "errors"),
+    },
     "cli": {
         *("ir", "cost", "config", "formats", "schedules", "sim", "plan", "view"),
         *("advice", "partition", "runtime", "measure", "train", "version", "errors"),
@@ -74,6 +78,7 @@ LIBRARIES = {
         "transformers",
         "wandb",
     },
+    "titan": {"torch", "torchtitan"},
     "cli": {"typer", "rich", "torch"},
     "__main__": set(),
 }

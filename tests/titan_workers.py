@@ -1,19 +1,93 @@
 """The processes of tests/titan: torchtitan's own pipeline and ours on the same parts, weights and data.
 
-torchtitan asks for an accelerator when it is imported, so the workers tell it that its device is the CPU.
+torchtitan takes an accelerator for granted, so these processes tell it that its device is the CPU.
 """
 
 from __future__ import annotations
 
+import os
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torchtitan.tools import utils
 
 from penstock.runtime import ProcessComm
+
+
+class CpuModule:
+    """What torchtitan asks the module of its device for, on a CPU."""
+
+    @staticmethod
+    def set_device(device: Any) -> None:
+        pass
+
+    @staticmethod
+    def device_count() -> int:
+        return 1
+
+    @staticmethod
+    def current_device() -> int:
+        return 0
+
+    @staticmethod
+    def get_device_name(device: Any = None) -> str:
+        return "cpu"
+
+    @staticmethod
+    def get_device_properties(device: Any = None) -> Any:
+        return SimpleNamespace(total_memory=1 << 30, name="cpu")
+
+    @staticmethod
+    def memory_stats(device: Any = None) -> dict[str, int]:
+        return {}
+
+    @staticmethod
+    def reset_peak_memory_stats() -> None:
+        pass
+
+    @staticmethod
+    def empty_cache() -> None:
+        pass
+
+    @staticmethod
+    def synchronize() -> None:
+        pass
+
+
+# Told before any other module of torchtitan asks which device it has.
+utils.device_type = "cpu"
+utils.device_module = CpuModule
+warnings.filterwarnings("ignore", message="DTensor random operators")
+
+# ruff: noqa: E402
+from torchtitan.components.checkpoint import CheckpointManager
+from torchtitan.components.dataloader import BaseDataLoader
+from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
+from torchtitan.components.metrics import MetricsProcessor
+from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
+from torchtitan.components.tokenizer import BaseTokenizer
+from torchtitan.components.validate import Validator
+from torchtitan.config import ParallelismConfig, TrainingConfig
+from torchtitan.distributed import ParallelDims
+from torchtitan.distributed import utils as distributed
+from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
+from torchtitan.distributed.pipeline_parallel import pipeline_llm
+from torchtitan.distributed.utils import get_spmd_context, set_spmd_backend
+from torchtitan.models import llama3
+from torchtitan.models.common import ComplexRoPE, Embedding, Linear, RMSNorm
+from torchtitan.models.common.attention import FlexAttention, ScaledDotProductAttention
+from torchtitan.models.llama3 import model_registry
+from torchtitan.trainer import Trainer
+
+from penstock.titan.options import PenstockOptions
+from penstock.titan.trainer import use_plan, with_penstock
 
 LAYERS, WIDTH, WORDS, TOKENS = 6, 16, 32, 16
 
@@ -34,18 +108,8 @@ class Case:
     accumulate: int = 1
 
 
-def use_cpu() -> None:
-    """Tell torchtitan that its device is the CPU, before any other module of it asks."""
-    from torchtitan.tools import utils
-
-    utils.device_type = "cpu"
-    utils.device_module = torch.cpu
-    warnings.filterwarnings("ignore", message="DTensor random operators")
-
-
 def documents_attention() -> Any:
     """torchtitan's attention with the documents of a dense mask: flex attention has no backward on a CPU."""
-    from torchtitan.models.common.attention import FlexAttention
 
     class DenseAttention(FlexAttention):
         @dataclass(kw_only=True, slots=True)
@@ -82,10 +146,6 @@ def document_mask(positions: Tensor) -> Tensor:
 
 def model_config(documents: bool = False) -> Any:
     """A small Llama of torchtitan's own classes."""
-    from torchtitan.models import llama3
-    from torchtitan.models.common import ComplexRoPE, Embedding, Linear, RMSNorm
-    from torchtitan.models.common.attention import ScaledDotProductAttention
-
     rope = ComplexRoPE.Config(dim=4, max_seq_len=TOKENS, theta=500000, scaling="llama")
     layers = llama3._build_llama3_layers(
         n_layers=LAYERS,
@@ -121,15 +181,6 @@ def model_config(documents: bool = False) -> Any:
 
 def trainer_config(case: Case, ranks: int) -> Any:
     """The config of torchtitan's trainer for a case, with Penstock's section."""
-    from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
-    from torchtitan.config import ParallelismConfig, TrainingConfig
-    from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
-    from torchtitan.models.llama3 import model_registry
-    from torchtitan.trainer import Trainer
-
-    from penstock.titan.options import PenstockOptions
-    from penstock.titan.trainer import with_penstock
-
     loss = CrossEntropyLoss.Config(global_vocab_size=WORDS)
     if case.chunks:
         loss = ChunkedLossWrapper.Config(num_chunks=case.chunks, loss_fn=loss)
@@ -155,6 +206,8 @@ def trainer_config(case: Case, ranks: int) -> Any:
             pipeline_parallel_degree=ranks // case.shard,
             pipeline_parallel_microbatch_size=case.rows,
             data_parallel_shard_degree=case.shard,
+            # torch 2.13 cannot shard what torchtitan's newest backend prepares.
+            spmd_backend="partial_dtensor" if case.shard > 1 else "spmd_types",
         ),
         activation_checkpoint=recompute,
     )
@@ -174,8 +227,6 @@ class Pipelined:
 
 def build(config: Any, dims: Any, pipelining_fn: Any) -> Pipelined:
     """Call a `pipelining_fn` and initialize the parts, as torchtitan's trainer does."""
-    from torchtitan.components.loss import ChunkedLossWrapper
-
     model_config = config.model_spec.model
     with torch.device("meta"):
         model = model_config.build()
@@ -208,14 +259,19 @@ def build(config: Any, dims: Any, pipelining_fn: Any) -> Pipelined:
 
 def set_weights(part: nn.Module) -> None:
     """Give every parameter numbers that depend on its name only."""
-    for name, parameter in part.named_parameters():
-        name = name.replace("_checkpoint_wrapped_module.", "")
+    for wrapped, parameter in part.named_parameters():
+        name = plain_name(wrapped)
         draw = torch.Generator().manual_seed(sum(map(ord, name)))
         whole = torch.randn(parameter.shape, generator=draw) * 0.2
         share = parameter.to_local()
         start = dist_start(parameter)
         with torch.no_grad():
             share.copy_(whole[start : start + len(share)])
+
+
+def plain_name(name: str) -> str:
+    """The name of a parameter without the wrappers of activation checkpointing."""
+    return name.replace("_checkpoint_wrapped_module.", "")
 
 
 def dist_start(parameter: Any) -> int:
@@ -270,15 +326,12 @@ def gradients(parts: list[nn.Module]) -> dict[str, Tensor]:
     for part in parts:
         for name, parameter in part.named_parameters():
             assert parameter.grad is not None, name
-            name = name.replace("_checkpoint_wrapped_module.", "")
-            found[name] = parameter.grad.full_tensor()
+            found[plain_name(name)] = parameter.grad.full_tensor()
     return found
 
 
 def run(case: Case, config: Any, dims: Any, pipelining_fn: Any, step: Any) -> Any:
     """Build a pipeline and run its steps; return its losses and gradients."""
-    from torchtitan.distributed.utils import get_spmd_context
-
     built = build(config, dims, pipelining_fn)
     copy = dist.get_rank() % case.shard
     all_losses = []
@@ -300,13 +353,6 @@ def step_penstock(built: Pipelined, arguments: dict[str, Any]) -> None:
 
 def compare(comm: ProcessComm, cases: list[Case]) -> list[tuple[Any, ...]]:
     """Run each case in both pipelines; return losses and gradients of all ranks, ours and theirs."""
-    use_cpu()
-    from torchtitan.distributed import ParallelDims
-    from torchtitan.distributed.pipeline_parallel import pipeline_llm
-    from torchtitan.distributed.utils import set_spmd_backend
-
-    from penstock.titan.trainer import use_plan
-
     results = []
     for case in cases:
         config = trainer_config(case, comm.ranks)
@@ -323,7 +369,8 @@ def compare(comm: ProcessComm, cases: list[Case]) -> list[tuple[Any, ...]]:
             case, theirs, dims, pipeline_llm, step_torchtitan
         )
         evaluated = evaluate(case, built, dims)
-        results.append((losses, grads, peer_losses, peer_grads, evaluated))
+        proof = built.schedule.proof
+        results.append((losses, grads, peer_losses, peer_grads, evaluated, proof))
     return results
 
 
@@ -335,11 +382,121 @@ def own_order(case: Case, parallelism: Any) -> Any:
 
 def evaluate(case: Case, built: Pipelined, dims: Any) -> list[float]:
     """The losses of an evaluation, which torchtitan does not divide by the number of labels."""
-    from torchtitan.distributed.utils import get_spmd_context
-
     arguments = calls(case, built, data_of(case, dist.get_rank() % case.shard, 0), 1)
     del arguments["loss_kwargs"], arguments["return_outputs"]
     with torch.no_grad(), get_spmd_context(parallel_dims=dims)():
         built.schedule.eval(**arguments)
     return [float(one) for one in arguments["losses"] or []]
 
+
+# ---------------------------------------------------------------- torchtitan's whole trainer
+def train_config(
+    case: Case, ranks: int, folder: Path, steps: int, seed: str | None
+) -> Any:
+    """A config that trains from a seed checkpoint, with checkpoints, validation and random text."""
+
+    class Tokenizer(BaseTokenizer):
+        @dataclass(kw_only=True, slots=True)
+        class Config(BaseTokenizer.Config):
+            pass
+
+        def __init__(self, config: Any, *, tokenizer_path: str) -> None:
+            super().__init__()
+
+        def encode(self, *args: Any, **kwargs: Any) -> list[int]:
+            return []
+
+        def decode(self, *args: Any, **kwargs: Any) -> str:
+            return ""
+
+        def get_vocab_size(self) -> int:
+            return WORDS
+
+    class RandomText(BaseDataLoader):
+        @dataclass(kw_only=True, slots=True)
+        class Config(BaseDataLoader.Config):
+            infinite: bool = True
+
+        def __init__(self, config: Any, *, local_batch_size: int, **others: Any):
+            self.rows = local_batch_size
+            self.row = 0
+
+        def __iter__(self) -> Any:
+            while True:
+                rows = range(self.row, self.row + self.rows)
+                self.row += self.rows
+                draws = [torch.Generator().manual_seed(row) for row in rows]
+                text = [
+                    torch.randint(0, WORDS, (TOKENS + 1,), generator=d) for d in draws
+                ]
+                text = torch.stack(text)
+                positions = torch.arange(TOKENS).repeat(self.rows, 1)
+                yield {"input": text[:, :-1], "positions": positions}, text[:, 1:]
+
+        def state_dict(self) -> dict[str, int]:
+            return {"row": self.row}
+
+        def load_state_dict(self, state: dict[str, int]) -> None:
+            self.row = state["row"]
+
+    config = trainer_config(case, ranks)
+    return replace(
+        config,
+        dump_folder=str(folder),
+        training=replace(config.training, steps=steps),
+        tokenizer=Tokenizer.Config(),
+        dataloader=RandomText.Config(),
+        optimizer=default_adamw(lr=1e-2),
+        lr_scheduler=LRSchedulersContainer.Config(warmup_steps=1),
+        metrics=MetricsProcessor.Config(log_freq=1),
+        validator=Validator.Config(
+            enable=True, freq=2, steps=1, dataloader=RandomText.Config()
+        ),
+        checkpoint=CheckpointManager.Config(
+            enable=True,
+            interval=2,
+            initial_load_path=seed,
+            last_save_model_only=False,
+        ),
+    )
+
+
+def make_seed(case: Case, folder: Path) -> None:
+    """Save the weights that all runs begin with, as torchtitan recommends for comparisons."""
+    config = train_config(case, 1, folder, 1, None)
+    checkpoint = replace(config.checkpoint, create_seed_checkpoint=True)
+    trainer = replace(config, checkpoint=checkpoint).build()
+    trainer.checkpointer.save(curr_step=0, last_step=True)
+    trainer.close()
+
+
+def train(
+    comm: ProcessComm, case: Case, folder: Path, steps: Sequence[int]
+) -> list[tuple[str, int, float]]:
+    """Run torchtitan's trainer up to each number of steps; return what it logs on this rank.
+
+    One rank trains without a pipeline, after it has saved the weights to begin with.
+    """
+    os.environ["LOCAL_RANK"] = str(comm.rank)
+    if not hasattr(dist, "set_timeout"):  # torch 2.13
+        distributed.set_pg_timeouts = lambda **options: None
+    logged = []
+
+    def log(self: Any, step: int, loss: float, *others: Any, **more: Any) -> None:
+        logged.append(("train", step, float(loss)))
+
+    def log_validation(self: Any, loss: float, step: int, **more: Any) -> None:
+        logged.append(("validate", step, float(loss)))
+
+    MetricsProcessor.log = log
+    MetricsProcessor.log_validation = log_validation
+    seed = folder / "seed"
+    if comm.ranks == 1:
+        make_seed(case, seed)
+    begin = str(seed / "checkpoint" / "step-0")
+    own = folder / f"{comm.ranks} ranks"
+    for last in steps:
+        trainer = train_config(case, comm.ranks, own, last, begin).build()
+        trainer.train()
+        trainer.close()
+    return logged

@@ -1,9 +1,9 @@
 """Token slices in torchtitan's attention: the keys and values of earlier slices are carried along.
 
-torchtitan hands the argument `attention_masks` through to the innermost attention of every layer, untouched. For a slice
-we hand a `Slice` through instead of a mask. The innermost attention then appends its keys and values to those of the
-earlier slices, and attends with the mask of the slice, which also keeps packed documents apart. For whole sequences it
-runs torchtitan's own code.
+torchtitan hands the argument `attention_masks` through to the innermost attention of every layer, untouched. For a
+slice we hand a `Slice` through instead of a mask. The innermost attention then appends its keys and values to those of
+the earlier slices, and attends with the mask of the slice, which also keeps packed documents apart. For whole sequences
+it runs torchtitan's own code.
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ def _why_unsliceable_layer(layer: Any) -> str:
     return ""
 
 
-def separates_documents(model: nn.Module) -> bool:
+def separates_documents(part: Any) -> bool:
     """Whether attention stays within the documents that `positions` marks by starting at 0 again."""
-    attention = model.config.first_attention
+    attention = part.config.first_attention
     return attention is not None and isinstance(attention.inner_attention, MASKED)
 
 
@@ -77,7 +77,7 @@ def why_uncut_loss(loss: object, lengths: set[int]) -> str:
     )
 
 
-def slice_attention(part: nn.Module) -> None:
+def slice_attention(part: Any) -> None:
     """Let the layers of a part take a `Slice` in the place of attention masks."""
     for layer in part.layers.values():
         inner = layer.attention.inner_attention

@@ -32,7 +32,13 @@ def _own_config(name: str) -> Callable[[], Trainer.Config] | None:
     # A config is named after its model, so its module is the first to be loaded.
     models = sorted(torchtitan_models, key=lambda model: not name.startswith(model))
     for model in models:
-        registry = import_module(f"torchtitan.models.{model}.config_registry")
+        try:
+            registry = import_module(f"torchtitan.models.{model}.config_registry")
+        except ImportError:
+            # Some models need packages that torchtitan does not install.
+            if name.startswith(model):
+                raise
+            continue
         found: Callable[[], Trainer.Config] | None = getattr(registry, name, None)
         if found is not None:
             return found

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from penstock.carry import Slice
 from penstock.errors import ShapeError
 from penstock.ir import Schedule, lower
-from penstock.runtime import Executor, ProcessComm, prove
+from penstock.runtime import Executor, ProcessComm, Proof, prove
 from penstock.runtime.batch import Batch
 from penstock.runtime.slices import spans_of
 from penstock.titan.attention import (
@@ -77,6 +77,7 @@ class PipelineSchedule:
             part.forward = PartForward(part, self.inputs)
         self._refuse_uneven_loss(loss)
         self._executor: Executor | None = None
+        self.proof: Proof | None = None  # once the first step has begun
 
     # ------------------------------------------------------------ what the trainer calls
     def step(
@@ -176,15 +177,13 @@ class PipelineSchedule:
         """Compare every stage with a plain call, on the first micro-batch."""
         with self.inputs.fixed(), self.loss.collecting(None, {}):
             proof = prove(executor, batch)
-        if self.rank == 0:
-            if proof.skipped:
-                _log.info("the plan is not proven: %s", proof.skipped)
-            else:
-                _log.info(
-                    "the plan is proven: %d stages compute what plain calls compute (%.1f s)",
-                    proof.stages,
-                    proof.seconds,
-                )
+        self.proof = proof
+        if self.rank == 0 and not proof.skipped:
+            _log.info(
+                "the plan is proven: %d stages compute what plain calls compute (%.1f s)",
+                proof.stages,
+                proof.seconds,
+            )
 
     def _refuse_uneven_loss(self, loss: TitanLoss) -> None:
         """Raise an error if the loss takes only slices of other lengths."""
@@ -226,7 +225,7 @@ class MicrobatchInputs:
         finally:
             self.is_fixed = False
 
-    def of(self, part: nn.Module, rows: int) -> dict[str, Any]:
+    def of(self, part: Any, rows: int) -> dict[str, Any]:
         """The keyword arguments for the first rows of the micro-batch that runs now."""
         keywords = dict(self.keywords[self.microbatch])
         positions = keywords.get("positions")
@@ -250,6 +249,7 @@ class PartForward:
         self.own_forward: Callable[..., Tensor] = part.forward
 
     def __call__(self, x: Tensor, piece: Slice | None = None) -> Tensor:
+        """Run the part on a micro-batch, or on a slice of it."""
         keywords = self.inputs.of(self.part, len(x))
         if piece is None or not piece.partial:
             return self.own_forward(x, **keywords)

@@ -1,7 +1,7 @@
 """From torchtitan's config to a plan: which schedule runs, and which modules each of its parts has.
 
-    torchtitan's config ──► Config (`workload_config`) ──► Plan (`penstock.plan.planner`) ──► PipelinePlan
-    sizes of the model        what our planner reads          schedule and layers              modules of each part
+torchtitan's config ──► Config (`workload_config`) ──► Plan (`penstock.plan.planner`) ──► PipelinePlan
+sizes of the model        what our planner reads          schedule and layers              modules of each part
 """
 
 from __future__ import annotations
@@ -223,7 +223,9 @@ def profile_of(
 
 def why_no_profile(config: Trainer.Config) -> str:
     """Why `profile_of` knows nothing."""
-    return why_unknown_costs(config) or "this machine has no GPU whose data sheet we have"
+    return (
+        why_unknown_costs(config) or "this machine has no GPU whose data sheet we have"
+    )
 
 
 def gpu_here(options: PenstockOptions) -> Gpu | None:
@@ -282,9 +284,7 @@ def partition_of(
     modules: Sequence[Sequence[str]], parts: int, layers: int
 ) -> tuple[int, ...]:
     """The number of layers of each part, from the names of its modules."""
-    counts = []
-    for names in modules:
-        counts.append(sum(name.startswith("layers.") for name in names))
+    counts = [sum(name.startswith("layers.") for name in names) for names in modules]
     if len(counts) != parts or sum(counts) != layers:
         raise ConfigError(
             f"--parallelism.module_fqns_per_model_part has {len(counts)} parts with {sum(counts)} layers, "

@@ -1,4 +1,4 @@
-"""torchtitan's trainer with a plan of Penstock: it plans before anything is built, and hands the plan to its pipelining.
+"""torchtitan's trainer with a plan of Penstock, which is made first and handed to its pipelining.
 
 Everything else is torchtitan's own `Trainer`.
 """
@@ -66,14 +66,12 @@ def use_plan(config: PenstockTrainer.Config) -> PenstockTrainer.Config:
     if options.forecast:
         log_forecast(config, planned)
     pipelining = partial(pipeline, planned=planned, proves=options.prove)
-    parallelism = replace(
+    config = replace(config)
+    config.model_spec = replace(config.model_spec, pipelining_fn=pipelining)
+    config.parallelism = replace(
         config.parallelism, pipeline_parallel_schedule=loss_rank_name(planned)
     )
-    return replace(
-        config,
-        model_spec=replace(config.model_spec, pipelining_fn=pipelining),
-        parallelism=parallelism,
-    )
+    return config
 
 
 def log_plan(planned: PipelinePlan) -> None:

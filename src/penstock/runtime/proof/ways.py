@@ -404,7 +404,9 @@ class Bench:
         results: Results = {name: value}
         for parameter_name, parameter in self._trained():
             gradient = parameter.grad
-            results[parameter_name] = None if gradient is None else local_share(gradient)
+            results[parameter_name] = (
+                None if gradient is None else local_share(gradient)
+            )
         if not self.first:
             joined = torch.cat(list(input_gradients)) if input_gradients else None
             results[INPUT_GRADIENT] = joined
