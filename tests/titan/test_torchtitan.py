@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 import warnings
-from dataclasses import replace
+from dataclasses import fields, replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -46,6 +49,17 @@ def test_torchtitan_reads_our_options_and_keeps_its_own():
     assert config.training.local_batch_size == 4
     assert config.training.disable_cuda_graphs  # torchtitan refuses them in pipelines
     assert config.model_spec.name == "llama3"
+
+
+def test_torchtitan_reads_the_command_of_the_guide():
+    page = Path(__file__).parents[2] / "docs" / "guides" / "torchtitan.md"
+    text = page.read_text(encoding="utf-8").replace("\\\n", " ")
+    (command,) = re.findall(r"torchrun .* -m torchtitan.train (.*)", text)
+    config = ConfigManager().parse_args(shlex.split(command))
+    planned = plan_pipeline(config, config.penstock)
+    assert planned.plan.schedule.parts == 16
+    named = set(re.findall(r"`(?:--penstock)?\.(\w+)`", text))
+    assert named <= {one.name for one in fields(PenstockOptions)}
 
 
 def test_a_config_that_torchtitan_lacks_is_refused_by_name():
