@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torchtitan.tools import utils
 
 from penstock.runtime import ProcessComm
@@ -246,6 +247,9 @@ def build(config: Any, dims: Any, pipelining_fn: Any) -> Pipelined:
     )
     pipelined = Pipelined(*built, loss)
     for part in pipelined.parts:
+        for module in part.modules():
+            if isinstance(module, FSDPModule):  # gloo can only sum
+                module.set_force_sum_reduction_for_comms(True)
         part.to_empty(device="cpu")
         with torch.no_grad():
             part.init_weights(buffer_device=None)
