@@ -20,16 +20,19 @@ from dataclasses import dataclass, field, fields, replace
 from math import isfinite
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from penstock.errors import ConfigError, UnknownNameError
 
 SettingValue = TypeVar("SettingValue")
+OptionValue: TypeAlias = "str | int | float | bool | tuple[int | float, ...]"
+Options: TypeAlias = tuple[tuple[str, OptionValue], ...]  # sorted by name
 MODEL_FAMILIES = ("llama", "gpt")
 PRECISIONS = ("float32", "bfloat16")
 DEVICES = ("auto", "cpu", "cuda")
 AUTO = "auto"
 MEANS = ("all", "visits")
+RATE_SCHEDULES = ("constant", "linear", "cosine", "wsd", "inverse_sqrt")
 PARTIAL_SCHEDULES = ("skip",)  # named schedules that leave out parts
 FULL_AS_PLANNED = -1  # paths.full: what the plan's rules say
 MAX_DEFAULT_MICROBATCHES = 4096  # of a named schedule whose micro-batches are open
@@ -51,6 +54,11 @@ def is_plan_file(name: str) -> bool:
 def names_a_file(tokenizer: str) -> bool:
     """Whether data.tokenizer is the path of a tokenizer.json."""
     return tokenizer not in (AUTO, BYTE_TOKENIZER)
+
+
+def names_own_code(value: str) -> bool:
+    """Whether a value names a function or class of the user: module:name or file.py:name."""
+    return ":" in value
 
 
 def setting(
@@ -100,6 +108,11 @@ class ModelConfig:
         """The Hugging Face folder that defines the model; empty if there is none."""
         return self.weights or self.config
 
+    @property
+    def folder_key(self) -> str:
+        """The key that names this folder."""
+        return "model.weights" if self.weights else "model.config"
+
 
 @dataclass(frozen=True, slots=True)
 class DataConfig:
@@ -118,6 +131,14 @@ class DataConfig:
     )
     field: str = setting(
         "text", "field of a JSONL line, or column of a table, that holds the text"
+    )
+    instructions: bool = setting(
+        False,
+        "learn answers only: .jsonl or tables with messages, or with prompt and completion",
+    )
+    template: str = setting(
+        "",
+        "file with the chat template of messages (Jinja); empty takes the one beside the tokenizer",
     )
     tokenizer: str = setting(
         AUTO,
@@ -258,22 +279,60 @@ class MeshConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class OptimizerConfig:
-    """AdamW. The rate rises during the warm-up, then falls along a cosine."""
+class ParameterGroup:
+    """Parameters with settings of their own; of several groups that match, the first one counts."""
 
+    match: str  # a pattern for names of parameters, such as "*.bias"
+    rate: float | None = None  # None takes optimizer.rate
+    decay: float | None = None  # None takes optimizer.decay, for matrices only
+    frozen: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerConfig:
+    """An optimizer of torch.optim, and a learning rate that rises during the warm-up and follows a schedule."""
+
+    name: str = setting(
+        "AdamW",
+        "class of torch.optim: AdamW, Adam, SGD, Adafactor, Muon (AdamW for all but the layers' matrices), and others",
+    )
+    options: tuple[tuple[str, OptionValue], ...] = setting(
+        (),
+        "further keyword arguments of the class, such as {momentum = 0.9}",
+    )
+    groups: tuple[ParameterGroup, ...] = setting(
+        (),
+        'parameters with their own settings, such as [{match = "*.bias", rate = 1e-3, decay = 0.0, frozen = false}]',
+    )
     rate: float = setting(1e-2, "highest learning rate", above=0)
+    schedule: str = setting(
+        "cosine",
+        "course of the rate after the warm-up: constant, linear, cosine, wsd (constant, then linear), inverse_sqrt, "
+        "or your own module:function from a step to a factor",
+    )
     final: float = setting(
         0.1, "last learning rate, as a share of the highest", least=0, most=1
     )
     warmup: int = setting(20, "steps until the highest learning rate", least=0)
+    cooldown: float = setting(
+        0.2, "share of the steps in which wsd lets the rate fall", least=0, most=1
+    )
     beta1: float = setting(
-        0.9, "decay of the running mean of gradients", least=0, most=0.999999
+        0.9,
+        "decay of the running mean of gradients (optimizers with betas)",
+        least=0,
+        most=0.999999,
     )
     beta2: float = setting(
-        0.95, "decay of the running mean of squared gradients", least=0, most=0.9999999
+        0.95,
+        "decay of the running mean of squared gradients (optimizers with betas)",
+        least=0,
+        most=0.9999999,
     )
     eps: float = setting(
-        1e-8, "added to the root of the mean square, against division by zero", above=0
+        1e-8,
+        "added to the root of the mean square, against division by zero (optimizers with betas)",
+        above=0,
     )
     decay: float = setting(
         0.1, "weight decay of matrices; norms and biases do not decay", least=0
@@ -480,6 +539,7 @@ def check_config(config: Config, counted: bool = False) -> Config:
     for section in fields(config):
         faults += _range_faults(section.name, getattr(config, section.name))
     faults += _choice_faults(config)
+    faults += _optimizer_faults(config.optimizer)
     faults += _device_faults(config)
     faults += _skip_faults(config)
     name = config.schedule.name
@@ -490,6 +550,25 @@ def check_config(config: Config, counted: bool = False) -> Config:
     if faults:
         raise ConfigError("\n".join(faults))
     return config
+
+
+def _optimizer_faults(optimizer: OptimizerConfig) -> list[str]:
+    """The values of [optimizer] that no torch is needed to refuse."""
+    faults = []
+    schedule = optimizer.schedule
+    if not names_own_code(schedule) and schedule not in RATE_SCHEDULES:
+        wrong = UnknownNameError("optimizer.schedule", schedule, RATE_SCHEDULES)
+        faults.append(f"{wrong}; your own is module:function or file.py:function")
+    for group in optimizer.groups:
+        name = f"optimizer.groups with match = {group.match!r}"
+        if not group.match:
+            faults.append(f"{name} matches nothing; give a pattern such as '*.bias'")
+        for key, value in (("rate", group.rate), ("decay", group.decay)):
+            if value is not None and not 0 <= value < float("inf"):
+                faults.append(f"{name} has {key} = {value:g}; it must be at least 0")
+        if group.frozen and (group.rate, group.decay) != (None, None):
+            faults.append(f"{name} is frozen, so it can have no rate or decay")
+    return faults
 
 
 def _option_faults(config: Config) -> list[str]:
@@ -520,9 +599,10 @@ def _path_faults(config: Config) -> list[str]:
             for key in changed
         ]
     faults = []
-    if paths.mean == "visits" and config.data.separate and config.mesh.shard > 1:
+    uneven = [key for key in ("separate", "instructions") if getattr(config.data, key)]
+    if paths.mean == "visits" and uneven and config.mesh.shard > 1:
         faults.append(
-            "paths.mean = visits does not go with data.separate = true and mesh.shard > 1: "
+            f"paths.mean = visits does not go with data.{uneven[0]} = true and mesh.shard > 1: "
             "shards would weigh their documents differently; set paths.mean=all"
         )
     if planned:

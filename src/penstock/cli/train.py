@@ -340,8 +340,18 @@ def _announce(
 def _describe_text(corpus: Corpus, config: Config) -> str:
     """Describe the amount of text, and how often the run will read it."""
     epochs = config.run.steps * config.data.batch / corpus.trained
+    tally = corpus.tally
+    said = ""
+    if tally is not None:
+        said = f"{tally.conversations:,} conversations, {tally.learned:,} tokens to learn of "
+        if tally.cut or tally.left_out:
+            said = (
+                f"{tally.conversations:,} conversations ({tally.cut:,} cut at {corpus.length} tokens, "
+                f"{tally.left_out:,} left out because nothing of them would be learned), "
+                f"{tally.learned:,} tokens to learn of "
+            )
     return (
-        f"{len(corpus.tokens):,} tokens: {corpus.trained:,} sequences to train on, "
+        f"{said}{len(corpus.tokens):,} tokens: {corpus.trained:,} sequences to train on, "
         f"{corpus.held_out:,} held out; {config.run.steps} steps are {epochs:.3g} epochs"
     )
 

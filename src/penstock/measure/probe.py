@@ -37,6 +37,13 @@ CLOCK_TRIALS = 5
 CLOCK_TRIAL_SECONDS = 2e-5
 LAUNCH_MARGIN = 1.5
 TimedAction = Callable[[], None]
+MakeOptimizers = Callable[[nn.Module], Sequence[torch.optim.Optimizer]]
+MEASURED_RATE = 1e-9  # learning rate of measured updates, which must not change weights
+
+
+def plain_adamw(module: nn.Module) -> list[torch.optim.Optimizer]:
+    """Return an AdamW over all parameters of a module."""
+    return [torch.optim.AdamW(module.parameters(), lr=MEASURED_RATE)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +59,8 @@ class Subject:
     autocast: torch.dtype | None = None
     # For packed documents, the first token of each token's document.
     starts: Tensor | None = None
+    # Makes the optimizers that update the module, over the parameters that train.
+    optimizers: MakeOptimizers = plain_adamw
 
     @property
     def tokens(self) -> int:

@@ -44,18 +44,22 @@ GPT2_KEYS = {
     "positions": "n_positions",
     "eps": "layer_norm_epsilon",
 }
+FOLDER_CONTENTS = {
+    "model.weights": "config.json and *.safetensors",
+    "model.config": "the config.json of a model",
+}
 
 
 # ---------------------------------------------------------------- sizes
-def read_sizes(folder: Path) -> Sizes:
-    """Read the sizes of the model in a folder; raise if we have no such model."""
+def read_sizes(folder: Path, key: str = "model.weights") -> Sizes:
+    """Read the sizes of the model in a folder that a key of the config names; raise if we have no such model."""
     file = folder / "config.json"
     try:
         content: Any = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         what = f"cannot read {file}: {error.strerror}"
         raise FileError(
-            f"{what}\n  model.weights is a folder with config.json and *.safetensors"
+            f"{what}\n  {key} is a folder with {FOLDER_CONTENTS[key]}"
         ) from None
     except (ValueError, RecursionError) as error:
         raise FileError(f"{file} is not JSON: {error}") from None
@@ -159,7 +163,7 @@ def config_json(sizes: LlamaConfig | GPTConfig) -> dict[str, object]:
 
 # ---------------------------------------------------------------- tokenizer
 def settle_tokenizer(config: Config) -> Config:
-    """Replace the tokenizer "auto" by that of model.weights, or by bytes without a folder.
+    """Replace the tokenizer "auto" by that of the model's folder, or by bytes without a folder.
 
     Raises ConfigError if the folder has no tokenizer.json and the size of its vocabulary
     shows that the model was not trained on bytes.
@@ -168,14 +172,16 @@ def settle_tokenizer(config: Config) -> Config:
         return config
     tokenizer = BYTE_TOKENIZER
     if config.model.folder:
-        tokenizer = _tokenizer_of_folder(Path(config.model.folder))
+        tokenizer = _tokenizer_of_folder(
+            Path(config.model.folder), config.model.folder_key
+        )
     return replace(config, data=replace(config.data, tokenizer=tokenizer))
 
 
-def _tokenizer_of_folder(folder: Path) -> str:
+def _tokenizer_of_folder(folder: Path, key: str) -> str:
     if (folder / TOKENIZER).is_file():
         return str(folder / TOKENIZER)
-    vocab = read_sizes(folder).vocab
+    vocab = read_sizes(folder, key).vocab
     if vocab != ByteTokenizer.vocab:
         raise ConfigError(
             f"the model in {folder} has {vocab} words, so it was not trained on bytes, "

@@ -1,8 +1,8 @@
 """The training loop of one process; a thread, a process or a GPU may be behind `comm`.
 
-    batches ─► executor.step ─► gradients.measure ─► clip ─► AdamW ─► row ─┬─ evaluate, now and then
-       ▲        the lane          one sum over all                         ├─ save, now and then
-       └───────────────────────────────────────────────────────────────────┴─ stop, if a rank was asked to
+    batches ─► executor.step ─► gradients.measure ─► clip ─► optimizer ─► row ─┬─ evaluate, now and then
+       ▲        the lane          one sum over all                             ├─ save, now and then
+       └───────────────────────────────────────────────────────────────────────┴─ stop, if a rank was asked to
 
 The result of a step depends only on the config and the seed. Schedules, ranks, copies and
 meshes change the order in which numbers are added, and nothing else.
@@ -62,13 +62,14 @@ from penstock.train.checkpoint import (
     CheckpointFacts,
     Saver,
     load,
+    missing_tensors,
     newest,
     newest_good,
     read_facts,
     sweep,
 )
 from penstock.train.compiling import COMPILER, chunk_of, is_compiling, loss_of
-from penstock.train.crew.handover import OPTIMIZER_SLOTS, Transfers
+from penstock.train.crew.handover import Transfers
 from penstock.train.data.corpus import Corpus
 from penstock.train.data.documents import DocumentCutter, DocumentDealer
 from penstock.train.data.loader import (
@@ -79,7 +80,16 @@ from penstock.train.data.loader import (
 )
 from penstock.train.history import History, StepRow, write_timeline
 from penstock.train.mesh import place_of
-from penstock.train.optimizer import Gradients, adamw, rate_at
+from penstock.train.optimizer import (
+    Gradients,
+    Optimizer,
+    check_same_optimizer,
+    describe_optimizer,
+    frozen_names,
+    layer_parameters,
+)
+from penstock.train.optimizer_state import is_unused
+from penstock.train.rates import factor_at, rate_at
 from penstock.train.step_executors import StepExecutors
 from penstock.train.step_paths import StepPaths, mean_layers, step_paths
 from penstock.train.weights import (
@@ -99,6 +109,7 @@ STOP_COUNT = 0
 SAVED_COUNT = 1
 CHANGE_COUNT = 2
 COUNTS = 3
+STATE_PREFIX = "optimizer."  # of the names of optimizer state in a checkpoint
 # Earlier steps are not worth timing, because caches are still cold.
 FIRST_TIMED_STEP = 3
 
@@ -203,6 +214,7 @@ class Trainer:
             self.place,
             frozenset().union(*map(visited_parts, schedules)),
             kept,
+            lambda names: frozen_names(names, config.optimizer),
         )
         self.compiles = is_compiling(config, self.device)
         if self.compiles:
@@ -225,7 +237,12 @@ class Trainer:
         executors = [self.executor_for(one) for one in schedules]
         self.executors = StepExecutors(executors, self.paths)
         self.examiner = Examiner(self)
-        self.optimizer = adamw(self.holding.trained, config.optimizer)
+        self.optimizer = Optimizer(
+            self.holding.parameters,
+            config.optimizer,
+            self.holding.trained,
+            layer_parameters(self.holding.stages.values()),
+        )
         self.gradients = Gradients(self.holding, comm, self.device, COUNTS)
         self.saver = Saver(
             job.checkpoints, comm.rank, comm.ranks, config.run.keep, self.holding.names
@@ -289,7 +306,9 @@ class Trainer:
             parameter.grad = None
             if before is None or parameter is not before.holding.parameters.get(name):
                 continue
-            self.optimizer.state[parameter] = before.optimizer.state[parameter]
+            if parameter.requires_grad:
+                state = before.optimizer.state_of(parameter)
+                self.optimizer.load_state(parameter, state)
         handover.transfers.run(self)
         self.step = handover.step
         self.seen = self.loader.seen = handover.seen
@@ -320,13 +339,21 @@ class Trainer:
         """Continue from a checkpoint of the same model, however it was split."""
         facts = read_facts(path)
         check_same_model(path, facts, self.job.sizes)
+        check_same_optimizer(path, facts, self.job.config.optimizer)
         tensors = self.tensors(empty=True)
+        # A parameter that was frozen until now begins with new state.
+        for name in missing_tensors(path, tensors):
+            if name.startswith(STATE_PREFIX):
+                del tensors[name]
         load(path, tensors)
         for name, parameter in self.holding.parameters.items():
-            state = self.optimizer.state[parameter]
-            for slot in OPTIMIZER_SLOTS:
-                filled = tensors[f"optimizer.{slot}.{name}"]
-                state[slot] = filled.view(()) if slot == "step" else filled
+            state = {}
+            for slot in self.optimizer.slots_of(parameter):
+                found = tensors.get(f"{STATE_PREFIX}{slot.name}.{name}")
+                if found is not None:
+                    state[slot.name] = found.view(()) if slot.is_number else found
+            if state and not is_unused(state):
+                self.optimizer.load_state(parameter, state)
         self.loader.resume(facts["data"])
         self.seen = self.loader.seen
         self.step = int(facts["step"])
@@ -344,20 +371,14 @@ class Trainer:
             if not empty and not self._saves(name):
                 continue
             tensors[name] = parameter.detach()
-            state = self.optimizer.state.get(parameter, {})
-            for slot in OPTIMIZER_SLOTS:
-                counter = slot == "step"
-                if counter and not empty and any(share_offset(parameter)):
+            for slot, value in self.optimizer.filled_state(parameter):
+                if slot.is_number and not empty and any(share_offset(parameter)):
                     # The process with the first number of a parameter counts its steps.
                     continue
-                blank = torch.zeros_like(parameter)
-                if counter:
-                    blank = torch.zeros(1, device=self.device)
-                tensor = blank if empty else state.get(slot, blank)
-                tensor = tensor.detach()
-                if counter:
+                tensor = slot.blank(parameter) if empty else value
+                if slot.is_number:
                     tensor = tensor.reshape(1)
-                tensors[f"optimizer.{slot}.{name}"] = tensor
+                tensors[f"{STATE_PREFIX}{slot.name}.{name}"] = tensor
         return tensors
 
     def _saves(self, name: str) -> bool:
@@ -546,23 +567,18 @@ class Trainer:
             write_timeline(self.job.folder, self.step + 1, timeline, number, full)
         return loss, timeline.bubble
 
-    def update(self, norm: float) -> float:
-        """Update the weights, and return the learning rate."""
+    def update(self, norm: float) -> None:
+        """Update the weights."""
         config = self.job.config
-        rate = rate_at(self.step, config.run.steps, config.optimizer)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
         self.drop_unvisited()
         self.gradients.clip(norm, config.optimizer.clip)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        return rate
+        self.optimizer.step(factor_at(self.step, config.run.steps, config.optimizer))
 
     def drop_unvisited(self) -> None:
         """Leave parts alone that no micro-batch has visited in this step.
 
-        The sum over the replicas of such a part has left zeros as its gradients, and AdamW
-        would still move and decay its weights.
+        The sum over the replicas of such a part has left zeros as its gradients, and most
+        optimizers would still move and decay its weights.
         """
         schedule = self.executor.program.schedule
         for parameter in unvisited_parameters(self.holding, schedule):
@@ -589,6 +605,7 @@ class Trainer:
             "model": describe(self.job.sizes),
             "data": self.loader.state(),
             "tokenizer": self.job.config.data.tokenizer,
+            "optimizer": describe_optimizer(self.job.config.optimizer),
             "schedule": self.job.plan.name,
             "ranks": self.job.plan.schedule.ranks,
             "partition": list(self.job.partition),

@@ -9,14 +9,15 @@ import os
 import platform
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from penstock.config import Config, is_recording
+from penstock.config import Config, OptimizerConfig, is_recording
 from penstock.cost.profile import Profile, enlarge
 from penstock.cost.row_profiles import RowProfiles
 from penstock.cost.sizes import chunk_in_use
@@ -24,7 +25,7 @@ from penstock.errors import RunError, ShapeError
 from penstock.formats import config_toml as config_file
 from penstock.ir.plan import Facts
 from penstock.measure.points import SlicePoint
-from penstock.measure.probe import Subject
+from penstock.measure.probe import MEASURED_RATE, Subject
 from penstock.measure.profile import (
     PROFILE_ROUNDS,
     QUICK_ROUNDS,
@@ -38,8 +39,10 @@ from penstock.models import (
     GPTConfig,
     Llama,
     LlamaConfig,
+    Part,
     document_starts,
     model_width,
+    part_parameters,
     split,
 )
 from penstock.models.decoder import build_decoder, check_positions, read_decoder
@@ -51,6 +54,7 @@ from penstock.runtime.process.machine import count_neighbours, look_at_machine, 
 from penstock.train import weights
 from penstock.train.compiling import COMPILER, chunk_of, is_compiling, loss_of
 from penstock.train.data.tokenizer import ByteTokenizer
+from penstock.train.optimizer import Optimizer, frozen_names, layer_parameters
 from penstock.train.placement import Placement
 from penstock.train.weights import Sizes
 from penstock.train.worker import model_sizes
@@ -97,6 +101,7 @@ class ProfileRequest:
     # Slices to measure, by tokens and prefix; if empty, about forty typical ones.
     where: tuple[SlicePoint, ...] = ()
     quick: bool = False  # about ten slices in a few seconds, and QUICK_ROUNDS rounds
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
 
 
 def preset_sizes(preset: str, tokens: int, changes: Mapping[str, int]) -> Sizes:
@@ -145,6 +150,7 @@ def request_of(
         compiled=is_compiling(config, _parse_device(placement.device)),
         loss_chunk=chunk_of(config),
         quick=quick,
+        optimizer=config.optimizer,
     )
 
 
@@ -315,6 +321,7 @@ def subjects_by_rows(
     loss = loss_of(COMPILER if request.compiled else "", request.loss_chunk)
     autocast = None if request.autocast is None else _dtype(request.autocast)
     device_facts = _device_facts(device, request, 1 if comm is None else comm.ranks)
+    optimizers = partial(optimizers_of, settings=request.optimizer)
     subjects = []
     for count in rows:
         shape = (count, request.tokens)
@@ -327,7 +334,9 @@ def subjects_by_rows(
             lengths = torch.tensor([half, request.tokens - half], device=device)
             starts = document_starts(lengths).expand(shape)
         each = Subjects(
-            Subject(embed, words, autocast=autocast, starts=starts),
+            Subject(
+                embed, words, autocast=autocast, starts=starts, optimizers=optimizers
+            ),
             Subject(
                 middle,
                 hidden,
@@ -335,8 +344,16 @@ def subjects_by_rows(
                 prefixes=not middle.unsliceable,
                 autocast=autocast,
                 starts=starts,
+                optimizers=optimizers,
             ),
-            Subject(head, hidden, loss=loss, labels=labels, autocast=autocast),
+            Subject(
+                head,
+                hidden,
+                loss=loss,
+                labels=labels,
+                autocast=autocast,
+                optimizers=optimizers,
+            ),
             layers,
             facts,
             (
@@ -349,6 +366,22 @@ def subjects_by_rows(
         )
         subjects.append(each)
     return subjects
+
+
+def optimizers_of(
+    module: nn.Module, settings: OptimizerConfig
+) -> list[torch.optim.Optimizer]:
+    """Return the optimizers that train a piece of a model, with a rate that changes nothing."""
+    assert isinstance(module, Part)
+    parameters = part_parameters(module)
+    frozen = frozen_names(parameters, settings)
+    trained = parameters.keys() - frozen
+    matrices = layer_parameters([module])
+    kinds = Optimizer(parameters, settings, trained, matrices).kinds
+    for kind in kinds:
+        for group in kind.param_groups:
+            group["lr"] = MEASURED_RATE
+    return kinds
 
 
 def _shallow_model(request: ProfileRequest) -> tuple[nn.Module, int, int, Facts]:

@@ -13,7 +13,7 @@ from dataclasses import replace
 from errno import ENOSPC
 from pathlib import Path
 
-from penstock.config import Config, check_config
+from penstock.config import Config, check_config, names_own_code
 from penstock.errors import ConfigError, FileError
 from penstock.formats import dump_plan, write_plan
 from penstock.formats.config_toml import (
@@ -27,6 +27,7 @@ from penstock.formats.config_toml import (
 from penstock.ir import Plan
 from penstock.train.capacity import check_memory, check_timing
 from penstock.train.checkpoint import newest
+from penstock.train.data.conversations import keep_template
 from penstock.train.data.corpus import Corpus, open_corpus, source_files
 from penstock.train.data.prompt import PROMPT, find_prompt
 from penstock.train.data.tokenizer import (
@@ -39,8 +40,11 @@ from penstock.train.hub import settle_tokenizer, weight_files
 from penstock.train.launcher import restarted, under_launcher
 from penstock.train.lock import Lock
 from penstock.train.loop import check_resumable, nothing_to_resume
+from penstock.train.optimizer import check_groups, check_optimizer
 from penstock.train.origin import keep_origin
 from penstock.train.placement import Placement, check_gpu_exists
+from penstock.train.rates import own_factor
+from penstock.train.weights import Sizes, blueprint
 from penstock.train.worker import (
     CONFIG_FILE,
     cache_of,
@@ -78,11 +82,21 @@ def find_run(
 def check_start(config: Config, folder: Path, resume: bool) -> None:
     """Refuse what no worker could begin with, before any worker starts."""
     check_gpu_exists(config)
-    model_sizes(config)
+    check_training(config, model_sizes(config))
     if config.model.weights:
         weight_files(Path(config.model.weights))
     if resume and not newest(folder / CHECKPOINTS):
         raise nothing_to_resume(folder / CHECKPOINTS)
+
+
+def check_training(config: Config, sizes: Sizes) -> None:
+    """Refuse an optimizer, groups of parameters or a schedule of rates that cannot work."""
+    check_optimizer(config.optimizer, config.mesh)
+    if config.optimizer.groups:
+        names = [name for name, _ in blueprint(sizes).named_parameters()]
+        check_groups(names, config.optimizer)
+    if names_own_code(config.optimizer.schedule):
+        own_factor(config.optimizer.warmup, config.optimizer.schedule)
 
 
 def check_sources(config: Config) -> None:
@@ -92,7 +106,9 @@ def check_sources(config: Config) -> None:
 
 def check_dry_run(config: Config, placement: Placement) -> None:
     """Refuse what a dry run could not measure."""
-    check_timing(config, model_sizes(config), placement)
+    sizes = model_sizes(config)
+    check_training(config, sizes)
+    check_timing(config, sizes, placement)
 
 
 def prepare_run(
@@ -126,6 +142,7 @@ def prepare_run(
             keep_origin(Path(config.model.folder), folder)
         tokenizer = tokenizer_of(config.data.tokenizer)
         keep_end_word(config.data.tokenizer, tokenizer, folder)
+        keep_template(config.data, folder)
         prompt = find_prompt(corpus, tokenizer)
         (folder / PROMPT).write_text(prompt, encoding="utf-8")
     except OSError as error:

@@ -14,7 +14,7 @@ no single machine never exists in one place.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -74,7 +74,9 @@ class Holding:
         str, ...
     ]  # all parameters of the model, in the same order on all ranks
     sizes: Sizes
-    trained: Mapping[str, nn.Parameter]  # parameters of parts that some path visits
+    trained: Mapping[
+        str, nn.Parameter
+    ]  # parameters of parts that some path visits, without frozen ones
 
     @property
     def width(self) -> int:
@@ -165,12 +167,14 @@ def hold(
     place: Sharing | None = None,
     trained_parts: frozenset[int] | None = None,
     kept: Mapping[int, Part] | None = None,
+    frozen: Callable[[Iterable[str]], Collection[str]] = lambda names: (),
 ) -> Holding:
     """Return the parts of a rank, or this process's share of them.
 
     They have memory for their weights, but the weights are not filled yet. The parts that
     will be trained are those that the schedule visits, unless they are given. Parts that this
-    process has `kept` from an earlier plan are taken as they are, with their weights.
+    process has `kept` from an earlier plan are taken as they are, with their weights. Of the
+    names of all parameters, `frozen` returns those that do not train.
     """
     if len(partition) != schedule.parts:
         raise ShapeError(
@@ -180,6 +184,8 @@ def hold(
     model = blueprint(sizes)
     # List the names before the split, while tied parameters are still one.
     names = tuple(name for name, _ in model.named_parameters())
+    for name in frozen(names):
+        model.get_parameter(name).requires_grad_(False)
     parts = split(model, partition)
     mine = sorted({stage.part for stage in schedule.stages if stage.rank == rank})
     shared = shared_names(parts)
@@ -202,16 +208,19 @@ def hold(
         if stage.rank == rank:
             stages[number] = parts[stage.part]
     owners = first_holders(schedule, [part_parameters(part) for part in parts])
-    owned = set()
-    for name, parameter in held.items():
-        if owners[name] == rank and (place is None or place.counts(parameter)):
-            owned.add(name)
+    owned = {
+        name
+        for name, parameter in held.items()
+        if owners[name] == rank and (place is None or place.counts(parameter))
+    }
     visited: set[str] = set()
     if trained_parts is None:
         trained_parts = visited_parts(schedule)
     for part in trained_parts:
         visited |= part_parameters(parts[part]).keys()
-    trained = {name: one for name, one in held.items() if name in visited}
+    trained = {
+        name: one for name, one in held.items() if name in visited and one.requires_grad
+    }
     return Holding(stages, held, tied, frozenset(owned), names, sizes, trained)
 
 

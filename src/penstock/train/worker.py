@@ -279,7 +279,7 @@ def model_sizes(config: Config) -> Sizes:
     vocab = tokenizer_of(config.data.tokenizer).vocab
     folder = config.model.folder
     if folder:
-        sizes = read_sizes(Path(folder))
+        sizes = read_sizes(Path(folder), config.model.folder_key)
         if isinstance(sizes, DecoderConfig):
             check_positions(sizes, config.data.tokens)
         if sizes.vocab < vocab:

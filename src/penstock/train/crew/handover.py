@@ -13,13 +13,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-import torch
 from torch import Tensor, nn
 
 from penstock.models import Part, part_parameters
 from penstock.runtime import Comm
-
-OPTIMIZER_SLOTS = ("exp_avg", "exp_avg_sq", "step")  # AdamW's state of each parameter
+from penstock.train.optimizer import Optimizer
+from penstock.train.optimizer_state import is_unused
 
 
 class Transfer(NamedTuple):
@@ -34,7 +33,7 @@ class Holder(Protocol):
     """The part of a trainer that has weights and optimizer state."""
 
     comm: Comm
-    optimizer: torch.optim.AdamW
+    optimizer: Optimizer
 
     @property
     def parts(self) -> dict[int, Part]:
@@ -54,7 +53,7 @@ class Transfers:
         sends = []
         for part, source, target in self.wanted:
             if rank == source:
-                tensors = _tensors(holder, part)
+                tensors = list(_tensors(holder, part))
                 sends += [holder.comm.send(one.contiguous(), target) for one in tensors]
             elif rank == target:
                 for tensor in _tensors(holder, part):
@@ -71,15 +70,19 @@ def _tensors(holder: Holder, part: int) -> Iterator[Tensor]:
     for name in sorted(parameters):
         parameter = parameters[name]
         yield parameter.detach()
-        yield from state_of(holder.optimizer, parameter)
+        if parameter.requires_grad:
+            yield from state_tensors(holder.optimizer, parameter)
 
 
-def state_of(optimizer: torch.optim.AdamW, parameter: nn.Parameter) -> Iterator[Tensor]:
-    """The optimizer state of a parameter, each tensor with at least one dimension."""
-    state = optimizer.state[parameter]
-    for slot in OPTIMIZER_SLOTS:
-        if slot not in state:
-            counter = slot == "step"
-            blank = torch.zeros((), device=parameter.device)
-            state[slot] = blank if counter else torch.zeros_like(parameter)
-        yield state[slot].view(1) if slot == "step" else state[slot]
+def state_tensors(optimizer: Optimizer, parameter: nn.Parameter) -> Iterator[Tensor]:
+    """The optimizer state of a parameter, each tensor with at least one dimension.
+
+    Each tensor is used before the next one is asked for. State that nobody has used yet is
+    forgotten afterwards, so that the optimizer begins as it does for any new parameter.
+    """
+    values = dict(optimizer.filled_state(parameter))
+    for slot, value in values.items():
+        yield value.view(1) if slot.is_number else value
+    state = {slot.name: value for slot, value in values.items()}
+    if state and not is_unused(state):
+        optimizer.load_state(parameter, state)

@@ -7,9 +7,9 @@
 
 The order does not depend on how a step is divided: with other ranks, micro-batches or copies,
 a step sees the same sequences. Labels are shifted before anything is cut. Where documents
-are kept apart, the last word of a document has nothing to predict, and every step is planned for
-its documents (`penstock.train.data.documents`): they are dealt out to micro-batches and cut into
-slices that take the same time.
+are kept apart, the last word of a document has nothing to predict. Of a conversation only the
+answers are labels. Every step is planned for its documents (`penstock.train.data.documents`):
+they are dealt out to micro-batches and cut into slices that take the same time.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from penstock.models import shift_labels
 from penstock.plan.slices.packs import Pack
 from penstock.runtime import Batch
 from penstock.runtime.batch import IGNORED_LABEL
+from penstock.train.data.conversations import BEGINS, LEARNED
 from penstock.train.data.corpus import Corpus
 from penstock.train.data.documents import (
     DocumentCutter,
@@ -181,8 +182,9 @@ class Loader:
             else:
                 dealt.append((blank, blank, blank))
         inputs, labels, starts = zip(*dealt, strict=True)
-        if self.corpus.end is None:
-            return Batch(inputs, labels, valid)
+        if not self.corpus.apart:
+            counts = () if self.corpus.marks is None else self._counts(numbers)
+            return Batch(inputs, labels, valid, counts=counts)
         cuts = self._cuts(numbers)
         return Batch(inputs, labels, valid, starts, cuts, self._counts(numbers))
 
@@ -192,7 +194,7 @@ class Loader:
         counts = []
         for number in range(self.deal.microbatches):
             own = numbers[number * rows : (number + 1) * rows]
-            counts.append(self._valid(one for one in own if one != FILLER))
+            counts.append(self._labels(one for one in own if one != FILLER))
         return tuple(counts)
 
     def _batch_of_packs(
@@ -229,19 +231,36 @@ class Loader:
 
     def _starts(self, numbers: Sequence[int]) -> Tensor:
         """The start of each token's document in some sequences."""
-        assert self.corpus.end is not None
-        return starts_in(self._tokens(numbers), self.corpus.end)[:, :-1]
+        starts = self._all_starts(numbers, self._tokens(numbers))
+        assert starts is not None
+        return starts[:, :-1]
+
+    def _all_starts(self, numbers: Sequence[int], tokens: Tensor) -> Tensor | None:
+        """The start of each stored token's document in some sequences; None if documents are not kept apart."""
+        if not self.corpus.apart:
+            return None
+        if self.corpus.end is not None:
+            return starts_in(tokens, self.corpus.end)
+        begins = (self._marks(numbers) & int(BEGINS)) > 0
+        return (begins * torch.arange(begins.shape[1])).cummax(1).values
 
     def _valid(self, numbers: Iterable[int]) -> int:
+        """Count the labels by whose number a loss is divided."""
+        return max(self._labels(numbers), 1)
+
+    def _labels(self, numbers: Iterable[int]) -> int:
         """Count the labels of these sequences, without the last word of each document."""
         end = self.corpus.end
         labels = 0
         for number in numbers:
+            if self.corpus.marks is not None:
+                labels += int((self.corpus.sequence_marks(number)[1:] & LEARNED).sum())
+                continue
             labels += self.corpus.length
             if end is not None:
                 words = self.corpus.sequence(number)[:-1]
                 labels -= int((words == end).sum())
-        return max(labels, 1)
+        return labels
 
     def _rows(self, numbers: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
         """Tokens, labels and document starts of some sequences.
@@ -249,10 +268,11 @@ class Loader:
         A sequence has one more token than it uses: the label of its last one.
         """
         tokens = self._tokens(numbers)
-        starts = None
-        if self.corpus.end is not None:
-            starts = starts_in(tokens, self.corpus.end)
+        starts = self._all_starts(numbers, tokens)
         labels = shift_labels(tokens, starts)
+        if self.corpus.marks is not None:
+            learned = (self._marks(numbers)[:, 1:] & int(LEARNED)) > 0
+            labels[:, :-1].masked_fill_(~learned, IGNORED_LABEL)
         labels[[number == FILLER for number in numbers]] = IGNORED_LABEL
         if starts is None:
             starts = tokens
@@ -260,12 +280,17 @@ class Loader:
 
     def _tokens(self, numbers: Sequence[int]) -> Tensor:
         """The stored tokens of some sequences; a filler has those of the first one held out."""
-        first_held_out = self.corpus.trained
-        sequences = []
-        for number in numbers:
-            stored = first_held_out if number == FILLER else number
-            sequences.append(self.corpus.sequence(stored))
+        sequences = [self.corpus.sequence(one) for one in self._stored(numbers)]
         return torch.from_numpy(np.stack(sequences).astype(np.int64))
+
+    def _marks(self, numbers: Sequence[int]) -> Tensor:
+        """The marks of the stored tokens of some sequences."""
+        marks = [self.corpus.sequence_marks(one) for one in self._stored(numbers)]
+        return torch.from_numpy(np.stack(marks))
+
+    def _stored(self, numbers: Sequence[int]) -> list[int]:
+        """The sequences to read; a filler reads the first one held out."""
+        return [self.corpus.trained if one == FILLER else one for one in numbers]
 
     def _used(self, rows: Tensor) -> Tensor:
         """Rows without their last column, on the loader's device."""
