@@ -217,7 +217,9 @@ def test_four_ranks_and_fsdp_compute_the_same():
 
 def test_a_loss_in_chunks_must_fit_the_slices():
     case = Case("1f1b", {"slices": 2}, chunks=16)
-    with pytest.raises(PenstockError, match="16 chunks, but there is a slice of 8 tokens"):
+    with pytest.raises(
+        PenstockError, match="16 chunks, but there is a slice of 8 tokens"
+    ):
         spawn(2, workers.compare, [case])
 
 

@@ -26,6 +26,7 @@ from penstock.ir import Schedule, lower
 from penstock.runtime import Executor, ProcessComm, Proof, prove
 from penstock.runtime.batch import Batch
 from penstock.runtime.slices import spans_of
+from penstock.runtime.torch_internals import ignore_fsdp_view_warning
 from penstock.titan.attention import (
     separates_documents,
     slice_attention,
@@ -75,6 +76,7 @@ class PipelineSchedule:
             if schedule.slices > 1:
                 slice_attention(part)
             part.forward = PartForward(part, self.inputs)
+        ignore_fsdp_view_warning()
         self._refuse_uneven_loss(loss)
         self._executor: Executor | None = None
         self.proof: Proof | None = None  # once the first step has begun
