@@ -92,7 +92,7 @@ def _gradients(comm: ProcessComm, case: Case, device: torch.device) -> dict[str,
         here = slice(first, first + count)
         result = executor.step(batch_of(inputs[here], labels[here], valid))
         loss += result.loss if place.speaks else 0.0
-    total, norm, _, _ = Gradients(holding, comm, device, counts=0).measure(loss, 0, [])
+    total, norm, _, _ = Gradients(holding, comm, device, counts=0).measure(loss, [], [])
     everything = hold_whole(sizes)
     draw_parameters(everything, 5)
     expected = 0.0

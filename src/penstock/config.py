@@ -27,7 +27,7 @@ from penstock.errors import ConfigError, UnknownNameError
 SettingValue = TypeVar("SettingValue")
 OptionValue: TypeAlias = "str | int | float | bool | tuple[int | float, ...]"
 Options: TypeAlias = tuple[tuple[str, OptionValue], ...]  # sorted by name
-MODEL_FAMILIES = ("llama", "gpt")
+MODEL_FAMILIES = ("llama", "gpt", "bert")
 PRECISIONS = ("float32", "bfloat16")
 DEVICES = ("auto", "cpu", "cuda")
 AUTO = "auto"
@@ -41,6 +41,7 @@ SWITCH_KEYS = (
     "run.compile",
     "run.elastic",
     "run.graphs",
+    "run.mirror",
 )  # their values may be written without quotes
 BYTE_TOKENIZER = "bytes"
 PLANS = (".json", ".csv")  # suffixes of files that hold a schedule
@@ -78,7 +79,7 @@ def setting(
 class ModelConfig:
     """The sizes of the model, or a Hugging Face folder that defines them."""
 
-    family: str = setting("llama", "model family: llama or gpt")
+    family: str = setting("llama", "model family: llama, gpt or bert")
     layers: int = setting(8, "number of layers", least=1, most=10_000)
     width: int = setting(64, "features of the hidden state", least=1)
     heads: int = setting(4, "attention heads; they must divide width", least=1)
@@ -90,7 +91,7 @@ class ModelConfig:
         0, "size of the vocabulary; 0 takes that of the tokenizer", least=0
     )
     positions: int = setting(
-        0, "longest sequence, in tokens (gpt); 0 takes data.tokens", least=0
+        0, "longest sequence, in tokens (gpt, bert); 0 takes data.tokens", least=0
     )
     theta: float = setting(10000.0, "base of the rotary frequencies (llama)", above=0)
     tied: bool = setting(False, "use one matrix for the embedding and the output")
@@ -157,6 +158,12 @@ class DataConfig:
     balance: bool = setting(
         True,
         "with separate, on CPUs: deal the documents of each step out so that all micro-batches take equally long",
+    )
+    mask: float = setting(
+        0.15,
+        "share of the words that a bert has to guess: 80% of them are masked, 10% are random words, 10% stay",
+        above=0,
+        most=0.9,
     )
     held_out: float = setting(
         0.02,
@@ -413,6 +420,25 @@ class RunConfig:
         "go on without a worker that is lost: true, false, or auto, which is true for CPU workers of which "
         "no one holds a part alone",
     )
+    listen: str = setting(
+        "",
+        "HOST:PORT of this machine at which workers of other machines join with the run's key (penstock join), over "
+        "encrypted connections; worker n of this machine takes PORT + 1 + n; empty lets nobody join",
+    )
+    key: str = setting(
+        "",
+        "file with the key that workers of other machines need; empty makes key.pem in the run's folder",
+    )
+    workers: int = setting(
+        0,
+        "workers that this machine starts, if others join; 0 starts one for every rank",
+        least=0,
+    )
+    mirror: str = setting(
+        AUTO,
+        "keep a second copy of each part that only one worker holds in the memory of another worker, so that no loss "
+        "needs a checkpoint: true (which makes a run elastic), false, or auto, which is true if a run is elastic",
+    )
     silence: float = setting(
         15.0,
         "seconds without a sign of life after which an elastic run goes on without a worker",
@@ -444,6 +470,11 @@ class Config:
     mesh: MeshConfig = field(default_factory=MeshConfig, kw_only=True)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     run: RunConfig = field(default_factory=RunConfig)
+
+    @property
+    def sliceable(self) -> bool:
+        """Whether sequences may be cut into slices; the words of a bert see later words."""
+        return self.model.family != "bert"
 
     @property
     def rows(self) -> int:
@@ -500,6 +531,29 @@ PRESETS: dict[str, Config] = {
             log=10,
         ),
     ),
+    "bert-base": Config(
+        ModelConfig(
+            family="bert",
+            layers=12,
+            width=768,
+            heads=12,
+            kv_heads=12,
+            inner=3072,
+            positions=512,
+            tied=True,
+        ),
+        DataConfig(tokens=512, batch=256),
+        ScheduleConfig(devices=4, ranks=0, microbatches=0, copies=0),
+        OptimizerConfig(rate=1e-4, warmup=1000),
+        RunConfig(
+            steps=100_000,
+            precision="bfloat16",
+            evaluate=1000,
+            save=1000,
+            timed=1000,
+            log=10,
+        ),
+    ),
     "gpt2": Config(
         ModelConfig(
             family="gpt",
@@ -546,6 +600,7 @@ def check_config(config: Config, counted: bool = False) -> Config:
     counted = counted or not (name == AUTO or is_plan_file(name))
     faults += _size_faults(config, counted)
     faults += _option_faults(config)
+    faults += _joining_faults(config)
     faults += _path_faults(config)
     if faults:
         raise ConfigError("\n".join(faults))
@@ -579,6 +634,28 @@ def _option_faults(config: Config) -> list[str]:
     if config.run.compile == "true":
         reasons += [("compile", one) for one in reasons_against_compiling(config)]
     return [f"run.{key} = true does not go with {reason}" for key, reason in reasons]
+
+
+def _joining_faults(config: Config) -> list[str]:
+    """The options for workers of other machines that would change nothing, or that contradict others."""
+    run = config.run
+    if run.listen:
+        if run.elastic == "false":
+            return [
+                "run.listen lets workers join, which run.elastic = false does not allow"
+            ]
+        own = config.optimizer.schedule
+        if names_own_code(own) and own.rpartition(":")[0].endswith(".py"):
+            return [
+                f"optimizer.schedule = {own} is a file that workers of other machines do not have "
+                "(run.listen): name a module that is installed on all machines"
+            ]
+        return []
+    return [
+        f"run.{key} is for workers of other machines: set run.listen=HOST:PORT too"
+        for key in ("key", "workers")
+        if getattr(run, key)
+    ]
 
 
 def _path_faults(config: Config) -> list[str]:
@@ -674,6 +751,7 @@ def _choice_faults(config: Config) -> list[str]:
         ("run.compile", config.run.compile, SWITCHES),
         ("run.graphs", config.run.graphs, SWITCHES),
         ("run.elastic", config.run.elastic, SWITCHES),
+        ("run.mirror", config.run.mirror, SWITCHES),
         ("paths.mean", config.paths.mean, MEANS),
     )
     faults = []
@@ -746,6 +824,8 @@ def _size_faults(config: Config, counted: bool) -> list[str]:
             f"{schedule.copies} x shard {config.mesh.shard} x accumulate "
             f"{config.run.accumulate}); {fitting} do"
         )
+    if model.family == "bert":
+        faults += _bert_faults(config)
     if model.weights and model.config:
         faults.append(
             "model.weights and model.config both name a folder; "
@@ -753,7 +833,7 @@ def _size_faults(config: Config, counted: bool) -> list[str]:
         )
     if model.folder:
         return faults  # Its folder has its own sizes.
-    if model.family == "gpt" and 0 < model.positions < data.tokens:
+    if model.family in ("gpt", "bert") and 0 < model.positions < data.tokens:
         faults.append(
             f"data.tokens = {data.tokens} is more than "
             f"model.positions = {model.positions}"
@@ -762,6 +842,21 @@ def _size_faults(config: Config, counted: bool) -> list[str]:
     if schedule.partition and layers != model.layers:
         faults.append(
             f"schedule.partition has {layers} layers, but model.layers = {model.layers}"
+        )
+    return faults
+
+
+def _bert_faults(config: Config) -> list[str]:
+    """The values that do not go with a model whose words see both ways."""
+    faults = []
+    if config.schedule.slices > 1:
+        faults.append(
+            f"schedule.slices = {config.schedule.slices} does not go with a bert: its words see later words, "
+            "so a slice cannot run before the others; set schedule.slices=0"
+        )
+    if config.data.instructions:
+        faults.append(
+            "data.instructions = true does not go with a bert, which guesses masked words and answers nothing"
         )
     return faults
 

@@ -18,7 +18,11 @@ SAMPLE = "sample.txt"  # in the folder of a run
 
 def show_ending(folder: Path, verdict: Verdict, sample: int) -> None:
     """Write the report and a sample of `sample` tokens, and print how the run ended."""
-    from penstock.train.after.generate import generate_text, open_trained
+    from penstock.train.after.generate import (
+        continues_texts,
+        generate_text,
+        open_trained,
+    )
     from penstock.train.after.report import render_report, summarize_run
     from penstock.train.data.prompt import read_prompt
 
@@ -28,7 +32,9 @@ def show_ending(folder: Path, verdict: Verdict, sample: int) -> None:
     summary = summarize_run(folder)
     text = ""
     if sample:
-        text = generate_text(open_trained(folder), read_prompt(folder), sample)
+        trained = open_trained(folder)
+        if continues_texts(trained.sizes):
+            text = generate_text(trained, read_prompt(folder), sample)
     if text:
         write(folder / SAMPLE, text, quiet=True)
     else:

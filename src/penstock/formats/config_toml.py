@@ -356,8 +356,11 @@ def with_absolute_paths(config: Config) -> Config:
         schedule = replace(schedule, name=_absolute(schedule.name))
     optimizer = config.optimizer
     optimizer = replace(optimizer, schedule=_absolute_code(optimizer.schedule))
+    run = config.run
+    if run.key:
+        run = replace(run, key=_absolute(run.key))
     return replace(
-        config, model=model, data=data, schedule=schedule, optimizer=optimizer
+        config, model=model, data=data, schedule=schedule, optimizer=optimizer, run=run
     )
 
 

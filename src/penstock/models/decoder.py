@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import FileError, PenstockError, RunError, ShapeError
+from penstock.models.bert import BertConfig
 from penstock.models.hf_trial import small_config
 from penstock.models.split import find_anatomy
 
@@ -260,11 +261,12 @@ def _numel(model: nn.Module, paths: tuple[str, ...]) -> int:
     return sum(one.numel() for module in modules for one in module.parameters())
 
 
-def check_positions(sizes: DecoderConfig, tokens: int) -> None:
+def check_positions(sizes: DecoderConfig | BertConfig, tokens: int) -> None:
     """Refuse sequences that are longer than the model knows positions."""
     if sizes.positions and tokens > sizes.positions:
+        name = "Bert" if isinstance(sizes, BertConfig) else sizes.architecture
         raise ShapeError(
-            f"{tokens} tokens, but a {sizes.architecture} of this config is for "
+            f"{tokens} tokens, but a {name} of this config is for "
             f"{sizes.positions} at most (max_position_embeddings)"
         )
 

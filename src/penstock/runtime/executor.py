@@ -128,6 +128,8 @@ class Executor:
         self.stages_without_weight_work: frozenset[int] = frozenset()
         self.recordings: Recordings | None = None  # for the shape of the first batch
         self.reserved_shapes: Sequence[tuple[int, ...]] = ()  # of messages
+        # The time that the actions of the last step took. On a GPU, only their launch.
+        self.work_seconds = 0.0
         self.named_parameters = _named_parameters(self.modules)
         self.trainable = [p.requires_grad for _, p in self.named_parameters]
         self.length_checks = _length_checks(self.modules.values())
@@ -188,6 +190,7 @@ class Executor:
             clock=self.clock if timed else None,
         )
         result = walk.run(self.comm, self.recorder)
+        self.work_seconds = walk.work_seconds
         if checks is not None:
             self.stages_without_weight_work = frozenset(checks.deferrals.without_work)
             if self.warns_of_deferrals:

@@ -24,6 +24,8 @@ from penstock.models import even_partition
 from penstock.models.count import parameters_of
 from penstock.runtime.process.memory import available_memory
 from penstock.train.compiling import chunk_of
+from penstock.train.crew.choice import is_elastic
+from penstock.train.crew.succession import first_mirrors
 from penstock.train.mesh import NUMBERS_PER_PARAMETER, held_in_layer
 from penstock.train.optimizer import (
     ADAMW_NUMBERS,
@@ -60,6 +62,8 @@ class Load:
     loss_chunk: int = 0  # tokens whose logits exist at a time, if all would be large
     half_messages: bool = False  # messages have two bytes a number (run.messages)
     numbers: ParameterNumbers = ADAMW_NUMBERS
+    # Parts of which a rank has a mirror (run.mirror), and that rank.
+    mirrors: tuple[tuple[int, int], ...] = ()
 
     @property
     def chunk(self) -> int:
@@ -139,10 +143,22 @@ def why_too_large(
     places = places_of(placement, config.mesh.size)
     for schedule in step_paths(plan, config.paths).schedules:
         alone = replace(plan, schedule=schedule, rotation=(), full=None)
-        refusal = too_large(load_of(config, alone, sizes), places, config)
+        load = replace(
+            load_of(config, alone, sizes), mirrors=mirrors_of(config, alone, placement)
+        )
+        refusal = too_large(load, places, config)
         if refusal:
             return refusal
     return ""
+
+
+def mirrors_of(
+    config: Config, plan: Plan, placement: Placement
+) -> tuple[tuple[int, int], ...]:
+    """Return the parts of which a run keeps mirrors, and the rank of each mirror."""
+    if config.run.mirror == "false" or not is_elastic(config, plan, placement):
+        return ()
+    return tuple((part, rank) for part, _, rank in first_mirrors(plan.schedule))
 
 
 def check_timing(config: Config, sizes: Sizes, placement: Placement) -> None:
@@ -172,6 +188,8 @@ def needs_of(load: Load) -> list[Need]:
     use = device_memory(schedule, cost, load.recorded)
     moments = use.total - use.weights - use.activations
     columns = (use.weights.tolist(), use.activations.tolist(), moments.tolist())
+    for part, rank in load.mirrors:
+        columns[0][rank] += parts[part].weights
     rows = zip(*columns, strict=True)
     return [Need(rank, *row) for rank, row in enumerate(rows)]
 

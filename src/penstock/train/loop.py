@@ -27,7 +27,13 @@ from penstock.errors import FileError, RunError
 from penstock.ir.plan import Plan
 from penstock.ir.program import lower
 from penstock.ir.schedule import Schedule
-from penstock.models import Part, even_partition
+from penstock.models import (
+    BertConfig,
+    Part,
+    even_partition,
+    part_parameters,
+    split,
+)
 from penstock.models.attention import PAIRS_PER_CALL
 from penstock.models.flops import (
     flops_per_token,
@@ -60,16 +66,19 @@ from penstock.schedules.coverage import (
 )
 from penstock.train.checkpoint import (
     CheckpointFacts,
+    Depot,
     Saver,
     load,
     missing_tensors,
     newest,
     newest_good,
     read_facts,
+    step_name,
     sweep,
 )
 from penstock.train.compiling import COMPILER, chunk_of, is_compiling, loss_of
-from penstock.train.crew.handover import Transfers
+from penstock.train.crew.handover import PartState, Transfer, Transfers
+from penstock.train.crew.mirror import Mirror, Mirrors
 from penstock.train.data.corpus import Corpus
 from penstock.train.data.documents import DocumentCutter, DocumentDealer
 from penstock.train.data.loader import (
@@ -95,6 +104,9 @@ from penstock.train.step_paths import StepPaths, mean_layers, step_paths
 from penstock.train.weights import (
     Holding,
     Sizes,
+    attach_parameters,
+    blank_parameters,
+    blueprint,
     copy_weights,
     draw_parameters,
     hold,
@@ -104,14 +116,22 @@ from penstock.train.weights import (
 _log = logging.getLogger(__name__)
 WatchRow = Callable[[StepRow], None]
 # The counts that ranks exchange with every step: how many were asked to stop, how many have
-# saved their share of a checkpoint, and how many know that the crew is about to change.
+# saved their share of a checkpoint, how many know that the crew is about to change, and what
+# mirrors cost: bytes that were sent, and microseconds since the last step.
 STOP_COUNT = 0
 SAVED_COUNT = 1
 CHANGE_COUNT = 2
-COUNTS = 3
+MIRROR_BYTES = 3
+MIRROR_MICROSECONDS = 4
+COUNTS = 5
+# The numbers of each rank that all others get with every step: its memory in bytes, and the
+# seconds that it has worked.
+MEMORY_NUMBER = 0
+WORK_NUMBER = 1
 STATE_PREFIX = "optimizer."  # of the names of optimizer state in a checkpoint
 # Earlier steps are not worth timing, because caches are still cold.
 FIRST_TIMED_STEP = 3
+CHECKPOINTS_FOLDER = "checkpoints"  # in the folder of a run
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +156,8 @@ class StepFigures:
     seconds: float
     bubble: float | None
     stopping: bool  # whether a rank was asked to stop
+    mirror_bytes: int = 0  # sent to mirrors by all ranks
+    mirror_seconds: float = 0.0  # that mirrors cost a rank on average
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +169,8 @@ class Handover:
     figures: StepFigures | None  # of the last step, if it is still to be closed
     transfers: Transfers
     save: bool = False  # whether a checkpoint was interrupted
+    # Ranks that read a part from the checkpoint of this step, because its holder is lost.
+    restores: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +185,9 @@ class Job:
     resume: bool = False  # start from the newest good checkpoint
     fresh: bool = False  # if there is no checkpoint, start from the beginning
     whole: bool = True  # whether the plan is the run's own, and not one for fewer ranks
+    mirrors: tuple[Transfer, ...] = ()  # parts with their rank and that of their mirror
+    leader: int = 0  # the rank that writes the files of the run
+    depot: Depot | None = None  # for a rank that does not see the folder of the run
 
     def __post_init__(self) -> None:
         held = self.plan.map_schedules(hold_every_part)
@@ -176,7 +203,7 @@ class Job:
     @property
     def checkpoints(self) -> Path:
         """The folder of the checkpoints."""
-        return self.folder / "checkpoints"
+        return self.folder / CHECKPOINTS_FOLDER
 
 
 class Trainer:
@@ -204,8 +231,12 @@ class Trainer:
         # What this process trained until a worker was lost or came (`penstock.train.crew`).
         self.before = before
         self.handover = handover
-        kept = before.parts if before is not None else {}
-        self.holding = hold(
+        kept: dict[int, Part] = {}
+        if before is not None:
+            # A generation that broke before it had begun may have tied them otherwise.
+            attach_parameters(before.holding)
+            kept = before.parts
+        self.holding: Holding = hold(
             job.sizes,
             schedule,
             job.partition,
@@ -244,8 +275,19 @@ class Trainer:
             layer_parameters(self.holding.stages.values()),
         )
         self.gradients = Gradients(self.holding, comm, self.device, COUNTS)
+        self.leads = comm.rank == job.leader  # whether it writes the files of the run
+        self.mirrors = self.mirrors_of(before)
+        self.work_seconds = 0.0  # that this rank computed in the last step
+        # Called with the seconds that each rank has worked, after every step.
+        self.tell_work: Callable[[list[float]], None] = lambda seconds: None
         self.saver = Saver(
-            job.checkpoints, comm.rank, comm.ranks, config.run.keep, self.holding.names
+            job.checkpoints,
+            comm.rank,
+            comm.ranks,
+            config.run.keep,
+            self.holding.names,
+            self.leads,
+            job.depot,
         )
         self.utilization = flops_utilization(
             job.sizes, config.data.tokens, comm.ranks, self.device
@@ -267,6 +309,34 @@ class Trainer:
         """The parts that this process holds, by number."""
         stages = self.job.plan.schedule.stages
         return {stages[n].part: part for n, part in self.holding.stages.items()}
+
+    def mirrors_of(self, before: Trainer | None) -> Mirrors:
+        """Return this rank's mirrors of other parts, with those that it has already."""
+        job = self.job
+        held = {number: part_parameters(part) for number, part in self.parts.items()}
+        kept = {}
+        for number, _, target in job.mirrors:
+            if target != self.comm.rank:
+                continue
+            if before is not None and number in before.mirrors.kept:
+                kept[number] = before.mirrors.kept[number]
+                continue
+            part = split(blueprint(job.sizes), job.partition)[number]
+            frozen = frozen_names(part_parameters(part), job.config.optimizer)
+            blank = blank_parameters(part, frozen, self.device)
+            matrices = layer_parameters([part])
+            kept[number] = Mirror(blank, matrices, job.config.optimizer)
+        return Mirrors(job.mirrors, self.comm, held, kept)
+
+    @property
+    def states(self) -> dict[int, PartState]:
+        """The parts in the memory of this process: those that it trains, and its mirrors."""
+        states = {}
+        for number, mirror in self.mirrors.kept.items():
+            states[number] = mirror.state
+        for number, part in self.parts.items():
+            states[number] = PartState(part_parameters(part), self.optimizer)
+        return states
 
     def executor_for(self, schedule: Schedule) -> Executor:
         """Return an executor of this rank for a schedule over the stages of the plan."""
@@ -294,6 +364,7 @@ class Trainer:
             self.take_over(self.before, self.handover)
         else:
             self.fill()
+            Transfers(self.job.mirrors).run(self.comm, self.states, self.states)
         self.before = None  # It would keep its memory.
         self.begun = True
 
@@ -309,7 +380,20 @@ class Trainer:
             if parameter.requires_grad:
                 state = before.optimizer.state_of(parameter)
                 self.optimizer.load_state(parameter, state)
-        handover.transfers.run(self)
+        targets = self.states
+        sources = before.states if before is not None else {}
+        for number in targets.keys() & sources.keys():
+            # A mirror has become a part that is trained, or the other way round.
+            assert before is not None
+            if (number in self.parts) != (number in before.parts):
+                targets[number].copy_from(sources[number])
+        mine = [part for rank, part in handover.restores if rank == self.comm.rank]
+        if mine and self.job.depot is not None:
+            self.job.depot.fetch(self.job.checkpoints)
+        for number in mine:
+            path = self.job.checkpoints / step_name(handover.step)
+            self.read_state(path, targets[number])
+        handover.transfers.run(self.comm, {**targets, **sources}, targets)
         self.step = handover.step
         self.seen = self.loader.seen = handover.seen
         self.figures = handover.figures
@@ -321,6 +405,8 @@ class Trainer:
         job = self.job
         checkpoint = None
         if job.resume:
+            if job.depot is not None:
+                job.depot.fetch(job.checkpoints)
             checkpoint = newest_good(job.checkpoints, self.comm, self.holding.names)
             if checkpoint is None and not job.fresh:
                 raise nothing_to_resume(job.checkpoints)
@@ -340,44 +426,49 @@ class Trainer:
         facts = read_facts(path)
         check_same_model(path, facts, self.job.sizes)
         check_same_optimizer(path, facts, self.job.config.optimizer)
-        tensors = self.tensors(empty=True)
+        self.read_state(path, PartState(self.holding.parameters, self.optimizer))
+        self.loader.resume(facts["data"])
+        self.seen = self.loader.seen
+        self.step = int(facts["step"])
+        if self.leads:
+            _log.info("going on from %s", path)
+
+    def read_state(self, path: Path, target: PartState) -> None:
+        """Fill weights and optimizer state from a checkpoint."""
+        optimizer = target.optimizer
+        tensors: dict[str, Tensor] = {}
+        for name, parameter in target.parameters.items():
+            tensors[name] = parameter.detach()
+            for slot in optimizer.slots_of(parameter):
+                blank = slot.blank(parameter)
+                shaped = blank.reshape(1) if slot.is_number else blank.detach()
+                tensors[f"{STATE_PREFIX}{slot.name}.{name}"] = shaped
         # A parameter that was frozen until now begins with new state.
         for name in missing_tensors(path, tensors):
             if name.startswith(STATE_PREFIX):
                 del tensors[name]
         load(path, tensors)
-        for name, parameter in self.holding.parameters.items():
+        for name, parameter in target.parameters.items():
             state = {}
-            for slot in self.optimizer.slots_of(parameter):
+            for slot in optimizer.slots_of(parameter):
                 found = tensors.get(f"{STATE_PREFIX}{slot.name}.{name}")
                 if found is not None:
                     state[slot.name] = found.view(()) if slot.is_number else found
             if state and not is_unused(state):
-                self.optimizer.load_state(parameter, state)
-        self.loader.resume(facts["data"])
-        self.seen = self.loader.seen
-        self.step = int(facts["step"])
-        if self.comm.rank == 0:
-            _log.info("going on from %s", path)
+                optimizer.load_state(parameter, state)
 
-    def tensors(self, empty: bool = False) -> dict[str, Tensor]:
-        """Return the tensors that this process saves, by name.
-
-        They are its weights and its optimizer state. With `empty`, return blank tensors
-        for everything it holds, to be filled from a checkpoint.
-        """
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the weights and the optimizer state that this process saves, by name."""
         tensors: dict[str, Tensor] = {}
         for name, parameter in self.holding.parameters.items():
-            if not empty and not self._saves(name):
+            if not self._saves(name):
                 continue
             tensors[name] = parameter.detach()
             for slot, value in self.optimizer.filled_state(parameter):
-                if slot.is_number and not empty and any(share_offset(parameter)):
+                if slot.is_number and any(share_offset(parameter)):
                     # The process with the first number of a parameter counts its steps.
                     continue
-                tensor = slot.blank(parameter) if empty else value
-                if slot.is_number:
-                    tensor = tensor.reshape(1)
+                tensor = value.reshape(1) if slot.is_number else value
                 tensors[f"{STATE_PREFIX}{slot.name}.{name}"] = tensor
         return tensors
 
@@ -400,14 +491,14 @@ class Trainer:
         A rank that is done waits for the slowest compiler, so the usual patience begins afterwards.
         """
         began = time.perf_counter()
-        if self.comm.rank == 0:
+        if self.leads:
             _log.info("compiling the stages, which may take some minutes")
         batch = self.next_batch()
         for executor in self.executors.covering:
             warm_up(executor, batch)
         if isinstance(self.comm, ProcessComm):
             self.comm.set_patience(self.job.config.run.patience)
-        if self.comm.rank == 0:
+        if self.leads:
             seconds = time.perf_counter() - began
             _log.info("compiled the stages in %.1f s", seconds)
 
@@ -421,7 +512,7 @@ class Trainer:
         if self.device.type == "cuda":
             # The report shows the peak of the steps, not of the proof.
             torch.cuda.reset_peak_memory_stats(self.device)
-        if self.comm.rank == 0 and not proofs[0].skipped:
+        if self.leads and not proofs[0].skipped:
             _log.info(
                 "proved %d stages in %.1f s: the plan computes the gradients of plain calls",
                 max(proof.stages for proof in proofs),
@@ -439,8 +530,7 @@ class Trainer:
         Calls `ready` before the first step. Raises CrewChange after a step if another
         generation is to go on from there.
         """
-        first = self.comm.rank == 0
-        if first:
+        if self.leads:
             sweep(self.job.checkpoints)
         self.comm.barrier()
         with watching(self.executors):
@@ -450,7 +540,7 @@ class Trainer:
                 self.compile()
             if fresh and self.job.config.run.prove:
                 self.prove()
-            history = History(self.job.folder, self.step) if first else None
+            history = History(self.job.folder, self.step) if self.leads else None
             ready()
             try:
                 stopped = self.steps(history, stop)
@@ -473,16 +563,27 @@ class Trainer:
                 is_timed(self.step + 1, settings, self.paths)
             )
             memory_peak = _peak_memory(self.device, self.executor)
-            loss, norm, memory, counts = self.gradients.measure(
-                loss_share, memory_peak, self.counts(stop)
+            own = (float(memory_peak), self.work_seconds)
+            loss, norm, numbers, counts = self.gradients.measure(
+                loss_share, own, self.counts(stop)
             )
             if self.saver.step is not None and counts[SAVED_COUNT] == self.comm.ranks:
                 self.saver.commit()
             if not math.isfinite(loss) or not math.isfinite(norm):
                 self.give_up(loss, norm)
             stopping = counts[STOP_COUNT] > 0
-            figures = StepFigures(loss, norm, max(memory), 0.0, bubble, stopping)
+            figures = StepFigures(
+                loss,
+                norm,
+                int(max(one[MEMORY_NUMBER] for one in numbers)),
+                0.0,
+                bubble,
+                stopping,
+                counts[MIRROR_BYTES],
+                counts[MIRROR_MICROSECONDS] * 1e-6 / self.comm.ranks,
+            )
             self.commit(figures, began)
+            self.tell_work([one[WORK_NUMBER] for one in numbers])
             if self.close_step(history):
                 return True
             if counts[CHANGE_COUNT] and self.step < settings.steps:
@@ -534,6 +635,8 @@ class Trainer:
                 evaluation,
                 self.utilization(tokens / figures.seconds * work),
                 layers if min(self.layers) < self.job.sizes.layers else None,
+                figures.mirror_bytes or None,
+                figures.mirror_seconds if figures.mirror_bytes else None,
             )
             history.put(row)
             if self.watch is not None:
@@ -546,9 +649,15 @@ class Trainer:
         return figures.stopping
 
     def counts(self, stop: Callable[[], bool]) -> list[int]:
-        """Whether this rank was asked to stop, has saved its share, and knows of a change."""
+        """Whether this rank was asked to stop, has saved its share, and knows of a change; the cost of mirrors."""
         saved = self.saver.step is not None and self.saver.done()
-        return [int(stop()), int(saved), int(self.changing())]
+        return [
+            int(stop()),
+            int(saved),
+            int(self.changing()),
+            self.mirrors.sent_bytes,
+            self.mirrors.take_microseconds(),
+        ]
 
     def forward_and_back(self, timed: bool) -> tuple[float, float | None]:
         """Run all passes of a step; return this process's share of the loss, and the bubble.
@@ -556,12 +665,19 @@ class Trainer:
         The bubble is None if the step was not timed.
         """
         executor = self.executor
-        results = [executor.step(batch, timed) for batch in self.loader.step()]
+        results = []
+        self.work_seconds = 0.0
+        for batch in self.loader.step():
+            results.append(executor.step(batch, timed))
+            self.work_seconds += executor.work_seconds
+        self.drop_unvisited()
+        self.mirrors.start()
         loss = sum(result.loss for result in results) if self.place.speaks else 0.0
+        self.mirrors.collect()
         timeline = results[-1].timeline
         if timeline is None:
             return loss, None
-        if self.comm.rank == 0 and self.job.whole:
+        if self.leads and self.job.whole:
             number = self.paths.at(self.step)
             full = self.paths.is_full(self.step)
             write_timeline(self.job.folder, self.step + 1, timeline, number, full)
@@ -570,9 +686,10 @@ class Trainer:
     def update(self, norm: float) -> None:
         """Update the weights."""
         config = self.job.config
-        self.drop_unvisited()
+        factor = factor_at(self.step, config.run.steps, config.optimizer)
         self.gradients.clip(norm, config.optimizer.clip)
-        self.optimizer.step(factor_at(self.step, config.run.steps, config.optimizer))
+        self.optimizer.step(factor)
+        self.mirrors.update(factor, norm, config.optimizer.clip)
 
     def drop_unvisited(self) -> None:
         """Leave parts alone that no micro-batch has visited in this step.
@@ -781,6 +898,8 @@ def dealer_of(
     plans_documents = config.data.separate and config.data.balance
     if not plans_documents or device.type != "cpu" or compiled:
         return None
+    if isinstance(job.sizes, BertConfig):
+        return None  # Its attention computes whole rows, whatever documents they hold.
     if not visits_all_parts(schedule):
         return None
     clock = step_clock(schedule, job.partition, config.mesh.shard)

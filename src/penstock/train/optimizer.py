@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -396,8 +396,8 @@ class Gradients:
     """The gradients of a process, measured together with those of all others.
 
     One sum per step carries everything that the processes tell each other: the squares,
-    the memory of each, `counts` small numbers that everybody adds to (how many were asked
-    to stop, how many have saved), and the loss.
+    some numbers of each (its memory, the seconds that it has worked), `counts` small numbers
+    that everybody adds to (how many were asked to stop, how many have saved), and the loss.
     """
 
     def __init__(
@@ -413,28 +413,32 @@ class Gradients:
         self.places = torch.tensor(places, dtype=torch.long, device=device)
 
     def measure(
-        self, loss: float, memory: int, counts: list[int]
-    ) -> tuple[float, float, list[int], list[int]]:
+        self, loss: float, own: Sequence[float], counts: list[int]
+    ) -> tuple[float, float, list[list[float]], list[int]]:
         """Add up what all processes measured; all of them must call it.
 
-        Each gives its share of the loss, its bytes of memory and its counts. Return the
-        whole loss, the norm of all gradients, the bytes of every process, and the sums of
+        Each gives its share of the loss, some numbers of its own, and its counts. Return the
+        whole loss, the norm of all gradients, the numbers of every process, and the sums of
         the counts.
         """
         names = len(self.holding.names)
         ranks = self.comm.ranks
-        length = names + ranks + self.counts + 1
+        width = len(own)
+        length = names + ranks * width + self.counts + 1
         column = torch.zeros(length, dtype=torch.float64, device=self.device)
         squares = self._squares()
         if squares is not None:
             column[self.places] = squares
-        column[names + self.comm.rank] = float(memory)
-        column[names + ranks :] = torch.tensor([*counts, loss], dtype=torch.float64)
+        place = names + self.comm.rank * width
+        column[place : place + width] = torch.tensor(own, dtype=torch.float64)
+        rest = torch.tensor([*counts, loss], dtype=torch.float64)
+        column[names + ranks * width :] = rest
         self.comm.add(column, tuple(range(ranks))).wait()
         sums = column.cpu()
         norm = math.sqrt(float(sums[:names].sum()))
-        integers = [int(value) for value in sums[names:-1].tolist()]
-        return float(sums[-1]), norm, integers[:ranks], integers[ranks:]
+        owns = sums[names : names + ranks * width].view(ranks, width).tolist()
+        totals = [int(value) for value in sums[names + ranks * width : -1].tolist()]
+        return float(sums[-1]), norm, owns, totals
 
     def _squares(self) -> Tensor | None:
         """The squared norm of each parameter that this process owns; 0 without a gradient."""

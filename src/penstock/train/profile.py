@@ -35,6 +35,8 @@ from penstock.measure.profile import (
 )
 from penstock.models import (
     GPT,
+    Bert,
+    BertConfig,
     DecoderConfig,
     GPTConfig,
     Llama,
@@ -81,7 +83,7 @@ class ProfileRequest:
     """What to measure, and how."""
 
     # Our own sizes, or the folder of a Hugging Face model with a config.json.
-    model: LlamaConfig | GPTConfig | DecoderConfig | Path
+    model: Sizes | Path
     tokens: int  # of a sequence
     rows: int = 1  # sequences of a micro-batch
     device: str = "cpu"
@@ -110,7 +112,7 @@ def preset_sizes(preset: str, tokens: int, changes: Mapping[str, int]) -> Sizes:
     A GPT gets positions for at least `tokens` tokens.
     """
     model = config_file.preset(preset).model
-    if model.family == "gpt" and "kv_heads" in changes:
+    if model.family in ("gpt", "bert") and "kv_heads" in changes:
         raise ShapeError(
             f"{preset} has no kv_heads: every head has its own keys and values\n"
             "  leave out --kv-heads, or use a preset of a Llama"
@@ -391,15 +393,21 @@ def _shallow_model(request: ProfileRequest) -> tuple[nn.Module, int, int, Facts]
         sizes = read_decoder(sizes)
     if isinstance(sizes, DecoderConfig):
         return _decoder(sizes, request)
-    if isinstance(sizes, GPTConfig) and request.tokens > sizes.positions:
+    if isinstance(sizes, GPTConfig | BertConfig) and request.tokens > sizes.positions:
         raise ShapeError(
             f"{request.tokens} tokens, but only {sizes.positions} positions\n"
             f"  measure sequences of at most {sizes.positions} tokens"
         )
     family = type(sizes).__name__.removesuffix("Config").lower()
     facts = (("family", family), *asdict(sizes).items())
-    build: Callable[[Any], nn.Module] = Llama if isinstance(sizes, LlamaConfig) else GPT
-    model = build(replace(sizes, layers=min(request.depth, sizes.layers)))
+    builders: dict[type, Callable[[Any], nn.Module]] = {
+        LlamaConfig: Llama,
+        GPTConfig: GPT,
+        BertConfig: Bert,
+    }
+    model = builders[type(sizes)](
+        replace(sizes, layers=min(request.depth, sizes.layers))
+    )
     return model, sizes.layers, sizes.vocab, facts
 
 

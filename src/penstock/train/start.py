@@ -28,7 +28,7 @@ from penstock.ir import Plan
 from penstock.train.capacity import check_memory, check_timing
 from penstock.train.checkpoint import newest
 from penstock.train.data.conversations import keep_template
-from penstock.train.data.corpus import Corpus, open_corpus, source_files
+from penstock.train.data.corpus import Corpus, source_files
 from penstock.train.data.prompt import PROMPT, find_prompt
 from penstock.train.data.tokenizer import (
     keep_end_word,
@@ -36,7 +36,7 @@ from penstock.train.data.tokenizer import (
     tokenizer_of,
 )
 from penstock.train.history import FULL_TIMELINE, PLAN_FILE, TIMELINE
-from penstock.train.hub import settle_tokenizer, weight_files
+from penstock.train.hub import settle_model, weight_files
 from penstock.train.launcher import restarted, under_launcher
 from penstock.train.lock import Lock
 from penstock.train.loop import check_resumable, nothing_to_resume
@@ -47,7 +47,7 @@ from penstock.train.rates import own_factor
 from penstock.train.weights import Sizes, blueprint
 from penstock.train.worker import (
     CONFIG_FILE,
-    cache_of,
+    corpus_of,
     model_sizes,
     with_kept_files,
 )
@@ -73,7 +73,7 @@ def find_run(
             "  continue it with --resume, or name another run.folder"
         )
     config = replace(config, run=replace(config.run, folder=str(folder)))
-    config = settle_tokenizer(config)
+    config = settle_model(config)
     if _is_folder(source) and not _changes_key(changes, "data.tokenizer"):
         config = with_kept_files(config, folder)
     return config, folder
@@ -126,7 +126,7 @@ def prepare_run(
     """
     sizes = model_sizes(config)
     check_memory(config, plan, sizes, placement)
-    corpus = open_corpus(config.data, cache_of(config, folder), watch)
+    corpus = corpus_of(config, folder, watch)
     if resume:
         check_resumable(folder / CHECKPOINTS, sizes, corpus, config.run.seed)
     if Path(config.schedule.name).suffix:  # a file: the run keeps its own copy of it

@@ -28,6 +28,8 @@ from penstock.ir.schedule import Schedule
 from penstock.ir.sums import first_holders
 from penstock.models import (
     GPT,
+    Bert,
+    BertConfig,
     DecoderConfig,
     GPTConfig,
     Llama,
@@ -44,7 +46,7 @@ from penstock.models import (
 from penstock.runtime import Tied, cut_share, local_share
 from penstock.schedules.coverage import visited_parts
 
-Sizes = LlamaConfig | GPTConfig | DecoderConfig
+Sizes = LlamaConfig | GPTConfig | BertConfig | DecoderConfig
 INITIAL_STD = 0.02  # standard deviation of initial matrices
 
 
@@ -93,9 +95,9 @@ def model_name(sizes: Sizes) -> str:
 
 def config_of(sizes: Sizes) -> ModelConfig:
     """Return the config of a model with these sizes; the inverse of `sizes_of`."""
-    if isinstance(sizes, GPTConfig):
+    if isinstance(sizes, GPTConfig | BertConfig):
         return ModelConfig(
-            "gpt",
+            "gpt" if isinstance(sizes, GPTConfig) else "bert",
             sizes.layers,
             sizes.width,
             sizes.heads,
@@ -137,6 +139,17 @@ def sizes_of(model: ModelConfig, vocab: int, tokens: int) -> Sizes:
             model.positions or tokens,
             tied=model.tied,
         )
+    if model.family == "bert":
+        return BertConfig(
+            words,
+            model.width,
+            model.layers,
+            model.heads,
+            model.inner,
+            model.positions or tokens,
+            tied=model.tied,
+            padding=None,
+        )
     return LlamaConfig(
         words,
         model.width,
@@ -154,6 +167,8 @@ def blueprint(sizes: Sizes) -> nn.Module:
     if isinstance(sizes, DecoderConfig):
         return decoder_blueprint(sizes)
     with torch.device("meta"):
+        if isinstance(sizes, BertConfig):
+            return Bert(sizes)
         return GPT(sizes) if isinstance(sizes, GPTConfig) else Llama(sizes)
 
 
@@ -224,6 +239,17 @@ def hold(
     return Holding(stages, held, tied, frozenset(owned), names, sizes, trained)
 
 
+def blank_parameters(
+    part: Part, frozen: Collection[str], device: torch.device
+) -> dict[str, nn.Parameter]:
+    """Return parameters like those of a part that has no memory; they are not filled yet."""
+    blank = {}
+    for name, one in part_parameters(part).items():
+        empty = torch.empty(one.shape, dtype=one.dtype, device=device)
+        blank[name] = nn.Parameter(empty, requires_grad=name not in frozen)
+    return blank
+
+
 def unvisited_parameters(holding: Holding, schedule: Schedule) -> list[nn.Parameter]:
     """Return the parameters of a rank that no micro-batch uses in a step with this schedule."""
     visited = visited_parts(schedule)
@@ -235,6 +261,12 @@ def unvisited_parameters(holding: Holding, schedule: Schedule) -> list[nn.Parame
         if schedule.stages[stage].part in visited:
             used |= part_parameters(module).keys()
     return [one for name, one in holding.parameters.items() if name not in used]
+
+
+def attach_parameters(holding: Holding) -> None:
+    """Let the modules of a holding have its own parameters, which a later one may have replaced."""
+    for part in holding.stages.values():
+        _tie(part, dict(holding.parameters), {})
 
 
 def hold_whole(sizes: Sizes, device: torch.device | None = None) -> Holding:
@@ -278,10 +310,14 @@ def draw_parameters(holding: Holding, seed: int) -> None:
     if isinstance(holding.sizes, DecoderConfig):
         _draw_decoder(holding, holding.sizes, seed)
         return
+    # As in Hugging Face's Bert, the vector of padding begins at zero, also where a head is tied to it.
+    padding = None
+    if isinstance(holding.sizes, BertConfig) and holding.sizes.padding is not None:
+        padding = ("embed.tokens.weight", holding.sizes.padding)
     drawn: set[str] = set()
     for part in holding.stages.values():
         for path, module in part.named_modules():
-            drawn |= _draw_module(part, path, module, seed)
+            drawn |= _draw_module(part, path, module, seed, padding)
     assert drawn == set(holding.parameters), drawn ^ set(holding.parameters)
 
 
@@ -296,7 +332,13 @@ def _draw_decoder(holding: Holding, sizes: DecoderConfig, seed: int) -> None:
             nn.init.constant_(parameter, constant)
 
 
-def _draw_module(part: Part, path: str, module: nn.Module, seed: int) -> set[str]:
+def _draw_module(
+    part: Part,
+    path: str,
+    module: nn.Module,
+    seed: int,
+    padding: tuple[str, int] | None = None,
+) -> set[str]:
     """Fill the parameters of one module, and return their names in the whole model."""
     names = {}
     for leaf, _ in module.named_parameters(recurse=False):
@@ -304,22 +346,37 @@ def _draw_module(part: Part, path: str, module: nn.Module, seed: int) -> set[str
         names[leaf] = part.tied.get(name, name)
     if isinstance(module, nn.Linear | nn.Embedding):
         for leaf, name in names.items():
-            _fill(getattr(module, leaf), name, seed, leaf == "weight")
+            row = padding[1] if padding is not None and padding[0] == name else None
+            _fill(getattr(module, leaf), name, seed, leaf == "weight", row)
     elif names:
         module.reset_parameters()  # type: ignore[operator]  # Norms have nothing to draw.
     return set(names.values())
 
 
-def _fill(parameter: nn.Parameter, name: str, seed: int, matrix: bool) -> None:
+def _fill(
+    parameter: nn.Parameter,
+    name: str,
+    seed: int,
+    matrix: bool,
+    zero_row: int | None = None,
+) -> None:
     if matrix:
-        _draw(parameter, name, seed, INITIAL_STD)
+        _draw(parameter, name, seed, INITIAL_STD, zero_row)
     else:
         nn.init.zeros_(parameter)
 
 
-def _draw(parameter: nn.Parameter, name: str, seed: int, std: float) -> None:
+def _draw(
+    parameter: nn.Parameter,
+    name: str,
+    seed: int,
+    std: float,
+    zero_row: int | None = None,
+) -> None:
     generator = torch.Generator().manual_seed(_seed_of(seed, name))
     numbers = torch.normal(0.0, std, parameter.shape, generator=generator)
+    if zero_row is not None:
+        numbers[zero_row] = 0.0
     with torch.no_grad():
         local_share(parameter).copy_(cut_share(numbers, parameter))
 

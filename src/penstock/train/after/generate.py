@@ -22,6 +22,7 @@ from penstock.carry import Carry
 from penstock.config import BYTE_TOKENIZER
 from penstock.errors import FileError, RunError, ShapeError
 from penstock.models import (
+    BertConfig,
     DecoderConfig,
     GPTConfig,
     LlamaConfig,
@@ -123,7 +124,11 @@ def parameter_count(sizes: Sizes) -> int:
 
 def trained_sizes(described: dict[str, Any]) -> Sizes:
     """Read the sizes that `penstock.train.loop.describe` has written."""
-    kinds: dict[str, type[Sizes]] = {"gpt": GPTConfig, "decoder": DecoderConfig}
+    kinds: dict[str, type[Sizes]] = {
+        "gpt": GPTConfig,
+        "bert": BertConfig,
+        "decoder": DecoderConfig,
+    }
     kind = kinds.get(str(described.get("family")), LlamaConfig)
     known = {item.name for item in fields(kind)}
     try:
@@ -132,6 +137,11 @@ def trained_sizes(described: dict[str, Any]) -> Sizes:
         raise FileError(
             f"the checkpoint does not say the sizes of its model: {error}"
         ) from None
+
+
+def continues_texts(sizes: Sizes) -> bool:
+    """Whether a model predicts the next word; a Bert does not."""
+    return not isinstance(sizes, BertConfig)
 
 
 # ---------------------------------------------------------------- word by word
@@ -204,6 +214,11 @@ def generate_text(
         )
     if not 0 <= seed < MAX_SEED:
         raise ShapeError(f"{seed} is not a seed; it must be from 0 to 2^63 - 1")
+    if not continues_texts(trained.sizes):
+        raise ShapeError(
+            "a Bert fills in words that are masked; it does not continue a text\n"
+            "  `penstock eval` measures how well it does that"
+        )
     words: Tokenizer = tokenizer_of(trained.tokenizer)
     row = words.encode(
         prompt.encode("utf-8", "surrogateescape"), "the prompt"

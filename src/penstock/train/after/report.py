@@ -222,6 +222,9 @@ def _list_facts(summary: Summary) -> list[tuple[str, str]]:
         ("epochs", f"{last.epoch:.3g}"),
         ("memory of the fullest rank", write_size(last.memory)),
     ]
+    mirrored = [row for row in summary.rows if row.mirror_bytes is not None]
+    if mirrored:
+        facts.append(("mirrors", describe_mirrors(mirrored)))
     if summary.evaluation is not None:
         facts.append(("held out", f"{summary.evaluation:.4f}"))
     for kind in summary.kinds:
@@ -232,6 +235,14 @@ def _list_facts(summary: Summary) -> list[tuple[str, str]]:
         name = "bubble" if len(summary.kinds) == 1 else f"bubble of a {kind.name}"
         facts.append((name, bubbles))
     return facts
+
+
+def describe_mirrors(rows: Sequence[StepRow]) -> str:
+    """Say what mirrors cost in these steps, which had some."""
+    sent = median(row.mirror_bytes or 0 for row in rows)
+    seconds = median(row.mirror_seconds or 0.0 for row in rows)
+    share = median((row.mirror_seconds or 0.0) / row.seconds for row in rows)
+    return f"{write_size(sent)} per step, {write_time(seconds)} of each worker ({share:.1%})"
 
 
 def _list_timelines(kind: StepKind) -> list[tuple[str, Timeline]]:

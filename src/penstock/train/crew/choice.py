@@ -5,6 +5,7 @@ from __future__ import annotations
 from penstock.config import AUTO, Config
 from penstock.errors import ConfigError
 from penstock.ir.plan import Plan
+from penstock.runtime.wire.door import split_address
 from penstock.train.crew.succession import parts_without_replica
 from penstock.train.placement import Placement
 
@@ -27,11 +28,26 @@ def reasons_against_crew(config: Config, plan: Plan, placement: Placement) -> li
 def is_elastic(config: Config, plan: Plan, placement: Placement) -> bool:
     """Whether a run goes on without lost workers; raise ConfigError if it should but cannot."""
     wanted = config.run.elastic
+    mirrored = config.run.mirror == "true"
     reasons = reasons_against_crew(config, plan, placement)
-    if wanted == "true" and reasons:
+    if config.run.listen:
+        split_address(config.run.listen, "run.listen")
+        if reasons:
+            raise ConfigError(
+                f"run.listen lets workers join, but this run cannot change its workers: {reasons[0]}"
+            )
+        return True
+    for key, value in (("elastic", wanted), ("mirror", config.run.mirror)):
+        if value == "true" and reasons:
+            raise ConfigError(
+                f"run.{key} = true, but this run cannot go on without a worker: "
+                f"{reasons[0]}"
+            )
+    if mirrored and wanted == "false":
         raise ConfigError(
-            f"run.elastic = true, but this run cannot go on without a worker: {reasons[0]}"
+            "run.mirror = true, but run.elastic = false: mirrors are only of use to runs "
+            "that go on without a lost worker; remove one of the two"
         )
     if wanted == AUTO:
-        return not reasons and not parts_without_replica(plan)
+        return not reasons and (mirrored or not parts_without_replica(plan))
     return wanted == "true"

@@ -1,7 +1,7 @@
 """How the trainers of a new generation get their weights: from this process, or from a peer over the network.
 
     rank 0   part 0: kept                  ── part 0 ──►   rank 3, which has just come
-    rank 1   part 1: kept
+    rank 1   part 1: kept                  ── part 1 ──►   rank 0, which will mirror it
 
 Weights and optimizer state of a part travel as raw tensors, in the order of their names, between the
 ranks that the launcher has named. No file is involved.
@@ -9,13 +9,12 @@ ranks that the launcher has named. No file is involved.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from penstock.models import Part, part_parameters
 from penstock.runtime import Comm
 from penstock.train.optimizer import Optimizer
 from penstock.train.optimizer_state import is_unused
@@ -29,16 +28,25 @@ class Transfer(NamedTuple):
     target: int
 
 
-class Holder(Protocol):
-    """The part of a trainer that has weights and optimizer state."""
+@dataclass(frozen=True, slots=True)
+class PartState:
+    """The weights of a part in the memory of this process, and the optimizer that has their state."""
 
-    comm: Comm
+    parameters: Mapping[str, nn.Parameter]  # by their names in the whole model
     optimizer: Optimizer
 
-    @property
-    def parts(self) -> dict[int, Part]:
-        """Its parts by number."""
-        ...
+    def tensors(self) -> Iterator[Tensor]:
+        """The weights and the optimizer state, by name; state that is missing is made."""
+        for name in sorted(self.parameters):
+            parameter = self.parameters[name]
+            yield parameter.detach()
+            if parameter.requires_grad:
+                yield from state_tensors(self.optimizer, parameter)
+
+    def copy_from(self, other: PartState) -> None:
+        """Copy weights and optimizer state from another place in this process."""
+        for mine, theirs in zip(self.tensors(), other.tensors(), strict=True):
+            mine.copy_(theirs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,31 +55,25 @@ class Transfers:
 
     wanted: Sequence[Transfer]
 
-    def run(self, holder: Holder) -> None:
-        """Send and receive what concerns this rank; the state of all parts must have memory."""
-        rank = holder.comm.rank
+    def run(
+        self,
+        comm: Comm,
+        sources: Mapping[int, PartState],
+        targets: Mapping[int, PartState],
+    ) -> None:
+        """Send and receive what concerns this rank, from its sources and into its targets."""
         sends = []
         for part, source, target in self.wanted:
-            if rank == source:
-                tensors = list(_tensors(holder, part))
-                sends += [holder.comm.send(one.contiguous(), target) for one in tensors]
-            elif rank == target:
-                for tensor in _tensors(holder, part):
+            if comm.rank == source:
+                tensors = list(sources[part].tensors())
+                sends += [comm.send(one.contiguous(), target) for one in tensors]
+            elif comm.rank == target:
+                for tensor in targets[part].tensors():
                     shape = tuple(tensor.shape)
-                    arriving = holder.comm.receive(shape, tensor.dtype, source)
+                    arriving = comm.receive(shape, tensor.dtype, source)
                     tensor.copy_(arriving.wait())
         for send in sends:
             send.wait()
-
-
-def _tensors(holder: Holder, part: int) -> Iterator[Tensor]:
-    """The weights and the optimizer state of a part; state that is missing is made."""
-    parameters = part_parameters(holder.parts[part])
-    for name in sorted(parameters):
-        parameter = parameters[name]
-        yield parameter.detach()
-        if parameter.requires_grad:
-            yield from state_tensors(holder.optimizer, parameter)
 
 
 def state_tensors(optimizer: Optimizer, parameter: nn.Parameter) -> Iterator[Tensor]:
