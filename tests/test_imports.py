@@ -72,6 +72,7 @@ LIBRARIES = {
         "numpy",
         "torch",
         "rich",
+        "peft",
         "pyarrow",
         "safetensors",
         "tokenizers",

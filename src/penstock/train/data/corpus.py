@@ -144,6 +144,16 @@ class Corpus:
         return Ticket(shuffled(position, self.trained, seed), position // self.trained)
 
     @property
+    def token_count(self) -> int:
+        """The number of tokens."""
+        return len(self.tokens)
+
+    @property
+    def text_source(self) -> Corpus:
+        """The corpus that stands for the others where several are mixed."""
+        return self
+
+    @property
     def apart(self) -> bool:
         """Whether documents or conversations are kept apart."""
         return self.end is not None or self.separate
@@ -209,6 +219,19 @@ def read_corpus(row: Path, note: Path, data: DataConfig, end: int | None) -> Cor
         tally = Tally(**facts["conversations"])
         return replace(corpus, marks=marks, separate=data.separate, tally=tally)
     return cut_corpus(tokens, data, facts["digest"], end if data.separate else None)
+
+
+def open_validation(
+    data: DataConfig, cache: Path, watch: ProgressBytes = lambda done, total: None
+) -> Corpus | None:
+    """Open the text of data.validation, all of which counts as held out; None without any."""
+    if not data.validation:
+        return None
+    own = replace(
+        data, sources=data.validation, validation=(), mixture=(), held_out=0.0
+    )
+    corpus = open_corpus(own, cache, watch)
+    return replace(corpus, trained=0, held_out=corpus.trained)
 
 
 def cut_corpus(
