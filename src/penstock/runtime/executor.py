@@ -171,7 +171,7 @@ class Executor:
         checks = None
         if self.agreement is None:
             self.agreement = self.agree()
-            checks = FirstStepChecks(self.modules)
+            checks = FirstStepChecks(self.modules, self.loss)
         self.reserve(units)
         if self.casts is not None:
             self.casts.refresh()
