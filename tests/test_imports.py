@@ -39,6 +39,10 @@ ROOMS = {
         *("ir", "cost", "config", "formats", "schedules", "sim", "plan", "view"),
         *("carry", "dropout", "runtime", "measure", "models", "errors"),
     },
+    "titan": {
+        *("ir", "cost", "config", "formats", "schedules", "plan", "view"),
+        *("carry", "runtime", "train", "errors"),
+    },
     "cli": {
         *("ir", "cost", "config", "formats", "schedules", "sim", "plan", "view"),
         *("advice", "partition", "runtime", "measure", "train", "version", "errors"),
@@ -77,6 +81,7 @@ LIBRARIES = {
         "transformers",
         "wandb",
     },
+    "titan": {"torch", "torchtitan"},
     "cli": {"typer", "rich", "torch"},
     "__main__": set(),
 }
