@@ -24,7 +24,7 @@ SHORT = ("run.steps=3", "optimizer.warmup=0")
 @pytest.mark.parametrize(
     ("name", "changes", "shape"),
     [
-        ("zb-h1", ("run.precision=bfloat16",), {}),
+        ("zb-h1", (), {}),
         ("seq1f1b", ("model.dropout=0.2",), {"slices": 2}),
         ("hanayo", ("model.family=gpt", "model.tied=true"), {"waves": 1}),
     ],
