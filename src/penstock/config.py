@@ -419,6 +419,12 @@ class RunConfig:
         "keep a second copy of each part that only one worker holds in the memory of another worker, so that no loss "
         "needs a checkpoint: true (which makes a run elastic), false, or auto, which is true if a run is elastic",
     )
+    slow: float = setting(
+        0.0,
+        "an elastic run gives less work to a worker that takes this many times as long for it as it used to, such as "
+        "2.0; 0 switches this off",
+        least=0,
+    )
     silence: float = setting(
         15.0,
         "seconds without a sign of life after which an elastic run goes on without a worker",
@@ -553,6 +559,10 @@ def check_config(config: Config, counted: bool = False) -> Config:
     faults += _size_faults(config, counted)
     faults += _option_faults(config)
     faults += _path_faults(config)
+    if 0 < config.run.slow <= 1:
+        faults.append(
+            f"run.slow = {config.run.slow:g} would call every worker slow; it must be more than 1, or 0"
+        )
     if faults:
         raise ConfigError("\n".join(faults))
     return config
