@@ -327,6 +327,15 @@ def test_a_run_is_elastic_by_itself_only_if_no_part_has_a_single_holder():
     assert is_elastic(wanted, alone, placement_on("cpu"))
     with pytest.raises(ConfigError, match=r"run\.elastic = true, but .* GPUs"):
         is_elastic(wanted, TWO_COPIES, placement_on("cuda"))
+    joined = replace(SMALL, run=replace(SMALL.run, listen="10.0.0.1:29500"))
+    assert is_elastic(joined, alone, placement_on("cpu"))
+    with pytest.raises(
+        ConfigError, match=r"run\.listen lets workers join, but .* GPUs"
+    ):
+        is_elastic(joined, TWO_COPIES, placement_on("cuda"))
+    nowhere = replace(SMALL, run=replace(SMALL.run, listen=":29500"))
+    with pytest.raises(ConfigError, match=r"run\.listen is ':29500', but it must be"):
+        is_elastic(nowhere, TWO_COPIES, placement_on("cpu"))
 
 
 # ---------------------------------------------------------------- events

@@ -16,7 +16,7 @@ from penstock.errors import RunError
 from penstock.schedules.transforms import replicate
 from penstock.train.crew.events import read_events
 from penstock.train.crew.keeper import Keeper, describe_takeovers
-from penstock.train.crew.member import Member
+from penstock.train.crew.member import Member, local_store
 from penstock.train.crew.notes import FINISHED, Report, alive_key, ready_key
 from penstock.train.crew.succession import decide
 from penstock.train.loop import StepFigures
@@ -33,7 +33,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 def play(worker, workers, host, port, folder, resume, newcomer) -> Verdict:
     """Take part in two generations; worker 1 leaves the first as the folder's name says."""
-    member = Member(worker, host, port)
+    member = Member(worker, local_store(host, port))
     if newcomer:
         decision = member.arrive()
         assert decision.members == (0, 1, 2)

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +26,7 @@ from penstock.runtime.backward import Ledger, make_deferrable, record_in
 from penstock.runtime.chunked_loss import ChunkedLoss
 from penstock.runtime.executor import Loss
 from penstock.runtime.tape import Tape
-from penstock.runtime.torch_internals import sleep_on_gpu, walk_back
+from penstock.runtime.torch_internals import original_module, sleep_on_gpu, walk_back
 
 GPU_CYCLES_PER_SECOND = 2e9  # at most
 # The first launch of a kernel loads it, which takes far longer than any sleep should.
@@ -99,6 +99,8 @@ class Probe:
         # The gradients exist already, as they do from the second slice of a step on.
         for parameter in subject.module.parameters():
             parameter.grad = torch.zeros_like(parameter)
+        module: Any = original_module(subject.module)
+        self.unsliceable = bool(getattr(module, "unsliceable", ""))
         if subject.prefixes:
             self.fill()
 
@@ -208,10 +210,15 @@ class Probe:
     def run(self, x: Tensor, piece: Slice) -> Tensor:
         """Call the module, and its loss if it has one.
 
-        A whole sequence of one document gets no piece, as in a schedule without slices.
+        A whole sequence of one document gets no piece, as in a schedule without slices. A module that
+        cannot be sliced takes the slice for a shorter sequence.
         """
         subject = self.subject
-        whole = piece.end - piece.begin == subject.tokens and subject.starts is None
+        length = piece.end - piece.begin
+        if self.unsliceable and subject.starts is not None:
+            piece = Carry(length, subject.starts[:, :length]).open(0, length)
+        whole = length == subject.tokens or self.unsliceable
+        whole = whole and subject.starts is None
         labels = None
         if subject.loss is not None and subject.labels is not None:
             labels = subject.labels[:, piece.begin : piece.end]

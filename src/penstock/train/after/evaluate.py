@@ -10,9 +10,8 @@ from penstock.errors import FileError, ShapeError
 from penstock.formats.config_toml import read_config
 from penstock.train.after.ablation import TokenRows, chosen_path, evaluate_ablation
 from penstock.train.after.generate import open_trained
-from penstock.train.data.corpus import open_corpus
 from penstock.train.data.loader import Deal, Loader
-from penstock.train.worker import CONFIG_FILE, cache_of, with_kept_files
+from penstock.train.worker import CONFIG_FILE, corpus_of, with_kept_files
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +72,7 @@ def evaluate_run(
             f"{run} has no {CONFIG_FILE}, which says what text was held out\n  name the folder of a run"
         )
     config = with_kept_files(read_config(run / CONFIG_FILE), run)
-    corpus = open_corpus(config.data, cache_of(config, run))
+    corpus = corpus_of(config, run)
     loader = Loader(corpus, Deal(config.rows, config.passages), config.run.seed)
     held = loader.evaluation(2 * batches)
     if not held:

@@ -10,6 +10,7 @@ crew/change/2       all should leave generation 2 after their step, because some
 crew/place/1        worker 1 is in generation 3
 crew/work/2/5       seconds that each rank of generation 2 has worked in its sixth window of steps
 crew/finished       the run is over
+crew/launch         a name that this launcher alone has
 g2/...              the connections of generation 2
 """
 
@@ -25,6 +26,7 @@ from penstock.train.crew.handover import Transfer, Transfers
 from penstock.train.loop import Handover, StepFigures
 
 FINISHED = "crew/finished"
+LAUNCH = "crew/launch"
 
 
 def alive_key(worker: int) -> str:
@@ -128,6 +130,7 @@ class Decision:
     mirrors: tuple[Transfer, ...] = ()  # parts with their rank and that of their mirror
     # Ranks with a part that they read from the checkpoint of this step.
     restores: tuple[tuple[int, int], ...] = ()
+    leader: int = 0  # the rank that writes the files of the run
 
     @property
     def handover(self) -> Handover | None:

@@ -52,6 +52,8 @@ from penstock.train.data.conversations import (
     padding_row,
 )
 from penstock.train.data.document_end import side_files
+from penstock.train.data.masking import Masking
+from penstock.train.data.order import shuffled
 from penstock.train.data.tables import TABLE_KINDS, table_records, table_texts
 from penstock.train.data.tokenizer import TokenArray, Tokenizer, not_text, tokenizer_of
 
@@ -114,6 +116,13 @@ MAGIC = {  # the first bytes of files that are not text
 ProgressBytes = Callable[[int, int], None]  # bytes read, and bytes in all
 
 
+class Ticket(NamedTuple):
+    """A sequence to read, and how often all sequences were read before."""
+
+    sequence: int
+    epoch: int = 0
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Corpus:
     """All tokens, cut into sequences: `trained` ones for training, then `held_out` ones."""
@@ -128,6 +137,21 @@ class Corpus:
     marks: Marks | None = None
     separate: bool = False  # whether conversations are kept apart
     tally: Tally | None = None  # of conversations
+    masking: Masking | None = None  # for models that guess masked words
+
+    def ticket(self, position: int, seed: int) -> Ticket:
+        """Return which sequence comes at a position, in which epoch."""
+        return Ticket(shuffled(position, self.trained, seed), position // self.trained)
+
+    @property
+    def token_count(self) -> int:
+        """The number of tokens."""
+        return len(self.tokens)
+
+    @property
+    def text_source(self) -> Corpus:
+        """The corpus that stands for the others where several are mixed."""
+        return self
 
     @property
     def apart(self) -> bool:
@@ -160,18 +184,31 @@ def open_corpus(
             "  set data.separate=false, or name the word as eos_token in a "
             "tokenizer_config.json beside the tokenizer"
         )
-    name = _cache_name(data, files)
-    row = cache / f"{name}.bin"
-    note = cache / f"{name}.json"
+    row, note = _cached(data, files, cache)
     if not _is_complete(row, note):
         _fill(row, note, data, tokenizer, files, watch)
+    return read_corpus(row, note, data, tokenizer.end)
+
+
+def cached_tokens(data: DataConfig, cache: Path) -> tuple[Path, Path]:
+    """Return the two files in which the tokens of a config are cached: tokens and facts."""
+    return _cached(data, source_files(data), cache)
+
+
+def _cached(data: DataConfig, files: list[Path], cache: Path) -> tuple[Path, Path]:
+    name = _cache_name(data, files)
+    return cache / f"{name}.bin", cache / f"{name}.json"
+
+
+def read_corpus(row: Path, note: Path, data: DataConfig, end: int | None) -> Corpus:
+    """Open tokens that are encoded already; `end` is the tokenizer's word after a document."""
     facts = json.loads(note.read_text(encoding="utf-8"))
     dtype = np.uint16 if facts["width"] == 2 else np.uint32
     marks: Marks | None = None
     try:
         tokens: TokenArray = np.memmap(row, dtype=dtype, mode="r")
         if data.instructions:
-            marks = np.memmap(_marks_file(row), dtype=np.uint8, mode="r")
+            marks = np.memmap(file_of_marks(row), dtype=np.uint8, mode="r")
     except OSError as error:
         raise FileError(
             f"cannot read the token cache {row}: {error.strerror}\n"
@@ -181,8 +218,20 @@ def open_corpus(
         corpus = cut_corpus(tokens, data, facts["digest"])
         tally = Tally(**facts["conversations"])
         return replace(corpus, marks=marks, separate=data.separate, tally=tally)
-    end = tokenizer.end if data.separate else None
-    return cut_corpus(tokens, data, facts["digest"], end)
+    return cut_corpus(tokens, data, facts["digest"], end if data.separate else None)
+
+
+def open_validation(
+    data: DataConfig, cache: Path, watch: ProgressBytes = lambda done, total: None
+) -> Corpus | None:
+    """Open the text of data.validation, all of which counts as held out; None without any."""
+    if not data.validation:
+        return None
+    own = replace(
+        data, sources=data.validation, validation=(), mixture=(), held_out=0.0
+    )
+    corpus = open_corpus(own, cache, watch)
+    return replace(corpus, trained=0, held_out=corpus.trained)
 
 
 def cut_corpus(
@@ -469,7 +518,7 @@ def _is_complete(row: Path, note: Path) -> bool:
         expected = facts["tokens"] * facts["width"]
         if (
             "conversations" in facts
-            and _marks_file(row).stat().st_size != facts["tokens"]
+            and file_of_marks(row).stat().st_size != facts["tokens"]
         ):
             return False
         return row.stat().st_size == expected and bool(facts["digest"])
@@ -536,7 +585,7 @@ def _write_tokens(
     return all_tokens, digest.hexdigest()[:16]
 
 
-def _marks_file(row: Path) -> Path:
+def file_of_marks(row: Path) -> Path:
     """The file that keeps the marks of the tokens in another one."""
     return row.with_suffix(".marks")
 
@@ -576,7 +625,7 @@ def _write_conversations(
                 f"there is nothing to learn: none of {tally.conversations} conversations has an answer within "
                 f"{data.tokens} tokens\n  give other data.sources, or more data.tokens"
             )
-        part_of_marks.replace(_marks_file(row))
+        part_of_marks.replace(file_of_marks(row))
     except BaseException:
         part.unlink(missing_ok=True)
         part_of_marks.unlink(missing_ok=True)
