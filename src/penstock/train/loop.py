@@ -94,6 +94,7 @@ from penstock.train.early_stop import BEST_FOLDER, Progress, read_progress
 from penstock.train.history import History, StepRow, write_timeline
 from penstock.train.lora import (
     adapt,
+    adapted_blueprint,
     base_parameters,
     check_same_adapters,
     describe_adapters,
@@ -118,7 +119,6 @@ from penstock.train.weights import (
     Sizes,
     attach_parameters,
     blank_parameters,
-    blueprint,
     copy_weights,
     draw_parameters,
     hold,
@@ -346,7 +346,8 @@ class Trainer:
             if before is not None and number in before.mirrors.kept:
                 kept[number] = before.mirrors.kept[number]
                 continue
-            part = split(blueprint(job.sizes), job.partition)[number]
+            model = adapted_blueprint(job.sizes, job.config.lora)
+            part = split(model, job.partition)[number]
             frozen = frozen_names(part_parameters(part), job.config.optimizer)
             blank = blank_parameters(part, frozen, self.device)
             matrices = layer_parameters([part])
@@ -415,6 +416,8 @@ class Trainer:
         mine = [part for rank, part in handover.restores if rank == self.comm.rank]
         if mine and self.job.depot is not None:
             self.job.depot.fetch(self.job.checkpoints)
+        if mine and self.job.adapts:
+            self.read_base()  # Checkpoints have only the adapters.
         for number in mine:
             path = self.job.checkpoints / step_name(handover.step)
             self.read_state(path, targets[number])
