@@ -282,7 +282,11 @@ def corpus_of(
     watch: ProgressBytes = lambda done, total: None,
 ) -> Corpus:
     """Open the text of a run, with words to guess if its model is a Bert."""
-    corpus = open_text(config.data, cache_of(config, folder), watch)
+    return with_guesses(config, open_text(config.data, cache_of(config, folder), watch))
+
+
+def with_guesses(config: Config, corpus: Corpus) -> Corpus:
+    """Return the text of a run with words to guess, if its model is a Bert."""
     if config.model.family != "bert":
         return corpus
     name = config.data.tokenizer
