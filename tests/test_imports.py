@@ -38,6 +38,10 @@ ROOMS = {
         *("ir", "cost", "config", "formats", "schedules", "sim", "plan", "view"),
         *("carry", "runtime", "measure", "models", "errors"),
     },
+    "titan": {
+        *("ir", "cost", "config", "formats", "schedules", "plan", "view"),
+        *("carry", "runtime", "train", "errors"),
+    },
     "cli": {
         *("ir", "cost", "config", "formats", "schedules", "sim", "plan", "view"),
         *("advice", "partition", "runtime", "measure", "train", "version", "errors"),
@@ -68,12 +72,14 @@ LIBRARIES = {
         "numpy",
         "torch",
         "rich",
+        "peft",
         "pyarrow",
         "safetensors",
         "tokenizers",
         "transformers",
         "wandb",
     },
+    "titan": {"torch", "torchtitan"},
     "cli": {"typer", "rich", "torch"},
     "__main__": set(),
 }

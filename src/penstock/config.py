@@ -1,4 +1,4 @@
-"""The config of a run: seven sections of plain values, frozen, and checked before anything starts.
+"""The config of a run: eight sections of plain values, frozen, and checked before anything starts.
 
     [model]      sizes, or a folder to start from          what to train
     [data]       text, tokenizer, tokens, batch            on which text
@@ -6,6 +6,7 @@
     [paths]      rotation, full steps, warm-up             through which parts, if some are left out
     [mesh]       processes of a rank                       how a rank shares its part
     [optimizer]  rates, decay, clipping                    how the weights move
+    [lora]       rank, targets                             which adapters are trained instead of the model
     [run]        steps, seed, precision, when to save      for how long, and where
 
 Each value knows its default, its meaning and its range. `penstock init` writes them into
@@ -32,6 +33,7 @@ PRECISIONS = ("float32", "bfloat16")
 DEVICES = ("auto", "cpu", "cuda")
 AUTO = "auto"
 MEANS = ("all", "visits")
+REDUCTIONS = ("sum", "mean")
 RATE_SCHEDULES = ("constant", "linear", "cosine", "wsd", "inverse_sqrt")
 PARTIAL_SCHEDULES = ("skip",)  # named schedules that leave out parts
 FULL_AS_PLANNED = -1  # paths.full: what the plan's rules say
@@ -183,6 +185,10 @@ class DataConfig:
         "share of the sequences that is held out for evaluation",
         least=0,
         most=0.5,
+    )
+    validation: tuple[str, ...] = setting(
+        (),
+        "files or folders that evaluations read instead of held-out sequences",
     )
     cache: str = setting(
         "",
@@ -372,6 +378,23 @@ class OptimizerConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class LoraConfig:
+    """Adapters beside the matrices of a model that stays as it is (LoRA, with the library peft)."""
+
+    rank: int = setting(
+        0, "columns of the adapters; 0 trains the model itself", least=0
+    )
+    alpha: float = setting(16.0, "adapters count alpha / rank times", above=0)
+    targets: tuple[str, ...] = setting(
+        (),
+        "ends of the names of adapted matrices, such as q_proj; empty adapts all matrices of the layers",
+    )
+    dropout: float = setting(
+        0.0, "share of the adapters' inputs that is dropped", least=0, most=0.95
+    )
+
+
+@dataclass(frozen=True, slots=True)
 class RunConfig:
     """How long a run takes, what it saves, and where it computes."""
 
@@ -406,6 +429,31 @@ class RunConfig:
     loss_chunk: int = setting(
         2048,
         "tokens whose logits are in memory at a time, if all of them take more than 64 MiB; 0 keeps all in memory",
+        least=0,
+    )
+    loss: str = setting(
+        "",
+        "your own loss, module:function or file.py:function, of logits and labels; empty takes the cross entropy",
+    )
+    reduction: str = setting(
+        "sum", "how your own loss combines the losses of its labels: sum or mean"
+    )
+    smoothing: float = setting(
+        0.0,
+        "label smoothing: share of each label that is spread over all words",
+        least=0,
+        most=0.99,
+    )
+    z_loss: float = setting(
+        0.0, "weight of the squared log of the softmax's denominator", least=0
+    )
+    callbacks: tuple[str, ...] = setting(
+        (),
+        "your own classes, module:Class or file.py:Class, whose methods are called during the run",
+    )
+    early_stop: int = setting(
+        0,
+        "evaluations in a row without a lower held-out loss after which a run ends with its best weights; 0 never",
         least=0,
     )
     accumulate: int = setting(
@@ -491,6 +539,7 @@ class Config:
     paths: PathsConfig = field(default_factory=PathsConfig, kw_only=True)
     mesh: MeshConfig = field(default_factory=MeshConfig, kw_only=True)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig, kw_only=True)
     run: RunConfig = field(default_factory=RunConfig)
 
     @property
@@ -616,6 +665,8 @@ def check_config(config: Config, counted: bool = False) -> Config:
         faults += _range_faults(section.name, getattr(config, section.name))
     faults += _choice_faults(config)
     faults += _optimizer_faults(config.optimizer)
+    faults += _lora_faults(config)
+    faults += _own_code_faults(config)
     faults += _device_faults(config)
     faults += _skip_faults(config)
     name = config.schedule.name
@@ -645,6 +696,52 @@ def _optimizer_faults(optimizer: OptimizerConfig) -> list[str]:
                 faults.append(f"{name} has {key} = {value:g}; it must be at least 0")
         if group.frozen and (group.rate, group.decay) != (None, None):
             faults.append(f"{name} is frozen, so it can have no rate or decay")
+    return faults
+
+
+def _lora_faults(config: Config) -> list[str]:
+    """The values that do not go with adapters."""
+    if not config.lora.rank:
+        return []
+    faults = []
+    if not config.model.weights:
+        faults.append(
+            f"lora.rank = {config.lora.rank} trains adapters beside a trained model: name its folder in model.weights"
+        )
+    if config.mesh.size > 1:
+        faults.append(
+            f"lora.rank = {config.lora.rank} does not go with mesh.shard = {config.mesh.shard} and "
+            f"mesh.tensor = {config.mesh.tensor}: use schedule.copies instead"
+        )
+    if config.lora.dropout:
+        faults.append(
+            f"lora.dropout = {config.lora.dropout:g}: adapters are trained without dropout; set it to 0"
+        )
+    return faults
+
+
+def _own_code_faults(config: Config) -> list[str]:
+    """The values of [run] that name the user's own code, or go with it."""
+    run = config.run
+    faults = []
+    for key, names in (("loss", (run.loss,)), ("callbacks", run.callbacks)):
+        faults += [
+            f"run.{key} = {name!r} is not module:name or file.py:name"
+            for name in names
+            if name and not names_own_code(name)
+        ]
+    if run.loss and (run.smoothing or run.z_loss):
+        faults.append(
+            "run.loss replaces the cross entropy, so it does not go with run.smoothing and run.z_loss"
+        )
+    if run.reduction != "sum" and not run.loss:
+        faults.append(
+            "run.reduction = mean is for a loss of your own: name it in run.loss"
+        )
+    if run.early_stop and not run.evaluate:
+        faults.append(
+            f"run.early_stop = {run.early_stop} counts evaluations, but run.evaluate = 0 makes none"
+        )
     return faults
 
 
@@ -773,6 +870,7 @@ def _choice_faults(config: Config) -> list[str]:
         ("run.compile", config.run.compile, SWITCHES),
         ("run.graphs", config.run.graphs, SWITCHES),
         ("run.elastic", config.run.elastic, SWITCHES),
+        ("run.reduction", config.run.reduction, REDUCTIONS),
         ("run.mirror", config.run.mirror, SWITCHES),
         ("paths.mean", config.paths.mean, MEANS),
     )

@@ -32,15 +32,24 @@ def export_command(
         str,
         typer.Option(help="The type of the weights: float32, bfloat16 or float16."),
     ] = "float32",
+    merge: Annotated[
+        bool,
+        typer.Option(
+            "--merge",
+            help="Write the whole model with the adapters of [lora] added to it, instead of the adapters alone.",
+        ),
+    ] = False,
 ) -> None:
     """Write a trained model as a Hugging Face folder, which transformers loads: config.json and safetensors.
+
+    If adapters were trained ([lora]), the folder is one that peft loads beside the base model.
 
     Example: penstock export runs/tiny -o tiny-llama
     """
     require_torch()
     from penstock.train.after.export import export_run
 
-    trained = export_run(run, output, dtype)
+    trained = export_run(run, output, dtype, merge)
     print_plain(f"wrote {output}: {trained.path}")
 
 

@@ -20,6 +20,7 @@ from penstock.config import (
     SWITCH_KEYS,
     Config,
     DataConfig,
+    LoraConfig,
     MeshConfig,
     MixtureSource,
     ModelConfig,
@@ -56,6 +57,7 @@ Section: TypeAlias = (
     | PathsConfig
     | MeshConfig
     | OptimizerConfig
+    | LoraConfig
     | RunConfig
 )
 Refuse: TypeAlias = Callable[[Steps, str, str], NoReturn]  # key, fault, advice
@@ -392,7 +394,8 @@ def with_absolute_paths(config: Config) -> Config:
         replace(one, sources=tuple(map(_absolute, one.sources))) for one in data.mixture
     )
     sources = tuple(map(_absolute, data.sources))
-    data = replace(data, sources=sources, mixture=mixture)
+    validation = tuple(map(_absolute, data.validation))
+    data = replace(data, sources=sources, mixture=mixture, validation=validation)
     if names_a_file(data.tokenizer):
         data = replace(data, tokenizer=_absolute(data.tokenizer))
     if data.template:
@@ -402,7 +405,11 @@ def with_absolute_paths(config: Config) -> Config:
         schedule = replace(schedule, name=_absolute(schedule.name))
     optimizer = config.optimizer
     optimizer = replace(optimizer, schedule=_absolute_code(optimizer.schedule))
-    run = config.run
+    run = replace(
+        config.run,
+        loss=_absolute_code(config.run.loss),
+        callbacks=tuple(map(_absolute_code, config.run.callbacks)),
+    )
     if run.key:
         run = replace(run, key=_absolute(run.key))
     return replace(

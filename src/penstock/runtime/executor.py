@@ -168,7 +168,7 @@ class Executor:
         checks = None
         if self.agreement is None:
             self.agreement = self.agree()
-            checks = FirstStepChecks(self.modules)
+            checks = FirstStepChecks(self.modules, self.loss)
         self.reserve(units)
         recordings = self.recordings_for(units, checks)
         values = StepValues()

@@ -27,6 +27,7 @@ from penstock.runtime.loss_reduction import (
     Loss,
     Reduction,
     as_sum,
+    is_known_sum,
     plain_loss,
     refuse_other_loss,
 )
@@ -87,9 +88,9 @@ class LaneStages:
 class FirstStepChecks:
     """Checks of a user's modules and loss, which run only in the first step."""
 
-    def __init__(self, modules: Mapping[int, nn.Module]) -> None:
+    def __init__(self, modules: Mapping[int, nn.Module], loss: Loss) -> None:
         self.deferrals = DeferralReport(modules)
-        self.loss_is_checked = False
+        self.loss_is_checked = is_known_sum(loss)
 
 
 @dataclass(slots=True)

@@ -113,7 +113,7 @@ def load_of(config: Config, plan: Plan, sizes: Sizes) -> Load:
         plan.recompute,
         chunk_of(config),
         config.run.messages == "bfloat16",
-        parameter_numbers(config.optimizer, sizes),
+        parameter_numbers(config.optimizer, sizes, config.lora),
     )
 
 

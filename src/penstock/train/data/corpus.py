@@ -225,6 +225,19 @@ def read_corpus(row: Path, note: Path, data: DataConfig, end: int | None) -> Cor
     return replace(corpus, bytes_per_token=facts["bytes"] / len(tokens))
 
 
+def open_validation(
+    data: DataConfig, cache: Path, watch: ProgressBytes = lambda done, total: None
+) -> Corpus | None:
+    """Open the text of data.validation, all of which counts as held out; None without any."""
+    if not data.validation:
+        return None
+    own = replace(
+        data, sources=data.validation, validation=(), mixture=(), held_out=0.0
+    )
+    corpus = open_corpus(own, cache, watch)
+    return replace(corpus, trained=0, held_out=corpus.trained)
+
+
 def cut_corpus(
     tokens: TokenArray, data: DataConfig, digest: str = "", end: int | None = None
 ) -> Corpus:
