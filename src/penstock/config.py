@@ -97,6 +97,12 @@ class ModelConfig:
     )
     theta: float = setting(10000.0, "base of the rotary frequencies (llama)", above=0)
     tied: bool = setting(False, "use one matrix for the embedding and the output")
+    dropout: float = setting(
+        0.0,
+        "share of the results of attention and MLP that is dropped in training (llama, gpt)",
+        least=0,
+        most=0.95,
+    )
     weights: str = setting(
         "",
         "Hugging Face folder to start from (config.json, *.safetensors); its sizes replace those above",
@@ -554,6 +560,11 @@ class Config:
         return self.model.family != "bert"
 
     @property
+    def drops(self) -> bool:
+        """Whether a run trains with dropout."""
+        return self.model.dropout > 0 or (self.lora.rank > 0 and self.lora.dropout > 0)
+
+    @property
     def rows(self) -> int:
         """Sequences per micro-batch."""
         return self.data.batch // self.passages
@@ -722,10 +733,6 @@ def _lora_faults(config: Config) -> list[str]:
         faults.append(
             f"lora.rank = {config.lora.rank} does not go with mesh.shard = {config.mesh.shard} and "
             f"mesh.tensor = {config.mesh.tensor}: use schedule.copies instead"
-        )
-    if config.lora.dropout:
-        faults.append(
-            f"lora.dropout = {config.lora.dropout:g}: adapters are trained without dropout; set it to 0"
         )
     return faults
 
@@ -1009,11 +1016,15 @@ def _bert_faults(config: Config) -> list[str]:
 def reasons_against_compiling(config: Config) -> list[str]:
     """Return why the stages of a run cannot be compiled; empty if they can."""
     mesh = config.mesh
+    reasons = []
+    if config.drops:
+        reasons.append("dropout, which depends on the step and the micro-batch")
     if mesh.size == 1:
-        return []
+        return reasons
     return [
+        *reasons,
         f"mesh.shard = {mesh.shard} and mesh.tensor = {mesh.tensor}: "
-        "layers that are shared by processes are not compiled"
+        "layers that are shared by processes are not compiled",
     ]
 
 
@@ -1024,6 +1035,8 @@ def reasons_against_recording(config: Config) -> list[str]:
     """
     mesh = config.mesh
     reasons = []
+    if config.drops:
+        reasons.append("dropout, which depends on the step and the micro-batch")
     if config.data.separate:
         reasons.append("data.separate = true: documents differ from step to step")
     if mesh.size > 1:

@@ -17,13 +17,14 @@ import sys
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from penstock.config import Config, RunConfig, is_recording
+from penstock.dropout import dropping, set_dropout
 from penstock.errors import FileError, RunError
 from penstock.ir.plan import Plan
 from penstock.ir.program import lower
@@ -213,6 +214,13 @@ class Job:
             return self.plan.partition
         return even_partition(self.sizes.layers, self.plan.schedule.parts)
 
+    def adapt(self, model: nn.Module) -> None:
+        """Give a model without memory the dropout and the adapters of the run."""
+        if self.config.model.dropout:
+            set_dropout(model, self.config.model.dropout)
+        if self.adapts:
+            adapt(model, self.sizes, self.config.lora)
+
     @property
     def adapts(self) -> bool:
         """Whether adapters are trained instead of the model itself."""
@@ -264,7 +272,7 @@ class Trainer:
             frozenset().union(*map(visited_parts, schedules)),
             kept,
             lambda names: frozen_names(names, config.optimizer),
-            partial(adapt, sizes=job.sizes, lora=config.lora) if job.adapts else None,
+            job.adapt,
         )
         # A run that trains adapters does not save the model beside them.
         saved = filter(is_adapter, self.holding.names)
@@ -751,8 +759,9 @@ class Trainer:
         executor = self.executor
         results = []
         self.work_seconds = 0.0
-        for batch in self.loader.step():
-            results.append(executor.step(batch, timed))
+        for turn, batch in enumerate(self.loader.step()):
+            with dropping(self.job.config.run.seed, self.step, self.first_row(turn)):
+                results.append(executor.step(batch, timed))
             self.work_seconds += executor.work_seconds
         self.drop_unvisited()
         self.mirrors.start()
@@ -766,6 +775,11 @@ class Trainer:
             full = self.paths.is_full(self.step)
             write_timeline(self.job.folder, self.step + 1, timeline, number, full)
         return loss, timeline.bubble
+
+    def first_row(self, turn: int) -> int:
+        """Return the first row of this shard in a pass, counted over all rows of the step."""
+        deal = self.loader.deal
+        return (turn * deal.shards + deal.shard) * deal.each
 
     def update(self, norm: float) -> None:
         """Update the weights."""
