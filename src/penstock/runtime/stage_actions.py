@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.carry import Slice
+from penstock.dropout import place_at
 from penstock.runtime.backward import Ledger, record_in
 from penstock.runtime.cast_weights import CastWeights
 from penstock.runtime.chunked_loss import ChunkedLoss
@@ -226,6 +227,8 @@ class ComputedActions:
 
     def compute(self, step: LaneStep, x: Tensor, piece: Slice | None) -> Tensor:
         """Call the module and, on the last stage, the loss."""
+        rows = len(self.units.batch.inputs[step.microbatch])
+        place_at(step.microbatch * rows, 0 if piece is None else piece.begin)
         module = self.stages.modules[step.stage]
         if step.last and isinstance(self.stages.loss, ChunkedLoss):
             labels, valid = self.units.labels[step.unit], self.units.batch.valid
