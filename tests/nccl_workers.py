@@ -102,7 +102,6 @@ def error_of(
         stages,
         comm,
         token_loss,
-        WIDTH,
         tied=ties,
         tape=CudaTape() if recorded else None,
         messages=messages,
@@ -160,7 +159,7 @@ def goes_wrong(comm: Comm, how: str) -> None:
     part: nn.Module = split(Llama(sizes).cuda(), [1] * comm.ranks)[comm.rank]
     if comm.rank == 1:
         part = Tricky(part, TRICKS[how])
-    executor = Executor(lower(schedule), {comm.rank: part}, comm, token_loss, WIDTH)
+    executor = Executor(lower(schedule), {comm.rank: part}, comm, token_loss)
     tokens = [torch.randint(0, WORDS, (2, TOKENS), device="cuda") for _ in range(4)]
     with watching(executor, silence=4.0):
         for _ in range(3):

@@ -115,7 +115,7 @@ def executor_of(
     if trick is not None:
         stages = {n: Tricky(module, trick) for n, module in stages.items()}
     comm.prepare(groups_of(schedule))
-    return Executor(lower(schedule), stages, comm, loss_of, WIDTH, torch.float64)
+    return Executor(lower(schedule), stages, comm, loss_of)
 
 
 # ---------------------------------------------------------------- what spawned workers do

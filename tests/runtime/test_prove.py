@@ -85,9 +85,7 @@ def prove_stages(
             if stage.rank == comm.rank
         }
         return prove(
-            Executor(
-                program, mine, comm, loss, width, dtype, **options, **each(comm.rank)
-            ),
+            Executor(program, mine, comm, loss, **options, **each(comm.rank)),
             batch,
         )
 
@@ -736,8 +734,6 @@ def test_a_step_after_a_proof_is_the_step_without_one(tape):
                 {comm.rank: part},
                 comm,
                 token_loss,
-                16,
-                torch.float64,
                 tape=tape() if tape else None,
             )
             executor.step(data(3, seed=1))

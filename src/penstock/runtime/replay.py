@@ -340,9 +340,9 @@ class RecordingSession:
 
     def empty_input(self, step: LaneStep) -> Tensor:
         """Memory for the input of an action."""
-        shape = self.units.shapes[step.unit]
+        shape, dtype, _ = self.units.edges.specs[step.source][0]
         device = self.units.inputs[step.unit].device
-        return torch.empty(shape, dtype=self.units.dtype, device=device)
+        return torch.empty(shape, dtype=dtype, device=device)
 
     def assign(
         self, visits: Mapping[StageVisit, Sequence[LaneStep]]
@@ -382,18 +382,19 @@ class RecordingSession:
         """Actions on tensors whose memory never moves; with `inputs`, what they need from other stages is zero."""
         valid: int = self.valid  # type: ignore[assignment]
         batch = replace(self.units.batch, valid=valid)
-        units = cut_units(self.schedule, batch, self.units.width, self.units.dtype)
+        units = cut_units(self.schedule, batch)
+        units.edges = self.units.edges
         own = {step.unit for step in steps}
         units.inputs = _clone_some(self.units.inputs, own)
         units.labels = _clone_some(self.units.labels, own)
         values = StepValues()
-        shapes = units.shapes
         for step in steps if inputs else ():
             if step.source >= 0:
-                shape = shapes[step.unit]
+                shape, dtype, _ = units.edges.specs[step.source][0]
                 device = units.inputs[step.unit].device
-                zeros = torch.zeros(shape, dtype=units.dtype, device=device)
-                values.held[step.source] = zeros
+                values.held[step.source] = torch.zeros(
+                    shape, dtype=dtype, device=device
+                )
         return ComputedActions(
             self.stages, units, values, _nothing_to_give, restores_randomness=False
         )

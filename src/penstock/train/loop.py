@@ -633,9 +633,7 @@ class Examiner:
         """Return the loss of each pass; their sum is the mean loss over all sequences."""
         passes = self.loader.evaluation(batches)
         if self.needs_links and passes:
-            executor = self.executor
-            shapes = executor.message_shapes(passes[0])
-            executor.comm.reserve(executor.program, shapes, executor.message_dtype)
+            self.executor.prepare_messages(passes[0])
             self.needs_links = False
         return [self.executor.evaluate(batch) for batch in passes]
 
@@ -726,7 +724,6 @@ def executor_of(
         holding.stages,
         comm,
         loss,
-        holding.width,
         recompute=recompute,
         autocast=torch.bfloat16 if run.precision == "bfloat16" else None,
         tied=holding.tied,
