@@ -19,7 +19,7 @@ from commands import called
 from penstock import REGISTRY, Schedule, lower, make
 from penstock.carry import Slice
 from penstock.errors import ProofError
-from penstock.models import document_starts, model_width, split, token_loss
+from penstock.models import document_starts, split, token_loss
 from penstock.runtime import (
     Batch,
     Executor,
@@ -57,8 +57,6 @@ def proven(
     return prove_stages(
         schedule,
         stages,
-        model_width(whole),
-        next(whole.parameters()).dtype,
         batch,
         **options,
     )
@@ -67,8 +65,6 @@ def proven(
 def prove_stages(
     schedule: Schedule,
     stages: Sequence[nn.Module],
-    width: int,
-    dtype: torch.dtype,
     batch: Batch | None = None,
     each: Callable[[int], dict[str, object]] = lambda rank: {},
     loss: Callable[[Tensor, Tensor], Tensor] = token_loss,
@@ -247,8 +243,6 @@ def own(
     return prove_stages(
         slice_tokens(schedule, CUTS) if sliced else schedule,
         stages,
-        WIDTH,
-        torch.float64,
         **more,
     )
 
@@ -496,11 +490,11 @@ def test_a_compiler_that_changes_the_results_is_refused():
     draw = [torch.randn(2, 7, WIDTH, dtype=torch.float64) for _ in range(2)]
     batch = Batch(tuple(draw), tuple(draw), 1)
     weighed = lambda y, target: (y * target).sum()  # noqa: E731
-    prove_stages(only, stages("aot_eager"), WIDTH, torch.float64, batch, loss=weighed)
+    prove_stages(only, stages("aot_eager"), batch, loss=weighed)
     with pytest.raises(
         ProofError, match=r"(?s)the loss differs.*cause: torch.compile\n"
     ):
-        prove_stages(only, stages(wrong), WIDTH, torch.float64, batch, loss=weighed)
+        prove_stages(only, stages(wrong), batch, loss=weighed)
 
 
 def test_a_stage_that_cannot_run_as_planned_is_refused_with_what_it_raised():
@@ -701,7 +695,7 @@ def test_a_proof_leaves_no_trace():
         parameter.grad = gradients[name]
     stages = [Entry().double(), inner, Exit().double()]
     numbers = torch.get_rng_state()
-    prove_stages(ZB, stages, WIDTH, torch.float64)
+    prove_stages(ZB, stages)
     assert torch.equal(torch.get_rng_state(), numbers)
     assert all(
         torch.equal(value, kept[name]) for name, value in inner.state_dict().items()

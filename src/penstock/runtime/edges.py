@@ -40,7 +40,6 @@ from penstock.runtime.proof.traceless import ModuleMemory, uncompiled
 from penstock.runtime.randomness import undrawn
 from penstock.runtime.torch_internals import original_module
 
-
 # Facts of a rank on which a trial has failed: the error in words, and whether the stage is to blame or its place.
 FAILURE, MISFIT = "failure", "misfit"
 

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from penstock.errors import RunError, ShapeError
 from penstock.ir.program import MAX_RECORDED_ACTIONS
 from penstock.ir.schedule import Schedule
+from penstock.runtime.added_losses import collected_losses
 from penstock.runtime.backward import record_in
 from penstock.runtime.batch import Batch
 from penstock.runtime.dtensor_share import local_share
@@ -207,16 +208,22 @@ class Recordings:
         earlier.lay_aside(self.gradients.parameters)
         self.gradients.install()
         session = RecordingSession(stages, schedule, units, self.valid, tape, checks)
-        if by_lane:
-            self.in_place = frozenset(
-                s.value for steps in visits.values() for s in steps
+        with collected_losses() as added:
+            if by_lane:
+                self.in_place = frozenset(
+                    s.value for steps in visits.values() for s in steps
+                )
+                self.copied = frozenset(sent_values(turns))
+                session.rehearse_visits(visits)
+                self.gradients.install()
+                session.record_lane(turns, visits, self.in_place)
+            else:
+                session.record_visits(visits)
+        if added:
+            raise ShapeError(
+                "a layer adds a loss of its own (add_loss), which recorded actions do not know\n"
+                "  make the Executor without a tape"
             )
-            self.copied = frozenset(sent_values(turns))
-            session.rehearse_visits(visits)
-            self.gradients.install()
-            session.record_lane(turns, visits, self.in_place)
-        else:
-            session.record_visits(visits)
         self.gradients.adopt()
         earlier.restore()
         self.takes = session.takes

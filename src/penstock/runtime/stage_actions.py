@@ -299,7 +299,7 @@ class ComputedActions:
         passed = passed_by(y)
         bundle = None
         if passed is not None:
-            edge = self.units.edges.outgoing[step.value]
+            edge = self.units.edges.outgoing[step.forward]
             bundle = bundle_of(passed, edge, travelling)
         if bundle is None:
             raise not_tensors_error(step, module, y)

@@ -74,8 +74,8 @@ def unfit_message(
     what = "gave the gradient" if step.goes_back else "returned"
     found = f"stage {action.stage} {what} {described(x)} in {action}"
     tried = (
-        "\n  that is what the stage returned when it was tried before the first step; shapes and types must follow from "
-        "those of the input, and not from its numbers"
+        "\n  that is what it returned when it was tried before the first step; shapes and types must follow from those "
+        "of the input, and not from its numbers"
     )
     if tuple(x.shape) != tuple(shape):
         expected = f"rank {step.peer} expects the shape {tuple(shape)}"

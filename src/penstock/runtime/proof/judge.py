@@ -193,7 +193,7 @@ def _norm(value: Tensor | None) -> float:
     if value is None:
         return 0.0
     wide = torch.promote_types(value.dtype, torch.float32)
-    norm = float(torch.linalg.vector_norm(value, dtype=wide))
+    norm = float(torch.linalg.vector_norm(value.to(wide)))
     return float("inf") if isnan(norm) else norm
 
 
