@@ -42,6 +42,8 @@ class Block(nn.Module):
 class Tricky(nn.Module):
     """A part that fails in a chosen way in its third forward."""
 
+    hidden_width = WIDTH  # nobody tries it before the first step
+
     def __init__(self, part: nn.Module, trick: Trick) -> None:
         super().__init__()
         self.part, self.trick, self.calls = part, trick, 0
@@ -227,6 +229,8 @@ def mismatch(comm: ProcessComm, rows: tuple[int, int]) -> None:
     """Give rank 0 another number of rows than rank 1."""
     schedule = make("1f1b", ranks=2, microbatches=4)
     executor = executor_of(schedule, comm, model_of(2))
+    for module in executor.modules.values():  # so that nobody tries them together
+        module.hidden_width = WIDTH
     x = torch.zeros(rows[comm.rank], 5, dtype=torch.long)
     with watching(executor):
         executor.step(batch_of([x] * 4, [x] * 4))

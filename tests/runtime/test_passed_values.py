@@ -292,6 +292,23 @@ def test_slices_need_a_tensor_for_each_token():
     assert all(run_threads(2, work, patience=20))
 
 
+def test_ranks_with_different_batches_are_told_before_the_first_message():
+    def work(comm):
+        stages = [nn.Embedding(9, 3), nn.Linear(3, 9)]
+        program = lower(make("1f1b", ranks=2, microbatches=1))
+        executor = Executor(
+            program, {comm.rank: stages[comm.rank]}, comm, workers.summed
+        )
+        x = torch.zeros(1 + comm.rank, 4, dtype=torch.long)
+        with pytest.raises(
+            ShapeError, match=r"\[\[1, 4\]\], but rank 1 of \[\[2, 4\]\]"
+        ):
+            executor.step(cut_batch(x, x, 1))
+        return True
+
+    assert all(run_threads(2, work, patience=20))
+
+
 def test_named_tensors_have_a_row_for_each_row_of_the_batch():
     tokens = workers.batch()["x"]
     with pytest.raises(ShapeError, match=r"mask has the shape \(5, 5\), but .* 6 rows"):

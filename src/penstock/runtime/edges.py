@@ -42,6 +42,7 @@ from penstock.runtime.torch_internals import original_module
 
 # Facts of a rank on which a trial has failed: the error in words, and whether the stage is to blame or its place.
 FAILURE, MISFIT = "failure", "misfit"
+BATCH = " has"  # the shapes of a rank's micro-batches
 
 
 class TensorSpec(NamedTuple):
@@ -202,7 +203,7 @@ class EdgeFinder:
         edges: dict[Kind, list[Edge]] = {kind: [] for kind in kinds}
         copies: dict[int, nn.Module | None] = {}  # on the meta device
         for position in range(max(len(kind.path) for kind in kinds) - 1):
-            found: dict[str, Any] = {}
+            found: dict[str, Any] = {str(self.comm.rank) + BATCH: _shapes_of(kinds)}
             failure: Exception | None = None
             for place, (kind, number) in enumerate(kinds.items()):
                 stage = kind.path[position] if position + 1 < len(kind.path) else -1
@@ -220,12 +221,24 @@ class EdgeFinder:
             everything: dict[str, Any] = {}
             for facts in share_facts(self.comm, found):
                 everything |= facts
+            self.refuse_other_batches(everything)
             if FAILURE in everything:
                 _raise_failure(everything[FAILURE], everything[MISFIT], failure)
             for place, kind in enumerate(kinds):
                 if position + 1 < len(kind.path):
                     edges[kind].append(self.from_json(everything[str(place)]))
         self.known.update({kind: tuple(found) for kind, found in edges.items()})
+
+    def refuse_other_batches(self, facts: Mapping[str, Any]) -> None:
+        """Raise an error if the ranks have batches of different shapes, because none of them would fit."""
+        first = facts["0" + BATCH]
+        for rank in range(self.comm.ranks):
+            other = facts[str(rank) + BATCH]
+            if other != first:
+                raise ShapeError(
+                    f"rank 0 has micro-batches of shapes {first}, but rank {rank} of {other}\n"
+                    "  give all ranks the same batch, or tensors of the same shapes"
+                )
 
     def from_json(self, raw: list[Any]) -> Edge:
         """An edge that another rank has found."""
@@ -387,6 +400,10 @@ def _name_of(dtype: torch.dtype) -> str:
 def _as_json(edge: Edge) -> list[Any]:
     tensors = [(spec.shape, _name_of(spec.dtype)) for spec in edge.tensors]
     return [edge.values, edge.names, tensors, edge.plain]
+
+
+def _shapes_of(kinds: Iterable[Kind]) -> list[list[int]]:
+    return [list(kind.shape) for kind in kinds]
 
 
 def _raise_failure(text: str, misfit: bool, own: Exception | None) -> None:
