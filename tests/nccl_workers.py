@@ -137,6 +137,8 @@ TRICKS: dict[str, Callable[[Tensor], None]] = {"sleep": sleep, "raise": blunder}
 class Tricky(nn.Module):
     """A part that goes wrong in its fifth forward."""
 
+    hidden_width = WIDTH  # as the part says
+
     def __init__(self, part: nn.Module, trick: Callable[[Tensor], None]) -> None:
         super().__init__()
         self.part, self.trick, self.calls = part, trick, 0
