@@ -34,7 +34,7 @@ figures: setup ## plan, simulate and draw schedules; the figures are in out/
 test: export PYTHONDONTWRITEBYTECODE :=
 # Many tests wait, for processes or for emulated links, so that three workers keep two cores busy.
 test: setup ## run all tests
-	$(BIN)/pytest -n 3 --dist worksteal
+	$(BIN)/pytest --workers 3
 
 fuzz: setup ## compare CASES random pipelines with unsplit Hugging Face models, starting at SEED
 	$(BIN)/python tests/fuzz.py --cases $(CASES) --seed $(SEED)

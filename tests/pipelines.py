@@ -51,11 +51,10 @@ def gpt(layers: int, tied: bool = True) -> nn.Module:
 
 
 def exact_norm(norm: nn.Module, x: Tensor) -> Tensor:
-    return (
-        norm.weight
-        * x
-        * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + norm.variance_epsilon)
-    )
+    gemma = not hasattr(norm, "variance_epsilon")  # whose weights begin as zeros
+    eps = norm.eps if gemma else norm.variance_epsilon
+    scale = 1.0 + norm.weight if gemma else norm.weight
+    return scale * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
 
 
 def without_float32(model: nn.Module) -> nn.Module:

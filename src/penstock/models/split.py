@@ -286,7 +286,8 @@ class Part(nn.Module):
 
     def _refuse_slice(self, piece: Slice) -> None:
         """Refuse a slice if the part cannot run slice by slice."""
-        if not piece.partial and not self.anatomy.unsliceable:
+        own_model = self.anatomy.pieces is None
+        if not piece.partial and (own_model or not self.anatomy.unsliceable):
             return
         reason = self.unsliceable
         if reason:

@@ -8,7 +8,8 @@ together, before the first step with micro-batches of a new shape:
 
 Meta tensors have shapes and no numbers, so this takes no memory and hardly any time. A module that cannot run on them
 runs once on zeros. A module can also say that it returns hidden states of shape (rows, tokens, `hidden_width`), as the
-parts of our own models do. Then nobody has to run it, and nothing has to be told.
+parts of our own models do, and of the type `hidden_dtype` if that is not the type of its parameters. If all modules say
+so, nobody has to run them, and nothing has to be told.
 """
 
 from __future__ import annotations
@@ -167,9 +168,11 @@ class EdgeFinder:
         """What the ranks must know about all stages."""
         own = {}
         for stage, module in self.modules.items():
-            width = getattr(original_module(module), "hidden_width", 0)
-            dtype = _name_of(floating_type(module))
-            own[str(stage)] = [self.parameters[stage].after(1), width, dtype]
+            original = original_module(module)
+            width = getattr(original, "hidden_width", 0)
+            dtype = getattr(original, "hidden_dtype", None) or floating_type(module)
+            asks = self.parameters[stage].after(1)
+            own[str(stage)] = [asks, width, _name_of(dtype)]
         everything: dict[str, Any] = {}
         for facts in share_facts(self.comm, own):
             everything |= facts

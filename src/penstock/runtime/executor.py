@@ -24,6 +24,7 @@ from penstock.errors import ShapeError
 from penstock.ir.program import Program
 from penstock.runtime.backward import make_deferrable
 from penstock.runtime.batch import Batch
+from penstock.runtime.cast_weights import cast_weights
 from penstock.runtime.comm.comm import Comm
 from penstock.runtime.edges import BatchEdges, Edge, EdgeFinder, edges_of_lane
 from penstock.runtime.frozen_stages import rest_frozen_stages
@@ -133,10 +134,14 @@ class Executor:
         self.stages_without_weight_work: frozenset[int] = frozenset()
         self.recordings: Recordings | None = None  # for the shape of the first batch
         self.reserved_bytes: tuple[int, ...] = ()  # of messages, by unit
+        # The time that the actions of the last step took. On a GPU, only their launch.
+        self.work_seconds = 0.0
         self.named_parameters = _named_parameters(self.modules)
         self.trainable = [p.requires_grad for _, p in self.named_parameters]
         self.length_checks = _length_checks(self.modules.values())
-        if any(turn.step is not None and turn.step.split for turn in self.turns):
+        self.casts = cast_weights(self.modules.values(), autocast)
+        splits = any(turn.step is not None and turn.step.split for turn in self.turns)
+        if splits or self.casts is not None:
             for module in self.modules.values():
                 make_deferrable(module)
 
@@ -178,8 +183,11 @@ class Executor:
         checks = None
         if self.agreement is None:
             self.agreement = self.agree()
-            checks = FirstStepChecks(self.modules)
+            checks = FirstStepChecks(self.modules, self.loss)
         self.reserve(units)
+        if self.casts is not None:
+            self.casts.refresh()
+            self.stages.casts = self.casts
         recordings = None if outputs else self.recordings_for(units, checks)
         values = StepValues(outputs)
         actions: StageActions
@@ -201,6 +209,7 @@ class Executor:
         )
         result = walk.run(self.comm, self.recorder)
         result.outputs = self.outputs_of(values)
+        self.work_seconds = walk.work_seconds
         if checks is not None:
             self.stages_without_weight_work = frozenset(checks.deferrals.without_work)
             if self.warns_of_deferrals:

@@ -19,9 +19,11 @@ import torch
 from torch import Tensor, nn
 
 from penstock.carry import Slice
+from penstock.dropout import place_at
 from penstock.runtime.added_losses import take_sum
 from penstock.runtime.backward import Ledger, record_in
 from penstock.runtime.bundle import Bundle, bundle_of
+from penstock.runtime.cast_weights import CastWeights
 from penstock.runtime.chunked_loss import ChunkedLoss
 from penstock.runtime.deferral_report import DeferralReport
 from penstock.runtime.frozen_stages import Rests
@@ -30,6 +32,7 @@ from penstock.runtime.loss_reduction import (
     Loss,
     Reduction,
     as_sum,
+    is_known_sum,
     plain_loss,
     refuse_other_loss,
 )
@@ -89,6 +92,7 @@ class LaneStages:
     reduction: Reduction
     recompute: frozenset[int]  # stages that compute their forward again
     autocast: torch.dtype | None
+    casts: CastWeights | None = None  # weights in the type of autocast
 
     rests: Rests = field(default_factory=Rests)
     common: frozenset[int] = frozenset()  # ids of parameters that threads share
@@ -104,9 +108,9 @@ class LaneStages:
 class FirstStepChecks:
     """Checks of a user's modules and loss, which run only in the first step."""
 
-    def __init__(self, modules: Mapping[int, nn.Module]) -> None:
+    def __init__(self, modules: Mapping[int, nn.Module], loss: Loss) -> None:
         self.deferrals = DeferralReport(modules)
-        self.loss_is_checked = False
+        self.loss_is_checked = is_known_sum(loss)
 
 
 @dataclass(slots=True)
@@ -239,8 +243,11 @@ class ComputedActions:
                 return y, drawn_since(before, x.device)
 
     def new_ledger(self, step: LaneStep) -> Ledger | None:
-        """A ledger for the weight gradients of a split backward."""
-        return Ledger(self.stages.common) if step.split else None
+        """A ledger for the weight gradients of a backward; None if autograd adds them up."""
+        casts = self.stages.casts
+        if not step.split and casts is None:
+            return None
+        return Ledger(self.stages.common, step.split, casts)
 
     def apply(
         self, step: LaneStep, x: Tensor | Bundle, piece: Slice | None
@@ -267,6 +274,8 @@ class ComputedActions:
         self, step: LaneStep, x: Tensor | Bundle, piece: Slice | None
     ) -> Tensor | Bundle:
         """Call the module and, on the last stage, the loss."""
+        rows = len(self.units.batch.inputs[step.microbatch])
+        place_at(step.microbatch * rows, 0 if piece is None else piece.begin)
         module = self.stages.modules[step.stage]
         if step.last and isinstance(self.stages.loss, ChunkedLoss):
             share = self.chunked_share(step, module, x, piece, self.stages.loss)
@@ -355,7 +364,7 @@ class ComputedActions:
         if kept.y is None:
             kept.y = self.apply_again(step, kept)
         if kept.ledger is not None:
-            kept.ledger.open = True
+            kept.ledger.begin_backward()
         if not kept.y.requires_grad and (
             kept.added is None or not kept.added.requires_grad
         ):

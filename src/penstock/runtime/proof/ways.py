@@ -31,6 +31,7 @@ from penstock.runtime.added_losses import collected_losses, take_sum
 from penstock.runtime.batch import IGNORED_LABEL, Batch
 from penstock.runtime.bundle import Bundle, bundle_of
 from penstock.runtime.comm.thread import Hub, ThreadComm
+from penstock.runtime.dtensor_share import local_share
 from penstock.runtime.edges import Edge, TensorSpecs
 from penstock.runtime.executor import Executor
 from penstock.runtime.loss_reduction import Reduction, as_sum, plain_loss
@@ -514,7 +515,10 @@ class Bench:
         else:
             results |= _joined(OUTPUT, outputs, self.outgoing.tensors)
         for parameter_name, parameter in self._trained():
-            results[parameter_name] = parameter.grad
+            gradient = parameter.grad
+            results[parameter_name] = (
+                None if gradient is None else local_share(gradient)
+            )
         if self.incoming is not None:
             gradients = self.incoming.gradients
             results |= _joined(INPUT_GRADIENT, input_gradients, gradients)
