@@ -38,6 +38,9 @@ ROOMS = {
         *("ir", "cost", "config", "formats", "schedules", "sim", "plan", "view"),
         *("carry", "runtime", "measure", "models", "errors"),
     },
+    "ray": {
+        *("ir", "config", "formats", "plan", "runtime", "train", "errors"),
+    },
     "titan": {
         *("ir", "cost", "config", "formats", "schedules", "plan", "view"),
         *("carry", "runtime", "train", "errors"),
@@ -69,6 +72,7 @@ LIBRARIES = {
     "peers": {"torch"},
     "pipeline": {"torch"},
     "train": {
+        "fsspec",
         "numpy",
         "torch",
         "rich",
@@ -79,6 +83,7 @@ LIBRARIES = {
         "transformers",
         "wandb",
     },
+    "ray": {"ray"},
     "titan": {"torch", "torchtitan"},
     "cli": {"typer", "rich", "torch"},
     "__main__": set(),
