@@ -48,7 +48,7 @@ class PipelineSchedule:
     def __init__(
         self,
         schedule: Schedule,
-        parts: Mapping[int, nn.Module],
+        parts: Mapping[int, Any],
         group: dist.ProcessGroup,
         loss: TitanLoss,
         shape: tuple[int, int],
@@ -76,6 +76,9 @@ class PipelineSchedule:
             if schedule.slices > 1:
                 slice_attention(part)
             part.forward = PartForward(part, self.inputs)
+            # What it returns to the executor; FSDP's parameters have another type.
+            part.hidden_width = width
+            part.hidden_dtype = dtype
         ignore_fsdp_view_warning()
         self._refuse_uneven_loss(loss)
         self._executor: Executor | None = None
