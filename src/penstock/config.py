@@ -97,6 +97,12 @@ class ModelConfig:
     )
     theta: float = setting(10000.0, "base of the rotary frequencies (llama)", above=0)
     tied: bool = setting(False, "use one matrix for the embedding and the output")
+    dropout: float = setting(
+        0.0,
+        "share of the results of attention and MLP that is dropped in training (llama, gpt)",
+        least=0,
+        most=0.95,
+    )
     weights: str = setting(
         "",
         "Hugging Face folder to start from (config.json, *.safetensors); its sizes replace those above",
@@ -513,6 +519,12 @@ class RunConfig:
         "keep a second copy of each part that only one worker holds in the memory of another worker, so that no loss "
         "needs a checkpoint: true (which makes a run elastic), false, or auto, which is true if a run is elastic",
     )
+    slow: float = setting(
+        0.0,
+        "an elastic run gives less work to a worker that takes this many times as long for it as it used to, such as "
+        "2.0; 0 switches this off",
+        least=0,
+    )
     silence: float = setting(
         15.0,
         "seconds without a sign of life after which an elastic run goes on without a worker",
@@ -550,6 +562,11 @@ class Config:
     def sliceable(self) -> bool:
         """Whether sequences may be cut into slices; the words of a bert see later words."""
         return self.model.family != "bert"
+
+    @property
+    def drops(self) -> bool:
+        """Whether a run trains with dropout."""
+        return self.model.dropout > 0 or (self.lora.rank > 0 and self.lora.dropout > 0)
 
     @property
     def rows(self) -> int:
@@ -679,6 +696,10 @@ def check_config(config: Config, counted: bool = False) -> Config:
     faults += _option_faults(config)
     faults += _joining_faults(config)
     faults += _path_faults(config)
+    if 0 < config.run.slow <= 1:
+        faults.append(
+            f"run.slow = {config.run.slow:g} would call every worker slow; it must be more than 1, or 0"
+        )
     if faults:
         raise ConfigError("\n".join(faults))
     return config
@@ -716,10 +737,6 @@ def _lora_faults(config: Config) -> list[str]:
         faults.append(
             f"lora.rank = {config.lora.rank} does not go with mesh.shard = {config.mesh.shard} and "
             f"mesh.tensor = {config.mesh.tensor}: use schedule.copies instead"
-        )
-    if config.lora.dropout:
-        faults.append(
-            f"lora.dropout = {config.lora.dropout:g}: adapters are trained without dropout; set it to 0"
         )
     return faults
 
@@ -1003,11 +1020,15 @@ def _bert_faults(config: Config) -> list[str]:
 def reasons_against_compiling(config: Config) -> list[str]:
     """Return why the stages of a run cannot be compiled; empty if they can."""
     mesh = config.mesh
+    reasons = []
+    if config.drops:
+        reasons.append("dropout, which depends on the step and the micro-batch")
     if mesh.size == 1:
-        return []
+        return reasons
     return [
+        *reasons,
         f"mesh.shard = {mesh.shard} and mesh.tensor = {mesh.tensor}: "
-        "layers that are shared by processes are not compiled"
+        "layers that are shared by processes are not compiled",
     ]
 
 
@@ -1018,6 +1039,8 @@ def reasons_against_recording(config: Config) -> list[str]:
     """
     mesh = config.mesh
     reasons = []
+    if config.drops:
+        reasons.append("dropout, which depends on the step and the micro-batch")
     if config.data.separate:
         reasons.append("data.separate = true: documents differ from step to step")
     if mesh.size > 1:

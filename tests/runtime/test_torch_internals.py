@@ -89,6 +89,13 @@ def test_zero_all_clears_every_tensor():
     assert all(not tensor.any() for tensor in tensors)
 
 
+def test_copy_all_casts_to_the_type_of_each_target():
+    targets = [torch.zeros(2, dtype=torch.bfloat16), torch.zeros(1)]
+    internals.copy_all(targets, [torch.tensor([1.0, 2.0]), torch.tensor([3.0])])
+    assert [target.tolist() for target in targets] == [[1.0, 2.0], [3.0]]
+    assert targets[0].dtype == torch.bfloat16
+
+
 def test_norms_of_all_are_euclidean():
     norms = internals.norms_of_all([torch.tensor([3.0, 4.0]), torch.tensor([2.0])])
     assert [float(norm) for norm in norms] == [5.0, 2.0]

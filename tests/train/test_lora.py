@@ -22,7 +22,7 @@ from penstock.train.lora import check_adapters, trained_names
 from penstock.train.optimizer import parameter_numbers
 from penstock.train.profile import ProfileRequest, subjects_of
 from penstock.train.weights import blueprint
-from trainings import SMALL, VOCAB, apart, corpus, job_of, train
+from trainings import SMALL, VOCAB, apart, corpus, job_of, losses, train
 
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
@@ -188,3 +188,21 @@ def test_memory_counts_gradients_and_state_of_adapters_only(tmp_path):
     measured = footprint(Probe(subjects.layer)).weights
     both = 2 * layers / 4 + 4 * adapters / 2  # of the two layers that are measured
     assert measured == pytest.approx(4 * both, rel=0.02)
+
+
+def test_dropout_of_adapters_is_the_same_on_other_ranks(tmp_path):
+    torch.manual_seed(0)
+    qwen2().save_pretrained(tmp_path / "base")
+
+    def run(folder: str, name: str, *changes: str, **shape):
+        changes = (*changes, "run.steps=3")
+        return losses(
+            train(job(tmp_path / folder, tmp_path / "base", name, *changes, **shape))
+        )
+
+    plain = run("a", "1f1b", ranks=1, microbatches=1)
+    drops = run("b", "1f1b", "lora.dropout=0.4", ranks=1, microbatches=1)
+    split = run("c", "seq1f1b", "lora.dropout=0.4", slices=2)
+    assert split == pytest.approx(drops, abs=1e-5)
+    # B is zero in the first step, so that nothing can be dropped there.
+    assert abs(drops[2] - plain[2]) > 1e-4

@@ -228,7 +228,6 @@ def test_a_checkpoint_of_another_optimizer_is_refused(tmp_path):
         ("optimizer.schedule=cosin", "did you mean 'cosine'"),
         ("lora.rank=2", "name its folder in model.weights"),
         ("lora.rank=2;mesh.shard=2", "use schedule.copies instead"),
-        ("lora.rank=2;lora.dropout=0.1", "without dropout"),
     ],
 )
 def test_what_cannot_train_is_refused_by_name(change, message):

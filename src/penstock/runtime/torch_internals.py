@@ -48,6 +48,7 @@ __all__ = [
     "compile_graph",
     "compiled_call",
     "compiler_limit",
+    "copy_all",
     "default_store",
     "finish_sharded_backward",
     "gloo_group",
@@ -126,6 +127,11 @@ def has_gradient_hooks(parameter: Tensor) -> bool:
 def zero_all(tensors: Sequence[Tensor]) -> None:
     """Set all tensors to zero, on a GPU with a few launches for all of them."""
     torch._foreach_zero_(list(tensors))
+
+
+def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copy each source to its target, of any type, on a GPU with a few launches for all of them."""
+    torch._foreach_copy_(list(targets), list(sources))
 
 
 def norms_of_all(tensors: Sequence[Tensor]) -> Sequence[Tensor]:

@@ -17,13 +17,14 @@ import sys
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from penstock.config import Config, RunConfig, is_recording
+from penstock.dropout import dropping, set_dropout
 from penstock.errors import FileError, RunError
 from penstock.ir.plan import Plan
 from penstock.ir.program import lower
@@ -94,6 +95,7 @@ from penstock.train.early_stop import BEST_FOLDER, Progress, read_progress
 from penstock.train.history import History, StepRow, write_timeline
 from penstock.train.lora import (
     adapt,
+    adapted_blueprint,
     base_parameters,
     check_same_adapters,
     describe_adapters,
@@ -119,7 +121,6 @@ from penstock.train.weights import (
     Sizes,
     attach_parameters,
     blank_parameters,
-    blueprint,
     copy_weights,
     draw_parameters,
     hold,
@@ -214,6 +215,13 @@ class Job:
             return self.plan.partition
         return even_partition(self.sizes.layers, self.plan.schedule.parts)
 
+    def adapt(self, model: nn.Module) -> None:
+        """Give a model without memory the dropout and the adapters of the run."""
+        if self.config.model.dropout:
+            set_dropout(model, self.config.model.dropout)
+        if self.adapts:
+            adapt(model, self.sizes, self.config.lora)
+
     @property
     def adapts(self) -> bool:
         """Whether adapters are trained instead of the model itself."""
@@ -265,7 +273,7 @@ class Trainer:
             frozenset().union(*map(visited_parts, schedules)),
             kept,
             lambda names: frozen_names(names, config.optimizer),
-            partial(adapt, sizes=job.sizes, lora=config.lora) if job.adapts else None,
+            job.adapt,
         )
         # A run that trains adapters does not save the model beside them.
         saved = filter(is_adapter, self.holding.names)
@@ -347,7 +355,8 @@ class Trainer:
             if before is not None and number in before.mirrors.kept:
                 kept[number] = before.mirrors.kept[number]
                 continue
-            part = split(blueprint(job.sizes), job.partition)[number]
+            model = adapted_blueprint(job.sizes, job.config.lora)
+            part = split(model, job.partition)[number]
             frozen = frozen_names(part_parameters(part), job.config.optimizer)
             blank = blank_parameters(part, frozen, self.device)
             matrices = layer_parameters([part])
@@ -416,6 +425,8 @@ class Trainer:
         mine = [part for rank, part in handover.restores if rank == self.comm.rank]
         if mine and self.job.depot is not None:
             self.job.depot.fetch(self.job.checkpoints)
+        if mine and self.job.adapts:
+            self.read_base()  # Checkpoints have only the adapters.
         for number in mine:
             path = self.job.checkpoints / step_name(handover.step)
             self.read_state(path, targets[number])
@@ -751,8 +762,9 @@ class Trainer:
         executor = self.executor
         results = []
         self.work_seconds = 0.0
-        for batch in self.loader.step():
-            results.append(executor.step(batch, timed))
+        for turn, batch in enumerate(self.loader.step()):
+            with dropping(self.job.config.run.seed, self.step, self.first_row(turn)):
+                results.append(executor.step(batch, timed))
             self.work_seconds += executor.work_seconds
         self.drop_unvisited()
         self.mirrors.start()
@@ -766,6 +778,11 @@ class Trainer:
             full = self.paths.is_full(self.step)
             write_timeline(self.job.folder, self.step + 1, timeline, number, full)
         return loss, timeline.bubble
+
+    def first_row(self, turn: int) -> int:
+        """Return the first row of this shard in a pass, counted over all rows of the step."""
+        deal = self.loader.deal
+        return (turn * deal.shards + deal.shard) * deal.each
 
     def update(self, norm: float) -> None:
         """Update the weights."""

@@ -29,6 +29,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from penstock.config import Config, LoraConfig
+from penstock.dropout import Dropout
 from penstock.errors import ConfigError, RunError
 from penstock.models import BertConfig, DecoderConfig, GPTConfig
 from penstock.models.decoder import weightless
@@ -152,6 +153,11 @@ def adapt(model: nn.Module, sizes: Sizes, lora: LoraConfig, empty: bool = True) 
     settings = _peft_config(peft, lora, inner_paths(paths), _has_transposed(sizes))
     with weightless() if empty else nullcontext():
         peft.inject_adapter_in_model(settings, model)
+    if lora.dropout:
+        for path in paths:
+            # peft's own would draw other numbers on other ranks.
+            adapted: Any = model.get_submodule(path)
+            adapted.lora_dropout["default"] = Dropout(f"lora {path}", lora.dropout)
 
 
 def _peft_config(

@@ -14,6 +14,7 @@ from errno import ENOSPC
 from pathlib import Path
 
 from penstock.config import Config, check_config, names_own_code
+from penstock.dropout import set_dropout
 from penstock.errors import ConfigError, FileError
 from penstock.formats import dump_plan, write_plan
 from penstock.formats.config_toml import (
@@ -48,7 +49,7 @@ from penstock.train.own_loss import check_loss
 from penstock.train.placement import Placement, check_gpu_exists
 from penstock.train.rates import own_factor
 from penstock.train.remote import RemoteCheckpoints
-from penstock.train.weights import Sizes
+from penstock.train.weights import Sizes, blueprint, model_name
 from penstock.train.worker import (
     CONFIG_FILE,
     corpus_of,
@@ -106,6 +107,11 @@ def fetch_checkpoint(config: Config, folder: Path) -> None:
 def check_training(config: Config, sizes: Sizes) -> None:
     """Refuse an optimizer, groups of parameters or a schedule of rates that cannot work."""
     check_optimizer(config.optimizer, config.mesh)
+    if config.model.dropout and not set_dropout(blueprint(sizes), 0.0):
+        raise ConfigError(
+            f"model.dropout = {config.model.dropout:g} is for our own llama and gpt; "
+            f"a {model_name(sizes)} is trained without dropout"
+        )
     if config.lora.rank:
         check_adapters(sizes, config.lora)
     if config.optimizer.groups:
