@@ -48,7 +48,7 @@ class PipelineSchedule:
     def __init__(
         self,
         schedule: Schedule,
-        parts: Mapping[int, nn.Module],
+        parts: Mapping[int, Any],
         group: dist.ProcessGroup,
         loss: TitanLoss,
         shape: tuple[int, int],
@@ -74,7 +74,8 @@ class PipelineSchedule:
             if schedule.slices > 1:
                 slice_attention(part)
             part.forward = PartForward(part, self.inputs)
-            # So that nobody has to try it before the first step, without the trainer's arguments.
+            # What it returns to the executor, which then does not try it without the trainer's arguments.
+            # FSDP's parameters have another type.
             vars(part).update(hidden_width=width, hidden_dtype=dtype)
         ignore_fsdp_view_warning()
         self._refuse_uneven_loss(loss)
