@@ -21,7 +21,6 @@ from penstock.models import (
     Llama,
     LlamaConfig,
     document_starts,
-    model_width,
     shift_labels,
     split,
     token_loss,
@@ -65,7 +64,6 @@ def gradients(model, schedule, batch, autocast):
             stages,
             comm,
             token_loss,
-            model_width(model),
             autocast=autocast,
         )
         return executor.step(batch).loss
@@ -93,7 +91,6 @@ def test_recorded_actions_train_like_unrecorded_ones(name, autocast, recompute):
                 {0: split(model, [2])[0]},
                 comm,
                 token_loss,
-                256,
                 recompute=stages,
                 autocast=autocast,
                 tape=tape,
@@ -144,7 +141,6 @@ def test_compiled_stages_train_like_uncompiled_ones(name, autocast, recorded):
                 {0: stage},
                 comm,
                 ChunkedLoss(token_loss, 100, compiler, min_bytes=0),
-                256,
                 autocast=autocast,
                 tape=CudaTape() if recorded else None,
             )
@@ -203,7 +199,6 @@ def test_a_loss_in_chunks_needs_far_less_memory(name):
                 {0: split(model, [1])[0]},
                 comm,
                 loss,
-                256,
                 autocast=torch.bfloat16,
             )
             executor.step(batch_of([tokens], [tokens]))
@@ -244,7 +239,6 @@ def test_recomputed_dropout_drops_the_same_values(name, recorded):
                 {0: stage},
                 comm,
                 token_loss,
-                256,
                 tape=CudaTape() if recorded else None,
                 recompute=frozenset([0]) if again else frozenset(),
             )
@@ -286,7 +280,7 @@ def test_a_stage_that_cannot_be_recorded_gets_a_warning_and_runs_unrecorded():
     def work(comm, tape=None, wrap=Looks):
         stage = wrap(split(models()["llama"], [2])[0])
         return (
-            Executor(program, {0: stage}, comm, token_loss, 256, tape=tape)
+            Executor(program, {0: stage}, comm, token_loss, tape=tape)
             .step(batch_of(tokens, tokens))
             .loss
         )
@@ -364,7 +358,7 @@ def test_times_on_a_gpu_are_those_of_its_kernels():
 
     def work(comm):
         executor = Executor(
-            lower(schedule), dict(enumerate(split(model, [2]))), comm, token_loss, 256
+            lower(schedule), dict(enumerate(split(model, [2]))), comm, token_loss
         )
         for _ in range(2):
             result = executor.step(
@@ -442,7 +436,7 @@ def test_recorded_stages_are_proven_without_a_warning(name):
 
     def work(comm):
         stages = {0: split(model, [2])[0]}
-        executor = Executor(program, stages, comm, token_loss, 256, tape=CudaTape())
+        executor = Executor(program, stages, comm, token_loss, tape=CudaTape())
         dice = torch.Generator("cuda").manual_seed(3)
         tokens = [
             torch.randint(0, 512, (2, 256), device="cuda", generator=dice)
