@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -11,14 +12,18 @@ import pytest
 import torch
 
 from commands import SMALL_CONFIG, called
+from penstock import Plan, make
 from penstock.config import DataConfig, MixtureSource
 from penstock.errors import ConfigError, FileError
+from penstock.formats import write_plan
 from penstock.formats.config_toml import (
     apply_changes,
     dump_config,
     load_config,
     with_absolute_paths,
 )
+from penstock.train.crew.depot import RunFiles
+from penstock.train.crew.site import Site
 from penstock.train.data.corpus import Corpus, cut_corpus
 from penstock.train.data.loader import Deal, Loader
 from penstock.train.data.mixture import (
@@ -29,6 +34,7 @@ from penstock.train.data.mixture import (
     read_use,
 )
 from penstock.train.history import read_rows
+from penstock.train.worker import corpus_of as worker_corpus
 
 LENGTH = 10
 COUNTS = (30, 200, 7)  # sequences of each source to train on
@@ -175,6 +181,36 @@ def test_a_run_on_a_mixture_says_what_it_has_read(tmp_path, monkeypatch, capsys)
     assert "Text by source" in (tmp_path / "run" / "report.html").read_text()
     code, out, err = called(monkeypatch, capsys, "eval run --batches 1")
     assert code == 0, err
+
+
+def test_a_worker_elsewhere_reads_the_same_mixture_and_guesses_the_same_words(tmp_path):
+    for name in ("web", "code"):
+        (tmp_path / f"{name}.txt").write_text(f"{name} text " * 400)
+    config = load_config(
+        f'[data]\ncache = "{tmp_path / "cache"}"\ntokens = 16\n[model]\nfamily = "bert"'
+    )
+    mixture = tuple(
+        MixtureSource((str(tmp_path / f"{name}.txt"),)) for name in ("web", "code")
+    )
+    config = replace(
+        config, data=replace(config.data, mixture=mixture, tokenizer="bytes")
+    )
+    run, far = tmp_path / "run", tmp_path / "far"
+    run.mkdir()
+    far.mkdir()
+    here = worker_corpus(config, run)
+    (run / "config.toml").write_text(dump_config(config))
+    write_plan(Plan(make("1f1b", ranks=1, microbatches=1), "1f1b"), run / "plan.json")
+    for name, file in RunFiles(run, config).inputs.items():
+        shutil.copyfile(file, far / name)
+    shutil.rmtree(tmp_path / "cache")
+    site = Site(far, None, object())
+    there = site.job(site.config(), resume=False).corpus
+    deal = Deal(4, 8)
+    ours, theirs = (Loader(one, deal, seed=1).step()[0] for one in (here, there))
+    assert torch.equal(torch.cat(ours.inputs), torch.cat(theirs.inputs))
+    assert torch.equal(torch.cat(ours.labels), torch.cat(theirs.labels))
+    assert 0 < ours.valid < 4 * 8 * 16
 
 
 def test_a_missing_source_of_a_mixture_is_named(tmp_path):

@@ -286,17 +286,17 @@ def corpus_of(
     watch: ProgressBytes = lambda done, total: None,
 ) -> Corpus:
     """Open the text of a run, with words to guess if its model is a Bert."""
-    return _masked(open_text(config.data, cache_of(config, folder), watch), config)
+    return with_guesses(config, open_text(config.data, cache_of(config, folder), watch))
 
 
 def validation_of(config: Config, folder: Path) -> Corpus | None:
     """Open the text of data.validation; None without any."""
     corpus = open_validation(config.data, cache_of(config, folder))
-    return None if corpus is None else _masked(corpus, config)
+    return None if corpus is None else with_guesses(config, corpus)
 
 
-def _masked(corpus: Corpus, config: Config) -> Corpus:
-    """Add words to guess, if the model is a Bert."""
+def with_guesses(config: Config, corpus: Corpus) -> Corpus:
+    """Return text with words to guess, if the model is a Bert."""
     if config.model.family != "bert":
         return corpus
     name = config.data.tokenizer
