@@ -10,6 +10,7 @@ middle way. The MLP sees each token by itself, so it does not matter whether a s
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +27,8 @@ def recomputed(call: Callable[[Tensor], Tensor], x: Tensor, wanted: bool) -> Ten
 
 def recompute_mlps(model: nn.Module) -> int:
     """Let all layers of one of our models recompute their MLPs; return how many can."""
-    layers = [one for one in model.modules() if hasattr(one, "recomputes_mlp")]
+    layers: list[Any] = list(model.modules())
+    layers = [one for one in layers if hasattr(one, "recomputes_mlp")]
     for layer in layers:
         layer.recomputes_mlp = True
     return len(layers)
