@@ -46,6 +46,7 @@ def landscape_facts(landscape: Landscape, question: Question) -> dict[str, objec
         "lower_bound": landscape.bound,
         "gap": finite_or_none(landscape.gap),
         "interrupted": landscape.interrupted,
+        "left_out": landscape.left_out,
         "schedules": [_row_facts(row) for row in landscape.rows],
         "cells": [
             {
@@ -192,6 +193,11 @@ def _notes(
         notes.append(
             f"{len(landscape.too_large)} candidates exceed the memory of {limit}; "
             f"the smallest of them is {name} ({write_size(peak, question.units, 4)})"
+        )
+    if landscape.left_out:
+        notes.append(
+            f"{landscape.left_out} divisions of the devices and the batch could have a faster plan, "
+            "but the work of the search was done before their turn"
         )
     untried = []
     if question.limits.skip:

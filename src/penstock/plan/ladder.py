@@ -14,18 +14,23 @@ in some memory are also found in more memory. A rung is left out only if no orde
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from penstock.cost.columns import columns
-from penstock.cost.memory import device_memory
+from penstock.cost.memory import MAX_SENDS_IN_FLIGHT, device_memory
 from penstock.ir.schedule import MicroBatch, Schedule, Stage
 from penstock.ir.table import Floats
 from penstock.plan.candidates import ROUNDING, Judge
 from penstock.plan.orders import LIST_WORK, OrderSearch
-from penstock.schedules.list_scheduling import least_caps, sequential_schedule
+from penstock.schedules.list_scheduling import (
+    held_by_one,
+    least_caps,
+    sequential_schedule,
+)
 
 # Rungs between one power of two and the next, for schedules with at most so many actions.
 # Large schedules take long to list, so they have fewer rungs.
@@ -34,6 +39,7 @@ FEW_STEPS = (1.0,)
 LOW_STEP = 1.5  # A rung of every ladder: more helps most where there is little memory.
 WORK_PER_ACTION = 100  # simulations on a rung, of small schedules
 RUNG_ACTIONS = 12_000_000  # actions in all simulations on a rung, of large schedules
+UNEVEN_GRANULES = 4  # of a slice on a stage, where ranks differ
 MIN_LISTINGS = 2  # orders that are listed on a rung, of very large schedules
 # A bound that knows the cap takes long for more actions than this.
 MAX_BOUND_ACTIONS = 2_000
@@ -51,16 +57,23 @@ def rungs_of(
     judge: Judge, stages: Sequence[Stage], microbatches: Sequence[MicroBatch]
 ) -> list[Rung]:
     """Return all rungs of a placement, the lowest first: from one micro-batch to all of them."""
-    # One path is enough if all are the same; partial paths differ.
-    different = list(dict.fromkeys(microbatches))
-    draft = sequential_schedule(stages, different)
+    granules = microbatches[0].slices * max(
+        Counter(one.rank for one in stages).values()
+    )
+    few = list(dict.fromkeys(microbatches))
+    if (
+        len(few) == 1
+    ):  # Enough of them to have all messages under way that there can be.
+        few = list(microbatches[: -(-MAX_SENDS_IN_FLIGHT // granules)])
+    draft = sequential_schedule(stages, few)
     beside: Floats = np.zeros(draft.ranks)
     if judge.cost.units.bytes:
         beside = device_memory(draft, judge.cost, judge.recorded).beside
-    one = least_caps(draft, columns(draft, judge.cost))
-    least = float((beside + one).max())
-    unit = float(one.max())
-    granules = draft.slices * int(np.bincount([stage.rank for stage in stages]).max())
+    costs = columns(draft, judge.cost)
+    least = float((beside + least_caps(draft, costs)).max())
+    unit = float(held_by_one(draft, costs).max())
+    if judge.cost.units.bytes:  # The ranks hold granules of different sizes.
+        granules *= UNEVEN_GRANULES
     actions = 3 * len(stages) * len(microbatches) * draft.slices
     rungs = []
     for share in shares_of(len(microbatches), granules, actions):
@@ -86,6 +99,12 @@ def shares_of(microbatches: int, granules: int, actions: int) -> list[float]:
     return sorted(one for one in {*rounded, float(microbatches)} if one <= microbatches)
 
 
+def rung_work(size: int) -> int:
+    """Return the simulations that a rung is worth, for a schedule with this many actions."""
+    work = min(WORK_PER_ACTION * size, RUNG_ACTIONS // size)
+    return max(work, MIN_LISTINGS * LIST_WORK)
+
+
 def orders_on_ladder(
     search: OrderSearch,
     rungs: Sequence[Rung],
@@ -97,8 +116,7 @@ def orders_on_ladder(
     `cannot_win` says whether no order that takes at least this long can be chosen.
     """
     size = search.size
-    work = min(WORK_PER_ACTION * size, RUNG_ACTIONS // size)
-    work = max(work, MIN_LISTINGS * LIST_WORK)
+    work = rung_work(size)
     free = search.bound()
     for rung in reversed(rungs):
         if cannot_win(free):

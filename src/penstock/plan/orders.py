@@ -55,19 +55,19 @@ IMPROVED = (
     1,
 )  # how many orders take part in each round of moves; later rounds have one
 MAX_ENTRIES = 16  # orders that are kept
-# The rules that give the best orders most often: pace, head start and priority, as below. Together, the first six give
-# orders that are on average 0.6% slower than the best of 65 rules, over 127 placements on ladders of caps.
+# The rules that give the best orders most often: pace, head start and priority, as below. The best of these orders is
+# seldom much slower than the best of all rules.
 FIRST_RULES = (
+    (1.15, 0.5, 0),
+    (1.0, 0.0, 3),
+    (0.0, 0.0, 3),
     (0.25, 0.0, 0),
     (1.0, 0.0, 0),
-    (0.0, 0.0, 3),
     (1.05, 0.25, 0),
     (1.2, 0.0, 0),
     (0.4, 0.0, 3),
-    (1.0, 0.0, 3),
-    (1.05, 0.25, 3),
-    (1.15, 0.5, 3),
     (1.2, 0.0, 3),
+    (1.05, 0.25, 3),
     (1.1, 0.0, 3),
     (0.5, 0.0, 4),
 )

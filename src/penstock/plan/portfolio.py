@@ -37,7 +37,7 @@ from penstock.plan.candidates import (
     evaluate_schedule,
     title,
 )
-from penstock.plan.ladder import Rung, orders_on_ladder, rungs_of
+from penstock.plan.ladder import Rung, orders_on_ladder, rung_work, rungs_of
 from penstock.plan.orders import OrderSearch
 from penstock.plan.partial import skipped_share
 from penstock.plan.recipes import (
@@ -76,6 +76,7 @@ SURVEYED_STAGES = 4
 # them repeat what these do. Then it builds the best orders with all micro-batches.
 SURVEYED_ROUNDS = 3
 SURVEYED_ORDERS = 3  # that are built with all micro-batches, until one fits
+BUILDING_WORK = 500  # Building a fixed order takes as long as this many simulations.
 FINALISTS = 8  # candidates that are timed under noise
 PRINTED_DIGITS = 4  # Times that agree in so many digits are printed as the same number.
 # Means under noise that differ by less than this share count as equal: they are of few samples.
@@ -87,11 +88,13 @@ class Portfolio:
     """All candidates that fit, the fastest first.
 
     too_large: name and peak of the candidates that exceed the memory.
+    work: actions that were simulated, about.
     interrupted: whether Ctrl-C ended the search early.
     """
 
     candidates: tuple[Candidate, ...]
     too_large: tuple[tuple[str, float], ...]
+    work: int = 0
     interrupted: bool = False
 
     @property
@@ -157,11 +160,13 @@ def rank_setting(
     watch: Callable[[str], None] = lambda name: None,
     bound: float = 0.0,
     note: Callable[[float], None] = lambda step: None,
+    rival: float = math.inf,
 ) -> Portfolio:
     """Rank all candidates of one setting. Raises if no schedule can be built at all.
 
     `bound` is a time that no step can beat. The search ends when it is reached. `note` is called
-    with the time of each candidate that fits. Ctrl-C ends a ranking with the best so far.
+    with the time of each candidate that fits. `rival` is the time of a plan of another setting:
+    candidates that cannot beat it are left out. Ctrl-C ends a ranking with the best so far.
     """
     refuse_if_too_large(
         2 * setting.ranks * setting.microbatches,
@@ -169,6 +174,7 @@ def rank_setting(
     )
     limits = useful_limits(setting, judge, limits)
     ranking = _Ranking(setting, judge, limits, watch, note)
+    ranking.best = rival
     try:
         ranking.try_everything(bound)
         return ranking.portfolio()
@@ -178,10 +184,13 @@ def rank_setting(
         return replace(ranking.portfolio(noise=False), interrupted=True)
 
 
-def survey_setting(setting: Setting, judge: Judge, limits: Limits) -> Portfolio:
+def survey_setting(
+    setting: Setting, judge: Judge, limits: Limits, rival: float = math.inf
+) -> Portfolio:
     """Rank a few good candidates of a setting, to see whether it is worth more work.
 
     They are the fixed orders with at most `SURVEYED_STAGES` stages on a rank, whole sequences.
+    Those that cannot beat a rival are left out.
     """
     limits = useful_limits(setting, judge, limits)
     limits = replace(limits, stages=min(limits.stages, SURVEYED_STAGES))
@@ -189,8 +198,11 @@ def survey_setting(setting: Setting, judge: Judge, limits: Limits) -> Portfolio:
     ranking = _Ranking(
         replace(setting, microbatches=few), judge, limits, lambda name: None
     )
-    ranking.try_fixed(1)
-    ranking.require_any()
+    for recipe in ranking.affordable(1):
+        if recipe.least_time < rival:
+            ranking.try_recipe(recipe)
+    if rival == math.inf:
+        ranking.require_any()
     if few < setting.microbatches:
         ranking = _lengthened(ranking, setting)
     return ranking.portfolio(noise=False)
@@ -233,7 +245,6 @@ def _lengthened(short: _Ranking, setting: Setting) -> _Ranking:
         ranking.try_schedule(recipe.name, recipe.shape, recipe.sort, recipe.build)
         if ranking.fits:
             break
-    ranking.require_any()
     return ranking
 
 
@@ -261,6 +272,7 @@ class _Ranking:
         self.limits = limits
         self.watch = watch
         self.note = note
+        self.work = 0
         self.fits: list[Candidate] = []
         self.too_large: list[tuple[str, float]] = []
         self.first_error: ShapeError | None = None
@@ -269,13 +281,16 @@ class _Ranking:
     # ------------------------------------------------------------ candidates
     def try_everything(self, bound: float) -> None:
         """Try all candidates, until one is as fast as the bound."""
-        self.try_fixed(1)
+        has_rival = self.best < math.inf
+        if not has_rival:
+            self.try_fixed(1)
         with many_schedules():
-            for task in self.tasks():
+            for task in self.tasks(fewest=1 if has_rival else 2):
                 if self.reaches(bound):
                     break
                 if not self.cannot_win(task.least_time):
                     task.run()
+        if not has_rival:
             self.require_any()
 
     def try_fixed(self, slices: int) -> None:
@@ -301,12 +316,14 @@ class _Ranking:
                 left -= actions
                 yield recipe
 
-    def tasks(self) -> list[_Task]:
-        """Return all that is still to be tried: those first that could be the fastest, and of these the smallest."""
+    def tasks(self, fewest: int) -> list[_Task]:
+        """Return all that is still to be tried: those first that could be the fastest, and of these the smallest.
+
+        Fixed orders have at least `fewest` slices.
+        """
         found = []
         for slices in slice_counts(self.limits):
-            every = [] if slices == 1 else list(self.affordable(slices))
-            for recipe in every:
+            for recipe in self.affordable(slices) if slices >= fewest else ():
                 run = partial(self.try_recipe, recipe)
                 found.append(_Task(recipe.least_time, recipe.stages * slices, run))
             for placement in self.placements(slices):
@@ -366,6 +383,7 @@ class _Ranking:
         if not self.judge.fits(rungs[0].memory):
             memory = rungs[0].memory
         for schedule in orders_on_ladder(search, rungs, memory, cannot_win):
+            self.work += search.size * rung_work(search.size)
             self.add("listed", shape, "listed", schedule)
 
     def ways_back(self) -> tuple[bool, ...]:
@@ -387,7 +405,9 @@ class _Ranking:
         """Build and add a schedule, unless it cannot be built."""
         self.watch(title(name, shape))
         try:
-            self.add(name, shape, sort, build())
+            schedule = build()
+            self.work += BUILDING_WORK * schedule.actions
+            self.add(name, shape, sort, schedule)
         except ShapeError as error:  # this schedule, or the cost, has no such shape
             self.first_error = self.first_error or error
 
@@ -426,13 +446,13 @@ class _Ranking:
         self.too_large.sort(key=lambda row: row[1])
         size = 2 * self.setting.ranks * self.setting.microbatches
         if not noise or size > MAX_NOISY_ACTIONS:
-            return Portfolio(tuple(self.fits), tuple(self.too_large))
+            return Portfolio(tuple(self.fits), tuple(self.too_large), self.work)
         rows = [add_noise(one, self.judge) for one in self.fits[:FINALISTS]]
         if rows:
             chosen = _steadiest(rows)
             rows = [chosen, *(one for one in rows if one is not chosen)]
         rows += self.fits[FINALISTS:]
-        return Portfolio(tuple(rows), tuple(self.too_large))
+        return Portfolio(tuple(rows), tuple(self.too_large), self.work)
 
 
 def check_skips(candidate: Candidate, most: float) -> None:

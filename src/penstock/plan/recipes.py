@@ -107,7 +107,8 @@ def unit_setting(
     limits: Limits,
 ) -> Setting:
     """Return a setting in the units of the papers, where all slices have the same length."""
-    if limits.skip:  # Its bounds are for micro-batches that visit all stages.
+    if limits.skip or limits.weights > 1:
+        # The bounds are for micro-batches that visit all stages, of which there is one copy.
         return Setting(ranks, microbatches, even_cuts_only)
 
     def least_time(placement: Placement, cuts: Cuts) -> float:
@@ -221,7 +222,7 @@ def _fixed_with_cuts(
     shown = name if slices == 1 else SLICED_NAMES.get(name, name)
     placement = _placement_of(name, shape)
     stages = placement.stages_per_rank
-    least = setting.least_time(placement, cuts) if slices > 1 else 0.0
+    least = setting.least_time(placement, cuts)
     yield FixedRecipe(shown, full_shape, "fixed", build, stages, least)
     if limits.split and name in WITH_WHOLE_BACKWARDS:
         build_split = partial(_build_split, build, judge)

@@ -307,10 +307,16 @@ def caps_of_ranks(
 
 def least_caps(draft: Schedule, costs: Columns) -> Floats:
     """Return the least cap of each rank that holds one whole micro-batch."""
-    lent = _lent(draft, costs)
-    stays = _sum_by_microbatch(draft, costs.gain - lent).max(axis=1)
-    least: Floats = stays + _largest_on_ranks(draft, lent)
+    lent = _largest_on_ranks(draft, _lent(draft, costs))
+    least: Floats = held_by_one(draft, costs) + lent
     return least
+
+
+def held_by_one(draft: Schedule, costs: Columns) -> Floats:
+    """Return the bytes of each rank that one whole micro-batch holds between its forwards and backwards."""
+    stays = costs.gain - _lent(draft, costs)
+    held: Floats = _sum_by_microbatch(draft, stays).max(axis=1)
+    return held
 
 
 def users_of(needs: Ints) -> tuple[Ints, Ints]:
