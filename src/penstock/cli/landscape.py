@@ -172,7 +172,7 @@ def _notes(
     notes = [
         f"bound: no plan of this space takes less than {bound}{gap}",
         f"the bound ignores {question.ignored}",
-        "order: fixed is the same for any cost; split, listed and improved are adapted to this cost",
+        "order: fixed is the same for any cost; split and listed ones are adapted to this cost",
         "±10%: mean makespan of the best rows under random noise that no candidate was adapted to",
     ]
     if seconds:

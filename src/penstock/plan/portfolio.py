@@ -364,6 +364,9 @@ class _Ranking:
         self.watch(title("listed", shape))
         try:
             rungs = rungs_of(self.judge, stages, paths)
+            if not self.judge.fits(rungs[0].memory):
+                self.too_large.append((title("listed", shape), rungs[0].memory))
+                return
             for split in self.ways_back():
                 search = OrderSearch(stages, paths, self.judge.cost, split)
                 self.try_rungs(search, rungs, shape)
@@ -373,15 +376,13 @@ class _Ranking:
     def try_rungs(
         self, search: OrderSearch, rungs: Sequence[Rung], shape: ShapeWords
     ) -> None:
-        """Try the orders of all rungs that fit. If none fits, the lowest rung says how much is missing."""
+        """Try the orders of all rungs that fit."""
         memory = self.judge.memory
         draft = search.drafts[0].schedule
 
         def cannot_win(makespan: float) -> bool:
             return self.cannot_win(self.judge.step(draft, makespan))
 
-        if not self.judge.fits(rungs[0].memory):
-            memory = rungs[0].memory
         for schedule in orders_on_ladder(search, rungs, memory, cannot_win):
             self.work += search.size * rung_work(search.size)
             self.add("listed", shape, "listed", schedule)
