@@ -5,6 +5,7 @@ BIN := $(VENV)/bin
 OUT := out
 CASES ?= 200
 SEED ?= 0
+STEPS ?= 300
 
 help: ## show this list
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /|/' | column -t -s '|'
@@ -34,10 +35,13 @@ figures: setup ## plan, simulate and draw schedules; the figures are in out/
 test: export PYTHONDONTWRITEBYTECODE :=
 # Many tests wait, for processes or for emulated links, so that three workers keep two cores busy.
 test: setup ## run all tests
-	$(BIN)/pytest -n 3 --dist worksteal
+	$(BIN)/pytest --workers 3
 
 fuzz: setup ## compare CASES random pipelines with unsplit Hugging Face models, starting at SEED
 	$(BIN)/python tests/fuzz.py --cases $(CASES) --seed $(SEED)
+
+chaos: setup ## train STEPS steps with 12 workers that are killed, stopped, slowed and cut off at random, by SEED
+	$(BIN)/python tests/chaos.py --steps $(STEPS) --seed $(SEED)
 
 check: setup ## run ruff, mypy and the test of the import graph
 	$(BIN)/ruff check .
@@ -64,4 +68,4 @@ $(VENV)/.docs: $(VENV)/.ready
 clean: ## remove everything that the other targets made
 	rm -rf $(VENV) $(OUT) build runs
 
-.PHONY: help setup demo figures test fuzz check bench docs clean
+.PHONY: help setup demo figures test fuzz chaos check bench docs clean

@@ -1,6 +1,7 @@
-"""Makes Ctrl-C and SIGHUP work in all tests, even if a shell or `nohup` started them with these turned off.
+"""Adds `pytest --workers N`, and makes Ctrl-C and SIGHUP work in all tests.
 
-Commands and workers that tests start are forks of one process that has torch loaded.
+A shell or `nohup` may have started pytest with these signals turned off. Commands and workers
+that tests start are forks of one process that has torch loaded.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from side_by_side import pytest_addoption, pytest_runtestloop  # noqa: F401  # hooks
+
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
@@ -21,7 +24,7 @@ if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
 @pytest.fixture(scope="session", autouse=True)
 def _fork_server() -> Iterator[None]:
     """Start the process to fork from before a test needs it, if there are many tests."""
-    if "PYTEST_XDIST_WORKER" in os.environ:
+    if "PYTEST_WORKER" in os.environ:
         import savings  # noqa: F401, PLC0415  # loads numba and torch
         from forked import start_server  # noqa: PLC0415
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from penstock.errors import PeerLostError
 from penstock.runtime import ThreadComm, run_threads
+from penstock.train.checkpoint import good_step
 from penstock.train.crew.notes import Decision, Report
 from penstock.train.crew.succession import decide
 from penstock.train.loop import CrewChange, Job, Trainer
@@ -64,7 +65,14 @@ class Crew:
 
     def decide(self) -> Decision:
         self.generation += 1
-        return decide(self.job.plan, self.reports, self.generation, self.job.resume)
+        return decide(
+            self.job.plan,
+            self.reports,
+            self.generation,
+            self.job.resume,
+            self.job.config.run.mirror != "false",
+            lambda: good_step(self.job.checkpoints),
+        )
 
     def run(
         self,
@@ -92,6 +100,7 @@ class Crew:
                 resume=decision.resume,
                 fresh=True,
                 whole=decision.whole,
+                mirrors=decision.mirrors,
             )
             handover = decision.handover
             new = Trainer(job, connect(comm), before=trainer, handover=handover)
@@ -111,6 +120,7 @@ class Crew:
                 tuple(sorted(trainer.parts)),
                 seen=trainer.seen,
                 closed=trainer.closed,
+                mirrors=tuple(sorted(trainer.mirrors.kept)),
             )
             trainer.saver.abandon()
             with lock:

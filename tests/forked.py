@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import logging
 import os
 import signal
 import socket
@@ -34,6 +35,7 @@ from penstock.runtime.process.launch import ENDING_SIGNALS, serve_forks
 
 # What workers and commands load. The command line is not among it, because workers go without.
 LOADED = (
+    "branching_workers",
     "forked",
     "mesh_workers",
     "process_workers",
@@ -186,7 +188,7 @@ def _run(words: list[str], setting: Setting, out: Connection, err: Connection) -
     if setting.strict:
         warnings.simplefilter("error")
     sys.argv = [str(setting.script or "penstock"), *words]
-    _serve_forks_without_loading()
+    fork_server_from_here()
     if setting.script is None:
         run_module("penstock", run_name="__main__", alter_sys=True)
     else:
@@ -207,10 +209,10 @@ def _set_environment(environment: Mapping[str, str]) -> None:
     os.environ.update(environment)
 
 
-def _serve_forks_without_loading() -> None:
-    """Let this command's own fork server be a fork, too, instead of a new interpreter.
+def fork_server_from_here() -> None:
+    """Let this process's own fork server be a fork, too, instead of a new interpreter.
 
-    The fork happens now, before the command starts threads, and waits until the command
+    The fork happens now, before this process starts threads, and waits until someone
     asks for a fork server. Then it takes over what a new process would have: the
     environment, the ignored signals and the file descriptors.
     """
@@ -240,6 +242,7 @@ def _wait_and_serve(request_socket: socket.socket) -> None:
     """Wait for the request of the command, and run its fork server; never return."""
     code = 1
     try:
+        _forget_pytest()
         for number in SIGNALS:
             signal.signal(number, signal.SIG_IGN)
         size, received, _, _ = socket.recv_fds(request_socket, 4, 8)
@@ -258,6 +261,14 @@ def _wait_and_serve(request_socket: socket.socket) -> None:
         code = 0
     finally:
         os._exit(code)
+
+
+def _forget_pytest() -> None:
+    """Show warnings and log messages as Python does without pytest."""
+    logging.getLogger().handlers.clear()
+    warnings.resetwarnings()
+    for category in (DeprecationWarning, PendingDeprecationWarning, ResourceWarning):
+        warnings.simplefilter("ignore", category)
 
 
 def _renumber(received: list[int], wanted: list[int]) -> None:

@@ -1,6 +1,7 @@
 """Random Hugging Face models through random schedules, each compared with the unsplit model.
 
-    model      Llama, Mistral, Qwen2 or GPT-2; rotary type, grouped heads, windows, biases, ties, padding, kernel
+    model      twelve families of decoders, from Llama to Mixtral; rotary type, grouped heads, windows, biases, ties,
+               padding, kernel, capped logits, experts
     schedule   any name of the registry or one drawn at random; cuts, split backwards, copies
     run        recomputed stages, packed documents, sequences of several lengths, frozen weights, dropout
 
@@ -19,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import logging
 import math
 import sys
 import time
@@ -47,7 +49,21 @@ from random_schedules import random_schedule
 VOCAB = 37
 LIMIT = 8  # tokens; longer sequences get other rotary frequencies
 POSITIONS = 20  # rows of GPT-2's table; the longest sequence has 19 tokens
-FAMILIES = ("llama", "mistral", "qwen2", "gpt2")
+FAMILIES = {
+    "llama": transformers.LlamaForCausalLM,
+    "mistral": transformers.MistralForCausalLM,
+    "qwen2": transformers.Qwen2ForCausalLM,
+    "gpt2": transformers.GPT2LMHeadModel,
+    "qwen3": transformers.Qwen3ForCausalLM,
+    "gemma2": transformers.Gemma2ForCausalLM,
+    "gemma3": transformers.Gemma3ForCausalLM,
+    "phi3": transformers.Phi3ForCausalLM,
+    "olmo2": transformers.Olmo2ForCausalLM,
+    "gpt_neox": transformers.GPTNeoXForCausalLM,
+    "mixtral": transformers.MixtralForCausalLM,
+    "qwen3_moe": transformers.Qwen3MoeForCausalLM,
+}
+EXPERTS = ("mixtral", "qwen3_moe")  # their routers round to float32
 ROPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
 FROZEN = (
     "embedding",
@@ -102,7 +118,7 @@ def draw_case(seed: int) -> Case:
     dropout = 0.3 if rng.random() < 0.15 else 0.0
     name, schedule = draw_schedule(rng, ranks=1 if dropout else None)
     partition = draw_partition(rng, schedule.parts)
-    family = str(rng.choice(FAMILIES))
+    family = str(rng.choice(list(FAMILIES)))
     settings, rope = draw_settings(rng, family, sum(partition), dropout)
     packed = bool(rng.random() < 0.25)
     lengths = draw_lengths(rng, schedule)
@@ -111,6 +127,8 @@ def draw_case(seed: int) -> Case:
     frozen = str(rng.choice(FROZEN)) if rng.random() < 0.2 else ""
     checkpointing = bool(not dropout and rng.random() < 0.06)
     kernel, steps = str(rng.choice(["eager", "sdpa"])), int(rng.choice([1, 1, 2]))
+    if family == "gemma2":
+        kernel = "eager"  # others know no capped scores
     marks = {
         "model": family,
         "kernel": kernel,
@@ -241,33 +259,101 @@ def draw_settings(
             "activation_function": str(rng.choice(["gelu_new", "relu"])),
         }, ""
     heads, rope = int(rng.choice([4, 8])), str(rng.choice(ROPES))
+    if family == "phi3" and rope != "longrope":
+        rope = "default"  # it knows no others
+    rotated = 0.5 if family == "gpt_neox" and rng.random() < 0.5 else 1.0
     plain |= {
         "hidden_size": 4 * heads,
         "intermediate_size": 24,
         "num_key_value_heads": int(rng.choice([1, 2, 4])),
         "attention_dropout": dropout,
-        "rope_parameters": draw_rope(rng, rope, heads // 2),
+        "rope_parameters": draw_rope(rng, rope, int(heads * rotated) // 2)
+        | {"partial_rotary_factor": rotated},
         "max_position_embeddings": LIMIT if rope == "dynamic" else 4 * LIMIT,
         "hidden_act": "silu",
     }
     window = int(rng.integers(1, 9)) if rng.random() < 0.5 else None
-    if family == "mistral":
-        plain |= {"sliding_window": window, "head_dim": heads}
-    elif family == "qwen2" and window is not None:
-        kinds = rng.choice(
-            ["sliding_attention", "full_attention"], size=layers
-        ).tolist()
-        plain |= {
-            "use_sliding_window": True,
-            "sliding_window": window,
-            "layer_types": kinds,
-        }
-    elif family == "llama":
-        plain |= {
-            word: bool(rng.random() < 0.4) for word in ("attention_bias", "mlp_bias")
-        }
-        plain |= {"head_dim": heads, "pretraining_tp": int(rng.choice([1, 2]))}
-    return plain, rope
+    kinds = rng.choice(["sliding_attention", "full_attention"], size=layers).tolist()
+    return plain | draw_own_settings(rng, family, plain, heads, window, kinds), rope
+
+
+def draw_own_settings(
+    rng: np.random.Generator,
+    family: str,
+    plain: dict[str, object],
+    heads: int,
+    window: int | None,
+    kinds: list[str],
+) -> dict[str, object]:
+    """Draw the options that only some families have; `heads` is the width of a head."""
+
+    def maybe(share: float = 0.4) -> bool:
+        return bool(rng.random() < share)
+
+    def cap() -> float | None:
+        return float(rng.choice([2.0, 30.0])) if maybe(0.7) else None
+
+    windows = {
+        "use_sliding_window": True,
+        "sliding_window": window,
+        "layer_types": kinds,
+    }
+    experts = {"num_experts_per_tok": int(rng.choice([1, 2])), "num_local_experts": 3}
+    own: dict[str, object] = {}
+    match family:
+        case "llama":
+            biases = {word: maybe() for word in ("attention_bias", "mlp_bias")}
+            lanes = int(rng.choice([1, 2]))
+            own = {"head_dim": heads, "pretraining_tp": lanes, **biases}
+        case "mistral":
+            own = {"sliding_window": window, "head_dim": heads}
+        case "qwen2":
+            own = windows if window is not None else {}
+        case "qwen3":
+            own = {"head_dim": int(rng.choice([4, 8])), "attention_bias": maybe()}
+            own["rope_parameters"] = draw_rope(
+                rng, str(plain["rope_parameters"]["rope_type"]), own["head_dim"] // 2
+            )
+            own |= windows if window is not None else {}
+        case "gemma2" | "gemma3":
+            rope = plain["rope_parameters"]
+            both = {"full_attention": rope, "sliding_attention": {**rope}}
+            own = {
+                "head_dim": heads,
+                "query_pre_attn_scalar": int(rng.choice([4, 16])),
+                "sliding_window": window or 4 * LIMIT,
+                "layer_types": kinds,
+                "final_logit_softcapping": cap(),
+                "attn_logit_softcapping": cap(),
+                "rope_parameters": rope if family == "gemma2" else both,
+            }
+        case "phi3":
+            own = {
+                "sliding_window": window,
+                "resid_pdrop": plain["attention_dropout"],
+                "original_max_position_embeddings": LIMIT,
+            }
+        case "olmo2":
+            own = {"attention_bias": maybe()}
+        case "gpt_neox":
+            own = {
+                "use_parallel_residual": maybe(0.6),
+                "attention_bias": maybe(0.6),
+                "hidden_dropout": plain["attention_dropout"],
+                "hidden_act": "gelu",
+            }
+        case "mixtral":
+            own = {"sliding_window": window, "head_dim": heads, **experts}
+        case "qwen3_moe":
+            own = {
+                "head_dim": heads,
+                "num_experts": 3,
+                "moe_intermediate_size": 12,
+                "num_experts_per_tok": experts["num_experts_per_tok"],
+                "norm_topk_prob": maybe(0.5),
+                "decoder_sparse_step": int(rng.choice([1, 2])),
+            }
+    return own
 
 
 def draw_rope(rng: np.random.Generator, kind: str, angles: int) -> dict[str, object]:
@@ -292,18 +378,11 @@ def draw_rope(rng: np.random.Generator, kind: str, angles: int) -> dict[str, obj
 # ---------------------------------------------------------------- its model and data
 def model_of(case: Case) -> nn.Module:
     """Build the model in float64, with biases and norms away from their initial values."""
-    kinds = {
-        "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
-        "mistral": (transformers.MistralConfig, transformers.MistralForCausalLM),
-        "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
-        "gpt2": (transformers.GPT2Config, transformers.GPT2LMHeadModel),
-    }
-    config, kind = kinds[case.family]
-    model = (
-        kind(config(**copy.deepcopy(case.settings), attn_implementation=case.kernel))
-        .double()
-        .train()
-    )
+    kind = FAMILIES[case.family]
+    settings = copy.deepcopy(case.settings)
+    config = kind.config_class(**settings, attn_implementation=case.kernel)
+    config._experts_implementation = "eager"  # the others know no float64
+    model = kind(config).double().train()
     for parameter in model.parameters():
         parameter.data.add_(0.1 * torch.randn(parameter.shape, dtype=torch.float64))
     freeze(model, case)
@@ -318,11 +397,19 @@ def freeze(model: nn.Module, case: Case) -> None:
     for number, (name, parameter) in enumerate(model.named_parameters()):
         part, head = (
             inside[id(parameter)],
-            name.startswith(("lm_head", "model.norm", "transformer.ln_f")),
+            name.startswith(
+                (
+                    *("lm_head", "embed_out", "model.norm", "transformer.ln_f"),
+                    "gpt_neox.final",
+                )
+            ),
         )
         chosen = {
             "embedding": name.startswith(
-                ("model.embed", "transformer.wte", "transformer.wpe")
+                (
+                    *("model.embed", "transformer.wte", "transformer.wpe"),
+                    "gpt_neox.embed",
+                )
             ),
             "head": head,
             "norms": "norm" in name or ".ln_" in name,
@@ -408,9 +495,8 @@ def layers_on_path(case: Case, number: int) -> list[int]:
 @contextmanager
 def along(model: nn.Module, layers: Sequence[int]) -> Iterator[None]:
     """Run the model with only these layers, in this order."""
-    base, name = (
-        (model.model, "layers") if hasattr(model, "model") else (model.transformer, "h")
-    )
+    base = model.base_model
+    name = "layers" if hasattr(base, "layers") else "h"
     held, config = getattr(base, name), model.config
     if list(layers) == list(range(len(held))):
         yield
@@ -526,7 +612,8 @@ def difference(
     case: Case, losses: Sequence[float], gradients: dict[str, Tensor], expected: Said
 ) -> str:
     """Describe the first wrong loss or gradient; a missing gradient counts as zeros."""
-    limit = FLOAT32 if case.kernel == "eager" and case.family != "gpt2" else FLOAT64
+    rounds = case.kernel == "eager" and case.family != "gpt2"
+    limit = FLOAT32 if rounds or case.family in EXPERTS else FLOAT64
     for ours, theirs in zip(losses, expected[0], strict=True):
         if not math.isclose(ours, theirs, rel_tol=limit, abs_tol=limit):
             return f"the loss is {ours!r}, not {theirs!r}"
@@ -605,6 +692,7 @@ def main() -> int:
     asked = parser.parse_args()
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
+    logging.disable(logging.WARNING)
     return 1 if run_many(range(asked.seed, asked.seed + asked.cases))["failed"] else 0
 
 

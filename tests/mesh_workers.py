@@ -25,7 +25,7 @@ from penstock.runtime import (
 )
 from penstock.train.loop import Job, Trainer
 from penstock.train.mesh import place_of
-from penstock.train.optimizer import Gradients, adamw
+from penstock.train.optimizer import Gradients, Optimizer
 from penstock.train.weights import Sizes, draw_parameters, hold, hold_whole, sizes_of
 from trainings import SMALL, VOCAB, corpus
 
@@ -77,8 +77,6 @@ def _gradients(comm: ProcessComm, case: Case, device: torch.device) -> dict[str,
         holding.stages,
         place.pipeline,
         token_loss,
-        holding.width,
-        torch.float64,
         tied=holding.tied,
         recompute=frozenset(holding.stages if case.recompute else ()),
     )
@@ -92,7 +90,7 @@ def _gradients(comm: ProcessComm, case: Case, device: torch.device) -> dict[str,
         here = slice(first, first + count)
         result = executor.step(batch_of(inputs[here], labels[here], valid))
         loss += result.loss if place.speaks else 0.0
-    total, norm, _, _ = Gradients(holding, comm, device, counts=0).measure(loss, 0, [])
+    total, norm, _, _ = Gradients(holding, comm, device, counts=0).measure(loss, [], [])
     everything = hold_whole(sizes)
     draw_parameters(everything, 5)
     expected = 0.0
@@ -210,18 +208,15 @@ def _steps(comm: ProcessComm, mesh: MeshConfig, sizes: Sizes) -> int:
     schedule = make("gpipe", ranks=1, microbatches=1)
     place = place_of(comm, mesh, 1, CPU)
     holding = hold(sizes, schedule, (sizes.layers,), 0, CPU, place)
-    executor = Executor(
-        lower(schedule), holding.stages, place.pipeline, token_loss, holding.width
-    )
+    executor = Executor(lower(schedule), holding.stages, place.pipeline, token_loss)
     for parameter in holding.parameters.values():
         local_share(parameter).detach().fill_(
             0.01
         )  # drawing random weights would take long
-    optimizer = adamw(holding.parameters, SMALL.optimizer)
+    optimizer = Optimizer(holding.parameters, SMALL.optimizer)
     for _ in range(2):
         executor.step(batch_of(*_data(1)))
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        optimizer.step(1.0)
     return _status("VmHWM") - before
 
 
@@ -250,7 +245,6 @@ def sleeps(comm: ProcessComm) -> None:
         holding.stages,
         place.pipeline,
         token_loss,
-        holding.width,
         tied=holding.tied,
     )
     if place.pipeline.rank == 1 and place.tensor == 1:

@@ -16,7 +16,6 @@ from penstock.models import (
     GPTConfig,
     Llama,
     LlamaConfig,
-    model_width,
     part_parameters,
     shared_names,
     split,
@@ -52,11 +51,10 @@ def gpt(layers: int, tied: bool = True) -> nn.Module:
 
 
 def exact_norm(norm: nn.Module, x: Tensor) -> Tensor:
-    return (
-        norm.weight
-        * x
-        * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + norm.variance_epsilon)
-    )
+    gemma = not hasattr(norm, "variance_epsilon")  # whose weights begin as zeros
+    eps = norm.eps if gemma else norm.variance_epsilon
+    scale = 1.0 + norm.weight if gemma else norm.weight
+    return scale * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
 
 
 def without_float32(model: nn.Module) -> nn.Module:
@@ -142,7 +140,7 @@ def piped(
 ) -> Outcome:
     """Run the schedule with one thread per rank, each with its own copy of the model."""
     partition = partition or layers_of(schedule)
-    program, width = lower(schedule), model_width(model)
+    program = lower(schedule)
     copies = [copy.deepcopy(model) for _ in range(schedule.ranks)]
     executors: dict[int, Executor] = {}
 
@@ -165,8 +163,6 @@ def piped(
             stages,
             comm,
             token_loss,
-            width,
-            torch.float64,
             tied=tied,
             **options,
             **own,

@@ -1,4 +1,4 @@
-"""The config of a run: seven sections of plain values, frozen, and checked before anything starts.
+"""The config of a run: eight sections of plain values, frozen, and checked before anything starts.
 
     [model]      sizes, or a folder to start from          what to train
     [data]       text, tokenizer, tokens, batch            on which text
@@ -6,6 +6,7 @@
     [paths]      rotation, full steps, warm-up             through which parts, if some are left out
     [mesh]       processes of a rank                       how a rank shares its part
     [optimizer]  rates, decay, clipping                    how the weights move
+    [lora]       rank, targets                             which adapters are trained instead of the model
     [run]        steps, seed, precision, when to save      for how long, and where
 
 Each value knows its default, its meaning and its range. `penstock init` writes them into
@@ -20,16 +21,20 @@ from dataclasses import dataclass, field, fields, replace
 from math import isfinite
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from penstock.errors import ConfigError, UnknownNameError
 
 SettingValue = TypeVar("SettingValue")
-MODEL_FAMILIES = ("llama", "gpt")
+OptionValue: TypeAlias = "str | int | float | bool | tuple[int | float, ...]"
+Options: TypeAlias = tuple[tuple[str, OptionValue], ...]  # sorted by name
+MODEL_FAMILIES = ("llama", "gpt", "bert")
 PRECISIONS = ("float32", "bfloat16")
 DEVICES = ("auto", "cpu", "cuda")
 AUTO = "auto"
 MEANS = ("all", "visits")
+REDUCTIONS = ("sum", "mean")
+RATE_SCHEDULES = ("constant", "linear", "cosine", "wsd", "inverse_sqrt")
 PARTIAL_SCHEDULES = ("skip",)  # named schedules that leave out parts
 FULL_AS_PLANNED = -1  # paths.full: what the plan's rules say
 MAX_DEFAULT_MICROBATCHES = 4096  # of a named schedule whose micro-batches are open
@@ -38,6 +43,7 @@ SWITCH_KEYS = (
     "run.compile",
     "run.elastic",
     "run.graphs",
+    "run.mirror",
 )  # their values may be written without quotes
 BYTE_TOKENIZER = "bytes"
 PLANS = (".json", ".csv")  # suffixes of files that hold a schedule
@@ -51,6 +57,11 @@ def is_plan_file(name: str) -> bool:
 def names_a_file(tokenizer: str) -> bool:
     """Whether data.tokenizer is the path of a tokenizer.json."""
     return tokenizer not in (AUTO, BYTE_TOKENIZER)
+
+
+def names_own_code(value: str) -> bool:
+    """Whether a value names a function or class of the user: module:name or file.py:name."""
+    return ":" in value
 
 
 def setting(
@@ -70,7 +81,7 @@ def setting(
 class ModelConfig:
     """The sizes of the model, or a Hugging Face folder that defines them."""
 
-    family: str = setting("llama", "model family: llama or gpt")
+    family: str = setting("llama", "model family: llama, gpt or bert")
     layers: int = setting(8, "number of layers", least=1, most=10_000)
     width: int = setting(64, "features of the hidden state", least=1)
     heads: int = setting(4, "attention heads; they must divide width", least=1)
@@ -82,10 +93,16 @@ class ModelConfig:
         0, "size of the vocabulary; 0 takes that of the tokenizer", least=0
     )
     positions: int = setting(
-        0, "longest sequence, in tokens (gpt); 0 takes data.tokens", least=0
+        0, "longest sequence, in tokens (gpt, bert); 0 takes data.tokens", least=0
     )
     theta: float = setting(10000.0, "base of the rotary frequencies (llama)", above=0)
     tied: bool = setting(False, "use one matrix for the embedding and the output")
+    dropout: float = setting(
+        0.0,
+        "share of the results of attention and MLP that is dropped in training (llama, gpt)",
+        least=0,
+        most=0.95,
+    )
     weights: str = setting(
         "",
         "Hugging Face folder to start from (config.json, *.safetensors); its sizes replace those above",
@@ -100,6 +117,20 @@ class ModelConfig:
         """The Hugging Face folder that defines the model; empty if there is none."""
         return self.weights or self.config
 
+    @property
+    def folder_key(self) -> str:
+        """The key that names this folder."""
+        return "model.weights" if self.weights else "model.config"
+
+
+@dataclass(frozen=True, slots=True)
+class MixtureSource:
+    """Files or folders that are read with a weight of their own."""
+
+    sources: tuple[str, ...]
+    weight: float = 1.0
+    name: str = ""  # in reports; empty takes the names of the files
+
 
 @dataclass(frozen=True, slots=True)
 class DataConfig:
@@ -108,6 +139,10 @@ class DataConfig:
     sources: tuple[str, ...] = setting(
         (),
         "files or folders: text, .jsonl (also .gz, .bz2, .xz), .parquet, .arrow; empty takes Python's standard library",
+    )
+    mixture: tuple[MixtureSource, ...] = setting(
+        (),
+        'instead of sources, several with weights, such as [{sources = ["web"], weight = 3}, {sources = ["code"]}]',
     )
     endings: tuple[str, ...] = setting(
         (
@@ -118,6 +153,14 @@ class DataConfig:
     )
     field: str = setting(
         "text", "field of a JSONL line, or column of a table, that holds the text"
+    )
+    instructions: bool = setting(
+        False,
+        "learn answers only: .jsonl or tables with messages, or with prompt and completion",
+    )
+    template: str = setting(
+        "",
+        "file with the chat template of messages (Jinja); empty takes the one beside the tokenizer",
     )
     tokenizer: str = setting(
         AUTO,
@@ -137,16 +180,35 @@ class DataConfig:
         True,
         "with separate, on CPUs: deal the documents of each step out so that all micro-batches take equally long",
     )
+    mask: float = setting(
+        0.15,
+        "share of the words that a bert has to guess: 80% of them are masked, 10% are random words, 10% stay",
+        above=0,
+        most=0.9,
+    )
     held_out: float = setting(
         0.02,
         "share of the sequences that is held out for evaluation",
         least=0,
         most=0.5,
     )
+    validation: tuple[str, ...] = setting(
+        (),
+        "files or folders that evaluations read instead of held-out sequences",
+    )
     cache: str = setting(
         "",
         "folder of the token cache; empty takes the folder cache next to the run's folder",
     )
+
+    @property
+    def parts(self) -> tuple[DataConfig, ...]:
+        """The data of each source of the mixture; this data if there is no mixture."""
+        if not self.mixture:
+            return (self,)
+        return tuple(
+            replace(self, sources=one.sources, mixture=()) for one in self.mixture
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,28 +320,83 @@ class MeshConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class OptimizerConfig:
-    """AdamW. The rate rises during the warm-up, then falls along a cosine."""
+class ParameterGroup:
+    """Parameters with settings of their own; of several groups that match, the first one counts."""
 
+    match: str  # a pattern for names of parameters, such as "*.bias"
+    rate: float | None = None  # None takes optimizer.rate
+    decay: float | None = None  # None takes optimizer.decay, for matrices only
+    frozen: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerConfig:
+    """An optimizer of torch.optim, and a learning rate that rises during the warm-up and follows a schedule."""
+
+    name: str = setting(
+        "AdamW",
+        "class of torch.optim: AdamW, Adam, SGD, Adafactor, Muon (AdamW for all but the layers' matrices), and others",
+    )
+    options: tuple[tuple[str, OptionValue], ...] = setting(
+        (),
+        "further keyword arguments of the class, such as {momentum = 0.9}",
+    )
+    groups: tuple[ParameterGroup, ...] = setting(
+        (),
+        'parameters with their own settings, such as [{match = "*.bias", rate = 1e-3, decay = 0.0, frozen = false}]',
+    )
     rate: float = setting(1e-2, "highest learning rate", above=0)
+    schedule: str = setting(
+        "cosine",
+        "course of the rate after the warm-up: constant, linear, cosine, wsd (constant, then linear), inverse_sqrt, "
+        "or your own module:function from a step to a factor",
+    )
     final: float = setting(
         0.1, "last learning rate, as a share of the highest", least=0, most=1
     )
     warmup: int = setting(20, "steps until the highest learning rate", least=0)
+    cooldown: float = setting(
+        0.2, "share of the steps in which wsd lets the rate fall", least=0, most=1
+    )
     beta1: float = setting(
-        0.9, "decay of the running mean of gradients", least=0, most=0.999999
+        0.9,
+        "decay of the running mean of gradients (optimizers with betas)",
+        least=0,
+        most=0.999999,
     )
     beta2: float = setting(
-        0.95, "decay of the running mean of squared gradients", least=0, most=0.9999999
+        0.95,
+        "decay of the running mean of squared gradients (optimizers with betas)",
+        least=0,
+        most=0.9999999,
     )
     eps: float = setting(
-        1e-8, "added to the root of the mean square, against division by zero", above=0
+        1e-8,
+        "added to the root of the mean square, against division by zero (optimizers with betas)",
+        above=0,
     )
     decay: float = setting(
         0.1, "weight decay of matrices; norms and biases do not decay", least=0
     )
     clip: float = setting(
         1.0, "largest norm of all gradients together; 0 switches clipping off", least=0
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class LoraConfig:
+    """Adapters beside the matrices of a model that stays as it is (LoRA, with the library peft)."""
+
+    rank: int = setting(
+        0, "columns of the adapters; 0 trains the model itself", least=0
+    )
+    alpha: float = setting(16.0, "adapters count alpha / rank times", above=0)
+    targets: tuple[str, ...] = setting(
+        (),
+        "ends of the names of adapted matrices, such as q_proj; empty adapts all matrices of the layers",
+    )
+    dropout: float = setting(
+        0.0, "share of the adapters' inputs that is dropped", least=0, most=0.95
     )
 
 
@@ -320,6 +437,31 @@ class RunConfig:
         "tokens whose logits are in memory at a time, if all of them take more than 64 MiB; 0 keeps all in memory",
         least=0,
     )
+    loss: str = setting(
+        "",
+        "your own loss, module:function or file.py:function, of logits and labels; empty takes the cross entropy",
+    )
+    reduction: str = setting(
+        "sum", "how your own loss combines the losses of its labels: sum or mean"
+    )
+    smoothing: float = setting(
+        0.0,
+        "label smoothing: share of each label that is spread over all words",
+        least=0,
+        most=0.99,
+    )
+    z_loss: float = setting(
+        0.0, "weight of the squared log of the softmax's denominator", least=0
+    )
+    callbacks: tuple[str, ...] = setting(
+        (),
+        "your own classes, module:Class or file.py:Class, whose methods are called during the run",
+    )
+    early_stop: int = setting(
+        0,
+        "evaluations in a row without a lower held-out loss after which a run ends with its best weights; 0 never",
+        least=0,
+    )
     accumulate: int = setting(
         1, "passes through the pipeline per step; their gradients are added up", least=1
     )
@@ -334,6 +476,10 @@ class RunConfig:
         50, "steps between two checkpoints; 0 saves only at the end", least=0
     )
     keep: int = setting(2, "number of checkpoints to keep", least=1)
+    checkpoints: str = setting(
+        "",
+        "URL to copy checkpoints to, such as s3://bucket/run; a run resumes from there if its folder has none as new",
+    )
     timed: int = setting(
         50,
         "steps between two measured timelines, besides step 3 and the last; 0 measures none",
@@ -353,6 +499,31 @@ class RunConfig:
         AUTO,
         "go on without a worker that is lost: true, false, or auto, which is true for CPU workers of which "
         "no one holds a part alone",
+    )
+    listen: str = setting(
+        "",
+        "HOST:PORT of this machine at which workers of other machines join with the run's key (penstock join), over "
+        "encrypted connections; worker n of this machine takes PORT + 1 + n; empty lets nobody join",
+    )
+    key: str = setting(
+        "",
+        "file with the key that workers of other machines need; empty makes key.pem in the run's folder",
+    )
+    workers: int = setting(
+        0,
+        "workers that this machine starts, if others join; 0 starts one for every rank",
+        least=0,
+    )
+    mirror: str = setting(
+        AUTO,
+        "keep a second copy of each part that only one worker holds in the memory of another worker, so that no loss "
+        "needs a checkpoint: true (which makes a run elastic), false, or auto, which is true if a run is elastic",
+    )
+    slow: float = setting(
+        0.0,
+        "an elastic run gives less work to a worker that takes this many times as long for it as it used to, such as "
+        "2.0; 0 switches this off",
+        least=0,
     )
     silence: float = setting(
         15.0,
@@ -384,7 +555,18 @@ class Config:
     paths: PathsConfig = field(default_factory=PathsConfig, kw_only=True)
     mesh: MeshConfig = field(default_factory=MeshConfig, kw_only=True)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig, kw_only=True)
     run: RunConfig = field(default_factory=RunConfig)
+
+    @property
+    def sliceable(self) -> bool:
+        """Whether sequences may be cut into slices; the words of a bert see later words."""
+        return self.model.family != "bert"
+
+    @property
+    def drops(self) -> bool:
+        """Whether a run trains with dropout."""
+        return self.model.dropout > 0 or (self.lora.rank > 0 and self.lora.dropout > 0)
 
     @property
     def rows(self) -> int:
@@ -441,6 +623,29 @@ PRESETS: dict[str, Config] = {
             log=10,
         ),
     ),
+    "bert-base": Config(
+        ModelConfig(
+            family="bert",
+            layers=12,
+            width=768,
+            heads=12,
+            kv_heads=12,
+            inner=3072,
+            positions=512,
+            tied=True,
+        ),
+        DataConfig(tokens=512, batch=256),
+        ScheduleConfig(devices=4, ranks=0, microbatches=0, copies=0),
+        OptimizerConfig(rate=1e-4, warmup=1000),
+        RunConfig(
+            steps=100_000,
+            precision="bfloat16",
+            evaluate=1000,
+            save=1000,
+            timed=1000,
+            log=10,
+        ),
+    ),
     "gpt2": Config(
         ModelConfig(
             family="gpt",
@@ -480,16 +685,85 @@ def check_config(config: Config, counted: bool = False) -> Config:
     for section in fields(config):
         faults += _range_faults(section.name, getattr(config, section.name))
     faults += _choice_faults(config)
+    faults += _optimizer_faults(config.optimizer)
+    faults += _lora_faults(config)
+    faults += _own_code_faults(config)
     faults += _device_faults(config)
     faults += _skip_faults(config)
     name = config.schedule.name
     counted = counted or not (name == AUTO or is_plan_file(name))
     faults += _size_faults(config, counted)
     faults += _option_faults(config)
+    faults += _joining_faults(config)
     faults += _path_faults(config)
+    if 0 < config.run.slow <= 1:
+        faults.append(
+            f"run.slow = {config.run.slow:g} would call every worker slow; it must be more than 1, or 0"
+        )
     if faults:
         raise ConfigError("\n".join(faults))
     return config
+
+
+def _optimizer_faults(optimizer: OptimizerConfig) -> list[str]:
+    """The values of [optimizer] that no torch is needed to refuse."""
+    faults = []
+    schedule = optimizer.schedule
+    if not names_own_code(schedule) and schedule not in RATE_SCHEDULES:
+        wrong = UnknownNameError("optimizer.schedule", schedule, RATE_SCHEDULES)
+        faults.append(f"{wrong}; your own is module:function or file.py:function")
+    for group in optimizer.groups:
+        name = f"optimizer.groups with match = {group.match!r}"
+        if not group.match:
+            faults.append(f"{name} matches nothing; give a pattern such as '*.bias'")
+        for key, value in (("rate", group.rate), ("decay", group.decay)):
+            if value is not None and not 0 <= value < float("inf"):
+                faults.append(f"{name} has {key} = {value:g}; it must be at least 0")
+        if group.frozen and (group.rate, group.decay) != (None, None):
+            faults.append(f"{name} is frozen, so it can have no rate or decay")
+    return faults
+
+
+def _lora_faults(config: Config) -> list[str]:
+    """The values that do not go with adapters."""
+    if not config.lora.rank:
+        return []
+    faults = []
+    if not config.model.weights:
+        faults.append(
+            f"lora.rank = {config.lora.rank} trains adapters beside a trained model: name its folder in model.weights"
+        )
+    if config.mesh.size > 1:
+        faults.append(
+            f"lora.rank = {config.lora.rank} does not go with mesh.shard = {config.mesh.shard} and "
+            f"mesh.tensor = {config.mesh.tensor}: use schedule.copies instead"
+        )
+    return faults
+
+
+def _own_code_faults(config: Config) -> list[str]:
+    """The values of [run] that name the user's own code, or go with it."""
+    run = config.run
+    faults = []
+    for key, names in (("loss", (run.loss,)), ("callbacks", run.callbacks)):
+        faults += [
+            f"run.{key} = {name!r} is not module:name or file.py:name"
+            for name in names
+            if name and not names_own_code(name)
+        ]
+    if run.loss and (run.smoothing or run.z_loss):
+        faults.append(
+            "run.loss replaces the cross entropy, so it does not go with run.smoothing and run.z_loss"
+        )
+    if run.reduction != "sum" and not run.loss:
+        faults.append(
+            "run.reduction = mean is for a loss of your own: name it in run.loss"
+        )
+    if run.early_stop and not run.evaluate:
+        faults.append(
+            f"run.early_stop = {run.early_stop} counts evaluations, but run.evaluate = 0 makes none"
+        )
+    return faults
 
 
 def _option_faults(config: Config) -> list[str]:
@@ -500,6 +774,28 @@ def _option_faults(config: Config) -> list[str]:
     if config.run.compile == "true":
         reasons += [("compile", one) for one in reasons_against_compiling(config)]
     return [f"run.{key} = true does not go with {reason}" for key, reason in reasons]
+
+
+def _joining_faults(config: Config) -> list[str]:
+    """The options for workers of other machines that would change nothing, or that contradict others."""
+    run = config.run
+    if run.listen:
+        if run.elastic == "false":
+            return [
+                "run.listen lets workers join, which run.elastic = false does not allow"
+            ]
+        own = config.optimizer.schedule
+        if names_own_code(own) and own.rpartition(":")[0].endswith(".py"):
+            return [
+                f"optimizer.schedule = {own} is a file that workers of other machines do not have "
+                "(run.listen): name a module that is installed on all machines"
+            ]
+        return []
+    return [
+        f"run.{key} is for workers of other machines: set run.listen=HOST:PORT too"
+        for key in ("key", "workers")
+        if getattr(run, key)
+    ]
 
 
 def _path_faults(config: Config) -> list[str]:
@@ -520,9 +816,10 @@ def _path_faults(config: Config) -> list[str]:
             for key in changed
         ]
     faults = []
-    if paths.mean == "visits" and config.data.separate and config.mesh.shard > 1:
+    uneven = [key for key in ("separate", "instructions") if getattr(config.data, key)]
+    if paths.mean == "visits" and uneven and config.mesh.shard > 1:
         faults.append(
-            "paths.mean = visits does not go with data.separate = true and mesh.shard > 1: "
+            f"paths.mean = visits does not go with data.{uneven[0]} = true and mesh.shard > 1: "
             "shards would weigh their documents differently; set paths.mean=all"
         )
     if planned:
@@ -594,6 +891,8 @@ def _choice_faults(config: Config) -> list[str]:
         ("run.compile", config.run.compile, SWITCHES),
         ("run.graphs", config.run.graphs, SWITCHES),
         ("run.elastic", config.run.elastic, SWITCHES),
+        ("run.reduction", config.run.reduction, REDUCTIONS),
+        ("run.mirror", config.run.mirror, SWITCHES),
         ("paths.mean", config.paths.mean, MEANS),
     )
     faults = []
@@ -666,6 +965,9 @@ def _size_faults(config: Config, counted: bool) -> list[str]:
             f"{schedule.copies} x shard {config.mesh.shard} x accumulate "
             f"{config.run.accumulate}); {fitting} do"
         )
+    if model.family == "bert":
+        faults += _bert_faults(config)
+    faults += _mixture_faults(data)
     if model.weights and model.config:
         faults.append(
             "model.weights and model.config both name a folder; "
@@ -673,7 +975,7 @@ def _size_faults(config: Config, counted: bool) -> list[str]:
         )
     if model.folder:
         return faults  # Its folder has its own sizes.
-    if model.family == "gpt" and 0 < model.positions < data.tokens:
+    if model.family in ("gpt", "bert") and 0 < model.positions < data.tokens:
         faults.append(
             f"data.tokens = {data.tokens} is more than "
             f"model.positions = {model.positions}"
@@ -686,14 +988,47 @@ def _size_faults(config: Config, counted: bool) -> list[str]:
     return faults
 
 
+def _mixture_faults(data: DataConfig) -> list[str]:
+    """The sources of a mixture that cannot be mixed."""
+    faults = []
+    if data.mixture and data.sources:
+        faults.append("data.sources and data.mixture both name text: give one of them")
+    for number, source in enumerate(data.mixture):
+        name = f"source {number} of data.mixture"
+        if not source.sources:
+            faults.append(f"{name} names no files: sources is empty")
+        if not (isfinite(source.weight) and source.weight > 0):
+            faults.append(f"{name} has weight {source.weight:g}, which must be above 0")
+    return faults
+
+
+def _bert_faults(config: Config) -> list[str]:
+    """The values that do not go with a model whose words see both ways."""
+    faults = []
+    if config.schedule.slices > 1:
+        faults.append(
+            f"schedule.slices = {config.schedule.slices} does not go with a bert: its words see later words, "
+            "so a slice cannot run before the others; set schedule.slices=0"
+        )
+    if config.data.instructions:
+        faults.append(
+            "data.instructions = true does not go with a bert, which guesses masked words and answers nothing"
+        )
+    return faults
+
+
 def reasons_against_compiling(config: Config) -> list[str]:
     """Return why the stages of a run cannot be compiled; empty if they can."""
     mesh = config.mesh
+    reasons = []
+    if config.drops:
+        reasons.append("dropout, which depends on the step and the micro-batch")
     if mesh.size == 1:
-        return []
+        return reasons
     return [
+        *reasons,
         f"mesh.shard = {mesh.shard} and mesh.tensor = {mesh.tensor}: "
-        "layers that are shared by processes are not compiled"
+        "layers that are shared by processes are not compiled",
     ]
 
 
@@ -704,6 +1039,8 @@ def reasons_against_recording(config: Config) -> list[str]:
     """
     mesh = config.mesh
     reasons = []
+    if config.drops:
+        reasons.append("dropout, which depends on the step and the micro-batch")
     if config.data.separate:
         reasons.append("data.separate = true: documents differ from step to step")
     if mesh.size > 1:

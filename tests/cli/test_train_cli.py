@@ -199,6 +199,8 @@ def test_a_killed_worker_is_replaced_and_the_weights_are_those_of_an_undisturbed
     )
     folder = text / "runs" / "config"
     wait_for(folder, 7)
+    while not (folder / "checkpoints" / "step-00000005" / "checkpoint.json").is_file():
+        time.sleep(0.01)
     os.kill(int((folder / "ranks" / "1.pid").read_text()), signal.SIGKILL)
     out, err = process.communicate(timeout=600)
     assert process.returncode == 0, err

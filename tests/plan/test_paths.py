@@ -696,7 +696,7 @@ def test_more_work_never_gives_a_worse_plan_of_a_large_cluster():
         for n, node in enumerate(base.nodes)
     )
     cluster = replace(base, nodes=nodes)
-    budgets = (0, 400, 500, 1000, 25_500, 30_000)
+    budgets = (0, 400, 500, 1000, 6_300)
     found = [plan_paths(cluster, parts, 4, iterations=n).makespan for n in budgets]
     assert found == sorted(found, reverse=True)
     assert found[-1] < found[0]

@@ -27,7 +27,7 @@ from penstock.train.checkpoint import (
     prune,
     read_facts,
 )
-from penstock.train.hub import read_sizes, write_folder
+from penstock.train.hub import read_sizes, settle_tokenizer, write_folder
 from penstock.train.loop import Trainer
 from penstock.train.weights import draw_parameters, hold_whole
 from trainings import SMALL, apart, corpus, job_of, losses, outcomes, train
@@ -385,6 +385,9 @@ def test_a_folder_without_safetensors_is_refused(tmp_path):
         train(job_of(tmp_path / "run", "1f1b", "run.steps=1", config=config))
     with pytest.raises(FileError, match=r"cannot read .*config\.json"):
         read_sizes(tmp_path)
+    config = apply_changes(SMALL, [f"model.config={tmp_path / 'missing'}"])
+    with pytest.raises(FileError, match=r"model\.config is a folder with the config"):
+        settle_tokenizer(config)
 
 
 # ---------------------------------------------------------------- text

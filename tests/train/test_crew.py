@@ -12,12 +12,14 @@ import pytest
 
 from crews import Crew, Killed, MortalComm
 from penstock import Plan, make
-from penstock.config import ScheduleConfig
 from penstock.errors import ConfigError, PeerLostError
 from penstock.formats import write_plan
 from penstock.runtime.process.machine import Machine
+from penstock.schedules.skip_paths import dealt
+from penstock.schedules.survivors import without_ranks
 from penstock.schedules.transforms import replicate
-from penstock.train.after.report import list_events, summarize_run
+from penstock.train.after.report import list_events, render_report, summarize_run
+from penstock.train.checkpoint import step_name
 from penstock.train.crew.choice import is_elastic
 from penstock.train.crew.events import Event, EventLog, read_events
 from penstock.train.crew.notes import Report, load_decision, load_report
@@ -34,32 +36,48 @@ TWO_COPIES = Plan(
 )
 
 
-def job_with_copies(folder: Path, *changes: str) -> Job:
-    """Return a run with two copies of a pipeline of two ranks, which saves every step."""
+ALONE = Plan(make("1f1b", ranks=3, microbatches=4), "1f1b", (2, 1, 1))
+
+
+def job_with(plan: Plan, folder: Path, *changes: str) -> Job:
+    """Return a run with this plan, which saves every step."""
     settings = (f"run.steps={STEPS}", "run.save=1", "run.keep=99", "run.prove=false")
     job = job_of(folder, "1f1b", *settings, *changes)
-    schedule = ScheduleConfig(name="1f1b", ranks=2, copies=2, microbatches=2)
-    config = replace(job.config, schedule=schedule)
-    return replace(job, config=config, plan=TWO_COPIES)
+    schedule = replace(
+        job.config.schedule, microbatches=len(plan.schedule.microbatches)
+    )
+    return replace(job, config=replace(job.config, schedule=schedule), plan=plan)
+
+
+def job_with_copies(folder: Path, *changes: str) -> Job:
+    """Return a run with two copies of a pipeline of two ranks, which saves every step."""
+    return job_with(TWO_COPIES, folder, *changes)
 
 
 @pytest.fixture(scope="module")
 def started_with(tmp_path_factory):
     """Return a function: the losses of an undisturbed run that has only some ranks from a step on."""
-    folder = tmp_path_factory.mktemp("whole")
-    whole = job_with_copies(folder)
-    before = losses(train(whole))
 
     @cache
-    def losses_of(step: int, lost: tuple[int, ...]) -> list[float]:
-        reports = {n: Report(n) for n in range(4) if n not in lost}
-        smaller = decide(whole.plan, reports, 1, False).plan
+    def whole_run(plan: Plan, changes: tuple[str, ...]) -> tuple[Job, list[float]]:
+        whole = job_with(plan, tmp_path_factory.mktemp("whole"), *changes)
+        return whole, losses(train(whole))
+
+    @cache
+    def losses_of(
+        step: int, lost: tuple[int, ...], plan: Plan = TWO_COPIES, *changes: str
+    ) -> list[float]:
+        whole, before = whole_run(plan, changes)
+        if not lost:
+            return before
+        workers = range(plan.schedule.ranks)
+        reports = {n: Report(n) for n in workers if n not in lost}
+        smaller = decide(plan, reports, 1, False).plan
         other = tmp_path_factory.mktemp("smaller")
         job = replace(whole, plan=smaller, folder=other)
         if step:
-            name = f"step-{step:08d}"
-            kept = folder / "checkpoints" / name
-            shutil.copytree(kept, other / "checkpoints" / name)
+            kept = whole.checkpoints / step_name(step)
+            shutil.copytree(kept, job.checkpoints / kept.name)
             job = replace(job, resume=True)
         return before[:step] + losses(train(job))[-STEPS + step or STEPS :]
 
@@ -79,7 +97,7 @@ def test_whenever_a_rank_dies_the_others_go_on_like_a_run_started_without_it(
     crew.run(crew.decide(), counting)
     assert losses(read_rows(tmp_path / "count")) == started_with(STEPS, ())
     draw = random.Random(1)
-    for number, victim in enumerate((0, 1, 2, 3)):
+    for number, victim in enumerate((0, 3)):
         # A checkpoint may take two barriers more or less, so the last calls may not come.
         end = draw.randint(1, counts[victim].count * 3 // 4)
 
@@ -154,6 +172,138 @@ def test_a_worker_that_comes_gets_its_part_from_a_peer_and_all_go_on_with_the_wh
     assert losses(rows) == before + losses(train(job))[2:]
 
 
+# ---------------------------------------------------------------- parts with one holder
+@pytest.mark.parametrize("committed", [False, True])
+def test_a_part_that_is_lost_with_its_only_holder_comes_back_from_its_mirror(
+    committed, started_with, tmp_path
+):
+    def prepare(trainer):
+        """Let rank 1 die in step 3, before or after the sum over all ranks."""
+        before_sum, after_sum = trainer.mirrors.collect, trainer.commit
+
+        def end_before_sum():
+            before_sum()
+            if not committed and trainer.step == 2:
+                raise Killed
+
+        def end_after_sum(*words):
+            if committed and trainer.step == 2:
+                raise Killed
+            after_sum(*words)
+
+        if trainer.comm.rank == 1:
+            trainer.mirrors.collect, trainer.commit = end_before_sum, end_after_sum
+
+    crew = Crew(job_with(ALONE, tmp_path, "run.save=0"))
+    decision = crew.decide()
+    assert decision.mirrors == ((0, 0, 1), (1, 1, 2), (2, 2, 0))
+    crew.run(decision, prepare=prepare)
+    decision = crew.decide()
+    assert (decision.keep, decision.step) == (True, 3 if committed else 2)
+    assert decision.transfers == ((0, 0, 1), (1, 1, 0))  # the new mirrors
+    assert load_decision(decision.dump()) == decision
+    crew.run(decision)
+    rows = read_rows(tmp_path)
+    # The same places, without mirrors, and from a checkpoint.
+    expected = started_with(decision.step, (1,), ALONE)
+    assert losses(rows) == expected
+    assert rows[0].mirror_bytes > 4 * 1000
+    assert rows[0].mirror_seconds > 0
+
+
+def test_a_lost_part_alone_is_read_from_a_checkpoint_of_the_same_step(
+    started_with, tmp_path
+):
+    crew = Crew(job_with(ALONE, tmp_path, "run.mirror=false"))
+    crew.change_at = 2
+    crew.run(crew.decide())
+    del crew.reports[1]
+    decision = crew.decide()
+    (restore,) = decision.restores
+    assert (decision.keep, decision.step, restore[1]) == (True, 2, 1)
+    assert load_decision(decision.dump()) == decision
+    crew.change_at = 0
+    crew.run(decision)
+    assert losses(read_rows(tmp_path)) == started_with(2, (1,), ALONE)
+    damaged = next((crew.job.checkpoints / step_name(STEPS)).glob("*.safetensors"))
+    damaged.write_bytes(b"")
+    del crew.reports[0]
+    assert not crew.decide().keep
+
+
+ROTATED = Plan(
+    dealt(ranks=3, microbatches=4, skips=1, seed=1)[0],
+    "skip",
+    (2, 1, 1, 0),
+    rotation=tuple(dealt(ranks=3, microbatches=4, skips=1, count=3, seed=1)[1:]),
+)
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_run_with_rotating_paths_and_full_steps_survives_the_loss_of_any_rank(
+    victim, started_with, tmp_path
+):
+    full = "paths.full=3"
+    crew = Crew(job_with(ROTATED, tmp_path, "run.save=0", full))
+
+    def prepare(trainer):
+        """Let a rank die in the third step, which runs all parts."""
+        measure = trainer.gradients.measure
+
+        def end(*words):
+            if trainer.comm.rank == victim and trainer.step == 2:
+                raise Killed
+            return measure(*words)
+
+        trainer.gradients.measure = end
+
+    crew.run(crew.decide(), prepare=prepare)
+    decision = crew.decide()
+    assert (decision.keep, decision.step) == (True, 2)
+    stages = {one.stages for one in decision.plan.schedules}
+    assert len(stages) == 1
+    crew.run(decision)
+    rows = read_rows(tmp_path)
+    assert losses(rows) == started_with(2, (victim,), ROTATED, full)
+    # Steps leave out parts of other micro-batches; the third one leaves out none.
+    assert [row.layers for row in rows] == [3.0, 3.0, 4.0, 3.0]
+
+
+# Workers 0 and 1 hold part 0; workers 2 and 3 hold the others alone.
+UNEVEN = Plan(
+    without_ranks(replicate(make("1f1b", ranks=3, microbatches=2), 2), [4, 5]),
+    "uneven",
+    (2, 1, 1),
+)
+
+
+def test_a_run_survives_ten_losses_at_random_moments_and_as_many_joins(tmp_path):
+    steps = 12
+    words = (f"run.steps={steps}", "run.save=0")
+    quiet = losses(train(job_with(UNEVEN, tmp_path / "quiet", *words)))
+    crew = Crew(job_with(UNEVEN, tmp_path / "run", *words))
+    draw = random.Random(3)
+    kills = 0
+    while len(read_rows(tmp_path / "run")) < steps:
+        for worker in {0, 1, 2, 3} - crew.reports.keys():
+            if draw.random() < 0.7:
+                crew.reports[worker] = Report(worker, newcomer=True)
+        decision = crew.decide()
+        victim = draw.choice(decision.members) if kills < 10 else -1
+        end = draw.randint(1, 60)
+
+        def mortal(comm, members=decision.members, victim=victim, end=end):
+            dies = members[comm.rank] == victim
+            return MortalComm(comm, end if dies else None)
+
+        crew.run(decision, mortal)
+        kills += victim >= 0 and victim not in crew.reports
+    rows = read_rows(tmp_path / "run")
+    assert [row.step for row in rows] == list(range(1, steps + 1))
+    assert losses(rows) == pytest.approx(quiet, rel=1e-5)
+    assert kills >= 10
+
+
 # ---------------------------------------------------------------- decisions
 def test_a_step_that_nobody_has_committed_is_done_again():
     reports = {n: Report(n, 4, FIGURES, parts=(n % 2,)) for n in (0, 1, 2)}
@@ -175,6 +325,14 @@ def test_a_loss_before_the_first_step_starts_the_others_anew():
     reports = {0: Report(0, 0, parts=(0,)), 1: Report(1), 2: Report(2)}
     decision = decide(TWO_COPIES, reports, 2, resume=False)
     assert (decision.keep, decision.resume, decision.step) == (False, False, 0)
+
+
+def test_a_loss_while_a_newcomer_is_taken_in_costs_no_step():
+    reports = {n: Report(n, 4, FIGURES, parts=(n % 2,)) for n in (1, 2)}
+    reports[3] = Report(3)  # It was taken in, but has not begun.
+    decision = decide(TWO_COPIES, reports, 4, False)
+    assert (decision.keep, decision.step) == (True, 4)
+    assert decision.transfers == ((1, 0, 2),)
 
 
 def test_an_interrupted_checkpoint_is_saved_again():
@@ -208,14 +366,22 @@ def test_a_run_is_elastic_by_itself_only_if_no_part_has_a_single_holder():
     assert is_elastic(wanted, alone, placement_on("cpu"))
     with pytest.raises(ConfigError, match=r"run\.elastic = true, but .* GPUs"):
         is_elastic(wanted, TWO_COPIES, placement_on("cuda"))
+    joined = replace(SMALL, run=replace(SMALL.run, listen="10.0.0.1:29500"))
+    assert is_elastic(joined, alone, placement_on("cpu"))
+    with pytest.raises(
+        ConfigError, match=r"run\.listen lets workers join, but .* GPUs"
+    ):
+        is_elastic(joined, TWO_COPIES, placement_on("cuda"))
+    nowhere = replace(SMALL, run=replace(SMALL.run, listen=":29500"))
+    with pytest.raises(ConfigError, match=r"run\.listen is ':29500', but it must be"):
+        is_elastic(nowhere, TWO_COPIES, placement_on("cpu"))
 
 
 # ---------------------------------------------------------------- events
 def test_the_report_shows_the_speed_around_each_event(tmp_path):
     train(job_of(tmp_path, "1f1b", "run.steps=4", "run.prove=false"))
-    write_plan(
-        Plan(make("1f1b", ranks=2, microbatches=4), "1f1b"), tmp_path / "plan.json"
-    )
+    plan = Plan(make("1f1b", ranks=2, microbatches=4), "1f1b", (2, 2))
+    write_plan(plan, tmp_path / "plan.json")
     log = EventLog(tmp_path, resume=False)
     log.put(Event(2, "lost", 3, 0.8, "worker 1 was killed by SIGKILL"))
     assert read_events(tmp_path)[0].workers == 3
@@ -225,6 +391,10 @@ def test_the_report_shows_the_speed_around_each_event(tmp_path):
     )
     assert line.endswith(" after")
     assert "tokens/s before" in line
+    page = render_report(summarize_run(tmp_path), "A run")
+    assert f"<li>1: {line}</li>" in page
+    # Each of the four curves has a line between steps 2 and 3, with the story as its tip.
+    assert page.count("<title>worker 1 was killed by SIGKILL</title>") == 4
     EventLog(tmp_path, resume=True)
     assert read_events(tmp_path)
     EventLog(tmp_path, resume=False)

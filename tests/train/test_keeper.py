@@ -15,9 +15,10 @@ from penstock.config import RunConfig
 from penstock.errors import RunError
 from penstock.schedules.transforms import replicate
 from penstock.train.crew.events import read_events
-from penstock.train.crew.keeper import Keeper
-from penstock.train.crew.member import Member
+from penstock.train.crew.keeper import Keeper, describe_takeovers
+from penstock.train.crew.member import Member, local_store
 from penstock.train.crew.notes import FINISHED, Report, alive_key, ready_key
+from penstock.train.crew.succession import decide
 from penstock.train.loop import StepFigures
 from penstock.train.worker import Verdict
 
@@ -32,7 +33,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 def play(worker, workers, host, port, folder, resume, newcomer) -> Verdict:
     """Take part in two generations; worker 1 leaves the first as the folder's name says."""
-    member = Member(worker, host, port)
+    member = Member(worker, local_store(host, port))
     if newcomer:
         decision = member.arrive()
         assert decision.members == (0, 1, 2)
@@ -67,6 +68,22 @@ def play(worker, workers, host, port, folder, resume, newcomer) -> Verdict:
     member.next_decision()
     wait_until(lambda: member.store.check([FINISHED]))  # The newcomer ends the run.
     return Verdict(-1)
+
+
+def test_the_launcher_tells_who_takes_over_a_part_from_its_mirror():
+    plan = Plan(make("1f1b", ranks=3, microbatches=2), "1f1b", (1, 1, 1))
+    reports = {n: Report(n) for n in range(3)}
+    before = decide(plan, reports, 1, False, mirror=True)
+    mirrors = {target: part for part, _, target in before.mirrors}
+    left = {n: Report(n, 4, FIGURES, parts=(n,), mirrors=(mirrors[n],)) for n in (0, 2)}
+    after = decide(plan, left, 2, False, mirror=True)
+    said = describe_takeovers(before, after)
+    assert said == "; worker 2 has part 1 from its mirror"
+    without = {n: replace(left[n], mirrors=()) for n in left}
+    after = decide(plan, without, 2, False, saved=lambda: 4)
+    quiet = decide(plan, reports, 1, False)
+    said = describe_takeovers(quiet, after)
+    assert said == "; worker 0 has part 1 from the checkpoint"
 
 
 def keeper_of(tmp_path, name: str, restarts: int = 0) -> Keeper:

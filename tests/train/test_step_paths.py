@@ -35,7 +35,8 @@ from penstock.sim.simulate import simulate
 from penstock.train.after.passage import run_along_paths
 from penstock.train.data.loader import Deal, Loader
 from penstock.train.loop import Job
-from penstock.train.optimizer import adamw, rate_at
+from penstock.train.optimizer import Optimizer
+from penstock.train.rates import factor_at
 from penstock.train.step_paths import StepPaths, mean_layers, step_paths
 from penstock.train.weights import draw_parameters, hold_whole, sizes_of
 from trainings import SMALL, VOCAB, corpus, losses, outcomes, train
@@ -130,7 +131,7 @@ def reference(job: Job) -> list[float]:
     parts = list(split(model.stages[0], job.plan.partition))
     deal = Deal(config.rows, len(job.plan.schedule.microbatches))
     loader = Loader(job.corpus, deal, config.run.seed)
-    optimizer = adamw(model.parameters, config.optimizer)
+    optimizer = Optimizer(model.parameters, config.optimizer)
     paths = step_paths(job.plan, config.paths)
     found = []
     for step in range(config.run.steps):
@@ -154,10 +155,7 @@ def reference(job: Job) -> list[float]:
         torch.nn.utils.clip_grads_with_norm_(
             model.parameters.values(), config.optimizer.clip, norm
         )
-        for group in optimizer.param_groups:
-            group["lr"] = rate_at(step, config.run.steps, config.optimizer)
-        optimizer.step()
-        optimizer.zero_grad()
+        optimizer.step(factor_at(step, config.run.steps, config.optimizer))
     return found
 
 

@@ -5,14 +5,15 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-import typer
 
-import module_workers
+import penstock
 from penstock.errors import PeerLostError
 from penstock.formats import write_plan
 from penstock.formats.config_toml import dump_config, load_config
@@ -20,7 +21,7 @@ from penstock.ir import Plan
 from penstock.runtime import Executor
 from penstock.schedules import make
 from penstock.train.history import read_rows
-from penstock.train.launcher import forget_previous_end, launch
+from penstock.train.launcher import forget_previous_end
 from penstock.train.worker import read_failure, work
 
 CONFIG = """
@@ -152,18 +153,17 @@ def test_a_start_that_was_stopped_says_so_when_it_starts_again(folder, monkeypat
     assert (verdict.step, verdict.stopped, verdict.error) == (0, True, "")
 
 
-def test_a_worker_process_does_not_load_the_command_line(tmp_path, monkeypatch):
-    for name in (
-        "GLOO_SOCKET_IFNAME",
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE",
-        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT",
-        "TORCH_CPP_LOG_LEVEL",
-    ):
-        monkeypatch.setenv(name, os.environ.get(name, ""))
-        monkeypatch.delenv(name)
-    assert typer.__name__ in sys.modules  # the parent has it, as `penstock train` does
-    verdict = launch(module_workers.list_modules, tmp_path, 1, 0, False)
-    loaded = verdict.text.split()
+def test_a_worker_process_does_not_load_the_command_line():
+    """What a worker loads: its own entry, and the main module of the one that starts it."""
+    script = "import sys, penstock.train.entry, penstock.__main__; print(*sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env=os.environ | {"PYTHONPATH": str(Path(penstock.__file__).parents[1])},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    loaded = done.stdout.split()
     assert "penstock.train.worker" in loaded
     assert "typer" not in loaded
     assert not [name for name in loaded if name.startswith("penstock.cli")]

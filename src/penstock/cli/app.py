@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from penstock.cli.doctor import doctor_command, print_first_steps
+from penstock.cli.join import join_command
 from penstock.cli.paths import INTERRUPTED, SearchInterrupted, paths_command
 from penstock.cli.plan import plan_command
 from penstock.cli.profile import profile_command
@@ -77,6 +78,7 @@ app.command("paths")(paths_command)
 app.command("profile")(profile_command)
 app.command("testbed")(run_testbed)
 app.command("train")(train_command)
+app.command("join")(join_command)
 app.command("init")(init_command)
 app.command("export")(export_command)
 app.command("generate")(generate_command)

@@ -18,7 +18,11 @@ SAMPLE = "sample.txt"  # in the folder of a run
 
 def show_ending(folder: Path, verdict: Verdict, sample: int) -> None:
     """Write the report and a sample of `sample` tokens, and print how the run ended."""
-    from penstock.train.after.generate import generate_text, open_trained
+    from penstock.train.after.generate import (
+        continues_texts,
+        generate_text,
+        open_trained,
+    )
     from penstock.train.after.report import render_report, summarize_run
     from penstock.train.data.prompt import read_prompt
 
@@ -28,7 +32,9 @@ def show_ending(folder: Path, verdict: Verdict, sample: int) -> None:
     summary = summarize_run(folder)
     text = ""
     if sample:
-        text = generate_text(open_trained(folder), read_prompt(folder), sample)
+        trained = open_trained(folder)
+        if continues_texts(trained.sizes):
+            text = generate_text(trained, read_prompt(folder), sample)
     if text:
         write(folder / SAMPLE, text, quiet=True)
     else:
@@ -56,6 +62,7 @@ def _print_no_checkpoint(folder: Path) -> None:
 def _ending_lines(folder: Path, verdict: Verdict, summary: Summary) -> list[str]:
     """Return the results of a run, and where its files are."""
     from penstock.train.after.report import list_events
+    from penstock.train.data.mixture import describe_use
 
     first = summary.rows[0]
     last = summary.rows[-1]
@@ -84,6 +91,7 @@ def _ending_lines(folder: Path, verdict: Verdict, summary: Summary) -> list[str]
             f"{source} {predicted.bubble:.1%}"
         )
     lines += list_events(summary)
+    lines += [f"read from   {line}" for line in describe_use(summary.sources)]
     checkpoint = folder / "checkpoints" / f"step-{verdict.step:08d}"
     lines.append(f"report      {folder / REPORT}")
     lines.append(f"checkpoint  {checkpoint}")

@@ -29,8 +29,8 @@ def count_of(number: int, one: str, several: str) -> str:
     return f"{number} {one if number == 1 else several}"
 
 
-def describe_placement(placement: Placement) -> str:
-    """Describe where the processes of a run will be."""
+def describe_placement(placement: Placement, encrypted: bool = False) -> str:
+    """Describe where the processes of a run will be, and how they connect."""
     machine = placement.machine
     processes = count_of(placement.processes, "process", "processes")
     if placement.neighbours != placement.processes:
@@ -46,7 +46,8 @@ def describe_placement(placement: Placement) -> str:
             gpus = count_of(machine.gpus, "GPU is", "GPUs are")
             reason = f" ({gpus} too few)"
         cores = count_of(machine.cores, "CPU core", "CPU cores")
-        return f"{processes} on {cores}, gloo{reason}"
+        links = "encrypted links" if encrypted else "gloo"
+        return f"{processes} on {cores}, {links}{reason}"
     where = f"{processes} on {count_of(machine.gpus, 'GPU', 'GPUs')}"
     if not placement.shares_gpus:
         return f"{where}, NCCL"

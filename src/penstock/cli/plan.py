@@ -317,6 +317,8 @@ def config_question(options: ModelOptions, limits: Limits) -> Question:
     config, _ = find_run(options.source, None, options.changes, exists=True)
     if options.skip is None:
         limits = replace(limits, skip=config.schedule.skip)
+    if not config.sliceable:
+        limits = replace(limits, slices=1)
     # Whoever asks for a number of devices wants to know how to divide them.
     file = None if options.devices else options.source
     given = written_keys(file, options.changes)

@@ -43,7 +43,7 @@ def profile_command(
     preset: Annotated[
         Optional[str],
         typer.Option(
-            help="tiny (the default), llama-150m, llama-1b or gpt2; the sizes below change it.",
+            help="tiny (the default), llama-150m, llama-1b, gpt2 or bert-base; the sizes below change it.",
             rich_help_panel="Model",
         ),
     ] = None,

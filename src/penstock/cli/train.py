@@ -43,13 +43,14 @@ if TYPE_CHECKING:
 Preset = Annotated[
     str,
     typer.Option(
-        help="tiny, llama-150m, llama-1b or gpt2.", autocompletion=complete_preset
+        help="tiny, llama-150m, llama-1b, gpt2 or bert-base.",
+        autocompletion=complete_preset,
     ),
 ]
 OptionalPreset = Annotated[
     Optional[str],
     typer.Option(
-        help="Without a config: tiny, llama-150m, llama-1b or gpt2. [dim]\\[default: tiny][/]",
+        help="Without a config: tiny, llama-150m, llama-1b, gpt2 or bert-base. [dim]\\[default: tiny][/]",
         autocompletion=complete_preset,
     ),
 ]
@@ -120,6 +121,7 @@ def train_command(
     from penstock.train.lock import locking
     from penstock.train.placement import check_gpus_suffice, uses_gpus
     from penstock.train.start import check_sources, check_start, find_run
+    from penstock.version import read_version
 
     exists = resume or dry_run
     config, folder = find_run(source, preset, changes or [], exists)
@@ -153,8 +155,9 @@ def train_command(
                     run_member,
                     folder,
                     plan,
-                    config.run,
+                    config,
                     resume,
+                    read_version(),
                     stopping,
                     partial(tell, "event"),
                 )
@@ -333,15 +336,26 @@ def _announce(
         tell("data", _describe_text(corpus, config))
     tell("tokenizer", config.data.tokenizer)
     tell("step", f"{tokens:,} tokens; {config.run.steps} steps, {config.run.precision}")
-    tell("workers", describe_placement(placement))
+    encrypted = bool(config.run.listen)
+    tell("workers", describe_placement(placement, encrypted))
     tell("folder", str(folder))
 
 
 def _describe_text(corpus: Corpus, config: Config) -> str:
     """Describe the amount of text, and how often the run will read it."""
     epochs = config.run.steps * config.data.batch / corpus.trained
+    tally = corpus.tally
+    said = ""
+    if tally is not None:
+        said = f"{tally.conversations:,} conversations, {tally.learned:,} tokens to learn of "
+        if tally.cut or tally.left_out:
+            said = (
+                f"{tally.conversations:,} conversations ({tally.cut:,} cut at {corpus.length} tokens, "
+                f"{tally.left_out:,} left out because nothing of them would be learned), "
+                f"{tally.learned:,} tokens to learn of "
+            )
     return (
-        f"{len(corpus.tokens):,} tokens: {corpus.trained:,} sequences to train on, "
+        f"{said}{corpus.token_count:,} tokens: {corpus.trained:,} sequences to train on, "
         f"{corpus.held_out:,} held out; {config.run.steps} steps are {epochs:.3g} epochs"
     )
 

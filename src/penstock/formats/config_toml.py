@@ -20,15 +20,21 @@ from penstock.config import (
     SWITCH_KEYS,
     Config,
     DataConfig,
+    LoraConfig,
     MeshConfig,
+    MixtureSource,
     ModelConfig,
     OptimizerConfig,
+    Options,
+    OptionValue,
+    ParameterGroup,
     PathsConfig,
     RunConfig,
     ScheduleConfig,
     check_config,
     is_plan_file,
     names_a_file,
+    names_own_code,
 )
 from penstock.errors import ConfigError, UnknownNameError
 from penstock.formats.text import (
@@ -40,7 +46,10 @@ from penstock.formats.text import (
 )
 from penstock.formats.toml_text import TomlPage, parse_toml
 
-Setting: TypeAlias = "str | int | float | bool | tuple[str, ...] | tuple[int, ...]"
+Setting: TypeAlias = (
+    "str | int | float | bool | tuple[str, ...] | tuple[int, ...] | Options "
+    "| tuple[ParameterGroup, ...] | tuple[MixtureSource, ...]"
+)
 Section: TypeAlias = (
     ModelConfig
     | DataConfig
@@ -48,6 +57,7 @@ Section: TypeAlias = (
     | PathsConfig
     | MeshConfig
     | OptimizerConfig
+    | LoraConfig
     | RunConfig
 )
 Refuse: TypeAlias = Callable[[Steps, str, str], NoReturn]  # key, fault, advice
@@ -55,6 +65,7 @@ Refuse: TypeAlias = Callable[[Steps, str, str], NoReturn]  # key, fault, advice
 SECTIONS = tuple(section.name for section in fields(Config))
 DEFAULT_PRESET = "tiny"
 NUMBER_LISTS = (("schedule", "partition"), ("paths", "keep"))
+TABLES = (("optimizer", "options"),)
 TYPE_NAMES = {
     bool: "true or false",
     int: "a whole number",
@@ -144,6 +155,11 @@ def apply_changes(config: Config, changes: Iterable[str]) -> Config:
             what = f"a config has no section {section!r}"
             refuse((section,), what, suggest_name(section, SECTIONS))
         value = _parse_value(text.strip())
+        key, inner, entry = key.partition(".")
+        if inner and (section, key) in TABLES:
+            value = {**dict(getattr(getattr(config, section), key)), entry: value}
+        elif inner:
+            refuse((section, key), f"{section}.{key} has no keys inside", "")
         config = _with_values(config, section, {key: value}, refuse)
     return config
 
@@ -204,7 +220,8 @@ def _convert(
 ) -> Setting:
     """A value of the same type as its default."""
     if isinstance(default, tuple):
-        return _convert_list(steps, value, refuse)
+        convert = CONVERTERS.get(steps, _convert_list)
+        return convert(steps, value, refuse)
     is_whole = isinstance(value, int) and not isinstance(value, bool)
     if isinstance(default, float) and is_whole:
         assert isinstance(value, int)
@@ -242,6 +259,120 @@ def _convert_list(steps: tuple[str, str], value: object, refuse: Refuse) -> Sett
     refuse(steps, what, "")
 
 
+def _convert_table(steps: tuple[str, str], value: object, refuse: Refuse) -> Options:
+    """A table of plain values, sorted by their names."""
+    name = ".".join(steps)
+    if value == "":  # --set optimizer.options= means an empty table
+        value = {}
+    if not isinstance(value, Mapping):
+        refuse(steps, f"{name} must be a table, such as {{momentum = 0.9}}", "")
+    found: list[tuple[str, OptionValue]] = []
+    for key, item in sorted(value.items()):
+        if isinstance(item, str | int | float):
+            found.append((key, item))
+        elif isinstance(item, list | tuple) and all(map(_is_number, item)):
+            found.append((key, tuple(item)))
+        else:
+            what = f"{name}.{key} must be text, a number, true, false or a list of numbers, not {item!r}"
+            refuse((*steps, key), what, "")
+    return tuple(found)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _convert_groups(
+    steps: tuple[str, str], value: object, refuse: Refuse
+) -> tuple[ParameterGroup, ...]:
+    """A list of tables, each a group of parameters."""
+    name = ".".join(steps)
+    if value == "":  # --set optimizer.groups= means an empty list
+        value = []
+    if isinstance(value, Mapping):
+        value = [value]
+    tables = value if isinstance(value, list) else [value]
+    return tuple(
+        _convert_group(name, (*steps, number), table, refuse)
+        for number, table in enumerate(tables)
+    )
+
+
+def _convert_group(
+    name: str, steps: Steps, table: object, refuse: Refuse
+) -> ParameterGroup:
+    if not isinstance(table, Mapping):
+        what = f'{name} must be a list of tables, such as [{{match = "*.bias", frozen = true}}]'
+        refuse(steps, what, "")
+    known = [item.name for item in fields(ParameterGroup)]
+    values: dict[str, str | float | bool] = {}
+    for key, item in table.items():
+        if key not in known:
+            refuse(
+                (*steps, key), f"{name} has no key {key!r}", suggest_name(key, known)
+            )
+        is_text = key == "match" and isinstance(item, str)
+        is_switch = key == "frozen" and isinstance(item, bool)
+        if is_text or is_switch:
+            values[key] = item
+        elif key in ("rate", "decay") and _is_number(item):
+            values[key] = float(item)
+        else:
+            kind = {"match": "text", "frozen": "true or false"}.get(key, "a number")
+            refuse((*steps, key), f"{key} of {name} must be {kind}, not {item!r}", "")
+    if "match" not in values:
+        refuse(steps, f"{name} needs a match, such as '*.bias', in every group", "")
+    return ParameterGroup(**values)  # type: ignore[arg-type]
+
+
+def _convert_mixture(
+    steps: tuple[str, str], value: object, refuse: Refuse
+) -> tuple[MixtureSource, ...]:
+    """A list of tables, each with sources and their weight."""
+    name = ".".join(steps)
+    if value == "":  # --set data.mixture= means an empty list
+        value = []
+    tables = value if isinstance(value, list) else [value]
+    known = [item.name for item in fields(MixtureSource)]
+    found = []
+    for number, table in enumerate(tables):
+        place = (*steps, number)
+        if not isinstance(table, Mapping):
+            what = f'{name} must be a list of tables, such as [{{sources = ["web"], weight = 3}}]'
+            refuse(place, what, "")
+        for key in table:
+            if key not in known:
+                what = f"{name} has no key {key!r}"
+                refuse((*place, key), what, suggest_name(key, known))
+        sources = table.get("sources", [])
+        sources = [sources] if isinstance(sources, str) else sources
+        if not isinstance(sources, list) or not all(
+            isinstance(one, str) for one in sources
+        ):
+            refuse(place, f"sources of {name} must be a list of strings", "")
+        weight = table.get("weight", 1.0)
+        if not _is_number(weight):
+            refuse(
+                (*place, "weight"),
+                f"weight of {name} must be a number, not {weight!r}",
+                "",
+            )
+        label = table.get("name", "")
+        if not isinstance(label, str):
+            refuse((*place, "name"), f"name of {name} must be text, not {label!r}", "")
+        paths = tuple(map(_expand_home, sources))
+        found.append(MixtureSource(paths, float(weight), label))
+    return tuple(found)
+
+
+Converter: TypeAlias = Callable[[tuple[str, str], object, Refuse], Setting]
+CONVERTERS: dict[tuple[str, str], Converter] = {
+    ("data", "mixture"): _convert_mixture,
+    ("optimizer", "options"): _convert_table,
+    ("optimizer", "groups"): _convert_groups,
+}
+
+
 def _expand_home(text: str) -> str:
     """A path with ~/ replaced, because a shell does not expand it after an `=`."""
     return str(Path(text).expanduser()) if text.startswith("~/") else text
@@ -259,13 +390,39 @@ def with_absolute_paths(config: Config) -> Config:
     if model.config:
         model = replace(model, config=_absolute(model.config))
     data = config.data
-    data = replace(data, sources=tuple(map(_absolute, data.sources)))
+    mixture = tuple(
+        replace(one, sources=tuple(map(_absolute, one.sources))) for one in data.mixture
+    )
+    sources = tuple(map(_absolute, data.sources))
+    validation = tuple(map(_absolute, data.validation))
+    data = replace(data, sources=sources, mixture=mixture, validation=validation)
     if names_a_file(data.tokenizer):
         data = replace(data, tokenizer=_absolute(data.tokenizer))
+    if data.template:
+        data = replace(data, template=_absolute(data.template))
     schedule = config.schedule
     if Path(schedule.name).suffix:
         schedule = replace(schedule, name=_absolute(schedule.name))
-    return replace(config, model=model, data=data, schedule=schedule)
+    optimizer = config.optimizer
+    optimizer = replace(optimizer, schedule=_absolute_code(optimizer.schedule))
+    run = replace(
+        config.run,
+        loss=_absolute_code(config.run.loss),
+        callbacks=tuple(map(_absolute_code, config.run.callbacks)),
+    )
+    if run.key:
+        run = replace(run, key=_absolute(run.key))
+    return replace(
+        config, model=model, data=data, schedule=schedule, optimizer=optimizer, run=run
+    )
+
+
+def _absolute_code(name: str) -> str:
+    """The name of the user's own code; a file keeps its place, a module is found by Python."""
+    file, colon, inner = name.rpartition(":")
+    if not names_own_code(name) or not file.endswith(".py"):
+        return name
+    return f"{_absolute(file)}{colon}{inner}"
 
 
 def _absolute(name: str) -> str:
@@ -281,15 +438,36 @@ def dump_config(
         section = getattr(config, name)
         lines += ["", f"[{name}]"]
         for item in fields(section):
-            value = _value_text(getattr(section, item.name))
+            held = getattr(section, item.name)
+            is_table = (name, item.name) in TABLES
+            value = _table_text(held) if is_table else _value_text(held)
             assignment = f"{item.name} = {value}"
             lines.append(f"{assignment:<32} # {item.metadata['about']}")
     return "\n".join(lines) + "\n"
 
 
-def _value_text(value: Setting) -> str:
+def _table_text(values: Iterable[tuple[str, object]]) -> str:
+    items = [f"{_key_text(key)} = {_value_text(value)}" for key, value in values]
+    return f"{{{', '.join(items)}}}"
+
+
+def _key_text(key: str) -> str:
+    return key if key.isidentifier() and key.isascii() else _value_text(key)
+
+
+def _value_text(value: object) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
+    if isinstance(value, ParameterGroup):
+        given = [(item.name, getattr(value, item.name)) for item in fields(value)]
+        # A group has what was written; zeros count as written, too.
+        return _table_text(
+            (key, one) for key, one in given if one is not None and one is not False
+        )
+    if isinstance(value, MixtureSource):
+        return _table_text(
+            (item.name, getattr(value, item.name)) for item in fields(value)
+        )
     if isinstance(value, tuple):
         items = ", ".join(map(_value_text, value))
         return f"[{items}]"

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.measure.probe import Probe
-from penstock.runtime.backward import DeferredWork, Ledger
+from penstock.runtime.backward import DeferredWork
 from penstock.runtime.chunked_loss import tensors_held
 
 TIMED_UPDATES = 5  # steps of the optimizer
@@ -22,12 +22,12 @@ CACHE_SCRUB_BYTES = 64 << 20  # written to empty the caches
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """The bytes of a module on a whole sequence, and the seconds of its AdamW step."""
+    """The bytes of a module on a whole sequence, and the seconds of its optimizer's step."""
 
     held: float  # from F to the end of the backward
     kept: float  # from I to the end of W
     message: float  # the module's output
-    weights: float  # with their gradients and AdamW's state
+    weights: float  # with gradients and optimizer state of those that train
     update: float  # seconds
 
 
@@ -43,15 +43,17 @@ def footprint(probe: Probe, same_weights: Footprint | None = None) -> Footprint:
         return x
 
     piece = probe.open(probe.subject.tokens, 0)
-    ledger = Ledger()
+    ledger = probe.ledger(splits=True)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
         probe.forward(piece, ledger)
     weights = _storages(probe.subject.module.parameters())
+    if probe.casts is not None:
+        weights |= _storages(probe.casts.copies.values())
     saved += tensors_held(probe.outputs[piece])
     held = _activation_bytes(saved, weights)
     message = probe.outputs[piece].nbytes
     saved.clear()
-    ledger.open = True
+    ledger.begin_backward()
     probe.backward(piece, probe.gradient(piece))
     deferred: list[Tensor] = []
     for work in ledger.due:
@@ -91,23 +93,31 @@ def _activation_bytes(tensors: Iterable[Tensor], weights: dict[int, int]) -> flo
 
 
 def _measure_update(probe: Probe) -> tuple[float, float]:
-    """The bytes of weights, gradients and AdamW's state, and the seconds of an AdamW step.
+    """The bytes of weights, gradients and optimizer state, and the seconds of an update.
 
-    The seconds are a median without the first step, which creates the state. The caches are
-    emptied before each step, because in training a whole step lies between two updates.
+    The next step casts the weights again, which counts as part of the update. The seconds are a
+    median without the first step, which creates the state. The caches are emptied before each
+    step, because in training a whole step lies between two updates.
     """
     module: nn.Module = probe.subject.module
-    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-9)
+    optimizers = probe.subject.optimizers(module)
+
+    def update() -> None:
+        for optimizer in optimizers:
+            optimizer.step()
+        if probe.casts is not None:
+            probe.casts.refresh()
+
     seconds = []
     for _ in range(1 + TIMED_UPDATES):
         torch.zeros(CACHE_SCRUB_BYTES, dtype=torch.uint8, device=probe.device)
-        seconds.append(probe.clock(optimizer.step) * probe.load)
-    tensors: list[Tensor] = []
-    for parameter in module.parameters():
-        tensors.append(parameter)
-        if parameter.grad is not None:
-            tensors.append(parameter.grad)
-    for state in optimizer.state.values():
-        tensors += [value for value in state.values() if isinstance(value, Tensor)]
+        seconds.append(probe.clock(update) * probe.load)
+    tensors: list[Tensor] = list(module.parameters())
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            gradients = [parameter.grad for parameter in group["params"]]
+            tensors += [grad for grad in gradients if grad is not None]
+        for state in optimizer.state.values():
+            tensors += [value for value in state.values() if isinstance(value, Tensor)]
     total = sum(_storages(tensors).values())
     return float(total), statistics.median(seconds[1:])

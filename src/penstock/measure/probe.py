@@ -16,17 +16,18 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from penstock.carry import Carry, Slice
 from penstock.runtime.backward import Ledger, make_deferrable, record_in
+from penstock.runtime.cast_weights import cast_weights
 from penstock.runtime.chunked_loss import ChunkedLoss
 from penstock.runtime.executor import Loss
 from penstock.runtime.tape import Tape
-from penstock.runtime.torch_internals import sleep_on_gpu, walk_back
+from penstock.runtime.torch_internals import original_module, sleep_on_gpu, walk_back
 
 GPU_CYCLES_PER_SECOND = 2e9  # at most
 # The first launch of a kernel loads it, which takes far longer than any sleep should.
@@ -37,6 +38,13 @@ CLOCK_TRIALS = 5
 CLOCK_TRIAL_SECONDS = 2e-5
 LAUNCH_MARGIN = 1.5
 TimedAction = Callable[[], None]
+MakeOptimizers = Callable[[nn.Module], Sequence[torch.optim.Optimizer]]
+MEASURED_RATE = 1e-9  # learning rate of measured updates, which must not change weights
+
+
+def plain_adamw(module: nn.Module) -> list[torch.optim.Optimizer]:
+    """Return an AdamW over all parameters of a module."""
+    return [torch.optim.AdamW(module.parameters(), lr=MEASURED_RATE)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +60,8 @@ class Subject:
     autocast: torch.dtype | None = None
     # For packed documents, the first token of each token's document.
     starts: Tensor | None = None
+    # Makes the optimizers that update the module, over the parameters that train.
+    optimizers: MakeOptimizers = plain_adamw
 
     @property
     def tokens(self) -> int:
@@ -87,9 +97,14 @@ class Probe:
         self.processor_seconds = 0.0
         self.elapsed_seconds = 0.0
         make_deferrable(subject.module)
+        self.casts = cast_weights([subject.module], subject.autocast)
+        if self.casts is not None:
+            self.casts.refresh()
         # The gradients exist already, as they do from the second slice of a step on.
         for parameter in subject.module.parameters():
             parameter.grad = torch.zeros_like(parameter)
+        module: Any = original_module(subject.module)
+        self.unsliceable = bool(getattr(module, "unsliceable", ""))
         if subject.prefixes:
             self.fill()
 
@@ -176,15 +191,20 @@ class Probe:
     def actions(self, tokens: int, prefix: int) -> Iterator[tuple[str, TimedAction]]:
         """The actions of a pass; each must have run before the next one is taken."""
         piece = self.open(tokens, prefix)
-        yield "F", partial(self.forward, piece)
+        whole = None if self.casts is None else self.ledger(splits=False)
+        yield "F", partial(self.forward, piece, whole)
         yield "B", partial(self.backward, piece, self.gradient(piece))
         piece = self.open(tokens, prefix)
-        ledger = Ledger()
+        ledger = self.ledger(splits=True)
         yield "again", partial(self.forward, piece, ledger)
-        ledger.open = True
+        ledger.begin_backward()
         yield "I", partial(self.backward, piece, self.gradient(piece))
         if ledger.due:
             yield "W", ledger.settle
+
+    def ledger(self, splits: bool) -> Ledger:
+        """A ledger for one forward."""
+        return Ledger(splits=splits, copies=self.casts)
 
     def forward(self, piece: Slice, ledger: Ledger | None = None) -> None:
         """Run the forward of a slice."""
@@ -199,10 +219,15 @@ class Probe:
     def run(self, x: Tensor, piece: Slice) -> Tensor:
         """Call the module, and its loss if it has one.
 
-        A whole sequence of one document gets no piece, as in a schedule without slices.
+        A whole sequence of one document gets no piece, as in a schedule without slices. A module that
+        cannot be sliced takes the slice for a shorter sequence.
         """
         subject = self.subject
-        whole = piece.end - piece.begin == subject.tokens and subject.starts is None
+        length = piece.end - piece.begin
+        if self.unsliceable and subject.starts is not None:
+            piece = Carry(length, subject.starts[:, :length]).open(0, length)
+        whole = length == subject.tokens or self.unsliceable
+        whole = whole and subject.starts is None
         labels = None
         if subject.loss is not None and subject.labels is not None:
             labels = subject.labels[:, piece.begin : piece.end]

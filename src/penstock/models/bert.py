@@ -15,7 +15,9 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
+from penstock.carry import Slice
 from penstock.errors import ShapeError
+from penstock.models.attention import token_positions
 from penstock.models.hf import inverse_names, rename
 from penstock.models.split import Stack, draw_weights, require_multiple, require_sizes
 
@@ -67,22 +69,30 @@ class BertEmbedding(nn.Module):
         self.types = nn.Embedding(config.types, config.width)
         self.norm = nn.LayerNorm(config.width, eps=config.eps)
 
-    def forward(self, tokens: Tensor, types: Tensor | None = None) -> Tensor:
-        """Turn token ids into a hidden state; without `types`, all segments are of type 0."""
+    def forward(
+        self,
+        tokens: Tensor,
+        piece: Slice | None = None,
+        types: Tensor | None = None,
+    ) -> Tensor:
+        """Turn token ids into a hidden state; without `types`, all segments are of type 0.
+
+        If a `piece` is given, rows may be packed with documents, and positions begin anew in each.
+        """
         if tokens.shape[1] > self.positions.num_embeddings:
             raise ShapeError(
                 f"{tokens.shape[1]} tokens, but only {self.positions.num_embeddings} positions"
             )
         if types is None:
             types = torch.zeros_like(tokens)
-        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        positions = token_positions(tokens, piece)
         total = self.tokens(tokens) + self.types(types) + self.positions(positions)
         x: Tensor = self.norm(total)
         return x
 
 
 class BertAttention(nn.Module):
-    """Attention in which every token sees all tokens that are not padding."""
+    """Attention in which every token sees all tokens, or those that a mask lets it see."""
 
     def __init__(self, config: BertConfig) -> None:
         super().__init__()
@@ -92,13 +102,12 @@ class BertAttention(nn.Module):
         self.value = nn.Linear(config.width, config.width)
         self.output = nn.Linear(config.width, config.width)
 
-    def forward(self, x: Tensor, real: Tensor | None) -> Tensor:
-        """Mix the tokens; `real`, (batch, tokens), is False for padding."""
+    def forward(self, x: Tensor, seen: Tensor | None) -> Tensor:
+        """Mix the tokens; `seen` is False where a query does not see a key."""
         q = self.heads(self.query(x))
         k = self.heads(self.key(x))
         v = self.heads(self.value(x))
-        mask = None if real is None else real[:, None, None, :]
-        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=seen)
         y: Tensor = self.output(mixed.transpose(1, 2).flatten(2))
         return y
 
@@ -131,9 +140,17 @@ class BertLayer(nn.Module):
         self.mlp = BertMLP(config)
         self.mlp_norm = nn.LayerNorm(config.width, eps=config.eps)
 
-    def forward(self, x: Tensor, real: Tensor | None = None) -> Tensor:
-        """Return the next hidden state."""
-        x = self.attention_norm(x + self.attention(x, real))
+    def forward(
+        self, x: Tensor, piece: Slice | None = None, real: Tensor | None = None
+    ) -> Tensor:
+        """Return the next hidden state.
+
+        Tokens see those that are `real`, and only their own document if a `piece` has several.
+        """
+        seen = None if real is None else real[:, None, None, :]
+        if piece is not None:
+            seen = same_document(piece, x.device)
+        x = self.attention_norm(x + self.attention(x, seen))
         y: Tensor = self.mlp_norm(x + self.mlp(x))
         return y
 
@@ -156,8 +173,8 @@ class BertHead(nn.Module):
 class Bert(Stack):
     """A Bert with random weights, drawn from torch's generator.
 
-    Only the whole model takes types and a padding mask: parts pass nothing but the
-    hidden state.
+    Its parts take packed documents, and padding as a document of its own. Only the whole
+    model takes a padding mask and types.
     """
 
     def __init__(self, config: BertConfig) -> None:
@@ -177,11 +194,25 @@ class Bert(Stack):
 
         `types` are the types of the segments; `real` is False for padding.
         """
-        x = self.embed(tokens, types)
+        x = self.embed(tokens, types=types)
         for layer in self.layers:
-            x = layer(x, real)
+            x = layer(x, real=real)
         logits: Tensor = self.head(x)
         return logits
+
+
+def same_document(piece: Slice, device: torch.device) -> Tensor | None:
+    """Which tokens are in the same document, (rows, 1, tokens, tokens); None if a row is one document.
+
+    All layers of a part use one mask, which the piece keeps.
+    """
+    starts = piece.carry.starts
+    if starts is None:
+        return None
+    if piece.added is None:
+        starts = starts.to(device)
+        piece.added = (starts[:, :, None] == starts[:, None, :])[:, None]
+    return piece.added
 
 
 # ---------------------------------------------------------------- Hugging Face's names

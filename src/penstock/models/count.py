@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from penstock.models.bert import BertConfig
 from penstock.models.decoder import DecoderConfig, count_decoder
 from penstock.models.gpt import GPTConfig
 from penstock.models.llama import LlamaConfig
@@ -22,7 +23,9 @@ class ParameterCounts:
     total: int
 
 
-def parameters_of(sizes: LlamaConfig | GPTConfig | DecoderConfig) -> ParameterCounts:
+def parameters_of(
+    sizes: LlamaConfig | GPTConfig | BertConfig | DecoderConfig,
+) -> ParameterCounts:
     """Count the parameters of the embedding, one layer, the head and the whole model."""
     if isinstance(sizes, DecoderConfig):
         counts = count_decoder(sizes)
@@ -32,6 +35,11 @@ def parameters_of(sizes: LlamaConfig | GPTConfig | DecoderConfig) -> ParameterCo
         embed = matrix + sizes.positions * sizes.width
         layer = _gpt_layer(sizes)
         head = matrix + 2 * sizes.width  # and a norm with a bias
+    elif isinstance(sizes, BertConfig):
+        rows = sizes.positions + sizes.types + 2  # and a norm with a bias
+        embed = matrix + rows * sizes.width
+        layer = _gpt_layer(sizes)
+        head = matrix + sizes.vocab + sizes.width**2 + 3 * sizes.width
     else:
         embed = matrix
         layer = _llama_layer(sizes)
@@ -42,7 +50,7 @@ def parameters_of(sizes: LlamaConfig | GPTConfig | DecoderConfig) -> ParameterCo
     return ParameterCounts(embed, layer, head, total)
 
 
-def _gpt_layer(sizes: GPTConfig) -> int:
+def _gpt_layer(sizes: GPTConfig | BertConfig) -> int:
     """Count query, key, value, output and the MLP, all with biases, and two norms."""
     attention = 4 * sizes.width**2 + 4 * sizes.width
     mlp = 2 * sizes.width * sizes.inner + sizes.inner + sizes.width

@@ -10,11 +10,12 @@ al. 2022), and others report it so.
 
 from __future__ import annotations
 
+from penstock.models.bert import BertConfig
 from penstock.models.decoder import DecoderConfig, count_decoder
 from penstock.models.gpt import GPTConfig
 from penstock.models.llama import LlamaConfig
 
-Sizes = LlamaConfig | GPTConfig | DecoderConfig
+Sizes = LlamaConfig | GPTConfig | BertConfig | DecoderConfig
 
 # Dense bf16 operations per second, from the vendors' data sheets, by a part of the name
 # that torch gives the device. The first match counts.
@@ -85,9 +86,10 @@ def _matrix_weights(sizes: Sizes) -> int:
     if isinstance(sizes, DecoderConfig):
         return count_decoder(sizes).matrices
     head = sizes.vocab * sizes.width
-    if isinstance(sizes, GPTConfig):
+    if isinstance(sizes, GPTConfig | BertConfig):
         layer = 4 * sizes.width**2 + 2 * sizes.width * sizes.inner
-        return sizes.layers * layer + head
+        dense = sizes.width**2 if isinstance(sizes, BertConfig) else 0
+        return sizes.layers * layer + dense + head
     keys = sizes.kv_heads * sizes.head_width
     attention = 2 * sizes.width**2 + 2 * sizes.width * keys
     layer = attention + 3 * sizes.width * sizes.inner

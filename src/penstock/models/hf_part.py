@@ -324,9 +324,8 @@ class AnglesOfSlice:
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self.piece: Slice | None = None
-        kind = str(getattr(module, "rope_type", "default"))
-        self.dynamic = "dynamic" in kind
-        self.whole = self.dynamic or kind == "longrope"
+        self.dynamic = remembers_lengths(module)
+        self.whole = self.dynamic or "longrope" in rope_types(module)
 
     def __getattr__(self, name: str) -> Any:
         """Return an attribute of the module."""
@@ -347,7 +346,8 @@ class AnglesOfSlice:
             if piece is not None and piece.carry.starts is not None:  # packed documents
                 length = int(places.max()) + 1
             _forget_lengths(self.module, length, x.device)
-        cos, sin = self.module(x, _as_rows(places))
+        kwargs.pop("position_ids", None)
+        cos, sin = self.module(x, _as_rows(places), *args[1:], **kwargs)
         if piece is None:
             return cos, sin
         return cos[:, piece.begin : piece.end], sin[:, piece.begin : piece.end]
@@ -365,9 +365,22 @@ def _forget_lengths(rotary: Any, length: int, device: torch.device) -> None:
     rotary.max_seq_len_cached = int(rotary.original_max_seq_len)
 
 
+def rope_types(rotary: Any) -> set[str]:
+    """Return the types of a rotary module; one whose layers are of several kinds may have several."""
+    kinds = getattr(rotary, "rope_type", "default")
+    return {*kinds.values()} if isinstance(kinds, dict) else {str(kinds)}
+
+
 def remembers_lengths(rotary: Any) -> bool:
     """Return whether a rotary module depends on the longest sequence so far."""
-    return "dynamic" in str(getattr(rotary, "rope_type", "default"))
+    dynamic = any("dynamic" in kind for kind in rope_types(rotary))
+    if dynamic and isinstance(rotary.rope_type, dict):
+        raise PenstockError(
+            f"cannot split a model with a {type(rotary).__name__} of rope_type 'dynamic': each kind of layer keeps "
+            "the frequencies of the longest sequence so far\n"
+            "  choose another rope_type, such as 'yarn'"
+        )
+    return dynamic
 
 
 def refuse_lengths(rotary: Any, lengths: Iterable[int]) -> None:

@@ -194,6 +194,11 @@ class Part(nn.Module):
         return (*embed, *self.anatomy.layers[self.begin : self.end], *head)
 
     @property
+    def hidden_width(self) -> int:
+        """The number of features of the hidden state that it returns, of shape (rows, tokens, features)."""
+        return self.anatomy.width
+
+    @property
     def pieces_to_compile(self) -> list[nn.Module]:
         """The modules that torch.compile compiles one by one.
 
@@ -281,7 +286,8 @@ class Part(nn.Module):
 
     def _refuse_slice(self, piece: Slice) -> None:
         """Refuse a slice if the part cannot run slice by slice."""
-        if not piece.partial and not self.anatomy.unsliceable:
+        own_model = self.anatomy.pieces is None
+        if not piece.partial and (own_model or not self.anatomy.unsliceable):
             return
         reason = self.unsliceable
         if reason:

@@ -32,6 +32,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from penstock.errors import ShapeError
+from penstock.models.bert import BertConfig
 from penstock.models.decoder import DecoderConfig
 from penstock.models.gpt import GPTConfig
 from penstock.models.llama import LlamaConfig
@@ -146,13 +147,18 @@ def largest_share(piece: nn.Module, path: str, tensor: int) -> int:
     return count
 
 
-def check_shares(sizes: LlamaConfig | GPTConfig | DecoderConfig, tensor: int) -> None:
+def check_shares(
+    sizes: LlamaConfig | GPTConfig | BertConfig | DecoderConfig, tensor: int
+) -> None:
     """Refuse a number of shares that would divide a head or leave a process without words."""
-    if isinstance(sizes, DecoderConfig):
+    if isinstance(sizes, DecoderConfig | BertConfig):
         if tensor > 1:
+            name = "Bert"
+            if isinstance(sizes, DecoderConfig):
+                name = f"{sizes.architecture} of transformers"
             raise ShapeError(
                 f"mesh.tensor = {tensor}: only our own Llama and GPT can be divided in this way, "
-                f"not a {sizes.architecture} of transformers; use schedule.ranks or mesh.shard"
+                f"not a {name}; use schedule.ranks or mesh.shard"
             )
         return
     counts = {"heads": sizes.heads, "inner": sizes.inner}

@@ -280,7 +280,7 @@ def workload_of(
         config.data.batch,
         devices,
         model.heads,
-        model.heads if model.family == "gpt" else model.kv_heads,
+        model.heads if model.family in ("gpt", "bert") else model.kv_heads,
         model.inner,
         memory,
         processors,

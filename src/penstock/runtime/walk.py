@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from time import perf_counter
 
 import torch
 from torch import Tensor
 
+from penstock.runtime.added_losses import adding_to
 from penstock.runtime.backward import record_in
 from penstock.runtime.comm.comm import Comm
 from penstock.runtime.lane import Do, Lane, LaneStep
@@ -56,13 +58,14 @@ class Walk:
         self.start: list[Moment] = []
         self.end: list[Moment] = []
         self.forwards_kept: list[int] = []  # while each action runs
+        self.work_seconds = 0.0  # of all actions, by the clock of the host
 
     def run(self, comm: Comm, recorder: Recorder) -> Result:
         """Walk the lane without pauses for the garbage collector, then sum the loss over the ranks."""
         collects = gc.isenabled()
         gc.disable()
         try:
-            with torch.set_grad_enabled(self.training):
+            with torch.set_grad_enabled(self.training), adding_to(self.values.added):
                 self.walk()
         finally:
             record_in(None)
@@ -104,11 +107,13 @@ class Walk:
                 lane.position = number
                 value = held.get(step.source)
                 if value is not None and not isinstance(value, Tensor):
-                    held[step.source] = messages.arrived(value, played)
+                    held[step.source] = messages.arrived(step.source, value, played)
+                began = perf_counter()
                 if self.clock is not None:
                     self.run_timed(self.clock, step, act[step.do])
                 else:
                     act[step.do](step)
+                self.work_seconds += perf_counter() - began
                 if tell_gradients:
                     gradients.after(step.value)
             for message in turn.messages:

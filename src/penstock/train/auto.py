@@ -8,7 +8,7 @@ workload ──► measure ──► profiles for several numbers of rows ──
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from penstock.config import Config
 from penstock.cost import RowProfiles
@@ -123,6 +123,8 @@ def plan_workload(
     if limits is None:
         config = workload.config
         limits = Limits(skip=0.0 if config is None else config.schedule.skip)
+        if config is not None and not config.sliceable:
+            limits = replace(limits, slices=1)
     pricing = ProfilePricing(workload, profiles.at, limits)
     landscape = search(workload, pricing, limits, watch, write_size)
     plan = chosen_plan(landscape, (("profile", "measured"),))

@@ -24,7 +24,14 @@ from penstock.models import even_partition
 from penstock.models.count import parameters_of
 from penstock.runtime.process.memory import available_memory
 from penstock.train.compiling import chunk_of
+from penstock.train.crew.choice import is_elastic
+from penstock.train.crew.succession import first_mirrors
 from penstock.train.mesh import NUMBERS_PER_PARAMETER, held_in_layer
+from penstock.train.optimizer import (
+    ADAMW_NUMBERS,
+    ParameterNumbers,
+    parameter_numbers,
+)
 from penstock.train.placement import Placement, uses_gpus
 from penstock.train.step_paths import step_paths
 from penstock.train.weights import Sizes, config_of
@@ -54,6 +61,9 @@ class Load:
     recomputed: tuple[int, ...] = ()  # parts that are recomputed, if not all are
     loss_chunk: int = 0  # tokens whose logits exist at a time, if all would be large
     half_messages: bool = False  # messages have two bytes a number (run.messages)
+    numbers: ParameterNumbers = ADAMW_NUMBERS
+    # Parts of which a rank has a mirror (run.mirror), and that rank.
+    mirrors: tuple[tuple[int, int], ...] = ()
 
     @property
     def chunk(self) -> int:
@@ -103,6 +113,7 @@ def load_of(config: Config, plan: Plan, sizes: Sizes) -> Load:
         plan.recompute,
         chunk_of(config),
         config.run.messages == "bfloat16",
+        parameter_numbers(config.optimizer, sizes, config.lora),
     )
 
 
@@ -132,10 +143,22 @@ def why_too_large(
     places = places_of(placement, config.mesh.size)
     for schedule in step_paths(plan, config.paths).schedules:
         alone = replace(plan, schedule=schedule, rotation=(), full=None)
-        refusal = too_large(load_of(config, alone, sizes), places, config)
+        load = replace(
+            load_of(config, alone, sizes), mirrors=mirrors_of(config, alone, placement)
+        )
+        refusal = too_large(load, places, config)
         if refusal:
             return refusal
     return ""
+
+
+def mirrors_of(
+    config: Config, plan: Plan, placement: Placement
+) -> tuple[tuple[int, int], ...]:
+    """Return the parts of which a run keeps mirrors, and the rank of each mirror."""
+    if config.run.mirror == "false" or not is_elastic(config, plan, placement):
+        return ()
+    return tuple((part, rank) for part, _, rank in first_mirrors(plan.schedule))
 
 
 def check_timing(config: Config, sizes: Sizes, placement: Placement) -> None:
@@ -165,6 +188,8 @@ def needs_of(load: Load) -> list[Need]:
     use = device_memory(schedule, cost, load.recorded)
     moments = use.total - use.weights - use.activations
     columns = (use.weights.tolist(), use.activations.tolist(), moments.tolist())
+    for part, rank in load.mirrors:
+        columns[0][rank] += parts[part].weights
     rows = zip(*columns, strict=True)
     return [Need(rank, *row) for rank, row in enumerate(rows)]
 
@@ -187,16 +212,23 @@ def _cost_of_part(load: Load, number: int) -> PartCost:
         held += load.rows * _bytes_of_logits(load)
     else:
         held += message
-    layer_numbers = layers * counts.layer * _numbers_held(load.mesh, 2)
-    end_numbers = end_parameters * _numbers_held(load.mesh, 3)
+    numbers = load.numbers
+    layer_numbers = layers * counts.layer * _numbers_held(load.mesh, numbers.layers, 2)
+    end_numbers = end_parameters * _numbers_held(load.mesh, numbers.ends, 3)
     weights = FLOAT32_BYTES * (layer_numbers + end_numbers)
+    if load.half and load.mesh.size == 1:
+        # Copies of all matrices in half precision (`penstock.runtime.cast_weights`).
+        head = counts.head if number == last else 0
+        weights += FLOAT32_BYTES / 2 * (layers * counts.layer + head)
     tied = _tied_bytes(load)
     if number == 0 == last:
         weights -= tied
-    gradients = FLOAT32_BYTES * float(layers * counts.layer + end_parameters)
-    gradients /= load.mesh.size
+    trained = layers * counts.layer * numbers.layers_trained
+    trained += end_parameters * numbers.ends_trained
+    gradients = FLOAT32_BYTES * float(trained) / load.mesh.size
+    tied_gradients = tied / numbers.ends * numbers.ends_trained
     if number in (0, last):
-        gradients -= tied / NUMBERS_PER_PARAMETER
+        gradients -= tied_gradients
     no_time = Seconds()
     moments = part_moments(
         asdict(config_of(load.sizes)),
@@ -219,7 +251,7 @@ def _cost_of_part(load: Load, number: int) -> PartCost:
         tied=tied,
         recompute=load.recompute or number in load.recomputed,
         gradients=gradients,
-        tied_gradients=tied / NUMBERS_PER_PARAMETER,
+        tied_gradients=tied_gradients,
         **moments._asdict(),
     )
 
@@ -249,7 +281,11 @@ def _tied_bytes(load: Load) -> float:
     """
     if not load.sizes.tied or load.mesh.shard > 1:
         return 0.0
-    numbers = load.sizes.vocab * load.sizes.width * _numbers_held(load.mesh, 3)
+    numbers = (
+        load.sizes.vocab
+        * load.sizes.width
+        * _numbers_held(load.mesh, load.numbers.ends, 3)
+    )
     return FLOAT32_BYTES * numbers
 
 
@@ -260,15 +296,15 @@ def _bytes_held_by_layer(load: Load) -> float:
     return load.rows * (whole * FLOAT32_BYTES + cut * cut_bytes / load.mesh.tensor)
 
 
-def _numbers_held(mesh: MeshConfig, gathered: int) -> float:
-    """Numbers that a process holds for each parameter of its rank.
+def _numbers_held(mesh: MeshConfig, own: float, gathered: int) -> float:
+    """Numbers that a process holds for each parameter of its rank, if one process would hold `own`.
 
     `gathered` counts the full copies during a pass. Of a sharded parameter a process holds one
     of `shard` shares, and during a pass the gathered weight and its gradient. While the
     gradients of an embedding or a head are summed, one more copy of them exists.
     """
     copies = gathered if mesh.shard > 1 else 0
-    return (NUMBERS_PER_PARAMETER / mesh.shard + copies) / mesh.tensor
+    return (own / mesh.shard + copies) / mesh.tensor
 
 
 # ---------------------------------------------------------------- what this machine has

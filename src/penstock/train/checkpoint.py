@@ -15,7 +15,8 @@ Torch's DCP writes and reads the files in its safetensors storage, each rank for
 (`no_dist`). So no plan goes over the network, and no pickle is written or read (DCP's own
 default, `.metadata`, is a pickle). The schedule says which rank saves a replica. If several
 processes share a tensor (`penstock.train.mesh`), each writes its own share with its place in
-the whole, and any other split reads what it needs. All ranks must see the folder.
+the whole, and any other split reads what it needs. A rank that does not see the folder sends
+its files to the launcher, and gets checkpoints from there (`Depot`).
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ import shutil
 import threading
 import warnings
 import zlib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -55,11 +56,24 @@ CHECKPOINT_VERSION = 1
 _log = logging.getLogger(__name__)
 
 
+class Depot(Protocol):
+    """Where the checkpoints of a run are kept, for a rank that does not see their folder."""
+
+    def put(self, path: Path) -> None:
+        """Bring this rank's files of an unfinished checkpoint there; raise OSError if it fails."""
+        ...
+
+    def fetch(self, folder: Path) -> None:
+        """Copy all checkpoints from there into a folder."""
+        ...
+
+
 # ---------------------------------------------------------------- saving
 class Saver:
     """Saves one rank's share of checkpoints in the background.
 
-    `begin` copies the tensors and returns. Call `commit` once all ranks are done.
+    `begin` copies the tensors and returns. Call `commit` once all ranks are done. The rank
+    that `leads` then gives the checkpoint its name. With a `depot`, this rank's files go there.
     """
 
     def __init__(
@@ -69,7 +83,11 @@ class Saver:
         ranks: int,
         keep: int,
         names: Collection[str] = (),
+        leads: bool | None = None,
+        depot: Depot | None = None,
     ) -> None:
+        self.leads = rank == 0 if leads is None else leads
+        self.depot = depot
         self.folder = folder
         self.rank = rank
         self.ranks = ranks
@@ -79,6 +97,8 @@ class Saver:
         self.facts: CheckpointFacts = {}
         self.thread: threading.Thread | None = None
         self.failure: str = ""
+        # Called on the rank that leads, with the step and folder of every complete checkpoint.
+        self.announce: Callable[[int, Path], None] = lambda step, folder: None
 
     def begin(
         self, step: int, tensors: Mapping[str, Tensor], facts: CheckpointFacts
@@ -104,7 +124,8 @@ class Saver:
     @property
     def path(self) -> Path:
         """The folder of the step that is being saved, until it is complete."""
-        return self.folder / f"{STEP_PREFIX}{self.step:08d}{SAVING}"
+        assert self.step is not None
+        return self.folder / f"{step_name(self.step)}{SAVING}"
 
     def _write(
         self,
@@ -120,6 +141,9 @@ class Saver:
             pattern = f"*-{self.rank + 1:05d}-of-{self.ranks:05d}.safetensors"
             files = {file.name: _fingerprint(file) for file in path.glob(pattern)}
             _write_synced(path / f"rank-{self.rank:05d}.json", json.dumps(files))
+            if self.depot is not None:
+                self.depot.put(path)
+                shutil.rmtree(path)
         except OSError as error:
             self.failure = f"cannot write {path}: {error.strerror or error}"
         except BaseException as error:
@@ -148,12 +172,12 @@ class Saver:
     def commit(self) -> Path:
         """Give the checkpoint its final name and delete old ones, once all ranks are done.
 
-        Rank 0 does it; the others only note it.
+        One rank does it; the others only note it.
         """
         assert self.step is not None
         path = self.path
-        final = self.folder / f"{STEP_PREFIX}{self.step:08d}"
-        if self.rank == 0:
+        final = self.folder / step_name(self.step)
+        if self.leads:
             try:
                 _publish(path, final, self.facts | {"step": self.step})
                 prune(self.folder, self.keep, self.names, self.step)
@@ -161,7 +185,10 @@ class Saver:
                 raise RunError(
                     f"cannot finish the checkpoint {final}: {error.strerror or error}"
                 ) from None
+        saved = self.step
         self.step = self.thread = None
+        if self.leads:
+            self.announce(saved, final)
         return final
 
     def abandon(self) -> None:
@@ -302,6 +329,11 @@ def sweep(folder: Path, step: int | None = None) -> None:
 
 
 # ---------------------------------------------------------------- finding
+def step_name(step: int) -> str:
+    """Return the name of the folder of a step's checkpoint."""
+    return f"{STEP_PREFIX}{step:08d}"
+
+
 def newest(folder: Path) -> list[Path]:
     """Return all checkpoints, the newest first, damaged ones included."""
     checkpoints = {}
@@ -310,6 +342,14 @@ def newest(folder: Path) -> list[Path]:
         if number.isdigit() and path.is_dir():
             checkpoints[path] = int(number)
     return sorted(checkpoints, key=lambda path: checkpoints[path], reverse=True)
+
+
+def good_step(folder: Path) -> int:
+    """Return the step of the newest checkpoint if it has no damage, else -1."""
+    for path in newest(folder)[:1]:
+        if not list(checkpoint_faults(path)):
+            return int(path.name.removeprefix(STEP_PREFIX))
+    return -1
 
 
 def newest_good(

@@ -13,7 +13,13 @@ from pathlib import Path
 from rich.console import Console
 
 from penstock.formats.config_toml import read_config
-from penstock.train.crew.member import Member, set_environment, work_in_crew
+from penstock.train.crew.member import (
+    Member,
+    local_store,
+    set_environment,
+    work_in_crew,
+)
+from penstock.train.crew.site import own_site
 from penstock.train.loop import WatchRow
 from penstock.train.screen import Screen, log_to
 from penstock.train.worker import CONFIG_FILE, Verdict, work
@@ -41,15 +47,16 @@ def run_member(
     newcomer: bool,
 ) -> Verdict:
     """Train as a worker of a crew; whoever is rank 0 shows how it goes."""
-    set_environment(worker, workers)
+    run = read_config(Path(folder) / CONFIG_FILE).run
+    set_environment(worker, workers, min(run.workers or workers, workers))
     console = Console(stderr=True)
     log_to(console, everything=False)
     with ExitStack() as screens:
 
         def show() -> WatchRow:
             log_to(console, everything=True)
-            run = read_config(Path(folder) / CONFIG_FILE).run
             return screens.enter_context(Screen(run.steps, run.log, console)).put
 
-        member = Member(worker, host, port)
-        return work_in_crew(member, Path(folder), resume, newcomer, show)
+        member = Member(worker, local_store(host, port))
+        site = own_site(Path(folder), worker)
+        return work_in_crew(member, site, resume, newcomer, show)

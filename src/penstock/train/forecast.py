@@ -2,7 +2,7 @@
 
 config, plan ──► embedding, layer, head    timed by as many processes at once as will compute at once
              ──► cost of the parts         ──► simulated on the available processors ──► one pass
-             ──► AdamW, timed too                                                    ──► + the optimizer
+             ──► the optimizer, timed too                                            ──► + the optimizer
 """
 
 from __future__ import annotations
@@ -170,6 +170,8 @@ def profile_run(config: Config, plan: Plan, placement: Placement) -> Profile:
         graphs=is_recording(config, placement.device == "cuda"),
         compiled=is_compiling(config, torch.device(placement.device)),
         loss_chunk=chunk_of(config),
+        optimizer=config.optimizer,
+        lora=config.lora,
     )
     profile = profile_model(request, placement.processors)
     assert profile is not None, (
@@ -230,6 +232,10 @@ def profile_mark(config: Config, plan: Plan) -> str:
         run.loss_chunk,
         run.device,
         run.threads,
+        config.optimizer.name,
+        config.optimizer.options,
+        config.optimizer.groups,
+        config.lora,
         plan.schedule.ranks,
         plan.partition,
         sorted(cuts_of(config, plan)),

@@ -48,7 +48,8 @@ class StepRow:
     `bubble` is known if the step was timed, `evaluation` if one followed, and `mfu` if the
     peak of the device is known: the share of its bf16 peak that the model's own
     operations make up. `layers` is known if the run leaves out parts: how many layers a
-    micro-batch passed through on average.
+    micro-batch passed through on average. What mirrors cost is known if there are any: the
+    bytes that all ranks have sent, and the seconds of a rank on average.
     """
 
     step: int
@@ -63,6 +64,8 @@ class StepRow:
     evaluation: float | None = None
     mfu: float | None = None
     layers: float | None = None
+    mirror_bytes: int | None = None
+    mirror_seconds: float | None = None
 
     @property
     def speed(self) -> float:

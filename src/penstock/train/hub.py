@@ -20,9 +20,23 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from penstock.config import AUTO, BYTE_TOKENIZER, Config, names_a_file
+from penstock.config import (
+    AUTO,
+    BYTE_TOKENIZER,
+    Config,
+    check_config,
+    names_a_file,
+)
 from penstock.errors import ConfigError, FileError, ShapeError
-from penstock.models import DecoderConfig, GPTConfig, LlamaConfig, gpt, llama
+from penstock.models import (
+    BertConfig,
+    DecoderConfig,
+    GPTConfig,
+    LlamaConfig,
+    bert,
+    gpt,
+    llama,
+)
 from penstock.models.decoder import decoder_blueprint, load_whole, read_decoder
 from penstock.train.data.tokenizer import TOKENIZER, ByteTokenizer
 from penstock.train.weights import Sizes
@@ -36,6 +50,16 @@ LLAMA_KEYS = {
     "inner": "intermediate_size",
     "eps": "rms_norm_eps",
 }
+BERT_KEYS = {
+    "vocab": "vocab_size",
+    "width": "hidden_size",
+    "layers": "num_hidden_layers",
+    "heads": "num_attention_heads",
+    "inner": "intermediate_size",
+    "positions": "max_position_embeddings",
+    "types": "type_vocab_size",
+    "eps": "layer_norm_eps",
+}
 GPT2_KEYS = {
     "vocab": "vocab_size",
     "width": "n_embd",
@@ -44,18 +68,22 @@ GPT2_KEYS = {
     "positions": "n_positions",
     "eps": "layer_norm_epsilon",
 }
+FOLDER_CONTENTS = {
+    "model.weights": "config.json and *.safetensors",
+    "model.config": "the config.json of a model",
+}
 
 
 # ---------------------------------------------------------------- sizes
-def read_sizes(folder: Path) -> Sizes:
-    """Read the sizes of the model in a folder; raise if we have no such model."""
+def read_sizes(folder: Path, key: str = "model.weights") -> Sizes:
+    """Read the sizes of the model in a folder that a key of the config names; raise if we have no such model."""
     file = folder / "config.json"
     try:
         content: Any = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         what = f"cannot read {file}: {error.strerror}"
         raise FileError(
-            f"{what}\n  model.weights is a folder with config.json and *.safetensors"
+            f"{what}\n  {key} is a folder with {FOLDER_CONTENTS[key]}"
         ) from None
     except (ValueError, RecursionError) as error:
         raise FileError(f"{file} is not JSON: {error}") from None
@@ -68,6 +96,8 @@ def read_sizes(folder: Path) -> Sizes:
             ours = _llama(content)
         elif family == "gpt2":
             ours = _gpt(content)
+        elif family == "bert":
+            return _bert(content, file)
     except KeyError as error:
         raise FileError(f"{file} does not have {error}") from None
     except (
@@ -118,7 +148,32 @@ def _gpt(content: dict[str, Any]) -> GPTConfig | None:
     )
 
 
-def config_json(sizes: LlamaConfig | GPTConfig) -> dict[str, object]:
+def _bert(content: dict[str, Any], file: Path) -> BertConfig:
+    """The sizes of our Bert, which is the only encoder that we train."""
+    expected = {
+        "hidden_act": "gelu",
+        "position_embedding_type": "absolute",
+        "is_decoder": False,
+        "add_cross_attention": False,
+    }
+    for key, value in expected.items():
+        said = content.get(key, value)
+        if said not in (value, None):
+            raise FileError(
+                f"{file} asks for {key} = {said!r}, which Penstock's Bert does not have; it has {value!r}"
+            )
+    defaults = {"type_vocab_size": 2, "layer_norm_eps": 1e-12}
+    return BertConfig(
+        tied=bool(content.get("tie_word_embeddings", True)),
+        padding=content.get("pad_token_id", 0),
+        **{ours: {**defaults, **content}[theirs] for ours, theirs in BERT_KEYS.items()},
+    )
+
+
+OwnSizes = LlamaConfig | GPTConfig | BertConfig
+
+
+def config_json(sizes: OwnSizes) -> dict[str, object]:
     """Return the config.json of one of our models for transformers."""
     plain: dict[str, object] = {
         "dtype": "float32",
@@ -126,6 +181,19 @@ def config_json(sizes: LlamaConfig | GPTConfig) -> dict[str, object]:
         "bos_token_id": None,
         "eos_token_id": None,
     }
+    if isinstance(sizes, BertConfig):
+        return (
+            plain
+            | {theirs: getattr(sizes, ours) for ours, theirs in BERT_KEYS.items()}
+            | {
+                "architectures": ["BertForMaskedLM"],
+                "model_type": "bert",
+                "hidden_act": "gelu",
+                "pad_token_id": sizes.padding,
+                "attention_probs_dropout_prob": 0.0,
+                "hidden_dropout_prob": 0.0,
+            }
+        )
     if isinstance(sizes, GPTConfig):
         return (
             plain
@@ -158,8 +226,18 @@ def config_json(sizes: LlamaConfig | GPTConfig) -> dict[str, object]:
 
 
 # ---------------------------------------------------------------- tokenizer
+def settle_model(config: Config) -> Config:
+    """Replace what a config leaves to the folder of its model: the tokenizer, and the family of a Bert."""
+    if config.model.folder:
+        sizes = read_sizes(Path(config.model.folder), config.model.folder_key)
+        if isinstance(sizes, BertConfig):
+            model = replace(config.model, family="bert")
+            config = check_config(replace(config, model=model))
+    return settle_tokenizer(config)
+
+
 def settle_tokenizer(config: Config) -> Config:
-    """Replace the tokenizer "auto" by that of model.weights, or by bytes without a folder.
+    """Replace the tokenizer "auto" by that of the model's folder, or by bytes without a folder.
 
     Raises ConfigError if the folder has no tokenizer.json and the size of its vocabulary
     shows that the model was not trained on bytes.
@@ -168,14 +246,16 @@ def settle_tokenizer(config: Config) -> Config:
         return config
     tokenizer = BYTE_TOKENIZER
     if config.model.folder:
-        tokenizer = _tokenizer_of_folder(Path(config.model.folder))
+        tokenizer = _tokenizer_of_folder(
+            Path(config.model.folder), config.model.folder_key
+        )
     return replace(config, data=replace(config.data, tokenizer=tokenizer))
 
 
-def _tokenizer_of_folder(folder: Path) -> str:
+def _tokenizer_of_folder(folder: Path, key: str) -> str:
     if (folder / TOKENIZER).is_file():
         return str(folder / TOKENIZER)
-    vocab = read_sizes(folder).vocab
+    vocab = read_sizes(folder, key).vocab
     if vocab != ByteTokenizer.vocab:
         raise ConfigError(
             f"the model in {folder} has {vocab} words, so it was not trained on bytes, "
@@ -196,14 +276,11 @@ def read_weights(
     where = weight_files(folder)
     for name in names:
         theirs = _their_name(name, sizes)
-        found = next(
-            (
-                one
-                for one in (theirs, theirs.removeprefix("transformer."))
-                if one in where
-            ),
-            None,
+        other_names = (
+            theirs.removeprefix("transformer."),
+            theirs.replace("predictions.bias", "predictions.decoder.bias"),
         )
+        found = next((one for one in (theirs, *other_names) if one in where), None)
         if found is None:
             raise FileError(
                 f"{folder} has no weights {theirs}, which {name} needs\n"
@@ -250,14 +327,34 @@ def weight_files(folder: Path) -> dict[str, Path]:
     return where
 
 
-def _their_name(name: str, sizes: LlamaConfig | GPTConfig) -> str:
+def _their_name(name: str, sizes: OwnSizes) -> str:
     blank = torch.empty(1, 1, device="meta")
+    if isinstance(sizes, BertConfig):
+        return next(iter(bert.bert_to_hf({name: blank}, sizes)))
     if isinstance(sizes, GPTConfig):
         return next(iter(gpt.gpt_to_hf({name: blank}, replace(sizes, tied=False))))
     return next(iter(llama.llama_to_hf({name: blank}, replace(sizes, tied=False))))
 
 
-def _ours(theirs: str, tensor: Tensor, sizes: LlamaConfig | GPTConfig) -> Tensor:
+def their_matrix(path: str, sizes: Sizes) -> str:
+    """Return the path that a matrix of ours has in a Hugging Face model."""
+    if isinstance(sizes, DecoderConfig):
+        return path
+    return _their_name(f"{path}.weight", sizes).removesuffix(".weight")
+
+
+def their_rows(path: str, rows: Tensor, sizes: Sizes) -> Tensor:
+    """Return the rows of a matrix of ours in the order that they have in a Hugging Face model."""
+    if not isinstance(sizes, GPTConfig):
+        return rows
+    whole = replace(sizes, tied=False)
+    theirs = gpt.gpt_to_hf({f"{path}.weight": rows}, whole)
+    return next(iter(theirs.values())).t()  # GPT-2 stores matrices transposed.
+
+
+def _ours(theirs: str, tensor: Tensor, sizes: OwnSizes) -> Tensor:
+    if isinstance(sizes, BertConfig):
+        return tensor
     if isinstance(sizes, GPTConfig):
         return next(
             iter(gpt.gpt_from_hf({theirs: tensor}, replace(sizes, tied=False)).values())
@@ -301,14 +398,15 @@ def write_folder(
 def _write_own_model(
     folder: Path,
     weights: Mapping[str, Tensor],
-    sizes: LlamaConfig | GPTConfig,
+    sizes: OwnSizes,
     dtype: str,
 ) -> None:
-    states = (
-        gpt.gpt_to_hf(weights, sizes)
-        if isinstance(sizes, GPTConfig)
-        else llama.llama_to_hf(weights, sizes)
-    )
+    if isinstance(sizes, BertConfig):
+        states = bert.bert_to_hf(weights, sizes)
+    elif isinstance(sizes, GPTConfig):
+        states = gpt.gpt_to_hf(weights, sizes)
+    else:
+        states = llama.llama_to_hf(weights, sizes)
     save_file(
         {name: tensor.contiguous() for name, tensor in states.items()},
         folder / "model.safetensors",

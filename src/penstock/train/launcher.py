@@ -27,7 +27,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from penstock.config import RunConfig
+from penstock.config import Config
 from penstock.errors import (
     ConfigError,
     FileError,
@@ -45,8 +45,13 @@ from penstock.runtime.process.launch import (
     serve_forks,
     under_launcher,
 )
+from penstock.runtime.torch_internals import Store
+from penstock.runtime.wire.key import keep_key
 from penstock.train.checkpoint import newest
+from penstock.train.crew.depot import RunFiles
+from penstock.train.crew.gate import Gate
 from penstock.train.crew.keeper import Keeper, MemberEntry
+from penstock.train.crew.site import key_of
 from penstock.train.worker import (
     FAILURE_FILE,
     FULL_FILE,
@@ -69,6 +74,9 @@ __all__ = [
 
 SECONDS_TO_SAVE = 60  # Time that workers get to save once they are asked to stop.
 CHECK_SECONDS = 0.1  # Time between two looks at the workers.
+SIGNAL_REPEAT_SECONDS = (
+    10.0  # Time that clean-up gets before an ending signal comes again.
+)
 ERROR_TYPES: dict[str, type[PenstockError]] = {
     kind.__name__: kind for kind in (ConfigError, FileError, ProofError, ShapeError)
 }
@@ -137,19 +145,39 @@ def launch_crew(
     entry: MemberEntry,
     folder: Path,
     plan: Plan,
-    settings: RunConfig,
+    config: Config,
     resume: bool,
+    version: str,
     say: Say = lambda line: None,
     say_event: Say = lambda line: None,
 ) -> Verdict:
     """Run `entry` in a process for each rank of a plan, and go on without those that are lost.
 
-    `say` tells the user that the run stops, `say_event` that workers were lost.
+    `say` tells the user that the run stops, `say_event` that workers were lost or can join.
+    Workers of other machines must run the same `version` of Penstock.
     """
     forget_previous_end(folder)
     _set_environment()
     serve_forks([entry.__module__, "penstock.train.worker"])
-    keeper = Keeper(entry, folder, plan, settings, resume, say_event)
+
+    def open_gate(store: Store) -> Gate:
+        key = key_of(config, folder)
+        keep_key(key)
+        files = RunFiles(folder, config)
+        gate = Gate(config.run.listen, key, store, files, version, say_event)
+        host, _, _ = config.run.listen.rpartition(":")
+        say_event(f"others can join: penstock join {host}:{gate.port} --key {key}")
+        return gate
+
+    keeper = Keeper(
+        entry,
+        folder,
+        plan,
+        config.run,
+        resume,
+        say_event,
+        open_gate if config.run.listen else None,
+    )
     with _stopping(folder / STOP_FILE, say):
         try:
             verdict = keeper.run()
@@ -241,11 +269,19 @@ def _stopping(stop_file: Path, say: Say) -> Iterator[None]:
 def ended_by_signals(say: Say) -> Iterator[None]:
     """Let SIGTERM and SIGHUP raise SystemExit, so that the caller can clean up.
 
-    While `launch` runs, it handles these signals itself.
+    While `launch` runs, it handles these signals itself. Python drops an exception that is raised
+    within a destructor or the callback of a weak reference, so the signal comes again until the
+    context ends.
     """
+    repeats: list[threading.Timer] = []
 
     def end(number: int, frame: FrameType | None) -> None:
-        say(f"by {signal.Signals(number).name}")
+        if not repeats:
+            say(f"by {signal.Signals(number).name}")
+        repeat = threading.Timer(SIGNAL_REPEAT_SECONDS, os.kill, (os.getpid(), number))
+        repeat.daemon = True
+        repeat.start()
+        repeats.append(repeat)
         raise SystemExit(128 + number)
 
     if threading.current_thread() is not threading.main_thread():
@@ -255,6 +291,8 @@ def ended_by_signals(say: Say) -> Iterator[None]:
     try:
         yield
     finally:
+        for repeat in repeats:
+            repeat.cancel()
         for number, handler in before.items():
             signal.signal(number, handler)
 

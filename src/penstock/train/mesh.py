@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from penstock.config import MeshConfig
 from penstock.cost.sizes import held_numbers
 from penstock.errors import ConfigError, RunError
-from penstock.models import GPTConfig, Part
+from penstock.models import BertConfig, GPTConfig, Part
 from penstock.models.tensor import share_layers
 from penstock.runtime import Comm, ProcessComm, shard_layers
 from penstock.train.weights import Sizes
@@ -125,7 +125,7 @@ def held_in_layer(sizes: Sizes) -> tuple[int, int]:
     The first number counts the hidden state, which every process holds whole; the second
     counts heads and features, which tensor parallelism divides.
     """
-    if isinstance(sizes, GPTConfig):
+    if isinstance(sizes, GPTConfig | BertConfig):
         return held_numbers("gpt", sizes.width, sizes.width, sizes.inner)
     keys = sizes.kv_heads * sizes.head_width  # also about right for other decoders
     return held_numbers("llama", sizes.width, keys, sizes.inner)

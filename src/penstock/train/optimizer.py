@@ -1,7 +1,8 @@
-"""AdamW over all ranks: one learning rate, one norm of all gradients, and each parameter counted once.
+"""The optimizer of a process: classes of torch.optim by name, groups of parameters, one norm of all gradients.
 
-    rate     ╱‾‾╲            rises during the warm-up, then falls along half a cosine to its final share
-           ╱      ╲___
+    layers.0.mlp.up.weight   ─┐ first group whose pattern matches ─► rate, decay ─┐
+    layers.0.mlp_norm.weight ─┤ matrix or vector              ─► weight decay     ├─► torch.optim.AdamW, Muon, ...
+    embed.weight             ─┘ frozen                        ─► left out        ─┘
 
     rank 0  ‖g‖² of its parameters ─┐                            Each square comes from the owner of its parameter.
     rank 1  ‖g‖² of its parameters ─┼─► one column ──► norm      They are added in one order, so the result has the
@@ -12,67 +13,409 @@ If several processes share a parameter, each measures and updates its own share.
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from penstock.config import OptimizerConfig
+from penstock.config import LoraConfig, MeshConfig, OptimizerConfig, ParameterGroup
+from penstock.errors import ConfigError, RunError, UnknownNameError, nearest_name
+from penstock.models.split import Part, find_anatomy
 from penstock.runtime import Comm, local_share
 from penstock.runtime.clipping import scale_down
 from penstock.runtime.torch_internals import norms_of_all
-from penstock.train.weights import Holding
+from penstock.train.lora import adapted_blueprint, is_adapter
+from penstock.train.mesh import NUMBERS_PER_PARAMETER
+from penstock.train.optimizer_state import Build, Slot, State, filled, find_slots
+from penstock.train.weights import Holding, Sizes
+
+OptimizerClass: TypeAlias = type[torch.optim.Optimizer]
+MUON = "Muon"
+BESIDE_MUON = "AdamW"  # for embeddings, heads, norms and biases
+FUSED = ("Adam", "AdamW")  # one kernel updates all parameters
+# Their updates of a number depend on other numbers of its matrix, which another process may hold.
+WHOLE_MATRICES = (MUON, "Adafactor")
+REFUSED = {
+    "LBFGS": "it computes the loss several times in a step",
+    "SparseAdam": "it takes only sparse gradients, and models here have none",
+}
+# Keyword arguments that have their own keys in the config, or that the trainer decides.
+OWN_KEYS = {
+    "params": "optimizer.groups",
+    "lr": "optimizer.rate",
+    "weight_decay": "optimizer.decay",
+    "betas": "optimizer.beta1 and optimizer.beta2",
+}
+DECIDED_HERE = ("capturable", "differentiable", "foreach", "fused")
+HIGHEST_RATE = "initial_lr"  # in a group, as torch's own schedulers name it
 
 
-def adamw(
-    parameters: Mapping[str, nn.Parameter], settings: OptimizerConfig
-) -> torch.optim.AdamW:
-    """Return a fused AdamW in which matrices decay and vectors do not."""
+# ---------------------------------------------------------------- classes by name
+def optimizer_class(name: str) -> OptimizerClass:
+    """Return the class of torch.optim with this name."""
+    if name in REFUSED:
+        raise ConfigError(f"optimizer.name = {name} does not work: {REFUSED[name]}")
+    known = known_optimizers()
+    if name not in known:
+        raise UnknownNameError("optimizer.name", name, known)
+    return known[name]
+
+
+def known_optimizers() -> dict[str, OptimizerClass]:
+    """Return the classes of the installed torch that can train a pipeline."""
+    found = {}
+    for name, value in vars(torch.optim).items():
+        is_class = isinstance(value, type) and issubclass(value, torch.optim.Optimizer)
+        if is_class and value is not torch.optim.Optimizer and name not in REFUSED:
+            found[name] = value
+    return found
+
+
+def classes_of(settings: OptimizerConfig) -> tuple[OptimizerClass, ...]:
+    """Return the class of the layers' matrices, then that of everything else if it is another."""
+    first = optimizer_class(settings.name)
+    if settings.name != MUON:
+        return (first,)
+    return first, optimizer_class(BESIDE_MUON)
+
+
+def arguments_of(kind: OptimizerClass, settings: OptimizerConfig) -> dict[str, Any]:
+    """Return the keyword arguments of a class, without the parameters."""
+    accepted = inspect.signature(kind).parameters
+    arguments: dict[str, Any] = {"lr": settings.rate}
+    if "betas" in accepted:
+        arguments |= {"betas": (settings.beta1, settings.beta2), "eps": settings.eps}
+    if kind.__name__ in FUSED:
+        arguments["fused"] = True
+    if kind.__name__ == settings.name:
+        arguments |= dict(settings.options)
+    return arguments
+
+
+def check_optimizer(settings: OptimizerConfig, mesh: MeshConfig) -> None:
+    """Raise ConfigError if torch has no such optimizer, or if it cannot work here."""
+    kind = optimizer_class(settings.name)
+    if settings.name in WHOLE_MATRICES and mesh.size > 1:
+        raise ConfigError(
+            f"optimizer.name = {settings.name} needs whole matrices, but mesh.shard = {mesh.shard} and "
+            f"mesh.tensor = {mesh.tensor} divide them among processes\n"
+            "  use schedule.copies instead of the mesh, or AdamW, Adam or SGD"
+        )
+    accepted = inspect.signature(kind).parameters
+    for key, _ in settings.options:
+        _check_option(key, kind, accepted)
+    with_decay = [group for group in settings.groups if group.decay is not None]
+    if with_decay and "weight_decay" not in accepted:
+        raise ConfigError(
+            f"optimizer.groups gives {with_decay[0].match!r} a decay, but {settings.name} has no weight decay"
+        )
+    if not settings.options:
+        return  # Torch's own defaults need no trial, which would import its compiler.
+    try:
+        for one in classes_of(settings):
+            find_slots(build_with(one, settings), 2, torch.device("cpu"))
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ConfigError(
+            f"torch.optim.{settings.name} refuses optimizer.options: {error}"
+        ) from None
+
+
+def _check_option(key: str, kind: OptimizerClass, accepted: Collection[str]) -> None:
+    name = kind.__name__
+    if key in OWN_KEYS and key in accepted:
+        raise ConfigError(f"optimizer.options has {key!r}; set {OWN_KEYS[key]} instead")
+    if key == "eps" and "betas" in accepted:
+        raise ConfigError("optimizer.options has 'eps'; set optimizer.eps instead")
+    if key in DECIDED_HERE:
+        raise ConfigError(
+            f"optimizer.options has {key!r}, which the trainer decides itself\n  leave it out"
+        )
+    if key not in accepted:
+        options = sorted(set(accepted) - {*OWN_KEYS, *DECIDED_HERE})
+        near = nearest_name(key, options)
+        hint = f"did you mean {near!r}? " if near else ""
+        raise ConfigError(
+            f"torch.optim.{name} has no argument {key!r}\n  {hint}known: {', '.join(options)}"
+        )
+
+
+def build_with(kind: OptimizerClass, settings: OptimizerConfig) -> Build:
+    """Return a function that makes an optimizer of a few parameters."""
+
+    def build(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        return kind(parameters, **arguments_of(kind, settings))
+
+    return build
+
+
+# ---------------------------------------------------------------- groups by pattern
+def group_of(name: str, settings: OptimizerConfig) -> ParameterGroup | None:
+    """Return the first group that matches the name of a parameter; None if there is none."""
+    for group in settings.groups:
+        if fnmatchcase(name, group.match):
+            return group
+    return None
+
+
+def frozen_names(names: Iterable[str], settings: OptimizerConfig) -> frozenset[str]:
+    """Return the parameters that groups freeze."""
+    frozen = set()
+    for name in names:
+        group = group_of(name, settings)
+        if group is not None and group.frozen:
+            frozen.add(name)
+    return frozenset(frozen)
+
+
+def check_groups(names: Collection[str], settings: OptimizerConfig) -> None:
+    """Raise ConfigError if a group matches no parameter of the model, or if all are frozen."""
+    for number, group in enumerate(settings.groups):
+        mine = [name for name in names if fnmatchcase(name, group.match)]
+        if not mine:
+            examples = ", ".join(sorted(names)[:3])
+            raise ConfigError(
+                f"optimizer.groups: no parameter of the model matches {group.match!r}\n"
+                f"  names look like {examples}; * stands for any text"
+            )
+        if all(group_of(name, settings) is not group for name in mine):
+            raise ConfigError(
+                f"optimizer.groups: earlier groups already match all that {group.match!r} matches\n"
+                f"  the first match counts, so put group {number} first"
+            )
+    if len(frozen_names(names, settings)) == len(names):
+        raise ConfigError(
+            "optimizer.groups freezes all parameters, so nothing would be trained\n"
+            "  let some of them train"
+        )
+
+
+# ---------------------------------------------------------------- the optimizer of a process
+class Optimizer:
+    """One or two optimizers of torch.optim over the parameters of a process.
+
+    `parameters` are all that the process holds, and `trained` those that steps update. The
+    others keep what a checkpoint says about them. `matrices` names the weights of layers,
+    which Muon updates.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        settings: OptimizerConfig,
+        trained: Collection[str] | None = None,
+        matrices: Collection[str] = (),
+    ) -> None:
+        self.settings = settings
+        classes = classes_of(settings)
+        self.kind_of: dict[nn.Parameter, int] = {}  # which of the classes updates it
+        self.slots_by_shape: dict[tuple[int, int], tuple[Slot, ...]] = {}
+        updated: list[dict[str, nn.Parameter]] = [{} for _ in classes]
+        for name, parameter in parameters.items():
+            if not parameter.requires_grad:
+                continue
+            is_muons = name in matrices and parameter.dim() == 2
+            number = 0 if len(classes) == 1 or is_muons else 1
+            self.kind_of[parameter] = number
+            if trained is None or name in trained:
+                updated[number][name] = parameter
+        self.kinds = [
+            kind(_groups(kind, mine, settings), **arguments_of(kind, settings))
+            for kind, mine in zip(classes, updated, strict=True)
+        ]
+        self.classes = classes
+
+    def step(self, factor: float) -> None:
+        """Update the weights with this share of the highest rates, and drop the gradients."""
+        for kind in self.kinds:
+            for group in kind.param_groups:
+                group["lr"] = factor * group[HIGHEST_RATE]
+            kind.step()
+            kind.zero_grad(set_to_none=True)
+
+    # ------------------------------------------------------------ state
+    def state_of(self, parameter: nn.Parameter) -> dict[str, Any]:
+        """Return what is remembered of a parameter; empty before its first step."""
+        state: dict[str, Any] = self.kinds[self.kind_of[parameter]].state[parameter]
+        return state
+
+    def slots_of(self, parameter: nn.Parameter) -> tuple[Slot, ...]:
+        """Return which state there is of a parameter; none if it is frozen."""
+        number = self.kind_of.get(parameter)
+        if number is None:
+            return ()
+        place = number, parameter.dim()
+        if place not in self.slots_by_shape:
+            build = build_with(self.classes[number], self.settings)
+            self.slots_by_shape[place] = find_slots(
+                build, parameter.dim(), parameter.device
+            )
+        return self.slots_by_shape[place]
+
+    def filled_state(self, parameter: nn.Parameter) -> list[tuple[Slot, Tensor]]:
+        """Return the state of a parameter, with zeros before its first step."""
+        slots = self.slots_of(parameter)
+        if not slots:
+            return []
+        return list(filled(slots, self.state_of(parameter), parameter))
+
+    def load_state(self, parameter: nn.Parameter, state: State) -> None:
+        """Go on with the state of a checkpoint or of another process."""
+        self.state_of(parameter).update(state)
+
+
+def _groups(
+    kind: OptimizerClass,
+    parameters: Mapping[str, nn.Parameter],
+    settings: OptimizerConfig,
+) -> list[dict[str, Any]]:
+    """The groups of one optimizer, in which matrices decay and vectors do not."""
+    decays = "weight_decay" in inspect.signature(kind).parameters
     # One fused update takes only tensors of one mesh.
-    groups: dict[tuple[bool, object], list[nn.Parameter]] = {}
-    for parameter in parameters.values():
+    groups: dict[tuple[float, float, object], list[nn.Parameter]] = {}
+    for name, parameter in parameters.items():
         mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
-        is_matrix = parameter.dim() > 1
-        groups.setdefault((is_matrix, mesh), []).append(parameter)
+        rate = settings.rate
+        decay = settings.decay if parameter.dim() > 1 else 0.0
+        own = group_of(name, settings)
+        if own is not None:
+            rate = rate if own.rate is None else own.rate
+            decay = decay if own.decay is None else own.decay
+        groups.setdefault((rate, decay, mesh), []).append(parameter)
     listed: list[dict[str, Any]] = []
-    for (is_matrix, _), members in groups.items():
-        decay = settings.decay if is_matrix else 0.0
-        listed.append({"params": members, "weight_decay": decay})
+    for (rate, decay, _), members in groups.items():
+        group: dict[str, Any] = {"params": members, "lr": rate, HIGHEST_RATE: rate}
+        if decays:
+            group["weight_decay"] = decay
+        listed.append(group)
     if not listed:
         # A rank may have nothing to train, but torch refuses an empty list of groups.
-        listed.append({"params": []})
-    return torch.optim.AdamW(
-        listed,
-        lr=settings.rate,
-        betas=(settings.beta1, settings.beta2),
-        eps=settings.eps,
-        fused=True,
-    )
+        listed.append({"params": [], HIGHEST_RATE: settings.rate})
+    return listed
 
 
-def rate_at(step: int, steps: int, settings: OptimizerConfig) -> float:
-    """Return the learning rate of a step, counted from 0.
+# ---------------------------------------------------------------- memory
+@dataclass(frozen=True, slots=True)
+class ParameterNumbers:
+    """How many numbers a run holds for each parameter: itself and, if it trains, a gradient and optimizer state.
 
-    >>> from penstock.config import OptimizerConfig
-    >>> [round(rate_at(step, 10, OptimizerConfig(rate=1.0, warmup=2, final=0.1)), 3) for step in (0, 1, 2, 6, 9)]
-    [0.5, 1.0, 1.0, 0.55, 0.134]
+    They are means over the layers, and over embedding and head.
     """
-    if step < settings.warmup:
-        return settings.rate * (step + 1) / settings.warmup
-    done = (step - settings.warmup) / max(steps - settings.warmup, 1)
-    wave = 0.5 * (1 + math.cos(math.pi * min(done, 1.0)))
-    return settings.rate * (settings.final + (1 - settings.final) * wave)
+
+    layers: float = NUMBERS_PER_PARAMETER
+    ends: float = NUMBERS_PER_PARAMETER
+    layers_trained: float = 1.0  # share of the parameters that train
+    ends_trained: float = 1.0
 
 
+ADAMW_NUMBERS = ParameterNumbers()
+
+
+def parameter_numbers(
+    settings: OptimizerConfig, sizes: Sizes, lora: LoraConfig | None = None
+) -> ParameterNumbers:
+    """Count the numbers that a run with this optimizer holds for each parameter of the model."""
+    plain = OptimizerConfig()
+    if (settings.name, settings.options) == (plain.name, plain.options):
+        state = [float(NUMBERS_PER_PARAMETER - 2)] * 2
+    else:
+        classes = classes_of(settings)
+        kinds = (classes[0], classes[-1])
+        state = [_state_numbers(kind, settings, sizes.width) for kind in kinds]
+    adapts = lora is not None and lora.rank > 0
+    if not adapts and not any(group.frozen for group in settings.groups):
+        return ParameterNumbers(2 + state[0], 2 + state[1])
+    numbers = []
+    shares = []
+    for place, count in enumerate(_count(settings, sizes, lora or LoraConfig())):
+        shares.append(count.trained / count.model)
+        held = count.model + count.adapters + count.trained * (1 + state[place])
+        numbers.append(held / count.model)
+    return ParameterNumbers(*numbers, *shares)
+
+
+def _state_numbers(
+    kind: OptimizerClass, settings: OptimizerConfig, width: int
+) -> float:
+    """Numbers of state for each number of a square matrix of this width."""
+    slots = find_slots(build_with(kind, settings), 2, torch.device("cpu"))
+    total = sum(slot.numbers((width, width)) for slot in slots if not slot.is_number)
+    return total / width**2
+
+
+@dataclass(slots=True)
+class _Count:
+    """Parameters of some modules."""
+
+    model: int = 0  # those of the model without adapters
+    adapters: int = 0
+    trained: int = 0
+
+
+def _count(settings: OptimizerConfig, sizes: Sizes, lora: LoraConfig) -> list[_Count]:
+    """Count the parameters of the layers, and those of embedding and head."""
+    model = adapted_blueprint(sizes, lora)
+    paths = tuple(f"{path}." for path in find_anatomy(model).layers)
+    counts = [_Count(), _Count()]
+    for name, parameter in model.named_parameters():
+        count = counts[0 if name.startswith(paths) else 1]
+        if is_adapter(name):
+            count.adapters += parameter.numel()
+        else:
+            count.model += parameter.numel()
+        if parameter.requires_grad and not frozen_names([name], settings):
+            count.trained += parameter.numel()
+    return counts
+
+
+# ---------------------------------------------------------------- checkpoints
+def describe_optimizer(settings: OptimizerConfig) -> dict[str, Any]:
+    """Describe what a checkpoint has of the optimizer."""
+    slots = []
+    for kind in classes_of(settings):
+        found = find_slots(build_with(kind, settings), 2, torch.device("cpu"))
+        slots += [slot.name for slot in found]
+    return {"name": settings.name, "state": slots}
+
+
+def check_same_optimizer(
+    path: Path, facts: Mapping[str, Any], settings: OptimizerConfig
+) -> None:
+    """Raise RunError if a checkpoint has the state of another optimizer."""
+    theirs = facts.get("optimizer") or {"name": BESIDE_MUON}  # older ones do not say
+    ours = describe_optimizer(settings)
+    state = theirs.get("state", ours["state"])
+    if theirs["name"] != ours["name"] or state != ours["state"]:
+        kept = ", ".join(state) or "nothing"
+        raise RunError(
+            f"{path} has the state of {theirs['name']} ({kept}), but this run has {ours['name']} "
+            f"({', '.join(ours['state']) or 'nothing'})\n"
+            "  go on with the same optimizer.name and options, or start anew from the exported model (model.weights)"
+        )
+
+
+def layer_parameters(parts: Iterable[Part]) -> frozenset[str]:
+    """Return the names of the parameters of layers: not those of embedding, head and last norm."""
+    found: set[str] = set()
+    for part in parts:
+        paths = tuple(f"{path}." for path in part.anatomy.layers)
+        found |= {name for name in part.whole_names() if name.startswith(paths)}
+    return frozenset(found)
+
+
+# ---------------------------------------------------------------- gradients of all ranks
 class Gradients:
     """The gradients of a process, measured together with those of all others.
 
     One sum per step carries everything that the processes tell each other: the squares,
-    the memory of each, `counts` small numbers that everybody adds to (how many were asked
-    to stop, how many have saved), and the loss.
+    some numbers of each (its memory, the seconds that it has worked), `counts` small numbers
+    that everybody adds to (how many were asked to stop, how many have saved), and the loss.
     """
 
     def __init__(
@@ -88,28 +431,32 @@ class Gradients:
         self.places = torch.tensor(places, dtype=torch.long, device=device)
 
     def measure(
-        self, loss: float, memory: int, counts: list[int]
-    ) -> tuple[float, float, list[int], list[int]]:
+        self, loss: float, own: Sequence[float], counts: list[int]
+    ) -> tuple[float, float, list[list[float]], list[int]]:
         """Add up what all processes measured; all of them must call it.
 
-        Each gives its share of the loss, its bytes of memory and its counts. Return the
-        whole loss, the norm of all gradients, the bytes of every process, and the sums of
+        Each gives its share of the loss, some numbers of its own, and its counts. Return the
+        whole loss, the norm of all gradients, the numbers of every process, and the sums of
         the counts.
         """
         names = len(self.holding.names)
         ranks = self.comm.ranks
-        length = names + ranks + self.counts + 1
+        width = len(own)
+        length = names + ranks * width + self.counts + 1
         column = torch.zeros(length, dtype=torch.float64, device=self.device)
         squares = self._squares()
         if squares is not None:
             column[self.places] = squares
-        column[names + self.comm.rank] = float(memory)
-        column[names + ranks :] = torch.tensor([*counts, loss], dtype=torch.float64)
+        place = names + self.comm.rank * width
+        column[place : place + width] = torch.tensor(own, dtype=torch.float64)
+        rest = torch.tensor([*counts, loss], dtype=torch.float64)
+        column[names + ranks * width :] = rest
         self.comm.add(column, tuple(range(ranks))).wait()
         sums = column.cpu()
         norm = math.sqrt(float(sums[:names].sum()))
-        integers = [int(value) for value in sums[names:-1].tolist()]
-        return float(sums[-1]), norm, integers[:ranks], integers[ranks:]
+        owns = sums[names : names + ranks * width].view(ranks, width).tolist()
+        totals = [int(value) for value in sums[names + ranks * width : -1].tolist()]
+        return float(sums[-1]), norm, owns, totals
 
     def _squares(self) -> Tensor | None:
         """The squared norm of each parameter that this process owns; 0 without a gradient."""

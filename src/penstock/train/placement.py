@@ -78,6 +78,8 @@ def decide_placement(config: Config, processes: int) -> Placement:
 
     machine = look_at_machine()
     neighbours = count_neighbours(processes)
+    if config.run.workers:  # The others join from other machines.
+        neighbours = min(neighbours, config.run.workers)
     wanted = config.run.device
     device = "cuda" if machine.gpus and wanted != "cpu" else "cpu"
     if wanted == AUTO and config.mesh.size > 1 and machine.nccl_places < neighbours:

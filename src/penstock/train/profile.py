@@ -9,14 +9,15 @@ import os
 import platform
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from penstock.config import Config, is_recording
+from penstock.config import Config, LoraConfig, OptimizerConfig, is_recording
 from penstock.cost.profile import Profile, enlarge
 from penstock.cost.row_profiles import RowProfiles
 from penstock.cost.sizes import chunk_in_use
@@ -24,7 +25,7 @@ from penstock.errors import RunError, ShapeError
 from penstock.formats import config_toml as config_file
 from penstock.ir.plan import Facts
 from penstock.measure.points import SlicePoint
-from penstock.measure.probe import Subject
+from penstock.measure.probe import MEASURED_RATE, Subject
 from penstock.measure.profile import (
     PROFILE_ROUNDS,
     QUICK_ROUNDS,
@@ -34,16 +35,21 @@ from penstock.measure.profile import (
 )
 from penstock.models import (
     GPT,
+    Bert,
+    BertConfig,
     DecoderConfig,
     GPTConfig,
     Llama,
     LlamaConfig,
+    Part,
     document_starts,
     model_width,
+    part_parameters,
     split,
 )
 from penstock.models.decoder import build_decoder, check_positions, read_decoder
 from penstock.models.flops import flops_per_token
+from penstock.models.split import find_anatomy
 from penstock.runtime import Comm, CudaTape, compile_stage, spawn
 from penstock.runtime.process.amx import avoid_broken_amx
 from penstock.runtime.process.launch import run_on_ranks, under_launcher
@@ -51,6 +57,8 @@ from penstock.runtime.process.machine import count_neighbours, look_at_machine, 
 from penstock.train import weights
 from penstock.train.compiling import COMPILER, chunk_of, is_compiling, loss_of
 from penstock.train.data.tokenizer import ByteTokenizer
+from penstock.train.lora import adapt, is_adapter
+from penstock.train.optimizer import Optimizer, frozen_names, layer_parameters
 from penstock.train.placement import Placement
 from penstock.train.weights import Sizes
 from penstock.train.worker import model_sizes
@@ -77,7 +85,7 @@ class ProfileRequest:
     """What to measure, and how."""
 
     # Our own sizes, or the folder of a Hugging Face model with a config.json.
-    model: LlamaConfig | GPTConfig | DecoderConfig | Path
+    model: Sizes | Path
     tokens: int  # of a sequence
     rows: int = 1  # sequences of a micro-batch
     device: str = "cpu"
@@ -97,6 +105,8 @@ class ProfileRequest:
     # Slices to measure, by tokens and prefix; if empty, about forty typical ones.
     where: tuple[SlicePoint, ...] = ()
     quick: bool = False  # about ten slices in a few seconds, and QUICK_ROUNDS rounds
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
 
 
 def preset_sizes(preset: str, tokens: int, changes: Mapping[str, int]) -> Sizes:
@@ -105,7 +115,7 @@ def preset_sizes(preset: str, tokens: int, changes: Mapping[str, int]) -> Sizes:
     A GPT gets positions for at least `tokens` tokens.
     """
     model = config_file.preset(preset).model
-    if model.family == "gpt" and "kv_heads" in changes:
+    if model.family in ("gpt", "bert") and "kv_heads" in changes:
         raise ShapeError(
             f"{preset} has no kv_heads: every head has its own keys and values\n"
             "  leave out --kv-heads, or use a preset of a Llama"
@@ -145,6 +155,8 @@ def request_of(
         compiled=is_compiling(config, _parse_device(placement.device)),
         loss_chunk=chunk_of(config),
         quick=quick,
+        optimizer=config.optimizer,
+        lora=config.lora,
     )
 
 
@@ -308,6 +320,8 @@ def subjects_by_rows(
     model, layers, vocab, facts = _shallow_model(request)
     model = model.to(device=device, dtype=dtype)
     depth = min(request.depth, layers)
+    if request.lora.rank:
+        _adapt(model, request)
     embed, middle, head = split(model, (0, depth, 0))
     if request.compiled:
         for part in (embed, middle, head):
@@ -315,6 +329,9 @@ def subjects_by_rows(
     loss = loss_of(COMPILER if request.compiled else "", request.loss_chunk)
     autocast = None if request.autocast is None else _dtype(request.autocast)
     device_facts = _device_facts(device, request, 1 if comm is None else comm.ranks)
+    optimizers = partial(
+        optimizers_of, settings=request.optimizer, adapts=request.lora.rank > 0
+    )
     subjects = []
     for count in rows:
         shape = (count, request.tokens)
@@ -327,7 +344,9 @@ def subjects_by_rows(
             lengths = torch.tensor([half, request.tokens - half], device=device)
             starts = document_starts(lengths).expand(shape)
         each = Subjects(
-            Subject(embed, words, autocast=autocast, starts=starts),
+            Subject(
+                embed, words, autocast=autocast, starts=starts, optimizers=optimizers
+            ),
             Subject(
                 middle,
                 hidden,
@@ -335,8 +354,16 @@ def subjects_by_rows(
                 prefixes=not middle.unsliceable,
                 autocast=autocast,
                 starts=starts,
+                optimizers=optimizers,
             ),
-            Subject(head, hidden, loss=loss, labels=labels, autocast=autocast),
+            Subject(
+                head,
+                hidden,
+                loss=loss,
+                labels=labels,
+                autocast=autocast,
+                optimizers=optimizers,
+            ),
             layers,
             facts,
             (
@@ -351,6 +378,40 @@ def subjects_by_rows(
     return subjects
 
 
+def _adapt(model: nn.Module, request: ProfileRequest) -> None:
+    """Put adapters into the layers of a model.
+
+    Embedding and head are timed as if they trained, because nothing could be timed of an
+    embedding without gradients.
+    """
+    sizes = request.model
+    if isinstance(sizes, Path):
+        sizes = read_decoder(sizes)
+    adapt(model, sizes, request.lora, empty=False)
+    layers = tuple(f"{path}." for path in find_anatomy(model).layers)
+    for name, parameter in model.named_parameters():
+        if not name.startswith(layers):
+            parameter.requires_grad_()
+
+
+def optimizers_of(
+    module: nn.Module, settings: OptimizerConfig, adapts: bool = False
+) -> list[torch.optim.Optimizer]:
+    """Return the optimizers that train a piece of a model, with a rate that changes nothing."""
+    assert isinstance(module, Part)
+    parameters = part_parameters(module)
+    frozen = frozen_names(parameters, settings)
+    trained = parameters.keys() - frozen
+    if adapts:
+        trained = set(filter(is_adapter, trained))
+    matrices = layer_parameters([module])
+    kinds = Optimizer(parameters, settings, trained, matrices).kinds
+    for kind in kinds:
+        for group in kind.param_groups:
+            group["lr"] = MEASURED_RATE
+    return kinds
+
+
 def _shallow_model(request: ProfileRequest) -> tuple[nn.Module, int, int, Facts]:
     """The model with fewer layers, its real number of layers, its vocabulary, its facts."""
     sizes = request.model
@@ -358,15 +419,21 @@ def _shallow_model(request: ProfileRequest) -> tuple[nn.Module, int, int, Facts]
         sizes = read_decoder(sizes)
     if isinstance(sizes, DecoderConfig):
         return _decoder(sizes, request)
-    if isinstance(sizes, GPTConfig) and request.tokens > sizes.positions:
+    if isinstance(sizes, GPTConfig | BertConfig) and request.tokens > sizes.positions:
         raise ShapeError(
             f"{request.tokens} tokens, but only {sizes.positions} positions\n"
             f"  measure sequences of at most {sizes.positions} tokens"
         )
     family = type(sizes).__name__.removesuffix("Config").lower()
     facts = (("family", family), *asdict(sizes).items())
-    build: Callable[[Any], nn.Module] = Llama if isinstance(sizes, LlamaConfig) else GPT
-    model = build(replace(sizes, layers=min(request.depth, sizes.layers)))
+    builders: dict[type, Callable[[Any], nn.Module]] = {
+        LlamaConfig: Llama,
+        GPTConfig: GPT,
+        BertConfig: Bert,
+    }
+    model = builders[type(sizes)](
+        replace(sizes, layers=min(request.depth, sizes.layers))
+    )
     return model, sizes.layers, sizes.vocab, facts
 
 

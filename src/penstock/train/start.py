@@ -13,7 +13,8 @@ from dataclasses import replace
 from errno import ENOSPC
 from pathlib import Path
 
-from penstock.config import Config, check_config
+from penstock.config import Config, check_config, names_own_code
+from penstock.dropout import set_dropout
 from penstock.errors import ConfigError, FileError
 from penstock.formats import dump_plan, write_plan
 from penstock.formats.config_toml import (
@@ -25,9 +26,11 @@ from penstock.formats.config_toml import (
     with_absolute_paths,
 )
 from penstock.ir import Plan
+from penstock.train.callbacks import checked_callback
 from penstock.train.capacity import check_memory, check_timing
 from penstock.train.checkpoint import newest
-from penstock.train.data.corpus import Corpus, open_corpus, source_files
+from penstock.train.data.conversations import keep_template
+from penstock.train.data.corpus import Corpus, source_files
 from penstock.train.data.prompt import PROMPT, find_prompt
 from penstock.train.data.tokenizer import (
     keep_end_word,
@@ -35,16 +38,23 @@ from penstock.train.data.tokenizer import (
     tokenizer_of,
 )
 from penstock.train.history import FULL_TIMELINE, PLAN_FILE, TIMELINE
-from penstock.train.hub import settle_tokenizer, weight_files
+from penstock.train.hub import settle_model, weight_files
 from penstock.train.launcher import restarted, under_launcher
 from penstock.train.lock import Lock
 from penstock.train.loop import check_resumable, nothing_to_resume
+from penstock.train.lora import check_adapters, trained_names
+from penstock.train.optimizer import check_groups, check_optimizer
 from penstock.train.origin import keep_origin
+from penstock.train.own_loss import check_loss
 from penstock.train.placement import Placement, check_gpu_exists
+from penstock.train.rates import own_factor
+from penstock.train.remote import RemoteCheckpoints
+from penstock.train.weights import Sizes, blueprint, model_name
 from penstock.train.worker import (
     CONFIG_FILE,
-    cache_of,
+    corpus_of,
     model_sizes,
+    validation_of,
     with_kept_files,
 )
 
@@ -69,7 +79,7 @@ def find_run(
             "  continue it with --resume, or name another run.folder"
         )
     config = replace(config, run=replace(config.run, folder=str(folder)))
-    config = settle_tokenizer(config)
+    config = settle_model(config)
     if _is_folder(source) and not _changes_key(changes, "data.tokenizer"):
         config = with_kept_files(config, folder)
     return config, folder
@@ -78,21 +88,56 @@ def find_run(
 def check_start(config: Config, folder: Path, resume: bool) -> None:
     """Refuse what no worker could begin with, before any worker starts."""
     check_gpu_exists(config)
-    model_sizes(config)
+    check_training(config, model_sizes(config))
     if config.model.weights:
         weight_files(Path(config.model.weights))
-    if resume and not newest(folder / CHECKPOINTS):
-        raise nothing_to_resume(folder / CHECKPOINTS)
+    if resume:
+        fetch_checkpoint(config, folder)
+        if not newest(folder / CHECKPOINTS):
+            raise nothing_to_resume(folder / CHECKPOINTS)
+
+
+def fetch_checkpoint(config: Config, folder: Path) -> None:
+    """Fetch the newest checkpoint from object storage, if the run has copies there and none as new here."""
+    if config.run.checkpoints:
+        remote = RemoteCheckpoints(config.run.checkpoints, config.run.keep)
+        remote.fetch(folder / CHECKPOINTS)
+
+
+def check_training(config: Config, sizes: Sizes) -> None:
+    """Refuse an optimizer, groups of parameters or a schedule of rates that cannot work."""
+    check_optimizer(config.optimizer, config.mesh)
+    if config.model.dropout and not set_dropout(blueprint(sizes), 0.0):
+        raise ConfigError(
+            f"model.dropout = {config.model.dropout:g} is for our own llama and gpt; "
+            f"a {model_name(sizes)} is trained without dropout"
+        )
+    if config.lora.rank:
+        check_adapters(sizes, config.lora)
+    if config.optimizer.groups:
+        names = trained_names(sizes, config.lora)
+        check_groups(names, config.optimizer)
+    for name in config.run.callbacks:
+        checked_callback(name)
+    if config.run.loss:
+        check_loss(config.run, sizes.vocab)
+    if names_own_code(config.optimizer.schedule):
+        own_factor(config.optimizer.warmup, config.optimizer.schedule)
 
 
 def check_sources(config: Config) -> None:
     """Refuse sources that are missing or not text, before anything is measured."""
-    source_files(config.data)
+    for part in config.data.parts:
+        source_files(part)
+    if config.data.validation:
+        source_files(replace(config.data, sources=config.data.validation))
 
 
 def check_dry_run(config: Config, placement: Placement) -> None:
     """Refuse what a dry run could not measure."""
-    check_timing(config, model_sizes(config), placement)
+    sizes = model_sizes(config)
+    check_training(config, sizes)
+    check_timing(config, sizes, placement)
 
 
 def prepare_run(
@@ -110,8 +155,10 @@ def prepare_run(
     """
     sizes = model_sizes(config)
     check_memory(config, plan, sizes, placement)
-    corpus = open_corpus(config.data, cache_of(config, folder), watch)
+    corpus = corpus_of(config, folder, watch)
+    validation_of(config, folder)
     if resume:
+        fetch_checkpoint(config, folder)
         check_resumable(folder / CHECKPOINTS, sizes, corpus, config.run.seed)
     if Path(config.schedule.name).suffix:  # a file: the run keeps its own copy of it
         schedule = replace(config.schedule, name=str(folder / PLAN_FILE))
@@ -126,6 +173,7 @@ def prepare_run(
             keep_origin(Path(config.model.folder), folder)
         tokenizer = tokenizer_of(config.data.tokenizer)
         keep_end_word(config.data.tokenizer, tokenizer, folder)
+        keep_template(config.data, folder)
         prompt = find_prompt(corpus, tokenizer)
         (folder / PROMPT).write_text(prompt, encoding="utf-8")
     except OSError as error:

@@ -14,7 +14,7 @@ no single machine never exists in one place.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -28,6 +28,8 @@ from penstock.ir.schedule import Schedule
 from penstock.ir.sums import first_holders
 from penstock.models import (
     GPT,
+    Bert,
+    BertConfig,
     DecoderConfig,
     GPTConfig,
     Llama,
@@ -44,7 +46,7 @@ from penstock.models import (
 from penstock.runtime import Tied, cut_share, local_share
 from penstock.schedules.coverage import visited_parts
 
-Sizes = LlamaConfig | GPTConfig | DecoderConfig
+Sizes = LlamaConfig | GPTConfig | BertConfig | DecoderConfig
 INITIAL_STD = 0.02  # standard deviation of initial matrices
 
 
@@ -74,7 +76,9 @@ class Holding:
         str, ...
     ]  # all parameters of the model, in the same order on all ranks
     sizes: Sizes
-    trained: Mapping[str, nn.Parameter]  # parameters of parts that some path visits
+    trained: Mapping[
+        str, nn.Parameter
+    ]  # parameters of parts that some path visits, without frozen ones
 
     @property
     def width(self) -> int:
@@ -91,9 +95,9 @@ def model_name(sizes: Sizes) -> str:
 
 def config_of(sizes: Sizes) -> ModelConfig:
     """Return the config of a model with these sizes; the inverse of `sizes_of`."""
-    if isinstance(sizes, GPTConfig):
+    if isinstance(sizes, GPTConfig | BertConfig):
         return ModelConfig(
-            "gpt",
+            "gpt" if isinstance(sizes, GPTConfig) else "bert",
             sizes.layers,
             sizes.width,
             sizes.heads,
@@ -135,6 +139,17 @@ def sizes_of(model: ModelConfig, vocab: int, tokens: int) -> Sizes:
             model.positions or tokens,
             tied=model.tied,
         )
+    if model.family == "bert":
+        return BertConfig(
+            words,
+            model.width,
+            model.layers,
+            model.heads,
+            model.inner,
+            model.positions or tokens,
+            tied=model.tied,
+            padding=None,
+        )
     return LlamaConfig(
         words,
         model.width,
@@ -152,6 +167,8 @@ def blueprint(sizes: Sizes) -> nn.Module:
     if isinstance(sizes, DecoderConfig):
         return decoder_blueprint(sizes)
     with torch.device("meta"):
+        if isinstance(sizes, BertConfig):
+            return Bert(sizes)
         return GPT(sizes) if isinstance(sizes, GPTConfig) else Llama(sizes)
 
 
@@ -165,12 +182,16 @@ def hold(
     place: Sharing | None = None,
     trained_parts: frozenset[int] | None = None,
     kept: Mapping[int, Part] | None = None,
+    frozen: Callable[[Iterable[str]], Collection[str]] = lambda names: (),
+    adapt: Callable[[nn.Module], None] | None = None,
 ) -> Holding:
     """Return the parts of a rank, or this process's share of them.
 
     They have memory for their weights, but the weights are not filled yet. The parts that
     will be trained are those that the schedule visits, unless they are given. Parts that this
-    process has `kept` from an earlier plan are taken as they are, with their weights.
+    process has `kept` from an earlier plan are taken as they are, with their weights. Of the
+    names of all parameters, `frozen` returns those that do not train. `adapt` changes the model
+    before it is split (`penstock.train.lora`).
     """
     if len(partition) != schedule.parts:
         raise ShapeError(
@@ -178,8 +199,13 @@ def hold(
             f"but the schedule has {schedule.parts}"
         )
     model = blueprint(sizes)
+    if adapt is not None:
+        adapt(model)
     # List the names before the split, while tied parameters are still one.
     names = tuple(name for name, _ in model.named_parameters())
+    resting = frozen(names)
+    for name in resting:
+        model.get_parameter(name).requires_grad_(False)
     parts = split(model, partition)
     mine = sorted({stage.part for stage in schedule.stages if stage.rank == rank})
     shared = shared_names(parts)
@@ -187,8 +213,7 @@ def hold(
         if kept is not None and number in kept:
             parts[number] = kept[number]
             continue
-        if place is not None:
-            place.arrange(parts[number])
+        _arrange(parts[number], place, resting)
         give_memory(parts[number], device or torch.device("cpu"))
     held: dict[str, nn.Parameter] = {}
     twins: dict[str, tuple[nn.Parameter, ...]] = {}
@@ -202,17 +227,43 @@ def hold(
         if stage.rank == rank:
             stages[number] = parts[stage.part]
     owners = first_holders(schedule, [part_parameters(part) for part in parts])
-    owned = set()
-    for name, parameter in held.items():
-        if owners[name] == rank and (place is None or place.counts(parameter)):
-            owned.add(name)
+    owned = {
+        name
+        for name, parameter in held.items()
+        if owners[name] == rank and (place is None or place.counts(parameter))
+    }
     visited: set[str] = set()
     if trained_parts is None:
         trained_parts = visited_parts(schedule)
     for part in trained_parts:
         visited |= part_parameters(parts[part]).keys()
-    trained = {name: one for name, one in held.items() if name in visited}
+    trained = {
+        name: one for name, one in held.items() if name in visited and one.requires_grad
+    }
     return Holding(stages, held, tied, frozenset(owned), names, sizes, trained)
+
+
+def _arrange(part: Part, place: Sharing | None, frozen: Collection[str]) -> None:
+    """Reduce a part to the share of this process; what is frozen stays so in new parameters."""
+    if place is None:
+        return
+    place.arrange(part)
+    for name, parameter in part_parameters(part).items():
+        if name in frozen:
+            parameter.requires_grad_(False)
+
+
+def blank_parameters(
+    part: Part, frozen: Collection[str], device: torch.device
+) -> dict[str, nn.Parameter]:
+    """Return parameters like those of a part that has no memory; they are not filled yet."""
+    blank = {}
+    for name, one in part_parameters(part).items():
+        empty = torch.empty(one.shape, dtype=one.dtype, device=device)
+        blank[name] = nn.Parameter(
+            empty, requires_grad=one.requires_grad and name not in frozen
+        )
+    return blank
 
 
 def unvisited_parameters(holding: Holding, schedule: Schedule) -> list[nn.Parameter]:
@@ -226,6 +277,12 @@ def unvisited_parameters(holding: Holding, schedule: Schedule) -> list[nn.Parame
         if schedule.stages[stage].part in visited:
             used |= part_parameters(module).keys()
     return [one for name, one in holding.parameters.items() if name not in used]
+
+
+def attach_parameters(holding: Holding) -> None:
+    """Let the modules of a holding have its own parameters, which a later one may have replaced."""
+    for part in holding.stages.values():
+        _tie(part, dict(holding.parameters), {})
 
 
 def hold_whole(sizes: Sizes, device: torch.device | None = None) -> Holding:
@@ -269,10 +326,14 @@ def draw_parameters(holding: Holding, seed: int) -> None:
     if isinstance(holding.sizes, DecoderConfig):
         _draw_decoder(holding, holding.sizes, seed)
         return
+    # As in Hugging Face's Bert, the vector of padding begins at zero, also where a head is tied to it.
+    padding = None
+    if isinstance(holding.sizes, BertConfig) and holding.sizes.padding is not None:
+        padding = ("embed.tokens.weight", holding.sizes.padding)
     drawn: set[str] = set()
     for part in holding.stages.values():
         for path, module in part.named_modules():
-            drawn |= _draw_module(part, path, module, seed)
+            drawn |= _draw_module(part, path, module, seed, padding)
     assert drawn == set(holding.parameters), drawn ^ set(holding.parameters)
 
 
@@ -287,7 +348,13 @@ def _draw_decoder(holding: Holding, sizes: DecoderConfig, seed: int) -> None:
             nn.init.constant_(parameter, constant)
 
 
-def _draw_module(part: Part, path: str, module: nn.Module, seed: int) -> set[str]:
+def _draw_module(
+    part: Part,
+    path: str,
+    module: nn.Module,
+    seed: int,
+    padding: tuple[str, int] | None = None,
+) -> set[str]:
     """Fill the parameters of one module, and return their names in the whole model."""
     names = {}
     for leaf, _ in module.named_parameters(recurse=False):
@@ -295,24 +362,44 @@ def _draw_module(part: Part, path: str, module: nn.Module, seed: int) -> set[str
         names[leaf] = part.tied.get(name, name)
     if isinstance(module, nn.Linear | nn.Embedding):
         for leaf, name in names.items():
-            _fill(getattr(module, leaf), name, seed, leaf == "weight")
+            row = padding[1] if padding is not None and padding[0] == name else None
+            _fill(getattr(module, leaf), name, seed, leaf == "weight", row)
     elif names:
         module.reset_parameters()  # type: ignore[operator]  # Norms have nothing to draw.
     return set(names.values())
 
 
-def _fill(parameter: nn.Parameter, name: str, seed: int, matrix: bool) -> None:
+def _fill(
+    parameter: nn.Parameter,
+    name: str,
+    seed: int,
+    matrix: bool,
+    zero_row: int | None = None,
+) -> None:
     if matrix:
-        _draw(parameter, name, seed, INITIAL_STD)
+        _draw(parameter, name, seed, INITIAL_STD, zero_row)
     else:
         nn.init.zeros_(parameter)
 
 
-def _draw(parameter: nn.Parameter, name: str, seed: int, std: float) -> None:
-    generator = torch.Generator().manual_seed(_seed_of(seed, name))
+def _draw(
+    parameter: nn.Parameter,
+    name: str,
+    seed: int,
+    std: float,
+    zero_row: int | None = None,
+) -> None:
+    generator = generator_of(seed, name)
     numbers = torch.normal(0.0, std, parameter.shape, generator=generator)
+    if zero_row is not None:
+        numbers[zero_row] = 0.0
     with torch.no_grad():
         local_share(parameter).copy_(cut_share(numbers, parameter))
+
+
+def generator_of(seed: int, name: str) -> torch.Generator:
+    """Return the random numbers of one parameter, which do not depend on who holds it."""
+    return torch.Generator().manual_seed(_seed_of(seed, name))
 
 
 def _seed_of(seed: int, name: str) -> int:

@@ -31,7 +31,7 @@ from penstock.config import Config, is_recording
 from penstock.errors import PeerLostError, PenstockError, RunError, StuckError
 from penstock.formats.config_toml import read_config
 from penstock.formats.plan_json import read_plan
-from penstock.models import DecoderConfig
+from penstock.models import BertConfig, DecoderConfig
 from penstock.models.decoder import check_positions
 from penstock.models.tensor import check_shares
 from penstock.runtime import ProcessComm, finish, init
@@ -43,10 +43,12 @@ from penstock.runtime.torch_internals import (
 )
 from penstock.train.checkpoint import newest
 from penstock.train.compiling import starting_patience
-from penstock.train.data.corpus import open_corpus
+from penstock.train.data.corpus import Corpus, ProgressBytes, open_validation
+from penstock.train.data.masking import masking_of, vocab_with_mask
+from penstock.train.data.mixture import open_text
 from penstock.train.data.tokenizer import kept_tokenizer, tokenizer_of
 from penstock.train.history import PLAN_FILE, ROOM
-from penstock.train.hub import read_sizes, settle_tokenizer
+from penstock.train.hub import read_sizes, settle_model
 from penstock.train.loop import Job, Trainer, WatchRow
 from penstock.train.placement import Placement, check_gpu_exists, launched_placement
 from penstock.train.weights import Sizes, sizes_of
@@ -268,19 +270,50 @@ def job_of(
     folder: Path, config: Config, resume: bool = False, fresh: bool = False
 ) -> Job:
     """Return the run that a folder describes."""
-    config = settle_tokenizer(config)
+    config = settle_model(config)
     plan = read_plan(folder / PLAN_FILE)
-    corpus = open_corpus(config.data, cache_of(config, folder))
-    return Job(config, plan, model_sizes(config), corpus, folder, resume, fresh)
+    corpus = corpus_of(config, folder)
+    validation = validation_of(config, folder)
+    sizes = model_sizes(config)
+    return Job(
+        config, plan, sizes, corpus, folder, resume, fresh, validation=validation
+    )
+
+
+def corpus_of(
+    config: Config,
+    folder: Path,
+    watch: ProgressBytes = lambda done, total: None,
+) -> Corpus:
+    """Open the text of a run, with words to guess if its model is a Bert."""
+    return with_guesses(config, open_text(config.data, cache_of(config, folder), watch))
+
+
+def validation_of(config: Config, folder: Path) -> Corpus | None:
+    """Open the text of data.validation; None without any."""
+    corpus = open_validation(config.data, cache_of(config, folder))
+    return None if corpus is None else with_guesses(config, corpus)
+
+
+def with_guesses(config: Config, corpus: Corpus) -> Corpus:
+    """Return text with words to guess, if the model is a Bert."""
+    if config.model.family != "bert":
+        return corpus
+    name = config.data.tokenizer
+    masking = masking_of(tokenizer_of(name), name, config.data.mask)
+    return replace(corpus, masking=masking)
 
 
 def model_sizes(config: Config) -> Sizes:
     """Return the sizes of a config's model, from its folder if it starts from one."""
-    vocab = tokenizer_of(config.data.tokenizer).vocab
+    tokenizer = tokenizer_of(config.data.tokenizer)
+    vocab = tokenizer.vocab
+    if config.model.family == "bert":
+        vocab = vocab_with_mask(tokenizer, config.data.tokenizer)
     folder = config.model.folder
     if folder:
-        sizes = read_sizes(Path(folder))
-        if isinstance(sizes, DecoderConfig):
+        sizes = read_sizes(Path(folder), config.model.folder_key)
+        if isinstance(sizes, DecoderConfig | BertConfig):
             check_positions(sizes, config.data.tokens)
         if sizes.vocab < vocab:
             raise RunError(

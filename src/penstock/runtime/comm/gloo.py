@@ -12,6 +12,7 @@ that is connecting gives up as soon as the launcher says that the generation has
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from datetime import timedelta
 
@@ -19,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from penstock.errors import PeerLostError
+from penstock.errors import PeerLostError, RunError
 from penstock.runtime.comm.process import TORCH_EXTRA_SECONDS, ProcessComm
 from penstock.runtime.torch_internals import (
     AllreduceOptions,
@@ -45,6 +46,7 @@ class GlooComm(ProcessComm):
         self.meeting = store
         self.broken = broken
         self.time_limit = timedelta(seconds=patience + TORCH_EXTRA_SECONDS)
+        self.connect_end = time.monotonic() + self.time_limit.total_seconds()
         everyone = tuple(range(ranks))
         world = self.connect(everyone, rank)
         super().__init__(patience, torch.device("cpu"), world)
@@ -66,9 +68,8 @@ class GlooComm(ProcessComm):
 
         def work() -> None:
             try:
-                index = group.index(rank)
-                made.append(gloo_group(store, index, len(group), self.time_limit))
-            except RuntimeError as error:
+                made.append(self.make_group(store, group, rank))
+            except (RuntimeError, RunError) as error:
                 errors.append(str(error))
 
         thread = threading.Thread(target=work, name="connects", daemon=True)
@@ -83,6 +84,12 @@ class GlooComm(ProcessComm):
         if errors:
             raise PeerLostError(f"rank {rank} cannot reach the others: {errors[0]}")
         return made[0]
+
+    def make_group(
+        self, store: Store, group: tuple[int, ...], rank: int
+    ) -> dist.ProcessGroup:
+        """Wait until these ranks are connected."""
+        return gloo_group(store, group.index(rank), len(group), self.time_limit)
 
     def create_group(self, group: tuple[int, ...]) -> dist.ProcessGroup | None:
         """Connect some ranks of this generation; None if this rank is not among them."""

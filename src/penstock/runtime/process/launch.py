@@ -295,7 +295,7 @@ def worker_outcomes(
             f"other processes cannot import {work.__qualname__}: put it into a file, and "
             "import it from there"
         )
-    store = TCPStore(LOCALHOST, 0, is_master=True, wait_for_workers=False)
+    store = keep_store()
     context = process_context()
     workers: list[Worker] = []
     try:
@@ -326,6 +326,21 @@ def worker_outcomes(
         ) from None
     finally:
         _end_workers(workers)
+
+
+def keep_store() -> TCPStore:
+    """Return the store at which workers meet, at a port that only this machine can reach.
+
+    Left to itself, torch's store listens on all networks, and it believes everyone.
+    """
+    listener = socket.create_server((LOCALHOST, 0))
+    return TCPStore(
+        LOCALHOST,
+        listener.getsockname()[1],
+        is_master=True,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
 
 
 def process_context() -> BaseContext:

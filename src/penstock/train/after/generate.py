@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +19,10 @@ import torch
 from torch import Tensor
 
 from penstock.carry import Carry
-from penstock.config import BYTE_TOKENIZER
+from penstock.config import BYTE_TOKENIZER, LoraConfig
 from penstock.errors import FileError, RunError, ShapeError
 from penstock.models import (
+    BertConfig,
     DecoderConfig,
     GPTConfig,
     LlamaConfig,
@@ -44,6 +45,13 @@ from penstock.train.data.tokenizer import (
     tokenizer_of,
 )
 from penstock.train.hub import read_sizes, read_weights
+from penstock.train.lora import (
+    Adapter,
+    adapter_tensors,
+    empty_adapters,
+    merge,
+    read_lora,
+)
 from penstock.train.weights import Holding, Sizes, copy_weights, hold_whole
 
 SMALL_WIDTH = 1024  # Narrower models run faster on one thread.
@@ -60,6 +68,10 @@ class Trained:
     tokenizer: str
     path: Path
     step: int = -1
+    # If adapters were trained: they, and the folder of the model to which they have been added.
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    adapters: tuple[Adapter, ...] = ()
+    base: str = ""
 
 
 def open_trained(path: Path) -> Trained:
@@ -95,10 +107,13 @@ def open_trained(path: Path) -> Trained:
     facts = read_facts(found)
     sizes = trained_sizes(facts["model"])
     holding = hold_whole(sizes)
-    load(
-        found,
-        {name: parameter.detach() for name, parameter in holding.parameters.items()},
-    )
+    lora = read_lora(facts)
+    adapters: tuple[Adapter, ...] = ()
+    base = str(facts.get("base", ""))
+    if lora.rank:
+        adapters = _add_adapters(found, Path(base), holding, lora)
+    else:
+        load(found, {name: one.detach() for name, one in holding.parameters.items()})
     return Trained(
         holding.stages[0],
         sizes,
@@ -106,7 +121,22 @@ def open_trained(path: Path) -> Trained:
         _tokenizer(found, facts),
         found,
         int(facts["step"]),
+        lora,
+        adapters,
+        base,
     )
+
+
+def _add_adapters(
+    checkpoint: Path, base: Path, holding: Holding, lora: LoraConfig
+) -> tuple[Adapter, ...]:
+    """Fill a model from its folder, and add the adapters that a checkpoint has."""
+    sizes = holding.sizes
+    copy_weights(holding, read_weights(base, holding.parameters, sizes))
+    adapters = tuple(empty_adapters(holding.parameters, sizes, lora))
+    load(checkpoint, adapter_tensors(adapters))
+    merge(holding.parameters, adapters, sizes, lora)
+    return adapters
 
 
 def _tokenizer(checkpoint: Path, facts: CheckpointFacts) -> str:
@@ -123,7 +153,11 @@ def parameter_count(sizes: Sizes) -> int:
 
 def trained_sizes(described: dict[str, Any]) -> Sizes:
     """Read the sizes that `penstock.train.loop.describe` has written."""
-    kinds: dict[str, type[Sizes]] = {"gpt": GPTConfig, "decoder": DecoderConfig}
+    kinds: dict[str, type[Sizes]] = {
+        "gpt": GPTConfig,
+        "bert": BertConfig,
+        "decoder": DecoderConfig,
+    }
     kind = kinds.get(str(described.get("family")), LlamaConfig)
     known = {item.name for item in fields(kind)}
     try:
@@ -132,6 +166,11 @@ def trained_sizes(described: dict[str, Any]) -> Sizes:
         raise FileError(
             f"the checkpoint does not say the sizes of its model: {error}"
         ) from None
+
+
+def continues_texts(sizes: Sizes) -> bool:
+    """Whether a model predicts the next word; a Bert does not."""
+    return not isinstance(sizes, BertConfig)
 
 
 # ---------------------------------------------------------------- word by word
@@ -204,6 +243,11 @@ def generate_text(
         )
     if not 0 <= seed < MAX_SEED:
         raise ShapeError(f"{seed} is not a seed; it must be from 0 to 2^63 - 1")
+    if not continues_texts(trained.sizes):
+        raise ShapeError(
+            "a Bert fills in words that are masked; it does not continue a text\n"
+            "  `penstock eval` measures how well it does that"
+        )
     words: Tokenizer = tokenizer_of(trained.tokenizer)
     row = words.encode(
         prompt.encode("utf-8", "surrogateescape"), "the prompt"

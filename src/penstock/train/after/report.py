@@ -23,6 +23,7 @@ from penstock.ir.compare import compare
 from penstock.sim.own_times import simulate_own_times
 from penstock.train.after.reasons import reasons_of
 from penstock.train.crew.events import Event, read_events
+from penstock.train.data.mixture import SourceUse, describe_use, read_use
 from penstock.train.forecast import Forecast, known_forecast
 from penstock.train.history import StepRow, read_rows, read_timeline
 from penstock.train.step_paths import step_paths
@@ -94,6 +95,7 @@ class Summary:
     kinds: tuple[StepKind, ...]  # partial steps before full ones
     named: str = ""  # schedule.name in the run's config
     events: tuple[Event, ...] = ()  # changes of the crew
+    sources: tuple[SourceUse, ...] = ()  # of a mixture, up to the last checkpoint
 
     @property
     def main(self) -> StepKind:
@@ -127,7 +129,8 @@ def summarize_run(folder: Path) -> Summary:
         config = read_config(folder / "config.toml")
     named = "" if config is None else config.schedule.name
     kinds = tuple(_kinds(folder, rows, plan, config))
-    return Summary(rows, plan, kinds, named, tuple(read_events(folder)))
+    sources = tuple(read_use(folder)) if config and config.data.mixture else ()
+    return Summary(rows, plan, kinds, named, tuple(read_events(folder)), sources)
 
 
 def _kinds(
@@ -173,7 +176,8 @@ def render_report(summary: Summary, title: str, sample: str = "") -> str:
     """Return the HTML page of a run."""
     reasons = reasons_of(summary.plan, summary.named)
     lists = [
-        ("Events", list_events(summary)),
+        ("Events", _number(list_events(summary))),
+        ("Text by source", describe_use(summary.sources)),
         ("Predicted and measured", [kind.text for kind in summary.kinds if kind.text]),
         ("Largest differences", _list_differences(summary.main)),
         ("Ranks", _list_ranks(summary)),
@@ -190,7 +194,14 @@ def render_report(summary: Summary, title: str, sample: str = "") -> str:
         lists,
         (reasons.sentences, reasons.heads, reasons.rows),
         _list_idle_times(summary.main),
+        # A line between the last step before an event and the first one after it.
+        [(event.step + 0.5, event.text) for event in summary.events],
     )
+
+
+def _number(lines: Sequence[str]) -> list[str]:
+    """Lines with the numbers that the figures show."""
+    return [f"{number}: {line}" for number, line in enumerate(lines, start=1)]
 
 
 def list_events(summary: Summary) -> list[str]:
@@ -222,6 +233,9 @@ def _list_facts(summary: Summary) -> list[tuple[str, str]]:
         ("epochs", f"{last.epoch:.3g}"),
         ("memory of the fullest rank", write_size(last.memory)),
     ]
+    mirrored = [row for row in summary.rows if row.mirror_bytes is not None]
+    if mirrored:
+        facts.append(("mirrors", describe_mirrors(mirrored)))
     if summary.evaluation is not None:
         facts.append(("held out", f"{summary.evaluation:.4f}"))
     for kind in summary.kinds:
@@ -232,6 +246,14 @@ def _list_facts(summary: Summary) -> list[tuple[str, str]]:
         name = "bubble" if len(summary.kinds) == 1 else f"bubble of a {kind.name}"
         facts.append((name, bubbles))
     return facts
+
+
+def describe_mirrors(rows: Sequence[StepRow]) -> str:
+    """Say what mirrors cost in these steps, which had some."""
+    sent = median(row.mirror_bytes or 0 for row in rows)
+    seconds = median(row.mirror_seconds or 0.0 for row in rows)
+    share = median((row.mirror_seconds or 0.0) / row.seconds for row in rows)
+    return f"{write_size(sent)} per step, {write_time(seconds)} of each worker ({share:.1%})"
 
 
 def _list_timelines(kind: StepKind) -> list[tuple[str, Timeline]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from penstock.config import AUTO, Config
 from penstock.errors import ConfigError
 from penstock.ir.plan import Plan
+from penstock.runtime.wire.door import split_address
 from penstock.train.crew.succession import parts_without_replica
 from penstock.train.placement import Placement
 
@@ -19,6 +20,15 @@ def reasons_against_crew(config: Config, plan: Plan, placement: Placement) -> li
         )
     if config.mesh.size > 1:
         reasons.append("mesh.shard and mesh.tensor need all processes of a rank")
+    if config.lora.rank:
+        reasons.append(
+            "adapters ([lora]) do not travel without the model beside them; restarts work"
+        )
+    if config.run.early_stop:
+        reasons.append(
+            "run.early_stop needs all workers to have seen all evaluations; "
+            "a checkpoint remembers them, so restarts work"
+        )
     if plan.schedule.ranks == 1:
         reasons.append("it has only one worker")
     return reasons
@@ -27,11 +37,26 @@ def reasons_against_crew(config: Config, plan: Plan, placement: Placement) -> li
 def is_elastic(config: Config, plan: Plan, placement: Placement) -> bool:
     """Whether a run goes on without lost workers; raise ConfigError if it should but cannot."""
     wanted = config.run.elastic
+    mirrored = config.run.mirror == "true"
     reasons = reasons_against_crew(config, plan, placement)
-    if wanted == "true" and reasons:
+    if config.run.listen:
+        split_address(config.run.listen, "run.listen")
+        if reasons:
+            raise ConfigError(
+                f"run.listen lets workers join, but this run cannot change its workers: {reasons[0]}"
+            )
+        return True
+    for key, value in (("elastic", wanted), ("mirror", config.run.mirror)):
+        if value == "true" and reasons:
+            raise ConfigError(
+                f"run.{key} = true, but this run cannot go on without a worker: "
+                f"{reasons[0]}"
+            )
+    if mirrored and wanted == "false":
         raise ConfigError(
-            f"run.elastic = true, but this run cannot go on without a worker: {reasons[0]}"
+            "run.mirror = true, but run.elastic = false: mirrors are only of use to runs "
+            "that go on without a lost worker; remove one of the two"
         )
     if wanted == AUTO:
-        return not reasons and not parts_without_replica(plan)
+        return not reasons and (mirrored or not parts_without_replica(plan))
     return wanted == "true"

@@ -1,7 +1,7 @@
 """How the trainers of a new generation get their weights: from this process, or from a peer over the network.
 
     rank 0   part 0: kept                  ── part 0 ──►   rank 3, which has just come
-    rank 1   part 1: kept
+    rank 1   part 1: kept                  ── part 1 ──►   rank 0, which will mirror it
 
 Weights and optimizer state of a part travel as raw tensors, in the order of their names, between the
 ranks that the launcher has named. No file is involved.
@@ -9,17 +9,15 @@ ranks that the launcher has named. No file is involved.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
-import torch
 from torch import Tensor, nn
 
-from penstock.models import Part, part_parameters
 from penstock.runtime import Comm
-
-OPTIMIZER_SLOTS = ("exp_avg", "exp_avg_sq", "step")  # AdamW's state of each parameter
+from penstock.train.optimizer import Optimizer
+from penstock.train.optimizer_state import is_unused
 
 
 class Transfer(NamedTuple):
@@ -30,16 +28,25 @@ class Transfer(NamedTuple):
     target: int
 
 
-class Holder(Protocol):
-    """The part of a trainer that has weights and optimizer state."""
+@dataclass(frozen=True, slots=True)
+class PartState:
+    """The weights of a part in the memory of this process, and the optimizer that has their state."""
 
-    comm: Comm
-    optimizer: torch.optim.AdamW
+    parameters: Mapping[str, nn.Parameter]  # by their names in the whole model
+    optimizer: Optimizer
 
-    @property
-    def parts(self) -> dict[int, Part]:
-        """Its parts by number."""
-        ...
+    def tensors(self) -> Iterator[Tensor]:
+        """The weights and the optimizer state, by name; state that is missing is made."""
+        for name in sorted(self.parameters):
+            parameter = self.parameters[name]
+            yield parameter.detach()
+            if parameter.requires_grad:
+                yield from state_tensors(self.optimizer, parameter)
+
+    def copy_from(self, other: PartState) -> None:
+        """Copy weights and optimizer state from another place in this process."""
+        for mine, theirs in zip(self.tensors(), other.tensors(), strict=True):
+            mine.copy_(theirs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,38 +55,36 @@ class Transfers:
 
     wanted: Sequence[Transfer]
 
-    def run(self, holder: Holder) -> None:
-        """Send and receive what concerns this rank; the state of all parts must have memory."""
-        rank = holder.comm.rank
+    def run(
+        self,
+        comm: Comm,
+        sources: Mapping[int, PartState],
+        targets: Mapping[int, PartState],
+    ) -> None:
+        """Send and receive what concerns this rank, from its sources and into its targets."""
         sends = []
         for part, source, target in self.wanted:
-            if rank == source:
-                tensors = _tensors(holder, part)
-                sends += [holder.comm.send(one.contiguous(), target) for one in tensors]
-            elif rank == target:
-                for tensor in _tensors(holder, part):
+            if comm.rank == source:
+                tensors = list(sources[part].tensors())
+                sends += [comm.send(one.contiguous(), target) for one in tensors]
+            elif comm.rank == target:
+                for tensor in targets[part].tensors():
                     shape = tuple(tensor.shape)
-                    arriving = holder.comm.receive(shape, tensor.dtype, source)
+                    arriving = comm.receive(shape, tensor.dtype, source)
                     tensor.copy_(arriving.wait())
         for send in sends:
             send.wait()
 
 
-def _tensors(holder: Holder, part: int) -> Iterator[Tensor]:
-    """The weights and the optimizer state of a part; state that is missing is made."""
-    parameters = part_parameters(holder.parts[part])
-    for name in sorted(parameters):
-        parameter = parameters[name]
-        yield parameter.detach()
-        yield from state_of(holder.optimizer, parameter)
+def state_tensors(optimizer: Optimizer, parameter: nn.Parameter) -> Iterator[Tensor]:
+    """The optimizer state of a parameter, each tensor with at least one dimension.
 
-
-def state_of(optimizer: torch.optim.AdamW, parameter: nn.Parameter) -> Iterator[Tensor]:
-    """The optimizer state of a parameter, each tensor with at least one dimension."""
-    state = optimizer.state[parameter]
-    for slot in OPTIMIZER_SLOTS:
-        if slot not in state:
-            counter = slot == "step"
-            blank = torch.zeros((), device=parameter.device)
-            state[slot] = blank if counter else torch.zeros_like(parameter)
-        yield state[slot].view(1) if slot == "step" else state[slot]
+    Each tensor is used before the next one is asked for. State that nobody has used yet is
+    forgotten afterwards, so that the optimizer begins as it does for any new parameter.
+    """
+    values = dict(optimizer.filled_state(parameter))
+    for slot, value in values.items():
+        yield value.view(1) if slot.is_number else value
+    state = {slot.name: value for slot, value in values.items()}
+    if state and not is_unused(state):
+        optimizer.load_state(parameter, state)

@@ -7,13 +7,16 @@
 
 The launcher keeps the store at which workers meet, so no worker is special: rank 0 may be lost like
 any other. A worker that shows no life is killed before the others go on without it, so that it cannot
-come back and disturb them.
+come back and disturb them. A worker from another machine (`penstock.train.crew.gate`) takes the place of a
+rank without a worker; its connection is cut instead, which ends it too.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
+import secrets
 import signal
 import sys
 import time
@@ -27,12 +30,15 @@ from pathlib import Path
 from penstock.config import RunConfig
 from penstock.errors import RunError
 from penstock.ir.plan import Plan
-from penstock.runtime.process.launch import LOCALHOST, process_context
+from penstock.runtime.process.launch import LOCALHOST, keep_store, process_context
 from penstock.runtime.process.status import Failure, announce
-from penstock.runtime.torch_internals import PrefixStore, Store, TCPStore
+from penstock.runtime.torch_internals import PrefixStore, Store
+from penstock.train.checkpoint import good_step
 from penstock.train.crew.events import Event, EventLog
+from penstock.train.crew.gate import Gate, Guest
 from penstock.train.crew.notes import (
     FINISHED,
+    LAUNCH,
     Decision,
     Report,
     alive_key,
@@ -44,8 +50,16 @@ from penstock.train.crew.notes import (
     place_key,
     ready_key,
     report_key,
+    work_key,
 )
-from penstock.train.crew.succession import decide
+from penstock.train.crew.pace import PaceWatch
+from penstock.train.crew.succession import (
+    decide,
+    holders_of,
+    rank_work,
+    shares_a_part,
+)
+from penstock.train.loop import CHECKPOINTS_FOLDER
 from penstock.train.worker import Verdict, read_failure, saved_step
 
 LOOK_SECONDS = 0.05  # between two looks at the workers
@@ -60,6 +74,7 @@ SECONDS_TO_FINISH = 12.0  # for the other workers, once one has finished
 Words = tuple[int, int, str, int, str, bool, bool]  # the arguments of a worker
 MemberEntry = Callable[[int, int, str, int, str, bool, bool], Verdict]
 Say = Callable[[str], None]
+OpenGate = Callable[[Store], Gate]  # lets workers from other machines in
 
 
 @dataclass(slots=True)
@@ -67,17 +82,28 @@ class Worker:
     """A worker as the launcher sees it."""
 
     number: int
-    process: BaseProcess
+    process: BaseProcess | Guest
     pipe: Connection
     newcomer: bool = False  # whether it has come during the run and has no place yet
     beats: int = 0
     silent: float = 0.0  # seconds since its last sign of life
     stopped: float = 0.0  # seconds since the system has stopped it
 
+    @property
+    def is_guest(self) -> bool:
+        """Whether it runs on another machine."""
+        return isinstance(self.process, Guest)
+
     def kill(self) -> None:
-        """End the process for certain."""
+        """End the process for certain; of one on another machine, its connection."""
         self.process.kill()
         self.process.join()
+
+    def end(self) -> str:
+        """How it ended, if it could not say why."""
+        if isinstance(self.process, Guest):
+            return f"on {self.process.name} has ended, or cannot be reached any more"
+        return _end_of(self.process.exitcode)
 
 
 class Keeper:
@@ -91,6 +117,7 @@ class Keeper:
         settings: RunConfig,
         resume: bool,
         say: Say,
+        open_gate: OpenGate | None = None,
     ) -> None:
         self.entry = entry
         self.folder = folder
@@ -98,9 +125,12 @@ class Keeper:
         self.settings = settings
         self.resume = resume
         self.say = say
-        self.store: Store = TCPStore(
-            LOCALHOST, 0, is_master=True, wait_for_workers=False
-        )
+        self.store = keep_store()
+        self.store.set(LAUNCH, secrets.token_hex(8))
+        self.gate = open_gate(self.store) if open_gate is not None else None
+        ranks = plan.schedule.ranks
+        # The number of workers that this machine may have at a time.
+        self.own_workers = min(settings.workers or ranks, ranks)
         self.workers: dict[int, Worker] = {}
         self.generation = 0
         self.decision: Decision | None = None  # of this generation
@@ -113,6 +143,9 @@ class Keeper:
         self.broken_at: float | None = None  # when this generation ended
         self.broken_before = 0.0  # when the generation before ended
         self.last_look = time.monotonic()
+        self.watch = PaceWatch(settings.slow)
+        self.windows = 0  # whose times were heard in this generation
+        self.changed_paces: list[str] = []  # during this generation
         self.events = EventLog(folder, resume)
         self.pending: Event | None = (
             None  # an event whose generation does not train yet
@@ -132,10 +165,12 @@ class Keeper:
             for worker in self.workers.values():
                 worker.kill()
                 worker.pipe.close()
+            if self.gate is not None:
+                self.gate.close()
 
     def start(self) -> None:
-        """Start a worker for every rank of the plan."""
-        for number in range(self.plan.schedule.ranks):
+        """Start a worker for every rank of the plan that this machine is to have."""
+        for number in range(self.own_workers):
             self.workers[number] = self.start_worker(number, newcomer=False)
         self.broken_at = time.monotonic()  # Generation 0 only starts the workers.
 
@@ -147,7 +182,7 @@ class Keeper:
             number,
             self.plan.schedule.ranks,
             LOCALHOST,
-            self.store.port,  # type: ignore[attr-defined]
+            self.store.port,
             str(self.folder),
             self.resume,
             newcomer,
@@ -173,7 +208,9 @@ class Keeper:
         waiting = set(self.members) - set(self.reports)
         if self.broken_at is None:
             self.note_ready()
+            self.seat_guests()
             self.replace_lost()
+            self.hear_work()
             self.take_in()
         elif not waiting:
             self.begin_generation()
@@ -210,7 +247,11 @@ class Keeper:
             verdict = pickle.loads(worker.pipe.recv_bytes())
         except EOFError:
             worker.process.join()
-            self.lose(worker, _end_of(worker.process.exitcode))
+            self.lose(worker, worker.end())
+            return None
+        if isinstance(verdict, Verdict) and worker.is_guest and verdict.error:
+            # What ends the run also ends the workers of this machine.
+            self.lose(worker, f"failed: {verdict.text.splitlines()[0]}")
             return None
         if isinstance(verdict, Verdict):
             return verdict
@@ -250,8 +291,12 @@ class Keeper:
             self.say(f"{story} before it had begun")
             return
         self.losses.append(story)
-        if not self.members:
-            raise RunError(f"{story}, and no worker is left")
+        self.watch.forget(worker.number)
+        if not any(not self.workers[number].is_guest for number in self.members):
+            left = "no worker is left"
+            if self.members:
+                left += " on this machine, which keeps the files of the run"
+            raise RunError(f"{story}, and {left}")
         self.break_generation(story)
 
     def break_generation(self, story: str) -> None:
@@ -281,12 +326,44 @@ class Keeper:
         """Start new workers in place of lost ones, once the others train again."""
         if not self.vacant or self.pending is not None:
             return
-        while self.vacant and self.replaced < self.settings.restarts:
+        own = sum(not worker.is_guest for worker in self.workers.values())
+        while (
+            self.vacant
+            and own < self.own_workers
+            and self.replaced < self.settings.restarts
+        ):
             number = self.vacant.pop(0)
             self.replaced += 1
-            for key in (alive_key, arrival_key, place_key):
-                self.store.delete_key(key(number))
+            own += 1
+            self.forget(number)
             self.workers[number] = self.start_worker(number, newcomer=True)
+
+    def seat_guests(self) -> None:
+        """Give workers from other machines the ranks that have no worker."""
+        if self.gate is None or self.pending is not None:
+            return
+        ranks = self.plan.schedule.ranks
+        for guest in self.gate.waiting():
+            places = [n for n in range(ranks) if n not in self.workers]
+            if not places:
+                if not guest.told:
+                    guest.told = True
+                    self.say(
+                        f"{guest.name} waits as a spare, and takes the place of the next "
+                        "worker that is lost"
+                    )
+                continue
+            number = places[0]
+            if number in self.vacant:
+                self.vacant.remove(number)
+            self.forget(number)
+            self.workers[number] = Worker(number, guest, guest.pipe, newcomer=True)
+            guest.seat(worker=number, workers=ranks, resume=self.resume)
+
+    def forget(self, number: int) -> None:
+        """Forget what the last worker with this number has written."""
+        for key in (alive_key, arrival_key, place_key):
+            self.store.delete_key(key(number))
 
     def arrivals(self) -> list[int]:
         """The newcomers that wait for a place."""
@@ -299,8 +376,32 @@ class Keeper:
 
     def take_in(self) -> None:
         """Let the generation end after its step if somebody waits for a place."""
-        if self.arrivals() and not self.store.check([change_key(self.generation)]):
+        waits = self.arrivals() or self.changed_paces
+        if waits and not self.store.check([change_key(self.generation)]):
             self.store.set(change_key(self.generation), "yes")
+
+    # ------------------------------------------------------------ slow workers
+    def hear_work(self) -> None:
+        """Hear how long the workers have worked in a window of steps, and who is slow."""
+        key = work_key(self.generation, self.windows)
+        decision = self.decision
+        if not self.settings.slow or decision is None or not self.store.check([key]):
+            return
+        seconds = json.loads(self.store.get(key))
+        self.store.delete_key(key)
+        self.windows += 1
+        if self.changed_paces:
+            return  # All are about to leave this generation.
+        members = decision.members
+        changes = self.watch.hear(
+            dict(zip(members, seconds, strict=True)),
+            dict(zip(members, rank_work(decision.plan), strict=True)),
+        )
+        for worker, story in changes.items():
+            if shares_a_part(decision.plan.schedule, members.index(worker)):
+                self.changed_paces.append(story)
+            else:
+                self.say(f"{story}; nobody else has its part, so it keeps its work")
 
     # ------------------------------------------------------------ going on
     def begin_generation(self) -> None:
@@ -309,13 +410,24 @@ class Keeper:
         arrived = self.arrivals()
         for number in arrived:
             self.reports[number] = load_report(self.store.get(arrival_key(number)))
-        decision = decide(self.plan, self.reports, self.generation + 1, self.resume)
+        decision = decide(
+            self.plan,
+            self.reports,
+            self.generation + 1,
+            self.resume,
+            self.settings.mirror != "false",
+            lambda: good_step(self.folder / CHECKPOINTS_FOLDER),
+            self.watch.paces,
+        )
+        decision = replace(decision, leader=self.leader_of(decision.members))
         if before is not None:
             self.note_change(before, decision, arrived)
         self.generation = decision.generation
         self.decision = decision
         self.reports = {}
         self.losses = []
+        self.changed_paces = []
+        self.windows = 0
         self.store.set(decision_key(decision.generation), decision.dump())
         for number in arrived:
             self.workers[number].newcomer = False
@@ -323,6 +435,11 @@ class Keeper:
         assert self.broken_at is not None
         self.broken_before = self.broken_at
         self.broken_at = None
+
+    def leader_of(self, members: tuple[int, ...]) -> int:
+        """The first rank whose worker is on this machine, where the files of the run are."""
+        own = [not self.workers[number].is_guest for number in members]
+        return own.index(True)
 
     def note_change(
         self, before: Decision, decision: Decision, arrived: list[int]
@@ -332,7 +449,10 @@ class Keeper:
         kind = "lost"
         if arrived:
             kind = "lost" if self.losses else "joined"
-            stories += [f"worker {number} has joined" for number in arrived]
+            stories += [self.arrival_story(number) for number in arrived]
+        if self.changed_paces and not stories:
+            kind = "pace"
+        stories += self.changed_paces
         if not stories:
             kind = "retry"
             stories.append(self.reason_to_retry(before, decision))
@@ -342,6 +462,7 @@ class Keeper:
         workers = len(decision.members)
         step = decision.step
         if decision.keep:
+            text += describe_takeovers(before, decision)
             self.say(f"{text}; {workers} workers go on after step {step}")
         else:
             step = saved_step(self.folder) if decision.resume else 0
@@ -349,6 +470,12 @@ class Keeper:
                 f"{text}; it alone had its part, so {workers} workers go back to step {step}"
             )
         self.pending = Event(step, kind, workers, 0.0, text)
+
+    def arrival_story(self, number: int) -> str:
+        """Say who has joined."""
+        process = self.workers[number].process
+        place = f" on {process.name}" if isinstance(process, Guest) else ""
+        return f"worker {number}{place} has joined"
 
     def reason_to_retry(self, before: Decision, decision: Decision) -> str:
         """Why a generation ended in which all live; raise an error after too many of them."""
@@ -373,6 +500,20 @@ class Keeper:
             seconds = round(time.monotonic() - self.broken_before, 3)
             self.events.put(replace(self.pending, seconds=seconds))
             self.pending = None
+
+
+def describe_takeovers(before: Decision, decision: Decision) -> str:
+    """Say which workers go on with parts that were lost with their only holder."""
+    sentences = []
+    for part, holder, _ in before.mirrors:
+        if before.members[holder] not in decision.members:
+            (rank,) = holders_of(decision.plan.schedule)[part]
+            worker = decision.members[rank]
+            sentences.append(f"worker {worker} has part {part} from its mirror")
+    for rank, part in decision.restores:
+        worker = decision.members[rank]
+        sentences.append(f"worker {worker} has part {part} from the checkpoint")
+    return "".join(f"; {sentence}" for sentence in sentences)
 
 
 def is_stopped(pid: int | None) -> bool:

@@ -8,23 +8,26 @@ wait for a decision ─► connect ─► trainer with the new plan ─► train
 from __future__ import annotations
 
 import gc
+import itertools
+import json
 import os
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
-from pathlib import Path
 
 import torch
 
 from penstock.errors import PeerLostError, PenstockError, StuckError
-from penstock.formats.config_toml import read_config
 from penstock.runtime.comm.gloo import GlooComm
+from penstock.runtime.comm.wire import WireComm
 from penstock.runtime.process.launch import end_with_parent, hear_signals
 from penstock.runtime.torch_internals import PrefixStore, Store, TCPStore
+from penstock.runtime.wire.exchange import Exchange
 from penstock.train.crew.notes import (
     FINISHED,
+    LAUNCH,
     Decision,
     Report,
     alive_key,
@@ -36,14 +39,15 @@ from penstock.train.crew.notes import (
     place_key,
     ready_key,
     report_key,
+    work_key,
 )
+from penstock.train.crew.pace import WorkWindow
+from penstock.train.crew.site import Site
 from penstock.train.loop import CrewChange, Job, RunOutcome, Trainer, WatchRow
 from penstock.train.placement import launched_placement
 from penstock.train.worker import (
-    CONFIG_FILE,
     STOP_FILE,
     Verdict,
-    job_of,
     listen,
     note_crash,
     saved_step,
@@ -60,10 +64,9 @@ Show = Callable[[], WatchRow]  # begins to show steps; called when this worker i
 class Member:
     """One worker's side of the crew's store."""
 
-    def __init__(self, worker: int, host: str, port: int) -> None:
+    def __init__(self, worker: int, store: Store) -> None:
         self.worker = worker
-        limit = timedelta(seconds=STORE_SECONDS)
-        self.store = TCPStore(host, port, is_master=False, timeout=limit)
+        self.store = store
         self.generation = 0
         threading.Thread(target=self.beat, name="beats", daemon=True).start()
 
@@ -105,29 +108,47 @@ class Member:
         self.generation = decision.generation
         return decision
 
-    def connect(self, decision: Decision, patience: float) -> GlooComm:
-        """Connect to the other workers of a generation."""
+    def connect(
+        self, decision: Decision, patience: float, exchange: Exchange | None = None
+    ) -> GlooComm:
+        """Connect to the other workers of a generation, encrypted if there is an exchange."""
         broken = broken_key(decision.generation)
-        meeting = PrefixStore(f"g{decision.generation}", self.own_connection())
-        return GlooComm(
-            meeting,
-            decision.members.index(self.worker),
-            len(decision.members),
-            patience,
-            lambda: self.store.check([broken]),
+        name = f"g{decision.generation}"
+        meeting = PrefixStore(name, self.own_connection())
+        rank = decision.members.index(self.worker)
+        ranks = len(decision.members)
+
+        def is_broken() -> bool:
+            return bool(self.store.check([broken]))
+
+        if exchange is None:
+            return GlooComm(meeting, rank, ranks, patience, is_broken)
+        launch = self.store.get(LAUNCH).decode()
+        return WireComm(
+            meeting, rank, ranks, patience, is_broken, exchange, f"{launch}/{name}"
         )
 
     def is_changing(self, decision: Decision) -> bool:
         """Whether all should leave a generation after their step."""
         return bool(self.store.check([change_key(decision.generation)]))
 
+    def tell_work(self, decision: Decision, window: int, seconds: list[float]) -> None:
+        """Tell the launcher how long each rank has worked in a window of steps."""
+        self.store.set(work_key(decision.generation, window), json.dumps(seconds))
+
     def tell_ready(self, decision: Decision) -> None:
         """Tell the launcher that a generation trains."""
         self.store.set(ready_key(decision.generation), "yes")
 
 
+def local_store(host: str, port: int) -> Store:
+    """Connect to the store of a launcher on this machine."""
+    limit = timedelta(seconds=STORE_SECONDS)
+    return TCPStore(host, port, is_master=False, timeout=limit)
+
+
 def work_in_crew(
-    member: Member, folder: Path, resume: bool, newcomer: bool, show: Show
+    member: Member, site: Site, resume: bool, newcomer: bool, show: Show
 ) -> Verdict:
     """Train as a worker of a crew, from its start or as a newcomer.
 
@@ -135,10 +156,11 @@ def work_in_crew(
     """
     hear_signals()
     threading.Thread(target=end_with_parent, daemon=True).start()
+    folder = site.folder
     saved = saved_step(folder) if resume else 0
     turns = None
     try:
-        turns = Turns(member, folder, resume, show)
+        turns = Turns(member, site, resume, show)
         return turns.run(newcomer)
     except PenstockError as error:
         write_failure(folder, error)
@@ -152,17 +174,19 @@ def work_in_crew(
 class Turns:
     """The generations of one worker, one after the other."""
 
-    def __init__(self, member: Member, folder: Path, resume: bool, show: Show) -> None:
+    def __init__(self, member: Member, site: Site, resume: bool, show: Show) -> None:
         self.member = member
+        self.site = site
         self.show = show
         self.watch: WatchRow | None = None
-        config = read_config(folder / CONFIG_FILE)
+        config = site.config()
         torch.set_num_threads(launched_placement(config).threads)
         self.asked = threading.Event()
-        listen(self.asked)
-        write_pid(folder, member.worker)
-        self.stop_file = folder / STOP_FILE
-        self.job = job_of(folder, config, resume)
+        if not site.is_elsewhere:  # Ctrl-C on another machine ends only its worker.
+            listen(self.asked)
+        write_pid(site.folder, member.worker)
+        self.stop_file = site.folder / STOP_FILE
+        self.job = site.job(config, resume)
         self.trainer: Trainer | None = None  # with the weights of the last step
 
     def run(self, newcomer: bool) -> Verdict:
@@ -205,6 +229,7 @@ class Turns:
             error,
             trainer.seen,
             trainer.closed,
+            mirrors=tuple(sorted(trainer.mirrors.kept)),
         )
 
     def take_turn(self, decision: Decision) -> RunOutcome:
@@ -215,7 +240,8 @@ class Turns:
             before.commit(decision.figures)
         if not decision.keep:
             self.trainer = None  # Its weights are of no use any more.
-        comm = self.member.connect(decision, self.job.config.run.patience)
+        patience = self.job.config.run.patience
+        comm = self.member.connect(decision, patience, self.site.exchange)
         try:
             return self.train(decision, comm, before)
         finally:
@@ -225,18 +251,26 @@ class Turns:
         self, decision: Decision, comm: GlooComm, before: Trainer | None
     ) -> RunOutcome:
         """Train over a connection that exists."""
-        if comm.rank == 0 and self.watch is None:
+        leads = comm.rank == decision.leader
+        if leads and self.watch is None:
             self.watch = self.show()
         job = self.job_for(decision)
         trainer = Trainer(job, comm, comm.device, self.watch, before, decision.handover)
-        if comm.rank == 0:
+        if leads:
             trainer.changing = lambda: self.member.is_changing(decision)
+            if self.job.config.run.slow:
+                windows = itertools.count()
+                trainer.tell_work = WorkWindow(
+                    lambda seconds: self.member.tell_work(
+                        decision, next(windows), seconds
+                    )
+                ).put
 
         def stop() -> bool:
-            return self.asked.is_set() or (comm.rank == 0 and self.stop_file.exists())
+            return self.asked.is_set() or (leads and self.stop_file.exists())
 
         def ready() -> None:
-            if comm.rank == 0:
+            if leads:
                 self.member.tell_ready(decision)
 
         try:
@@ -256,14 +290,19 @@ class Turns:
             resume=decision.resume,
             fresh=again,
             whole=decision.whole,
+            leader=decision.leader,
+            mirrors=decision.mirrors,
         )
 
 
-def set_environment(worker: int, workers: int) -> None:
-    """Describe this process as a launcher would, for all who ask how many there are."""
+def set_environment(worker: int, workers: int, neighbours: int) -> None:
+    """Describe this process as a launcher would, for all who ask how many there are.
+
+    `neighbours` is the number of workers on this machine.
+    """
     os.environ.update(
         RANK=str(worker),
-        LOCAL_RANK=str(worker),
+        LOCAL_RANK=str(worker % neighbours),
         WORLD_SIZE=str(workers),
-        LOCAL_WORLD_SIZE=str(workers),
+        LOCAL_WORLD_SIZE=str(neighbours),
     )

@@ -8,7 +8,9 @@ crew/ready/2        generation 2 trains
 crew/arrival/1      worker 1 has come and waits for a place
 crew/change/2       all should leave generation 2 after their step, because somebody has come
 crew/place/1        worker 1 is in generation 3
+crew/work/2/5       seconds that each rank of generation 2 has worked in its sixth window of steps
 crew/finished       the run is over
+crew/launch         a name that this launcher alone has
 g2/...              the connections of generation 2
 """
 
@@ -24,6 +26,7 @@ from penstock.train.crew.handover import Transfer, Transfers
 from penstock.train.loop import Handover, StepFigures
 
 FINISHED = "crew/finished"
+LAUNCH = "crew/launch"
 
 
 def alive_key(worker: int) -> str:
@@ -66,6 +69,11 @@ def place_key(worker: int) -> str:
     return f"crew/place/{worker}"
 
 
+def work_key(generation: int, window: int) -> str:
+    """The key of the seconds that ranks have worked in a window of steps."""
+    return f"crew/work/{generation}/{window}"
+
+
 @dataclass(frozen=True, slots=True)
 class Report:
     """What a worker has when it leaves a generation, or when it comes."""
@@ -79,6 +87,12 @@ class Report:
     seen: int = 0  # sequences of its steps, and of earlier runs
     closed: bool = True  # whether its last step was evaluated and written down
     newcomer: bool = False  # whether it has come during the run
+    mirrors: tuple[int, ...] = ()  # parts of others that it has a mirror of
+
+    @property
+    def known_parts(self) -> tuple[int, ...]:
+        """The parts whose weights of the last step it has."""
+        return (*self.parts, *self.mirrors)
 
     def dump(self) -> str:
         """Return it as JSON."""
@@ -90,7 +104,10 @@ def load_report(text: str | bytes) -> Report:
     fields: dict[str, Any] = json.loads(text)
     report = Report(**fields)
     return replace(
-        report, figures=_figures(fields["figures"]), parts=tuple(fields["parts"])
+        report,
+        figures=_figures(fields["figures"]),
+        parts=tuple(fields["parts"]),
+        mirrors=tuple(fields["mirrors"]),
     )
 
 
@@ -110,6 +127,10 @@ class Decision:
     seen: int = 0  # sequences of the steps that are done, and of earlier runs
     close: bool = False  # whether the last step must still be evaluated or written down
     transfers: tuple[Transfer, ...] = ()  # parts that ranks get from others
+    mirrors: tuple[Transfer, ...] = ()  # parts with their rank and that of their mirror
+    # Ranks with a part that they read from the checkpoint of this step.
+    restores: tuple[tuple[int, int], ...] = ()
+    leader: int = 0  # the rank that writes the files of the run
 
     @property
     def handover(self) -> Handover | None:
@@ -118,7 +139,9 @@ class Decision:
             return None
         figures = self.figures if self.close else None
         transfers = Transfers(self.transfers)
-        return Handover(self.step, self.seen, figures, transfers, self.save)
+        return Handover(
+            self.step, self.seen, figures, transfers, self.save, self.restores
+        )
 
     def dump(self) -> str:
         """Return it as JSON."""
@@ -131,7 +154,9 @@ def load_decision(text: str | bytes) -> Decision:
     fields: dict[str, Any] = json.loads(text)
     fields["plan"] = load_plan(fields["plan"])
     fields["members"] = tuple(fields["members"])
-    fields["transfers"] = tuple(Transfer(*words) for words in fields["transfers"])
+    for name in ("transfers", "mirrors"):
+        fields[name] = tuple(Transfer(*words) for words in fields[name])
+    fields["restores"] = tuple((rank, part) for rank, part in fields["restores"])
     fields["figures"] = _figures(fields["figures"])
     return Decision(**fields)
 

@@ -13,67 +13,140 @@ Ranks can never be further apart than that, because every step ends with one sum
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 
 from penstock.ir.plan import Plan
 from penstock.ir.program import lower
 from penstock.ir.schedule import Schedule
 from penstock.ir.verify import verify
-from penstock.schedules.survivors import orphans, without_ranks
+from penstock.schedules.coverage import hold_every_part
+from penstock.schedules.survivors import PartCost, orphans, without_ranks
+from penstock.sim.simulate import simulate
 from penstock.train.crew.handover import Transfer
 from penstock.train.crew.notes import Decision, Report
 
+LEAST_GAIN = 0.05  # share of a step that must be saved to replan around a slow worker
 HEAD_WORK = 0.5  # work of a part without layers, compared with a layer
 
 
-def plan_without(plan: Plan, lost: tuple[int, ...], homes: Mapping[int, int]) -> Plan:
-    """Return the plan for the ranks that are left, checked and verified."""
-    if not lost:
+def plan_without(
+    plan: Plan,
+    lost: tuple[int, ...],
+    homes: Mapping[int, int],
+    paces: Mapping[int, float] = MappingProxyType({}),
+) -> Plan:
+    """Return the plan for the ranks that are left, checked and verified.
+
+    `paces` has the ranks that are slow. If less work for them makes a step no faster, the
+    plan stays as it is.
+    """
+    if not lost and not paces:
         return plan
-    work = [max(layers, HEAD_WORK) for layers in plan.partition]
+    work = part_work(plan)
+    ranks = range(plan.schedule.ranks)
+    pace = [paces.get(rank, 1.0) for rank in ranks] if paces else []
     # All schedules of a plan have the same stages, so a part that the first one gives to a
     # rank has its home there in all others.
-    first = without_ranks(plan.schedule, lost, work, homes)
-    left = [rank for rank in range(plan.schedule.ranks) if rank not in lost]
+    first = without_ranks(plan.schedule, lost, work, homes, pace)
+    if not lost:
+        cost = PartCost(parts=tuple(work), paces=tuple(pace))
+        now, then = (simulate(one, cost).makespan for one in (plan.schedule, first))
+        if then > (1 - LEAST_GAIN) * now:
+            return plan
+    left = [rank for rank in ranks if rank not in lost]
     adopted = dict(homes)
     for stage in first.stages:
         if stage.part in orphans(plan.schedule, lost):
             adopted[stage.part] = left[stage.rank]
-    smaller = plan.map_schedules(lambda one: without_ranks(one, lost, work, adopted))
+    smaller = plan.map_schedules(
+        lambda one: without_ranks(one, lost, work, adopted, pace)
+    )
     for schedule in smaller.schedules:
         verify(lower(schedule))
-    ranks = " ".join(map(str, lost))
-    return replace(smaller, name=f"{plan.name} without {ranks}")
+    name = plan.name
+    if lost:
+        name += f" without {' '.join(map(str, lost))}"
+    slow = [str(rank) for rank in sorted(paces) if rank in left]
+    if slow:
+        name += f", slow {' '.join(slow)}"
+    return replace(smaller, name=name)
+
+
+def part_work(plan: Plan) -> list[float]:
+    """Return the work of each part, in layers."""
+    return [max(float(layers), HEAD_WORK) for layers in plan.partition]
+
+
+def rank_work(plan: Plan) -> list[float]:
+    """Return the work of each rank in a step, in layers; the mean if steps take different paths."""
+    work = part_work(plan)
+    totals = [0.0] * plan.schedule.ranks
+    for schedule in plan.schedules:
+        for microbatch in schedule.microbatches:
+            for number in microbatch.path:
+                stage = schedule.stages[number]
+                totals[stage.rank] += work[stage.part] / len(plan.schedules)
+    return totals
+
+
+def shares_a_part(schedule: Schedule, rank: int) -> bool:
+    """Whether another rank holds one of a rank's parts, and could do some of its work."""
+    holders = holders_of(schedule)
+    return any(
+        len(holders[stage.part]) > 1 for stage in schedule.stages if stage.rank == rank
+    )
 
 
 def decide(
-    plan: Plan, reports: Mapping[int, Report], generation: int, resume: bool
+    plan: Plan,
+    reports: Mapping[int, Report],
+    generation: int,
+    resume: bool,
+    mirror: bool = False,
+    saved: Callable[[], int] = lambda: -1,
+    paces: Mapping[int, float] = MappingProxyType({}),
 ) -> Decision:
     """Return how the workers that have reported go on; worker n has the place of rank n.
 
     resume: whether the run was started from a checkpoint.
+    mirror: whether parts that only one rank holds have a mirror on another one.
+    saved: returns the step of the newest checkpoint without damage, or -1.
+    paces: workers that are slow, and how many times as long as before they take.
     """
     members = tuple(sorted(reports))
     lost = tuple(n for n in range(plan.schedule.ranks) if n not in reports)
-    smaller = plan_without(plan, lost, _homes(plan, lost, reports))
-    veterans = [reports[n] for n in members if not reports[n].newcomer]
+    smaller = plan_without(plan, lost, _homes(plan, lost, reports), paces)
+    schedule = hold_every_part(smaller.schedule)
+    # Newcomers have no weights, and neither have those that were taken in by a generation
+    # that ended before it had begun.
+    veterans = [reports[n] for n in members if reports[n].step >= 0]
+    mirrors = choose_mirrors(schedule, members, reports) if mirror else ()
     plain = Decision(
-        generation, members, smaller, keep=False, resume=resume, whole=not lost
+        generation,
+        members,
+        smaller,
+        keep=False,
+        resume=resume,
+        whole=smaller is plan,
+        mirrors=mirrors,
     )
-    if min((report.step for report in veterans), default=-1) < 0:
-        # Nobody has done a step: a step needs all ranks.
-        return plain
-    missing = _missing(smaller.schedule, members, reports)
-    transfers = []
-    for rank, part in missing:
-        source = _source(part, members, veterans)
-        if source is None:
-            return replace(plain, resume=True)
-        transfers.append(Transfer(part, source, rank))
+    if max((report.step for report in veterans), default=0) == 0:
+        return plain  # Nobody has done a step.
     ahead = max(veterans, key=lambda report: report.step)
     steps = {report.step for report in veterans}
     assert steps <= {ahead.step, ahead.step - 1}, f"ranks are at steps {sorted(steps)}"
+    restores: dict[int, int] = {}  # from a part to the rank that reads it
+    transfers = []
+    for rank, part in _missing(schedule, mirrors, members, reports):
+        source = _source(part, members, veterans)
+        if source is None:
+            source = restores.setdefault(part, rank)
+        if source != rank:
+            transfers.append(Transfer(part, source, rank))
+    if restores and saved() != ahead.step:
+        return replace(plain, resume=True)
     save = any(report.saving for report in veterans)
     closed = len(steps) == 1 and all(report.closed for report in veterans)
     return replace(
@@ -85,46 +158,97 @@ def decide(
         seen=ahead.seen,
         close=save or not closed,
         transfers=tuple(transfers),
+        restores=tuple((rank, part) for part, rank in sorted(restores.items())),
     )
+
+
+def choose_mirrors(
+    schedule: Schedule, members: tuple[int, ...], reports: Mapping[int, Report]
+) -> tuple[Transfer, ...]:
+    """Return, for each part that one rank holds alone, that rank and the rank of its mirror.
+
+    A worker that has the weights already goes first, then the one with the fewest parts and
+    mirrors, then the next one.
+    """
+    ranks = len(members)
+    counts = [0] * ranks
+    for rank, _ in {(stage.rank, stage.part) for stage in schedule.stages}:
+        counts[rank] += 1
+    mirrors = []
+    for part, holders in enumerate(holders_of(schedule)):
+        if len(holders) > 1 or ranks == 1:
+            continue
+        (holder,) = holders
+
+        def order(rank: int, part: int = part, holder: int = holder) -> tuple[int, ...]:
+            known = part in reports[members[rank]].known_parts
+            return int(not known), counts[rank], (rank - holder) % ranks
+
+        others = [rank for rank in range(ranks) if rank != holder]
+        chosen = min(others, key=order)
+        counts[chosen] += 1
+        mirrors.append(Transfer(part, holder, chosen))
+    return tuple(mirrors)
+
+
+def first_mirrors(schedule: Schedule) -> tuple[Transfer, ...]:
+    """Return the mirrors of a run that begins, in which nobody has any weights."""
+    members = tuple(range(schedule.ranks))
+    reports = {worker: Report(worker) for worker in members}
+    return choose_mirrors(hold_every_part(schedule), members, reports)
 
 
 def _source(
     part: int, members: tuple[int, ...], veterans: Sequence[Report]
 ) -> int | None:
     """The rank that sends a part to one that does not have it; None if nobody has it."""
-    for report in veterans:
-        if part in report.parts:
-            return members.index(report.worker)
+    for known in ([one.parts for one in veterans], [one.mirrors for one in veterans]):
+        for report, parts in zip(veterans, known, strict=True):
+            if part in parts:
+                return members.index(report.worker)
     return None
 
 
 def _homes(
     plan: Plan, lost: tuple[int, ...], reports: Mapping[int, Report]
 ) -> dict[int, int]:
-    """Workers that have adopted orphaned parts before, by part."""
+    """Workers that have orphaned parts already: adopted before, or as a mirror."""
     homes: dict[int, int] = {}
     for part in orphans(plan.schedule, lost):
         for worker, report in sorted(reports.items()):
             if part in report.parts:
                 homes.setdefault(part, worker)
+        for worker, report in sorted(reports.items()):
+            if part in report.mirrors:
+                homes.setdefault(part, worker)
     return homes
 
 
 def _missing(
-    schedule: Schedule, members: tuple[int, ...], reports: Mapping[int, Report]
+    schedule: Schedule,
+    mirrors: Sequence[Transfer],
+    members: tuple[int, ...],
+    reports: Mapping[int, Report],
 ) -> list[tuple[int, int]]:
-    """The ranks and parts for which a rank has no weights, each pair once."""
-    missing = {
-        (stage.rank, stage.part)
-        for stage in schedule.stages
-        if stage.part not in reports[members[stage.rank]].parts
-    }
-    return sorted(missing)
+    """The ranks and parts for which a rank has no weights: first those to train, then mirrors."""
+    held = sorted({(stage.rank, stage.part) for stage in schedule.stages})
+    mirrored = [(target, part) for part, _, target in mirrors]
+    return [
+        (rank, part)
+        for rank, part in [*held, *mirrored]
+        if part not in reports[members[rank]].known_parts
+    ]
+
+
+def holders_of(schedule: Schedule) -> list[set[int]]:
+    """Return the ranks that hold each part."""
+    holders: list[set[int]] = [set() for _ in range(schedule.parts)]
+    for stage in schedule.stages:
+        holders[stage.part].add(stage.rank)
+    return holders
 
 
 def parts_without_replica(plan: Plan) -> list[int]:
     """Return the parts that only one rank holds."""
-    holders: dict[int, set[int]] = {}
-    for stage in plan.schedule.stages:
-        holders.setdefault(stage.part, set()).add(stage.rank)
-    return [part for part, ranks in sorted(holders.items()) if len(ranks) == 1]
+    holders = holders_of(plan.schedule)
+    return [part for part, ranks in enumerate(holders) if len(ranks) == 1]

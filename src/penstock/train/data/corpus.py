@@ -27,11 +27,12 @@ import os
 import sysconfig
 import uuid
 import zlib
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from io import BytesIO
+from itertools import chain
 from pathlib import Path
 from typing import IO, Any, BinaryIO, NamedTuple
 
@@ -39,8 +40,21 @@ import numpy as np
 
 from penstock.config import BYTE_TOKENIZER, DataConfig, names_a_file
 from penstock.errors import FileError
+from penstock.train.data.conversations import (
+    FIELDS,
+    Conversation,
+    Marks,
+    Record,
+    Tally,
+    encode_records,
+    find_template,
+    pack_rows,
+    padding_row,
+)
 from penstock.train.data.document_end import side_files
-from penstock.train.data.tables import TABLE_KINDS, table_texts
+from penstock.train.data.masking import Masking
+from penstock.train.data.order import shuffled
+from penstock.train.data.tables import TABLE_KINDS, table_records, table_texts
 from penstock.train.data.tokenizer import TokenArray, Tokenizer, not_text, tokenizer_of
 
 SKIPPED_FOLDERS = {
@@ -67,6 +81,7 @@ TABLE = (
     "a table: write its texts as lines of JSON, for example with "
     "pandas.read_orc(...).to_json('text.jsonl', orient='records', lines=True)"
 )
+RECORDS = (".jsonl", *TABLE_KINDS)  # files that hold records rather than plain text
 ARCHIVE = "an archive: unpack it first"
 BINARY = {".orc": TABLE}
 BINARY |= dict.fromkeys(
@@ -101,6 +116,13 @@ MAGIC = {  # the first bytes of files that are not text
 ProgressBytes = Callable[[int, int], None]  # bytes read, and bytes in all
 
 
+class Ticket(NamedTuple):
+    """A sequence to read, and how often all sequences were read before."""
+
+    sequence: int
+    epoch: int = 0
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Corpus:
     """All tokens, cut into sequences: `trained` ones for training, then `held_out` ones."""
@@ -111,10 +133,40 @@ class Corpus:
     held_out: int
     digest: str  # of the tokens
     end: int | None = None  # the word after each document, if documents are kept apart
+    # Of conversations: which tokens are learned, and with which a conversation begins.
+    marks: Marks | None = None
+    separate: bool = False  # whether conversations are kept apart
+    tally: Tally | None = None  # of conversations
+    masking: Masking | None = None  # for models that guess masked words
+    bytes_per_token: float | None = None  # of text; None if nobody has counted
+
+    def ticket(self, position: int, seed: int) -> Ticket:
+        """Return which sequence comes at a position, in which epoch."""
+        return Ticket(shuffled(position, self.trained, seed), position // self.trained)
+
+    @property
+    def token_count(self) -> int:
+        """The number of tokens."""
+        return len(self.tokens)
+
+    @property
+    def text_source(self) -> Corpus:
+        """The corpus that stands for the others where several are mixed."""
+        return self
+
+    @property
+    def apart(self) -> bool:
+        """Whether documents or conversations are kept apart."""
+        return self.end is not None or self.separate
 
     def sequence(self, number: int) -> TokenArray:
         """Return a sequence and the token after it, which is the label of the last one."""
         return self.tokens[number * self.length : (number + 1) * self.length + 1]
+
+    def sequence_marks(self, number: int) -> Marks:
+        """Return the marks of a sequence's tokens, and of the token after it."""
+        assert self.marks is not None
+        return self.marks[number * self.length : (number + 1) * self.length + 1]
 
 
 def open_corpus(
@@ -126,29 +178,64 @@ def open_corpus(
     """
     tokenizer = tokenizer_of(data.tokenizer)
     files = source_files(data)
-    if data.separate and tokenizer.end is None:
+    if data.separate and tokenizer.end is None and not data.instructions:
         raise FileError(
             f"{_tokenizer_name(data)} has no word that ends a document, "
             "so documents cannot be told apart\n"
             "  set data.separate=false, or name the word as eos_token in a "
             "tokenizer_config.json beside the tokenizer"
         )
-    name = _cache_name(data, files)
-    row = cache / f"{name}.bin"
-    note = cache / f"{name}.json"
+    row, note = _cached(data, files, cache)
     if not _is_complete(row, note):
         _fill(row, note, data, tokenizer, files, watch)
+    return read_corpus(row, note, data, tokenizer.end)
+
+
+def cached_tokens(data: DataConfig, cache: Path) -> tuple[Path, Path]:
+    """Return the two files in which the tokens of a config are cached: tokens and facts."""
+    return _cached(data, source_files(data), cache)
+
+
+def _cached(data: DataConfig, files: list[Path], cache: Path) -> tuple[Path, Path]:
+    name = _cache_name(data, files)
+    return cache / f"{name}.bin", cache / f"{name}.json"
+
+
+def read_corpus(row: Path, note: Path, data: DataConfig, end: int | None) -> Corpus:
+    """Open tokens that are encoded already; `end` is the tokenizer's word after a document."""
     facts = json.loads(note.read_text(encoding="utf-8"))
     dtype = np.uint16 if facts["width"] == 2 else np.uint32
+    marks: Marks | None = None
     try:
         tokens: TokenArray = np.memmap(row, dtype=dtype, mode="r")
+        if data.instructions:
+            marks = np.memmap(file_of_marks(row), dtype=np.uint8, mode="r")
     except OSError as error:
         raise FileError(
             f"cannot read the token cache {row}: {error.strerror}\n"
             "  data.cache names its folder"
         ) from None
-    end = tokenizer.end if data.separate else None
-    return cut_corpus(tokens, data, facts["digest"], end)
+    if marks is not None:
+        corpus = cut_corpus(tokens, data, facts["digest"])
+        tally = Tally(**facts["conversations"])
+        return replace(corpus, marks=marks, separate=data.separate, tally=tally)
+    corpus = cut_corpus(tokens, data, facts["digest"], end if data.separate else None)
+    if "bytes" not in facts:  # a cache that an earlier version has written
+        return corpus
+    return replace(corpus, bytes_per_token=facts["bytes"] / len(tokens))
+
+
+def open_validation(
+    data: DataConfig, cache: Path, watch: ProgressBytes = lambda done, total: None
+) -> Corpus | None:
+    """Open the text of data.validation, all of which counts as held out; None without any."""
+    if not data.validation:
+        return None
+    own = replace(
+        data, sources=data.validation, validation=(), mixture=(), held_out=0.0
+    )
+    corpus = open_corpus(own, cache, watch)
+    return replace(corpus, trained=0, held_out=corpus.trained)
 
 
 def cut_corpus(
@@ -175,15 +262,27 @@ def source_files(data: DataConfig) -> list[Path]:
 
     Raises FileError for a source that is missing, empty or not text.
     """
+    if not data.sources and data.instructions:
+        raise FileError(
+            "data.instructions = true needs conversations\n  name their files in data.sources"
+        )
     if not data.sources:
         return sorted(_walk(Path(sysconfig.get_path("stdlib")), (".py",)))
+    endings = data.endings
+    if data.instructions:  # Beside them there may be a README.
+        endings = tuple(one for one in endings if _kind(Path(f"a{one}")) in RECORDS)
     files: list[Path] = []
     for source in data.sources:
-        files += _files_of(source, data.endings)
+        files += _files_of(source, endings)
     for file in files:
         kind = _kind(file)
         if kind in BINARY:
             raise FileError(f"{file} is {BINARY[kind]}")
+        if data.instructions and kind not in RECORDS:
+            raise FileError(
+                f"{file} is plain text, but data.instructions = true asks for conversations\n"
+                "  write them as lines of JSON (.jsonl) or as a table (.parquet, .arrow)"
+            )
     return files
 
 
@@ -239,6 +338,10 @@ def _cache_name(data: DataConfig, files: list[Path]) -> str:
     # The path of a tokenizer may be relative to the working directory. Its file is below.
     kind = "file" if names_a_file(tokenizer) else tokenizer
     settings = f"{CACHE_VERSION}\n{kind}\n{data.field}\n"
+    if data.instructions:
+        template = find_template(data)
+        text = "" if template is None else f"{template.text}{template.special}"
+        settings += f"{data.tokens}\n{text}\n"
     digest = hashlib.sha256(settings.encode())
     sources = [*files]
     if names_a_file(tokenizer):
@@ -277,14 +380,21 @@ def text_pieces(file: Path, field: str, cut: CutText) -> Iterator[Piece]:
             place = partial(int, share * size)
             yield from _cut_up(BytesIO(text), cut, place, row)
         return
+    with _opened(file) as (opened, raw):
+        if _kind(file) == ".jsonl":
+            yield from _lines(opened, field, file, cut, raw.tell)
+            return
+        for piece in _cut_up(opened, cut, raw.tell):
+            _check_text(piece, file)
+            yield piece
+
+
+@contextmanager
+def _opened(file: Path) -> Iterator[tuple[IO[bytes], BinaryIO]]:
+    """Open a file: its content, unpacked, and the file itself, which knows how much has been read."""
     try:
         with file.open("rb") as raw, _unpacked(file, raw) as opened:
-            if _kind(file) == ".jsonl":
-                yield from _lines(opened, field, file, cut, raw.tell)
-                return
-            for piece in _cut_up(opened, cut, raw.tell):
-                _check_text(piece, file)
-                yield piece
+            yield opened, raw
     except (EOFError, zlib.error, lzma.LZMAError) as error:
         raise FileError(
             f"cannot unpack {file}: {error}\n"
@@ -346,13 +456,32 @@ def _check_text(piece: Piece, file: Path) -> None:
 def _lines(
     opened: IO[bytes], field: str, file: Path, cut: CutText, place: Callable[[], int]
 ) -> Iterator[Piece]:
+    for number, entry in _entries(opened, file):
+        text = _text_of(entry, field, f"{file}:{number}")
+        yield from _cut_up(BytesIO(text), cut, place, number)
+
+
+def _entries(opened: IO[bytes], file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield the objects of a .jsonl file, each with the number of its line."""
     for number, line in enumerate(opened, start=1):
         if line.strip():
-            text = _text_of(line, field, f"{file}:{number}")
-            yield from _cut_up(BytesIO(text), cut, place, number)
+            yield number, _entry(line, f"{file}:{number}")
 
 
-def _text_of(line: bytes, field: str, where: str) -> bytes:
+def file_records(file: Path, fields: Sequence[str]) -> Iterator[Record]:
+    """Yield the objects of a .jsonl file, or the rows of a table with some of its columns."""
+    if _kind(file) in TABLE_KINDS:
+        size = file.stat().st_size
+        rows = table_records(file, fields)
+        for number, (content, share) in enumerate(rows, start=1):
+            yield Record(content, f"{file}, row {number}", int(share * size))
+        return
+    with _opened(file) as (opened, raw):
+        for number, entry in _entries(opened, file):
+            yield Record(entry, f"{file}:{number}", raw.tell())
+
+
+def _entry(line: bytes, where: str) -> dict[str, Any]:
     try:
         entry = json.loads(line.rstrip())
     except json.JSONDecodeError as error:
@@ -364,8 +493,12 @@ def _text_of(line: bytes, field: str, where: str) -> bytes:
     if not isinstance(entry, dict):
         raise FileError(
             f"{where}: this line is not a JSON object\n"
-            f"  a document is an object with its text under {field!r}"
+            "  a document is an object with its text under a name"
         )
+    return entry
+
+
+def _text_of(entry: dict[str, Any], field: str, where: str) -> bytes:
     if field not in entry:
         known = ", ".join(map(repr, list(entry)[:8])) or "nothing"
         raise FileError(
@@ -387,6 +520,11 @@ def _is_complete(row: Path, note: Path) -> bool:
     try:
         facts = json.loads(note.read_text(encoding="utf-8"))
         expected = facts["tokens"] * facts["width"]
+        if (
+            "conversations" in facts
+            and file_of_marks(row).stat().st_size != facts["tokens"]
+        ):
+            return False
         return row.stat().st_size == expected and bool(facts["digest"])
     except (OSError, ValueError, KeyError, TypeError):
         return False
@@ -405,15 +543,15 @@ def _fill(
     try:
         row.parent.mkdir(parents=True, exist_ok=True)
         part = row.with_name(f"tokens-{uuid.uuid4().hex}.part")
-        encoded = _encode_files(files, data, tokenizer, watch)
-        tokens, digest = _write_tokens(part, encoded, tokenizer.end, width)
+        facts: dict[str, object] = {"width": width, "files": len(files)}
+        if data.instructions:
+            facts |= _write_conversations(part, row, files, data, tokenizer, watch)
+        else:
+            sizes: list[int] = []
+            encoded = _encode_files(files, data, tokenizer, watch, sizes)
+            tokens, digest = _write_tokens(part, encoded, tokenizer.end, width)
+            facts |= {"tokens": tokens, "digest": digest, "bytes": sum(sizes)}
         part.replace(row)
-        facts = {
-            "tokens": tokens,
-            "width": width,
-            "files": len(files),
-            "digest": digest,
-        }
         note_part = part.with_suffix(".note.part")  # Other processes may write theirs.
         note_part.write_text(json.dumps(facts), encoding="utf-8")
         note_part.replace(note)
@@ -452,21 +590,94 @@ def _write_tokens(
     return all_tokens, digest.hexdigest()[:16]
 
 
+def file_of_marks(row: Path) -> Path:
+    """The file that keeps the marks of the tokens in another one."""
+    return row.with_suffix(".marks")
+
+
+def _write_conversations(
+    part: Path,
+    row: Path,
+    files: list[Path],
+    data: DataConfig,
+    tokenizer: Tokenizer,
+    watch: ProgressBytes,
+) -> dict[str, object]:
+    """Write rows of conversations and, beside them, their marks; return what to note down."""
+    tally = Tally()
+    digest = hashlib.sha256()
+    tokens = 0
+    padding = tokenizer.end or 0
+    records = _all_records(files, watch)
+    encoded = encode_records(
+        records, tokenizer, find_template(data), data.tokens, tally
+    )
+    rows = pack_rows(encoded, data.tokens, padding)
+    part_of_marks = part.with_suffix(".marks.part")
+    try:
+        with part.open("xb") as words_file, part_of_marks.open("xb") as marks_file:
+            dtype = np.uint16 if tokenizer.vocab <= 1 << 16 else np.uint32
+            # The last row needs a token after it.
+            last: Iterable[Conversation] = (padding_row(1, padding, dtype),)
+            for packed in chain(rows, last):
+                words_file.write(packed.words.data)
+                marks_file.write(packed.marks.data)
+                digest.update(packed.words.data)
+                digest.update(packed.marks.data)
+                tokens += packed.tokens
+        if not tally.learned:
+            raise FileError(
+                f"there is nothing to learn: none of {tally.conversations} conversations has an answer within "
+                f"{data.tokens} tokens\n  give other data.sources, or more data.tokens"
+            )
+        part_of_marks.replace(file_of_marks(row))
+    except BaseException:
+        part.unlink(missing_ok=True)
+        part_of_marks.unlink(missing_ok=True)
+        raise
+    return {
+        "tokens": tokens,
+        "digest": digest.hexdigest()[:16],
+        "conversations": asdict(tally),
+    }
+
+
+def _all_records(files: list[Path], watch: ProgressBytes) -> Iterator[Record]:
+    """Yield the records of all files, and tell how much has been read."""
+    total = sum(file.stat().st_size for file in files)
+    before = 0
+    for file in files:
+        told = 0
+        for record in file_records(file, FIELDS):
+            if record.read - told >= PIECE_BYTES:
+                told = record.read
+                watch(before + told, total)
+            yield record
+        before += file.stat().st_size
+        watch(before, total)
+
+
 def _encode_files(
-    files: list[Path], data: DataConfig, tokenizer: Tokenizer, watch: ProgressBytes
+    files: list[Path],
+    data: DataConfig,
+    tokenizer: Tokenizer,
+    watch: ProgressBytes,
+    sizes: list[int],
 ) -> Iterator[tuple[TokenArray, bool]]:
     """Yield the words of every piece, and whether its document ends with it.
 
-    Many short pieces are encoded together.
+    Many short pieces are encoded together. The bytes of the text in each file are added to `sizes`.
     """
     total = sum(file.stat().st_size for file in files)
     before = 0
     for file in files:
+        sizes.append(0)
         pieces: list[Piece] = []
         count = 0  # bytes of these pieces
         begin = 0  # where they begin in the file
         for piece in text_pieces(file, data.field, tokenizer.cut):
             pieces.append(piece)
+            sizes[-1] += len(piece.text)
             count += len(piece.text)
             if max(count, piece.place - begin) >= PIECE_BYTES:
                 yield from _encode_pieces(pieces, tokenizer, file)

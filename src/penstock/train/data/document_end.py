@@ -66,7 +66,7 @@ def side_files(path: Path) -> list[Path]:
 
 def keep_end(path: Path, copy: Path, word: str) -> None:
     """Write a tokenizer_config.json beside a copy of a tokenizer, with its word."""
-    content = _read(path.with_name(TOKENIZER_CONFIG)) | {"eos_token": word}
+    content = read_json(path.with_name(TOKENIZER_CONFIG)) | {"eos_token": word}
     text = json.dumps(content, indent=2, ensure_ascii=False)
     copy.with_name(TOKENIZER_CONFIG).write_text(text, encoding="utf-8")
 
@@ -74,7 +74,7 @@ def keep_end(path: Path, copy: Path, word: str) -> None:
 # ---------------------------------------------------------------- beside the tokenizer
 def _words_beside(path: Path) -> Iterator[str]:
     for name in WORD_FILES:
-        word = _read(path.with_name(name)).get("eos_token")
+        word = read_json(path.with_name(name)).get("eos_token")
         if isinstance(word, dict):  # as older versions of transformers wrote it
             word = word.get("content")
         if isinstance(word, str):
@@ -83,14 +83,14 @@ def _words_beside(path: Path) -> Iterator[str]:
 
 def _numbers_beside(path: Path) -> Iterator[int]:
     for name in NUMBER_FILES:
-        number = _read(path.with_name(name)).get("eos_token_id")
+        number = read_json(path.with_name(name)).get("eos_token_id")
         if isinstance(number, list) and number:
             number = number[0]
         if isinstance(number, int) and not isinstance(number, bool):
             yield number
 
 
-def _read(file: Path) -> dict[str, Any]:
+def read_json(file: Path) -> dict[str, Any]:
     """The content of a JSON file; nothing if it is missing or is not an object."""
     try:
         content = json.loads(file.read_text(encoding="utf-8"))

@@ -7,9 +7,9 @@
 
 The order does not depend on how a step is divided: with other ranks, micro-batches or copies,
 a step sees the same sequences. Labels are shifted before anything is cut. Where documents
-are kept apart, the last word of a document has nothing to predict, and every step is planned for
-its documents (`penstock.train.data.documents`): they are dealt out to micro-batches and cut into
-slices that take the same time.
+are kept apart, the last word of a document has nothing to predict. Of a conversation only the
+answers are labels. Every step is planned for its documents (`penstock.train.data.documents`):
+they are dealt out to micro-batches and cut into slices that take the same time.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import TypeAlias
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock.errors import RunError
@@ -28,7 +29,8 @@ from penstock.models import shift_labels
 from penstock.plan.slices.packs import Pack
 from penstock.runtime import Batch
 from penstock.runtime.batch import IGNORED_LABEL
-from penstock.train.data.corpus import Corpus
+from penstock.train.data.conversations import BEGINS, LEARNED
+from penstock.train.data.corpus import Corpus, Ticket
 from penstock.train.data.documents import (
     DocumentCutter,
     DocumentDealer,
@@ -36,10 +38,9 @@ from penstock.train.data.documents import (
     pack_tokens,
     starts_in_pack,
 )
-from penstock.train.data.order import shuffled
 
 LoaderState: TypeAlias = dict[str, int | str]
-FILLER = -1  # in place of a sequence number: a row that does not count
+FILLER = Ticket(-1)  # a row that does not count
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +124,7 @@ class Loader:
         self.seen += self.deal.sequences
         return [self._training_batch(numbers, valid) for numbers in passes]
 
-    def _training_batch(self, numbers: list[int], valid: int) -> Batch:
+    def _training_batch(self, numbers: list[Ticket], valid: int) -> Batch:
         """One pass over these sequences of all shards, whose documents may be dealt out anew."""
         packs = None
         if self.dealer is not None:
@@ -134,17 +135,16 @@ class Loader:
         own = packs[first : first + self.deal.microbatches]
         return self._batch_of_packs(numbers, own, valid)
 
-    def _own(self, numbers: list[int]) -> list[int]:
+    def _own(self, numbers: list[Ticket]) -> list[Ticket]:
         """The sequences of a pass that belong to this shard."""
         each = self.deal.each
         return numbers[self.deal.shard * each : (self.deal.shard + 1) * each]
 
-    def _numbers(self, turn: int) -> list[int]:
+    def _numbers(self, turn: int) -> list[Ticket]:
         each = self.deal.each * self.deal.shards
         first = self.seen + turn * each
         return [
-            shuffled(place, self.corpus.trained, self.seed)
-            for place in range(first, first + each)
+            self.corpus.ticket(place, self.seed) for place in range(first, first + each)
         ]
 
     def evaluation(self, batches: int) -> list[Batch]:
@@ -158,17 +158,23 @@ class Loader:
         count = self.examined(batches)
         if not count:
             return []
-        numbers = list(range(self.corpus.trained, self.corpus.trained + count))
+        first = self.corpus.trained
+        numbers = [Ticket(number) for number in range(first, first + count)]
         valid = self._valid(numbers)
         passes = [numbers[begin : begin + each] for begin in range(0, count, each)]
         passes[-1] += [FILLER] * (each - len(passes[-1]))
         return [self._batch(self._own(members), valid) for members in passes]
 
+    def batch_of(self, sequences: Iterable[int]) -> Batch:
+        """Return a batch of these sequences, one pass of this shard."""
+        tickets = [Ticket(number) for number in sequences]
+        return self._batch(tickets, self._valid(tickets))
+
     def examined(self, batches: int) -> int:
         """Count the held-out sequences that an evaluation of `batches` batches reads."""
         return min(batches * self.deal.sequences, self.corpus.held_out)
 
-    def _batch(self, numbers: list[int], valid: int) -> Batch:
+    def _batch(self, numbers: list[Ticket], valid: int) -> Batch:
         """One pass. Micro-batches that this rank does not read have only a shape."""
         rows = self.deal.rows
         wanted = self.deal.wanted
@@ -181,22 +187,24 @@ class Loader:
             else:
                 dealt.append((blank, blank, blank))
         inputs, labels, starts = zip(*dealt, strict=True)
-        if self.corpus.end is None:
-            return Batch(inputs, labels, valid)
+        if not self.corpus.apart:
+            even = self.corpus.marks is None and self.corpus.masking is None
+            counts = () if even else self._counts(numbers)
+            return Batch(inputs, labels, valid, counts=counts)
         cuts = self._cuts(numbers)
         return Batch(inputs, labels, valid, starts, cuts, self._counts(numbers))
 
-    def _counts(self, numbers: list[int]) -> tuple[int, ...]:
+    def _counts(self, numbers: list[Ticket]) -> tuple[int, ...]:
         """The labels that count in each micro-batch of a pass, also in those that this rank does not read."""
         rows = self.deal.rows
         counts = []
         for number in range(self.deal.microbatches):
             own = numbers[number * rows : (number + 1) * rows]
-            counts.append(self._valid(one for one in own if one != FILLER))
+            counts.append(self._labels(one for one in own if one != FILLER))
         return tuple(counts)
 
     def _batch_of_packs(
-        self, numbers: list[int], packs: Sequence[Pack], valid: int
+        self, numbers: list[Ticket], packs: Sequence[Pack], valid: int
     ) -> Batch:
         """One pass whose micro-batches are packs of the documents of these sequences, one row each."""
         tokens, labels, starts = self._rows(numbers)
@@ -216,7 +224,7 @@ class Loader:
         inputs, labels_of, starts_of = zip(*dealt, strict=True)
         return Batch(inputs, labels_of, valid, starts_of, tuple(cuts))
 
-    def _cuts(self, numbers: list[int]) -> tuple[tuple[int, ...], ...]:
+    def _cuts(self, numbers: list[Ticket]) -> tuple[tuple[int, ...], ...]:
         """The cuts of all micro-batches of a pass, which every rank must know; empty without a cutter."""
         if self.cutter is None:
             return ()
@@ -227,45 +235,101 @@ class Loader:
             cuts.append(self.cutter.cut(number, self._starts(own)))
         return tuple(cuts)
 
-    def _starts(self, numbers: Sequence[int]) -> Tensor:
+    def _starts(self, numbers: Sequence[Ticket]) -> Tensor:
         """The start of each token's document in some sequences."""
-        assert self.corpus.end is not None
-        return starts_in(self._tokens(numbers), self.corpus.end)[:, :-1]
+        starts = self._all_starts(numbers, self._tokens(numbers))
+        assert starts is not None
+        return starts[:, :-1]
 
-    def _valid(self, numbers: Iterable[int]) -> int:
+    def _all_starts(self, numbers: Sequence[Ticket], tokens: Tensor) -> Tensor | None:
+        """The start of each stored token's document in some sequences; None if documents are not kept apart."""
+        if not self.corpus.apart:
+            return None
+        if self.corpus.end is not None:
+            return starts_in(tokens, self.corpus.end)
+        begins = (self._marks(numbers) & int(BEGINS)) > 0
+        return (begins * torch.arange(begins.shape[1])).cummax(1).values
+
+    def _valid(self, numbers: Iterable[Ticket]) -> int:
+        """Count the labels by whose number a loss is divided."""
+        return max(self._labels(numbers), 1)
+
+    def _labels(self, numbers: Iterable[Ticket]) -> int:
         """Count the labels of these sequences, without the last word of each document."""
         end = self.corpus.end
         labels = 0
-        for number in numbers:
+        for ticket in numbers:
+            if self.corpus.masking is not None:
+                labels += int(self._chosen(ticket).sum())
+                continue
+            if self.corpus.marks is not None:
+                marks = self.corpus.sequence_marks(ticket.sequence)
+                labels += int((marks[1:] & LEARNED).sum())
+                continue
             labels += self.corpus.length
             if end is not None:
-                words = self.corpus.sequence(number)[:-1]
+                words = self.corpus.sequence(ticket.sequence)[:-1]
                 labels -= int((words == end).sum())
-        return max(labels, 1)
+        return labels
 
-    def _rows(self, numbers: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
+    def _rows(self, numbers: Sequence[Ticket]) -> tuple[Tensor, Tensor, Tensor]:
         """Tokens, labels and document starts of some sequences.
 
         A sequence has one more token than it uses: the label of its last one.
         """
         tokens = self._tokens(numbers)
-        starts = None
-        if self.corpus.end is not None:
-            starts = starts_in(tokens, self.corpus.end)
-        labels = shift_labels(tokens, starts)
+        starts = self._all_starts(numbers, tokens)
+        if self.corpus.masking is not None:
+            tokens, labels = self._masked(numbers, tokens)
+        else:
+            labels = shift_labels(tokens, starts)
+        if self.corpus.marks is not None:
+            learned = (self._marks(numbers)[:, 1:] & int(LEARNED)) > 0
+            labels[:, :-1].masked_fill_(~learned, IGNORED_LABEL)
         labels[[number == FILLER for number in numbers]] = IGNORED_LABEL
         if starts is None:
             starts = tokens
         return self._used(tokens), self._used(labels), self._used(starts)
 
-    def _tokens(self, numbers: Sequence[int]) -> Tensor:
+    def _chosen(self, ticket: Ticket) -> NDArray[np.bool_]:
+        """Which words of a sequence a model has to guess."""
+        assert self.corpus.masking is not None
+        words = self.corpus.sequence(ticket.sequence)[:-1].astype(np.int64)
+        return self.corpus.masking.chosen(words, self.seed, *ticket)
+
+    def _masked(
+        self, numbers: Sequence[Ticket], tokens: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Some sequences as a model sees them, and as labels the words that it has to guess."""
+        masking = self.corpus.masking
+        assert masking is not None
+        seen = tokens.clone()
+        labels = torch.full_like(tokens, IGNORED_LABEL)
+        for row, ticket in enumerate(numbers):
+            if ticket == FILLER:
+                continue
+            words = self.corpus.sequence(ticket.sequence)[:-1].astype(np.int64)
+            chosen = torch.from_numpy(self._chosen(ticket))
+            labels[row, :-1] = tokens[row, :-1].where(chosen, IGNORED_LABEL)
+            masked = masking.masked(words, self.seed, *ticket)
+            seen[row, :-1] = torch.from_numpy(masked)
+        return seen, labels
+
+    def _tokens(self, numbers: Sequence[Ticket]) -> Tensor:
         """The stored tokens of some sequences; a filler has those of the first one held out."""
-        first_held_out = self.corpus.trained
-        sequences = []
-        for number in numbers:
-            stored = first_held_out if number == FILLER else number
-            sequences.append(self.corpus.sequence(stored))
+        sequences = [self.corpus.sequence(one) for one in self._stored(numbers)]
         return torch.from_numpy(np.stack(sequences).astype(np.int64))
+
+    def _marks(self, numbers: Sequence[Ticket]) -> Tensor:
+        """The marks of the stored tokens of some sequences."""
+        marks = [self.corpus.sequence_marks(one) for one in self._stored(numbers)]
+        return torch.from_numpy(np.stack(marks))
+
+    def _stored(self, numbers: Sequence[Ticket]) -> list[int]:
+        """The sequences to read; a filler reads the first one held out."""
+        return [
+            self.corpus.trained if one == FILLER else one.sequence for one in numbers
+        ]
 
     def _used(self, rows: Tensor) -> Tensor:
         """Rows without their last column, on the loader's device."""

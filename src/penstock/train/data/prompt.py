@@ -8,19 +8,25 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from penstock.train.data.conversations import LEARNED, Marks
 from penstock.train.data.corpus import Corpus
 from penstock.train.data.tokenizer import TokenArray, Tokenizer
 
 PROMPT = "prompt.txt"  # in the folder of a run
 MAX_PROMPT_TOKENS = 64
+MAX_QUESTION_TOKENS = 512
 MAX_PROMPT_CHARACTERS = 24
 
 
 def find_prompt(corpus: Corpus, tokenizer: Tokenizer) -> str:
     """The first words of the first document that begins in the held-out text.
 
-    If no document begins there, the first words of a line of the held-out text.
+    If no document begins there, the first words of a line of the held-out text. Of a conversation it is everything
+    before the first answer.
     """
+    corpus = corpus.text_source
+    if corpus.marks is not None:
+        return _first_question(corpus, corpus.marks, tokenizer)
     begin = min(corpus.trained * corpus.length, len(corpus.tokens) - 1)
     tokens = corpus.tokens[begin : begin + corpus.held_out * corpus.length + 1]
     if tokenizer.end is not None:
@@ -30,6 +36,14 @@ def find_prompt(corpus: Corpus, tokenizer: Tokenizer) -> str:
             return _first_words(_decode(tokens, tokenizer))
     text = _decode(tokens, tokenizer)
     return _first_words(text.partition("\n")[2]) or _first_words(text)
+
+
+def _first_question(corpus: Corpus, marks: Marks, tokenizer: Tokenizer) -> str:
+    """What comes before the first answer of a conversation, one that was held out if there is any."""
+    begin = corpus.trained * corpus.length if corpus.held_out else 0
+    answer = int((marks[begin : begin + corpus.length] & LEARNED).argmax())
+    question = corpus.tokens[begin : begin + answer][-MAX_QUESTION_TOKENS:]
+    return tokenizer.decode(question.tolist())
 
 
 def _decode(tokens: TokenArray, tokenizer: Tokenizer) -> str:

@@ -1,0 +1,1 @@
+"""Encrypted and authenticated connections between the machines of a run."""

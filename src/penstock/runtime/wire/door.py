@@ -1,0 +1,197 @@
+"""An open port behind which only owners of the run's key are heard.
+
+    stranger ── garbage, or no key ──► ✗ closed before anything it sends is read
+    worker ──── TLS, both sides show the key ──► serve(connection)
+
+The port is open to everyone, so everyone may try to exhaust it. Only so many connections can be without a key at a
+time: another one closes the oldest of them. A worker needs some milliseconds to show its key, so a flood of silent
+connections does not keep it out. After `HANDSHAKE_SECONDS` the door closes a connection in any case.
+"""
+
+from __future__ import annotations
+
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from penstock.errors import ConfigError, PeerLostError
+from penstock.runtime.wire.frames import receive_frame, send_frame
+from penstock.runtime.wire.key import context_of
+
+MAX_STRANGERS = 64  # connections that have not shown the key yet
+HANDSHAKE_SECONDS = 10.0
+LOOK_SECONDS = 0.5  # between two looks for connections that take too long
+BACKLOG = 128
+CONNECT_SECONDS = 20.0
+WRONG_KEY = "it does not have this key, or it is not a run that waits for workers"
+WELCOME = {"welcome": "penstock"}  # the first message to whoever has the key
+Serve = Callable[[ssl.SSLSocket], bool]  # returns whether it keeps the connection
+Refuse = Callable[[str], None]  # hears the address of a stranger
+
+
+class Door:
+    """Listens at an address, and serves each connection with the key on a thread of its own."""
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        key: Path,
+        serve: Serve,
+        refuse: Refuse = lambda address: None,
+    ) -> None:
+        self.context = context_of(key, server=True)
+        try:
+            self.listener = socket.create_server((host, port), backlog=BACKLOG)
+        except OSError as error:
+            raise ConfigError(
+                f"cannot listen at {host}:{port}: {error.strerror}\n"
+                "  name an address of this machine and a port that is free"
+            ) from None
+        self.listener.settimeout(LOOK_SECONDS)
+        self.address: tuple[str, int] = self.listener.getsockname()[:2]
+        self.serve = serve
+        self.refuse = refuse
+        self.lock = threading.Lock()
+        self.strangers: dict[ssl.SSLSocket, float] = {}  # and when each has come
+        self.served: set[ssl.SSLSocket] = set()
+        self.closed = False
+        threading.Thread(target=self._accept, name="door", daemon=True).start()
+
+    def _accept(self) -> None:
+        while not self.closed:
+            try:
+                raw, _ = self.listener.accept()
+            except TimeoutError:
+                raw = None
+            except OSError:
+                if self.closed:
+                    return
+                time.sleep(LOOK_SECONDS)  # There are too many open files.
+                continue
+            if raw is not None:
+                self._receive(raw)
+            now = time.monotonic()
+            with self.lock:
+                for stranger, since in list(self.strangers.items()):
+                    if now - since > HANDSHAKE_SECONDS:
+                        hang_up(stranger)
+
+    def _receive(self, raw: socket.socket) -> None:
+        """Take a connection whose other end has not shown its key yet."""
+        raw.settimeout(HANDSHAKE_SECONDS)
+        try:
+            connection = self.context.wrap_socket(
+                raw, server_side=True, do_handshake_on_connect=False
+            )
+        except OSError:  # It has gone already.
+            raw.close()
+            return
+        with self.lock:
+            while len(self.strangers) >= MAX_STRANGERS:
+                oldest = next(iter(self.strangers))
+                del self.strangers[oldest]
+                hang_up(oldest)
+            self.strangers[connection] = time.monotonic()
+        thread = threading.Thread(
+            target=self._meet, args=(connection,), name="guest", daemon=True
+        )
+        thread.start()
+
+    def _meet(self, connection: ssl.SSLSocket) -> None:
+        """Ask for the key, and serve whoever has it."""
+        known = False
+        address = "an address that has gone"
+        with suppress(OSError, ValueError):
+            address = connection.getpeername()[0]
+            connection.do_handshake()
+            known = True
+        with self.lock:
+            expected = self.strangers.pop(connection, None) is not None
+            if known and expected:
+                self.served.add(connection)
+        kept = False
+        if known and expected:
+            with suppress(OSError, ValueError, TypeError, PeerLostError):
+                connection.settimeout(None)
+                set_options(connection)
+                send_frame(connection, WELCOME)
+                kept = self.serve(connection)
+        else:
+            self.refuse(address)
+        with self.lock:
+            self.served.discard(connection)
+        if not kept:
+            connection.close()
+
+    def close(self) -> None:
+        """Stop listening, and end all connections."""
+        self.closed = True
+        self.listener.close()
+        with self.lock:
+            connections = [*self.strangers, *self.served]
+        for connection in connections:
+            hang_up(connection)
+
+
+def dial(address: tuple[str, int], context: ssl.SSLContext) -> ssl.SSLSocket:
+    """Connect to a door; raise PeerLostError if nobody with the key answers."""
+    host, port = address
+    where = f"{host}:{port}"
+    try:
+        raw = socket.create_connection(address, CONNECT_SECONDS)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise PeerLostError(f"cannot reach {where}: {reason}") from None
+    try:
+        connection = context.wrap_socket(raw)
+    except (OSError, ValueError) as error:
+        raw.close()
+        raise _no_welcome(where, error) from None
+    try:
+        # Only this message shows that the other end has accepted our key.
+        if receive_frame(connection) != WELCOME:
+            raise PeerLostError("it says something else")
+    except PeerLostError as error:
+        connection.close()
+        raise _no_welcome(where, error) from None
+    connection.settimeout(None)
+    set_options(connection)
+    return connection
+
+
+def _no_welcome(where: str, error: Exception) -> PeerLostError:
+    reason = WRONG_KEY
+    if "timed out" in str(error):
+        reason = f"it said nothing for {CONNECT_SECONDS:g} s"
+    return PeerLostError(f"{where} does not let us in: {reason}")
+
+
+def set_options(connection: socket.socket) -> None:
+    """Send small messages at once, and notice a machine that has vanished."""
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+
+
+def hang_up(connection: socket.socket) -> None:
+    """End a connection, also under a thread that waits for it."""
+    with suppress(OSError):
+        # Not the method of SSLSocket: it would drop what the other thread uses.
+        socket.socket.shutdown(connection, socket.SHUT_RDWR)
+
+
+def split_address(text: str, key: str = "the address") -> tuple[str, int]:
+    """Split HOST:PORT, where HOST may be an IPv6 address in brackets.
+
+    >>> split_address("10.0.0.1:29500")
+    ('10.0.0.1', 29500)
+    """
+    host, _, port = text.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not host or not port.isdigit() or int(port) > 0xFFFF:
+        raise ConfigError(f"{key} is {text!r}, but it must be HOST:PORT")
+    return host, int(port)

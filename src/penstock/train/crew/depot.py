@@ -1,0 +1,229 @@
+"""The files of a run, for workers on machines that do not see its folder.
+
+    joining    config.toml, plan.json, tokenizer, tokens, the model to start from  ──►  worker
+    saving     worker  ──►  checkpoints/step-00000100.saving/
+    resuming   checkpoints/step-00000100/  ──►  worker
+
+The launcher gives out only what a worker needs, and accepts only files of unfinished checkpoints.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import ssl
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from penstock.config import Config
+from penstock.errors import FileError, PeerLostError
+from penstock.runtime.wire.frames import receive_bytes, receive_frame, send_frame
+from penstock.train.checkpoint import SAVING, newest
+from penstock.train.data.corpus import cached_tokens, file_of_marks
+from penstock.train.data.document_end import side_files
+from penstock.train.data.tokenizer import TOKENIZER
+from penstock.train.history import PLAN_FILE
+from penstock.train.worker import CONFIG_FILE, cache_of
+
+TOKENS_FILE = "tokens.bin"
+TOKENS_NOTE = "tokens.json"
+MODEL_FOLDER = "model"
+MODEL_SUFFIXES = (".json", ".safetensors")
+CHECKPOINTS = "checkpoints"
+PIECE_BYTES = 1 << 20  # sent at once
+FILE_NAME = r"[\w.-]+\.(?:safetensors|json)"
+SAVED_FILE = re.compile(rf"{CHECKPOINTS}/step-\d+/{FILE_NAME}")
+UNFINISHED_FILE = re.compile(rf"{CHECKPOINTS}/step-\d+{re.escape(SAVING)}/{FILE_NAME}")
+Watch = Callable[
+    [str, int], None
+]  # sees the name and the size of a file before it comes
+Dial = Callable[[], ssl.SSLSocket]
+
+
+def tokens_files(source: int) -> tuple[str, str]:
+    """The files with the tokens of a source, and what is known about them; a mixture has several sources."""
+    if source == 0:
+        return TOKENS_FILE, TOKENS_NOTE
+    return f"tokens-{source}.bin", f"tokens-{source}.json"
+
+
+# ---------------------------------------------------------------- the launcher's side
+class RunFiles:
+    """The files of a run on the launcher's machine, by the names that workers use."""
+
+    def __init__(self, folder: Path, config: Config) -> None:
+        self.folder = folder
+        self.inputs = {
+            CONFIG_FILE: folder / CONFIG_FILE,
+            PLAN_FILE: folder / PLAN_FILE,
+        }
+        for number, part in enumerate(config.data.parts):
+            row, note = cached_tokens(part, cache_of(config, folder))
+            tokens_file, note_file = tokens_files(number)
+            self.inputs |= {note_file: note, tokens_file: row}
+            if part.instructions:
+                marks_file = file_of_marks(Path(tokens_file)).name
+                self.inputs[marks_file] = file_of_marks(row)
+        tokenizer = folder / TOKENIZER
+        if tokenizer.is_file():
+            for file in (tokenizer, *side_files(tokenizer)):
+                self.inputs[file.name] = file
+        if config.model.folder:
+            for file in sorted(Path(config.model.folder).iterdir()):
+                if file.suffix in MODEL_SUFFIXES:
+                    self.inputs[f"{MODEL_FOLDER}/{file.name}"] = file
+
+    def find(self, name: str) -> Path | None:
+        """The file that a worker may read under this name."""
+        if SAVED_FILE.fullmatch(name):
+            return self.folder / name
+        return self.inputs.get(name)
+
+    def sizes(self, kind: str) -> dict[str, int]:
+        """The names and sizes of what joining or resuming needs."""
+        if kind == CHECKPOINTS:
+            files = [
+                file
+                for path in newest(self.folder / CHECKPOINTS)
+                for file in sorted(path.iterdir())
+            ]
+            found = {str(file.relative_to(self.folder)): file for file in files}
+        else:
+            found = self.inputs
+        return {name: file.stat().st_size for name, file in found.items()}
+
+
+def serve_files(connection: ssl.SSLSocket, files: RunFiles) -> None:
+    """Give and take files until the connection ends."""
+    while True:
+        request = receive_frame(connection)
+        try:
+            if "list" in request:
+                answer = {"files": files.sizes(str(request["list"]))}
+                send_frame(connection, answer)
+            elif "get" in request:
+                _give(connection, files, str(request["get"]))
+            else:
+                name = str(request.get("put"))
+                _take(connection, files, name, int(request["bytes"]))
+        except OSError as error:
+            reason = error.strerror or str(error)
+            send_frame(connection, {"error": f"on the launcher's machine: {reason}"})
+
+
+def _give(connection: ssl.SSLSocket, files: RunFiles, name: str) -> None:
+    file = files.find(name)
+    if file is None:
+        send_frame(connection, {"error": f"the run has no file {name!r} for workers"})
+        return
+    with file.open("rb") as opened:
+        size = os.fstat(opened.fileno()).st_size
+        send_frame(connection, {"bytes": size})
+        _send_file(connection, opened, size)
+
+
+def _take(connection: ssl.SSLSocket, files: RunFiles, name: str, size: int) -> None:
+    if not UNFINISHED_FILE.fullmatch(name):
+        raise PeerLostError(f"{name!r} is not a file of an unfinished checkpoint")
+    file = files.folder / name
+    file.parent.mkdir(parents=True, exist_ok=True)
+    _receive_file(connection, file, size)
+    send_frame(connection, {"put": name})
+
+
+# ---------------------------------------------------------------- a worker's side
+class RemoteDepot:
+    """The launcher's files, used from another machine over connections of its own."""
+
+    def __init__(self, dial: Dial) -> None:
+        self.dial = dial
+        self.lock = threading.Lock()
+
+    def bring_inputs(self, folder: Path, watch: Watch) -> None:
+        """Copy what a worker needs into its folder; tokens that it has already stay."""
+        with self.lock, self.dial() as connection:
+            sizes = self._list(connection, "inputs")
+            known = (folder / TOKENS_NOTE).is_file() and (
+                folder / TOKENS_FILE
+            ).is_file()
+            before = (folder / TOKENS_NOTE).read_bytes() if known else b""
+            for name, size in sizes.items():
+                if name == TOKENS_FILE and before == _bytes(folder / TOKENS_NOTE):
+                    same = (folder / TOKENS_FILE).stat().st_size == size
+                    if before and same:
+                        continue
+                watch(name, size)
+                self._get(connection, name, _inside(folder, name))
+
+    def fetch(self, folder: Path) -> None:
+        """Copy all checkpoints of the run into a folder, in place of what it has."""
+        shutil.rmtree(folder, ignore_errors=True)
+        with self.lock, self.dial() as connection:
+            for name in self._list(connection, CHECKPOINTS):
+                self._get(connection, name, _inside(folder.parent, name))
+
+    def put(self, path: Path) -> None:
+        """Send the files of an unfinished checkpoint to the launcher."""
+        with self.lock, self.dial() as connection:
+            for file in sorted(path.iterdir()):
+                name = f"{CHECKPOINTS}/{path.name}/{file.name}"
+                with file.open("rb") as opened:
+                    size = os.fstat(opened.fileno()).st_size
+                    send_frame(connection, {"put": name, "bytes": size})
+                    _send_file(connection, opened, size)
+                _answer(connection)
+
+    def _list(self, connection: ssl.SSLSocket, kind: str) -> dict[str, int]:
+        send_frame(connection, {"list": kind})
+        return {str(name): int(n) for name, n in _answer(connection)["files"].items()}
+
+    def _get(self, connection: ssl.SSLSocket, name: str, file: Path) -> None:
+        send_frame(connection, {"get": name})
+        size = int(_answer(connection)["bytes"])
+        file.parent.mkdir(parents=True, exist_ok=True)
+        _receive_file(connection, file, size)
+
+
+def _answer(connection: ssl.SSLSocket) -> dict[str, Any]:
+    """The launcher's answer; raise OSError if it could not do it."""
+    answer = receive_frame(connection)
+    if "error" in answer:
+        raise OSError(str(answer["error"]))
+    return answer
+
+
+def _inside(folder: Path, name: str) -> Path:
+    """A file in a folder; raise an error for a name that leads out of it."""
+    if name.startswith("/") or ".." in name.split("/"):
+        raise FileError(f"the launcher names a file {name!r} outside of its folder")
+    return folder / name
+
+
+def _bytes(file: Path) -> bytes:
+    return file.read_bytes() if file.is_file() else b""
+
+
+def _send_file(connection: ssl.SSLSocket, opened: BinaryIO, size: int) -> None:
+    """Send exactly `size` bytes of an open file."""
+    left = size
+    while left:
+        piece = opened.read(min(left, PIECE_BYTES))
+        if not piece:
+            raise PeerLostError("a file has become shorter while it was sent")
+        connection.sendall(piece)
+        left -= len(piece)
+
+
+def _receive_file(connection: ssl.SSLSocket, file: Path, size: int) -> None:
+    """Receive a file under another name, and rename it when it is complete."""
+    part = file.with_name(f"{file.name}.part")
+    with part.open("wb") as opened:
+        left = size
+        while left:
+            piece = receive_bytes(connection, min(left, PIECE_BYTES))
+            opened.write(piece)
+            left -= len(piece)
+    part.replace(file)

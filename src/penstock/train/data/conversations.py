@@ -1,0 +1,358 @@
+"""Instruction data: conversations as rows of tokens, of which only the answers are learned.
+
+    messages      system  user  assistant  user  assistant     a chat template writes them as one text
+    learned          .      .       ■        .       ■
+
+    prompt  completion                                         joined as they are; the end word follows
+       .        ■
+
+    ┌──────────────┬───────┬──────────┬───┐
+    │ conversation │       │          │ . │                    a row: whole conversations, then padding
+    └──────────────┴───────┴──────────┴───┘
+
+A conversation begins and ends in one row. It is cut only if it is longer than a row. Two marks of each token are kept
+beside the tokens: whether it is learned, and whether a conversation begins with it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from bisect import bisect_right, insort
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from operator import attrgetter
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.config import DataConfig, names_a_file
+from penstock.errors import FileError, RunError
+from penstock.train.data.document_end import WORD_FILES, read_json
+from penstock.train.data.tokenizer import TokenArray, Tokenizer
+
+Marks: TypeAlias = NDArray[np.uint8]
+LEARNED = np.uint8(1)
+BEGINS = np.uint8(2)
+
+TEMPLATE = "chat_template.jinja"  # beside a tokenizer.json
+ANSWERING = "assistant"  # the role whose turns are learned
+FIELDS = ("messages", "prompt", "completion")
+GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+POOL = 512  # conversations among which the next one of a row is chosen
+BYTES_AT_ONCE = 1 << 22  # encoded together
+
+
+class Record(NamedTuple):
+    """A line of JSON or a row of a table, and its place in its file."""
+
+    content: Mapping[str, Any]
+    where: str
+    read: int  # bytes of the file that have been read
+
+
+class Segment(NamedTuple):
+    """A piece of a conversation's text that is learned, or not learned, as a whole."""
+
+    text: str
+    learned: bool
+    ends: bool = False  # whether the end word follows
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """The tokens of a conversation and their marks."""
+
+    words: TokenArray
+    marks: Marks
+
+    @property
+    def tokens(self) -> int:
+        """The number of its tokens."""
+        return len(self.words)
+
+
+@dataclass(slots=True)
+class Tally:
+    """What became of the conversations."""
+
+    conversations: int = 0
+    cut: int = 0  # longer than a row
+    left_out: int = 0  # without anything to learn
+    learned: int = 0  # tokens
+
+
+# ---------------------------------------------------------------- the chat template
+@dataclass(frozen=True, slots=True)
+class ChatTemplate:
+    """A chat template in Jinja, and the special words that it may ask for."""
+
+    text: str
+    special: Mapping[str, str] = field(default_factory=dict)
+
+    def segments(self, messages: Sequence[Any], where: str) -> list[Segment]:
+        """Write messages as one text, cut where the turns of the assistant begin and end."""
+        if GENERATION.search(self.text):
+            text, spans = self._render(
+                messages, where, return_assistant_tokens_mask=True
+            )
+        else:
+            text, _ = self._render(messages, where)
+            spans = [
+                self._span(messages, number, text, where)
+                for number, message in enumerate(messages)
+                if message["role"] == ANSWERING
+            ]
+        segments = []
+        place = 0
+        for begin, end in spans:
+            segments.append(Segment(text[place:begin], learned=False))
+            segments.append(Segment(text[begin:end], learned=True))
+            place = end
+        segments.append(Segment(text[place:], learned=False))
+        return [segment for segment in segments if segment.text]
+
+    def _span(
+        self, messages: Sequence[Any], number: int, text: str, where: str
+    ) -> tuple[int, int]:
+        """Find where a turn begins and ends in the text: after what a model is given to answer."""
+        before = ""
+        if number:
+            before, _ = self._render(
+                messages[:number], where, add_generation_prompt=True
+            )
+        until, _ = self._render(messages[: number + 1], where)
+        if not until.startswith(before) or not text.startswith(until):
+            raise FileError(
+                f"{where}: the chat template writes message {number} in another way when it is the last one, "
+                "so its beginning and end cannot be found\n"
+                "  put {% generation %} and {% endgeneration %} around answers in the template (data.template)"
+            )
+        return len(before), len(until)
+
+    def _render(
+        self, messages: Sequence[Any], where: str, **options: bool
+    ) -> tuple[str, list[tuple[int, int]]]:
+        render = _import_renderer()
+        try:
+            texts, spans = render(
+                conversations=[list(messages)],
+                chat_template=self.text,
+                **self.special,
+                **options,
+            )
+        except Exception as error:  # A template raises whatever it wants.
+            reason = str(error).strip().splitlines() or [type(error).__name__]
+            raise FileError(
+                f"{where}: the chat template cannot write these messages: {reason[0]}"
+            ) from None
+        return str(texts[0]), list(spans[0]) if spans else []
+
+
+def _import_renderer() -> Any:
+    try:
+        from transformers.utils import chat_template_utils  # noqa: PLC0415  # optional
+
+        return chat_template_utils.render_jinja_template
+    except (ImportError, AttributeError):
+        raise RunError(
+            "chat templates need transformers and jinja2, which are not installed or too old: "
+            "pip install 'penstock[hf]' jinja2"
+        ) from None
+
+
+def find_template(data: DataConfig) -> ChatTemplate | None:
+    """The chat template of a config: data.template, or the one beside its tokenizer; None if there is none."""
+    beside = Path(data.tokenizer).parent if names_a_file(data.tokenizer) else None
+    special = _special_words(beside) if beside else {}
+    if data.template:
+        return ChatTemplate(_read_text(Path(data.template)), special)
+    if beside is None:
+        return None
+    if (beside / TEMPLATE).is_file():
+        return ChatTemplate(_read_text(beside / TEMPLATE), special)
+    named = read_json(beside / WORD_FILES[0]).get("chat_template")
+    if isinstance(named, list):  # several, each with a name
+        by_name = {one.get("name"): one.get("template") for one in named}
+        named = by_name.get("default")
+    return ChatTemplate(named, special) if isinstance(named, str) else None
+
+
+def keep_template(data: DataConfig, folder: Path) -> None:
+    """Write the chat template into the folder of a run, beside its copy of the tokenizer."""
+    template = find_template(data) if data.instructions else None
+    if template is not None:
+        (folder / TEMPLATE).write_text(template.text, encoding="utf-8")
+
+
+def _read_text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise FileError(
+            f"cannot read the chat template {file}: {reason}\n  see data.template"
+        ) from None
+
+
+def _special_words(folder: Path) -> dict[str, str]:
+    """The special words of a tokenizer by their names, such as bos_token."""
+    words: dict[str, str] = {}
+    for name in reversed(WORD_FILES):
+        for key, word in read_json(folder / name).items():
+            text = word.get("content") if isinstance(word, dict) else word
+            if key.endswith("_token") and isinstance(text, str):
+                words[key] = text
+    return words
+
+
+# ---------------------------------------------------------------- from records to tokens
+def segments_of(record: Record, template: ChatTemplate | None) -> list[Segment]:
+    """Return the text of a record in segments: its messages, or its prompt and completion."""
+    content = record.content
+    if content.get("messages") is not None:
+        messages = _checked_messages(content["messages"], record.where)
+        if template is None:
+            raise FileError(
+                f"{record.where}: messages need a chat template, and the tokenizer has none\n"
+                f"  name one in data.template, or a data.tokenizer with a {TEMPLATE} beside it; "
+                "lines with `prompt` and `completion` need none"
+            )
+        return template.segments(messages, record.where)
+    texts = [content.get(key) for key in ("prompt", "completion")]
+    if not all(isinstance(text, str) for text in texts):
+        known = ", ".join(map(repr, list(content)[:8])) or "nothing"
+        raise FileError(
+            f"{record.where}: there are neither `messages` nor the texts `prompt` and `completion`; it has {known}\n"
+            "  set data.instructions=false to train on plain text"
+        )
+    prompt, completion = map(str, texts)
+    return [
+        Segment(prompt, learned=False),
+        Segment(completion, learned=True, ends=True),
+    ]
+
+
+def _checked_messages(messages: Any, where: str) -> list[dict[str, Any]]:
+    """Refuse messages that are not a list of roles and contents."""
+    if not isinstance(messages, list) or not messages:
+        raise FileError(f"{where}: `messages` is not a list of messages")
+    for number, message in enumerate(messages):
+        role = message.get("role") if isinstance(message, dict) else None
+        if not isinstance(role, str):
+            raise FileError(f"{where}: message {number} has no `role`")
+        if not isinstance(message.get("content"), str | None):
+            raise FileError(
+                f"{where}: the `content` of message {number} is not text: "
+                f"{json.dumps(message['content'], default=str)[:40]}"
+            )
+    return messages
+
+
+def encode_records(
+    records: Iterable[Record],
+    tokenizer: Tokenizer,
+    template: ChatTemplate | None,
+    length: int,
+    tally: Tally,
+) -> Iterator[Conversation]:
+    """Yield conversations of at most `length` tokens; those with nothing to learn are left out."""
+    waiting: list[list[Segment]] = []
+    size = 0
+    where = ""
+    for record in records:
+        segments = segments_of(record, template)
+        where = record.where
+        waiting.append(segments)
+        size += sum(len(segment.text) for segment in segments)
+        if size >= BYTES_AT_ONCE:
+            yield from _encode(waiting, tokenizer, length, tally, where)
+            waiting = []
+            size = 0
+    yield from _encode(waiting, tokenizer, length, tally, where)
+
+
+def _encode(
+    texts: Sequence[Sequence[Segment]],
+    tokenizer: Tokenizer,
+    length: int,
+    tally: Tally,
+    where: str,
+) -> Iterator[Conversation]:
+    """Encode each segment alone, as a model gets the prompt that it is to answer."""
+    raws = [
+        segment.text.encode("utf-8", "replace")
+        for segments in texts
+        for segment in segments
+    ]
+    encoded = iter(tokenizer.encode_all(raws, where))
+    for segments in texts:
+        pieces: list[Any] = []
+        for segment in segments:
+            piece: Any = next(encoded)
+            if segment.ends and tokenizer.end is not None:
+                piece = np.append(piece, piece.dtype.type(tokenizer.end))
+            pieces.append(piece)
+        tally.conversations += 1
+        if not pieces:
+            tally.left_out += 1
+            continue
+        words: TokenArray = np.concatenate(pieces)
+        marks = np.concatenate(
+            [
+                np.full(len(piece), LEARNED * segment.learned, dtype=np.uint8)
+                for piece, segment in zip(pieces, segments, strict=True)
+            ]
+        )
+        if len(words) > length:
+            tally.cut += 1
+            words = words[:length]
+            marks = marks[:length]
+        marks[:1] = BEGINS  # Nothing comes before the first token to predict it from.
+        learned = int((marks & LEARNED).sum())
+        if not learned:
+            tally.left_out += 1
+            continue
+        tally.learned += learned
+        yield Conversation(words, marks)
+
+
+# ---------------------------------------------------------------- rows
+def pack_rows(
+    conversations: Iterable[Conversation], length: int, padding: int
+) -> Iterator[Conversation]:
+    """Fill rows of `length` tokens: always with the longest conversation that still fits.
+
+    Padding follows the last one. It is a document of its own, which no conversation sees.
+    """
+    coming = iter(conversations)
+    pool: list[Conversation] = []
+    tokens = attrgetter("tokens")
+
+    def refill() -> None:
+        while len(pool) < POOL and (one := next(coming, None)) is not None:
+            insort(pool, one, key=tokens)
+
+    refill()
+    while pool:
+        row: list[Conversation] = []
+        room = length
+        while pool and room and (place := bisect_right(pool, room, key=tokens)):
+            row.append(pool.pop(place - 1))
+            room -= row[-1].tokens
+            refill()
+        if room:
+            row.append(padding_row(room, padding, row[0].words.dtype))
+        yield Conversation(
+            np.concatenate([one.words for one in row]),
+            np.concatenate([one.marks for one in row]),
+        )
+
+
+def padding_row(tokens: int, word: int, dtype: Any) -> Conversation:
+    """Return a document of padding, which nobody learns."""
+    marks = np.zeros(tokens, dtype=np.uint8)
+    marks[:1] = BEGINS
+    return Conversation(np.full(tokens, word, dtype=dtype), marks)

@@ -1,0 +1,68 @@
+"""Finds the user's own functions and classes, which a config names as module:name or file.py:name.
+
+    optimizer.schedule = "rates:sawtooth"          the module rates, from the working directory or an installed package
+    optimizer.schedule = "code/rates.py:sawtooth"  a file; the config of a run keeps its whole path
+
+A config that names code runs that code, as if you had imported it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable
+from functools import lru_cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from penstock.errors import ConfigError
+
+
+def own_function(name: str, key: str) -> Callable[..., Any]:
+    """Return the function or class that the config's `key` names."""
+    source, _, inner = name.rpartition(":")
+    module = _module(source, key, name)
+    found = getattr(module, inner, None)
+    if found is None:
+        raise ConfigError(
+            f"{key} = {name}: {source} has no {inner!r}\n"
+            "  name a function or class at the top level of the file"
+        )
+    if not callable(found):
+        raise ConfigError(f"{key} = {name} is a {type(found).__name__}, not a function")
+    function: Callable[..., Any] = found
+    return function
+
+
+def _module(source: str, key: str, name: str) -> ModuleType:
+    try:
+        if source.endswith(".py"):
+            return _load_file(str(Path(source).expanduser().absolute()))
+        return _import(source)
+    except (ImportError, OSError, SyntaxError) as error:
+        missing = getattr(error, "strerror", None) or error
+        raise ConfigError(
+            f"{key} = {name} cannot be imported: {missing}\n"
+            "  write module:name, with a module in the working directory or in PYTHONPATH, or file.py:name"
+        ) from None
+
+
+def _import(name: str) -> ModuleType:
+    """Import a module; the working directory counts, as it does for `python -m`."""
+    here = str(Path.cwd())
+    if here not in sys.path and "" not in sys.path:
+        sys.path.append(here)
+    return importlib.import_module(name)
+
+
+@lru_cache(maxsize=64)
+def _load_file(path: str) -> ModuleType:
+    """Run a file as a module, once."""
+    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{path} is not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

@@ -1,0 +1,270 @@
+"""Bert in the trainer: words are masked reproducibly, documents stay apart, folders of Hugging Face go in and out."""
+
+from __future__ import annotations
+
+import copy
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from commands import SMALL_CONFIG, called
+from penstock import make
+from penstock.config import DataConfig
+from penstock.errors import FileError
+from penstock.formats.config_toml import load_config, read_config
+from penstock.measure.probe import Probe
+from penstock.models import Bert, BertConfig, document_starts, token_loss
+from penstock.models.count import parameters_of
+from penstock.models.flops import flops_per_token
+from penstock.runtime import Batch, batch_of
+from penstock.train.after.generate import open_trained
+from penstock.train.data.corpus import cut_corpus
+from penstock.train.data.loader import Deal, Loader
+from penstock.train.data.masking import Masking, mask_word, masking_of, vocab_with_mask
+from penstock.train.data.tokenizer import ByteTokenizer, FileTokenizer
+from penstock.train.data.tokenizer_training import train_tokenizer
+from penstock.train.history import read_rows
+from penstock.train.hub import read_sizes
+from penstock.train.profile import ProfileRequest, subjects_of
+from penstock.train.weights import draw_parameters, hold_whole
+from penstock.train.worker import job_of
+from pipelines import gradients_of, piped
+
+MASK, END = 300, 7
+MASKING = Masking(MASK, 256, 0.15, (END,))
+TEXT = "".join(
+    f"the {n % 7} cats sat on {n % 5} mats\n" + "\n" * (n % 9 == 0) for n in range(900)
+)
+
+
+def corpus_of(tokens: int = 40_001, length: int = 100):
+    words = np.random.default_rng(0).integers(0, 256, tokens).astype(np.uint16)
+    data = DataConfig(tokens=length, held_out=0.1)
+    return replace(cut_corpus(words, data, "random"), masking=MASKING)
+
+
+def same(one: list[Batch], other: list[Batch]) -> bool:
+    pairs = [
+        (getattr(a, key), getattr(b, key))
+        for a, b in zip(one, other, strict=True)
+        for key in ("inputs", "labels")
+    ]
+    return all(torch.equal(torch.cat(a), torch.cat(b)) for a, b in pairs)
+
+
+# ---------------------------------------------------------------- masks
+def test_fifteen_of_a_hundred_words_are_chosen_and_eight_of_ten_of_them_masked():
+    corpus = corpus_of()
+    loader = Loader(corpus, Deal(90, 4), seed=1)
+    batch = loader.step()[0]  # one epoch
+    seen, labels = torch.cat(batch.inputs), torch.cat(batch.labels)
+    chosen = labels != -100
+    assert batch.valid == int(chosen.sum()) == sum(batch.counts)
+    share = float(chosen.float().mean())
+    spared = 1 / 256  # of the words are ends, which are never chosen
+    assert share == pytest.approx(0.15 * (1 - spared), abs=0.01)
+    assert not (labels == END).any()
+    masked = seen[chosen] == MASK
+    stays = seen[chosen] == labels[chosen]
+    assert float(masked.float().mean()) == pytest.approx(0.8, abs=0.03)
+    assert float(stays.float().mean()) == pytest.approx(0.1, abs=0.03)
+    assert int(seen[chosen][~masked].max()) < 256
+    plain = Loader(replace(corpus, masking=None), Deal(90, 4), seed=1).step()[0]
+    assert torch.equal(seen[~chosen], torch.cat(plain.inputs)[~chosen])
+    assert torch.equal(labels[chosen], torch.cat(plain.inputs)[chosen])
+
+
+def test_words_to_guess_follow_from_seed_sequence_and_epoch_alone():
+    corpus = corpus_of(10_001)
+
+    def steps(seed: int, deal: Deal, count: int = 2) -> list[Batch]:
+        loader = Loader(corpus, deal, seed)
+        return [batch for _ in range(count) for batch in loader.step()]
+
+    first = steps(1, Deal(45, 2))
+    assert same(first, steps(1, Deal(45, 2)))
+    assert same(first, steps(1, Deal(90, 1)))
+    assert not same(first, steps(2, Deal(45, 2)))
+    resumed = Loader(corpus, Deal(15, 6), seed=1)
+    resumed.resume({**resumed.state(), "seen": 90})
+    assert same(resumed.step(), first[1:])
+    labels = [torch.cat(batch.labels) for batch in first]
+    assert not torch.equal(labels[0].sort(0).values, labels[1].sort(0).values)
+    held = Loader(corpus, Deal(5, 4), seed=1).evaluation(9)
+    assert same(held, Loader(corpus, Deal(5, 4), seed=1).evaluation(9))
+    counted = sum(int((y != -100).sum()) for batch in held for y in batch.labels)
+    assert {batch.valid for batch in held} == {counted}
+
+
+def test_the_mask_is_the_tokenizers_word_or_a_new_one(tmp_path):
+    assert mask_word(ByteTokenizer(), "bytes") == 256
+    assert vocab_with_mask(ByteTokenizer(), "bytes") == 257
+    (tmp_path / "a.txt").write_text(TEXT)
+    file = tmp_path / "tokenizer.json"
+    train_tokenizer(DataConfig(sources=(str(tmp_path / "a.txt"),)), 280, file)
+    plain = FileTokenizer(str(file))
+    assert vocab_with_mask(plain, str(file)) == plain.vocab + 1
+    plain.theirs.add_special_tokens(["[CLS]", "[MASK]"])
+    plain.theirs.save(str(file))
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps({"cls_token": "[CLS]", "eos_token": "<|endoftext|>"})
+    )
+    again = FileTokenizer(str(file))
+    assert vocab_with_mask(again, str(file)) == again.vocab
+    masking = masking_of(again, str(file), 0.15)
+    names = [again.theirs.id_to_token(number) for number in masking.spared]
+    assert sorted(names) == ["<|endoftext|>", "[CLS]"]
+    assert again.theirs.id_to_token(masking.word) == "[MASK]"
+
+
+# ---------------------------------------------------------------- documents
+def test_packed_documents_and_padding_see_only_themselves_in_every_part():
+    """A pipeline over packed rows computes what the whole model computes for each document alone."""
+    torch.manual_seed(0)
+    model = Bert(BertConfig(61, 16, 3, 4, 24, 12)).double()
+    lengths = [[5, 4, 3], [7, 5]]
+    starts = [document_starts(torch.tensor(one))[None] for one in lengths]
+    inputs = [torch.randint(1, 61, (1, 12)) for _ in lengths]
+    labels = [torch.where(torch.rand(1, 12) < 0.5, x, -100) for x in inputs]
+    labels[1][0, 7:] = -100  # the last document is padding
+    batch = batch_of(inputs, labels, starts=starts)
+    ours = piped(make("1f1b", ranks=3, microbatches=2), model, [batch])
+    whole = copy.deepcopy(model)
+    total = 0.0
+    for x, y, cut in zip(inputs, labels, lengths, strict=True):
+        documents = zip(x.split(cut, 1), y.split(cut, 1), strict=True)
+        for words, wanted in documents:
+            loss = token_loss(whole(words), wanted) / batch.valid
+            loss.backward()
+            total += float(loss.detach())
+    assert ours.losses[0] == pytest.approx([total], rel=1e-12)
+    for name, gradient in ours.gradients.items():
+        expected = gradients_of(whole)[name.split(":")[2]]
+        assert (gradient - expected).abs().max() <= 1e-12, name
+
+
+# ---------------------------------------------------------------- the command line
+@pytest.fixture
+def penstock(monkeypatch, capsys, tmp_path):
+    (tmp_path / "text.txt").write_text(TEXT)
+    (tmp_path / "config.toml").write_text(
+        SMALL_CONFIG.replace("[data]", '[data]\nsources = ["text.txt"]')
+    )
+    monkeypatch.chdir(tmp_path)
+
+    def run(line: str) -> tuple[int, str]:
+        code, out, err = called(monkeypatch, capsys, line)
+        return code, out + err
+
+    return run
+
+
+def theirs() -> transformers.BertForMaskedLM:
+    torch.manual_seed(1)
+    config = transformers.BertConfig(
+        vocab_size=257,
+        hidden_size=32,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        intermediate_size=48,
+        max_position_embeddings=32,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+        initializer_range=0.2,
+    )
+    return transformers.BertForMaskedLM(config).eval()
+
+
+def test_a_folder_of_a_bert_is_trained_evaluated_and_exported(penstock, tmp_path):
+    """The losses are those of transformers' own model, step by step."""
+    model = theirs()
+    model.save_pretrained(tmp_path / "start")
+    code, said = penstock(
+        "train config.toml --set model.weights=start --set schedule.name=1f1b --set data.tokenizer=bytes "
+        "--set run.steps=3 --set run.folder=run --set optimizer.clip=0 --set optimizer.decay=0"
+    )
+    assert code == 0, said
+    assert "bert, 4 layers" in said
+    job = job_of(tmp_path / "run", read_config(tmp_path / "run" / "config.toml"))
+    loader = Loader(job.corpus, Deal(8, 1), job.config.run.seed)
+    rows = read_rows(tmp_path / "run")
+    settings = job.config.optimizer
+    adam = torch.optim.AdamW(
+        model.parameters(), betas=(settings.beta1, settings.beta2), weight_decay=0.0
+    )
+    for row in rows:
+        batch = loader.step()[0]
+        loss = model(batch.inputs[0], labels=batch.labels[0]).loss
+        assert row.loss == pytest.approx(float(loss.detach()), rel=2e-5)
+        adam.param_groups[0]["lr"] = row.rate
+        adam.zero_grad()
+        loss.backward()
+        adam.step()
+    code, said = penstock("export run -o end")
+    assert code == 0, said
+    exported = transformers.BertForMaskedLM.from_pretrained(tmp_path / "end").eval()
+    tokens = torch.randint(0, 257, (2, 16))
+    with torch.no_grad():
+        expected = exported(tokens).logits
+        found = open_trained(tmp_path / "run").model(tokens)
+    assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
+    code, said = penstock("eval run --batches 1 --omit 2")
+    assert code == 0, said
+    assert "perplexity" in said
+    code, said = penstock("generate run")
+    assert code != 0
+    assert "does not continue a text" in said
+
+
+def test_new_berts_begin_as_hugging_faces_do_and_are_counted_without_memory(tmp_path):
+    config = load_config('preset = "bert-base"')
+    assert (config.model.family, config.data.tokens) == ("bert", 512)
+    theirs().config.save_pretrained(tmp_path)
+    sizes = read_sizes(tmp_path)
+    assert sizes == BertConfig(257, 32, 4, 4, 48, 32)
+    holding = hold_whole(sizes)
+    draw_parameters(holding, 0)
+    for name, parameter in holding.parameters.items():
+        if name == "embed.tokens.weight":
+            assert not parameter[0].any(), "the vector of padding"
+            spread = float(parameter[1:].detach().std())
+            assert spread == pytest.approx(0.02, rel=0.1)
+    counted = sum(one.numel() for one in holding.parameters.values())
+    assert parameters_of(sizes).total == counted
+    matrices = 4 * (4 * 32**2 + 2 * 32 * 48) + 32**2 + 257 * 32
+    assert flops_per_token(sizes, 16) == 6 * matrices + 12 * 4 * 32 * 16
+
+
+@pytest.mark.parametrize("separate", [False, True])
+def test_a_bert_is_measured_on_shorter_sequences_instead_of_slices(separate):
+    sizes = BertConfig(61, 16, 2, 4, 24, 32)
+    request = ProfileRequest(sizes, 32, rows=2, separate=separate)
+    for subject in (subjects_of(request).layer, subjects_of(request).head):
+        times = Probe(subject).times(8, 0)
+        assert all(seconds >= 0 for seconds in times[0])
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ("schedule.slices=2", "slices = 2 does not go with a bert"),
+        ("data.instructions=true", "does not go with a bert"),
+        ("mesh.tensor=2", "only our own Llama and GPT can be divided"),
+    ],
+)
+def test_what_a_bert_cannot_do_is_refused(change, words, penstock):
+    code, said = penstock(f"train config.toml --set model.family=bert --set {change}")
+    assert code != 0
+    assert words in " ".join(said.split())
+
+
+def test_a_bert_that_ours_is_not_is_refused(tmp_path: Path):
+    said = theirs().config.to_dict() | {"hidden_act": "relu"}
+    (tmp_path / "config.json").write_text(json.dumps(said))
+    with pytest.raises(FileError, match=r"hidden_act = 'relu', .*'gelu'"):
+        read_sizes(tmp_path)

@@ -1,0 +1,193 @@
+"""The launcher's door for workers of other machines: what they get, what they may send, and how they end."""
+
+from __future__ import annotations
+
+import pickle
+import threading
+import time
+from dataclasses import replace
+
+import pytest
+
+from penstock.errors import PeerLostError, RunError
+from penstock.formats.config_toml import dump_config
+from penstock.runtime.process.launch import keep_store
+from penstock.runtime.torch_internals import TCPStore
+from penstock.runtime.wire.frames import receive_frame, send_frame
+from penstock.runtime.wire.key import keep_key
+from penstock.runtime.wire.store import RemoteStore
+from penstock.train.crew.depot import RunFiles
+from penstock.train.crew.gate import Gate, tell_verdict
+from penstock.train.crew.guest import Joining
+from penstock.train.crew.site import Site
+from penstock.train.data.corpus import open_corpus
+from penstock.train.worker import Verdict
+from trainings import SMALL
+
+
+@pytest.fixture
+def gate(tmp_path):
+    """Return the gate of a run that has a config, tokens and a checkpoint."""
+    run = tmp_path / "run"
+    saved = run / "checkpoints" / "step-00000004"
+    saved.mkdir(parents=True)
+    (saved / "checkpoint.json").write_text("{}")
+    (saved / "a.safetensors").write_bytes(bytes(3_000_000))
+    (tmp_path / "text.txt").write_text("the cats sat on the mats\n" * 200)
+    data = replace(SMALL.data, sources=(str(tmp_path / "text.txt"),), tokenizer="bytes")
+    config = replace(SMALL, data=data)
+    open_corpus(config.data, tmp_path / "cache")
+    (run / "config.toml").write_text(dump_config(config))
+    (run / "plan.json").write_text("{}")
+    (run / "secret.txt").write_text("not for workers")
+    keep_key(run / "key.pem")
+    said: list[str] = []
+    files = RunFiles(run, config)
+    opened = Gate("127.0.0.1:0", run / "key.pem", keep_store(), files, "1", said.append)
+    opened.said = said
+    opened.run = run
+    yield opened
+    opened.close()
+
+
+def joining(gate: Gate, folder) -> Joining:
+    address = f"127.0.0.1:{gate.port}"
+    return Joining(address, gate.run / "key.pem", folder, lambda topic, line: None)
+
+
+def ask_for_place(gate: Gate, folder):
+    """Join up to the point where the worker has a token; return it and its connection."""
+    worker = joining(gate, folder)
+    control = worker.ask("place", version="1", name="far\x1b[1m")
+    worker.token = receive_frame(control)["token"]
+    return worker, control
+
+
+def wait_until(condition) -> None:
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_a_worker_copies_what_it_needs_and_brings_checkpoints_back(gate, tmp_path):
+    far = tmp_path / "far"
+    worker, control = ask_for_place(gate, far)
+    worker.bring_files()
+    names = {str(file.relative_to(far)) for file in far.rglob("*") if file.is_file()}
+    assert names == {"config.toml", "plan.json", "tokens.bin", "tokens.json"}
+    site = Site(far, None, worker.depot())
+    config = site.config()
+    (far / "tokens.bin").touch()
+    before = (far / "tokens.bin").stat().st_mtime_ns
+    worker.bring_files()  # Tokens are not copied again.
+    assert (far / "tokens.bin").stat().st_mtime_ns == before
+    assert config.data.tokens == SMALL.data.tokens
+    # Checkpoints come and go.
+    site.depot.fetch(far / "checkpoints")
+    copied = far / "checkpoints" / "step-00000004"
+    assert (copied / "a.safetensors").read_bytes() == bytes(3_000_000)
+    share = far / "checkpoints" / "step-00000008.saving"
+    share.mkdir()
+    (share / "b.safetensors").write_bytes(b"1234")
+    (share / "rank-00001.json").write_text("{}")
+    site.depot.put(share)
+    there = gate.run / "checkpoints" / "step-00000008.saving"
+    assert sorted(file.name for file in there.iterdir()) == [
+        "b.safetensors",
+        "rank-00001.json",
+    ]
+    control.close()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "secret.txt",
+        "key.pem",
+        "../text.txt",
+        "checkpoints/step-00000004/../../secret.txt",
+        "checkpoints/step-00000004/x.txt",
+    ],
+)
+def test_a_worker_gets_no_other_files_and_writes_none(name, gate, tmp_path):
+    worker, control = ask_for_place(gate, tmp_path / "far")
+    with worker.ask("files", token=worker.token) as connection:
+        send_frame(connection, {"get": name})
+        assert "has no file" in receive_frame(connection)["error"]
+        send_frame(connection, {"put": name, "bytes": 3})
+        connection.sendall(b"abc")
+        with pytest.raises(PeerLostError):
+            receive_frame(connection)
+    assert (gate.run / "secret.txt").read_text() == "not for workers"
+    assert not (gate.run / "checkpoints" / "step-00000004" / "x.txt").exists()
+    control.close()
+
+
+def test_a_worker_gets_a_place_and_says_how_it_ended(gate, tmp_path):
+    worker, control = ask_for_place(gate, tmp_path / "far")
+    place: list[dict] = []
+    waits = threading.Thread(
+        target=lambda: place.append(worker.wait_for_place(control))
+    )
+    waits.start()
+    wait_until(lambda: bool(gate.waiting()))
+    (guest,) = gate.waiting()
+    assert guest.name == "far[1m"  # without the letter that would colour a terminal
+    guest.seat(worker=2, workers=4, resume=False)
+    waits.join()
+    assert place == [
+        {"worker": 2, "workers": 4, "resume": False, "token": worker.token}
+    ]
+    assert gate.waiting() == []
+    verdict = Verdict(7, False, "RunError", "no room")
+    with worker.ask_verdict() as connection:
+        tell_verdict(connection, worker.token, verdict)
+    assert pickle.loads(guest.pipe.recv_bytes()) == verdict
+    control.close()
+
+
+def test_a_worker_that_was_given_up_reaches_nothing_any_more(gate, tmp_path):
+    worker, control = ask_for_place(gate, tmp_path / "far")
+    store = RemoteStore(worker.dial_store)
+    store.set("a", "b")
+    (guest,) = gate.guests.values()
+    guest.kill()
+    with pytest.raises(Exception, match="cannot be reached"):
+        store.set("a", "c")
+    with pytest.raises(EOFError):
+        guest.pipe.recv_bytes()
+    wait_until(lambda: not gate.waiting() and not gate.guests)
+    late = RemoteStore(worker.dial_store)  # It has the key, but its place is gone.
+    with pytest.raises(Exception, match="cannot be reached"):
+        late.set("a", "c")
+    port = gate.store.port
+    assert TCPStore("127.0.0.1", port, is_master=False).get("a") == b"b"
+    store.close()
+    late.close()
+    control.close()
+
+
+def test_spares_are_told_when_the_run_is_over_and_other_versions_are_refused(
+    gate, tmp_path
+):
+    with pytest.raises(RunError, match="it is Penstock 1, and this one 2"):
+        joining(gate, tmp_path / "old").run(None, "2")
+    ended: list[Verdict] = []
+    spare = joining(gate, tmp_path / "far")
+    waits = threading.Thread(target=lambda: ended.append(spare.run("", "1")))
+    waits.start()
+    wait_until(lambda: bool(gate.waiting()))
+    gate.close()
+    waits.join()
+    assert ended == [Verdict()]
+
+
+def test_the_user_hears_of_strangers_but_not_of_each(gate):
+    for number in range(250):
+        gate.refuse(f"10.0.0.{number}")
+    assert gate.said == [
+        "refused one without the run's key, last from 10.0.0.0",
+        "refused 10 connections without the run's key, last from 10.0.0.9",
+        "refused 100 connections without the run's key, last from 10.0.0.99",
+    ]
