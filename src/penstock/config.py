@@ -479,6 +479,10 @@ class RunConfig:
         50, "steps between two checkpoints; 0 saves only at the end", least=0
     )
     keep: int = setting(2, "number of checkpoints to keep", least=1)
+    checkpoints: str = setting(
+        "",
+        "URL to copy checkpoints to, such as s3://bucket/run; a run resumes from there if its folder has none as new",
+    )
     timed: int = setting(
         50,
         "steps between two measured timelines, besides step 3 and the last; 0 measures none",
@@ -517,6 +521,12 @@ class RunConfig:
         AUTO,
         "keep a second copy of each part that only one worker holds in the memory of another worker, so that no loss "
         "needs a checkpoint: true (which makes a run elastic), false, or auto, which is true if a run is elastic",
+    )
+    slow: float = setting(
+        0.0,
+        "an elastic run gives less work to a worker that takes this many times as long for it as it used to, such as "
+        "2.0; 0 switches this off",
+        least=0,
     )
     silence: float = setting(
         15.0,
@@ -689,6 +699,10 @@ def check_config(config: Config, counted: bool = False) -> Config:
     faults += _option_faults(config)
     faults += _joining_faults(config)
     faults += _path_faults(config)
+    if 0 < config.run.slow <= 1:
+        faults.append(
+            f"run.slow = {config.run.slow:g} would call every worker slow; it must be more than 1, or 0"
+        )
     if faults:
         raise ConfigError("\n".join(faults))
     return config

@@ -260,7 +260,9 @@ def blank_parameters(
     blank = {}
     for name, one in part_parameters(part).items():
         empty = torch.empty(one.shape, dtype=one.dtype, device=device)
-        blank[name] = nn.Parameter(empty, requires_grad=name not in frozen)
+        blank[name] = nn.Parameter(
+            empty, requires_grad=one.requires_grad and name not in frozen
+        )
     return blank
 
 
