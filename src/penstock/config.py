@@ -151,6 +151,9 @@ class DataConfig:
         ),
         "endings of the files that are read from folders",
     )
+    split: str = setting(
+        "train", "split to read of a folder that DatasetDict.save_to_disk wrote"
+    )
     field: str = setting(
         "text", "field of a JSONL line, or column of a table, that holds the text"
     )
