@@ -10,7 +10,7 @@ from pathlib import Path
 
 from test_churn import STEPS, signal_worker, undisturbed, wait_for_events
 
-from commands import SMALL_CONFIG, called, environment, wait_for
+from commands import SMALL_CONFIG, called, environment
 from forked import Command
 from machines import two_machines
 from penstock.train.checkpoint import newest, newest_good
