@@ -29,6 +29,7 @@ OptionValue: TypeAlias = "str | int | float | bool | tuple[int | float, ...]"
 Options: TypeAlias = tuple[tuple[str, OptionValue], ...]  # sorted by name
 MODEL_FAMILIES = ("llama", "gpt", "bert")
 PRECISIONS = ("float32", "bfloat16")
+MESSAGE_TYPES = (*PRECISIONS, "int8")
 DEVICES = ("auto", "cpu", "cuda")
 AUTO = "auto"
 MEANS = ("all", "visits")
@@ -364,8 +365,8 @@ class RunConfig:
     )
     messages: str = setting(
         "float32",
-        "type in which hidden states and their gradients travel between ranks: float32, or bfloat16, "
-        "which halves their bytes and rounds them to 8 bits",
+        "type in which hidden states and their gradients travel between ranks: float32; bfloat16, which halves their "
+        "bytes and rounds them to 8 bits; or int8, with a quarter of the bytes and a scale for each token",
     )
     recompute: bool = setting(
         False,
@@ -746,7 +747,7 @@ def _choice_faults(config: Config) -> list[str]:
     choices = (
         ("model.family", config.model.family, MODEL_FAMILIES),
         ("run.precision", config.run.precision, PRECISIONS),
-        ("run.messages", config.run.messages, PRECISIONS),
+        ("run.messages", config.run.messages, MESSAGE_TYPES),
         ("run.device", config.run.device, DEVICES),
         ("run.compile", config.run.compile, SWITCHES),
         ("run.graphs", config.run.graphs, SWITCHES),

@@ -88,6 +88,7 @@ def test_workers_of_another_machine_join_and_are_replaced_and_no_loss_differs(tm
     assert re.search(r"worker 3 on \S+ has ended, or cannot be reached any more", err)
     assert [event.workers for event in read_events(folder)] == [4, 3, 4, 3]
     assert sorted(far.iterdir()) == [far / "key.pem"]
+    assert "over      the run has done" in far_err
     rows = read_rows(folder)
     assert [row.step for row in rows] == list(range(1, len(rows) + 1))
     joined, lost, replaced, last = (event.step for event in read_events(folder))

@@ -28,8 +28,9 @@ from penstock.runtime.frozen_stages import rest_frozen_stages
 from penstock.runtime.gradients import Replicas, Tied, groups_of, ties_of
 from penstock.runtime.lane import Lane, Turn, lane_turns
 from penstock.runtime.loss_reduction import Loss, reduction_of
-from penstock.runtime.messages import Messages
+from penstock.runtime.messages import Messages, sent_shapes
 from penstock.runtime.process.malloc import keep_freed_memory
+from penstock.runtime.quantized import Feedback
 from penstock.runtime.rank_agreement import Agreement, agree
 from penstock.runtime.recorder import Clock, Recorder
 from penstock.runtime.replay import PlayedActions, Recordings, refuse_shares
@@ -63,8 +64,9 @@ class Executor:
     "mean". The stages in `recompute` keep only their input and compute their forward again in the backward. `tied`
     names parameters that several parts use; by default these are the ones that `penstock.models.split` has found. A
     `tape` records the actions and plays them in every step. `messages` is the type in which hidden states and their
-    gradients travel between ranks, by default `dtype`. Gradients always add up over steps; say that a run `accumulates`
-    them, and recordings will do so without a second copy of them.
+    gradients travel between ranks, by default `dtype`; torch.int8 rounds each row to 8 bits with a scale of its own.
+    Gradients always add up over steps; say that a run `accumulates` them, and recordings will do so without a second
+    copy of them.
     """
 
     def __init__(
@@ -92,6 +94,8 @@ class Executor:
         self.width = width
         self.dtype = dtype
         self.message_dtype = messages or dtype
+        # Of messages in int8; None sends them without it.
+        self.feedback: Feedback | None = Feedback()
         self.recompute = recompute
         self.autocast = autocast
         self.tape = tape
@@ -157,7 +161,7 @@ class Executor:
 
     def message_shapes(self, batch: Batch) -> Sequence[tuple[int, ...]]:
         """The shapes of the messages of a step on this batch."""
-        return self.cut(batch).shapes
+        return sent_shapes(self.cut(batch).shapes, self.message_dtype)
 
     # ------------------------------------------------------------ steps
     def step(self, batch: Batch, timed: bool = False) -> Result:
@@ -234,13 +238,15 @@ class Executor:
             training,
             autocast,
             self.message_dtype,
+            self.feedback if training else None,
         )
 
     def reserve(self, units: BatchUnits) -> None:
         """Let the `Comm` make room for messages of these shapes."""
         shapes = units.shapes
         if shapes != self.reserved_shapes:
-            self.comm.reserve(self.program, shapes, self.message_dtype)
+            sent = sent_shapes(shapes, self.message_dtype)
+            self.comm.reserve(self.program, sent, self.message_dtype)
             self.reserved_shapes = shapes
 
     def recordings_for(

@@ -4,7 +4,8 @@ A receive that is posted early finds its buffer ready. Posting too many would co
 follows from the window of the `Comm` and the size of the largest message.
 
 Messages may travel in another type than the stages compute with: under autocast hidden states are float32, and as
-bfloat16 they are half as large. That rounds them to 8 bits, and their gradients too.
+bfloat16 they are half as large. That rounds them to 8 bits, and their gradients too. As int8 they have a quarter of the
+bytes (`penstock.runtime.quantized`).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from penstock.runtime.comm.comm import Arriving, Comm, Pending
 from penstock.runtime.lane import LaneStep
+from penstock.runtime.quantized import Feedback, quantize, quantized_shape, restore
 from penstock.runtime.slices import BatchUnits
 from penstock.runtime.stage_checks import unfit_message
 from penstock.runtime.step_values import StepValues
@@ -39,8 +41,10 @@ class Messages:
         training: bool,
         autocast: bool,
         sent_as: torch.dtype | None = None,
+        feedback: Feedback | None = None,
     ) -> None:
         self.comm = comm
+        self.feedback = feedback
         self.receives = receives
         self.shapes = units.shapes
         self.dtype = units.dtype  # of hidden states and their gradients on a rank
@@ -51,7 +55,9 @@ class Messages:
         self.sends: deque[Pending] = deque()
         self.posted = 0  # receives
         self.reached = 0  # receives
-        largest_bytes = max(map(prod, self.shapes)) * self.sent_as.itemsize
+        self.quantized = self.sent_as is torch.int8
+        self.sent_shapes = sent_shapes(self.shapes, self.sent_as)
+        largest_bytes = max(map(prod, self.sent_shapes)) * self.sent_as.itemsize
         self.ahead = receives_ahead(comm.window, largest_bytes)
 
     def begin(self) -> None:
@@ -71,7 +77,7 @@ class Messages:
             step = self.receives[self.posted]
             self.posted += 1
             if self.training or not step.goes_back:
-                shape = self.shapes[step.unit]
+                shape = self.sent_shapes[step.unit]
                 arriving = self.comm.receive(shape, self.sent_as, step.peer)
                 self.values.held[step.value] = arriving
 
@@ -85,7 +91,16 @@ class Messages:
             error = unfit_message(step, x, shape, self.dtype, self.autocast)
             if error is not None:
                 raise error
-        self.sends.append(self.comm.send(x.to(self.sent_as), step.peer))
+        self.sends.append(self.comm.send(self.packed(x, step), step.peer))
+
+    def packed(self, x: Tensor, step: LaneStep) -> Tensor:
+        """A value in the type in which it travels."""
+        if not self.quantized:
+            return x.to(self.sent_as)
+        feedback = self.feedback
+        if feedback is None or not (step.goes_back or feedback.states):
+            return quantize(x)
+        return feedback.quantize(x, step.value)
 
     def arrived(self, arriving: Arriving, played: bool) -> Tensor:
         """Wait for a value, and give it the type that the stages compute with.
@@ -93,6 +108,10 @@ class Messages:
         An action that is played from a recording copies its input anyway, and converts it then.
         """
         received = arriving.wait()
+        if self.quantized:
+            value = restore(received, self.dtype)
+            self.comm.give_back(received)
+            return value
         if played or received.dtype is self.dtype:
             self.values.received = self.training
             return received
@@ -104,6 +123,15 @@ class Messages:
         """Wait for all sends."""
         while self.sends:
             self.sends.popleft().wait()
+
+
+def sent_shapes(
+    shapes: Sequence[tuple[int, ...]], sent_as: torch.dtype
+) -> Sequence[tuple[int, ...]]:
+    """The shapes that messages have on their way."""
+    if sent_as is not torch.int8:
+        return shapes
+    return [quantized_shape(shape) for shape in shapes]
 
 
 def receives_ahead(window_bytes: int, message_bytes: int) -> int:
