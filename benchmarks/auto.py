@@ -156,12 +156,12 @@ CPU_CASES = (
     Case("M < P, 4 ranks on 2 cores", llama(128, 8, 512, 4), 512, 2, 4),
 )
 GPU_CASES = (
-    Case("M = 2P", llama(768, 32, 8192, 12), 512, 16, 8, 16),
-    Case("short sequences", llama(768, 32, 8192, 12), 256, 32, 8),
-    Case("M < P", llama(768, 32, 8192, 12), 2048, 4, 8, 4),
-    Case("one long sequence", llama(768, 16, 2048, 12), 8192, 1, 8),
-    Case("large vocabulary", llama(768, 32, 32_768, 12), 512, 16, 8, 16),
-    Case("tight memory", llama(768, 32, 8192, 12), 512, 16, 8, 16, 0.7),
+    Case("M = 2P", llama(1024, 32, 8192, 16), 1024, 16, 8, 16),
+    Case("short sequences", llama(1024, 32, 8192, 16), 512, 32, 8),
+    Case("M < P", llama(1024, 32, 8192, 16), 2048, 4, 8, 4),
+    Case("one long sequence", llama(1024, 16, 2048, 16), 16_384, 1, 8),
+    Case("large vocabulary", llama(1024, 32, 65_536, 16), 1024, 16, 8, 16),
+    Case("tight memory", llama(1024, 32, 8192, 16), 1024, 16, 8, 16, 0.7),
 )
 DRY_CASES = (Case("dry", llama(32, 4, 97, 2), 32, 2, 2),)
 

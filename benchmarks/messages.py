@@ -290,8 +290,8 @@ between two processes of one machine:
 
 {link_table(links)}
 
-`python benchmarks/messages.py`, with torch {torch.__version__} on {os.cpu_count()} cores ({platform.machine()}). The load
-average at the end was {load:.0f}: if it is above the number of cores, times of steps are those of a busy machine.
+`python benchmarks/messages.py`, with torch {torch.__version__} on {os.cpu_count()} cores ({platform.machine()}).
+The load average at the end was {load:.0f}: above the number of cores, times of steps are those of a busy machine.
 """
 
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from compiled_page import PLAIN_KERNELS
 
 from penstock import Schedule, make, simulate
 from penstock.cost import ModelCost, PartCost, ProfileCost, Seconds
@@ -407,6 +408,49 @@ def percent(share: float | None) -> str:
     return "" if share is None else f"{share:.1%}"
 
 
+# ---------------------------------------------------------------- compiled
+def gains_table() -> str:
+    """Torch and ours, both compiled, in one process and in eight."""
+    lines = []
+    for row in rows_of("compiled-200m.json") + rows_of("compiled-1b.json"):
+        count = row["microbatches"]
+        plain, ours = (row["candidates"][who] for who in ("plain", "recorded"))
+        lines.append(
+            [
+                f"one process, {row['parameters'] / 1e6:,.0f} M parameters, "
+                f"{count} micro-batch{'es' if count > 1 else ''}",
+                f"{plain['tokens_per_second']:,.0f} tokens/s",
+                f"{ours['tokens_per_second']:,.0f} tokens/s",
+                spread(*ours["over_plain"]),
+            ]
+        )
+    rows = {row["name"]: row for row in rows_of("compiled-pipeline.json")}
+    for label, peer, own in (
+        ("eight workers, 1F1B", "1f1b", "1f1b"),
+        ("eight workers, Hanayo W=2", "hanayo W=2", "hanayo W=2"),
+        ("eight workers, the fastest of each (1F1B; ZB-V)", "1f1b", "zb-v"),
+    ):
+        theirs = rows[peer]["times"]["torch"][0]
+        ours = rows[own]["times"]["recorded"][0]
+        gain = f"{theirs / ours:.2f}"
+        if peer == own:
+            gain = spread(*rows[own]["over_recorded"]["torch"])
+        lines.append([label, f"{1e3 * theirs:.1f} ms", f"{1e3 * ours:.1f} ms", gain])
+    return table(["", "torch, compiled", "ours, compiled and recorded", "gain"], lines)
+
+
+def kernel_gain() -> float:
+    """The kernels of the plain loop over our whole step."""
+    ours = rows_of("compiled-1b.json")[0]["candidates"]["recorded"]["seconds"][0]
+    return float(PLAIN_KERNELS / ours)
+
+
+def zb_share() -> float:
+    """The time of our ZB-V over that of torch's 1F1B."""
+    rows = {row["name"]: row["times"] for row in rows_of("compiled-pipeline.json")}
+    return float(rows["zb-v"]["recorded"][0] / rows["1f1b"]["torch"][0])
+
+
 def transport_table(found: Row) -> str:
     lines = [
         [
@@ -442,6 +486,9 @@ def page() -> tuple[str, Model]:
         for size, took in transport["hops"].items()
     )
     return text.format(
+        gains=gains_table(),
+        kernel_gain=kernel_gain(),
+        zb_share=zb_share(),
         transport=transport_table(transport),
         hops=hops,
         waiting=f"{transport['waiting']:.1%}",

@@ -18,8 +18,9 @@ NCCL refuses two ranks of one host on one GPU. `penstock testbed --backend nccl`
 machines on a fast Ethernet do: about 0.1 ms and 3 GB/s a link. Every schedule family, copies, tied weights, token
 slices, recorded actions, messages in bfloat16, and meshes with shards and with tensor parallelism train there with the
 gradients of one piece (`tests/runtime/test_nccl.py`). A rank that fails or hangs ends the run with one message that
-names it. A killed rank was tried once, and the try did not end before our time on the GPU was over; nothing is known
-about it.
+names it. After a rank had failed, the testbed turned new processes away for more than 30 s ("busy or unavailable"),
+so start a new one then. A killed rank was tried once, and the try did not end before our time on the GPU was over;
+nothing is known about it.
 
 `benchmarks/gpu/transports.py` runs recorded steps of a Llama with 4 layers of width 1,024 a rank, 2P micro-batches of
 1,024 tokens, float32 weights and bfloat16 products, on a machine with 16 cores. *Simulated* has the median times of the

@@ -1,4 +1,4 @@
-"""The config of a run: seven sections of plain values, frozen, and checked before anything starts.
+"""The config of a run: eight sections of plain values, frozen, and checked before anything starts.
 
     [model]      sizes, or a folder to start from          what to train
     [data]       text, tokenizer, tokens, batch            on which text
@@ -6,6 +6,7 @@
     [paths]      rotation, full steps, warm-up             through which parts, if some are left out
     [mesh]       processes of a rank                       how a rank shares its part
     [optimizer]  rates, decay, clipping                    how the weights move
+    [lora]       rank, targets                             which adapters are trained instead of the model
     [run]        steps, seed, precision, when to save      for how long, and where
 
 Each value knows its default, its meaning and its range. `penstock init` writes them into
@@ -33,6 +34,7 @@ MESSAGE_TYPES = (*PRECISIONS, "int8")
 DEVICES = ("auto", "cpu", "cuda")
 AUTO = "auto"
 MEANS = ("all", "visits")
+REDUCTIONS = ("sum", "mean")
 RATE_SCHEDULES = ("constant", "linear", "cosine", "wsd", "inverse_sqrt")
 PARTIAL_SCHEDULES = ("skip",)  # named schedules that leave out parts
 FULL_AS_PLANNED = -1  # paths.full: what the plan's rules say
@@ -96,6 +98,12 @@ class ModelConfig:
     )
     theta: float = setting(10000.0, "base of the rotary frequencies (llama)", above=0)
     tied: bool = setting(False, "use one matrix for the embedding and the output")
+    dropout: float = setting(
+        0.0,
+        "share of the results of attention and MLP that is dropped in training (llama, gpt)",
+        least=0,
+        most=0.95,
+    )
     weights: str = setting(
         "",
         "Hugging Face folder to start from (config.json, *.safetensors); its sizes replace those above",
@@ -117,12 +125,25 @@ class ModelConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class MixtureSource:
+    """Files or folders that are read with a weight of their own."""
+
+    sources: tuple[str, ...]
+    weight: float = 1.0
+    name: str = ""  # in reports; empty takes the names of the files
+
+
+@dataclass(frozen=True, slots=True)
 class DataConfig:
     """The text, and how it becomes sequences."""
 
     sources: tuple[str, ...] = setting(
         (),
         "files or folders: text, .jsonl (also .gz, .bz2, .xz), .parquet, .arrow; empty takes Python's standard library",
+    )
+    mixture: tuple[MixtureSource, ...] = setting(
+        (),
+        'instead of sources, several with weights, such as [{sources = ["web"], weight = 3}, {sources = ["code"]}]',
     )
     endings: tuple[str, ...] = setting(
         (
@@ -172,10 +193,23 @@ class DataConfig:
         least=0,
         most=0.5,
     )
+    validation: tuple[str, ...] = setting(
+        (),
+        "files or folders that evaluations read instead of held-out sequences",
+    )
     cache: str = setting(
         "",
         "folder of the token cache; empty takes the folder cache next to the run's folder",
     )
+
+    @property
+    def parts(self) -> tuple[DataConfig, ...]:
+        """The data of each source of the mixture; this data if there is no mixture."""
+        if not self.mixture:
+            return (self,)
+        return tuple(
+            replace(self, sources=one.sources, mixture=()) for one in self.mixture
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -351,6 +385,23 @@ class OptimizerConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class LoraConfig:
+    """Adapters beside the matrices of a model that stays as it is (LoRA, with the library peft)."""
+
+    rank: int = setting(
+        0, "columns of the adapters; 0 trains the model itself", least=0
+    )
+    alpha: float = setting(16.0, "adapters count alpha / rank times", above=0)
+    targets: tuple[str, ...] = setting(
+        (),
+        "ends of the names of adapted matrices, such as q_proj; empty adapts all matrices of the layers",
+    )
+    dropout: float = setting(
+        0.0, "share of the adapters' inputs that is dropped", least=0, most=0.95
+    )
+
+
+@dataclass(frozen=True, slots=True)
 class RunConfig:
     """How long a run takes, what it saves, and where it computes."""
 
@@ -385,6 +436,31 @@ class RunConfig:
     loss_chunk: int = setting(
         2048,
         "tokens whose logits are in memory at a time, if all of them take more than 64 MiB; 0 keeps all in memory",
+        least=0,
+    )
+    loss: str = setting(
+        "",
+        "your own loss, module:function or file.py:function, of logits and labels; empty takes the cross entropy",
+    )
+    reduction: str = setting(
+        "sum", "how your own loss combines the losses of its labels: sum or mean"
+    )
+    smoothing: float = setting(
+        0.0,
+        "label smoothing: share of each label that is spread over all words",
+        least=0,
+        most=0.99,
+    )
+    z_loss: float = setting(
+        0.0, "weight of the squared log of the softmax's denominator", least=0
+    )
+    callbacks: tuple[str, ...] = setting(
+        (),
+        "your own classes, module:Class or file.py:Class, whose methods are called during the run",
+    )
+    early_stop: int = setting(
+        0,
+        "evaluations in a row without a lower held-out loss after which a run ends with its best weights; 0 never",
         least=0,
     )
     accumulate: int = setting(
@@ -440,6 +516,12 @@ class RunConfig:
         "keep a second copy of each part that only one worker holds in the memory of another worker, so that no loss "
         "needs a checkpoint: true (which makes a run elastic), false, or auto, which is true if a run is elastic",
     )
+    slow: float = setting(
+        0.0,
+        "an elastic run gives less work to a worker that takes this many times as long for it as it used to, such as "
+        "2.0; 0 switches this off",
+        least=0,
+    )
     silence: float = setting(
         15.0,
         "seconds without a sign of life after which an elastic run goes on without a worker",
@@ -470,12 +552,18 @@ class Config:
     paths: PathsConfig = field(default_factory=PathsConfig, kw_only=True)
     mesh: MeshConfig = field(default_factory=MeshConfig, kw_only=True)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig, kw_only=True)
     run: RunConfig = field(default_factory=RunConfig)
 
     @property
     def sliceable(self) -> bool:
         """Whether sequences may be cut into slices; the words of a bert see later words."""
         return self.model.family != "bert"
+
+    @property
+    def drops(self) -> bool:
+        """Whether a run trains with dropout."""
+        return self.model.dropout > 0 or (self.lora.rank > 0 and self.lora.dropout > 0)
 
     @property
     def rows(self) -> int:
@@ -595,6 +683,8 @@ def check_config(config: Config, counted: bool = False) -> Config:
         faults += _range_faults(section.name, getattr(config, section.name))
     faults += _choice_faults(config)
     faults += _optimizer_faults(config.optimizer)
+    faults += _lora_faults(config)
+    faults += _own_code_faults(config)
     faults += _device_faults(config)
     faults += _skip_faults(config)
     name = config.schedule.name
@@ -603,6 +693,10 @@ def check_config(config: Config, counted: bool = False) -> Config:
     faults += _option_faults(config)
     faults += _joining_faults(config)
     faults += _path_faults(config)
+    if 0 < config.run.slow <= 1:
+        faults.append(
+            f"run.slow = {config.run.slow:g} would call every worker slow; it must be more than 1, or 0"
+        )
     if faults:
         raise ConfigError("\n".join(faults))
     return config
@@ -627,6 +721,48 @@ def _optimizer_faults(optimizer: OptimizerConfig) -> list[str]:
     return faults
 
 
+def _lora_faults(config: Config) -> list[str]:
+    """The values that do not go with adapters."""
+    if not config.lora.rank:
+        return []
+    faults = []
+    if not config.model.weights:
+        faults.append(
+            f"lora.rank = {config.lora.rank} trains adapters beside a trained model: name its folder in model.weights"
+        )
+    if config.mesh.size > 1:
+        faults.append(
+            f"lora.rank = {config.lora.rank} does not go with mesh.shard = {config.mesh.shard} and "
+            f"mesh.tensor = {config.mesh.tensor}: use schedule.copies instead"
+        )
+    return faults
+
+
+def _own_code_faults(config: Config) -> list[str]:
+    """The values of [run] that name the user's own code, or go with it."""
+    run = config.run
+    faults = []
+    for key, names in (("loss", (run.loss,)), ("callbacks", run.callbacks)):
+        faults += [
+            f"run.{key} = {name!r} is not module:name or file.py:name"
+            for name in names
+            if name and not names_own_code(name)
+        ]
+    if run.loss and (run.smoothing or run.z_loss):
+        faults.append(
+            "run.loss replaces the cross entropy, so it does not go with run.smoothing and run.z_loss"
+        )
+    if run.reduction != "sum" and not run.loss:
+        faults.append(
+            "run.reduction = mean is for a loss of your own: name it in run.loss"
+        )
+    if run.early_stop and not run.evaluate:
+        faults.append(
+            f"run.early_stop = {run.early_stop} counts evaluations, but run.evaluate = 0 makes none"
+        )
+    return faults
+
+
 def _option_faults(config: Config) -> list[str]:
     """The options of [run] that contradict other values."""
     reasons = []
@@ -645,13 +781,15 @@ def _joining_faults(config: Config) -> list[str]:
             return [
                 "run.listen lets workers join, which run.elastic = false does not allow"
             ]
-        own = config.optimizer.schedule
-        if names_own_code(own) and own.rpartition(":")[0].endswith(".py"):
-            return [
-                f"optimizer.schedule = {own} is a file that workers of other machines do not have "
-                "(run.listen): name a module that is installed on all machines"
-            ]
-        return []
+        own = [("optimizer.schedule", config.optimizer.schedule)]
+        own += [("run.loss", run.loss)]
+        own += [("run.callbacks", name) for name in run.callbacks]
+        return [
+            f"{key} = {name} is a file that workers of other machines do not have (run.listen): "
+            "name a module that is installed on all machines"
+            for key, name in own
+            if names_own_code(name) and name.rpartition(":")[0].endswith(".py")
+        ]
     return [
         f"run.{key} is for workers of other machines: set run.listen=HOST:PORT too"
         for key in ("key", "workers")
@@ -752,6 +890,7 @@ def _choice_faults(config: Config) -> list[str]:
         ("run.compile", config.run.compile, SWITCHES),
         ("run.graphs", config.run.graphs, SWITCHES),
         ("run.elastic", config.run.elastic, SWITCHES),
+        ("run.reduction", config.run.reduction, REDUCTIONS),
         ("run.mirror", config.run.mirror, SWITCHES),
         ("paths.mean", config.paths.mean, MEANS),
     )
@@ -827,6 +966,7 @@ def _size_faults(config: Config, counted: bool) -> list[str]:
         )
     if model.family == "bert":
         faults += _bert_faults(config)
+    faults += _mixture_faults(data)
     if model.weights and model.config:
         faults.append(
             "model.weights and model.config both name a folder; "
@@ -844,6 +984,20 @@ def _size_faults(config: Config, counted: bool) -> list[str]:
         faults.append(
             f"schedule.partition has {layers} layers, but model.layers = {model.layers}"
         )
+    return faults
+
+
+def _mixture_faults(data: DataConfig) -> list[str]:
+    """The sources of a mixture that cannot be mixed."""
+    faults = []
+    if data.mixture and data.sources:
+        faults.append("data.sources and data.mixture both name text: give one of them")
+    for number, source in enumerate(data.mixture):
+        name = f"source {number} of data.mixture"
+        if not source.sources:
+            faults.append(f"{name} names no files: sources is empty")
+        if not (isfinite(source.weight) and source.weight > 0):
+            faults.append(f"{name} has weight {source.weight:g}, which must be above 0")
     return faults
 
 
@@ -865,11 +1019,15 @@ def _bert_faults(config: Config) -> list[str]:
 def reasons_against_compiling(config: Config) -> list[str]:
     """Return why the stages of a run cannot be compiled; empty if they can."""
     mesh = config.mesh
+    reasons = []
+    if config.drops:
+        reasons.append("dropout, which depends on the step and the micro-batch")
     if mesh.size == 1:
-        return []
+        return reasons
     return [
+        *reasons,
         f"mesh.shard = {mesh.shard} and mesh.tensor = {mesh.tensor}: "
-        "layers that are shared by processes are not compiled"
+        "layers that are shared by processes are not compiled",
     ]
 
 
@@ -880,6 +1038,8 @@ def reasons_against_recording(config: Config) -> list[str]:
     """
     mesh = config.mesh
     reasons = []
+    if config.drops:
+        reasons.append("dropout, which depends on the step and the micro-batch")
     if config.data.separate:
         reasons.append("data.separate = true: documents differ from step to step")
     if mesh.size > 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -22,6 +23,7 @@ from penstock.train.crew.succession import decide
 from penstock.train.history import read_rows
 from penstock.train.loop import Trainer
 from penstock.train.worker import job_of
+from slow_worker import SLOW_FILE
 
 STEPS = 5000  # more than the test waits for
 
@@ -120,3 +122,30 @@ def test_rank_0_is_killed_and_replaced_and_another_worker_stopped_and_no_loss_di
     assert [row.loss for row in rows] == undisturbed(
         folder, text / "quiet", crews, len(rows)
     )
+
+
+def test_a_worker_that_sleeps_in_its_stage_gets_less_work_until_it_wakes_up(text):
+    words = (
+        "train config.toml --sample 0 --set run.steps=100000 --set run.silence=300 "
+        "--set run.slow=4 --set run.save=0 --set run.timed=0 --set run.forecast=false"
+    )
+    script = Path(__file__).parents[1] / "slow_worker.py"
+    process = Command(text, words.split(), environment(), script=script)
+    folder = text / "runs" / "config"
+    while len(read_rows(folder)) < 20:
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.05)
+    (folder / SLOW_FILE).touch()
+    wait_for_events(process, folder, 1)
+    (folder / SLOW_FILE).unlink()
+    wait_for_events(process, folder, 2)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=600)
+    assert process.returncode == 0, err
+    slow, fast = read_events(folder)[:2]
+    assert (slow.event, slow.workers, fast.event) == ("pace", 4, "pace")
+    assert re.match(r"worker 1 takes [\d.]+ times as long", slow.text)
+    assert fast.text.startswith("worker 1 ")
+    rows = read_rows(folder)
+    assert [row.step for row in rows] == list(range(1, len(rows) + 1))
+    assert json.loads((folder / "plan.json").read_text())["name"].endswith("copies=2")

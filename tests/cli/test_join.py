@@ -113,6 +113,7 @@ def test_joining_needs_a_key_and_a_run(monkeypatch, capsys, tmp_path):
     for line, text in (
         ("run.workers=2", "run.workers is for workers of other machines"),
         ("run.listen=a:1 --set run.elastic=false", "does not allow"),
+        ("run.listen=a:1 --set run.loss=a.py:f", "run.loss = a.py:f is a file that"),
     ):
         code, _, err = called(
             monkeypatch, capsys, f"init {tmp_path}/c.toml --set {line}"

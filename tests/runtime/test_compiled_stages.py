@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from penstock import lower, make
 from penstock.errors import ProofError, ShapeError
 from penstock.models import split, token_loss
+from penstock.models.llama import LlamaLayer
 from penstock.runtime import (
     Batch,
     CompiledLoss,
@@ -28,7 +29,7 @@ from penstock.runtime import (
     run_threads,
 )
 from penstock.runtime.backward import Ledger, record_in
-from penstock.runtime.compiled_stages import compiled_method
+from penstock.runtime.compiled_stages import Way, compiled_method
 from penstock.runtime.proof.traceless import uncompiled
 from penstock.runtime.torch_internals import compiled_call
 from penstock.schedules.transforms import slice_tokens
@@ -144,6 +145,9 @@ def test_nothing_is_compiled_again_from_step_to_step_or_slice_to_slice():
     # angles, before and after the attention, head and loss; once more where no gradient is
     # needed, as in the first forward of a recomputed stage and in an evaluation
     assert counts == [5, 5, 5, 10, 10, 10, 10]
+    # Torch limits the versions of one function, so each way to run has its own.
+    for way in (Way.GHOSTS, Way.EVALUATION):
+        assert compiled_method(LlamaLayer.after_mixing, TRACER, way).graphs == 1
 
 
 def test_all_layers_of_all_parts_share_the_compiled_code():
@@ -191,23 +195,30 @@ def test_compiled_slices_recompute_and_split(make_model):
 
 
 def test_autocast_composes_with_compiled_and_split_backwards():
-    """Both ways round to bfloat16, at different places, so their errors are alike."""
-    schedule = make("zb-h1", ranks=1, microbatches=2)
+    """All ways round to bfloat16, at different places, so their errors are alike.
+
+    A whole backward runs the same compiled code as a split one.
+    """
     data = batch(2)
     model = llama(2).float()
     found = {}
-    for way in ("exact", "plain", "compiled"):
+    counts = []
+    for way in ("exact", "plain", "compiled", "compiled, whole"):
+        schedule = make("1f1b" if "whole" in way else "zb-h1", ranks=1, microbatches=2)
         stage = split(copy.deepcopy(model), [2])[0]
-        if way == "compiled":
+        if "compiled" in way:
             compile_stage(stage, TRACER)
         autocast = None if way == "exact" else torch.bfloat16
         executor = alone(stage, schedule, data, autocast=autocast)
         assert not executor.stages_without_weight_work
         found[way] = {name: p.grad for name, p in stage.named_parameters()}
+        counts.append(graphs())
     for name, exact in found["exact"].items():
-        off = float((found["compiled"][name] - exact).norm())
         usual = float((found["plain"][name] - exact).norm())
-        assert off <= 2 * usual + 1e-6 * float(exact.norm()), name
+        for way in ("compiled", "compiled, whole"):
+            off = float((found[way][name] - exact).norm())
+            assert off <= 2 * usual + 1e-6 * float(exact.norm()), (name, way)
+    assert counts[3] == counts[2]
 
 
 def test_a_layer_that_is_compiled_again_and_again_is_reported(caplog):

@@ -1,6 +1,7 @@
 """Tests over NCCL with all ranks on one GPU: penstock testbed --workers 4 --backend nccl -- pytest THIS.
 
-They are skipped outside of such a testbed.
+They are skipped outside of such a testbed. A testbed that has lost ranks in the middle of a kernel may turn others
+away from then on, so give the two cases of the last test a testbed each: -k raise, -k sleep.
 """
 
 from __future__ import annotations
@@ -123,7 +124,7 @@ def test_the_command_line_trains_a_mesh_on_a_shared_gpu(tmp_path):
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "4 processes on 1 GPUs, NCCL, side by side" in done.stdout + done.stderr
+    assert "4 processes on 1 GPU, NCCL, side by side" in done.stdout + done.stderr
     rows = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     losses = [json.loads(row)["loss"] for row in rows if "loss" in json.loads(row)]
     assert losses[3] < losses[0]

@@ -9,10 +9,14 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 import transformers
 from test_replay import Again
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import leaking_workers
 from commands import called
@@ -610,18 +614,23 @@ def test_infinite_values_get_a_warning():
     )
 
 
-def test_sharded_weights_are_not_proven_and_the_log_says_so(caplog):
-    class Sharded(Executor):
-        """As under mesh.shard, which needs processes."""
+@pytest.fixture
+def other_process():
+    """A process group with a second process, which never answers."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    yield
+    dist.destroy_process_group()
 
-        def __init__(self, *args: object, **more: object) -> None:
-            super().__init__(*args, **more)
-            self.shards.parts = {0: self.modules[self.comm.rank]}
+
+def test_sharded_weights_are_not_proven_and_the_log_says_so(caplog, other_process):
+    mesh = init_device_mesh("cpu", (2,))
 
     def work(comm):
         part = split(llama(2), (1, 1))[comm.rank]
+        if comm.rank == 1:
+            fully_shard(part, mesh=mesh)
         return prove(
-            Sharded(
+            Executor(
                 lower(shaped("1f1b")),
                 {comm.rank: part},
                 comm,

@@ -12,11 +12,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import penstock
+from penstock import lower, make
+from penstock.models import token_loss
+from penstock.runtime import Executor, ThreadComm, cut_batch, prove
 from penstock.runtime import torch_internals as internals
+from penstock.runtime.comm.thread import Hub
 
 PRIVATE_NAMES = re.compile(
     r"torch\._[A-Za-z]|torch\.\w+\._[a-z]|_execution_engine|_foreach_|_orig_mod|_compiled_call_impl"
@@ -83,6 +87,13 @@ def test_zero_all_clears_every_tensor():
     tensors = [torch.ones(2), torch.ones(3)]
     internals.zero_all(tensors)
     assert all(not tensor.any() for tensor in tensors)
+
+
+def test_copy_all_casts_to_the_type_of_each_target():
+    targets = [torch.zeros(2, dtype=torch.bfloat16), torch.zeros(1)]
+    internals.copy_all(targets, [torch.tensor([1.0, 2.0]), torch.tensor([3.0])])
+    assert [target.tolist() for target in targets] == [[1.0, 2.0], [3.0]]
+    assert targets[0].dtype == torch.bfloat16
 
 
 def test_norms_of_all_are_euclidean():
@@ -175,6 +186,56 @@ def test_finish_sharded_backward_sums_the_gradients_of_a_module(lone_process):
     internals.finish_sharded_backward(sharded)
     assert module.weight.grad is not None
     assert module.weight.grad.to_local().tolist() == [[1.0, 1.0], [1.0, 1.0]]
+
+
+def test_widened_gradients_add_up_in_the_type_of_fsdps_sums(lone_process):
+    module = nn.Linear(1, 1, bias=False)
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    mesh = init_device_mesh("cpu", (1,))
+    sharded = fully_shard(module, mesh=mesh, mp_policy=policy)
+    assert internals.sums_in_other_type(sharded)
+    assert not internals.sums_in_other_type(fully_shard(nn.Linear(1, 1), mesh=mesh))
+    sharded.set_is_last_backward(False)
+    sharded.set_requires_gradient_sync(False)
+    sharded.set_reshard_after_backward(False)
+    sharded(torch.ones(1, 1, dtype=torch.bfloat16)).sum().backward()
+    for _ in range(2):
+        module.weight.grad = torch.full((1, 1), 2.0**-9, dtype=torch.bfloat16)
+        internals.widen_sharded_gradients(sharded)
+    sharded.set_is_last_backward(True)
+    sharded.set_requires_gradient_sync(True)
+    sharded.set_reshard_after_backward(True)
+    internals.finish_sharded_backward(sharded)
+    # In bfloat16, whose numbers after 1 are 2^-7 apart, the two would be lost.
+    assert module.weight.grad.to_local().item() == 1 + 2.0**-8
+
+
+def sharded_executor(split: int) -> tuple[Executor, nn.Module]:
+    """A pipeline of one rank on a module that FSDP computes in bfloat16 and sums in float32."""
+    torch.manual_seed(1)
+    module = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 8))
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    mesh = init_device_mesh("cpu", (1,))
+    fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+    schedule = make("1f1b", ranks=1, microbatches=4, split=split)
+    comm = ThreadComm(Hub(1), 0)
+    return Executor(
+        lower(schedule), {0: module}, comm, token_loss, 8, torch.bfloat16
+    ), module
+
+
+def test_split_backwards_under_fsdp_are_proven_and_lose_no_precision(lone_process):
+    internals.ignore_fsdp_view_warning()
+    x = torch.arange(32).reshape(4, 8) % 8
+    gradients = []
+    for split in (0, 1):
+        executor, module = sharded_executor(split)
+        batch = cut_batch(x, x.roll(1, 1), 4)
+        proof = prove(executor, batch)
+        assert (proof.stages, proof.skipped) == (1, "")
+        executor.step(batch)
+        gradients.append([one.grad.to_local() for one in module.parameters()])
+    assert all(map(torch.equal, *gradients))
 
 
 def test_the_warning_of_fsdp_about_views_is_silenced():

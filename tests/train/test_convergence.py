@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 
-from penstock.errors import ShapeError  # noqa: E402
+from penstock.errors import RunError, ShapeError  # noqa: E402
 from penstock.models import Llama, LlamaConfig, split, token_loss, valid_tokens  # noqa: E402
 from penstock.plan.paths.rules import Rules, order_fault  # noqa: E402
 from penstock.runtime import batch_of  # noqa: E402
@@ -345,6 +345,14 @@ def test_perplexity_with_all_parts_is_the_plain_one(learnt):
         plain, rel=1e-6
     )
     assert plain < 8
+
+
+def test_a_model_that_produces_nan_has_no_perplexity():
+    model = llama(2)
+    with torch.no_grad():
+        model.head.output.weight.fill_(math.nan)
+    with pytest.raises(RunError, match="produces NaN"):
+        perplexity(model, [data(1)])
 
 
 @pytest.mark.numerics

@@ -226,6 +226,8 @@ def test_a_checkpoint_of_another_optimizer_is_refused(tmp_path):
         ("optimizer.groups=[{match='*', rate=-1}]", "at least 0"),
         ("optimizer.groups=[{rate=1}]", "needs a match"),
         ("optimizer.schedule=cosin", "did you mean 'cosine'"),
+        ("lora.rank=2", "name its folder in model.weights"),
+        ("lora.rank=2;mesh.shard=2", "use schedule.copies instead"),
     ],
 )
 def test_what_cannot_train_is_refused_by_name(change, message):

@@ -355,7 +355,7 @@ def _describe_text(corpus: Corpus, config: Config) -> str:
                 f"{tally.learned:,} tokens to learn of "
             )
     return (
-        f"{said}{len(corpus.tokens):,} tokens: {corpus.trained:,} sequences to train on, "
+        f"{said}{corpus.token_count:,} tokens: {corpus.trained:,} sequences to train on, "
         f"{corpus.held_out:,} held out; {config.run.steps} steps are {epochs:.3g} epochs"
     )
 

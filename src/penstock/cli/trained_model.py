@@ -11,6 +11,7 @@ import typer
 from penstock.cli.ending import REPORT, SAMPLE
 from penstock.cli.tables import print_plain, progress, tell, write
 from penstock.cli.train import require_torch
+from penstock.errors import ShapeError
 
 if TYPE_CHECKING:
     from penstock.train.after.ablation import AblationRow
@@ -31,15 +32,24 @@ def export_command(
         str,
         typer.Option(help="The type of the weights: float32, bfloat16 or float16."),
     ] = "float32",
+    merge: Annotated[
+        bool,
+        typer.Option(
+            "--merge",
+            help="Write the whole model with the adapters of [lora] added to it, instead of the adapters alone.",
+        ),
+    ] = False,
 ) -> None:
     """Write a trained model as a Hugging Face folder, which transformers loads: config.json and safetensors.
+
+    If adapters were trained ([lora]), the folder is one that peft loads beside the base model.
 
     Example: penstock export runs/tiny -o tiny-llama
     """
     require_torch()
     from penstock.train.after.export import export_run
 
-    trained = export_run(run, output, dtype)
+    trained = export_run(run, output, dtype, merge)
     print_plain(f"wrote {output}: {trained.path}")
 
 
@@ -91,7 +101,21 @@ def generate_command(
 
 
 def eval_command(
-    run: RunFolder,
+    run: ModelFolder,
+    text: Annotated[
+        Optional[list[str]],
+        typer.Option(
+            "--text",
+            "--sources",
+            help="A file or folder to measure on, instead of the held-out text of the run. May be repeated.",
+        ),
+    ] = None,
+    tokens: Annotated[
+        Optional[int],
+        typer.Option(
+            help="Tokens per sequence of --text. Default: as in the run; for a Hugging Face model at most 1024."
+        ),
+    ] = None,
     omit: Annotated[
         Optional[list[str]],
         typer.Option(
@@ -106,28 +130,47 @@ def eval_command(
         int, typer.Option(help="Random subsets of parts to try for each share.")
     ] = 8,
     batches: Annotated[
-        int, typer.Option(help="Batches of held-out text; each sequence counts once.")
-    ] = 2,
+        Optional[int],
+        typer.Option(
+            help="Batches of text; each sequence counts once. Default: 2 of held-out text, all of --text."
+        ),
+    ] = None,
     seed: Annotated[int, typer.Option(help="Seed for choosing the subsets.")] = 0,
 ) -> None:
-    """Measure the perplexity of a trained model on held-out text, with all parts and with some left out.
+    """Measure the perplexity of a trained model, with all parts and with some left out.
 
-    Every layer is a part of its own, counted from 0. The first part always runs.
+    The text is what a run has held out, or any other text. Every layer is a part of its own, counted from 0. The first
+    part always runs.
 
     Example: penstock eval runs/tiny --omit 0.25 --omit 0.5
 
     Example: penstock eval runs/tiny --omit 2,5 --exit-after 5
+
+    Example: penstock eval my-model --text notes.txt
     """
     require_torch()
     from penstock.train.after.ablation import parse_omission
-    from penstock.train.after.evaluate import evaluate_run
+    from penstock.train.after.evaluate import evaluate_run, evaluate_text
+
+    if tokens is not None and not text:
+        raise ShapeError(
+            "--tokens is for --text; held-out text has the sequences of its run"
+        )
 
     omissions = [parse_omission(text) for text in omit or []]
     with progress("evaluating"):
-        evaluation = evaluate_run(
-            run, omissions, draws, batches, seed, exit_after or []
-        )
+        exits = exit_after or []
+        if text:
+            evaluation = evaluate_text(
+                run, text, omissions, draws, batches, seed, exits, tokens
+            )
+        else:
+            evaluation = evaluate_run(
+                run, omissions, draws, 2 if batches is None else batches, seed, exits
+            )
     tell("text", evaluation.text)
+    if evaluation.by_byte:
+        tell("bytes", evaluation.by_byte)
     for row in evaluation.rows:
         print_plain(_describe_row(row))
 

@@ -1,6 +1,6 @@
 """All bytes that a device holds at its fullest moment, and what is left of a memory for activations.
 
-    weights       weights, gradients and optimizer state, always
+    weights       weights, gradients and optimizer state, always; under autocast also copies of the matrices in its type
     activations   what forwards leave for their backwards, and what an I leaves for its W
     carried       keys and values of sliced sequences: one buffer of all tokens from the first slice's forward on, and
                   one of their gradients from the last slice's backward on, both until the first slice's backward

@@ -20,7 +20,7 @@ from penstock.cost.curve import Curve, Seconds, sum_curves
 from penstock.cost.fit import Fit, fit
 from penstock.cost.model import ModelCost, PartCost
 from penstock.cost.network import Network, value_of_pair
-from penstock.cost.sizes import part_moments
+from penstock.cost.sizes import FLOAT32_BYTES, HALF_BYTES, part_moments
 from penstock.errors import ShapeError
 from penstock.ir.action import Action, Op
 from penstock.ir.plan import Facts
@@ -250,7 +250,7 @@ class Profile:
             sent=self.sent,
             recompute=recompute,
             tied=tied,
-            weights=weights + gathered,
+            weights=weights + gathered + self._copies(layers, last, gathered > 0),
             gradients=(weights - tied) / TENSORS_PER_WEIGHT,
             tied_gradients=tied / TENSORS_PER_WEIGHT,
             **moments._asdict(),
@@ -266,6 +266,18 @@ class Profile:
         halved = facts.get("dtype") in HALF_TYPES
         sent_as = str(facts.get("messages") or "float32")
         return sent_bytes(self.message, self.rows, sent_as, halved)
+
+    def _copies(self, layers: int, last: bool, is_sharded: bool) -> float:
+        """Bytes of the weights in the type of autocast, which a step casts once.
+
+        Only linear layers have them, and only if no processes share the weights.
+        """
+        facts = dict(self.device)
+        shared = is_sharded or int(facts.get("tensor") or 1) > 1
+        if shared or facts.get("autocast") not in HALF_TYPES:
+            return 0.0
+        weights = layers * self.layer.weights + int(last) * self.head.weights
+        return weights / TENSORS_PER_WEIGHT * HALF_BYTES / FLOAT32_BYTES
 
     @property
     def is_half(self) -> bool:

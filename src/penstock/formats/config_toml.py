@@ -20,7 +20,9 @@ from penstock.config import (
     SWITCH_KEYS,
     Config,
     DataConfig,
+    LoraConfig,
     MeshConfig,
+    MixtureSource,
     ModelConfig,
     OptimizerConfig,
     Options,
@@ -46,7 +48,7 @@ from penstock.formats.toml_text import TomlPage, parse_toml
 
 Setting: TypeAlias = (
     "str | int | float | bool | tuple[str, ...] | tuple[int, ...] | Options "
-    "| tuple[ParameterGroup, ...]"
+    "| tuple[ParameterGroup, ...] | tuple[MixtureSource, ...]"
 )
 Section: TypeAlias = (
     ModelConfig
@@ -55,6 +57,7 @@ Section: TypeAlias = (
     | PathsConfig
     | MeshConfig
     | OptimizerConfig
+    | LoraConfig
     | RunConfig
 )
 Refuse: TypeAlias = Callable[[Steps, str, str], NoReturn]  # key, fault, advice
@@ -322,8 +325,49 @@ def _convert_group(
     return ParameterGroup(**values)  # type: ignore[arg-type]
 
 
+def _convert_mixture(
+    steps: tuple[str, str], value: object, refuse: Refuse
+) -> tuple[MixtureSource, ...]:
+    """A list of tables, each with sources and their weight."""
+    name = ".".join(steps)
+    if value == "":  # --set data.mixture= means an empty list
+        value = []
+    tables = value if isinstance(value, list) else [value]
+    known = [item.name for item in fields(MixtureSource)]
+    found = []
+    for number, table in enumerate(tables):
+        place = (*steps, number)
+        if not isinstance(table, Mapping):
+            what = f'{name} must be a list of tables, such as [{{sources = ["web"], weight = 3}}]'
+            refuse(place, what, "")
+        for key in table:
+            if key not in known:
+                what = f"{name} has no key {key!r}"
+                refuse((*place, key), what, suggest_name(key, known))
+        sources = table.get("sources", [])
+        sources = [sources] if isinstance(sources, str) else sources
+        if not isinstance(sources, list) or not all(
+            isinstance(one, str) for one in sources
+        ):
+            refuse(place, f"sources of {name} must be a list of strings", "")
+        weight = table.get("weight", 1.0)
+        if not _is_number(weight):
+            refuse(
+                (*place, "weight"),
+                f"weight of {name} must be a number, not {weight!r}",
+                "",
+            )
+        label = table.get("name", "")
+        if not isinstance(label, str):
+            refuse((*place, "name"), f"name of {name} must be text, not {label!r}", "")
+        paths = tuple(map(_expand_home, sources))
+        found.append(MixtureSource(paths, float(weight), label))
+    return tuple(found)
+
+
 Converter: TypeAlias = Callable[[tuple[str, str], object, Refuse], Setting]
 CONVERTERS: dict[tuple[str, str], Converter] = {
+    ("data", "mixture"): _convert_mixture,
     ("optimizer", "options"): _convert_table,
     ("optimizer", "groups"): _convert_groups,
 }
@@ -346,7 +390,12 @@ def with_absolute_paths(config: Config) -> Config:
     if model.config:
         model = replace(model, config=_absolute(model.config))
     data = config.data
-    data = replace(data, sources=tuple(map(_absolute, data.sources)))
+    mixture = tuple(
+        replace(one, sources=tuple(map(_absolute, one.sources))) for one in data.mixture
+    )
+    sources = tuple(map(_absolute, data.sources))
+    validation = tuple(map(_absolute, data.validation))
+    data = replace(data, sources=sources, mixture=mixture, validation=validation)
     if names_a_file(data.tokenizer):
         data = replace(data, tokenizer=_absolute(data.tokenizer))
     if data.template:
@@ -356,7 +405,11 @@ def with_absolute_paths(config: Config) -> Config:
         schedule = replace(schedule, name=_absolute(schedule.name))
     optimizer = config.optimizer
     optimizer = replace(optimizer, schedule=_absolute_code(optimizer.schedule))
-    run = config.run
+    run = replace(
+        config.run,
+        loss=_absolute_code(config.run.loss),
+        callbacks=tuple(map(_absolute_code, config.run.callbacks)),
+    )
     if run.key:
         run = replace(run, key=_absolute(run.key))
     return replace(
@@ -410,6 +463,10 @@ def _value_text(value: object) -> str:
         # A group has what was written; zeros count as written, too.
         return _table_text(
             (key, one) for key, one in given if one is not None and one is not False
+        )
+    if isinstance(value, MixtureSource):
+        return _table_text(
+            (item.name, getattr(value, item.name)) for item in fields(value)
         )
     if isinstance(value, tuple):
         items = ", ".join(map(_value_text, value))

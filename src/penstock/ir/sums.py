@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from penstock.ir.needs import FORWARD
+from penstock.ir.needs import FORWARD, WEIGHTS
 from penstock.ir.table import Ints
 
 if TYPE_CHECKING:
@@ -60,6 +60,15 @@ def completion(schedule: Schedule, parts: Sequence[int], rank: int) -> tuple[int
     backwards = np.flatnonzero(np.isin(part, parts) & (table.kind != FORWARD))
     own = backwards[table.rank[backwards] == rank]
     return int(own.max(initial=-1)), int(table.tick[backwards].max(initial=0))
+
+
+def weight_actions(schedule: Schedule, part: int, rank: int) -> list[int]:
+    """The W actions of a part on a rank."""
+    table = schedule.table
+    part_of_stage = np.array([stage.part for stage in schedule.stages])
+    own = (part_of_stage[table.stage] == part) & (table.rank == rank)
+    actions: list[int] = np.flatnonzero(own & (table.kind == WEIGHTS)).tolist()
+    return actions
 
 
 def shared_gradients(

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.measure.probe import Probe
-from penstock.runtime.backward import DeferredWork, Ledger
+from penstock.runtime.backward import DeferredWork
 from penstock.runtime.chunked_loss import tensors_held
 
 TIMED_UPDATES = 5  # steps of the optimizer
@@ -43,15 +43,17 @@ def footprint(probe: Probe, same_weights: Footprint | None = None) -> Footprint:
         return x
 
     piece = probe.open(probe.subject.tokens, 0)
-    ledger = Ledger()
+    ledger = probe.ledger(splits=True)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
         probe.forward(piece, ledger)
     weights = _storages(probe.subject.module.parameters())
+    if probe.casts is not None:
+        weights |= _storages(probe.casts.copies.values())
     saved += tensors_held(probe.outputs[piece])
     held = _activation_bytes(saved, weights)
     message = probe.outputs[piece].nbytes
     saved.clear()
-    ledger.open = True
+    ledger.begin_backward()
     probe.backward(piece, probe.gradient(piece))
     deferred: list[Tensor] = []
     for work in ledger.due:
@@ -93,8 +95,9 @@ def _activation_bytes(tensors: Iterable[Tensor], weights: dict[int, int]) -> flo
 def _measure_update(probe: Probe) -> tuple[float, float]:
     """The bytes of weights, gradients and optimizer state, and the seconds of an update.
 
-    The seconds are a median without the first step, which creates the state. The caches are
-    emptied before each step, because in training a whole step lies between two updates.
+    The next step casts the weights again, which counts as part of the update. The seconds are a
+    median without the first step, which creates the state. The caches are emptied before each
+    step, because in training a whole step lies between two updates.
     """
     module: nn.Module = probe.subject.module
     optimizers = probe.subject.optimizers(module)
@@ -102,6 +105,8 @@ def _measure_update(probe: Probe) -> tuple[float, float]:
     def update() -> None:
         for optimizer in optimizers:
             optimizer.step()
+        if probe.casts is not None:
+            probe.casts.refresh()
 
     seconds = []
     for _ in range(1 + TIMED_UPDATES):

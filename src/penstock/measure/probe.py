@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from penstock.carry import Carry, Slice
 from penstock.runtime.backward import Ledger, make_deferrable, record_in
+from penstock.runtime.cast_weights import cast_weights
 from penstock.runtime.chunked_loss import ChunkedLoss
 from penstock.runtime.executor import Loss
 from penstock.runtime.tape import Tape
@@ -96,6 +97,9 @@ class Probe:
         self.processor_seconds = 0.0
         self.elapsed_seconds = 0.0
         make_deferrable(subject.module)
+        self.casts = cast_weights([subject.module], subject.autocast)
+        if self.casts is not None:
+            self.casts.refresh()
         # The gradients exist already, as they do from the second slice of a step on.
         for parameter in subject.module.parameters():
             parameter.grad = torch.zeros_like(parameter)
@@ -187,15 +191,20 @@ class Probe:
     def actions(self, tokens: int, prefix: int) -> Iterator[tuple[str, TimedAction]]:
         """The actions of a pass; each must have run before the next one is taken."""
         piece = self.open(tokens, prefix)
-        yield "F", partial(self.forward, piece)
+        whole = None if self.casts is None else self.ledger(splits=False)
+        yield "F", partial(self.forward, piece, whole)
         yield "B", partial(self.backward, piece, self.gradient(piece))
         piece = self.open(tokens, prefix)
-        ledger = Ledger()
+        ledger = self.ledger(splits=True)
         yield "again", partial(self.forward, piece, ledger)
-        ledger.open = True
+        ledger.begin_backward()
         yield "I", partial(self.backward, piece, self.gradient(piece))
         if ledger.due:
             yield "W", ledger.settle
+
+    def ledger(self, splits: bool) -> Ledger:
+        """A ledger for one forward."""
+        return Ledger(splits=splits, copies=self.casts)
 
     def forward(self, piece: Slice, ledger: Ledger | None = None) -> None:
         """Run the forward of a slice."""

@@ -51,6 +51,7 @@ __all__ = [
     "part_parameters",
     "shared_names",
     "shift_labels",
+    "smoothed_loss",
     "split",
     "token_loss",
     "valid_tokens",
@@ -73,6 +74,28 @@ def token_loss(logits: Tensor, labels: Tensor) -> Tensor:
         ignore_index=IGNORED_LABEL,
         reduction="sum",
     )
+
+
+def smoothed_loss(
+    logits: Tensor, labels: Tensor, smoothing: float = 0.0, z_loss: float = 0.0
+) -> Tensor:
+    """Return the cross entropy with smoothed labels, and `z_loss` times log² of the softmax's denominator.
+
+    Both are summed over the labels that count.
+    """
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, -2)
+    words = labels.flatten()
+    loss = F.cross_entropy(
+        wide,
+        words,
+        ignore_index=IGNORED_LABEL,
+        reduction="sum",
+        label_smoothing=smoothing,
+    )
+    if not z_loss:
+        return loss
+    squares = wide.logsumexp(-1).square()
+    return loss + z_loss * squares.where(words != IGNORED_LABEL, 0.0).sum()
 
 
 def valid_tokens(labels: Tensor) -> int:

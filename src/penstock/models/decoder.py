@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ from penstock.models.bert import BertConfig
 from penstock.models.hf_trial import small_config
 from penstock.models.split import find_anatomy
 
+_BUILDING = threading.RLock()
 INITIAL_STD = 0.02  # of matrices, where a config names no initializer_range
 Constants = dict[str, float]
 
@@ -166,19 +168,28 @@ def build_decoder(sizes: DecoderConfig, layers: int = 0) -> nn.Module:
 
 @contextmanager
 def weightless() -> Iterator[None]:
-    """Let modules that are built here have parameters without memory, but real buffers."""
-    register = nn.Module.register_parameter
+    """Let modules that are built here have parameters without memory, but real buffers.
 
-    def register_empty(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
-        if param is not None and param.device.type != "meta":
-            param = nn.Parameter(param.to("meta"), requires_grad=param.requires_grad)
-        register(self, name, param)
+    Ranks may be threads, so one builds after the other, and modules of other threads keep their memory.
+    """
+    with _BUILDING:
+        register = nn.Module.register_parameter
+        builder = threading.get_ident()
 
-    nn.Module.register_parameter = register_empty  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        nn.Module.register_parameter = register  # type: ignore[method-assign]
+        def register_empty(
+            self: nn.Module, name: str, param: nn.Parameter | None
+        ) -> None:
+            mine = threading.get_ident() == builder
+            if mine and param is not None and param.device.type != "meta":
+                empty = param.to("meta")
+                param = nn.Parameter(empty, requires_grad=param.requires_grad)
+            register(self, name, param)
+
+        nn.Module.register_parameter = register_empty  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
 def give_memory(part: nn.Module, device: torch.device) -> None:

@@ -1,6 +1,6 @@
 """GPT as in GPT-2: learned positions, layer norms, and GELU approximated by tanh.
 
-It runs on one device, has no dropout, and knows nothing about pipelines.
+It runs on one device and knows nothing about pipelines. Dropout (`penstock.dropout`) is off unless it is set.
 
 x ──┬─ norm ─ attention ─(+)─┬─ norm ─ mlp ─(+)─►        one layer
     └───────────────────────┘└──────────────┘
@@ -17,6 +17,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from penstock.carry import Slice
+from penstock.dropout import Dropout
 from penstock.errors import ShapeError
 from penstock.models.attention import attend, token_positions
 from penstock.models.hf import inverse_names, rename
@@ -124,17 +125,19 @@ class GPTMLP(nn.Module):
 class GPTLayer(nn.Module):
     """Attention, then MLP. Each reads a normed x and is added to x."""
 
-    def __init__(self, config: GPTConfig) -> None:
+    def __init__(self, config: GPTConfig, number: int = 0) -> None:
         super().__init__()
         self.attention_norm = nn.LayerNorm(config.width, eps=config.eps)
         self.attention = GPTAttention(config)
         self.mlp_norm = nn.LayerNorm(config.width, eps=config.eps)
         self.mlp = GPTMLP(config)
+        self.attention_dropout = Dropout(f"attention {number}")
+        self.mlp_dropout = Dropout(f"mlp {number}")
 
     def forward(self, x: Tensor, piece: Slice | None = None) -> Tensor:
         """Return the next hidden state."""
-        x = x + self.attention(self.attention_norm(x), piece)
-        y: Tensor = x + self.mlp(self.mlp_norm(x))
+        x = x + self.attention_dropout(self.attention(self.attention_norm(x), piece))
+        y: Tensor = x + self.mlp_dropout(self.mlp(self.mlp_norm(x)))
         return y
 
     def forward_slice(
@@ -152,8 +155,8 @@ class GPTLayer(nn.Module):
 
     def after_mixing(self, x: Tensor, mixed: Tensor) -> Tensor:
         """Return the next hidden state, given the mixed values."""
-        x = x + self.attention.output(mixed)
-        y: Tensor = x + self.mlp(self.mlp_norm(x))
+        x = x + self.attention_dropout(self.attention.output(mixed))
+        y: Tensor = x + self.mlp_dropout(self.mlp(self.mlp_norm(x)))
         return y
 
 
@@ -184,7 +187,7 @@ class GPT(Decoder):
         head = GPTHead(config)
         if config.tied:
             head.output.weight = embed.tokens.weight
-        layers = (GPTLayer(config) for _ in range(config.layers))
+        layers = (GPTLayer(config, number) for number in range(config.layers))
         super().__init__(config.width, embed, layers, head)
         self.config = config
         draw_weights(self)

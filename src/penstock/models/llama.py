@@ -1,6 +1,6 @@
 """Llama: rotary positions, grouped queries, RMS norms and a gated MLP.
 
-It runs on one device, has no dropout, and knows nothing about pipelines.
+It runs on one device and knows nothing about pipelines. Dropout (`penstock.dropout`) is off unless it is set.
 
 x ──┬─ norm ─ attention ─(+)─┬─ norm ─ mlp ─(+)─►        one layer
     └───────────────────────┘└──────────────┘
@@ -19,6 +19,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from penstock.carry import Slice
+from penstock.dropout import Dropout
 from penstock.errors import ShapeError
 from penstock.models.attention import attend, token_positions
 from penstock.models.hf import inverse_names, rename
@@ -187,19 +188,22 @@ class LlamaMLP(nn.Module):
 class LlamaLayer(nn.Module):
     """Attention, then MLP. Each reads a normed x and is added to x."""
 
-    def __init__(self, config: LlamaConfig) -> None:
+    def __init__(self, config: LlamaConfig, number: int = 0) -> None:
         super().__init__()
         self.attention_norm = nn.RMSNorm(config.width, eps=config.eps)
         self.attention = LlamaAttention(config)
         self.mlp_norm = nn.RMSNorm(config.width, eps=config.eps)
         self.mlp = LlamaMLP(config)
+        self.attention_dropout = Dropout(f"attention {number}")
+        self.mlp_dropout = Dropout(f"mlp {number}")
 
     def forward(
         self, x: Tensor, cos: Tensor, sin: Tensor, piece: Slice | None = None
     ) -> Tensor:
         """Return the next hidden state."""
-        x = x + self.attention(self.attention_norm(x), cos, sin, piece)
-        y: Tensor = x + self.mlp(self.mlp_norm(x))
+        mixed = self.attention(self.attention_norm(x), cos, sin, piece)
+        x = x + self.attention_dropout(mixed)
+        y: Tensor = x + self.mlp_dropout(self.mlp(self.mlp_norm(x)))
         return y
 
     def forward_slice(
@@ -223,8 +227,8 @@ class LlamaLayer(nn.Module):
 
     def after_mixing(self, x: Tensor, mixed: Tensor) -> Tensor:
         """Return the next hidden state, given the mixed values."""
-        x = x + self.attention.output(mixed)
-        y: Tensor = x + self.mlp(self.mlp_norm(x))
+        x = x + self.attention_dropout(self.attention.output(mixed))
+        y: Tensor = x + self.mlp_dropout(self.mlp(self.mlp_norm(x)))
         return y
 
 
@@ -255,7 +259,7 @@ class Llama(Decoder):
         head = LlamaHead(config)
         if config.tied:
             head.output.weight = embed.weight
-        layers = (LlamaLayer(config) for _ in range(config.layers))
+        layers = (LlamaLayer(config, number) for number in range(config.layers))
         rotary = Rotary(config.head_width, config.theta)
         super().__init__(config.width, embed, layers, head, rotary)
         self.config = config

@@ -8,6 +8,10 @@ weight is a plain parameter without hooks. All other weight gradients are comput
 little work, and layers with their own computation, about which the executor warns. A custom module can defer such work
 too: it calls `defer` inside the backward of an autograd function.
 
+Under autocast a whole backward has a ledger too, which settles everything at once. Autograd would compute a weight
+gradient in bfloat16, cast it to float32, and add it to the gradient of earlier micro-batches. Here the product itself
+adds to that gradient in float32 (`add_product`), which is faster and rounds less.
+
 Layers that `penstock.runtime.compiled_stages` has compiled wait as well: their compiled backward hands x and grad_y
 out, as the gradients of two ghosts. A module that the user has compiled is a single node for autograd, so its I does
 everything and its W nothing.
@@ -18,7 +22,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from types import MethodType
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -33,16 +37,38 @@ DeferredWork = Callable[[], None]
 _here = threading.local()  # the ledger of the forward that runs on this thread
 
 
+class Copies(Protocol):
+    """Copies of weights in another type (`penstock.runtime.cast_weights`)."""
+
+    def copy_of(self, weight: Tensor, dtype: torch.dtype) -> Tensor | None:
+        """The copy of a weight in this type; None if there is none."""
+        ...
+
+
 class Ledger:
-    """The deferred weight gradients of one forward."""
+    """The deferred weight gradients of one forward.
 
-    __slots__ = ("common", "due", "open")
+    If the backward is not split (`splits=False`), nothing waits. `copies` has the weights in the type of autocast.
+    """
 
-    def __init__(self, common: frozenset[int] = frozenset()) -> None:
+    __slots__ = ("common", "copies", "due", "open", "splits")
+
+    def __init__(
+        self,
+        common: frozenset[int] = frozenset(),
+        splits: bool = True,
+        copies: Copies | None = None,
+    ) -> None:
         self.due: list[DeferredWork] = []
         self.open = False  # whether the current backward may defer work
+        self.splits = splits
+        self.copies = copies
         # Ids of parameters to which other threads add too. Only autograd does that safely.
         self.common = common
+
+    def begin_backward(self) -> None:
+        """Let work wait from now on, if the backward is split."""
+        self.open = self.splits
 
     def settle(self) -> None:
         """Do all deferred work."""
@@ -55,6 +81,13 @@ class Ledger:
 def current_ledger() -> Ledger | None:
     """The ledger of the forward that runs now. Keep it in the context of an autograd function, for `defer`."""
     return getattr(_here, "ledger", None)
+
+
+def weight_in(ledger: Ledger | None, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """A weight in another type: the copy of this step if there is one, else cast now."""
+    copies = None if ledger is None else ledger.copies
+    copy = None if copies is None else copies.copy_of(weight, dtype)
+    return weight.to(dtype) if copy is None else copy
 
 
 def defer(ledger: Ledger | None, work: DeferredWork) -> None:
@@ -89,7 +122,8 @@ class _Linear(torch.autograd.Function):
         ctx.weight = weight  # activation checkpointing hands the backward a detached copy, which gathers no gradient
         ctx.bias, ctx.ledger, ctx.turned = bias, current_ledger(), turned
         if dtype is not None:
-            weight, bias = weight.to(dtype), None if bias is None else bias.to(dtype)
+            weight = weight_in(ctx.ledger, weight, dtype)
+            bias = None if bias is None else bias.to(dtype)
         return (_turned if turned else nn.functional.linear)(x, weight, bias)
 
     @staticmethod
@@ -100,7 +134,7 @@ class _Linear(torch.autograd.Function):
         weight, bias, turned = ctx.weight, ctx.bias, ctx.turned
         grad_x = None
         if ctx.needs_input_grad[0]:
-            there = weight.to(grad.dtype)
+            there = weight_in(ctx.ledger, weight, grad.dtype)
             grad_x = grad @ (there.t() if turned else there)
 
         def settle() -> None:
@@ -131,10 +165,32 @@ def accumulate_linear(
 
 def accumulate_product(weight: Tensor, grad: Tensor, x: Tensor) -> None:
     """Add grad^T x to a weight's gradient, without a temporary copy where the types allow it."""
-    if weight.grad is None or weight.grad.dtype != grad.dtype:
-        accumulate(weight, grad.t() @ x)
+    if weight.grad is not None:
+        add_product(weight.grad, grad.t(), x)
+    elif _sums_in_float32(grad, weight.dtype):
+        weight.grad = torch.mm(grad.t(), x, out_dtype=weight.dtype)
     else:
-        weight.grad.addmm_(grad.t(), x)
+        weight.grad = (grad.t() @ x).to(weight.dtype)
+
+
+def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """Add a b to a total, within the product where the types allow it."""
+    if total.dtype == a.dtype:
+        total.addmm_(a, b)
+    elif _sums_in_float32(a, total.dtype):
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    else:
+        total += a @ b  # casts while it adds
+
+
+def _sums_in_float32(factor: Tensor, dtype: torch.dtype) -> bool:
+    """Whether a product of factors in half precision can have a result of this type, which is float32.
+
+    CUDA sums such products in float32 anyway, and need not round them.
+    """
+    is_half = factor.dtype in (torch.bfloat16, torch.float16)
+    on_cuda = factor.is_cuda and torch.version.cuda is not None
+    return is_half and on_cuda and dtype == torch.float32
 
 
 def accumulate(parameter: Tensor, grad: Tensor) -> None:
@@ -159,7 +215,8 @@ def linear(
 
 
 # ---------------------------------------------------------------- compiled linear layers
-Ghosts: TypeAlias = tuple[Tensor, Tensor]  # of x and of y
+# Of x and of y, and the weight in the type of autocast if that was cast before.
+Ghosts: TypeAlias = tuple[Tensor, Tensor, Tensor | None]
 
 
 class Trace:
@@ -187,7 +244,9 @@ class _CompiledLinear(torch.autograd.Function):
         turned: bool,
         ghost_x: Tensor,
         ghost_y: Tensor,
+        copy: Tensor | None,
     ) -> Tensor:
+        weight = weight if copy is None else copy
         ctx.save_for_backward(x, weight)
         ctx.turned = turned
         weight = weight.to(x.dtype)
@@ -197,11 +256,11 @@ class _CompiledLinear(torch.autograd.Function):
     @staticmethod
     def backward(
         ctx: Any, grad: Tensor
-    ) -> tuple[Tensor, None, None, None, Tensor, Tensor]:
+    ) -> tuple[Tensor, None, None, None, Tensor, Tensor, None]:
         x, weight = ctx.saved_tensors
         weight = weight.to(grad.dtype)
         grad_x = grad @ (weight.t() if ctx.turned else weight)
-        return grad_x, None, None, None, x, grad
+        return grad_x, None, None, None, x, grad, None
 
 
 class _MakeGhosts(torch.autograd.Function):
@@ -269,8 +328,11 @@ def ghosts_of(
     shape = x.shape[:-1] if x.is_floating_point() else x.shape
     made: tuple[Tensor, ...]
     made = _MakeGhosts.apply(ledger, chosen, tuple(shape), dtype, *weights)  # type: ignore[no-untyped-call]
-    pairs = iter(zip(made[::2], made[1::2], strict=True))
-    return tuple(next(pairs) if waits else None for waits in waiting)
+    copies: list[Tensor | None] = [None] * len(weights)
+    if ledger.copies is not None:
+        copies = [ledger.copies.copy_of(weight, dtype) for weight in weights]
+    each = iter(zip(made[::2], made[1::2], copies, strict=True))
+    return tuple(next(each) if waits else None for waits in waiting)
 
 
 def compiled_linear(layer: Any, x: Tensor, turned: bool = False) -> Tensor | None:

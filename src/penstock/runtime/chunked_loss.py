@@ -26,10 +26,13 @@ from penstock.carry import Slice
 from penstock.cost.sizes import MIN_LOGITS_BYTES
 from penstock.runtime.backward import (
     Ledger,
+    accumulate,
     accumulate_product,
+    add_product,
     can_wait,
     current_ledger,
     defer,
+    weight_in,
 )
 from penstock.runtime.batch import IGNORED_LABEL
 from penstock.runtime.compiled_stages import compiled_method, let_tokens_vary
@@ -175,13 +178,13 @@ class _ChunkedLoss(torch.autograd.Function):
         work: _Work,
     ) -> Tensor:
         flat = hidden.reshape(-1, hidden.shape[-1]).to(work.dtype)
-        matrix = weight.to(work.dtype)
+        matrix = weight_in(work.ledger, weight, work.dtype)
         tokens = flat.shape[0]
         count = -(-tokens // work.loss.chunk)
         size = -(-tokens // count)
         trains = work.training and weight.requires_grad
         kept_bytes = tokens * weight.shape[0] * work.dtype.itemsize
-        at_once = trains and work.ledger is None
+        at_once = trains and (work.ledger is None or not work.ledger.splits)
         at_once = at_once and kept_bytes > weight.numel() * weight.element_size()
         wide = torch.promote_types(work.dtype, torch.float32)
         total = torch.zeros((), dtype=wide, device=flat.device)
@@ -200,10 +203,7 @@ class _ChunkedLoss(torch.autograd.Function):
                 gradients.append(gradient)
             else:
                 gradients.append(gradient @ matrix)
-                if product.dtype == gradient.dtype:
-                    product.addmm_(gradient.t(), rows)
-                else:
-                    product += gradient.t() @ rows
+                add_product(product, gradient.t(), rows)
         ctx.work, ctx.shape, ctx.size = work, hidden.shape, size
         ctx.type, ctx.gradients, ctx.product, ctx.flat = (
             hidden.dtype,
@@ -223,20 +223,25 @@ class _ChunkedLoss(torch.autograd.Function):
         flat: Tensor = ctx.flat
         product: Tensor | None = ctx.product
         ctx.gradients = ctx.flat = ctx.product = None
+        # This comes first: torch warns if a thread's first work on a GPU is a product.
+        scale = grad.to(work.dtype)
         grad_hidden = None
         if ctx.needs_input_grad[0]:
             parts = gradients
             if product is None:
-                matrix = weight.to(work.dtype)
+                matrix = weight_in(work.ledger, weight, work.dtype)
                 parts = [gradient @ matrix for gradient in gradients]
-            grad_hidden = torch.cat(parts) * grad.to(work.dtype)
+            grad_hidden = torch.cat(parts) * scale
             grad_hidden = grad_hidden.to(ctx.type).view(ctx.shape)
         if not ctx.needs_input_grad[1]:
             return grad_hidden, None, None, None, None
         if product is not None:
-            grad_weight = (product * grad).to(weight.dtype)
-            return grad_hidden, grad_weight, None, None, None
-        rows = torch.split(flat * grad.to(flat.dtype), ctx.size)
+            product *= grad
+            if work.ledger is None:
+                return grad_hidden, product.to(weight.dtype), None, None, None
+            accumulate(weight, product)
+            return grad_hidden, None, None, None, None
+        rows = torch.split(flat * scale, ctx.size)
         if work.ledger is None:
             total = torch.zeros_like(weight)
             for gradient, taken in zip(gradients, rows, strict=True):

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
+from enum import StrEnum
 from functools import cache
 from types import CodeType, FunctionType, MethodType
 from typing import Any, TypeVar
@@ -57,6 +58,14 @@ Module = TypeVar("Module", bound=nn.Module)
 
 
 # ---------------------------------------------------------------- one method
+class Way(StrEnum):
+    """How a compiled layer runs. Torch compiles each of these separately, so each has its own limit."""
+
+    WHOLE = "whole"  # autograd computes all gradients
+    GHOSTS = "ghosts"  # the weight gradients of linear layers are left to a ledger
+    EVALUATION = "evaluation"  # without gradients
+
+
 class CompiledMethod:
     """A method of a class of layers, or a function, which is compiled for all its callers together."""
 
@@ -102,8 +111,10 @@ def _call(
 
 
 @cache
-def compiled_method(method: Callable[..., Any], compiler: str) -> CompiledMethod:
-    """The compiled form of a method, the same for all its callers in this process."""
+def compiled_method(
+    method: Callable[..., Any], compiler: str, way: Way = Way.WHOLE
+) -> CompiledMethod:
+    """The compiled form of a method that runs in one way, the same for all its callers in this process."""
     return CompiledMethod(method, compiler)
 
 
@@ -147,7 +158,7 @@ class CompiledLayer:
     ) -> Any:
         """Run the compiled form of a bound method."""
         assert isinstance(method, MethodType)
-        compiled = compiled_method(method.__func__, self.compiler)
+        compiled = compiled_method(method.__func__, self.compiler, Way.EVALUATION)
         dynamic = dynamic or any(map(size_varies, args))
         if not torch.is_grad_enabled():
             # Otherwise torch would compile again for inputs that need a gradient elsewhere.
@@ -156,14 +167,16 @@ class CompiledLayer:
                 let_tokens_vary(args)
             return compiled.call(method.__func__, (), self.layer, *args, **kwargs)
         ghosts = self.ghosts(args[0])
+        way = Way.GHOSTS if ghosts else Way.WHOLE
+        compiled = compiled_method(method.__func__, self.compiler, way)
         if dynamic:
             let_tokens_vary(args)
-            for pair in ghosts:
-                let_tokens_vary(pair or ())
+            for each in ghosts:
+                let_tokens_vary(each[:2] if each else ())
         return compiled.call(method.__func__, ghosts, self.layer, *args, **kwargs)
 
     def ghosts(self, x: Tensor) -> tuple[Ghosts | None, ...]:
-        """The ghosts of all linear layers whose weight gradient can wait; none unless the backward is split."""
+        """The ghosts of all linear layers whose weight gradient is not autograd's; none if there is no ledger."""
         ledger = current_ledger()
         if ledger is None or not self.linears or not torch.is_grad_enabled():
             return ()

@@ -13,12 +13,17 @@ from torch.distributed.tensor import DTensor
 
 from penstock.runtime.torch_internals import share_offset
 
-__all__ = ["cut_share", "local_share", "share_offset"]
+__all__ = ["cut_share", "is_distributed", "local_share", "share_offset"]
 
 
 def local_share(tensor: Tensor) -> Tensor:
     """The numbers that this process holds; all of them for a plain tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def is_distributed(tensor: Tensor) -> bool:
+    """Whether several processes hold a tensor together. FSDP makes a DTensor even where there is one process."""
+    return isinstance(tensor, DTensor) and tensor.device_mesh.size() > 1
 
 
 def cut_share(whole: Tensor, like: Tensor) -> Tensor:

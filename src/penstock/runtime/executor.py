@@ -23,6 +23,7 @@ from penstock.errors import ShapeError
 from penstock.ir.program import Program
 from penstock.runtime.backward import make_deferrable
 from penstock.runtime.batch import Batch
+from penstock.runtime.cast_weights import cast_weights
 from penstock.runtime.comm.comm import Comm
 from penstock.runtime.frozen_stages import rest_frozen_stages
 from penstock.runtime.gradients import Replicas, Tied, groups_of, ties_of
@@ -137,7 +138,9 @@ class Executor:
         self.named_parameters = _named_parameters(self.modules)
         self.trainable = [p.requires_grad for _, p in self.named_parameters]
         self.length_checks = _length_checks(self.modules.values())
-        if any(turn.step is not None and turn.step.split for turn in self.turns):
+        self.casts = cast_weights(self.modules.values(), autocast)
+        splits = any(turn.step is not None and turn.step.split for turn in self.turns)
+        if splits or self.casts is not None:
             for module in self.modules.values():
                 make_deferrable(module)
 
@@ -172,8 +175,11 @@ class Executor:
         checks = None
         if self.agreement is None:
             self.agreement = self.agree()
-            checks = FirstStepChecks(self.modules)
+            checks = FirstStepChecks(self.modules, self.loss)
         self.reserve(units)
+        if self.casts is not None:
+            self.casts.refresh()
+            self.stages.casts = self.casts
         recordings = self.recordings_for(units, checks)
         values = StepValues()
         actions: StageActions

@@ -47,6 +47,11 @@ def plain_loss(loss: Loss) -> Loss:
     return plain
 
 
+def is_known_sum(loss: Loss) -> bool:
+    """Whether a loss says that it is a sum over labels, so that nobody needs to try it."""
+    return bool(getattr(loss, "is_known_sum", False))
+
+
 def as_sum(mean: Tensor, labels: Tensor) -> Tensor:
     """The sum of the losses with this mean; zero if no label counts."""
     count = (labels != IGNORED_LABEL).sum()

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from penstock.ir.schedule import Schedule
-from penstock.ir.sums import completion
+from penstock.ir.sums import completion, weight_actions
 from penstock.runtime.backward import accumulate
 from penstock.runtime.dtensor_share import local_share
 from penstock.runtime.gradients import Tied
@@ -31,6 +31,8 @@ from penstock.runtime.process.malloc import (
 from penstock.runtime.torch_internals import (
     finish_sharded_backward,
     ignore_fsdp_view_warning,
+    sums_in_other_type,
+    widen_sharded_gradients,
 )
 
 
@@ -69,6 +71,8 @@ class Shards:
     ) -> None:
         self.parts: dict[int, FSDPModule] = {}  # by their last action on this rank
         self.all: list[FSDPModule] = []  # parts and their layers
+        # Parts that compute in a narrow type and sum in a wide one, by each W of theirs.
+        self.narrow: dict[int, FSDPModule] = {}
         first_modules: dict[int, nn.Module] = {}  # by part
         for stage, module in modules.items():
             first_modules.setdefault(schedule.stages[stage].part, module)
@@ -76,6 +80,9 @@ class Shards:
             if isinstance(module, FSDPModule):
                 last, _ = completion(schedule, (part,), rank)
                 self.parts[last] = module
+                if sums_in_other_type(module):
+                    for action in weight_actions(schedule, part, rank):
+                        self.narrow[action] = module
                 self.all += [m for m in module.modules() if isinstance(m, FSDPModule)]
         self.twins: list[tuple[nn.Parameter, nn.Parameter]] = []
         for tie in (tied or {}).values():
@@ -91,7 +98,13 @@ class Shards:
             _set_last_backward(part, False)
 
     def after(self, action: int) -> None:
-        """If an action was the last of a part, sum the part's gradients and drop the gathered weights."""
+        """If an action was the last of a part, sum the part's gradients and drop the gathered weights.
+
+        FSDP widens gradients in its hooks of autograd, which see nothing of a W.
+        """
+        narrow = self.narrow.get(action)
+        if narrow is not None:
+            widen_sharded_gradients(narrow)
         part = self.parts.get(action)
         if part is None:
             return

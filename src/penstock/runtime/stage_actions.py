@@ -18,7 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from penstock.carry import Slice
+from penstock.dropout import place_at
 from penstock.runtime.backward import Ledger, record_in
+from penstock.runtime.cast_weights import CastWeights
 from penstock.runtime.chunked_loss import ChunkedLoss
 from penstock.runtime.deferral_report import DeferralReport
 from penstock.runtime.frozen_stages import Rests
@@ -27,6 +29,7 @@ from penstock.runtime.loss_reduction import (
     Loss,
     Reduction,
     as_sum,
+    is_known_sum,
     plain_loss,
     refuse_other_loss,
 )
@@ -78,6 +81,7 @@ class LaneStages:
     reduction: Reduction
     recompute: frozenset[int]  # stages that compute their forward again
     autocast: torch.dtype | None
+    casts: CastWeights | None = None  # weights in the type of autocast
 
     rests: Rests = field(default_factory=Rests)
     common: frozenset[int] = frozenset()  # ids of parameters that threads share
@@ -87,9 +91,9 @@ class LaneStages:
 class FirstStepChecks:
     """Checks of a user's modules and loss, which run only in the first step."""
 
-    def __init__(self, modules: Mapping[int, nn.Module]) -> None:
+    def __init__(self, modules: Mapping[int, nn.Module], loss: Loss) -> None:
         self.deferrals = DeferralReport(modules)
-        self.loss_is_checked = False
+        self.loss_is_checked = is_known_sum(loss)
 
 
 @dataclass(slots=True)
@@ -198,8 +202,11 @@ class ComputedActions:
                 return y, drawn_since(before, x.device)
 
     def new_ledger(self, step: LaneStep) -> Ledger | None:
-        """A ledger for the weight gradients of a split backward."""
-        return Ledger(self.stages.common) if step.split else None
+        """A ledger for the weight gradients of a backward; None if autograd adds them up."""
+        casts = self.stages.casts
+        if not step.split and casts is None:
+            return None
+        return Ledger(self.stages.common, step.split, casts)
 
     def apply(self, step: LaneStep, x: Tensor, piece: Slice | None) -> Tensor:
         """The output of a stage.
@@ -220,6 +227,8 @@ class ComputedActions:
 
     def compute(self, step: LaneStep, x: Tensor, piece: Slice | None) -> Tensor:
         """Call the module and, on the last stage, the loss."""
+        rows = len(self.units.batch.inputs[step.microbatch])
+        place_at(step.microbatch * rows, 0 if piece is None else piece.begin)
         module = self.stages.modules[step.stage]
         if step.last and isinstance(self.stages.loss, ChunkedLoss):
             labels, valid = self.units.labels[step.unit], self.units.batch.valid
@@ -259,7 +268,7 @@ class ComputedActions:
         if kept.y is None:
             kept.y = self.apply_again(step, kept)
         if kept.ledger is not None:
-            kept.ledger.open = True
+            kept.ledger.begin_backward()
         if not kept.y.requires_grad:
             self.refuse_detached(step, kept)
             self.skip_backward(step, kept)

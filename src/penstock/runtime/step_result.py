@@ -24,6 +24,10 @@ class Result:
         self._sum = pending
         self._recording = recording
 
+    def wait(self) -> None:
+        """Wait until the loss is summed, without reading it: on a GPU, the host does not wait."""
+        self._sum.wait()
+
     @property
     def loss(self) -> float:
         """The mean over all valid tokens of the step."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Protocol
@@ -87,7 +88,10 @@ class CudaTape:
                 with suppress(RuntimeError):
                     graph.capture_end()
                 raise
-            graph.capture_end()
+            with warnings.catch_warnings():
+                # An action that only passes a tensor on has nothing to record.
+                warnings.filterwarnings("ignore", message="The CUDA Graph is empty")
+                graph.capture_end()
         prepare()
         graph.replay()
         return result, graph.replay

@@ -48,6 +48,7 @@ __all__ = [
     "compile_graph",
     "compiled_call",
     "compiler_limit",
+    "copy_all",
     "default_store",
     "finish_sharded_backward",
     "gloo_group",
@@ -126,6 +127,11 @@ def has_gradient_hooks(parameter: Tensor) -> bool:
 def zero_all(tensors: Sequence[Tensor]) -> None:
     """Set all tensors to zero, on a GPU with a few launches for all of them."""
     torch._foreach_zero_(list(tensors))
+
+
+def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copy each source to its target, of any type, on a GPU with a few launches for all of them."""
+    torch._foreach_copy_(list(targets), list(sources))
 
 
 def norms_of_all(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -263,6 +269,29 @@ def finish_sharded_backward(part: FSDPModule) -> None:
     Without this call, gradients would stay unsummed.
     """
     fully_shard.state(part)._root_post_backward_final_callback()  # type: ignore[attr-defined]
+
+
+def sums_in_other_type(part: FSDPModule) -> bool:
+    """Whether FSDP sums the gradients of a module in another type than it computes in."""
+    policy = fully_shard.state(part)._mp_policy  # type: ignore[attr-defined]
+    return policy.reduce_dtype is not None
+
+
+def widen_sharded_gradients(part: FSDPModule) -> None:
+    """Add the gradients of a sharded module to FSDP's own sums, which have a wider type.
+
+    FSDP does this at the end of every backward of autograd. Gradients that are computed outside of one would otherwise
+    add up in the narrow type in which the module computes.
+    """
+    for state in fully_shard.state(part)._state_ctx.all_states:  # type: ignore[attr-defined]
+        # torch 2.11 has one group for each module, later versions have several.
+        groups = getattr(state, "_fsdp_param_groups", None)
+        if groups is None:
+            groups = [state._fsdp_param_group] if state._fsdp_param_group else []
+        for group in groups:
+            for parameter in group.fsdp_params:
+                parameter.accumulate_unsharded_grad_if_needed()
+                parameter.to_accumulated_grad_if_needed()
 
 
 def ignore_fsdp_view_warning() -> None:

@@ -87,10 +87,15 @@ def without_ranks(
     pace = tuple(paces) or (1.0,) * schedule.ranks
     survivors = _Survivors(schedule, left, works, pace)
     survivors.adopt(orphans(schedule, lost), homes or {})
-    choices = [survivors.routes(frozenset(), bool(paces))]
+    unused: list[frozenset[int]] = [frozenset()]
     damaged = _stages_beside(schedule, lost)
     if survivors.can_leave(damaged):
-        choices.append(survivors.routes(damaged, bool(paces)))
+        unused.append(damaged)
+    choices = []
+    for stages_left in unused:
+        choices.append(survivors.routes(stages_left, bool(paces)))
+        if paces:  # Slow ranks may keep their first micro-batches, or their last ones.
+            choices.append(survivors.routes(stages_left, True, last_first=True))
     split = any(action.op is Op.I for lane in schedule.lanes for action in lane)
     cost = PartCost(parts=works, paces=tuple(pace[rank] for rank in left))
     candidates = []
@@ -182,10 +187,13 @@ class _Survivors:
                 others.add(stage.part)
         return bool(unused) and len(others) == self.schedule.parts
 
-    def routes(self, unused: frozenset[int], rebalance: bool) -> list[MicroBatch]:
+    def routes(
+        self, unused: frozenset[int], rebalance: bool, last_first: bool = False
+    ) -> list[MicroBatch]:
         """Return the micro-batches, with paths over stages that are left and not `unused`.
 
-        With `rebalance`, they also leave stages whose ranks are slower than others.
+        With `rebalance`, they also leave stages whose ranks are slower than others; the last
+        ones leave first if `last_first`.
         """
         before = dict(self.load)
         for microbatch in self.schedule.microbatches:
@@ -193,7 +201,8 @@ class _Survivors:
                 if number in unused:
                     self.count(number, -1)
         microbatches = []
-        for microbatch in self.schedule.microbatches:
+        order = self.schedule.microbatches
+        for microbatch in reversed(order) if last_first else order:
             path = []
             for number in microbatch.path:
                 chosen = number
@@ -206,7 +215,7 @@ class _Survivors:
                 path.append(chosen)
             microbatches.append(replace(microbatch, path=tuple(path)))
         self.load = before
-        return microbatches
+        return microbatches[::-1] if last_first else microbatches
 
     def least_loaded(self, part: int, unused: frozenset[int]) -> int:
         """The stage of a part whose rank will be done first with one more visit, counted in."""

@@ -114,7 +114,7 @@ def load_of(config: Config, plan: Plan, sizes: Sizes) -> Load:
         plan.recompute,
         chunk_of(config),
         config.run.messages,
-        parameter_numbers(config.optimizer, sizes),
+        parameter_numbers(config.optimizer, sizes, config.lora),
     )
 
 
@@ -237,6 +237,10 @@ def _cost_of_part(load: Load, number: int) -> PartCost:
     layer_numbers = layers * counts.layer * _numbers_held(load.mesh, numbers.layers, 2)
     end_numbers = end_parameters * _numbers_held(load.mesh, numbers.ends, 3)
     weights = FLOAT32_BYTES * (layer_numbers + end_numbers)
+    if load.half and load.mesh.size == 1:
+        # Copies of all matrices in half precision (`penstock.runtime.cast_weights`).
+        head = counts.head if number == last else 0
+        weights += FLOAT32_BYTES / 2 * (layers * counts.layer + head)
     tied = _tied_bytes(load)
     if number == 0 == last:
         weights -= tied

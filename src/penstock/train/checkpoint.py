@@ -28,7 +28,7 @@ import shutil
 import threading
 import warnings
 import zlib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
@@ -97,6 +97,8 @@ class Saver:
         self.facts: CheckpointFacts = {}
         self.thread: threading.Thread | None = None
         self.failure: str = ""
+        # Called on the rank that leads, with the step and folder of every complete checkpoint.
+        self.announce: Callable[[int, Path], None] = lambda step, folder: None
 
     def begin(
         self, step: int, tensors: Mapping[str, Tensor], facts: CheckpointFacts
@@ -183,7 +185,10 @@ class Saver:
                 raise RunError(
                     f"cannot finish the checkpoint {final}: {error.strerror or error}"
                 ) from None
+        saved = self.step
         self.step = self.thread = None
+        if self.leads:
+            self.announce(saved, final)
         return final
 
     def abandon(self) -> None:

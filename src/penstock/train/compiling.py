@@ -5,14 +5,16 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
+from functools import partial
 
 import torch
 
-from penstock.config import AUTO, Config, reasons_against_compiling
+from penstock.config import AUTO, Config, RunConfig, reasons_against_compiling
 from penstock.errors import RunError
-from penstock.models import token_loss
+from penstock.models import smoothed_loss, token_loss
 from penstock.runtime import ChunkedLoss, CompiledLoss
 from penstock.runtime.loss_reduction import Loss
+from penstock.train.own_code import own_function
 
 # Ranks compile at the same time, but not equally long: those that are done wait for the others.
 COMPILER_SECONDS = 900.0
@@ -46,9 +48,16 @@ def is_compiling(config: Config, device: torch.device) -> bool:
     return True
 
 
-def loss_of(compiler: str, chunk: int) -> Loss:
-    """Return the loss of a run: compiled if a compiler is named, and in chunks of tokens unless `chunk` is 0."""
+def loss_of(compiler: str, chunk: int, run: RunConfig | None = None) -> Loss:
+    """Return the loss of a run: compiled if a compiler is named, and in chunks of tokens unless `chunk` is 0.
+
+    Other losses than the plain cross entropy are called as they are.
+    """
     loss: Loss = token_loss
+    if run is not None and run.loss:
+        return own_function(run.loss, "run.loss")
+    if run is not None and (run.smoothing or run.z_loss):
+        return partial(smoothed_loss, smoothing=run.smoothing, z_loss=run.z_loss)
     if compiler:
         loss = CompiledLoss(loss, compiler)
     return ChunkedLoss(loss, chunk, compiler) if chunk else loss
@@ -57,9 +66,12 @@ def loss_of(compiler: str, chunk: int) -> Loss:
 def chunk_of(config: Config) -> int:
     """Return the tokens whose logits a run has in memory at a time; 0 if it has all of them.
 
-    The processes of a mesh share the logits, so that they compute all of them at once.
+    The processes of a mesh share the logits, so that they compute all of them at once. Chunks are
+    for the plain cross entropy.
     """
-    return config.run.loss_chunk if config.mesh.size == 1 else 0
+    run = config.run
+    plain = not run.loss and not run.smoothing and not run.z_loss
+    return run.loss_chunk if config.mesh.size == 1 and plain else 0
 
 
 def missing_compiler(device: torch.device) -> str:

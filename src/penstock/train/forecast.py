@@ -171,6 +171,7 @@ def profile_run(config: Config, plan: Plan, placement: Placement) -> Profile:
         compiled=is_compiling(config, torch.device(placement.device)),
         loss_chunk=chunk_of(config),
         optimizer=config.optimizer,
+        lora=config.lora,
     )
     profile = profile_model(request, placement.processors)
     assert profile is not None, (
@@ -234,6 +235,7 @@ def profile_mark(config: Config, plan: Plan) -> str:
         config.optimizer.name,
         config.optimizer.options,
         config.optimizer.groups,
+        config.lora,
         plan.schedule.ranks,
         plan.partition,
         sorted(cuts_of(config, plan)),

@@ -336,6 +336,22 @@ def _their_name(name: str, sizes: OwnSizes) -> str:
     return next(iter(llama.llama_to_hf({name: blank}, replace(sizes, tied=False))))
 
 
+def their_matrix(path: str, sizes: Sizes) -> str:
+    """Return the path that a matrix of ours has in a Hugging Face model."""
+    if isinstance(sizes, DecoderConfig):
+        return path
+    return _their_name(f"{path}.weight", sizes).removesuffix(".weight")
+
+
+def their_rows(path: str, rows: Tensor, sizes: Sizes) -> Tensor:
+    """Return the rows of a matrix of ours in the order that they have in a Hugging Face model."""
+    if not isinstance(sizes, GPTConfig):
+        return rows
+    whole = replace(sizes, tied=False)
+    theirs = gpt.gpt_to_hf({f"{path}.weight": rows}, whole)
+    return next(iter(theirs.values())).t()  # GPT-2 stores matrices transposed.
+
+
 def _ours(theirs: str, tensor: Tensor, sizes: OwnSizes) -> Tensor:
     if isinstance(sizes, BertConfig):
         return tensor

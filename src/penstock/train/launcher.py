@@ -74,6 +74,9 @@ __all__ = [
 
 SECONDS_TO_SAVE = 60  # Time that workers get to save once they are asked to stop.
 CHECK_SECONDS = 0.1  # Time between two looks at the workers.
+SIGNAL_REPEAT_SECONDS = (
+    10.0  # Time that clean-up gets before an ending signal comes again.
+)
 ERROR_TYPES: dict[str, type[PenstockError]] = {
     kind.__name__: kind for kind in (ConfigError, FileError, ProofError, ShapeError)
 }
@@ -266,11 +269,19 @@ def _stopping(stop_file: Path, say: Say) -> Iterator[None]:
 def ended_by_signals(say: Say) -> Iterator[None]:
     """Let SIGTERM and SIGHUP raise SystemExit, so that the caller can clean up.
 
-    While `launch` runs, it handles these signals itself.
+    While `launch` runs, it handles these signals itself. Python drops an exception that is raised
+    within a destructor or the callback of a weak reference, so the signal comes again until the
+    context ends.
     """
+    repeats: list[threading.Timer] = []
 
     def end(number: int, frame: FrameType | None) -> None:
-        say(f"by {signal.Signals(number).name}")
+        if not repeats:
+            say(f"by {signal.Signals(number).name}")
+        repeat = threading.Timer(SIGNAL_REPEAT_SECONDS, os.kill, (os.getpid(), number))
+        repeat.daemon = True
+        repeat.start()
+        repeats.append(repeat)
         raise SystemExit(128 + number)
 
     if threading.current_thread() is not threading.main_thread():
@@ -280,6 +291,8 @@ def ended_by_signals(say: Say) -> Iterator[None]:
     try:
         yield
     finally:
+        for repeat in repeats:
+            repeat.cancel()
         for number, handler in before.items():
             signal.signal(number, handler)
 

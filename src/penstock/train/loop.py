@@ -17,12 +17,14 @@ import sys
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from penstock.config import Config, RunConfig, is_recording
+from penstock.dropout import dropping, set_dropout
 from penstock.errors import FileError, RunError
 from penstock.ir.plan import Plan
 from penstock.ir.program import lower
@@ -64,6 +66,7 @@ from penstock.schedules.coverage import (
     visited_parts,
     visits_all_parts,
 )
+from penstock.train.callbacks import Callbacks
 from penstock.train.checkpoint import (
     CheckpointFacts,
     Depot,
@@ -87,7 +90,18 @@ from penstock.train.data.loader import (
     check_same_data,
     wanted_by,
 )
+from penstock.train.data.mixture import MixedCorpus, write_use
+from penstock.train.early_stop import BEST_FOLDER, Progress, read_progress
 from penstock.train.history import History, StepRow, write_timeline
+from penstock.train.lora import (
+    adapt,
+    adapted_blueprint,
+    base_parameters,
+    check_same_adapters,
+    describe_adapters,
+    draw_adapters,
+    is_adapter,
+)
 from penstock.train.mesh import place_of
 from penstock.train.optimizer import (
     Gradients,
@@ -106,7 +120,6 @@ from penstock.train.weights import (
     Sizes,
     attach_parameters,
     blank_parameters,
-    blueprint,
     copy_weights,
     draw_parameters,
     hold,
@@ -187,6 +200,7 @@ class Job:
     resume: bool = False  # start from the newest good checkpoint
     fresh: bool = False  # if there is no checkpoint, start from the beginning
     whole: bool = True  # whether the plan is the run's own, and not one for fewer ranks
+    validation: Corpus | None = None  # text for evaluations, if it is not held out
     mirrors: tuple[Transfer, ...] = ()  # parts with their rank and that of their mirror
     leader: int = 0  # the rank that writes the files of the run
     depot: Depot | None = None  # for a rank that does not see the folder of the run
@@ -201,6 +215,18 @@ class Job:
         if self.plan.partition:
             return self.plan.partition
         return even_partition(self.sizes.layers, self.plan.schedule.parts)
+
+    def adapt(self, model: nn.Module) -> None:
+        """Give a model without memory the dropout and the adapters of the run."""
+        if self.config.model.dropout:
+            set_dropout(model, self.config.model.dropout)
+        if self.adapts:
+            adapt(model, self.sizes, self.config.lora)
+
+    @property
+    def adapts(self) -> bool:
+        """Whether adapters are trained instead of the model itself."""
+        return self.config.lora.rank > 0
 
     @property
     def checkpoints(self) -> Path:
@@ -248,7 +274,11 @@ class Trainer:
             frozenset().union(*map(visited_parts, schedules)),
             kept,
             lambda names: frozen_names(names, config.optimizer),
+            job.adapt,
         )
+        # A run that trains adapters does not save the model beside them.
+        saved = filter(is_adapter, self.holding.names)
+        self.saved_names = tuple(saved) if job.adapts else self.holding.names
         self.compiles = is_compiling(config, self.device)
         if self.compiles:
             for number, part in self.parts.items():
@@ -287,10 +317,13 @@ class Trainer:
             comm.rank,
             comm.ranks,
             config.run.keep,
-            self.holding.names,
+            self.saved_names,
             self.leads,
             job.depot,
         )
+        self.callbacks = Callbacks(config.run.callbacks if self.leads else ())
+        self.saver.announce = self.callbacks.on_checkpoint
+        self.progress = Progress()
         self.utilization = flops_utilization(
             job.sizes, config.data.tokens, comm.ranks, self.device
         )
@@ -323,7 +356,8 @@ class Trainer:
             if before is not None and number in before.mirrors.kept:
                 kept[number] = before.mirrors.kept[number]
                 continue
-            part = split(blueprint(job.sizes), job.partition)[number]
+            model = adapted_blueprint(job.sizes, job.config.lora)
+            part = split(model, job.partition)[number]
             frozen = frozen_names(part_parameters(part), job.config.optimizer)
             blank = blank_parameters(part, frozen, self.device)
             matrices = layer_parameters([part])
@@ -392,6 +426,8 @@ class Trainer:
         mine = [part for rank, part in handover.restores if rank == self.comm.rank]
         if mine and self.job.depot is not None:
             self.job.depot.fetch(self.job.checkpoints)
+        if mine and self.job.adapts:
+            self.read_base()  # Checkpoints have only the adapters.
         for number in mine:
             path = self.job.checkpoints / step_name(handover.step)
             self.read_state(path, targets[number])
@@ -409,29 +445,40 @@ class Trainer:
         if job.resume:
             if job.depot is not None:
                 job.depot.fetch(job.checkpoints)
-            checkpoint = newest_good(job.checkpoints, self.comm, self.holding.names)
+            checkpoint = newest_good(job.checkpoints, self.comm, self.saved_names)
             if checkpoint is None and not job.fresh:
                 raise nothing_to_resume(job.checkpoints)
+        seed = job.config.run.seed
+        if job.adapts:
+            self.read_base()
+            draw_adapters(self.holding, seed)
         if checkpoint is not None:
             self.resume(checkpoint)
-        elif job.config.model.weights:
-            from penstock.train.hub import read_weights  # noqa: PLC0415  # safetensors, only where it is needed
+        elif job.config.model.weights and not job.adapts:
+            self.read_base()
+        elif not job.adapts:
+            draw_parameters(self.holding, seed)
 
-            folder = Path(job.config.model.weights)
-            tensors = read_weights(folder, self.holding.parameters, job.sizes)
-            copy_weights(self.holding, tensors)
-        else:
-            draw_parameters(self.holding, job.config.run.seed)
+    def read_base(self) -> None:
+        """Fill the weights of this rank from model.weights."""
+        from penstock.train.hub import read_weights  # noqa: PLC0415  # safetensors, only where it is needed
+
+        folder = Path(self.job.config.model.weights)
+        names = base_parameters(self.holding)
+        tensors = read_weights(folder, names, self.job.sizes)
+        copy_weights(self.holding, ((names[name], one) for name, one in tensors))
 
     def resume(self, path: Path) -> None:
         """Continue from a checkpoint of the same model, however it was split."""
         facts = read_facts(path)
         check_same_model(path, facts, self.job.sizes)
         check_same_optimizer(path, facts, self.job.config.optimizer)
+        check_same_adapters(path, facts, self.job.config.lora)
         self.read_state(path, PartState(self.holding.parameters, self.optimizer))
         self.loader.resume(facts["data"])
         self.seen = self.loader.seen
         self.step = int(facts["step"])
+        self.progress = read_progress(facts)
         if self.leads:
             _log.info("going on from %s", path)
 
@@ -440,6 +487,8 @@ class Trainer:
         optimizer = target.optimizer
         tensors: dict[str, Tensor] = {}
         for name, parameter in target.parameters.items():
+            if self.job.adapts and not is_adapter(name):
+                continue
             tensors[name] = parameter.detach()
             for slot in optimizer.slots_of(parameter):
                 blank = slot.blank(parameter)
@@ -463,6 +512,8 @@ class Trainer:
         """Return the weights and the optimizer state that this process saves, by name."""
         tensors: dict[str, Tensor] = {}
         for name, parameter in self.holding.parameters.items():
+            if self.job.adapts and not is_adapter(name):
+                continue
             if not self._saves(name):
                 continue
             tensors[name] = parameter.detach()
@@ -552,14 +603,15 @@ class Trainer:
                     history.close()
         if self.leaving:
             raise CrewChange
+        self.callbacks.on_end(self.step, stopped)
         return RunOutcome(self.step, stopped)
 
     def steps(self, history: History | None, stop: Callable[[], bool]) -> bool:
         """Run the steps; return whether a rank was asked to stop."""
         settings = self.job.config.run
         if not self.closed and self.close_step(history):
-            return True
-        while self.step < settings.steps:
+            return not self.gets_no_better
+        while self.step < settings.steps and not self.gets_no_better:
             began = time.perf_counter()
             loss_share, bubble = self.forward_and_back(
                 is_timed(self.step + 1, settings, self.paths)
@@ -587,7 +639,7 @@ class Trainer:
             self.commit(figures, began)
             self.tell_work([one[WORK_NUMBER] for one in numbers])
             if self.close_step(history):
-                return True
+                return not self.gets_no_better
             if counts[CHANGE_COUNT] and self.step < settings.steps:
                 self.leaving = True
                 return False
@@ -620,6 +672,7 @@ class Trainer:
         evaluation = None
         if last or _is_due(self.step, settings.evaluate):
             evaluation = self.evaluate()
+            self.judge(evaluation)
         if history is not None and not history.has(self.step):
             tokens = self.loader.deal.sequences * self.loader.corpus.length
             layers = self.layers[self.paths.at(self.step - 1)]
@@ -641,20 +694,59 @@ class Trainer:
                 figures.mirror_seconds if figures.mirror_bytes else None,
             )
             history.put(row)
+            self.callbacks.on_step(row)
             if self.watch is not None:
                 self.watch(row)
-        due = last or _is_due(self.step, settings.save)
+        ends = last or self.gets_no_better
+        if ends:
+            self.take_best()
+        due = ends or _is_due(self.step, settings.save)
         if figures.stopping or due or self.save_again:
             self.save()
         self.save_again = False
         self.closed = True
-        return figures.stopping
+        return figures.stopping or self.gets_no_better
+
+    # ------------------------------------------------------------ early stopping
+    @cached_property
+    def best_saver(self) -> Saver:
+        """Saves the weights of the best evaluation, beside the checkpoints."""
+        folder = self.job.folder / BEST_FOLDER
+        comm = self.comm
+        return Saver(folder, comm.rank, comm.ranks, 1, self.saved_names, self.leads)
+
+    @property
+    def gets_no_better(self) -> bool:
+        """Whether enough evaluations in a row had no lower loss, so that the run ends."""
+        limit = self.job.config.run.early_stop
+        return 0 < limit <= self.progress.worse
+
+    def judge(self, evaluation: float | None) -> None:
+        """Compare an evaluation with the best one so far, and keep the weights of a better one."""
+        known = self.progress.step
+        if evaluation is None or not self.job.config.run.early_stop:
+            return
+        self.progress = self.progress.after(self.step, evaluation)
+        if self.progress.step != known:
+            self.best_saver.begin(self.step, self.tensors(), self.facts())
+            self.best_saver.finish(self.comm)
+
+    def take_best(self) -> None:
+        """Go back to the weights of the best evaluation, if the run has kept them."""
+        if self.progress.best is None or self.progress.step == self.step:
+            return
+        path = newest_good(self.best_saver.folder, self.comm, self.saved_names)
+        if path is None or int(read_facts(path)["step"]) != self.progress.step:
+            return
+        self.read_state(path, PartState(self.holding.parameters, self.optimizer))
+        if self.leads:
+            _log.info("took the weights of step %d, the best", self.progress.step)
 
     def counts(self, stop: Callable[[], bool]) -> list[int]:
         """Whether this rank was asked to stop, has saved its share, and knows of a change; the cost of mirrors."""
         saved = self.saver.step is not None and self.saver.done()
         return [
-            int(stop()),
+            int(stop() or self.callbacks.wants_stop),
             int(saved),
             int(self.changing()),
             self.mirrors.sent_bytes,
@@ -669,8 +761,9 @@ class Trainer:
         executor = self.executor
         results = []
         self.work_seconds = 0.0
-        for batch in self.loader.step():
-            results.append(executor.step(batch, timed))
+        for turn, batch in enumerate(self.loader.step()):
+            with dropping(self.job.config.run.seed, self.step, self.first_row(turn)):
+                results.append(executor.step(batch, timed))
             self.work_seconds += executor.work_seconds
         self.drop_unvisited()
         self.mirrors.start()
@@ -684,6 +777,11 @@ class Trainer:
             full = self.paths.is_full(self.step)
             write_timeline(self.job.folder, self.step + 1, timeline, number, full)
         return loss, timeline.bubble
+
+    def first_row(self, turn: int) -> int:
+        """Return the first row of this shard in a pass, counted over all rows of the step."""
+        deal = self.loader.deal
+        return (turn * deal.shards + deal.shard) * deal.each
 
     def update(self, norm: float) -> None:
         """Update the weights."""
@@ -714,6 +812,10 @@ class Trainer:
     # ------------------------------------------------------------ saving
     def save(self) -> None:
         """Begin a checkpoint, after waiting for an earlier one that is still being written."""
+        corpus = self.job.corpus
+        if self.comm.rank == 0 and isinstance(corpus, MixedCorpus):
+            use = corpus.use(self.loader.seen, self.job.config.run.seed)
+            write_use(self.job.folder, use)
         if self.saver.step is not None:
             self.saver.finish(self.comm)
         self.saver.begin(self.step, self.tensors(), self.facts())
@@ -725,6 +827,8 @@ class Trainer:
             "data": self.loader.state(),
             "tokenizer": self.job.config.data.tokenizer,
             "optimizer": describe_optimizer(self.job.config.optimizer),
+            "progress": self.progress.describe(),
+            **describe_adapters(self.job.config),
             "schedule": self.job.plan.name,
             "ranks": self.job.plan.schedule.ranks,
             "partition": list(self.job.partition),
@@ -747,9 +851,9 @@ class Trainer:
 class Examiner:
     """Evaluates the whole model in the pipeline, whatever paths are trained.
 
-    Held-out text goes through all parts. If the schedule skips parts, the evaluation has
-    the lanes of full steps or, if there are none, lanes of its own, with links that training
-    may not use.
+    Held-out text, or the user's own validation set, goes through all parts. If the schedule
+    skips parts, the evaluation has the lanes of full steps or, if there are none, lanes of its
+    own, with links that training may not use.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -764,6 +868,14 @@ class Examiner:
             self.executor = trainer.executor_for(schedule)
             deal = replace(trainer.loader.deal, wanted=trainer.wanted([schedule]))
             self.loader = Loader(job.corpus, deal, job.config.run.seed, trainer.device)
+        if job.validation is not None:
+            self.loader = Loader(
+                job.validation,
+                self.loader.deal,
+                job.config.run.seed,
+                trainer.device,
+                self.loader.cutter,
+            )
 
     def losses(self, batches: int) -> list[float]:
         """Return the loss of each pass; their sum is the mean loss over all sequences."""
@@ -856,7 +968,7 @@ def executor_of(
     )
     records = is_recording(job.config, device.type == "cuda")
     record = records and schedule is job.plan.schedule
-    loss = loss_of(COMPILER if compiled else "", chunk_of(job.config))
+    loss = loss_of(COMPILER if compiled else "", chunk_of(job.config), run)
     return Executor(
         lower(schedule),
         holding.stages,
@@ -869,6 +981,7 @@ def executor_of(
         mean=Mean(job.config.paths.mean),
         tape=CudaTape() if record else None,
         accumulates=run.accumulate > 1,
+        reduction=run.reduction,
         messages=MESSAGE_TYPES[run.messages],
     )
 

@@ -25,15 +25,16 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from penstock.config import MeshConfig, OptimizerConfig, ParameterGroup
+from penstock.config import LoraConfig, MeshConfig, OptimizerConfig, ParameterGroup
 from penstock.errors import ConfigError, RunError, UnknownNameError, nearest_name
 from penstock.models.split import Part, find_anatomy
 from penstock.runtime import Comm, local_share
 from penstock.runtime.clipping import scale_down
 from penstock.runtime.torch_internals import norms_of_all
+from penstock.train.lora import adapted_blueprint, is_adapter
 from penstock.train.mesh import NUMBERS_PER_PARAMETER
 from penstock.train.optimizer_state import Build, Slot, State, filled, find_slots
-from penstock.train.weights import Holding, Sizes, blueprint
+from penstock.train.weights import Holding, Sizes
 
 OptimizerClass: TypeAlias = type[torch.optim.Optimizer]
 MUON = "Muon"
@@ -316,21 +317,27 @@ class ParameterNumbers:
 ADAMW_NUMBERS = ParameterNumbers()
 
 
-def parameter_numbers(settings: OptimizerConfig, sizes: Sizes) -> ParameterNumbers:
-    """Count the numbers that a run with this optimizer holds for each parameter."""
+def parameter_numbers(
+    settings: OptimizerConfig, sizes: Sizes, lora: LoraConfig | None = None
+) -> ParameterNumbers:
+    """Count the numbers that a run with this optimizer holds for each parameter of the model."""
     plain = OptimizerConfig()
     if (settings.name, settings.options) == (plain.name, plain.options):
-        layers = ends = float(NUMBERS_PER_PARAMETER - 2)
+        state = [float(NUMBERS_PER_PARAMETER - 2)] * 2
     else:
         classes = classes_of(settings)
-        layers = _state_numbers(classes[0], settings, sizes.width)
-        ends = _state_numbers(classes[-1], settings, sizes.width)
-    trained = [1.0, 1.0]
-    if any(group.frozen for group in settings.groups):
-        trained = _trained_shares(settings, sizes)
-    return ParameterNumbers(
-        1 + trained[0] * (1 + layers), 1 + trained[1] * (1 + ends), *trained
-    )
+        kinds = (classes[0], classes[-1])
+        state = [_state_numbers(kind, settings, sizes.width) for kind in kinds]
+    adapts = lora is not None and lora.rank > 0
+    if not adapts and not any(group.frozen for group in settings.groups):
+        return ParameterNumbers(2 + state[0], 2 + state[1])
+    numbers = []
+    shares = []
+    for place, count in enumerate(_count(settings, sizes, lora or LoraConfig())):
+        shares.append(count.trained / count.model)
+        held = count.model + count.adapters + count.trained * (1 + state[place])
+        numbers.append(held / count.model)
+    return ParameterNumbers(*numbers, *shares)
 
 
 def _state_numbers(
@@ -342,18 +349,29 @@ def _state_numbers(
     return total / width**2
 
 
-def _trained_shares(settings: OptimizerConfig, sizes: Sizes) -> list[float]:
-    """The shares of the parameters of layers, and of embedding and head, that train."""
-    model = blueprint(sizes)
+@dataclass(slots=True)
+class _Count:
+    """Parameters of some modules."""
+
+    model: int = 0  # those of the model without adapters
+    adapters: int = 0
+    trained: int = 0
+
+
+def _count(settings: OptimizerConfig, sizes: Sizes, lora: LoraConfig) -> list[_Count]:
+    """Count the parameters of the layers, and those of embedding and head."""
+    model = adapted_blueprint(sizes, lora)
     paths = tuple(f"{path}." for path in find_anatomy(model).layers)
-    totals = [0, 0]
-    trained = [0, 0]
+    counts = [_Count(), _Count()]
     for name, parameter in model.named_parameters():
-        place = 0 if name.startswith(paths) else 1
-        totals[place] += parameter.numel()
-        if not frozen_names([name], settings):
-            trained[place] += parameter.numel()
-    return [mine / total for mine, total in zip(trained, totals, strict=True)]
+        count = counts[0 if name.startswith(paths) else 1]
+        if is_adapter(name):
+            count.adapters += parameter.numel()
+        else:
+            count.model += parameter.numel()
+        if parameter.requires_grad and not frozen_names([name], settings):
+            count.trained += parameter.numel()
+    return counts
 
 
 # ---------------------------------------------------------------- checkpoints

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from penstock.config import Config, OptimizerConfig, is_recording
+from penstock.config import Config, LoraConfig, OptimizerConfig, is_recording
 from penstock.cost.profile import Profile, enlarge
 from penstock.cost.row_profiles import RowProfiles
 from penstock.cost.sizes import chunk_in_use
@@ -49,6 +49,7 @@ from penstock.models import (
 )
 from penstock.models.decoder import build_decoder, check_positions, read_decoder
 from penstock.models.flops import flops_per_token
+from penstock.models.split import find_anatomy
 from penstock.runtime import Comm, CudaTape, compile_stage, spawn
 from penstock.runtime.process.amx import avoid_broken_amx
 from penstock.runtime.process.launch import run_on_ranks, under_launcher
@@ -56,6 +57,7 @@ from penstock.runtime.process.machine import count_neighbours, look_at_machine, 
 from penstock.train import weights
 from penstock.train.compiling import COMPILER, chunk_of, is_compiling, loss_of
 from penstock.train.data.tokenizer import ByteTokenizer
+from penstock.train.lora import adapt, is_adapter
 from penstock.train.optimizer import Optimizer, frozen_names, layer_parameters
 from penstock.train.placement import Placement
 from penstock.train.weights import Sizes
@@ -104,6 +106,7 @@ class ProfileRequest:
     where: tuple[SlicePoint, ...] = ()
     quick: bool = False  # about ten slices in a few seconds, and QUICK_ROUNDS rounds
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
 
 
 def preset_sizes(preset: str, tokens: int, changes: Mapping[str, int]) -> Sizes:
@@ -153,6 +156,7 @@ def request_of(
         loss_chunk=chunk_of(config),
         quick=quick,
         optimizer=config.optimizer,
+        lora=config.lora,
     )
 
 
@@ -316,6 +320,8 @@ def subjects_by_rows(
     model, layers, vocab, facts = _shallow_model(request)
     model = model.to(device=device, dtype=dtype)
     depth = min(request.depth, layers)
+    if request.lora.rank:
+        _adapt(model, request)
     embed, middle, head = split(model, (0, depth, 0))
     if request.compiled:
         for part in (embed, middle, head):
@@ -323,7 +329,9 @@ def subjects_by_rows(
     loss = loss_of(COMPILER if request.compiled else "", request.loss_chunk)
     autocast = None if request.autocast is None else _dtype(request.autocast)
     device_facts = _device_facts(device, request, 1 if comm is None else comm.ranks)
-    optimizers = partial(optimizers_of, settings=request.optimizer)
+    optimizers = partial(
+        optimizers_of, settings=request.optimizer, adapts=request.lora.rank > 0
+    )
     subjects = []
     for count in rows:
         shape = (count, request.tokens)
@@ -370,14 +378,32 @@ def subjects_by_rows(
     return subjects
 
 
+def _adapt(model: nn.Module, request: ProfileRequest) -> None:
+    """Put adapters into the layers of a model.
+
+    Embedding and head are timed as if they trained, because nothing could be timed of an
+    embedding without gradients.
+    """
+    sizes = request.model
+    if isinstance(sizes, Path):
+        sizes = read_decoder(sizes)
+    adapt(model, sizes, request.lora, empty=False)
+    layers = tuple(f"{path}." for path in find_anatomy(model).layers)
+    for name, parameter in model.named_parameters():
+        if not name.startswith(layers):
+            parameter.requires_grad_()
+
+
 def optimizers_of(
-    module: nn.Module, settings: OptimizerConfig
+    module: nn.Module, settings: OptimizerConfig, adapts: bool = False
 ) -> list[torch.optim.Optimizer]:
     """Return the optimizers that train a piece of a model, with a rate that changes nothing."""
     assert isinstance(module, Part)
     parameters = part_parameters(module)
     frozen = frozen_names(parameters, settings)
     trained = parameters.keys() - frozen
+    if adapts:
+        trained = set(filter(is_adapter, trained))
     matrices = layer_parameters([module])
     kinds = Optimizer(parameters, settings, trained, matrices).kinds
     for kind in kinds:

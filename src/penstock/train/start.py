@@ -14,6 +14,7 @@ from errno import ENOSPC
 from pathlib import Path
 
 from penstock.config import Config, check_config, names_own_code
+from penstock.dropout import set_dropout
 from penstock.errors import ConfigError, FileError
 from penstock.formats import dump_plan, write_plan
 from penstock.formats.config_toml import (
@@ -25,6 +26,7 @@ from penstock.formats.config_toml import (
     with_absolute_paths,
 )
 from penstock.ir import Plan
+from penstock.train.callbacks import checked_callback
 from penstock.train.capacity import check_memory, check_timing
 from penstock.train.checkpoint import newest
 from penstock.train.data.conversations import keep_template
@@ -40,15 +42,18 @@ from penstock.train.hub import settle_model, weight_files
 from penstock.train.launcher import restarted, under_launcher
 from penstock.train.lock import Lock
 from penstock.train.loop import check_resumable, nothing_to_resume
+from penstock.train.lora import check_adapters, trained_names
 from penstock.train.optimizer import check_groups, check_optimizer
 from penstock.train.origin import keep_origin
+from penstock.train.own_loss import check_loss
 from penstock.train.placement import Placement, check_gpu_exists
 from penstock.train.rates import own_factor
-from penstock.train.weights import Sizes, blueprint
+from penstock.train.weights import Sizes, blueprint, model_name
 from penstock.train.worker import (
     CONFIG_FILE,
     corpus_of,
     model_sizes,
+    validation_of,
     with_kept_files,
 )
 
@@ -92,16 +97,30 @@ def check_start(config: Config, folder: Path, resume: bool) -> None:
 def check_training(config: Config, sizes: Sizes) -> None:
     """Refuse an optimizer, groups of parameters or a schedule of rates that cannot work."""
     check_optimizer(config.optimizer, config.mesh)
+    if config.model.dropout and not set_dropout(blueprint(sizes), 0.0):
+        raise ConfigError(
+            f"model.dropout = {config.model.dropout:g} is for our own llama and gpt; "
+            f"a {model_name(sizes)} is trained without dropout"
+        )
+    if config.lora.rank:
+        check_adapters(sizes, config.lora)
     if config.optimizer.groups:
-        names = [name for name, _ in blueprint(sizes).named_parameters()]
+        names = trained_names(sizes, config.lora)
         check_groups(names, config.optimizer)
+    for name in config.run.callbacks:
+        checked_callback(name)
+    if config.run.loss:
+        check_loss(config.run, sizes.vocab)
     if names_own_code(config.optimizer.schedule):
         own_factor(config.optimizer.warmup, config.optimizer.schedule)
 
 
 def check_sources(config: Config) -> None:
     """Refuse sources that are missing or not text, before anything is measured."""
-    source_files(config.data)
+    for part in config.data.parts:
+        source_files(part)
+    if config.data.validation:
+        source_files(replace(config.data, sources=config.data.validation))
 
 
 def check_dry_run(config: Config, placement: Placement) -> None:
@@ -127,6 +146,7 @@ def prepare_run(
     sizes = model_sizes(config)
     check_memory(config, plan, sizes, placement)
     corpus = corpus_of(config, folder, watch)
+    validation_of(config, folder)
     if resume:
         check_resumable(folder / CHECKPOINTS, sizes, corpus, config.run.seed)
     if Path(config.schedule.name).suffix:  # a file: the run keeps its own copy of it

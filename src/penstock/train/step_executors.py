@@ -27,6 +27,8 @@ class StepExecutors:
         for executor in self.executors[1:]:
             # The first one has warned already.
             executor.warns_of_deferrals = False
+            # All have the same stages, so that one copy of the weights serves them.
+            executor.casts = self.executors[0].casts
 
     def at(self, step: int) -> Executor:
         """Return the executor of a step, counted from 0, and watch it from now on."""

@@ -183,13 +183,15 @@ def hold(
     trained_parts: frozenset[int] | None = None,
     kept: Mapping[int, Part] | None = None,
     frozen: Callable[[Iterable[str]], Collection[str]] = lambda names: (),
+    adapt: Callable[[nn.Module], None] | None = None,
 ) -> Holding:
     """Return the parts of a rank, or this process's share of them.
 
     They have memory for their weights, but the weights are not filled yet. The parts that
     will be trained are those that the schedule visits, unless they are given. Parts that this
     process has `kept` from an earlier plan are taken as they are, with their weights. Of the
-    names of all parameters, `frozen` returns those that do not train.
+    names of all parameters, `frozen` returns those that do not train. `adapt` changes the model
+    before it is split (`penstock.train.lora`).
     """
     if len(partition) != schedule.parts:
         raise ShapeError(
@@ -197,9 +199,12 @@ def hold(
             f"but the schedule has {schedule.parts}"
         )
     model = blueprint(sizes)
+    if adapt is not None:
+        adapt(model)
     # List the names before the split, while tied parameters are still one.
     names = tuple(name for name, _ in model.named_parameters())
-    for name in frozen(names):
+    resting = frozen(names)
+    for name in resting:
         model.get_parameter(name).requires_grad_(False)
     parts = split(model, partition)
     mine = sorted({stage.part for stage in schedule.stages if stage.rank == rank})
@@ -208,8 +213,7 @@ def hold(
         if kept is not None and number in kept:
             parts[number] = kept[number]
             continue
-        if place is not None:
-            place.arrange(parts[number])
+        _arrange(parts[number], place, resting)
         give_memory(parts[number], device or torch.device("cpu"))
     held: dict[str, nn.Parameter] = {}
     twins: dict[str, tuple[nn.Parameter, ...]] = {}
@@ -239,6 +243,16 @@ def hold(
     return Holding(stages, held, tied, frozenset(owned), names, sizes, trained)
 
 
+def _arrange(part: Part, place: Sharing | None, frozen: Collection[str]) -> None:
+    """Reduce a part to the share of this process; what is frozen stays so in new parameters."""
+    if place is None:
+        return
+    place.arrange(part)
+    for name, parameter in part_parameters(part).items():
+        if name in frozen:
+            parameter.requires_grad_(False)
+
+
 def blank_parameters(
     part: Part, frozen: Collection[str], device: torch.device
 ) -> dict[str, nn.Parameter]:
@@ -246,7 +260,9 @@ def blank_parameters(
     blank = {}
     for name, one in part_parameters(part).items():
         empty = torch.empty(one.shape, dtype=one.dtype, device=device)
-        blank[name] = nn.Parameter(empty, requires_grad=name not in frozen)
+        blank[name] = nn.Parameter(
+            empty, requires_grad=one.requires_grad and name not in frozen
+        )
     return blank
 
 
@@ -373,12 +389,17 @@ def _draw(
     std: float,
     zero_row: int | None = None,
 ) -> None:
-    generator = torch.Generator().manual_seed(_seed_of(seed, name))
+    generator = generator_of(seed, name)
     numbers = torch.normal(0.0, std, parameter.shape, generator=generator)
     if zero_row is not None:
         numbers[zero_row] = 0.0
     with torch.no_grad():
         local_share(parameter).copy_(cut_share(numbers, parameter))
+
+
+def generator_of(seed: int, name: str) -> torch.Generator:
+    """Return the random numbers of one parameter, which do not depend on who holds it."""
+    return torch.Generator().manual_seed(_seed_of(seed, name))
 
 
 def _seed_of(seed: int, name: str) -> int:

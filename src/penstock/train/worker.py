@@ -43,8 +43,9 @@ from penstock.runtime.torch_internals import (
 )
 from penstock.train.checkpoint import newest
 from penstock.train.compiling import starting_patience
-from penstock.train.data.corpus import Corpus, ProgressBytes, open_corpus
+from penstock.train.data.corpus import Corpus, ProgressBytes, open_validation
 from penstock.train.data.masking import masking_of, vocab_with_mask
+from penstock.train.data.mixture import open_text
 from penstock.train.data.tokenizer import kept_tokenizer, tokenizer_of
 from penstock.train.history import PLAN_FILE, ROOM
 from penstock.train.hub import read_sizes, settle_model
@@ -272,7 +273,11 @@ def job_of(
     config = settle_model(config)
     plan = read_plan(folder / PLAN_FILE)
     corpus = corpus_of(config, folder)
-    return Job(config, plan, model_sizes(config), corpus, folder, resume, fresh)
+    validation = validation_of(config, folder)
+    sizes = model_sizes(config)
+    return Job(
+        config, plan, sizes, corpus, folder, resume, fresh, validation=validation
+    )
 
 
 def corpus_of(
@@ -281,7 +286,17 @@ def corpus_of(
     watch: ProgressBytes = lambda done, total: None,
 ) -> Corpus:
     """Open the text of a run, with words to guess if its model is a Bert."""
-    corpus = open_corpus(config.data, cache_of(config, folder), watch)
+    return with_guesses(config, open_text(config.data, cache_of(config, folder), watch))
+
+
+def validation_of(config: Config, folder: Path) -> Corpus | None:
+    """Open the text of data.validation; None without any."""
+    corpus = open_validation(config.data, cache_of(config, folder))
+    return None if corpus is None else with_guesses(config, corpus)
+
+
+def with_guesses(config: Config, corpus: Corpus) -> Corpus:
+    """Return text with words to guess, if the model is a Bert."""
     if config.model.family != "bert":
         return corpus
     name = config.data.tokenizer

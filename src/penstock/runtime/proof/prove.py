@@ -33,7 +33,7 @@ from penstock.errors import ProofError
 from penstock.ir.schedule import Schedule
 from penstock.runtime.batch import Batch
 from penstock.runtime.comm.comm import Comm
-from penstock.runtime.dtensor_share import local_share
+from penstock.runtime.dtensor_share import is_distributed
 from penstock.runtime.executor import Executor
 from penstock.runtime.proof.judge import Judge, TensorDifference
 from penstock.runtime.proof.traceless import (
@@ -147,8 +147,7 @@ def _devices(executor: Executor) -> set[torch.device]:
 
 def _find_obstacle(executor: Executor) -> str:
     """Why one rank alone cannot run a plain call, or an empty text."""
-    shared = any(local_share(p) is not p for p in _parameters(executor))
-    if executor.gradients.shards.parts or shared:
+    if any(is_distributed(parameter) for parameter in _parameters(executor)):
         return (
             "its weights are distributed over processes (mesh.shard, mesh.tensor), so no "
             "rank can run a plain call alone"
@@ -264,6 +263,7 @@ def _forward(bench: Bench, x: Tensor, starts: Tensor | None) -> Tensor:
         ):
             return call_whole(plain, x, starts)
     finally:
+        bench.executor.gradients.shards.finish()
         bench.memory.restore()
 
 

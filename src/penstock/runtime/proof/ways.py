@@ -29,6 +29,7 @@ from penstock.ir.program import lower
 from penstock.ir.schedule import MicroBatch, Schedule, Stage, schedule_of, stretch
 from penstock.runtime.batch import IGNORED_LABEL, Batch
 from penstock.runtime.comm.thread import Hub, ThreadComm
+from penstock.runtime.dtensor_share import local_share
 from penstock.runtime.executor import Executor
 from penstock.runtime.loss_reduction import Reduction, as_sum, plain_loss
 from penstock.runtime.proof.traceless import (
@@ -402,7 +403,10 @@ class Bench:
         """The output or loss, and the gradients that the parameters have now."""
         results: Results = {name: value}
         for parameter_name, parameter in self._trained():
-            results[parameter_name] = parameter.grad
+            gradient = parameter.grad
+            results[parameter_name] = (
+                None if gradient is None else local_share(gradient)
+            )
         if not self.first:
             joined = torch.cat(list(input_gradients)) if input_gradients else None
             results[INPUT_GRADIENT] = joined

@@ -23,7 +23,7 @@ from statistics import mean, stdev
 import torch
 from torch import nn
 
-from penstock.errors import ShapeError
+from penstock.errors import RunError, ShapeError
 from penstock.models import layer_count, split, token_loss, valid_tokens
 from penstock.runtime import Batch
 from penstock.schedules.deal import skips_of
@@ -167,6 +167,11 @@ def perplexity(
             loss += float(sum(losses))
             valid += sum(valid_tokens(labels) for labels in batch.labels)
     mean_loss = loss / max(valid, 1)
+    if math.isnan(mean_loss):
+        raise RunError(
+            "the model produces NaN, so it has no perplexity\n"
+            "  check the losses of its training, and train again with a lower optimizer.rate"
+        )
     return math.exp(min(mean_loss, MAX_EXPONENT))
 
 

@@ -10,6 +10,7 @@ import torch
 from penstock.errors import FileError, ShapeError
 from penstock.train.after.generate import Trained, open_trained
 from penstock.train.hub import write_folder
+from penstock.train.lora import write_adapters
 from penstock.train.origin import CONFIG, find_origin, give_back
 
 EXPORT_TYPES = {
@@ -19,11 +20,14 @@ EXPORT_TYPES = {
 }
 
 
-def export_run(path: Path, folder: Path, dtype: str = "float32") -> Trained:
+def export_run(
+    path: Path, folder: Path, dtype: str = "float32", merged: bool = False
+) -> Trained:
     """Write a run's model as a Hugging Face folder.
 
     A model that started from such a folder keeps what that one said: its config, generation_config, chat template and
-    everything that belongs to its tokenizer.
+    everything that belongs to its tokenizer. If adapters were trained, the folder has only them, as peft writes it,
+    unless the whole model is wanted with the adapters `merged`.
     """
     if dtype not in EXPORT_TYPES:
         known = ", ".join(EXPORT_TYPES)
@@ -33,6 +37,20 @@ def export_run(path: Path, folder: Path, dtype: str = "float32") -> Trained:
     if folder.exists() and any(folder.iterdir()):
         raise FileError(f"{folder} is not empty\n  name a new folder")
     trained = open_trained(path)
+    if trained.adapters and not merged:
+        write_adapters(
+            folder,
+            trained.adapters,
+            trained.sizes,
+            trained.lora,
+            trained.base,
+            EXPORT_TYPES[dtype],
+        )
+        return trained
+    if merged and not trained.adapters:
+        raise ShapeError(
+            f"{path} has no adapters that could be merged\n  leave out --merge"
+        )
     weights = {}
     for name, parameter in trained.holding.parameters.items():
         weights[name] = parameter.detach().to(EXPORT_TYPES[dtype])

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from penstock.carry import Carry
-from penstock.config import BYTE_TOKENIZER
+from penstock.config import BYTE_TOKENIZER, LoraConfig
 from penstock.errors import FileError, RunError, ShapeError
 from penstock.models import (
     BertConfig,
@@ -45,6 +45,13 @@ from penstock.train.data.tokenizer import (
     tokenizer_of,
 )
 from penstock.train.hub import read_sizes, read_weights
+from penstock.train.lora import (
+    Adapter,
+    adapter_tensors,
+    empty_adapters,
+    merge,
+    read_lora,
+)
 from penstock.train.weights import Holding, Sizes, copy_weights, hold_whole
 
 SMALL_WIDTH = 1024  # Narrower models run faster on one thread.
@@ -61,6 +68,10 @@ class Trained:
     tokenizer: str
     path: Path
     step: int = -1
+    # If adapters were trained: they, and the folder of the model to which they have been added.
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    adapters: tuple[Adapter, ...] = ()
+    base: str = ""
 
 
 def open_trained(path: Path) -> Trained:
@@ -96,10 +107,13 @@ def open_trained(path: Path) -> Trained:
     facts = read_facts(found)
     sizes = trained_sizes(facts["model"])
     holding = hold_whole(sizes)
-    load(
-        found,
-        {name: parameter.detach() for name, parameter in holding.parameters.items()},
-    )
+    lora = read_lora(facts)
+    adapters: tuple[Adapter, ...] = ()
+    base = str(facts.get("base", ""))
+    if lora.rank:
+        adapters = _add_adapters(found, Path(base), holding, lora)
+    else:
+        load(found, {name: one.detach() for name, one in holding.parameters.items()})
     return Trained(
         holding.stages[0],
         sizes,
@@ -107,7 +121,22 @@ def open_trained(path: Path) -> Trained:
         _tokenizer(found, facts),
         found,
         int(facts["step"]),
+        lora,
+        adapters,
+        base,
     )
+
+
+def _add_adapters(
+    checkpoint: Path, base: Path, holding: Holding, lora: LoraConfig
+) -> tuple[Adapter, ...]:
+    """Fill a model from its folder, and add the adapters that a checkpoint has."""
+    sizes = holding.sizes
+    copy_weights(holding, read_weights(base, holding.parameters, sizes))
+    adapters = tuple(empty_adapters(holding.parameters, sizes, lora))
+    load(checkpoint, adapter_tensors(adapters))
+    merge(holding.parameters, adapters, sizes, lora)
+    return adapters
 
 
 def _tokenizer(checkpoint: Path, facts: CheckpointFacts) -> str:

@@ -23,6 +23,7 @@ from penstock.ir.compare import compare
 from penstock.sim.own_times import simulate_own_times
 from penstock.train.after.reasons import reasons_of
 from penstock.train.crew.events import Event, read_events
+from penstock.train.data.mixture import SourceUse, describe_use, read_use
 from penstock.train.forecast import Forecast, known_forecast
 from penstock.train.history import StepRow, read_rows, read_timeline
 from penstock.train.step_paths import step_paths
@@ -94,6 +95,7 @@ class Summary:
     kinds: tuple[StepKind, ...]  # partial steps before full ones
     named: str = ""  # schedule.name in the run's config
     events: tuple[Event, ...] = ()  # changes of the crew
+    sources: tuple[SourceUse, ...] = ()  # of a mixture, up to the last checkpoint
 
     @property
     def main(self) -> StepKind:
@@ -127,7 +129,8 @@ def summarize_run(folder: Path) -> Summary:
         config = read_config(folder / "config.toml")
     named = "" if config is None else config.schedule.name
     kinds = tuple(_kinds(folder, rows, plan, config))
-    return Summary(rows, plan, kinds, named, tuple(read_events(folder)))
+    sources = tuple(read_use(folder)) if config and config.data.mixture else ()
+    return Summary(rows, plan, kinds, named, tuple(read_events(folder)), sources)
 
 
 def _kinds(
@@ -174,6 +177,7 @@ def render_report(summary: Summary, title: str, sample: str = "") -> str:
     reasons = reasons_of(summary.plan, summary.named)
     lists = [
         ("Events", list_events(summary)),
+        ("Text by source", describe_use(summary.sources)),
         ("Predicted and measured", [kind.text for kind in summary.kinds if kind.text]),
         ("Largest differences", _list_differences(summary.main)),
         ("Ranks", _list_ranks(summary)),

@@ -20,6 +20,15 @@ def reasons_against_crew(config: Config, plan: Plan, placement: Placement) -> li
         )
     if config.mesh.size > 1:
         reasons.append("mesh.shard and mesh.tensor need all processes of a rank")
+    if config.lora.rank:
+        reasons.append(
+            "adapters ([lora]) do not travel without the model beside them; restarts work"
+        )
+    if config.run.early_stop:
+        reasons.append(
+            "run.early_stop needs all workers to have seen all evaluations; "
+            "a checkpoint remembers them, so restarts work"
+        )
     if plan.schedule.ranks == 1:
         reasons.append("it has only one worker")
     return reasons

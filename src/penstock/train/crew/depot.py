@@ -43,21 +43,30 @@ Watch = Callable[
 Dial = Callable[[], ssl.SSLSocket]
 
 
+def tokens_files(source: int) -> tuple[str, str]:
+    """The files with the tokens of a source, and what is known about them; a mixture has several sources."""
+    if source == 0:
+        return TOKENS_FILE, TOKENS_NOTE
+    return f"tokens-{source}.bin", f"tokens-{source}.json"
+
+
 # ---------------------------------------------------------------- the launcher's side
 class RunFiles:
     """The files of a run on the launcher's machine, by the names that workers use."""
 
     def __init__(self, folder: Path, config: Config) -> None:
         self.folder = folder
-        row, note = cached_tokens(config.data, cache_of(config, folder))
         self.inputs = {
             CONFIG_FILE: folder / CONFIG_FILE,
             PLAN_FILE: folder / PLAN_FILE,
-            TOKENS_NOTE: note,
-            TOKENS_FILE: row,
         }
-        if config.data.instructions:
-            self.inputs[file_of_marks(Path(TOKENS_FILE)).name] = file_of_marks(row)
+        for number, part in enumerate(config.data.parts):
+            row, note = cached_tokens(part, cache_of(config, folder))
+            tokens_file, note_file = tokens_files(number)
+            self.inputs |= {note_file: note, tokens_file: row}
+            if part.instructions:
+                marks_file = file_of_marks(Path(tokens_file)).name
+                self.inputs[marks_file] = file_of_marks(row)
         tokenizer = folder / TOKENIZER
         if tokenizer.is_file():
             for file in (tokenizer, *side_files(tokenizer)):

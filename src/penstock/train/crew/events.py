@@ -19,7 +19,7 @@ class Event:
     """A change of the crew."""
 
     step: int  # the last step before it
-    event: str  # "lost", "joined", or "retry" if all workers were still there
+    event: str  # "lost", "joined", "pace" if one is slow or fast again, or "retry"
     workers: int  # that go on
     seconds: float  # without training
     text: str

@@ -13,6 +13,7 @@ rank without a worker; its connection is cut instead, which ends it too.
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import secrets
@@ -49,8 +50,15 @@ from penstock.train.crew.notes import (
     place_key,
     ready_key,
     report_key,
+    work_key,
 )
-from penstock.train.crew.succession import decide, holders_of
+from penstock.train.crew.pace import PaceWatch
+from penstock.train.crew.succession import (
+    decide,
+    holders_of,
+    rank_work,
+    shares_a_part,
+)
 from penstock.train.loop import CHECKPOINTS_FOLDER
 from penstock.train.worker import Verdict, read_failure, saved_step
 
@@ -135,6 +143,9 @@ class Keeper:
         self.broken_at: float | None = None  # when this generation ended
         self.broken_before = 0.0  # when the generation before ended
         self.last_look = time.monotonic()
+        self.watch = PaceWatch(settings.slow)
+        self.windows = 0  # whose times were heard in this generation
+        self.changed_paces: list[str] = []  # during this generation
         self.events = EventLog(folder, resume)
         self.pending: Event | None = (
             None  # an event whose generation does not train yet
@@ -199,6 +210,7 @@ class Keeper:
             self.note_ready()
             self.seat_guests()
             self.replace_lost()
+            self.hear_work()
             self.take_in()
         elif not waiting:
             self.begin_generation()
@@ -279,6 +291,7 @@ class Keeper:
             self.say(f"{story} before it had begun")
             return
         self.losses.append(story)
+        self.watch.forget(worker.number)
         if not any(not self.workers[number].is_guest for number in self.members):
             left = "no worker is left"
             if self.members:
@@ -363,8 +376,32 @@ class Keeper:
 
     def take_in(self) -> None:
         """Let the generation end after its step if somebody waits for a place."""
-        if self.arrivals() and not self.store.check([change_key(self.generation)]):
+        waits = self.arrivals() or self.changed_paces
+        if waits and not self.store.check([change_key(self.generation)]):
             self.store.set(change_key(self.generation), "yes")
+
+    # ------------------------------------------------------------ slow workers
+    def hear_work(self) -> None:
+        """Hear how long the workers have worked in a window of steps, and who is slow."""
+        key = work_key(self.generation, self.windows)
+        decision = self.decision
+        if not self.settings.slow or decision is None or not self.store.check([key]):
+            return
+        seconds = json.loads(self.store.get(key))
+        self.store.delete_key(key)
+        self.windows += 1
+        if self.changed_paces:
+            return  # All are about to leave this generation.
+        members = decision.members
+        changes = self.watch.hear(
+            dict(zip(members, seconds, strict=True)),
+            dict(zip(members, rank_work(decision.plan), strict=True)),
+        )
+        for worker, story in changes.items():
+            if shares_a_part(decision.plan.schedule, members.index(worker)):
+                self.changed_paces.append(story)
+            else:
+                self.say(f"{story}; nobody else has its part, so it keeps its work")
 
     # ------------------------------------------------------------ going on
     def begin_generation(self) -> None:
@@ -380,6 +417,7 @@ class Keeper:
             self.resume,
             self.settings.mirror != "false",
             lambda: good_step(self.folder / CHECKPOINTS_FOLDER),
+            self.watch.paces,
         )
         decision = replace(decision, leader=self.leader_of(decision.members))
         if before is not None:
@@ -388,6 +426,8 @@ class Keeper:
         self.decision = decision
         self.reports = {}
         self.losses = []
+        self.changed_paces = []
+        self.windows = 0
         self.store.set(decision_key(decision.generation), decision.dump())
         for number in arrived:
             self.workers[number].newcomer = False
@@ -410,6 +450,9 @@ class Keeper:
         if arrived:
             kind = "lost" if self.losses else "joined"
             stories += [self.arrival_story(number) for number in arrived]
+        if self.changed_paces and not stories:
+            kind = "pace"
+        stories += self.changed_paces
         if not stories:
             kind = "retry"
             stories.append(self.reason_to_retry(before, decision))

@@ -8,6 +8,8 @@ wait for a decision ─► connect ─► trainer with the new plan ─► train
 from __future__ import annotations
 
 import gc
+import itertools
+import json
 import os
 import threading
 import time
@@ -37,7 +39,9 @@ from penstock.train.crew.notes import (
     place_key,
     ready_key,
     report_key,
+    work_key,
 )
+from penstock.train.crew.pace import WorkWindow
 from penstock.train.crew.site import Site
 from penstock.train.loop import CrewChange, Job, RunOutcome, Trainer, WatchRow
 from penstock.train.placement import launched_placement
@@ -127,6 +131,10 @@ class Member:
     def is_changing(self, decision: Decision) -> bool:
         """Whether all should leave a generation after their step."""
         return bool(self.store.check([change_key(decision.generation)]))
+
+    def tell_work(self, decision: Decision, window: int, seconds: list[float]) -> None:
+        """Tell the launcher how long each rank has worked in a window of steps."""
+        self.store.set(work_key(decision.generation, window), json.dumps(seconds))
 
     def tell_ready(self, decision: Decision) -> None:
         """Tell the launcher that a generation trains."""
@@ -251,6 +259,13 @@ class Turns:
         trainer = Trainer(job, comm, comm.device, self.watch, before, decision.handover)
         if leads:
             trainer.changing = lambda: self.member.is_changing(decision)
+            if self.job.config.run.slow:
+                windows = itertools.count()
+                trainer.tell_work = WorkWindow(
+                    lambda seconds: self.member.tell_work(
+                        decision, next(windows), seconds
+                    )
+                ).put
 
         def stop() -> bool:
             return self.asked.is_set() or (leads and self.stop_file.exists())

@@ -41,6 +41,7 @@ class Mirror:
     ) -> None:
         self.parameters = parameters
         self.optimizer = Optimizer(parameters, settings, matrices=matrices)
+        self.trained = trained_of(parameters)
         self.gradients: Tensor | None = None  # of a step that is not committed yet
 
     @property
@@ -51,8 +52,8 @@ class Mirror:
     def update(self, factor: float, norm: float, most: float) -> None:
         """Make the step whose gradients have arrived, just as the holder of the part does."""
         assert self.gradients is not None
-        unpack_gradients(self.gradients, list(self.parameters.values()))
-        gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
+        unpack_gradients(self.gradients, self.trained)
+        gradients = [one.grad for one in self.trained if one.grad is not None]
         if most:
             scale_down(gradients, norm, most)
         self.optimizer.step(factor)
@@ -78,7 +79,7 @@ class Mirrors:
         self.incoming: list[tuple[Mirror, int]] = []
         for part, source, target in wanted:
             if source == comm.rank:
-                self.outgoing.append((list(held[part].values()), target))
+                self.outgoing.append((trained_of(held[part]), target))
             elif target == comm.rank:
                 self.incoming.append((kept[part], source))
         for mirror in kept.values():
@@ -105,7 +106,7 @@ class Mirrors:
             self.sends.append(self.comm.send(message, target))
             self.sent_bytes += message.nbytes
         for mirror, source in self.incoming:
-            size, dtype = message_of(list(mirror.parameters.values()))
+            size, dtype = message_of(mirror.trained)
             self.arriving.append(self.comm.receive((size,), dtype, source))
         self.seconds += time.perf_counter() - began
 
@@ -129,6 +130,11 @@ class Mirrors:
 
 
 # ---------------------------------------------------------------- messages
+def trained_of(parameters: Mapping[str, nn.Parameter]) -> list[nn.Parameter]:
+    """Return the parameters that are not frozen, by name; the others need no gradients."""
+    return [parameters[n] for n in sorted(parameters) if parameters[n].requires_grad]
+
+
 def message_of(parameters: Sequence[nn.Parameter]) -> tuple[int, torch.dtype]:
     """The size and the type of a message: whether there is a gradient, and all gradients."""
     size = len(parameters) + sum(parameter.numel() for parameter in parameters)

@@ -12,13 +12,20 @@ from penstock.runtime.wire.door import split_address
 from penstock.runtime.wire.exchange import Exchange
 from penstock.runtime.wire.key import KEY_FILE
 from penstock.train.checkpoint import Depot
-from penstock.train.crew.depot import MODEL_FOLDER, TOKENS_FILE, TOKENS_NOTE
+from penstock.train.crew.depot import MODEL_FOLDER, tokens_files
 from penstock.train.data.corpus import read_corpus
+from penstock.train.data.mixture import mix
 from penstock.train.data.tokenizer import tokenizer_of
 from penstock.train.history import PLAN_FILE
-from penstock.train.hub import settle_tokenizer
+from penstock.train.hub import settle_model
 from penstock.train.loop import Job
-from penstock.train.worker import CONFIG_FILE, job_of, model_sizes, with_kept_files
+from penstock.train.worker import (
+    CONFIG_FILE,
+    job_of,
+    model_sizes,
+    with_guesses,
+    with_kept_files,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,14 +59,14 @@ class Site:
         """The run that this worker takes part in; elsewhere, on tokens that were copied."""
         if not self.is_elsewhere:
             return job_of(self.folder, config, resume)
-        config = settle_tokenizer(config)
+        config = settle_model(config)
         plan = read_plan(self.folder / PLAN_FILE)
-        corpus = read_corpus(
-            self.folder / TOKENS_FILE,
-            self.folder / TOKENS_NOTE,
-            config.data,
-            tokenizer_of(config.data.tokenizer).end,
-        )
+        end = tokenizer_of(config.data.tokenizer).end
+        sources = []
+        for number, part in enumerate(config.data.parts):
+            row, note = (self.folder / name for name in tokens_files(number))
+            sources.append(read_corpus(row, note, part, end))
+        corpus = with_guesses(config, mix(config.data, sources))
         sizes = model_sizes(config)
         return Job(config, plan, sizes, corpus, self.folder, resume, depot=self.depot)
 

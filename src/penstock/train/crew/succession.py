@@ -15,37 +15,88 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 
 from penstock.ir.plan import Plan
 from penstock.ir.program import lower
 from penstock.ir.schedule import Schedule
 from penstock.ir.verify import verify
 from penstock.schedules.coverage import hold_every_part
-from penstock.schedules.survivors import orphans, without_ranks
+from penstock.schedules.survivors import PartCost, orphans, without_ranks
+from penstock.sim.simulate import simulate
 from penstock.train.crew.handover import Transfer
 from penstock.train.crew.notes import Decision, Report
 
+LEAST_GAIN = 0.05  # share of a step that must be saved to replan around a slow worker
 HEAD_WORK = 0.5  # work of a part without layers, compared with a layer
 
 
-def plan_without(plan: Plan, lost: tuple[int, ...], homes: Mapping[int, int]) -> Plan:
-    """Return the plan for the ranks that are left, checked and verified."""
-    if not lost:
+def plan_without(
+    plan: Plan,
+    lost: tuple[int, ...],
+    homes: Mapping[int, int],
+    paces: Mapping[int, float] = MappingProxyType({}),
+) -> Plan:
+    """Return the plan for the ranks that are left, checked and verified.
+
+    `paces` has the ranks that are slow. If less work for them makes a step no faster, the
+    plan stays as it is.
+    """
+    if not lost and not paces:
         return plan
-    work = [max(layers, HEAD_WORK) for layers in plan.partition]
+    work = part_work(plan)
+    ranks = range(plan.schedule.ranks)
+    pace = [paces.get(rank, 1.0) for rank in ranks] if paces else []
     # All schedules of a plan have the same stages, so a part that the first one gives to a
     # rank has its home there in all others.
-    first = without_ranks(plan.schedule, lost, work, homes)
-    left = [rank for rank in range(plan.schedule.ranks) if rank not in lost]
+    first = without_ranks(plan.schedule, lost, work, homes, pace)
+    if not lost:
+        cost = PartCost(parts=tuple(work), paces=tuple(pace))
+        now, then = (simulate(one, cost).makespan for one in (plan.schedule, first))
+        if then > (1 - LEAST_GAIN) * now:
+            return plan
+    left = [rank for rank in ranks if rank not in lost]
     adopted = dict(homes)
     for stage in first.stages:
         if stage.part in orphans(plan.schedule, lost):
             adopted[stage.part] = left[stage.rank]
-    smaller = plan.map_schedules(lambda one: without_ranks(one, lost, work, adopted))
+    smaller = plan.map_schedules(
+        lambda one: without_ranks(one, lost, work, adopted, pace)
+    )
     for schedule in smaller.schedules:
         verify(lower(schedule))
-    ranks = " ".join(map(str, lost))
-    return replace(smaller, name=f"{plan.name} without {ranks}")
+    name = plan.name
+    if lost:
+        name += f" without {' '.join(map(str, lost))}"
+    slow = [str(rank) for rank in sorted(paces) if rank in left]
+    if slow:
+        name += f", slow {' '.join(slow)}"
+    return replace(smaller, name=name)
+
+
+def part_work(plan: Plan) -> list[float]:
+    """Return the work of each part, in layers."""
+    return [max(float(layers), HEAD_WORK) for layers in plan.partition]
+
+
+def rank_work(plan: Plan) -> list[float]:
+    """Return the work of each rank in a step, in layers; the mean if steps take different paths."""
+    work = part_work(plan)
+    totals = [0.0] * plan.schedule.ranks
+    for schedule in plan.schedules:
+        for microbatch in schedule.microbatches:
+            for number in microbatch.path:
+                stage = schedule.stages[number]
+                totals[stage.rank] += work[stage.part] / len(plan.schedules)
+    return totals
+
+
+def shares_a_part(schedule: Schedule, rank: int) -> bool:
+    """Whether another rank holds one of a rank's parts, and could do some of its work."""
+    holders = holders_of(schedule)
+    return any(
+        len(holders[stage.part]) > 1 for stage in schedule.stages if stage.rank == rank
+    )
 
 
 def decide(
@@ -55,16 +106,18 @@ def decide(
     resume: bool,
     mirror: bool = False,
     saved: Callable[[], int] = lambda: -1,
+    paces: Mapping[int, float] = MappingProxyType({}),
 ) -> Decision:
     """Return how the workers that have reported go on; worker n has the place of rank n.
 
     resume: whether the run was started from a checkpoint.
     mirror: whether parts that only one rank holds have a mirror on another one.
     saved: returns the step of the newest checkpoint without damage, or -1.
+    paces: workers that are slow, and how many times as long as before they take.
     """
     members = tuple(sorted(reports))
     lost = tuple(n for n in range(plan.schedule.ranks) if n not in reports)
-    smaller = plan_without(plan, lost, _homes(plan, lost, reports))
+    smaller = plan_without(plan, lost, _homes(plan, lost, reports), paces)
     schedule = hold_every_part(smaller.schedule)
     # Newcomers have no weights, and neither have those that were taken in by a generation
     # that ended before it had begun.
@@ -76,7 +129,7 @@ def decide(
         smaller,
         keep=False,
         resume=resume,
-        whole=not lost,
+        whole=smaller is plan,
         mirrors=mirrors,
     )
     if max((report.step for report in veterans), default=0) == 0:

@@ -138,10 +138,21 @@ class Corpus:
     separate: bool = False  # whether conversations are kept apart
     tally: Tally | None = None  # of conversations
     masking: Masking | None = None  # for models that guess masked words
+    bytes_per_token: float | None = None  # of text; None if nobody has counted
 
     def ticket(self, position: int, seed: int) -> Ticket:
         """Return which sequence comes at a position, in which epoch."""
         return Ticket(shuffled(position, self.trained, seed), position // self.trained)
+
+    @property
+    def token_count(self) -> int:
+        """The number of tokens."""
+        return len(self.tokens)
+
+    @property
+    def text_source(self) -> Corpus:
+        """The corpus that stands for the others where several are mixed."""
+        return self
 
     @property
     def apart(self) -> bool:
@@ -208,7 +219,23 @@ def read_corpus(row: Path, note: Path, data: DataConfig, end: int | None) -> Cor
         corpus = cut_corpus(tokens, data, facts["digest"])
         tally = Tally(**facts["conversations"])
         return replace(corpus, marks=marks, separate=data.separate, tally=tally)
-    return cut_corpus(tokens, data, facts["digest"], end if data.separate else None)
+    corpus = cut_corpus(tokens, data, facts["digest"], end if data.separate else None)
+    if "bytes" not in facts:  # a cache that an earlier version has written
+        return corpus
+    return replace(corpus, bytes_per_token=facts["bytes"] / len(tokens))
+
+
+def open_validation(
+    data: DataConfig, cache: Path, watch: ProgressBytes = lambda done, total: None
+) -> Corpus | None:
+    """Open the text of data.validation, all of which counts as held out; None without any."""
+    if not data.validation:
+        return None
+    own = replace(
+        data, sources=data.validation, validation=(), mixture=(), held_out=0.0
+    )
+    corpus = open_corpus(own, cache, watch)
+    return replace(corpus, trained=0, held_out=corpus.trained)
 
 
 def cut_corpus(
@@ -520,9 +547,10 @@ def _fill(
         if data.instructions:
             facts |= _write_conversations(part, row, files, data, tokenizer, watch)
         else:
-            encoded = _encode_files(files, data, tokenizer, watch)
+            sizes: list[int] = []
+            encoded = _encode_files(files, data, tokenizer, watch, sizes)
             tokens, digest = _write_tokens(part, encoded, tokenizer.end, width)
-            facts |= {"tokens": tokens, "digest": digest}
+            facts |= {"tokens": tokens, "digest": digest, "bytes": sum(sizes)}
         part.replace(row)
         note_part = part.with_suffix(".note.part")  # Other processes may write theirs.
         note_part.write_text(json.dumps(facts), encoding="utf-8")
@@ -630,20 +658,26 @@ def _all_records(files: list[Path], watch: ProgressBytes) -> Iterator[Record]:
 
 
 def _encode_files(
-    files: list[Path], data: DataConfig, tokenizer: Tokenizer, watch: ProgressBytes
+    files: list[Path],
+    data: DataConfig,
+    tokenizer: Tokenizer,
+    watch: ProgressBytes,
+    sizes: list[int],
 ) -> Iterator[tuple[TokenArray, bool]]:
     """Yield the words of every piece, and whether its document ends with it.
 
-    Many short pieces are encoded together.
+    Many short pieces are encoded together. The bytes of the text in each file are added to `sizes`.
     """
     total = sum(file.stat().st_size for file in files)
     before = 0
     for file in files:
+        sizes.append(0)
         pieces: list[Piece] = []
         count = 0  # bytes of these pieces
         begin = 0  # where they begin in the file
         for piece in text_pieces(file, data.field, tokenizer.cut):
             pieces.append(piece)
+            sizes[-1] += len(piece.text)
             count += len(piece.text)
             if max(count, piece.place - begin) >= PIECE_BYTES:
                 yield from _encode_pieces(pieces, tokenizer, file)

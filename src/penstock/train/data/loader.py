@@ -165,6 +165,11 @@ class Loader:
         passes[-1] += [FILLER] * (each - len(passes[-1]))
         return [self._batch(self._own(members), valid) for members in passes]
 
+    def batch_of(self, sequences: Iterable[int]) -> Batch:
+        """Return a batch of these sequences, one pass of this shard."""
+        tickets = [Ticket(number) for number in sequences]
+        return self._batch(tickets, self._valid(tickets))
+
     def examined(self, batches: int) -> int:
         """Count the held-out sequences that an evaluation of `batches` batches reads."""
         return min(batches * self.deal.sequences, self.corpus.held_out)

@@ -61,8 +61,10 @@ def _draws(
     seed: int, sequence: int, epoch: int, count: int, kind: int
 ) -> NDArray[np.float64]:
     """Uniform numbers from 0 to 1 that follow from where they are used."""
-    counter = np.random.Philox(key=seed, counter=[0, kind, sequence, epoch])
-    return np.random.Generator(counter).random(count)
+    raw = np.random.Philox(key=seed, counter=[0, kind, sequence, epoch])
+    # The raw numbers of a generator are the same in every version of numpy.
+    bits = raw.random_raw(count) >> np.uint64(11)
+    return bits.astype(np.float64) * np.float64(2.0**-53)
 
 
 # ---------------------------------------------------------------- the word that stands for others

@@ -24,6 +24,7 @@ def find_prompt(corpus: Corpus, tokenizer: Tokenizer) -> str:
     If no document begins there, the first words of a line of the held-out text. Of a conversation it is everything
     before the first answer.
     """
+    corpus = corpus.text_source
     if corpus.marks is not None:
         return _first_question(corpus, corpus.marks, tokenizer)
     begin = min(corpus.trained * corpus.length, len(corpus.tokens) - 1)

@@ -62,7 +62,7 @@ def train_tokenizer(
 
 def _texts(data: DataConfig, watch: Progress) -> Iterator[str]:
     """Yield all text, in pieces that fit into memory."""
-    files = source_files(data)
+    files = [file for part in data.parts for file in source_files(part)]
     total = sum(file.stat().st_size for file in files)
     before = 0
     for file in files:

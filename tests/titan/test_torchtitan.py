@@ -1,0 +1,234 @@
+"""torchtitan's own package with our pipelining: its config, its contract, its losses and gradients, its trainer."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import warnings
+from dataclasses import fields, replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from penstock import Plan, make
+from penstock.errors import ConfigError, PenstockError
+from penstock.formats import write_plan
+from penstock.runtime import spawn
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # of torchtitan and what it imports
+    pytest.importorskip("torchtitan.trainer", exc_type=ImportError)
+    from torchtitan.config import ConfigManager
+    from torchtitan.distributed.pipeline_parallel import (
+        _generate_llm_fqn_per_model_part as own_rule,
+    )
+
+    import titan_workers as workers
+    from penstock.titan.options import PenstockOptions
+    from penstock.titan.planning import forecast_of, loss_rank_name, plan_pipeline
+    from penstock.titan.trainer import PenstockTrainer, use_plan, with_penstock
+    from titan_workers import TOKENS, Case
+
+ROUNDING = 1e-5  # of float32, after slices have added in another order
+
+
+# ---------------------------------------------------------------- the config
+def test_torchtitan_reads_our_options_and_keeps_its_own():
+    config = ConfigManager().parse_args(
+        [
+            *("--module", "penstock.titan", "--config", "llama3_debugmodel"),
+            *("--parallelism.pipeline_parallel_degree", "2"),
+            *("--training.local_batch_size", "4"),
+            *("--penstock.schedule", "hanayo", "--penstock.waves", "1"),
+            "--penstock.no-prove",
+        ]
+    )
+    assert isinstance(config, PenstockTrainer.Config)
+    assert config.penstock == PenstockOptions(schedule="hanayo", waves=1, prove=False)
+    assert config.training.local_batch_size == 4
+    assert config.training.disable_cuda_graphs  # torchtitan refuses them in pipelines
+    assert config.model_spec.name == "llama3"
+
+
+def test_torchtitan_reads_the_command_of_the_guide():
+    page = Path(__file__).parents[2] / "docs" / "guides" / "torchtitan.md"
+    text = page.read_text(encoding="utf-8").replace("\\\n", " ")
+    (command,) = re.findall(r"torchrun .* -m torchtitan.train (.*)", text)
+    config = ConfigManager().parse_args(shlex.split(command))
+    planned = plan_pipeline(config, config.penstock)
+    assert planned.plan.schedule.parts == 16
+    named = set(re.findall(r"`(?:--penstock)?\.(\w+)`", text))
+    assert named <= {one.name for one in fields(PenstockOptions)}
+
+
+def test_a_config_that_torchtitan_lacks_is_refused_by_name():
+    with pytest.raises(ValueError, match="llama9_8b"):
+        ConfigManager().parse_args(
+            ["--module", "penstock.titan", "--config", "llama9_8b"]
+        )
+
+
+def test_without_a_pipeline_torchtitan_stays_as_it_is():
+    config = workers.trainer_config(Case("1f1b"), 1)
+    assert use_plan(config) is config
+
+
+# ---------------------------------------------------------------- the plan
+def test_named_schedules_have_the_parts_of_torchtitans_own_rule():
+    config = workers.trainer_config(Case("hanayo", {"waves": 1}), 2)
+    planned = plan_pipeline(config, config.penstock)
+    assert [list(one) for one in planned.modules] == own_rule(4, workers.LAYERS)
+    assert planned.plan.partition == (1, 2, 2, 1)
+
+
+def test_torchtitan_logs_the_loss_where_the_last_stage_is():
+    for name, rank, schedule in (("1f1b", 1, "1F1B"), ("hanayo", 0, "ZBVZeroBubble")):
+        config = workers.trainer_config(Case(name), 2)
+        planned = plan_pipeline(config, config.penstock)
+        assert planned.last_rank == rank
+        assert loss_rank_name(planned) == schedule
+        settled = use_plan(config)
+        assert settled.parallelism.pipeline_parallel_schedule == schedule
+
+
+def test_a_plan_file_brings_its_layers(tmp_path):
+    file = tmp_path / "plan.json"
+    write_plan(Plan(make("1f1b", ranks=2, microbatches=4), "mine", (4, 2)), file)
+    config = workers.trainer_config(Case(str(file)), 2)
+    first, last = plan_pipeline(config, config.penstock).modules
+    assert first == ("tok_embeddings", *(f"layers.{n}" for n in range(4)))
+    assert last == ("layers.4", "layers.5", "norm", "lm_head")
+
+
+def test_auto_plans_and_forecasts_with_the_data_sheet_of_a_gpu():
+    config = workers.trainer_config(Case("auto", {"gpu": "h100"}, batch=1), 2)
+    planned = plan_pipeline(config, config.penstock)
+    assert planned.plan.schedule.ranks == 2
+    assert sum(planned.plan.partition) == workers.LAYERS
+    predicted = forecast_of(config, config.penstock, planned)
+    assert predicted is not None
+    assert predicted.seconds > 0
+    unknown = replace(config.penstock, gpu="")
+    if not torch.cuda.is_available():
+        assert forecast_of(config, unknown, planned) is None
+        with pytest.raises(ConfigError, match="no GPU whose data sheet"):
+            plan_pipeline(config, unknown)
+
+
+# ---------------------------------------------------------------- refusals
+@pytest.mark.parametrize(
+    ("section", "changes", "message"),
+    [
+        ("parallelism", {"tensor_parallel_degree": 2}, "tensor_parallel_degree 2"),
+        (
+            "parallelism",
+            {"pipeline_parallel_schedule_csv": "a.csv"},
+            "name the file in --penstock.schedule",
+        ),
+        (
+            "parallelism",
+            {"module_fqns_per_model_part": [["layers.0"]]},
+            "has 1 parts with 1 layers",
+        ),
+        (
+            "parallelism",
+            {"pipeline_parallel_last_stage_less_layers": 9},
+            "torchtitan cannot divide the model into 4 parts",
+        ),
+        ("training", {"enable_cpu_offload": True}, "enable_cpu_offload"),
+        ("penstock", {"schedule": "chimera"}, "more than once"),
+        ("penstock", {"schedule": "skip"}, "leaves out parts"),
+    ],
+)
+def test_what_cannot_work_is_refused_with_the_reason(section, changes, message):
+    config = workers.trainer_config(Case("1f1b"), 4)
+    changed = replace(getattr(config, section), **changes)
+    config = replace(config, **{section: changed})
+    with pytest.raises(ConfigError, match=message):
+        plan_pipeline(config, config.penstock)
+
+
+def test_slices_are_refused_where_attention_does_not_take_them():
+    config = workers.trainer_config(Case("1f1b", {"slices": 2}), 2)
+    config.model_spec.model.layers[3].moe = object()
+    with pytest.raises(ConfigError, match="layer 3 has experts"):
+        plan_pipeline(config, config.penstock)
+
+
+def test_another_trainers_config_is_refused():
+    with pytest.raises(ConfigError, match="not the config of torchtitan's own"):
+        with_penstock(workers.trainer_config(Case("1f1b"), 2))
+
+
+# ---------------------------------------------------------------- losses and gradients
+def judge(results, number, case):
+    """Compare what all ranks together computed in a case: ours and torchtitan's."""
+    losses, peer_losses, gradients, peer_gradients = [], [], {}, {}
+    evaluated = 0.0
+    for of_rank in results:
+        own, grads, peers, peer_grads, evaluation, proof = of_rank[number]
+        losses += own
+        peer_losses += peers
+        gradients |= grads
+        peer_gradients |= peer_grads
+        evaluated += sum(evaluation)
+        assert bool(proof.skipped) == (case.shard > 1), proof
+    assert len(losses) == case.accumulate * case.shard * case.batch // case.rows
+    assert losses == pytest.approx(peer_losses, rel=ROUNDING)
+    assert gradients.keys() == peer_gradients.keys()
+    for name, expected in peer_gradients.items():
+        gap = (gradients[name] - expected).abs().max()
+        assert gap <= ROUNDING * expected.abs().max(), (case, name)
+    if case.accumulate == 1:
+        labels = case.batch * case.shard * (TOKENS - 2)
+        assert evaluated == pytest.approx(sum(losses) * labels, rel=ROUNDING)
+
+
+CASES = [
+    Case("1f1b"),
+    Case("1f1b", batch=1),  # fewer micro-batches than ranks, compared with GPipe
+    Case("zb-h1", chunks=4, precision="bfloat16"),
+    Case("zb-h1", {"slices": 2}, recompute="full", accumulate=2),
+    Case("hanayo", {"waves": 1, "slices": 2, "split": True}, rows=2, chunks=4),
+    Case("1f1b", {"slices": 2}, rows=2, recompute="selective", documents=True),
+]
+
+
+@pytest.mark.numerics
+def test_losses_and_gradients_are_those_of_torchtitans_own_pipeline():
+    results = spawn(2, workers.compare, CASES)
+    for number, case in enumerate(CASES):
+        judge(results, number, case)
+
+
+SHARDED = [
+    Case("hanayo", {"waves": 1, "slices": 2, "split": True}, rows=2, chunks=4, shard=2),
+    Case("1f1b", batch=8),
+]
+
+
+@pytest.mark.numerics
+def test_four_ranks_and_fsdp_compute_the_same():
+    results = spawn(4, workers.compare, SHARDED)
+    for number, case in enumerate(SHARDED):
+        judge(results, number, case)
+
+
+def test_a_loss_in_chunks_must_fit_the_slices():
+    case = Case("1f1b", {"slices": 2}, chunks=16)
+    with pytest.raises(
+        PenstockError, match="16 chunks, but there is a slice of 8 tokens"
+    ):
+        spawn(2, workers.compare, [case])
+
+
+# ---------------------------------------------------------------- the whole trainer
+@pytest.mark.numerics
+def test_torchtitans_trainer_trains_validates_and_resumes_with_our_pipeline(tmp_path):
+    case = Case("hanayo", {"waves": 1, "slices": 2}, chunks=4)
+    (expected,) = spawn(1, workers.train, case, tmp_path, [2, 4])
+    first, _ = spawn(2, workers.train, case, tmp_path, [2, 4])
+    assert [one[:2] for one in first] == [one[:2] for one in expected]
+    losses = [one[2] for one in first]
+    assert losses == pytest.approx([one[2] for one in expected], rel=1e-4)
