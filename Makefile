@@ -5,6 +5,7 @@ BIN := $(VENV)/bin
 OUT := out
 CASES ?= 200
 SEED ?= 0
+STEPS ?= 300
 
 help: ## show this list
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /|/' | column -t -s '|'
@@ -39,6 +40,9 @@ test: setup ## run all tests
 fuzz: setup ## compare CASES random pipelines with unsplit Hugging Face models, starting at SEED
 	$(BIN)/python tests/fuzz.py --cases $(CASES) --seed $(SEED)
 
+chaos: setup ## train STEPS steps with 12 workers that are killed, stopped, slowed and cut off at random, by SEED
+	$(BIN)/python tests/chaos.py --steps $(STEPS) --seed $(SEED)
+
 check: setup ## run ruff, mypy and the test of the import graph
 	$(BIN)/ruff check .
 	$(BIN)/mypy
@@ -64,4 +68,4 @@ $(VENV)/.docs: $(VENV)/.ready
 clean: ## remove everything that the other targets made
 	rm -rf $(VENV) $(OUT) build runs
 
-.PHONY: help setup demo figures test fuzz check bench docs clean
+.PHONY: help setup demo figures test fuzz chaos check bench docs clean

@@ -477,6 +477,10 @@ class RunConfig:
         50, "steps between two checkpoints; 0 saves only at the end", least=0
     )
     keep: int = setting(2, "number of checkpoints to keep", least=1)
+    checkpoints: str = setting(
+        "",
+        "URL to copy checkpoints to, such as s3://bucket/run; a run resumes from there if its folder has none as new",
+    )
     timed: int = setting(
         50,
         "steps between two measured timelines, besides step 3 and the last; 0 measures none",

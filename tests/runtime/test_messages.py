@@ -113,15 +113,15 @@ def test_feedback_makes_rounding_errors_cancel_over_the_steps():
     x = torch.randn(5, 64, generator=draw)
     feedback = Feedback()
     steps = 50
-    total = sum(restore(feedback.quantize(x, 3), x.dtype) for _ in range(steps))
+    total = sum(restore(feedback.quantize(x, (3, 0)), x.dtype) for _ in range(steps))
     alone = sum(restore(quantize(x), x.dtype) for _ in range(steps))
     quantum = x.abs().amax(-1, keepdim=True) / 127
     assert ((total - steps * x).abs() <= 1.5 * quantum).all()
     assert ((alone - steps * x).abs() > 10 * quantum).any()
-    feedback.quantize(x * float("nan"), 3)  # One bad step does not spoil the next.
-    assert restore(feedback.quantize(x, 3), x.dtype).isfinite().all()
+    feedback.quantize(x * float("nan"), (3, 0))  # One bad step does not spoil the next.
+    assert restore(feedback.quantize(x, (3, 0)), x.dtype).isfinite().all()
     longer = torch.ones(5, 70)  # Other shapes have other errors.
-    assert torch.equal(restore(feedback.quantize(longer, 3), x.dtype), longer)
+    assert torch.equal(restore(feedback.quantize(longer, (3, 0)), x.dtype), longer)
 
 
 def test_a_rank_keeps_the_errors_of_the_gradients_that_it_sends_and_of_nothing_else():
@@ -136,8 +136,6 @@ def test_a_rank_keeps_the_errors_of_the_gradients_that_it_sends_and_of_nothing_e
             {comm.rank: parts[comm.rank]},
             comm,
             token_loss,
-            16,
-            torch.float64,
             messages=torch.int8,
         )
         executor.evaluate(batch)
@@ -148,7 +146,11 @@ def test_a_rank_keeps_the_errors_of_the_gradients_that_it_sends_and_of_nothing_e
     kept = run_threads(3, work)
     turns = [lane_turns(program, rank) for rank in range(3)]
     gradients = [
-        {turn.step.value for turn in lane if turn.step and turn.step.do is Do.BACKWARD}
+        {
+            (turn.step.value, 0)
+            for turn in lane
+            if turn.step and turn.step.do is Do.BACKWARD
+        }
         for lane in turns
     ]
     assert kept == [set(), *gradients[1:]]

@@ -15,9 +15,10 @@ from penstock import Plan, make
 from penstock.errors import ConfigError, PeerLostError
 from penstock.formats import write_plan
 from penstock.runtime.process.machine import Machine
+from penstock.schedules.skip_paths import dealt
 from penstock.schedules.survivors import without_ranks
 from penstock.schedules.transforms import replicate
-from penstock.train.after.report import list_events, summarize_run
+from penstock.train.after.report import list_events, render_report, summarize_run
 from penstock.train.checkpoint import step_name
 from penstock.train.crew.choice import is_elastic
 from penstock.train.crew.events import Event, EventLog, read_events
@@ -58,15 +59,15 @@ def started_with(tmp_path_factory):
     """Return a function: the losses of an undisturbed run that has only some ranks from a step on."""
 
     @cache
-    def whole_run(plan: Plan) -> tuple[Job, list[float]]:
-        whole = job_with(plan, tmp_path_factory.mktemp("whole"))
+    def whole_run(plan: Plan, changes: tuple[str, ...]) -> tuple[Job, list[float]]:
+        whole = job_with(plan, tmp_path_factory.mktemp("whole"), *changes)
         return whole, losses(train(whole))
 
     @cache
     def losses_of(
-        step: int, lost: tuple[int, ...], plan: Plan = TWO_COPIES
+        step: int, lost: tuple[int, ...], plan: Plan = TWO_COPIES, *changes: str
     ) -> list[float]:
-        whole, before = whole_run(plan)
+        whole, before = whole_run(plan, changes)
         if not lost:
             return before
         workers = range(plan.schedule.ranks)
@@ -230,6 +231,44 @@ def test_a_lost_part_alone_is_read_from_a_checkpoint_of_the_same_step(
     assert not crew.decide().keep
 
 
+ROTATED = Plan(
+    dealt(ranks=3, microbatches=4, skips=1, seed=1)[0],
+    "skip",
+    (2, 1, 1, 0),
+    rotation=tuple(dealt(ranks=3, microbatches=4, skips=1, count=3, seed=1)[1:]),
+)
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_run_with_rotating_paths_and_full_steps_survives_the_loss_of_any_rank(
+    victim, started_with, tmp_path
+):
+    full = "paths.full=3"
+    crew = Crew(job_with(ROTATED, tmp_path, "run.save=0", full))
+
+    def prepare(trainer):
+        """Let a rank die in the third step, which runs all parts."""
+        measure = trainer.gradients.measure
+
+        def end(*words):
+            if trainer.comm.rank == victim and trainer.step == 2:
+                raise Killed
+            return measure(*words)
+
+        trainer.gradients.measure = end
+
+    crew.run(crew.decide(), prepare=prepare)
+    decision = crew.decide()
+    assert (decision.keep, decision.step) == (True, 2)
+    stages = {one.stages for one in decision.plan.schedules}
+    assert len(stages) == 1
+    crew.run(decision)
+    rows = read_rows(tmp_path)
+    assert losses(rows) == started_with(2, (victim,), ROTATED, full)
+    # Steps leave out parts of other micro-batches; the third one leaves out none.
+    assert [row.layers for row in rows] == [3.0, 3.0, 4.0, 3.0]
+
+
 # Workers 0 and 1 hold part 0; workers 2 and 3 hold the others alone.
 UNEVEN = Plan(
     without_ranks(replicate(make("1f1b", ranks=3, microbatches=2), 2), [4, 5]),
@@ -341,9 +380,8 @@ def test_a_run_is_elastic_by_itself_only_if_no_part_has_a_single_holder():
 # ---------------------------------------------------------------- events
 def test_the_report_shows_the_speed_around_each_event(tmp_path):
     train(job_of(tmp_path, "1f1b", "run.steps=4", "run.prove=false"))
-    write_plan(
-        Plan(make("1f1b", ranks=2, microbatches=4), "1f1b"), tmp_path / "plan.json"
-    )
+    plan = Plan(make("1f1b", ranks=2, microbatches=4), "1f1b", (2, 2))
+    write_plan(plan, tmp_path / "plan.json")
     log = EventLog(tmp_path, resume=False)
     log.put(Event(2, "lost", 3, 0.8, "worker 1 was killed by SIGKILL"))
     assert read_events(tmp_path)[0].workers == 3
@@ -353,6 +391,10 @@ def test_the_report_shows_the_speed_around_each_event(tmp_path):
     )
     assert line.endswith(" after")
     assert "tokens/s before" in line
+    page = render_report(summarize_run(tmp_path), "A run")
+    assert f"<li>1: {line}</li>" in page
+    # Each of the four curves has a line between steps 2 and 3, with the story as its tip.
+    assert page.count("<title>worker 1 was killed by SIGKILL</title>") == 4
     EventLog(tmp_path, resume=True)
     assert read_events(tmp_path)
     EventLog(tmp_path, resume=False)

@@ -50,19 +50,16 @@ class Feedback:
 
     def __init__(self, states: bool = False) -> None:
         self.states = states
-        self.lost: dict[int, Tensor] = {}  # by the number of the action
+        # By the number of the action, and the place among the tensors that it passes on.
+        self.lost: dict[tuple[int, int], Tensor] = {}
 
-    def quantize(self, x: Tensor, action: int) -> Tensor:
-        """Quantize a message together with what the last one of this action has lost."""
-        lost = self.lost.get(action)
+    def quantize(self, x: Tensor, place: tuple[int, int]) -> Tensor:
+        """Quantize a message together with what the last one of the same place has lost."""
+        lost = self.lost.get(place)
         if lost is not None and lost.shape == x.shape:
             x = x + lost
         packed = quantize(x)
         lost = x - restore(packed, x.dtype)
         # An error that is not finite would spoil all later steps.
-        self.lost[action] = lost.nan_to_num_(0.0, 0.0, 0.0)
+        self.lost[place] = lost.nan_to_num_(0.0, 0.0, 0.0)
         return packed
-
-    def forget(self) -> None:
-        """Forget all errors, because the last step does not count."""
-        self.lost.clear()

@@ -48,6 +48,7 @@ from penstock.train.origin import keep_origin
 from penstock.train.own_loss import check_loss
 from penstock.train.placement import Placement, check_gpu_exists
 from penstock.train.rates import own_factor
+from penstock.train.remote import RemoteCheckpoints
 from penstock.train.weights import Sizes, blueprint, model_name
 from penstock.train.worker import (
     CONFIG_FILE,
@@ -90,8 +91,17 @@ def check_start(config: Config, folder: Path, resume: bool) -> None:
     check_training(config, model_sizes(config))
     if config.model.weights:
         weight_files(Path(config.model.weights))
-    if resume and not newest(folder / CHECKPOINTS):
-        raise nothing_to_resume(folder / CHECKPOINTS)
+    if resume:
+        fetch_checkpoint(config, folder)
+        if not newest(folder / CHECKPOINTS):
+            raise nothing_to_resume(folder / CHECKPOINTS)
+
+
+def fetch_checkpoint(config: Config, folder: Path) -> None:
+    """Fetch the newest checkpoint from object storage, if the run has copies there and none as new here."""
+    if config.run.checkpoints:
+        remote = RemoteCheckpoints(config.run.checkpoints, config.run.keep)
+        remote.fetch(folder / CHECKPOINTS)
 
 
 def check_training(config: Config, sizes: Sizes) -> None:
@@ -148,6 +158,7 @@ def prepare_run(
     corpus = corpus_of(config, folder, watch)
     validation_of(config, folder)
     if resume:
+        fetch_checkpoint(config, folder)
         check_resumable(folder / CHECKPOINTS, sizes, corpus, config.run.seed)
     if Path(config.schedule.name).suffix:  # a file: the run keeps its own copy of it
         schedule = replace(config.schedule, name=str(folder / PLAN_FILE))

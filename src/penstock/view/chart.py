@@ -90,10 +90,12 @@ def chart(
     up: str,
     top: float | None = None,
     marks: bool = False,
+    moments: Sequence[tuple[float, str]] = (),
 ) -> str:
     """The text of an SVG file.
 
-    Curves are cut off above `top`, and `marks` puts a dot on each point.
+    Curves are cut off above `top`, and `marks` puts a dot on each point. `moments` are
+    places on the axis with what happened there: numbered lines from top to bottom.
 
     >>> chart([Series("loss", (0, 1), (2, 1))], "Training", "steps", "loss")[:4]
     '<svg'
@@ -125,6 +127,7 @@ def chart(
             f'<clipPath id="plot">{clip}</clipPath>',
             '<g clip-path="url(#plot)">' if top is not None else "<g>",
             *bands,
+            *_moments(frame, moments),
             *curves,
             "</g>",
             *_legend(drawn, colours),
@@ -191,6 +194,20 @@ def _curve(frame: _Frame, line: Series, colour: str, marks: bool) -> Iterator[st
         for point in zip(line.x, line.y, strict=True):
             x, y = frame.place(*point)
             yield f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.2" fill="{colour}"/>'
+
+
+def _moments(frame: _Frame, moments: Sequence[tuple[float, str]]) -> Iterator[str]:
+    bottom = TOP + PLOT_HEIGHT
+    for number, (x, text) in enumerate(moments, start=1):
+        if not frame.left <= x <= frame.right:
+            continue
+        at = frame.place(x, frame.low)[0]
+        line = f'<path d="M{at:.1f} {TOP:g}V{bottom:g}" stroke="{TEXT_COLOUR}" stroke-dasharray="2 3"/>'
+        label = (
+            f'<text x="{at:.1f}" y="{TOP - 4:g}" font-size="10" text-anchor="middle"'
+            f' fill="{TEXT_COLOUR}">{number}</text>'
+        )
+        yield f"<g><title>{escape(text)}</title>{line}{label}</g>"
 
 
 def _dash(line: Series) -> str:

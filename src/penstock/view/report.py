@@ -29,6 +29,7 @@ from penstock.view.numbers import write_time
 Rows = Sequence[Sequence[str]]
 Why = tuple[Sequence[str], Sequence[str], Rows]  # sentences; heads and rows of a table
 Figure = tuple[str, Sequence[Series]]  # a title, and curves over the steps
+Moments = Sequence[tuple[float, str]]
 TIME_HEADS = (
     "rank",
     "working",
@@ -78,18 +79,20 @@ def report_page(
     lists: Sequence[tuple[str, Sequence[str]]] = (),
     why: Why = ((), (), ()),
     time_rows: Rows = (),
+    moments: Moments = (),
 ) -> str:
     """The HTML of the report, without its empty sections.
 
     `lists` are lines under headings, `why` explains the plan, and `time_rows` come from
-    `time_rows_of`.
+    `time_rows_of`. `moments` are steps at which something happened, with what it was; all
+    figures show them.
 
     >>> "<svg" in report_page("A run", [("steps", "3")], [("loss", [Series("train", (1, 2), (2.0, 1.0))])], [])
     True
     """
     cells = [fact(name, value) for name, value in facts]
     body = [f"<h1>{escape(title)}</h1>", f"<dl>{''.join(cells)}</dl>"]
-    charts = "".join(_figure(*figure) for figure in figures)
+    charts = "".join(_figure(*figure, moments) for figure in figures)
     if charts:
         body.append(f'<h2>Curves</h2>\n<div class="charts">{charts}</div>')
     if timelines:
@@ -155,7 +158,7 @@ def table(heads: Sequence[str], rows: Rows) -> str:
     return f"<table><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table>"
 
 
-def _figure(title: str, lines: Sequence[Series]) -> str:
+def _figure(title: str, lines: Sequence[Series], moments: Moments) -> str:
     """A chart of the finite points of each line; nothing if there are none."""
     shown = []
     for line in lines:
@@ -165,4 +168,4 @@ def _figure(title: str, lines: Sequence[Series]) -> str:
             shown.append(Series(line.name, xs, ys))
     if not shown:
         return ""
-    return f"<figure>{chart(shown, title, 'step', '')}</figure>"
+    return f"<figure>{chart(shown, title, 'step', '', moments=moments)}</figure>"

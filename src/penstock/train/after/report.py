@@ -176,7 +176,7 @@ def render_report(summary: Summary, title: str, sample: str = "") -> str:
     """Return the HTML page of a run."""
     reasons = reasons_of(summary.plan, summary.named)
     lists = [
-        ("Events", list_events(summary)),
+        ("Events", _number(list_events(summary))),
         ("Text by source", describe_use(summary.sources)),
         ("Predicted and measured", [kind.text for kind in summary.kinds if kind.text]),
         ("Largest differences", _list_differences(summary.main)),
@@ -194,7 +194,14 @@ def render_report(summary: Summary, title: str, sample: str = "") -> str:
         lists,
         (reasons.sentences, reasons.heads, reasons.rows),
         _list_idle_times(summary.main),
+        # A line between the last step before an event and the first one after it.
+        [(event.step + 0.5, event.text) for event in summary.events],
     )
+
+
+def _number(lines: Sequence[str]) -> list[str]:
+    """Lines with the numbers that the figures show."""
+    return [f"{number}: {line}" for number, line in enumerate(lines, start=1)]
 
 
 def list_events(summary: Summary) -> list[str]:

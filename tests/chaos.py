@@ -1,0 +1,197 @@
+"""Trains with twelve workers, some of which are killed, stopped, slowed or cut off, and compares with a quiet run.
+
+    python tests/chaos.py --steps 300 --seed 0      three ranks in four copies, with rotating partial paths
+    make chaos STEPS=300 SEED=0
+
+Every few seconds, at a random moment, something happens to a random worker:
+
+    kill    SIGKILL; the launcher starts another worker in its place, which joins
+    stop    SIGSTOP; the launcher ends it after a second
+    slow    a burst of SIGSTOP and SIGCONT, so that it runs a third of the time
+    cut     one of its connections to another worker is shut down
+
+The script fails if the run does not end, if a step is lost or done twice, or if a loss differs from that of the quiet
+run, which has the same data and paths, by more than sums in another order explain. It prints what it has tried.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from penstock.train.crew.events import read_events
+from penstock.train.history import read_rows
+
+WORKERS = 12
+SETTINGS = (
+    *("model.layers=3", "model.width=32", "model.heads=4", "model.inner=64"),
+    *("data.tokens=32", "data.batch=24", "optimizer.rate=3e-4"),
+    *("schedule.name=skip", "schedule.ranks=3", "schedule.copies=4"),
+    *("schedule.microbatches=3", "paths.share=0.33", "paths.rotate=4", "paths.full=10"),
+    *("run.device=cpu", "run.threads=1", "run.forecast=false", "run.prove=false"),
+    *("run.elastic=true", "run.restarts=1000000", "run.silence=60", "run.slow=3"),
+    *("run.evaluate=0", "run.timed=0", "run.save=25", "run.log=25"),
+)
+# Losses differ because sums over replicas are added in another order, and a little more
+# with every step.
+TOLERANCE = 2e-3
+PIDFD_OPEN, PIDFD_GETFD = 434, 438  # system calls of Linux
+BURST_SECONDS = 1.5  # how long a worker is slow
+TCP_ESTABLISHED = "01"  # in /proc/net/tcp
+
+
+def start(folder: Path, name: str, steps: int) -> subprocess.Popen:
+    """Start `penstock train` with its output in a file."""
+    words = [*SETTINGS, f"run.folder={folder / name}", f"run.steps={steps}"]
+    changes = [word for one in words for word in ("--set", one)]
+    command = [sys.executable, "-m", "penstock", "train", "--sample", "0", *changes]
+    with (folder / f"{name}.log").open("w") as log:
+        return subprocess.Popen(command, stdout=log, stderr=log)
+
+
+# ---------------------------------------------------------------- what happens to workers
+def kill(pid: int, draw: random.Random) -> None:
+    """End a worker."""
+    os.kill(pid, signal.SIGKILL)
+
+
+def stop(pid: int, draw: random.Random) -> None:
+    """Stop a worker for good."""
+    os.kill(pid, signal.SIGSTOP)
+
+
+def slow(pid: int, draw: random.Random) -> None:
+    """Let a worker run only a third of the time for a while."""
+    end = time.monotonic() + BURST_SECONDS
+    while time.monotonic() < end:
+        os.kill(pid, signal.SIGSTOP)
+        time.sleep(0.1)
+        os.kill(pid, signal.SIGCONT)
+        time.sleep(0.05)
+
+
+def cut(pid: int, draw: random.Random) -> None:
+    """Shut down one of a worker's connections to other workers."""
+    library = ctypes.CDLL(None, use_errno=True)
+    process = library.syscall(PIDFD_OPEN, pid, 0)
+    if process < 0:
+        raise OSError(ctypes.get_errno(), "cannot open a process")
+    try:
+        numbers = worker_sockets(pid)
+        if not numbers:
+            raise ProcessLookupError("it has no connections")
+        copy = library.syscall(PIDFD_GETFD, process, draw.choice(numbers), 0)
+        if copy < 0:
+            raise OSError(ctypes.get_errno(), "cannot take a connection")
+        with socket.socket(fileno=copy) as connection:
+            connection.shutdown(socket.SHUT_RDWR)
+    finally:
+        os.close(process)
+
+
+def worker_sockets(pid: int) -> list[int]:
+    """The connections of a worker to other workers, by file descriptor; not those to the launcher's store."""
+    peers = {}
+    for line in Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]:
+        words = line.split()
+        if words[3] == TCP_ESTABLISHED:
+            peers[words[9]] = (words[1], words[2])
+    # The store has one port for all of its connections, other ports have one each.
+    owners = Counter(local for local, _ in peers.values())
+    numbers = []
+    for entry in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(OSError):
+            target = os.readlink(entry)
+            inode = target.removeprefix("socket:[").removesuffix("]")
+            ends = peers.get(inode, ())
+            if ends and all(owners[end] == 1 for end in ends):
+                numbers.append(int(entry.name))
+    return numbers
+
+
+DEEDS: dict[str, Callable[[int, random.Random], None]] = {
+    "kill": kill,
+    "stop": stop,
+    "slow": slow,
+    "cut": cut,
+}
+
+
+def disturb(
+    process: subprocess.Popen, run: Path, between: float, draw: random.Random
+) -> Counter[str]:
+    """Let something happen to workers, again and again, until the run ends."""
+    done: Counter[str] = Counter()
+    while process.poll() is None:
+        wait = min(draw.expovariate(1 / between), 4 * between)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(wait)
+            break
+        name = draw.choice(list(DEEDS))
+        worker = draw.randrange(WORKERS)
+        try:
+            pid = int((run / "ranks" / f"{worker}.pid").read_text())
+            DEEDS[name](pid, draw)
+            done[name] += 1
+        except (OSError, ValueError):
+            done[f"{name} too late"] += 1  # The worker had ended already.
+    return done
+
+
+def main() -> None:
+    """Train twice, and compare."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--between", type=float, default=4.0, help="mean seconds")
+    parser.add_argument("--folder", type=Path, help="keeps the runs there")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        folder = options.folder or Path(name)
+        folder.mkdir(parents=True, exist_ok=True)
+        quiet = start(folder, "quiet", options.steps)
+        quiet.wait()
+        process = start(folder, "chaos", options.steps)
+        run = folder / "chaos"
+        while process.poll() is None and not read_rows(run):
+            time.sleep(0.1)
+        began = time.monotonic()
+        draw = random.Random(options.seed)
+        done = disturb(process, run, options.between, draw)
+        seconds = time.monotonic() - began
+        expected = [row.loss for row in read_rows(folder / "quiet")]
+        rows = read_rows(run)
+        events = Counter(event.event for event in read_events(run))
+        print(f"seed {options.seed}: {len(rows)} steps in {seconds:.0f} s")
+        print(
+            "  tried   ", ", ".join(f"{n} {name}" for name, n in sorted(done.items()))
+        )
+        print("  events  ", ", ".join(f"{n} {name}" for name, n in events.items()))
+        if process.returncode != 0 or quiet.returncode != 0:
+            failed = "chaos" if process.returncode else "quiet"
+            print((folder / f"{failed}.log").read_text()[-3000:])
+            raise SystemExit(f"the {failed} run did not end in peace")
+    if [row.step for row in rows] != list(range(1, options.steps + 1)):
+        raise SystemExit("a step was lost or done twice")
+    apart = max(
+        abs(row.loss - loss) / loss for row, loss in zip(rows, expected, strict=True)
+    )
+    print(f"  losses   at most {apart:.1e} from the quiet run")
+    if apart > TOLERANCE:
+        raise SystemExit(f"a loss is {apart:.1e} from that of the quiet run")
+
+
+if __name__ == "__main__":
+    main()
