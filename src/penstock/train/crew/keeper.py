@@ -507,8 +507,7 @@ def describe_takeovers(before: Decision, decision: Decision) -> str:
     sentences = []
     for part, holder, _ in before.mirrors:
         if before.members[holder] not in decision.members:
-            (rank,) = holders_of(decision.plan.schedule)[part]
-            worker = decision.members[rank]
+            worker = decision.members[min(holders_of(decision.plan.schedule)[part])]
             sentences.append(f"worker {worker} has part {part} from its mirror")
     for rank, part in decision.restores:
         worker = decision.members[rank]
