@@ -445,6 +445,7 @@ class Keeper:
         self, before: Decision, decision: Decision, arrived: list[int]
     ) -> None:
         """Tell the user why a generation ended; give up if retrying does not help."""
+        self.write_event()  # of a generation that ended before it trained
         stories = list(self.losses)
         kind = "lost"
         if arrived:
