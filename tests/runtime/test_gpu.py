@@ -35,6 +35,7 @@ from penstock.runtime import (
     run_threads,
     spawn,
 )
+from penstock.runtime.backward import accumulate_product
 from penstock.runtime.recorder import Clock
 from penstock.schedules.transforms import slice_tokens
 
@@ -167,6 +168,16 @@ def test_compiled_stages_train_like_uncompiled_ones(name, autocast, recorded):
     for one, other in zip(weights, theirs, strict=True):
         limit = 1e-3 if autocast is None else 2e-2
         assert float((one - other).norm() / one.norm()) < limit
+
+
+def test_products_in_half_precision_add_up_in_float32():
+    """Rounded to bfloat16, they would be wrong by 2e-3."""
+    x, grad = (torch.randn(512, 256, device="cuda").bfloat16() for _ in range(2))
+    weight = torch.nn.Parameter(torch.zeros(256, 256, device="cuda"))
+    for _ in range(3):
+        accumulate_product(weight, grad, x)
+    expected = 3 * (grad.double().t() @ x.double())
+    assert float((weight.grad - expected).norm() / expected.norm()) < 1e-4
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
