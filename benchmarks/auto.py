@@ -376,8 +376,6 @@ class Runner:
             self.stages,
             comm,
             token_loss,
-            case.config.width,
-            dtype=self.size.dtype,
             recompute=frozenset(again),
             tape=CudaTape() if run.device == "cuda" else None,
         )

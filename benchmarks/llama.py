@@ -79,7 +79,6 @@ def ours(schedule: Schedule, rank: int, model: Llama) -> Machine:
         parts_of(schedule, rank, model),
         ProcessComm(60),
         token_loss,
-        CONFIG.width,
     )
     batch = cut_batch(*data(), MICROBATCHES)
     return Ours(executor, batch)

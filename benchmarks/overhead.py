@@ -135,7 +135,7 @@ def ours(
         if s.rank == rank
     }
     executor = Executor(
-        lower(schedule), stages, ProcessComm(60), lambda y, _: Total.apply(y), size
+        lower(schedule), stages, ProcessComm(60), lambda y, _: Total.apply(y)
     )
     count = len(schedule.microbatches)
     batch = batch_of(

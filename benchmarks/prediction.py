@@ -113,7 +113,6 @@ def work(comm: Comm, setting: Setting) -> tuple[dict[str, list[Profile]], Steps,
                 {comm.rank: parts[comm.rank]},
                 comm,
                 token_loss,
-                setting.config.width,
             ),
             len(schedule.microbatches),
         )

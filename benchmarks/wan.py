@@ -201,9 +201,7 @@ def work(
             if stage.rank == comm.rank
         }
         shaped = ShapedComm(comm, cost.network, scale)
-        executors.append(
-            Executor(lower(schedule), mine, shaped, lambda y, _: y.sum(), WIDTH)
-        )
+        executors.append(Executor(lower(schedule), mine, shaped, lambda y, _: y.sum()))
         count = len(schedule.microbatches)
         batches.append(
             batch_of(

@@ -35,6 +35,7 @@ from penstock.runtime.process.launch import ENDING_SIGNALS, serve_forks
 
 # What workers and commands load. The command line is not among it, because workers go without.
 LOADED = (
+    "branching_workers",
     "forked",
     "mesh_workers",
     "process_workers",

@@ -51,7 +51,6 @@ def trains_like_one_piece(comm: Comm, recorded: bool = False) -> dict[str, float
             mine,
             comm,
             token_loss,
-            64,
             tape=CudaTape() if recorded else None,
         )
         for _ in range(3):
@@ -82,7 +81,7 @@ def memory_of_steps(comm: Comm) -> list[int]:
     ).cuda()
     schedule = make("1f1b", ranks=comm.ranks, microbatches=8)
     mine = {comm.rank: split(whole, [1] * comm.ranks)[comm.rank]}
-    executor = Executor(lower(schedule), mine, comm, token_loss, 256)
+    executor = Executor(lower(schedule), mine, comm, token_loss)
     tokens = [torch.randint(0, 97, (2, 512), device="cuda") for _ in range(8)]
     found = []
     with watching(executor):

@@ -77,8 +77,6 @@ def _gradients(comm: ProcessComm, case: Case, device: torch.device) -> dict[str,
         holding.stages,
         place.pipeline,
         token_loss,
-        holding.width,
-        torch.float64,
         tied=holding.tied,
         recompute=frozenset(holding.stages if case.recompute else ()),
     )
@@ -210,9 +208,7 @@ def _steps(comm: ProcessComm, mesh: MeshConfig, sizes: Sizes) -> int:
     schedule = make("gpipe", ranks=1, microbatches=1)
     place = place_of(comm, mesh, 1, CPU)
     holding = hold(sizes, schedule, (sizes.layers,), 0, CPU, place)
-    executor = Executor(
-        lower(schedule), holding.stages, place.pipeline, token_loss, holding.width
-    )
+    executor = Executor(lower(schedule), holding.stages, place.pipeline, token_loss)
     for parameter in holding.parameters.values():
         local_share(parameter).detach().fill_(
             0.01
@@ -249,7 +245,6 @@ def sleeps(comm: ProcessComm) -> None:
         holding.stages,
         place.pipeline,
         token_loss,
-        holding.width,
         tied=holding.tied,
     )
     if place.pipeline.rank == 1 and place.tensor == 1:

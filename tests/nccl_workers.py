@@ -102,7 +102,6 @@ def error_of(
         stages,
         comm,
         token_loss,
-        WIDTH,
         tied=ties,
         tape=CudaTape() if recorded else None,
         messages=messages,
@@ -138,6 +137,8 @@ TRICKS: dict[str, Callable[[Tensor], None]] = {"sleep": sleep, "raise": blunder}
 class Tricky(nn.Module):
     """A part that goes wrong in its fifth forward."""
 
+    hidden_width = WIDTH  # as the part says
+
     def __init__(self, part: nn.Module, trick: Callable[[Tensor], None]) -> None:
         super().__init__()
         self.part, self.trick, self.calls = part, trick, 0
@@ -160,7 +161,7 @@ def goes_wrong(comm: Comm, how: str) -> None:
     part: nn.Module = split(Llama(sizes).cuda(), [1] * comm.ranks)[comm.rank]
     if comm.rank == 1:
         part = Tricky(part, TRICKS[how])
-    executor = Executor(lower(schedule), {comm.rank: part}, comm, token_loss, WIDTH)
+    executor = Executor(lower(schedule), {comm.rank: part}, comm, token_loss)
     tokens = [torch.randint(0, WORDS, (2, TOKENS), device="cuda") for _ in range(4)]
     with watching(executor, silence=4.0):
         for _ in range(3):

@@ -16,7 +16,7 @@ from penstock.ir import lower
 from penstock.peers.torch_runtime import torch_runtime, torch_stages
 from penstock.runtime import Executor, ProcessComm, batch_of
 from penstock.runtime.gradients import groups_of
-from process_workers import WIDTH, WORDS, loss_of, model_of, part_of
+from process_workers import WORDS, loss_of, model_of, part_of
 
 ROWS, TOKENS = 2, 5
 Comparison = tuple[str, float, float]  # the case, the worst loss and the worst gradient
@@ -71,7 +71,7 @@ def run_ours(
         if stage.rank == comm.rank
     }
     comm.prepare(groups_of(schedule))
-    executor = Executor(lower(schedule), stages, comm, loss_of, WIDTH, torch.float64)
+    executor = Executor(lower(schedule), stages, comm, loss_of)
     losses = []
     for step in range(2):
         x, y = data_of(len(schedule.microbatches), step)

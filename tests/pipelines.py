@@ -16,7 +16,6 @@ from penstock.models import (
     GPTConfig,
     Llama,
     LlamaConfig,
-    model_width,
     part_parameters,
     shared_names,
     split,
@@ -141,7 +140,7 @@ def piped(
 ) -> Outcome:
     """Run the schedule with one thread per rank, each with its own copy of the model."""
     partition = partition or layers_of(schedule)
-    program, width = lower(schedule), model_width(model)
+    program = lower(schedule)
     copies = [copy.deepcopy(model) for _ in range(schedule.ranks)]
     executors: dict[int, Executor] = {}
 
@@ -164,8 +163,6 @@ def piped(
             stages,
             comm,
             token_loss,
-            width,
-            torch.float64,
             tied=tied,
             **options,
             **own,

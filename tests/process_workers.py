@@ -115,7 +115,13 @@ def executor_of(
     if trick is not None:
         stages = {n: Tricky(module, trick) for n, module in stages.items()}
     comm.prepare(groups_of(schedule))
-    return Executor(lower(schedule), stages, comm, loss_of, WIDTH, torch.float64)
+    return Executor(lower(schedule), stages, comm, loss_of)
+
+
+def state_width(executor: Executor) -> None:
+    """Let the stages say what they return, so that nobody has to try them before the first step."""
+    for module in executor.modules.values():
+        module.hidden_width = WIDTH
 
 
 # ---------------------------------------------------------------- what spawned workers do
@@ -227,6 +233,7 @@ def mismatch(comm: ProcessComm, rows: tuple[int, int]) -> None:
     """Give rank 0 another number of rows than rank 1."""
     schedule = make("1f1b", ranks=2, microbatches=4)
     executor = executor_of(schedule, comm, model_of(2))
+    state_width(executor)
     x = torch.zeros(rows[comm.rank], 5, dtype=torch.long)
     with watching(executor):
         executor.step(batch_of([x] * 4, [x] * 4))
@@ -317,6 +324,7 @@ def train(name: str, culprit: int) -> None:
     schedule = make("1f1b", ranks=comm.ranks, microbatches=8)
     trick = TRICKS[name] if comm.rank == culprit else None
     executor = executor_of(schedule, comm, model_of(schedule.parts), trick)
+    state_width(executor)
     with watching(executor, silence=3.0 if name == "stop" else 30.0):
         losses = [executor.step(batch_for(schedule, step)).loss for step in range(3)]
     sys.stdout.write(

@@ -39,6 +39,9 @@ ROOMS = {
         *("ir", "cost", "config", "formats", "schedules", "sim", "plan", "view"),
         *("carry", "dropout", "runtime", "measure", "models", "errors"),
     },
+    "ray": {
+        *("ir", "config", "formats", "plan", "runtime", "train", "errors"),
+    },
     "titan": {
         *("ir", "cost", "config", "formats", "schedules", "plan", "view"),
         *("carry", "runtime", "train", "errors"),
@@ -71,6 +74,7 @@ LIBRARIES = {
     "peers": {"torch"},
     "pipeline": {"torch"},
     "train": {
+        "fsspec",
         "numpy",
         "torch",
         "rich",
@@ -81,6 +85,7 @@ LIBRARIES = {
         "transformers",
         "wandb",
     },
+    "ray": {"ray"},
     "titan": {"torch", "torchtitan"},
     "cli": {"typer", "rich", "torch"},
     "__main__": set(),

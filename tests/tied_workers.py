@@ -11,7 +11,6 @@ from penstock import Schedule, lower
 from penstock.models import (
     even_partition,
     layer_count,
-    model_width,
     shift_labels,
     split,
     token_loss,
@@ -75,9 +74,7 @@ def train(
     mine = {
         n: parts[s.part] for n, s in enumerate(schedule.stages) if s.rank == comm.rank
     }
-    executor = Executor(
-        lower(schedule), mine, comm, token_loss, model_width(model), torch.float64
-    )
+    executor = Executor(lower(schedule), mine, comm, token_loss)
     optimizer = torch.optim.SGD(
         {p for part in mine.values() for p in part.parameters()}, lr=0.5
     )

@@ -163,8 +163,6 @@ class Ours:
             stages,
             comm,
             token_loss,
-            size.config.width,
-            dtype=size.dtype,
             tape=tape,
         )
         self.stages = stages

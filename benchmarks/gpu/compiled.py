@@ -165,7 +165,6 @@ class Alone:
             {0: stage},
             comm,
             ChunkedLoss(CompiledLoss(token_loss, compiler), compiler=compiler),
-            config.width,
             autocast=torch.bfloat16,
             tape=CudaTape() if recorded and self.options.device == "cuda" else None,
         )

@@ -126,7 +126,6 @@ def one(
         stages,
         comm,
         token_loss,
-        size.config.width,
         autocast=torch.bfloat16 if on_gpu else None,
         tape=CudaTape() if on_gpu else None,
         messages=TYPES[dtype],

@@ -1,7 +1,7 @@
 """A model, a plan and a loss become a pipeline: `step(x, y)` in a training loop of your own.
 
     model, or a list of layers ──► parts ──┐
-    schedule, or a plan ───────────────────┼──► Pipeline ──► step, evaluate, clip, parameters, state_dict
+    schedule, or a plan ───────────────────┼──► Pipeline ──► step, evaluate, predict, clip, parameters, state_dict
     loss ──────────────────────────────────┘
 
 Every rank builds the same model and passes the same batch. A rank keeps only its own parts; ranks are threads
@@ -10,10 +10,12 @@ Every rank builds the same model and passes the same batch. A rank keeps only it
 
 from __future__ import annotations
 
-import copy
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
 from itertools import accumulate, pairwise
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +26,7 @@ from penstock.ir.sums import first_holders
 from penstock.models import Part, layer_count, part_parameters, split, token_loss
 from penstock.partition import even_partition
 from penstock.runtime import (
+    Batch,
     Executor,
     Proof,
     Result,
@@ -35,15 +38,17 @@ from penstock.runtime import (
 from penstock.runtime.clipping import scale_down
 from penstock.runtime.comm.comm import Comm
 from penstock.runtime.loss_reduction import Loss
+from penstock.runtime.passed_values import LayerChain
 
 
 class Pipeline:
     """One rank's share of a model, and the schedule that trains it.
 
     `model` is a model that `penstock.models.split` takes (ours, or a decoder of transformers), or a list of layers:
-    each takes what the one before returns, and between them goes a hidden state of shape (rows, tokens, width). `plan`
-    is a schedule or a plan, such as that of `penstock plan`. `loss` takes the output of the last layer and labels, and
-    returns the sum of the labels' losses, or their mean if `reduction` is "mean".
+    each takes what the one before returns, which is a tensor of any shape, a tuple of tensors, or a dict of tensors
+    with names (`penstock.runtime.passed_values`). `plan` is a schedule or a plan, such as that of `penstock plan`.
+    `loss` takes the output of the last layer and labels, and returns the sum of the labels' losses, or their mean if
+    `reduction` is "mean".
 
     `partition` says how many layers each part has; by default the plan's, or as even as possible. `comm` connects the
     ranks; by default those that torchrun has started.
@@ -67,7 +72,6 @@ class Pipeline:
         self.comm = init(device=device) if comm is None else comm
         partition = partition or (plan.partition if isinstance(plan, Plan) else ())
         parts = parts_of(model, self.schedule.parts, partition)
-        self.shapes = _without_memory(parts[0])
         self.device = torch.device(device or "cpu")
         self.stages: dict[int, nn.Module] = {}
         mine: dict[int, nn.Module] = {}
@@ -92,27 +96,58 @@ class Pipeline:
         holders = first_holders(self.schedule, [_named(part) for part in parts])
         # A parameter that several ranks hold counts on the first of them.
         self.owned = {name for name, rank in holders.items() if rank == self.comm.rank}
-        self._executor: Executor | None = None
 
     # ------------------------------------------------------------ steps
-    def step(self, x: Tensor, y: Tensor, timed: bool = False) -> Result:
+    def step(
+        self,
+        x: Tensor,
+        y: Tensor,
+        timed: bool = False,
+        outputs: bool = False,
+        **named: Tensor,
+    ) -> Result:
         """Run one step on a batch, and add to the gradients; all ranks pass the same batch.
 
-        `Result.loss` is the mean loss of all labels that count, on every rank.
+        `Result.loss` is the mean loss of all labels that count, on every rank. The `named` tensors, such as a mask,
+        have a row for each row of x; a layer gets those that its forward has a parameter for. With `outputs`,
+        `Result.outputs` has what the last layer returned for each micro-batch, on the rank that holds it.
         """
-        batch = cut_batch(x.to(self.device), y.to(self.device), self.microbatches)
-        return self.executor(x).step(batch, timed)
+        return self.executor.step(self.cut(x, y, named), timed, outputs)
 
-    @torch.no_grad()
-    def evaluate(self, x: Tensor, y: Tensor) -> float:
+    def evaluate(self, x: Tensor, y: Tensor, **named: Tensor) -> float:
         """Return the mean loss of a batch, without gradients."""
-        batch = cut_batch(x.to(self.device), y.to(self.device), self.microbatches)
-        return self.executor(x).evaluate(batch)
+        return self.executor.evaluate(self.cut(x, y, named))
 
-    def prove(self, x: Tensor, y: Tensor) -> Proof:
+    def predict(self, x: Tensor, **named: Tensor) -> Any:
+        """Return what the last layer returns for a batch, without gradients: on the rank that holds it, else None.
+
+        If several ranks hold the last layer, each has the rows of its own micro-batches. All ranks call this.
+        """
+        rows = torch.zeros(len(x), 1, dtype=torch.long, device=self.device)
+        batch = replace(self.cut(x, rows, named), labels=())
+        found = [y for y in self.executor.predict(batch) if y is not None]
+        return join_rows(found) if found else None
+
+    def prove(self, x: Tensor, y: Tensor, **named: Tensor) -> Proof:
         """Check that the plan computes what plain calls compute; see `penstock.runtime.prove`."""
-        batch = cut_batch(x.to(self.device), y.to(self.device), self.microbatches)
-        return prove(self.executor(x), batch)
+        return prove(self.executor, self.cut(x, y, named))
+
+    def edge_bytes(self, x: Tensor, **named: Tensor) -> tuple[int, ...]:
+        """Return the bytes that go from each part to the next for the first micro-batch: of all its tensors.
+
+        Divided by its tokens, they are what `PartCost.message` takes, for a simulation. All ranks call this.
+        """
+        rows = torch.zeros(len(x), 1, dtype=torch.long, device=self.device)
+        batch = replace(self.cut(x, rows, named), labels=())
+        return tuple(edge.sent_bytes for edge in self.executor.edges(batch)[0])
+
+    def cut(self, x: Tensor, y: Tensor, named: Mapping[str, Tensor]) -> Batch:
+        """Deal a batch out to the micro-batches."""
+        moved = {name: tensor.to(self.device) for name, tensor in named.items()}
+        microbatches = len(self.schedule.microbatches)
+        return cut_batch(
+            x.to(self.device), y.to(self.device), microbatches, named=moved
+        )
 
     def clip(self, most: float) -> float:
         """Scale the gradients of all ranks so that their norm is at most `most`; return the norm before.
@@ -129,27 +164,18 @@ class Pipeline:
         scale_down(gradients, norm, most)
         return norm
 
-    @property
-    def microbatches(self) -> int:
-        """The micro-batches that a batch is dealt out to."""
-        return len(self.schedule.microbatches)
-
-    def executor(self, x: Tensor) -> Executor:
-        """The executor, which is made when the shape of a batch is known for the first time."""
-        if self._executor is None:
-            hidden = hidden_state(self.shapes, x)
-            self._executor = Executor(
-                lower(self.schedule),
-                self.stages,
-                self.comm,
-                self.loss,
-                hidden.shape[2],
-                hidden.dtype,
-                recompute=self.recompute,
-                autocast=self.autocast,
-                reduction=self.reduction,
-            )
-        return self._executor
+    @cached_property
+    def executor(self) -> Executor:
+        """The executor, which is made when it is first used. All ranks make theirs at the same time."""
+        return Executor(
+            lower(self.schedule),
+            self.stages,
+            self.comm,
+            self.loss,
+            recompute=self.recompute,
+            autocast=self.autocast,
+            reduction=self.reduction,
+        )
 
     # ------------------------------------------------------------ parameters
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -185,7 +211,7 @@ class Pipeline:
 # ---------------------------------------------------------------- parts
 def parts_of(
     model: nn.Module | Sequence[nn.Module], parts: int, partition: Sequence[int] = ()
-) -> list[Part] | list[nn.Sequential]:
+) -> list[Part] | list[LayerChain]:
     """Cut a model, or a list of layers, into parts."""
     listed = isinstance(model, nn.Sequential | nn.ModuleList | Sequence)
     layers = list(model) if listed else []  # type: ignore[arg-type]
@@ -200,7 +226,7 @@ def parts_of(
         return split(model, partition)  # type: ignore[arg-type]
     bounds = pairwise(accumulate(partition, initial=0))
     numbered = [(str(number), layer) for number, layer in enumerate(layers)]
-    return [nn.Sequential(OrderedDict(numbered[a:b])) for a, b in bounds]
+    return [LayerChain(OrderedDict(numbered[a:b])) for a, b in bounds]
 
 
 def _named(part: nn.Module) -> dict[str, nn.Parameter]:
@@ -209,33 +235,11 @@ def _named(part: nn.Module) -> dict[str, nn.Parameter]:
     return dict(part.named_parameters())
 
 
-def _without_memory(part: nn.Module) -> nn.Module:
-    """A copy of a part on the meta device, which knows shapes and has no numbers."""
-    memo: dict[int, object] = {}
-    for parameter in (*part.parameters(), *part.buffers()):
-        empty = parameter.detach().to("meta")
-        memo[id(parameter)] = (
-            nn.Parameter(empty, parameter.requires_grad)
-            if isinstance(parameter, nn.Parameter)
-            else empty
-        )
-    return copy.deepcopy(part, memo)
-
-
-def hidden_state(part: nn.Module, x: Tensor) -> Tensor:
-    """The hidden state that the first part makes of an input: its shape and type, without numbers."""
-    with torch.no_grad():
-        hidden = part(torch.empty_like(x[:1], device="meta"))
-    if (
-        not isinstance(hidden, Tensor)
-        or hidden.dim() != 3
-        or hidden.shape[1] != x.shape[1]
-    ):
-        found = (
-            tuple(hidden.shape) if isinstance(hidden, Tensor) else type(hidden).__name__
-        )
-        raise ShapeError(
-            f"the first part makes {found} of an input of shape {tuple(x[:1].shape)}, but a hidden state has the "
-            f"shape (rows, tokens, width), here (1, {x.shape[1]}, width)"
-        )
-    return hidden
+def join_rows(outputs: Sequence[Any]) -> Any:
+    """Join what a layer returned for several micro-batches along their rows."""
+    first = outputs[0]
+    if isinstance(first, Mapping):
+        return {name: join_rows([one[name] for one in outputs]) for name in first}
+    if isinstance(first, tuple):
+        return tuple(join_rows(parts) for parts in zip(*outputs, strict=True))
+    return torch.cat(list(outputs))

@@ -41,7 +41,6 @@ def train(stage: nn.Module, name: str, loss=token_loss) -> tuple[Executor, list[
             {0: stage},
             comm,
             loss,
-            16,
             autocast=torch.bfloat16,
         )
         losses = []

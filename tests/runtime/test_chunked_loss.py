@@ -60,10 +60,7 @@ def trained(model, schedule, data, loss, compiler="", **options):
         compile_stage(stage, compiler)
 
     def work(comm):
-        dtype = next(model.parameters()).dtype
-        executor = Executor(
-            lower(schedule), {0: stage}, comm, loss, WIDTH, dtype, **options
-        )
+        executor = Executor(lower(schedule), {0: stage}, comm, loss, **options)
         found = executor.step(data).loss
         return found, executor.evaluate(data), executor
 
@@ -130,9 +127,7 @@ def test_the_proof_compares_chunks_with_the_plain_loss():
     def work(comm):
         schedule = make("zb-h1", ranks=1, microbatches=2)
         loss = ChunkedLoss(token_loss, chunk=7, min_bytes=0)
-        executor = Executor(
-            lower(schedule), {0: stage}, comm, loss, WIDTH, torch.float64
-        )
+        executor = Executor(lower(schedule), {0: stage}, comm, loss)
         return prove(executor, batch_with(MANY))
 
     proof = run_threads(1, work)[0]
@@ -191,7 +186,6 @@ def test_the_logits_of_a_large_vocabulary_are_never_in_memory_at_once(autocast):
                 {0: stage},
                 comm,
                 loss,
-                8,
                 autocast=autocast,
             )
             executor.warns_of_deferrals = False

@@ -100,9 +100,7 @@ def alone(stage: nn.Module, schedule, data: Batch, **options: object) -> Executo
     """An executor of one rank that has run one step."""
 
     def work(comm):
-        executor = Executor(
-            lower(schedule), {0: stage}, comm, token_loss, 16, **options
-        )
+        executor = Executor(lower(schedule), {0: stage}, comm, token_loss, **options)
         executor.step(data)
         return executor
 
@@ -124,8 +122,6 @@ def test_nothing_is_compiled_again_from_step_to_step_or_slice_to_slice():
                 dict(enumerate(parts)),
                 comm,
                 CompiledLoss(token_loss, TRACER),
-                16,
-                torch.float64,
                 recompute=recompute,
             )
             for recompute in (frozenset(), frozenset({0, 1}))
@@ -336,9 +332,7 @@ def test_an_unknown_compiler_is_refused():
 # ---------------------------------------------------------------- the proof
 def proof_of(stage: nn.Module, schedule) -> object:
     def work(comm):
-        executor = Executor(
-            lower(schedule), {0: stage}, comm, token_loss, 16, torch.float64
-        )
+        executor = Executor(lower(schedule), {0: stage}, comm, token_loss)
         return prove(executor, batch(2))
 
     return run_threads(1, work, patience=300)[0]

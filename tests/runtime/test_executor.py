@@ -130,8 +130,8 @@ def test_the_loss_is_the_mean_over_all_valid_tokens():
     assert batch.valid == 35
     with pytest.raises(ShapeError, match="7 rows cannot make 8 micro-batches"):
         cut_batch(draw, draw, 8)
-    with pytest.raises(ShapeError, match="micro-batch 0 has tokens"):
-        batch_of([draw], [draw[:, :2]])
+    with pytest.raises(ShapeError, match="micro-batch 0 has an input of shape"):
+        batch_of([draw], [draw[:2]])
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zb-v", "interleaved-zb"])
@@ -263,9 +263,7 @@ def test_no_more_activations_live_than_the_simulator_predicts(name):
         mine = {
             n: stages[n] for n, s in enumerate(schedule.stages) if s.rank == comm.rank
         }
-        executor = Executor(
-            lower(schedule), mine, comm, lambda y, _: y.sum(), width, torch.float64
-        )
+        executor = Executor(lower(schedule), mine, comm, lambda y, _: y.sum())
         x = [torch.zeros(1, 2, width, dtype=torch.float64)] * 7
         return executor.step(
             batch_of(x, [torch.zeros(1, 2, dtype=torch.long)] * 7), timed=True

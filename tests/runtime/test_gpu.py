@@ -21,7 +21,6 @@ from penstock.models import (
     Llama,
     LlamaConfig,
     document_starts,
-    model_width,
     shift_labels,
     split,
     token_loss,
@@ -36,6 +35,7 @@ from penstock.runtime import (
     run_threads,
     spawn,
 )
+from penstock.runtime.backward import accumulate_product
 from penstock.runtime.recorder import Clock
 from penstock.schedules.transforms import slice_tokens
 
@@ -64,7 +64,6 @@ def gradients(model, schedule, batch, autocast):
             stages,
             comm,
             token_loss,
-            model_width(model),
             autocast=autocast,
         )
         return executor.step(batch).loss
@@ -92,7 +91,6 @@ def test_recorded_actions_train_like_unrecorded_ones(name, autocast, recompute):
                 {0: split(model, [2])[0]},
                 comm,
                 token_loss,
-                256,
                 recompute=stages,
                 autocast=autocast,
                 tape=tape,
@@ -143,7 +141,6 @@ def test_compiled_stages_train_like_uncompiled_ones(name, autocast, recorded):
                 {0: stage},
                 comm,
                 ChunkedLoss(token_loss, 100, compiler, min_bytes=0),
-                256,
                 autocast=autocast,
                 tape=CudaTape() if recorded else None,
             )
@@ -173,6 +170,16 @@ def test_compiled_stages_train_like_uncompiled_ones(name, autocast, recorded):
         assert float((one - other).norm() / one.norm()) < limit
 
 
+def test_products_in_half_precision_add_up_in_float32():
+    """Rounded to bfloat16, they would be wrong by 2e-3."""
+    x, grad = (torch.randn(512, 256, device="cuda").bfloat16() for _ in range(2))
+    weight = torch.nn.Parameter(torch.zeros(256, 256, device="cuda"))
+    for _ in range(3):
+        accumulate_product(weight, grad, x)
+    expected = 3 * (grad.double().t() @ x.double())
+    assert float((weight.grad - expected).norm() / expected.norm()) < 1e-4
+
+
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
 def test_a_loss_in_chunks_needs_far_less_memory(name):
     """The head has 32,000 words, and the micro-batch 8,192 tokens."""
@@ -192,7 +199,6 @@ def test_a_loss_in_chunks_needs_far_less_memory(name):
                 {0: split(model, [1])[0]},
                 comm,
                 loss,
-                256,
                 autocast=torch.bfloat16,
             )
             executor.step(batch_of([tokens], [tokens]))
@@ -233,7 +239,6 @@ def test_recomputed_dropout_drops_the_same_values(name, recorded):
                 {0: stage},
                 comm,
                 token_loss,
-                256,
                 tape=CudaTape() if recorded else None,
                 recompute=frozenset([0]) if again else frozenset(),
             )
@@ -275,7 +280,7 @@ def test_a_stage_that_cannot_be_recorded_gets_a_warning_and_runs_unrecorded():
     def work(comm, tape=None, wrap=Looks):
         stage = wrap(split(models()["llama"], [2])[0])
         return (
-            Executor(program, {0: stage}, comm, token_loss, 256, tape=tape)
+            Executor(program, {0: stage}, comm, token_loss, tape=tape)
             .step(batch_of(tokens, tokens))
             .loss
         )
@@ -353,7 +358,7 @@ def test_times_on_a_gpu_are_those_of_its_kernels():
 
     def work(comm):
         executor = Executor(
-            lower(schedule), dict(enumerate(split(model, [2]))), comm, token_loss, 256
+            lower(schedule), dict(enumerate(split(model, [2]))), comm, token_loss
         )
         for _ in range(2):
             result = executor.step(
@@ -431,7 +436,7 @@ def test_recorded_stages_are_proven_without_a_warning(name):
 
     def work(comm):
         stages = {0: split(model, [2])[0]}
-        executor = Executor(program, stages, comm, token_loss, 256, tape=CudaTape())
+        executor = Executor(program, stages, comm, token_loss, tape=CudaTape())
         dice = torch.Generator("cuda").manual_seed(3)
         tokens = [
             torch.randint(0, 512, (2, 256), device="cuda", generator=dice)

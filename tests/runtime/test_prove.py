@@ -23,7 +23,7 @@ from commands import called
 from penstock import REGISTRY, Schedule, lower, make
 from penstock.carry import Slice
 from penstock.errors import ProofError
-from penstock.models import document_starts, model_width, split, token_loss
+from penstock.models import document_starts, split, token_loss
 from penstock.runtime import (
     Batch,
     Executor,
@@ -61,8 +61,6 @@ def proven(
     return prove_stages(
         schedule,
         stages,
-        model_width(whole),
-        next(whole.parameters()).dtype,
         batch,
         **options,
     )
@@ -71,8 +69,6 @@ def proven(
 def prove_stages(
     schedule: Schedule,
     stages: Sequence[nn.Module],
-    width: int,
-    dtype: torch.dtype,
     batch: Batch | None = None,
     each: Callable[[int], dict[str, object]] = lambda rank: {},
     loss: Callable[[Tensor, Tensor], Tensor] = token_loss,
@@ -89,9 +85,7 @@ def prove_stages(
             if stage.rank == comm.rank
         }
         return prove(
-            Executor(
-                program, mine, comm, loss, width, dtype, **options, **each(comm.rank)
-            ),
+            Executor(program, mine, comm, loss, **options, **each(comm.rank)),
             batch,
         )
 
@@ -253,8 +247,6 @@ def own(
     return prove_stages(
         slice_tokens(schedule, CUTS) if sliced else schedule,
         stages,
-        WIDTH,
-        torch.float64,
         **more,
     )
 
@@ -502,11 +494,11 @@ def test_a_compiler_that_changes_the_results_is_refused():
     draw = [torch.randn(2, 7, WIDTH, dtype=torch.float64) for _ in range(2)]
     batch = Batch(tuple(draw), tuple(draw), 1)
     weighed = lambda y, target: (y * target).sum()  # noqa: E731
-    prove_stages(only, stages("aot_eager"), WIDTH, torch.float64, batch, loss=weighed)
+    prove_stages(only, stages("aot_eager"), batch, loss=weighed)
     with pytest.raises(
         ProofError, match=r"(?s)the loss differs.*cause: torch.compile\n"
     ):
-        prove_stages(only, stages(wrong), WIDTH, torch.float64, batch, loss=weighed)
+        prove_stages(only, stages(wrong), batch, loss=weighed)
 
 
 def test_a_stage_that_cannot_run_as_planned_is_refused_with_what_it_raised():
@@ -635,8 +627,6 @@ def test_sharded_weights_are_not_proven_and_the_log_says_so(caplog, other_proces
                 {comm.rank: part},
                 comm,
                 token_loss,
-                16,
-                torch.float64,
             ),
             data(3),
         )
@@ -712,7 +702,7 @@ def test_a_proof_leaves_no_trace():
         parameter.grad = gradients[name]
     stages = [Entry().double(), inner, Exit().double()]
     numbers = torch.get_rng_state()
-    prove_stages(ZB, stages, WIDTH, torch.float64)
+    prove_stages(ZB, stages)
     assert torch.equal(torch.get_rng_state(), numbers)
     assert all(
         torch.equal(value, kept[name]) for name, value in inner.state_dict().items()
@@ -745,8 +735,6 @@ def test_a_step_after_a_proof_is_the_step_without_one(tape):
                 {comm.rank: part},
                 comm,
                 token_loss,
-                16,
-                torch.float64,
                 tape=tape() if tape else None,
             )
             executor.step(data(3, seed=1))

@@ -198,9 +198,7 @@ def test_recordings_overwrite_the_gradients_of_the_step_before(name, to_none):
 
         def work(comm):
             stage = {0: split(model, [2])[0]}
-            executor = Executor(
-                program, stage, comm, token_loss, 16, torch.float64, tape=tape
-            )
+            executor = Executor(program, stage, comm, token_loss, tape=tape)
             for seed in range(4):
                 executor.step(even(3, seed))
                 if seed % 2:
@@ -273,8 +271,6 @@ def test_an_optimizer_moves_the_weights_as_without_a_tape(to_none):
                 {0: split(model, [2])[0]},
                 comm,
                 token_loss,
-                16,
-                torch.float64,
                 tape=tape,
             )
             for seed in range(4):

@@ -182,7 +182,7 @@ def one_step(schedule, cost: ModelCost, tokens: int) -> float:
             for number, stage in enumerate(schedule.stages)
             if stage.rank == comm.rank
         }
-        executor = Executor(lower(schedule), mine, shaped, lambda y, _: y.sum(), 16)
+        executor = Executor(lower(schedule), mine, shaped, lambda y, _: y.sum())
         comm.barrier()
         timeline = executor.step(batch, timed=True).timeline
         return timeline.makespan if timeline is not None else 0.0

@@ -20,7 +20,6 @@ from penstock.models import (
     Bert,
     BertConfig,
     document_starts,
-    model_width,
     part_parameters,
     shift_labels,
     split,
@@ -175,11 +174,7 @@ def piped_plain(schedule, whole, batch):
             if s.rank == comm.rank
         }
         loss = lambda x, labels: token_loss(model.head(x), labels)  # noqa: E731
-        return (
-            Executor(lower(schedule), mine, comm, loss, 16, torch.float64)
-            .step(batch)
-            .loss
-        )
+        return Executor(lower(schedule), mine, comm, loss).step(batch).loss
 
     run_threads(schedule.ranks, work, patience=300)
     return Gathered(schedule, copies)
@@ -394,9 +389,7 @@ def test_a_recurrent_layer_carries_its_state_and_its_gradient_back(name, recompu
     def work(comm):
         stages = {comm.rank: blocks[comm.rank]}
         again = frozenset({0, 1}) if recompute else frozenset()
-        executor = Executor(
-            lower(schedule), stages, comm, square, 8, torch.float64, recompute=again
-        )
+        executor = Executor(lower(schedule), stages, comm, square, recompute=again)
         return executor.step(batch_of(inputs, labels, 78)).loss
 
     run_threads(2, work, patience=300)
@@ -442,8 +435,6 @@ def test_packed_documents_train_like_documents_alone(model, cuts):
             {comm.rank: part},
             comm,
             token_loss,
-            model_width(whole),
-            torch.float64,
         )
         return executor.step(batch).loss
 
@@ -463,7 +454,7 @@ def test_packed_documents_train_like_documents_alone(model, cuts):
 def test_starts_must_have_the_shape_of_the_tokens():
     x = torch.zeros(1, 4, dtype=torch.long)
     with pytest.raises(
-        ShapeError, match=r"micro-batch 0 has tokens \(1, 4\) and starts \(1, 3\)"
+        ShapeError, match=r"input of shape \(1, 4\) and starts of shape \(1, 3\)"
     ):
         batch_of([x], [x], starts=[x[:, :3]])
 
@@ -551,9 +542,7 @@ def test_a_program_that_goes_back_wrongly_is_caught_by_the_executor(fault):
     part = split(llama(1), [1])[0]
 
     def work(comm):
-        executor = Executor(
-            lower(schedule), {0: part}, comm, token_loss, 16, torch.float64
-        )
+        executor = Executor(lower(schedule), {0: part}, comm, token_loss)
         back = [
             n
             for n, turn in enumerate(executor.turns)
@@ -621,9 +610,7 @@ def test_a_module_that_knows_nothing_of_slices_is_refused_with_what_is_missing()
     ):
         run_threads(
             1,
-            lambda comm: Executor(
-                lower(schedule), {0: nn.Linear(4, 4)}, comm, square, 4
-            ),
+            lambda comm: Executor(lower(schedule), {0: nn.Linear(4, 4)}, comm, square),
         )
 
 
@@ -688,8 +675,6 @@ def resident(schedule, whole: nn.Module, tokens: int, rank: int) -> int:
             {comm.rank: part},
             comm,
             token_loss,
-            model_width(whole),
-            torch.float64,
         )
         if comm.rank != rank:
             return executor.step(batch).loss

@@ -219,9 +219,7 @@ def sharded_executor(split: int) -> tuple[Executor, nn.Module]:
     fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
     schedule = make("1f1b", ranks=1, microbatches=4, split=split)
     comm = ThreadComm(Hub(1), 0)
-    return Executor(
-        lower(schedule), {0: module}, comm, token_loss, 8, torch.bfloat16
-    ), module
+    return Executor(lower(schedule), {0: module}, comm, token_loss), module
 
 
 def test_split_backwards_under_fsdp_are_proven_and_lose_no_precision(lone_process):

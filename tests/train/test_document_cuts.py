@@ -97,9 +97,7 @@ def test_a_batch_may_bring_cuts_of_its_own():
 
     def shapes(*cuts):
         batch = Batch((x, x), (x, x), 16, starts, cuts)
-        return [
-            shape[1] for shape in cut_units(schedule, batch, 4, torch.float32).shapes
-        ]
+        return [x.shape[1] for x in cut_units(schedule, batch).inputs]
 
     assert shapes() == [4, 4, 4, 4]
     assert shapes((0, 3, 8), (0, 7, 8)) == [3, 5, 7, 1]

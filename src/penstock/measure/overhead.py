@@ -68,7 +68,6 @@ def overhead_per_action(comm: Comm, rows: int, tokens: int, width: int) -> float
         {comm.rank: EmptyStage(width)},
         comm,
         lambda y, labels: y[..., 0].sum(),
-        width,
     )
     microbatches = [torch.zeros(rows, tokens, dtype=torch.long)] * MICROBATCHES
     batch = batch_of(microbatches, microbatches)

@@ -194,6 +194,11 @@ class Part(nn.Module):
         return (*embed, *self.anatomy.layers[self.begin : self.end], *head)
 
     @property
+    def hidden_width(self) -> int:
+        """The number of features of the hidden state that it returns, of shape (rows, tokens, features)."""
+        return self.anatomy.width
+
+    @property
     def pieces_to_compile(self) -> list[nn.Module]:
         """The modules that torch.compile compiles one by one.
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 TYPE_CHECKING = False  # as in typing, which takes time to import
 if TYPE_CHECKING:
+    from penstock.runtime.added_losses import add_loss, collected_losses
     from penstock.runtime.backward import Ledger, current_ledger, defer, make_deferrable
     from penstock.runtime.batch import Batch, batch_of, cut_batch
     from penstock.runtime.chunked_loss import ChunkedLoss
@@ -45,7 +46,9 @@ __all__ = [
     "Tape",
     "ThreadComm",
     "Tied",
+    "add_loss",
     "batch_of",
+    "collected_losses",
     "compile_stage",
     "current_ledger",
     "cut_batch",
@@ -65,6 +68,7 @@ __all__ = [
 
 # The public names of each module.
 _MODULES = {
+    "added_losses": ("add_loss", "collected_losses"),
     "backward": ("Ledger", "current_ledger", "defer", "make_deferrable"),
     "batch": ("Batch", "batch_of", "cut_batch"),
     "chunked_loss": ("ChunkedLoss",),

@@ -14,7 +14,8 @@ Each rank sees only its own stages, so before the first step the ranks agree on 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -25,6 +26,7 @@ from penstock.runtime.backward import make_deferrable
 from penstock.runtime.batch import Batch
 from penstock.runtime.cast_weights import cast_weights
 from penstock.runtime.comm.comm import Comm
+from penstock.runtime.edges import BatchEdges, Edge, EdgeFinder, edges_of_lane
 from penstock.runtime.frozen_stages import rest_frozen_stages
 from penstock.runtime.gradients import Replicas, Tied, groups_of, ties_of
 from penstock.runtime.lane import Lane, Turn, lane_turns
@@ -45,7 +47,7 @@ from penstock.runtime.stage_actions import (
 from penstock.runtime.stage_checks import changed_error, stages_of_rank
 from penstock.runtime.step_gradients import StepGradients
 from penstock.runtime.step_result import Result
-from penstock.runtime.step_values import StepValues
+from penstock.runtime.step_values import StepValues, joined
 from penstock.runtime.tape import Tape
 from penstock.runtime.torch_internals import original_module
 from penstock.runtime.visits import Mean, Visits
@@ -54,18 +56,24 @@ from penstock.runtime.walk import Walk
 __all__ = ["Executor", "Loss", "Result"]
 
 LengthCheck = Callable[[Sequence[int]], None]
+# The shapes of all units' inputs, and of the named tensors.
+BatchShape: TypeAlias = tuple[
+    tuple[tuple[int, ...], ...], tuple[tuple[str, tuple[int, ...]], ...]
+]
+MAX_KNOWN_SHAPES = 16  # of batches whose edges are kept
 
 
 class Executor:
     """One rank's lane, ready to run step after step. All ranks build theirs at the same time.
 
-    `stages` maps the stages of this rank to their modules. `width` and `dtype` describe the hidden state between
-    stages. `loss` takes logits and labels, and returns the sum of the labels' losses, or their mean if `reduction` is
-    "mean". The stages in `recompute` keep only their input and compute their forward again in the backward. `tied`
-    names parameters that several parts use; by default these are the ones that `penstock.models.split` has found. A
-    `tape` records the actions and plays them in every step. `messages` is the type in which hidden states and their
-    gradients travel between ranks, by default `dtype`. Gradients always add up over steps; say that a run `accumulates`
-    them, and recordings will do so without a second copy of them.
+    `stages` maps the stages of this rank to their modules. A stage returns what the next one takes: a tensor, a tuple
+    of tensors, or a dict of tensors with names (`penstock.runtime.passed_values`). `loss` takes what the last stage
+    returns and labels, and returns the sum of the labels' losses, or their mean if `reduction` is "mean". The stages in
+    `recompute` keep only their input and compute their forward again in the backward. `tied` names parameters that
+    several parts use; by default these are the ones that `penstock.models.split` has found. A `tape` records the
+    actions and plays them in every step. `messages` is the type in which hidden states and their gradients travel
+    between ranks, by default their own. Gradients always add up over steps; say that a run `accumulates` them, and
+    recordings will do so without a second copy of them.
     """
 
     def __init__(
@@ -74,8 +82,6 @@ class Executor:
         stages: Mapping[int, nn.Module],
         comm: Comm,
         loss: Loss,
-        width: int,
-        dtype: torch.dtype = torch.float32,
         recompute: frozenset[int] = frozenset(),
         autocast: torch.dtype | None = None,
         tied: Mapping[str, Tied] | None = None,
@@ -90,9 +96,6 @@ class Executor:
         self.comm = comm
         self.loss = loss
         self.reduction = reduction_of(reduction)
-        self.width = width
-        self.dtype = dtype
-        self.message_dtype = messages or dtype
         self.recompute = recompute
         self.autocast = autocast
         self.tape = tape
@@ -105,6 +108,8 @@ class Executor:
         if tape is not None:
             refuse_shares(self.modules)
         self.lane = Lane(lane_turns(program, comm.rank))
+        self.finder = EdgeFinder(schedule, self.modules, comm, messages)
+        self.known_edges: dict[BatchShape, BatchEdges] = {}
 
         if tied is None:
             tied = ties_of(schedule, self.modules)
@@ -128,7 +133,7 @@ class Executor:
         # Found in the first step: the stages whose split backward leaves nothing to W.
         self.stages_without_weight_work: frozenset[int] = frozenset()
         self.recordings: Recordings | None = None  # for the shape of the first batch
-        self.reserved_shapes: Sequence[tuple[int, ...]] = ()  # of messages
+        self.reserved_bytes: tuple[int, ...] = ()  # of messages, by unit
         # The time that the actions of the last step took. On a GPU, only their launch.
         self.work_seconds = 0.0
         self.named_parameters = _named_parameters(self.modules)
@@ -158,13 +163,20 @@ class Executor:
         """GPU memory that only the recordings of the actions can use."""
         return 0 if self.recordings is None else self.recordings.reserved_bytes
 
-    def message_shapes(self, batch: Batch) -> Sequence[tuple[int, ...]]:
-        """The shapes of the messages of a step on this batch."""
-        return self.cut(batch).shapes
+    def edges(self, batch: Batch) -> Sequence[tuple[Edge, ...]]:
+        """What goes between the stages on the path of each micro-batch. All ranks must call this."""
+        return self.cut(batch).edges.edges
+
+    def prepare_messages(self, batch: Batch) -> None:
+        """Let the `Comm` make room for the messages of a step on this batch. All ranks must call this."""
+        self.reserve(self.cut(batch))
 
     # ------------------------------------------------------------ steps
-    def step(self, batch: Batch, timed: bool = False) -> Result:
-        """Run the forward and backward of every micro-batch once, and add to the gradients."""
+    def step(self, batch: Batch, timed: bool = False, outputs: bool = False) -> Result:
+        """Run the forward and backward of every micro-batch once, and add to the gradients.
+
+        With `outputs`, the result has what the last stages returned. Such a step is computed, even if there is a tape.
+        """
         self.check_lengths(batch)
         units = self.cut(batch)
         self.refuse_changed_parameters()
@@ -176,8 +188,8 @@ class Executor:
         if self.casts is not None:
             self.casts.refresh()
             self.stages.casts = self.casts
-        recordings = self.recordings_for(units, checks)
-        values = StepValues()
+        recordings = None if outputs else self.recordings_for(units, checks)
+        values = StepValues(outputs)
         actions: StageActions
         if recordings is None:
             actions = ComputedActions(
@@ -196,6 +208,7 @@ class Executor:
             clock=self.clock if timed else None,
         )
         result = walk.run(self.comm, self.recorder)
+        result.outputs = self.outputs_of(values)
         self.work_seconds = walk.work_seconds
         if checks is not None:
             self.stages_without_weight_work = frozenset(checks.deferrals.without_work)
@@ -205,9 +218,20 @@ class Executor:
 
     def evaluate(self, batch: Batch) -> float:
         """The mean loss of a batch. Runs only the forwards of the same lanes."""
+        return self.run_forwards(batch).loss
+
+    def predict(self, batch: Batch) -> tuple[Any, ...]:
+        """What the last stage returns for each micro-batch; None for one that ends on another rank.
+
+        The batch needs no labels: `Batch(inputs, (), 1)`.
+        """
+        return self.run_forwards(batch, outputs=True).outputs
+
+    def run_forwards(self, batch: Batch, outputs: bool = False) -> Result:
+        """Run only the forwards of a step, without gradients."""
         self.check_lengths(batch)
         units = self.cut(batch)
-        values = StepValues()
+        values = StepValues(outputs)
         actions = ComputedActions(
             self.stages, units, values, self.comm.give_back, training=False
         )
@@ -220,11 +244,43 @@ class Executor:
             self.gradients,
             training=False,
         )
-        return walk.run(self.comm, self.recorder).loss
+        result = walk.run(self.comm, self.recorder)
+        result.outputs = self.outputs_of(values)
+        return result
+
+    def outputs_of(self, values: StepValues) -> tuple[Any, ...]:
+        """What the last stages returned, by micro-batch, with the slices of each joined."""
+        if values.outputs is None:
+            return ()
+        outputs = []
+        unit = 0
+        for microbatch in self.program.schedule.microbatches:
+            units = range(unit, unit + microbatch.slices)
+            outputs.append(joined([values.outputs.get(number) for number in units]))
+            unit = units.stop
+        return tuple(outputs)
 
     def cut(self, batch: Batch) -> BatchUnits:
-        """The units of a batch."""
-        return cut_units(self.program.schedule, batch, self.width, self.dtype)
+        """The units of a batch, and what goes between the stages."""
+        schedule = self.program.schedule
+        units = cut_units(schedule, batch)
+        shape: BatchShape = (
+            tuple(x.shape for x in units.inputs),
+            tuple(
+                (name, x.shape) for named in batch.named for name, x in named.items()
+            ),
+        )
+        edges = self.known_edges.get(shape)
+        if edges is None:
+            found = self.finder.find(batch)
+            edges = edges_of_lane(schedule, self.turns, found, units.tokens)
+            if batch.named:
+                edges = replace(edges, many=True)
+            while len(self.known_edges) >= MAX_KNOWN_SHAPES:
+                self.known_edges.pop(next(iter(self.known_edges)))
+            self.known_edges[shape] = edges
+        units.edges = edges
+        return units
 
     def messages(
         self, units: BatchUnits, values: StepValues, training: bool
@@ -232,22 +288,14 @@ class Executor:
         """The messages of one step."""
         autocast = self.autocast is not None
         receives = self.lane.receives
-        return Messages(
-            self.comm,
-            receives,
-            units,
-            values,
-            training,
-            autocast,
-            self.message_dtype,
-        )
+        return Messages(self.comm, receives, units, values, training, autocast)
 
     def reserve(self, units: BatchUnits) -> None:
-        """Let the `Comm` make room for messages of these shapes."""
-        shapes = units.shapes
-        if shapes != self.reserved_shapes:
-            self.comm.reserve(self.program, shapes, self.message_dtype)
-            self.reserved_shapes = shapes
+        """Let the `Comm` make room for messages of these sizes."""
+        sizes = units.edges.unit_bytes
+        if sizes != self.reserved_bytes:
+            self.comm.reserve(self.program, sizes)
+            self.reserved_bytes = sizes
 
     def recordings_for(
         self, units: BatchUnits, checks: FirstStepChecks | None
@@ -255,6 +303,11 @@ class Executor:
         """The recordings to play in this step; None if its actions have to be computed."""
         if self.tape is None or units.batch.starts:
             return None
+        if units.edges.many:
+            raise ShapeError(
+                "recorded actions know only one tensor between stages, but here stages pass several tensors, or the "
+                "batch has named tensors\n  make the Executor without a tape"
+            )
         if self.recordings is None:
             self.recordings = Recordings(
                 self.stages,

@@ -23,6 +23,7 @@ from penstock.runtime.randomness import undrawn
 Loss: TypeAlias = Callable[[Tensor, Tensor], Tensor]  # logits, labels -> sum or mean
 MAX_LABELS_CHECKED = 32
 Pieces: TypeAlias = tuple[Tensor, Tensor]  # rows and tokens
+WHOLE_ROWS = torch.empty(0, dtype=torch.long)  # instead of tokens
 
 
 class Reduction(StrEnum):
@@ -59,15 +60,26 @@ def as_sum(mean: Tensor, labels: Tensor) -> Tensor:
 
 
 def refuse_other_loss(
-    loss: Loss, y: Tensor, labels: Tensor, said: Reduction, stage: int, sliced: bool
+    loss: Loss, y: object, labels: Tensor, said: Reduction, stage: int, sliced: bool
 ) -> bool:
     """Raise an error if a loss is not the stated reduction; return whether these labels were enough to tell.
 
     If `sliced`, the labels of one row come in several calls, so the loss must be a sum over them.
     """
+    if not isinstance(y, Tensor):  # several outputs, which only the loss can take apart
+        return True
     y = y.detach()
     with torch.no_grad(), undrawn(y.device):
-        whole = loss(y, labels)
+        try:
+            whole = loss(y, labels)
+        except (RuntimeError, ValueError, IndexError, TypeError) as error:
+            if isinstance(error, torch.OutOfMemoryError):
+                raise
+            reason = str(error).strip().partition("\n")[0]
+            raise ShapeError(
+                f"the loss on stage {stage} cannot compare its output, {described(y)}, with the labels, "
+                f"{described(labels)}: {reason}"
+            ) from error
         if not isinstance(whole, Tensor) or whole.numel() != 1:
             raise ShapeError(
                 f"the loss on stage {stage} returned {described(whole)}, but it must return one number, the sum of the "
@@ -75,7 +87,7 @@ def refuse_other_loss(
             )
         found = [
             _refuse(loss, y, labels, said, pair, sliced and along == 1)
-            for along, pair in _cuts(labels)
+            for along, pair in _cuts(y, labels)
         ]
         return any(found)
 
@@ -136,9 +148,18 @@ def _refuse(
     return True
 
 
-def _cuts(labels: Tensor) -> Iterator[tuple[int, tuple[Pieces, Pieces]]]:
-    """Two pieces with the same number of labels that count: in one row, and in two rows."""
+def _cuts(y: Tensor, labels: Tensor) -> Iterator[tuple[int, tuple[Pieces, Pieces]]]:
+    """Two pieces with the same number of labels that count: in one row, and in two rows.
+
+    Where a row has one label, such as a class, or labels and outputs are not laid out alike, only whole rows are cut.
+    """
     counts = (labels.detach() != IGNORED_LABEL).cpu()
+    if counts.dim() < 2 or y.shape[:2] != labels.shape[:2]:
+        complete = counts.flatten(1).all(1) if counts.dim() > 1 else counts
+        rows = complete.nonzero().flatten()[:2]
+        if len(rows) == 2:
+            yield 0, ((rows[:1], WHOLE_ROWS), (rows[1:], WHOLE_ROWS))
+        return
     if counts.dim() > 2:  # further dimensions belong to a label
         counts = counts.flatten(2).all(2)
     row, column = (
@@ -163,7 +184,8 @@ def _cuts(labels: Tensor) -> Iterator[tuple[int, tuple[Pieces, Pieces]]]:
 
 def _at(x: Tensor, piece: Pieces) -> Tensor:
     rows, tokens = (one.to(x.device) for one in piece)
-    return x.index_select(0, rows).index_select(1, tokens)
+    chosen = x.index_select(0, rows)
+    return chosen.index_select(1, tokens) if len(tokens) else chosen
 
 
 def _side(cut: tuple[Pieces, Pieces]) -> int:

@@ -5,18 +5,22 @@ follows from the window of the `Comm` and the size of the largest message.
 
 Messages may travel in another type than the stages compute with: under autocast hidden states are float32, and as
 bfloat16 they are half as large. That rounds them to 8 bits, and their gradients too.
+
+Where stages pass several tensors, each is a message of its own, one right after the other in the same order on both
+sides. `penstock.ir.verify` proves the order of results, and it stays proven if a result takes several messages: both
+ends of the first one have reached it, so they go on to the next together.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from math import prod
 
-import torch
 from torch import Tensor
 
+from penstock.runtime.bundle import ArrivingBundle, Bundle
 from penstock.runtime.comm.comm import Arriving, Comm, Pending
+from penstock.runtime.edges import TensorSpec, TensorSpecs
 from penstock.runtime.lane import LaneStep
 from penstock.runtime.slices import BatchUnits
 from penstock.runtime.stage_checks import unfit_message
@@ -38,20 +42,18 @@ class Messages:
         values: StepValues,
         training: bool,
         autocast: bool,
-        sent_as: torch.dtype | None = None,
     ) -> None:
         self.comm = comm
         self.receives = receives
-        self.shapes = units.shapes
-        self.dtype = units.dtype  # of hidden states and their gradients on a rank
-        self.sent_as = sent_as or units.dtype  # between ranks
+        self.specs = units.edges.specs
+        self.many = units.edges.many
         self.values = values
         self.training = training
         self.autocast = autocast
         self.sends: deque[Pending] = deque()
         self.posted = 0  # receives
         self.reached = 0  # receives
-        largest_bytes = max(map(prod, self.shapes)) * self.sent_as.itemsize
+        largest_bytes = max(units.edges.unit_bytes, default=0)
         self.ahead = receives_ahead(comm.window, largest_bytes)
 
     def begin(self) -> None:
@@ -71,34 +73,73 @@ class Messages:
             step = self.receives[self.posted]
             self.posted += 1
             if self.training or not step.goes_back:
-                shape = self.shapes[step.unit]
-                arriving = self.comm.receive(shape, self.sent_as, step.peer)
-                self.values.held[step.value] = arriving
+                specs = self.specs[step.value]
+                if self.many:
+                    self.values.held[step.value] = ArrivingBundle(
+                        [
+                            self.comm.receive(s.shape, s.sent_as, step.peer)
+                            for s in specs
+                        ]
+                    )
+                else:
+                    shape, _, sent_as = specs[0]
+                    arriving = self.comm.receive(shape, sent_as, step.peer)
+                    self.values.held[step.value] = arriving
 
     def send(self, step: LaneStep) -> None:
-        """Send without waiting; if too many sends are in flight, wait for the oldest first."""
+        """Send a value without waiting."""
+        specs = self.specs[step.value]
+        if not self.many:
+            self.send_tensor(step, self.values.tensor(step.value), specs[0])
+            return
+        for x, spec in zip(self.values.bundle(step.value).tensors, specs, strict=True):
+            self.send_tensor(step, x, spec)
+
+    def send_tensor(self, step: LaneStep, x: Tensor, spec: TensorSpec) -> None:
+        """Send a tensor; if too many sends are in flight, wait for the oldest first."""
         if len(self.sends) >= MAX_SENDS_IN_FLIGHT:
             self.sends.popleft().wait()
-        x = self.values.tensor(step.value).detach()
-        shape = self.shapes[step.unit]
-        if x.dtype is not self.dtype or x.shape != shape:
-            error = unfit_message(step, x, shape, self.dtype, self.autocast)
+        shape, dtype, sent_as = spec
+        if x.dtype is not dtype or x.shape != shape:
+            error = unfit_message(step, x, shape, dtype, self.autocast)
             if error is not None:
                 raise error
-        self.sends.append(self.comm.send(x.to(self.sent_as), step.peer))
+        self.sends.append(self.comm.send(x.detach().to(sent_as), step.peer))
 
-    def arrived(self, arriving: Arriving, played: bool) -> Tensor:
+    def arrived(
+        self, source: int, arriving: Arriving | ArrivingBundle | Bundle, played: bool
+    ) -> Tensor | Bundle:
         """Wait for a value, and give it the type that the stages compute with.
 
         An action that is played from a recording copies its input anyway, and converts it then.
         """
+        if isinstance(arriving, Bundle):
+            return arriving
+        specs = self.specs[source]
+        if isinstance(arriving, ArrivingBundle):
+            return self.arrived_bundle(arriving, specs)
         received = arriving.wait()
-        if played or received.dtype is self.dtype:
+        if played or received.dtype is specs[0].dtype:
             self.values.received = self.training
             return received
-        value = received.to(self.dtype)
+        value = received.to(specs[0].dtype)
         self.comm.give_back(received)
         return value
+
+    def arrived_bundle(self, arriving: ArrivingBundle, specs: TensorSpecs) -> Bundle:
+        """Wait for all tensors of a value, and note which of them lie in receive buffers."""
+        tensors = []
+        buffers = self.values.buffers
+        for one, spec in zip(arriving.tensors, specs, strict=True):
+            received = one.wait()
+            if received.dtype is spec.dtype:
+                tensors.append(received)
+                if self.training:
+                    buffers.append(received)
+            else:
+                tensors.append(received.to(spec.dtype))
+                self.comm.give_back(received)
+        return Bundle(tensors)
 
     def finish(self) -> None:
         """Wait for all sends."""

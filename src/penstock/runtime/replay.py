@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from penstock.errors import RunError, ShapeError
 from penstock.ir.program import MAX_RECORDED_ACTIONS
 from penstock.ir.schedule import Schedule
+from penstock.runtime.added_losses import collected_losses
 from penstock.runtime.backward import record_in
 from penstock.runtime.batch import Batch
 from penstock.runtime.dtensor_share import local_share
@@ -207,16 +208,22 @@ class Recordings:
         earlier.lay_aside(self.gradients.parameters)
         self.gradients.install()
         session = RecordingSession(stages, schedule, units, self.valid, tape, checks)
-        if by_lane:
-            self.in_place = frozenset(
-                s.value for steps in visits.values() for s in steps
+        with collected_losses() as added:
+            if by_lane:
+                self.in_place = frozenset(
+                    s.value for steps in visits.values() for s in steps
+                )
+                self.copied = frozenset(sent_values(turns))
+                session.rehearse_visits(visits)
+                self.gradients.install()
+                session.record_lane(turns, visits, self.in_place)
+            else:
+                session.record_visits(visits)
+        if added:
+            raise ShapeError(
+                "a layer adds a loss of its own (add_loss), which recorded actions do not know\n"
+                "  make the Executor without a tape"
             )
-            self.copied = frozenset(sent_values(turns))
-            session.rehearse_visits(visits)
-            self.gradients.install()
-            session.record_lane(turns, visits, self.in_place)
-        else:
-            session.record_visits(visits)
         self.gradients.adopt()
         earlier.restore()
         self.takes = session.takes
@@ -340,9 +347,9 @@ class RecordingSession:
 
     def empty_input(self, step: LaneStep) -> Tensor:
         """Memory for the input of an action."""
-        shape = self.units.shapes[step.unit]
+        shape, dtype, _ = self.units.edges.specs[step.source][0]
         device = self.units.inputs[step.unit].device
-        return torch.empty(shape, dtype=self.units.dtype, device=device)
+        return torch.empty(shape, dtype=dtype, device=device)
 
     def assign(
         self, visits: Mapping[StageVisit, Sequence[LaneStep]]
@@ -382,18 +389,19 @@ class RecordingSession:
         """Actions on tensors whose memory never moves; with `inputs`, what they need from other stages is zero."""
         valid: int = self.valid  # type: ignore[assignment]
         batch = replace(self.units.batch, valid=valid)
-        units = cut_units(self.schedule, batch, self.units.width, self.units.dtype)
+        units = cut_units(self.schedule, batch)
+        units.edges = self.units.edges
         own = {step.unit for step in steps}
         units.inputs = _clone_some(self.units.inputs, own)
         units.labels = _clone_some(self.units.labels, own)
         values = StepValues()
-        shapes = units.shapes
         for step in steps if inputs else ():
             if step.source >= 0:
-                shape = shapes[step.unit]
+                shape, dtype, _ = units.edges.specs[step.source][0]
                 device = units.inputs[step.unit].device
-                zeros = torch.zeros(shape, dtype=units.dtype, device=device)
-                values.held[step.source] = zeros
+                values.held[step.source] = torch.zeros(
+                    shape, dtype=dtype, device=device
+                )
         return ComputedActions(
             self.stages, units, values, _nothing_to_give, restores_randomness=False
         )

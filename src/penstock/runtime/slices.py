@@ -15,13 +15,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-import torch
 from torch import Tensor, nn
 
 from penstock.carry import Carry, Slice
 from penstock.errors import RunError, ShapeError
 from penstock.ir.schedule import MicroBatch, Schedule, stretch
 from penstock.runtime.batch import Batch
+from penstock.runtime.edges import NO_EDGES, BatchEdges, UnitTokens
 from penstock.runtime.lane import LaneStep
 from penstock.runtime.torch_internals import original_module
 
@@ -35,14 +35,20 @@ class BatchUnits:
     batch: Batch
     inputs: tuple[Tensor, ...]
     labels: tuple[Tensor, ...]
-    width: int  # of the hidden states between stages
-    dtype: torch.dtype  # of the hidden states
     carries: Carries | None  # None: every unit is one document in one piece
+    # The tokens of each unit's sequence, and of the unit itself; None if no micro-batch is cut.
+    tokens: list[UnitTokens] | None = None
+    edges: BatchEdges = NO_EDGES  # what goes between stages, once it is known
 
-    @property
-    def shapes(self) -> list[tuple[int, ...]]:
-        """The shapes of the hidden states: rows, tokens, width."""
-        return [(x.shape[0], x.shape[1], self.width) for x in self.inputs]
+    def named(self, step: LaneStep) -> Mapping[str, Tensor]:
+        """The named tensors of an action's micro-batch; of the whole sequence, if that is cut."""
+        return self.batch.named[step.microbatch] if self.batch.named else {}
+
+    def share(self, unit: int) -> float:
+        """The share of a unit in all labels of the step, whether they count or not."""
+        total = sum(labels.shape[:2].numel() for labels in self.batch.labels)
+        labels = self.labels[unit] if self.labels else None
+        return 0.0 if labels is None else labels.shape[:2].numel() / total
 
     @property
     def sliced(self) -> bool:
@@ -50,9 +56,7 @@ class BatchUnits:
         return len(self.inputs) > len(self.batch.inputs)
 
 
-def cut_units(
-    schedule: Schedule, batch: Batch, width: int, dtype: torch.dtype
-) -> BatchUnits:
+def cut_units(schedule: Schedule, batch: Batch) -> BatchUnits:
     """Cut a batch as the schedule says."""
     due = len(schedule.microbatches)
     if len(batch.inputs) != due:
@@ -61,18 +65,34 @@ def cut_units(
             f"  cut it into {due}: cut_batch(inputs, labels, {due})"
         )
     if schedule.slices == 1 and not batch.starts:
-        return BatchUnits(batch, batch.inputs, batch.labels, width, dtype, None)
+        return BatchUnits(batch, batch.inputs, batch.labels, None)
     spans = []
     inputs = []
     labels = []
+    unit_tokens = []
     for number, microbatch in enumerate(schedule.microbatches):
+        _refuse_other_labels(batch, number)
         tokens = batch.inputs[number].shape[1]
         for begin, end in _spans_in(batch, number, microbatch, tokens):
             spans.append((begin, end))
             inputs.append(batch.inputs[number][:, begin:end])
             labels.append(batch.labels[number][:, begin:end])
-    carries = Carries(batch, spans)
-    return BatchUnits(batch, tuple(inputs), tuple(labels), width, dtype, carries)
+            unit_tokens.append((tokens, end - begin))
+    units = BatchUnits(batch, tuple(inputs), tuple(labels), Carries(batch, spans))
+    if schedule.slices > 1:
+        units.tokens = unit_tokens
+    return units
+
+
+def _refuse_other_labels(batch: Batch, number: int) -> None:
+    """Raise an error unless a micro-batch that is cut has a label for each token."""
+    x = tuple(batch.inputs[number].shape)
+    y = tuple(batch.labels[number].shape)
+    if len(x) < 2 or x[:2] != y[:2]:
+        raise ShapeError(
+            f"micro-batch {number} has an input of shape {x} and labels of shape {y}, but token slices need a label "
+            "for each token: (rows, tokens)\n  make the schedule with slices=1"
+        )
 
 
 def _spans_in(

@@ -4,22 +4,25 @@
     B   gradient of y (or the loss itself)             ──autograd──►  x.grad  adds to the gradients of the weights
     I   the same walk, but linear layers leave their weight gradients to W
 
-A sliced micro-batch has one x per slice. `penstock.carry` says what a stage carries from slice to slice, and how
-the gradient of that comes back. `penstock.runtime.replay` is the second implementation: it plays recordings.
+Where stages pass several tensors, x and y are a `Bundle` of them. A sliced micro-batch has one x per slice.
+`penstock.carry` says what a stage carries from slice to slice, and how the gradient of that comes back.
+`penstock.runtime.replay` is the second implementation: it plays recordings.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from penstock.carry import Slice
 from penstock.dropout import place_at
+from penstock.runtime.added_losses import take_sum
 from penstock.runtime.backward import Ledger, record_in
+from penstock.runtime.bundle import Bundle, bundle_of
 from penstock.runtime.cast_weights import CastWeights
 from penstock.runtime.chunked_loss import ChunkedLoss
 from penstock.runtime.deferral_report import DeferralReport
@@ -33,6 +36,14 @@ from penstock.runtime.loss_reduction import (
     plain_loss,
     refuse_other_loss,
 )
+from penstock.runtime.passed_values import (
+    PIECE,
+    Parameters,
+    Passed,
+    named_arguments,
+    parameters_of,
+    passed_by,
+)
 from penstock.runtime.randomness import (
     DRAWING_LOCK,
     Drawn,
@@ -41,8 +52,8 @@ from penstock.runtime.randomness import (
     states,
 )
 from penstock.runtime.slices import BatchUnits
-from penstock.runtime.stage_checks import detached_error, not_a_tensor_error
-from penstock.runtime.step_values import StepValues
+from penstock.runtime.stage_checks import detached_error, not_tensors_error
+from penstock.runtime.step_values import StepValues, detached
 from penstock.runtime.torch_internals import walk_back
 
 GiveBack = Callable[[Tensor], None]  # returns a receive buffer to the `Comm`
@@ -87,6 +98,12 @@ class LaneStages:
     common: frozenset[int] = frozenset()  # ids of parameters that threads share
     takes_turns: bool = False  # whether ranks that are threads run forwards one by one
 
+    # What the forward of each stage asks for by name.
+    parameters: dict[int, Parameters] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.parameters = {n: parameters_of(m) for n, m in self.modules.items()}
+
 
 class FirstStepChecks:
     """Checks of a user's modules and loss, which run only in the first step."""
@@ -100,12 +117,13 @@ class FirstStepChecks:
 class KeptForward:
     """What a forward keeps for its backward."""
 
-    x: Tensor
-    y: Tensor | None  # None: the backward computes it again
+    x: Tensor | Bundle
+    y: Tensor | Bundle | None  # None: the backward computes it again
     ledger: Ledger | None
     buffers: list[Tensor]  # receive buffers of x and of the gradient of y
     piece: Slice | None = None
     drawn: Drawn | None = None  # random numbers that the backward has to draw again
+    added: Tensor | None = None  # a loss that a layer has added
 
 
 class ComputedActions:
@@ -151,47 +169,70 @@ class ComputedActions:
             record_in(ledger)
             y = self.apply(step, x, piece)
             buffers = self.values.take_buffers(step)
-            self.kept[step.value] = KeptForward(x, y, ledger, buffers, piece)
+            kept = KeptForward(x, y, ledger, buffers, piece)
+            self.kept[step.value] = kept
             self.values.publish(step, y)
+            if self.values.added:
+                kept.added = self.count_added(step)
 
-    def stage_input(self, step: LaneStep) -> Tensor:
-        """The tokens, or the hidden state from the stage before."""
+    def stage_input(self, step: LaneStep) -> Tensor | Bundle:
+        """The tokens, or what the stage before has passed on."""
         if step.source < 0:
             return self.units.inputs[step.unit]
+        trains = self.training and step.value not in self.stages.rests.closed
+        if self.units.edges.many:
+            edge = self.units.edges.incoming[step.value]
+            return self.values.bundle(step.source).leaves(edge, trains)
         x = self.values.tensor(step.source).detach()
-        if self.training and step.value not in self.stages.rests.closed:
+        if trains:
             x.requires_grad_()
         return x
 
-    def evaluate(self, step: LaneStep, x: Tensor, piece: Slice | None) -> None:
+    def count_added(self, step: LaneStep) -> Tensor:
+        """The losses that layers have added in a forward, by their share in the step."""
+        added = self.added_share(step)
+        self.values.losses.append(added.detach())
+        return added
+
+    def added_share(self, step: LaneStep) -> Tensor:
+        """The sum of the added losses, times the share of this unit in all labels."""
+        return take_sum(self.values.added) * self.units.share(step.unit)
+
+    def evaluate(self, step: LaneStep, x: Tensor | Bundle, piece: Slice | None) -> None:
         """Run a forward that has no backward."""
         self.values.publish(step, self.apply(step, x, piece))
+        if self.values.added:
+            self.count_added(step)
         if piece is not None and piece.end == piece.tokens:
             assert self.units.carries is not None
             self.units.carries.drop(step)
 
     def forward_without_graph(
-        self, step: LaneStep, x: Tensor, piece: Slice | None
+        self, step: LaneStep, x: Tensor | Bundle, piece: Slice | None
     ) -> None:
         """Run a forward up to which nothing trains, so that its backward has nothing to do."""
         with torch.no_grad():
             self.values.publish(step, self.apply(step, x, piece))
+        if self.values.added:
+            self.count_added(step)
         buffers = self.values.take_buffers(step)
         self.kept[step.value] = KeptForward(x, None, None, buffers, piece)
 
     def forward_to_recompute(
-        self, step: LaneStep, x: Tensor, piece: Slice | None
+        self, step: LaneStep, x: Tensor | Bundle, piece: Slice | None
     ) -> None:
         """Run a forward that keeps only its input and the random numbers it drew."""
         y, drawn = self.apply_once(step, x, piece)
         self.values.publish(step, y)
+        if self.values.added:
+            self.count_added(step)
         ledger = self.new_ledger(step)
         buffers = self.values.take_buffers(step)
         self.kept[step.value] = KeptForward(x, None, ledger, buffers, piece, drawn)
 
     def apply_once(
-        self, step: LaneStep, x: Tensor, piece: Slice | None
-    ) -> tuple[Tensor, Drawn | None]:
+        self, step: LaneStep, x: Tensor | Bundle, piece: Slice | None
+    ) -> tuple[Tensor | Bundle, Drawn | None]:
         """The output without a graph, and the random numbers that were drawn for it."""
         with torch.no_grad():
             if not self.restores_randomness:
@@ -208,7 +249,9 @@ class ComputedActions:
             return None
         return Ledger(self.stages.common, step.split, casts)
 
-    def apply(self, step: LaneStep, x: Tensor, piece: Slice | None) -> Tensor:
+    def apply(
+        self, step: LaneStep, x: Tensor | Bundle, piece: Slice | None
+    ) -> Tensor | Bundle:
         """The output of a stage.
 
         On the last stage that is the micro-batch's share of the loss: of the mean over all valid tokens.
@@ -218,42 +261,95 @@ class ComputedActions:
                 return self.apply_autocast(step, x, piece)
         return self.apply_autocast(step, x, piece)
 
-    def apply_autocast(self, step: LaneStep, x: Tensor, piece: Slice | None) -> Tensor:
+    def apply_autocast(
+        self, step: LaneStep, x: Tensor | Bundle, piece: Slice | None
+    ) -> Tensor | Bundle:
         """The same under autocast, if the user asked for it."""
         if self.stages.autocast is None:
             return self.compute(step, x, piece)
         with torch.autocast(x.device.type, self.stages.autocast):
             return self.compute(step, x, piece)
 
-    def compute(self, step: LaneStep, x: Tensor, piece: Slice | None) -> Tensor:
+    def compute(
+        self, step: LaneStep, x: Tensor | Bundle, piece: Slice | None
+    ) -> Tensor | Bundle:
         """Call the module and, on the last stage, the loss."""
         rows = len(self.units.batch.inputs[step.microbatch])
         place_at(step.microbatch * rows, 0 if piece is None else piece.begin)
         module = self.stages.modules[step.stage]
         if step.last and isinstance(self.stages.loss, ChunkedLoss):
-            labels, valid = self.units.labels[step.unit], self.units.batch.valid
-            share = self.stages.loss.share(module, x, piece, labels, valid)
+            share = self.chunked_share(step, module, x, piece, self.stages.loss)
             if share is not None:
                 return share
-        y: Tensor = module(x) if piece is None else module(x, piece)
+        if self.units.edges.many:
+            return self.compute_bundle(step, module, x, piece)
+        y = module(x) if piece is None else module(x, piece)
+        if step.last:
+            return self.loss_share(step, y)
         if not isinstance(y, Tensor):
-            raise not_a_tensor_error(step, module, y)
-        return self.loss_share(step, y) if step.last else y
+            raise not_tensors_error(step, module, y)
+        return y
 
-    def loss_share(self, step: LaneStep, logits: Tensor) -> Tensor:
+    def compute_bundle(
+        self, step: LaneStep, module: nn.Module, x: Tensor | Bundle, piece: Slice | None
+    ) -> Tensor | Bundle:
+        """Call the module with all that it asks for, and pass on all that later stages ask for."""
+        values: tuple[Tensor, ...] = (x,) if isinstance(x, Tensor) else x.values
+        travelling = {} if isinstance(x, Tensor) else x.named
+        given = self.units.named(step)
+        parameters = self.stages.parameters[step.stage]
+        arguments: dict[str, Any] = {}
+        arguments |= named_arguments(parameters, len(values), travelling, given)
+        if piece is not None:
+            arguments[PIECE] = piece
+        y = module(*values, **arguments)
+        if step.last:
+            return self.loss_share(step, y)
+        passed = passed_by(y)
+        bundle = None
+        if passed is not None:
+            edge = self.units.edges.outgoing[step.forward]
+            bundle = bundle_of(passed, edge, travelling)
+        if bundle is None:
+            raise not_tensors_error(step, module, y)
+        return bundle
+
+    def chunked_share(
+        self,
+        step: LaneStep,
+        module: nn.Module,
+        x: Tensor | Bundle,
+        piece: Slice | None,
+        loss: ChunkedLoss,
+    ) -> Tensor | None:
+        """The share of the loss without all logits in memory; None if they are needed."""
+        if not isinstance(x, Tensor) or self.values.outputs is not None:
+            return None
+        labels, valid = self.units.labels[step.unit], self.units.batch.valid
+        return loss.share(module, x, piece, labels, valid)
+
+    def loss_share(self, step: LaneStep, y: Any) -> Tensor:
         """The loss of one unit, divided by the number of valid tokens of the whole step."""
         stages = self.stages
+        if isinstance(y, Passed):
+            y = y.returned
+        if self.values.outputs is not None:
+            self.values.outputs[step.unit] = detached(y)
+            if not self.units.labels:
+                return torch.zeros(())
+        if not isinstance(y, Tensor) and passed_by(y) is None:
+            raise not_tensors_error(step, stages.modules[step.stage], y)
         labels = self.units.labels[step.unit]
         if self.checks is not None and not self.checks.loss_is_checked:
             self.checks.loss_is_checked = refuse_other_loss(
                 plain_loss(stages.loss),
-                logits,
+                y,
                 labels,
                 stages.reduction,
                 step.stage,
                 self.units.sliced,
             )
-        loss = stages.loss(logits, labels)
+        loss = stages.loss(y, labels)
         if stages.reduction is Reduction.MEAN:
             loss = as_sum(loss, labels)
         return loss / self.units.batch.valid
@@ -269,12 +365,33 @@ class ComputedActions:
             kept.y = self.apply_again(step, kept)
         if kept.ledger is not None:
             kept.ledger.begin_backward()
-        if not kept.y.requires_grad:
+        if not kept.y.requires_grad and (
+            kept.added is None or not kept.added.requires_grad
+        ):
             self.refuse_detached(step, kept)
             self.skip_backward(step, kept)
             return
-        self.walk_graph(step, kept, self.output_gradient(step, kept.y))
+        self.walk_graph(step, kept, *self.output_gradients(step, kept))
         self.finish_backward(step, kept)
+
+    def output_gradients(
+        self, step: LaneStep, kept: KeptForward
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """The tensors that the backward begins from, and their gradients."""
+        y = kept.y
+        if isinstance(y, Bundle):
+            roots, gradients = y.roots(self.values.bundle(step.source))
+        else:
+            assert y is not None
+            roots = [y]
+            gradients = [self.output_gradient(step, y)]
+            if not y.requires_grad:  # only the added loss does
+                roots, gradients = [], []
+        if kept.added is not None and kept.added.requires_grad:
+            roots.append(kept.added)
+            gradients.append(torch.ones_like(kept.added))
+            kept.added = None
+        return roots, gradients
 
     def output_gradient(self, step: LaneStep, y: Tensor) -> Tensor:
         """The gradient of y: 1 for the loss, else what the next stage has computed."""
@@ -282,9 +399,14 @@ class ComputedActions:
             return torch.ones_like(y)
         return self.values.tensor(step.source).to(y.dtype)
 
-    def walk_graph(self, step: LaneStep, kept: KeptForward, gradient: Tensor) -> None:
+    def walk_graph(
+        self,
+        step: LaneStep,
+        kept: KeptForward,
+        roots: list[Tensor],
+        gradients: list[Tensor],
+    ) -> None:
         """Walk autograd's graph of one forward, which is freed afterwards."""
-        assert kept.y is not None
         deferrals = None
         if self.checks is not None and step.split:
             deferrals = self.checks.deferrals
@@ -292,17 +414,22 @@ class ComputedActions:
         # Activation checkpointing inside a stage runs forwards during this walk.
         record_in(kept.ledger)
         if kept.piece is None:
-            walk_back((kept.y,), (gradient,))
+            walk_back(roots, gradients)
         else:
-            roots, gradients = kept.piece.carry.back(kept.piece)
-            walk_back((kept.y, *roots), (gradient, *gradients))
+            states, state_gradients = kept.piece.carry.back(kept.piece)
+            walk_back((*roots, *states), (*gradients, *state_gradients))
             self.close_slice(step, kept.piece)
         if deferrals is not None:
             deferrals.end(step.stage)
         kept.y = None
+        if self.values.added:
+            self.values.added.clear()  # by a layer that computed its forward again
 
     def finish_backward(self, step: LaneStep, kept: KeptForward) -> None:
         """Hold the gradient of x for the stage before, and give back buffers."""
+        if isinstance(kept.x, Bundle):
+            self.finish_bundle(step, kept, kept.x)
+            return
         gradient = kept.x.grad
         kept.x.grad = None
         kept.buffers += self.values.take_buffers(step)
@@ -314,13 +441,27 @@ class ComputedActions:
         if not step.split:
             self.give_back_buffers(kept)
 
-    def apply_again(self, step: LaneStep, kept: KeptForward) -> Tensor:
+    def finish_bundle(self, step: LaneStep, kept: KeptForward, x: Bundle) -> None:
+        """The same for several tensors. Buffers that a gradient lies in are still to be sent."""
+        kept.buffers += self.values.take_buffers(step)
+        if step.forward not in self.stages.rests.closed:
+            gradients = x.take_gradients()
+            self.values.held[step.value] = gradients
+            places = gradients.places()
+            kept.buffers = [b for b in kept.buffers if b.data_ptr() not in places]
+        if not step.split:
+            self.give_back_buffers(kept)
+
+    def apply_again(self, step: LaneStep, kept: KeptForward) -> Tensor | Bundle:
         """Run the forward again to get its graph, with the random numbers of the first time."""
         record_in(kept.ledger)
         if kept.piece is not None:
             kept.piece.again = True
         with drawing_again(kept.drawn, kept.x.device, step.instruction):
-            return self.apply(step, kept.x, kept.piece)
+            y = self.apply(step, kept.x, kept.piece)
+        if self.values.added:
+            kept.added = self.added_share(step)
+        return y
 
     def refuse_detached(self, step: LaneStep, kept: KeptForward) -> None:
         """Raise an error if the output should depend on something that trains, but does not."""

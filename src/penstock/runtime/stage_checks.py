@@ -50,16 +50,15 @@ def stages_of_rank(
     return {number: stages[number] for number in due}
 
 
-def not_a_tensor_error(step: LaneStep, module: nn.Module, y: object) -> ShapeError:
-    """The error for a stage that did not return a tensor."""
+def not_tensors_error(step: LaneStep, module: nn.Module, y: object) -> ShapeError:
+    """The error for a stage that did not return tensors, or other ones than when it was tried."""
     want = (
-        "the logits, for the loss"
-        if step.last
-        else "the hidden state, of shape (rows, tokens, width)"
+        "tensors, for the loss" if step.last else "what it returned when it was tried"
     )
     return ShapeError(
-        f"stage {step.stage} ({type(module).__name__}) returned {described(y)}, but it must return one tensor: {want}\n"
-        "  wrap the module so that its forward returns that tensor alone"
+        f"stage {step.stage} ({type(module).__name__}) returned {described(y)} in {step.instruction}, but it must "
+        f"return {want}\n  a stage returns a tensor, a tuple of tensors, or a dict of tensors with names, and the "
+        "same ones in every call"
     )
 
 
@@ -72,24 +71,20 @@ def unfit_message(
 ) -> ShapeError | None:
     """The error for a result that the next rank does not expect; None if a cast without loss is enough."""
     action = step.instruction.action
-    got = described(x)
     what = "gave the gradient" if step.goes_back else "returned"
+    found = f"stage {action.stage} {what} {described(x)} in {action}"
+    tried = (
+        "\n  that is what it returned when it was tried before the first step; shapes and types must follow from those "
+        "of the input, and not from its numbers"
+    )
     if tuple(x.shape) != tuple(shape):
-        return ShapeError(
-            f"stage {action.stage} {what} {got} in {action}, but rank {step.peer} expects the shape {tuple(shape)}: "
-            "rows, tokens, width\n  a stage takes and returns a hidden state of the width that the Executor was given "
-            f"({shape[-1]}), and keeps rows and tokens as they are"
-        )
-    if not x.is_floating_point() or (
-        not autocast and torch.promote_types(x.dtype, dtype) is not dtype
-    ):
+        expected = f"rank {step.peer} expects the shape {tuple(shape)}"
+        return ShapeError(f"{found}, but {expected}{tried}")
+    promoted = torch.promote_types(x.dtype, dtype)
+    casts = x.is_floating_point() and dtype.is_floating_point
+    if not casts or (not autocast and promoted is not dtype):
         name = str(dtype).removeprefix("torch.")
-        return ShapeError(
-            f"stage {action.stage} {what} {got} in {action}, but messages are {name}, which cannot hold its numbers\n"
-            f"  give the Executor dtype={x.dtype}, or let the stage return {name}"
-            if x.is_floating_point()
-            else f"stage {action.stage} {what} {got} in {action}, but messages are {name}, as hidden states are"
-        )
+        return ShapeError(f"{found}, but rank {step.peer} expects {name}{tried}")
     return None
 
 

@@ -1,6 +1,8 @@
-"""The result of a step: its loss and, if the step was timed, its timeline."""
+"""The result of a step: its loss and, on request, its timeline and the outputs of the last stages."""
 
 from __future__ import annotations
+
+from typing import Any
 
 from torch import Tensor
 
@@ -12,10 +14,12 @@ from penstock.runtime.recorder import Recording
 class Result:
     """The mean loss of a step over all valid tokens and, if it was timed, its timeline. All ranks get the same.
 
-    Both are summed over the ranks while the caller goes on. Reading them waits for the sums.
+    Both are summed over the ranks while the caller goes on. Reading them waits for the sums. `outputs` has what the
+    last stage returned for each micro-batch, without graphs, if the caller asked for it; None for a micro-batch that
+    ends on another rank.
     """
 
-    __slots__ = ("_loss", "_recording", "_sum")
+    __slots__ = ("_loss", "_recording", "_sum", "outputs")
 
     def __init__(
         self, loss: Tensor, pending: Pending, recording: Recording | None = None
@@ -23,6 +27,7 @@ class Result:
         self._loss = loss
         self._sum = pending
         self._recording = recording
+        self.outputs: tuple[Any, ...] = ()
 
     def wait(self) -> None:
         """Wait until the loss is summed, without reading it: on a GPU, the host does not wait."""

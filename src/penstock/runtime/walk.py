@@ -14,6 +14,7 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
+from penstock.runtime.added_losses import adding_to
 from penstock.runtime.backward import record_in
 from penstock.runtime.comm.comm import Comm
 from penstock.runtime.lane import Do, Lane, LaneStep
@@ -64,7 +65,7 @@ class Walk:
         collects = gc.isenabled()
         gc.disable()
         try:
-            with torch.set_grad_enabled(self.training):
+            with torch.set_grad_enabled(self.training), adding_to(self.values.added):
                 self.walk()
         finally:
             record_in(None)
@@ -106,7 +107,7 @@ class Walk:
                 lane.position = number
                 value = held.get(step.source)
                 if value is not None and not isinstance(value, Tensor):
-                    held[step.source] = messages.arrived(value, played)
+                    held[step.source] = messages.arrived(step.source, value, played)
                 began = perf_counter()
                 if self.clock is not None:
                     self.run_timed(self.clock, step, act[step.do])

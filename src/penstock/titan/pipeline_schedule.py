@@ -48,7 +48,7 @@ class PipelineSchedule:
     def __init__(
         self,
         schedule: Schedule,
-        parts: Mapping[int, nn.Module],
+        parts: Mapping[int, Any],
         group: dist.ProcessGroup,
         loss: TitanLoss,
         shape: tuple[int, int],
@@ -62,8 +62,6 @@ class PipelineSchedule:
         self.inputs = MicrobatchInputs()
         self.loss = StepLoss(loss, self.inputs)
         self.shape = shape
-        self.width = width
-        self.dtype = dtype
         self.device = device
         self.proves = proves
         self.rank = group.rank()
@@ -76,6 +74,9 @@ class PipelineSchedule:
             if schedule.slices > 1:
                 slice_attention(part)
             part.forward = PartForward(part, self.inputs)
+            # What it returns to the executor, which then does not try it without the trainer's arguments.
+            # FSDP's parameters have another type.
+            vars(part).update(hidden_width=width, hidden_dtype=dtype)
         ignore_fsdp_view_warning()
         self._refuse_uneven_loss(loss)
         self._executor: Executor | None = None
@@ -169,8 +170,6 @@ class PipelineSchedule:
                 self.stages,
                 comm,
                 self.loss,
-                self.width,
-                self.dtype,
             )
             self.inputs.executor = self._executor
         return self._executor

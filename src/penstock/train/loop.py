@@ -43,6 +43,7 @@ from penstock.models.flops import (
     peak_flops,
     share_of_flops,
 )
+from penstock.models.recompute import recompute_mlps
 from penstock.plan.slices.packs import DocumentWork, step_clock
 from penstock.runtime import (
     Batch,
@@ -113,6 +114,7 @@ from penstock.train.optimizer import (
 )
 from penstock.train.optimizer_state import is_unused
 from penstock.train.rates import factor_at, rate_at
+from penstock.train.remote import RemoteCheckpoints
 from penstock.train.step_executors import StepExecutors
 from penstock.train.step_paths import StepPaths, mean_layers, step_paths
 from penstock.train.weights import (
@@ -215,9 +217,11 @@ class Job:
         return even_partition(self.sizes.layers, self.plan.schedule.parts)
 
     def adapt(self, model: nn.Module) -> None:
-        """Give a model without memory the dropout and the adapters of the run."""
+        """Give a model without memory the dropout, the adapters and the recomputation of the run."""
         if self.config.model.dropout:
             set_dropout(model, self.config.model.dropout)
+        if self.config.run.recompute_mlp:
+            recompute_mlps(model)
         if self.adapts:
             adapt(model, self.sizes, self.config.lora)
 
@@ -320,7 +324,7 @@ class Trainer:
             job.depot,
         )
         self.callbacks = Callbacks(config.run.callbacks if self.leads else ())
-        self.saver.announce = self.callbacks.on_checkpoint
+        self.saver.announce = self.announce
         self.progress = Progress()
         self.utilization = flops_utilization(
             job.sizes, config.data.tokens, comm.ranks, self.device
@@ -596,6 +600,8 @@ class Trainer:
             try:
                 stopped = self.steps(history, stop)
                 self.saver.finish(self.comm)
+                if self.remote is not None:
+                    self.remote.finish()
             finally:
                 if history is not None:
                     history.close()
@@ -816,7 +822,23 @@ class Trainer:
             write_use(self.job.folder, use)
         if self.saver.step is not None:
             self.saver.finish(self.comm)
+        if self.remote is not None:
+            self.remote.wait()  # What it copies might be deleted as soon as the next one is complete.
         self.saver.begin(self.step, self.tensors(), self.facts())
+
+    @cached_property
+    def remote(self) -> RemoteCheckpoints | None:
+        """The copies of the checkpoints in object storage, if this process makes them."""
+        settings = self.job.config.run
+        if not self.leads or not settings.checkpoints:
+            return None
+        return RemoteCheckpoints(settings.checkpoints, settings.keep)
+
+    def announce(self, step: int, folder: Path) -> None:
+        """Tell callbacks that a checkpoint is complete, and copy it to object storage."""
+        self.callbacks.on_checkpoint(step, folder)
+        if self.remote is not None:
+            self.remote.put(folder)
 
     def facts(self) -> CheckpointFacts:
         """Return the description that goes into a checkpoint."""
@@ -879,9 +901,7 @@ class Examiner:
         """Return the loss of each pass; their sum is the mean loss over all sequences."""
         passes = self.loader.evaluation(batches)
         if self.needs_links and passes:
-            executor = self.executor
-            shapes = executor.message_shapes(passes[0])
-            executor.comm.reserve(executor.program, shapes, executor.message_dtype)
+            self.executor.prepare_messages(passes[0])
             self.needs_links = False
         return [self.executor.evaluate(batch) for batch in passes]
 
@@ -972,7 +992,6 @@ def executor_of(
         holding.stages,
         comm,
         loss,
-        holding.width,
         recompute=recompute,
         autocast=torch.bfloat16 if run.precision == "bfloat16" else None,
         tied=holding.tied,

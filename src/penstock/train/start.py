@@ -26,6 +26,7 @@ from penstock.formats.config_toml import (
     with_absolute_paths,
 )
 from penstock.ir import Plan
+from penstock.models.recompute import recompute_mlps
 from penstock.train.callbacks import checked_callback
 from penstock.train.capacity import check_memory, check_timing
 from penstock.train.checkpoint import newest
@@ -48,6 +49,7 @@ from penstock.train.origin import keep_origin
 from penstock.train.own_loss import check_loss
 from penstock.train.placement import Placement, check_gpu_exists
 from penstock.train.rates import own_factor
+from penstock.train.remote import RemoteCheckpoints
 from penstock.train.weights import Sizes, blueprint, model_name
 from penstock.train.worker import (
     CONFIG_FILE,
@@ -90,8 +92,17 @@ def check_start(config: Config, folder: Path, resume: bool) -> None:
     check_training(config, model_sizes(config))
     if config.model.weights:
         weight_files(Path(config.model.weights))
-    if resume and not newest(folder / CHECKPOINTS):
-        raise nothing_to_resume(folder / CHECKPOINTS)
+    if resume:
+        fetch_checkpoint(config, folder)
+        if not newest(folder / CHECKPOINTS):
+            raise nothing_to_resume(folder / CHECKPOINTS)
+
+
+def fetch_checkpoint(config: Config, folder: Path) -> None:
+    """Fetch the newest checkpoint from object storage, if the run has copies there and none as new here."""
+    if config.run.checkpoints:
+        remote = RemoteCheckpoints(config.run.checkpoints, config.run.keep)
+        remote.fetch(folder / CHECKPOINTS)
 
 
 def check_training(config: Config, sizes: Sizes) -> None:
@@ -101,6 +112,11 @@ def check_training(config: Config, sizes: Sizes) -> None:
         raise ConfigError(
             f"model.dropout = {config.model.dropout:g} is for our own llama and gpt; "
             f"a {model_name(sizes)} is trained without dropout"
+        )
+    if config.run.recompute_mlp and not recompute_mlps(blueprint(sizes)):
+        raise ConfigError(
+            f"run.recompute_mlp = true is for our own llama and gpt, not for a {model_name(sizes)}\n"
+            "  run.recompute=true recomputes whole stages of any model"
         )
     if config.lora.rank:
         check_adapters(sizes, config.lora)
@@ -148,6 +164,7 @@ def prepare_run(
     corpus = corpus_of(config, folder, watch)
     validation_of(config, folder)
     if resume:
+        fetch_checkpoint(config, folder)
         check_resumable(folder / CHECKPOINTS, sizes, corpus, config.run.seed)
     if Path(config.schedule.name).suffix:  # a file: the run keeps its own copy of it
         schedule = replace(config.schedule, name=str(folder / PLAN_FILE))

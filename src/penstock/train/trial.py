@@ -69,7 +69,7 @@ def trial(schedule: Schedule, seed: int = 0) -> Trial:
         for number, stage in enumerate(schedule.stages):
             if stage.rank == comm.rank:
                 mine[number] = parts[stage.part]
-        executor = Executor(program, mine, comm, token_loss, TRIAL_WIDTH, torch.float64)
+        executor = Executor(program, mine, comm, token_loss)
         return executor.step(batch, timed=True)
 
     results = run_threads(schedule.ranks, work)

@@ -78,12 +78,10 @@ class Comm(Protocol):
         """Set up the groups that `add` will use; all ranks pass the same list."""
         ...
 
-    def reserve(
-        self, program: Program, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype
-    ) -> None:
+    def reserve(self, program: Program, sizes: Sequence[int]) -> None:
         """Make room for a program's messages; all ranks pass the same arguments.
 
-        `shapes` has one message shape for each unit of the program.
+        `sizes` has the bytes of the largest message for each unit of the program.
         """
         ...
 

@@ -29,7 +29,6 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from math import prod
 from typing import NamedTuple, Protocol, TypeAlias
 
 import torch
@@ -256,16 +255,13 @@ class ProcessComm:
                 f"the ranks prepare different groups; rank {self._rank} prepares {groups}"
             )
 
-    def reserve(
-        self, program: Program, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype
-    ) -> None:
+    def reserve(self, program: Program, sizes: Sequence[int]) -> None:
         """Make the rings of our own backend large enough, and open NCCL's connections."""
         group = self.world
         if self.on_nccl:
             self._open_links(program)
         if not isinstance(group, IpcGroup):
             return
-        sizes = [prod(shape) * dtype.itemsize for shape in shapes]
         lanes = [lane_turns(program, rank) for rank in self.everyone]
         into: dict[int, RingShape] = {}
         out: dict[int, RingShape] = {}

@@ -83,11 +83,9 @@ class ShapedComm:
         """Set up groups in the underlying `Comm`."""
         self.inner.prepare(groups)
 
-    def reserve(
-        self, program: Program, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype
-    ) -> None:
+    def reserve(self, program: Program, sizes: Sequence[int]) -> None:
         """Make room in the underlying `Comm`."""
-        self.inner.reserve(program, shapes, dtype)
+        self.inner.reserve(program, sizes)
 
     def add(self, tensor: Tensor, group: tuple[int, ...]) -> Pending:
         """Start a sum that takes as long as a ring all-reduce over the slowest link.

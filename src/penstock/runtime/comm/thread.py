@@ -88,9 +88,7 @@ class ThreadComm:
     def prepare(self, groups: list[tuple[int, ...]]) -> None:
         """Do nothing: groups need no setup."""
 
-    def reserve(
-        self, program: Program, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype
-    ) -> None:
+    def reserve(self, program: Program, sizes: Sequence[int]) -> None:
         """Do nothing: mailboxes have no size limit."""
 
     def give_back(self, tensor: Tensor) -> None:

@@ -136,10 +136,12 @@ class Judge:
         """The eps of the least precise data type in use."""
         executor = self.bench.executor
         types = {p.dtype for p in self.bench.module.parameters()}
-        types.add(executor.dtype)
+        edges = [edge for edge in (self.bench.incoming, self.bench.outgoing) if edge]
+        types.update(spec.dtype for edge in edges for spec in edge.tensors)
         if cast and executor.stages.autocast is not None:
             types.add(executor.stages.autocast)
-        eps = max(torch.finfo(kind).eps for kind in types if kind.is_floating_point)
+        floating = [kind for kind in types if kind.is_floating_point]
+        eps = max(torch.finfo(kind).eps for kind in floating or [torch.float32])
         if torch.float32 in types:
             eps = max(eps, PRODUCT_EPS[torch.get_float32_matmul_precision()])
         return eps
@@ -191,7 +193,7 @@ def _norm(value: Tensor | None) -> float:
     if value is None:
         return 0.0
     wide = torch.promote_types(value.dtype, torch.float32)
-    norm = float(torch.linalg.vector_norm(value, dtype=wide))
+    norm = float(torch.linalg.vector_norm(value.to(wide)))
     return float("inf") if isnan(norm) else norm
 
 

@@ -19,11 +19,10 @@ remaining options on it is compared among ways that draw the same numbers.
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -32,16 +31,17 @@ from torch import Tensor, nn
 from penstock.errors import ProofError
 from penstock.ir.schedule import Schedule
 from penstock.runtime.batch import Batch
-from penstock.runtime.comm.comm import Comm
+from penstock.runtime.bundle import Bundle
 from penstock.runtime.dtensor_share import is_distributed
 from penstock.runtime.executor import Executor
+from penstock.runtime.facts import share_facts
 from penstock.runtime.proof.judge import Judge, TensorDifference
 from penstock.runtime.proof.traceless import (
     has_compiled_layer,
     restored_random,
     uncompiled,
 )
-from penstock.runtime.proof.ways import REDRAWS, Bench, Option, call_whole
+from penstock.runtime.proof.ways import REDRAWS, Bench, Option, Sample
 
 _log = logging.getLogger(__name__)
 MAX_ROWS = 2  # of a micro-batch: two are enough to show that rows leak into each other
@@ -103,7 +103,7 @@ def prove(executor: Executor, batch: Batch) -> Proof:
     comm = executor.comm
     compiled = any(map(has_compiled_layer, _modules(executor)))
     mine = {"obstacle": _find_obstacle(executor), "compiled": compiled}
-    facts = _share_facts(comm, mine)
+    facts = share_facts(comm, mine)
     obstacles = [fact["obstacle"] for fact in facts if fact["obstacle"]]
     if obstacles:
         if comm.rank == 0:
@@ -113,8 +113,8 @@ def prove(executor: Executor, batch: Batch) -> Proof:
     rows = None if any(fact["compiled"] for fact in facts) else MAX_ROWS
     devices = _devices(executor)
     with restored_random(devices, comm.barrier):
-        verdict = _judge_stages(executor, batch, rows)
-        shared = _share_facts(comm, _as_dict(verdict))
+        verdict = _judge_stages(executor, _first_rows(batch, rows))
+        shared = share_facts(comm, _as_dict(verdict))
     verdicts = [RankVerdict(**fields) for fields in shared]
     if any(device.type == "cuda" for device in devices):
         torch.cuda.empty_cache()
@@ -159,25 +159,6 @@ def _as_dict(verdict: RankVerdict) -> dict[str, Any]:
     return {name: getattr(verdict, name) for name in RankVerdict.__slots__}
 
 
-def _share_facts(comm: Comm, facts: dict[str, Any]) -> list[dict[str, Any]]:
-    """The facts of all ranks, by rank.
-
-    They travel as numbers in the rows of a sum, since a `Comm` can only add.
-    """
-    everyone = tuple(range(comm.ranks))
-    raw = json.dumps(facts).encode()
-    sizes = torch.zeros(comm.ranks, dtype=torch.int64)
-    sizes[comm.rank] = len(raw)
-    comm.add(sizes, everyone).wait()
-    letters = torch.zeros(comm.ranks, int(sizes.max()), dtype=torch.int64)
-    letters[comm.rank, : len(raw)] = torch.tensor(list(raw))
-    comm.add(letters, everyone).wait()
-    shared = []
-    for row, size in zip(letters, sizes.tolist(), strict=True):
-        shared.append(json.loads(bytes(row[:size].tolist())))
-    return shared
-
-
 # ---------------------------------------------------------------- real inputs
 def choose_microbatches(schedule: Schedule) -> dict[int, int]:
     """Choose a micro-batch for every stage: few in all, preferably with many slices."""
@@ -190,17 +171,28 @@ def choose_microbatches(schedule: Schedule) -> dict[int, int]:
     return chosen
 
 
-def _judge_stages(executor: Executor, batch: Batch, rows: int | None) -> RankVerdict:
+def _first_rows(batch: Batch, rows: int | None) -> Batch:
+    """A batch with only the first rows of each micro-batch."""
+    named = [{name: x[:rows] for name, x in each.items()} for each in batch.named]
+    return replace(
+        batch,
+        inputs=tuple(x[:rows] for x in batch.inputs),
+        labels=tuple(y[:rows] for y in batch.labels),
+        starts=tuple(starts[:rows] for starts in batch.starts),
+        named=tuple(named),
+    )
+
+
+def _judge_stages(executor: Executor, batch: Batch) -> RankVerdict:
     """Judge all stages of this rank, each on its real input."""
+    executor.edges(batch)  # together with the other ranks
     chosen = choose_microbatches(executor.program.schedule)
     benches: dict[int, Bench] = {}
     for stage in sorted(executor.modules):
         if stage in chosen:
             benches[stage] = Bench(executor, stage, chosen[stage], batch)
-    for stage, x in _inputs(executor, batch, chosen, rows, benches):
-        number = chosen[stage]
-        labels = batch.labels[number][:rows]
-        benches[stage].set_input(x, labels, documents_of(batch, number, rows))
+    for stage, x in _inputs(executor, batch, chosen, benches):
+        benches[stage].set_input(x, batch, chosen[stage])
     verdict = RankVerdict()
     for bench in benches.values():
         _judge(bench, verdict)
@@ -210,18 +202,12 @@ def _judge_stages(executor: Executor, batch: Batch, rows: int | None) -> RankVer
     return verdict
 
 
-def documents_of(batch: Batch, number: int, rows: int | None = None) -> Tensor | None:
-    """Where the documents of a micro-batch start, if documents are packed."""
-    return batch.starts[number][:rows] if batch.starts else None
-
-
 def _inputs(
     executor: Executor,
     batch: Batch,
     chosen: dict[int, int],
-    rows: int | None,
     benches: dict[int, Bench],
-) -> Iterator[tuple[int, Tensor]]:
+) -> Iterator[tuple[int, Tensor | Bundle]]:
     """The stages of this rank and their inputs.
 
     The inputs come from one chain of plain forwards after another, in the same order on all
@@ -233,35 +219,39 @@ def _inputs(
         path = schedule.microbatches[number].path
         wanted = [place for place, stage in enumerate(path) if chosen[stage] == number]
         end = wanted[-1]
-        x = batch.inputs[number][:rows]
+        x: Tensor | Bundle = batch.inputs[number]
         device = x.device
-        shape = (x.shape[0], x.shape[1], executor.width)
-        starts = documents_of(batch, number, rows)
         for place, stage in enumerate(path[: end + 1]):
             rank = schedule.stages[stage].rank
             if rank != comm.rank:
                 continue
             before = schedule.stages[path[place - 1]].rank if place else rank
             if before != rank:
-                x = comm.receive(shape, executor.dtype, before).wait().to(device)
+                x = benches[stage].receive(before, device)
             if place in wanted:
                 yield stage, x
             if place < end:
-                x = _forward(benches[stage], x, starts)
+                x = _forward(benches[stage], x, batch, number)
                 after = schedule.stages[path[place + 1]].rank
                 if after != rank:
-                    comm.send(x.to(executor.dtype), after).wait()
+                    benches[stage].send(x, after)
 
 
-def _forward(bench: Bench, x: Tensor, starts: Tensor | None) -> Tensor:
+def _forward(
+    bench: Bench, x: Tensor | Bundle, batch: Batch, number: int
+) -> Tensor | Bundle:
     """Run a plain forward that leaves nothing behind."""
+    named = batch.named[number] if batch.named else {}
+    starts = batch.starts[number] if batch.starts else None
+    sample = Sample(x, batch.labels[number], batch.inputs[number], starts, named)
     try:
         with (
             torch.no_grad(),
             uncompiled(bench.module) as plain,
             bench.autocast(enabled=True),
         ):
-            return call_whole(plain, x, starts)
+            y: Tensor | Bundle = bench.call(plain, x, sample)
+            return y
     finally:
         bench.executor.gradients.shards.finish()
         bench.memory.restore()

@@ -156,6 +156,8 @@ def noisy(module: nn.Module, noise: float, seed: int) -> Iterator[None]:
             return value * (1 + noise * signs.double()).to(value.dtype)
         if type(value) in (list, tuple):
             return type(value)(map(blur, value))
+        if type(value) is dict:
+            return {name: blur(one) for name, one in value.items()}
         return value
 
     layers = module.modules() if noise else ()

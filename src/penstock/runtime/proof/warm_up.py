@@ -8,10 +8,13 @@ the plan runs them, and the ranks meet once afterwards.
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from penstock.runtime.batch import Batch
+from penstock.runtime.bundle import Bundle
+from penstock.runtime.edges import Edge
 from penstock.runtime.executor import Executor
-from penstock.runtime.proof.prove import choose_microbatches, documents_of
+from penstock.runtime.proof.prove import choose_microbatches
 from penstock.runtime.proof.traceless import restored_random
 from penstock.runtime.proof.ways import SEED, Bench
 
@@ -19,22 +22,30 @@ from penstock.runtime.proof.ways import SEED, Bench
 def warm_up(executor: Executor, batch: Batch, evaluates: bool = True) -> None:
     """Run every stage of this rank once, in training and in evaluation if it `evaluates`, and leave no trace.
 
-    All ranks must call this. It sends no message except to meet at the end.
+    All ranks must call this. It sends no message except to find the shapes between stages, and to meet at the end.
     """
     chosen = choose_microbatches(executor.program.schedule)
+    executor.edges(batch)  # together with the other ranks
     own = [stage for stage in sorted(executor.modules) if stage in chosen]
     devices = {x.device for x in batch.inputs}
     with restored_random(devices, executor.comm.barrier):
         for stage in own:
             number = chosen[stage]
             bench = Bench(executor, stage, number, batch)
-            tokens = batch.inputs[number]
-            x = tokens
-            if not bench.first:
-                dice = torch.Generator().manual_seed(SEED)
-                shape = (*tokens.shape, executor.width)
-                x = torch.randn(shape, generator=dice, dtype=executor.dtype)
-                x = x.to(tokens.device)
-            labels = batch.labels[number]
-            bench.set_input(x, labels, documents_of(batch, number))
+            x: Tensor | Bundle = batch.inputs[number]
+            if bench.incoming is not None:
+                x = _random_input(bench, bench.incoming, x.device)
+            bench.set_input(x, batch, number)
             bench.run_all(evaluates)
+
+
+def _random_input(bench: Bench, edge: Edge, device: torch.device) -> Tensor | Bundle:
+    """Random numbers like those that another stage passes on; whole numbers are zero."""
+    dice = torch.Generator().manual_seed(SEED)
+    tensors = []
+    for shape, dtype, _ in edge.tensors:
+        x = torch.zeros(shape, dtype=dtype)
+        if dtype.is_floating_point:
+            x = torch.randn(shape, generator=dice, dtype=dtype)
+        tensors.append(x.to(device))
+    return Bundle(tensors, edge.values, edge.names) if bench.many else tensors[0]

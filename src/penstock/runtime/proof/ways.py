@@ -14,9 +14,9 @@ plain attributes of modules and torch's random number generators are restored af
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
@@ -27,11 +27,21 @@ from penstock.carry import Carry, Slice
 from penstock.ir.action import Action, Op
 from penstock.ir.program import lower
 from penstock.ir.schedule import MicroBatch, Schedule, Stage, schedule_of, stretch
+from penstock.runtime.added_losses import collected_losses, take_sum
 from penstock.runtime.batch import IGNORED_LABEL, Batch
+from penstock.runtime.bundle import Bundle, bundle_of
 from penstock.runtime.comm.thread import Hub, ThreadComm
 from penstock.runtime.dtensor_share import local_share
+from penstock.runtime.edges import Edge, TensorSpecs
 from penstock.runtime.executor import Executor
 from penstock.runtime.loss_reduction import Reduction, as_sum, plain_loss
+from penstock.runtime.passed_values import (
+    PIECE,
+    Passed,
+    named_arguments,
+    parameters_of,
+    passed_by,
+)
 from penstock.runtime.proof.traceless import (
     ModuleMemory,
     has_compiled_layer,
@@ -76,13 +86,21 @@ REDRAWS = frozenset({Option.SLICES, Option.COMPILED, Option.RECORDED})
 class Sample:
     """What a stage gets for one micro-batch."""
 
-    x: Tensor
-    target: Tensor  # the labels on the last stage, else the gradient of the output
+    x: Tensor | Bundle
+    target: Tensor | Bundle  # the labels on the last stage, else the gradients of y
+    tokens: Tensor  # the input of the micro-batch
     starts: Tensor | None = None
+    named: Mapping[str, Tensor] = field(default_factory=dict)  # the batch's
 
     def rolled(self) -> Sample:
         """Another sample of the same kind, with every token moved by one."""
-        return Sample(self.x.roll(1, 1), self.target.roll(1, 1), self.starts)
+        return replace(self, x=_rolled(self.x), target=_rolled(self.target))
+
+
+def _rolled(x: Any) -> Any:
+    if isinstance(x, Bundle):
+        return Bundle([_rolled(tensor) for tensor in x.tensors], x.count, x.names)
+    return x.roll(1, min(1, x.dim() - 1))
 
 
 class Bench:
@@ -99,6 +117,12 @@ class Bench:
         path = self.microbatches[0].path
         self.first = path[0] == stage
         self.last = path[-1] == stage
+        # What goes into the stage and out of it. All ranks have found it before.
+        edges = executor.edges(batch)[microbatch]
+        position = executor.program.schedule.microbatches[microbatch].path.index(stage)
+        self.incoming = None if self.first else edges[position - 1]
+        self.outgoing = None if self.last else edges[position]
+        self.many = executor.cut(batch).edges.many
         self.options = self._options()
         self.samples: list[Sample] = []
         self.device = batch.inputs[microbatch].device
@@ -124,21 +148,42 @@ class Bench:
         }
         return frozenset(option for option, on in applies.items() if on)
 
-    def set_input(self, x: Tensor, labels: Tensor, starts: Tensor | None) -> None:
+    def receive(self, source: int, device: torch.device) -> Tensor | Bundle:
+        """What the stage before has sent from another rank."""
+        assert self.incoming is not None
+        comm = self.executor.comm
+        arriving = [
+            comm.receive(s.shape, s.dtype, source) for s in self.incoming.tensors
+        ]
+        tensors = [one.wait().to(device) for one in arriving]
+        if self.many:
+            return Bundle(tensors, self.incoming.values, self.incoming.names)
+        return tensors[0]
+
+    def send(self, x: Tensor | Bundle, target: int) -> None:
+        """Send what the stage has made to another rank."""
+        assert self.outgoing is not None
+        tensors = x.tensors if isinstance(x, Bundle) else (x,)
+        for tensor, spec in zip(tensors, self.outgoing.tensors, strict=True):
+            self.executor.comm.send(tensor.to(spec.dtype), target).wait()
+
+    def set_input(self, x: Tensor | Bundle, batch: Batch, number: int) -> None:
         """Set what the stage gets.
 
-        Inner stages get a random gradient: a real one, through a head that starts at zero,
+        Inner stages get random gradients: real ones, through a head that starts at zero,
         would not reach all weights.
         """
-        target = labels
-        if not self.last:
+        target: Tensor | Bundle = batch.labels[number]
+        if self.outgoing is not None:
             generator = torch.Generator().manual_seed(SEED + self.stage)
-            shape = (*x.shape[:2], self.executor.width)
-            gradient = torch.randn(
-                shape, generator=generator, dtype=self.executor.dtype
-            )
-            target = gradient.to(x.device)
-        sample = Sample(x, target, starts)
+            gradients = []
+            for shape, dtype, _ in self.outgoing.gradients:
+                gradient = torch.randn(shape, generator=generator, dtype=dtype)
+                gradients.append(gradient.to(x.device))
+            target = Bundle(gradients) if self.many else gradients[0]
+        named = batch.named[number] if batch.named else {}
+        starts = batch.starts[number] if batch.starts else None
+        sample = Sample(x, target, batch.inputs[number], starts, named)
         self.samples = [sample]
         if len(self.microbatches) > 1:
             self.samples.append(sample.rolled())
@@ -150,6 +195,7 @@ class Bench:
             return 1
         count = 0
         for sample in self.samples:
+            assert isinstance(sample.target, Tensor)
             count += int((sample.target != IGNORED_LABEL).sum())
         return max(count, 1)
 
@@ -180,30 +226,75 @@ class Bench:
             uncompiled(self.module) as plain,
             noisy(plain, noise, noise_seed),
         ):
-            outputs: list[Tensor] = []
+            outputs: list[Tensor | Bundle] = []
             losses: list[Tensor] = []
-            input_gradients: list[Tensor] = []
+            input_gradients: list[Tensor | Bundle] = []
             for sample in self.samples:
-                x = sample.x.detach().clone()
-                if not self.first:
-                    x.requires_grad_()
-                with self.autocast(autocast):
-                    y = call_whole(plain, x, sample.starts)
+                x = self._plain_input(sample)
+                with self.autocast(autocast), collected_losses() as added:
+                    y = self.call(plain, x, sample)
                     if self.last:
                         loss = self._loss(y, sample.target)
+                    share = take_sum(added) * self.added_share if added else None
                 if self.last:
-                    _backward(loss, torch.ones_like(loss))
+                    _backward([loss], [torch.ones_like(loss)], share)
                     losses.append(loss.detach().double())
                     del loss
+                elif isinstance(y, Bundle):
+                    assert isinstance(sample.target, Bundle)
+                    _backward(*y.roots(sample.target), share)
+                    outputs.append(Bundle([one.detach() for one in y.tensors]))
                 else:
-                    _backward(y, sample.target.to(y.dtype))
-                outputs.append(y.detach())
-                if x.grad is not None:
+                    assert isinstance(sample.target, Tensor)
+                    _backward([y], [sample.target.to(y.dtype)], share)
+                    outputs.append(y.detach())
+                if share is not None and self.last:
+                    losses.append(share.detach().double())
+                del share
+                if isinstance(x, Bundle):
+                    input_gradients.append(x.take_gradients())
+                elif x.grad is not None:
                     input_gradients.append(x.grad)
                 del y
-            if self.last:
-                return self._results(LOSS, torch.stack(losses).sum(), input_gradients)
-            return self._results(OUTPUT, torch.cat(outputs), input_gradients)
+            total = torch.stack(losses).sum() if losses else torch.zeros(())
+            return self._results(total, outputs, input_gradients)
+
+    def _plain_input(self, sample: Sample) -> Tensor | Bundle:
+        """A copy of the input of a plain call, which gathers gradients unless it is the first stage's."""
+        if isinstance(sample.x, Bundle):
+            assert self.incoming is not None
+            copies = Bundle([x.detach().clone() for x in sample.x.tensors])
+            return copies.leaves(self.incoming, trains=True)
+        x = sample.x.detach().clone()
+        return x if self.first else x.requires_grad_()
+
+    def call(self, module: nn.Module, x: Tensor | Bundle, sample: Sample) -> Any:
+        """Call a module on a whole sequence, and return what it passes on.
+
+        Packed documents need a slice, which then covers the whole sequence.
+        """
+        arguments: list[Any] = []
+        if sample.starts is not None:
+            tokens = sample.tokens.shape[1]
+            arguments.append(Carry(tokens, sample.starts).open(0, tokens))
+        if not self.many:
+            return module(x, *arguments)
+        values = (x,) if isinstance(x, Tensor) else x.values
+        travelling = {} if isinstance(x, Tensor) else x.named
+        parameters = parameters_of(module)
+        named = named_arguments(parameters, len(values), travelling, sample.named)
+        sliced = {PIECE: arguments[0]} if arguments else {}
+        y = module(*values, **named, **sliced)
+        if self.outgoing is None:
+            return y.returned if isinstance(y, Passed) else y
+        passed = passed_by(y)
+        assert passed is not None
+        return bundle_of(passed, self.outgoing, travelling)
+
+    @property
+    def added_share(self) -> float:
+        """The share of a sample in the added losses."""
+        return 1 / len(self.samples)
 
     def autocast(self, enabled: bool) -> AbstractContextManager[object]:
         """A context with the executor's autocast type, if it has one and it is enabled."""
@@ -236,12 +327,10 @@ class Bench:
                 self.splits_in_vain = 0 in solo.stages_without_weight_work
             feeds = [end for end in modules.values() if isinstance(end, Feed)]
             sinks = [end for end in modules.values() if isinstance(end, OutputSink)]
-            input_gradients = [feed.joined() for feed in feeds]
-            if self.last:
-                loss = torch.tensor(result.loss, dtype=torch.float64)
-                return self._results(LOSS, loss, input_gradients)
-            output = torch.cat([sink.joined() for sink in sinks])
-            return self._results(OUTPUT, output, input_gradients)
+            gradients = [feed.joined() for feed in feeds]
+            outputs = [sink.joined() for sink in sinks]
+            total = torch.tensor(result.loss, dtype=torch.float64)
+            return self._results(total, outputs, gradients)
 
     def run_all(self, evaluates: bool) -> None:
         """Run the stage once as the plan will train it, but unrecorded, and perhaps once as it will be evaluated."""
@@ -253,20 +342,33 @@ class Bench:
             schedule, modules = self._solo_schedule(self.module, options)
             self._solo_executor(schedule, modules, options).evaluate(self._batch())
 
-    def _loss(self, y: Tensor, labels: Tensor) -> Tensor:
+    def _loss(self, y: Any, labels: Tensor | Bundle) -> Tensor:
         """The share of a micro-batch in the mean loss of all labels."""
+        assert isinstance(labels, Tensor)
         loss = plain_loss(self.executor.stages.loss)(y, labels)
         if self.executor.stages.reduction is Reduction.MEAN:
             loss = as_sum(loss, labels)
         return loss / self.label_count
 
     def _batch(self) -> Batch:
-        """The samples as a batch of an executor."""
-        inputs = tuple(sample.x for sample in self.samples)
-        targets = tuple(sample.target for sample in self.samples)
+        """The samples as a batch of an executor.
+
+        Bundles are not part of it: the feeds and sinks of the samples have them.
+        """
+        inputs: list[Tensor] = []
+        targets: list[Tensor] = []
+        for sample in self.samples:
+            x, target = sample.x, sample.target
+            inputs.append(sample.tokens if isinstance(x, Bundle) else x)
+            if isinstance(target, Bundle):
+                target = torch.zeros_like(sample.tokens)
+            targets.append(target)
         all_starts = [sample.starts for sample in self.samples]
         starts = tuple(start for start in all_starts if start is not None)
-        return Batch(inputs, targets, self.label_count, starts)
+        named = tuple(sample.named for sample in self.samples if sample.named)
+        return Batch(
+            tuple(inputs), tuple(targets), self.label_count, starts, named=named
+        )
 
     def _solo_executor(
         self, schedule: Schedule, modules: dict[int, nn.Module], options: Options
@@ -279,8 +381,6 @@ class Bench:
             modules,
             ThreadComm(Hub(1), 0),
             executor.stages.loss if self.last else _weighted_sum,
-            executor.width,
-            executor.dtype,
             recompute=frozenset(recompute),
             autocast=executor.stages.autocast if Option.AUTOCAST in options else None,
             tied={},  # the other holders of a tied weight are not part of this run
@@ -289,6 +389,10 @@ class Bench:
         )
         # The proof warns about a W without work itself, with the stage's real number.
         solo.warns_of_deferrals = False
+        batch = self._batch()
+        edges = [edge for edge in (self.incoming, self.outgoing) if edge is not None]
+        for number in range(len(self.samples)):
+            solo.finder.known[solo.finder.kind(batch, number)] = tuple(edges)
         return solo
 
     def _solo_schedule(
@@ -306,15 +410,16 @@ class Bench:
             path = [0]
             if not self.first:
                 feeds[number] = len(modules)
-                modules[len(modules)] = Feed()
+                modules[len(modules)] = Feed(sample.x, self.incoming)
                 path.insert(0, feeds[number])
             if not self.last:
                 sinks[number] = len(modules)
-                modules[len(modules)] = OutputSink()
+                modules[len(modules)] = OutputSink(sample.target, self.outgoing)
                 path.append(sinks[number])
-            tokens = sample.x.shape[1]
+            tokens = 1
             cuts: tuple[int, ...] = ()
             if Option.SLICES in options:
+                tokens = sample.tokens.shape[1]
                 cuts = stretch(self.microbatches[number], tokens).cuts
             microbatches.append(MicroBatch(tuple(path), tokens, cuts))
         lane: list[Action] = []
@@ -398,38 +503,55 @@ class Bench:
                     parameter.grad = gradient
 
     def _results(
-        self, name: str, value: Tensor, input_gradients: Sequence[Tensor]
+        self,
+        loss: Tensor,
+        outputs: Sequence[Tensor | Bundle],
+        input_gradients: Sequence[Tensor | Bundle],
     ) -> Results:
-        """The output or loss, and the gradients that the parameters have now."""
-        results: Results = {name: value}
+        """The outputs or the loss, and the gradients that the parameters have now."""
+        results: Results = {}
+        if self.outgoing is None:
+            results[LOSS] = loss
+        else:
+            results |= _joined(OUTPUT, outputs, self.outgoing.tensors)
         for parameter_name, parameter in self._trained():
             gradient = parameter.grad
             results[parameter_name] = (
                 None if gradient is None else local_share(gradient)
             )
-        if not self.first:
-            joined = torch.cat(list(input_gradients)) if input_gradients else None
-            results[INPUT_GRADIENT] = joined
+        if self.incoming is not None:
+            gradients = self.incoming.gradients
+            results |= _joined(INPUT_GRADIENT, input_gradients, gradients)
         return results
 
 
-def call_whole(module: nn.Module, x: Tensor, starts: Tensor | None) -> Tensor:
-    """Call a module on a whole sequence.
+def _joined(
+    name: str, samples: Sequence[Tensor | Bundle], specs: TensorSpecs
+) -> Results:
+    """The tensors of all samples by name, joined along their rows."""
+    bundles = [x for x in samples if isinstance(x, Bundle)]
+    if not bundles:
+        tensors = [x for x in samples if isinstance(x, Tensor)]
+        return {name: torch.cat(tensors) if tensors else None}
+    results: Results = {}
+    for number in range(len(specs)):
+        joined = torch.cat([bundle.tensors[number] for bundle in bundles])
+        results[f"{name}, tensor {number}"] = joined
+    return results
 
-    Packed documents need a slice, which then covers the whole sequence.
-    """
-    if starts is None:
-        y: Tensor = module(x)
-        return y
-    tokens = x.shape[1]
-    y = module(x, Carry(tokens, starts).open(0, tokens))
-    return y
 
-
-def _backward(root: Tensor, gradient: Tensor) -> None:
-    """Run an ordinary backward, unless nothing needs a gradient."""
-    if root.requires_grad:
-        torch.autograd.backward(root, gradient)
+def _backward(
+    roots: Sequence[Tensor], gradients: Sequence[Tensor], added: Tensor | None
+) -> None:
+    """Run an ordinary backward, also of an added loss, unless nothing needs a gradient."""
+    pairs = list(zip(roots, gradients, strict=True))
+    if added is not None:
+        pairs.append((added, torch.ones_like(added)))
+    pairs = [(root, gradient) for root, gradient in pairs if root.requires_grad]
+    if pairs:
+        torch.autograd.backward(
+            [root for root, _ in pairs], [gradient for _, gradient in pairs]
+        )
 
 
 # ---------------------------------------------------------------- what the lane does with a stage
@@ -481,7 +603,7 @@ def _kind(
     path = schedule.microbatches[number].path
     actions = [lane[position] for position in positions]
     ops = sorted((action.op, action.slice) for action in actions)
-    tokens = batch.shapes[number][1]
+    tokens = batch.shapes[number][1:]
     return ops, tokens, path[0] == first.stage, path[-1] == first.stage
 
 
@@ -503,49 +625,103 @@ class _CatchGradient(torch.autograd.Function):
 
 
 class End(nn.Module):
-    """A feed or a sink, with the tensors it has caught by the first token of the slice."""
+    """A feed or a sink, with the tensors it has caught by their number and the first token of the slice."""
 
-    def __init__(self) -> None:
+    def __init__(self, edge: Edge | None) -> None:
         super().__init__()
-        self.caught: dict[int, Tensor] = {}
+        self.edge = edge
+        self.caught: dict[int, dict[int, Tensor]] = {}
+        self.many = False
 
-    def catch(self, piece: Slice | None, tensor: Tensor) -> None:
+    def catch(self, piece: Slice | None, number: int, tensor: Tensor) -> None:
         """Keep a tensor; the last one counts, since a recorded stage runs more than once."""
         begin = 0 if piece is None else piece.begin
-        self.caught[begin] = tensor.detach()
+        self.caught.setdefault(number, {})[begin] = tensor.detach()
 
-    def joined(self) -> Tensor:
+    def joined(self) -> Tensor | Bundle:
         """The tensors of all slices, joined into one."""
-        return torch.cat([self.caught[begin] for begin in sorted(self.caught)], dim=1)
+        tensors = []
+        for _, pieces in sorted(self.caught.items()):
+            parts = [pieces[begin] for begin in sorted(pieces)]
+            tensors.append(parts[0] if len(parts) == 1 else torch.cat(parts, dim=1))
+        return Bundle(tensors) if self.many else tensors[0]
+
+
+def _cut(x: Tensor, piece: Slice | None) -> Tensor:
+    """The tokens of a slice."""
+    return x if piece is None else x[:, piece.begin : piece.end]
 
 
 class Feed(End):
-    """Supplies the stage's input, and catches its gradient."""
+    """Supplies the stage's input, and catches its gradient. It has bundles itself; a tensor comes from the batch."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, x: Tensor | Bundle, edge: Edge | None) -> None:
+        super().__init__(edge)
+        self.bundle = x if isinstance(x, Bundle) else None
+        self.many = self.bundle is not None
         # Autograd only visits this stage if it has a parameter.
         self.anchor = nn.Parameter(torch.zeros(()))
 
-    def forward(self, x: Tensor, piece: Slice | None = None) -> Tensor:
+    def forward(self, x: Tensor, piece: Slice | None = None) -> Any:
         """Return the input as it is."""
+        if self.bundle is None:
+            return self.supply(x, 0, piece)
+        assert self.edge is not None
+        tensors = []
+        number = 0  # of those that have gradients
+        for tensor in self.bundle.tensors:
+            given = _cut(tensor, piece)
+            if given.is_floating_point():
+                given = self.supply(given, number, piece)
+                number += 1
+            tensors.append(given)
+        count = self.edge.values
+        named = dict(zip(self.edge.names, tensors[count:], strict=True))
+        return Passed(tuple(tensors[:count]), named)
+
+    def supply(self, x: Tensor, number: int, piece: Slice | None) -> Tensor:
+        """A tensor whose gradient is caught."""
 
         def hand_over(gradient: Tensor) -> None:
-            self.catch(piece, gradient)
+            self.catch(piece, number, gradient)
 
         y: Tensor = _CatchGradient.apply(x, self.anchor, hand_over)  # type: ignore[no-untyped-call]
         return y
 
 
 class OutputSink(End):
-    """Catches the stage's output."""
+    """Catches the stage's output. For bundles it is also the loss, since their gradients are not in the batch."""
 
-    def forward(self, x: Tensor, piece: Slice | None = None) -> Tensor:
-        """Return the output as it is."""
-        self.catch(piece, x)
-        return x
+    def __init__(self, target: Tensor | Bundle, edge: Edge | None) -> None:
+        super().__init__(edge)
+        self.gradients = target if isinstance(target, Bundle) else None
+        self.many = self.gradients is not None
+
+    @property
+    def asked_names(self) -> tuple[str, ...]:
+        """The names of all tensors."""
+        return self.edge.names if self.edge is not None else ()
+
+    def forward(
+        self, *values: Any, piece: Slice | None = None, **named: Tensor
+    ) -> Tensor:
+        """Return the output as it is, or a number whose gradient is the given one."""
+        if isinstance(values[-1], Slice):
+            *values, piece = values  # type: ignore[assignment]
+        tensors: list[Tensor] = [*values, *(named[name] for name in self.asked_names)]
+        for number, x in enumerate(tensors):
+            self.catch(piece, number, x)
+        if self.gradients is None:
+            return tensors[0]
+        total = torch.zeros((), dtype=torch.float64, device=tensors[0].device)
+        floating = [x for x in tensors if x.is_floating_point()]
+        for x, gradient in zip(floating, self.gradients.tensors, strict=True):
+            total = total + _weighted_sum(x, _cut(gradient, piece))
+        return total
 
 
 def _weighted_sum(y: Tensor, gradient: Tensor) -> Tensor:
-    """A loss whose gradient is the given one."""
+    """A loss whose gradient is the given one; what is a number already stays as it is."""
+    if y.dim() == 0:
+        return y
     return (y.to(gradient.dtype) * gradient).sum()

@@ -1,0 +1,151 @@
+"""Penstock in Ray Train: `train_loop` is the function that Ray's `TorchTrainer` runs on every worker.
+
+    TorchTrainer(train_loop, train_loop_config={"config": "config.toml", "set": ["run.folder=/shared/run"]},
+                 scaling_config=ScalingConfig(num_workers=(2, 4)), run_config=RunConfig(failure_config=...)).fit()
+
+    Ray      starts the workers, calls init_process_group, starts them again after a loss, perhaps another number
+    here     plans for the number of workers, resumes the newest checkpoint, trains, reports loss and checkpoints
+
+The ranks of the schedule follow the number of workers: a checkpoint of any number of ranks resumes on any other. All
+workers must see the folder of the run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ray.train import Checkpoint, report
+
+from penstock.config import Config, check_config, is_plan_file
+from penstock.errors import ConfigError
+from penstock.formats.config_toml import read_config, written_keys
+from penstock.ir import Plan
+from penstock.plan.planner import plan_run
+from penstock.runtime import ProcessComm
+from penstock.runtime.process.launch import after_first
+from penstock.train.auto import machine_workload, measure, plan_workload
+from penstock.train.checkpoint import newest, step_name
+from penstock.train.launcher import forget_previous_end
+from penstock.train.lock import Lock, locking
+from penstock.train.loop import Trainer
+from penstock.train.placement import launched_placement
+from penstock.train.start import CHECKPOINTS, check_sources, find_run, prepare_run
+from penstock.train.worker import CONFIG_FILE, STOP_FILE, job_of, join, model_sizes
+
+KEYS = ("config", "set")  # of the dictionary that Ray hands to the loop
+
+
+def train_loop(settings: Mapping[str, Any]) -> None:
+    """Train as one worker of Ray Train.
+
+    `settings["config"]` is a config.toml or the folder of a run, and `settings["set"]` a list of changes such as
+    "run.steps=100". One of them must name `run.folder`.
+    """
+    source, changes = read_settings(settings)
+    config, folder = find_run(source, None, changes, exists=True)
+    comm = join(config, launched_placement(config))
+    config = fit_ranks(config, comm.ranks)
+    given = written_keys(source, changes)
+    resume = bool(newest(folder / CHECKPOINTS))
+    with locking() as lock:
+        after_first(comm, lambda: prepare(config, folder, resume, lock, given))
+        train(folder, resume, comm)
+
+
+def read_settings(settings: Mapping[str, Any]) -> tuple[Path, list[str]]:
+    """The config and the changes to it, from the dictionary that Ray hands to the loop."""
+    unknown = sorted(settings.keys() - set(KEYS))
+    if unknown or "config" not in settings:
+        wrong = f"has no use for {', '.join(unknown)}" if unknown else "lacks 'config'"
+        raise ConfigError(
+            f"train_loop_config {wrong}\n"
+            "  give it 'config', the path of a config.toml, and perhaps 'set', a list such as ['run.steps=100']"
+        )
+    return Path(settings["config"]), list(settings.get("set", ()))
+
+
+def fit_ranks(config: Config, workers: int) -> Config:
+    """Return the config with a rank for each worker, or for each mesh of workers."""
+    if is_plan_file(config.schedule.name):
+        return config  # It has its own ranks; `prepare` compares them.
+    schedule = config.schedule
+    each = max(1, schedule.copies) * config.mesh.size
+    if workers % each:
+        raise ConfigError(
+            f"Ray has started {workers} workers, but schedule.copies x mesh.shard x mesh.tensor = {each} of them make "
+            f"one rank of all copies\n  set num_workers of the ScalingConfig to a multiple of {each}"
+        )
+    schedule = replace(schedule, ranks=workers // each, devices=0)
+    return check_config(replace(config, schedule=schedule))
+
+
+def prepare(
+    config: Config, folder: Path, resume: bool, lock: Lock, given: Collection[str]
+) -> None:
+    """Plan the run and write the files that every worker reads; the first worker does it."""
+    check_sources(config)
+    layers = model_sizes(config).layers
+
+    def plan_auto(config: Config) -> Plan:
+        workload, placement = machine_workload(config, layers, given)
+        return plan_workload(workload, measure(workload, placement)).plan
+
+    config, plan = plan_run(config, layers, given, plan_auto)
+    placement = launched_placement(config)
+    needed = plan.schedule.ranks * config.mesh.size
+    if needed != placement.processes:
+        raise ConfigError(
+            f"{plan.name} has {config.mesh.over(plan.schedule.ranks)}, but Ray has started {placement.processes} "
+            f"workers\n  set num_workers of the ScalingConfig to {needed}"
+        )
+    prepare_run(config, plan, placement, folder, resume, lock, lambda done, total: None)
+    forget_previous_end(folder)
+
+
+def train(folder: Path, resume: bool, comm: ProcessComm) -> None:
+    """Train what a folder describes, until its last step."""
+    config = read_config(folder / CONFIG_FILE)
+    job = job_of(folder, config, resume, fresh=True)
+    stop_file = folder / STOP_FILE
+    trainer = ReportingTrainer(job, comm, comm.device)
+    trainer.run(lambda: comm.rank == 0 and stop_file.exists())
+
+
+class ReportingTrainer(Trainer):
+    """A trainer that reports losses and checkpoints to Ray.
+
+    Ray asks all workers to report, and takes the figures of the first. It copies the checkpoint to its own storage.
+    """
+
+    def commit(self, *args: Any, **options: Any) -> None:
+        """Count the step, and report it if its figures are to be logged."""
+        super().commit(*args, **options)
+        settings = self.job.config.run
+        if self.step % settings.log == 0 and self.step < settings.steps:
+            report(self.report_figures())
+
+    def save(self) -> None:
+        """Save a checkpoint, wait until all workers have, and report it."""
+        super().save()
+        saved = self.step
+        self.saver.finish(self.comm)
+        checkpoint = None
+        if self.comm.rank == 0:
+            folder = self.job.checkpoints / step_name(saved)
+            checkpoint = Checkpoint.from_directory(str(folder))
+        report(self.report_figures(), checkpoint=checkpoint)
+
+    def report_figures(self) -> dict[str, float]:
+        """The figures of the last step, which are the same on all workers."""
+        figures = self.figures
+        assert figures is not None
+        return {
+            "step": self.step,
+            "loss": figures.loss,
+            "norm": figures.norm,
+            "seconds": figures.seconds,
+            "workers": self.comm.ranks,
+        }

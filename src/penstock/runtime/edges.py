@@ -1,0 +1,513 @@
+"""The tensors that go from one stage to the next: their shapes and types, found before the first step.
+
+A rank must know what arrives before it arrives, and it sees only its own stages. So all ranks walk along the paths
+together, before the first step with micro-batches of a new shape:
+
+    rank 0    x ─► stage 0 on meta tensors ─► edge 0 ──┐ told to all
+    rank 1                                             └─► stage 1 on meta tensors ─► edge 1 ──┐ ...
+
+Meta tensors have shapes and no numbers, so this takes no memory and hardly any time. A module that cannot run on them
+runs once on zeros. A module can also say that it returns hidden states of shape (rows, tokens, `hidden_width`), as the
+parts of our own models do, and of the type `hidden_dtype` if that is not the type of its parameters. If all modules say
+so, nobody has to run them, and nothing has to be told.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from penstock.errors import PeerLostError, ShapeError
+from penstock.ir.action import Action, Op
+from penstock.ir.schedule import Schedule
+from penstock.runtime.batch import Batch
+from penstock.runtime.comm.comm import Comm
+from penstock.runtime.facts import share_facts
+from penstock.runtime.lane import Do, Turn
+from penstock.runtime.loss_reduction import described
+from penstock.runtime.passed_values import (
+    Parameters,
+    named_arguments,
+    parameters_of,
+    passed_by,
+)
+from penstock.runtime.proof.traceless import ModuleMemory, uncompiled
+from penstock.runtime.randomness import undrawn
+from penstock.runtime.torch_internals import original_module
+
+# Facts of a rank on which a trial has failed: the error in words, and whether the stage is to blame or its place.
+FAILURE, MISFIT = "failure", "misfit"
+BATCH = " has"  # the shapes of a rank's micro-batches
+
+
+class TensorSpec(NamedTuple):
+    """A tensor between two stages."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype  # on a rank
+    sent_as: torch.dtype  # between ranks
+
+    @property
+    def sent_bytes(self) -> int:
+        """The bytes of the tensor on its way to another rank."""
+        return prod(self.shape) * self.sent_as.itemsize
+
+
+TensorSpecs: TypeAlias = tuple[TensorSpec, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Edge:
+    """What one stage of a path passes to the next.
+
+    `plain` says that it is one tensor of floating point numbers, returned as it is.
+    """
+
+    values: int  # tensors for the first arguments of the next stage
+    names: tuple[str, ...]  # of the tensors after these
+    tensors: TensorSpecs
+    plain: bool
+
+    @property
+    def gradients(self) -> TensorSpecs:
+        """The tensors that come back: the gradients of all floating point numbers."""
+        return tuple(spec for spec in self.tensors if spec.dtype.is_floating_point)
+
+    @property
+    def sent_bytes(self) -> int:
+        """The bytes of all its tensors on their way to another rank."""
+        return sum(spec.sent_bytes for spec in self.tensors)
+
+    def sliced(self, stage: int, tokens: int, piece: int) -> Edge:
+        """The edge for a slice of `piece` tokens of a sequence of `tokens`."""
+        tensors = []
+        for spec in self.tensors:
+            if len(spec.shape) < 2 or spec.shape[1] != tokens:
+                raise ShapeError(
+                    f"stage {stage} makes a tensor of shape {spec.shape} of a sequence of {tokens} tokens, so it "
+                    f"cannot be sliced: slices need (rows, {tokens}, ...)\n  make the schedule with slices=1"
+                )
+            shape = (spec.shape[0], piece, *spec.shape[2:])
+            tensors.append(spec._replace(shape=shape))
+        return replace(self, tensors=tuple(tensors))
+
+
+class StageFact(NamedTuple):
+    """What every rank knows about a stage."""
+
+    asks: tuple[str, ...]
+    hidden_width: int  # 0: the stage does not say what it returns
+    hidden_dtype: torch.dtype
+
+
+class Kind(NamedTuple):
+    """What two micro-batches must have in common to have the same edges."""
+
+    path: tuple[int, ...]
+    shape: tuple[int, ...]  # of the input
+    named: tuple[
+        tuple[str, tuple[int, ...]], ...
+    ]  # shapes of the batch's named tensors
+
+
+class EdgeFinder:
+    """Finds the edges of micro-batches, together with the other ranks, and remembers them.
+
+    `messages` is the type in which floating point numbers travel between ranks; None: their own.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        modules: Mapping[int, nn.Module],
+        comm: Comm,
+        messages: torch.dtype | None,
+    ) -> None:
+        self.schedule = schedule
+        self.modules = modules
+        self.comm = comm
+        self.messages = messages
+        self.parameters = {stage: parameters_of(m) for stage, m in modules.items()}
+        self.facts: list[StageFact] = []
+        self.known: dict[Kind, tuple[Edge, ...]] = {}
+
+    def find(self, batch: Batch) -> list[tuple[Edge, ...]]:
+        """The edges of each micro-batch along its path. All ranks must call this for batches of the same shapes."""
+        kinds = [self.kind(batch, number) for number in range(len(batch.inputs))]
+        missing: dict[Kind, int] = {}
+        for number, kind in enumerate(kinds):
+            if kind not in self.known:
+                missing.setdefault(kind, number)
+        if missing:
+            self.facts = self.facts or self.share_stage_facts()
+            unknown = {}
+            for kind, number in missing.items():
+                edges = self.stated_edges(kind)
+                if edges is None:
+                    unknown[kind] = number
+                else:
+                    self.known[kind] = edges
+            if unknown:
+                self.walk_paths(unknown, batch)
+        return [self.known[kind] for kind in kinds]
+
+    def kind(self, batch: Batch, number: int) -> Kind:
+        """The kind of a micro-batch."""
+        named = batch.named[number] if batch.named else {}
+        shapes = tuple((name, tuple(x.shape)) for name, x in sorted(named.items()))
+        path = self.schedule.microbatches[number].path
+        return Kind(path, tuple(batch.inputs[number].shape), shapes)
+
+    def share_stage_facts(self) -> list[StageFact]:
+        """What the ranks must know about all stages."""
+        own = {}
+        for stage, module in self.modules.items():
+            original = original_module(module)
+            width = getattr(original, "hidden_width", 0)
+            dtype = getattr(original, "hidden_dtype", None) or floating_type(module)
+            asks = self.parameters[stage].after(1)
+            own[str(stage)] = [asks, width, _name_of(dtype)]
+        everything: dict[str, Any] = {}
+        for facts in share_facts(self.comm, own):
+            everything |= facts
+        stages = []
+        for stage in range(len(self.schedule.stages)):
+            asks, width, dtype = everything[str(stage)]
+            stages.append(StageFact(tuple(asks), width, getattr(torch, dtype)))
+        return stages
+
+    def stated_edges(self, kind: Kind) -> tuple[Edge, ...] | None:
+        """The edges of a path on which every stage says what it returns; None if a stage does not."""
+        edges = []
+        for stage in kind.path[:-1]:
+            fact = self.facts[stage]
+            if not fact.hidden_width:
+                return None
+            spec = self.spec((*kind.shape[:2], fact.hidden_width), fact.hidden_dtype)
+            edges.append(Edge(1, (), (spec,), plain=True))
+        return tuple(edges)
+
+    def spec(self, shape: Sequence[int], dtype: torch.dtype) -> TensorSpec:
+        """A tensor with the type in which it travels."""
+        sent_as = dtype
+        if self.messages is not None and dtype.is_floating_point:
+            sent_as = self.messages
+        return TensorSpec(tuple(shape), dtype, sent_as)
+
+    # ------------------------------------------------------------ along the paths
+    def walk_paths(self, kinds: Mapping[Kind, int], batch: Batch) -> None:
+        """Run all stages once, in the order of the paths. Each kind comes with a micro-batch of it."""
+        edges: dict[Kind, list[Edge]] = {kind: [] for kind in kinds}
+        copies: dict[int, nn.Module | None] = {}  # on the meta device
+        for position in range(max(len(kind.path) for kind in kinds) - 1):
+            found: dict[str, Any] = {str(self.comm.rank) + BATCH: _shapes_of(kinds)}
+            failure: Exception | None = None
+            for place, (kind, number) in enumerate(kinds.items()):
+                stage = kind.path[position] if position + 1 < len(kind.path) else -1
+                if stage not in self.modules:
+                    continue
+                try:
+                    trial = StageTrial(self, kind, position, edges[kind], copies)
+                    edge = trial.edge(batch, number)
+                except Exception as error:  # a module may raise anything
+                    failure = error
+                    found[FAILURE] = _failure_text(stage, self.modules[stage], error)
+                    found[MISFIT] = isinstance(error, ShapeError)
+                    break
+                found[str(place)] = _as_json(edge)
+            everything: dict[str, Any] = {}
+            for facts in share_facts(self.comm, found):
+                everything |= facts
+            self.refuse_other_batches(everything)
+            if FAILURE in everything:
+                _raise_failure(everything[FAILURE], everything[MISFIT], failure)
+            for place, kind in enumerate(kinds):
+                if position + 1 < len(kind.path):
+                    edges[kind].append(self.from_json(everything[str(place)]))
+        self.known.update({kind: tuple(found) for kind, found in edges.items()})
+
+    def refuse_other_batches(self, facts: Mapping[str, Any]) -> None:
+        """Raise an error if the ranks have batches of different shapes, because none of them would fit."""
+        first = facts["0" + BATCH]
+        for rank in range(self.comm.ranks):
+            other = facts[str(rank) + BATCH]
+            if other != first:
+                raise ShapeError(
+                    f"rank 0 has micro-batches of shapes {first}, but rank {rank} of {other}\n"
+                    "  give all ranks the same batch, or tensors of the same shapes"
+                )
+
+    def from_json(self, raw: list[Any]) -> Edge:
+        """An edge that another rank has found."""
+        values, names, tensors, plain = raw
+        specs = [self.spec(shape, getattr(torch, dtype)) for shape, dtype in tensors]
+        return Edge(values, tuple(names), tuple(specs), plain)
+
+    def asked_after(self, kind: Kind, position: int) -> set[str]:
+        """The names that later stages of a path ask for."""
+        asked: set[str] = set()
+        for stage in kind.path[position + 1 :]:
+            asked.update(self.facts[stage].asks)
+        return asked
+
+
+class StageTrial:
+    """One stage at its place on a path, run once to see what it returns."""
+
+    def __init__(
+        self,
+        finder: EdgeFinder,
+        kind: Kind,
+        position: int,
+        before: Sequence[Edge],
+        copies: dict[int, nn.Module | None],
+    ) -> None:
+        self.finder = finder
+        self.kind = kind
+        self.position = position
+        self.stage = kind.path[position]
+        self.module = finder.modules[self.stage]
+        self.before = before[-1] if before else None
+        self.copies = copies
+
+    def edge(self, batch: Batch, number: int) -> Edge:
+        """What the stage passes to the next one, given real micro-batches for their types and device."""
+        x = batch.inputs[number]
+        values, travelling = self.inputs(x)
+        given = batch.named[number] if batch.named else {}
+        clash = sorted(set(travelling) & set(given))
+        if clash:
+            raise ShapeError(
+                f"the batch has a tensor named {clash[0]}, and so does what an earlier stage passes on: rename one"
+            )
+        parameters = self.finder.parameters[self.stage]
+        named = named_arguments(parameters, len(values), travelling, given)
+        self.refuse_missing(parameters, len(values), named)
+        returned = self.run(values, named)
+        passed = passed_by(returned)
+        if passed is None:
+            raise ShapeError(
+                f"it returned {described(returned)}, but a stage must return a tensor, a tuple of tensors, or a "
+                "dict of tensors with names"
+            )
+        for name in passed.named:
+            if name in given:
+                raise ShapeError(
+                    f"it returns a value named {name}, but the batch has a tensor of that name: rename one"
+                )
+        known = {**travelling, **passed.named}
+        asked = self.finder.asked_after(self.kind, self.position)
+        names = [name for name, x in known.items() if x is not None and name in asked]
+        tensors = [*passed.values, *(known[name] for name in names)]
+        specs = [self.finder.spec(x.shape, x.dtype) for x in tensors if x is not None]
+        plain = isinstance(returned, Tensor) and returned.is_floating_point()
+        return Edge(len(passed.values), tuple(names), tuple(specs), plain and not names)
+
+    def inputs(self, x: Tensor) -> tuple[list[Tensor], dict[str, Tensor]]:
+        """Empty tensors like those that the stage gets: its first arguments, and those that travel with names."""
+        if self.before is None:
+            return [_empty(tuple(x.shape), x.dtype, x.device)], {}
+        empty = [_empty(s.shape, s.dtype, x.device) for s in self.before.tensors]
+        count = self.before.values
+        named = dict(zip(self.before.names, empty[count:], strict=True))
+        return empty[:count], named
+
+    def refuse_missing(
+        self, parameters: Parameters, count: int, named: Mapping[str, Tensor]
+    ) -> None:
+        """Raise an error if the stage asks for a value that nobody has."""
+        for name in parameters.after(count):
+            if name in parameters.required and name not in named:
+                raise ShapeError(
+                    f"its forward asks for {name}, which neither the batch nor an earlier stage on its path has"
+                )
+
+    def run(self, values: Sequence[Tensor], named: Mapping[str, Tensor]) -> object:
+        """Run the stage on meta tensors or, if it cannot, on zeros; and leave no trace."""
+        device = values[0].device
+        if self.stage not in self.copies:
+            self.copies[self.stage] = meta_copy(self.module)
+        meta = self.copies[self.stage]
+        with torch.no_grad(), undrawn(device):
+            if meta is not None:
+                try:
+                    return meta(
+                        *(x.to("meta") for x in values),
+                        **{name: x.to("meta") for name, x in named.items()},
+                    )
+                except Exception:  # a module may raise anything on meta tensors
+                    self.copies[self.stage] = None
+            memory = ModuleMemory(self.module)
+            try:
+                with uncompiled(self.module) as plain:
+                    return plain(
+                        *(torch.zeros_like(x) for x in values),
+                        **{name: torch.zeros_like(x) for name, x in named.items()},
+                    )
+            finally:
+                memory.restore()
+
+
+def _empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A tensor of this shape that takes no memory."""
+    return torch.zeros((), dtype=dtype, device=device).expand(shape)
+
+
+def meta_copy(module: nn.Module) -> nn.Module | None:
+    """A copy of a module on the meta device, which knows shapes and has no numbers; None if it cannot be copied."""
+    with uncompiled(module) as plain:
+        memo: dict[int, object] = {}
+        for tensor in _tensors_of(plain):
+            empty = tensor.detach().to("meta")
+            memo[id(tensor)] = (
+                nn.Parameter(empty, tensor.requires_grad)
+                if isinstance(tensor, nn.Parameter)
+                else empty
+            )
+        try:
+            return copy.deepcopy(plain, memo)
+        except Exception:  # a module may hold anything
+            return None
+
+
+def _tensors_of(module: nn.Module) -> Iterator[Tensor]:
+    """The parameters and buffers of a module, and the tensors that are plain attributes of it."""
+    yield from module.parameters()
+    yield from module.buffers()
+    for layer in module.modules():
+        for value in vars(layer).values():
+            if isinstance(value, Tensor):
+                yield value
+
+
+def floating_type(module: nn.Module) -> torch.dtype:
+    """The type that can hold all floating point parameters of a module; float32 if it has none."""
+    found: torch.dtype | None = None
+    for parameter in module.parameters():
+        if parameter.is_floating_point():
+            kind = parameter.dtype
+            found = kind if found is None else torch.promote_types(found, kind)
+    return found or torch.float32
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _as_json(edge: Edge) -> list[Any]:
+    tensors = [(spec.shape, _name_of(spec.dtype)) for spec in edge.tensors]
+    return [edge.values, edge.names, tensors, edge.plain]
+
+
+def _shapes_of(kinds: Iterable[Kind]) -> list[list[int]]:
+    return [list(kind.shape) for kind in kinds]
+
+
+def _raise_failure(text: str, misfit: bool, own: Exception | None) -> None:
+    """Raise the error of a stage that could not be tried: as it is on its own rank, in words on the others."""
+    if misfit:
+        raise ShapeError(text)
+    raise own or PeerLostError(text)
+
+
+def _failure_text(stage: int, module: nn.Module, error: Exception) -> str:
+    name = type(original_module(module)).__name__
+    if isinstance(error, ShapeError):
+        return f"stage {stage} ({name}) does not fit: {error}"
+    reason = str(error).strip().partition("\n")[0]
+    return f"stage {stage} ({name}) raised {type(error).__name__}: {reason}"
+
+
+# ---------------------------------------------------------------- by unit and value
+UnitTokens: TypeAlias = tuple[int, int]  # tokens of the whole sequence, and of the unit
+Specs: TypeAlias = dict[int, TensorSpecs]  # by value
+
+
+@dataclass(frozen=True, slots=True)
+class BatchEdges:
+    """The edges of a batch: by micro-batch and position on its path, and what each value of a lane consists of."""
+
+    edges: Sequence[tuple[Edge, ...]]
+    many: bool  # some stage passes anything else than one tensor
+    specs: Specs
+    incoming: Mapping[int, Edge]  # by forward
+    outgoing: Mapping[int, Edge]  # by forward
+    unit_bytes: tuple[int, ...]  # of the largest message of each unit, between ranks
+
+
+NO_EDGES = BatchEdges((), False, {}, {}, {}, ())
+
+
+def edges_of_lane(
+    schedule: Schedule,
+    turns: Iterable[Turn],
+    edges: Sequence[tuple[Edge, ...]],
+    tokens: Sequence[UnitTokens] | None,
+) -> BatchEdges:
+    """The tensors of every value that a lane makes, needs or receives.
+
+    `tokens` has an entry for each unit, if any micro-batch is cut.
+    """
+    specs: Specs = {}
+    incoming: dict[int, Edge] = {}
+    outgoing: dict[int, Edge] = {}
+    places: dict[tuple[int, ...], dict[int, int]] = {}  # positions, by path and stage
+
+    def edge_at(action: Action, unit: int, shift: int) -> Edge | None:
+        path = schedule.microbatches[action.microbatch].path
+        if path not in places:
+            places[path] = {stage: number for number, stage in enumerate(path)}
+        position = places[path][action.stage] + shift
+        if not 0 <= position < len(path) - 1:
+            return None
+        edge = edges[action.microbatch][position]
+        return edge if tokens is None else edge.sliced(path[position], *tokens[unit])
+
+    for turn in turns:
+        for step in (turn.step, *turn.messages):
+            if step is None or step.do is Do.WEIGHTS:
+                continue
+            action = step.instruction.action
+            before = edge_at(action, step.unit, -1)
+            after = edge_at(action, step.unit, 0)
+            if action.op is Op.F:
+                if after is not None:
+                    specs[step.value] = after.tensors
+                    outgoing[step.value] = after
+                if step.source >= 0 and before is not None:
+                    specs[step.source] = before.tensors
+                    incoming[step.value] = before
+            else:
+                if before is not None:
+                    specs[step.value] = before.gradients
+                if step.source >= 0 and after is not None:
+                    specs[step.source] = after.gradients
+    many = not all(edge.plain for path in edges for edge in path)
+    unit_bytes = _unit_bytes(schedule, edges, tokens)
+    return BatchEdges(edges, many, specs, incoming, outgoing, unit_bytes)
+
+
+def _unit_bytes(
+    schedule: Schedule,
+    edges: Sequence[tuple[Edge, ...]],
+    tokens: Sequence[UnitTokens] | None,
+) -> tuple[int, ...]:
+    """The bytes of the largest message of each unit."""
+    largest = []
+    unit = 0
+    for number, microbatch in enumerate(schedule.microbatches):
+        whole = max((edge.sent_bytes for edge in edges[number]), default=0)
+        for _ in range(microbatch.slices):
+            if tokens is None:
+                largest.append(whole)
+            else:
+                total, piece = tokens[unit]
+                largest.append(whole * piece // max(total, 1))
+            unit += 1
+    return tuple(largest)

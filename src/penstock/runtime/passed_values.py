@@ -1,0 +1,139 @@
+"""What a stage passes to the next one: one tensor, several, or tensors with names.
+
+    returned by a stage        the next stage is called with          and then
+    x                          forward(x)
+    (x, y)                     forward(x, y)
+    {"x": x, "skip": s}        forward(x), forward(x, skip=s)         `skip` travels on to every later stage that asks
+
+The first value of a dict is the main one: it is the first argument of the next stage, whatever that calls it. The
+others have names. A stage gets those that its forward has a parameter for; the others travel along, and what no later
+stage asks for stays behind. A stage that returns `None` under a name ends the journey of that value. Tensors that
+belong to the batch, such as masks, go by name to every stage that asks for them, without travelling.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+
+from penstock.runtime.torch_internals import original_module
+
+PIECE = "piece"  # the parameter of a forward that takes a slice (penstock.carry)
+
+
+@dataclass(frozen=True, slots=True)
+class Passed:
+    """The values for the first arguments of the next stage, and values with names.
+
+    A name with the value None says that this value ends here. `returned` is what the last of several layers returned.
+    """
+
+    values: tuple[Tensor, ...]
+    named: Mapping[str, Tensor | None] = field(default_factory=dict)
+    returned: object = None
+
+
+def passed_by(returned: object) -> Passed | None:
+    """What a stage passes on, from what its forward returned; None if that is something else than tensors."""
+    if isinstance(returned, Tensor):
+        return Passed((returned,))
+    if isinstance(returned, Passed):
+        return returned
+    if isinstance(returned, Mapping) and returned:
+        main, *names = returned
+        named = {name: returned[name] for name in names}
+        present = [value for value in named.values() if value is not None]
+        if _are_tensors([returned[main], *present]):
+            return Passed((returned[main],), named)
+    elif isinstance(returned, tuple | list) and returned and _are_tensors(returned):
+        return Passed(tuple(returned))
+    return None
+
+
+def _are_tensors(values: Sequence[object]) -> bool:
+    return all(isinstance(value, Tensor) for value in values)
+
+
+@dataclass(frozen=True, slots=True)
+class Parameters:
+    """The parameters of a forward, in order, those that must be given, and names that it asks for besides."""
+
+    names: tuple[str, ...] = ()
+    required: frozenset[str] = frozenset()
+    besides: tuple[str, ...] = ()
+
+    def after(self, count: int) -> tuple[str, ...]:
+        """The names that are left when the first parameters are given."""
+        return self.names[count:] + self.besides
+
+
+def parameters_of(module: nn.Module) -> Parameters:
+    """The parameters of a module's forward that values can be given to by name.
+
+    A module with a forward of *values and **named can say what it asks for: `asked_names`.
+    """
+    original: Any = original_module(module)
+    asked = getattr(original, "asked_names", None)
+    if asked is not None:
+        return Parameters(besides=tuple(asked))
+    names = []
+    required = set()
+    for name, parameter in inspect.signature(original.forward).parameters.items():
+        if name == PIECE or parameter.kind in (
+            inspect.Parameter.VAR_KEYWORD,
+            inspect.Parameter.VAR_POSITIONAL,
+        ):
+            continue
+        names.append(name)
+        if parameter.default is inspect.Parameter.empty:
+            required.add(name)
+    return Parameters(tuple(names), frozenset(required))
+
+
+def named_arguments(
+    parameters: Parameters, count: int, *sources: Mapping[str, Tensor | None]
+) -> dict[str, Tensor]:
+    """The values that a stage asks for by name, out of the first source that has them."""
+    arguments = {}
+    for name in parameters.after(count):
+        for source in sources:
+            value = source.get(name)
+            if value is not None:
+                arguments[name] = value
+                break
+    return arguments
+
+
+class LayerChain(nn.Sequential):
+    """Layers that pass values to each other as stages do, so that it does not matter where a list of layers is cut."""
+
+    def __init__(self, layers: OrderedDict[str, nn.Module]) -> None:
+        super().__init__(layers)
+        self.parameters_by_layer = [parameters_of(layer) for layer in self]
+
+    @property
+    def asked_names(self) -> tuple[str, ...]:
+        """The names that any layer asks for."""
+        names: dict[str, None] = {}
+        for parameters in self.parameters_by_layer:
+            names |= dict.fromkeys(parameters.after(1))
+        return tuple(names)
+
+    def forward(self, *values: Any, **named: Tensor) -> Any:
+        """Run the layers; return what the last one returns, with all named values that the layers have made."""
+        made: dict[str, Tensor | None] = {}
+        known: Mapping[str, Tensor | None] = named
+        returned: Any = values[0] if len(values) == 1 else values
+        for layer, parameters in zip(self, self.parameters_by_layer, strict=True):
+            returned = layer(*values, **named_arguments(parameters, len(values), known))
+            passed = passed_by(returned)
+            values = (returned,) if passed is None else passed.values
+            if passed is not None and passed.named:
+                made |= passed.named
+                known = {**named, **made}
+        return Passed(values, made, returned) if made else returned

@@ -1,0 +1,130 @@
+"""Ray Train with `penstock.ray.train_loop`: the real package, on workers of this machine."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from commands import SMALL_CONFIG, called
+from penstock.config import Config, MeshConfig, ScheduleConfig
+from penstock.errors import ConfigError
+from penstock.train.history import read_rows
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # of Ray, while it is imported
+    ray = pytest.importorskip("ray", exc_type=ImportError)
+    from ray.train import FailureConfig, RunConfig, ScalingConfig
+    from ray.train.torch import TorchTrainer
+
+    from penstock.ray import fit_ranks, read_settings, train_loop
+
+STEPS = 12
+
+
+def test_ranks_follow_the_number_of_workers():
+    config = Config(schedule=ScheduleConfig("1f1b", ranks=2, microbatches=4))
+    assert fit_ranks(config, 4).schedule.ranks == 4
+    planned = Config(schedule=ScheduleConfig("plan.json"))
+    assert fit_ranks(planned, 3) is planned
+    sharded = Config(mesh=MeshConfig(shard=2))
+    with pytest.raises(ConfigError, match="a multiple of 2"):
+        fit_ranks(sharded, 3)
+
+
+@pytest.mark.parametrize("settings", [{"set": []}, {"config": "a.toml", "steps": 3}])
+def test_other_settings_are_refused(settings):
+    with pytest.raises(ConfigError, match="give it 'config'"):
+        read_settings(settings)
+
+
+@pytest.fixture
+def cluster(monkeypatch):
+    """Ray on this machine, with two workers at most."""
+    warnings.simplefilter("ignore")
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    # Workers cannot import this file.
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    ray.init(
+        num_cpus=2,
+        include_dashboard=False,
+        log_to_driver=False,
+        configure_logging=False,
+    )
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture
+def config(tmp_path) -> Path:
+    text = tmp_path / "text.txt"
+    text.write_text(
+        "".join(f"the {n % 7} cats sat on {n % 5} mats\n" for n in range(999))
+    )
+    file = tmp_path / "config.toml"
+    file.write_text(SMALL_CONFIG.replace("[data]", f'[data]\nsources = ["{text}"]'))
+    return file
+
+
+def losing_loop(settings: dict[str, Any]) -> None:
+    """Train, but the second worker kills itself once, after the checkpoint of step 6."""
+    lost = Path(settings["set"][0].partition("=")[2]).with_suffix(".lost")
+
+    def die() -> None:
+        saved = lost.with_suffix("") / "checkpoints" / "step-00000006"
+        while not saved.exists():
+            time.sleep(0.01)
+        lost.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if os.environ["RANK"] == "1" and not lost.exists():
+        threading.Thread(target=die, daemon=True).start()
+    train_loop(settings)
+
+
+def fit(tmp_path: Path, loop: Any, config: Path, workers: Any, *changes: str) -> Any:
+    """Train with Ray; return its result."""
+    folder = tmp_path / "run"
+    return TorchTrainer(
+        loop,
+        train_loop_config={
+            "config": str(config),
+            "set": [f"run.folder={folder}", *changes],
+        },
+        scaling_config=ScalingConfig(num_workers=workers),
+        run_config=RunConfig(
+            storage_path=str(tmp_path / "storage"),
+            failure_config=FailureConfig(max_failures=1),
+        ),
+    ).fit()
+
+
+@pytest.mark.numerics
+def test_ray_goes_on_after_a_loss_and_with_another_number_of_workers(
+    tmp_path, config, cluster, monkeypatch, capsys
+):
+    first = fit(tmp_path, losing_loop, config, 2)
+    assert (tmp_path / "run.lost").exists()
+    assert first.metrics["step"] == STEPS
+    assert first.metrics["workers"] == 2
+    assert (Path(first.checkpoint.path) / "checkpoint.json").is_file()
+    second = fit(tmp_path, train_loop, config, (1, 1), f"run.steps={STEPS + 3}")
+    assert (second.metrics["step"], second.metrics["workers"]) == (STEPS + 3, 1)
+    rows = read_rows(tmp_path / "run")
+    assert [row.step for row in rows] == list(range(1, STEPS + 4))
+    # The same steps without Ray and without a loss.
+    plain = tmp_path / "plain"
+    code, _, err = called(
+        monkeypatch, capsys, f"train {config} --set run.folder={plain} --sample 0"
+    )
+    assert code == 0, err
+    expected = [row.loss for row in read_rows(plain)]
+    assert [row.loss for row in rows[:STEPS]] == pytest.approx(expected, rel=1e-5)

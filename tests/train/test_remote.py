@@ -1,0 +1,120 @@
+"""Checkpoints in object storage: copied when they are complete, and fetched when a run has lost its own."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from itertools import count
+from pathlib import Path
+
+import fsspec
+import pytest
+
+from commands import SMALL_CONFIG, called
+from penstock.errors import FileError, RunError
+from penstock.train.checkpoint import newest
+from penstock.train.history import read_rows
+from penstock.train.remote import RemoteCheckpoints
+from trainings import job_of, losses, train
+
+
+@pytest.fixture
+def url(tmp_path):
+    """A URL of a storage in memory, which is empty at first."""
+    url = f"memory://{tmp_path}"
+    yield url
+    files, root = fsspec.url_to_fs(url)
+    if files.exists(root):
+        files.rm(root, recursive=True)
+
+
+def checkpoint(folder: Path, step: int) -> Path:
+    path = folder / f"step-{step:08d}"
+    path.mkdir(parents=True)
+    (path / "a.safetensors").write_bytes(b"weights")
+    (path / "checkpoint.json").write_text("{}")
+    return path
+
+
+def stop_after(steps: int) -> Callable[[int], Callable[[], bool]]:
+    """Ask all ranks to stop in a step; a rank is asked once in each."""
+
+    def stop(rank: int) -> Callable[[], bool]:
+        asked = count(1)
+        return lambda: next(asked) == steps
+
+    return stop
+
+
+@pytest.mark.numerics
+def test_a_run_that_lost_its_folder_resumes_from_the_storage_on_other_ranks(
+    tmp_path, url
+):
+    options = (f"run.checkpoints={url}", "run.keep=1", "run.save=3")
+    whole = losses(train(job_of(tmp_path / "whole")))
+    train(job_of(tmp_path / "lost", "1f1b", *options), stop_after(6))
+    shutil.rmtree(tmp_path / "lost")
+    remote = RemoteCheckpoints(url, keep=1)
+    assert remote.steps() == [6]  # of 3 and 6, one is kept
+    new = tmp_path / "new"
+    fetched = remote.fetch(new / "checkpoints")
+    assert fetched == newest(new / "checkpoints")[0]
+    assert remote.fetch(new / "checkpoints") is None  # there is one as new
+    resumed = train(job_of(new, "gpipe", *options, ranks=1, resume=True))
+    assert [row.step for row in resumed] == list(range(7, 13))
+    assert losses(resumed) == pytest.approx(whole[6:], rel=1e-4)
+    assert remote.steps() == [12]
+
+
+def test_a_copy_counts_once_its_description_is_there(tmp_path, url):
+    remote = RemoteCheckpoints(url, keep=2)
+    for step in (1, 2, 3):
+        remote.put(checkpoint(tmp_path / "here", step))
+    remote.finish()
+    assert remote.steps() == [3, 2]
+    remote.files.rm_file(f"{remote.root}/step-00000003/checkpoint.json")
+    assert remote.steps() == [2]
+    fetched = remote.fetch(tmp_path / "there")
+    assert fetched.name == "step-00000002"
+    assert sorted(file.name for file in fetched.iterdir()) == [
+        "a.safetensors",
+        "checkpoint.json",
+    ]
+
+
+def test_a_storage_that_cannot_be_used_is_named(tmp_path, caplog):
+    with pytest.raises(
+        FileError, match=r"nonsense(?s:.*)run.checkpoints must be a URL"
+    ):
+        RemoteCheckpoints("nonsense://bucket", keep=1)
+    (tmp_path / "file").touch()
+    remote = RemoteCheckpoints(f"file://{tmp_path}/file/below", keep=1)
+    remote.put(checkpoint(tmp_path / "here", 1))
+    with pytest.raises(RunError, match="itself is complete in the folder of the run"):
+        remote.finish()
+    assert "cannot copy to" in caplog.text
+
+
+def test_the_command_line_resumes_a_run_whose_folder_is_gone(
+    tmp_path, monkeypatch, capsys
+):
+    text = tmp_path / "text.txt"
+    text.write_text(
+        "".join(f"the {n % 7} cats sat on {n % 5} mats\n" for n in range(999))
+    )
+    file = tmp_path / "config.toml"
+    config = SMALL_CONFIG.replace("[data]", f'[data]\nsources = ["{text}"]')
+    file.write_text(config + f'checkpoints = "file://{tmp_path}/bucket"\n')
+    quick = "--set schedule.ranks=1 --set run.prove=false --set run.timed=0"
+    line = f"train {file} --sample 0 {quick} --set run.folder={tmp_path}/run"
+    code, _, err = called(monkeypatch, capsys, f"{line} --set run.steps=3")
+    assert code == 0, err
+    shutil.rmtree(tmp_path / "run")
+    code, _, err = called(monkeypatch, capsys, f"{line} --set run.steps=5 --resume")
+    assert code == 0, err
+    assert [row.step for row in read_rows(tmp_path / "run")] == [4, 5]
+    shutil.rmtree(tmp_path / "run")
+    shutil.rmtree(tmp_path / "bucket")
+    code, _, err = called(monkeypatch, capsys, f"{line} --resume")
+    assert code == 2
+    assert "no good checkpoint" in err
