@@ -152,6 +152,9 @@ class DataConfig:
         ),
         "endings of the files that are read from folders",
     )
+    split: str = setting(
+        "train", "split to read of a folder that DatasetDict.save_to_disk wrote"
+    )
     field: str = setting(
         "text", "field of a JSONL line, or column of a table, that holds the text"
     )
@@ -422,6 +425,10 @@ class RunConfig:
     recompute: bool = setting(
         False,
         "keep only the inputs of stages and recompute the rest in the backward, to save memory",
+    )
+    recompute_mlp: bool = setting(
+        False,
+        "recompute only the MLPs of the layers in the backward (llama, gpt), which saves memory for less time",
     )
     graphs: str = setting(
         AUTO,
@@ -743,7 +750,7 @@ def _lora_faults(config: Config) -> list[str]:
 
 
 def _own_code_faults(config: Config) -> list[str]:
-    """The values of [run] that name the user's own code, or go with it."""
+    """The values of [run] that name the user's own code or go with it, and those that exclude each other."""
     run = config.run
     faults = []
     for key, names in (("loss", (run.loss,)), ("callbacks", run.callbacks)):
@@ -759,6 +766,10 @@ def _own_code_faults(config: Config) -> list[str]:
     if run.reduction != "sum" and not run.loss:
         faults.append(
             "run.reduction = mean is for a loss of your own: name it in run.loss"
+        )
+    if run.recompute and run.recompute_mlp:
+        faults.append(
+            "run.recompute = true recomputes everything, so run.recompute_mlp = true adds nothing: set one of them"
         )
     if run.early_stop and not run.evaluate:
         faults.append(
@@ -1026,6 +1037,8 @@ def reasons_against_compiling(config: Config) -> list[str]:
     reasons = []
     if config.drops:
         reasons.append("dropout, which depends on the step and the micro-batch")
+    if config.run.recompute_mlp:
+        reasons.append("run.recompute_mlp = true: MLPs run again inside a backward")
     if mesh.size == 1:
         return reasons
     return [
@@ -1044,6 +1057,8 @@ def reasons_against_recording(config: Config) -> list[str]:
     reasons = []
     if config.drops:
         reasons.append("dropout, which depends on the step and the micro-batch")
+    if config.run.recompute_mlp:
+        reasons.append("run.recompute_mlp = true: MLPs run again inside a backward")
     if config.data.separate:
         reasons.append("data.separate = true: documents differ from step to step")
     if mesh.size > 1:

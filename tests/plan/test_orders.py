@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from penstock import UnitCost, lower_bound, make, simulate
-from penstock.cost import ModelCost, Network, NoisyCost, PartCost, Seconds
+from penstock.cost import ModelCost, Network, PartCost, Seconds
 from penstock.ir import MicroBatch
 from penstock.plan.improve import improve_order
 from penstock.plan.orders import best_order
@@ -79,7 +79,7 @@ def test_slices_reach_their_times_in_little_memory(waves, slices, cap, target):
     cost = UnitCost(comm=0.03)
     stages = wave_placement(8, waves)
     paths = paths_through(stages, 8, slices)
-    found = simulate(best_order(stages, paths, cost, cap, 100, split=True), cost)
+    found = simulate(best_order(stages, paths, cost, cap, 600, split=True), cost)
     assert found.makespan <= target
     assert found.peak_activations.max() <= cap + 1e-9
 
@@ -91,23 +91,6 @@ def test_the_search_is_never_slower_than_a_known_schedule():
     before = simulate(known, cost)
     assert before.peak_activations.max() <= 4
     assert simulate(found, cost).makespan <= before.makespan
-
-
-def test_a_steady_order_is_hardly_slower_and_better_under_noise():
-    cost = UnitCost(comm=0.1)
-    stages = loop_placement(4, 2)
-    paths = paths_through(stages, 8)
-    seeds = range(8)
-
-    def noisy_mean(schedule):
-        costs = [NoisyCost(cost, seed=seed) for seed in seeds]
-        return sum(simulate(schedule, one).makespan for one in costs) / len(costs)
-
-    fastest = best_order(stages, paths, cost, 4, WORK)
-    steady = best_order(stages, paths, cost, 4, WORK, noise_seeds=seeds)
-    assert noisy_mean(steady) <= noisy_mean(fastest)
-    limit = 1.02 * simulate(fastest, cost).makespan
-    assert simulate(steady, cost).makespan <= limit
 
 
 def test_an_order_of_a_profile_keeps_its_cap_in_bytes():

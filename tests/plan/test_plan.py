@@ -66,7 +66,7 @@ def test_candidates_within_the_memory_are_ranked_by_makespan():
         "interleaved-zb",
         "v-half",
         "v-min",
-        "seq1f1b",
+        "listed",
     } <= names
     assert "skip" not in names
     assert "chimera" not in names

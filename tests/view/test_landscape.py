@@ -346,7 +346,7 @@ def test_placements_and_slices_of_the_chosen_division_are_mapped() -> None:
 
 # ---------------------------------------------------------------- front, timelines, words
 def test_no_plan_beats_one_of_the_front_in_both_time_and_memory() -> None:
-    landscape, _ = unit_case()
+    landscape = answer(unit_question(3, 3, UnitCost(comm=0.1), None, Limits(2, 1)))
     line = front(landscape.rows)
     assert len(line) > 1
     for row in line:

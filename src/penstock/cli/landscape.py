@@ -46,6 +46,7 @@ def landscape_facts(landscape: Landscape, question: Question) -> dict[str, objec
         "lower_bound": landscape.bound,
         "gap": finite_or_none(landscape.gap),
         "interrupted": landscape.interrupted,
+        "left_out": landscape.left_out,
         "schedules": [_row_facts(row) for row in landscape.rows],
         "cells": [
             {
@@ -171,7 +172,7 @@ def _notes(
     notes = [
         f"bound: no plan of this space takes less than {bound}{gap}",
         f"the bound ignores {question.ignored}",
-        "order: fixed is the same for any cost; split, listed and improved are adapted to this cost",
+        "order: fixed is the same for any cost; split and listed ones are adapted to this cost",
         "±10%: mean makespan of the best rows under random noise that no candidate was adapted to",
     ]
     if seconds:
@@ -192,6 +193,11 @@ def _notes(
         notes.append(
             f"{len(landscape.too_large)} candidates exceed the memory of {limit}; "
             f"the smallest of them is {name} ({write_size(peak, question.units, 4)})"
+        )
+    if landscape.left_out:
+        notes.append(
+            f"{landscape.left_out} divisions of the devices and the batch could have a faster plan, "
+            "but the work of the search was done before their turn"
         )
     untried = []
     if question.limits.skip:

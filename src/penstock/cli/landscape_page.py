@@ -53,7 +53,7 @@ MAX_ROWS = 20
 MAX_ROOMY_RANKS = 10  # maps with more columns have cells of one line
 MAX_COLOURED_TIME = 2.5  # times the best; slower plans all have the palest colour
 SAME_TIME = 0.0005  # differences below this share count as none
-ORDER_GROUPS = {"improved": 0, "listed": 0, "split": 1, "fixed": 2}
+ORDER_GROUPS = {"listed": 0, "split": 1, "fixed": 2}
 GROUP_NAMES = (
     "order made for this cost",
     "fixed order with split backwards",
@@ -483,7 +483,7 @@ class _Words:
     def rows_note(self) -> str:
         """Explain the columns, and say how many rows are left out."""
         note = (
-            "Order: fixed is the same for any cost; split, listed and improved orders are made "
+            "Order: fixed is the same for any cost; split and listed orders are made "
             "for this cost. Gap: how far the makespan is above a bound for all orders of the same placement "
             "and slices. ±10%: the mean makespan if all times vary by a tenth."
         )

@@ -51,6 +51,12 @@ class DeviceMemory:
     sums: Floats
 
     @property
+    def beside(self) -> Floats:
+        """All bytes of each rank but its activations and sums."""
+        beside: Floats = self.weights + self.messages + self.more
+        return beside
+
+    @property
     def total(self) -> Floats:
         """All bytes of each rank. The copies for sums come when most activations are gone."""
         busy = self.activations + self.more + self.messages
@@ -72,7 +78,7 @@ def activation_caps(
     activations; other orders of the same stages and cuts need about as much.
     """
     use = device_memory(schedule, cost, recorded)
-    caps: Floats = memory - use.weights - use.messages - use.more
+    caps: Floats = memory - use.beside
     # The copies for sums must fit too, however few activations there are.
     return np.where(use.weights + use.sums > memory, np.minimum(caps, -1.0), caps)
 

@@ -103,7 +103,7 @@ class Judge:
 class Candidate:
     """A schedule with its time and memory.
 
-    sort: fixed, split, listed or improved.
+    sort: fixed, split or listed.
     step: the time of a step, with all passes and the optimizer, in the cost's seconds.
     makespan: the time of one pass.
     peak: weights and activations on the fullest rank, in the cost's bytes.

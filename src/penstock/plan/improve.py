@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -119,12 +119,6 @@ def problem_of(
         (table.needs >= 0).sum(axis=1),
         len(table) * work,
     )
-
-
-def with_cost(problem: Problem, cost: Cost) -> Problem:
-    """Return the same actions and caps under another cost."""
-    costs = columns(problem.schedule, cost)
-    return replace(problem, costs=costs, serial=cost.serial)
 
 
 def improve_order(

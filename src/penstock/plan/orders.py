@@ -18,12 +18,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import count, islice, product
 
 import numpy as np
 
 from penstock.cost.cost import Cost
-from penstock.cost.wrapped import NoisyCost
 from penstock.errors import ShapeError
 from penstock.ir.needs import BACKWARD, FORWARD, WEIGHTS
 from penstock.ir.schedule import MicroBatch, Schedule, Stage, schedule_of
@@ -35,7 +35,6 @@ from penstock.plan.improve import (
     fits_caps,
     problem_of,
     time_lanes,
-    with_cost,
 )
 from penstock.schedules import REGISTRY, make, shape_of
 from penstock.schedules.list_scheduling import (
@@ -43,6 +42,7 @@ from penstock.schedules.list_scheduling import (
     Lister,
     caps_of_ranks,
     defer_weights,
+    least_caps,
     schedule_with_lanes,
     sequential_schedule,
 )
@@ -55,7 +55,23 @@ IMPROVED = (
     1,
 )  # how many orders take part in each round of moves; later rounds have one
 MAX_ENTRIES = 16  # orders that are kept
-FIRST_BATCH = 40  # listed orders before the first moves
+# The rules that give the best orders most often: pace, head start and priority, as below. The best of these orders is
+# seldom much slower than the best of all rules.
+FIRST_RULES = (
+    (1.15, 0.5, 0),
+    (1.0, 0.0, 3),
+    (0.0, 0.0, 3),
+    (0.25, 0.0, 0),
+    (1.0, 0.0, 0),
+    (1.05, 0.25, 0),
+    (1.2, 0.0, 0),
+    (0.4, 0.0, 3),
+    (1.2, 0.0, 3),
+    (1.05, 0.25, 3),
+    (1.1, 0.0, 3),
+    (0.5, 0.0, 4),
+)
+FIRST_BATCH = len(FIRST_RULES)  # listed orders before the first moves
 LATER_BATCH = 60  # and between later rounds of moves
 # Paces at which micro-batches enter, in a rank's time for one micro-batch, and the share of the ranks that they may
 # fill at once before. The most useful ones come first.
@@ -80,7 +96,6 @@ CAP_SHARES = (1.0, 0.8, 0.6)
 MAX_WORK = 200_000
 MAX_TIMED_ACTIONS = 100_000_000  # in all simulations of a search together
 EQUAL_TIMES = 1e-9
-HARDLY_SLOWER = 1.02  # a steadier order may be slower than the best by this factor
 
 
 def default_work(actions: int) -> int:
@@ -97,7 +112,6 @@ def best_order(
     seed: int = 0,
     split: bool | None = None,
     starts: Sequence[Schedule] = (),
-    noise_seeds: Sequence[int] = (),
     watch: Callable[[float], None] = lambda makespan: None,
 ) -> Schedule:
     """Return the fastest schedule found in which no rank holds more than its cap.
@@ -105,8 +119,6 @@ def best_order(
     work: how many simulations of all lanes to spend; by default about as many as fit into a second.
     split: whether backwards are split; by default both ways are tried.
     starts: schedules with the same stages and micro-batches to begin with, besides the listed ones.
-    noise_seeds: if given, not the fastest order is returned, but among those that are hardly slower the one with the
-        least mean time under noise with these seeds. An order can be so exact that a small delay ruins it.
     watch: called with the makespan whenever a better order is found.
 
     >>> from penstock import UnitCost, simulate
@@ -116,25 +128,70 @@ def best_order(
     >>> float(max(simulate(best, UnitCost()).peak_activations)) <= 2
     True
     """
-    hunt = _Hunt(cost, cap, seed, watch)
-    for way in (True, False) if split is None else (split,):
-        hunt.add_draft(sequential_schedule(stages, microbatches, way), work)
-    known = known_orders(stages, microbatches, cost, cap, split)
-    for start in (*starts, *known):
-        hunt.add_start(start, work)
-    allowed = default_work(hunt.drafts[0].size) if work is None else work
-    hunt.run(allowed)
-    return hunt.schedule(noise_seeds)
+    search = OrderSearch(stages, microbatches, cost, split)
+    return search.best(cap, work, seed, starts, watch)
 
 
-def known_orders(
-    stages: Sequence[Stage],
-    microbatches: Sequence[MicroBatch],
-    cost: Cost,
-    cap: float | Sequence[float] | None = None,
-    split: bool | None = None,
+class OrderSearch:
+    """Searches the orders of given stages and micro-batches, under one cap after the other."""
+
+    def __init__(
+        self,
+        stages: Sequence[Stage],
+        microbatches: Sequence[MicroBatch],
+        cost: Cost,
+        split: bool | None = None,
+    ) -> None:
+        self.cost = cost
+        self.split = split
+        ways = (True, False) if split is None else (split,)
+        self.drafts = [
+            Draft(sequential_schedule(stages, microbatches, way), cost) for way in ways
+        ]
+        self.known = list(registry_orders(stages, microbatches))
+        self.size = self.drafts[0].size
+
+    def bound(self, cap: float | Sequence[float] | None = None) -> float:
+        """Return a time that no order under this cap can beat."""
+        return min(lower_bound(draft.schedule, self.cost, cap) for draft in self.drafts)
+
+    def best(
+        self,
+        cap: float | Sequence[float] | None = None,
+        work: int | None = None,
+        seed: int = 0,
+        starts: Sequence[Schedule] = (),
+        watch: Callable[[float], None] = lambda makespan: None,
+        bound: float | None = None,
+    ) -> Schedule:
+        """Return the best order that is found under a cap; the arguments are those of `best_order`.
+
+        `bound` is a time that no order can beat, if the caller knows one already.
+        """
+        work = default_work(self.size) if work is None else work
+        bound = self.bound(cap) if bound is None else bound
+        hunt = _Hunt(self.cost, cap, seed, watch, bound)
+        for draft in self.drafts:
+            hunt.add_draft(draft, work)
+        for start in (*starts, *self._known(cap)):
+            hunt.add_start(start, work)
+        hunt.run(work)
+        return hunt.schedule()
+
+    def _known(self, cap: float | Sequence[float] | None) -> Iterator[Schedule]:
+        """Yield the orders of the registry as they are, and split where they have whole backwards."""
+        for known in self.known:
+            is_split = has_split_backwards(known)
+            if self.split is None or self.split == is_split:
+                yield known
+            if not is_split and self.split is not False:
+                yield defer_weights(split_backward(known), self.cost, cap)
+
+
+def registry_orders(
+    stages: Sequence[Stage], microbatches: Sequence[MicroBatch]
 ) -> Iterator[Schedule]:
-    """Yield the schedules of the registry that have these stages, and those with split backwards made of them.
+    """Yield the schedules of the registry that have these stages.
 
     There are none for micro-batches that are cut or do not visit all stages.
     """
@@ -156,16 +213,15 @@ def known_orders(
             made = make(name, **shape)
         except ShapeError:  # there is no such shape
             continue
-        if made.stages != tuple(stages) or any(
-            m.path != every_stage for m in made.microbatches
+        if made.stages == tuple(stages) and all(
+            m.path == every_stage for m in made.microbatches
         ):
-            continue
-        known = schedule_of(stages, microbatches, made.lanes)
-        is_whole = not (known.table.kind == WEIGHTS).any()
-        if split is None or split != is_whole:
-            yield known
-        if is_whole and split is not False:
-            yield defer_weights(split_backward(known), cost, cap)
+            yield schedule_of(stages, microbatches, made.lanes)
+
+
+def has_split_backwards(schedule: Schedule) -> bool:
+    """Whether a schedule has weight gradients of their own."""
+    return bool((schedule.table.kind == WEIGHTS).any())
 
 
 class _Entry:
@@ -179,8 +235,6 @@ class _Entry:
         self.makespan = makespan
         self.seed = seed
         self.search: Search | None = None
-        self.listed = lanes
-        self.listed_makespan = makespan
 
     def improve(self, most: int) -> int:
         """Run one round, or as much of it as fits into `most` moves, and return the number of moves."""
@@ -202,26 +256,26 @@ class _Hunt:
         cap: float | Sequence[float] | None,
         seed: int,
         watch: Callable[[float], None],
+        bound: float,
     ) -> None:
         self.cost = cost
         self.cap = cap
         self.seed = seed
         self.watch = watch
-        self.drafts: list[_Draft] = []
+        self.bound = bound
+        self.drafts: list[tuple[Draft, Problem]] = []
         self.entries: list[_Entry] = []
         self.left = 0
-        self.bound = math.inf
         self.best = math.inf
 
-    def add_draft(self, schedule: Schedule, work: int | None) -> None:
+    def add_draft(self, draft: Draft, work: int) -> None:
         """Search orders of these actions."""
-        self.drafts.append(_Draft(schedule, self.cost, self.cap, work))
-        self.bound = min(self.bound, lower_bound(schedule, self.cost, self.cap))
+        caps = caps_of_ranks(draft.schedule, draft.costs, self.cap)
+        self.drafts.append((draft, draft.problem(caps, work)))
 
-    def add_start(self, schedule: Schedule, work: int | None) -> None:
+    def add_start(self, schedule: Schedule, work: int) -> None:
         """Begin with this schedule, unless it holds too much."""
-        many = default_work(schedule.actions) if work is None else work
-        problem = problem_of(schedule, self.cost, self.cap, many)
+        problem = problem_of(schedule, self.cost, self.cap, work)
         lanes = np.arange(len(problem))
         if fits_caps(problem, lanes):
             self._add(problem, lanes)
@@ -236,13 +290,15 @@ class _Hunt:
     def run(self, work: int) -> None:
         """Spend the work. At least one order is listed in any case."""
         self.left = work
-        recipes = [iter(draft.recipes()) for draft in self.drafts]
+        recipes = [
+            (problem, draft.recipes(problem.caps)) for draft, problem in self.drafts
+        ]
         for number in count():
             batch = LATER_BATCH if number else FIRST_BATCH
-            for draft, waiting in zip(self.drafts, recipes, strict=True):
+            for problem, waiting in recipes:
                 for lanes in islice(waiting, batch):
                     self.left -= LIST_WORK
-                    self._add(draft.problem, lanes)
+                    self._add(problem, lanes)
                     if self.is_over:
                         return
             for entry in self._best_entries(IMPROVED[min(number, len(IMPROVED) - 1)]):
@@ -251,37 +307,10 @@ class _Hunt:
                 if self.is_over:
                     return
 
-    def schedule(self, noise_seeds: Sequence[int]) -> Schedule:
-        """Return the best schedule, or the steadiest of the best ones if there are seeds."""
+    def schedule(self) -> Schedule:
+        """Return the best schedule."""
         best = min(self.entries, key=lambda entry: entry.makespan)
-        problem, lanes = best.problem, best.lanes
-        if noise_seeds:
-            problem, lanes = self._steadiest(noise_seeds)
-        return schedule_with_lanes(problem.schedule, lanes)
-
-    def _steadiest(self, seeds: Sequence[int]) -> tuple[Problem, Ints]:
-        """Return the order with the least mean time under noise among those that are hardly slower than the best."""
-        chosen: tuple[Problem, Ints] | None = None
-        least = math.inf
-        noisy: dict[int, list[Problem]] = {}
-        for entry in self.entries:
-            key = id(entry.problem)
-            if key not in noisy:
-                noisy[key] = [
-                    with_cost(entry.problem, NoisyCost(self.cost, seed=seed))
-                    for seed in seeds
-                ]
-            orders = [(entry.makespan, entry.lanes)]
-            if entry.lanes is not entry.listed:
-                orders.append((entry.listed_makespan, entry.listed))
-            for makespan, lanes in orders:
-                if makespan <= self.best * HARDLY_SLOWER:
-                    total = sum(time_lanes(problem, lanes) for problem in noisy[key])
-                    if total < least:
-                        least = total
-                        chosen = (entry.problem, lanes)
-        assert chosen is not None, "the best order is not slower than itself"
-        return chosen
+        return schedule_with_lanes(best.problem.schedule, best.lanes)
 
     def _add(self, problem: Problem, lanes: Ints) -> None:
         makespan = time_lanes(problem, lanes)
@@ -304,47 +333,49 @@ class _Hunt:
         return chosen[:most]
 
 
-class _Draft:
+class Draft:
     """Actions to be listed, and the rules to list them with."""
 
-    def __init__(
-        self,
-        schedule: Schedule,
-        cost: Cost,
-        cap: float | Sequence[float] | None,
-        work: int | None,
-    ) -> None:
+    def __init__(self, schedule: Schedule, cost: Cost) -> None:
+        self.schedule = schedule
         self.size = len(schedule.table)
-        many = default_work(self.size) if work is None else work
-        self.problem = problem_of(schedule, cost, cap, many)
-        self.lister = Lister(schedule, self.problem.costs, max(many // LIST_WORK, 1))
-        self.caps = caps_of_ranks(schedule, self.problem.costs, cap)
+        self._problem = problem_of(schedule, cost, None)
+        self.costs = self._problem.costs
+        self.lister = Lister(schedule, self.costs, len(FIRST_RULES))
+        self.priorities = list(self._priorities())
 
-    def recipes(self) -> Iterator[Ints]:
-        """Yield listed orders, one for each rule."""
-        priorities = list(self._priorities())
+    def problem(self, caps: Floats, work: int) -> Problem:
+        """Return the actions under these caps, for `work` simulations."""
+        return replace(self._problem, caps=caps, size=self.size * work)
+
+    def recipes(self, caps: Floats) -> Iterator[Ints]:
+        """Yield the orders that are listed under these caps, one for each rule."""
+        ranks = self.schedule.ranks
+        for pace, share, number in FIRST_RULES:
+            times = self._release_times(pace, round(ranks * share))
+            yield self.lister.lanes(self.priorities[number], caps, times)
         for share in CAP_SHARES:
-            caps = self._caps(share)
-            if caps is None:
+            fewer = self._share_of(caps, share)
+            if fewer is None:
                 continue
             for pace, head_start in self._releases():
                 times = self._release_times(pace, head_start)
-                for ordinals in priorities:
-                    yield self.lister.lanes(ordinals, caps, times)
+                for ordinals in self.priorities:
+                    yield self.lister.lanes(ordinals, fewer, times)
 
-    def _caps(self, share: float) -> Floats | None:
+    def _share_of(self, caps: Floats, share: float) -> Floats | None:
         """Return a share of the caps, or None if they are infinite or the share does not hold one micro-batch."""
         if share == 1.0:
-            return self.caps
-        least = self.lister.least_caps()
-        if not np.isfinite(self.caps).all():
+            return caps
+        if not np.isfinite(caps).all():
             return None
-        caps = self.caps * share
-        return None if (caps < least).any() else caps
+        fewer = caps * share
+        least = least_caps(self.schedule, self.costs)
+        return None if (fewer < least).any() else fewer
 
     def _releases(self) -> list[tuple[float, int]]:
         """Return pairs of a pace and the number of micro-batches that enter at once, each pair only once."""
-        ranks = self.problem.schedule.ranks
+        ranks = self.schedule.ranks
         pairs = [*FIRST_RELEASES, *product(LATER_PACES, LATER_HEAD_STARTS)]
         return list(
             dict.fromkeys((pace, round(ranks * share)) for pace, share in pairs)
@@ -352,9 +383,9 @@ class _Draft:
 
     def _release_times(self, pace: float, head_start: int) -> Floats:
         """Let each micro-batch enter `pace` times a rank's work for one after the one before it."""
-        table = self.problem.schedule.table
-        work = np.bincount(table.rank, self.problem.costs.seconds).max()
-        seconds = pace * work / len(self.problem.schedule.microbatches)
+        table = self.schedule.table
+        work = np.bincount(table.rank, self.costs.seconds).max()
+        seconds = pace * work / len(self.schedule.microbatches)
         enters = (table.kind == FORWARD) & (table.position == 0) & (table.slice == 0)
         waiting = np.maximum(table.microbatch - head_start, 0)
         times: Floats = np.where(enters, waiting * seconds, 0.0)
@@ -362,14 +393,14 @@ class _Draft:
 
     def _priorities(self) -> Iterator[Ints]:
         """Yield the position of each action in different orders of priority."""
-        table = self.problem.schedule.table
+        table = self.schedule.table
         kind = np.array(KIND_ORDER)[table.kind]
         is_weight = table.kind == WEIGHTS
         depth = table.position
         inner = np.where(table.kind == BACKWARD, depth, -depth)
         piece = np.where(table.kind == FORWARD, table.slice, -table.slice)
-        tail = longest_tails(self.problem.schedule, self.problem.costs)
-        pace = tail.max() / len(self.problem.schedule.microbatches)
+        tail = longest_tails(self.schedule, self.costs)
+        pace = tail.max() / len(self.schedule.microbatches)
         later = table.microbatch * pace
         # The last key counts most.
         for keys in (

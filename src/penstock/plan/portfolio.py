@@ -1,8 +1,16 @@
 """Builds, simulates and ranks every schedule that fits, for given ranks and micro-batches.
 
-1. fixed and listed orders with whole sequences, then with more and more slices
-2. the best few are improved by local search
-3. the best of all are timed once more under noise that none of them has seen
+1. fixed orders with whole sequences
+2. fixed orders with slices, and orders that are searched for this cost and memory, those with the least bounds first
+3. of the fastest ones, the one that suffers least from noise
+
+**More memory or more slices never give a slower plan.** Every candidate is built by itself: which candidates there are,
+and how much work each one gets, depends neither on the memory, nor on the limits, nor on the other candidates. The
+memory and the limits only leave out candidates that exceed them. (Orders are searched under the caps of a ladder of
+their own, see `penstock.plan.ladder`.) So the candidates of a smaller question are among those of a larger one. A
+candidate is left out only if a bound shows that it takes as long as the best one so far, or longer. So the best time is
+the least of all candidates that fit, and the least of more candidates is no larger. The last step chooses only among
+candidates whose times print as the same number.
 
 The work is counted, in schedules and moves, so the ranking is the same on any machine.
 """
@@ -13,12 +21,13 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import NamedTuple
 
 from penstock.cost.cost import Cost
+from penstock.cost.unit import UnitCost
 from penstock.errors import ShapeError
 from penstock.ir.compiled import many_schedules
-from penstock.ir.needs import WEIGHTS
-from penstock.ir.schedule import MicroBatch, Schedule, Stage
+from penstock.ir.schedule import Schedule
 from penstock.plan.candidates import (
     ROUNDING,
     Candidate,
@@ -28,10 +37,12 @@ from penstock.plan.candidates import (
     evaluate_schedule,
     title,
 )
-from penstock.plan.orders import best_order, default_work
+from penstock.plan.ladder import Rung, orders_on_ladder, rung_work, rungs_of
+from penstock.plan.orders import OrderSearch
 from penstock.plan.partial import skipped_share
 from penstock.plan.recipes import (
-    PATIENCE,
+    ODD_SLICED_STAGES,
+    ODD_SLICES,
     TRIED_SLICES,
     Cuts,
     FixedRecipe,
@@ -41,6 +52,8 @@ from penstock.plan.recipes import (
     even_cuts_only,
     fixed_recipes,
     placements,
+    slice_counts,
+    unit_setting,
     useful_limits,
 )
 from penstock.schedules.coverage import visited_parts, visits_all_parts
@@ -53,36 +66,19 @@ MAX_LISTED_ACTIONS = 16_000
 # Fixed orders with slices have at most this many actions: with so many micro-batches, slices
 # help little.
 MAX_SLICED_ACTIONS = 16_000
-# Actions of all fixed orders that are tried, in all. They take about 30 seconds.
+# Actions of all fixed orders with one number of slices. They take about 30 seconds.
 FIXED_ACTIONS = 4_000_000
 # The smallest orders with more actions than this are not timed under noise, which takes long.
 MAX_NOISY_ACTIONS = 200_000
 MAX_SLICED_STAGES = 8  # of a rank, in listed orders with slices
-REFINED_PLACEMENTS = 3  # placements on which other numbers of slices are tried
-REFINED_SLICES = (3, 6, 12, 24)
-# More slices must make a family of candidates faster by this share, or they count as useless.
-LEAST_GAIN = 0.002
-IMPROVED = 4  # candidates that are improved by local search
-LISTING_WORK = 1_000  # simulations for each placement and cuts, of small schedules
-LISTING_ACTIONS = 1_500_000  # actions in all these simulations, of large schedules
-MIN_LISTING_WORK = 20
-IMPROVING_WORK = 20_000  # simulations for each candidate that is improved
-# A candidate this much slower than the best is not worth a local search.
-WORTH_IMPROVING = 1.03
 SURVEYED_STAGES = 4
 # A survey compares orders with at most this many micro-batches for each rank, because more of
 # them repeat what these do. Then it builds the best orders with all micro-batches.
 SURVEYED_ROUNDS = 3
 SURVEYED_ORDERS = 3  # that are built with all micro-batches, until one fits
+BUILDING_WORK = 500  # Building a fixed order takes as long as this many simulations.
 FINALISTS = 8  # candidates that are timed under noise
-FIXED_FINALISTS = 4  # fixed orders that are timed under noise besides
-# Of candidates whose times differ by less than this share, the one that takes less time
-# under noise is chosen.
-EQUALLY_FAST = 0.002
-# A fixed order that takes less time under noise wins if it is slower by less than this share
-# without noise. More memory made no plan slower by more than this share in the searches of
-# tests/plan/test_search.py. That is observed, not proven.
-NEARLY_AS_FAST = 0.01
+PRINTED_DIGITS = 4  # Times that agree in so many digits are printed as the same number.
 # Means under noise that differ by less than this share count as equal: they are of few samples.
 SAMPLING = 0.0025
 
@@ -92,11 +88,13 @@ class Portfolio:
     """All candidates that fit, the fastest first.
 
     too_large: name and peak of the candidates that exceed the memory.
+    work: actions that were simulated, about.
     interrupted: whether Ctrl-C ended the search early.
     """
 
     candidates: tuple[Candidate, ...]
     too_large: tuple[tuple[str, float], ...]
+    work: int = 0
     interrupted: bool = False
 
     @property
@@ -132,8 +130,10 @@ def portfolio(
         slices=slices,
         weights=weights,
     )
-    setting = Setting(ranks, microbatches, even_cuts_only)
     limits = Limits(stages, slices, weights)
+    setting = Setting(ranks, microbatches, even_cuts_only)
+    if isinstance(cost, UnitCost):
+        setting = unit_setting(cost, ranks, microbatches, memory, limits)
     found = rank_setting(setting, Judge(cost, memory), limits, watch)
     if not found.candidates:
         raise ShapeError(nothing_fits(found.too_large, memory, shown))
@@ -160,11 +160,13 @@ def rank_setting(
     watch: Callable[[str], None] = lambda name: None,
     bound: float = 0.0,
     note: Callable[[float], None] = lambda step: None,
+    rival: float = math.inf,
 ) -> Portfolio:
     """Rank all candidates of one setting. Raises if no schedule can be built at all.
 
     `bound` is a time that no step can beat. The search ends when it is reached. `note` is called
-    with the time of each candidate that fits. Ctrl-C ends a ranking with the best so far.
+    with the time of each candidate that fits. `rival` is the time of a plan of another setting:
+    candidates that cannot beat it are left out. Ctrl-C ends a ranking with the best so far.
     """
     refuse_if_too_large(
         2 * setting.ranks * setting.microbatches,
@@ -172,6 +174,7 @@ def rank_setting(
     )
     limits = useful_limits(setting, judge, limits)
     ranking = _Ranking(setting, judge, limits, watch, note)
+    ranking.best = rival
     try:
         ranking.try_everything(bound)
         return ranking.portfolio()
@@ -181,10 +184,13 @@ def rank_setting(
         return replace(ranking.portfolio(noise=False), interrupted=True)
 
 
-def survey_setting(setting: Setting, judge: Judge, limits: Limits) -> Portfolio:
+def survey_setting(
+    setting: Setting, judge: Judge, limits: Limits, rival: float = math.inf
+) -> Portfolio:
     """Rank a few good candidates of a setting, to see whether it is worth more work.
 
     They are the fixed orders with at most `SURVEYED_STAGES` stages on a rank, whole sequences.
+    Those that cannot beat a rival are left out.
     """
     limits = useful_limits(setting, judge, limits)
     limits = replace(limits, stages=min(limits.stages, SURVEYED_STAGES))
@@ -192,8 +198,11 @@ def survey_setting(setting: Setting, judge: Judge, limits: Limits) -> Portfolio:
     ranking = _Ranking(
         replace(setting, microbatches=few), judge, limits, lambda name: None
     )
-    ranking.try_fixed(1)
-    ranking.require_any()
+    for recipe in ranking.affordable(1):
+        if recipe.least_time < rival:
+            ranking.try_recipe(recipe)
+    if rival == math.inf:
+        ranking.require_any()
     if few < setting.microbatches:
         ranking = _lengthened(ranking, setting)
     return ranking.portfolio(noise=False)
@@ -236,12 +245,19 @@ def _lengthened(short: _Ranking, setting: Setting) -> _Ranking:
         ranking.try_schedule(recipe.name, recipe.shape, recipe.sort, recipe.build)
         if ranking.fits:
             break
-    ranking.require_any()
     return ranking
 
 
+class _Task(NamedTuple):
+    """Candidates to try, with a time that none of them can beat."""
+
+    least_time: float
+    size: int
+    run: Callable[[], None]
+
+
 class _Ranking:
-    """The candidates found so far, and which families are still worth more slices."""
+    """The candidates found so far."""
 
     def __init__(
         self,
@@ -256,116 +272,120 @@ class _Ranking:
         self.limits = limits
         self.watch = watch
         self.note = note
-        self.left = FIXED_ACTIONS
+        self.work = 0
         self.fits: list[Candidate] = []
         self.too_large: list[tuple[str, float]] = []
         self.first_error: ShapeError | None = None
-        self.family_best: dict[object, float] = {}
-        self.family_failures: dict[object, int] = {}
-        self.drafts: dict[object, tuple[list[Stage], list[MicroBatch]]] = {}
+        self.best = math.inf
 
     # ------------------------------------------------------------ candidates
     def try_everything(self, bound: float) -> None:
-        """Try all candidates, from whole sequences to many slices, until one is as fast as the bound."""
-        self.try_fixed(1)
+        """Try all candidates, until one is as fast as the bound."""
+        has_rival = self.best < math.inf
+        if not has_rival:
+            self.try_fixed(1)
         with many_schedules():
-            for slices in TRIED_SLICES:
-                if slices > self.limits.slices or self.reaches(bound):
+            for task in self.tasks(fewest=1 if has_rival else 2):
+                if self.reaches(bound):
                     break
-                if slices > 1:
-                    self.try_fixed(slices)
-                if not self.reaches(bound):
-                    self.try_listed(slices)
+                if not self.cannot_win(task.least_time):
+                    task.run()
+        if not has_rival:
             self.require_any()
-            if not self.reaches(bound):
-                self.refine()
-                self.improve_best()
 
-    def try_fixed(self, slices: int, every: bool = False) -> None:
-        """Try the orders of the registry with this number of slices: those still open, or every one."""
-        times: dict[object, float] = {}
-        actions = 2 * self.setting.ranks * self.setting.microbatches * slices
-        if slices > 1 and actions > MAX_SLICED_ACTIONS:
-            return
+    def try_fixed(self, slices: int) -> None:
+        """Try the orders of the registry with this number of slices."""
         for recipe in self.affordable(slices):
-            own_shape = tuple(pair for pair in recipe.shape if pair[0] != "slices")
-            family = (recipe.name.split("+")[0], own_shape)
-            if self.is_closed(family) and not every:
-                continue
-            if self.cannot_win(recipe.least_time):
-                continue
-            time = self.try_schedule(
-                recipe.name, recipe.shape, recipe.sort, recipe.build
-            )
-            times[family] = min(time, times.get(family, math.inf))
-        self.close_families(times)
+            self.try_recipe(recipe)
+
+    def try_recipe(self, recipe: FixedRecipe) -> None:
+        """Try one order of the registry."""
+        self.try_schedule(recipe.name, recipe.shape, recipe.sort, recipe.build)
 
     def affordable(self, slices: int) -> Iterator[FixedRecipe]:
         """Yield the orders of the registry, the smallest first, until so many actions are tried that it takes long."""
-        recipes = list(fixed_recipes(self.setting, self.judge, self.limits, slices))
         each = 2 * self.setting.ranks * self.setting.microbatches * slices
+        if slices > 1 and each > MAX_SLICED_ACTIONS:
+            return
+        recipes = list(fixed_recipes(self.setting, self.judge, self.limits, slices))
         recipes.sort(key=lambda one: (one.stages, one.name == "gpipe"))
-        for recipe in recipes:
+        left = FIXED_ACTIONS
+        for place, recipe in enumerate(recipes):
             actions = each * recipe.stages
-            if actions <= self.left or not (self.fits or self.too_large):
-                self.left -= actions
+            if actions <= left or not place:
+                left -= actions
                 yield recipe
 
-    def try_listed(self, slices: int) -> None:
-        """Build orders for this cost and memory, on every placement that is still open."""
-        times: dict[object, float] = {}
-        for placement in self.open_placements(slices):
-            if any(
-                not self.is_beaten(placement, cuts)
-                for cuts in self.setting.cuts(slices)
-            ):
-                times[placement] = self.try_cuts(placement, slices)
-        self.close_families(times)
+    def tasks(self, fewest: int) -> list[_Task]:
+        """Return all that is still to be tried: those first that could be the fastest, and of these the smallest.
 
-    def refine(self) -> None:
-        """Try other numbers of slices with fixed orders, and with listed ones on the best placements.
-
-        Fixed orders are tried again because a listed order may miss them: its work can end
-        before it has tried whole backwards.
+        Fixed orders have at least `fewest` slices.
         """
-        best = self.best_placements()
-        for slices in REFINED_SLICES:
-            if slices <= self.limits.slices:
-                self.try_fixed(slices, every=True)
-        for placement in best:
-            for slices in REFINED_SLICES:
-                if slices <= self.limits.slices:
-                    self.try_cuts(placement, slices)
+        found = []
+        for slices in slice_counts(self.limits):
+            for recipe in self.affordable(slices) if slices >= fewest else ():
+                run = partial(self.try_recipe, recipe)
+                found.append(_Task(recipe.least_time, recipe.stages * slices, run))
+            for placement in self.placements(slices):
+                for cuts in self.setting.cuts(slices):
+                    size = placement.stages_per_rank * slices
+                    run = partial(self.try_placement, placement, cuts)
+                    least = self.setting.least_time(placement, cuts)
+                    found.append(_Task(least, size, run))
+        found.sort(key=lambda one: (one.least_time, one.size))
+        return found
 
-    def try_cuts(self, placement: Placement, slices: int) -> float:
-        """Try a placement with all cuts into this many slices; return the least time."""
-        times = [
-            self.try_placement(placement, cuts) for cuts in self.setting.cuts(slices)
-        ]
-        return min(times, default=math.inf)
+    def placements(self, slices: int) -> list[Placement]:
+        """Return the placements on which this number of slices is tried.
 
-    def try_placement(self, placement: Placement, cuts: Sequence[int]) -> float:
-        """Try the listed orders of a placement; return the least time."""
+        Whole sequences are tried on all of them. Slices multiply the actions, so they are
+        tried on those with few stages.
+        """
+        most = self.limits.stages
+        if slices > 1:
+            most = min(most, MAX_SLICED_STAGES)
+        if slices in ODD_SLICES and not self.judge.cost.units.seconds:
+            most = min(most, ODD_SLICED_STAGES)
+        every = placements(self.setting.ranks, self.limits)
+        return [one for one in every if one.stages_per_rank <= most]
+
+    def try_placement(self, placement: Placement, cuts: Cuts) -> None:
+        """Try the orders of a placement with these cuts, with more and more memory."""
         setting = self.setting
         stages = placement.stages(setting.ranks)
         slices = len(cuts) - 1
         actions = 3 * len(stages) * setting.microbatches * slices
         if actions > min(MAX_LISTED_ACTIONS, MAX_ACTIONS):
-            return math.inf
-        if self.is_beaten(placement, tuple(cuts)):
-            return math.inf
+            return
         shape = placement.shape
         if slices > 1:
             shape = (*shape, ("slices", slices))
-        paths = placement.paths(stages, setting.microbatches, tuple(cuts))
-        self.drafts[shape, tuple(cuts)] = (stages, paths)
-        ways = self.ways_back()
-        work = max(MIN_LISTING_WORK, min(LISTING_WORK, LISTING_ACTIONS // actions))
-        times = []
-        for split in ways:
-            build = partial(self.order, stages, paths, work // len(ways), split)
-            times.append(self.try_schedule("listed", shape, "listed", build))
-        return min(times)
+        paths = placement.paths(stages, setting.microbatches, cuts)
+        self.watch(title("listed", shape))
+        try:
+            rungs = rungs_of(self.judge, stages, paths)
+            if not self.judge.fits(rungs[0].memory):
+                self.too_large.append((title("listed", shape), rungs[0].memory))
+                return
+            for split in self.ways_back():
+                search = OrderSearch(stages, paths, self.judge.cost, split)
+                self.try_rungs(search, rungs, shape)
+        except ShapeError as error:  # the cost has no such shape
+            self.first_error = self.first_error or error
+
+    def try_rungs(
+        self, search: OrderSearch, rungs: Sequence[Rung], shape: ShapeWords
+    ) -> None:
+        """Try the orders of all rungs that fit."""
+        memory = self.judge.memory
+        draft = search.drafts[0].schedule
+
+        def cannot_win(makespan: float) -> bool:
+            return self.cannot_win(self.judge.step(draft, makespan))
+
+        for schedule in orders_on_ladder(search, rungs, memory, cannot_win):
+            self.work += search.size * rung_work(search.size)
+            self.add("listed", shape, "listed", schedule)
 
     def ways_back(self) -> tuple[bool, ...]:
         """Return whether to list split backwards, whole ones, or both.
@@ -376,146 +396,47 @@ class _Ranking:
             return (False,)
         return (True, False) if self.judge.cost.units.seconds else (True,)
 
-    def order(
-        self,
-        stages: list[Stage],
-        paths: list[MicroBatch],
-        work: int,
-        split: bool,
-        starts: Sequence[Schedule] = (),
-    ) -> Schedule:
-        """Return the best order of a placement that is found with this much work."""
-        # One path is enough if all are the same; partial paths differ.
-        different = list(dict.fromkeys(paths))
-        caps = self.judge.caps(sequential_schedule(stages, different))
-        return best_order(
-            stages,
-            paths,
-            self.judge.cost,
-            None if caps is None else caps.tolist(),
-            work,
-            split=split,
-            starts=starts,
-        )
-
     def try_schedule(
         self,
         name: str,
         shape: ShapeWords,
         sort: str,
         build: Callable[[], Schedule],
-    ) -> float:
-        """Build and add a schedule; return its time, infinite if it cannot be built or does not fit."""
+    ) -> None:
+        """Build and add a schedule, unless it cannot be built."""
         self.watch(title(name, shape))
         try:
-            return self.add(name, shape, sort, build())
+            schedule = build()
+            self.work += BUILDING_WORK * schedule.actions
+            self.add(name, shape, sort, schedule)
         except ShapeError as error:  # this schedule, or the cost, has no such shape
             self.first_error = self.first_error or error
-            return math.inf
 
-    def add(self, name: str, shape: ShapeWords, sort: str, schedule: Schedule) -> float:
+    def add(self, name: str, shape: ShapeWords, sort: str, schedule: Schedule) -> None:
         """Add a schedule to those that fit, or to those that are too large."""
         candidate = evaluate_schedule(name, shape, sort, schedule, self.judge)
         check_skips(candidate, self.limits.skip)
         if not self.judge.fits(candidate.peak):
             self.too_large.append((title(name, shape), candidate.peak))
-            return math.inf
+            return
         self.fits.append(candidate)
+        self.best = min(self.best, candidate.step)
         self.note(candidate.step)
-        return candidate.step
 
     def require_any(self) -> None:
         """Raise if no schedule could be built so far, whether it fits or not."""
         if not self.fits and not self.too_large:
             raise ShapeError(f"no schedule can be built: {self.first_error}")
 
-    def is_beaten(self, placement: Placement, cuts: Cuts) -> bool:
-        """Whether no order of a placement with these cuts can win; whole sequences are always tried."""
-        least = self.setting.least_time
-        return len(cuts) > 2 and self.cannot_win(least(placement, cuts))
-
     def cannot_win(self, least_time: float) -> bool:
-        """Whether a step that takes at least this long cannot be chosen, not even for its steadiness."""
-        best = min((one.step for one in self.fits), default=math.inf)
-        return least_time > best * (1 + NEARLY_AS_FAST)
+        """Whether a step that takes at least this long is not faster than the best so far."""
+        return least_time >= self.best * (1 - ROUNDING)
 
     def reaches(self, bound: float) -> bool:
         """Whether the best step so far is as short as any can be."""
-        best = min((one.step for one in self.fits), default=math.inf)
-        return best <= bound * (1 + ROUNDING)
-
-    # ------------------------------------------------------------ families
-    def open_placements(self, slices: int) -> list[Placement]:
-        """Return the placements that are worth trying with this number of slices.
-
-        Whole sequences are tried on all of them. Slices multiply the actions, so they are
-        tried on those with few stages, as long as they help.
-        """
-        every = list(placements(self.setting.ranks, self.limits))
-        if slices == 1:
-            return every
-        few = [one for one in every if one.stages_per_rank <= MAX_SLICED_STAGES]
-        return [one for one in few if not self.is_closed(one)]
-
-    def best_placements(self) -> list[Placement]:
-        """Return the best few placements.
-
-        Of placements that are about equally fast, those with fewer stages come first.
-        """
-        best = min(self.family_best.values(), default=math.inf)
-        found = [one for one in self.family_best if isinstance(one, Placement)]
-
-        def merit(placement: Placement) -> tuple[float, int]:
-            excess = self.family_best[placement] / best - 1
-            return excess // LEAST_GAIN, placement.stages_per_rank
-
-        found.sort(key=merit)
-        return found[:REFINED_PLACEMENTS]
-
-    def is_closed(self, family: object) -> bool:
-        """Whether more slices have stopped helping a family of candidates."""
-        return self.family_failures.get(family, 0) >= PATIENCE
-
-    def close_families(self, times: dict[object, float]) -> None:
-        """Count a failure for every family that the last number of slices has not made faster."""
-        for family, time in times.items():
-            best = self.family_best.get(family, math.inf)
-            if time < best * (1 - LEAST_GAIN):
-                self.family_best[family] = time
-                self.family_failures[family] = 0
-            elif best < math.inf:
-                self.family_failures[family] = self.family_failures.get(family, 0) + 1
+        return self.best <= bound * (1 + ROUNDING)
 
     # ------------------------------------------------------------ the end
-    def improve_best(self) -> None:
-        """Improve the best few orders by local search."""
-        self.sort()
-        for candidate in self.fits[:IMPROVED]:
-            if candidate.step > self.fits[0].step * WORTH_IMPROVING:
-                break
-            if candidate.gap <= ROUNDING:
-                continue
-            key = (candidate.shape, candidate.schedule.microbatches[0].cuts)
-            if key not in self.drafts:
-                continue
-            self.watch(f"improving {title(candidate.name, candidate.shape)}")
-            stages, paths = self.drafts[key]
-            work = min(IMPROVING_WORK, default_work(candidate.schedule.actions))
-            split = bool((candidate.schedule.table.kind == WEIGHTS).any())
-            try:
-                better = self.order(stages, paths, work, split, [candidate.schedule])
-            except ShapeError:  # a fixed order fits, but the caps leave no room to list
-                continue
-            improved = evaluate_schedule(
-                candidate.name, candidate.shape, "improved", better, self.judge
-            )
-            if improved.step < candidate.step * (1 - ROUNDING) and self.judge.fits(
-                improved.peak
-            ):
-                self.fits.append(improved)
-                self.note(improved.step)
-        self.sort()
-
     def sort(self) -> None:
         """Sort the candidates that fit, the fastest first."""
         self.fits.sort(key=lambda one: (one.step, one.peak, one.schedule.actions))
@@ -526,19 +447,13 @@ class _Ranking:
         self.too_large.sort(key=lambda row: row[1])
         size = 2 * self.setting.ranks * self.setting.microbatches
         if not noise or size > MAX_NOISY_ACTIONS:
-            return Portfolio(tuple(self.fits), tuple(self.too_large))
-        fixed = [one for one in self.fits if one.sort == "fixed"]
-        finalists = {
-            id(one) for one in (*self.fits[:FINALISTS], *fixed[:FIXED_FINALISTS])
-        }
-        rows = [
-            add_noise(one, self.judge) if id(one) in finalists else one
-            for one in self.fits
-        ]
+            return Portfolio(tuple(self.fits), tuple(self.too_large), self.work)
+        rows = [add_noise(one, self.judge) for one in self.fits[:FINALISTS]]
         if rows:
-            chosen = _robust(rows)
+            chosen = _steadiest(rows)
             rows = [chosen, *(one for one in rows if one is not chosen)]
-        return Portfolio(tuple(rows), tuple(self.too_large))
+        rows += self.fits[FINALISTS:]
+        return Portfolio(tuple(rows), tuple(self.too_large), self.work)
 
 
 def check_skips(candidate: Candidate, most: float) -> None:
@@ -555,25 +470,13 @@ def check_skips(candidate: Candidate, most: float) -> None:
         raise ShapeError("a part is on no path, so it would never be trained")
 
 
-def _robust(rows: Sequence[Candidate]) -> Candidate:
-    """Choose a candidate that is fast, also under noise, and as simple as can be.
+def _steadiest(rows: Sequence[Candidate]) -> Candidate:
+    """Choose the steadiest and simplest candidate of those whose times print as that of the fastest.
 
-    Of those that are about as fast as the best, it is the one that noise delays least, or
-    one with fewer actions that noise delays about as little. A fixed order that is nearly
-    as fast wins if it is faster under noise, because then the others are only faster on
-    paper.
+    It is the one with the fewest actions among those that noise delays least.
     """
-    limit = rows[0].step * (1 + EQUALLY_FAST)
-    fixed_limit = rows[0].step * (1 + NEARLY_AS_FAST)
-    timed = [one for one in rows if not math.isnan(one.noisy)]
-    best = _simplest([one for one in timed if one.step <= limit])
-    fixed = [one for one in timed if one.sort == "fixed" and one.step <= fixed_limit]
-    steadiest = min([best, *fixed], key=lambda one: one.noisy)
-    return steadiest if steadiest.noisy < best.noisy * (1 - SAMPLING) else best
-
-
-def _simplest(rows: Sequence[Candidate]) -> Candidate:
-    """Return the row with the fewest actions among those that noise delays least."""
-    limit = min(one.noisy for one in rows) * (1 + SAMPLING)
-    steady = [one for one in rows if one.noisy <= limit]
+    printed = f"{rows[0].step:.{PRINTED_DIGITS}g}"
+    equal = [one for one in rows if f"{one.step:.{PRINTED_DIGITS}g}" == printed]
+    limit = min(one.noisy for one in equal) * (1 + SAMPLING)
+    steady = [one for one in equal if one.noisy <= limit]
     return min(steady, key=lambda one: (one.schedule.actions, one.peak, one.noisy))

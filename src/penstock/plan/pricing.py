@@ -40,8 +40,8 @@ from penstock.plan.recipes import (
     Limits,
     Placement,
     Setting,
-    even_cuts_only,
     every_placement,
+    unit_setting,
 )
 from penstock.plan.slices.planner import SLICE_COUNTS, CutChoice, cut_choices
 from penstock.plan.space import (
@@ -82,7 +82,9 @@ class UnitPricing:
 
     def setting(self, cell: Cell) -> Setting:
         """Return the ranks and micro-batches of a cell, with slices of equal length."""
-        return Setting(cell.ranks, cell.microbatches, even_cuts_only)
+        return unit_setting(
+            self.cost, cell.ranks, cell.microbatches, self.memory, self.limits
+        )
 
     def bound(self, cell: Cell) -> float:
         """Return a time that no step of this cell can beat."""

@@ -6,10 +6,8 @@
     wave of 1        x        x          x          x                   x: fixed orders, split ones, listed ones
     wave of 2        x        x
 
-A row is a placement. More slices are tried as long as they help: a row ends after two numbers of slices that did not
-make it faster. So what is tried with a limit of four slices is also tried with a limit of eight, in the same order,
-unless its bound is already above the best plan. The same holds for the stages of a rank. Only the last step, the local
-search of the best few orders, may choose others with a larger limit.
+A row is a placement. What is tried in a field depends neither on other fields nor on the limits, so a larger limit only
+adds candidates.
 """
 
 from __future__ import annotations
@@ -20,10 +18,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from penstock.cost.cost import Cost
+from penstock.cost.unit import UnitCost
 from penstock.ir.schedule import MicroBatch, Schedule, Stage
 from penstock.plan.bound import lower_bound
 from penstock.plan.candidates import ROUNDING, Judge, ShapeWords
 from penstock.plan.partial import most_skips, partial_paths
+from penstock.plan.space import space_bound
 from penstock.schedules import REGISTRY, make, shape_of
 from penstock.schedules.facts import FACTS
 from penstock.schedules.list_scheduling import defer_weights
@@ -35,8 +35,10 @@ Cuts = tuple[int, ...]
 TRIED_CHUNKS = (1, 2, 3, 4, 6, 8)
 TRIED_WAVES = (1, 2, 3, 4, 5, 6, 8)
 TRIED_SLICES = (1, 2, 4, 8, 16, 32, 64)
-# Numbers of slices in a row that may fail to help before a placement is given up.
-PATIENCE = 2
+# Other numbers of slices. In the units of the papers more slices cost nothing, so these are tried
+# only where a rank has few stages.
+ODD_SLICES = (3, 6, 12, 24)
+ODD_SLICED_STAGES = 2
 # Those with slices in their own shape are made from whole ones here.
 NOT_TRIED = ("terapipe", "seq1f1b")
 WITH_WHOLE_BACKWARDS = ("1f1b", "interleaved", "chimera", "hanayo")  # worth splitting
@@ -95,6 +97,32 @@ def useful_limits(setting: Setting, judge: Judge, limits: Limits) -> Limits:
 def even_cuts_only(slices: int) -> list[Cuts]:
     """Return the one way to cut sequences if only proportions matter: into equal slices."""
     return [tuple(range(slices + 1))]
+
+
+def unit_setting(
+    cost: UnitCost,
+    ranks: int,
+    microbatches: int,
+    memory: float | None,
+    limits: Limits,
+) -> Setting:
+    """Return a setting in the units of the papers, where all slices have the same length."""
+    if limits.skip or limits.weights > 1:
+        # The bounds are for micro-batches that visit all stages, of which there is one copy.
+        return Setting(ranks, microbatches, even_cuts_only)
+
+    def least_time(placement: Placement, cuts: Cuts) -> float:
+        return space_bound(
+            cost,
+            ranks,
+            microbatches,
+            placement.stages_per_rank,
+            len(cuts) - 1,
+            memory,
+            limits.split,
+        )
+
+    return Setting(ranks, microbatches, even_cuts_only, least_time)
 
 
 # ---------------------------------------------------------------- placements
@@ -157,6 +185,11 @@ def every_placement() -> list[Placement]:
     return sorted(every, key=lambda one: one.stages_per_rank)
 
 
+def slice_counts(limits: Limits) -> list[int]:
+    """Return the numbers of slices that are tried within the limits, the smallest first."""
+    return sorted(one for one in (*TRIED_SLICES, *ODD_SLICES) if one <= limits.slices)
+
+
 # ---------------------------------------------------------------- fixed orders
 def fixed_recipes(
     setting: Setting, judge: Judge, limits: Limits, slices: int
@@ -189,7 +222,7 @@ def _fixed_with_cuts(
     shown = name if slices == 1 else SLICED_NAMES.get(name, name)
     placement = _placement_of(name, shape)
     stages = placement.stages_per_rank
-    least = setting.least_time(placement, cuts) if slices > 1 else 0.0
+    least = setting.least_time(placement, cuts)
     yield FixedRecipe(shown, full_shape, "fixed", build, stages, least)
     if limits.split and name in WITH_WHOLE_BACKWARDS:
         build_split = partial(_build_split, build, judge)
@@ -238,27 +271,26 @@ def _shapes(name: str, limits: Limits, ranks: int) -> Iterator[ShapeWords]:
 
 
 def _build_split(build: Callable[[], Schedule], judge: Judge) -> Schedule:
-    schedule = build()
-    caps = judge.caps(schedule)
-    cap = None if caps is None else float(caps.min())
-    return split_and_defer(schedule, judge.cost, cap)
+    def fits(schedule: Schedule) -> bool:
+        return judge.fits(judge.peak(schedule))
+
+    return split_and_defer(build(), judge.cost, fits)
 
 
-def split_and_defer(schedule: Schedule, cost: Cost, memory: float | None) -> Schedule:
+def split_and_defer(
+    schedule: Schedule, cost: Cost, fits: Callable[[Schedule], bool]
+) -> Schedule:
     """Split the backwards, and put each W where its rank would idle.
 
-    Two ways are tried: in the memory that the schedule needs anyway, and in all of the memory. More
+    Two ways are tried: in the memory that the schedule needs anyway, and in any memory. More
     memory lets more W wait, which does not always help the actions after them.
     """
     split = split_backward(schedule)
     in_own_memory = defer_weights(split, cost)
-    timeline = simulate(in_own_memory, cost)
-    if memory is not None and (timeline.peak_activations >= memory).all():
+    makespan = simulate(in_own_memory, cost).makespan
+    if makespan <= lower_bound(in_own_memory, cost) * (1 + ROUNDING):
         return in_own_memory
-    if timeline.makespan <= lower_bound(in_own_memory, cost) * (1 + ROUNDING):
-        return in_own_memory
-    cap = math.inf if memory is None else memory
-    in_all_memory = defer_weights(split, cost, cap)
-    if simulate(in_all_memory, cost).makespan < timeline.makespan:
-        return in_all_memory
+    in_any_memory = defer_weights(split, cost, math.inf)
+    if simulate(in_any_memory, cost).makespan < makespan and fits(in_any_memory):
+        return in_any_memory
     return in_own_memory

@@ -10,6 +10,13 @@
 
 A cell whose bound is above the best plan so far cannot win, so it is left out. All work is counted and nothing is
 timed, so the same workload and profile give the same plan on any machine. Ctrl-C ends a search with the best so far.
+
+**More memory, more devices or more slices never give a slower plan** if the larger search is complete, which means
+that it has ranked every cell that could win. Within a cell, a larger question has all candidates of a smaller one
+(`penstock.plan.portfolio`), and with more devices there are more cells. So the candidates of the smaller question are
+among those of the larger one, whose answer is the least of all its candidates. A search with very many cells ends when
+its work is done. Then `Landscape.left_out` counts the cells that could have won, and a smaller question may have a
+faster plan.
 """
 
 from __future__ import annotations
@@ -42,11 +49,9 @@ from penstock.schedules.size import refuse_if_too_large
 MAX_WEIGHED_CELLS = 1_000
 WEIGHED_CELLS = 6  # cells that are weighed if nothing fits
 MAX_CELLS = 50_000  # more would take minutes to compare
-RANKED_CELLS = 6  # cells in which everything is tried
-# Actions of one order of these cells, in all. One cell is tried in any case.
-RANKED_ACTIONS = 1_500
-# Cells whose surveyed time is above the best one by more than this share are not ranked.
-PROMISING = 1.25
+# Simulated actions in all cells in which everything is tried. They take about 10 seconds. One
+# cell is tried in any case.
+RANKING_WORK = 1_000_000_000
 # Actions of one order of each surveyed cell, in all. Cells with worse estimates are left out.
 SURVEYED_ACTIONS = 20_000
 NOT_TRIED = "left out: many cells seem to be better"  # reason of a cell
@@ -107,6 +112,7 @@ class Landscape:
     cells: what is known of each cell, those with the least bounds first.
     bound: no plan of the space takes less time.
     interrupted: whether Ctrl-C ended the search early.
+    left_out: cells that could have won, but were not ranked because the work was done.
     """
 
     rows: tuple[Row, ...]
@@ -114,6 +120,7 @@ class Landscape:
     too_large: tuple[tuple[str, float], ...]
     bound: float
     interrupted: bool = False
+    left_out: int = 0
 
     @property
     def best(self) -> Row:
@@ -186,6 +193,7 @@ class _Search:
         # The bytes of the smallest plan that was tried, of cells in which none fits so far.
         self.least_peak: dict[Cell, float] = {}
         self.left = SURVEYED_ACTIONS
+        self.left_out: set[Cell] = set()
 
     def tell(self, doing: str) -> None:
         """Report the progress."""
@@ -223,14 +231,14 @@ class _Search:
         limits = self.limits_of(cell)
         try:
             found = survey_setting(
-                self.pricing.setting(cell), self.pricing.judge(cell), limits
+                self.pricing.setting(cell), self.pricing.judge(cell), limits, self.best
             )
         except ShapeError as error:
             return replace(result, reason=str(error).splitlines()[0])
         return self.take(result, found)
 
     def rank_promising(self) -> None:
-        """Try everything in the cells that the survey found best.
+        """Try everything in the cells that could win, those first that the survey found best.
 
         Where nothing fits yet, slices may still save enough memory. So the cells come first whose
         surveyed plans need the least.
@@ -239,44 +247,68 @@ class _Search:
             range(len(self.results)),
             key=lambda place: self.promise_of(self.results[place]),
         )
-        ranked = 0
-        left = RANKED_ACTIONS
-        any_fits = bool(self.rows)
+        left = RANKING_WORK
         for place in order:
-            result = self.results[place]
-            is_late = any_fits and self.time_of(result) > self.best * PROMISING
-            if ranked == RANKED_CELLS or (ranked and is_late):
-                break
-            result = self.results[place] = self.examine(result)
-            left -= result.cell.ranks * result.cell.microbatches
-            if ranked and (result.bound >= self.best or left < 0):
+            if self.cannot_win(self.results[place]):
                 continue
-            if result.best is None and self.exceeds_memory(result.cell):
+            if left <= 0:
+                self.left_out.add(self.results[place].cell)
                 continue
-            self.results[place] = self.rank_cell(result)
-            ranked += 1
+            self.results[place] = self.examine(self.results[place])
+            if not self.cannot_win(self.results[place]):
+                rival = math.inf if place == order[0] else self.best
+                left -= self.rank_cell(place, rival)
 
-    def rank_cell(self, result: CellResult) -> CellResult:
-        """Rank everything in one cell."""
+    def cannot_win(self, result: CellResult) -> bool:
+        """Whether no plan of a cell is faster than the best so far."""
+        cell = result.cell
+        if result.bound == math.inf or result.bound >= self.best:
+            return True
+        return result.best is None and self.exceeds_memory(cell)
+
+    def rank_cell(self, place: int, rival: float) -> int:
+        """Rank everything in one cell that could beat its rival; return the work that it took."""
+        result = self.results[place]
         cell = result.cell
         name = cell.name if len(self.results) > 1 else ""
 
         def watch(doing: str) -> None:
             self.tell(f"{name}: {doing}" if name else doing)
 
-        found = rank_setting(
-            self.pricing.setting(cell),
-            self.pricing.judge(cell),
-            self.limits_of(cell),
-            watch,
-            result.bound,
-            self.note,
-        )
+        try:
+            found = rank_setting(
+                self.pricing.setting(cell),
+                self.pricing.judge(cell),
+                self.limits_of(cell),
+                watch,
+                result.bound,
+                self.note,
+                rival,
+            )
+        except ShapeError as error:
+            if len(self.results) == 1:
+                raise
+            self.results[place] = replace(result, reason=str(error).splitlines()[0])
+            return 0
         if found.interrupted:
             self.keep(result, found)
             raise KeyboardInterrupt
-        self.rows = [row for row in self.rows if row.cell != cell]
-        return self.take(result, found)
+        self.results[place] = self.replace_rows(result, found)
+        return found.work
+
+    def replace_rows(self, result: CellResult, found: Portfolio) -> CellResult:
+        """Take what a ranking has found, and keep what the survey of the cell knew besides."""
+        known = {(one.name, one.shape, one.sort) for one in found.candidates}
+        self.rows = [
+            row
+            for row in self.rows
+            if row.cell != result.cell
+            or (row.candidate.name, row.candidate.shape, row.candidate.sort)
+            not in known
+        ]
+        taken = self.take(result, found)
+        both = [one for one in (taken.best, result.best) if one is not None]
+        return replace(taken, best=min(both, key=lambda one: one.step, default=None))
 
     def keep(self, result: CellResult, found: Portfolio) -> None:
         """Keep what was found in a cell until Ctrl-C, and what was known before."""
@@ -356,10 +388,12 @@ class _Search:
         self.too_large += found.too_large
         if not found.too_large:
             self.roomy.add(result.cell)
-        if not found.candidates:
+        if not found.candidates and found.too_large and not result.fits:
             name, peak = found.too_large[0]
             self.least_peak[result.cell] = peak
             return replace(result, reason=f"needs at least {self.shown(peak)} ({name})")
+        if not found.candidates:  # It looked only for plans that are faster.
+            return result if result.fits else replace(result, reason=CANNOT_WIN)
         best = found.best
         self.best = min(self.best, best.step)
         return replace(result, best=best, reason="")
@@ -396,6 +430,10 @@ class _Search:
             tuple(self.too_large),
             self.bound,
             interrupted,
+            sum(
+                one.cell in self.left_out and one.bound < self.best
+                for one in self.results
+            ),
         )
 
     def weigh_smallest(self) -> None:

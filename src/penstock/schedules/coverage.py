@@ -20,7 +20,7 @@ from penstock.errors import ShapeError
 from penstock.ir.action import Action, Op
 from penstock.ir.schedule import MicroBatch, Schedule, Stage, schedule_of
 from penstock.schedules.list_scheduling import (
-    Lister,
+    least_caps,
     list_schedule,
     oldest_first,
     sequential_schedule,
@@ -130,7 +130,7 @@ def full_schedule(schedule: Schedule) -> Schedule:
     cost = UnitCost()
     split = any(action.op is Op.I for lane in schedule.lanes for action in lane)
     draft = sequential_schedule(whole.stages, whole.microbatches, split)
-    least = Lister(draft, columns(draft, cost)).least_caps()
+    least = least_caps(draft, columns(draft, cost))
     held = simulate(schedule, cost).peak_activations
     caps = np.maximum(least, held).tolist()
     return list_schedule(

@@ -179,10 +179,6 @@ class Lister:
         caps = np.full(draft.ranks, np.inf)
         self.inputs = _list_inputs(draft, costs, caps, draft.table.needs, ())
 
-    def least_caps(self) -> Floats:
-        """Return the least cap of each rank that holds one micro-batch."""
-        return _least_caps(self.draft, self.costs)
-
     def lanes(
         self, ordinals: Ints, caps: Floats, release: Floats | None = None
     ) -> Ints:
@@ -299,7 +295,7 @@ def caps_of_ranks(
             f"there are caps for {len(given)} ranks, but stages on {draft.ranks}"
         )
     caps = np.broadcast_to(given, (draft.ranks,)).copy()
-    least = _least_caps(draft, costs)
+    least = least_caps(draft, costs)
     for rank in np.flatnonzero(caps < least * (1 - EQUAL_TIME_TOLERANCE)).tolist():
         raise ShapeError(
             f"a cap of {caps[rank]:g} on rank {rank} does not hold one micro-batch, "
@@ -309,12 +305,18 @@ def caps_of_ranks(
     return caps
 
 
-def _least_caps(draft: Schedule, costs: Columns) -> Floats:
+def least_caps(draft: Schedule, costs: Columns) -> Floats:
     """Return the least cap of each rank that holds one whole micro-batch."""
-    lent = _lent(draft, costs)
-    stays = _sum_by_microbatch(draft, costs.gain - lent).max(axis=1)
-    least: Floats = stays + _largest_on_ranks(draft, lent)
+    lent = _largest_on_ranks(draft, _lent(draft, costs))
+    least: Floats = held_by_one(draft, costs) + lent
     return least
+
+
+def held_by_one(draft: Schedule, costs: Columns) -> Floats:
+    """Return the bytes of each rank that one whole micro-batch holds between its forwards and backwards."""
+    stays = costs.gain - _lent(draft, costs)
+    held: Floats = _sum_by_microbatch(draft, stays).max(axis=1)
+    return held
 
 
 def users_of(needs: Ints) -> tuple[Ints, Ints]:

@@ -43,6 +43,7 @@ from penstock.models.flops import (
     peak_flops,
     share_of_flops,
 )
+from penstock.models.recompute import recompute_mlps
 from penstock.plan.slices.packs import DocumentWork, step_clock
 from penstock.runtime import (
     Batch,
@@ -218,9 +219,11 @@ class Job:
         return even_partition(self.sizes.layers, self.plan.schedule.parts)
 
     def adapt(self, model: nn.Module) -> None:
-        """Give a model without memory the dropout and the adapters of the run."""
+        """Give a model without memory the dropout, the adapters and the recomputation of the run."""
         if self.config.model.dropout:
             set_dropout(model, self.config.model.dropout)
+        if self.config.run.recompute_mlp:
+            recompute_mlps(model)
         if self.adapts:
             adapt(model, self.sizes, self.config.lora)
 

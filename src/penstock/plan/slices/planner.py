@@ -345,13 +345,21 @@ def _simulate_order(
     """Build and simulate an order; the peak counts activations and the gradients of keys and values."""
     schedule = order.build()
     if order.split:
-        schedule = split_and_defer(schedule, cost, memory)
+        schedule = split_and_defer(schedule, cost, partial(_fits, cost, memory))
     candidate = evaluate_schedule(order.name, order.shape, sort, schedule, Judge(cost))
     # A judge weighs a whole device, but `memory` is only what activations may fill.
     held = levels(schedule, columns(schedule, cost))
     if gradients:
         held = held + key_value_gradient_bytes(schedule, gradients)
     return replace(candidate, peak=float(held.max()))
+
+
+def _fits(cost: Cost, memory: float | None, schedule: Schedule) -> bool:
+    """Whether the activations of every rank fit."""
+    if memory is None:
+        return True
+    peak = float(levels(schedule, columns(schedule, cost)).max())
+    return peak <= memory * MEMORY_TOLERANCE
 
 
 def _simulate_noise(
