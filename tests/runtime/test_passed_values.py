@@ -332,3 +332,24 @@ def test_what_a_stage_passes():
     assert passed_by({"a": x, "b": y, "c": None}).named == {"b": y, "c": None}
     for other in ("x", (), {}, (x, None), {"a": None}, {"a": x, "b": 3}, None):
         assert passed_by(other) is None
+
+
+class Balanced(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        add_loss(x.mean())
+        return super().forward(x)
+
+
+def test_an_added_loss_cannot_be_recorded():
+    x = torch.ones(2, 3)
+
+    def work(comm):
+        program = lower(make("1f1b", ranks=1, microbatches=2))
+        stages = {0: Balanced(3, 2)}
+        executor = Executor(program, stages, comm, lambda y, _: y.sum(), tape=Again())
+        executor.step(cut_batch(x, torch.ones(2), 2))
+
+    with pytest.raises(
+        ShapeError, match=r"(?s)adds a loss of its own .*without a tape"
+    ):
+        run_threads(1, work)

@@ -7,6 +7,7 @@ import gzip
 import json
 import lzma
 import os
+import tracemalloc
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -21,9 +22,11 @@ import penstock.train.data.corpus as corpus_module
 from penstock import make
 from penstock.config import DataConfig
 from penstock.errors import FileError, RunError
+from penstock.train.data import conversations
 from penstock.train.data.corpus import Corpus, cut_corpus, open_corpus, source_files
 from penstock.train.data.loader import Deal, Loader, wanted_by
 from penstock.train.data.order import shuffled
+from penstock.train.data.stream import TextStream
 from penstock.train.data.tokenizer import ByteTokenizer, FileTokenizer, tokenizer_of
 
 
@@ -610,3 +613,70 @@ def test_a_cache_is_for_all_who_may_read_files(tmp_path):
     assert {file.stat().st_mode for file in (tmp_path / "cache").iterdir()} == {
         plain.stat().st_mode
     }
+
+
+# ---------------------------------------------------------------- large texts
+@pytest.mark.parametrize("kind", ["text", "conversations"])
+def test_memory_does_not_grow_with_the_corpus(kind, tmp_path, monkeypatch):
+    """Pieces are made small here, so that a few megabytes are many of them."""
+    monkeypatch.setattr(corpus_module, "PIECE_BYTES", 1 << 15)
+    monkeypatch.setattr(conversations, "BYTES_AT_ONCE", 1 << 15)
+    monkeypatch.setattr(conversations, "POOL", 16)
+    line = json.dumps({"prompt": "why? " * 40, "completion": "because " * 60}) + "\n"
+    name = "a.txt" if kind == "text" else "a.jsonl"
+
+    def peak(lines: int) -> int:
+        """The most bytes that Python and numpy held while text was encoded and read."""
+        folder = tmp_path / f"{lines}"
+        folder.mkdir()
+        (folder / name).write_text(line * lines)
+        data = DataConfig(
+            sources=(str(folder / name),), instructions=kind != "text", tokens=1024
+        )
+        tracemalloc.start()
+        try:
+            corpus = open_corpus(data, folder)
+            loader = Loader(corpus, Deal(2, 2), seed=0)
+            for _ in range(10):
+                loader.step()
+            return tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+
+    peak(60)  # what is loaded on first use
+    small, large = peak(150), peak(1500)
+    assert large < 1.5 * small + (1 << 16)
+    assert large < len(line) * 1500 / 2
+
+
+def test_a_stream_reads_anything_that_has_examples():
+    """A list of mappings will do; the library `datasets` has tests of its own."""
+    texts = [{"text": f"text {n} " * (n % 5)} for n in range(40)] + [{"text": None}]
+    batches = list(TextStream(texts, tokens=5, rows=2))
+    first = TextStream(texts, tokens=5, rows=2)
+    reader = iter(first)
+    next(reader)
+    again = TextStream(texts, tokens=5, rows=2)
+    again.load_state_dict(first.state_dict())
+    for (x, y), (ours, labels) in zip(again, batches[1:], strict=True):
+        assert torch.equal(x, ours)
+        assert torch.equal(y, labels)
+
+
+def test_of_a_saved_dataset_with_splits_only_one_is_read(tmp_path):
+    pa = pytest.importorskip("pyarrow")
+    home = tmp_path / "saved"
+    home.mkdir()
+    (home / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
+    for split in ("train", "test"):
+        (home / split).mkdir()
+        table = pa.table({"text": [f"{split} text " * 9]})
+        with pa.ipc.new_stream(home / split / "data.arrow", table.schema) as file:
+            file.write_table(table)
+    data = DataConfig(sources=(str(home),), tokens=16, held_out=0)
+    assert [file.parent.name for file in source_files(data)] == ["train"]
+    other = replace(data, split="test")
+    words = open_corpus(other, tmp_path / "cache").tokens
+    assert bytes(words.tolist()).startswith(b"test text test")
+    with pytest.raises(FileError, match="no split 'dev'; it has test, train"):
+        source_files(replace(data, split="dev"))

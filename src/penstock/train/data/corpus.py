@@ -67,6 +67,7 @@ SKIPPED_FOLDERS = {
     "lib2to3",
     "config-stdlib",
 }
+DATASET_DICT = "dataset_dict.json"  # written by the library `datasets`
 CACHE_VERSION = 3
 PIECE_BYTES = 1 << 22  # encoded at once
 UNPACK: dict[str, Callable[[BinaryIO], AbstractContextManager[Any]]] = {
@@ -273,7 +274,7 @@ def source_files(data: DataConfig) -> list[Path]:
         endings = tuple(one for one in endings if _kind(Path(f"a{one}")) in RECORDS)
     files: list[Path] = []
     for source in data.sources:
-        files += _files_of(source, endings)
+        files += _files_of(source, endings, data.split)
     for file in files:
         kind = _kind(file)
         if kind in BINARY:
@@ -286,7 +287,7 @@ def source_files(data: DataConfig) -> list[Path]:
     return files
 
 
-def _files_of(source: str, endings: tuple[str, ...]) -> list[Path]:
+def _files_of(source: str, endings: tuple[str, ...], split: str) -> list[Path]:
     if not source.strip():
         raise FileError(
             "data.sources has a source without a name\n  name files or folders, "
@@ -299,6 +300,8 @@ def _files_of(source: str, endings: tuple[str, ...]) -> list[Path]:
         raise FileError(
             f"cannot read {source}: there is no such file or folder\n  see data.sources"
         )
+    if (path / DATASET_DICT).is_file():
+        path = _split_of(path, split)
     files = sorted(_walk(path, endings, everything=True))
     if not files:
         raise FileError(
@@ -306,6 +309,17 @@ def _files_of(source: str, endings: tuple[str, ...]) -> list[Path]:
             "  name another folder in data.sources, or more endings in data.endings"
         )
     return files
+
+
+def _split_of(folder: Path, split: str) -> Path:
+    """One split of a folder that DatasetDict.save_to_disk wrote; the others are for tests, not for training."""
+    if (folder / split).is_dir():
+        return folder / split
+    known = sorted(one.name for one in folder.iterdir() if one.is_dir())
+    raise FileError(
+        f"the dataset {folder} has no split {split!r}; it has {', '.join(known)}\n"
+        "  name another one in data.split"
+    )
 
 
 def _walk(
