@@ -38,6 +38,7 @@ from penstock.runtime.passed_values import (
     passed_by,
 )
 from penstock.runtime.proof.traceless import ModuleMemory, uncompiled
+from penstock.runtime.quantized import quantized_shape
 from penstock.runtime.randomness import undrawn
 from penstock.runtime.torch_internals import original_module
 
@@ -54,9 +55,19 @@ class TensorSpec(NamedTuple):
     sent_as: torch.dtype  # between ranks
 
     @property
+    def quantized(self) -> bool:
+        """Whether its rows travel as int8, each with its scale."""
+        return self.sent_as is torch.int8 and self.dtype.is_floating_point
+
+    @property
+    def sent_shape(self) -> tuple[int, ...]:
+        """The shape on its way to another rank."""
+        return quantized_shape(self.shape) if self.quantized else self.shape
+
+    @property
     def sent_bytes(self) -> int:
         """The bytes of the tensor on its way to another rank."""
-        return prod(self.shape) * self.sent_as.itemsize
+        return prod(self.sent_shape) * self.sent_as.itemsize
 
 
 TensorSpecs: TypeAlias = tuple[TensorSpec, ...]
@@ -211,6 +222,8 @@ class EdgeFinder:
         sent_as = dtype
         if self.messages is not None and dtype.is_floating_point:
             sent_as = self.messages
+        if sent_as is torch.int8 and not shape:
+            sent_as = dtype  # A single number has no row to share a scale with.
         return TensorSpec(tuple(shape), dtype, sent_as)
 
     # ------------------------------------------------------------ along the paths
