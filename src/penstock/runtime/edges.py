@@ -157,6 +157,7 @@ class EdgeFinder:
                 missing.setdefault(kind, number)
         if missing:
             self.facts = self.facts or self.share_stage_facts()
+            self.refuse_unasked(missing)
             unknown = {}
             for kind, number in missing.items():
                 edges = self.stated_edges(kind)
@@ -192,6 +193,18 @@ class EdgeFinder:
             asks, width, dtype = everything[str(stage)]
             stages.append(StageFact(tuple(asks), width, getattr(torch, dtype)))
         return stages
+
+    def refuse_unasked(self, kinds: Iterable[Kind]) -> None:
+        """Raise an error if the batch has a named tensor that no stage asks for: it would change nothing."""
+        asked = {name for fact in self.facts for name in fact.asks}
+        for kind in kinds:
+            for name, _ in kind.named:
+                if name not in asked:
+                    raise ShapeError(
+                        f"the batch has a tensor named {name}, but no stage asks for it\n"
+                        f"  a stage gets the tensors that its forward has parameters for: "
+                        f"{', '.join(sorted(asked)) or 'here there are none'}"
+                    )
 
     def stated_edges(self, kind: Kind) -> tuple[Edge, ...] | None:
         """The edges of a path on which every stage says what it returns; None if a stage does not."""
