@@ -117,6 +117,47 @@ def test_frozen_stages_pass_tensors_on_and_get_no_gradients():
     assert not any(message.goes_back for message in received)
 
 
+class Watched:
+    """A `Comm` that notes the memory of what is sent and of the buffers that are given back."""
+
+    def __init__(self, comm) -> None:
+        self.comm, self.sent, self.given_back = comm, [], []
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self.comm, name)
+
+    def send(self, tensor: Tensor, target: int) -> object:
+        self.sent.append(tensor)
+        return self.comm.send(tensor, target)
+
+    def give_back(self, tensor: Tensor) -> None:
+        self.given_back.append(tensor)
+
+
+def test_a_frozen_stage_keeps_the_buffers_of_what_it_sends_on():
+    """Its backward waits for nobody, so the send may not be over."""
+
+    def work(comm):
+        layers = workers.layers()
+        for layer in layers[:3]:
+            layer.requires_grad_(False)
+        watched = Watched(comm)
+        pipeline = Pipeline(
+            layers,
+            make("1f1b", ranks=3, microbatches=2),
+            workers.summed,
+            comm=watched,
+            partition=(1, 2, 5),
+        )
+        pipeline.step(**workers.batch())
+        sent = {x.data_ptr() for x in watched.sent}
+        return len(sent), [x.data_ptr() in sent for x in watched.given_back]
+
+    _, (sent, given_back), _ = run_threads(3, work)
+    assert sent == 4  # x and the skip, of two micro-batches
+    assert given_back == [False] * 4  # x and the mask
+
+
 # ---------------------------------------------------------------- shapes
 class Patches(nn.Module):
     """A small ViT's entry: images become patches."""
@@ -217,13 +258,18 @@ def test_a_stage_that_cannot_run_on_meta_tensors_is_tried_on_zeros_and_left_as_i
 
 # ---------------------------------------------------------------- what is refused
 class Asks(nn.Module):
-    def forward(self, x: Tensor, memory: Tensor) -> Tensor:
-        return x + memory
+    def forward(self, x: Tensor, kinds: Tensor, memory: Tensor) -> Tensor:
+        return x + kinds + memory
 
 
 class Makes(nn.Module):
-    def forward(self, x: Tensor) -> dict[str, Tensor]:
-        return {"x": x, "kinds": x}
+    def forward(self, x: Tensor, kinds: Tensor) -> dict[str, Tensor]:
+        return {"x": x, "kinds": kinds}
+
+
+class Uses(nn.Module):
+    def forward(self, x: Tensor, kinds: Tensor) -> Tensor:
+        return x + kinds
 
 
 class Pools(nn.Module):
@@ -260,7 +306,8 @@ def ask(comm, middle: nn.Module, schedule=None, **options):
             {},
             "returns a value named kinds, but the batch has a tensor of that",
         ),
-        (nn.Linear(3, 3), {"tape": Again()}, "recorded actions know only one tensor"),
+        (nn.Linear(3, 3), {}, "has a tensor named kinds, but no stage asks for it"),
+        (Uses(), {"tape": Again()}, "recorded actions know only one tensor"),
     ],
 )
 def test_what_cannot_be_passed_is_refused_on_every_rank(middle, options, words):
@@ -332,3 +379,24 @@ def test_what_a_stage_passes():
     assert passed_by({"a": x, "b": y, "c": None}).named == {"b": y, "c": None}
     for other in ("x", (), {}, (x, None), {"a": None}, {"a": x, "b": 3}, None):
         assert passed_by(other) is None
+
+
+class Balanced(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        add_loss(x.mean())
+        return super().forward(x)
+
+
+def test_an_added_loss_cannot_be_recorded():
+    x = torch.ones(2, 3)
+
+    def work(comm):
+        program = lower(make("1f1b", ranks=1, microbatches=2))
+        stages = {0: Balanced(3, 2)}
+        executor = Executor(program, stages, comm, lambda y, _: y.sum(), tape=Again())
+        executor.step(cut_batch(x, torch.ones(2), 2))
+
+    with pytest.raises(
+        ShapeError, match=r"(?s)adds a loss of its own .*without a tape"
+    ):
+        run_threads(1, work)
