@@ -160,6 +160,7 @@ def prepare_run(
     Calls `watch` with the amount of text that is done, and with the total.
     """
     sizes = model_sizes(config)
+    check_training(config, sizes)  # Under torchrun nobody has done it before.
     check_memory(config, plan, sizes, placement)
     corpus = corpus_of(config, folder, watch)
     validation_of(config, folder)
