@@ -9,8 +9,9 @@ time between two kills, one run goes on without lost workers and replaces them (
 all workers from the last checkpoint (run.elastic = false). Kills come at random moments with this mean, the same for
 both. With --stop, every other signal of the elastic run is SIGSTOP. A signal may hit a worker that is already dead.
 
-The table has the steps per second from the first step to the end, whether every step was done exactly once, and how
-far the losses are from those of the quiet run. Until the first loss they have the same bits; after it, sums are
+The table has the steps per second from the first step to the end, the share of that time that went into steps that
+count (a restart repeats steps, and these count once), whether every step was done exactly once, and how far the losses
+are from those of the quiet run. Until the first loss they have the same bits; after it, sums are
 added in another order, and the difference grows with the steps.
 """
 
@@ -58,6 +59,7 @@ class Outcome:
     ended: bool  # whether it stopped in peace
     once: bool  # whether every step was done exactly once
     losses: tuple[float, ...]
+    working: float  # seconds of the steps that count
     seconds: float
 
     @property
@@ -93,7 +95,7 @@ def train(
                 signals += send(run, draw.randrange(WORKERS), number)
                 due += draw.expovariate(1 / between)
         seconds = time.monotonic() - began
-        losses = tuple(row.loss for row in read_rows(run))
+        done = read_rows(run)
         process.send_signal(signal.SIGINT)
         try:
             process.wait(LONGEST_STOP)
@@ -110,7 +112,11 @@ def train(
         noticed = sum(event.text.count("worker ") for event in lost)
         idle = sum(event.seconds for event in read_events(run))
     once = [row.step for row in rows] == list(range(1, len(rows) + 1))
-    return Outcome(name, between, signals, noticed, idle, ended, once, losses, seconds)
+    losses = tuple(row.loss for row in done)
+    working = sum(row.seconds for row in done)
+    return Outcome(
+        name, between, signals, noticed, idle, ended, once, losses, working, seconds
+    )
 
 
 def send(run: Path, worker: int, number: int) -> int:
@@ -136,6 +142,7 @@ def row_of(one: Outcome, quiet: Sequence[Outcome]) -> str:
         "yes" if one.ended else "no",
         "yes" if one.once else "no",
         f"{apart:.1e}",
+        f"{one.working / one.seconds:.0%}",
         f"{one.speed:.2f}",
         f"{one.speed / reference:.0%}",
     ]
@@ -165,9 +172,10 @@ def main() -> None:
         runs.append(train("quiet", None, folder / "again", options))
     heads = (
         "run | between kills | time | signals | losses noticed | without training | "
-        "stopped in peace | each step once | loss apart | steps/s | of quiet"
+        "stopped in peace | each step once | loss apart | time in steps | steps/s | "
+        "of quiet"
     )
-    lines = [f"| {heads} |", "|" + " --- |" * 11]
+    lines = [f"| {heads} |", "|" + " --- |" * 12]
     quiet = [run for run in runs if run.between is None]
     lines += [row_of(one, quiet) for one in runs]
     table = "\n".join(lines)

@@ -30,6 +30,7 @@ OptionValue: TypeAlias = "str | int | float | bool | tuple[int | float, ...]"
 Options: TypeAlias = tuple[tuple[str, OptionValue], ...]  # sorted by name
 MODEL_FAMILIES = ("llama", "gpt", "bert")
 PRECISIONS = ("float32", "bfloat16")
+MESSAGE_TYPES = (*PRECISIONS, "int8")
 DEVICES = ("auto", "cpu", "cuda")
 AUTO = "auto"
 MEANS = ("all", "visits")
@@ -418,12 +419,16 @@ class RunConfig:
     )
     messages: str = setting(
         "float32",
-        "type in which hidden states and their gradients travel between ranks: float32, or bfloat16, "
-        "which halves their bytes and rounds them to 8 bits",
+        "type in which hidden states and their gradients travel between ranks: float32; bfloat16, which halves their "
+        "bytes and rounds them to 8 bits; or int8, with a quarter of the bytes and a scale for each token",
     )
     recompute: bool = setting(
         False,
         "keep only the inputs of stages and recompute the rest in the backward, to save memory",
+    )
+    recompute_mlp: bool = setting(
+        False,
+        "recompute only the MLPs of the layers in the backward (llama, gpt), which saves memory for less time",
     )
     graphs: str = setting(
         AUTO,
@@ -745,7 +750,7 @@ def _lora_faults(config: Config) -> list[str]:
 
 
 def _own_code_faults(config: Config) -> list[str]:
-    """The values of [run] that name the user's own code, or go with it."""
+    """The values of [run] that name the user's own code or go with it, and those that exclude each other."""
     run = config.run
     faults = []
     for key, names in (("loss", (run.loss,)), ("callbacks", run.callbacks)):
@@ -761,6 +766,10 @@ def _own_code_faults(config: Config) -> list[str]:
     if run.reduction != "sum" and not run.loss:
         faults.append(
             "run.reduction = mean is for a loss of your own: name it in run.loss"
+        )
+    if run.recompute and run.recompute_mlp:
+        faults.append(
+            "run.recompute = true recomputes everything, so run.recompute_mlp = true adds nothing: set one of them"
         )
     if run.early_stop and not run.evaluate:
         faults.append(
@@ -787,13 +796,15 @@ def _joining_faults(config: Config) -> list[str]:
             return [
                 "run.listen lets workers join, which run.elastic = false does not allow"
             ]
-        own = config.optimizer.schedule
-        if names_own_code(own) and own.rpartition(":")[0].endswith(".py"):
-            return [
-                f"optimizer.schedule = {own} is a file that workers of other machines do not have "
-                "(run.listen): name a module that is installed on all machines"
-            ]
-        return []
+        own = [("optimizer.schedule", config.optimizer.schedule)]
+        own += [("run.loss", run.loss)]
+        own += [("run.callbacks", name) for name in run.callbacks]
+        return [
+            f"{key} = {name} is a file that workers of other machines do not have (run.listen): "
+            "name a module that is installed on all machines"
+            for key, name in own
+            if names_own_code(name) and name.rpartition(":")[0].endswith(".py")
+        ]
     return [
         f"run.{key} is for workers of other machines: set run.listen=HOST:PORT too"
         for key in ("key", "workers")
@@ -889,7 +900,7 @@ def _choice_faults(config: Config) -> list[str]:
     choices = (
         ("model.family", config.model.family, MODEL_FAMILIES),
         ("run.precision", config.run.precision, PRECISIONS),
-        ("run.messages", config.run.messages, PRECISIONS),
+        ("run.messages", config.run.messages, MESSAGE_TYPES),
         ("run.device", config.run.device, DEVICES),
         ("run.compile", config.run.compile, SWITCHES),
         ("run.graphs", config.run.graphs, SWITCHES),
@@ -1026,6 +1037,8 @@ def reasons_against_compiling(config: Config) -> list[str]:
     reasons = []
     if config.drops:
         reasons.append("dropout, which depends on the step and the micro-batch")
+    if config.run.recompute_mlp:
+        reasons.append("run.recompute_mlp = true: MLPs run again inside a backward")
     if mesh.size == 1:
         return reasons
     return [
@@ -1044,6 +1057,8 @@ def reasons_against_recording(config: Config) -> list[str]:
     reasons = []
     if config.drops:
         reasons.append("dropout, which depends on the step and the micro-batch")
+    if config.run.recompute_mlp:
+        reasons.append("run.recompute_mlp = true: MLPs run again inside a backward")
     if config.data.separate:
         reasons.append("data.separate = true: documents differ from step to step")
     if mesh.size > 1:

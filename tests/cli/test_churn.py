@@ -124,6 +124,35 @@ def test_rank_0_is_killed_and_replaced_and_another_worker_stopped_and_no_loss_di
     )
 
 
+def test_a_worker_that_held_its_part_alone_is_killed_and_its_mirror_goes_on(text):
+    words = (
+        f"train config.toml --sample 0 --set run.steps={STEPS} --set run.silence=300 "
+        "--set run.mirror=true --set run.restarts=0 --set run.save=0 "
+        "--set schedule.copies=1 --set run.timed=0 --set run.forecast=false"
+    )
+    process = Command(text, words.split(), environment())
+    folder = text / "runs" / "config"
+    wait_for(folder, 3)
+    signal_worker(folder, 1, signal.SIGKILL)
+    wait_for_events(process, folder, 1)
+    wait_for(folder, read_events(folder)[-1].step + 2)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=600)
+    assert process.returncode == 0, err
+    assert re.search(
+        r"worker 1 was killed by SIGKILL; worker 0 has part 1 from its mirror; "
+        r"1 workers go on after step \d+",
+        err,
+    )
+    rows = read_rows(folder)
+    (event,) = read_events(folder)
+    crews = [(0, (0, 1)), (event.step, (0,))]
+    assert [row.loss for row in rows] == undisturbed(
+        folder, text / "quiet", crews, len(rows)
+    )
+    assert "mirrors" in (folder / "report.html").read_text()
+
+
 def test_a_worker_that_sleeps_in_its_stage_gets_less_work_until_it_wakes_up(text):
     words = (
         "train config.toml --sample 0 --set run.steps=100000 --set run.silence=300 "

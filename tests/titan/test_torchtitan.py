@@ -26,7 +26,12 @@ with warnings.catch_warnings():
 
     import titan_workers as workers
     from penstock.titan.options import PenstockOptions
-    from penstock.titan.planning import forecast_of, loss_rank_name, plan_pipeline
+    from penstock.titan.planning import (
+        forecast_of,
+        known_gpu,
+        loss_rank_name,
+        plan_pipeline,
+    )
     from penstock.titan.trainer import PenstockTrainer, use_plan, with_penstock
     from titan_workers import TOKENS, Case
 
@@ -99,6 +104,20 @@ def test_a_plan_file_brings_its_layers(tmp_path):
     first, last = plan_pipeline(config, config.penstock).modules
     assert first == ("tok_embeddings", *(f"layers.{n}" for n in range(4)))
     assert last == ("layers.4", "layers.5", "norm", "lm_head")
+
+
+@pytest.mark.parametrize(
+    ("name", "memory", "gpu"),
+    [
+        ("NVIDIA A100-SXM4-40GB", 42e9, "A100-40"),
+        ("NVIDIA A100-SXM4-80GB", 85e9, "A100"),
+        ("NVIDIA H200", 150e9, "H200"),
+        ("Some other GPU", 80e9, None),
+    ],
+)
+def test_the_gpu_of_a_machine_is_known_by_name_and_memory(name, memory, gpu):
+    found = known_gpu(name, memory)
+    assert (found and found.name) == gpu
 
 
 def test_auto_plans_and_forecasts_with_the_data_sheet_of_a_gpu():

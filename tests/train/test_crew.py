@@ -239,10 +239,10 @@ ROTATED = Plan(
 )
 
 
-@pytest.mark.parametrize("victim", [0, 1])
-def test_a_run_with_rotating_paths_and_full_steps_survives_the_loss_of_any_rank(
-    victim, started_with, tmp_path
+def test_a_run_with_rotating_paths_and_full_steps_survives_the_loss_of_two_parts(
+    started_with, tmp_path
 ):
+    victim = 0  # It holds the first part and the head.
     full = "paths.full=3"
     crew = Crew(job_with(ROTATED, tmp_path, "run.save=0", full))
 

@@ -12,7 +12,10 @@ from trainings import apart, job_of, losses, train
 
 pytestmark = pytest.mark.numerics
 
-DROPS = ("model.dropout=0.3", "run.steps=3", "optimizer.warmup=0")
+DROPS = (
+    *("model.dropout=0.3", "run.steps=2", "optimizer.warmup=0"),
+    "run.prove=false",
+)
 
 
 @pytest.fixture(scope="module")
@@ -27,9 +30,8 @@ def one_process(tmp_path_factory) -> list[float]:
         ("hanayo", ("run.recompute=true",), {"waves": 1}),
         ("zb-h1", ("run.accumulate=2",), {"microbatches": 2}),
         ("seq1f1b", ("run.recompute=true",), {"slices": 4}),
-        ("1f1b", (), {"copies": 2, "microbatches": 2}),
     ],
-    ids=["recomputed", "accumulated", "sliced", "copies"],
+    ids=["recomputed", "accumulated", "sliced"],
 )
 def test_every_schedule_drops_the_same_numbers(
     name, changes, shape, one_process, tmp_path

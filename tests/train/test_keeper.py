@@ -134,6 +134,8 @@ def test_a_cut_link_connects_all_workers_again_but_not_for_ever(tmp_path, capfd)
     keeper = keeper_of(tmp_path, "retry-always", restarts=2)
     with pytest.raises(RunError, match="connected again 2 times, which did not help"):
         keeper.run()
+    # They are written down although nobody has trained in between.
+    assert len(read_events(tmp_path / "retry-always")) == 2
     capfd.readouterr()
 
 

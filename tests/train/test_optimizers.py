@@ -35,7 +35,10 @@ TINY = replace(
     SMALL,
     model=ModelConfig(layers=4, width=8, heads=2, kv_heads=1, inner=12, tied=True),
 )
-PLAIN = ("optimizer.schedule=constant", "optimizer.warmup=0", "optimizer.rate=0.003")
+PLAIN = (
+    *("optimizer.schedule=constant", "optimizer.warmup=0", "optimizer.rate=0.003"),
+    "run.prove=false",
+)
 STEPS = 4
 
 

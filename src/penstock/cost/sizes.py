@@ -147,9 +147,15 @@ def held_numbers(family: str, width: int, keys: int, inner: int) -> tuple[int, i
     rank holds whole; the second counts heads and features, which have the type in which the
     layer computes and which tensor parallelism divides.
     """
+    mlp = inner_numbers(family, inner)
     if family == "gpt":
-        return 4 * width, 4 * width + 2 * inner
-    return 4 * width, 3 * width + 2 * keys + 4 * inner
+        return 4 * width, 4 * width + mlp
+    return 4 * width, 3 * width + 2 * keys + mlp
+
+
+def inner_numbers(family: str, inner: int) -> int:
+    """How many numbers a token leaves inside of an MLP for the backward."""
+    return 2 * inner if family == "gpt" else 4 * inner
 
 
 def deferred_numbers(sizes: ModelSizes) -> int:

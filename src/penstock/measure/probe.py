@@ -87,6 +87,7 @@ class Probe:
         self.tape = tape
         self.carry = Carry(subject.tokens, subject.starts)
         self.outputs: dict[Slice, Tensor] = {}  # of slices that did not go back yet
+        self.ledgers: dict[Slice, Ledger | None] = {}  # of their forwards
         # How long the host took to launch the last actions, with a margin.
         self.launches = deque([0.0], maxlen=LAUNCHES_KEPT)
         # All that was timed on a GPU, without and with waiting for launches.
@@ -215,6 +216,7 @@ class Probe:
         with self.autocast():
             self.outputs[piece] = self.run(x, piece)
         record_in(None)
+        self.ledgers[piece] = ledger
 
     def run(self, x: Tensor, piece: Slice) -> Tensor:
         """Call the module, and its loss if it has one.
@@ -253,7 +255,10 @@ class Probe:
         self.carry.left = piece.end
         roots, gradients = self.carry.back(piece)
         output = self.outputs.pop(piece)
+        # Activation checkpointing inside a module runs forwards during this walk.
+        record_in(self.ledgers.pop(piece, None))
         walk_back((output, *roots), (gradient, *gradients))
+        record_in(None)
         self.carry.close(piece)
 
     def open(self, tokens: int, prefix: int) -> Slice:

@@ -21,6 +21,7 @@ from penstock.dropout import Dropout
 from penstock.errors import ShapeError
 from penstock.models.attention import attend, token_positions
 from penstock.models.hf import inverse_names, rename
+from penstock.models.recompute import recomputed
 from penstock.models.split import Decoder, draw_weights, require_multiple, require_sizes
 
 
@@ -133,12 +134,12 @@ class GPTLayer(nn.Module):
         self.mlp = GPTMLP(config)
         self.attention_dropout = Dropout(f"attention {number}")
         self.mlp_dropout = Dropout(f"mlp {number}")
+        self.recomputes_mlp = False
 
     def forward(self, x: Tensor, piece: Slice | None = None) -> Tensor:
         """Return the next hidden state."""
         x = x + self.attention_dropout(self.attention(self.attention_norm(x), piece))
-        y: Tensor = x + self.mlp_dropout(self.mlp(self.mlp_norm(x)))
-        return y
+        return self.add_mlp(x)
 
     def forward_slice(
         self, call: Callable[..., Any], x: Tensor, piece: Slice
@@ -156,7 +157,17 @@ class GPTLayer(nn.Module):
     def after_mixing(self, x: Tensor, mixed: Tensor) -> Tensor:
         """Return the next hidden state, given the mixed values."""
         x = x + self.attention_dropout(self.attention.output(mixed))
-        y: Tensor = x + self.mlp_dropout(self.mlp(self.mlp_norm(x)))
+        return self.add_mlp(x)
+
+    def add_mlp(self, x: Tensor) -> Tensor:
+        """Add the result of the MLP to a hidden state."""
+        mixed = recomputed(self.run_mlp, x, self.recomputes_mlp)
+        y: Tensor = x + self.mlp_dropout(mixed)
+        return y
+
+    def run_mlp(self, x: Tensor) -> Tensor:
+        """Norm a hidden state, and run the MLP."""
+        y: Tensor = self.mlp(self.mlp_norm(x))
         return y
 
 

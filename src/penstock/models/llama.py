@@ -23,6 +23,7 @@ from penstock.dropout import Dropout
 from penstock.errors import ShapeError
 from penstock.models.attention import attend, token_positions
 from penstock.models.hf import inverse_names, rename
+from penstock.models.recompute import recomputed
 from penstock.models.split import Decoder, draw_weights, require_multiple, require_sizes
 
 
@@ -196,6 +197,7 @@ class LlamaLayer(nn.Module):
         self.mlp = LlamaMLP(config)
         self.attention_dropout = Dropout(f"attention {number}")
         self.mlp_dropout = Dropout(f"mlp {number}")
+        self.recomputes_mlp = False
 
     def forward(
         self, x: Tensor, cos: Tensor, sin: Tensor, piece: Slice | None = None
@@ -203,8 +205,7 @@ class LlamaLayer(nn.Module):
         """Return the next hidden state."""
         mixed = self.attention(self.attention_norm(x), cos, sin, piece)
         x = x + self.attention_dropout(mixed)
-        y: Tensor = x + self.mlp_dropout(self.mlp(self.mlp_norm(x)))
-        return y
+        return self.add_mlp(x)
 
     def forward_slice(
         self,
@@ -228,7 +229,17 @@ class LlamaLayer(nn.Module):
     def after_mixing(self, x: Tensor, mixed: Tensor) -> Tensor:
         """Return the next hidden state, given the mixed values."""
         x = x + self.attention_dropout(self.attention.output(mixed))
-        y: Tensor = x + self.mlp_dropout(self.mlp(self.mlp_norm(x)))
+        return self.add_mlp(x)
+
+    def add_mlp(self, x: Tensor) -> Tensor:
+        """Add the result of the MLP to a hidden state."""
+        mixed = recomputed(self.run_mlp, x, self.recomputes_mlp)
+        y: Tensor = x + self.mlp_dropout(mixed)
+        return y
+
+    def run_mlp(self, x: Tensor) -> Tensor:
+        """Norm a hidden state, and run the MLP."""
+        y: Tensor = self.mlp(self.mlp_norm(x))
         return y
 
 

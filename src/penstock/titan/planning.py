@@ -234,12 +234,18 @@ def gpu_here(options: PenstockOptions) -> Gpu | None:
         return gpu_of(options.gpu)
     if not torch.cuda.is_available():
         return None
-    name = torch.cuda.get_device_name().lower()
-    # The longest name first: H100 is a part of no other, but A100 is one of A100-40.
-    for key in sorted(GPUS, key=len, reverse=True):
-        if key in name:
-            return GPUS[key]
-    return None
+    device = torch.cuda.get_device_properties()
+    return known_gpu(device.name, device.total_memory)
+
+
+def known_gpu(name: str, memory: float) -> Gpu | None:
+    """The GPU that a driver calls by this name; of several kinds, the one whose memory is nearest.
+
+    >>> known_gpu("NVIDIA A100-SXM4-40GB", 42e9).name, known_gpu("NVIDIA A100-SXM4-80GB", 85e9).name
+    ('A100-40', 'A100')
+    """
+    alike = [gpu for key, gpu in GPUS.items() if key.partition("-")[0] in name.lower()]
+    return min(alike, key=lambda gpu: abs(gpu.memory - memory), default=None)
 
 
 # ---------------------------------------------------------------- modules of parts

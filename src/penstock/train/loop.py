@@ -43,6 +43,7 @@ from penstock.models.flops import (
     peak_flops,
     share_of_flops,
 )
+from penstock.models.recompute import recompute_mlps
 from penstock.plan.slices.packs import DocumentWork, step_clock
 from penstock.runtime import (
     Batch,
@@ -143,6 +144,8 @@ COUNTS = 5
 MEMORY_NUMBER = 0
 WORK_NUMBER = 1
 STATE_PREFIX = "optimizer."  # of the names of optimizer state in a checkpoint
+# The types of run.messages; None is that of the stages.
+MESSAGE_TYPES = {"float32": None, "bfloat16": torch.bfloat16, "int8": torch.int8}
 # Earlier steps are not worth timing, because caches are still cold.
 FIRST_TIMED_STEP = 3
 CHECKPOINTS_FOLDER = "checkpoints"  # in the folder of a run
@@ -216,9 +219,11 @@ class Job:
         return even_partition(self.sizes.layers, self.plan.schedule.parts)
 
     def adapt(self, model: nn.Module) -> None:
-        """Give a model without memory the dropout and the adapters of the run."""
+        """Give a model without memory the dropout, the adapters and the recomputation of the run."""
         if self.config.model.dropout:
             set_dropout(model, self.config.model.dropout)
+        if self.config.run.recompute_mlp:
+            recompute_mlps(model)
         if self.adapts:
             adapt(model, self.sizes, self.config.lora)
 
@@ -996,7 +1001,7 @@ def executor_of(
         tape=CudaTape() if record else None,
         accumulates=run.accumulate > 1,
         reduction=run.reduction,
-        messages=torch.bfloat16 if run.messages == "bfloat16" else None,
+        messages=MESSAGE_TYPES[run.messages],
     )
 
 

@@ -49,6 +49,7 @@ from penstock.models import (
 )
 from penstock.models.decoder import build_decoder, check_positions, read_decoder
 from penstock.models.flops import flops_per_token
+from penstock.models.recompute import recompute_mlps
 from penstock.models.split import find_anatomy
 from penstock.runtime import Comm, CudaTape, compile_stage, spawn
 from penstock.runtime.process.amx import avoid_broken_amx
@@ -107,6 +108,7 @@ class ProfileRequest:
     quick: bool = False  # about ten slices in a few seconds, and QUICK_ROUNDS rounds
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
+    recompute_mlp: bool = False  # as run.recompute_mlp does
 
 
 def preset_sizes(preset: str, tokens: int, changes: Mapping[str, int]) -> Sizes:
@@ -157,6 +159,7 @@ def request_of(
         quick=quick,
         optimizer=config.optimizer,
         lora=config.lora,
+        recompute_mlp=config.run.recompute_mlp,
     )
 
 
@@ -320,6 +323,8 @@ def subjects_by_rows(
     model, layers, vocab, facts = _shallow_model(request)
     model = model.to(device=device, dtype=dtype)
     depth = min(request.depth, layers)
+    if request.recompute_mlp:
+        recompute_mlps(model)
     if request.lora.rank:
         _adapt(model, request)
     embed, middle, head = split(model, (0, depth, 0))

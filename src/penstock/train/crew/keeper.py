@@ -445,6 +445,7 @@ class Keeper:
         self, before: Decision, decision: Decision, arrived: list[int]
     ) -> None:
         """Tell the user why a generation ended; give up if retrying does not help."""
+        self.write_event()  # of a generation that ended before it trained
         stories = list(self.losses)
         kind = "lost"
         if arrived:
@@ -507,8 +508,7 @@ def describe_takeovers(before: Decision, decision: Decision) -> str:
     sentences = []
     for part, holder, _ in before.mirrors:
         if before.members[holder] not in decision.members:
-            (rank,) = holders_of(decision.plan.schedule)[part]
-            worker = decision.members[rank]
+            worker = decision.members[min(holders_of(decision.plan.schedule)[part])]
             sentences.append(f"worker {worker} has part {part} from its mirror")
     for rank, part in decision.restores:
         worker = decision.members[rank]
