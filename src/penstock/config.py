@@ -30,6 +30,7 @@ OptionValue: TypeAlias = "str | int | float | bool | tuple[int | float, ...]"
 Options: TypeAlias = tuple[tuple[str, OptionValue], ...]  # sorted by name
 MODEL_FAMILIES = ("llama", "gpt", "bert")
 PRECISIONS = ("float32", "bfloat16")
+MESSAGE_TYPES = (*PRECISIONS, "int8")
 DEVICES = ("auto", "cpu", "cuda")
 AUTO = "auto"
 MEANS = ("all", "visits")
@@ -418,8 +419,8 @@ class RunConfig:
     )
     messages: str = setting(
         "float32",
-        "type in which hidden states and their gradients travel between ranks: float32, or bfloat16, "
-        "which halves their bytes and rounds them to 8 bits",
+        "type in which hidden states and their gradients travel between ranks: float32; bfloat16, which halves their "
+        "bytes and rounds them to 8 bits; or int8, with a quarter of the bytes and a scale for each token",
     )
     recompute: bool = setting(
         False,
@@ -795,13 +796,15 @@ def _joining_faults(config: Config) -> list[str]:
             return [
                 "run.listen lets workers join, which run.elastic = false does not allow"
             ]
-        own = config.optimizer.schedule
-        if names_own_code(own) and own.rpartition(":")[0].endswith(".py"):
-            return [
-                f"optimizer.schedule = {own} is a file that workers of other machines do not have "
-                "(run.listen): name a module that is installed on all machines"
-            ]
-        return []
+        own = [("optimizer.schedule", config.optimizer.schedule)]
+        own += [("run.loss", run.loss)]
+        own += [("run.callbacks", name) for name in run.callbacks]
+        return [
+            f"{key} = {name} is a file that workers of other machines do not have (run.listen): "
+            "name a module that is installed on all machines"
+            for key, name in own
+            if names_own_code(name) and name.rpartition(":")[0].endswith(".py")
+        ]
     return [
         f"run.{key} is for workers of other machines: set run.listen=HOST:PORT too"
         for key in ("key", "workers")
@@ -897,7 +900,7 @@ def _choice_faults(config: Config) -> list[str]:
     choices = (
         ("model.family", config.model.family, MODEL_FAMILIES),
         ("run.precision", config.run.precision, PRECISIONS),
-        ("run.messages", config.run.messages, PRECISIONS),
+        ("run.messages", config.run.messages, MESSAGE_TYPES),
         ("run.device", config.run.device, DEVICES),
         ("run.compile", config.run.compile, SWITCHES),
         ("run.graphs", config.run.graphs, SWITCHES),

@@ -152,7 +152,7 @@ def test_doctor_names_the_gpus(monkeypatch):
     ("given", "meant"),
     [
         ("lora", ""),
-        ("dropout", ""),
+        ("quantized", ""),
         ("layer", "layers"),
         ("num_layers", "layers"),
         ("num_heads", "heads"),

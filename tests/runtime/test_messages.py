@@ -8,27 +8,38 @@ import pytest
 import torch
 from test_replay import Again
 
-from penstock import make
+from penstock import lower, make
 from penstock.models import split, token_loss
+from penstock.runtime import Executor, run_threads
 from penstock.runtime.comm.thread import ThreadComm
+from penstock.runtime.lane import Do, lane_turns
+from penstock.runtime.quantized import Feedback, quantize, restore
 from pipelines import data, gradients_of, layers_of, llama, piped, worst
 
 pytestmark = pytest.mark.numerics
+
+
+def rounded(x, dtype):
+    """What arrives of a message."""
+    if dtype is torch.int8:
+        return restore(quantize(x), x.dtype)
+    return x.to(dtype).to(x.dtype)
 
 
 class Rounded(torch.autograd.Function):
     """Rounds a hidden state, and its gradient on the way back."""
 
     @staticmethod
-    def forward(ctx, x):
-        return x.to(torch.bfloat16).to(x.dtype)
+    def forward(ctx, x, dtype):
+        ctx.dtype = dtype
+        return rounded(x, dtype)
 
     @staticmethod
     def backward(ctx, gradient):
-        return gradient.to(torch.bfloat16).to(gradient.dtype)
+        return rounded(gradient, ctx.dtype), None
 
 
-def rounded_between_ranks(schedule, model, batch):
+def rounded_between_ranks(schedule, model, batch, dtype):
     """The gradients of the unsplit model whose hidden states are rounded between ranks."""
     model = copy.deepcopy(model)
     parts = split(model, layers_of(schedule))
@@ -36,19 +47,28 @@ def rounded_between_ranks(schedule, model, batch):
         x, rank = batch.inputs[number], None
         for stage in schedule.microbatches[number].path:
             if rank not in (None, schedule.stages[stage].rank):
-                x = Rounded.apply(x)
+                x = Rounded.apply(x, dtype)
             x = parts[schedule.stages[stage].part](x)
             rank = schedule.stages[stage].rank
         (token_loss(x, labels) / batch.valid).backward()
     return gradients_of(model)
 
 
-@pytest.mark.parametrize("recorded", [False, True])
-@pytest.mark.parametrize("name", ["1f1b", "zb-v"])
-def test_messages_in_bfloat16_round_what_goes_between_ranks_and_nothing_else(
-    name, recorded, monkeypatch
+@pytest.mark.parametrize(
+    ("name", "recorded", "dtype"),
+    [
+        ("1f1b", False, torch.bfloat16),
+        ("1f1b", True, torch.bfloat16),
+        ("zb-v", False, torch.bfloat16),
+        ("zb-v", True, torch.bfloat16),
+        ("1f1b", True, torch.int8),
+        ("zb-v", False, torch.int8),
+    ],
+)
+def test_small_messages_round_what_goes_between_ranks_and_nothing_else(
+    name, recorded, dtype, monkeypatch
 ):
-    """Parts on one rank hand each other the whole numbers; only the bytes between ranks are halved."""
+    """Parts on one rank hand each other the whole numbers; only the bytes between ranks are fewer."""
     sent = set()
     send = ThreadComm.send
 
@@ -59,16 +79,79 @@ def test_messages_in_bfloat16_round_what_goes_between_ranks_and_nothing_else(
     monkeypatch.setattr(ThreadComm, "send", note)
     schedule = make(name, ranks=3, microbatches=4)
     whole, batch = llama(schedule.parts), data(4)
-    expected = rounded_between_ranks(schedule, whole, batch)
+    expected = rounded_between_ranks(schedule, whole, batch, dtype)
     ours = piped(
         schedule,
         whole,
         [batch],
         each=lambda rank: {"tape": Again()} if recorded else {},
-        messages=torch.bfloat16,
+        messages=dtype,
     )
-    assert sent == {torch.bfloat16}
+    assert sent == {dtype}
     assert worst(ours, expected) < 1e-12
     plain = piped(schedule, whole, [batch])
     assert worst(plain, expected) > 1e-6
     assert ours.losses[0] == pytest.approx(plain.losses[0], rel=1e-2)
+
+
+# ---------------------------------------------------------------- int8
+def test_each_row_is_rounded_with_its_own_scale_and_carries_it():
+    x = torch.tensor([[0.3, -1.27, 0.02], [3e5, 0.0, -1.0], [0.0, 0.0, 0.0]])
+    packed = quantize(x)
+    assert packed.dtype is torch.int8
+    assert packed.shape == (3, 3 + 4)
+    assert packed[0, :3].tolist() == [30, -127, 2]
+    error = (restore(packed, torch.float32) - x).abs().amax(-1)
+    assert (error <= x.abs().amax(-1) / 127 / 2 * 1.001).all()
+    assert restore(packed, torch.float32)[2].tolist() == [0.0, 0.0, 0.0]
+    spoiled = torch.tensor([[1.0, float("nan")], [1.0, float("inf")]])
+    assert not restore(quantize(spoiled), torch.float32).isfinite().any()
+
+
+def test_feedback_makes_rounding_errors_cancel_over_the_steps():
+    draw = torch.Generator().manual_seed(1)
+    x = torch.randn(5, 64, generator=draw)
+    feedback = Feedback()
+    steps = 50
+    total = sum(restore(feedback.quantize(x, (3, 0)), x.dtype) for _ in range(steps))
+    alone = sum(restore(quantize(x), x.dtype) for _ in range(steps))
+    quantum = x.abs().amax(-1, keepdim=True) / 127
+    assert ((total - steps * x).abs() <= 1.5 * quantum).all()
+    assert ((alone - steps * x).abs() > 10 * quantum).any()
+    feedback.quantize(x * float("nan"), (3, 0))  # One bad step does not spoil the next.
+    assert restore(feedback.quantize(x, (3, 0)), x.dtype).isfinite().all()
+    longer = torch.ones(5, 70)  # Other shapes have other errors.
+    assert torch.equal(restore(feedback.quantize(longer, (3, 0)), x.dtype), longer)
+
+
+def test_a_rank_keeps_the_errors_of_the_gradients_that_it_sends_and_of_nothing_else():
+    schedule = make("1f1b", ranks=3, microbatches=4)
+    whole, batch = llama(schedule.parts), data(4)
+    program = lower(schedule)
+
+    def work(comm):
+        parts = split(copy.deepcopy(whole), layers_of(schedule))
+        executor = Executor(
+            program,
+            {comm.rank: parts[comm.rank]},
+            comm,
+            token_loss,
+            messages=torch.int8,
+        )
+        executor.evaluate(batch)
+        assert not executor.feedback.lost
+        executor.step(batch)
+        return set(executor.feedback.lost)
+
+    kept = run_threads(3, work)
+    turns = [lane_turns(program, rank) for rank in range(3)]
+    gradients = [
+        {
+            (turn.step.value, 0)
+            for turn in lane
+            if turn.step and turn.step.do is Do.BACKWARD
+        }
+        for lane in turns
+    ]
+    assert kept == [set(), *gradients[1:]]
+    assert len(kept[1]) == 4

@@ -10,11 +10,13 @@ from torch import Tensor, nn
 import branching_workers as workers
 from penstock import Pipeline, lower, make
 from penstock.errors import ShapeError
+from penstock.models import token_loss
 from penstock.runtime import (
     Executor,
     add_loss,
     collected_losses,
     cut_batch,
+    prove,
     run_threads,
     spawn,
 )
@@ -117,6 +119,47 @@ def test_frozen_stages_pass_tensors_on_and_get_no_gradients():
     assert not any(message.goes_back for message in received)
 
 
+class Watched:
+    """A `Comm` that notes the memory of what is sent and of the buffers that are given back."""
+
+    def __init__(self, comm) -> None:
+        self.comm, self.sent, self.given_back = comm, [], []
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self.comm, name)
+
+    def send(self, tensor: Tensor, target: int) -> object:
+        self.sent.append(tensor)
+        return self.comm.send(tensor, target)
+
+    def give_back(self, tensor: Tensor) -> None:
+        self.given_back.append(tensor)
+
+
+def test_a_frozen_stage_keeps_the_buffers_of_what_it_sends_on():
+    """Its backward waits for nobody, so the send may not be over."""
+
+    def work(comm):
+        layers = workers.layers()
+        for layer in layers[:3]:
+            layer.requires_grad_(False)
+        watched = Watched(comm)
+        pipeline = Pipeline(
+            layers,
+            make("1f1b", ranks=3, microbatches=2),
+            workers.summed,
+            comm=watched,
+            partition=(1, 2, 5),
+        )
+        pipeline.step(**workers.batch())
+        sent = {x.data_ptr() for x in watched.sent}
+        return len(sent), [x.data_ptr() in sent for x in watched.given_back]
+
+    _, (sent, given_back), _ = run_threads(3, work)
+    assert sent == 4  # x and the skip, of two micro-batches
+    assert given_back == [False] * 4  # x and the mask
+
+
 # ---------------------------------------------------------------- shapes
 class Patches(nn.Module):
     """A small ViT's entry: images become patches."""
@@ -217,13 +260,18 @@ def test_a_stage_that_cannot_run_on_meta_tensors_is_tried_on_zeros_and_left_as_i
 
 # ---------------------------------------------------------------- what is refused
 class Asks(nn.Module):
-    def forward(self, x: Tensor, memory: Tensor) -> Tensor:
-        return x + memory
+    def forward(self, x: Tensor, kinds: Tensor, memory: Tensor) -> Tensor:
+        return x + kinds + memory
 
 
 class Makes(nn.Module):
-    def forward(self, x: Tensor) -> dict[str, Tensor]:
-        return {"x": x, "kinds": x}
+    def forward(self, x: Tensor, kinds: Tensor) -> dict[str, Tensor]:
+        return {"x": x, "kinds": kinds}
+
+
+class Uses(nn.Module):
+    def forward(self, x: Tensor, kinds: Tensor) -> Tensor:
+        return x + kinds
 
 
 class Pools(nn.Module):
@@ -260,7 +308,8 @@ def ask(comm, middle: nn.Module, schedule=None, **options):
             {},
             "returns a value named kinds, but the batch has a tensor of that",
         ),
-        (nn.Linear(3, 3), {"tape": Again()}, "recorded actions know only one tensor"),
+        (nn.Linear(3, 3), {}, "has a tensor named kinds, but no stage asks for it"),
+        (Uses(), {"tape": Again()}, "recorded actions know only one tensor"),
     ],
 )
 def test_what_cannot_be_passed_is_refused_on_every_rank(middle, options, words):
@@ -353,3 +402,60 @@ def test_an_added_loss_cannot_be_recorded():
         ShapeError, match=r"(?s)adds a loss of its own .*without a tape"
     ):
         run_threads(1, work)
+
+
+# ---------------------------------------------------------------- slices
+class FirstSlice(nn.Module):
+    """Takes its own tokens of a named tensor, which is that of the whole sequence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(workers.WORDS, 3)
+
+    def forward(self, x: Tensor, kinds: Tensor, piece=None) -> dict[str, Tensor]:
+        here = slice(None) if piece is None else slice(piece.begin, piece.end)
+        y = self.embed(x) * kinds[:, here, None]
+        return {"y": y, "skip": y.square(), "odd": x % 2}
+
+
+class MiddleSlice(nn.Linear):
+    def forward(self, x: Tensor, odd: Tensor, piece=None) -> Tensor:
+        return super().forward(x).masked_fill(odd[..., None] == 1, 0.1)
+
+
+class LastSlice(nn.Linear):
+    def forward(self, x: Tensor, skip: Tensor, piece=None) -> Tensor:
+        return super().forward(x + skip)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
+def test_slices_pass_several_tensors(name):
+    """And the proof runs them slice by slice, too."""
+    torch.manual_seed(4)
+    stages = [FirstSlice(), MiddleSlice(3, 3), LastSlice(3, workers.WORDS)]
+    stages = [stage.double() for stage in stages]
+    given = workers.batch()
+    x, kinds = given["x"], given["kinds"]
+    parts = stages[0](x, kinds)
+    y = stages[2](stages[1](parts["y"], parts["odd"]), parts["skip"])
+    loss = token_loss(y, x) / x.numel()
+    loss.backward()
+    expected = [one.grad for stage in stages for one in stage.parameters()]
+    for stage in stages:
+        stage.zero_grad()
+    schedule = slice_tokens(make(name, ranks=3, microbatches=2), (0, 2, 5))
+
+    def work(comm):
+        mine = {comm.rank: stages[comm.rank]}
+        executor = Executor(lower(schedule), mine, comm, token_loss)
+        batch = cut_batch(x, x, 2, named={"kinds": kinds})
+        assert prove(executor, batch).stages == 3
+        result = executor.step(batch, outputs=True)
+        return result.loss, result.outputs
+
+    *_, (found, outputs) = run_threads(3, work)
+    assert found == pytest.approx(loss.item(), abs=1e-12)
+    torch.testing.assert_close(torch.cat(outputs), y, rtol=0, atol=1e-12)
+    grads = [one.grad for stage in stages for one in stage.parameters()]
+    for one, other in zip(grads, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-12)

@@ -99,6 +99,9 @@ def test_stages_of_long_lanes_keep_buffers_for_every_micro_batch_in_flight(monke
     use = device_memory(schedule, cost, recorded=True)
     # Each set holds 10 bytes and two copies of each message of one byte that it sends.
     assert (use.activations + use.more).tolist() == [3 * 12.0, 2 * 14.0, 12.0]
+    # A recomputed part keeps its input, and its backward builds the rest anew in the same set.
+    again = device_memory(schedule, cost_of(3, recompute=True), recorded=True)
+    assert again.total.tolist() == use.total.tolist()
 
 
 @pytest.mark.parametrize(

@@ -116,6 +116,16 @@ def test_shards_recomputation_and_half_precision_need_less():
 
 
 # ---------------------------------------------------------------- what a machine has
+def test_int8_keeps_what_rounding_takes_from_the_gradients_that_a_rank_sends():
+    as_int8 = replace(CONFIG, run=replace(CONFIG.run, messages="int8"))
+    as_half = replace(CONFIG, run=replace(CONFIG.run, messages="bfloat16"))
+    int8, half = (needs_of(load(config)) for config in (as_int8, as_half))
+    message = 2 * 256 * 64 * 4  # rows, width, tokens, bytes
+    first, *_, last = (a.total - b.total for a, b in zip(int8, half, strict=True))
+    assert first < 0  # It sends no gradients, and its messages are smaller.
+    assert last - first == pytest.approx(8 * message)
+
+
 def test_a_container_may_have_less_than_its_machine(tmp_path, monkeypatch):
     everything = available_memory()
     assert everything > 0

@@ -16,7 +16,7 @@ from penstock.cli.forecast import describe_placement, hint
 from penstock.config import Config, DataConfig, ModelConfig, RunConfig
 from penstock.cost import ModelCost, PartCost, PausedCost, Profile, Seconds
 from penstock.cost.network import Network
-from penstock.cost.profile import Point, block, enlarge
+from penstock.cost.profile import Point, block, enlarge, send_as
 from penstock.errors import ShapeError
 from penstock.formats import write_profile
 from penstock.formats.profile_json import dump_profile, load_profile
@@ -207,6 +207,7 @@ def test_messages_in_bfloat16_take_half_as_long_on_their_way():
     assert kept.parts[0].left == 8.0
     already = replace(slow, device=(("dtype", "bfloat16"), ("messages", "bfloat16")))
     assert already.sent == 8.0
+    assert send_as(slow, "int8").sent == 8.0 / 4 + 4 * slow.rows
     assert profile_mark(CONFIG, plan) != profile_mark(halved, plan)
 
 

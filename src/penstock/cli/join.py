@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated, Optional
@@ -56,7 +57,10 @@ def join_command(
     Example: penstock join 10.0.0.1:29500 --key key.pem
     """
     require_torch()
+    from rich.console import Console
+
     from penstock.train.crew.guest import Joining
+    from penstock.train.launcher import ended_by_signals
     from penstock.train.screen import log_to
     from penstock.version import read_version
 
@@ -64,19 +68,16 @@ def join_command(
         raise ConfigError(
             "--listen says where other machines reach this one, --behind-nat that they cannot: give one of them"
         )
-    from rich.console import Console
-
     log_to(Console(stderr=True), everything=False)
-    with ExitStack() as stack:
+    with ended_by_signals(partial(tell, "ended")), ExitStack() as stack:
         if folder is None:
             folder = Path(stack.enter_context(TemporaryDirectory(prefix="penstock-")))
         joining = Joining(address, key, folder, tell)
+        joining.clean_up = stack.close
         verdict = joining.run("" if behind_nat else listen, read_version())
     if verdict.error:
         raise RunError(verdict.text)
-    tell(
-        "over",
-        f"the run has done {verdict.step} steps"
-        if verdict.step
-        else "the run has ended without this spare",
-    )
+    ending = "the run has ended without this spare"
+    if verdict.step:
+        ending = f"the run has done {verdict.step} steps"
+    tell("over", ending)

@@ -243,11 +243,12 @@ def recordings_of(schedule: Schedule) -> Ints:
 
 
 def _recorded_bytes(schedule: Schedule, costs: Columns, beside: Floats) -> Floats:
-    """The bytes of all recordings of each rank: for each set, all of one micro-batch."""
+    """The bytes of all recordings of each rank: for each set, all of one micro-batch.
+
+    Forwards leave their activations there, and backwards of recomputed parts build them anew.
+    """
     table = schedule.table
-    forward = table.kind == FORWARD
-    held = np.where(forward, costs.gain, 0.0)
-    whole = _of_visit(schedule, held)
+    whole = _of_visit(schedule, costs.gain)
     messages = COPIES_PER_MESSAGE * _of_visit(schedule, costs.bytes)
     of_stage = np.zeros(len(schedule.stages))
     np.maximum.at(of_stage, table.stage, whole + messages + beside)

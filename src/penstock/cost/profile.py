@@ -36,6 +36,7 @@ MIN_TIME_SHARE = 0.01
 TENSORS_PER_WEIGHT = 4
 # Kernels take as long for a part of a tile as for all of it.
 HALF_TYPES = ("bfloat16", "float16")
+SCALE_BYTES = 4  # of each row of a message in int8
 KERNEL_TILE_TOKENS = {"cuda": 128}
 
 
@@ -84,6 +85,20 @@ def send_as(profile: Profile, dtype: str) -> Profile:
     """A profile of a run whose messages travel in this type (run.messages)."""
     facts = [fact for fact in profile.device if fact[0] != "messages"]
     return replace(profile, device=(*facts, ("messages", dtype)))
+
+
+def sent_bytes(message: float, rows: int, sent_as: str, halved: bool = False) -> float:
+    """Bytes per token of a message that travels in another type (run.messages).
+
+    `message` is its size on a rank, with two bytes a number if it is `halved`, and four if not. As
+    int8, each of the `rows` of a token has a scale of four bytes.
+    """
+    numbers = message / (2 if halved else 4)
+    if sent_as == "int8":
+        return numbers + SCALE_BYTES * rows
+    if sent_as == "bfloat16":
+        return numbers * 2
+    return message
 
 
 class HasError(Protocol):
@@ -248,10 +263,9 @@ class Profile:
         Models that compute in half precision throughout have small messages already.
         """
         facts = dict(self.device)
-        halved = facts.get("messages") == "bfloat16"
-        if halved and facts.get("dtype") not in HALF_TYPES:
-            return self.message / 2
-        return self.message
+        halved = facts.get("dtype") in HALF_TYPES
+        sent_as = str(facts.get("messages") or "float32")
+        return sent_bytes(self.message, self.rows, sent_as, halved)
 
     def _copies(self, layers: int, last: bool, is_sharded: bool) -> float:
         """Bytes of the weights in the type of autocast, which a step casts once.

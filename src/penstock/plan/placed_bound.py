@@ -206,7 +206,6 @@ class Room:
     tied: float  # weights that embedding and head share
     memory: float | None
     copies: int  # that sum their gradients
-    recorded: bool  # whether actions are recorded as CUDA graphs
 
     def weights(self, layout: Layout) -> Floats:
         """Bytes of the weights on each rank."""
@@ -230,14 +229,13 @@ class Room:
     def held(self, layout: Layout, again: int) -> tuple[Floats, Floats]:
         """Bytes of a token on each stage after its forward, and more while its backward runs.
 
-        The first `again` stages are recomputed. Recordings do not count what is recomputed.
+        The first `again` stages are recomputed.
         """
         whole = layout.of_blocks(self.layer.held, self.embed.held, self.head.held)
         whole[:-1] += self.message
         left = whole.copy()
         left[:again] = self.message
-        more = 0.0 if self.recorded else 1.0
-        return left, more * np.maximum(whole - left, 0.0)
+        return left, np.maximum(whole - left, 0.0)
 
     def left_over(self, layout: Layout, tokens: int, slices: int) -> Floats:
         """Bytes of each rank that are left for activations: all but weights and a sequence of messages."""

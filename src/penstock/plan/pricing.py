@@ -332,7 +332,6 @@ class ProfilePricing:
             process.tied,
             self.workload.memory,
             cell.copies,
-            self.workload.recorded,
         )
         load = Load(
             cell.microbatches,

@@ -38,6 +38,7 @@ from penstock.runtime.passed_values import (
     passed_by,
 )
 from penstock.runtime.proof.traceless import ModuleMemory, uncompiled
+from penstock.runtime.quantized import quantized_shape
 from penstock.runtime.randomness import undrawn
 from penstock.runtime.torch_internals import original_module
 
@@ -54,9 +55,19 @@ class TensorSpec(NamedTuple):
     sent_as: torch.dtype  # between ranks
 
     @property
+    def quantized(self) -> bool:
+        """Whether its rows travel as int8, each with its scale."""
+        return self.sent_as is torch.int8 and self.dtype.is_floating_point
+
+    @property
+    def sent_shape(self) -> tuple[int, ...]:
+        """The shape on its way to another rank."""
+        return quantized_shape(self.shape) if self.quantized else self.shape
+
+    @property
     def sent_bytes(self) -> int:
         """The bytes of the tensor on its way to another rank."""
-        return prod(self.shape) * self.sent_as.itemsize
+        return prod(self.sent_shape) * self.sent_as.itemsize
 
 
 TensorSpecs: TypeAlias = tuple[TensorSpec, ...]
@@ -146,6 +157,7 @@ class EdgeFinder:
                 missing.setdefault(kind, number)
         if missing:
             self.facts = self.facts or self.share_stage_facts()
+            self.refuse_unasked(missing)
             unknown = {}
             for kind, number in missing.items():
                 edges = self.stated_edges(kind)
@@ -182,6 +194,18 @@ class EdgeFinder:
             stages.append(StageFact(tuple(asks), width, getattr(torch, dtype)))
         return stages
 
+    def refuse_unasked(self, kinds: Iterable[Kind]) -> None:
+        """Raise an error if the batch has a named tensor that no stage asks for: it would change nothing."""
+        asked = {name for fact in self.facts for name in fact.asks}
+        for kind in kinds:
+            for name, _ in kind.named:
+                if name not in asked:
+                    raise ShapeError(
+                        f"the batch has a tensor named {name}, but no stage asks for it\n"
+                        f"  a stage gets the tensors that its forward has parameters for: "
+                        f"{', '.join(sorted(asked)) or 'here there are none'}"
+                    )
+
     def stated_edges(self, kind: Kind) -> tuple[Edge, ...] | None:
         """The edges of a path on which every stage says what it returns; None if a stage does not."""
         edges = []
@@ -198,6 +222,8 @@ class EdgeFinder:
         sent_as = dtype
         if self.messages is not None and dtype.is_floating_point:
             sent_as = self.messages
+        if sent_as is torch.int8 and not shape:
+            sent_as = dtype  # A single number has no row to share a scale with.
         return TensorSpec(tuple(shape), dtype, sent_as)
 
     # ------------------------------------------------------------ along the paths

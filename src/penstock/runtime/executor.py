@@ -33,6 +33,7 @@ from penstock.runtime.lane import Lane, Turn, lane_turns
 from penstock.runtime.loss_reduction import Loss, reduction_of
 from penstock.runtime.messages import Messages
 from penstock.runtime.process.malloc import keep_freed_memory
+from penstock.runtime.quantized import Feedback
 from penstock.runtime.rank_agreement import Agreement, agree
 from penstock.runtime.recorder import Clock, Recorder
 from penstock.runtime.replay import PlayedActions, Recordings, refuse_shares
@@ -72,8 +73,8 @@ class Executor:
     `recompute` keep only their input and compute their forward again in the backward. `tied` names parameters that
     several parts use; by default these are the ones that `penstock.models.split` has found. A `tape` records the
     actions and plays them in every step. `messages` is the type in which hidden states and their gradients travel
-    between ranks, by default their own. Gradients always add up over steps; say that a run `accumulates` them, and
-    recordings will do so without a second copy of them.
+    between ranks, by default their own; torch.int8 rounds each row to 8 bits with a scale of its own. Gradients always
+    add up over steps; say that a run `accumulates` them, and recordings will do so without a second copy of them.
     """
 
     def __init__(
@@ -96,6 +97,8 @@ class Executor:
         self.comm = comm
         self.loss = loss
         self.reduction = reduction_of(reduction)
+        # Of messages in int8; None sends them without it.
+        self.feedback: Feedback | None = Feedback()
         self.recompute = recompute
         self.autocast = autocast
         self.tape = tape
@@ -288,7 +291,10 @@ class Executor:
         """The messages of one step."""
         autocast = self.autocast is not None
         receives = self.lane.receives
-        return Messages(self.comm, receives, units, values, training, autocast)
+        feedback = self.feedback if training else None
+        return Messages(
+            self.comm, receives, units, values, training, autocast, feedback
+        )
 
     def reserve(self, units: BatchUnits) -> None:
         """Let the `Comm` make room for messages of these sizes."""

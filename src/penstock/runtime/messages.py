@@ -4,7 +4,8 @@ A receive that is posted early finds its buffer ready. Posting too many would co
 follows from the window of the `Comm` and the size of the largest message.
 
 Messages may travel in another type than the stages compute with: under autocast hidden states are float32, and as
-bfloat16 they are half as large. That rounds them to 8 bits, and their gradients too.
+bfloat16 they are half as large. That rounds them to 8 bits, and their gradients too. As int8 they have a quarter of the
+bytes (`penstock.runtime.quantized`).
 
 Where stages pass several tensors, each is a message of its own, one right after the other in the same order on both
 sides. `penstock.ir.verify` proves the order of results, and it stays proven if a result takes several messages: both
@@ -22,6 +23,7 @@ from penstock.runtime.bundle import ArrivingBundle, Bundle
 from penstock.runtime.comm.comm import Arriving, Comm, Pending
 from penstock.runtime.edges import TensorSpec, TensorSpecs
 from penstock.runtime.lane import LaneStep
+from penstock.runtime.quantized import Feedback, quantize, restore
 from penstock.runtime.slices import BatchUnits
 from penstock.runtime.stage_checks import unfit_message
 from penstock.runtime.step_values import StepValues
@@ -42,8 +44,10 @@ class Messages:
         values: StepValues,
         training: bool,
         autocast: bool,
+        feedback: Feedback | None = None,
     ) -> None:
         self.comm = comm
+        self.feedback = feedback
         self.receives = receives
         self.specs = units.edges.specs
         self.many = units.edges.many
@@ -77,13 +81,15 @@ class Messages:
                 if self.many:
                     self.values.held[step.value] = ArrivingBundle(
                         [
-                            self.comm.receive(s.shape, s.sent_as, step.peer)
+                            self.comm.receive(s.sent_shape, s.sent_as, step.peer)
                             for s in specs
                         ]
                     )
                 else:
-                    shape, _, sent_as = specs[0]
-                    arriving = self.comm.receive(shape, sent_as, step.peer)
+                    spec = specs[0]
+                    arriving = self.comm.receive(
+                        spec.sent_shape, spec.sent_as, step.peer
+                    )
                     self.values.held[step.value] = arriving
 
     def send(self, step: LaneStep) -> None:
@@ -92,19 +98,32 @@ class Messages:
         if not self.many:
             self.send_tensor(step, self.values.tensor(step.value), specs[0])
             return
-        for x, spec in zip(self.values.bundle(step.value).tensors, specs, strict=True):
-            self.send_tensor(step, x, spec)
+        tensors = self.values.bundle(step.value).tensors
+        for place, (x, spec) in enumerate(zip(tensors, specs, strict=True)):
+            self.send_tensor(step, x, spec, place)
 
-    def send_tensor(self, step: LaneStep, x: Tensor, spec: TensorSpec) -> None:
+    def send_tensor(
+        self, step: LaneStep, x: Tensor, spec: TensorSpec, place: int = 0
+    ) -> None:
         """Send a tensor; if too many sends are in flight, wait for the oldest first."""
         if len(self.sends) >= MAX_SENDS_IN_FLIGHT:
             self.sends.popleft().wait()
-        shape, dtype, sent_as = spec
+        shape, dtype, _ = spec
         if x.dtype is not dtype or x.shape != shape:
             error = unfit_message(step, x, shape, dtype, self.autocast)
             if error is not None:
                 raise error
-        self.sends.append(self.comm.send(x.detach().to(sent_as), step.peer))
+        packed = self.packed(x.detach(), step, spec, place)
+        self.sends.append(self.comm.send(packed, step.peer))
+
+    def packed(self, x: Tensor, step: LaneStep, spec: TensorSpec, place: int) -> Tensor:
+        """A tensor in the type in which it travels; `place` is its place among those of a value."""
+        if not spec.quantized:
+            return x.to(spec.sent_as)
+        feedback = self.feedback
+        if feedback is None or not (step.goes_back or feedback.states):
+            return quantize(x)
+        return feedback.quantize(x, (step.value, place))
 
     def arrived(
         self, source: int, arriving: Arriving | ArrivingBundle | Bundle, played: bool
@@ -119,10 +138,11 @@ class Messages:
         if isinstance(arriving, ArrivingBundle):
             return self.arrived_bundle(arriving, specs)
         received = arriving.wait()
-        if played or received.dtype is specs[0].dtype:
+        whole = played and not specs[0].quantized
+        if whole or received.dtype is specs[0].dtype:
             self.values.received = self.training
             return received
-        value = received.to(specs[0].dtype)
+        value = unpacked(received, specs[0])
         self.comm.give_back(received)
         return value
 
@@ -137,7 +157,7 @@ class Messages:
                 if self.training:
                     buffers.append(received)
             else:
-                tensors.append(received.to(spec.dtype))
+                tensors.append(unpacked(received, spec))
                 self.comm.give_back(received)
         return Bundle(tensors)
 
@@ -145,6 +165,13 @@ class Messages:
         """Wait for all sends."""
         while self.sends:
             self.sends.popleft().wait()
+
+
+def unpacked(received: Tensor, spec: TensorSpec) -> Tensor:
+    """A tensor that has arrived, in the type that the stages compute with."""
+    if spec.quantized:
+        return restore(received, spec.dtype)
+    return received.to(spec.dtype)
 
 
 def receives_ahead(window_bytes: int, message_bytes: int) -> int:

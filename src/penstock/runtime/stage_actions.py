@@ -212,10 +212,16 @@ class ComputedActions:
     ) -> None:
         """Run a forward up to which nothing trains, so that its backward has nothing to do."""
         with torch.no_grad():
-            self.values.publish(step, self.apply(step, x, piece))
+            y = self.apply(step, x, piece)
+        self.values.publish(step, y)
         if self.values.added:
             self.count_added(step)
         buffers = self.values.take_buffers(step)
+        if isinstance(y, Bundle):
+            # Nothing comes back to this stage, so what goes through it may still be on its way when its backward
+            # would give the buffers back.
+            places = y.places()
+            buffers = [b for b in buffers if b.data_ptr() not in places]
         self.kept[step.value] = KeptForward(x, None, None, buffers, piece)
 
     def forward_to_recompute(

@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass, replace
 from penstock.config import Config, MeshConfig, is_recording
 from penstock.cost import ModelCost, PartCost, Seconds
 from penstock.cost.memory import device_memory
+from penstock.cost.profile import sent_bytes
 from penstock.cost.sizes import chunk_in_use, inner_numbers, part_moments
 from penstock.errors import ConfigError, ShapeError
 from penstock.ir import Op, Plan, Schedule
@@ -60,7 +61,7 @@ class Load:
     recorded: bool = False  # actions are recorded (run.graphs)
     recomputed: tuple[int, ...] = ()  # parts that are recomputed, if not all are
     loss_chunk: int = 0  # tokens whose logits exist at a time, if all would be large
-    half_messages: bool = False  # messages have two bytes a number (run.messages)
+    messages: str = "float32"  # the type in which messages travel (run.messages)
     numbers: ParameterNumbers = ADAMW_NUMBERS
     recompute_mlp: bool = False
     # Parts of which a rank has a mirror (run.mirror), and that rank.
@@ -113,7 +114,7 @@ def load_of(config: Config, plan: Plan, sizes: Sizes) -> Load:
         is_recording(config, uses_gpus(config)),
         plan.recompute,
         chunk_of(config),
-        config.run.messages == "bfloat16",
+        config.run.messages,
         parameter_numbers(config.optimizer, sizes, config.lora),
         config.run.recompute_mlp,
     )
@@ -192,8 +193,28 @@ def needs_of(load: Load) -> list[Need]:
     columns = (use.weights.tolist(), use.activations.tolist(), moments.tolist())
     for part, rank in load.mirrors:
         columns[0][rank] += parts[part].weights
+    for rank, size in enumerate(_feedback_bytes(load, cost)):
+        columns[2][rank] += size
     rows = zip(*columns, strict=True)
     return [Need(rank, *row) for rank, row in enumerate(rows)]
+
+
+def _feedback_bytes(load: Load, cost: ModelCost) -> list[float]:
+    """The bytes of each rank for what rounding takes from the gradients that it sends, if they travel as int8."""
+    schedule = load.schedule
+    sizes = [0.0] * schedule.ranks
+    if load.messages != "int8":
+        return sizes
+    per_token = load.rows * load.sizes.width * FLOAT32_BYTES
+    for rank, lane in enumerate(schedule.lanes):
+        for action in lane:
+            path = schedule.microbatches[action.microbatch].path
+            place = path.index(action.stage)
+            if action.op not in (Op.B, Op.I) or not place:
+                continue
+            if schedule.stages[path[place - 1]].rank != rank:
+                sizes[rank] += per_token * cost.length(schedule, action)
+    return sizes
 
 
 def _cost_of_part(load: Load, number: int) -> PartCost:
@@ -251,7 +272,7 @@ def _cost_of_part(load: Load, number: int) -> PartCost:
         no_time,
         held=held,
         message=message,
-        sent=message / 2 if load.half_messages else message,
+        sent=sent_bytes(message, load.rows, load.messages),
         weights=weights,
         tied=tied,
         recompute=load.recompute or number in load.recomputed,

@@ -144,6 +144,8 @@ COUNTS = 5
 MEMORY_NUMBER = 0
 WORK_NUMBER = 1
 STATE_PREFIX = "optimizer."  # of the names of optimizer state in a checkpoint
+# The types of run.messages; None is that of the stages.
+MESSAGE_TYPES = {"float32": None, "bfloat16": torch.bfloat16, "int8": torch.int8}
 # Earlier steps are not worth timing, because caches are still cold.
 FIRST_TIMED_STEP = 3
 CHECKPOINTS_FOLDER = "checkpoints"  # in the folder of a run
@@ -999,7 +1001,7 @@ def executor_of(
         tape=CudaTape() if record else None,
         accumulates=run.accumulate > 1,
         reduction=run.reduction,
-        messages=torch.bfloat16 if run.messages == "bfloat16" else None,
+        messages=MESSAGE_TYPES[run.messages],
     )
 
 

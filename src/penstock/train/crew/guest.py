@@ -46,6 +46,8 @@ class Joining:
         self.say = say
         self.token = ""
         self.over = False
+        # Called before the process ends itself because the launcher has ended.
+        self.clean_up: Callable[[], None] = lambda: None
 
     def ask(self, want: str, **more: Any) -> ssl.SSLSocket:
         """Open a connection to the launcher that asks for one thing."""
@@ -173,6 +175,7 @@ class Joining:
             receive_frame(control)
         if not self.over:
             self.say("ended", "the launcher has ended the connection")
+            self.clean_up()
             os._exit(1)
 
 

@@ -154,7 +154,8 @@ def work_in_crew(
 
     Raises errors that only this worker has; returns the others.
     """
-    hear_signals()
+    if not site.is_elsewhere:  # There the command itself hears signals.
+        hear_signals()
     threading.Thread(target=end_with_parent, daemon=True).start()
     folder = site.folder
     saved = saved_step(folder) if resume else 0
