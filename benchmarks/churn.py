@@ -109,7 +109,12 @@ def train(
     noticed = idle = None
     if elastic:
         lost = [event for event in read_events(run) if event.event == "lost"]
-        noticed = sum(event.text.count("worker ") for event in lost)
+        words = [event.text for event in lost]
+        # A worker that has come, or that has got a part, is not lost.
+        noticed = sum(
+            text.count("worker ") - text.count(" has joined") - text.count(" has part ")
+            for text in words
+        )
         idle = sum(event.seconds for event in read_events(run))
     once = [row.step for row in rows] == list(range(1, len(rows) + 1))
     losses = tuple(row.loss for row in done)

@@ -66,9 +66,9 @@ def test_workers_of_another_machine_join_and_are_replaced_and_no_loss_differs(tm
         far.mkdir()
         shutil.copy(folder / "key.pem", far)
         words = ["join", f"{address}:{PORT}", "--behind-nat"]
-        # Who is killed leaves its copy of the tokens behind.
-        setting = environment(TMPDIR=str(tmp_path))
-        both = [Command(far, words, setting, network=there) for _ in range(2)]
+        # Whoever is killed leaves its copy of the tokens behind.
+        copies = [[*words, "--folder", str(tmp_path / name)] for name in "ab"]
+        both = [Command(far, one, environment(), network=there) for one in copies]
         wait_for_text(run, "waits as a spare")
         wait_for_events(run, folder, 1)
         both.sort(key=lambda one: b"as worker 3" not in b"".join(one.chunks[1]))

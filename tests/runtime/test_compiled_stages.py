@@ -265,7 +265,7 @@ def test_only_what_can_wait_waits_and_all_gradients_are_right():
         if compiler:
             compile_stage(stage, compiler)
         schedule = make("zb-h1", ranks=1, microbatches=2)
-        alone(stage, schedule, data, dtype=torch.float64)
+        alone(stage, schedule, data)
         found.append({n: p.grad for n, p in stage.named_parameters()})
     for name, gradient in found[0].items():
         if gradient is None:

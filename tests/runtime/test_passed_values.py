@@ -10,11 +10,13 @@ from torch import Tensor, nn
 import branching_workers as workers
 from penstock import Pipeline, lower, make
 from penstock.errors import ShapeError
+from penstock.models import token_loss
 from penstock.runtime import (
     Executor,
     add_loss,
     collected_losses,
     cut_batch,
+    prove,
     run_threads,
     spawn,
 )
@@ -400,3 +402,60 @@ def test_an_added_loss_cannot_be_recorded():
         ShapeError, match=r"(?s)adds a loss of its own .*without a tape"
     ):
         run_threads(1, work)
+
+
+# ---------------------------------------------------------------- slices
+class FirstSlice(nn.Module):
+    """Takes its own tokens of a named tensor, which is that of the whole sequence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(workers.WORDS, 3)
+
+    def forward(self, x: Tensor, kinds: Tensor, piece=None) -> dict[str, Tensor]:
+        here = slice(None) if piece is None else slice(piece.begin, piece.end)
+        y = self.embed(x) * kinds[:, here, None]
+        return {"y": y, "skip": y.square(), "odd": x % 2}
+
+
+class MiddleSlice(nn.Linear):
+    def forward(self, x: Tensor, odd: Tensor, piece=None) -> Tensor:
+        return super().forward(x).masked_fill(odd[..., None] == 1, 0.1)
+
+
+class LastSlice(nn.Linear):
+    def forward(self, x: Tensor, skip: Tensor, piece=None) -> Tensor:
+        return super().forward(x + skip)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
+def test_slices_pass_several_tensors(name):
+    """And the proof runs them slice by slice, too."""
+    torch.manual_seed(4)
+    stages = [FirstSlice(), MiddleSlice(3, 3), LastSlice(3, workers.WORDS)]
+    stages = [stage.double() for stage in stages]
+    given = workers.batch()
+    x, kinds = given["x"], given["kinds"]
+    parts = stages[0](x, kinds)
+    y = stages[2](stages[1](parts["y"], parts["odd"]), parts["skip"])
+    loss = token_loss(y, x) / x.numel()
+    loss.backward()
+    expected = [one.grad for stage in stages for one in stage.parameters()]
+    for stage in stages:
+        stage.zero_grad()
+    schedule = slice_tokens(make(name, ranks=3, microbatches=2), (0, 2, 5))
+
+    def work(comm):
+        mine = {comm.rank: stages[comm.rank]}
+        executor = Executor(lower(schedule), mine, comm, token_loss)
+        batch = cut_batch(x, x, 2, named={"kinds": kinds})
+        assert prove(executor, batch).stages == 3
+        result = executor.step(batch, outputs=True)
+        return result.loss, result.outputs
+
+    *_, (found, outputs) = run_threads(3, work)
+    assert found == pytest.approx(loss.item(), abs=1e-12)
+    torch.testing.assert_close(torch.cat(outputs), y, rtol=0, atol=1e-12)
+    grads = [one.grad for stage in stages for one in stage.parameters()]
+    for one, other in zip(grads, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-12)

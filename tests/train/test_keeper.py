@@ -17,7 +17,13 @@ from penstock.schedules.transforms import replicate
 from penstock.train.crew.events import read_events
 from penstock.train.crew.keeper import Keeper, describe_takeovers
 from penstock.train.crew.member import Member, local_store
-from penstock.train.crew.notes import FINISHED, Report, alive_key, ready_key
+from penstock.train.crew.notes import (
+    FINISHED,
+    Report,
+    alive_key,
+    broken_key,
+    ready_key,
+)
 from penstock.train.crew.succession import decide
 from penstock.train.loop import StepFigures
 from penstock.train.worker import Verdict
@@ -137,6 +143,14 @@ def test_a_cut_link_connects_all_workers_again_but_not_for_ever(tmp_path, capfd)
     # They are written down although nobody has trained in between.
     assert len(read_events(tmp_path / "retry-always")) == 2
     capfd.readouterr()
+
+
+def test_workers_that_leave_hear_of_one_that_is_lost_on_the_way_out(tmp_path):
+    keeper = keeper_of(tmp_path, "leaving")
+    keeper.break_generation("")  # The first worker has left after its step.
+    assert not keeper.store.check([broken_key(0)])
+    keeper.break_generation("worker 2 was killed by SIGKILL")
+    assert keeper.store.get(broken_key(0)) == b"worker 2 was killed by SIGKILL"
 
 
 def test_a_worker_without_a_sign_of_life_is_lost(tmp_path):

@@ -141,6 +141,7 @@ class Keeper:
         # Generations in a row that ended without a loss and without a step.
         self.retries = 0
         self.broken_at: float | None = None  # when this generation ended
+        self.announced = False  # whether its workers were told why
         self.broken_before = 0.0  # when the generation before ended
         self.last_look = time.monotonic()
         self.watch = PaceWatch(settings.slow)
@@ -301,11 +302,13 @@ class Keeper:
 
     def break_generation(self, story: str) -> None:
         """Tell the workers of this generation that it is over."""
-        if self.broken_at is not None:
+        if self.broken_at is None:
+            self.broken_at = time.monotonic()
+        # Without a story, all leave by themselves, because somebody has come. If one is lost
+        # on the way out, the others must not wait for it.
+        if not story or self.announced:
             return
-        self.broken_at = time.monotonic()
-        if not story:  # All leave by themselves, because somebody has come.
-            return
+        self.announced = True
         self.store.set(broken_key(self.generation), story)
         meeting = PrefixStore(f"g{self.generation}", self.store)
         announce(meeting, Failure("PeerLostError", story))
@@ -435,6 +438,7 @@ class Keeper:
         assert self.broken_at is not None
         self.broken_before = self.broken_at
         self.broken_at = None
+        self.announced = False
 
     def leader_of(self, members: tuple[int, ...]) -> int:
         """The first rank whose worker is on this machine, where the files of the run are."""
