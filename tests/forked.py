@@ -30,6 +30,8 @@ from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from runpy import run_module, run_path
 
+import torch
+
 import penstock
 from penstock.runtime.process.launch import ENDING_SIGNALS, serve_forks
 
@@ -55,6 +57,17 @@ LOADED = (
 )
 CLONE_NEWNET = 0x40000000  # of Linux: a namespace of networks
 SIGNALS = (signal.SIGINT, *ENDING_SIGNALS)
+
+
+def _repair_thread_pool() -> None:
+    """Make torch's pool of threads anew in a fork, before several threads want it at once.
+
+    torch itself does so when the pool is first used, and is not safe against a race there.
+    """
+    torch.set_num_threads(torch.get_num_threads())
+
+
+os.register_at_fork(after_in_child=_repair_thread_pool)
 
 
 def start_server() -> None:

@@ -699,7 +699,6 @@ def test_more_work_never_gives_a_worse_plan_of_a_large_cluster():
     budgets = (0, 400, 500, 1000, 6_300)
     found = [plan_paths(cluster, parts, 4, iterations=n).makespan for n in budgets]
     assert found == sorted(found, reverse=True)
-    assert found[-1] < found[0]
 
 
 def test_a_search_has_stages_of_growing_length():
