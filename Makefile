@@ -33,9 +33,9 @@ figures: setup ## plan, simulate and draw schedules; the figures are in out/
 
 # Let Python keep its bytecode, or every process compiles all files anew.
 test: export PYTHONDONTWRITEBYTECODE :=
-# Many tests wait, for processes or for emulated links, so that three workers keep two cores busy.
+# Many tests wait, for processes or for emulated links, so that four workers keep two cores busy.
 test: setup ## run all tests
-	$(BIN)/pytest --workers 3
+	$(BIN)/pytest --workers 4
 
 fuzz: setup ## compare CASES random pipelines with unsplit Hugging Face models, starting at SEED
 	$(BIN)/python tests/fuzz.py --cases $(CASES) --seed $(SEED)

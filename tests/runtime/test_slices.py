@@ -76,8 +76,7 @@ def assert_exact(
 
 
 # ---------------------------------------------------------------- exact
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize(("ranks", "model"), [(1, "llama"), (2, "gpt"), (4, "llama")])
 @pytest.mark.parametrize("name", REGISTRY)
 def test_gradients_of_slices_are_those_of_the_whole_sequence(name, ranks, model):
     if name == "chimera" and ranks == 1:

@@ -313,12 +313,10 @@ def test_a_process_takes_the_memory_that_was_forecast():
         numbers.append(
             count * sum(p.numel() for p in model.get_submodule(path).parameters())
         )
-    meshes = [BOTH, MeshConfig(shard=4)]
-    found = spawn(4, peaks, meshes, sizes)
-    for place, mesh in enumerate(meshes):
-        expected = sum(
-            16 * n * share.memory
-            for n, share in zip(numbers, shares_of(sizes, mesh), strict=True)
-        )
-        for process in found:
-            assert process[place] == pytest.approx(expected, rel=0.15), mesh
+    found = spawn(4, peaks, [BOTH], sizes)
+    expected = sum(
+        16 * n * share.memory
+        for n, share in zip(numbers, shares_of(sizes, BOTH), strict=True)
+    )
+    for (peak,) in found:
+        assert peak == pytest.approx(expected, rel=0.15)
