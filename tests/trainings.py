@@ -34,7 +34,7 @@ SMALL = Config(
     DataConfig(tokens=LENGTH, batch=8, held_out=0.1),
     ScheduleConfig(name="1f1b", ranks=2, microbatches=4),
     OptimizerConfig(rate=1e-2, warmup=5, clip=0.5),
-    RunConfig(steps=12, evaluate=0, save=0, timed=0),
+    RunConfig(steps=12, evaluate=0, save=0, timed=0, prove=False),
 )
 
 

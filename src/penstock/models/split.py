@@ -90,8 +90,10 @@ class Decoder(Stack):
 def draw_weights(model: nn.Module, std: float = 0.02) -> None:
     """Draw normal weights; set biases and the vector of padding to zero.
 
-    Norms stay as they are created, which is the identity.
+    Norms stay as they are created, which is the identity. A model without memory has no weights to draw.
     """
+    if any(parameter.is_meta for parameter in model.parameters()):
+        return
     for module in model.modules():
         if isinstance(module, nn.Linear | nn.Embedding):
             nn.init.normal_(module.weight, std=std)

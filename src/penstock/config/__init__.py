@@ -1,0 +1,62 @@
+"""The config of a run: eight sections of plain values, frozen, and checked before anything starts.
+
+sections ──► Config ──► checks ──┬──► the same config, with its open values settled
+                                 └──► every fault, by name
+"""
+
+from penstock.config.checks import allows_meshes, check_config
+from penstock.config.sections import (
+    AUTO,
+    BYTE_TOKENIZER,
+    FULL_AS_PLANNED,
+    PRESETS,
+    SWITCH_KEYS,
+    Config,
+    DataConfig,
+    LoraConfig,
+    MeshConfig,
+    MixtureSource,
+    ModelConfig,
+    OptimizerConfig,
+    Options,
+    OptionValue,
+    ParameterGroup,
+    PathsConfig,
+    RunConfig,
+    ScheduleConfig,
+    is_plan_file,
+    is_recording,
+    names_a_file,
+    names_own_code,
+    reasons_against_compiling,
+    reasons_against_recording,
+)
+
+__all__ = [
+    "AUTO",
+    "BYTE_TOKENIZER",
+    "FULL_AS_PLANNED",
+    "PRESETS",
+    "SWITCH_KEYS",
+    "Config",
+    "DataConfig",
+    "LoraConfig",
+    "MeshConfig",
+    "MixtureSource",
+    "ModelConfig",
+    "OptimizerConfig",
+    "OptionValue",
+    "Options",
+    "ParameterGroup",
+    "PathsConfig",
+    "RunConfig",
+    "ScheduleConfig",
+    "allows_meshes",
+    "check_config",
+    "is_plan_file",
+    "is_recording",
+    "names_a_file",
+    "names_own_code",
+    "reasons_against_compiling",
+    "reasons_against_recording",
+]
