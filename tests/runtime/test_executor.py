@@ -43,8 +43,7 @@ def shape_for(name: str, ranks: int, microbatches: int) -> dict[str, int]:
     return {"ranks": ranks, "microbatches": microbatches, **extra}
 
 
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize(("ranks", "model"), [(1, "gpt"), (2, "llama"), (4, "gpt")])
 @pytest.mark.parametrize("name", REGISTRY)
 def test_gradients_and_loss_are_those_of_the_unsplit_model(name, ranks, model):
     if name == "chimera" and ranks == 1:
