@@ -62,7 +62,7 @@ def test_transports_are_compared_with_what_the_simulator_says(tmp_path):
     assert half["message_bytes"] == whole["message_bytes"] / 2
     assert half["loss"] == pytest.approx(whole["loss"], rel=1e-3)
     for row in (whole, half):
-        assert row["free"] < row["simulated"]
+        assert row["free"] <= row["simulated"]
 
 
 def test_profiles_come_with_how_far_their_fits_are_off(tmp_path):

@@ -138,23 +138,36 @@ def mps_daemon() -> Iterator[Path]:
 
 def _run(command: Sequence[str], variables: dict[str, str]) -> int:
     """Run the command in its own process group, so that none of it stays on the GPU."""
-    child = subprocess.Popen(command, env=variables, start_new_session=True)
+    child: subprocess.Popen[bytes] | None = None
+    early: list[int] = []  # signals that came before there was a command
 
     def forward(number: int, frame: FrameType | None) -> None:
-        _signal_group(child.pid, number)
+        if child is None:
+            early.append(number)
+        else:
+            _signal_group(child.pid, number)
 
     previous = {number: signal.signal(number, forward) for number in FORWARDED_SIGNALS}
     try:
+        child = subprocess.Popen(command, env=variables, start_new_session=True)
+        for number in early:
+            _signal_group(child.pid, number)
         code = child.wait()
         return 128 - code if code < 0 else code
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
-        if child.poll() is None:
-            _signal_group(child.pid, signal.SIGTERM)
-            with suppress(subprocess.TimeoutExpired):
-                child.wait(SECONDS_TO_END)
-        _signal_group(child.pid, signal.SIGKILL)
+        if child is not None:
+            _end(child)
+
+
+def _end(child: subprocess.Popen[bytes]) -> None:
+    """End what is left of the command."""
+    if child.poll() is None:
+        _signal_group(child.pid, signal.SIGTERM)
+        with suppress(subprocess.TimeoutExpired):
+            child.wait(SECONDS_TO_END)
+    _signal_group(child.pid, signal.SIGKILL)
 
 
 def _signal_group(group: int, number: int) -> None:
