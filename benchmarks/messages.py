@@ -290,8 +290,8 @@ data, so differences are taken within a seed.
 last hidden state of the same action, which belonged to other text; `run.messages = "int8"` does that only for
 gradients.
 
-The time of a step over emulated links (`ShapedComm`), as the median of {scale.rounds} rounds, and how many times as fast
-as with float32 a step is (in brackets: in the worst and in the best round):
+The time of a step over emulated links (`ShapedComm`), as the median of {scale.rounds} rounds, and how many times as
+fast as with float32 a step is (in brackets: in the worst and in the best round):
 
 {time_table(seconds)}
 

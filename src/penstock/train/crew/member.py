@@ -192,6 +192,9 @@ class Turns:
 
     def run(self, newcomer: bool) -> Verdict:
         """Train in one generation after the other until the run is over."""
+        # What has been loaded until now stays, so that the collection after each generation
+        # looks only at what the generation has left. Otherwise it takes a sixth of a second.
+        gc.freeze()
         if newcomer:
             decision = self.member.arrive()
         else:
