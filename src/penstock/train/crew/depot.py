@@ -18,18 +18,22 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from penstock.config import Config
+from penstock.config import Config, DataConfig
 from penstock.errors import FileError, PeerLostError
 from penstock.runtime.wire.frames import receive_bytes, receive_frame, send_frame
 from penstock.train.checkpoint import SAVING, newest
-from penstock.train.data.corpus import cached_tokens, file_of_marks
+from penstock.train.data.corpus import (
+    cached_tokens,
+    file_of_marks,
+    validation_data,
+)
 from penstock.train.data.document_end import side_files
 from penstock.train.data.tokenizer import TOKENIZER
 from penstock.train.history import PLAN_FILE
 from penstock.train.worker import CONFIG_FILE, cache_of
 
-TOKENS_FILE = "tokens.bin"
-TOKENS_NOTE = "tokens.json"
+VALIDATION = "validation"  # the name of the text of data.validation
+TOKENS_SUFFIX = ".bin"
 MODEL_FOLDER = "model"
 MODEL_SUFFIXES = (".json", ".safetensors")
 CHECKPOINTS = "checkpoints"
@@ -43,11 +47,23 @@ Watch = Callable[
 Dial = Callable[[], ssl.SSLSocket]
 
 
-def tokens_files(source: int) -> tuple[str, str]:
-    """The files with the tokens of a source, and what is known about them; a mixture has several sources."""
-    if source == 0:
-        return TOKENS_FILE, TOKENS_NOTE
-    return f"tokens-{source}.bin", f"tokens-{source}.json"
+def texts_of(data: DataConfig) -> dict[str, DataConfig]:
+    """The texts of a run, by the names of the files that workers keep their tokens in.
+
+    A mixture has several texts, and data.validation is one more.
+    """
+    texts = {}
+    for number, part in enumerate(data.parts):
+        texts[f"tokens-{number}" if number else "tokens"] = part
+    validation = validation_data(data)
+    if validation is not None:
+        texts[VALIDATION] = validation
+    return texts
+
+
+def files_of_tokens(folder: Path, name: str) -> tuple[Path, Path]:
+    """The file with the tokens of a text in a worker's folder, and the note on them."""
+    return folder / f"{name}{TOKENS_SUFFIX}", folder / f"{name}.json"
 
 
 # ---------------------------------------------------------------- the launcher's side
@@ -60,13 +76,13 @@ class RunFiles:
             CONFIG_FILE: folder / CONFIG_FILE,
             PLAN_FILE: folder / PLAN_FILE,
         }
-        for number, part in enumerate(config.data.parts):
-            row, note = cached_tokens(part, cache_of(config, folder))
-            tokens_file, note_file = tokens_files(number)
-            self.inputs |= {note_file: note, tokens_file: row}
-            if part.instructions:
-                marks_file = file_of_marks(Path(tokens_file)).name
-                self.inputs[marks_file] = file_of_marks(row)
+        for name, text in texts_of(config.data).items():
+            row, note = cached_tokens(text, cache_of(config, folder))
+            found = [note, row]  # A worker compares notes before it copies tokens.
+            if text.instructions:
+                found.append(file_of_marks(row))
+            for file in found:
+                self.inputs[f"{name}{file.suffix}"] = file
         tokenizer = folder / TOKENIZER
         if tokenizer.is_file():
             for file in (tokenizer, *side_files(tokenizer)):
@@ -146,17 +162,18 @@ class RemoteDepot:
         """Copy what a worker needs into its folder; tokens that it has already stay."""
         with self.lock, self.dial() as connection:
             sizes = self._list(connection, "inputs")
-            known = (folder / TOKENS_NOTE).is_file() and (
-                folder / TOKENS_FILE
-            ).is_file()
-            before = (folder / TOKENS_NOTE).read_bytes() if known else b""
+            before = {
+                name: _bytes(_inside(folder, name)) for name in sizes if _is_note(name)
+            }
             for name, size in sizes.items():
-                if name == TOKENS_FILE and before == _bytes(folder / TOKENS_NOTE):
-                    same = (folder / TOKENS_FILE).stat().st_size == size
-                    if before and same:
-                        continue
+                file = _inside(folder, name)
+                note = file.with_suffix(".json")
+                unchanged = before.get(note.name) and before[note.name] == _bytes(note)
+                is_here = file.is_file() and file.stat().st_size == size
+                if name != note.name and unchanged and is_here:
+                    continue
                 watch(name, size)
-                self._get(connection, name, _inside(folder, name))
+                self._get(connection, name, file)
 
     def fetch(self, folder: Path) -> None:
         """Copy all checkpoints of the run into a folder, in place of what it has."""
@@ -200,6 +217,11 @@ def _inside(folder: Path, name: str) -> Path:
     if name.startswith("/") or ".." in name.split("/"):
         raise FileError(f"the launcher names a file {name!r} outside of its folder")
     return folder / name
+
+
+def _is_note(name: str) -> bool:
+    """Whether a file is a note on tokens, which changes whenever they do."""
+    return re.fullmatch(rf"(tokens(-\d+)?|{VALIDATION})\.json", name) is not None
 
 
 def _bytes(file: Path) -> bytes:
