@@ -4,7 +4,7 @@ sections ──► Config ──► checks ──┬──► the same config, w
                                  └──► every fault, by name
 """
 
-from penstock.config.checks import allows_meshes, check_config
+from penstock.config.checks import allows_meshes, check_config, segments_fault
 from penstock.config.sections import (
     AUTO,
     BYTE_TOKENIZER,
@@ -59,4 +59,5 @@ __all__ = [
     "names_own_code",
     "reasons_against_compiling",
     "reasons_against_recording",
+    "segments_fault",
 ]
