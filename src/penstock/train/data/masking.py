@@ -100,7 +100,8 @@ def bert_words(tokenizer: Tokenizer, name: str, segments: int = 0) -> BertWords:
     padding = _special_word(tokenizer, name, "pad_token")
     if padding is None:
         padding = found[-1] if tokenizer.end is None else tokenizer.end
-    return BertWords(*found, padding, vocab)
+    mask, begin, border = found
+    return BertWords(mask, begin, border, padding, vocab)
 
 
 def masking_of(

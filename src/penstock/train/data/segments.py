@@ -71,9 +71,7 @@ def segment_rows(
     Each sentence comes with the news whether its document ends with it.
     """
     for number, texts in enumerate(_fill_rows(sentences, layout.room)):
-        segments = [np.concatenate(texts)]
-        if layout.segments == 2:
-            segments = _draw_pair(texts, number)
+        segments = _draw_pair(texts, number) if layout.segments == 2 else [_join(texts)]
         yield _framed(segments, layout)
 
 
@@ -106,7 +104,12 @@ def _draw_pair(texts: Sequence[TokenArray], number: int) -> list[TokenArray]:
         pair = [texts[0][:half], texts[0][half:]]
         return [segment for segment in pair if len(segment)]
     border = 1 + int(Random(number).random() * (len(texts) - 1))
-    return [np.concatenate(texts[:border]), np.concatenate(texts[border:])]
+    return [_join(texts[:border]), _join(texts[border:])]
+
+
+def _join(texts: Sequence[Any]) -> TokenArray:
+    joined: TokenArray = np.concatenate(texts)
+    return joined
 
 
 def _framed(segments: Sequence[TokenArray], layout: Layout) -> Conversation:
