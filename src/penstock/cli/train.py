@@ -63,6 +63,7 @@ PLANNED_WITH = (
     "model.",
     "data.batch",
     "data.tokens",
+    "data.segments",
     "data.separate",
     "run.accumulate",
     "run.compile",
