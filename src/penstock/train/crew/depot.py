@@ -79,7 +79,7 @@ class RunFiles:
         for name, text in texts_of(config.data).items():
             row, note = cached_tokens(text, cache_of(config, folder))
             found = [note, row]  # A worker compares notes before it copies tokens.
-            if text.instructions:
+            if text.marked:
                 found.append(file_of_marks(row))
             for file in found:
                 self.inputs[f"{name}{file.suffix}"] = file
