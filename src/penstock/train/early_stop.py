@@ -16,7 +16,7 @@ from typing import Any
 from penstock.runtime import Comm
 from penstock.train.checkpoint import CheckpointFacts, Saver, newest_good, read_facts
 from penstock.train.job import Job
-from penstock.train.rank_state import RankState
+from penstock.train.rank_weights import RankWeights
 
 _log = logging.getLogger(__name__)
 BEST_FOLDER = "best"  # in the folder of a run
@@ -57,10 +57,10 @@ def read_progress(facts: Mapping[str, Any]) -> Progress:
 class EarlyStop:
     """Notes the evaluations of a run, and keeps the weights of the best one beside its checkpoints."""
 
-    def __init__(self, job: Job, comm: Comm, state: RankState) -> None:
+    def __init__(self, job: Job, comm: Comm, weights: RankWeights) -> None:
         self.limit = job.config.run.early_stop
         self.comm = comm
-        self.state = state
+        self.weights = weights
         self.leads = comm.rank == job.leader
         self.progress = Progress()
         self.saver = Saver(
@@ -68,7 +68,7 @@ class EarlyStop:
             comm.rank,
             comm.ranks,
             1,
-            state.saved_names,
+            weights.saved_names,
             self.leads,
         )
 
@@ -87,16 +87,16 @@ class EarlyStop:
 
     def keep(self, step: int, facts: CheckpointFacts) -> None:
         """Save the weights of this step as the best."""
-        self.saver.begin(step, self.state.tensors(), facts)
+        self.saver.begin(step, self.weights.tensors(), facts)
         self.saver.finish(self.comm)
 
     def take_best(self, step: int) -> None:
         """Go back from a step to the weights of the best evaluation, if the run has kept them."""
         if self.progress.best is None or self.progress.step == step:
             return
-        path = newest_good(self.saver.folder, self.comm, self.state.saved_names)
+        path = newest_good(self.saver.folder, self.comm, self.weights.saved_names)
         if path is None or int(read_facts(path)["step"]) != self.progress.step:
             return
-        self.state.read_checkpoint(path)
+        self.weights.read_checkpoint(path)
         if self.leads:
             _log.info("took the weights of step %d, the best", self.progress.step)

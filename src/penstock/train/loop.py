@@ -38,7 +38,7 @@ from penstock.train.job import Job, RunOutcome
 from penstock.train.lora import check_same_adapters
 from penstock.train.optimizer import Gradients, Optimizer, check_same_optimizer
 from penstock.train.rank_setup import set_up_rank
-from penstock.train.rank_state import RankState
+from penstock.train.rank_weights import RankWeights
 from penstock.train.rates import factor_at
 from penstock.train.rehearsal import compile_stages, prove_stages
 from penstock.train.remote import RemoteCheckpoints
@@ -85,7 +85,7 @@ class Trainer:
         self.paths = step_paths(job.plan, config.paths)
         schedules = self.paths.schedules
         # What this process trained until a worker was lost or came (`penstock.train.crew`).
-        self.before = before.state if before is not None else None
+        self.before = before.weights if before is not None else None
         self.handover = handover
         self.setup = set_up_rank(job, comm, schedules, self.device, self.before)
         self.place = self.setup.place
@@ -93,11 +93,11 @@ class Trainer:
         executors = [self.setup.executor(schedule) for schedule in schedules]
         self.executors = StepExecutors(executors, self.paths)
         self.examiner = Examiner(self.setup, self.executors, self.loader)
-        self.state: RankState = RankState(
+        self.weights: RankWeights = RankWeights(
             job, comm, self.device, self.setup.holding, self.before
         )
         self.gradients = Gradients(self.holding, comm, self.device, COUNTS)
-        self.early_stop = EarlyStop(job, comm, self.state)
+        self.early_stop = EarlyStop(job, comm, self.weights)
         self.work_seconds = 0.0  # that this rank computed in the last step
         # Called with the seconds that each rank has worked, after every step.
         self.tell_work: Callable[[list[float]], None] = lambda seconds: None
@@ -106,7 +106,7 @@ class Trainer:
             comm.rank,
             comm.ranks,
             config.run.keep,
-            self.state.saved_names,
+            self.weights.saved_names,
             self.leads,
             job.depot,
         )
@@ -126,22 +126,22 @@ class Trainer:
     @property
     def holding(self) -> Holding:
         """The stages of this process and their parameters."""
-        return self.state.holding
+        return self.weights.holding
 
     @property
     def parts(self) -> dict[int, Part]:
         """The parts that this process trains, by number."""
-        return self.state.parts
+        return self.weights.parts
 
     @property
     def optimizer(self) -> Optimizer:
         """The optimizer of the parts that this process trains."""
-        return self.state.optimizer
+        return self.weights.optimizer
 
     @property
     def mirrors(self) -> Mirrors:
         """What this process does for mirrors."""
-        return self.state.mirrors
+        return self.weights.mirrors
 
     @property
     def executor(self) -> Executor:
@@ -155,7 +155,7 @@ class Trainer:
             self.take_over(self.handover)
         else:
             self.fill()
-            states = self.state.part_states
+            states = self.weights.part_states
             Transfers(self.job.mirrors).run(self.comm, states, states)
         self.before = None  # It would keep its memory.
         self.begun = True
@@ -165,7 +165,7 @@ class Trainer:
 
         A step in flight is dropped with its gradients, and its data is read again.
         """
-        self.state.take_over(self.before, handover)
+        self.weights.take_over(self.before, handover)
         self.step = handover.step
         self.seen = self.loader.seen = handover.seen
         self.figures = handover.figures
@@ -174,9 +174,9 @@ class Trainer:
 
     def fill(self) -> None:
         """Fill the weights: from the newest good checkpoint, from a folder, or at random."""
-        names = self.state.saved_names
+        names = self.weights.saved_names
         checkpoint = checkpoint_to_resume(self.job, self.comm, names)
-        self.state.initialize(resumes=checkpoint is not None)
+        self.weights.initialize(resumes=checkpoint is not None)
         if checkpoint is not None:
             self.resume(checkpoint)
 
@@ -186,7 +186,7 @@ class Trainer:
         check_same_model(path, facts, self.job.sizes)
         check_same_optimizer(path, facts, self.job.config.optimizer)
         check_same_adapters(path, facts, self.job.config.lora)
-        self.state.read_checkpoint(path)
+        self.weights.read_checkpoint(path)
         self.loader.resume(facts["data"])
         self.seen = self.loader.seen
         self.step = int(facts["step"])
@@ -366,7 +366,7 @@ class Trainer:
             self.saver.finish(self.comm)
         if self.remote is not None:
             self.remote.wait()  # What it copies might be deleted as soon as the next one is complete.
-        self.saver.begin(self.step, self.state.tensors(), self.facts())
+        self.saver.begin(self.step, self.weights.tensors(), self.facts())
 
     def facts(self) -> CheckpointFacts:
         """Return the description that goes into a checkpoint."""

@@ -27,7 +27,7 @@ from penstock.train.data.loader import Deal, Loader, wanted_by
 from penstock.train.job import Job
 from penstock.train.mesh import MeshPlace, place_of
 from penstock.train.optimizer import frozen_names
-from penstock.train.rank_state import RankState
+from penstock.train.rank_weights import RankWeights
 from penstock.train.weights import Holding, attach_parameters, hold
 
 # The types of run.messages; None is that of the stages.
@@ -102,7 +102,7 @@ def set_up_rank(
     comm: Comm,
     schedules: Iterable[Schedule],
     device: torch.device,
-    before: RankState | None,
+    before: RankWeights | None,
 ) -> RankSetup:
     """Give a process its place and the parts that it trains with these schedules.
 

@@ -37,7 +37,7 @@ from penstock.train.weights import (
 STATE_PREFIX = "optimizer."  # of the names of optimizer state in a checkpoint
 
 
-class RankState:
+class RankWeights:
     """The parts that a process trains and those that it mirrors, with their optimizer state."""
 
     def __init__(
@@ -46,7 +46,7 @@ class RankState:
         comm: Comm,
         device: torch.device,
         holding: Holding,
-        before: RankState | None,
+        before: RankWeights | None,
     ) -> None:
         self.job = job
         self.comm = comm
@@ -84,7 +84,7 @@ class RankState:
         names = self.holding.names
         return tuple(filter(is_adapter, names)) if self.job.adapts else names
 
-    def make_mirrors(self, before: RankState | None, device: torch.device) -> Mirrors:
+    def make_mirrors(self, before: RankWeights | None, device: torch.device) -> Mirrors:
         """Return this rank's mirrors of other parts, with those that it has already."""
         job = self.job
         held = {number: part_parameters(part) for number, part in self.parts.items()}
@@ -156,7 +156,7 @@ class RankState:
             if state and not is_unused(state):
                 optimizer.load_state(parameter, state)
 
-    def take_over(self, before: RankState | None, handover: Handover) -> None:
+    def take_over(self, before: RankWeights | None, handover: Handover) -> None:
         """Take the weights of the generation before, from this process, a peer or a checkpoint.
 
         Gradients of a step in flight are dropped.
