@@ -86,6 +86,9 @@ HINTS = {  # by the exit code of a worker
     -signal.SIGILL: "\n  the processor does not have an instruction that was used: "
     "run.precision=float32 may do without it",
 }
+# What every worker needs, loaded once in the process that they are forked from. The first
+# optimizer of a process loads torch._dynamo, which would take each worker half a second.
+LOADED_MODULES = ("penstock.train.worker", "torch._dynamo")
 WorkerEntry = Callable[[str, bool], Verdict]
 Say = Callable[[str], None]  # shows the user a line
 
@@ -122,7 +125,7 @@ def launch(
     method = "spawn"
     if sys.platform == "linux":
         method = "forkserver"
-        serve_forks([entry.__module__, "penstock.train.worker"])
+        serve_forks([entry.__module__, *LOADED_MODULES])
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -158,7 +161,7 @@ def launch_crew(
     """
     forget_previous_end(folder)
     _set_environment()
-    serve_forks([entry.__module__, "penstock.train.worker"])
+    serve_forks([entry.__module__, *LOADED_MODULES])
 
     def open_gate(store: Store) -> Gate:
         key = key_of(config, folder)

@@ -75,8 +75,8 @@ class RankSetup:
     def wanted(self, schedules: Iterable[Schedule]) -> frozenset[int]:
         """Return the micro-batches whose tokens this rank reads with any of these schedules."""
         rank = self.place.pipeline.rank
-        separate = self.job.config.data.separate
-        wanted = [wanted_by(schedule, rank, separate) for schedule in schedules]
+        apart = self.job.corpus.apart
+        wanted = [wanted_by(schedule, rank, apart) for schedule in schedules]
         return frozenset().union(*wanted)
 
     def loader(self, schedules: Iterable[Schedule]) -> Loader:

@@ -65,7 +65,7 @@ class RunFiles:
             row, note = cached_tokens(part, cache_of(config, folder))
             tokens_file, note_file = tokens_files(number)
             self.inputs |= {note_file: note, tokens_file: row}
-            if part.instructions:
+            if part.marked:
                 marks_file = file_of_marks(Path(tokens_file)).name
                 self.inputs[marks_file] = file_of_marks(row)
         tokenizer = folder / TOKENIZER

@@ -50,7 +50,7 @@ from penstock.train.crew.notes import (
     place_key,
     ready_key,
     report_key,
-    work_key,
+    worked_key,
 )
 from penstock.train.crew.pace import PaceWatch
 from penstock.train.crew.succession import (
@@ -385,7 +385,7 @@ class Keeper:
     # ------------------------------------------------------------ slow workers
     def hear_work(self) -> None:
         """Hear how long the workers have worked in a window of steps, and who is slow."""
-        key = work_key(self.generation, self.windows)
+        key = worked_key(self.generation, self.windows)
         decision = self.decision
         if not self.settings.slow or decision is None or not self.store.check([key]):
             return

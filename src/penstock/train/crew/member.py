@@ -40,7 +40,7 @@ from penstock.train.crew.notes import (
     place_key,
     ready_key,
     report_key,
-    work_key,
+    worked_key,
 )
 from penstock.train.crew.pace import WorkWindow
 from penstock.train.crew.site import Site
@@ -137,7 +137,7 @@ class Member:
 
     def tell_work(self, decision: Decision, window: int, seconds: list[float]) -> None:
         """Tell the launcher how long each rank has worked in a window of steps."""
-        self.store.set(work_key(decision.generation, window), json.dumps(seconds))
+        self.store.set(worked_key(decision.generation, window), json.dumps(seconds))
 
     def tell_ready(self, decision: Decision) -> None:
         """Tell the launcher that a generation trains."""
@@ -195,6 +195,9 @@ class Turns:
 
     def run(self, newcomer: bool) -> Verdict:
         """Train in one generation after the other until the run is over."""
+        # What has been loaded until now stays, so that the collection after each generation
+        # looks only at what the generation has left. Otherwise it takes a sixth of a second.
+        gc.freeze()
         if newcomer:
             decision = self.member.arrive()
         else:
