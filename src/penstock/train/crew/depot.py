@@ -21,7 +21,7 @@ from typing import Any, BinaryIO
 from penstock.config import Config, DataConfig
 from penstock.errors import FileError, PeerLostError
 from penstock.runtime.wire.frames import receive_bytes, receive_frame, send_frame
-from penstock.train.checkpoint import SAVING, newest
+from penstock.train.checkpoint import CHECKPOINTS_FOLDER, SAVING, newest
 from penstock.train.data.corpus import (
     cached_tokens,
     file_of_marks,
@@ -36,11 +36,12 @@ VALIDATION = "validation"  # the name of the text of data.validation
 TOKENS_SUFFIX = ".bin"
 MODEL_FOLDER = "model"
 MODEL_SUFFIXES = (".json", ".safetensors")
-CHECKPOINTS = "checkpoints"
 PIECE_BYTES = 1 << 20  # sent at once
 FILE_NAME = r"[\w.-]+\.(?:safetensors|json)"
-SAVED_FILE = re.compile(rf"{CHECKPOINTS}/step-\d+/{FILE_NAME}")
-UNFINISHED_FILE = re.compile(rf"{CHECKPOINTS}/step-\d+{re.escape(SAVING)}/{FILE_NAME}")
+SAVED_FILE = re.compile(rf"{CHECKPOINTS_FOLDER}/step-\d+/{FILE_NAME}")
+UNFINISHED_FILE = re.compile(
+    rf"{CHECKPOINTS_FOLDER}/step-\d+{re.escape(SAVING)}/{FILE_NAME}"
+)
 Watch = Callable[
     [str, int], None
 ]  # sees the name and the size of a file before it comes
@@ -100,10 +101,10 @@ class RunFiles:
 
     def sizes(self, kind: str) -> dict[str, int]:
         """The names and sizes of what joining or resuming needs."""
-        if kind == CHECKPOINTS:
+        if kind == CHECKPOINTS_FOLDER:
             files = [
                 file
-                for path in newest(self.folder / CHECKPOINTS)
+                for path in newest(self.folder / CHECKPOINTS_FOLDER)
                 for file in sorted(path.iterdir())
             ]
             found = {str(file.relative_to(self.folder)): file for file in files}
@@ -179,14 +180,14 @@ class RemoteDepot:
         """Copy all checkpoints of the run into a folder, in place of what it has."""
         shutil.rmtree(folder, ignore_errors=True)
         with self.lock, self.dial() as connection:
-            for name in self._list(connection, CHECKPOINTS):
+            for name in self._list(connection, CHECKPOINTS_FOLDER):
                 self._get(connection, name, _inside(folder.parent, name))
 
     def put(self, path: Path) -> None:
         """Send the files of an unfinished checkpoint to the launcher."""
         with self.lock, self.dial() as connection:
             for file in sorted(path.iterdir()):
-                name = f"{CHECKPOINTS}/{path.name}/{file.name}"
+                name = f"{CHECKPOINTS_FOLDER}/{path.name}/{file.name}"
                 with file.open("rb") as opened:
                     size = os.fstat(opened.fileno()).st_size
                     send_frame(connection, {"put": name, "bytes": size})
