@@ -164,8 +164,8 @@ def _codes_by_path(schedule: Schedule, codes: tuple[Ints, Ints]) -> tuple[Ints, 
         return codes
     table = schedule.table
     _, numbers = codes
-    path = path_of[table.microbatch]
-    previous = before[path, table.stage]
+    own_path = path_of[table.microbatch]
+    previous = before[own_path, table.stage]
     return _renumber_by_sorting(numbers * (stages + 1) + 1 + previous)
 
 
