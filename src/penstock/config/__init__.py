@@ -4,7 +4,7 @@ sections ──► Config ──► checks ──┬──► the same config, w
                                  └──► every fault, by name
 """
 
-from penstock.config.checks import allows_meshes, check_config
+from penstock.config.checks import allows_meshes, check_config, segments_fault
 from penstock.config.presets import PRESETS
 from penstock.config.sections import (
     AUTO,
@@ -61,4 +61,5 @@ __all__ = [
     "own_code_file",
     "reasons_against_compiling",
     "reasons_against_recording",
+    "segments_fault",
 ]

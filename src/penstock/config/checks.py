@@ -184,10 +184,14 @@ def _path_faults(config: Config) -> list[str]:
             for key in changed
         ]
     faults = []
-    uneven = [key for key in ("separate", "instructions") if getattr(config.data, key)]
+    uneven = [
+        key
+        for key in ("separate", "instructions", "segments")
+        if getattr(config.data, key)
+    ]
     if paths.mean == "visits" and uneven and config.mesh.shard > 1:
         faults.append(
-            f"paths.mean = visits does not go with data.{uneven[0]} = true and mesh.shard > 1: "
+            f"paths.mean = visits does not go with data.{uneven[0]} and mesh.shard > 1: "
             "shards would weigh their documents differently; set paths.mean=all"
         )
     if planned:
@@ -334,6 +338,10 @@ def _size_faults(config: Config, counted: bool) -> list[str]:
         )
     if model.family == "bert":
         faults += _bert_faults(config)
+    elif (
+        data.segments and not model.folder
+    ):  # A folder may still turn out to be a bert.
+        faults.append(segments_fault(data))
     faults += _mixture_faults(data)
     if model.weights and model.config:
         faults.append(
@@ -367,6 +375,11 @@ def _mixture_faults(data: DataConfig) -> list[str]:
         if not (isfinite(source.weight) and source.weight > 0):
             faults.append(f"{name} has weight {source.weight:g}, which must be above 0")
     return faults
+
+
+def segments_fault(data: DataConfig) -> str:
+    """Say that only a bert has segments."""
+    return f"data.segments = {data.segments} is for a bert: set model.family=bert, or data.segments=0"
 
 
 def _bert_faults(config: Config) -> list[str]:

@@ -191,6 +191,13 @@ class DataConfig:
         above=0,
         most=0.9,
     )
+    segments: int = setting(
+        0,
+        "segments of a bert's rows: 1 is [CLS] text [SEP], 2 is [CLS] text [SEP] more [SEP], both padded; "
+        "0 fills rows with text alone",
+        least=0,
+        most=2,
+    )
     held_out: float = setting(
         0.02,
         "share of the sequences that is held out for evaluation",
@@ -205,6 +212,16 @@ class DataConfig:
         "",
         "folder of the token cache; empty takes the folder cache next to the run's folder",
     )
+
+    @property
+    def marked(self) -> bool:
+        """Whether rows hold whole conversations or segments, with a mark for every token."""
+        return self.instructions or self.segments > 0
+
+    @property
+    def apart(self) -> bool:
+        """Whether a row has documents, or padding, that do not see each other."""
+        return self.separate or self.segments > 0
 
     @property
     def parts(self) -> tuple[DataConfig, ...]:
@@ -620,6 +637,8 @@ def reasons_against_recording(config: Config) -> list[str]:
     mesh = config.mesh
     if config.data.separate:
         reasons.append("data.separate = true: documents differ from step to step")
+    elif config.data.apart:
+        reasons.append("data.segments > 0: the padding differs from step to step")
     if mesh.size > 1:
         reasons.append(
             f"mesh.shard = {mesh.shard} and mesh.tensor = {mesh.tensor}: "

@@ -21,7 +21,7 @@ from typing import Any, BinaryIO
 from penstock.config import Config
 from penstock.errors import FileError, PeerLostError
 from penstock.runtime.wire.frames import receive_bytes, receive_frame, send_frame
-from penstock.train.checkpoint import SAVING, newest
+from penstock.train.checkpoint import CHECKPOINTS_FOLDER, SAVING, newest
 from penstock.train.data.corpus import cached_tokens, file_of_marks
 from penstock.train.data.document_end import side_files
 from penstock.train.data.tokenizer import TOKENIZER
@@ -32,11 +32,12 @@ TOKENS_FILE = "tokens.bin"
 TOKENS_NOTE = "tokens.json"
 MODEL_FOLDER = "model"
 MODEL_SUFFIXES = (".json", ".safetensors")
-CHECKPOINTS = "checkpoints"
 PIECE_BYTES = 1 << 20  # sent at once
 FILE_NAME = r"[\w.-]+\.(?:safetensors|json)"
-SAVED_FILE = re.compile(rf"{CHECKPOINTS}/step-\d+/{FILE_NAME}")
-UNFINISHED_FILE = re.compile(rf"{CHECKPOINTS}/step-\d+{re.escape(SAVING)}/{FILE_NAME}")
+SAVED_FILE = re.compile(rf"{CHECKPOINTS_FOLDER}/step-\d+/{FILE_NAME}")
+UNFINISHED_FILE = re.compile(
+    rf"{CHECKPOINTS_FOLDER}/step-\d+{re.escape(SAVING)}/{FILE_NAME}"
+)
 Watch = Callable[
     [str, int], None
 ]  # sees the name and the size of a file before it comes
@@ -64,7 +65,7 @@ class RunFiles:
             row, note = cached_tokens(part, cache_of(config, folder))
             tokens_file, note_file = tokens_files(number)
             self.inputs |= {note_file: note, tokens_file: row}
-            if part.instructions:
+            if part.marked:
                 marks_file = file_of_marks(Path(tokens_file)).name
                 self.inputs[marks_file] = file_of_marks(row)
         tokenizer = folder / TOKENIZER
@@ -84,10 +85,10 @@ class RunFiles:
 
     def sizes(self, kind: str) -> dict[str, int]:
         """The names and sizes of what joining or resuming needs."""
-        if kind == CHECKPOINTS:
+        if kind == CHECKPOINTS_FOLDER:
             files = [
                 file
-                for path in newest(self.folder / CHECKPOINTS)
+                for path in newest(self.folder / CHECKPOINTS_FOLDER)
                 for file in sorted(path.iterdir())
             ]
             found = {str(file.relative_to(self.folder)): file for file in files}
@@ -162,14 +163,14 @@ class RemoteDepot:
         """Copy all checkpoints of the run into a folder, in place of what it has."""
         shutil.rmtree(folder, ignore_errors=True)
         with self.lock, self.dial() as connection:
-            for name in self._list(connection, CHECKPOINTS):
+            for name in self._list(connection, CHECKPOINTS_FOLDER):
                 self._get(connection, name, _inside(folder.parent, name))
 
     def put(self, path: Path) -> None:
         """Send the files of an unfinished checkpoint to the launcher."""
         with self.lock, self.dial() as connection:
             for file in sorted(path.iterdir()):
-                name = f"{CHECKPOINTS}/{path.name}/{file.name}"
+                name = f"{CHECKPOINTS_FOLDER}/{path.name}/{file.name}"
                 with file.open("rb") as opened:
                     size = os.fstat(opened.fileno()).st_size
                     send_frame(connection, {"put": name, "bytes": size})

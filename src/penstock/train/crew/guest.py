@@ -28,7 +28,7 @@ from penstock.train.crew.depot import TOKENS_FILE, RemoteDepot
 from penstock.train.crew.gate import tell_verdict
 from penstock.train.crew.member import Member, set_environment, work_in_crew
 from penstock.train.crew.site import Site
-from penstock.train.loop import WatchRow
+from penstock.train.history import WatchRow
 from penstock.train.worker import FAILURE_FILE, Verdict
 
 STORE_SECONDS = 60.0  # how long the launcher's store may take to answer

@@ -18,7 +18,7 @@ from penstock.train.data.mixture import mix
 from penstock.train.data.tokenizer import tokenizer_of
 from penstock.train.history import PLAN_FILE
 from penstock.train.hub import settle_model
-from penstock.train.loop import Job
+from penstock.train.job import Job
 from penstock.train.worker import (
     CONFIG_FILE,
     job_of,

@@ -32,7 +32,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from io import BytesIO
-from itertools import chain
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import IO, Any, BinaryIO, NamedTuple
 
@@ -52,8 +52,14 @@ from penstock.train.data.conversations import (
     padding_row,
 )
 from penstock.train.data.document_end import side_files
-from penstock.train.data.masking import Masking
+from penstock.train.data.masking import Masking, bert_words
 from penstock.train.data.order import shuffled
+from penstock.train.data.segments import (
+    Layout,
+    pad_rows,
+    segment_rows,
+    split_sentences,
+)
 from penstock.train.data.tables import TABLE_KINDS, table_records, table_texts
 from penstock.train.data.tokenizer import TokenArray, Tokenizer, not_text, tokenizer_of
 
@@ -82,6 +88,7 @@ TABLE = (
     "a table: write its texts as lines of JSON, for example with "
     "pandas.read_orc(...).to_json('text.jsonl', orient='records', lines=True)"
 )
+EMPTY_TEXT = "the text is empty\n  give some in data.sources"
 RECORDS = (".jsonl", *TABLE_KINDS)  # files that hold records rather than plain text
 ARCHIVE = "an archive: unpack it first"
 BINARY = {".orc": TABLE}
@@ -134,9 +141,9 @@ class Corpus:
     held_out: int
     digest: str  # of the tokens
     end: int | None = None  # the word after each document, if documents are kept apart
-    # Of conversations: which tokens are learned, and with which a conversation begins.
+    # Of conversations and segments: which tokens are learned, and with which a document begins.
     marks: Marks | None = None
-    separate: bool = False  # whether conversations are kept apart
+    separate: bool = False  # whether conversations or segments are kept apart
     tally: Tally | None = None  # of conversations
     masking: Masking | None = None  # for models that guess masked words
     bytes_per_token: float | None = None  # of text; None if nobody has counted
@@ -160,6 +167,11 @@ class Corpus:
         """Whether documents or conversations are kept apart."""
         return self.end is not None or self.separate
 
+    @property
+    def has_segments(self) -> bool:
+        """Whether its rows are segments of text for a Bert, and not conversations."""
+        return self.marks is not None and self.masking is not None
+
     def sequence(self, number: int) -> TokenArray:
         """Return a sequence and the token after it, which is the label of the last one."""
         return self.tokens[number * self.length : (number + 1) * self.length + 1]
@@ -179,7 +191,7 @@ def open_corpus(
     """
     tokenizer = tokenizer_of(data.tokenizer)
     files = source_files(data)
-    if data.separate and tokenizer.end is None and not data.instructions:
+    if data.separate and tokenizer.end is None and not data.marked:
         raise FileError(
             f"{_tokenizer_name(data)} has no word that ends a document, "
             "so documents cannot be told apart\n"
@@ -209,7 +221,7 @@ def read_corpus(row: Path, note: Path, data: DataConfig, end: int | None) -> Cor
     marks: Marks | None = None
     try:
         tokens: TokenArray = np.memmap(row, dtype=dtype, mode="r")
-        if data.instructions:
+        if data.marked:
             marks = np.memmap(file_of_marks(row), dtype=np.uint8, mode="r")
     except OSError as error:
         raise FileError(
@@ -218,8 +230,9 @@ def read_corpus(row: Path, note: Path, data: DataConfig, end: int | None) -> Cor
         ) from None
     if marks is not None:
         corpus = cut_corpus(tokens, data, facts["digest"])
-        tally = Tally(**facts["conversations"])
-        return replace(corpus, marks=marks, separate=data.separate, tally=tally)
+        told = facts.get("conversations")
+        tally = None if told is None else Tally(**told)
+        return replace(corpus, marks=marks, separate=data.apart, tally=tally)
     corpus = cut_corpus(tokens, data, facts["digest"], end if data.separate else None)
     if "bytes" not in facts:  # a cache that an earlier version has written
         return corpus
@@ -356,6 +369,8 @@ def _cache_name(data: DataConfig, files: list[Path]) -> str:
         template = find_template(data)
         text = "" if template is None else f"{template.text}{template.special}"
         settings += f"{data.tokens}\n{text}\n"
+    if data.segments:
+        settings += f"{data.tokens}\n{data.segments}\n{data.separate}\n"
     digest = hashlib.sha256(settings.encode())
     sources = [*files]
     if names_a_file(tokenizer):
@@ -534,10 +549,8 @@ def _is_complete(row: Path, note: Path) -> bool:
     try:
         facts = json.loads(note.read_text(encoding="utf-8"))
         expected = facts["tokens"] * facts["width"]
-        if (
-            "conversations" in facts
-            and file_of_marks(row).stat().st_size != facts["tokens"]
-        ):
+        marked = facts.get("marked", "conversations" in facts)
+        if marked and file_of_marks(row).stat().st_size != facts["tokens"]:
             return False
         return row.stat().st_size == expected and bool(facts["digest"])
     except (OSError, ValueError, KeyError, TypeError):
@@ -553,16 +566,22 @@ def _fill(
     watch: ProgressBytes,
 ) -> None:
     """Write the cache under another name and rename it; the note makes it complete."""
-    width = 2 if tokenizer.vocab <= 1 << 16 else 4
+    words = bert_words(tokenizer, data.tokenizer, data.segments)
+    vocab = words.vocab if data.segments else tokenizer.vocab
+    width = 2 if vocab <= 1 << 16 else 4
     try:
         row.parent.mkdir(parents=True, exist_ok=True)
         part = row.with_name(f"tokens-{uuid.uuid4().hex}.part")
         facts: dict[str, object] = {"width": width, "files": len(files)}
+        sizes: list[int] = []
+        encoded = _encode_files(files, data, tokenizer, watch, sizes)
         if data.instructions:
             facts |= _write_conversations(part, row, files, data, tokenizer, watch)
+        elif data.segments:
+            dtype = np.uint16 if width == 2 else np.uint32
+            layout = Layout(words, data.segments, data.tokens, dtype)
+            facts |= _write_segments(part, row, encoded, layout, data.separate)
         else:
-            sizes: list[int] = []
-            encoded = _encode_files(files, data, tokenizer, watch, sizes)
             tokens, digest = _write_tokens(part, encoded, tokenizer.end, width)
             facts |= {"tokens": tokens, "digest": digest, "bytes": sum(sizes)}
         part.replace(row)
@@ -597,7 +616,7 @@ def _write_tokens(
                     digest.update(array.data)
                     all_tokens += len(array)
             if not text_tokens:
-                raise FileError("the text is empty\n  give some in data.sources")
+                raise FileError(EMPTY_TEXT)
         except BaseException:
             file.unlink()
             raise
@@ -619,41 +638,71 @@ def _write_conversations(
 ) -> dict[str, object]:
     """Write rows of conversations and, beside them, their marks; return what to note down."""
     tally = Tally()
-    digest = hashlib.sha256()
-    tokens = 0
     padding = tokenizer.end or 0
     records = _all_records(files, watch)
     encoded = encode_records(
         records, tokenizer, find_template(data), data.tokens, tally
     )
+    dtype = np.uint16 if tokenizer.vocab <= 1 << 16 else np.uint32
     rows = pack_rows(encoded, data.tokens, padding)
-    part_of_marks = part.with_suffix(".marks.part")
-    try:
-        with part.open("xb") as words_file, part_of_marks.open("xb") as marks_file:
-            dtype = np.uint16 if tokenizer.vocab <= 1 << 16 else np.uint32
-            # The last row needs a token after it.
-            last: Iterable[Conversation] = (padding_row(1, padding, dtype),)
-            for packed in chain(rows, last):
-                words_file.write(packed.words.data)
-                marks_file.write(packed.marks.data)
-                digest.update(packed.words.data)
-                digest.update(packed.marks.data)
-                tokens += packed.tokens
+
+    def complain() -> None:
         if not tally.learned:
             raise FileError(
                 f"there is nothing to learn: none of {tally.conversations} conversations has an answer within "
                 f"{data.tokens} tokens\n  give other data.sources, or more data.tokens"
             )
+
+    facts = _write_rows(part, row, rows, padding_row(1, padding, dtype), complain)
+    return {**facts, "conversations": asdict(tally)}
+
+
+def _write_segments(
+    part: Path,
+    row: Path,
+    encoded: Iterable[tuple[TokenArray, bool]],
+    layout: Layout,
+    packed: bool,
+) -> dict[str, object]:
+    """Write rows of segments for a Bert and, beside them, their marks; return what to note down."""
+    examples = segment_rows(encoded, layout)
+    padding = layout.words.padding
+    fill = pack_rows if packed else pad_rows
+    rows = fill(examples, layout.length, padding)
+    return _write_rows(part, row, rows, padding_row(1, padding, layout.dtype))
+
+
+def _write_rows(
+    part: Path,
+    row: Path,
+    rows: Iterable[Conversation],
+    last: Conversation,
+    complain: Callable[[], None] = lambda: None,
+) -> dict[str, object]:
+    """Write rows and, beside them, their marks. The `last` token comes after the last row, which needs one.
+
+    `complain` may raise an error once all rows are made.
+    """
+    digest = hashlib.sha256()
+    tokens = 0
+    part_of_marks = part.with_suffix(".marks.part")
+    try:
+        with part.open("xb") as words_file, part_of_marks.open("xb") as marks_file:
+            for packed in chain(rows, (last,)):
+                words_file.write(packed.words.data)
+                marks_file.write(packed.marks.data)
+                digest.update(packed.words.data)
+                digest.update(packed.marks.data)
+                tokens += packed.tokens
+        complain()
+        if tokens == last.tokens:
+            raise FileError(EMPTY_TEXT)
         part_of_marks.replace(file_of_marks(row))
     except BaseException:
         part.unlink(missing_ok=True)
         part_of_marks.unlink(missing_ok=True)
         raise
-    return {
-        "tokens": tokens,
-        "digest": digest.hexdigest()[:16],
-        "conversations": asdict(tally),
-    }
+    return {"tokens": tokens, "digest": digest.hexdigest()[:16], "marked": True}
 
 
 def _all_records(files: list[Path], watch: ProgressBytes) -> Iterator[Record]:
@@ -690,7 +739,7 @@ def _encode_files(
         count = 0  # bytes of these pieces
         begin = 0  # where they begin in the file
         for piece in text_pieces(file, data.field, tokenizer.cut):
-            pieces.append(piece)
+            pieces += _sentences(piece) if data.segments else [piece]
             sizes[-1] += len(piece.text)
             count += len(piece.text)
             if max(count, piece.place - begin) >= PIECE_BYTES:
@@ -702,6 +751,17 @@ def _encode_files(
         yield from _encode_pieces(pieces, tokenizer, file)
         before += file.stat().st_size
         watch(before, total)
+
+
+def _sentences(piece: Piece) -> list[Piece]:
+    """The sentences of a piece, each a piece of its own."""
+    texts = split_sentences(piece.text) or [b""]
+    before = accumulate(map(len, texts), initial=piece.before)
+    sentences = [
+        piece._replace(text=text, before=place, ends=False)
+        for text, place in zip(texts, before, strict=False)
+    ]
+    return [*sentences[:-1], sentences[-1]._replace(ends=piece.ends)]
 
 
 def _encode_pieces(
