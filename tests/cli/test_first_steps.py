@@ -175,7 +175,7 @@ def test_a_command_says_how_to_install_what_it_lacks(
 def test_packages_of_no_extra_are_not_explained():
     assert missing_package(ModuleNotFoundError("no", name="penstock.nothing")) is None
     assert missing_package(ModuleNotFoundError("no")) is None
-    assert extra_of("peft") == "lora"
+    assert extra_of("tokenizers") == "hf"
 
 
 # ---------------------------------------------------------------- did you mean
