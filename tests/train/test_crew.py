@@ -384,11 +384,13 @@ def test_the_report_shows_the_speed_around_each_event(tmp_path):
     plan = Plan(make("1f1b", ranks=2, microbatches=4), "1f1b", (2, 2))
     write_plan(plan, tmp_path / "plan.json")
     log = EventLog(tmp_path, resume=False)
-    log.put(Event(2, "lost", 3, 0.8, "worker 1 was killed by SIGKILL"))
-    assert read_events(tmp_path)[0].workers == 3
+    event = Event(2, "lost", 3, 0.8, "worker 1 was killed by SIGKILL", (0, 2, 3), 0.5)
+    log.put(event)
+    assert read_events(tmp_path) == [event]
     (line,) = list_events(summarize_run(tmp_path))
     assert line.startswith(
-        "after step 2: worker 1 was killed by SIGKILL; 3 workers went on after 800 ms; "
+        "after step 2: worker 1 was killed by SIGKILL; 3 workers went on after 800 ms, "
+        "planned at 50% of the full speed; "
     )
     assert line.endswith(" after")
     assert "tokens/s before" in line

@@ -52,6 +52,7 @@ from penstock.train.crew.depot import RunFiles
 from penstock.train.crew.gate import Gate
 from penstock.train.crew.keeper import Keeper, MemberEntry
 from penstock.train.crew.site import key_of
+from penstock.train.optimizer import OPTIMIZER_LIBRARY
 from penstock.train.worker import (
     FAILURE_FILE,
     FULL_FILE,
@@ -86,9 +87,8 @@ HINTS = {  # by the exit code of a worker
     -signal.SIGILL: "\n  the processor does not have an instruction that was used: "
     "run.precision=float32 may do without it",
 }
-# What every worker needs, loaded once in the process that they are forked from. The first
-# optimizer of a process loads torch._dynamo, which would take each worker half a second.
-LOADED_MODULES = ("penstock.train.worker", "torch._dynamo")
+# What every worker needs, loaded once in the process that they are forked from.
+LOADED_MODULES = ("penstock.train.worker", OPTIMIZER_LIBRARY)
 WorkerEntry = Callable[[str, bool], Verdict]
 Say = Callable[[str], None]  # shows the user a line
 

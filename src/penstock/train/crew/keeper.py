@@ -58,6 +58,7 @@ from penstock.train.crew.succession import (
     holders_of,
     rank_work,
     shares_a_part,
+    step_length,
 )
 from penstock.train.worker import Verdict, read_failure, saved_step
 
@@ -473,7 +474,7 @@ class Keeper:
             self.say(
                 f"{text}; it alone had its part, so {workers} workers go back to step {step}"
             )
-        self.pending = Event(step, kind, workers, 0.0, text)
+        self.pending = Event(step, kind, workers, 0.0, text, decision.members)
 
     def arrival_story(self, number: int) -> str:
         """Say who has joined."""
@@ -502,8 +503,15 @@ class Keeper:
         """Write down the last event, if it is not written yet."""
         if self.pending is not None:
             seconds = round(time.monotonic() - self.broken_before, 3)
-            self.events.put(replace(self.pending, seconds=seconds))
+            speed = round(self.speed_of_plan(), 3)
+            self.events.put(replace(self.pending, seconds=seconds, speed=speed))
             self.pending = None
+
+    def speed_of_plan(self) -> float:
+        """The speed of this generation by its plan, compared with the plan for all workers."""
+        assert self.decision is not None
+        paces = [self.watch.paces.get(worker, 1.0) for worker in self.decision.members]
+        return step_length(self.plan) / step_length(self.decision.plan, paces)
 
 
 def describe_takeovers(before: Decision, decision: Decision) -> str:

@@ -97,6 +97,13 @@ def rank_work(plan: Plan) -> list[float]:
     return totals
 
 
+def step_length(plan: Plan, paces: Sequence[float] = ()) -> float:
+    """Return how long a step of a plan takes, in layers; the mean if steps take different paths."""
+    cost = PartCost(parts=tuple(part_work(plan)), paces=tuple(paces))
+    lengths = [simulate(schedule, cost).makespan for schedule in plan.schedules]
+    return sum(lengths) / len(lengths)
+
+
 def shares_a_part(schedule: Schedule, rank: int) -> bool:
     """Whether another rank holds one of a rank's parts, and could do some of its work."""
     holders = holders_of(schedule)
