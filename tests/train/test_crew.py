@@ -24,7 +24,7 @@ from penstock.train.crew.choice import is_elastic
 from penstock.train.crew.events import Event, EventLog, read_events
 from penstock.train.crew.notes import Report, load_decision, load_report
 from penstock.train.crew.succession import decide, parts_without_replica
-from penstock.train.history import read_rows
+from penstock.train.history import last_step, read_rows
 from penstock.train.job import Job
 from penstock.train.placement import Placement
 from penstock.train.step_figures import StepFigures
@@ -144,6 +144,34 @@ def test_a_rank_that_missed_the_sum_of_a_step_commits_it_with_the_figures_of_the
     crew.run(decision)
     rows = read_rows(tmp_path / "run")
     assert losses(rows) == started_with(2, (3,))
+
+
+def test_a_step_that_the_leader_could_not_write_down_is_written_by_the_next_leader(
+    started_with, tmp_path
+):
+    def prepare(trainer):
+        """Let rank 0 die in step 3, when the others have closed it."""
+        close = trainer.close_step
+
+        def end(history):
+            if trainer.step == 3:
+                raise Killed
+            return close(history)
+
+        if trainer.comm.rank == 0:
+            trainer.close_step = end
+
+    crew = Crew(job_with_copies(tmp_path, "run.save=0"))
+    crew.run(crew.decide(), prepare=prepare)
+    assert last_step(tmp_path) == 2
+    assert all(report.step == 3 for report in crew.reports.values())
+    assert all(report.closed for report in crew.reports.values())
+    decision = crew.decide()
+    assert decision.step == 3
+    crew.run(decision)
+    rows = read_rows(tmp_path)
+    assert [row.step for row in rows] == list(range(1, STEPS + 1))
+    assert losses(rows) == started_with(3, (0,))
 
 
 def test_a_worker_that_comes_gets_its_part_from_a_peer_and_all_go_on_with_the_whole_plan(

@@ -60,6 +60,7 @@ from penstock.train.crew.succession import (
     shares_a_part,
     step_length,
 )
+from penstock.train.history import last_step
 from penstock.train.worker import Verdict, read_failure, saved_step
 
 LOOK_SECONDS = 0.05  # between two looks at the workers
@@ -421,6 +422,7 @@ class Keeper:
             self.settings.mirror != "false",
             lambda: good_step(self.folder / CHECKPOINTS_FOLDER),
             self.watch.paces,
+            lambda: last_step(self.folder),
         )
         decision = replace(decision, leader=self.leader_of(decision.members))
         if before is not None:
