@@ -88,6 +88,26 @@ def penstock(monkeypatch, capsys, tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("config", "sliced"),
+    [
+        (transformers.Gemma2Config(**SIZES, head_dim=8), True),
+        # Its linear attention goes on from a state that Penstock does not know.
+        (transformers.Qwen3NextConfig(**SIZES, head_dim=8), False),
+    ],
+)
+def test_plans_have_slices_only_for_decoders_that_can_run_them(
+    config, sliced, penstock, tmp_path
+):
+    config.save_pretrained(tmp_path / "sizes")
+    said = penstock(
+        "plan config.toml --gpu v100 --devices 2 --json --set model.config=sizes "
+        "--set data.tokens=64 --set data.batch=1 --set schedule.microbatches=1"
+    )
+    shapes = [row["shape"] for row in json.loads(said)["rows"]]
+    assert any("slices" in shape for shape in shapes) == sliced
+
+
+@pytest.mark.parametrize(
     ("name", "schedule"),
     [
         ("gemma3", "seq1f1b --set schedule.slices=2"),
