@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,13 +14,16 @@ import transformers
 from safetensors.torch import load_file
 
 from commands import SMALL_CONFIG, called
+from penstock.config import Config, ModelConfig
 from penstock.errors import FileError, ShapeError
 from penstock.formats.config_toml import read_config
 from penstock.models import DecoderConfig, LlamaConfig, token_loss
 from penstock.models.count import parameters_of
 from penstock.models.decoder import build_decoder, check_positions, decoder_of
+from penstock.plan.recipes import Limits
 from penstock.train.after.export import export_run
 from penstock.train.after.generate import open_trained
+from penstock.train.auto import model_limits
 from penstock.train.data.loader import Deal, Loader
 from penstock.train.history import read_rows
 from penstock.train.hub import read_sizes
@@ -88,23 +92,18 @@ def penstock(monkeypatch, capsys, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("config", "sliced"),
+    ("sizes", "slices"),
     [
-        (transformers.Gemma2Config(**SIZES, head_dim=8), True),
+        (transformers.Gemma2Config(**SIZES, head_dim=8), 8),
         # Its linear attention goes on from a state that Penstock does not know.
-        (transformers.Qwen3NextConfig(**SIZES, head_dim=8), False),
+        (transformers.Qwen3NextConfig(**SIZES, head_dim=8), 1),
     ],
 )
-def test_plans_have_slices_only_for_decoders_that_can_run_them(
-    config, sliced, penstock, tmp_path
-):
-    config.save_pretrained(tmp_path / "sizes")
-    said = penstock(
-        "plan config.toml --gpu v100 --devices 2 --json --set model.config=sizes "
-        "--set data.tokens=64 --set data.batch=1 --set schedule.microbatches=1"
-    )
-    shapes = [row["shape"] for row in json.loads(said)["rows"]]
-    assert any("slices" in shape for shape in shapes) == sliced
+def test_the_planner_knows_which_decoders_run_in_slices(sizes, slices, tmp_path):
+    sizes.save_pretrained(tmp_path)
+    config = replace(Config(), model=ModelConfig(config=str(tmp_path)))
+    config = replace(config, data=replace(config.data, tokens=64))
+    assert model_limits(config, Limits(slices=8)) == Limits(slices=slices)
 
 
 @pytest.mark.parametrize(
