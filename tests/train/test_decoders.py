@@ -96,7 +96,7 @@ def penstock(monkeypatch, capsys, tmp_path):
     [
         (transformers.Gemma2Config(**SIZES, head_dim=8), 8),
         # Its linear attention goes on from a state that Penstock does not know.
-        (transformers.Qwen3NextConfig(**SIZES, head_dim=8), 1),
+        (transformers.Qwen3NextConfig(**SIZES, head_dim=8, num_experts=2), 1),
     ],
 )
 def test_the_planner_knows_which_decoders_run_in_slices(sizes, slices, tmp_path):
