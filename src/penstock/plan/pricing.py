@@ -97,6 +97,7 @@ class UnitPricing:
                 self.limits.slices,
                 self.limits.skip,
                 self.limits.split,
+                self.limits.weights,
             )
         return space_bound(
             self.cost,
@@ -106,6 +107,7 @@ class UnitPricing:
             self.limits.slices,
             self.memory,
             self.limits.split,
+            weights=self.limits.weights,
         )
 
     def close_bound(self, cell: Cell) -> float:
@@ -489,7 +491,8 @@ class ProfilePricing:
         if again:
             least = with_recomputation(least)
         bound_of = partial_profile_bound if self.limits.skip else profile_bound
-        bound = bound_of(least, cell.ranks, cell.microbatches) / fastest
+        weights = self.limits.weights
+        bound = bound_of(least, cell.ranks, cell.microbatches, weights) / fastest
         if processors is not None:
             work = _least_work(least) * cell.microbatches * cell.copies
             bound = max(bound, work / processors)
