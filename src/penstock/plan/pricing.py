@@ -52,6 +52,7 @@ from penstock.plan.space import (
     with_recomputation,
 )
 from penstock.plan.topology import Machines, cluster_network, cluster_nodes
+from penstock.plan.tried_bound import tried_bound
 from penstock.plan.workload import Cell, Workload
 
 MeshKey = tuple[int, int, int, Link, Link]  # rows, tensor, shard and their links
@@ -111,8 +112,14 @@ class UnitPricing:
         )
 
     def close_bound(self, cell: Cell) -> float:
-        """Return the same: this bound knows the memory already."""
-        return self.bound(cell)
+        """Return a larger such time, which looks at every placement that the search tries."""
+        quick = self.bound(cell)
+        if self.limits.skip or self.limits.weights > 1:
+            return quick
+        close = tried_bound(
+            self.cost, cell.ranks, cell.microbatches, self.limits, self.memory
+        )
+        return max(quick, close)
 
     def estimate(self, cell: Cell) -> Estimate:
         """Return the bound: there is only one cell, so that nothing is compared."""
