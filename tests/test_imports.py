@@ -37,7 +37,7 @@ ROOMS = {
     "pipeline": {"ir", "partition", "runtime", "models", "errors"},
     "train": {
         *("ir", "cost", "config", "formats", "schedules", "sim", "plan", "view"),
-        *("carry", "dropout", "runtime", "measure", "models", "errors"),
+        *("carry", "dropout", "runtime", "measure", "models", "version", "errors"),
     },
     "ray": {
         *("ir", "config", "formats", "plan", "runtime", "train", "errors"),
