@@ -58,7 +58,8 @@ from penstock.runtime.wire.exchange import Exchange
 from penstock.runtime.wire.key import KEY_FILE, keep_key
 from penstock.train.data.corpus import Corpus, open_corpus
 from penstock.train.history import StepRow, read_rows
-from penstock.train.loop import Job, Trainer
+from penstock.train.job import Job
+from penstock.train.loop import Trainer
 from penstock.train.weights import sizes_of
 
 ROOT = Path(__file__).parent.parent

@@ -24,13 +24,13 @@ from penstock.errors import ConfigError
 from penstock.formats.config_toml import read_config, written_keys
 from penstock.runtime import ProcessComm
 from penstock.runtime.process.launch import after_first
-from penstock.train.checkpoint import newest, step_name
+from penstock.train.checkpoint import CHECKPOINTS_FOLDER, newest, step_name
 from penstock.train.launcher import forget_previous_end
 from penstock.train.lock import Lock, locking
 from penstock.train.loop import Trainer
 from penstock.train.placement import launched_placement
 from penstock.train.session import plan_config
-from penstock.train.start import CHECKPOINTS, check_sources, find_run, prepare_run
+from penstock.train.start import check_sources, find_run, prepare_run
 from penstock.train.worker import CONFIG_FILE, STOP_FILE, job_of, join
 
 KEYS = ("config", "set")  # of the dictionary that Ray hands to the loop
@@ -47,7 +47,7 @@ def train_loop(settings: Mapping[str, Any]) -> None:
     comm = join(config, launched_placement(config))
     config = fit_ranks(config, comm.ranks)
     given = written_keys(source, changes)
-    resume = bool(newest(folder / CHECKPOINTS))
+    resume = bool(newest(folder / CHECKPOINTS_FOLDER))
     with locking() as lock:
         after_first(comm, lambda: prepare(config, folder, resume, lock, given))
         train(folder, resume, comm)

@@ -46,7 +46,8 @@ from penstock.train.entry import run_worker
 from penstock.train.history import StepRow, read_rows
 from penstock.train.hub import settle_tokenizer
 from penstock.train.launcher import _story, launch
-from penstock.train.loop import Trainer, describe
+from penstock.train.loop import Trainer
+from penstock.train.resumption import describe_model
 from penstock.train.worker import Verdict, job_of, model_sizes, read_failure
 
 
@@ -594,7 +595,7 @@ def test_a_refused_resume_leaves_the_run_as_it_was(change, words, here, text):
         "penstock": "checkpoint",
         "step": 3,
         "files": {},
-        "model": describe(model_sizes(config)),
+        "model": describe_model(model_sizes(config)),
         "data": {"seen": 24, "seed": 0, "length": 32, "digest": corpus.digest},
     }
     (saved / "checkpoint.json").write_text(json.dumps(facts))

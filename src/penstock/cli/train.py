@@ -87,7 +87,6 @@ def train_command(
 
     Example: penstock train config.toml --set model.layers=24 --set schedule.name=hanayo
     """
-    require_torch()
     from penstock.formats.config_toml import written_keys
     from penstock.train.crew.choice import is_elastic
     from penstock.train.launcher import (
@@ -165,17 +164,6 @@ def init_command(
 
 
 # ---------------------------------------------------------------- before the workers start
-def require_torch() -> None:
-    """Raise an error that says how to install torch if it is missing."""
-    try:
-        import torch  # noqa: F401
-    except ModuleNotFoundError:
-        raise RunError(
-            "this command needs torch, which is not installed: "
-            "pip install 'penstock[torch]'"
-        ) from None
-
-
 @dataclass(frozen=True, slots=True)
 class _Prepared:
     """Everything that is known before the workers start."""

@@ -118,8 +118,9 @@ def plan_workload(
     profiles: RowProfiles,
     limits: Limits | None = None,
     watch: Callable[[Progress], None] = lambda progress: None,
+    source: str = "measured",
 ) -> AutoPlan:
-    """Search for the fastest plan of a workload."""
+    """Search for the fastest plan of a workload. `source` tells where the profiles are from."""
     if limits is None:
         config = workload.config
         limits = Limits(skip=0.0 if config is None else config.schedule.skip)
@@ -127,5 +128,5 @@ def plan_workload(
             limits = replace(limits, slices=1)
     pricing = ProfilePricing(workload, profiles.at, limits)
     landscape = search(workload, pricing, limits, watch, write_size)
-    plan = chosen_plan(landscape, (("profile", "measured"),))
+    plan = chosen_plan(landscape, (("profile", source),))
     return AutoPlan(plan, profiles, landscape)

@@ -47,9 +47,10 @@ from penstock.train.data.corpus import Corpus, ProgressBytes, open_validation
 from penstock.train.data.masking import bert_words, masking_of
 from penstock.train.data.mixture import open_text
 from penstock.train.data.tokenizer import kept_tokenizer, tokenizer_of
-from penstock.train.history import PLAN_FILE, ROOM
+from penstock.train.history import PLAN_FILE, ROOM, WatchRow
 from penstock.train.hub import read_sizes, settle_model
-from penstock.train.loop import Job, Trainer, WatchRow
+from penstock.train.job import Job
+from penstock.train.loop import Trainer
 from penstock.train.placement import Placement, check_gpu_exists, launched_placement
 from penstock.train.weights import Sizes, sizes_of
 

@@ -33,7 +33,7 @@ from penstock.ir.plan import Plan
 from penstock.runtime.process.launch import LOCALHOST, keep_store, process_context
 from penstock.runtime.process.status import Failure, announce
 from penstock.runtime.torch_internals import PrefixStore, Store
-from penstock.train.checkpoint import good_step
+from penstock.train.checkpoint import CHECKPOINTS_FOLDER, good_step
 from penstock.train.crew.events import Event, EventLog
 from penstock.train.crew.gate import Gate, Guest
 from penstock.train.crew.notes import (
@@ -59,7 +59,6 @@ from penstock.train.crew.succession import (
     rank_work,
     shares_a_part,
 )
-from penstock.train.loop import CHECKPOINTS_FOLDER
 from penstock.train.worker import Verdict, read_failure, saved_step
 
 LOOK_SECONDS = 0.05  # between two looks at the workers

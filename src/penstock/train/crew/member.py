@@ -25,6 +25,7 @@ from penstock.runtime.comm.wire import WireComm
 from penstock.runtime.process.launch import end_with_parent, hear_signals
 from penstock.runtime.torch_internals import PrefixStore, Store, TCPStore
 from penstock.runtime.wire.exchange import Exchange
+from penstock.train.crew.handover import CrewChange
 from penstock.train.crew.notes import (
     FINISHED,
     LAUNCH,
@@ -43,7 +44,9 @@ from penstock.train.crew.notes import (
 )
 from penstock.train.crew.pace import WorkWindow
 from penstock.train.crew.site import Site
-from penstock.train.loop import CrewChange, Job, RunOutcome, Trainer, WatchRow
+from penstock.train.history import WatchRow
+from penstock.train.job import Job, RunOutcome
+from penstock.train.loop import Trainer
 from penstock.train.placement import launched_placement
 from penstock.train.worker import (
     STOP_FILE,

@@ -22,8 +22,8 @@ from typing import Any
 
 from penstock.formats.plan_json import dump_plan, load_plan
 from penstock.ir.plan import Plan
-from penstock.train.crew.handover import Transfer, Transfers
-from penstock.train.loop import Handover, StepFigures
+from penstock.train.crew.handover import Handover, Transfer, Transfers
+from penstock.train.step_figures import StepFigures
 
 FINISHED = "crew/finished"
 LAUNCH = "crew/launch"

@@ -284,12 +284,21 @@ def open_validation(
     data: DataConfig, cache: Path, watch: ProgressBytes = lambda done, total: None
 ) -> Corpus | None:
     """Open the text of data.validation, all of which counts as held out; None without any."""
+    own = validation_data(data)
+    return None if own is None else all_held_out(open_corpus(own, cache, watch))
+
+
+def validation_data(data: DataConfig) -> DataConfig | None:
+    """Return data.validation as the sources of a corpus of its own; None without any."""
     if not data.validation:
         return None
-    own = replace(
+    return replace(
         data, sources=data.validation, validation=(), mixture=(), held_out=0.0
     )
-    corpus = open_corpus(own, cache, watch)
+
+
+def all_held_out(corpus: Corpus) -> Corpus:
+    """Return a corpus all of whose sequences are held out."""
     return replace(corpus, trained=0, held_out=corpus.trained)
 
 

@@ -66,6 +66,10 @@ class Deal:
         """Sequences per step, over all shards."""
         return self.each * self.shards * self.passes
 
+    def first_row(self, turn: int) -> int:
+        """Return the first row of this shard in a pass, counted over all rows of the step."""
+        return (turn * self.shards + self.shard) * self.each
+
 
 def wanted_by(schedule: Schedule, rank: int, separate: bool = False) -> frozenset[int]:
     """Return the micro-batches whose tokens a rank reads.
