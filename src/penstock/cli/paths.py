@@ -339,9 +339,6 @@ def _described_question(
 
 def _config_question(options: ConfigOptions, rules: Rules) -> PathQuestion:
     """Ask for paths through the model of a config, on the nodes of a cluster."""
-    from penstock.cli.train import require_torch
-
-    require_torch()
     from penstock.formats import read_cluster
     from penstock.formats.config_toml import written_keys
     from penstock.plan.paths.arrangement import replica_counts

@@ -304,9 +304,6 @@ def pipeline_question(
 
 def config_question(options: ModelOptions, limits: Limits) -> Question:
     """Ask for the best plan of a config, on this machine or on devices that are described."""
-    from penstock.cli.train import require_torch
-
-    require_torch()
     from penstock.formats import read_cluster
     from penstock.formats.config_toml import written_keys
     from penstock.plan.question import bytes_of, profile_question

@@ -11,7 +11,7 @@ import typer
 
 from penstock.cli.options import ConfigChanges, JsonFlag
 from penstock.cli.tables import print_json, print_table, progress, tell, write
-from penstock.errors import RunError, ShapeError
+from penstock.errors import ShapeError
 
 if TYPE_CHECKING:
     from penstock.cost import Cluster, Profile, RowProfiles
@@ -203,13 +203,8 @@ def profile_command(
         )
         _write_profiles(computed, output or Path("profile.json"), json)
         return
-    try:
-        from penstock.train import profile as measuring
-    except ModuleNotFoundError as error:
-        raise RunError(
-            f"profile needs {error.name}, which is not installed: "
-            "pip install 'penstock[torch]'"
-        ) from None
+    from penstock.train import profile as measuring
+
     if output is None:
         output = Path("cluster.toml" if links else "profile.json")
     if links and output.suffix != ".json":

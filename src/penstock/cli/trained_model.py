@@ -10,7 +10,6 @@ import typer
 
 from penstock.cli.ending import REPORT, SAMPLE
 from penstock.cli.tables import print_plain, progress, tell, write
-from penstock.cli.train import require_torch
 from penstock.errors import ShapeError
 
 if TYPE_CHECKING:
@@ -46,7 +45,6 @@ def export_command(
 
     Example: penstock export runs/tiny -o tiny-llama
     """
-    require_torch()
     from penstock.train.after.export import export_run
 
     trained = export_run(run, output, dtype, merge)
@@ -85,7 +83,6 @@ def generate_command(
 
     Example: penstock generate runs/tiny --omit 2,5
     """
-    require_torch()
     from penstock.train.after.ablation import chosen_path, parse_layers
     from penstock.train.after.generate import generate_text, open_trained
     from penstock.train.data.prompt import read_prompt
@@ -148,7 +145,6 @@ def eval_command(
 
     Example: penstock eval my-model --text notes.txt
     """
-    require_torch()
     from penstock.train.after.ablation import parse_omission
     from penstock.train.after.evaluate import evaluate_run, evaluate_text
 

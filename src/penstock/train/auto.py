@@ -127,8 +127,9 @@ def plan_workload(
     profiles: RowProfiles,
     limits: Limits | None = None,
     watch: Callable[[Progress], None] = lambda progress: None,
+    source: str = "measured",
 ) -> AutoPlan:
-    """Search for the fastest plan of a workload."""
+    """Search for the fastest plan of a workload. `source` tells where the profiles are from."""
     if limits is None:
         limits = Limits()
         if workload.config is not None:
@@ -136,5 +137,5 @@ def plan_workload(
             limits = model_limits(workload.config, Limits(skip=skip))
     pricing = ProfilePricing(workload, profiles.at, limits)
     landscape = search(workload, pricing, limits, watch, write_size)
-    plan = chosen_plan(landscape, (("profile", "measured"),))
+    plan = chosen_plan(landscape, (("profile", source),))
     return AutoPlan(plan, profiles, landscape)

@@ -26,7 +26,7 @@ from penstock.models.count import parameters_of
 from penstock.runtime.process.memory import available_memory
 from penstock.train.compiling import chunk_of
 from penstock.train.crew.choice import is_elastic
-from penstock.train.crew.succession import first_mirrors
+from penstock.train.crew.succession import first_mirrors, first_plan
 from penstock.train.mesh import NUMBERS_PER_PARAMETER, held_in_layer
 from penstock.train.optimizer import (
     ADAMW_NUMBERS,
@@ -141,27 +141,22 @@ def why_too_large(
 ) -> str:
     """Say why a run does not fit into this machine, and what would; empty if it fits.
 
-    If steps take different schedules, the run must fit with each of them.
+    If steps take different schedules, the run must fit with each of them. If others are to
+    join from other machines, the workers of this one must be able to begin alone.
     """
     places = places_of(placement, config.mesh.size)
+    mirrored = config.run.mirror != "false" and is_elastic(config, plan, placement)
+    plan = first_plan(plan, config.run.workers)
     for schedule in step_paths(plan, config.paths).schedules:
         alone = replace(plan, schedule=schedule, rotation=(), full=None)
-        load = replace(
-            load_of(config, alone, sizes), mirrors=mirrors_of(config, alone, placement)
-        )
+        load = load_of(config, alone, sizes)
+        if mirrored:
+            mirrors = [(part, rank) for part, _, rank in first_mirrors(schedule)]
+            load = replace(load, mirrors=tuple(mirrors))
         refusal = too_large(load, places, config)
         if refusal:
             return refusal
     return ""
-
-
-def mirrors_of(
-    config: Config, plan: Plan, placement: Placement
-) -> tuple[tuple[int, int], ...]:
-    """Return the parts of which a run keeps mirrors, and the rank of each mirror."""
-    if config.run.mirror == "false" or not is_elastic(config, plan, placement):
-        return ()
-    return tuple((part, rank) for part, _, rank in first_mirrors(plan.schedule))
 
 
 def check_timing(config: Config, sizes: Sizes, placement: Placement) -> None:

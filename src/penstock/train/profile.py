@@ -152,7 +152,7 @@ def request_of(
         autocast=precision if precision != "float32" else None,
         threads=placement.threads,
         rounds=rounds_of(quick),
-        separate=config.data.separate,
+        separate=config.data.apart,
         graphs=is_recording(config, placement.device == "cuda"),
         compiled=is_compiling(config, _parse_device(placement.device)),
         loss_chunk=chunk_of(config),

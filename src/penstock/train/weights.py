@@ -287,6 +287,16 @@ def unvisited_parameters(holding: Holding, schedule: Schedule) -> list[nn.Parame
     return [one for name, one in holding.parameters.items() if name not in used]
 
 
+def drop_unvisited_gradients(holding: Holding, schedule: Schedule) -> None:
+    """Leave parts alone that no micro-batch has visited in a step with this schedule.
+
+    The sum over the replicas of such a part has left zeros as its gradients, and most
+    optimizers would still move and decay its weights.
+    """
+    for parameter in unvisited_parameters(holding, schedule):
+        parameter.grad = None
+
+
 def attach_parameters(holding: Holding) -> None:
     """Let the modules of a holding have its own parameters, which a later one may have replaced."""
     for part in holding.stages.values():

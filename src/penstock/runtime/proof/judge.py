@@ -26,7 +26,8 @@ from math import isfinite, isnan
 import torch
 from torch import Tensor
 
-from penstock.runtime.proof.ways import SEED, Bench, Option, Options, Results
+from penstock.runtime.proof.options import Option, Options
+from penstock.runtime.proof.ways import SEED, Bench, Results
 
 ALLOWED_ROUNDINGS = 32  # of a tensor's norm
 MAX_ROUNDING_SHARE = 0.01  # of a tensor's norm, whatever the data type

@@ -36,12 +36,13 @@ from penstock.runtime.dtensor_share import is_distributed
 from penstock.runtime.executor import Executor
 from penstock.runtime.facts import share_facts
 from penstock.runtime.proof.judge import Judge, TensorDifference
+from penstock.runtime.proof.options import REDRAWS, Option
 from penstock.runtime.proof.traceless import (
     has_compiled_layer,
     restored_random,
     uncompiled,
 )
-from penstock.runtime.proof.ways import REDRAWS, Bench, Option, Sample
+from penstock.runtime.proof.ways import Bench, Sample
 
 _log = logging.getLogger(__name__)
 MAX_ROWS = 2  # of a micro-batch: two are enough to show that rows leak into each other

@@ -159,7 +159,9 @@ def perplexity(
     with _without_dropout(parts):
         for batch in batches:
             paths = [path] * len(batch.inputs)
-            outputs = run_along_paths(parts, batch.inputs, paths, batch.starts)
+            outputs = run_along_paths(
+                parts, batch.inputs, paths, batch.starts, batch.named
+            )
             losses = [
                 token_loss(logits, labels).double()
                 for logits, labels in zip(outputs, batch.labels, strict=True)

@@ -280,7 +280,7 @@ class TextBatches(Sequence[Batch]):
 def _open_text(data: DataConfig, trained: Trained, cache: Path) -> TextBatches:
     """Encode a text, and cut all of it into sequences; the last one of plain text may be shorter."""
     guesses = isinstance(trained.sizes, BertConfig)
-    plain = not guesses and not data.instructions
+    plain = not guesses and not data.marked
     # A text may be shorter than a sequence.
     corpus = open_corpus(replace(data, tokens=2) if plain else data, cache)
     sequences = (corpus.token_count - 1) // data.tokens
@@ -288,7 +288,7 @@ def _open_text(data: DataConfig, trained: Trained, cache: Path) -> TextBatches:
     corpus = replace(corpus, length=data.tokens, trained=0, held_out=sequences)
     if guesses:
         tokenizer = tokenizer_of(data.tokenizer)
-        masking = masking_of(tokenizer, data.tokenizer, data.mask)
+        masking = masking_of(tokenizer, data.tokenizer, data.mask, data.segments)
         corpus = replace(corpus, masking=masking)
     rows = max(1, TOKENS_AT_ONCE // data.tokens)
     return TextBatches(corpus, rows, 0, sequences + int(rest))

@@ -152,7 +152,7 @@ def parameter_count(sizes: Sizes) -> int:
 
 
 def trained_sizes(described: dict[str, Any]) -> Sizes:
-    """Read the sizes that `penstock.train.loop.describe` has written."""
+    """Read the sizes that `penstock.train.resumption.describe_model` has written."""
     kinds: dict[str, type[Sizes]] = {
         "gpt": GPTConfig,
         "bert": BertConfig,

@@ -33,7 +33,7 @@ from penstock.ir.plan import Plan
 from penstock.runtime.process.launch import LOCALHOST, keep_store, process_context
 from penstock.runtime.process.status import Failure, announce
 from penstock.runtime.torch_internals import PrefixStore, Store
-from penstock.train.checkpoint import good_step
+from penstock.train.checkpoint import CHECKPOINTS_FOLDER, good_step
 from penstock.train.crew.events import Event, EventLog
 from penstock.train.crew.gate import Gate, Guest
 from penstock.train.crew.notes import (
@@ -50,7 +50,7 @@ from penstock.train.crew.notes import (
     place_key,
     ready_key,
     report_key,
-    work_key,
+    worked_key,
 )
 from penstock.train.crew.pace import PaceWatch
 from penstock.train.crew.succession import (
@@ -59,7 +59,6 @@ from penstock.train.crew.succession import (
     rank_work,
     shares_a_part,
 )
-from penstock.train.loop import CHECKPOINTS_FOLDER
 from penstock.train.worker import Verdict, read_failure, saved_step
 
 LOOK_SECONDS = 0.05  # between two looks at the workers
@@ -386,7 +385,7 @@ class Keeper:
     # ------------------------------------------------------------ slow workers
     def hear_work(self) -> None:
         """Hear how long the workers have worked in a window of steps, and who is slow."""
-        key = work_key(self.generation, self.windows)
+        key = worked_key(self.generation, self.windows)
         decision = self.decision
         if not self.settings.slow or decision is None or not self.store.check([key]):
             return

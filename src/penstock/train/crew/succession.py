@@ -74,6 +74,12 @@ def plan_without(
     return replace(smaller, name=name)
 
 
+def first_plan(plan: Plan, workers: int) -> Plan:
+    """Return the plan with which the launcher's own workers begin; 0 is one for every rank."""
+    ranks = plan.schedule.ranks
+    return plan_without(plan, tuple(range(workers or ranks, ranks)), {})
+
+
 def part_work(plan: Plan) -> list[float]:
     """Return the work of each part, in layers."""
     return [max(float(layers), HEAD_WORK) for layers in plan.partition]
