@@ -59,9 +59,14 @@ def tried_bound(
     ]
     waiting = []
     for number, (placement, slices) in enumerate(pairs):
-        stages = placement.stages_per_rank
         quick = space_bound(
-            cost, ranks, microbatches, stages, slices, memory, limits.split
+            cost,
+            ranks,
+            microbatches,
+            placement.stages_per_rank,
+            slices,
+            memory,
+            limits.split,
         )
         waiting.append((quick, number, False))
     heapq.heapify(waiting)
