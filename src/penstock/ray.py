@@ -26,7 +26,7 @@ from penstock.ir import Plan
 from penstock.plan.planner import plan_run
 from penstock.runtime import ProcessComm
 from penstock.runtime.process.launch import after_first
-from penstock.train.auto import machine_workload, measure, plan_workload
+from penstock.train.auto import machine_workload, measure_workload, plan_workload
 from penstock.train.checkpoint import CHECKPOINTS_FOLDER, newest, step_name
 from penstock.train.launcher import forget_previous_end
 from penstock.train.lock import Lock, locking
@@ -91,7 +91,7 @@ def prepare(
 
     def plan_auto(config: Config) -> Plan:
         workload, placement = machine_workload(config, layers, given)
-        return plan_workload(workload, measure(workload, placement)).plan
+        return plan_workload(workload, measure_workload(workload, placement)).plan
 
     config, plan = plan_run(config, layers, given, plan_auto)
     placement = launched_placement(config)

@@ -55,7 +55,7 @@ from penstock.train.data.document_end import side_files
 from penstock.train.data.masking import Masking, bert_words
 from penstock.train.data.order import shuffled
 from penstock.train.data.segments import (
-    Layout,
+    RowLayout,
     pad_rows,
     segment_rows,
     split_sentences,
@@ -588,7 +588,7 @@ def _fill(
             facts |= _write_conversations(part, row, files, data, tokenizer, watch)
         elif data.segments:
             dtype = np.uint16 if width == 2 else np.uint32
-            layout = Layout(words, data.segments, data.tokens, dtype)
+            layout = RowLayout(words, data.segments, data.tokens, dtype)
             facts |= _write_segments(part, row, encoded, layout, data.separate)
         else:
             tokens, digest = _write_tokens(part, encoded, tokenizer.end, width)
@@ -670,7 +670,7 @@ def _write_segments(
     part: Path,
     row: Path,
     encoded: Iterable[tuple[TokenArray, bool]],
-    layout: Layout,
+    layout: RowLayout,
     packed: bool,
 ) -> dict[str, object]:
     """Write rows of segments for a Bert and, beside them, their marks; return what to note down."""
