@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 import sys
 from dataclasses import replace
 from functools import cache
@@ -20,6 +21,8 @@ from penstock.cost.gpus import Link, analytic_profile
 from penstock.cost.placed import PlacedCost
 from penstock.errors import ShapeError
 from penstock.formats import dump_plan, load_plan
+from penstock.ir.action import Op
+from penstock.ir.schedule import Schedule, schedule_of
 from penstock.partition import balanced_partition
 from penstock.plan.planner import chosen_plan
 from penstock.plan.portfolio import PRINTED_DIGITS, SAMPLING
@@ -33,8 +36,9 @@ from penstock.plan.question import (
 from penstock.plan.recipes import Limits
 from penstock.plan.search import Landscape, SearchProgress, search
 from penstock.plan.topology import Machines, cluster_network, cluster_nodes
+from penstock.plan.tried_bound import tried_bound
 from penstock.plan.workload import Cell, Fixed, Workload, cells_of, divisors
-from penstock.schedules.list_scheduling import sequential_schedule
+from penstock.schedules.list_scheduling import list_schedule, sequential_schedule
 from penstock.schedules.orders import loop_placement, paths_through, wave_placement
 
 ROUNDING = 1 + 1e-9
@@ -121,6 +125,44 @@ def test_no_optimum_of_cp_sat_beats_the_bound_of_the_space(memory):
         judged = optimum(draft, cost, memory, work=1.0)
         assert found.bound <= judged.makespan * ROUNDING
         assert fastest(found) <= judged.makespan * ROUNDING
+
+
+@pytest.mark.parametrize("stages", [4, 16])
+def test_an_optimal_plan_of_three_ranks_has_no_gap(stages):
+    found = unit_search(3, 3, None, slices=1, stages=stages)
+    assert found.gap == pytest.approx(0.0, abs=1e-9)
+
+
+def split_some(schedule: Schedule, dice: random.Random) -> Schedule:
+    """Split about half of the backwards."""
+    lanes = []
+    for lane in schedule.lanes:
+        actions = []
+        for action in lane:
+            if action.op is Op.B and dice.random() < 0.5:
+                actions += [action._replace(op=Op.I), action._replace(op=Op.W)]
+            else:
+                actions.append(action)
+        lanes.append(actions)
+    return schedule_of(schedule.stages, schedule.microbatches, lanes)
+
+
+@pytest.mark.parametrize("inputs", [None, 0.5, 2.5])
+@pytest.mark.parametrize("memory", [None, 2.0])
+def test_no_order_with_some_backwards_split_beats_the_bound_of_what_is_tried(
+    inputs, memory
+):
+    """Whether splitting takes time or saves it."""
+    dice = random.Random(0)
+    for weights in (None, 0.5, 2.5):
+        cost = UnitCost(B=2.0, I=inputs, W=weights, comm=0.2)
+        bound = tried_bound(cost, 2, 3, Limits(stages=2, slices=1), memory)
+        for stages in (loop_placement(2), wave_placement(2, 1)):
+            paths = paths_through(stages, 3)
+            whole = list_schedule(stages, paths, cost, memory)
+            split = list_schedule(stages, paths, cost, memory, split=True)
+            for schedule in (whole, split, split_some(whole, dice)):
+                assert bound <= simulate(schedule, cost).makespan * ROUNDING
 
 
 # ---------------------------------------------------------------- monotony

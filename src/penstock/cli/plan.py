@@ -307,15 +307,14 @@ def config_question(options: ModelOptions, limits: Limits) -> Question:
     from penstock.formats import read_cluster
     from penstock.formats.config_toml import written_keys
     from penstock.plan.question import parse_bytes, profile_question
-    from penstock.train.auto import machine_workload
+    from penstock.train.auto import machine_workload, model_limits
     from penstock.train.start import find_run
     from penstock.train.worker import model_sizes
 
     config, _ = find_run(options.source, None, options.changes, exists=True)
     if options.skip is None:
         limits = replace(limits, skip=config.schedule.skip)
-    if not config.sliceable:
-        limits = replace(limits, slices=1)
+    limits = model_limits(config, limits)
     # Whoever asks for a number of devices wants to know how to divide them.
     file = None if options.devices else options.source
     given = written_keys(file, options.changes)

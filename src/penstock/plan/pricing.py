@@ -52,6 +52,7 @@ from penstock.plan.space import (
     with_recomputation,
 )
 from penstock.plan.topology import Machines, cluster_network, cluster_nodes
+from penstock.plan.tried_bound import tried_bound
 from penstock.plan.workload import Cell, Workload
 
 MeshKey = tuple[int, int, int, Link, Link]  # rows, tensor, shard and their links
@@ -97,6 +98,7 @@ class UnitPricing:
                 self.limits.slices,
                 self.limits.skip,
                 self.limits.split,
+                self.limits.weights,
             )
         return space_bound(
             self.cost,
@@ -106,11 +108,18 @@ class UnitPricing:
             self.limits.slices,
             self.memory,
             self.limits.split,
+            weights=self.limits.weights,
         )
 
     def close_bound(self, cell: Cell) -> float:
-        """Return the same: this bound knows the memory already."""
-        return self.bound(cell)
+        """Return a larger such time, which looks at every placement that the search tries."""
+        quick = self.bound(cell)
+        if self.limits.skip or self.limits.weights > 1:
+            return quick
+        close = tried_bound(
+            self.cost, cell.ranks, cell.microbatches, self.limits, self.memory
+        )
+        return max(quick, close)
 
     def estimate(self, cell: Cell) -> Estimate:
         """Return the bound: there is only one cell, so that nothing is compared."""
@@ -489,7 +498,8 @@ class ProfilePricing:
         if again:
             least = with_recomputation(least)
         bound_of = partial_profile_bound if self.limits.skip else profile_bound
-        bound = bound_of(least, cell.ranks, cell.microbatches) / fastest
+        weights = self.limits.weights
+        bound = bound_of(least, cell.ranks, cell.microbatches, weights) / fastest
         if processors is not None:
             work = _least_work(least) * cell.microbatches * cell.copies
             bound = max(bound, work / processors)
