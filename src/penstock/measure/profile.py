@@ -27,6 +27,7 @@ from penstock.cost.row_profiles import RowProfiles
 from penstock.ir.action import Op
 from penstock.ir.plan import Facts
 from penstock.measure.footprint import footprint
+from penstock.measure.links import measured_network
 from penstock.measure.overhead import overhead_per_action
 from penstock.measure.points import SlicePoint, measuring_points, quick_points
 from penstock.measure.probe import PassTimes, Probe, Subject
