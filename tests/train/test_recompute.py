@@ -11,7 +11,7 @@ from penstock.errors import ConfigError
 from penstock.formats.config_toml import load_config
 from penstock.measure.footprint import footprint
 from penstock.measure.probe import Probe
-from penstock.train.capacity import Load, needs_of
+from penstock.train.capacity import MemoryLoad, needs_of
 from penstock.train.profile import ProfileRequest, subjects_of
 from penstock.train.weights import sizes_of
 from trainings import SMALL, VOCAB, apart, job_of, losses, train
@@ -57,7 +57,7 @@ def test_what_is_recomputed_is_not_kept(block):
     inner *= 4 * tokens
     assert inner <= kept - less <= inner + 4 * tokens * 3 * sizes.width
     job = job_of(None, "1f1b")
-    load = Load(
+    load = MemoryLoad(
         sizes, job.plan.schedule, job.partition, 2, 8, MeshConfig(), False, False
     )
     before = needs_of(load)

@@ -600,11 +600,6 @@ class Config:
     run: RunConfig = field(default_factory=RunConfig)
 
     @property
-    def sliceable(self) -> bool:
-        """Whether sequences may be cut into slices; the words of a bert see later words."""
-        return self.model.family != "bert"
-
-    @property
     def drops(self) -> bool:
         """Whether a run trains with dropout."""
         return self.model.dropout > 0 or (self.lora.rank > 0 and self.lora.dropout > 0)

@@ -61,7 +61,7 @@ def _are_tensors(values: Sequence[object]) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Parameters:
+class ForwardParameters:
     """The parameters of a forward, in order, those that must be given, and names that it asks for besides."""
 
     names: tuple[str, ...] = ()
@@ -73,7 +73,7 @@ class Parameters:
         return self.names[count:] + self.besides
 
 
-def parameters_of(module: nn.Module) -> Parameters:
+def forward_parameters(module: nn.Module) -> ForwardParameters:
     """The parameters of a module's forward that values can be given to by name.
 
     A module with a forward of *values and **named can say what it asks for: `asked_names`.
@@ -81,7 +81,7 @@ def parameters_of(module: nn.Module) -> Parameters:
     original: Any = original_module(module)
     asked = getattr(original, "asked_names", None)
     if asked is not None:
-        return Parameters(besides=tuple(asked))
+        return ForwardParameters(besides=tuple(asked))
     names = []
     required = set()
     for name, parameter in inspect.signature(original.forward).parameters.items():
@@ -93,11 +93,11 @@ def parameters_of(module: nn.Module) -> Parameters:
         names.append(name)
         if parameter.default is inspect.Parameter.empty:
             required.add(name)
-    return Parameters(tuple(names), frozenset(required))
+    return ForwardParameters(tuple(names), frozenset(required))
 
 
 def named_arguments(
-    parameters: Parameters, count: int, *sources: Mapping[str, Tensor | None]
+    parameters: ForwardParameters, count: int, *sources: Mapping[str, Tensor | None]
 ) -> dict[str, Tensor]:
     """The values that a stage asks for by name, out of the first source that has them."""
     arguments = {}
@@ -139,7 +139,7 @@ class LayerChain(nn.Sequential):
 
     def __init__(self, layers: OrderedDict[str, nn.Module]) -> None:
         super().__init__(layers)
-        self.parameters_by_layer = [parameters_of(layer) for layer in self]
+        self.parameters_by_layer = [forward_parameters(layer) for layer in self]
         self.sliced = [takes_slices(layer) for layer in self]
 
     @property

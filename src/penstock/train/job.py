@@ -14,7 +14,7 @@ from penstock.models import even_partition
 from penstock.models.recompute import recompute_inside
 from penstock.schedules.coverage import hold_every_part
 from penstock.train.checkpoint import CHECKPOINTS_FOLDER, Depot
-from penstock.train.crew.handover import Transfer
+from penstock.train.crew.handover import PartTransfer
 from penstock.train.data.corpus import Corpus
 from penstock.train.lora import adapt
 from penstock.train.weights import Sizes
@@ -33,7 +33,9 @@ class Job:
     fresh: bool = False  # if there is no checkpoint, start from the beginning
     whole: bool = True  # whether the plan is the run's own, and not one for fewer ranks
     validation: Corpus | None = None  # text for evaluations, if it is not held out
-    mirrors: tuple[Transfer, ...] = ()  # parts with their rank and that of their mirror
+    mirrors: tuple[
+        PartTransfer, ...
+    ] = ()  # parts with their rank and that of their mirror
     leader: int = 0  # the rank that writes the files of the run
     depot: Depot | None = None  # for a rank that does not see the folder of the run
 
