@@ -46,10 +46,9 @@ from penstock.cost.profile import TENSORS_PER_WEIGHT, Block, Profile
 from penstock.ir.action import Op
 from penstock.ir.schedule import Stage
 from penstock.ir.table import Bools, Floats, Ints
+from penstock.plan.candidates import ROUNDING
 from penstock.plan.space import SliceSpace
 
-# Bytes that exceed the memory by less than this share still fit.
-ROUNDING = 1e-9
 MAX_CLASSES = 12  # of cuts, by their longest slice
 LEAST = 1e-100  # instead of a divisor of 0
 
@@ -75,7 +74,7 @@ class BlockTimes:
 
 
 @dataclass(frozen=True, slots=True)
-class SliceTimes:
+class LeastBlockTimes:
     """The least times of a profile's blocks, for cuts in classes by their longest slice.
 
     Short slices reach the ranks early, and take more time in all. A class keeps both together.
@@ -97,9 +96,9 @@ class SliceTimes:
         return int(np.searchsorted(self.tops, longest))
 
 
-def slice_times(
+def least_block_times(
     profile: Profile, slices: int, split: bool, granularity: int
-) -> SliceTimes:
+) -> LeastBlockTimes:
     """Find the least times of a profile whose cuts are multiples of `granularity` tokens."""
     space = SliceSpace(profile, slices, split, granularity)
     lengths = np.unique(space.tokens)
@@ -149,7 +148,7 @@ def slice_times(
             last_back=space.last_piece_back(block),
         )
 
-    return SliceTimes(
+    return LeastBlockTimes(
         block_times(profile.layer),
         block_times(profile.embed),
         block_times(profile.head),
@@ -162,7 +161,7 @@ def slice_times(
     )
 
 
-class Layout:
+class PlacedLayers:
     """A placement with the layers of its parts, as columns with one entry for each stage or rank."""
 
     def __init__(self, stages: list[Stage], partition: tuple[int, ...]) -> None:
@@ -217,7 +216,7 @@ class Room:
     memory: float | None
     copies: int  # that sum their gradients
 
-    def weights(self, layout: Layout) -> Floats:
+    def weights(self, layout: PlacedLayers) -> Floats:
         """Bytes of the weights on each rank."""
         blocks = (self.layer, self.embed, self.head)
         sizes = [block.weights + block.gathered for block in blocks]
@@ -227,7 +226,7 @@ class Room:
             weights[first_rank] -= self.tied
         return weights
 
-    def gradients(self, layout: Layout) -> Floats:
+    def gradients(self, layout: PlacedLayers) -> Floats:
         """Bytes of the gradients that each stage sums over the copies, without tied ones."""
         blocks = (self.layer, self.embed, self.head)
         weights = layout.of_blocks(*(block.weights for block in blocks))
@@ -236,7 +235,7 @@ class Room:
             weights[-1] -= self.tied
         return np.maximum(weights, 0.0) / TENSORS_PER_WEIGHT
 
-    def held(self, layout: Layout, again: int) -> tuple[Floats, Floats]:
+    def held(self, layout: PlacedLayers, again: int) -> tuple[Floats, Floats]:
         """Bytes of a token on each stage after its forward, and more while its backward runs.
 
         The first `again` stages are recomputed.
@@ -247,7 +246,7 @@ class Room:
         left[:again] = self.message
         return left, np.maximum(whole - left, 0.0)
 
-    def left_over(self, layout: Layout, tokens: int, slices: int) -> Floats:
+    def left_over(self, layout: PlacedLayers, tokens: int, slices: int) -> Floats:
         """Bytes of each rank that are left for activations: all but weights and a sequence of messages."""
         if self.memory is None:
             return np.full(layout.ranks, np.inf)
@@ -275,7 +274,7 @@ class Hop:
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class CellLoad:
     """What a cell asks of a placement: micro-batches, recomputed stages, links and sums."""
 
     microbatches: int
@@ -286,7 +285,9 @@ class Load:
     sum_byte: float = 0.0
 
 
-def placed_bounds(layout: Layout, times: SliceTimes, room: Room, load: Load) -> Floats:
+def placed_bounds(
+    layout: PlacedLayers, times: LeastBlockTimes, room: Room, load: CellLoad
+) -> Floats:
     """Return times that no pass on this placement can beat, by classes of cuts; infinite where nothing fits."""
     caps = room.left_over(layout, times.tokens, times.slices)
     left, rebuilt = room.held(layout, load.recomputed)
@@ -303,7 +304,11 @@ def placed_bounds(layout: Layout, times: SliceTimes, room: Room, load: Load) -> 
 
 
 def _fitting_classes(
-    layout: Layout, times: SliceTimes, caps: Floats, left: Floats, rebuilt: Floats
+    layout: PlacedLayers,
+    times: LeastBlockTimes,
+    caps: Floats,
+    left: Floats,
+    rebuilt: Floats,
 ) -> Bools:
     """Return which classes of cuts fit: one micro-batch, and what a backward recomputes of it."""
     fits = np.ones(len(times.longest), dtype=np.bool_)
@@ -331,7 +336,9 @@ def _fitting_classes(
 class _Bound:
     """The least times of one placement under one load: rows for classes of cuts, columns for stages or ranks."""
 
-    def __init__(self, layout: Layout, times: SliceTimes, load: Load) -> None:
+    def __init__(
+        self, layout: PlacedLayers, times: LeastBlockTimes, load: CellLoad
+    ) -> None:
         self.layout = layout
         self.times = times
         self.load = load
