@@ -21,7 +21,7 @@ from penstock.config import (
 from penstock.formats.config_toml import apply_changes
 from penstock.measure.profile import measure
 from penstock.models import GPTConfig, LlamaConfig
-from penstock.models.count import parameters_of
+from penstock.models.count import count_parameters
 from penstock.runtime.process.memory import available_memory
 from penstock.schedules.transforms import replicate
 from penstock.train.capacity import (
@@ -60,7 +60,7 @@ def load(config: Config = CONFIG, name: str = "1f1b"):
 # ---------------------------------------------------------------- what a run needs
 @pytest.mark.parametrize("sizes", SIZES)
 def test_parameters_are_counted_as_the_model_has_them(sizes):
-    model, found = blueprint(sizes), parameters_of(sizes)
+    model, found = blueprint(sizes), count_parameters(sizes)
     assert found.total == sum(one.numel() for one in model.parameters())
     for path, count in (
         ("embed", found.embed),
@@ -264,7 +264,7 @@ def test_those_who_know_better_are_not_refused(here, tmp_path, monkeypatch):
     (tmp_path / "text.txt").write_text("the cats sat on the mats\n" * 200)
     monkeypatch.setattr("penstock.train.capacity.available_memory", lambda: 1e6)
     monkeypatch.setattr(
-        "penstock.train.launcher.launch", lambda *_: Verdict(0, stopped=True)
+        "penstock.train.session.launch", lambda *_: Verdict(0, stopped=True)
     )
     line = "train --set run.device=cpu --set schedule.name=1f1b --set data.sources=text.txt --set run.forecast=false"
     code, _, err = here(line)

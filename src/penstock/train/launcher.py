@@ -45,14 +45,13 @@ from penstock.runtime.process.launch import (
     serve_forks,
     under_launcher,
 )
-from penstock.runtime.torch_internals import Store
+from penstock.runtime.torch_internals import MODULE_OF_OPTIMIZERS, Store
 from penstock.runtime.wire.key import keep_key
 from penstock.train.checkpoint import newest
 from penstock.train.crew.depot import RunFiles
-from penstock.train.crew.gate import Gate
+from penstock.train.crew.gate import Gate, Say
 from penstock.train.crew.keeper import Keeper, MemberEntry
 from penstock.train.crew.site import key_of
-from penstock.train.optimizer import OPTIMIZER_LIBRARY
 from penstock.train.worker import (
     FAILURE_FILE,
     FULL_FILE,
@@ -88,9 +87,8 @@ HINTS = {  # by the exit code of a worker
     "run.precision=float32 may do without it",
 }
 # What every worker needs, loaded once in the process that they are forked from.
-LOADED_MODULES = ("penstock.train.worker", OPTIMIZER_LIBRARY)
+LOADED_MODULES = ("penstock.train.worker", MODULE_OF_OPTIMIZERS)
 WorkerEntry = Callable[[str, bool], Verdict]
-Say = Callable[[str], None]  # shows the user a line
 
 
 def restarted() -> bool:

@@ -37,8 +37,6 @@ from penstock.train.optimizer_state import Build, Slot, State, filled, find_slot
 from penstock.train.weights import Holding, Sizes
 
 OptimizerClass: TypeAlias = type[torch.optim.Optimizer]
-# The first optimizer of a process loads this, which takes half a second.
-OPTIMIZER_LIBRARY = "torch._dynamo"
 MUON = "Muon"
 BESIDE_MUON = "AdamW"  # for embeddings, heads, norms and biases
 FUSED = ("Adam", "AdamW")  # one kernel updates all parameters

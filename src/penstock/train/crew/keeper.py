@@ -35,7 +35,7 @@ from penstock.runtime.process.status import Failure, announce
 from penstock.runtime.torch_internals import PrefixStore, Store
 from penstock.train.checkpoint import CHECKPOINTS_FOLDER, good_step
 from penstock.train.crew.events import Event, EventLog
-from penstock.train.crew.gate import Gate, Guest
+from penstock.train.crew.gate import Gate, Guest, Say
 from penstock.train.crew.notes import (
     FINISHED,
     LAUNCH,
@@ -63,7 +63,11 @@ from penstock.train.crew.succession import (
 from penstock.train.history import last_step
 from penstock.train.worker import Verdict, read_failure, saved_step
 
-LOOK_SECONDS = 0.05  # between two looks at the workers
+# Between two looks at the workers: while workers wait for a decision or a place, and while all
+# train. A worker that ends is noticed at once, and looking often would take time from those
+# that train on this machine.
+LOOK_SECONDS = 0.05
+CALM_LOOK_SECONDS = 0.25
 # The longest time between two looks that counts as silence of a worker: if this machine was
 # asleep, all workers were silent.
 MAX_LOOK_SECONDS = 1.0
@@ -72,9 +76,10 @@ MAX_STOPPED_SECONDS = 1.0
 # How long workers may take to report after a loss, if run.patience is longer.
 MAX_REPORT_SECONDS = 60.0
 SECONDS_TO_FINISH = 12.0  # for the other workers, once one has finished
-Words = tuple[int, int, str, int, str, bool, bool]  # the arguments of a worker
+WorkerArguments = tuple[
+    int, int, str, int, str, bool, bool
+]  # the arguments of a worker
 MemberEntry = Callable[[int, int, str, int, str, bool, bool], Verdict]
-Say = Callable[[str], None]
 OpenGate = Callable[[Store], Gate]  # lets workers from other machines in
 
 
@@ -180,7 +185,7 @@ class Keeper:
         """Start one worker."""
         context = process_context()
         ours, theirs = context.Pipe(duplex=False)
-        words: Words = (
+        words: WorkerArguments = (
             number,
             self.plan.schedule.ranks,
             LOCALHOST,
@@ -201,7 +206,7 @@ class Keeper:
     def look(self) -> Verdict | None:
         """Look once at all workers, and do what is due; return a verdict at the end of the run."""
         numbers = {worker.pipe: worker.number for worker in self.workers.values()}
-        for pipe in wait(list(numbers), timeout=LOOK_SECONDS):
+        for pipe in wait(list(numbers), timeout=self.look_seconds):
             verdict = self.hear(self.workers[numbers[pipe]])  # type: ignore[index]
             if verdict is not None:
                 return verdict
@@ -220,6 +225,14 @@ class Keeper:
             for number in waiting:
                 self.lose(self.workers[number], "did not stop after the loss")
         return None
+
+    @property
+    def look_seconds(self) -> float:
+        """How long to wait for news before the next look."""
+        changing = self.broken_at is not None or self.pending is not None
+        if changing or any(worker.newcomer for worker in self.workers.values()):
+            return LOOK_SECONDS
+        return CALM_LOOK_SECONDS
 
     @property
     def members(self) -> list[int]:
@@ -548,7 +561,7 @@ def _end_of(code: int | None) -> str:
 # ---------------------------------------------------------------- in a worker
 def run_entry(
     entry: MemberEntry,
-    words: Words,
+    words: WorkerArguments,
     pipe: Connection,
     environment: dict[str, str],
 ) -> None:

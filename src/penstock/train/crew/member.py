@@ -26,7 +26,12 @@ from penstock.errors import PeerLostError, PenstockError, StuckError
 from penstock.runtime.comm.gloo import GlooComm
 from penstock.runtime.comm.wire import WireComm
 from penstock.runtime.process.launch import end_with_parent, hear_signals
-from penstock.runtime.torch_internals import PrefixStore, Store, TCPStore
+from penstock.runtime.torch_internals import (
+    MODULE_OF_OPTIMIZERS,
+    PrefixStore,
+    Store,
+    TCPStore,
+)
 from penstock.runtime.wire.exchange import Exchange
 from penstock.train.crew.handover import CrewChange
 from penstock.train.crew.notes import (
@@ -51,7 +56,6 @@ from penstock.train.history import WatchRow
 from penstock.train.job import Job, RunOutcome
 from penstock.train.loop import Trainer
 from penstock.train.lora import adapted_blueprint
-from penstock.train.optimizer import OPTIMIZER_LIBRARY
 from penstock.train.placement import launched_placement
 from penstock.train.worker import (
     STOP_FILE,
@@ -232,7 +236,7 @@ class Turns:
     def load_libraries(self) -> None:
         """Load what a trainer needs before this worker gets a place, while nobody waits for it."""
         adapted_blueprint(self.job.sizes, self.job.config.lora)
-        import_module(OPTIMIZER_LIBRARY)
+        import_module(MODULE_OF_OPTIMIZERS)
 
     def report(self, error: str = "") -> Report:
         """What this worker has now."""
