@@ -101,7 +101,7 @@ def rank_work(plan: Plan) -> list[float]:
 
 def step_length(plan: Plan, paces: Sequence[float] = ()) -> float:
     """Return how long a step of a plan takes, in layers; the mean if steps take different paths."""
-    cost = PartCost(parts=tuple(part_work(plan)), paces=tuple(paces))
+    cost = PacedCost(parts=tuple(part_work(plan)), paces=tuple(paces))
     lengths = [simulate(schedule, cost).makespan for schedule in plan.schedules]
     return sum(lengths) / len(lengths)
 
