@@ -289,7 +289,7 @@ class ComputedActions:
                 return share
         if self.units.edges.many:
             return self.compute_bundle(step, module, x, piece)
-        y = module(x) if piece is None else module(x, piece)
+        y = module(x) if piece is None else module(x, piece=piece)
         if step.last:
             return self.loss_share(step, y)
         if not isinstance(y, Tensor):

@@ -18,7 +18,13 @@ from penstock.config import Config, MeshConfig, is_recording
 from penstock.cost import ModelCost, PartCost, Seconds
 from penstock.cost.memory import device_memory
 from penstock.cost.profile import sent_bytes
-from penstock.cost.sizes import FLOAT32_BYTES, chunk_in_use, inner_numbers, part_moments
+from penstock.cost.sizes import (
+    FLOAT32_BYTES,
+    chunk_in_use,
+    inner_numbers,
+    key_width,
+    part_moments,
+)
 from penstock.errors import ConfigError, ShapeError
 from penstock.ir import Op, Plan, Schedule
 from penstock.models import even_partition
@@ -61,7 +67,7 @@ class MemoryLoad:
     loss_chunk: int = 0  # tokens whose logits exist at a time, if all would be large
     messages: str = "float32"  # the type in which messages travel (run.messages)
     numbers: ParameterNumbers = ADAMW_NUMBERS
-    recompute_mlp: bool = False
+    inside: tuple[str, ...] = ()  # what layers recompute: "attention", "mlp" or both
     # Parts of which a rank has a mirror (run.mirror), and that rank.
     mirrors: tuple[tuple[int, int], ...] = ()
 
@@ -114,7 +120,7 @@ def load_of(config: Config, plan: Plan, sizes: Sizes) -> MemoryLoad:
         chunk_of(config),
         config.run.messages,
         parameter_numbers(config.optimizer, sizes, config.lora),
-        config.run.recompute_mlp,
+        config.run.recomputed_inside,
     )
 
 
@@ -256,9 +262,10 @@ def _cost_of_part(load: MemoryLoad, number: int) -> PartCost:
         load.mesh.tensor,
         load.chunk,
     )
-    if load.recompute_mlp and layers:
-        # One layer at a time has the inner features of its MLP.
-        moments = moments._replace(working=moments.working + _bytes_of_mlp(load))
+    if load.inside and layers:
+        # One layer at a time has the inner features of its MLP, or what its attention keeps.
+        most = max(_bytes_inside(load, block) for block in load.inside)
+        moments = moments._replace(working=moments.working + most)
     return PartCost(
         no_time,
         no_time,
@@ -313,12 +320,17 @@ def _bytes_held_by_layer(load: MemoryLoad) -> float:
     whole, cut = held_in_layer(load.sizes)
     cut_bytes = FLOAT32_BYTES / 2 if load.half else FLOAT32_BYTES
     held = load.rows * (whole * FLOAT32_BYTES + cut * cut_bytes / load.mesh.tensor)
-    return held - _bytes_of_mlp(load) if load.recompute_mlp else held
+    return held - sum(_bytes_inside(load, block) for block in load.inside)
 
 
-def _bytes_of_mlp(load: MemoryLoad) -> float:
-    """Bytes of the inner features of an MLP for each token position of a micro-batch."""
-    numbers = inner_numbers(config_of(load.sizes).family, load.sizes.inner)
+def _bytes_inside(load: MemoryLoad, block: str) -> float:
+    """Bytes that the MLP or the attention of a layer keeps for each token position of a micro-batch."""
+    sizes = config_of(load.sizes)
+    numbers = inner_numbers(sizes.family, load.sizes.inner)
+    if block == "attention":
+        # Slices carry keys and values on, so these stay.
+        keys = 0 if load.schedule.slices > 1 else 2 * key_width(sizes)
+        numbers = 2 * sizes.width + keys
     item = FLOAT32_BYTES / 2 if load.half else FLOAT32_BYTES
     return load.rows * numbers * item / load.mesh.tensor
 

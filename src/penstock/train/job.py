@@ -11,7 +11,7 @@ from penstock.config import Config
 from penstock.dropout import set_dropout
 from penstock.ir.plan import Plan
 from penstock.models import even_partition
-from penstock.models.recompute import recompute_mlps
+from penstock.models.recompute import recompute_inside
 from penstock.schedules.coverage import hold_every_part
 from penstock.train.checkpoint import CHECKPOINTS_FOLDER, Depot
 from penstock.train.crew.handover import PartTransfer
@@ -54,8 +54,7 @@ class Job:
         """Give a model without memory the dropout, the adapters and the recomputation of the run."""
         if self.config.model.dropout:
             set_dropout(model, self.config.model.dropout)
-        if self.config.run.recompute_mlp:
-            recompute_mlps(model)
+        recompute_inside(model, self.config.run.recomputed_inside)
         if self.adapts:
             adapt(model, self.sizes, self.config.lora)
 

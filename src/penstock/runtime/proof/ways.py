@@ -256,17 +256,16 @@ class Bench:
 
         Packed documents need a slice, which then covers the whole sequence.
         """
-        arguments: list[Any] = []
+        sliced: dict[str, Any] = {}
         if sample.starts is not None:
             tokens = sample.tokens.shape[1]
-            arguments.append(Carry(tokens, sample.starts).open(0, tokens))
+            sliced[PIECE] = Carry(tokens, sample.starts).open(0, tokens)
         if not self.many:
-            return module(x, *arguments)
+            return module(x, **sliced)
         values = (x,) if isinstance(x, Tensor) else x.values
         travelling = {} if isinstance(x, Tensor) else x.named
         parameters = forward_parameters(module)
         named = named_arguments(parameters, len(values), travelling, sample.named)
-        sliced = {PIECE: arguments[0]} if arguments else {}
         y = module(*values, **named, **sliced)
         if self.outgoing is None:
             return y.returned if isinstance(y, Passed) else y
