@@ -13,11 +13,11 @@ Every second on average, at a random moment, something happens to a random worke
 The script fails if the run does not end, if a step is lost or done twice, or if a loss differs from that of the quiet
 run, which has the same data and paths, by more than sums in another order explain.
 
-It also fails if the speed does not follow the workers that are present. Layers do not move, so the part with the fewest
-workers limits a step: with three of four, three quarters of the speed are left. The speed of a plan is that of its
-simulation, in which nothing else uses the machine; after each event it must be at least LEAST_SPEED of what this limit
-allows. The script prints what it has tried, and beside the planned speeds those that were measured, which depend on the
-machine.
+It also fails if the speed does not follow the workers that are present. Layers do not move between parts, so a part
+with three of its four workers can do three quarters of its work in the same time. The speed of a plan is that of its
+simulation, in which nothing else uses the machine; after each event it must be at least LEAST_SPEED of this share, for
+the part with the fewest workers. The script prints what it has tried, and beside the planned speeds those that were
+measured, which depend on the machine.
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ def disturb(
 
 # ---------------------------------------------------------------- the speed that is left
 def allowed_speed(members: Sequence[int]) -> float:
-    """The share of the full speed that the part with the fewest workers allows.
+    """The share of its work that the part with the fewest workers can do in the time of a full step.
 
     A part that nobody holds is adopted by a worker, which does it alone.
     """
