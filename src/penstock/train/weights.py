@@ -131,36 +131,14 @@ def sizes_of(model: ModelConfig, vocab: int, tokens: int) -> Sizes:
             f"model.vocab = {words} is less than the tokenizer's {vocab} words; "
             "0 takes as many"
         )
+    shape = (words, model.width, model.layers, model.heads)
+    positions = model.positions or tokens
     if model.family == "gpt":
-        return GPTConfig(
-            words,
-            model.width,
-            model.layers,
-            model.heads,
-            model.inner,
-            model.positions or tokens,
-            tied=model.tied,
-        )
+        return GPTConfig(*shape, model.inner, positions, tied=model.tied)
     if model.family == "bert":
-        return BertConfig(
-            words,
-            model.width,
-            model.layers,
-            model.heads,
-            model.inner,
-            model.positions or tokens,
-            tied=model.tied,
-            padding=None,
-        )
+        return BertConfig(*shape, model.inner, positions, tied=model.tied, padding=None)
     return LlamaConfig(
-        words,
-        model.width,
-        model.layers,
-        model.heads,
-        model.kv_heads,
-        model.inner,
-        theta=model.theta,
-        tied=model.tied,
+        *shape, model.kv_heads, model.inner, theta=model.theta, tied=model.tied
     )
 
 
