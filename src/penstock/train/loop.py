@@ -143,6 +143,7 @@ COUNTS = 5
 # seconds that it has worked.
 MEMORY_NUMBER = 0
 WORK_NUMBER = 1
+OWN_NUMBERS = 2
 STATE_PREFIX = "optimizer."  # of the names of optimizer state in a checkpoint
 # The types of run.messages; None is that of the stages.
 MESSAGE_TYPES = {"float32": None, "bfloat16": torch.bfloat16, "int8": torch.int8}
@@ -310,10 +311,11 @@ class Trainer:
             self.holding.trained,
             layer_parameters(self.holding.stages.values()),
         )
-        self.gradients = Gradients(self.holding, comm, self.device, COUNTS)
+        self.gradients = Gradients(self.holding, comm, self.device, COUNTS, OWN_NUMBERS)
         self.leads = comm.rank == job.leader  # whether it writes the files of the run
         self.mirrors = self.mirrors_of(before)
         self.work_seconds = 0.0  # that this rank computed in the last step
+        self.peak_bytes = 0  # of this rank in the last step
         # Called with the seconds that each rank has worked, after every step.
         self.tell_work: Callable[[list[float]], None] = lambda seconds: None
         self.saver = Saver(
@@ -622,8 +624,7 @@ class Trainer:
             loss_share, bubble = self.forward_and_back(
                 is_timed(self.step + 1, settings, self.paths)
             )
-            memory_peak = _peak_memory(self.device, self.executor)
-            own = (float(memory_peak), self.work_seconds)
+            own = (float(self.peak_bytes), self.work_seconds)
             loss, norm, numbers, counts = self.gradients.measure(
                 loss_share, own, self.counts(stop)
             )
@@ -772,6 +773,9 @@ class Trainer:
                 results.append(executor.step(batch, timed))
             self.work_seconds += executor.work_seconds
         self.drop_unvisited()
+        # Reading the loss makes the host wait for the GPU, so what can be done before comes first.
+        self.gradients.begin()
+        self.peak_bytes = _peak_memory(self.device, executor)
         self.mirrors.start()
         loss = sum(result.loss for result in results) if self.place.speaks else 0.0
         self.mirrors.collect()
