@@ -250,6 +250,7 @@ class ProfilePricing:
             uneven=self.cluster is not None,
             recorded=self.workload.recorded,
             gather=self.gather(cell),
+            switch=self.profile_at(cell.rows).switch,
         )
 
     def setting(self, cell: Cell) -> Setting:
