@@ -242,6 +242,8 @@ class Job:
 class Trainer:
     """One process of a run: a rank of the schedule, or a share of one."""
 
+    peak_bytes = 0  # memory of this process at its fullest moment, after a step
+
     def __init__(
         self,
         job: Job,
@@ -315,7 +317,6 @@ class Trainer:
         self.leads = comm.rank == job.leader  # whether it writes the files of the run
         self.mirrors = self.mirrors_of(before)
         self.work_seconds = 0.0  # that this rank computed in the last step
-        self.peak_bytes = 0  # of this rank in the last step
         # Called with the seconds that each rank has worked, after every step.
         self.tell_work: Callable[[list[float]], None] = lambda seconds: None
         self.saver = Saver(
