@@ -11,9 +11,11 @@ from typing import Any
 from penstock.errors import PeerLostError
 from penstock.runtime import ThreadComm, run_threads
 from penstock.train.checkpoint import good_step
+from penstock.train.crew.handover import CrewChange
 from penstock.train.crew.notes import Decision, Report
 from penstock.train.crew.succession import decide
-from penstock.train.loop import CrewChange, Job, Trainer
+from penstock.train.job import Job
+from penstock.train.loop import Trainer
 
 
 class Killed(Exception):

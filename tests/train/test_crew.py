@@ -25,8 +25,9 @@ from penstock.train.crew.events import Event, EventLog, read_events
 from penstock.train.crew.notes import Report, load_decision, load_report
 from penstock.train.crew.succession import decide, parts_without_replica
 from penstock.train.history import read_rows
-from penstock.train.loop import Job, StepFigures
+from penstock.train.job import Job
 from penstock.train.placement import Placement
+from penstock.train.step_figures import StepFigures
 from trainings import SMALL, job_of, losses, train
 
 STEPS = 4

@@ -15,7 +15,7 @@ import math
 import os
 import tomllib
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Protocol
@@ -71,6 +71,9 @@ class StepRow:
     def speed(self) -> float:
         """Tokens per second."""
         return self.tokens / self.seconds if self.seconds else 0.0
+
+
+WatchRow = Callable[[StepRow], None]  # sees each row when its step is done
 
 
 class Sink(Protocol):

@@ -33,9 +33,9 @@ from penstock.ir.plan import Plan
 from penstock.runtime.process.launch import LOCALHOST, keep_store, process_context
 from penstock.runtime.process.status import Failure, announce
 from penstock.runtime.torch_internals import PrefixStore, Store
-from penstock.train.checkpoint import good_step
+from penstock.train.checkpoint import CHECKPOINTS_FOLDER, good_step
 from penstock.train.crew.events import Event, EventLog
-from penstock.train.crew.gate import Gate, Guest
+from penstock.train.crew.gate import Gate, Guest, Say
 from penstock.train.crew.notes import (
     FINISHED,
     LAUNCH,
@@ -50,7 +50,7 @@ from penstock.train.crew.notes import (
     place_key,
     ready_key,
     report_key,
-    work_key,
+    worked_key,
 )
 from penstock.train.crew.pace import PaceWatch
 from penstock.train.crew.succession import (
@@ -59,7 +59,6 @@ from penstock.train.crew.succession import (
     rank_work,
     shares_a_part,
 )
-from penstock.train.loop import CHECKPOINTS_FOLDER
 from penstock.train.worker import Verdict, read_failure, saved_step
 
 LOOK_SECONDS = 0.05  # between two looks at the workers
@@ -71,9 +70,10 @@ MAX_STOPPED_SECONDS = 1.0
 # How long workers may take to report after a loss, if run.patience is longer.
 MAX_REPORT_SECONDS = 60.0
 SECONDS_TO_FINISH = 12.0  # for the other workers, once one has finished
-Words = tuple[int, int, str, int, str, bool, bool]  # the arguments of a worker
+WorkerArguments = tuple[
+    int, int, str, int, str, bool, bool
+]  # the arguments of a worker
 MemberEntry = Callable[[int, int, str, int, str, bool, bool], Verdict]
-Say = Callable[[str], None]
 OpenGate = Callable[[Store], Gate]  # lets workers from other machines in
 
 
@@ -179,7 +179,7 @@ class Keeper:
         """Start one worker."""
         context = process_context()
         ours, theirs = context.Pipe(duplex=False)
-        words: Words = (
+        words: WorkerArguments = (
             number,
             self.plan.schedule.ranks,
             LOCALHOST,
@@ -386,7 +386,7 @@ class Keeper:
     # ------------------------------------------------------------ slow workers
     def hear_work(self) -> None:
         """Hear how long the workers have worked in a window of steps, and who is slow."""
-        key = work_key(self.generation, self.windows)
+        key = worked_key(self.generation, self.windows)
         decision = self.decision
         if not self.settings.slow or decision is None or not self.store.check([key]):
             return
@@ -539,7 +539,7 @@ def _end_of(code: int | None) -> str:
 # ---------------------------------------------------------------- in a worker
 def run_entry(
     entry: MemberEntry,
-    words: Words,
+    words: WorkerArguments,
     pipe: Connection,
     environment: dict[str, str],
 ) -> None:

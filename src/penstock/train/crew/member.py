@@ -25,6 +25,7 @@ from penstock.runtime.comm.wire import WireComm
 from penstock.runtime.process.launch import end_with_parent, hear_signals
 from penstock.runtime.torch_internals import PrefixStore, Store, TCPStore
 from penstock.runtime.wire.exchange import Exchange
+from penstock.train.crew.handover import CrewChange
 from penstock.train.crew.notes import (
     FINISHED,
     LAUNCH,
@@ -39,11 +40,13 @@ from penstock.train.crew.notes import (
     place_key,
     ready_key,
     report_key,
-    work_key,
+    worked_key,
 )
 from penstock.train.crew.pace import WorkWindow
 from penstock.train.crew.site import Site
-from penstock.train.loop import CrewChange, Job, RunOutcome, Trainer, WatchRow
+from penstock.train.history import WatchRow
+from penstock.train.job import Job, RunOutcome
+from penstock.train.loop import Trainer
 from penstock.train.placement import launched_placement
 from penstock.train.worker import (
     STOP_FILE,
@@ -134,7 +137,7 @@ class Member:
 
     def tell_work(self, decision: Decision, window: int, seconds: list[float]) -> None:
         """Tell the launcher how long each rank has worked in a window of steps."""
-        self.store.set(work_key(decision.generation, window), json.dumps(seconds))
+        self.store.set(worked_key(decision.generation, window), json.dumps(seconds))
 
     def tell_ready(self, decision: Decision) -> None:
         """Tell the launcher that a generation trains."""
@@ -192,6 +195,9 @@ class Turns:
 
     def run(self, newcomer: bool) -> Verdict:
         """Train in one generation after the other until the run is over."""
+        # What has been loaded until now stays, so that the collection after each generation
+        # looks only at what the generation has left. Otherwise it takes a sixth of a second.
+        gc.freeze()
         if newcomer:
             decision = self.member.arrive()
         else:
