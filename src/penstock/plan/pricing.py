@@ -259,7 +259,7 @@ class ProfilePricing:
             uneven=self.cluster is not None,
             recorded=self.workload.recorded,
             gather=self.gather(cell),
-            switch=self.profile_at(cell.rows).switch,
+            handover=self.profile_at(cell.rows).handover,
         )
 
     def setting(self, cell: Cell) -> Setting:

@@ -6,7 +6,7 @@ A rank that is ready waits for a processor, and then keeps it for at least one t
                  rank 1 |    F0----  F1--     another one waits for a message, or its turn is over
                  rank 2 |        ··F0--
 
-A processor that goes from one rank to another may lose a moment (`switch`). Waiting for a
+A processor that goes from one rank to another may lose a moment (`handover`). Waiting for a
 processor counts as idle time, as in a measured step. A pause after an action is
 idle time, too, but it occupies the processor: it stands for the work of a process between two
 actions. Messages need no processor.
@@ -34,11 +34,11 @@ def simulate_shared(
     cost: Cost,
     processors: int,
     turn: float = MIN_TURN_SECONDS,
-    switch: float = 0.0,
+    handover: float = 0.0,
 ) -> Timeline:
     """The timeline of a schedule whose ranks share processors.
 
-    A processor needs `switch` seconds to go from one rank to another. With a processor for
+    A processor needs `handover` seconds to go from one rank to another. With a processor for
     each rank, this is `simulate`.
 
     >>> from penstock import UnitCost, make
@@ -47,7 +47,7 @@ def simulate_shared(
     """
     if processors >= schedule.ranks:
         return simulate(schedule, cost)
-    machine = _Machine(schedule, cost, processors, turn, switch)
+    machine = _Machine(schedule, cost, processors, turn, handover)
     while machine.waiting or machine.queue or machine.running:
         machine.admit()
         machine.advance()
@@ -75,14 +75,14 @@ class _Machine:
         cost: Cost,
         processors: int,
         turn: float,
-        switch: float,
+        handover: float,
     ) -> None:
         table = schedule.table
         self.costs = costs = columns(schedule, cost)
         self.serial = cost.serial
         self.processors = processors
         self.turn = turn
-        self.switch = switch
+        self.handover = handover
         self.now = 0.0
         count = len(table)
         self.rank: list[int] = table.rank.tolist()
@@ -160,14 +160,14 @@ class _Machine:
                 self.start[number] = now + lost
 
     def seat(self, rank: int) -> float:
-        """Put a rank on a free processor, its last one if it can; return the seconds that the switch takes."""
+        """Put a rank on a free processor, its last one if it can; return the seconds of the handover."""
         if rank in self.seats:
             return 0.0
         free = [n for n, last in enumerate(self.seats) if last not in self.running]
         seat = min(free, key=self.seats.__getitem__)  # one that nobody has used, if any
         unused = self.seats[seat] < 0
         self.seats[seat] = rank
-        return 0.0 if unused else self.switch
+        return 0.0 if unused else self.handover
 
     def advance(self) -> None:
         """Advance to the next moment at which anything changes."""
