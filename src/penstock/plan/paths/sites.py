@@ -35,6 +35,7 @@ from penstock.plan.paths.arrangement import (
 from penstock.plan.paths.budget import Budget
 from penstock.plan.paths.circuits import circuit_terms, improve_circuits
 from penstock.plan.paths.improve import improve_solution
+from penstock.plan.paths.lane_search import NO_TURN
 from penstock.plan.paths.part_exchange import MAX_EXCHANGE_MOVES, exchange_parts
 from penstock.plan.paths.path_simulator import QueueOrder
 from penstock.plan.paths.problem import Problem, numbers_of_nodes, positions_of
@@ -43,6 +44,7 @@ from penstock.plan.paths.solution import (
     Delays,
     NodePath,
     Solution,
+    Turns,
     choose_queueing,
     solution_value,
 )
@@ -169,6 +171,8 @@ def _join(
     paths: list[NodePath] = []
     delays: list[Delays] = []
     orders: list[QueueOrder] = []
+    turns: list[Turns] = []
+    free = (NO_TURN,) * 2 * positions_of(problem) * problem.slices
     no_delays = (0.0,) * 2 * positions_of(problem)
     for nodes, plan in zip(sites, plans, strict=True):
         local = plan.solution
@@ -177,6 +181,7 @@ def _join(
         paths += [tuple(nodes[list(path)].tolist()) for path in local.paths]
         delays += local.delays or (no_delays,) * count
         orders += local.own_orders or (local.queue_order,) * count
+        turns += local.turns or (free,) * count
     return Solution(
         tuple(labels.tolist()),
         tuple(paths),
@@ -185,6 +190,7 @@ def _join(
         tuple(delays),
         any(plan.solution.careful for plan in plans),
         tuple(orders),
+        tuple(turns),
     )
 
 
