@@ -392,10 +392,7 @@ def test_the_bound_is_below_the_optimum_and_the_plan_close_to_it(
         given = path_bound(problem, np.array(sizes), np.array(found.solution.labels))
         assert given <= found.makespan + 1e-9
         assert given >= path_bound(problem, np.array(sizes), None) - 1e-9 or given > 0
-    assert max(ratios) < 1.1
-    assert (
-        np.mean(ratios) < 1.05
-    )  # the search never idles on purpose, but the best order sometimes does
+    assert max(ratios) < 1.02, ratios
 
 
 @pytest.mark.parametrize("seed", range(30))
