@@ -471,6 +471,17 @@ def test_the_bound_knows_that_good_nodes_cannot_serve_everybody():
     assert alone < path_bound(problem, np.array(replica_counts(12, 4, 2)), None) <= best
 
 
+def test_the_bound_knows_that_few_nodes_can_be_data_nodes():
+    """Nodes that could be done early as data nodes lie together, so they compete for the same hops."""
+    problem = Problem(
+        cluster_of("A"), even_parts(6, CITED["instances"]["A"]["forward"]), 6
+    )
+    sizes = np.array((5, 3, 3, 3, 3, 3))
+    fifth_least_end_of_a_data_node = 18.008
+    bound = path_bound(problem, sizes, None)
+    assert fifth_least_end_of_a_data_node < 19.1 < bound < 24.06  # the best known plan
+
+
 # ---------------------------------------------------------------- options of the planner
 @pytest.mark.parametrize("count", [5, 9, 14])
 @pytest.mark.parametrize("share", [0.0, 0.25, 0.5])

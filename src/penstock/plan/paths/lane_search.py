@@ -258,9 +258,9 @@ class LaneSearch:
                 times.last_up,
             )
             members = np.flatnonzero(self.labels == int(sums.argmax()))
-            used = [node for node in members.tolist() if self.lanes[node]]
+            used: list[int] = [n for n in members.tolist() if self.lanes[n]]
             if used:
-                node = max(used, key=lambda node: times.last[node])
+                node = max(used, key=lambda member: float(times.last[member]))
                 if self.random.random() < 0.5:
                     node = self.random.choice(used)
                 return self.lanes[node][-1]
