@@ -43,7 +43,7 @@ def searched(moves: int) -> tuple[Problem, Solution, Solution]:
 
 
 def test_lanes_that_wait_on_purpose_beat_every_queue():
-    """With this start, CP-SAT proves that no order ends before 13.64 s."""
+    """CP-SAT proves 13.64 s to be the least if all micro-batches visit the hops in one order."""
     problem, queued, found = searched(3000)
     before = solution_value(problem, queued)[0]
     after = solution_value(problem, found)[0]

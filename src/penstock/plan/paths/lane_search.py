@@ -70,7 +70,7 @@ class LaneSearch:
         self.labels = np.array(own.labels, dtype=np.int64)
         self.rows = np.array(own.paths, dtype=np.int64)
         self.nodes, self.parts = expand_paths(problem, self.rows, self.labels)
-        self.length = self.nodes.shape[1]
+        self.length = int(self.nodes.shape[1])
         self.slices = problem.slices
         self.stride = 2 * self.length * self.slices
         self.slots = problem.traffic.slots_with(self.labels)
@@ -260,7 +260,7 @@ class LaneSearch:
             members = np.flatnonzero(self.labels == int(sums.argmax()))
             used: list[int] = [n for n in members.tolist() if self.lanes[n]]
             if used:
-                node = max(used, key=lambda member: float(times.last[member]))
+                node = max(used, key=lambda member: times.last[member])
                 if self.random.random() < 0.5:
                     node = self.random.choice(used)
                 return self.lanes[node][-1]
