@@ -28,13 +28,13 @@ from penstock.plan.planner import chosen_plan
 from penstock.plan.portfolio import PRINTED_DIGITS, SAMPLING
 from penstock.plan.price import Price
 from penstock.plan.question import (
-    bytes_of,
     microbatches_of,
+    parse_bytes,
     profile_question,
     unit_question,
 )
 from penstock.plan.recipes import Limits
-from penstock.plan.search import Landscape, Progress, search
+from penstock.plan.search import Landscape, SearchProgress, search
 from penstock.plan.topology import Machines, cluster_network, cluster_nodes
 from penstock.plan.tried_bound import tried_bound
 from penstock.plan.workload import Cell, Fixed, Workload, cells_of, divisors
@@ -279,9 +279,9 @@ def test_what_fits_nowhere_is_refused_with_the_least_that_would_fit():
 # ---------------------------------------------------------------- Ctrl-C
 @pytest.mark.parametrize("presses", [1, 2])
 def test_ctrl_c_keeps_the_best_plan_so_far(presses):
-    seen: list[Progress] = []
+    seen: list[SearchProgress] = []
 
-    def press_ctrl_c(progress: Progress) -> None:
+    def press_ctrl_c(progress: SearchProgress) -> None:
         if progress.best < math.inf and len(seen) < presses:
             seen.append(progress)
             raise KeyboardInterrupt
@@ -300,9 +300,9 @@ def test_ctrl_c_keeps_the_best_plan_so_far(presses):
 
 def test_ctrl_c_keeps_the_best_schedule_of_a_pipeline():
     """There is one cell, so that the best schedule so far is one of its own."""
-    seen: list[Progress] = []
+    seen: list[SearchProgress] = []
 
-    def press_ctrl_c(progress: Progress) -> None:
+    def press_ctrl_c(progress: SearchProgress) -> None:
         if progress.best < math.inf:
             seen.append(progress)
             raise KeyboardInterrupt
@@ -325,7 +325,7 @@ def test_large_pipelines_try_as_many_orders_as_take_half_a_minute(monkeypatch):
 
 
 def test_ctrl_c_before_the_first_plan_ends_the_search():
-    def press_ctrl_c(progress: Progress) -> None:
+    def press_ctrl_c(progress: SearchProgress) -> None:
         raise KeyboardInterrupt
 
     question = unit_question(2, 2, UnitCost(), None, FEW)
@@ -571,7 +571,7 @@ def test_a_cluster_lists_the_nodes_of_the_first_copy_first():
     ],
 )
 def test_sizes_have_units(text, size):
-    assert bytes_of(text) == size
+    assert parse_bytes(text) == size
 
 
 @pytest.mark.parametrize(
@@ -579,7 +579,7 @@ def test_sizes_have_units(text, size):
 )
 def test_a_size_must_be_a_number_above_0(text):
     with pytest.raises(ShapeError, match="must be a size above 0, such as 80GiB"):
-        bytes_of(text)
+        parse_bytes(text)
 
 
 @pytest.mark.parametrize("text", ["80GB", "0", "-2", "nan", "inf"])

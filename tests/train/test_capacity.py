@@ -21,7 +21,7 @@ from penstock.config import (
 from penstock.formats.config_toml import apply_changes
 from penstock.measure.profile import measure
 from penstock.models import GPTConfig, LlamaConfig
-from penstock.models.count import parameters_of
+from penstock.models.count import count_parameters
 from penstock.runtime.process.memory import available_memory
 from penstock.schedules.transforms import replicate
 from penstock.train.capacity import (
@@ -60,7 +60,7 @@ def load(config: Config = CONFIG, name: str = "1f1b"):
 # ---------------------------------------------------------------- what a run needs
 @pytest.mark.parametrize("sizes", SIZES)
 def test_parameters_are_counted_as_the_model_has_them(sizes):
-    model, found = blueprint(sizes), parameters_of(sizes)
+    model, found = blueprint(sizes), count_parameters(sizes)
     assert found.total == sum(one.numel() for one in model.parameters())
     for path, count in (
         ("embed", found.embed),

@@ -18,7 +18,7 @@ from penstock.config import Config, ModelConfig
 from penstock.errors import FileError, ShapeError
 from penstock.formats.config_toml import read_config
 from penstock.models import DecoderConfig, LlamaConfig, token_loss
-from penstock.models.count import parameters_of
+from penstock.models.count import count_parameters
 from penstock.models.decoder import build_decoder, check_positions, decoder_of
 from penstock.plan.recipes import Limits
 from penstock.train.after.export import export_run
@@ -175,7 +175,7 @@ def test_new_weights_begin_as_those_of_transformers_do(name):
 @pytest.mark.parametrize("name", CONFIGS)
 def test_parameters_are_counted_without_memory(name):
     sizes = decoder_of(CONFIGS[name])
-    assert parameters_of(sizes).total == sum(
+    assert count_parameters(sizes).total == sum(
         parameter.numel() for parameter in build_decoder(sizes).parameters()
     )
 

@@ -208,14 +208,14 @@ def _prepare(
 
 def _measured_plan(config: Config, layers: int, given: Collection[str]) -> AutoPlan:
     """Search for the fastest plan as `search_plan` does, and show what it is doing."""
-    from penstock.train.auto import machine_workload, measure, plan_workload
+    from penstock.train.auto import machine_workload, measure_workload, plan_workload
     from penstock.train.capacity import check_timing
     from penstock.train.worker import model_sizes
 
     workload, placement = machine_workload(config, layers, given)
     check_timing(config, model_sizes(config), placement)
     with progress("timing a layer"):
-        profiles = measure(workload, placement)
+        profiles = measure_workload(workload, placement)
     with progress("planning") as status:
         return plan_workload(workload, profiles, watch=show_progress(status))
 

@@ -36,7 +36,7 @@ MIN_TIME_SHARE = 0.01
 TENSORS_PER_WEIGHT = 4
 # Kernels take as long for a part of a tile as for all of it.
 HALF_TYPES = ("bfloat16", "float16")
-SCALE_BYTES = 4  # of each row of a message in int8
+SCALE_BYTES = 4  # a float32 at the end of each row of a message in int8
 KERNEL_TILE_TOKENS = {"cuda": 128}
 
 

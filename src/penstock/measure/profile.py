@@ -27,7 +27,7 @@ from penstock.cost.row_profiles import RowProfiles
 from penstock.ir.action import Op
 from penstock.ir.plan import Facts
 from penstock.measure.footprint import footprint
-from penstock.measure.links import network_of
+from penstock.measure.links import measured_network
 from penstock.measure.overhead import overhead_per_action
 from penstock.measure.points import SlicePoint, measuring_points, quick_points
 from penstock.measure.probe import PassTimes, Probe, Subject
@@ -132,7 +132,7 @@ def measure_rows(
     device = first.layer.inputs.device
     network = Network()
     if comm is not None:
-        network = network_of(comm, links, device)
+        network = measured_network(comm, links, device)
     facts = (
         *first.device,
         ("recorded", tape is not None),

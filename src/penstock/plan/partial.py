@@ -23,7 +23,7 @@ from penstock.ir.schedule import MicroBatch, Schedule
 from penstock.plan.space import LeastTimes
 from penstock.schedules.skip_paths import path_with_skips
 
-ROUNDING = 1e-9  # of a share
+SHARE_ROUNDING = 1e-9  # of a share
 
 
 def partial_paths(
@@ -49,7 +49,7 @@ def most_skips(parts: int, share: float) -> int:
     >>> most_skips(8, 0.25), most_skips(3, 0.25), most_skips(4, 0.9)
     (2, 0, 1)
     """
-    return min(math.floor(parts * share + ROUNDING), max(parts - 3, 0))
+    return min(math.floor(parts * share + SHARE_ROUNDING), max(parts - 3, 0))
 
 
 def skipped_share(schedule: Schedule, partition: tuple[int, ...] = ()) -> float:
@@ -73,7 +73,7 @@ def skipped_share(schedule: Schedule, partition: tuple[int, ...] = ()) -> float:
 
 def visited_layers(layers: int, share: float) -> int:
     """Return the fewest layers that a micro-batch visits if it may leave out `share` of them."""
-    return layers - math.floor(layers * share + ROUNDING)
+    return layers - math.floor(layers * share + SHARE_ROUNDING)
 
 
 def partial_profile_bound(

@@ -27,19 +27,19 @@ from penstock.plan.partial import (
     visited_layers,
 )
 from penstock.plan.placed_bound import (
+    CellLoad,
     Hop,
-    Layout,
-    Load,
+    LeastBlockTimes,
+    PlacedLayers,
     Room,
-    SliceTimes,
+    least_block_times,
     placed_bounds,
-    slice_times,
 )
 from penstock.plan.recipes import (
     Cuts,
     Limits,
-    Placement,
     Setting,
+    StagePlacement,
     every_placement,
     unit_setting,
 )
@@ -160,13 +160,13 @@ class ProfilePricing:
     works: dict[object, tuple[float, float]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
-    layouts: dict[object, Layout] = field(
+    layouts: dict[object, PlacedLayers] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
-    placed: dict[tuple[Cell, Placement], Floats] = field(
+    placed: dict[tuple[Cell, StagePlacement], Floats] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
-    slice_times: dict[object, SliceTimes] = field(
+    slice_times: dict[object, LeastBlockTimes] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
     choices: dict[Cell, list[CutChoice]] = field(
@@ -308,7 +308,7 @@ class ProfilePricing:
                 return quick
         return least
 
-    def placements(self, cell: Cell) -> list[Placement]:
+    def placements(self, cell: Cell) -> list[StagePlacement]:
         """Return the placements of all schedules that the search tries in a cell."""
         most = max(1, min(self.limits.stages, self.workload.layers // cell.ranks))
         single = cell.ranks == 1 and cell.copies == 1
@@ -320,12 +320,12 @@ class ProfilePricing:
             and len(partition) in (0, one.stages_per_rank * cell.ranks)
         ]
 
-    def least_time(self, cell: Cell, placement: Placement, cuts: Cuts) -> float:
+    def least_time(self, cell: Cell, placement: StagePlacement, cuts: Cuts) -> float:
         """Return a time that no step on this placement with these cuts can beat."""
         times = self._slice_times(cell)
         return float(self._placed_bounds(cell, placement)[times.class_of(cuts)])
 
-    def _placed_bounds(self, cell: Cell, placement: Placement) -> Floats:
+    def _placed_bounds(self, cell: Cell, placement: StagePlacement) -> Floats:
         """Return times that no step on this placement can beat, by classes of cuts."""
         if (cell, placement) in self.placed:
             return self.placed[cell, placement]
@@ -342,7 +342,7 @@ class ProfilePricing:
             self.workload.memory,
             cell.copies,
         )
-        load = Load(
+        load = CellLoad(
             cell.microbatches,
             count_of_share(cell.recomputed, layout.size),
             Hop(link.latency, process.message / link.bandwidth),
@@ -361,7 +361,7 @@ class ProfilePricing:
         self.placed[cell, placement] = bounds
         return bounds
 
-    def _layout(self, cell: Cell, placement: Placement) -> Layout:
+    def _layout(self, cell: Cell, placement: StagePlacement) -> PlacedLayers:
         """Return a placement with its layers, which depend neither on micro-batches nor on shards."""
         speeds = self.speeds(cell)
         key = (self._work_key(cell), cell.ranks, placement, speeds)
@@ -378,13 +378,13 @@ class ProfilePricing:
                 partition = balance_layers(
                     self.process(cell), self.workload.tokens, ranks, slowest
                 )
-            self.layouts[key] = Layout(stages, partition)
+            self.layouts[key] = PlacedLayers(stages, partition)
         return self.layouts[key]
 
-    def _slice_times(self, cell: Cell) -> SliceTimes:
+    def _slice_times(self, cell: Cell) -> LeastBlockTimes:
         key = self._work_key(cell)
         if key not in self.slice_times:
-            self.slice_times[key] = slice_times(
+            self.slice_times[key] = least_block_times(
                 replace(self.process(cell), tokens=self.workload.tokens),
                 self.most_slices,
                 self.limits.split,

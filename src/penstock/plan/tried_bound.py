@@ -26,7 +26,7 @@ from penstock.cost.unit import UnitCost
 from penstock.plan.bound import lower_bound
 from penstock.plan.recipes import (
     Limits,
-    Placement,
+    StagePlacement,
     even_cuts_only,
     every_placement,
     slice_counts,
@@ -97,7 +97,7 @@ def with_free_choice(cost: UnitCost) -> UnitCost:
 
 
 def _size(
-    placement: Placement,
+    placement: StagePlacement,
     slices: int,
     ranks: int,
     microbatches: int,

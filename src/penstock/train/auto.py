@@ -17,7 +17,7 @@ from penstock.ir import Plan
 from penstock.plan.planner import chosen_plan
 from penstock.plan.pricing import ProfilePricing
 from penstock.plan.recipes import Limits
-from penstock.plan.search import Landscape, Progress, search
+from penstock.plan.search import Landscape, SearchProgress, search
 from penstock.plan.workload import MIN_GRANULARITY, Workload, cells_of, workload_of
 from penstock.runtime.process.launch import under_launcher
 from penstock.train.capacity import places_of
@@ -90,7 +90,7 @@ def memory_of_process(config: Config, placement: Placement) -> float | None:
     return USABLE_SHARE * min(pool.bytes / max(1, len(pool.ranks)) for pool in pools)
 
 
-def measure(
+def measure_workload(
     workload: Workload,
     placement: Placement,
     watch: Callable[[str], None] = lambda text: None,
@@ -126,7 +126,7 @@ def plan_workload(
     workload: Workload,
     profiles: RowProfiles,
     limits: Limits | None = None,
-    watch: Callable[[Progress], None] = lambda progress: None,
+    watch: Callable[[SearchProgress], None] = lambda progress: None,
     source: str = "measured",
 ) -> AutoPlan:
     """Search for the fastest plan of a workload. `source` tells where the profiles are from."""

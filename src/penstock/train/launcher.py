@@ -49,7 +49,7 @@ from penstock.runtime.torch_internals import MODULE_OF_OPTIMIZERS, Store
 from penstock.runtime.wire.key import keep_key
 from penstock.train.checkpoint import newest
 from penstock.train.crew.depot import RunFiles
-from penstock.train.crew.gate import Gate
+from penstock.train.crew.gate import Gate, Say
 from penstock.train.crew.keeper import Keeper, MemberEntry
 from penstock.train.crew.site import key_of
 from penstock.train.worker import (
@@ -89,7 +89,6 @@ HINTS = {  # by the exit code of a worker
 # What every worker needs, loaded once in the process that they are forked from.
 LOADED_MODULES = ("penstock.train.worker", MODULE_OF_OPTIMIZERS)
 WorkerEntry = Callable[[str, bool], Verdict]
-Say = Callable[[str], None]  # shows the user a line
 
 
 def restarted() -> bool:

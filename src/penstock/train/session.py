@@ -26,7 +26,12 @@ from penstock.formats import read_plan
 from penstock.formats.config_toml import written_keys
 from penstock.ir import Plan
 from penstock.plan.planner import plan_run
-from penstock.train.auto import AutoPlan, machine_workload, measure, plan_workload
+from penstock.train.auto import (
+    AutoPlan,
+    machine_workload,
+    measure_workload,
+    plan_workload,
+)
 from penstock.train.capacity import check_timing
 from penstock.train.crew.choice import is_elastic
 from penstock.train.data.dataset import encode_dataset
@@ -178,7 +183,7 @@ def search_plan(config: Config, layers: int, given: Collection[str]) -> AutoPlan
     """Measure the model on this machine and search for the fastest plan."""
     workload, placement = machine_workload(config, layers, given)
     check_timing(config, model_sizes(config), placement)
-    return plan_workload(workload, measure(workload, placement))
+    return plan_workload(workload, measure_workload(workload, placement))
 
 
 def plan_config(

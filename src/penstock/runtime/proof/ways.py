@@ -37,8 +37,8 @@ from penstock.runtime.loss_reduction import Reduction, as_sum, plain_loss
 from penstock.runtime.passed_values import (
     PIECE,
     Passed,
+    forward_parameters,
     named_arguments,
-    parameters_of,
     passed_by,
 )
 from penstock.runtime.proof.ends import Feed, OutputSink, weighted_sum
@@ -55,7 +55,7 @@ from penstock.runtime.proof.traceless import (
 from penstock.runtime.torch_internals import original_name
 
 # For all random numbers: those that a stage draws, and the gradients of inner stages.
-SEED = 20_817
+PROOF_SEED = 20_817
 OUTPUT = "the output"
 LOSS = "the loss"
 INPUT_GRADIENT = "the gradient of the input"
@@ -158,7 +158,7 @@ class Bench:
         """
         target: Tensor | Bundle = batch.labels[number]
         if self.outgoing is not None:
-            generator = torch.Generator().manual_seed(SEED + self.stage)
+            generator = torch.Generator().manual_seed(PROOF_SEED + self.stage)
             gradients = []
             for shape, dtype, _ in self.outgoing.gradients:
                 gradient = torch.randn(shape, generator=generator, dtype=dtype)
@@ -195,7 +195,7 @@ class Bench:
         self,
         autocast: bool = False,
         quiet: bool = False,
-        seed: int = SEED,
+        seed: int = PROOF_SEED,
         noise: float = 0.0,
         noise_seed: int = 0,
     ) -> Results:
@@ -256,17 +256,16 @@ class Bench:
 
         Packed documents need a slice, which then covers the whole sequence.
         """
-        arguments: list[Any] = []
+        sliced: dict[str, Any] = {}
         if sample.starts is not None:
             tokens = sample.tokens.shape[1]
-            arguments.append(Carry(tokens, sample.starts).open(0, tokens))
+            sliced[PIECE] = Carry(tokens, sample.starts).open(0, tokens)
         if not self.many:
-            return module(x, *arguments)
+            return module(x, **sliced)
         values = (x,) if isinstance(x, Tensor) else x.values
         travelling = {} if isinstance(x, Tensor) else x.named
-        parameters = parameters_of(module)
+        parameters = forward_parameters(module)
         named = named_arguments(parameters, len(values), travelling, sample.named)
-        sliced = {PIECE: arguments[0]} if arguments else {}
         y = module(*values, **named, **sliced)
         if self.outgoing is None:
             return y.returned if isinstance(y, Passed) else y
@@ -290,7 +289,7 @@ class Bench:
     def run_planned(self, options: Options, quiet: bool = False) -> Results:
         """Run the stage through an executor, with these of the plan's options."""
         with ExitStack() as stack:
-            stack.enter_context(self._traceless(quiet, SEED))
+            stack.enter_context(self._traceless(quiet, PROOF_SEED))
             module = self.module
             if Option.COMPILED not in options:
                 module = stack.enter_context(uncompiled(module))
@@ -303,7 +302,7 @@ class Bench:
                 for _, parameter in self._trained():
                     parameter.grad = None
                 self.memory.restore()
-                torch.manual_seed(SEED)
+                torch.manual_seed(PROOF_SEED)
                 with without_dropout(self.module) if quiet else nullcontext():
                     result = solo.step(batch)
             if Option.SPLIT in options:
@@ -321,7 +320,7 @@ class Bench:
         self.run_planned(options)
         if not evaluates:
             return
-        with self._traceless(quiet=False, seed=SEED):
+        with self._traceless(quiet=False, seed=PROOF_SEED):
             schedule, modules = self._solo_schedule(self.module, options)
             self._solo_executor(schedule, modules, options).evaluate(self._batch())
 

@@ -21,6 +21,7 @@ from typing import Any, BinaryIO
 from penstock.config import Config, DataConfig
 from penstock.errors import FileError, PeerLostError
 from penstock.runtime.wire.frames import receive_bytes, receive_frame, send_frame
+from penstock.runtime.wire.store import Dial
 from penstock.train.checkpoint import CHECKPOINTS_FOLDER, SAVING, newest
 from penstock.train.data.corpus import (
     cached_tokens,
@@ -36,7 +37,7 @@ VALIDATION = "validation"  # the name of the text of data.validation
 TOKENS_SUFFIX = ".bin"
 MODEL_FOLDER = "model"
 MODEL_SUFFIXES = (".json", ".safetensors")
-PIECE_BYTES = 1 << 20  # sent at once
+MAX_SENT_BYTES = 1 << 20  # sent at once
 FILE_NAME = r"[\w.-]+\.(?:safetensors|json)"
 SAVED_FILE = re.compile(rf"{CHECKPOINTS_FOLDER}/step-\d+/{FILE_NAME}")
 UNFINISHED_FILE = re.compile(
@@ -45,7 +46,6 @@ UNFINISHED_FILE = re.compile(
 Watch = Callable[
     [str, int], None
 ]  # sees the name and the size of a file before it comes
-Dial = Callable[[], ssl.SSLSocket]
 
 
 def texts_of(data: DataConfig) -> dict[str, DataConfig]:
@@ -233,7 +233,7 @@ def _send_file(connection: ssl.SSLSocket, opened: BinaryIO, size: int) -> None:
     """Send exactly `size` bytes of an open file."""
     left = size
     while left:
-        piece = opened.read(min(left, PIECE_BYTES))
+        piece = opened.read(min(left, MAX_SENT_BYTES))
         if not piece:
             raise PeerLostError("a file has become shorter while it was sent")
         connection.sendall(piece)
@@ -246,7 +246,7 @@ def _receive_file(connection: ssl.SSLSocket, file: Path, size: int) -> None:
     with part.open("wb") as opened:
         left = size
         while left:
-            piece = receive_bytes(connection, min(left, PIECE_BYTES))
+            piece = receive_bytes(connection, min(left, MAX_SENT_BYTES))
             opened.write(piece)
             left -= len(piece)
     part.replace(file)

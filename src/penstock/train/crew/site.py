@@ -19,7 +19,7 @@ from penstock.train.crew.depot import (
     texts_of,
 )
 from penstock.train.data.corpus import all_held_out, read_corpus
-from penstock.train.data.mixture import mix
+from penstock.train.data.mixture import mix_corpora
 from penstock.train.data.tokenizer import tokenizer_of
 from penstock.train.history import PLAN_FILE
 from penstock.train.hub import settle_model
@@ -74,7 +74,7 @@ class Site:
         validation = None
         if VALIDATION in texts:
             validation = with_guesses(config, all_held_out(texts.pop(VALIDATION)))
-        corpus = with_guesses(config, mix(config.data, list(texts.values())))
+        corpus = with_guesses(config, mix_corpora(config.data, list(texts.values())))
         sizes = model_sizes(config)
         return Job(
             config,

@@ -55,7 +55,7 @@ from penstock.train.data.document_end import side_files
 from penstock.train.data.masking import Masking, bert_words
 from penstock.train.data.order import shuffled
 from penstock.train.data.segments import (
-    Layout,
+    RowLayout,
     pad_rows,
     segment_rows,
     split_sentences,
@@ -668,7 +668,7 @@ def fill_cache(
             facts |= _write_conversations(part, row, texts.records(), data, tokenizer)
         elif data.segments:
             dtype = np.uint16 if width == 2 else np.uint32
-            layout = Layout(words, data.segments, data.tokens, dtype)
+            layout = RowLayout(words, data.segments, data.tokens, dtype)
             encoded = texts.encoded(sizes)
             facts |= _write_segments(part, row, encoded, layout, data.separate)
         else:
@@ -751,7 +751,7 @@ def _write_segments(
     part: Path,
     row: Path,
     encoded: Iterable[tuple[TokenArray, bool]],
-    layout: Layout,
+    layout: RowLayout,
     packed: bool,
 ) -> dict[str, object]:
     """Write rows of segments for a Bert and, beside them, their marks; return what to note down."""
