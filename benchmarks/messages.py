@@ -12,7 +12,8 @@ the same order, so differences are taken within a seed.
     int8, all feedback  hidden states get it back, too
 
 The time of a step is measured over links that are emulated in user space (`ShapedComm`): each message takes as long as
-its bytes take at the bandwidth of its link, and nothing else is slowed down. Rounds alternate, and the median counts.
+its bytes take at the bandwidth of its link, and nothing else is slowed down. In every round all kinds are measured one
+after the other, and compared within the round; the page has the medians over the rounds, and how far the rounds differ.
 
 For encryption, two processes send each other large tensors and add up small ones, over gloo and over the encrypted
 links of a run with `run.listen`. The time of the processor counts, which other work hardly changes.
@@ -21,6 +22,7 @@ links of a run with `run.listen`. The time of the processor counts, which other 
 from __future__ import annotations
 
 import argparse
+import itertools
 import multiprocessing
 import os
 import platform
@@ -33,7 +35,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from tables import table
+from tables import middle_and_range, table
 
 from penstock import Plan, make
 from penstock.config import (
@@ -56,7 +58,8 @@ from penstock.runtime.wire.exchange import Exchange
 from penstock.runtime.wire.key import KEY_FILE, keep_key
 from penstock.train.data.corpus import Corpus, open_corpus
 from penstock.train.history import StepRow, read_rows
-from penstock.train.loop import Job, Trainer
+from penstock.train.job import Job
+from penstock.train.loop import Trainer
 from penstock.train.weights import sizes_of
 
 ROOT = Path(__file__).parent.parent
@@ -68,6 +71,8 @@ TIMED_KINDS = KINDS[:3]
 LINKS = {"10 Mbit/s": 1.25e6, "50 Mbit/s": 6.25e6, "1 Gbit/s": 1.25e8}  # bytes a second
 WARM_UP_STEPS = 2
 NUMBERS = 1 << 20  # of a large tensor
+StepSeconds = dict[str, dict[str, list[float]]]  # by link, kind and round
+CoreSeconds = dict[str, list[tuple[float, float, float]]]  # by kind of link and round
 SUMS = 300
 
 
@@ -82,7 +87,7 @@ class Scale:
     tensors: int  # over each kind of link
 
 
-FULL = Scale(steps=200, seeds=3, timed_steps=6, rounds=3, tensors=64)
+FULL = Scale(steps=200, seeds=3, timed_steps=8, rounds=5, tensors=64)
 QUICK = Scale(steps=3, seeds=1, timed_steps=3, rounds=1, tensors=2)
 CONFIG = Config(
     ModelConfig(layers=4, width=64, heads=4, kv_heads=4, inner=176, vocab=VOCAB),
@@ -136,11 +141,9 @@ def measure_loss(corpus: Corpus, scale: Scale) -> dict[str, list[float]]:
     return losses
 
 
-def measure_seconds(corpus: Corpus, scale: Scale) -> dict[str, dict[str, float]]:
-    """The median seconds of a step over each link, for each kind."""
-    seconds: dict[str, dict[str, list[float]]] = {
-        link: {kind: [] for kind in TIMED_KINDS} for link in LINKS
-    }
+def measure_seconds(corpus: Corpus, scale: Scale) -> StepSeconds:
+    """The median seconds of a step over each link, for each kind and round."""
+    seconds: StepSeconds = {link: {kind: [] for kind in TIMED_KINDS} for link in LINKS}
     for _ in range(scale.rounds):
         for link, bandwidth in LINKS.items():
             network = Network(0.0, bandwidth, serial=True)
@@ -149,45 +152,42 @@ def measure_seconds(corpus: Corpus, scale: Scale) -> dict[str, dict[str, float]]
                     job = job_of(corpus, Path(name), kind, 0, scale.timed_steps)
                     rows = train(job, kind, partial(ShapedComm, network=network))
                 steps = [row.seconds for row in rows[WARM_UP_STEPS:]]
-                seconds[link][kind] += steps
-    return {
-        link: {kind: statistics.median(values) for kind, values in kinds.items()}
-        for link, kinds in seconds.items()
-    }
+                seconds[link][kind].append(statistics.median(steps))
+    return seconds
 
 
 # ---------------------------------------------------------------- encryption
-def measure_links(scale: Scale) -> dict[str, tuple[float, float, float]]:
-    """Seconds of a processor to send a GB, to receive it, and to add up four numbers, for each kind of link."""
+def measure_links(scale: Scale) -> CoreSeconds:
+    """Seconds of a processor to send a GB, to receive it, and to add four numbers, for each kind of link and round."""
     store = keep_store()
     context = multiprocessing.get_context("spawn")
-    results = {}
+    results: CoreSeconds = {"gloo": [], "encrypted": []}
     with tempfile.TemporaryDirectory() as name:
         keep_key(Path(name) / KEY_FILE)
-        for kind in ("gloo", "encrypted"):
-            words = (kind, store.port, name, scale.tensors)
+        for turn, kind in itertools.product(range(scale.rounds), results):
+            words = (kind, f"{kind} {turn}", store.port, name, scale.tensors)
             with context.Pool(2) as pool:
                 tasks = [
                     pool.apply_async(exchange_tensors, (rank, *words))
                     for rank in (0, 1)
                 ]
                 (sending, adding), (receiving, _) = (task.get() for task in tasks)
-            results[kind] = (sending, receiving, adding)
+            results[kind].append((sending, receiving, adding))
     return results
 
 
 def exchange_tensors(
-    rank: int, kind: str, port: int, folder: str, tensors: int
+    rank: int, kind: str, meeting: str, port: int, folder: str, tensors: int
 ) -> tuple[float, float]:
     """Send or receive tensors of 4 MB, and add up small ones; return the seconds of a GB and of a sum."""
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    store = PrefixStore(kind, TCPStore(LOCALHOST, port, is_master=False))
+    store = PrefixStore(meeting, TCPStore(LOCALHOST, port, is_master=False))
     if kind == "gloo":
         comm = GlooComm(store, rank, 2, 600.0, lambda: False)
     else:
         exchange = Exchange(f"{LOCALHOST}:0", Path(folder) / KEY_FILE)
-        comm = WireComm(store, rank, 2, 600.0, lambda: False, exchange, "links/g1")
+        comm = WireComm(store, rank, 2, 600.0, lambda: False, exchange, meeting)
     tensor = torch.ones(NUMBERS)
 
     def pass_on() -> None:
@@ -210,12 +210,16 @@ def exchange_tensors(
     return seconds, sums
 
 
-def link_table(links: dict[str, tuple[float, float, float]]) -> str:
+def link_table(links: CoreSeconds) -> str:
     """The time of the processor for each kind of link."""
-    rows = [
-        [kind, f"{sending:.2f} s", f"{receiving:.2f} s", f"{1e6 * adding:.0f} µs"]
-        for kind, (sending, receiving, adding) in links.items()
-    ]
+    rows = []
+    for kind, rounds in links.items():
+        sending, receiving, adding = zip(*rounds, strict=True)
+        seconds = [
+            middle_and_range(values, ".2f", " s") for values in (sending, receiving)
+        ]
+        sums = middle_and_range([1e6 * one for one in adding], ".0f", " µs")
+        rows.append([kind, *seconds, sums])
     return table("link | send 1 GB | receive 1 GB | sum of 4 numbers", rows, ("link",))
 
 
@@ -243,24 +247,27 @@ def loss_table(losses: dict[str, list[float]]) -> str:
     return table(heads, rows, ("messages",))
 
 
-def time_table(seconds: dict[str, dict[str, float]]) -> str:
-    """The seconds of a step over each link."""
+def time_table(seconds: StepSeconds) -> str:
+    """The seconds of a step over each link, and how many times as fast as float32 it is in each round."""
     rows = []
     for link, kinds in seconds.items():
         base = kinds["float32"]
-        cells = [
-            f"{1e3 * kinds[kind]:,.0f} ms ({base / kinds[kind]:.2f}x)"
-            for kind in TIMED_KINDS
-        ]
+        cells = [f"{1e3 * statistics.median(base):,.0f} ms"]
+        for kind in TIMED_KINDS[1:]:
+            ratios = [a / b for a, b in zip(base, kinds[kind], strict=True)]
+            milliseconds = 1e3 * statistics.median(kinds[kind])
+            gain = middle_and_range(ratios, ".2f", "x")
+            cells.append(f"{milliseconds:,.0f} ms, {gain}")
         rows.append([link, *cells])
     return table(" | ".join(["link", *TIMED_KINDS]), rows, ("link",))
 
 
 def page(
     losses: dict[str, list[float]],
-    seconds: dict[str, dict[str, float]],
-    links: dict[str, tuple[float, float, float]],
+    seconds: StepSeconds,
+    links: CoreSeconds,
     scale: Scale,
+    note: str,
 ) -> str:
     """The page of results."""
     load = os.getloadavg()[0]
@@ -278,7 +285,8 @@ data, so differences are taken within a seed.
 last hidden state of the same action, which belonged to other text; `run.messages = "int8"` does that only for
 gradients.
 
-The time of a step over emulated links (`ShapedComm`), and how many times as fast as with float32:
+The time of a step over emulated links (`ShapedComm`), as the median of {scale.rounds} rounds, and how many times as
+fast as with float32 a step is (in brackets: in the worst and in the best round):
 
 {time_table(seconds)}
 
@@ -286,12 +294,12 @@ The ranks are threads of one process, so computing takes more of a step here tha
 matter more. Packing costs time as well, so small messages do not help over fast links.
 
 Runs with `run.listen` [encrypt their links](../guides/several_machines.md). The time that a core is busy with messages,
-between two processes of one machine:
+between two processes of one machine, as the median and the range of {scale.rounds} rounds:
 
 {link_table(links)}
 
 `python benchmarks/messages.py`, with torch {torch.__version__} on {os.cpu_count()} cores ({platform.machine()}).
-The load average at the end was {load:.0f}: above the number of cores, times of steps are those of a busy machine.
+The load average at the end was {load:.0f}. {note}
 """
 
 
@@ -301,14 +309,20 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--quick", action="store_true")
-    quick = parser.parse_args().quick
+    parser.add_argument(
+        "--note",
+        default="Above the number of cores, times of steps are those of a busy machine.",
+        help="what to say about the machine, after the load average",
+    )
+    options = parser.parse_args()
+    quick = options.quick
     scale = QUICK if quick else FULL
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as cache:
         corpus = open_corpus(CONFIG.data, Path(cache))
         losses = measure_loss(corpus, scale)
         seconds = measure_seconds(corpus, scale)
-    text = page(losses, seconds, measure_links(scale), scale)
+    text = page(losses, seconds, measure_links(scale), scale, options.note)
     print(text)
     if not quick:
         RESULT.write_text(text, encoding="utf-8")

@@ -11,9 +11,12 @@ from typing import Any
 from penstock.errors import PeerLostError
 from penstock.runtime import ThreadComm, run_threads
 from penstock.train.checkpoint import good_step
+from penstock.train.crew.handover import CrewChange
 from penstock.train.crew.notes import Decision, Report
 from penstock.train.crew.succession import decide
-from penstock.train.loop import CrewChange, Job, Trainer
+from penstock.train.history import last_step
+from penstock.train.job import Job
+from penstock.train.loop import Trainer
 
 
 class Killed(Exception):
@@ -72,6 +75,7 @@ class Crew:
             self.job.resume,
             self.job.config.run.mirror != "false",
             lambda: good_step(self.job.checkpoints),
+            written=lambda: last_step(self.job.folder),
         )
 
     def run(

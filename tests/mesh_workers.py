@@ -23,7 +23,8 @@ from penstock.runtime import (
     local_share,
     watching,
 )
-from penstock.train.loop import Job, Trainer
+from penstock.train.job import Job
+from penstock.train.loop import Trainer
 from penstock.train.mesh import place_of
 from penstock.train.optimizer import Gradients, Optimizer
 from penstock.train.weights import Sizes, draw_parameters, hold, hold_whole, sizes_of

@@ -13,9 +13,9 @@ from __future__ import annotations
 import gc
 import os
 import warnings
-from collections.abc import Iterator
+from collections import deque
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import import_module
 from itertools import groupby
 from multiprocessing import get_context
@@ -83,7 +83,8 @@ def _batches(items: list[pytest.Item]) -> list[Batch]:
 class Worker:
     process: BaseProcess
     pipe: Connection
-    current: str = ""  # the test that it runs
+    batch: Batch = field(default_factory=list)  # what it has not ended yet
+    is_running: bool = False  # whether it has begun the first of them
 
 
 def _run_side_by_side(session: pytest.Session, count: int) -> None:
@@ -93,7 +94,7 @@ def _run_side_by_side(session: pytest.Session, count: int) -> None:
         import_module(name)
     gc.collect()
     gc.freeze()  # what is loaded by now stays, so no worker needs to look through it
-    batches = iter(_batches(session.items))
+    batches = deque(_batches(session.items))
     workers = [_start_worker(session) for _ in range(count)]
     try:
         while workers:
@@ -104,9 +105,15 @@ def _run_side_by_side(session: pytest.Session, count: int) -> None:
                 if not ended:
                     continue
                 workers.remove(worker)
-                if worker.current:
-                    _report_crash(session, worker)
+                code = worker.process.exitcode
+                if worker.is_running:
+                    crashed, *rest = worker.batch
+                    _report_crash(session, session.items[crashed], code)
+                    if rest:
+                        batches.appendleft(rest)
                     workers.append(_start_worker(session))
+                elif code:
+                    pytest.exit(f"a worker ended with code {code}, in no test", 1)
             if session.shouldfail:
                 raise session.Failed(session.shouldfail)
             if session.shouldstop:
@@ -128,7 +135,7 @@ def _start_worker(session: pytest.Session) -> Worker:
     return Worker(process, ours)
 
 
-def _serve(session: pytest.Session, worker: Worker, batches: Iterator[Batch]) -> None:
+def _serve(session: pytest.Session, worker: Worker, batches: deque[Batch]) -> None:
     """Answer all messages that a worker has sent."""
     config = session.config
     with suppress(EOFError, BrokenPipeError, ConnectionResetError):
@@ -136,10 +143,13 @@ def _serve(session: pytest.Session, worker: Worker, batches: Iterator[Batch]) ->
             kind, content = worker.pipe.recv()
             match kind:
                 case "next":
-                    worker.current = ""
-                    worker.pipe.send(next(batches, None))
+                    worker.batch = batches.popleft() if batches else []
+                    worker.pipe.send(worker.batch)
                 case "start":
-                    worker.current = content
+                    worker.is_running = True
+                case "end":
+                    worker.is_running = False
+                    worker.batch = worker.batch[1:]
                 case "report":
                     report = config.hook.pytest_report_from_serializable(
                         config=config, data=content
@@ -147,13 +157,13 @@ def _serve(session: pytest.Session, worker: Worker, batches: Iterator[Batch]) ->
                     config.hook.pytest_runtest_logreport(report=report)
 
 
-def _report_crash(session: pytest.Session, worker: Worker) -> None:
+def _report_crash(session: pytest.Session, item: pytest.Item, code: int | None) -> None:
     report = pytest.TestReport(
-        nodeid=worker.current,
-        location=(worker.current, None, worker.current),
+        nodeid=item.nodeid,
+        location=item.location,
         keywords={},
         outcome="failed",
-        longrepr=f"the worker ended with code {worker.process.exitcode} in this test",
+        longrepr=f"the worker ended with code {code} in this test",
         when="call",
     )
     session.config.hook.pytest_runtest_logreport(report=report)
@@ -185,15 +195,17 @@ def _work(session: pytest.Session, pipe: Connection, other_end: Connection) -> N
             # After the last test only what belongs to the whole session stays set up.
             following: list[Any] = [*items[1:], session]
             for item, next_item in zip(items, following, strict=True):
-                pipe.send(("start", item.nodeid))
+                pipe.send(("start", None))
                 item.ihook.pytest_runtest_protocol(item=item, nextitem=next_item)
+                pipe.send(("end", None))
     session._setupstate.teardown_exact(None)
     pipe.close()
 
 
-def _next_batch(pipe: Connection) -> Batch | None:
+def _next_batch(pipe: Connection) -> Batch:
+    """Ask for more tests; none means that all have gone out."""
     pipe.send(("next", None))
-    batch: Batch | None = pipe.recv()
+    batch: Batch = pipe.recv()
     return batch
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from inspect import signature
 from pathlib import Path
 from runpy import run_module
 
@@ -16,26 +17,20 @@ SLOW_WORKER = 1
 run_member = entry.run_member
 
 
-def run_slow_member(
-    worker: int,
-    workers: int,
-    host: str,
-    port: int,
-    folder: str,
-    resume: bool,
-    newcomer: bool,
-) -> Verdict:
+def run_slow_member(*arguments: object) -> Verdict:
     """Train as a worker of a crew that is sometimes slow."""
+    given = signature(run_member).bind(*arguments).arguments
+    slow_file = Path(given["folder"]) / SLOW_FILE
     forward = ComputedActions.forward
 
     def sleep_and_forward(actions, step):
-        if (Path(folder) / SLOW_FILE).exists():
+        if slow_file.exists():
             time.sleep(SLEEP_SECONDS)
         forward(actions, step)
 
-    if worker == SLOW_WORKER:
+    if given["worker"] == SLOW_WORKER:
         ComputedActions.forward = sleep_and_forward
-    return run_member(worker, workers, host, port, folder, resume, newcomer)
+    return run_member(*arguments)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ ROOT = Path(penstock.__file__).parent
 ROOMS = {
     "errors": set(),
     "version": set(),
+    "extras": {"errors"},
     "partition": {"errors"},
     "carry": {"errors"},
     "dropout": {"errors"},
@@ -37,7 +38,8 @@ ROOMS = {
     "pipeline": {"ir", "partition", "runtime", "models", "errors"},
     "train": {
         *("ir", "cost", "config", "formats", "schedules", "sim", "plan", "view"),
-        *("carry", "dropout", "runtime", "measure", "models", "errors"),
+        *("carry", "dropout", "extras", "runtime", "measure", "models", "version"),
+        "errors",
     },
     "ray": {
         *("ir", "config", "formats", "plan", "runtime", "train", "errors"),
@@ -48,13 +50,15 @@ ROOMS = {
     },
     "cli": {
         *("ir", "cost", "config", "formats", "schedules", "sim", "plan", "view"),
-        *("advice", "partition", "runtime", "measure", "train", "version", "errors"),
+        *("advice", "partition", "runtime", "measure", "train", "version", "extras"),
+        "errors",
     },
     "__main__": {"cli"},
 }
 LIBRARIES = {
     "errors": set(),
     "version": set(),
+    "extras": set(),
     "partition": set(),
     "carry": {"torch"},
     "dropout": {"torch"},
@@ -87,7 +91,7 @@ LIBRARIES = {
     },
     "ray": {"ray"},
     "titan": {"torch", "torchtitan"},
-    "cli": {"typer", "rich", "torch"},
+    "cli": {"typer", "rich"},
     "__main__": set(),
 }
 

@@ -23,7 +23,8 @@ from penstock.formats.config_toml import apply_changes
 from penstock.runtime import run_threads
 from penstock.train.data.corpus import Corpus, cut_corpus
 from penstock.train.history import StepRow, read_rows
-from penstock.train.loop import Job, RunOutcome, Trainer
+from penstock.train.job import Job, RunOutcome
+from penstock.train.loop import Trainer
 from penstock.train.weights import sizes_of
 
 VOCAB = 31

@@ -17,6 +17,7 @@ from commands import called
 from penstock import REGISTRY
 from penstock.cli.app import app
 from penstock.errors import ConfigError, nearest_name
+from penstock.extras import extra_of, missing_package
 from penstock.formats.config_toml import load_config
 from penstock.train import doctor
 from penstock.train.doctor import State, examine
@@ -145,6 +146,36 @@ def test_doctor_names_the_gpus(monkeypatch):
     )
     assert examine().verdict.endswith("or on 2 GPUs.")
     assert "nvidia-cuda-mps-control" in finding("NVIDIA MPS").advice
+
+
+# ---------------------------------------------------------------- packages that are missing
+@pytest.mark.parametrize(
+    ("line", "module", "package", "extra"),
+    [
+        ("check plan.json --run", "penstock.train.trial", "torch", "torch"),
+        ("generate run", "penstock.train.checkpoint", "safetensors", "torch"),
+    ],
+)
+def test_a_command_says_how_to_install_what_it_lacks(
+    run, monkeypatch, line, module, package, extra
+):
+    pytest.importorskip(package)
+    code, _, err = run("draw 1f1b --ranks 1 --microbatches 1 -o plan.json")
+    assert code == 0, err
+    for loaded in list(sys.modules):
+        if loaded == module or loaded.startswith("penstock.train.after"):
+            monkeypatch.delitem(sys.modules, loaded)
+    monkeypatch.setitem(sys.modules, package, None)  # importing it now fails
+    code, _, err = run(line)
+    assert code == 2
+    assert f"this command needs {package}, which is not installed" in err
+    assert f"pip install 'penstock[{extra}]'" in err
+
+
+def test_packages_of_no_extra_are_not_explained():
+    assert missing_package(ModuleNotFoundError("no", name="penstock.nothing")) is None
+    assert missing_package(ModuleNotFoundError("no")) is None
+    assert extra_of("tokenizers") == "hf"
 
 
 # ---------------------------------------------------------------- did you mean

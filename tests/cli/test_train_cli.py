@@ -46,7 +46,8 @@ from penstock.train.entry import run_worker
 from penstock.train.history import StepRow, read_rows
 from penstock.train.hub import settle_tokenizer
 from penstock.train.launcher import _story, launch
-from penstock.train.loop import Trainer, describe
+from penstock.train.loop import Trainer
+from penstock.train.resumption import describe_model
 from penstock.train.worker import Verdict, job_of, model_sizes, read_failure
 
 
@@ -376,7 +377,7 @@ def test_a_run_that_is_stopped_before_its_first_step_says_so_and_leaves_nothing(
     text, here, monkeypatch
 ):
     monkeypatch.setattr(
-        "penstock.train.launcher.launch", lambda *_: Verdict(0, stopped=True)
+        "penstock.train.session.launch", lambda *_: Verdict(0, stopped=True)
     )
     done = here("train config.toml")
     assert (done.code, done.out.splitlines()[0]) == (0, "stopped before the first step")
@@ -387,7 +388,7 @@ def test_a_run_that_is_stopped_before_its_first_step_says_so_and_leaves_nothing(
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_before_workers_start_leaves_nothing(number, text, here, monkeypatch):
     monkeypatch.setattr(
-        "penstock.train.launcher.launch", lambda *_: os.kill(os.getpid(), number)
+        "penstock.train.session.launch", lambda *_: os.kill(os.getpid(), number)
     )
     done = here("train config.toml")
     assert done.code == 128 + number
@@ -399,7 +400,7 @@ def test_a_failed_start_leaves_what_was_there_before(text, here, monkeypatch):
     def fail(*_: object) -> None:
         raise RunError("no")
 
-    monkeypatch.setattr("penstock.train.launcher.launch", fail)
+    monkeypatch.setattr("penstock.train.session.launch", fail)
     mine = text / "deep" / "mine"
     assert (
         here("train config.toml --set data.cache=cache --set run.folder=deep/mine").code
@@ -594,7 +595,7 @@ def test_a_refused_resume_leaves_the_run_as_it_was(change, words, here, text):
         "penstock": "checkpoint",
         "step": 3,
         "files": {},
-        "model": describe(model_sizes(config)),
+        "model": describe_model(model_sizes(config)),
         "data": {"seen": 24, "seed": 0, "length": 32, "digest": corpus.digest},
     }
     (saved / "checkpoint.json").write_text(json.dumps(facts))

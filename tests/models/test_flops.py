@@ -13,8 +13,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from penstock.models import GPT, GPTConfig, Llama, LlamaConfig, token_loss
 from penstock.models.flops import flops_per_token, peak_flops, share_of_flops
 from penstock.train.history import StepRow
-from penstock.train.loop import flops_utilization
 from penstock.train.screen import Screen
+from penstock.train.step_row import flops_utilization
 
 MODELS = [
     LlamaConfig(96, 32, 3, 4, 2, 48),

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -13,6 +11,7 @@ import torch
 from penstock.errors import PeerLostError
 from penstock.runtime.comm.gloo import GlooComm
 from penstock.runtime.torch_internals import PrefixStore, TCPStore
+from rank_threads import on_ranks
 
 pytestmark = pytest.mark.usefixtures("_loopback")
 
@@ -20,24 +19,6 @@ pytestmark = pytest.mark.usefixtures("_loopback")
 @pytest.fixture
 def _loopback(monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-
-
-def on_ranks(ranks: int, work: Callable[[int], Any]) -> list[Any]:
-    """Run `work` on a thread per rank; return results or errors."""
-    results: list[Any] = [None] * ranks
-
-    def run(rank: int) -> None:
-        try:
-            results[rank] = work(rank)
-        except Exception as error:
-            results[rank] = error
-
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(ranks)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return results
 
 
 def comm_of(store, name: str, rank: int, ranks: int, broken=lambda: False) -> GlooComm:

@@ -27,6 +27,7 @@ from penstock.runtime.wire.exchange import Exchange
 from penstock.runtime.wire.frames import LENGTH, receive_frame, send_frame
 from penstock.runtime.wire.key import context_of, keep_key
 from penstock.runtime.wire.store import RemoteStore, serve_store
+from rank_threads import on_ranks
 
 
 @pytest.fixture(scope="module")
@@ -256,24 +257,6 @@ def test_the_store_of_a_launcher_can_be_reached_only_from_its_machine_and_with_t
 
 
 # ---------------------------------------------------------------- tensors
-def on_ranks(ranks: int, work: Callable[[int], Any]) -> list[Any]:
-    """Run `work` on a thread per rank; return results or errors."""
-    results: list[Any] = [None] * ranks
-
-    def run(rank: int) -> None:
-        try:
-            results[rank] = work(rank)
-        except Exception as error:
-            results[rank] = error
-
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(ranks)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return results
-
-
 @pytest.fixture
 def connect(keys) -> Iterator[Callable[..., WireComm]]:
     """Return a function that connects a rank; each rank keeps its exchange."""

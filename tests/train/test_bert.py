@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tokenizers
 import torch
 import transformers
 
@@ -19,13 +20,14 @@ from penstock.errors import FileError
 from penstock.formats.config_toml import load_config, read_config
 from penstock.measure.probe import Probe
 from penstock.models import Bert, BertConfig, document_starts, token_loss
-from penstock.models.count import parameters_of
+from penstock.models.count import count_parameters
 from penstock.models.flops import flops_per_token
 from penstock.runtime import Batch, batch_of
 from penstock.train.after.generate import open_trained
-from penstock.train.data.corpus import cut_corpus
+from penstock.train.data.conversations import BEGINS, SECOND
+from penstock.train.data.corpus import cut_corpus, open_corpus
 from penstock.train.data.loader import Deal, Loader
-from penstock.train.data.masking import Masking, mask_word, masking_of, vocab_with_mask
+from penstock.train.data.masking import Masking, bert_words, masking_of
 from penstock.train.data.tokenizer import ByteTokenizer, FileTokenizer
 from penstock.train.data.tokenizer_training import train_tokenizer
 from penstock.train.history import read_rows
@@ -102,20 +104,23 @@ def test_words_to_guess_follow_from_seed_sequence_and_epoch_alone():
 
 
 def test_the_mask_is_the_tokenizers_word_or_a_new_one(tmp_path):
-    assert mask_word(ByteTokenizer(), "bytes") == 256
-    assert vocab_with_mask(ByteTokenizer(), "bytes") == 257
+    words = bert_words(ByteTokenizer(), "bytes")
+    assert (words.mask, words.vocab) == (256, 257)
+    words = bert_words(ByteTokenizer(), "bytes", segments=2)
+    assert (words.mask, words.begin, words.border) == (256, 257, 258)
+    assert (words.padding, words.vocab) == (0, 259)
     (tmp_path / "a.txt").write_text(TEXT)
     file = tmp_path / "tokenizer.json"
     train_tokenizer(DataConfig(sources=(str(tmp_path / "a.txt"),)), 280, file)
     plain = FileTokenizer(str(file))
-    assert vocab_with_mask(plain, str(file)) == plain.vocab + 1
+    assert bert_words(plain, str(file)).vocab == plain.vocab + 1
     plain.theirs.add_special_tokens(["[CLS]", "[MASK]"])
     plain.theirs.save(str(file))
     (tmp_path / "tokenizer_config.json").write_text(
         json.dumps({"cls_token": "[CLS]", "eos_token": "<|endoftext|>"})
     )
     again = FileTokenizer(str(file))
-    assert vocab_with_mask(again, str(file)) == again.vocab
+    assert bert_words(again, str(file)).vocab == again.vocab
     masking = masking_of(again, str(file), 0.15)
     names = [again.theirs.id_to_token(number) for number in masking.spared]
     assert sorted(names) == ["<|endoftext|>", "[CLS]"]
@@ -148,6 +153,80 @@ def test_packed_documents_and_padding_see_only_themselves_in_every_part():
         assert (gradient - expected).abs().max() <= 1e-12, name
 
 
+# ---------------------------------------------------------------- segments
+WORDS = ["the", "cats", "sat", "on", "mats", "and", "so", "did", "dogs"]
+SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+VOCAB = len(SPECIAL) + len(WORDS) + 1
+STORIES = [
+    " ".join(f"{WORDS[k % 9]} {WORDS[(k + n) % 9]} sat." for k in range(3 + n % 11))
+    for n in range(60)
+]
+
+
+def word_pieces(folder: Path) -> transformers.PreTrainedTokenizerFast:
+    """Write a tokenizer as BERT has it, and return what transformers makes of it."""
+    numbers = {word: n for n, word in enumerate([*SPECIAL, *WORDS, "."])}
+    theirs = tokenizers.Tokenizer(
+        tokenizers.models.WordPiece(numbers, unk_token="[UNK]")
+    )
+    theirs.pre_tokenizer = tokenizers.pre_tokenizers.BertPreTokenizer()
+    theirs.post_processor = tokenizers.processors.BertProcessing(
+        ("[SEP]", 3), ("[CLS]", 2)
+    )
+    theirs.add_special_tokens(SPECIAL)
+    folder.mkdir()
+    theirs.save(str(folder / "tokenizer.json"))
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_file=str(folder / "tokenizer.json"),
+        pad_token="[PAD]",
+        cls_token="[CLS]",
+        sep_token="[SEP]",
+        mask_token="[MASK]",
+    )
+
+
+@pytest.mark.parametrize("segments", [1, 2])
+def test_rows_of_segments_are_those_of_hugging_faces_tokenizer(segments, tmp_path):
+    """Sentences fill a row, which transformers builds alike from the texts of its segments."""
+    theirs = word_pieces(tmp_path / "words")
+    lines = "\n".join(json.dumps({"text": story}) for story in STORIES)
+    (tmp_path / "a.jsonl").write_text(lines)
+    data = DataConfig(
+        sources=(str(tmp_path / "a.jsonl"),),
+        tokenizer=str(tmp_path / "words" / "tokenizer.json"),
+        tokens=24,
+        held_out=0.0,
+        segments=segments,
+    )
+    corpus = open_corpus(data, tmp_path)
+    found = []
+    borders = set()
+    for number in range(corpus.trained):
+        row = corpus.sequence(number)[:-1]
+        kinds = (corpus.sequence_marks(number)[:-1] & SECOND) > 0
+        texts = " ".join(theirs.convert_ids_to_tokens(row.tolist()))
+        said = texts.split("[CLS] ")[1].split(" [SEP]")[:-1]
+        assert len(said) == segments
+        assert said[-1].endswith(".")
+        assert said[0].endswith(".") or "." not in said[0] + said[1][:-1]
+        expected = theirs(
+            *said, padding="max_length", max_length=24, return_token_type_ids=True
+        )
+        assert row.tolist() == expected["input_ids"]
+        assert kinds.tolist() == [bool(one) for one in expected["token_type_ids"]]
+        padded = (corpus.sequence_marks(number)[:-1] & BEGINS).nonzero()[0].tolist()
+        real = sum(expected["attention_mask"])
+        assert padded == ([0, real] if real < 24 else [0])
+        found += said
+        borders.add(expected["token_type_ids"].index(1) if segments == 2 else 0)
+    assert len(borders) > 1 or segments == 1, "the border is drawn"
+    joined = " ".join(found).split()
+    assert joined == " ".join(STORIES).replace(".", " .").split(), "nothing is lost"
+    packed = open_corpus(replace(data, separate=True), tmp_path)
+    assert packed.trained < corpus.trained
+    assert packed.apart
+
+
 # ---------------------------------------------------------------- the command line
 @pytest.fixture
 def penstock(monkeypatch, capsys, tmp_path):
@@ -164,10 +243,10 @@ def penstock(monkeypatch, capsys, tmp_path):
     return run
 
 
-def theirs() -> transformers.BertForMaskedLM:
+def theirs(vocab_size: int = 257) -> transformers.BertForMaskedLM:
     torch.manual_seed(1)
     config = transformers.BertConfig(
-        vocab_size=257,
+        vocab_size=vocab_size,
         hidden_size=32,
         num_hidden_layers=4,
         num_attention_heads=4,
@@ -181,12 +260,17 @@ def theirs() -> transformers.BertForMaskedLM:
 
 
 def test_a_folder_of_a_bert_is_trained_evaluated_and_exported(penstock, tmp_path):
-    """The losses are those of transformers' own model, step by step."""
-    model = theirs()
+    """The losses are those of transformers' own model, step by step, with its masks and types on the same rows."""
+    word_pieces(tmp_path / "start").save_pretrained(tmp_path / "start")
+    model = theirs(vocab_size=VOCAB)
     model.save_pretrained(tmp_path / "start")
+    (tmp_path / "stories").mkdir()
+    for number, story in enumerate(STORIES):
+        (tmp_path / "stories" / f"{number}.txt").write_text(story)
     code, said = penstock(
-        "train config.toml --set model.weights=start --set schedule.name=1f1b --set data.tokenizer=bytes "
-        "--set run.steps=3 --set run.folder=run --set optimizer.clip=0 --set optimizer.decay=0"
+        'train config.toml --set model.weights=start --set data.sources=[\\"stories\\"] --set data.segments=2 '
+        "--set data.tokens=28 --set schedule.name=1f1b --set run.steps=3 --set run.folder=run "
+        "--set optimizer.clip=0 --set optimizer.decay=0"
     )
     assert code == 0, said
     assert "bert, 4 layers" in said
@@ -199,7 +283,14 @@ def test_a_folder_of_a_bert_is_trained_evaluated_and_exported(penstock, tmp_path
     )
     for row in rows:
         batch = loader.step()[0]
-        loss = model(batch.inputs[0], labels=batch.labels[0]).loss
+        words, types = batch.inputs[0], batch.named[0]["types"]
+        padding = words == SPECIAL.index("[PAD]")
+        assert types.any()
+        assert padding.any()
+        mask = (~padding).long()
+        loss = model(
+            words, attention_mask=mask, token_type_ids=types, labels=batch.labels[0]
+        ).loss
         assert row.loss == pytest.approx(float(loss.detach()), rel=2e-5)
         adam.param_groups[0]["lr"] = row.rate
         adam.zero_grad()
@@ -208,7 +299,7 @@ def test_a_folder_of_a_bert_is_trained_evaluated_and_exported(penstock, tmp_path
     code, said = penstock("export run -o end")
     assert code == 0, said
     exported = transformers.BertForMaskedLM.from_pretrained(tmp_path / "end").eval()
-    tokens = torch.randint(0, 257, (2, 16))
+    tokens = torch.randint(0, VOCAB, (2, 16))
     with torch.no_grad():
         expected = exported(tokens).logits
         found = open_trained(tmp_path / "run").model(tokens)
@@ -216,6 +307,8 @@ def test_a_folder_of_a_bert_is_trained_evaluated_and_exported(penstock, tmp_path
     code, said = penstock("eval run --batches 1 --omit 2")
     assert code == 0, said
     assert "perplexity" in said
+    code, said = penstock("eval end --text stories --tokens 28")
+    assert code == 0, said
     code, said = penstock("generate run")
     assert code != 0
     assert "does not continue a text" in said
@@ -235,7 +328,7 @@ def test_new_berts_begin_as_hugging_faces_do_and_are_counted_without_memory(tmp_
             spread = float(parameter[1:].detach().std())
             assert spread == pytest.approx(0.02, rel=0.1)
     counted = sum(one.numel() for one in holding.parameters.values())
-    assert parameters_of(sizes).total == counted
+    assert count_parameters(sizes).total == counted
     matrices = 4 * (4 * 32**2 + 2 * 32 * 48) + 32**2 + 257 * 32
     assert flops_per_token(sizes, 16) == 6 * matrices + 12 * 4 * 32 * 16
 
@@ -254,6 +347,8 @@ def test_a_bert_is_measured_on_shorter_sequences_instead_of_slices(separate):
     [
         ("schedule.slices=2", "slices = 2 does not go with a bert"),
         ("data.instructions=true", "does not go with a bert"),
+        ("data.segments=2 --set data.tokens=4", "too short for 2 segments"),
+        ("model.family=gpt --set data.segments=2", "segments = 2 is for a bert"),
         ("mesh.tensor=2", "only our own Llama and GPT can be divided"),
     ],
 )

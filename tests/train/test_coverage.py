@@ -36,7 +36,7 @@ from penstock.train.checkpoint import (
 )
 from penstock.train.data.loader import Deal, Loader
 from penstock.train.history import read_rows
-from penstock.train.loop import Job
+from penstock.train.job import Job
 from penstock.train.weights import draw_parameters, hold_whole
 from trainings import SMALL, job_of, losses, outcomes, train
 

@@ -18,7 +18,7 @@ from penstock.runtime import Executor
 from penstock.runtime.batch import Batch
 from penstock.runtime.slices import cut_units
 from penstock.train.data.documents import DocumentCutter
-from penstock.train.loop import cutter_of
+from penstock.train.rank_setup import cutter_of
 from trainings import apart, job_of, train
 
 CPU = torch.device("cpu")

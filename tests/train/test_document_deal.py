@@ -25,7 +25,7 @@ from penstock.runtime import Executor
 from penstock.runtime.batch import IGNORED_LABEL
 from penstock.train.data.documents import document_ends
 from penstock.train.data.loader import Deal, Loader
-from penstock.train.loop import dealer_of
+from penstock.train.rank_setup import dealer_of
 from trainings import apart, corpus, job_of, losses, train
 
 CPU = torch.device("cpu")

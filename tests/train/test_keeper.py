@@ -25,7 +25,7 @@ from penstock.train.crew.notes import (
     ready_key,
 )
 from penstock.train.crew.succession import decide
-from penstock.train.loop import StepFigures
+from penstock.train.step_figures import StepFigures
 from penstock.train.worker import Verdict
 
 PLAN = Plan(replicate(make("1f1b", ranks=1, microbatches=2), 3), "1f1b", (2,))

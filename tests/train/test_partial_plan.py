@@ -14,7 +14,7 @@ from penstock.config import check_config
 from penstock.errors import ConfigError
 from penstock.formats.config_toml import apply_changes
 from penstock.plan.planner import plan_run
-from penstock.train.loop import Job
+from penstock.train.job import Job
 from penstock.train.weights import sizes_of
 from trainings import SMALL, VOCAB, corpus, train
 

@@ -34,7 +34,7 @@ from penstock.schedules.transforms import slice_tokens, split_backward
 from penstock.sim.simulate import simulate
 from penstock.train.after.passage import run_along_paths
 from penstock.train.data.loader import Deal, Loader
-from penstock.train.loop import Job
+from penstock.train.job import Job
 from penstock.train.optimizer import Optimizer
 from penstock.train.rates import factor_at
 from penstock.train.step_paths import StepPaths, mean_layers, step_paths

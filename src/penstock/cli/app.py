@@ -32,6 +32,7 @@ from penstock.cli.trained_model import (
     report_command,
 )
 from penstock.errors import PenstockError
+from penstock.extras import missing_package
 
 USER_ERROR = 2  # exit code
 
@@ -94,6 +95,12 @@ def main() -> None:
         app(prog_name="penstock")  # also under python -m and torchrun
     except PenstockError as error:
         _print_error(error)
+        raise SystemExit(USER_ERROR) from None
+    except ModuleNotFoundError as error:
+        missing = missing_package(error)
+        if missing is None:
+            raise
+        _print_error(missing)
         raise SystemExit(USER_ERROR) from None
     except SearchInterrupted:
         raise

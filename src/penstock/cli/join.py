@@ -11,7 +11,6 @@ from typing import Annotated, Optional
 import typer
 
 from penstock.cli.tables import tell
-from penstock.cli.train import require_torch
 from penstock.errors import ConfigError, RunError
 
 
@@ -56,7 +55,6 @@ def join_command(
 
     Example: penstock join 10.0.0.1:29500 --key key.pem
     """
-    require_torch()
     from rich.console import Console
 
     from penstock.train.crew.guest import Joining

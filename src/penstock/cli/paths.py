@@ -77,7 +77,11 @@ def paths_command(
         typer.Option(help="Seconds that a part's forward takes on a node of speed 1."),
     ] = None,
     share: Annotated[
-        float, typer.Option(help="The share of the parts that each micro-batch skips.")
+        float,
+        typer.Option(
+            help="The share of the parts that each micro-batch skips.",
+            show_default="1/3",
+        ),
     ] = 1 / 3,
     rule: Annotated[
         Optional[list[str]],
@@ -339,9 +343,6 @@ def _described_question(
 
 def _config_question(options: ConfigOptions, rules: Rules) -> PathQuestion:
     """Ask for paths through the model of a config, on the nodes of a cluster."""
-    from penstock.cli.train import require_torch
-
-    require_torch()
     from penstock.formats import read_cluster
     from penstock.formats.config_toml import written_keys
     from penstock.plan.paths.arrangement import replica_counts
@@ -438,9 +439,9 @@ def _memory_of_gpu(name: str) -> float:
 # ---------------------------------------------------------------- options
 def _bytes_in(text: str) -> float:
     """Return the bytes of a size such as 16GiB."""
-    from penstock.plan.question import bytes_of
+    from penstock.plan.question import parse_bytes
 
-    return bytes_of(text)
+    return parse_bytes(text)
 
 
 def _refuse_without_cluster(**options: object) -> None:

@@ -11,13 +11,12 @@ import typer
 
 from penstock.cli.options import ConfigChanges, JsonFlag
 from penstock.cli.tables import print_json, print_table, progress, tell, write
-from penstock.errors import RunError, ShapeError
+from penstock.errors import ShapeError
 
 if TYPE_CHECKING:
     from penstock.cost import Cluster, Profile, RowProfiles
     from penstock.train.profile import ProfileRequest
 
-DEFAULT_PRESET = "tiny"
 DEFAULT_TOKENS = 1024
 
 Size = Annotated[Optional[int], typer.Option(rich_help_panel="Model")]
@@ -185,6 +184,8 @@ def profile_command(
         _refuse_settings(source, settings)
     elif changes:
         raise ShapeError("--set changes a config; name one, or leave --set out")
+    from penstock.formats.config_toml import DEFAULT_PRESET
+
     if gpu is not None:
         if hf is not None or links or slots is not None or source is not None:
             raise ShapeError(
@@ -203,13 +204,8 @@ def profile_command(
         )
         _write_profiles(computed, output or Path("profile.json"), json)
         return
-    try:
-        from penstock.train import profile as measuring
-    except ModuleNotFoundError as error:
-        raise RunError(
-            f"profile needs {error.name}, which is not installed: "
-            "pip install 'penstock[torch]'"
-        ) from None
+    from penstock.train import profile as measuring
+
     if output is None:
         output = Path("cluster.toml" if links else "profile.json")
     if links and output.suffix != ".json":

@@ -10,7 +10,6 @@ import typer
 
 from penstock.cli.ending import REPORT, SAMPLE
 from penstock.cli.tables import print_plain, progress, tell, write
-from penstock.cli.train import require_torch
 from penstock.errors import ShapeError
 
 if TYPE_CHECKING:
@@ -36,17 +35,16 @@ def export_command(
         bool,
         typer.Option(
             "--merge",
-            help="Write the whole model with the adapters of [lora] added to it, instead of the adapters alone.",
+            help="Write the whole model with its LoRA adapters added to it, instead of the adapters alone.",
         ),
     ] = False,
 ) -> None:
     """Write a trained model as a Hugging Face folder, which transformers loads: config.json and safetensors.
 
-    If adapters were trained ([lora]), the folder is one that peft loads beside the base model.
+    If a run has trained LoRA adapters, the folder holds only them, and peft loads it on top of the base model.
 
     Example: penstock export runs/tiny -o tiny-llama
     """
-    require_torch()
     from penstock.train.after.export import export_run
 
     trained = export_run(run, output, dtype, merge)
@@ -85,7 +83,6 @@ def generate_command(
 
     Example: penstock generate runs/tiny --omit 2,5
     """
-    require_torch()
     from penstock.train.after.ablation import chosen_path, parse_layers
     from penstock.train.after.generate import generate_text, open_trained
     from penstock.train.data.prompt import read_prompt
@@ -148,7 +145,6 @@ def eval_command(
 
     Example: penstock eval my-model --text notes.txt
     """
-    require_torch()
     from penstock.train.after.ablation import parse_omission
     from penstock.train.after.evaluate import evaluate_run, evaluate_text
 

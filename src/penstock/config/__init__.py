@@ -4,12 +4,12 @@ sections ──► Config ──► checks ──┬──► the same config, w
                                  └──► every fault, by name
 """
 
-from penstock.config.checks import allows_meshes, check_config
+from penstock.config.checks import allows_meshes, check_config, segments_fault
+from penstock.config.presets import PRESETS
 from penstock.config.sections import (
     AUTO,
     BYTE_TOKENIZER,
     FULL_AS_PLANNED,
-    PRESETS,
     SWITCH_KEYS,
     Config,
     DataConfig,
@@ -28,6 +28,7 @@ from penstock.config.sections import (
     is_recording,
     names_a_file,
     names_own_code,
+    own_code_file,
     reasons_against_compiling,
     reasons_against_recording,
 )
@@ -57,6 +58,8 @@ __all__ = [
     "is_recording",
     "names_a_file",
     "names_own_code",
+    "own_code_file",
     "reasons_against_compiling",
     "reasons_against_recording",
+    "segments_fault",
 ]

@@ -30,6 +30,7 @@ from penstock.config.sections import (
     ScheduleConfig,
     is_plan_file,
     names_own_code,
+    own_code_file,
     reasons_against_compiling,
     reasons_against_recording,
 )
@@ -53,9 +54,7 @@ def check_config(config: Config, counted: bool = False) -> Config:
     faults += _own_code_faults(config)
     faults += _device_faults(config)
     faults += _skip_faults(config)
-    name = config.schedule.name
-    counted = counted or not (name == AUTO or is_plan_file(name))
-    faults += _size_faults(config, counted)
+    faults += _size_faults(config, counted or config.schedule.is_named)
     faults += _option_faults(config)
     faults += _joining_faults(config)
     faults += _path_faults(config)
@@ -122,10 +121,11 @@ def _own_code_faults(config: Config) -> list[str]:
         faults.append(
             "run.reduction = mean is for a loss of your own: name it in run.loss"
         )
-    if run.recompute and run.recompute_mlp:
-        faults.append(
-            "run.recompute = true recomputes everything, so run.recompute_mlp = true adds nothing: set one of them"
-        )
+    faults += [
+        f"run.recompute = true recomputes everything, so run.recompute_{block} = true adds nothing: set one of them"
+        for block in run.recomputed_inside
+        if run.recompute
+    ]
     if run.early_stop and not run.evaluate:
         faults.append(
             f"run.early_stop = {run.early_stop} counts evaluations, but run.evaluate = 0 makes none"
@@ -158,7 +158,7 @@ def _joining_faults(config: Config) -> list[str]:
             f"{key} = {name} is a file that workers of other machines do not have (run.listen): "
             "name a module that is installed on all machines"
             for key, name in own
-            if names_own_code(name) and name.rpartition(":")[0].endswith(".py")
+            if own_code_file(name)
         ]
     return [
         f"run.{key} is for workers of other machines: set run.listen=HOST:PORT too"
@@ -185,10 +185,14 @@ def _path_faults(config: Config) -> list[str]:
             for key in changed
         ]
     faults = []
-    uneven = [key for key in ("separate", "instructions") if getattr(config.data, key)]
+    uneven = [
+        key
+        for key in ("separate", "instructions", "segments")
+        if getattr(config.data, key)
+    ]
     if paths.mean == "visits" and uneven and config.mesh.shard > 1:
         faults.append(
-            f"paths.mean = visits does not go with data.{uneven[0]} = true and mesh.shard > 1: "
+            f"paths.mean = visits does not go with data.{uneven[0]} and mesh.shard > 1: "
             "shards would weigh their documents differently; set paths.mean=all"
         )
     if planned:
@@ -278,7 +282,7 @@ def _settle_named(config: Config) -> Config:
     ranks of one copy, and about twice as many micro-batches as ranks.
     """
     schedule = config.schedule
-    if schedule.name == AUTO or is_plan_file(schedule.name):
+    if not schedule.is_named:
         return config
     copies = schedule.copies or 1
     default = schedule.devices // (copies * max(1, config.mesh.size))
@@ -297,9 +301,8 @@ def _settle_named(config: Config) -> Config:
 def _device_faults(config: Config) -> list[str]:
     """A named schedule that needs more devices than there are."""
     schedule = config.schedule
-    named = schedule.name != AUTO and not is_plan_file(schedule.name)
     processes = schedule.ranks * schedule.copies * config.mesh.size
-    if not named or not schedule.devices or processes <= schedule.devices:
+    if not schedule.is_named or not schedule.devices or processes <= schedule.devices:
         return []
     return [
         f"schedule.devices = {schedule.devices}, but {schedule.name} needs {processes} "
@@ -311,7 +314,7 @@ def _device_faults(config: Config) -> list[str]:
 def _skip_faults(config: Config) -> list[str]:
     """A share that only auto takes into account, beside a named schedule."""
     schedule = config.schedule
-    if not schedule.skip or schedule.name == AUTO or is_plan_file(schedule.name):
+    if not schedule.skip or not schedule.is_named:
         return []
     return [
         f"schedule.skip = {schedule.skip:g} says what auto may leave out, but "
@@ -336,6 +339,10 @@ def _size_faults(config: Config, counted: bool) -> list[str]:
         )
     if model.family == "bert":
         faults += _bert_faults(config)
+    elif (
+        data.segments and not model.folder
+    ):  # A folder may still turn out to be a bert.
+        faults.append(segments_fault(data))
     faults += _mixture_faults(data)
     if model.weights and model.config:
         faults.append(
@@ -369,6 +376,11 @@ def _mixture_faults(data: DataConfig) -> list[str]:
         if not (isfinite(source.weight) and source.weight > 0):
             faults.append(f"{name} has weight {source.weight:g}, which must be above 0")
     return faults
+
+
+def segments_fault(data: DataConfig) -> str:
+    """Say that only a bert has segments."""
+    return f"data.segments = {data.segments} is for a bert: set model.family=bert, or data.segments=0"
 
 
 def _bert_faults(config: Config) -> list[str]:

@@ -60,6 +60,12 @@ def names_own_code(value: str) -> bool:
     return ":" in value
 
 
+def own_code_file(value: str) -> str:
+    """The file in which a value finds code of the user; empty if it names a module, or no code."""
+    source = value.rpartition(":")[0]
+    return source if source.endswith(".py") else ""
+
+
 def setting(
     default: SettingValue,
     about: str,
@@ -185,6 +191,13 @@ class DataConfig:
         above=0,
         most=0.9,
     )
+    segments: int = setting(
+        0,
+        "segments of a bert's rows: 1 is [CLS] text [SEP], 2 is [CLS] text [SEP] more [SEP], both padded; "
+        "0 fills rows with text alone",
+        least=0,
+        most=2,
+    )
     held_out: float = setting(
         0.02,
         "share of the sequences that is held out for evaluation",
@@ -199,6 +212,16 @@ class DataConfig:
         "",
         "folder of the token cache; empty takes the folder cache next to the run's folder",
     )
+
+    @property
+    def marked(self) -> bool:
+        """Whether rows hold whole conversations or segments, with a mark for every token."""
+        return self.instructions or self.segments > 0
+
+    @property
+    def apart(self) -> bool:
+        """Whether a row has documents, or padding, that do not see each other."""
+        return self.separate or self.segments > 0
 
     @property
     def parts(self) -> tuple[DataConfig, ...]:
@@ -249,6 +272,11 @@ class ScheduleConfig:
     partition: tuple[int, ...] = setting(
         (), "number of layers of each part; empty makes them as equal as possible"
     )
+
+    @property
+    def is_named(self) -> bool:
+        """Whether this is a schedule of `penstock list`, neither planned nor read from a file."""
+        return self.name != AUTO and not is_plan_file(self.name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -425,6 +453,10 @@ class RunConfig:
         False,
         "recompute only the MLPs of the layers in the backward (llama, gpt), which saves memory for less time",
     )
+    recompute_attention: bool = setting(
+        False,
+        "recompute only the attention of the layers in the backward (llama, gpt); goes with recompute_mlp",
+    )
     graphs: str = setting(
         AUTO,
         "record every action once and replay it in every step (CUDA graphs): true, false, or auto, which is true "
@@ -547,6 +579,12 @@ class RunConfig:
         least=0,
     )
 
+    @property
+    def recomputed_inside(self) -> tuple[str, ...]:
+        """What is recomputed inside of layers: "attention", "mlp", both or nothing."""
+        chosen = {"attention": self.recompute_attention, "mlp": self.recompute_mlp}
+        return tuple(block for block, wanted in chosen.items() if wanted)
+
 
 @dataclass(frozen=True, slots=True)
 class Config:
@@ -560,11 +598,6 @@ class Config:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     lora: LoraConfig = field(default_factory=LoraConfig, kw_only=True)
     run: RunConfig = field(default_factory=RunConfig)
-
-    @property
-    def sliceable(self) -> bool:
-        """Whether sequences may be cut into slices; the words of a bert see later words."""
-        return self.model.family != "bert"
 
     @property
     def drops(self) -> bool:
@@ -587,110 +620,17 @@ class Config:
         )
 
 
-PRESETS: dict[str, Config] = {
-    # About a minute on two CPU cores.
-    "tiny": Config(schedule=ScheduleConfig(microbatches=0)),
-    "llama-150m": Config(
-        ModelConfig(layers=12, width=1024, heads=16, kv_heads=4, inner=2752, vocab=0),
-        DataConfig(tokens=1024, batch=64),
-        ScheduleConfig(devices=4, ranks=0, microbatches=0, copies=0),
-        OptimizerConfig(rate=6e-4, warmup=200),
-        RunConfig(
-            steps=10_000,
-            precision="bfloat16",
-            evaluate=500,
-            save=500,
-            timed=500,
-            log=10,
-        ),
-    ),
-    "llama-1b": Config(
-        ModelConfig(
-            layers=16,
-            width=2048,
-            heads=32,
-            kv_heads=8,
-            inner=8192,
-            theta=500_000.0,
-            tied=True,
-        ),
-        DataConfig(tokens=2048, batch=128),
-        ScheduleConfig(devices=8, ranks=0, microbatches=0, copies=0),
-        OptimizerConfig(rate=3e-4, warmup=1000),
-        RunConfig(
-            steps=100_000,
-            precision="bfloat16",
-            evaluate=1000,
-            save=1000,
-            timed=1000,
-            log=10,
-        ),
-    ),
-    "bert-base": Config(
-        ModelConfig(
-            family="bert",
-            layers=12,
-            width=768,
-            heads=12,
-            kv_heads=12,
-            inner=3072,
-            positions=512,
-            tied=True,
-        ),
-        DataConfig(tokens=512, batch=256),
-        ScheduleConfig(devices=4, ranks=0, microbatches=0, copies=0),
-        OptimizerConfig(rate=1e-4, warmup=1000),
-        RunConfig(
-            steps=100_000,
-            precision="bfloat16",
-            evaluate=1000,
-            save=1000,
-            timed=1000,
-            log=10,
-        ),
-    ),
-    "gpt2": Config(
-        ModelConfig(
-            family="gpt",
-            layers=12,
-            width=768,
-            heads=12,
-            kv_heads=12,
-            inner=3072,
-            positions=1024,
-            tied=True,
-        ),
-        DataConfig(tokens=1024, batch=64),
-        ScheduleConfig(devices=4, ranks=0, microbatches=0, copies=0),
-        OptimizerConfig(rate=6e-4, warmup=200),
-        RunConfig(
-            steps=10_000,
-            precision="bfloat16",
-            evaluate=500,
-            save=500,
-            timed=500,
-            log=10,
-        ),
-    ),
-}
-
-
 # ---------------------------------------------------------------- options of the runtime
 def reasons_against_compiling(config: Config) -> list[str]:
     """Return why the stages of a run cannot be compiled; empty if they can."""
+    reasons = _changing_calls(config)
     mesh = config.mesh
-    reasons = []
-    if config.drops:
-        reasons.append("dropout, which depends on the step and the micro-batch")
-    if config.run.recompute_mlp:
-        reasons.append("run.recompute_mlp = true: MLPs run again inside a backward")
-    if mesh.size == 1:
-        return reasons
-    return [
-        *reasons,
-        f"mesh.shard = {mesh.shard} and mesh.tensor = {mesh.tensor}: "
-        "layers that are shared by processes are not compiled",
-    ]
+    if mesh.size > 1:
+        reasons.append(
+            f"mesh.shard = {mesh.shard} and mesh.tensor = {mesh.tensor}: "
+            "layers that are shared by processes are not compiled"
+        )
+    return reasons
 
 
 def reasons_against_recording(config: Config) -> list[str]:
@@ -698,14 +638,12 @@ def reasons_against_recording(config: Config) -> list[str]:
 
     A graph replays what is the same in every step, on one GPU.
     """
+    reasons = _changing_calls(config)
     mesh = config.mesh
-    reasons = []
-    if config.drops:
-        reasons.append("dropout, which depends on the step and the micro-batch")
-    if config.run.recompute_mlp:
-        reasons.append("run.recompute_mlp = true: MLPs run again inside a backward")
     if config.data.separate:
         reasons.append("data.separate = true: documents differ from step to step")
+    elif config.data.apart:
+        reasons.append("data.segments > 0: the padding differs from step to step")
     if mesh.size > 1:
         reasons.append(
             f"mesh.shard = {mesh.shard} and mesh.tensor = {mesh.tensor}: "
@@ -716,12 +654,23 @@ def reasons_against_recording(config: Config) -> list[str]:
     return reasons
 
 
+def _changing_calls(config: Config) -> list[str]:
+    """Why the calls of a stage are not all alike, which compiling and recording both need."""
+    reasons = []
+    if config.drops:
+        reasons.append("dropout, which depends on the step and the micro-batch")
+    return reasons + [
+        f"run.recompute_{block} = true: it runs again inside a backward"
+        for block in config.run.recomputed_inside
+    ]
+
+
 def is_recording(config: Config, on_gpu: bool) -> bool:
     """Whether a run records its actions, if it computes on GPUs or not.
 
-    `auto` records on GPUs, where it was measured to help, if nothing is in its way. Models of
-    other makers (model.weights, model.config) may ask the GPU for a number, which no recording
-    can do.
+    `auto` records on GPUs, where it was measured to help, if nothing is in its way. Models
+    that are not Penstock's own (model.weights, model.config) may read a number back from the
+    GPU, which a recording cannot do.
     """
     if config.run.graphs == AUTO:
         own_model = not config.model.folder

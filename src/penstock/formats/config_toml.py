@@ -34,7 +34,7 @@ from penstock.config import (
     check_config,
     is_plan_file,
     names_a_file,
-    names_own_code,
+    own_code_file,
 )
 from penstock.errors import ConfigError, UnknownNameError
 from penstock.formats.text import (
@@ -419,10 +419,8 @@ def with_absolute_paths(config: Config) -> Config:
 
 def _absolute_code(name: str) -> str:
     """The name of the user's own code; a file keeps its place, a module is found by Python."""
-    file, colon, inner = name.rpartition(":")
-    if not names_own_code(name) or not file.endswith(".py"):
-        return name
-    return f"{_absolute(file)}{colon}{inner}"
+    file = own_code_file(name)
+    return _absolute(file) + name.removeprefix(file) if file else name
 
 
 def _absolute(name: str) -> str:

@@ -60,6 +60,8 @@ class BertConfig:
 class BertEmbedding(nn.Module):
     """The sum of the vectors of a token, its position and its segment type, normed."""
 
+    asked_names = ("types",)
+
     def __init__(self, config: BertConfig) -> None:
         super().__init__()
         self.tokens = nn.Embedding(
@@ -173,8 +175,8 @@ class BertHead(nn.Module):
 class Bert(Stack):
     """A Bert with random weights, drawn from torch's generator.
 
-    Its parts take packed documents, and padding as a document of its own. Only the whole
-    model takes a padding mask and types.
+    Its parts take packed documents, and padding as a document of its own; the first part
+    also takes types. Only the whole model takes a padding mask.
     """
 
     def __init__(self, config: BertConfig) -> None:

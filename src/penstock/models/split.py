@@ -129,12 +129,16 @@ def find_anatomy(model: nn.Module) -> hf.Anatomy:
     )
 
 
-def _enter(root: nn.Module, tokens: Tensor, piece: Slice | None) -> Tensor:
+def _enter(
+    root: nn.Module, tokens: Tensor, piece: Slice | None, types: Tensor | None = None
+) -> Tensor:
     """Turn token ids into a hidden state; a plain embedding does not need the slice."""
     embed = root.get_submodule("embed")
     if isinstance(embed, nn.Embedding):
         return cast(Tensor, embed(tokens))
-    return cast(Tensor, embed(tokens, *_optional(piece)))
+    if types is None:
+        return cast(Tensor, embed(tokens, *_optional(piece)))
+    return cast(Tensor, embed(tokens, *_optional(piece), types=types))
 
 
 def _through(
@@ -241,25 +245,37 @@ class Part(nn.Module):
         for path in self.anatomy.everywhere:
             hf_part.refuse_lengths(self.get_submodule(path), lengths)
 
-    def forward(self, x: Tensor, piece: Slice | None = None) -> Tensor:
+    @property
+    def asked_names(self) -> tuple[str, ...]:
+        """The tensors of a batch that it asks for by name, besides x: its embedding may ask for `types`."""
+        if not self.first or self.runner is not None:
+            return ()
+        return tuple(getattr(self.get_submodule("embed"), "asked_names", ()))
+
+    def forward(
+        self, x: Tensor, piece: Slice | None = None, types: Tensor | None = None
+    ) -> Tensor:
         """Turn a hidden state into the next one.
 
         The first part takes token ids instead, and the last part returns logits. If a
-        `piece` is given, x is that slice of a sequence.
+        `piece` is given, x is that slice of a sequence. The first part of a Bert also
+        takes the `types` of the tokens' segments.
         """
         if piece is not None:
             self._refuse_slice(piece)
         if self.runner is not None:
             return self.runner(x, piece)
-        x = self._through(x, piece)
+        x = self._through(x, piece, types)
         if self.last:
             x = self.get_submodule("head")(x)
         return x
 
-    def _through(self, x: Tensor, piece: Slice | None) -> Tensor:
+    def _through(
+        self, x: Tensor, piece: Slice | None, types: Tensor | None = None
+    ) -> Tensor:
         """Run the embedding, if it is here, and the layers."""
         if self.first:
-            x = _enter(self, x, piece)
+            x = _enter(self, x, piece, types)
         if self.begin < self.end:
             x = _through(self, self._layers(), x, piece)
         return x

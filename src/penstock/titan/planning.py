@@ -30,23 +30,21 @@ from penstock.config import (
     ScheduleConfig,
     check_config,
 )
-from penstock.cost import Profile
+from penstock.cost import Profile, RowProfiles
 from penstock.cost.gpus import GPUS, Gpu, analytic_profile, gpu_of
+from penstock.cost.profile import tile_of
 from penstock.errors import ConfigError
 from penstock.formats import read_row_profiles
 from penstock.ir import Plan
-from penstock.plan.planner import chosen_plan, plan_run
-from penstock.plan.pricing import ProfilePricing
+from penstock.plan.planner import plan_run
 from penstock.plan.recipes import Limits
-from penstock.plan.search import search
 from penstock.plan.workload import workload_of
 from penstock.schedules.coverage import visits_all_parts
 from penstock.titan.attention import why_unsliceable
 from penstock.titan.options import PenstockOptions
+from penstock.train.auto import USABLE_SHARE, plan_workload
 from penstock.train.forecast import Forecast, forecast
 
-USABLE_SHARE = 0.9  # of a GPU's memory that a plan may fill
-CUT_TOKENS = 128  # the cuts of a plan that is searched for are multiples of this
 FIRST_RANK_NAME = "ZBVZeroBubble"  # torchtitan reads the loss on rank 0
 LAST_RANK_NAME = "1F1B"  # torchtitan reads the loss on the last rank
 NOT_SUPPORTED = (
@@ -119,7 +117,7 @@ def workload_config(config: Trainer.Config, options: PenstockOptions) -> Config:
         split=options.split,
     )
     asked = Config(
-        model=sizes_of(config),
+        model=model_config_of(config),
         data=DataConfig(
             tokens=training.seq_len, batch=training.local_batch_size * shard
         ),
@@ -134,7 +132,7 @@ def workload_config(config: Trainer.Config, options: PenstockOptions) -> Config:
     return check_config(asked)
 
 
-def sizes_of(config: Trainer.Config) -> ModelConfig:
+def model_config_of(config: Trainer.Config) -> ModelConfig:
     """The sizes of the model as our planner counts them; those of its first layer count for all."""
     model = config.model_spec.model
     layer = model.layers[0]
@@ -177,16 +175,20 @@ def search_plan(
     gpu = gpu_here(options)
     memory = USABLE_SHARE * gpu.memory if gpu is not None else None
     workload = workload_of(
-        asked, asked.model.layers, memory=memory, granularity=CUT_TOKENS, on_gpu=True
+        asked,
+        asked.model.layers,
+        memory=memory,
+        granularity=tile_of("cuda"),
+        on_gpu=True,
     )
     # torchtitan decides what is recomputed, for all layers alike.
     recomputes = asked.run.recompute
     workload = replace(workload, fixed=replace(workload.fixed, recompute=recomputes))
     slices = 1 if why_unsliceable(config) else Limits().slices
     limits = Limits(slices=slices, weights=1)
-    pricing = ProfilePricing(workload, lambda rows: profile, limits)
-    landscape = search(workload, pricing, limits)
-    return chosen_plan(landscape)
+    source = options.profile or (gpu.name if gpu is not None else "")
+    profiles = RowProfiles((profile,))
+    return plan_workload(workload, profiles, limits, source=source).plan
 
 
 def forecast_of(

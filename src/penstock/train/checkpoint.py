@@ -49,6 +49,7 @@ from penstock.errors import FileError, RunError
 from penstock.runtime import Comm, local_share, share_offset
 
 CheckpointFacts: TypeAlias = dict[str, Any]  # the content of checkpoint.json
+CHECKPOINTS_FOLDER = "checkpoints"  # in the folder of a run
 NOTE = "checkpoint.json"
 STEP_PREFIX = "step-"
 SAVING = ".saving"  # suffix of a folder that is not complete

@@ -13,9 +13,10 @@ import platform
 import re
 from dataclasses import dataclass
 from enum import StrEnum
-from importlib.metadata import PackageNotFoundError, requires, version
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 
+from penstock.extras import listed_packages
 from penstock.runtime.process.memory import available_memory
 from penstock.view.numbers import write_size
 
@@ -120,12 +121,8 @@ def _torch() -> Finding:
 
 def torch_range() -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The first version of torch that the package accepts, and the first that it does not."""
-    wanted = ""
-    try:
-        listed = requires("penstock") or []
-        wanted = next((one for one in listed if re.match(r"torch\b[^-]", one)), "")
-    except PackageNotFoundError:
-        pass  # The code runs from a checkout that is not installed.
+    listed = listed_packages()
+    wanted = next((one for one in listed if re.match(r"torch\b[^-]", one)), "")
     least = re.search(r">=\s*([\d.]+)", wanted)
     below = re.search(r"<\s*([\d.]+)", wanted)
     return (

@@ -8,10 +8,17 @@ All ranks know the held-out loss, so all of them decide alike.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
+from penstock.runtime import Comm
+from penstock.train.checkpoint import CheckpointFacts, Saver, newest_good, read_facts
+from penstock.train.job import Job
+from penstock.train.rank_weights import RankWeights
+
+_log = logging.getLogger(__name__)
 BEST_FOLDER = "best"  # in the folder of a run
 
 
@@ -45,3 +52,51 @@ def read_progress(facts: Mapping[str, Any]) -> Progress:
     said = facts.get("progress") or {}
     known = {item.name for item in fields(Progress)}
     return Progress(**{key: value for key, value in said.items() if key in known})
+
+
+class EarlyStop:
+    """Notes the evaluations of a run, and keeps the weights of the best one beside its checkpoints."""
+
+    def __init__(self, job: Job, comm: Comm, weights: RankWeights) -> None:
+        self.limit = job.config.run.early_stop
+        self.comm = comm
+        self.weights = weights
+        self.leads = comm.rank == job.leader
+        self.progress = Progress()
+        self.saver = Saver(
+            job.folder / BEST_FOLDER,
+            comm.rank,
+            comm.ranks,
+            1,
+            weights.saved_names,
+            self.leads,
+        )
+
+    @property
+    def gets_no_better(self) -> bool:
+        """Whether enough evaluations in a row had no lower loss, so that the run ends."""
+        return 0 < self.limit <= self.progress.worse
+
+    def note(self, step: int, evaluation: float | None) -> bool:
+        """Note an evaluation; return whether it is the best so far, so that its weights are kept."""
+        if evaluation is None or not self.limit:
+            return False
+        known = self.progress.step
+        self.progress = self.progress.after(step, evaluation)
+        return self.progress.step != known
+
+    def keep(self, step: int, facts: CheckpointFacts) -> None:
+        """Save the weights of this step as the best."""
+        self.saver.begin(step, self.weights.tensors(), facts)
+        self.saver.finish(self.comm)
+
+    def take_best(self, step: int) -> None:
+        """Go back from a step to the weights of the best evaluation, if the run has kept them."""
+        if self.progress.best is None or self.progress.step == step:
+            return
+        path = newest_good(self.saver.folder, self.comm, self.weights.saved_names)
+        if path is None or int(read_facts(path)["step"]) != self.progress.step:
+            return
+        self.weights.read_checkpoint(path)
+        if self.leads:
+            _log.info("took the weights of step %d, the best", self.progress.step)

@@ -20,7 +20,7 @@ from penstock.train.crew.member import (
     work_in_crew,
 )
 from penstock.train.crew.site import own_site
-from penstock.train.loop import WatchRow
+from penstock.train.history import WatchRow
 from penstock.train.screen import Screen, log_to
 from penstock.train.worker import CONFIG_FILE, Verdict, work
 

@@ -166,13 +166,13 @@ def profile_run(config: Config, plan: Plan, placement: Placement) -> Profile:
         depth=1 if sampled else depth,
         where=tuple(sorted(slices)),
         mean=True,
-        separate=config.data.separate,
+        separate=config.data.apart,
         graphs=is_recording(config, placement.device == "cuda"),
         compiled=is_compiling(config, torch.device(placement.device)),
         loss_chunk=chunk_of(config),
         optimizer=config.optimizer,
         lora=config.lora,
-        recompute_mlp=config.run.recompute_mlp,
+        inside=config.run.recomputed_inside,
     )
     profile = profile_model(request, placement.processors)
     assert profile is not None, (
@@ -225,7 +225,7 @@ def profile_mark(config: Config, plan: Plan) -> str:
         config.rows,
         data.tokens,
         data.tokenizer,
-        data.separate,
+        data.apart,
         run.precision,
         run.graphs,
         run.compile,
@@ -237,7 +237,7 @@ def profile_mark(config: Config, plan: Plan) -> str:
         config.optimizer.options,
         config.optimizer.groups,
         config.lora,
-        config.run.recompute_mlp,
+        config.run.recomputed_inside,
         plan.schedule.ranks,
         plan.partition,
         sorted(cuts_of(config, plan)),

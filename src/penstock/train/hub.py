@@ -26,6 +26,7 @@ from penstock.config import (
     Config,
     check_config,
     names_a_file,
+    segments_fault,
 )
 from penstock.errors import ConfigError, FileError, ShapeError
 from penstock.models import (
@@ -233,6 +234,8 @@ def settle_model(config: Config) -> Config:
         if isinstance(sizes, BertConfig):
             model = replace(config.model, family="bert")
             config = check_config(replace(config, model=model))
+        elif config.data.segments:
+            raise ConfigError(segments_fault(config.data))
     return settle_tokenizer(config)
 
 

@@ -45,11 +45,11 @@ from penstock.runtime.process.launch import (
     serve_forks,
     under_launcher,
 )
-from penstock.runtime.torch_internals import Store
+from penstock.runtime.torch_internals import MODULE_OF_OPTIMIZERS, Store
 from penstock.runtime.wire.key import keep_key
 from penstock.train.checkpoint import newest
 from penstock.train.crew.depot import RunFiles
-from penstock.train.crew.gate import Gate
+from penstock.train.crew.gate import Gate, Say
 from penstock.train.crew.keeper import Keeper, MemberEntry
 from penstock.train.crew.site import key_of
 from penstock.train.worker import (
@@ -86,8 +86,9 @@ HINTS = {  # by the exit code of a worker
     -signal.SIGILL: "\n  the processor does not have an instruction that was used: "
     "run.precision=float32 may do without it",
 }
+# What every worker needs, loaded once in the process that they are forked from.
+LOADED_MODULES = ("penstock.train.worker", MODULE_OF_OPTIMIZERS)
 WorkerEntry = Callable[[str, bool], Verdict]
-Say = Callable[[str], None]  # shows the user a line
 
 
 def restarted() -> bool:
@@ -122,7 +123,7 @@ def launch(
     method = "spawn"
     if sys.platform == "linux":
         method = "forkserver"
-        serve_forks([entry.__module__, "penstock.train.worker"])
+        serve_forks([entry.__module__, *LOADED_MODULES])
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -158,7 +159,7 @@ def launch_crew(
     """
     forget_previous_end(folder)
     _set_environment()
-    serve_forks([entry.__module__, "penstock.train.worker"])
+    serve_forks([entry.__module__, *LOADED_MODULES])
 
     def open_gate(store: Store) -> Gate:
         key = key_of(config, folder)

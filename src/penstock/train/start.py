@@ -26,10 +26,10 @@ from penstock.formats.config_toml import (
     with_absolute_paths,
 )
 from penstock.ir import Plan
-from penstock.models.recompute import recompute_mlps
+from penstock.models.recompute import recompute_inside
 from penstock.train.callbacks import checked_callback
 from penstock.train.capacity import check_memory, check_timing
-from penstock.train.checkpoint import newest
+from penstock.train.checkpoint import CHECKPOINTS_FOLDER, newest
 from penstock.train.data.conversations import keep_template
 from penstock.train.data.corpus import Corpus, source_files
 from penstock.train.data.prompt import PROMPT, find_prompt
@@ -42,7 +42,6 @@ from penstock.train.history import FULL_TIMELINE, PLAN_FILE, TIMELINE
 from penstock.train.hub import settle_model, weight_files
 from penstock.train.launcher import restarted, under_launcher
 from penstock.train.lock import Lock
-from penstock.train.loop import check_resumable, nothing_to_resume
 from penstock.train.lora import check_adapters, trained_names
 from penstock.train.optimizer import check_groups, check_optimizer
 from penstock.train.origin import keep_origin
@@ -50,6 +49,7 @@ from penstock.train.own_loss import check_loss
 from penstock.train.placement import Placement, check_gpu_exists
 from penstock.train.rates import own_factor
 from penstock.train.remote import RemoteCheckpoints
+from penstock.train.resumption import check_resumable, nothing_to_resume
 from penstock.train.weights import Sizes, blueprint, model_name
 from penstock.train.worker import (
     CONFIG_FILE,
@@ -59,7 +59,6 @@ from penstock.train.worker import (
     with_kept_files,
 )
 
-CHECKPOINTS = "checkpoints"  # in the folder of a run
 MAX_RUNS_OF_A_NAME = 1000
 RUNS_FOLDER = Path("runs")
 
@@ -74,7 +73,7 @@ def find_run(
     """
     config = _read_source(source, preset_name, changes)
     folder = _run_folder(source, preset_name, changes, config, exists)
-    if not exists and not restarted() and newest(folder / CHECKPOINTS):
+    if not exists and not restarted() and newest(folder / CHECKPOINTS_FOLDER):
         raise ConfigError(
             f"{folder} already contains a run\n"
             "  continue it with --resume, or name another run.folder"
@@ -94,15 +93,15 @@ def check_start(config: Config, folder: Path, resume: bool) -> None:
         weight_files(Path(config.model.weights))
     if resume:
         fetch_checkpoint(config, folder)
-        if not newest(folder / CHECKPOINTS):
-            raise nothing_to_resume(folder / CHECKPOINTS)
+        if not newest(folder / CHECKPOINTS_FOLDER):
+            raise nothing_to_resume(folder / CHECKPOINTS_FOLDER)
 
 
 def fetch_checkpoint(config: Config, folder: Path) -> None:
     """Fetch the newest checkpoint from object storage, if the run has copies there and none as new here."""
     if config.run.checkpoints:
         remote = RemoteCheckpoints(config.run.checkpoints, config.run.keep)
-        remote.fetch(folder / CHECKPOINTS)
+        remote.fetch(folder / CHECKPOINTS_FOLDER)
 
 
 def check_training(config: Config, sizes: Sizes) -> None:
@@ -113,9 +112,10 @@ def check_training(config: Config, sizes: Sizes) -> None:
             f"model.dropout = {config.model.dropout:g} is for our own llama and gpt; "
             f"a {model_name(sizes)} is trained without dropout"
         )
-    if config.run.recompute_mlp and not recompute_mlps(blueprint(sizes)):
+    inside = config.run.recomputed_inside
+    if inside and not recompute_inside(blueprint(sizes), inside):
         raise ConfigError(
-            f"run.recompute_mlp = true is for our own llama and gpt, not for a {model_name(sizes)}\n"
+            f"run.recompute_{inside[0]} = true is for our own llama and gpt, not for a {model_name(sizes)}\n"
             "  run.recompute=true recomputes whole stages of any model"
         )
     if config.lora.rank:
@@ -166,7 +166,7 @@ def prepare_run(
     validation_of(config, folder)
     if resume:
         fetch_checkpoint(config, folder)
-        check_resumable(folder / CHECKPOINTS, sizes, corpus, config.run.seed)
+        check_resumable(folder / CHECKPOINTS_FOLDER, sizes, corpus, config.run.seed)
     if Path(config.schedule.name).suffix:  # a file: the run keeps its own copy of it
         schedule = replace(config.schedule, name=str(folder / PLAN_FILE))
         config = replace(config, schedule=schedule)

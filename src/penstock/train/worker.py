@@ -44,12 +44,13 @@ from penstock.runtime.torch_internals import (
 from penstock.train.checkpoint import newest
 from penstock.train.compiling import starting_patience
 from penstock.train.data.corpus import Corpus, ProgressBytes, open_validation
-from penstock.train.data.masking import masking_of, vocab_with_mask
+from penstock.train.data.masking import bert_words, masking_of
 from penstock.train.data.mixture import open_text
 from penstock.train.data.tokenizer import kept_tokenizer, tokenizer_of
-from penstock.train.history import PLAN_FILE, ROOM
+from penstock.train.history import PLAN_FILE, ROOM, WatchRow
 from penstock.train.hub import read_sizes, settle_model
-from penstock.train.loop import Job, Trainer, WatchRow
+from penstock.train.job import Job
+from penstock.train.loop import Trainer
 from penstock.train.placement import Placement, check_gpu_exists, launched_placement
 from penstock.train.weights import Sizes, sizes_of
 
@@ -300,7 +301,8 @@ def with_guesses(config: Config, corpus: Corpus) -> Corpus:
     if config.model.family != "bert":
         return corpus
     name = config.data.tokenizer
-    masking = masking_of(tokenizer_of(name), name, config.data.mask)
+    data = config.data
+    masking = masking_of(tokenizer_of(name), name, data.mask, data.segments)
     return replace(corpus, masking=masking)
 
 
@@ -309,12 +311,17 @@ def model_sizes(config: Config) -> Sizes:
     tokenizer = tokenizer_of(config.data.tokenizer)
     vocab = tokenizer.vocab
     if config.model.family == "bert":
-        vocab = vocab_with_mask(tokenizer, config.data.tokenizer)
+        data = config.data
+        vocab = bert_words(tokenizer, data.tokenizer, data.segments).vocab
     folder = config.model.folder
     if folder:
         sizes = read_sizes(Path(folder), config.model.folder_key)
         if isinstance(sizes, DecoderConfig | BertConfig):
             check_positions(sizes, config.data.tokens)
+        if isinstance(sizes, BertConfig) and sizes.types < config.data.segments:
+            raise RunError(
+                f"the model in {folder} knows {sizes.types} type of segments\n  set data.segments=1"
+            )
         if sizes.vocab < vocab:
             raise RunError(
                 f"the model in {folder} has {sizes.vocab} words, the tokenizer {vocab}\n"

@@ -168,7 +168,7 @@ def _questions(
 
 
 # ---------------------------------------------------------------- other text
-DEFAULT_TOKENS = 1024  # of a sequence, for a model whose run nobody knows
+TOKENS_WITHOUT_RUN = 1024  # of a sequence, for a model whose run nobody knows
 TOKENS_AT_ONCE = 8192  # of a batch
 
 
@@ -216,7 +216,7 @@ def _data_of(
             break
     longest = getattr(trained.sizes, "positions", 0)
     if data is None:
-        data = DataConfig(tokens=min(DEFAULT_TOKENS, longest or DEFAULT_TOKENS))
+        data = DataConfig(tokens=min(TOKENS_WITHOUT_RUN, longest or TOKENS_WITHOUT_RUN))
     if tokens is not None:
         data = replace(data, tokens=tokens)
     if longest and data.tokens > longest:
@@ -280,7 +280,7 @@ class TextBatches(Sequence[Batch]):
 def _open_text(data: DataConfig, trained: Trained, cache: Path) -> TextBatches:
     """Encode a text, and cut all of it into sequences; the last one of plain text may be shorter."""
     guesses = isinstance(trained.sizes, BertConfig)
-    plain = not guesses and not data.instructions
+    plain = not guesses and not data.marked
     # A text may be shorter than a sequence.
     corpus = open_corpus(replace(data, tokens=2) if plain else data, cache)
     sequences = (corpus.token_count - 1) // data.tokens
@@ -288,7 +288,7 @@ def _open_text(data: DataConfig, trained: Trained, cache: Path) -> TextBatches:
     corpus = replace(corpus, length=data.tokens, trained=0, held_out=sequences)
     if guesses:
         tokenizer = tokenizer_of(data.tokenizer)
-        masking = masking_of(tokenizer, data.tokenizer, data.mask)
+        masking = masking_of(tokenizer, data.tokenizer, data.mask, data.segments)
         corpus = replace(corpus, masking=masking)
     rows = max(1, TOKENS_AT_ONCE // data.tokens)
     return TextBatches(corpus, rows, 0, sequences + int(rest))

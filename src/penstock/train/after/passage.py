@@ -10,7 +10,7 @@ each other, so the result is that of a pipeline with these paths.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -18,19 +18,19 @@ from torch import Tensor, nn
 from penstock.carry import Carry
 from penstock.errors import ShapeError
 
-PartPath = Sequence[int]
-
 
 def run_along_paths(
     parts: Sequence[nn.Module],
     inputs: Sequence[Tensor],
-    paths: Sequence[PartPath],
+    paths: Sequence[Sequence[int]],
     starts: Sequence[Tensor] = (),
+    named: Sequence[Mapping[str, Tensor]] = (),
 ) -> list[Tensor]:
     """Return the logits of each micro-batch.
 
     Paths name parts. The last part, which has the head, ends them all and is not named. If
-    rows are packed with documents, `starts` has the start of each token's document.
+    rows are packed with documents, `starts` has the start of each token's document. The first part gets the `named`
+    tensors of each micro-batch, such as the types of a Bert's segments.
     """
     if len(inputs) != len(paths):
         raise ShapeError(
@@ -51,7 +51,7 @@ def run_along_paths(
     while any(left):
         part = min(path[0] for path in left if path)
         here = [number for number, path in enumerate(left) if path and path[0] == part]
-        _run_together(parts[part], states, here, starts)
+        _run_together(parts[part], states, here, starts, () if part else named)
         for number in here:
             left[number].pop(0)
     _run_together(parts[-1], states, list(range(len(states))), starts)
@@ -63,6 +63,7 @@ def _run_together(
     states: list[Tensor],
     numbers: Sequence[int],
     starts: Sequence[Tensor],
+    named: Sequence[Mapping[str, Tensor]] = (),
 ) -> None:
     """Run micro-batches through a part; those of equal length share a call."""
     for length in dict.fromkeys(states[number].shape[1] for number in numbers):
@@ -70,6 +71,11 @@ def _run_together(
         first = torch.cat([starts[number] for number in same]) if starts else None
         piece = () if first is None else (Carry(length, first).open(0, length),)
         rows = [len(states[number]) for number in same]
-        outputs = part(torch.cat([states[number] for number in same]), *piece)
+        joined = {
+            name: torch.cat([named[number][name] for number in same])
+            for name in (named[0] if named else ())
+        }
+        inputs = torch.cat([states[number] for number in same])
+        outputs = part(inputs, *piece, **joined)
         for number, state in zip(same, outputs.split(rows), strict=True):
             states[number] = state

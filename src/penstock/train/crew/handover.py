@@ -18,9 +18,10 @@ from torch import Tensor, nn
 from penstock.runtime import Comm
 from penstock.train.optimizer import Optimizer
 from penstock.train.optimizer_state import is_unused
+from penstock.train.step_figures import StepFigures
 
 
-class Transfer(NamedTuple):
+class PartTransfer(NamedTuple):
     """A part that one rank sends to another."""
 
     part: int
@@ -53,7 +54,7 @@ class PartState:
 class Transfers:
     """The transfers of a generation, which all ranks carry out together."""
 
-    wanted: Sequence[Transfer]
+    wanted: Sequence[PartTransfer]
 
     def run(
         self,
@@ -74,6 +75,23 @@ class Transfers:
                     tensor.copy_(arriving.wait())
         for send in sends:
             send.wait()
+
+
+@dataclass(frozen=True, slots=True)
+class Handover:
+    """Where all ranks of a new generation go on (`penstock.train.crew`)."""
+
+    step: int  # steps done
+    seen: int  # sequences of those steps, and of earlier runs
+    figures: StepFigures | None  # of the last step, if it is still to be closed
+    transfers: Transfers
+    save: bool = False  # whether a checkpoint was interrupted
+    # Ranks that read a part from the checkpoint of this step, because its holder is lost.
+    restores: tuple[tuple[int, int], ...] = ()
+
+
+class CrewChange(Exception):  # noqa: N818  # It is not an error.
+    """Raised on all ranks after a step, because workers have come."""
 
 
 def state_tensors(optimizer: Optimizer, parameter: nn.Parameter) -> Iterator[Tensor]:

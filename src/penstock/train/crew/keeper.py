@@ -33,9 +33,9 @@ from penstock.ir.plan import Plan
 from penstock.runtime.process.launch import LOCALHOST, keep_store, process_context
 from penstock.runtime.process.status import Failure, announce
 from penstock.runtime.torch_internals import PrefixStore, Store
-from penstock.train.checkpoint import good_step
+from penstock.train.checkpoint import CHECKPOINTS_FOLDER, good_step
 from penstock.train.crew.events import Event, EventLog
-from penstock.train.crew.gate import Gate, Guest
+from penstock.train.crew.gate import Gate, Guest, Say
 from penstock.train.crew.notes import (
     FINISHED,
     LAUNCH,
@@ -50,7 +50,7 @@ from penstock.train.crew.notes import (
     place_key,
     ready_key,
     report_key,
-    work_key,
+    worked_key,
 )
 from penstock.train.crew.pace import PaceWatch
 from penstock.train.crew.succession import (
@@ -58,11 +58,16 @@ from penstock.train.crew.succession import (
     holders_of,
     rank_work,
     shares_a_part,
+    step_length,
 )
-from penstock.train.loop import CHECKPOINTS_FOLDER
+from penstock.train.history import last_step
 from penstock.train.worker import Verdict, read_failure, saved_step
 
-LOOK_SECONDS = 0.05  # between two looks at the workers
+# Between two looks at the workers: while workers wait for a decision or a place, and while all
+# train. A worker that ends is noticed at once, and looking often would take time from those
+# that train on this machine.
+LOOK_SECONDS = 0.05
+CALM_LOOK_SECONDS = 0.25
 # The longest time between two looks that counts as silence of a worker: if this machine was
 # asleep, all workers were silent.
 MAX_LOOK_SECONDS = 1.0
@@ -71,9 +76,10 @@ MAX_STOPPED_SECONDS = 1.0
 # How long workers may take to report after a loss, if run.patience is longer.
 MAX_REPORT_SECONDS = 60.0
 SECONDS_TO_FINISH = 12.0  # for the other workers, once one has finished
-Words = tuple[int, int, str, int, str, bool, bool]  # the arguments of a worker
+WorkerArguments = tuple[
+    int, int, str, int, str, bool, bool
+]  # the arguments of a worker
 MemberEntry = Callable[[int, int, str, int, str, bool, bool], Verdict]
-Say = Callable[[str], None]
 OpenGate = Callable[[Store], Gate]  # lets workers from other machines in
 
 
@@ -179,7 +185,7 @@ class Keeper:
         """Start one worker."""
         context = process_context()
         ours, theirs = context.Pipe(duplex=False)
-        words: Words = (
+        words: WorkerArguments = (
             number,
             self.plan.schedule.ranks,
             LOCALHOST,
@@ -200,7 +206,7 @@ class Keeper:
     def look(self) -> Verdict | None:
         """Look once at all workers, and do what is due; return a verdict at the end of the run."""
         numbers = {worker.pipe: worker.number for worker in self.workers.values()}
-        for pipe in wait(list(numbers), timeout=LOOK_SECONDS):
+        for pipe in wait(list(numbers), timeout=self.look_seconds):
             verdict = self.hear(self.workers[numbers[pipe]])  # type: ignore[index]
             if verdict is not None:
                 return verdict
@@ -219,6 +225,14 @@ class Keeper:
             for number in waiting:
                 self.lose(self.workers[number], "did not stop after the loss")
         return None
+
+    @property
+    def look_seconds(self) -> float:
+        """How long to wait for news before the next look."""
+        changing = self.broken_at is not None or self.pending is not None
+        if changing or any(worker.newcomer for worker in self.workers.values()):
+            return LOOK_SECONDS
+        return CALM_LOOK_SECONDS
 
     @property
     def members(self) -> list[int]:
@@ -386,7 +400,7 @@ class Keeper:
     # ------------------------------------------------------------ slow workers
     def hear_work(self) -> None:
         """Hear how long the workers have worked in a window of steps, and who is slow."""
-        key = work_key(self.generation, self.windows)
+        key = worked_key(self.generation, self.windows)
         decision = self.decision
         if not self.settings.slow or decision is None or not self.store.check([key]):
             return
@@ -421,6 +435,7 @@ class Keeper:
             self.settings.mirror != "false",
             lambda: good_step(self.folder / CHECKPOINTS_FOLDER),
             self.watch.paces,
+            lambda: last_step(self.folder),
         )
         decision = replace(decision, leader=self.leader_of(decision.members))
         if before is not None:
@@ -474,7 +489,7 @@ class Keeper:
             self.say(
                 f"{text}; it alone had its part, so {workers} workers go back to step {step}"
             )
-        self.pending = Event(step, kind, workers, 0.0, text)
+        self.pending = Event(step, kind, workers, 0.0, text, decision.members)
 
     def arrival_story(self, number: int) -> str:
         """Say who has joined."""
@@ -503,8 +518,15 @@ class Keeper:
         """Write down the last event, if it is not written yet."""
         if self.pending is not None:
             seconds = round(time.monotonic() - self.broken_before, 3)
-            self.events.put(replace(self.pending, seconds=seconds))
+            speed = round(self.speed_of_plan(), 3)
+            self.events.put(replace(self.pending, seconds=seconds, speed=speed))
             self.pending = None
+
+    def speed_of_plan(self) -> float:
+        """The speed of this generation by its plan, compared with the plan for all workers."""
+        assert self.decision is not None
+        paces = [self.watch.paces.get(worker, 1.0) for worker in self.decision.members]
+        return step_length(self.plan) / step_length(self.decision.plan, paces)
 
 
 def describe_takeovers(before: Decision, decision: Decision) -> str:
@@ -539,7 +561,7 @@ def _end_of(code: int | None) -> str:
 # ---------------------------------------------------------------- in a worker
 def run_entry(
     entry: MemberEntry,
-    words: Words,
+    words: WorkerArguments,
     pipe: Connection,
     environment: dict[str, str],
 ) -> None:

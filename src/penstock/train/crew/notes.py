@@ -8,7 +8,7 @@ crew/ready/2        generation 2 trains
 crew/arrival/1      worker 1 has come and waits for a place
 crew/change/2       all should leave generation 2 after their step, because somebody has come
 crew/place/1        worker 1 is in generation 3
-crew/work/2/5       seconds that each rank of generation 2 has worked in its sixth window of steps
+crew/worked/2/5     seconds that each rank of generation 2 has worked in its sixth window of steps
 crew/finished       the run is over
 crew/launch         a name that this launcher alone has
 g2/...              the connections of generation 2
@@ -22,8 +22,8 @@ from typing import Any
 
 from penstock.formats.plan_json import dump_plan, load_plan
 from penstock.ir.plan import Plan
-from penstock.train.crew.handover import Transfer, Transfers
-from penstock.train.loop import Handover, StepFigures
+from penstock.train.crew.handover import Handover, PartTransfer, Transfers
+from penstock.train.step_figures import StepFigures
 
 FINISHED = "crew/finished"
 LAUNCH = "crew/launch"
@@ -69,9 +69,9 @@ def place_key(worker: int) -> str:
     return f"crew/place/{worker}"
 
 
-def work_key(generation: int, window: int) -> str:
+def worked_key(generation: int, window: int) -> str:
     """The key of the seconds that ranks have worked in a window of steps."""
-    return f"crew/work/{generation}/{window}"
+    return f"crew/worked/{generation}/{window}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,8 +126,10 @@ class Decision:
     whole: bool = True  # whether the plan is the run's own
     seen: int = 0  # sequences of the steps that are done, and of earlier runs
     close: bool = False  # whether the last step must still be evaluated or written down
-    transfers: tuple[Transfer, ...] = ()  # parts that ranks get from others
-    mirrors: tuple[Transfer, ...] = ()  # parts with their rank and that of their mirror
+    transfers: tuple[PartTransfer, ...] = ()  # parts that ranks get from others
+    mirrors: tuple[
+        PartTransfer, ...
+    ] = ()  # parts with their rank and that of their mirror
     # Ranks with a part that they read from the checkpoint of this step.
     restores: tuple[tuple[int, int], ...] = ()
     leader: int = 0  # the rank that writes the files of the run
@@ -155,7 +157,7 @@ def load_decision(text: str | bytes) -> Decision:
     fields["plan"] = load_plan(fields["plan"])
     fields["members"] = tuple(fields["members"])
     for name in ("transfers", "mirrors"):
-        fields[name] = tuple(Transfer(*words) for words in fields[name])
+        fields[name] = tuple(PartTransfer(*words) for words in fields[name])
     fields["restores"] = tuple((rank, part) for rank, part in fields["restores"])
     fields["figures"] = _figures(fields["figures"])
     return Decision(**fields)

@@ -36,6 +36,7 @@ from penstock.train.data.tokenizer import TokenArray, Tokenizer
 Marks: TypeAlias = NDArray[np.uint8]
 LEARNED = np.uint8(1)
 BEGINS = np.uint8(2)
+SECOND = np.uint8(4)  # in the second segment of a pair (`penstock.train.data.segments`)
 
 TEMPLATE = "chat_template.jinja"  # beside a tokenizer.json
 ANSWERING = "assistant"  # the role whose turns are learned

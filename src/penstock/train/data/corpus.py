@@ -32,9 +32,9 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from io import BytesIO
-from itertools import chain
+from itertools import accumulate, chain
 from pathlib import Path
-from typing import IO, Any, BinaryIO, NamedTuple
+from typing import IO, Any, BinaryIO, NamedTuple, Protocol
 
 import numpy as np
 
@@ -52,8 +52,14 @@ from penstock.train.data.conversations import (
     padding_row,
 )
 from penstock.train.data.document_end import side_files
-from penstock.train.data.masking import Masking
+from penstock.train.data.masking import Masking, bert_words
 from penstock.train.data.order import shuffled
+from penstock.train.data.segments import (
+    RowLayout,
+    pad_rows,
+    segment_rows,
+    split_sentences,
+)
 from penstock.train.data.tables import TABLE_KINDS, table_records, table_texts
 from penstock.train.data.tokenizer import TokenArray, Tokenizer, not_text, tokenizer_of
 
@@ -82,6 +88,8 @@ TABLE = (
     "a table: write its texts as lines of JSON, for example with "
     "pandas.read_orc(...).to_json('text.jsonl', orient='records', lines=True)"
 )
+ENCODED = ".tokens"  # the note of text that is encoded already (`penstock.train.data.dataset`)
+EMPTY_TEXT = "the text is empty\n  give some in data.sources"
 RECORDS = (".jsonl", *TABLE_KINDS)  # files that hold records rather than plain text
 ARCHIVE = "an archive: unpack it first"
 BINARY = {".orc": TABLE}
@@ -134,9 +142,9 @@ class Corpus:
     held_out: int
     digest: str  # of the tokens
     end: int | None = None  # the word after each document, if documents are kept apart
-    # Of conversations: which tokens are learned, and with which a conversation begins.
+    # Of conversations and segments: which tokens are learned, and with which a document begins.
     marks: Marks | None = None
-    separate: bool = False  # whether conversations are kept apart
+    separate: bool = False  # whether conversations or segments are kept apart
     tally: Tally | None = None  # of conversations
     masking: Masking | None = None  # for models that guess masked words
     bytes_per_token: float | None = None  # of text; None if nobody has counted
@@ -160,6 +168,11 @@ class Corpus:
         """Whether documents or conversations are kept apart."""
         return self.end is not None or self.separate
 
+    @property
+    def has_segments(self) -> bool:
+        """Whether its rows are segments of text for a Bert, and not conversations."""
+        return self.marks is not None and self.masking is not None
+
     def sequence(self, number: int) -> TokenArray:
         """Return a sequence and the token after it, which is the label of the last one."""
         return self.tokens[number * self.length : (number + 1) * self.length + 1]
@@ -179,7 +192,7 @@ def open_corpus(
     """
     tokenizer = tokenizer_of(data.tokenizer)
     files = source_files(data)
-    if data.separate and tokenizer.end is None and not data.instructions:
+    if data.separate and tokenizer.end is None and not data.marked:
         raise FileError(
             f"{_tokenizer_name(data)} has no word that ends a document, "
             "so documents cannot be told apart\n"
@@ -187,8 +200,12 @@ def open_corpus(
             "tokenizer_config.json beside the tokenizer"
         )
     row, note = _cached(data, files, cache)
-    if not _is_complete(row, note):
-        _fill(row, note, data, tokenizer, files, watch)
+    if not is_complete(row, note):
+        if note.suffix == ENCODED:
+            raise FileError(
+                f"the encoded dataset {note} is damaged, or {row.name} beside it is missing\n  encode it again"
+            )
+        fill_cache(row, note, data, tokenizer, FileTexts(files, data, tokenizer, watch))
     return read_corpus(row, note, data, tokenizer.end)
 
 
@@ -198,8 +215,44 @@ def cached_tokens(data: DataConfig, cache: Path) -> tuple[Path, Path]:
 
 
 def _cached(data: DataConfig, files: list[Path], cache: Path) -> tuple[Path, Path]:
+    encoded = [file for file in files if file.suffix == ENCODED]
+    if encoded and len(files) > 1:
+        raise FileError(
+            f"{encoded[0]} is an encoded dataset, and cannot be joined with other files\n"
+            "  name it alone in data.sources, or as a source of its own in data.mixture"
+        )
+    if encoded:
+        _check_encoding(encoded[0], data)
+        return encoded[0].with_suffix(".bin"), encoded[0]
     name = _cache_name(data, files)
     return cache / f"{name}.bin", cache / f"{name}.json"
+
+
+def encoding_of(data: DataConfig) -> dict[str, object]:
+    """What encoded tokens depend on besides the text; a run with other values cannot use them."""
+    wanted: dict[str, object] = {
+        "instructions": data.instructions,
+        "segments": data.segments,
+    }
+    if data.marked:  # Rows are filled while text is encoded.
+        wanted |= {"tokens": data.tokens, "separate": data.separate}
+    return wanted
+
+
+def _check_encoding(note: Path, data: DataConfig) -> None:
+    """Refuse an encoded dataset that was made for other settings."""
+    try:
+        made_for = json.loads(note.read_text(encoding="utf-8")).get("encoding", {})
+    except (OSError, ValueError, AttributeError):
+        raise FileError(f"{note} is not the note of an encoded dataset") from None
+    wanted = encoding_of(data)
+    for key in {**made_for, **wanted}:
+        theirs, ours = made_for.get(key), wanted.get(key)
+        if theirs != ours:
+            raise FileError(
+                f"{note} was encoded with data.{key} = {theirs}, but here it is {ours}\n"
+                "  encode the dataset again, or give the same value"
+            )
 
 
 def read_corpus(row: Path, note: Path, data: DataConfig, end: int | None) -> Corpus:
@@ -209,7 +262,7 @@ def read_corpus(row: Path, note: Path, data: DataConfig, end: int | None) -> Cor
     marks: Marks | None = None
     try:
         tokens: TokenArray = np.memmap(row, dtype=dtype, mode="r")
-        if data.instructions:
+        if data.marked:
             marks = np.memmap(file_of_marks(row), dtype=np.uint8, mode="r")
     except OSError as error:
         raise FileError(
@@ -218,8 +271,9 @@ def read_corpus(row: Path, note: Path, data: DataConfig, end: int | None) -> Cor
         ) from None
     if marks is not None:
         corpus = cut_corpus(tokens, data, facts["digest"])
-        tally = Tally(**facts["conversations"])
-        return replace(corpus, marks=marks, separate=data.separate, tally=tally)
+        told = facts.get("conversations")
+        tally = None if told is None else Tally(**told)
+        return replace(corpus, marks=marks, separate=data.apart, tally=tally)
     corpus = cut_corpus(tokens, data, facts["digest"], end if data.separate else None)
     if "bytes" not in facts:  # a cache that an earlier version has written
         return corpus
@@ -230,12 +284,21 @@ def open_validation(
     data: DataConfig, cache: Path, watch: ProgressBytes = lambda done, total: None
 ) -> Corpus | None:
     """Open the text of data.validation, all of which counts as held out; None without any."""
+    own = validation_data(data)
+    return None if own is None else all_held_out(open_corpus(own, cache, watch))
+
+
+def validation_data(data: DataConfig) -> DataConfig | None:
+    """Return data.validation as the sources of a corpus of its own; None without any."""
     if not data.validation:
         return None
-    own = replace(
+    return replace(
         data, sources=data.validation, validation=(), mixture=(), held_out=0.0
     )
-    corpus = open_corpus(own, cache, watch)
+
+
+def all_held_out(corpus: Corpus) -> Corpus:
+    """Return a corpus all of whose sequences are held out."""
     return replace(corpus, trained=0, held_out=corpus.trained)
 
 
@@ -279,7 +342,7 @@ def source_files(data: DataConfig) -> list[Path]:
         kind = _kind(file)
         if kind in BINARY:
             raise FileError(f"{file} is {BINARY[kind]}")
-        if data.instructions and kind not in RECORDS:
+        if data.instructions and kind not in (*RECORDS, ENCODED):
             raise FileError(
                 f"{file} is plain text, but data.instructions = true asks for conversations\n"
                 "  write them as lines of JSON (.jsonl) or as a table (.parquet, .arrow)"
@@ -356,6 +419,8 @@ def _cache_name(data: DataConfig, files: list[Path]) -> str:
         template = find_template(data)
         text = "" if template is None else f"{template.text}{template.special}"
         settings += f"{data.tokens}\n{text}\n"
+    if data.segments:
+        settings += f"{data.tokens}\n{data.segments}\n{data.separate}\n"
     digest = hashlib.sha256(settings.encode())
     sources = [*files]
     if names_a_file(tokenizer):
@@ -388,17 +453,19 @@ def text_pieces(file: Path, field: str, cut: CutText) -> Iterator[Piece]:
 
     A text is the whole file, one field of each line of a .jsonl file, or one of each row of a table.
     """
+    if file.suffix == ENCODED:
+        raise FileError(f"{file} holds tokens, not text")
     if _kind(file) in TABLE_KINDS:
         size = file.stat().st_size
         for row, (text, share) in enumerate(table_texts(file, field), start=1):
             place = partial(int, share * size)
-            yield from _cut_up(BytesIO(text), cut, place, row)
+            yield from cut_up(BytesIO(text), cut, place, row)
         return
     with _opened(file) as (opened, raw):
         if _kind(file) == ".jsonl":
             yield from _lines(opened, field, file, cut, raw.tell)
             return
-        for piece in _cut_up(opened, cut, raw.tell):
+        for piece in cut_up(opened, cut, raw.tell):
             _check_text(piece, file)
             yield piece
 
@@ -432,7 +499,7 @@ def _unpacked(file: Path, raw: BinaryIO) -> AbstractContextManager[IO[bytes]]:
     return UNPACK[file.suffix](raw) if file.suffix in UNPACK else nullcontext(raw)
 
 
-def _cut_up(
+def cut_up(
     opened: IO[bytes], cut: CutText, place: Callable[[], int], line: int = 0
 ) -> Iterator[Piece]:
     """Yield a document in pieces. Where it cannot be cut, read twice as much."""
@@ -472,7 +539,7 @@ def _lines(
 ) -> Iterator[Piece]:
     for number, entry in _entries(opened, file):
         text = _text_of(entry, field, f"{file}:{number}")
-        yield from _cut_up(BytesIO(text), cut, place, number)
+        yield from cut_up(BytesIO(text), cut, place, number)
 
 
 def _entries(opened: IO[bytes], file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -529,40 +596,83 @@ def _text_of(entry: dict[str, Any], field: str, where: str) -> bytes:
 
 
 # ---------------------------------------------------------------- the cache
-def _is_complete(row: Path, note: Path) -> bool:
+def is_complete(row: Path, note: Path) -> bool:
     """Whether the cache exists and is as long as its note says."""
     try:
         facts = json.loads(note.read_text(encoding="utf-8"))
         expected = facts["tokens"] * facts["width"]
-        if (
-            "conversations" in facts
-            and file_of_marks(row).stat().st_size != facts["tokens"]
-        ):
+        marked = facts.get("marked", "conversations" in facts)
+        if marked and file_of_marks(row).stat().st_size != facts["tokens"]:
             return False
         return row.stat().st_size == expected and bool(facts["digest"])
     except (OSError, ValueError, KeyError, TypeError):
         return False
 
 
-def _fill(
+class Texts(Protocol):
+    """What is encoded: the files of a config, or a dataset of the user's own."""
+
+    def records(self) -> Iterator[Record]:
+        """Yield conversations, for data.instructions."""
+        ...
+
+    def encoded(self, sizes: list[int]) -> Iterator[tuple[TokenArray, bool]]:
+        """Yield the words of every piece of text, and whether its document ends with it.
+
+        The number of bytes of the text is added to `sizes`.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class FileTexts:
+    """The texts of files."""
+
+    files: list[Path]
+    data: DataConfig
+    tokenizer: Tokenizer
+    watch: ProgressBytes
+
+    def records(self) -> Iterator[Record]:
+        """Yield the records of all files."""
+        return _all_records(self.files, self.watch)
+
+    def encoded(self, sizes: list[int]) -> Iterator[tuple[TokenArray, bool]]:
+        """Encode all files, piece by piece."""
+        return _encode_files(self.files, self.data, self.tokenizer, self.watch, sizes)
+
+
+def fill_cache(
     row: Path,
     note: Path,
     data: DataConfig,
     tokenizer: Tokenizer,
-    files: list[Path],
-    watch: ProgressBytes,
+    texts: Texts,
+    vocab: int = 0,
 ) -> None:
-    """Write the cache under another name and rename it; the note makes it complete."""
-    width = 2 if tokenizer.vocab <= 1 << 16 else 4
+    """Write the cache under another name and rename it; the note makes it complete.
+
+    Tokens that come without a text are below `vocab`.
+    """
+    words = bert_words(tokenizer, data.tokenizer, data.segments)
+    if data.marked:
+        vocab = words.vocab if data.segments else tokenizer.vocab
+    vocab = max(vocab, tokenizer.vocab)
+    width = 2 if vocab <= 1 << 16 else 4
     try:
         row.parent.mkdir(parents=True, exist_ok=True)
         part = row.with_name(f"tokens-{uuid.uuid4().hex}.part")
-        facts: dict[str, object] = {"width": width, "files": len(files)}
+        facts: dict[str, object] = {"width": width, "encoding": encoding_of(data)}
+        sizes: list[int] = []
         if data.instructions:
-            facts |= _write_conversations(part, row, files, data, tokenizer, watch)
+            facts |= _write_conversations(part, row, texts.records(), data, tokenizer)
+        elif data.segments:
+            dtype = np.uint16 if width == 2 else np.uint32
+            layout = RowLayout(words, data.segments, data.tokens, dtype)
+            encoded = texts.encoded(sizes)
+            facts |= _write_segments(part, row, encoded, layout, data.separate)
         else:
-            sizes: list[int] = []
-            encoded = _encode_files(files, data, tokenizer, watch, sizes)
+            encoded = texts.encoded(sizes)
             tokens, digest = _write_tokens(part, encoded, tokenizer.end, width)
             facts |= {"tokens": tokens, "digest": digest, "bytes": sum(sizes)}
         part.replace(row)
@@ -590,14 +700,15 @@ def _write_tokens(
     all_tokens = 0
     with file.open("xb") as opened:
         try:
-            for words, document_ends in encoded:
+            for encoded_words, document_ends in encoded:
+                words = encoded_words.astype(end.dtype, copy=False)
                 text_tokens += len(words)
                 for array in (words, end) if document_ends else (words,):
                     opened.write(array.data)
                     digest.update(array.data)
                     all_tokens += len(array)
             if not text_tokens:
-                raise FileError("the text is empty\n  give some in data.sources")
+                raise FileError(EMPTY_TEXT)
         except BaseException:
             file.unlink()
             raise
@@ -612,48 +723,76 @@ def file_of_marks(row: Path) -> Path:
 def _write_conversations(
     part: Path,
     row: Path,
-    files: list[Path],
+    records: Iterable[Record],
     data: DataConfig,
     tokenizer: Tokenizer,
-    watch: ProgressBytes,
 ) -> dict[str, object]:
     """Write rows of conversations and, beside them, their marks; return what to note down."""
     tally = Tally()
-    digest = hashlib.sha256()
-    tokens = 0
     padding = tokenizer.end or 0
-    records = _all_records(files, watch)
     encoded = encode_records(
         records, tokenizer, find_template(data), data.tokens, tally
     )
+    dtype = np.uint16 if tokenizer.vocab <= 1 << 16 else np.uint32
     rows = pack_rows(encoded, data.tokens, padding)
-    part_of_marks = part.with_suffix(".marks.part")
-    try:
-        with part.open("xb") as words_file, part_of_marks.open("xb") as marks_file:
-            dtype = np.uint16 if tokenizer.vocab <= 1 << 16 else np.uint32
-            # The last row needs a token after it.
-            last: Iterable[Conversation] = (padding_row(1, padding, dtype),)
-            for packed in chain(rows, last):
-                words_file.write(packed.words.data)
-                marks_file.write(packed.marks.data)
-                digest.update(packed.words.data)
-                digest.update(packed.marks.data)
-                tokens += packed.tokens
+
+    def complain() -> None:
         if not tally.learned:
             raise FileError(
                 f"there is nothing to learn: none of {tally.conversations} conversations has an answer within "
                 f"{data.tokens} tokens\n  give other data.sources, or more data.tokens"
             )
+
+    facts = _write_rows(part, row, rows, padding_row(1, padding, dtype), complain)
+    return {**facts, "conversations": asdict(tally)}
+
+
+def _write_segments(
+    part: Path,
+    row: Path,
+    encoded: Iterable[tuple[TokenArray, bool]],
+    layout: RowLayout,
+    packed: bool,
+) -> dict[str, object]:
+    """Write rows of segments for a Bert and, beside them, their marks; return what to note down."""
+    examples = segment_rows(encoded, layout)
+    padding = layout.words.padding
+    fill = pack_rows if packed else pad_rows
+    rows = fill(examples, layout.length, padding)
+    return _write_rows(part, row, rows, padding_row(1, padding, layout.dtype))
+
+
+def _write_rows(
+    part: Path,
+    row: Path,
+    rows: Iterable[Conversation],
+    last: Conversation,
+    complain: Callable[[], None] = lambda: None,
+) -> dict[str, object]:
+    """Write rows and, beside them, their marks. The `last` token comes after the last row, which needs one.
+
+    `complain` may raise an error once all rows are made.
+    """
+    digest = hashlib.sha256()
+    tokens = 0
+    part_of_marks = part.with_suffix(".marks.part")
+    try:
+        with part.open("xb") as words_file, part_of_marks.open("xb") as marks_file:
+            for packed in chain(rows, (last,)):
+                words_file.write(packed.words.data)
+                marks_file.write(packed.marks.data)
+                digest.update(packed.words.data)
+                digest.update(packed.marks.data)
+                tokens += packed.tokens
+        complain()
+        if tokens == last.tokens:
+            raise FileError(EMPTY_TEXT)
         part_of_marks.replace(file_of_marks(row))
     except BaseException:
         part.unlink(missing_ok=True)
         part_of_marks.unlink(missing_ok=True)
         raise
-    return {
-        "tokens": tokens,
-        "digest": digest.hexdigest()[:16],
-        "conversations": asdict(tally),
-    }
+    return {"tokens": tokens, "digest": digest.hexdigest()[:16], "marked": True}
 
 
 def _all_records(files: list[Path], watch: ProgressBytes) -> Iterator[Record]:
@@ -680,45 +819,73 @@ def _encode_files(
 ) -> Iterator[tuple[TokenArray, bool]]:
     """Yield the words of every piece, and whether its document ends with it.
 
-    Many short pieces are encoded together. The bytes of the text in each file are added to `sizes`.
+    The bytes of the text in each file are added to `sizes`.
     """
     total = sum(file.stat().st_size for file in files)
     before = 0
     for file in files:
         sizes.append(0)
-        pieces: list[Piece] = []
-        count = 0  # bytes of these pieces
-        begin = 0  # where they begin in the file
-        for piece in text_pieces(file, data.field, tokenizer.cut):
-            pieces.append(piece)
-            sizes[-1] += len(piece.text)
-            count += len(piece.text)
-            if max(count, piece.place - begin) >= PIECE_BYTES:
-                yield from _encode_pieces(pieces, tokenizer, file)
-                watch(before + piece.place, total)
-                pieces = []
-                count = 0
-                begin = piece.place
-        yield from _encode_pieces(pieces, tokenizer, file)
+
+        def tell(place: int, before: int = before) -> None:
+            watch(before + place, total)
+
+        pieces = text_pieces(file, data.field, tokenizer.cut)
+        yield from encode_pieces(pieces, data, tokenizer, str(file), sizes, tell)
         before += file.stat().st_size
         watch(before, total)
 
 
-def _encode_pieces(
-    pieces: list[Piece], tokenizer: Tokenizer, file: Path
+def encode_pieces(
+    pieces: Iterable[Piece],
+    data: DataConfig,
+    tokenizer: Tokenizer,
+    source: str,
+    sizes: list[int],
+    tell: Callable[[int], None] = lambda place: None,
+) -> Iterator[tuple[TokenArray, bool]]:
+    """Encode many short pieces together; their bytes are added to the last of `sizes`."""
+    waiting: list[Piece] = []
+    count = 0  # bytes of these pieces
+    begin = 0  # where they begin in the file
+    for piece in pieces:
+        waiting += _sentences(piece) if data.segments else [piece]
+        sizes[-1] += len(piece.text)
+        count += len(piece.text)
+        if max(count, piece.place - begin) >= PIECE_BYTES:
+            yield from _encode_together(waiting, tokenizer, source)
+            tell(piece.place)
+            waiting = []
+            count = 0
+            begin = piece.place
+    yield from _encode_together(waiting, tokenizer, source)
+
+
+def _sentences(piece: Piece) -> list[Piece]:
+    """The sentences of a piece, each a piece of its own."""
+    texts = split_sentences(piece.text) or [b""]
+    before = accumulate(map(len, texts), initial=piece.before)
+    sentences = [
+        piece._replace(text=text, before=place, ends=False)
+        for text, place in zip(texts, before, strict=False)
+    ]
+    return [*sentences[:-1], sentences[-1]._replace(ends=piece.ends)]
+
+
+def _encode_together(
+    pieces: list[Piece], tokenizer: Tokenizer, source: str
 ) -> Iterator[tuple[TokenArray, bool]]:
     try:
-        encoded = tokenizer.encode_all([piece.text for piece in pieces], str(file))
+        encoded = tokenizer.encode_all([piece.text for piece in pieces], source)
     except FileError:
         for piece in pieces:
-            _check_utf8(piece, file)  # This error also names the line.
+            _check_utf8(piece, source)  # This error also names the line.
         raise
     return zip(encoded, (piece.ends for piece in pieces), strict=True)
 
 
-def _check_utf8(piece: Piece, file: Path) -> None:
+def _check_utf8(piece: Piece, source: str) -> None:
     try:
         piece.text.decode("utf-8")
     except UnicodeDecodeError as error:
-        where = f"{file}:{piece.line}" if piece.line else f"{file}"
+        where = f"{source}:{piece.line}" if piece.line else source
         raise not_text(where, piece.before + error.start) from None

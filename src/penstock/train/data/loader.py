@@ -29,7 +29,7 @@ from penstock.models import shift_labels
 from penstock.plan.slices.packs import Pack
 from penstock.runtime import Batch
 from penstock.runtime.batch import IGNORED_LABEL
-from penstock.train.data.conversations import BEGINS, LEARNED
+from penstock.train.data.conversations import BEGINS, LEARNED, SECOND
 from penstock.train.data.corpus import Corpus, Ticket
 from penstock.train.data.documents import (
     DocumentCutter,
@@ -65,6 +65,10 @@ class Deal:
     def sequences(self) -> int:
         """Sequences per step, over all shards."""
         return self.each * self.shards * self.passes
+
+    def first_row(self, turn: int) -> int:
+        """Return the first row of this shard in a pass, counted over all rows of the step."""
+        return (turn * self.shards + self.shard) * self.each
 
 
 def wanted_by(schedule: Schedule, rank: int, separate: bool = False) -> frozenset[int]:
@@ -192,7 +196,21 @@ class Loader:
             counts = () if even else self._counts(numbers)
             return Batch(inputs, labels, valid, counts=counts)
         cuts = self._cuts(numbers)
-        return Batch(inputs, labels, valid, starts, cuts, self._counts(numbers))
+        counts = self._counts(numbers)
+        named = self._named(numbers)
+        return Batch(inputs, labels, valid, starts, cuts, counts, named)
+
+    def _named(self, numbers: list[Ticket]) -> tuple[dict[str, Tensor], ...]:
+        """The types of the segments in each micro-batch of a pass; empty if rows have no segments."""
+        if not self.corpus.has_segments:
+            return ()
+        rows = self.deal.rows
+        named = []
+        for number in range(self.deal.microbatches):
+            marks = self._marks(numbers[number * rows : (number + 1) * rows])
+            types = (marks & int(SECOND)) > 0
+            named.append({"types": self._used(types.long())})
+        return tuple(named)
 
     def _counts(self, numbers: list[Ticket]) -> tuple[int, ...]:
         """The labels that count in each micro-batch of a pass, also in those that this rank does not read."""
@@ -262,7 +280,7 @@ class Loader:
             if self.corpus.masking is not None:
                 labels += int(self._chosen(ticket).sum())
                 continue
-            if self.corpus.marks is not None:
+            if self.corpus.marks is not None:  # answers
                 marks = self.corpus.sequence_marks(ticket.sequence)
                 labels += int((marks[1:] & LEARNED).sum())
                 continue
@@ -283,7 +301,7 @@ class Loader:
             tokens, labels = self._masked(numbers, tokens)
         else:
             labels = shift_labels(tokens, starts)
-        if self.corpus.marks is not None:
+        if self.corpus.marks is not None and not self.corpus.has_segments:
             learned = (self._marks(numbers)[:, 1:] & int(LEARNED)) > 0
             labels[:, :-1].masked_fill_(~learned, IGNORED_LABEL)
         labels[[number == FILLER for number in numbers]] = IGNORED_LABEL

@@ -19,7 +19,12 @@ from numpy.typing import NDArray
 from penstock.train.data.document_end import WORD_FILES, read_json
 from penstock.train.data.tokenizer import FileTokenizer, Tokenizer
 
-MASK_NAMES = ("[MASK]", "<mask>")
+USUAL_NAMES = {
+    "mask_token": ("[MASK]", "<mask>"),
+    "cls_token": ("[CLS]",),
+    "sep_token": ("[SEP]",),
+    "pad_token": ("[PAD]", "<pad>"),
+}
 SPECIAL_KEYS = ("cls_token", "sep_token", "pad_token", "bos_token", "eos_token")
 MASKED_SHARE = 0.8
 RANDOM_SHARE = 0.1
@@ -67,34 +72,62 @@ def _draws(
     return bits.astype(np.float64) * np.float64(2.0**-53)
 
 
-# ---------------------------------------------------------------- the word that stands for others
-def mask_word(tokenizer: Tokenizer, name: str) -> int:
-    """Return the word of a tokenizer that stands for a masked one, or a new word after all others."""
+# ---------------------------------------------------------------- words with a meaning of their own
+@dataclass(frozen=True, slots=True)
+class BertWords:
+    """The words of a Bert that stand for no text, and the number of words that a model has to know."""
+
+    mask: int
+    begin: int  # before a row, [CLS]
+    border: int  # after each segment, [SEP]
+    padding: int
+    vocab: int
+
+
+def bert_words(tokenizer: Tokenizer, name: str, segments: int = 0) -> BertWords:
+    """Return the words of a tokenizer that stand for no text.
+
+    A mask that it lacks is a new word after all others; so are the borders of segments, if rows have any.
+    """
+    vocab = tokenizer.vocab
+    found = []
+    for key in ("mask_token", "cls_token", "sep_token"):
+        number = _special_word(tokenizer, name, key)
+        if number is None and (key == "mask_token" or segments):
+            number = vocab
+        vocab = max(vocab, -1 if number is None else number + 1)
+        found.append(-1 if number is None else number)
+    padding = _special_word(tokenizer, name, "pad_token")
+    if padding is None:
+        padding = found[-1] if tokenizer.end is None else tokenizer.end
+    mask, begin, border = found
+    return BertWords(mask, begin, border, padding, vocab)
+
+
+def masking_of(
+    tokenizer: Tokenizer, name: str, share: float, segments: int = 0
+) -> Masking:
+    """Return how words of a tokenizer are masked. Words with a meaning of their own are spared."""
+    spared = set() if tokenizer.end is None else {tokenizer.end}
+    for key in SPECIAL_KEYS:
+        number = _special_word(tokenizer, name, key)
+        if number is not None:
+            spared.add(number)
+    words = bert_words(tokenizer, name, segments)
+    if segments:
+        spared |= {words.begin, words.border, words.padding}
+    return Masking(words.mask, tokenizer.vocab, share, tuple(sorted(spared)))
+
+
+def _special_word(tokenizer: Tokenizer, name: str, key: str) -> int | None:
+    """The word that the files beside a tokenizer give a meaning, or one with the usual name of that meaning."""
     if not isinstance(tokenizer, FileTokenizer):
-        return tokenizer.vocab
-    for word in (_named_beside(name, "mask_token"), *MASK_NAMES):
+        return None
+    for word in (_named_beside(name, key), *USUAL_NAMES.get(key, ())):
         number = None if word is None else tokenizer.theirs.token_to_id(word)
         if number is not None:
             return int(number)
-    return tokenizer.vocab
-
-
-def masking_of(tokenizer: Tokenizer, name: str, share: float) -> Masking:
-    """Return how words of a tokenizer are masked. Words with a meaning of their own are spared."""
-    spared = set() if tokenizer.end is None else {tokenizer.end}
-    if isinstance(tokenizer, FileTokenizer):
-        for key in SPECIAL_KEYS:
-            named = _named_beside(name, key)
-            number = None if named is None else tokenizer.theirs.token_to_id(named)
-            if number is not None:
-                spared.add(int(number))
-    word = mask_word(tokenizer, name)
-    return Masking(word, tokenizer.vocab, share, tuple(sorted(spared)))
-
-
-def vocab_with_mask(tokenizer: Tokenizer, name: str) -> int:
-    """Return the number of words that a model has to know."""
-    return max(tokenizer.vocab, mask_word(tokenizer, name) + 1)
+    return None
 
 
 def _named_beside(name: str, key: str) -> str | None:

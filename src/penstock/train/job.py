@@ -1,0 +1,77 @@
+"""A job: everything that defines a run, the same on all its ranks, and how it ended."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import nn
+
+from penstock.config import Config
+from penstock.dropout import set_dropout
+from penstock.ir.plan import Plan
+from penstock.models import even_partition
+from penstock.models.recompute import recompute_inside
+from penstock.schedules.coverage import hold_every_part
+from penstock.train.checkpoint import CHECKPOINTS_FOLDER, Depot
+from penstock.train.crew.handover import PartTransfer
+from penstock.train.data.corpus import Corpus
+from penstock.train.lora import adapt
+from penstock.train.weights import Sizes
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """Everything that defines a run; it is the same on all ranks."""
+
+    config: Config
+    plan: Plan
+    sizes: Sizes
+    corpus: Corpus
+    folder: Path
+    resume: bool = False  # start from the newest good checkpoint
+    fresh: bool = False  # if there is no checkpoint, start from the beginning
+    whole: bool = True  # whether the plan is the run's own, and not one for fewer ranks
+    validation: Corpus | None = None  # text for evaluations, if it is not held out
+    mirrors: tuple[
+        PartTransfer, ...
+    ] = ()  # parts with their rank and that of their mirror
+    leader: int = 0  # the rank that writes the files of the run
+    depot: Depot | None = None  # for a rank that does not see the folder of the run
+
+    def __post_init__(self) -> None:
+        held = self.plan.map_schedules(hold_every_part)
+        object.__setattr__(self, "plan", held)
+
+    @property
+    def partition(self) -> tuple[int, ...]:
+        """The number of layers of each part."""
+        if self.plan.partition:
+            return self.plan.partition
+        return even_partition(self.sizes.layers, self.plan.schedule.parts)
+
+    def adapt(self, model: nn.Module) -> None:
+        """Give a model without memory the dropout, the adapters and the recomputation of the run."""
+        if self.config.model.dropout:
+            set_dropout(model, self.config.model.dropout)
+        recompute_inside(model, self.config.run.recomputed_inside)
+        if self.adapts:
+            adapt(model, self.sizes, self.config.lora)
+
+    @property
+    def adapts(self) -> bool:
+        """Whether adapters are trained instead of the model itself."""
+        return self.config.lora.rank > 0
+
+    @property
+    def checkpoints(self) -> Path:
+        """The folder of the checkpoints."""
+        return self.folder / CHECKPOINTS_FOLDER
+
+
+@dataclass(frozen=True, slots=True)
+class RunOutcome:
+    """The last step of a run, and whether it was asked to stop before its end."""
+
+    step: int
+    stopped: bool

@@ -1,0 +1,175 @@
+"""Sets up a rank before it trains: its place in the mesh, its parts, its executors and its loader.
+
+job, comm ─► set_up_rank ─► RankSetup ─┬─ executor(schedule)     runs this rank's lane
+                                       └─ loader(schedules)      reads the tokens that the lane needs
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from penstock.config import is_recording
+from penstock.ir.program import lower
+from penstock.ir.schedule import Schedule
+from penstock.models import BertConfig, Part
+from penstock.models.attention import PAIRS_PER_CALL
+from penstock.models.flops import keys_per_token
+from penstock.plan.slices.packs import DocumentWork, step_clock
+from penstock.runtime import Comm, CudaTape, Executor, compile_stage
+from penstock.runtime.visits import Mean
+from penstock.schedules.coverage import visited_parts, visits_all_parts
+from penstock.train.compiling import COMPILER, chunk_of, is_compiling, loss_of
+from penstock.train.data.documents import DocumentCutter, DocumentDealer
+from penstock.train.data.loader import Deal, Loader, wanted_by
+from penstock.train.job import Job
+from penstock.train.mesh import MeshPlace, place_of
+from penstock.train.optimizer import frozen_names
+from penstock.train.rank_weights import RankWeights
+from penstock.train.weights import Holding, attach_parameters, hold
+
+# The types of run.messages; None is that of the stages.
+MESSAGE_DTYPES = {"float32": None, "bfloat16": torch.bfloat16, "int8": torch.int8}
+
+
+@dataclass(frozen=True, slots=True)
+class RankSetup:
+    """One process of a run, with its place in the mesh and the parts that it holds."""
+
+    job: Job
+    device: torch.device
+    place: MeshPlace
+    holding: Holding
+    compiles: bool  # whether its stages are compiled
+
+    def executor(self, schedule: Schedule) -> Executor:
+        """Return an executor for this rank's lane of a schedule over the plan's stages."""
+        config = self.job.config
+        run = config.run
+        recompute = frozenset(
+            stage
+            for stage in self.holding.stages
+            if run.recompute or schedule.stages[stage].part in self.job.plan.recompute
+        )
+        records = is_recording(config, self.device.type == "cuda")
+        record = records and schedule is self.job.plan.schedule
+        compiler = COMPILER if self.compiles else ""
+        loss = loss_of(compiler, chunk_of(config), run)
+        return Executor(
+            lower(schedule),
+            self.holding.stages,
+            self.place.pipeline,
+            loss,
+            recompute=recompute,
+            autocast=torch.bfloat16 if run.precision == "bfloat16" else None,
+            tied=self.holding.tied,
+            mean=Mean(config.paths.mean),
+            tape=CudaTape() if record else None,
+            accumulates=run.accumulate > 1,
+            reduction=run.reduction,
+            messages=MESSAGE_DTYPES[run.messages],
+        )
+
+    def wanted(self, schedules: Iterable[Schedule]) -> frozenset[int]:
+        """Return the micro-batches whose tokens this rank reads with any of these schedules."""
+        rank = self.place.pipeline.rank
+        apart = self.job.corpus.apart
+        wanted = [wanted_by(schedule, rank, apart) for schedule in schedules]
+        return frozenset().union(*wanted)
+
+    def loader(self, schedules: Iterable[Schedule]) -> Loader:
+        """Return the loader of the training text for steps with any of these schedules."""
+        job = self.job
+        config = job.config
+        deal = Deal(
+            config.rows,
+            len(job.plan.schedule.microbatches),
+            config.run.accumulate,
+            self.wanted(schedules),
+            config.mesh.shard,
+            self.place.shard,
+        )
+        cutter = cutter_of(job, self.device)
+        dealer = dealer_of(job, self.device, self.compiles)
+        seed = config.run.seed
+        return Loader(job.corpus, deal, seed, self.device, cutter, dealer)
+
+
+def set_up_rank(
+    job: Job,
+    comm: Comm,
+    schedules: Iterable[Schedule],
+    device: torch.device,
+    before: RankWeights | None,
+) -> RankSetup:
+    """Give a process its place and the parts that it trains with these schedules.
+
+    All processes must call it. Parts that it had `before` are used again.
+    """
+    config = job.config
+    schedule = job.plan.schedule
+    place = place_of(comm, config.mesh, schedule.ranks, device)
+    kept: dict[int, Part] = {}
+    if before is not None:
+        # A generation that broke before it had begun may have tied them otherwise.
+        attach_parameters(before.holding)
+        kept = before.parts
+    holding = hold(
+        job.sizes,
+        schedule,
+        job.partition,
+        place.pipeline.rank,
+        device,
+        place,
+        frozenset().union(*map(visited_parts, schedules)),
+        kept,
+        lambda names: frozen_names(names, config.optimizer),
+        job.adapt,
+    )
+    compiles = is_compiling(config, device)
+    if compiles:
+        parts = {schedule.stages[n].part: part for n, part in holding.stages.items()}
+        for number, part in parts.items():
+            if number not in kept:
+                compile_stage(part, COMPILER)
+    return RankSetup(job, device, place, holding, compiles)
+
+
+def cutter_of(job: Job, device: torch.device) -> DocumentCutter | None:
+    """Return what cuts the documents of each step; None if the plan's cuts are right for all.
+
+    On a GPU attention computes the whole pack and hides what a document must not see, so
+    that documents do not change the time of a slice.
+    """
+    schedule = job.plan.schedule
+    if not job.config.data.separate or schedule.slices == 1 or device.type != "cpu":
+        return None
+    slices = tuple(microbatch.slices for microbatch in schedule.microbatches)
+    return DocumentCutter(slices, keys_per_token(job.sizes))
+
+
+def dealer_of(
+    job: Job, device: torch.device, compiled: bool = False
+) -> DocumentDealer | None:
+    """Return what deals out the documents of each step; None if rows stay as they are read.
+
+    That is the case on a GPU, where documents do not change the time of a row, for compiled
+    stages, which would be compiled again for every length, and with partial paths, where it
+    matters which documents skip which parts.
+    """
+    config = job.config
+    schedule = job.plan.schedule
+    plans_documents = config.data.separate and config.data.balance
+    if not plans_documents or device.type != "cpu" or compiled:
+        return None
+    if isinstance(job.sizes, BertConfig):
+        return None  # Its attention computes whole rows, whatever documents they hold.
+    if not visits_all_parts(schedule):
+        return None
+    clock = step_clock(schedule, job.partition, config.mesh.shard)
+    if clock is None:
+        return None
+    work = DocumentWork(keys_per_token(job.sizes), PAIRS_PER_CALL)
+    return DocumentDealer(clock, work, schedule.slices)

@@ -1,0 +1,104 @@
+"""How a run resumes: what its checkpoints say about it, which one it takes, and whether that one fits."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+
+from penstock.errors import FileError, RunError
+from penstock.runtime import Comm
+from penstock.train.checkpoint import (
+    CheckpointFacts,
+    newest,
+    newest_good,
+    read_facts,
+)
+from penstock.train.data.corpus import Corpus
+from penstock.train.data.loader import Loader, check_same_data
+from penstock.train.early_stop import Progress
+from penstock.train.job import Job
+from penstock.train.lora import describe_adapters
+from penstock.train.optimizer import describe_optimizer
+from penstock.train.weights import Sizes
+
+
+def checkpoint_facts(job: Job, loader: Loader, progress: Progress) -> CheckpointFacts:
+    """Return the description of a run that goes into its checkpoints."""
+    config = job.config
+    return {
+        "model": describe_model(job.sizes),
+        "data": loader.state(),
+        "tokenizer": config.data.tokenizer,
+        "optimizer": describe_optimizer(config.optimizer),
+        "progress": progress.describe(),
+        **describe_adapters(config),
+        "schedule": job.plan.name,
+        "ranks": job.plan.schedule.ranks,
+        "partition": list(job.partition),
+        "mesh": asdict(config.mesh),
+    }
+
+
+def describe_model(sizes: Sizes) -> dict[str, object]:
+    """Describe a model in plain values."""
+    family = type(sizes).__name__.removesuffix("Config").lower()
+    return {"family": family, **asdict(sizes)}
+
+
+def checkpoint_to_resume(job: Job, comm: Comm, names: tuple[str, ...]) -> Path | None:
+    """Return the checkpoint that a run goes on from; None if it starts at the beginning.
+
+    All ranks must call it. `names` are the parameters that a checkpoint must hold.
+    """
+    if not job.resume:
+        return None
+    if job.depot is not None:
+        job.depot.fetch(job.checkpoints)
+    checkpoint = newest_good(job.checkpoints, comm, names)
+    if checkpoint is None and not job.fresh:
+        raise nothing_to_resume(job.checkpoints)
+    return checkpoint
+
+
+def nothing_to_resume(checkpoints: Path) -> RunError:
+    """Return the error for a run that cannot resume."""
+    if newest(checkpoints):
+        return RunError(
+            f"no checkpoint in {checkpoints} is good: "
+            "all are damaged or lack weights of this model\n"
+            "  start anew in another run.folder, "
+            "or delete that folder and start without --resume"
+        )
+    return RunError(
+        f"there is no good checkpoint in {checkpoints}\n  start anew, without --resume"
+    )
+
+
+def check_same_model(path: Path, facts: CheckpointFacts, sizes: Sizes) -> None:
+    """Raise RunError if a checkpoint belongs to a model with other sizes."""
+    theirs = facts.get("model", {})
+    differences = []
+    for key, value in describe_model(sizes).items():
+        if theirs.get(key) != value:
+            differences.append(f"its {key} is {theirs.get(key)}, here it is {value}")
+    if differences:
+        raise RunError(
+            f"{path} is of another model: {'; '.join(differences)}\n"
+            "  go on with its own sizes, or start anew in another run.folder"
+        )
+
+
+def check_resumable(checkpoints: Path, sizes: Sizes, corpus: Corpus, seed: int) -> None:
+    """Raise RunError if a run cannot resume from its newest checkpoint.
+
+    This happens before the run overwrites any file.
+    """
+    for path in newest(checkpoints):
+        try:
+            facts = read_facts(path)
+        except FileError:
+            # It is damaged. The ranks will report that and look for an earlier one.
+            continue
+        check_same_model(path, facts, sizes)
+        check_same_data(facts.get("data", {}), corpus, seed)
+        return
