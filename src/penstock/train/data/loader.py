@@ -189,7 +189,8 @@ class Loader:
         for number in sorted(wanted):
             read += numbers[number * rows : (number + 1) * rows]
         columns = self._rows(read) if read else ()
-        found = iter(zip(*(column.split(rows) for column in columns), strict=True))
+        split = (torch.split(column, rows) for column in columns)
+        found = iter(zip(*split, strict=True))
         dealt = [next(found) if number in wanted else blank for number in microbatches]
         inputs, labels, starts = zip(*dealt, strict=True)
         if not self.corpus.apart:
