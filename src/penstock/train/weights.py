@@ -71,16 +71,13 @@ class Holding:
     stages: Mapping[int, Part]
     parameters: Mapping[str, nn.Parameter]
     tied: Mapping[str, Tied]
-    owned: frozenset[
-        str
-    ]  # parameters that this process, and no replica, counts and saves
-    names: tuple[
-        str, ...
-    ]  # all parameters of the model, in the same order on all ranks
+    # Parameters that this process, and no replica, counts and saves.
+    owned: frozenset[str]
+    # All parameters of the model, in the same order on all ranks.
+    names: tuple[str, ...]
     sizes: Sizes
-    trained: Mapping[
-        str, nn.Parameter
-    ]  # parameters of parts that some path visits, without frozen ones
+    # Parameters of parts that some path visits, without frozen ones.
+    trained: Mapping[str, nn.Parameter]
 
     @property
     def width(self) -> int:
