@@ -53,8 +53,9 @@ $(INTEGRATIONS)/.ready: pyproject.toml Makefile
 	$(INTEGRATIONS)/bin/pip install --quiet --disable-pip-version-check --no-deps $(FRAMEWORKS)
 	touch $@
 
-fuzz: setup ## compare CASES random pipelines with unsplit Hugging Face models, starting at SEED
+fuzz: setup ## compare CASES random pipelines with unsplit models: of Hugging Face, and of modules that pass several tensors
 	$(BIN)/python tests/fuzz.py --cases $(CASES) --seed $(SEED)
+	$(BIN)/python tests/fuzz.py --cases $(CASES) --seed $(SEED) --modules
 
 chaos: setup ## train STEPS steps with 12 workers that are killed, stopped, slowed and cut off at random, by SEED
 	$(BIN)/python tests/chaos.py --steps $(STEPS) --seed $(SEED)

@@ -21,6 +21,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from penstock.errors import ShapeError
 from penstock.runtime.torch_internals import original_module
 
 PIECE = "piece"  # the parameter of a forward that takes a slice (penstock.carry)
@@ -109,6 +110,17 @@ def named_arguments(
     return arguments
 
 
+def refuse_missing(
+    parameters: Parameters, count: int, named: Mapping[str, Tensor]
+) -> None:
+    """Raise an error if a forward asks for a value that nobody has."""
+    for name in parameters.after(count):
+        if name in parameters.required and name not in named:
+            raise ShapeError(
+                f"its forward asks for {name}, which neither the batch nor an earlier stage on its path has"
+            )
+
+
 class LayerChain(nn.Sequential):
     """Layers that pass values to each other as stages do, so that it does not matter where a list of layers is cut."""
 
@@ -130,7 +142,9 @@ class LayerChain(nn.Sequential):
         known: Mapping[str, Tensor | None] = named
         returned: Any = values[0] if len(values) == 1 else values
         for layer, parameters in zip(self, self.parameters_by_layer, strict=True):
-            returned = layer(*values, **named_arguments(parameters, len(values), known))
+            arguments = named_arguments(parameters, len(values), known)
+            refuse_missing(parameters, len(values), arguments)
+            returned = layer(*values, **arguments)
             passed = passed_by(returned)
             values = (returned,) if passed is None else passed.values
             if passed is not None and passed.named:
